@@ -127,8 +127,9 @@ def private_things(config: Any, run_dir: Path) -> dict[str, list[bytes]]:
                     _middle(wave),
                     np.round(wave[middle : middle + 32, 0] * 32767).astype(np.int16).tobytes(),
                 ]
-                start = int(examples.starts[number])
-                found["features"].append(_middle(own.stores[0].frames[start : start + int(examples.counts[number])]))
+                view = examples.first_view
+                start = int(view.starts[number])
+                found["features"].append(_middle(view.store.frames[start : start + int(view.counts[number])]))
                 found["names of clips"].append(str(row["clip"]).encode())
         for path in sorted((folder / "private").glob("*.seg")):
             content = path.read_bytes()

@@ -147,8 +147,7 @@ def enlarge(population: Population, clients: int, examples: int) -> Population:
     return Population(
         Tables(clips_table(columns, ("train",), {}), pa.record_batch(ids.columns())),
         population.classes,
-        population.length,
-        population.stores,
+        population.views,
     )
 
 

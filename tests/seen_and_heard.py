@@ -86,7 +86,7 @@ def federation(
 
 @dataclass(frozen=True, kw_only=True)
 class OfKind(Method):
-    """FedAvg over the clients whose further views are these and no others."""
+    """FedAvg over the clients with these of ``data.views`` and no others."""
 
     views: tuple[str, ...] = ("video",)
     phase: str = "train"

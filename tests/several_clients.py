@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from raydfl import testing
 from raydfl.core.types import Client, ModelSpec, Ratio, Update
 from raydfl.data.examples import ClientData, Examples
 from raydfl.data.features.cache import FeatureStore
@@ -35,7 +36,7 @@ def make_examples(count: int, seed: int, lengths: bool = False) -> Examples:
     length = None if lengths else FRAMES
     store = FeatureStore(Path("memory"), frames, offsets, counts.astype(np.int32), length, {})
     labels = rng.integers(0, CLASSES, count)
-    return Examples(store, offsets[:-1], counts, labels, np.arange(count), length)
+    return testing.make_examples(labels, store, offsets[:-1], counts, length)
 
 
 def make_steps(
@@ -71,7 +72,7 @@ def make_steps(
             client=clients[index],
             models=models,
             received={key: {n: t.clone() for n, t in ts.items()} for key, ts in initial.tensors.items()},
-            data=ClientData(make_examples(size, index, lengths), nothing, nothing),
+            data=ClientData({"train": make_examples(size, index, lengths)}, nothing, nothing),
             state=dict(states[index]) if states else {},
             rng=np.random.default_rng(100 + index),
             device=torch.device("cpu"),

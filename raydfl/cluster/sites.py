@@ -10,152 +10,34 @@ from __future__ import annotations
 import dataclasses
 import json
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import ray
 from ray.exceptions import RayError, RayTaskError
 
 from raydfl.cluster.faults import task_cause
 from raydfl.cluster.job import check_visible
+from raydfl.cluster.site_reports import SiteReport, join_sites
 from raydfl.core.errors import ConfigError, DataError, ResourcesError, RunDirectoryError, first_line
 from raydfl.core.files import RESUME, make_private_folder, plain_name, write_durably, writing
 from raydfl.core.progress import Progress
 from raydfl.data import (
-    ClientIds,
+    DataSettings,
     Population,
-    Shard,
-    Tables,
     build_population,
-    encode,
+    join_parts,
     kept_labels,
     list_clips,
     natural_order,
-    no_clips,
+    part_folder,
+    with_place,
 )
 from raydfl.engine import Config, SerialPool, Worker
 from raydfl.engine.storage import PrivateStore, stored_about
-
-
-@dataclass(frozen=True)
-class ViewReport:
-    """All that a site tells about a further view of its examples."""
-
-    examples: int
-    """Training examples that have it."""
-    length: int | None
-    """Frames of each, ``None`` when they differ or there is none."""
-    clients: tuple[bool, ...]
-    """Its clients in their order: true for those that have it."""
-
-
-@dataclass(frozen=True)
-class SiteReport:
-    """All that a site tells about its data, besides the names of its classes. Plain values: it is also written as JSON."""
-
-    site: str
-    examples: tuple[int, ...]
-    """Training examples of each client."""
-    bands: int
-    """Features of a frame."""
-    length: int | None
-    """Frames of every example, ``None`` when they differ."""
-    shards: Mapping[str, Sequence[tuple[int, int]]]
-    """Ranges of the server's examples by split."""
-    left_out: int
-    """Clips that cannot be read."""
-    trained: tuple[str, ...]
-    """Names of the classes of which some client has training examples."""
-    views: Mapping[str, ViewReport] = field(default_factory=dict)
-    """Further views, by name."""
-
-    @classmethod
-    def of(cls, name: str, population: Population, whole: bool = False) -> SiteReport:
-        """Return what the site of that name tells about its population.
-
-        Args:
-            whole: measure its test data in one piece, because scores are made of all of it.
-        """
-        shards: dict[str, list[tuple[int, int]]] = {split: [] for split in ("test", "triggered", "server_validation")}
-        for shard in population.shards:
-            shards[shard.split].append((shard.start, shard.stop))
-        if whole:
-            shards = {split: [(parts[0][0], parts[-1][1])] if parts else [] for split, parts in shards.items()}
-        return cls(
-            name,
-            tuple(population.num_examples(index) for index in range(len(population))),
-            population.bands,
-            population.length,
-            shards,
-            len(population.skipped),
-            tuple(np.array(population.classes)[population.class_counts() > 0].tolist()),
-            {
-                view: ViewReport(population.num_with_view(view), length, tuple(population.owners(view).tolist()))
-                for view, length in population.view_lengths.items()
-            },
-        )
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return its fields."""
-        return dataclasses.asdict(self)
-
-
-def join(reports: Sequence[SiteReport], classes: Sequence[str], separator: str | None = None) -> Population:
-    """Return the population of all sites, in the order given: ids ``site/number``, numbers of examples, and no data.
-
-    Args:
-        reports: of the sites.
-        classes: the labels of all sites' clips.
-        separator: as for :class:`Population`.
-    """
-    shards = [
-        Shard(split, *bounds, report.site)
-        for report in reports
-        for split, ranges in report.shards.items()
-        for bounds in ranges
-    ]
-    ids = ClientIds.from_strings(
-        f"{report.site}/{number}" for report in reports for number in range(len(report.examples))
-    )
-    sizes = [len(report.examples) for report in reports]
-    clients = ids.columns() | {
-        "place": encode(np.repeat(np.arange(len(reports), dtype=np.int32), sizes), [report.site for report in reports]),
-        "examples": pa.array([count for report in reports for count in report.examples], pa.int64()),
-    }
-    for view in reports[0].views:
-        clients[f"has:{view}"] = pa.array(
-            [owns for report in reports for owns in report.views[view].clients], pa.bool_()
-        )
-    lengths = {report.length for report in reports}
-    length = lengths.pop() if len(lengths) == 1 else None
-    messages = [
-        f"site {report.site}: {len(report.examples)} clients with {sum(report.examples)} training examples"
-        + (f", {report.left_out} clips cannot be read and are left out" if report.left_out else "")
-        for report in reports
-    ]
-    views = {view: (None, _common_length([report.views[view] for report in reports])) for view in reports[0].views}
-    return Population(
-        Tables(no_clips(), pa.record_batch(clients)),
-        classes,
-        length,
-        (),
-        messages=messages,
-        bands=reports[0].bands,
-        shards=shards,
-        separator=separator,
-        views=views,
-    )
-
-
-def _common_length(reports: Sequence[ViewReport]) -> int | None:
-    """Return the frames of a view at all sites that have any of it; ``None`` where they differ."""
-    lengths = {report.length for report in reports if report.examples}
-    return lengths.pop() if len(lengths) == 1 else None
-
 
 SHARE = 0.001
 """The share of the Ray resource ``site:NAME`` that everything asks for that has to run at that site: a node offers 1 of it."""
@@ -184,29 +66,40 @@ def folder_at(config: Config, run_dir: Path, place: str) -> Path:
     return config.data.sites[place].folder / "runs" / key / place
 
 
-def classes_at(config: Config, site: str) -> list[str]:
-    """Return the names of the classes that a site has clips of, those to be left out too."""
-    data = config.data.at(site).model_copy(update={"leave_out": (), "ungrouped": "keep"})
+def list_classes_at(config: Config, site: str, part: str) -> list[str]:
+    """List the classes of a site's clips of a part, also those to be left out."""
+    data = config.data.each[part].at(site).model_copy(update={"leave_out": (), "ungrouped": "keep"})
     return list_clips(data, config.run.seed)[1]
 
 
-def prepare_at(config: Config, site: str, folder: Path, classes: list[str]) -> SiteReport:
-    """Make the population of a site, in its folder, with features in its cache.
+def prepare_at(
+    config: Config, site: str, part: str, folder: Path, classes: list[str], attackers: Sequence[int] | None = None
+) -> SiteReport:
+    """Make a site's population of a part, in the site's folder, with features in its cache.
 
     Args:
         folder: of the run at the site.
-        classes: of the whole federation.
+        classes: of the part at all sites.
+        attackers: positions of attackers among these clients; ``None``: nobody's data are poisoned.
 
     Raises:
         DataError: the site's recordings cannot be used, or not be divided as configured.
     """
-    own = folder / "population"
+    data, own = config.data.each[part], part_folder(folder / "population", part)
     for new in (own, config.data.sites[site].folder / "cache"):
         with writing(new, 0, "the site's data", RESUME):
             make_private_folder(new)
-    population = build_population(config.data.at(site), config.run.seed, classes=classes)
+    attack = config.parts.attack
+    if attackers is None:
+        attack = None
+    elif attack is not None:
+        ids = Population.load(own).ids
+        chosen = tuple(ids[client] for client in attackers)
+        attack = dataclasses.replace(attack, clients=chosen, draw="run", start=1, stop=None)
+    population = build_population(data.at(site), config.run.seed, attack=attack, classes=classes)
     population.save(own)
-    return SiteReport.of(site, population, config.parts.method.objective.answers in ("set", "score"))
+    whole = config.parts.method.objective.answers in ("set", "score")
+    return SiteReport.from_population(site, population, data, whole)
 
 
 def open_worker(
@@ -242,8 +135,7 @@ def open_worker(
             f"run again under another run.name (ray.actors=0 and raydfl replay need the folders of all sites on one machine)"
         )
     elif population is not None:
-        own = Population.load(folder / "population", verify=True, verify_features=True)
-        population = population.at(place, own)
+        population = population.at(place, folder / "population")
     private = PrivateStore(folder / "private", durable=durable or bool(place))
     if scratch is not None:
         private = PrivateStore(scratch, [folder / "private"])
@@ -286,43 +178,60 @@ def _make_key(run_dir: Path) -> None:
 
 
 def prepare_sites(config: Config, run_dir: Path, progress: Progress) -> Population:
-    """Have every site prepare its data, and make the federation's population of what they tell; it is kept in ``sites.json``.
+    """Have every site prepare its data, and make the federation's population of the reports, which ``sites.json`` keeps.
 
     Raises:
-        ConfigError: an attack is configured, which needs to know everybody's data.
+        ConfigError: the attack does not fit the data.
         ResourcesError: a site's node is not in the cluster.
         DataError: a site's recordings cannot be used.
     """
-    if config.attack is not None:
-        raise ConfigError(
-            "attack: simulated attackers need one place that knows all data, which data.sites does not make; leave one of both out"
-        )
     _make_key(run_dir)
-    names = list(config.data.sites)
-    progress.message(f"asking the sites for their clients: {', '.join(names)}")
-    found = _everywhere(config, classes_at, [(name,) for name in names], progress)
-    labels = natural_order(sorted({label for labels in found for label in labels}))
-    classes = kept_labels(labels, config.data.leave_out)
-    reports: list[SiteReport] = _everywhere(
-        config, prepare_at, [(name, folder_at(config, run_dir, name), classes) for name in names], progress
-    )
+    progress.message(f"asking the sites for their clients: {', '.join(config.data.sites)}")
+    parts, written = {}, {}
+    for part, data in config.data.each.items():
+        try:
+            parts[part], written[part] = _prepare_part(config, part, data, run_dir, progress)
+        except (ConfigError, DataError) as error:
+            raise with_place(error, f"data.parts.{part}") if part else error from error
+    content = written.get("", {"parts": written})
+    write_durably(run_dir / "sites.json", json.dumps(content, indent=2).encode())
+    return join_parts(parts)
+
+
+def _prepare_part(
+    config: Config, part: str, data: DataSettings, run_dir: Path, progress: Progress
+) -> tuple[Population, dict[str, Any]]:
+    """Have the sites of a part prepare their data; return the part's population, and the reports for ``sites.json``."""
+    sites = list(data.sites)
+    found = _everywhere(config, list_classes_at, [(site, part) for site in sites], progress)
+    classes = kept_labels(natural_order(sorted({label for labels in found for label in labels})), data.leave_out)
+    separator = None if data.label_sets is None else data.label_sets.separator
+    work: list[tuple[Any, ...]] = [(site, part, folder_at(config, run_dir, site), classes) for site in sites]
+    reports: list[SiteReport] = _everywhere(config, prepare_at, work, progress)
+    population, attack = join_sites(reports, classes, separator), config.parts.attack
+    if attack is not None:
+        attack.check(classes, data.features)
+        attackers = np.flatnonzero(attack.candidates(population.ids, config.run.seed))
+        if attack.poisons:  # only now are all clients known, of whom attackers are drawn
+            places = np.cumsum([0, *(len(report.examples) for report in reports)]).tolist()
+            own = [attackers[(attackers >= first) & (attackers < stop)] - first for first, stop in pairwise(places)]
+            work = [(*call, chosen.tolist()) for call, chosen in zip(work, own, strict=True)]
+            reports = _everywhere(config, prepare_at, work, progress)
+            population = join_sites(reports, classes, separator)
     trained = {label for report in reports for label in report.trained}
-    population = join(reports, classes, None if config.data.label_sets is None else config.data.label_sets.separator)
     for label in population.classes if config.labels_needed else ():
         if label not in trained:
             raise DataError(
                 f"no client of any site has a training clip of label {label!r}; choose data.split or data.partition "
                 f"differently, or leave the label out of the data"
             )
-    for view in config.data.views:
+    for view in data.views:
         if not any(report.views[view].examples for report in reports):
             raise DataError(
                 f"data.views.{view}.column: no training example of any site has a file in the column "
-                f"{config.data.views[view].column!r}"
+                f"{data.views[view].column!r}"
             )
-    told = {"classes": classes, "sites": [report.as_dict() for report in reports]}
-    write_durably(run_dir / "sites.json", json.dumps(told, indent=2).encode())
-    return population
+    return population, {"classes": classes, "sites": [dataclasses.asdict(report) for report in reports]}
 
 
 def _everywhere(

@@ -7,6 +7,9 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
 from pydantic_core import CoreSchema
 
+FIRST_VIEW = ""
+"""Name of the view that ``data.features`` describes, as run folders have it."""
+
 
 class StrictTypes:
     """Base of a class with options: booleans and text are no numbers, a fraction is no integer, and numbers are finite.

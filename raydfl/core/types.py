@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from raydfl.core.cuts import Cuts
+from raydfl.core.settings import FIRST_VIEW
 
 Tensors = Mapping[str, Tensor]
 """Tensors by their flat name ``"model/layer.weight"``. Prototypes, masks and counts are tensors too."""
@@ -88,8 +89,8 @@ class ModelSpec:
 
     init_from: tuple[tuple[str, Any], ...] = ()
     """The file that its first weights come from (raydfl.models.start), by sorted names of settings; empty: from the run's seed."""
-    view: str = ""
-    """The view of examples that it reads; empty: the first."""
+    view: str = FIRST_VIEW
+    """The view of examples that it reads."""
     whole: ModelSpec | None = None
     """The larger network of which it is a part, and whose tensors the server has; ``None``: it is whole."""
 
@@ -173,53 +174,54 @@ class State:
 class Batch:
     """Some examples, cut from a client's features by index."""
 
-    x: Tensor
-    """float32 [batch, frames, bands]; frames beyond an example's length are 0. Images: [batch, channels, rows, columns]."""
+    views: Mapping[str, Tensor]
+    """By name float32 [batch, frames, bands]; frames beyond an example's length are 0, as is an example that lacks the view.
+    Images: [batch, channels, rows, columns]."""
     y: Tensor
     """int64 [batch]: class indices; where a clip has a set of classes float32 [batch, classes], 1 for each that it has."""
-    lengths: Tensor | None = None
-    """int64 [batch]: valid frames of each example; ``None`` when all frames count."""
+    view_lengths: Mapping[str, Tensor] = field(default_factory=dict)
+    """int64 [batch] each: valid frames of the examples, of the views in which these differ."""
+    present: Mapping[str, Tensor] = field(default_factory=dict)
+    """bool [batch] each: whether an example has the view, of the views of ``data.views``."""
     weight: Tensor | None = None
     """float32 [batch]: 0 for padding examples; ``None`` when all count 1."""
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     """int64 [batch] each, by name: what else the manifest says of the examples, as codes; ``pool`` says which pool each is of."""
 
-    views: Mapping[str, Tensor] = field(default_factory=dict)
-    """Further views by name, each like :attr:`x`; 0 where an example has none."""
-    view_lengths: Mapping[str, Tensor] = field(default_factory=dict)
-    """By the names of further views whose lengths differ, each like :attr:`lengths`."""
-    present: Mapping[str, Tensor] = field(default_factory=dict)
-    """bool [batch] each, by the names of further views: whether an example has it."""
+    @property
+    def x(self) -> Tensor:
+        """The first view."""
+        return next(iter(self.views.values()))
+
+    @property
+    def lengths(self) -> Tensor | None:
+        """int64 [batch]: valid frames of each example in the first view; ``None`` when all frames count."""
+        return self.view_lengths.get(next(iter(self.views)))
 
     def input_of(self, network: Any) -> tuple[Tensor, Tensor | None]:
         """Return what a network reads, x and lengths: those of the view that its attribute ``view`` names, or the first's."""
         view = view_of(network)
-        return (self.views[view], self.view_lengths.get(view)) if view else (self.x, self.lengths)
+        return self.views[view], self.view_lengths.get(view)
 
     def with_input_of(self, network: Any, x: Tensor, lengths: Tensor | None) -> Batch:
         """Return a batch in which a network reads other x and lengths: see :meth:`input_of`."""
-        view = getattr(network, "view", "")
-        if not view:
-            return replace(self, x=x, lengths=lengths)
-        of_views = self.view_lengths if lengths is None else {**self.view_lengths, view: lengths}
-        return replace(self, views={**self.views, view: x}, view_lengths=of_views)
+        view = view_of(network)
+        others = {name: own for name, own in self.view_lengths.items() if name != view}
+        own = {} if lengths is None else {view: lengths}
+        return replace(self, views={**self.views, view: x}, view_lengths={**others, **own})
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors by name; one of a mapping is ``"columns/pool"``."""
-        found = {"x": self.x, "y": self.y}
-        if self.lengths is not None:
-            found["lengths"] = self.lengths
-        if self.weight is not None:
-            found["weight"] = self.weight
-        if self.columns or self.views:
-            for group in ("columns", "views", "view_lengths", "present"):
-                found |= {f"{group}/{name}": tensor for name, tensor in getattr(self, group).items()}
+        found = {"y": self.y} if self.weight is None else {"y": self.y, "weight": self.weight}
+        for group in ("views", "view_lengths", "present", "columns"):
+            for name, tensor in getattr(self, group).items():
+                found[f"{group}/{name}"] = tensor
         return found
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> Batch:
         """Return the batch with these tensors, named as in :meth:`tensors`."""
-        fields: dict[str, Any] = {}
+        fields: dict[str, Any] = {"views": {}}
         for name, tensor in tensors.items():
             group, slash, key = name.partition("/")
             if slash:
@@ -253,13 +255,13 @@ class Problem:
 
 
 def view_of(network: Any) -> str:
-    """Return the name of the view that a network reads; empty: the first."""
+    """Return the name of the view that a network reads."""
     # Asking a torch.nn.Module for an attribute that it has not takes ten times as long.
-    view: str = vars(network).get("view") or getattr(type(network), "view", "")
+    view: str = vars(network).get("view") or getattr(type(network), "view", FIRST_VIEW)
     return view
 
 
 def same_view(wrapper: Any, network: Any) -> Any:
     """Return a module that is called in the place of a network, having it read the network's view: see :meth:`Batch.input_of`."""
-    vars(wrapper)["view"] = getattr(network, "view", "")
+    vars(wrapper)["view"] = view_of(network)
     return wrapper

@@ -11,6 +11,7 @@ from raydfl.data.dataset import dataset_names as dataset_names
 from raydfl.data.dataset import find_dataset as find_dataset
 from raydfl.data.examples import ClientData as ClientData
 from raydfl.data.examples import Examples as Examples
+from raydfl.data.examples import Frames as Frames
 from raydfl.data.films import AbsentError as AbsentError
 from raydfl.data.films import has_decoder as has_decoder
 from raydfl.data.films import is_film as is_film
@@ -19,13 +20,16 @@ from raydfl.data.manifest import remarks_of as remarks_of
 from raydfl.data.manifest import shown_name as shown_name
 from raydfl.data.noise import add_noise as add_noise
 from raydfl.data.packed import samples_as_file as samples_as_file
+from raydfl.data.parts import join_parts as join_parts
 from raydfl.data.pictures import read_image as read_image
 from raydfl.data.population import Population as Population
+from raydfl.data.population import StoredView as StoredView
+from raydfl.data.population_folder import part_folder as part_folder
 from raydfl.data.population_folder import upgrade_population as upgrade_population
 from raydfl.data.segment import segments as segments
 from raydfl.data.sets import FileDataset as FileDataset
 from raydfl.data.settings import DataSettings as DataSettings
-from raydfl.data.settings import ViewSettings as ViewSettings
+from raydfl.data.settings import with_place as with_place
 from raydfl.data.shards import Shard as Shard
 from raydfl.data.steps.corrupt import Share as Share
 from raydfl.data.steps.corrupt import draw_clients as draw_clients
@@ -49,3 +53,4 @@ from raydfl.data.tables import encode as encode
 from raydfl.data.tables import no_clips as no_clips
 from raydfl.data.transforms import Drawn as Drawn
 from raydfl.data.transforms import find_transform as find_transform
+from raydfl.data.views import View as View

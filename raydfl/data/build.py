@@ -22,11 +22,11 @@ from raydfl.data.features.statistics import group_numbers, normalise_groups, sta
 from raydfl.data.features.wave import BY_TRAINING_CLIPS
 from raydfl.data.manifest import remarks_of
 from raydfl.data.noise import NOISELESS, Noise, noise_for
-from raydfl.data.parts import join
-from raydfl.data.population import CLEAN, Population
+from raydfl.data.parts import join_parts
+from raydfl.data.population import CLEAN, Population, StoredView
 from raydfl.data.remote import fetch_recordings
 from raydfl.data.segment import segments
-from raydfl.data.settings import DataSettings, ViewSettings, with_place
+from raydfl.data.settings import DataSettings, with_place
 from raydfl.data.steps.corrupt import ALTERED, NOISY, corrupt, remove_views
 from raydfl.data.steps.leave_out import deal_ungrouped, leave_out_labels
 from raydfl.data.steps.listing import NO_LABEL, UNLABELLED, Assignment, encode_column, make_assignment, natural_order
@@ -36,7 +36,8 @@ from raydfl.data.steps.pools import HIDDEN_LABEL, assign_pools
 from raydfl.data.steps.profile import add_profiles
 from raydfl.data.steps.split import hold_out, split_clips
 from raydfl.data.steps.user_tables import add_clip_columns, keep_named_clips, match_clients, share_clips
-from raydfl.data.tables import POOLED, Tables, clips_table, table_prefix
+from raydfl.data.tables import POOLED, Tables, clips_table, table_prefix, view_column
+from raydfl.data.views import View
 
 Step = Callable[[Assignment], Assignment]
 STEPS = ("list", "leave_out", "split", "pools", "partition", "hold_out", "profile", "corrupt", "poison")
@@ -164,7 +165,7 @@ def build_population(
         ResourcesError: no room for the features.
     """
     if data.parts:
-        return join(
+        return join_parts(
             {name: _part(name, part, seed, progress, run_chunks, labels_needed) for name, part in data.each.items()}
         )
     complete = classes is None
@@ -182,7 +183,7 @@ def build_population(
         with naming_failures(attack, "candidates", kind="attack"):
             attack.candidates(tables.ids, seed)
     prepared = functools.partial(prepare, data.source, cache=data.cache, progress=progress, run_chunks=run_chunks)
-    store = prepared(manifest, data.stored_features, unreadable=data.unreadable)
+    store = prepared(manifest, data.first_view.stored_features, unreadable=data.unreadable)
     messages = remarks_of(manifest)
     if data.split.as_published is not None:
         messages.append(
@@ -251,9 +252,9 @@ class _Assembler:
         self._group = self._statistics_of()
         self.stores: list[FeatureStore] = []
         self.unread: list[tuple[str, str]] = []
-        """Clips without a further view, since its file cannot be read, with the reason."""
+        """Clips without a view of ``data.views``, since its file cannot be read, with the reason."""
         self.messages: list[str] = []
-        """About further views."""
+        """About ``data.views``."""
 
     def _statistics_of(self) -> np.ndarray:
         """Return whose statistics each clip is normalised with, as a number: int64 [clips of the list]."""
@@ -290,10 +291,10 @@ class _Assembler:
         if data.features.normalise in BY_TRAINING_CLIPS:
             arrays["statistics"] = statistics_of(self.stores[CLEAN])
             messages += self._strange_groups()
-        pipeline = data.pipeline
+        (first_name, first_view), *others = data.all_views.items()
         if self.train.any():
-            pipeline.check_size(int(frames[self.train].max()), store.bands, "data.transforms")
-        arrays |= pipeline.make_tables(data.features, self.seed, table_prefix(""))
+            first_view.pipeline.check_size(int(frames[self.train].max()), store.bands, "data.transforms")
+        arrays |= first_view.pipeline.make_tables(data.features, self.seed, table_prefix(first_name))
         row, first, length = self._cut(frames)
         label, pools = tables.codes("label"), tables.pools
         label = np.where(label < 0, NO_LABEL, label)
@@ -314,17 +315,18 @@ class _Assembler:
             examples["label"] = np.where(hidden, NO_LABEL, label)
             examples[f"column:{HIDDEN_LABEL}"] = np.where(hidden, np.maximum(label, -1), -1)
             meanings[HIDDEN_LABEL] = classes
-        views: dict[str, tuple[FeatureStore | None, int | None]] = {}
-        for name, view in data.views.items():
+        frames_of_all = _common_length(length, first_view.pipeline.cut)
+        views = {first_name: StoredView(frames_of_all, tuple(self.stores), store.bands)}
+        for name, view in others:
             try:
                 views[name], view_starts, view_frames = self._view(name, view)
                 arrays |= view.pipeline.make_tables(view.features, self.seed, table_prefix(name))
             except (ConfigError, DataError) as error:
-                raise with_place(error, f"data.views.{name}") from error
-            examples[f"view:{name}:start"], present = view_starts[self.clip], view_frames[self.clip]
+                raise with_place(error, view.where) from error
+            examples[view_column(name, "start")], present = view_starts[self.clip], view_frames[self.clip]
             if name in data.missing:
                 present[tables.codes(f"lacks:{name}")] = 0
-            examples[f"view:{name}:frames"] = present
+            examples[view_column(name, "frames")] = present
         kinds = {"role": np.int8, "pool": np.int8, "store": np.int8, "start": np.int64}
         cut: dict[str, np.ndarray] = {}
         for name, values in examples.items():
@@ -336,12 +338,10 @@ class _Assembler:
         population = Population(
             Tables(clips_table(cut, pools, meanings), self._clients(row), arrays),
             classes,
-            _common_length(length, pipeline.cut),
-            self.stores,
+            views,
             [*skipped, *self.unread],
             [*messages, *self.messages],
             separator=None if data.label_sets is None else data.label_sets.separator,
-            views=views,
         )
         return population.use(data)
 
@@ -390,7 +390,10 @@ class _Assembler:
             )
             alterations = Alterations(alteration, tuple(seeds))
         store = self._prepared(
-            self.manifest.take(pa.array(clips)), self.data.stored_features, noise=noise, alterations=alterations
+            self.manifest.take(pa.array(clips)),
+            self.data.first_view.stored_features,
+            noise=noise,
+            alterations=alterations,
         )
         return self._normalised(store, clips)
 
@@ -406,7 +409,10 @@ class _Assembler:
         data, found = self.data, []
         pooled = self.tables.has_role(*POOLED)
         test_stride = None if data.segment is None else data.segment.test_stride
-        for mine, segment, stride in ((pooled, data.segment, None), (~pooled, data.test_segments, test_stride)):
+        for mine, segment, stride in (
+            (pooled, data.segment, None),
+            (~pooled, data.first_view.test_segments, test_stride),
+        ):
             rows = np.flatnonzero(mine)
             clip, first, length = segments(frames[rows], segment, stride)
             found.append((rows[clip], first, length))
@@ -438,14 +444,13 @@ class _Assembler:
         order = ("client", "by_id", "group", "first", "stop", "noisy", "label_errors", "statistics")
         return pa.record_batch({name: found[name] for name in [*order, *found] if name in found})
 
-    def _view(self, name: str, view: ViewSettings) -> tuple[tuple[FeatureStore, int | None], np.ndarray, np.ndarray]:
-        """Prepare the features of a further view.
+    def _view(self, name: str, view: View) -> tuple[StoredView, np.ndarray, np.ndarray]:
+        """Prepare the features of a view of ``data.views``.
 
         Returns:
-            The store with the frames of every example that has the view (``None`` if they differ), and the place of each clip's
-            features: int64 and int32 [clips of the manifest], 0 frames if the clip lacks the view.
+            The view, and the place of each clip's features: int64 and int32 [clips of the list], 0 frames if the clip lacks it.
         """
-        manifest, where = self.manifest, f"data.views.{name}"
+        manifest, where = self.manifest, view.where
         if view.column not in manifest.column_names:
             hint = nearest(view.column, manifest.column_names)
             raise DataError(f"{where}.column: the manifest has no column {view.column!r}; {hint}")
@@ -474,10 +479,11 @@ class _Assembler:
                 f"{clips_of[int(failed[0])].as_py()}"
             )
         present = counts[counts > 0]
-        if not len(present):
-            return (store, None), starts, counts.astype(np.int32)
-        view.pipeline.check_size(int(present.max()), store.bands, f"{where}.transforms")
-        return (store, _common_length(present, view.pipeline.cut)), starts, counts.astype(np.int32)
+        length = None
+        if len(present):
+            view.pipeline.check_size(int(present.max()), store.bands, f"{where}.transforms")
+            length = _common_length(present, view.pipeline.cut)
+        return StoredView(length, (store,)), starts, counts.astype(np.int32)
 
     def _strange_groups(self) -> list[str]:
         """Return a message about groups without training clips."""

@@ -97,7 +97,7 @@ class Dataset(StrictTypes):
         return read_image(row["path"])
 
     def file_of(self, row: Mapping[str, Any], column: str) -> str | None:
-        """Return the absolute path that a row's column names, for a further view; ``None``: the clip has none.
+        """Return the absolute path that a row's column names, for a view of ``data.views``; ``None``: the clip has none.
 
         Relative paths begin at the option ``root``.
         """

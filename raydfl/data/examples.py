@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -16,106 +16,47 @@ from raydfl.data.transforms import PLAIN, Drawn, Pipeline
 
 
 @dataclass(frozen=True, slots=True)
-class Examples:
-    """Some examples of a feature store. An example is a clip, or a segment of one."""
+class Frames:
+    """One view of some examples: for each of them rows of a feature store."""
 
     store: FeatureStore
     starts: np.ndarray
     """int64 [examples]: first row in the store's frames."""
     counts: np.ndarray
-    """int [examples]: frames of each example."""
-    labels: np.ndarray
-    """int64 [examples]: class indices; with :attr:`sets` indices of its rows."""
-    clips: np.ndarray
-    """int64 [examples]: number of the clip; segments of one clip have the same."""
+    """int [examples]: frames of each example; 0 where it lacks the view."""
     length: int | None
     """Frames of every example in a batch when all of the population have the same number there, else ``None``."""
-    columns: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """int64 [examples] each, by name: what batches carry as :attr:`Batch.columns`."""
-    classes: tuple[str, ...] = ()
-    """Names of the classes."""
-    sets: np.ndarray | None = None
-    """bool [labels, classes]: the classes of each label, where a label is a set of them; ``None``: a label is one class."""
     pipeline: Pipeline = PLAIN
     """The way of stored frames into a batch."""
-    views: Mapping[str, Examples] = field(default_factory=dict)
-    """Further views of the same examples, by name; one without frames is absent."""
     stream: int = 0
-    """Number of this view: each draws its own random numbers."""
+    """Number of the view: each draws its own random numbers."""
+    optional: bool = False
+    """Whether examples may lack the view."""
 
-    def __len__(self) -> int:
-        return len(self.starts)
-
-    @property
-    def changed(self) -> bool:
-        """True where anything but copying is done to stored frames on their way into a batch, of this view or a further one."""
-        return not self.pipeline.plain or any(view.changed for view in self.views.values())
-
-    def take(self, indices: np.ndarray) -> Examples:
-        """Return the examples at these positions (int [n]), in that order."""
-        indices = np.asarray(indices, np.int64)
-        return replace(
-            self,
-            starts=self.starts[indices],
-            counts=self.counts[indices],
-            labels=self.labels[indices],
-            clips=self.clips[indices],
-            views={name: view.take(indices) for name, view in self.views.items()},
-            columns={name: column[indices] for name, column in self.columns.items()},
-        )
-
-    def as_tested(self) -> Examples:
-        """Return these training examples cut into the segments in which a random crop has others measured; else as they are."""
-        crop = self.pipeline.crop
-        if crop is None or crop.test != "segments":
-            return self
-        which, first, frames = segments(
-            self.counts, SegmentSettings(frames=crop.size, stride=crop.stride or crop.size), None
-        )
-        found = self.take(which)
-        return replace(found, starts=found.starts + first, counts=frames)
-
-    def seen_by(self, view: str) -> Examples:
-        """Return the examples with one view besides the first (by its name; empty: with none), so that no other is read."""
-        if all(name == view for name in self.views):
-            return self
-        return replace(self, views={name: examples for name, examples in self.views.items() if name == view})
-
-    def targets(self, labels: np.ndarray) -> np.ndarray:
-        """Return labels (int [n]) as batches have them: int64 [n], or float32 [n, classes] where a label is a set of classes."""
-        return labels.astype(np.int64, copy=False) if self.sets is None else self.sets[labels].astype(np.float32)
+    def take(self, indices: np.ndarray) -> Frames:
+        """Return the frames of the examples at these positions (int64 [n])."""
+        return replace(self, starts=self.starts[indices], counts=self.counts[indices])
 
     @classmethod
-    def joined(cls, parts: Sequence[Examples], column: str) -> Examples:
-        """Return the examples of several parts of one store end to end; ``column`` gets the number of each one's part."""
-        first = parts[0]
-        for part in parts[1:]:
-            if part.store is not first.store:
-                raise ValueError("examples of several feature stores cannot be in one batch")
-        number = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+    def joined(cls, parts: Sequence[Frames]) -> Frames:
+        """Return the frames of several parts of one store end to end."""
+        if any(part.store is not parts[0].store for part in parts):
+            raise ValueError("examples of several feature stores cannot be in one batch")
+        starts, counts = (np.concatenate([getattr(part, name) for part in parts]) for name in ("starts", "counts"))
+        return replace(parts[0], starts=starts, counts=counts)
 
-        def end_to_end(name: str) -> np.ndarray:
-            return np.concatenate([getattr(part, name) for part in parts])
+    def batch(
+        self, index: np.ndarray, device: torch.device | str = "cpu", drawn: Drawn | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the view of the examples at positions ``index`` (int [n]): float32 [n, frames, bands], and the lengths.
 
-        columns = {name: np.concatenate([part.columns[name] for part in parts]) for name in first.columns}
-        return replace(
-            first,
-            starts=end_to_end("starts"),
-            counts=end_to_end("counts"),
-            labels=end_to_end("labels"),
-            clips=end_to_end("clips"),
-            views={name: cls.joined([part.views[name] for part in parts], column) for name in first.views},
-            columns={**columns, column: number},
-        )
-
-    def batch(self, index: np.ndarray, device: torch.device | str = "cpu", drawn: Drawn | None = None) -> Batch:
-        """Return the examples at positions ``index`` (int [n]) as one batch on ``device``.
-
-        ``x`` is float32 [n, frames, bands]. When lengths differ, all are padded with zeros to the batch's longest and ``lengths``
-        holds their own; in a population whose examples all have one length ``lengths`` is ``None``.
+        When lengths differ, all are padded with zeros to the batch's longest and the second is int64 [n]: their own; where all of
+        the population have one length it is ``None``.
 
         Args:
-            drawn: what :meth:`draw` gave for these examples; ``None``: nothing random is done to them.
+            index: the positions.
+            device: where the tensors are wanted.
+            drawn: see :meth:`draw`; ``None``: nothing random is done.
         """
         starts, counts = self.window(index, drawn)
         longest = self.length if self.length is not None else int(counts.max(initial=1))
@@ -123,22 +64,9 @@ class Examples:
             x = torch.from_numpy(self._stored(starts, counts, longest)).to(device)
         else:
             x = self._transformed(starts, counts, longest, device, drawn)
-        lengths = None
-        if self.length is None:
-            lengths = torch.from_numpy(counts.astype(np.int64, copy=False)).to(device)
-        views = {
-            name: view.batch(index, device, None if drawn is None else _of_view(drawn, name))
-            for name, view in self.views.items()
-        }
-        return Batch(
-            x=x,
-            y=torch.from_numpy(self.targets(self.labels[index])).to(device),
-            lengths=lengths,
-            columns={name: torch.from_numpy(column[index]).to(device) for name, column in self.columns.items()},
-            views={name: view.x for name, view in views.items()},
-            view_lengths={name: view.lengths for name, view in views.items() if view.lengths is not None},
-            present={name: torch.from_numpy(v.counts[index] > 0).to(device) for name, v in self.views.items()},
-        )
+        if self.length is not None:
+            return x, None
+        return x, torch.from_numpy(counts.astype(np.int64, copy=False)).to(device)
 
     def _stored(self, starts: np.ndarray, counts: np.ndarray, longest: int) -> np.ndarray:
         """Return frames as they are stored: float32 [n, longest, bands]."""
@@ -162,10 +90,11 @@ class Examples:
         x = self.pipeline.apply(torch.from_numpy(stored).to(device), torch.from_numpy(sounding).to(device), random)
         return torch.nn.functional.pad(x, (0, 0, 0, longest - frames)) if frames < longest else x
 
-    def draw(self, index: np.ndarray, seed: int, number: int) -> dict[str, np.ndarray]:
-        """Draw what the transforms do to the examples at positions ``index`` in one batch of a training.
+    def draw(self, index: np.ndarray, seed: int, number: int) -> Drawn:
+        """Draw the transforms of the examples at positions ``index`` in one batch of a training.
 
         Args:
+            index: the positions.
             seed: of the fit.
             number: of the batch in it.
         """
@@ -173,11 +102,7 @@ class Examples:
         def sounding(drawn: Drawn) -> np.ndarray:
             return self.sounding(*self.window(index, drawn))
 
-        key = (seed, number, self.stream) if self.stream else (seed, number)
-        drawn = self.pipeline.draw(key, self.counts[index], self.store.bands, sounding)
-        for name, view in self.views.items():
-            drawn |= {f"{name}:{key}": values for key, values in view.draw(index, seed, number).items()}
-        return drawn
+        return self.pipeline.draw((seed, number, self.stream), self.counts[index], self.store.bands, sounding)
 
     def window(self, index: np.ndarray, drawn: Drawn | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Return first rows in the store and numbers of frames (int [n] each) that a batch has of these examples."""
@@ -207,10 +132,122 @@ class Examples:
             if count < len(row):
                 row[count:] = 0.0
 
+
+@dataclass(frozen=True, slots=True)
+class Examples:
+    """Some examples. An example is a clip, or a segment of one."""
+
+    views: Mapping[str, Frames]
+    """The views of the examples by name; at least one."""
+    labels: np.ndarray
+    """int64 [examples]: class indices; with :attr:`sets` indices of its rows."""
+    clips: np.ndarray
+    """int64 [examples]: number of the clip; segments of one clip have the same."""
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """int64 [examples] each, by name: what batches carry as :attr:`Batch.columns`."""
+    classes: tuple[str, ...] = ()
+    """Names of the classes."""
+    sets: np.ndarray | None = None
+    """bool [labels, classes]: the classes of each label, where a label is a set of them; ``None``: a label is one class."""
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def first_view(self) -> Frames:
+        """The first of the views."""
+        return next(iter(self.views.values()))
+
+    @property
+    def form(self) -> Hashable:
+        """The properties that examples of several clients have in common if these are computed at once."""
+        views = ((name, v.length, v.store.bands, id(v.pipeline)) for name, v in self.views.items())
+        return tuple(self.columns), tuple(views)
+
+    @property
+    def changed(self) -> bool:
+        """True where anything but copying is done to stored frames of any view on their way into a batch."""
+        return not all(view.pipeline.plain for view in self.views.values())
+
+    def take(self, indices: np.ndarray) -> Examples:
+        """Return the examples at these positions (int [n]), in that order."""
+        indices = np.asarray(indices, np.int64)
+        return replace(
+            self,
+            views={name: view.take(indices) for name, view in self.views.items()},
+            labels=self.labels[indices],
+            clips=self.clips[indices],
+            columns={name: column[indices] for name, column in self.columns.items()},
+        )
+
+    def as_tested(self) -> Examples:
+        """Return these training examples cut into the segments in which a random crop has others measured; else as they are."""
+        view, crop = self.first_view, self.first_view.pipeline.crop
+        if crop is None or crop.test != "segments":
+            return self
+        settings = SegmentSettings(frames=crop.size, stride=crop.stride or crop.size)
+        which, first, frames = segments(view.counts, settings, None)
+        found = self.take(which)
+        cut = replace(found.first_view, starts=found.first_view.starts + first, counts=frames)
+        return replace(found, views={**found.views, next(iter(found.views)): cut})
+
+    def seen_by(self, view: str) -> Examples:
+        """Return the examples with one view alone, so that no other is read."""
+        return self if [*self.views] == [view] else replace(self, views={view: self.views[view]})
+
+    def targets(self, labels: np.ndarray) -> np.ndarray:
+        """Return labels (int [n]) as batches have them: int64 [n], or float32 [n, classes] where a label is a set of classes."""
+        return labels.astype(np.int64, copy=False) if self.sets is None else self.sets[labels].astype(np.float32)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Examples], column: str) -> Examples:
+        """Return the examples of several parts end to end; ``column`` gets the number of each one's part.
+
+        All parts have the same feature stores.
+        """
+        first = parts[0]
+        columns = {name: np.concatenate([part.columns[name] for part in parts]) for name in first.columns}
+        columns[column] = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+        return replace(
+            first,
+            views={name: Frames.joined([part.views[name] for part in parts]) for name in first.views},
+            labels=np.concatenate([part.labels for part in parts]),
+            clips=np.concatenate([part.clips for part in parts]),
+            columns=columns,
+        )
+
+    def batch(
+        self, index: np.ndarray, device: torch.device | str = "cpu", drawn: Mapping[str, Drawn] | None = None
+    ) -> Batch:
+        """Return the examples at positions ``index`` (int [n]) as one batch on ``device``.
+
+        Args:
+            index: the positions.
+            device: where the batch is wanted.
+            drawn: what :meth:`draw` gave for these examples; ``None``: nothing random is done to them.
+        """
+        views, lengths = {}, {}
+        for name, view in self.views.items():
+            views[name], own = view.batch(index, device, None if drawn is None else drawn[name])
+            if own is not None:
+                lengths[name] = own
+        return Batch(
+            views,
+            torch.from_numpy(self.targets(self.labels[index])).to(device),
+            lengths,
+            {n: torch.from_numpy(v.counts[index] > 0).to(device) for n, v in self.views.items() if v.optional},
+            columns={name: torch.from_numpy(column[index]).to(device) for name, column in self.columns.items()},
+        )
+
+    def draw(self, index: np.ndarray, seed: int, number: int) -> dict[str, Drawn]:
+        """Draw the transforms of the examples at positions ``index`` in one batch, by view: see :meth:`Frames.draw`."""
+        return {name: view.draw(index, seed, number) for name, view in self.views.items()}
+
     def read_ahead(self) -> None:
         """Ask the kernel to fetch these examples from the disk, where the page cache cannot keep everything anyway."""
-        if not self.store.fits_in_memory:
-            self.store.read_ahead(self.starts, self.counts)
+        for view in self.views.values():
+            if not view.store.fits_in_memory:
+                view.store.read_ahead(view.starts, view.counts)
 
     def order(self, batch_size: int, rng: np.random.Generator | None) -> list[np.ndarray]:
         """Return the positions (int64 [at most batch_size]) of each batch of one pass over all examples, the last may be smaller.
@@ -229,27 +266,18 @@ class Examples:
             yield self.batch(index, device)
 
 
-def _of_view(drawn: Drawn, name: str) -> Drawn:
-    """Return what was drawn for a further view."""
-    return {key.removeprefix(f"{name}:"): values for key, values in drawn.items() if key.startswith(f"{name}:")}
-
-
 @dataclass(frozen=True, slots=True)
 class ClientData:
     """A client's examples."""
 
-    train: Examples
-    """The first of its pools, on which it trains where the method makes no plan of its own."""
+    pools: Mapping[str, Examples]
+    """Training examples by pool; at least one."""
     validation: Examples
     """Its own hold-out, clean; may be empty."""
     test: Examples
     """A client's own test, clean; empty unless ``data.split.client_test`` makes one. The server's where that itself computes."""
-    further: Mapping[str, Examples] = field(default_factory=dict)
-    """Training examples in further pools, by name."""
-    first: str = "train"
-    """Name of the first pool."""
 
     @property
-    def pools(self) -> Mapping[str, Examples]:
-        """All training examples by pool, those of ``train`` first."""
-        return {self.first: self.train, **self.further}
+    def train(self) -> Examples:
+        """The examples of the first pool, on which a client trains where the method makes no plan of its own."""
+        return next(iter(self.pools.values()))

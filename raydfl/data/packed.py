@@ -1,6 +1,6 @@
 """Recordings that lie in a larger file: how such a place is written, and what decoders read there.
 
-An address stands wherever else the path of a file may stand: in the column ``path`` of a manifest, in that of a further view, on
+An address stands wherever else the path of a file may stand: in the column ``path`` of a manifest, in that of a view, on
 the command line.
 
 - ``FILE#NAME@OFFSET+LENGTH``: bytes of a file, such as a tar archive. NAME tells people which recording it is.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import copy
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
@@ -13,17 +14,32 @@ from typing import Any, Literal
 import numpy as np
 
 from raydfl.core.errors import DataError, nearest
+from raydfl.core.settings import FIRST_VIEW
 from raydfl.data import population_folder
-from raydfl.data.examples import ClientData, Examples
+from raydfl.data.examples import ClientData, Examples, Frames
 from raydfl.data.features.cache import FeatureStore, open_store
 from raydfl.data.label_sets import sets_of
 from raydfl.data.settings import DataSettings
 from raydfl.data.shards import Shard, cut_shards
-from raydfl.data.tables import Column, Tables, join_columns, join_counts, table_prefix
-from raydfl.data.transforms import PLAIN
+from raydfl.data.tables import Column, Tables, join_columns, join_counts, table_prefix, view_column
+from raydfl.data.transforms import PLAIN, Pipeline
 
 CLEAN = 0
 """Position of the clean features in the stores."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredView:
+    """The features of one view of all examples."""
+
+    length: int | None
+    """Frames of every example that has the view, ``None`` when they differ."""
+    stores: tuple[FeatureStore, ...] = ()
+    """The clean features, and the noisy and altered ones if there are any. Empty: no example will be read."""
+    bands: int | None = None
+    """Features of a frame; ``None``: as the settings say."""
+    pipeline: Pipeline = PLAIN
+    """The pipeline from stored features to a batch, set by :meth:`Population.use`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,30 +59,24 @@ class Population:
     Args:
         tables: clips and clients.
         classes: labels of the clips; a label with a separator names several classes.
-        length: frames of every example, ``None`` when they differ.
-        stores: the clean features, and the noisy and altered ones if there are any. Empty: no example will be read.
+        views: the features of every view by name, the first view's first.
         skipped: names of unreadable clips, or clips without a readable view, with the reasons.
         messages: messages to the user about the clips and clients.
-        bands: features of a frame; ``None``: those of the stores.
         shards: of the server's data, if they are elsewhere; ``None``: they are cut here.
         parts: parts of the federation. The clients' ids and numbers of examples are then all that this population has itself.
         separator: separator of the classes in a label; ``None``: a label is one class.
-        views: for each further view its store (``None``: not opened) and the frames of every example, ``None`` when they differ.
     """
 
     def __init__(
         self,
         tables: Tables,
         classes: Sequence[str],
-        length: int | None,
-        stores: Sequence[FeatureStore],
+        views: Mapping[str, StoredView],
         skipped: Sequence[tuple[str, str]] = (),
         messages: Sequence[str] = (),
-        bands: int | None = None,
         shards: Sequence[Shard] | None = None,
         parts: Sequence[Part] = (),
         separator: str | None = None,
-        views: Mapping[str, tuple[FeatureStore | None, int | None]] | None = None,
     ) -> None:
         self._tables = tables
         self._labels, self._separator = tuple(classes), separator
@@ -77,22 +87,13 @@ class Population:
         if separator is not None:
             names, self.sets = sets_of(self._labels, separator)
             self.classes = tuple(names)
-        self.length = length
-        self.stores = tuple(stores)
+        self.views = dict(views)
         self.skipped: tuple[tuple[str, str], ...] = tuple((clip, reason) for clip, reason in skipped)
         self.messages: tuple[str, ...] = tuple(messages)
         self.columns: Mapping[str, tuple[str, ...]] = tables.values
         """The values of further columns by name; an example has an index into them."""
         self.pools = tables.pools
         """Names of the pools of training examples."""
-        self.bands = stores[CLEAN].bands if bands is None else bands
-        """Features of a frame."""
-        self._views = {name: store for name, (store, _) in (views or {}).items()}
-        self.view_lengths: dict[str, int | None] = {name: length for name, (_, length) in (views or {}).items()}
-        """Like :attr:`length`, of each further view by name, for examples that have it."""
-        self._pipelines = dict.fromkeys(self._views, PLAIN)
-        self.pipeline = PLAIN
-        """The pipeline from stored features to a batch, set by :meth:`use`."""
         self.ids = tables.ids
         self.parts = tuple(parts)
         """Data sets with classes of their own; empty: this is one."""
@@ -105,14 +106,26 @@ class Population:
         """Apply the transforms of the settings to batches, with the tables of this population; return the population."""
         for part in self.parts:
             part.population.use(data.each[part.name])
-        self.pipeline = data.pipeline.with_tables(self._tables.arrays, table_prefix(""))
-        self._pipelines = {
-            name: view.pipeline.with_tables(self._tables.arrays, table_prefix(name))
-            for name, view in data.views.items()
-        }
+        for name, view in self.views.items():
+            pipeline = data.all_views[name].pipeline.with_tables(self._tables.arrays, table_prefix(name))
+            self.views[name] = dataclasses.replace(view, pipeline=pipeline)
         for made in ("test", "triggered", "validation"):
             self.__dict__.pop(made, None)
         return self
+
+    def shape(self, view: str, data: DataSettings) -> int | tuple[int, int, int]:
+        """Return what a network gets of a view: bands of a frame; of images channels, rows and columns."""
+        settings = data.all_views[view]
+        return settings.pipeline.shape(self.views[view].bands or settings.features.bands)
+
+    @property
+    def stores(self) -> tuple[FeatureStore, ...]:
+        """The stores of the first view."""
+        return self.views[FIRST_VIEW].stores
+
+    @property
+    def _optional_views(self) -> list[str]:
+        return [name for name in self.views if name != FIRST_VIEW]
 
     @functools.cached_property
     def shards(self) -> Sequence[Shard]:
@@ -127,32 +140,45 @@ class Population:
         """The places of clients and clips, in the clients' order: names of sites; empty: wherever the run is."""
         return self._tables.places
 
+    @property
+    def place_codes(self) -> np.ndarray:
+        """Positions of all clients' places in :attr:`places`: int [clients]."""
+        stored = self._tables.read_clients("place")
+        return np.broadcast_to(np.int32(0), len(self)) if stored is None else stored
+
     def place_of(self, index: int) -> str:
         """Return the place of a client."""
         return self._tables.place_of(index)
 
     @property
     def has_clips(self) -> bool:
-        """True where the clips are known here, and not only to the sites."""
+        """Return whether any clips are known here. Otherwise only sites know them."""
         return bool(self._tables.clips.num_rows)
 
-    def at(self, place: str, own: Population) -> Population:
+    def at(self, place: str, folder: Path) -> Population:
         """Return this population for a process at a site, with the clips that are there.
 
         Args:
             place: name of the site.
-            own: its clients and clips.
+            folder: of the site's own population.
+
+        Raises:
+            RunDirectoryError: a file is missing or damaged.
+            DataError: the features in the cache are missing or damaged.
         """
-        views = {name: (store, self.view_lengths[name]) for name, store in own._views.items()}
-        return Population(
-            self._tables.with_clips(own._tables, place),
-            self._labels,
-            self.length,
-            own.stores,
-            shards=self.shards,
-            separator=self._separator,
-            views=views,
-        )
+        if place not in self.places:
+            return self
+        if self.parts:
+            at = copy.copy(self)
+            at.parts = tuple(
+                Part(part.name, part.first, part.population.at(place, population_folder.part_folder(folder, part.name)))
+                for part in self.parts
+            )
+            return at
+        own = Population.load(folder, verify=True, verify_features=True)
+        views = {name: dataclasses.replace(view, length=self.views[name].length) for name, view in own.views.items()}
+        tables = self._tables.with_clips(own._tables, place)
+        return Population(tables, self._labels, views, shards=self.shards, separator=self._separator)
 
     @property
     def each(self) -> dict[str, Population]:
@@ -184,30 +210,32 @@ class Population:
         return self._tables.num_examples(index)
 
     def num_with_view(self, name: str) -> int:
-        """Return how many training examples of the first pool have a further view."""
+        """Return how many training examples of the first pool have a view of ``data.views``."""
         tables = self._tables
-        return int(np.count_nonzero(tables.read_clips(f"view:{name}:frames", tables.blocks["train", tables.pools[0]])))
+        return int(
+            np.count_nonzero(tables.read_clips(view_column(name, "frames"), tables.blocks["train", tables.pools[0]]))
+        )
 
     def owners(self, view: str) -> np.ndarray:
-        """Return which clients have a further view of any of their training examples: bool [clients]."""
+        """Return which clients have a view of any of their training examples: bool [clients]."""
         return self._tables.owners(view)
 
     def profile(self, index: int) -> dict[str, Any]:
         """Return the profile of a client.
 
         That is: ``group`` (where clients are made of groups), ``noisy``, ``label_errors``, the columns of ``data.profile`` by name,
-        ``views`` (names of the further views that it has, where there are any), ``pools`` (examples in each, where there are
+        ``views`` (names of those of ``data.views`` that it has, where there are any), ``pools`` (examples in each, where there are
         several), ``part`` (where there are parts).
         """
         if self.parts:
             part = self._part(index)
             return {"part": part.name, **part.population.profile(index - part.first)}
-        return self._tables.profile(index, [*self._views])
+        return self._tables.profile(index, self._optional_views)
 
     def column(self, name: str) -> Column:
         """Return one entry of all clients' profiles, except ``pools``."""
         if not self.parts:
-            return self._tables.column(name, [*self._views])
+            return self._tables.column(name, self._optional_views)
         if name == "part":
             sizes = [len(part.population) for part in self.parts]
             return [part.name for part in self.parts], np.repeat(np.arange(len(sizes)), sizes)
@@ -231,13 +259,10 @@ class Population:
         rows = [tables.rows(role, index, pool) for pool in self.pools]
         # All training examples of a client are in one store, so that a batch may mix pools; an empty pool takes theirs.
         store = max(int(tables.read_clips("store", own).max(initial=CLEAN)) for own in rows)
-        first, *further = (self._examples(own, store) for own in rows)
         return ClientData(
-            first,
+            {pool: self._examples(own, store) for pool, own in zip(self.pools, rows, strict=True)},
             self._examples(tables.rows("validation", index)),
             self._examples(tables.rows("client_test", index)),
-            dict(zip(self.pools[1:], further, strict=True)),
-            self.pools[0],
         )
 
     def first_examples(self, count: int) -> Examples | None:
@@ -315,20 +340,22 @@ class Population:
         """
         for part in self.parts:
             part.population.save(population_folder.part_folder(folder, part.name), again)
+        others = dict(self.views)
+        first = others.pop(FIRST_VIEW)
         facts = {
             "classes": self._labels,
             "separator": self._separator,
-            "length": self.length,
-            "stores": [str(store.folder) for store in self.stores],
+            "length": first.length,
+            "stores": [str(store.folder) for store in first.stores],
             "views": {
-                name: [None if store is None else str(store.folder), self.view_lengths[name]]
-                for name, store in self._views.items()
+                name: [str(view.stores[CLEAN].folder) if view.stores else None, view.length]
+                for name, view in others.items()
             },
-            "bands": self.bands,
+            "bands": first.bands,
             "skipped": self.skipped,
             "messages": self.messages,
             "shards": None if self._shards is None else [dataclasses.astuple(shard) for shard in self._shards],
-            "parts": [[part.name, part.first, part.population.bands] for part in self.parts],
+            "parts": [[part.name, part.first, part.population.views[FIRST_VIEW].bands] for part in self.parts],
         }
         population_folder.write(folder, facts, None if again else self._tables)
 
@@ -336,7 +363,7 @@ class Population:
         """Return whether the folder holds equal clips, clients and features. The cache may be another."""
         with population_folder.refusing_damage(folder):
             facts, saved = population_folder.read(folder)
-        stores = [*self.stores, *(store for store in self._views.values() if store is not None)]
+        stores = [store for view in self.views.values() for store in view.stores]
         named = [*facts["stores"], *(store for store, _ in facts["views"].values() if store is not None)]
         return (
             all(part.population.is_saved_in(population_folder.part_folder(folder, part.name)) for part in self.parts)
@@ -354,8 +381,7 @@ class Population:
         Args:
             verify: read everything but the features and compare it with its digest.
             verify_features: the same with the features.
-            bands: features of a frame, where no example will be read: features, of further views too, may be on another machine, or
-                gone.
+            bands: features of a frame, where no example will be read: features may be on another machine, or gone.
 
         Raises:
             RunDirectoryError: a file is missing or damaged.
@@ -364,8 +390,9 @@ class Population:
         with population_folder.refusing_damage(folder):
             facts, tables = population_folder.read(folder, verify)
 
-            def opened(store: str | None) -> FeatureStore | None:
-                return None if store is None or bands is not None else open_store(Path(store), verify_features)
+            def stored(folders: Sequence[str | None], length: int | None, of_frame: int | None = None) -> StoredView:
+                here = [] if bands is not None else [Path(folder) for folder in folders if folder is not None]
+                return StoredView(length, tuple(open_store(folder, verify_features) for folder in here), of_frame)
 
             parts = [
                 Part(
@@ -383,43 +410,37 @@ class Population:
             return cls(
                 tables,
                 facts["classes"],
-                facts["length"],
-                [store for store in map(opened, facts["stores"]) if store is not None],
+                {
+                    FIRST_VIEW: stored(facts["stores"], facts["length"], facts["bands"] if bands is None else bands),
+                    **{name: stored([folder], length) for name, (folder, length) in facts["views"].items()},
+                },
                 facts["skipped"],
                 facts["messages"],
-                facts["bands"] if bands is None else bands,
                 None if facts["shards"] is None else [Shard(*shard) for shard in facts["shards"]],
                 parts,
                 facts["separator"],
-                {name: (opened(store), length) for name, (store, length) in facts["views"].items()},
             )
 
     def _examples(self, rows: slice, store: int = CLEAN) -> Examples:
-        labels, clips = (self._tables.read_clips(name, rows).astype(np.int64) for name in ("label", "clip"))
-        views = {}
-        for number, (name, view) in enumerate(self._views.items(), 1):
-            assert view is not None  # noqa: S101 - examples are read where their data lie
-            starts, frames = (self._tables.read_clips(f"view:{name}:{column}", rows) for column in ("start", "frames"))
-            views[name] = Examples(
-                view,
-                starts,
-                frames,
-                labels,
-                clips,
-                self.view_lengths[name],
-                pipeline=self._pipelines[name],
-                stream=number,
-            )
+        def read(name: str) -> np.ndarray:
+            return self._tables.read_clips(name, rows)
+
         return Examples(
-            self.stores[store],
-            self._tables.read_clips("start", rows),
-            self._tables.read_clips("frames", rows),
-            labels,
-            clips,
-            self.length,
-            {name: self._tables.read_clips(f"column:{name}", rows).astype(np.int64) for name in self.columns},
-            classes=self.classes,
-            sets=self.sets,
-            pipeline=self.pipeline,
-            views=views,
+            {
+                name: Frames(
+                    view.stores[store if name == FIRST_VIEW else CLEAN],
+                    read(view_column(name, "start")),
+                    read(view_column(name, "frames")),
+                    view.length,
+                    view.pipeline,
+                    number,
+                    optional=name != FIRST_VIEW,
+                )
+                for number, (name, view) in enumerate(self.views.items())
+            },
+            read("label").astype(np.int64),
+            read("clip").astype(np.int64),
+            {name: read(f"column:{name}").astype(np.int64) for name in self.columns},
+            self.classes,
+            self.sets,
         )

@@ -24,8 +24,8 @@ _CHUNK = 1 << 22
 
 
 def part_folder(folder: Path, part: str) -> Path:
-    """Return the folder of a part in the folder of a population."""
-    return folder / f"part-{part}"
+    """Return the folder of a part in the folder of a population; the single part without a name has the folder itself."""
+    return folder / f"part-{part}" if part else folder
 
 
 def write(folder: Path, facts: Mapping[str, Any], tables: Tables | None) -> None:

@@ -6,20 +6,19 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from raydfl.core.errors import ConfigError, InputError, nearest
 from raydfl.core.options import check_keys, explain, path_options, unknown_key
 from raydfl.core.remote import check_uri, is_uri
-from raydfl.core.settings import Settings
+from raydfl.core.settings import FIRST_VIEW, Settings
 from raydfl.data.dataset import find_dataset
 from raydfl.data.features.extraction import Source
 from raydfl.data.features.file import FileFeatures
 from raydfl.data.features.kinds import AnyFeatures, kind_of, make_features
 from raydfl.data.features.log_mel import FeatureSettings
-from raydfl.data.features.wave import BY_TRAINING_CLIPS
 from raydfl.data.label_sets import LabelSetSettings
 from raydfl.data.remote import local_copy
 from raydfl.data.segment import SegmentSettings
@@ -30,13 +29,11 @@ from raydfl.data.steps.pools import PoolSettings, UnlabelledSettings
 from raydfl.data.steps.profile import KNOWN, ProfileSettings
 from raydfl.data.steps.split import SplitSettings
 from raydfl.data.steps.user_tables import TableSettings
-
-if TYPE_CHECKING:  # a configuration is read without waiting for PyTorch where nothing is transformed
-    from raydfl.data.transforms import Pipeline
+from raydfl.data.views import Transforms, View, ViewSettings
 
 
 class SiteSettings(Settings):
-    """A node that holds data of its own. Every other key is an option of the data set there (``root`` ...), in place of data's."""
+    """A node that holds data of its own. Other keys, in place of data's: ``partition``, ``tables``, options of the data set."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -47,6 +44,17 @@ class SiteSettings(Settings):
         ),
     ]
 
+    parts: Annotated[
+        dict[str, dict[str, Any]],
+        Field(
+            description="Parts that the site has, by name, each with options of the part's data set there. Empty: all parts."
+        ),
+    ] = Field(default_factory=dict)
+
+    def of_part(self, name: str) -> dict[str, Any]:
+        """Return the site's settings for one part."""
+        return {"folder": self.folder, **(self.model_extra or {}), **self.parts.get(name, {})}
+
     @field_validator("folder")
     @classmethod
     def _absolute(cls, value: Path) -> Path:
@@ -55,70 +63,6 @@ class SiteSettings(Settings):
                 "a relative folder would lie in the working directory of a process of Ray; give an absolute path"
             )
         return value
-
-
-class ViewSettings(Settings):
-    """A further view of the examples: another file of each, named in a column of the manifest."""
-
-    column: Annotated[
-        str,
-        Field(
-            min_length=1, description="Column of the manifest that names its files; null there: an example has none."
-        ),
-    ]
-    features: Annotated[
-        Any,
-        BeforeValidator(make_features),
-        Field(description="How a file becomes numbers: settings as in data.features, of any kind but file."),
-    ]
-    transforms: Annotated[
-        tuple[dict[str, Any], ...], Field(description="What is done to it in training: as data.transforms.")
-    ] = ()
-
-    @field_validator("transforms", mode="before")
-    @classmethod
-    def _list_of_transforms(cls, value: Any) -> Any:
-        """Accept names alone."""
-        return _transforms(value)
-
-    @model_validator(mode="after")
-    def _consistent(self) -> ViewSettings:
-        crop = self.pipeline.crop if self.transforms else None
-        if (
-            self.features.kind == "file"
-            or self.features.normalise in BY_TRAINING_CLIPS
-            or (crop and crop.test == "segments")
-        ):
-            raise ConfigError(
-                "a further view has features of the kind logmel, kaldi, pretrained, model or image, is not normalised "
-                "by group, client or part, and is not cut into segments, of which the first view alone decides; change its "
-                "features or transforms"
-            )
-        return self
-
-    @property
-    def pipeline(self) -> Pipeline:
-        """The way of stored features into a batch; built now."""
-        from raydfl.data.transforms import make_transforms  # it imports PyTorch, which takes seconds
-
-        return make_transforms(self.transforms, self.features, "data.transforms")
-
-    @property
-    def stored_features(self) -> AnyFeatures:
-        """The features as the cache has them: see :attr:`DataSettings.stored_features`."""
-        found: AnyFeatures = self.features
-        return found if self.pipeline.late is None else found.model_copy(update={"normalise": "none"})
-
-    @property
-    def test_segments(self) -> None:
-        """No segments: a further view is measured on whole."""
-        return
-
-
-def _transforms(value: Any) -> list[Any]:
-    if not isinstance(value, Sequence) or isinstance(value, str):
-        raise ValueError("write a list of transforms, like [{name: spec_augment}]")
-    return [{"name": each} if isinstance(each, str) else each for each in value]
 
 
 class DataSettings(Settings):
@@ -142,7 +86,7 @@ class DataSettings(Settings):
         SegmentSettings | None, Field(description="Cut long clips into segments. null: a clip is one example.")
     ] = None
     transforms: Annotated[
-        tuple[dict[str, Any], ...],
+        Transforms,
         Field(
             description="What is done to training examples, anew in every batch, in that order: a list of {name, options ...}. "
             "`raydfl methods` lists them."
@@ -150,12 +94,14 @@ class DataSettings(Settings):
     ] = ()
     views: Annotated[
         dict[str, ViewSettings],
-        Field(description="Further views of the examples, by name: models.NAME.view says which model reads one."),
+        Field(
+            description="Views of the examples beside features, by name: models.NAME.view says which model reads one."
+        ),
     ] = Field(default_factory=dict)
     missing: Annotated[
         dict[str, Annotated[float, Field(ge=0, le=1)]],
         Field(
-            description="Further views that some clients lack, by name the share of the clients, 0 to 1, drawn by the run's seed. "
+            description="Views that some clients lack, by name the share of the clients, 0 to 1, drawn by the run's seed. "
             "The server's data keep them."
         ),
     ] = Field(default_factory=dict)
@@ -270,12 +216,6 @@ class DataSettings(Settings):
                 )
         return value
 
-    @field_validator("transforms", mode="before")
-    @classmethod
-    def _list_of_transforms(cls, value: Any) -> Any:
-        """Accept names alone."""
-        return _transforms(value)
-
     @field_validator("sites")
     @classmethod
     def _names_of_sites(cls, value: dict[str, SiteSettings]) -> dict[str, SiteSettings]:
@@ -321,10 +261,10 @@ class DataSettings(Settings):
         if isinstance(views, Mapping):
             values = {**values, "views": {view: _checked_view(view, settings) for view, settings in views.items()}}
         sites = values.get("sites")
-        for name, site in (sites if isinstance(sites, Mapping) else {}).items():
+        for name, site in (sites if isinstance(sites, Mapping) and not values.get("parts") else {}).items():
             for key in site if isinstance(site, Mapping) else ():
-                if key != "folder" and key not in options:
-                    known, of = ["folder", *options], f" for data set {values['name']!r}"
+                if key not in (*_OF_SITES, *options):
+                    known, of = [*_OF_SITES, *options], f" for data set {values['name']!r}"
                     raise unknown_key(str(key), known, f"data.sites.{name}", SiteSettings, f"data.sites.{name}", of)
         return values
 
@@ -335,7 +275,7 @@ class DataSettings(Settings):
             raise ConfigError(
                 f"data.segment cuts clips of their own lengths: set data.features.{length} to null, or data.segment to null"
             )
-        crop = self.pipeline.crop if self.transforms else None
+        crop = self.first_view.pipeline.crop if self.transforms else None
         if self.segment is not None and crop is not None:
             raise ConfigError("data.segment and the transform random_crop both cut clips: leave one of them out")
         if isinstance(self.features, FileFeatures) and self.corrupt.noise is not None:
@@ -347,15 +287,8 @@ class DataSettings(Settings):
             )
         self._check_pools()
         self._check_table()
-        if self.columns and self.sites:
-            raise ConfigError(
-                "data.columns: the numbers of a column's values would differ from site to site; leave it out"
-            )
+        self._check_parts()
         if self.parts:
-            if self.sites:
-                raise ConfigError("data.parts and data.sites: a federation has either several parts or several sites")
-            for name in self.parts:
-                self.part(name)
             return self
         if self.heads != "part":
             raise ConfigError(
@@ -365,7 +298,7 @@ class DataSettings(Settings):
             raise ConfigError("data.name is missing: name a data set, one of `raydfl data list`")
         for key, uri in self.uris.items():
             check_uri(uri, f"data.{key}")
-        self._check_sites_and_views()
+        self._check_views()
         self._check_images()
         if not self.sites:
             self.source.open()  # the data set checks its own options
@@ -373,18 +306,24 @@ class DataSettings(Settings):
             self.at(name)
         return self
 
-    def _check_sites_and_views(self) -> None:
-        """Refuse what cannot be done where the data lie, and views without a usable name."""
-        for name in ("clients", "clips") if self.sites else ():
-            if getattr(self.tables, name) is not None:
-                raise ConfigError(
-                    f"data.tables.{name}: the lists of clips are at the sites (data.sites); leave the file out"
-                )
-        columns = [name for name, profile in self.profile.items() if profile.column is not None]
-        if self.sites and columns:
+    def _check_parts(self) -> None:
+        """Check the settings of each part, and that sites name parts that exist."""
+        for site, own in self.sites.items():
+            for name in own.parts:
+                if name not in self.parts:
+                    hint = nearest(name, self.parts) if self.parts else "leave it out"
+                    raise ConfigError(f"data.sites.{site}.parts: there is no part {name!r} in data.parts; {hint}")
+        if self.sites and self.tables != TableSettings():
             raise ConfigError(
-                f"data.profile.{columns[0]}.column: the lists of clips are at the sites (data.sites); deal values instead"
+                "data.tables: the lists of clips are at the sites; name the tables in data.sites.NAME.tables"
             )
+        for name in self.parts:
+            if self.sites and not self.part(name).sites:
+                raise ConfigError(f"data.parts.{name}: no site has the part; name it in data.sites.SITE.parts")
+            self.part(name)
+
+    def _check_views(self) -> None:
+        """Reject views without a usable name."""
         for name in self.views:
             if not name.isidentifier():
                 raise ConfigError(f"data.views: the name {name!r} must be a word of letters, digits and _")
@@ -429,14 +368,13 @@ class DataSettings(Settings):
             if any(pool is not None and pool.by == "table" for pool in pools):
                 raise ConfigError("data.pools: a pool's partition cannot be by: table; deal the pool in another way")
             return
-        if (self.partition.file is None) == (self.tables.clients is None):
+        if not self.sites and (self.partition.file is None) == (self.tables.clients is None):
             raise ConfigError(
                 "data.partition.by: table needs one table of clients: set data.partition.file or data.tables.clients"
             )
         wanted = {
             "data.pools": self.pools,
             "data.unlabelled": self.unlabelled,
-            "data.sites": self.sites,
             "data.corrupt.noise": self.corrupt.noise,
             "data.corrupt.labels": self.corrupt.labels,
             "data.missing": self.missing,
@@ -453,29 +391,17 @@ class DataSettings(Settings):
             )
 
     @property
-    def pipeline(self) -> Pipeline:
-        """The way of stored features into a batch; built now.
-
-        Raises:
-            ConfigError: transforms that are not known, or do not fit the features.
-        """
-        from raydfl.data.transforms import make_transforms  # it imports PyTorch, which takes seconds
-
-        return make_transforms(self.transforms, self.features, "data.transforms")
+    def all_views(self) -> dict[str, View]:
+        """The settings of every view by name, those of ``features`` first."""
+        found = {FIRST_VIEW: View("data", "path", self.features, self.transforms, self.segment)}
+        for name, view in self.views.items():
+            found[name] = View(f"data.views.{name}", view.column, view.features, view.transforms)
+        return found
 
     @property
-    def stored_features(self) -> AnyFeatures:
-        """The features as the cache has them: not normalised where a transform comes before that."""
-        late = self.pipeline.late
-        return self.features if late is None else self.features.model_copy(update={"normalise": "none"})
-
-    @property
-    def test_segments(self) -> SegmentSettings | None:
-        """The segments into which clips that are measured on are cut; ``None``: none."""
-        crop = self.pipeline.crop
-        if crop is None or crop.test != "segments":
-            return self.segment
-        return SegmentSettings(frames=crop.size, stride=crop.stride or crop.size)
+    def first_view(self) -> View:
+        """The settings of the first view."""
+        return self.all_views[FIRST_VIEW]
 
     def part(self, name: str) -> DataSettings:
         """Return the settings of one part: data's, with the part's own in their place.
@@ -490,10 +416,11 @@ class DataSettings(Settings):
         if not own.get("name", self.name):
             raise ConfigError(f"{where}.name is missing: name a data set, one of `raydfl data list`")
         common = self.model_dump(exclude={"parts", "sites", "heads"}, exclude_unset=True)
+        sites = {site: own.of_part(name) for site, own in self.sites.items() if name in own.parts or not own.parts}
         if "name" in own and own["name"] != self.name:
             common = {key: value for key, value in common.items() if key in type(self).model_fields}
         try:
-            return DataSettings.model_validate({**common, "cache": self.cache, **own})
+            return DataSettings.model_validate({**common, "cache": self.cache, "sites": sites, **own})
         except ValidationError as error:
             raise ConfigError(explain(error, where, own, DataSettings)) from error
         except ConfigError as error:
@@ -516,15 +443,19 @@ class DataSettings(Settings):
             ConfigError: the data set does not take the site's options.
         """
         own = self.sites[site]
-        for key in path_options(find_dataset(self.name)):
-            value = (own.model_extra or {}).get(key)
+        given = dict(own.model_extra or {})
+        paths = {key: given.get(key) for key in path_options(find_dataset(self.name))}
+        for group, keys in (("partition", ["file"]), ("tables", [*TableSettings.model_fields])):
+            if isinstance(given.get(group), Mapping):
+                paths |= {f"{group}.{key}": given[group].get(key) for key in keys}
+        for key, value in paths.items():
             if isinstance(value, str | Path) and not is_uri(value) and not Path(value).is_absolute():
                 raise ConfigError(
                     f"data.sites.{site}.{key}: {str(value)!r} would be looked for in the working directory of a process of Ray on "
                     f"the site's node; give an absolute path"
                 )
         values = self.model_dump(exclude={"sites", "cache", "parts"})
-        return DataSettings.model_validate({**values, **dict(own.model_extra or {}), "cache": own.folder / "cache"})
+        return DataSettings.model_validate({**values, **given, "cache": own.folder / "cache"})
 
     @property
     def source(self) -> Source:
@@ -537,6 +468,10 @@ class DataSettings(Settings):
         """The options that are files or folders behind a URI, by name."""
         options = self.model_extra or {}
         return {key: options[key] for key in path_options(find_dataset(self.name)) if is_uri(options.get(key))}
+
+
+_OF_SITES = ("folder", "parts", "partition", "tables")
+"""Keys of a site that are no options of a data set."""
 
 
 def with_place(error: InputError, where: str) -> InputError:

@@ -13,7 +13,7 @@ clip                    int32        row of the manifest; the segments of a clip
 label                   int32        index into the labels; negative: none
 start, frames           int64, int32 place of the features in the store
 column:NAME             dictionary   further columns (``data.columns``)
-view:NAME:start, frames int64, int32 place of a further view's features; 0 frames: the clip lacks the view
+view:NAME:start, frames int64, int32 place of a view's features; 0 frames: the clip lacks the view
 ======================= ============ ==============================================================================
 
 ``clients.arrow`` has a row for each client. Only ``client`` is always there. Private state and commits name a client by its row.
@@ -28,7 +28,7 @@ first, stop             int32        range of the client's rows of the first poo
 statistics              int32        index of the client's statistics (see :meth:`Population.statistics`)
 profile:NAME            dictionary   ``data.profile``, if its source is a column
 examples                int64        number of training examples, where the clips are elsewhere (sites, parts)
-has:VIEW                bool         whether the client has a further view, where the clips are elsewhere
+has:VIEW                bool         whether the client has a view, where the clips are elsewhere
 ======================= ============ ==============================================================================
 """
 
@@ -40,6 +40,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pyarrow as pa
 
+from raydfl.core.settings import FIRST_VIEW
 from raydfl.data.client_ids import ClientIds, to_numbers
 
 ROLES = ("train", "validation", "client_test", "server_validation", "test", "attack", "triggered")
@@ -64,15 +65,25 @@ def clips_table(
     )
 
 
-def no_clips() -> pa.RecordBatch:
-    """Make a table without clips, for a federation whose clips are elsewhere."""
-    kinds = {"role": np.int8, "pool": np.int8, "client": np.int32}
-    return clips_table({name: np.zeros(0, kind) for name, kind in kinds.items()}, ("train",), {})
+def no_clips(further: Mapping[str, Sequence[str]] | None = None) -> pa.RecordBatch:
+    """Make a table without clips, for a federation whose clips are elsewhere.
+
+    Args:
+        further: values of the further columns by name.
+    """
+    values = further or {}
+    kinds = {"role": np.int8, "pool": np.int8, "client": np.int32} | {f"column:{name}": np.int32 for name in values}
+    return clips_table({name: np.zeros(0, kind) for name, kind in kinds.items()}, ("train",), values)
+
+
+def view_column(view: str, name: str) -> str:
+    """Return the column of the clips table that holds ``start`` or ``frames`` of a view."""
+    return name if view == FIRST_VIEW else f"view:{view}:{name}"
 
 
 def table_prefix(view: str) -> str:
     """Return the prefix of the names of the tables of a view's transforms."""
-    return f"transforms-{view}." if view else "transforms."
+    return "transforms." if view == FIRST_VIEW else f"transforms-{view}."
 
 
 def encode(codes: np.ndarray, values: Sequence[Any] | pa.Array) -> pa.DictionaryArray:
@@ -170,15 +181,17 @@ class Tables:
         """
         first = int(np.argmax(self.read_clients("place") == self.places.index(place)))
         client = own.read_clips("client")
-        clips, clients = own.clips, self.clients
-        clips = clips.set_column(
-            clips.schema.get_field_index("client"), "client", pa.array(np.where(client < 0, client, client + first))
-        )
+        columns = dict(zip(own.clips.schema.names, own.clips.columns, strict=True))
+        columns["client"] = pa.array(np.where(client < 0, client, client + first))
+        for name, values in self.values.items():  # numbers stand for the values of all places
+            codes = np.array([values.index(value) for value in own.values[name]], np.int32)
+            columns[f"column:{name}"] = encode(codes[own.read_clips(f"column:{name}")], values)
+        clients = self.clients
         for name, bound in zip(("first", "stop"), own.ranges or (), strict=False):
             whole = np.zeros(len(self.ids), bound.dtype)
             whole[first : first + len(bound)] = bound
             clients = clients.append_column(name, pa.array(whole))
-        return Tables(clips, clients, own.arrays)
+        return Tables(pa.record_batch(columns), clients, own.arrays)
 
     def rows(self, role: str, client: int, pool: str = "") -> slice:
         """Return the rows of a client's clips.
@@ -218,13 +231,13 @@ class Tables:
         return np.bincount(self.read_clips("client", self.blocks["train", self.pools[0]]), minlength=len(self.ids))
 
     def owners(self, view: str) -> np.ndarray:
-        """Return which clients have a further view of any of their training examples: bool [clients]."""
+        """Return which clients have a view of any of their training examples: bool [clients]."""
         stored = self.read_clients(f"has:{view}")
         return self.remember(f"owners {view}", lambda: self._find_owners(view)) if stored is None else stored
 
     def _find_owners(self, view: str) -> np.ndarray:
         train = slice(self.blocks["train", self.pools[0]].start, self.blocks["train", self.pools[-1]].stop)
-        present = self.read_clips(f"view:{view}:frames", train) > 0
+        present = self.read_clips(view_column(view, "frames"), train) > 0
         if self.ranges is not None:
             before = np.r_[0, np.cumsum(present)]
             shared: np.ndarray = before[self.ranges[1]] > before[self.ranges[0]]
@@ -235,7 +248,7 @@ class Tables:
         """Return the profile of a client.
 
         Args:
-            views: names of the further views.
+            views: names of ``data.views``.
         """
         names = [name.removeprefix("profile:") for name in self.clients.schema.names if name.startswith("profile:")]
         columns = {name: self.column(name, views) for name in ("group", "noisy", "label_errors", "views", *names)}

@@ -56,12 +56,12 @@ class Arrivals:
         self._fit_seconds = 0.0
         self._vectorised = 0
 
-    def updates(self, tensors: Mapping[str, Tensors], may_send: Callable[[str, str], bool]) -> Iterator[Update]:
+    def updates(self, tensors: Mapping[str, Tensors], additions: tuple[str, ...]) -> Iterator[Update]:
         """Pass on the updates that count, one after another in client order, whatever the order of arrival.
 
         Args:
             tensors: the server's, by key.
-            may_send: Method.may_send.
+            additions: Method.additions.
         """
         # The first three updates decide what all have to agree in, so they are there before one of them is passed on.
         first: list[tuple[Update, Metrics]] = []
@@ -70,7 +70,7 @@ class Arrivals:
             first += [(update, update.metrics) for update in reply.updates]
             if len(first) >= 3:
                 break
-        checker = UpdateChecker(tensors, may_send, first[:3])
+        checker = UpdateChecker(tensors, additions, first[:3])
         first.clear()
         for order in self._orders:
             reply = self._reply_to(order)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from raydfl.attacks import Attack
 from raydfl.core import registry
-from raydfl.core.errors import ConfigError
+from raydfl.core.errors import ConfigError, nearest
+from raydfl.core.settings import FIRST_VIEW
 from raydfl.engine.former_options import find_former_tuning, take_former_options
 from raydfl.engine.groups import add_groups, find_group_rule
 from raydfl.engine.settings import FineTuneSettings
@@ -78,10 +79,37 @@ def assemble(
     object.__setattr__(built, "objective", find_objective(chosen))  # not an option of the frozen method
     attackers = None if attack is None else _build("raydfl.attacks", Attack, attack, "attack")
     chosen_by, lists = _chosen_by(_with_copies(models, type(built).copies))
-    chosen_models, rule = _models(built.models_for(tuple(models)), lists), find_group_rule(groups)
+    chosen_models, rule = _models(_declare_models(built, models), lists), find_group_rule(groups)
     whole = built if rule is None else add_groups(built, rule)
     tuning = find_former_tuning(built, former) if fine_tune is None else fine_tune
     return Parts(whole, built.built_rule, attackers, chosen_models, chosen_by, former, tuning)
+
+
+def _declare_models(method: Method, configured: Iterable[str]) -> Mapping[str, str]:
+    """Return the models of a run, in building order, each with its architecture where none is configured.
+
+    Those of a method with models on features are the configured encoders, or its own where fewer are configured; its ``student``
+    is the first.
+
+    Raises:
+        ConfigError: there are fewer than two encoders, or no student among them.
+    """
+    own, last = type(method).models, type(method).on_features
+    if not last:
+        return own
+    encoders = [name for name in configured if name not in last]
+    given = {name: own.get(name, "crnn_lite") for name in encoders}
+    if not encoders or set(encoders) < set(own):
+        given = {name: architecture for name, architecture in own.items() if name not in last}
+    if len(given) < 2:
+        raise ConfigError(
+            f"models: {', '.join(given)} alone; this method needs at least two networks, one for each view: "
+            f"models='{{audio: crnn_lite, video: {{name: cnn_small, view: video}}}}'"
+        )
+    student = getattr(method, "student", None) or next(iter(given))
+    if student not in given:
+        raise ConfigError(f"method.student: there is no model {student!r}; {nearest(student, given)}")
+    return {student: given.pop(student), **given, **{name: own[name] for name in last}}
 
 
 def text_of(value: Any) -> str:
@@ -137,9 +165,9 @@ def _build(package: str, base: type[T], setting: Mapping[str, Any], what: str) -
 
 
 def split_view(options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the view that a model reads, empty for the first, and the options of its architecture."""
+    """Return the view that a model reads, and the options of its architecture."""
     own = dict(options)
-    return own.pop("view", ""), own
+    return own.pop("view", FIRST_VIEW), own
 
 
 def _models(

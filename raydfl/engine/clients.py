@@ -16,7 +16,6 @@ from raydfl.data import DataSettings, Population, dealt
 from raydfl.engine.assembly import split_view, text_of
 from raydfl.engine.config import Config
 from raydfl.engine.draw import Draw, make_draw
-from raydfl.methods import needs_of
 from raydfl.models import INIT_FROM
 
 _REMEMBERED = 4096
@@ -71,7 +70,7 @@ class Clients(OnDemand[Client]):
         self._settings = config.train.clients
         self._client = functools.lru_cache(_REMEMBERED)(self._make)
         self._method = config.parts.method
-        self._read = needs_of(self._method).columns
+        self._read = self._method.needs().columns
         self._own_models = functools.lru_cache(_REMEMBERED)(self._narrowed)
 
     def __len__(self) -> int:
@@ -282,10 +281,7 @@ def _spec(
     width: int | None,
 ) -> ModelSpec:
     view, own = split_view({key: value for key, value in options.items() if key != INIT_FROM})
-    settings = data.views.get(view)
-    shape = data.pipeline.shape(population.bands)
-    if settings is not None:
-        shape = settings.pipeline.shape(settings.features.bands)
+    shape = population.shape(view, data)
     start = _frozen(options.get(INIT_FROM, {}))
     return ModelSpec(name, architecture, shape, len(population.classes), _frozen(own), width, start, view)
 

@@ -32,7 +32,6 @@ from raydfl.engine.paths import absolute
 from raydfl.engine.phases import Phases
 from raydfl.engine.selection import Selection, check_begins, check_measured, server_validates
 from raydfl.engine.settings import EvaluateSettings, RaySettings, RunSettings, TrackSettings
-from raydfl.methods import needs_of
 from raydfl.models import INIT_FROM, check_model
 from raydfl.training import PhaseSettings, TrainSettings, check_device
 
@@ -115,7 +114,7 @@ class Config(Settings):
 
     def _models_fit(self, data: DataSettings) -> None:
         """Refuse networks that cannot read their views, and views that nobody reads."""
-        read = set(needs_of(self.parts.method).views)
+        read, views = set(self.parts.method.needs().views), data.all_views
         for name, choices in self.parts.models.items():
             for architecture, options in choices:
                 if name in type(self.parts.method).on_features:
@@ -123,19 +122,18 @@ class Config(Settings):
                     continue
                 view, own = split_view({key: value for key, value in options.items() if key != INIT_FROM})
                 read.add(view)
-                if view and view not in data.views:
+                if view not in views:
                     raise ConfigError(
                         f"models.{name}.view: there is no view {view!r} in data.views (a model without view reads data.features); "
                         f"{nearest(str(view), data.views)}"
                     )
-                seen = data.views[view] if view else data
+                seen = views[view]
                 frames, cut = seen.features.frames, seen.pipeline.cut
                 if data.segment is not None:
                     frames = None
                 if frames is not None and cut is not None:
                     frames = min(frames, cut)
-                place = f"data.views.{view}.features" if view else "data.features"
-                check_encoder(architecture, own, seen.features, f"models.{name}", place)
+                check_encoder(architecture, own, seen.features, f"models.{name}", f"{seen.where}.features")
                 check_model(architecture, own, seen.pipeline.shape(seen.features.bands), frames, f"models.{name}")
         for name in data.views:
             if name not in read:

@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from raydfl.core.options import plain
-from raydfl.data import DataSettings, ViewSettings
+from raydfl.core.settings import FIRST_VIEW
+from raydfl.data import DataSettings, View
 from raydfl.data.features import NEUTRAL
 
 _CAME_LATER: Mapping[tuple[str, ...], Any] = {
@@ -71,9 +72,7 @@ def deciding(groups: Mapping[str, Any], data: DataSettings) -> dict[str, Any]:
         data: the group ``data``.
     """
     found = {**groups, "data": _with_all_options(data, groups["data"])}
-    # Of sites in the order given, in which clients are numbered; a site's folder, like the cache, is only where things lie.
-    found["data"]["sites"] = [(name, _options(data.at(name))) for name in data.sites]
-    if not (data.sites or data.parts):
+    if not data.parts:
         found["data"] = _with_options(data, found["data"])
     _forget_neutral(found)
     _note_statistics(data, found["data"])
@@ -107,7 +106,7 @@ def without_neutral(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
 def _described(data: DataSettings) -> dict[str, Any]:
     """Return what of a part's settings decides the numbers."""
     values = _with_all_options(data, data.model_dump(mode="json"))
-    found = {**_with_options(data, values), "sites": []}
+    found = _with_options(data, values)
     _forget_neutral({"data": found}, "data")
     _note_statistics(data, found)
     found.pop("cache")
@@ -116,16 +115,15 @@ def _described(data: DataSettings) -> dict[str, Any]:
 
 def _with_all_options(data: DataSettings, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return values of ``data`` with all the transforms' options, those that were not given too, and the pools in their order."""
-    found = {**values, "transforms": _transforms(data)}
-    found["views"] = {
-        name: {**values["views"][name], "transforms": _transforms(view)} for name, view in data.views.items()
-    }
+    views = data.all_views
+    found = {**values, "transforms": _transforms(views[FIRST_VIEW])}
+    found["views"] = {name: {**own, "transforms": _transforms(views[name])} for name, own in values["views"].items()}
     if data.pools:
         found["pools"] = [*values["pools"].items()]  # the first is what is trained on by default
     return found
 
 
-def _transforms(view: DataSettings | ViewSettings) -> list[dict[str, Any]]:
+def _transforms(view: View) -> list[dict[str, Any]]:
     if not view.transforms:
         return []
     return [
@@ -135,8 +133,18 @@ def _transforms(view: DataSettings | ViewSettings) -> list[dict[str, Any]]:
 
 
 def _with_options(data: DataSettings, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values of ``data`` with all the data set's options in place of those that were given."""
-    return {key: values[key] for key in values if key in DataSettings.model_fields} | _options(data) | data.uris
+    """Return values of ``data`` with all options of the data set, at each site if there are any, not only the given ones."""
+    if data.sites:
+        # In the order given, in which clients are numbered; a site's folder, like the cache, is only where things lie.
+        return {**values, "sites": [(name, _of_site(data, name)) for name in data.sites]}
+    found = {key: values[key] for key in values if key in DataSettings.model_fields} | {"sites": []}
+    return found | _options(data) | data.uris
+
+
+def _of_site(data: DataSettings, name: str) -> dict[str, Any]:
+    own = data.at(name)
+    partition = own.partition.model_dump(mode="json")
+    return {**_options(own), **({"partition": partition} if own.partition != data.partition else {})}
 
 
 def _options(data: DataSettings) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
-from raydfl.core import part_names, seeds
+from raydfl.core import seeds
 from raydfl.core.errors import ConfigError, ResourcesError
 from raydfl.core.tensors import FlatTensors
 from raydfl.core.types import State, Task, Update
@@ -170,9 +170,8 @@ class Federation:
         )
         current.mark("resumed")
         self._committer.begin()  # only now: clients need not wait for the disk
-        plain = part_names.plain_name if self.config.data.parts else str
         return self._attackers.sent(
-            arrivals.updates(self.state.tensors, lambda key, name: self.method.may_send(key, plain(name))),
+            arrivals.updates(self.state.tensors, self.method.additions),
             {order.task.client_id: order.cost for order in current.orders},
             frozenset(current.attackers),
             self.state.tensors,
@@ -308,7 +307,7 @@ class Federation:
         self._ask_everywhere(lambda worker: worker.private.remove(segments), wait=False)
 
     def _views_of(self, client: str) -> str:
-        """Return a client's further views, as in ``video+depth``; ``none`` if it has the first view alone."""
+        """Return a client's ``data.views``, as in ``video+depth``; ``none`` if it has none of them."""
         return "+".join(self.clients.by_id(client).profile["views"]) or "none"
 
     def plan(self) -> list[Order]:

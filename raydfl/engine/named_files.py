@@ -43,10 +43,9 @@ def named_files(parts: Parts, data: DataSettings) -> dict[str, tuple[str, str]]:
                 encoders[f"{place}.folder"] = Path(options["folder"])
     for part, settings in data.each.items():
         place = f"data.parts.{part}" if part else "data"
-        seen = {place: settings.features} | {f"{place}.views.{n}": view.features for n, view in settings.views.items()}
-        for where, features in seen.items():
-            if isinstance(features, PretrainedFeatures):
-                encoders[f"{where}.features.folder"] = features.folder
+        for view in settings.all_views.values():
+            if isinstance(view.features, PretrainedFeatures):
+                encoders[f"{place}{view.where.removeprefix('data')}.features.folder"] = view.features.folder
     found = {
         place: (str(path), content_digest(Path(path)))
         for place, path in named.items()

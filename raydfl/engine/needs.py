@@ -12,7 +12,7 @@ from raydfl.attacks import Attack
 from raydfl.core.errors import ConfigError, nearest
 from raydfl.core.needs import Needs
 from raydfl.data import KNOWN, LABELLED, UNLABELLED, DataSettings
-from raydfl.methods import Method, needs_of
+from raydfl.methods import Method
 from raydfl.rules import Rule
 from raydfl.training import ClientSettings, TrainSettings
 
@@ -43,16 +43,12 @@ def check_needs(
     Raises:
         ConfigError: naming the first conflict.
     """
-    needs = {f"method {names[0]!r}": needs_of(method), f"objective {names[1]!r}": method.objective.needs()}
+    needs = {f"method {names[0]!r}": method.needs(), f"objective {names[1]!r}": method.objective.needs()}
     if attack is not None:
         needs[f"attack {names[2]!r}"] = attack.needs()
     needs[f"rule {type(rule).__name__}"] = Needs(new_values=rule.relative)
     if clients is not None:
         needs |= {f"train.clients.{at}": Needs(columns=(name,)) for at, name in clients.columns.items()}
-    former = getattr(method, "check", None)
-    if former is not None:  # a hook of earlier versions
-        for train in phases:
-            former(train)
     for who, of in needs.items():
         found = (
             *_method_conflicts(of, method, names),

@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from raydfl.core.errors import ConfigError, DataError, RaydflError
+from raydfl.core.settings import FIRST_VIEW
 from raydfl.core.types import Batch, ModelSpec
 from raydfl.core.users_code import FAILURES, place_of
 from raydfl.data import DataSettings, Population
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
 from raydfl.engine.worker import build_models
-from raydfl.methods import Method
+from raydfl.methods import Method, compute_logits
 from raydfl.training import fixed_tensors, preserved
 
 _FRAMES = 96
@@ -42,8 +43,8 @@ def try_models(config: Config, population: Population) -> dict[str, list[dict[st
     for part, data in config.data.each.items():
         of_part = population.each[part].use(data)
         read = {spec.view: spec.inputs for specs in variants[part] for spec in specs}
-        for view, inputs in (read or {"": 0}).items():
-            length = of_part.view_lengths[view] if view else of_part.length
+        for view, inputs in (read or {FIRST_VIEW: 0}).items():
+            length = of_part.views[view].length
             method.objective.check(of_part.classes, None if isinstance(inputs, tuple) else length)
         if config.labels_needed and data.unseen == "stop":
             _check_classes(of_part)
@@ -86,18 +87,12 @@ def _batch(population: Population, data: DataSettings) -> tuple[Batch, bool]:
     examples = population.first_examples(2)
     if examples is not None:
         return next(examples.batches(len(examples), None)), True
-    x, lengths = _noise(population.pipeline.shape(population.bands), population.length)
-    views = {
-        name: _noise(view.pipeline.shape(view.features.bands), population.view_lengths[name])
-        for name, view in data.views.items()
-    }
+    views = {name: _noise(population.shape(name, data), view.length) for name, view in population.views.items()}
     batch = Batch(
-        x,
+        {name: x for name, (x, _) in views.items()},
         torch.zeros(2, dtype=torch.int64),
-        lengths,
-        views={name: of_view for name, (of_view, _) in views.items()},
-        view_lengths={name: own for name, (_, own) in views.items() if own is not None},
-        present={name: torch.ones(2, dtype=torch.bool) for name in views},
+        {name: lengths for name, (_, lengths) in views.items() if lengths is not None},
+        {name: torch.ones(2, dtype=torch.bool) for name in data.views},
     )
     return batch, False
 
@@ -137,8 +132,10 @@ def _try(
             f"{where}: the shape of {lazy[0]!r} is not known before the network computes something (a lazy layer), but what is "
             f"sent and kept needs it from the start; use the layer that is told its size ({place})"
         )
+    if name in method.partial:
+        return
     try:
-        logits: Any = method.logits(models, name, batch)
+        logits: Any = compute_logits(method, models, name, batch)
     except RaydflError as error:
         raise ConfigError(f"{where}: {error}") from error
     except FAILURES as error:  # whatever a user's code raises
@@ -146,15 +143,13 @@ def _try(
             f"{where} cannot compute a batch of x {list(batch.x.shape)}: {type(error).__name__}: {error} (at "
             f"{place_of(error, place)}); it is called as forward(x, lengths), where lengths may be None"
         ) from error
-    if logits is None:
-        return
     if not isinstance(logits, Tensor) or logits.shape != (len(batch.y), width):
         output = "class" if method.objective.answers == "class" else "output of the objective"
         given = f"a tensor of shape {list(logits.shape)}" if isinstance(logits, Tensor) else _what(logits)
         raise ConfigError(
             f"{where}: forward() returns {given} for {len(batch.y)} examples ({place}); it must be logits, "
             f"[{len(batch.y)}, {width}] here: one number for each example and {output}. Where this network is only a part of one, "
-            f"say in the method's logits() what is to be looked at"
+            f"name it in the method's class variable partial"
         )
     if real and not bool(torch.isfinite(logits).all()):
         raise ConfigError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -178,20 +178,20 @@ class UpdateChecker:
 
     Args:
         tensors: the server's, by key.
-        may_send: Method.may_send: what clients may send besides.
+        additions: Method.additions.
         first: updates and metrics of the first three clients, which decide what all have to agree in.
     """
 
     def __init__(
         self,
         tensors: Mapping[str, Tensors],
-        may_send: Callable[[str, str], bool],
+        additions: tuple[str, ...],
         first: Iterable[tuple[Update, Metrics]] = (),
     ) -> None:
         self._shapes = {
             key: {name: tuple(tensor.shape) for name, tensor in group.items()} for key, group in tensors.items()
         }
-        self._may_send = may_send
+        self._additions = additions
         self._found: dict[tuple[str, Layout], tuple[str, dict[str, str]]] = {}
         """What :meth:`_compared` said about keys and layouts: as a rule there is one."""
         self._kinds = Kinds([self._compared(update)[1] | kinds_of(metrics) for update, metrics in first])
@@ -219,12 +219,12 @@ class UpdateChecker:
 
     def _compare(self, key: str, layout: Layout, added: dict[str, str]) -> str:
         known = self._shapes.get(key)
-        declare = "put it into the state in init(), or let may_send(key, name) allow it"
-        if known is None and not (layout.names and all(self._may_send(key, name) for name in layout.names)):
+        declare = "put it into the state in init(), or name it in the class variable additions"
+        if known is None and not (layout.names and all(name.startswith(self._additions) for name in layout.names)):
             return f"the update has the key {key!r}, the server's state has {', '.join(map(repr, self._shapes))}; {declare}"
         for name, shape in zip(layout.names, layout.shapes, strict=True):
             wanted = (known or {}).get(name)
-            if wanted is None and not self._may_send(key, name):
+            if wanted is None and not name.startswith(self._additions):
                 return f"the update holds the tensor {name!r}, which the server does not have under {key!r}; {declare}"
             if wanted is None:
                 added[f"tensor {name!r} under {key!r}"] = f"of shape {shape}"

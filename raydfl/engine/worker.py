@@ -350,7 +350,7 @@ class Worker:
             test = self._test("test", order.part)
             nothing = test.take(np.zeros(0, np.int64))
             client = Client(SERVER, -1, 0, order.server_models, {"part": order.part} if order.part else {})
-            return client, ClientData(train=nothing, validation=nothing, test=test)
+            return client, ClientData({"train": nothing}, validation=nothing, test=test)
         client = self.clients.by_id(order.task.client_id)
         return client, self.population.data(client.index, order.attacking)
 

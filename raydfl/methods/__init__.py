@@ -6,6 +6,7 @@ scaffold.py (state on both sides). A method of your own is a subclass of :class:
 
 from raydfl.methods._cutting import CuttingMethod
 from raydfl.methods._layers import check_prefixes
-from raydfl.methods._method import CLIENTS, Method, drawn, needs_of
+from raydfl.methods._method import CLIENTS, Method, drawn
+from raydfl.methods._views import compute_logits
 
-__all__ = ["CLIENTS", "CuttingMethod", "Method", "check_prefixes", "drawn", "needs_of"]
+__all__ = ["CLIENTS", "CuttingMethod", "Method", "check_prefixes", "compute_logits", "drawn"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -19,13 +19,11 @@ from raydfl.training import Step
 class MaskingMethod(Method, ABC):
     """FedAvg over masked networks, whose clients send their masks; a subclass prunes in ``local``."""
 
+    additions: ClassVar[tuple[str, ...]] = (MASK,)
+
     prune: Annotated[
         tuple[Kind, ...], Field(description="layers that are pruned; linear: hidden ones, the last one never")
     ] = ("convolution", "recurrent")
-
-    def may_send(self, key: str, name: str) -> bool:
-        """Accept masks, which the server does not keep."""
-        return name.startswith(MASK)
 
     def loss(self, step: Step, batch: Batch) -> Tensor:
         """Return the objective's loss of the masked network."""

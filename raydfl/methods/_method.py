@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import inspect
 import types
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar
@@ -56,6 +55,9 @@ class Method(StrictTypes):
     on_features: ClassVar[tuple[str, ...]] = ()
     """Names of models that read no view, but features that others compute: :meth:`build` says how many."""
 
+    partial: ClassVar[tuple[str, ...]] = ()
+    """Names of models that do not learn the objective by themselves. Their outputs are not checked before the first round."""
+
     copies: ClassVar[Mapping[str, str]] = {}
     """Names of models that are copies of another one, and that one's: they have its architecture and begin with its weights."""
 
@@ -74,6 +76,13 @@ class Method(StrictTypes):
     """Names of the phases that follow one another, where there are several: ``state.phase`` says which it is. ``train.phases`` says
     how many rounds each has and what of the training is different in it."""
 
+    default_rule: ClassVar[Rule] = WeightedMean()
+    """The aggregation rule of a configuration that names none."""
+
+    additions: ClassVar[tuple[str, ...]] = ()
+    """Beginnings of the names of tensors that clients may send although the server has none of the name. Others are rejected,
+    because a client could add anything to the state."""
+
     grouping: ClassVar[str] = "none"
     """The discovery rule of a run that leaves ``train.groups`` out."""
 
@@ -81,38 +90,21 @@ class Method(StrictTypes):
     """The passes of fine-tuning at evaluation of a run that leaves ``evaluate.fine_tune`` out."""
 
     def __init_subclass__(cls) -> None:
-        """Let no class inherit ``pure``, and refuse a method that was written when ``build`` still got a client.
+        """Let no class inherit ``pure``, and reject members that earlier versions called.
 
         Raises:
-            ConfigError: it was.
+            ConfigError: a user's class has one.
         """
         if "pure" not in vars(cls):
             cls.pure = False
-        for hook in vars(cls).keys() & _FORMER.keys() if is_users(cls.__module__) else ():
-            warnings.warn(
-                f"{cls.__name__}.{hook} is a hook of earlier versions. Write needs(), which returns raydfl.Needs with the field "
-                f"{_FORMER[hook]}.",
-                FutureWarning,
-                stacklevel=2,
-            )
-        build = vars(cls).get("build")
-        if isinstance(build, types.FunctionType) and "client" in inspect.signature(build).parameters:
-            raise ConfigError(
-                f"{cls.__name__}.build(self, client) at {build.__code__.co_filename}:{build.__code__.co_firstlineno} is not called "
-                f"so any more: clients with equal architectures share the networks, so it gets these alone; write "
-                f"def build(self, models) and, in it, models instead of client.models"
-            )
-
-    def models_for(self, configured: Sequence[str]) -> Mapping[str, str]:
-        """Return the names of the models of a run, in building order, each with its architecture where none is configured.
-
-        Args:
-            configured: names under ``models`` of the configuration, in its order.
-
-        Raises:
-            ConfigError: the method cannot do with models of these names.
-        """
-        return type(self).models
+        for name, replacement in _REMOVED.items() if is_users(cls.__module__) else ():
+            member = vars(cls).get(name)
+            if member is None or (name in vars(Method) and not isinstance(member, types.FunctionType)):
+                continue
+            if name != "build" or "client" in inspect.signature(member).parameters:
+                raise ConfigError(
+                    f"{cls.__name__}.{name} is not called in this version of raydfl. Write {replacement}."
+                )
 
     def needs(self) -> Needs:
         """Return what the method needs of the other settings, and what it excludes; by default nothing."""
@@ -138,19 +130,6 @@ class Method(StrictTypes):
         """
         return {spec.name: build_model(spec) for spec in models}
 
-    def logits(self, models: Mapping[str, nn.Module], name: str, batch: Batch) -> Tensor | None:
-        """Return what is checked before the first round to see that a model can be used: its outputs [batch, outputs].
-
-        Override it where a model does not learn the objective by itself: compute what it is a part of, or return ``None``.
-
-        Args:
-            models: freshly built, in evaluation mode.
-            name: of the one that is tried.
-            batch: two examples.
-        """
-        logits: Tensor = models[name](*batch.input_of(models[name]))
-        return logits
-
     def shared(self, name: str) -> bool:
         """Return whether the tensor of that flat name may leave the client. What may not is kept for the client between rounds."""
         return True
@@ -166,13 +145,6 @@ class Method(StrictTypes):
             trains: whether it requires gradients as it was built. By default those that do not are fixed.
         """
         return not trains
-
-    def may_send(self, key: str, name: str) -> bool:
-        """Return whether clients may send a tensor of that flat name under that key of the state where the server has none.
-
-        What they send besides is refused: else a client could add to the state what it likes.
-        """
-        return False
 
     def init(
         self, clients: Sequence[Client], models: Sequence[Mapping[str, nn.Module]], rng: np.random.Generator
@@ -227,18 +199,14 @@ class Method(StrictTypes):
         """
         return step.update(fit(step, self.loss))
 
-    def default_rule(self) -> Rule:
-        """Return the aggregation rule that is used when the configuration names none."""
-        return WeightedMean()
-
     @functools.cached_property
     def built_rule(self) -> Rule:
-        """The aggregation rule: the configured one, or :meth:`default_rule`; built once.
+        """The aggregation rule: the configured one, or :attr:`default_rule`; built once.
 
         Raises:
             ConfigError: there is no such rule, or an option of it is unknown, of the wrong type or out of range.
         """
-        return find_rule(self.rule, self.default_rule(), "method.rule")
+        return find_rule(self.rule, self.default_rule, "method.rule")
 
     def complete(self, state: State, update: Update) -> Update:
         """Fill in the tensors that a client left out, so that updates can be compared; by default nothing is left out.
@@ -273,17 +241,6 @@ class Method(StrictTypes):
         """
         return [Task(client.id, phase="evaluate") for client in clients]
 
-    def default_model(self, shared: Sequence[str]) -> str | None:
-        """Return which of the models that the server shares as a whole is taken for recordings where none is named.
-
-        Args:
-            shared: their names, as the record has them: ``audio``, or ``cluster-0:audio`` of another entry than ``global``.
-
-        Returns:
-            ``None``: the user must choose. By default the only one.
-        """
-        return shared[0] if len(shared) == 1 else None
-
     def evaluate(self, step: Step, examples: Examples, batch_size: int) -> Metrics:
         """Measure on some examples what the objective measures, for every model in ``step.models``: ``<model>/loss`` ..."""
         return {
@@ -293,26 +250,21 @@ class Method(StrictTypes):
         }
 
 
-_FORMER = {
-    "needs_pools": "pools",
-    "reads_views": "views",
-    "reads_profile": "columns",
-    "objectives": "objectives",
-    "across_parts": "one_class_list",
-    "check": "optimiser or batch_size",
+_REMOVED = {
+    "needs_pools": "needs(), which returns raydfl.Needs(pools=...)",
+    "reads_views": "needs(), which returns raydfl.Needs(views=...)",
+    "reads_profile": "needs(), which returns raydfl.Needs(columns=...)",
+    "objectives": "needs(), which returns raydfl.Needs(objectives=...)",
+    "across_parts": "needs(), which returns raydfl.Needs(one_class_list=True)",
+    "check": "needs(), which returns raydfl.Needs(optimiser=..., batch_size=...)",
+    "build": "def build(self, models), with models in place of client.models: clients with equal architectures share networks",
+    "models_for": "the class variables models and on_features",
+    "logits": "the class variable partial, with the names of models whose outputs are not checked",
+    "may_send": "the class variable additions, with the beginnings of the tensors' names",
+    "default_rule": "the class variable default_rule, such as default_rule = UniformMean()",
+    "default_model": "nothing: the only shared model is used where none is named, or the first of a method with on_features",
 }
-"""Hooks of earlier versions, and the fields of :class:`Needs` in their place."""
-
-
-def needs_of(method: Method) -> Needs:
-    """Return a method's needs, including those that a user's class still declares by hooks of earlier versions."""
-    found = dict[str, Any]()
-    for hook, field in _FORMER.items():
-        former = getattr(method, hook, None)
-        if former is not None and hook != "check":
-            value = former() if callable(former) else former
-            found[field] = not value if hook == "across_parts" else tuple(value)
-    return dataclasses.replace(method.needs(), **found)
+"""Members of earlier versions, and their replacements."""
 
 
 def drawn(clients: Sequence[Client], rng: np.random.Generator, cohort: int) -> list[Client]:

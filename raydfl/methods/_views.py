@@ -20,8 +20,8 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
-from raydfl.core.errors import ConfigError, nearest
 from raydfl.core.needs import Needs
+from raydfl.core.settings import FIRST_VIEW
 from raydfl.core.types import Batch, Client, Metrics, ModelSpec, Ratio, State, Task, Tensors, view_of
 from raydfl.data import Examples
 from raydfl.methods._layers import last_layer
@@ -44,6 +44,8 @@ class WithViews(Method):
 
     on_features: ClassVar[tuple[str, ...]] = (FUSION,)
 
+    default_rule: ClassVar[Rule] = UniformMean()
+
     models: ClassVar[Mapping[str, str]] = {"audio": "crnn_lite", "video": "cnn_small", FUSION: "fusion"}
 
     student: Annotated[
@@ -58,29 +60,9 @@ class WithViews(Method):
         # who has which view is known by the clients' places
         return dataclasses.replace(super().needs(), objectives=("classify",), one_class_list=True, columns=("views",))
 
-    def models_for(self, configured: Sequence[str]) -> Mapping[str, str]:
-        """Return the configured encoders, the student first, and ``fusion``; where none is configured audio and video.
-
-        Raises:
-            ConfigError: fewer than two encoders, or no student among them.
-        """
-        encoders = [name for name in configured if name != FUSION]
-        given = {name: type(self).models.get(name, "crnn_lite") for name in encoders}
-        if not encoders or set(encoders) < set(type(self).models):
-            given = {name: what for name, what in type(self).models.items() if name != FUSION}
-        if len(given) < 2:
-            raise ConfigError(
-                f"models: {', '.join(given)} alone; this method needs at least two networks, one for each view: "
-                f"models='{{audio: crnn_lite, video: {{name: cnn_small, view: video}}}}'"
-            )
-        student = self.student or next(iter(given))
-        if student not in given:
-            raise ConfigError(f"method.student: there is no model {student!r}; {nearest(student, given)}")
-        return {student: given.pop(student), **given, FUSION: "fusion"}
-
     def client_models(self, models: Sequence[ModelSpec], profile: Mapping[str, Any]) -> tuple[ModelSpec, ...]:
         """Return the networks of the views that a client has, and ``fusion`` where these are all."""
-        has = ("", *profile.get("views", ()))
+        has = (FIRST_VIEW, *profile.get("views", ()))
         own = [spec for spec in models if spec.name == FUSION or spec.view in has]
         return tuple(own if len(own) == len(models) else (spec for spec in own if spec.name != FUSION))
 
@@ -101,14 +83,6 @@ class WithViews(Method):
                 built[FUSION] = build_model(dataclasses.replace(spec, inputs=width))
         return built
 
-    def logits(self, models: Mapping[str, nn.Module], name: str, batch: Batch) -> Tensor | None:
-        """Return a network's outputs; the fusion's for what the encoders give."""
-        return fused(models, batch) if name == FUSION else super().logits(models, name, batch)
-
-    def default_rule(self) -> Rule:
-        """Return the mean in which every client counts the same."""
-        return UniformMean()
-
     def init(
         self, clients: Sequence[Client], models: Sequence[Mapping[str, nn.Module]], rng: np.random.Generator
     ) -> State:
@@ -120,11 +94,6 @@ class WithViews(Method):
     def plan_evaluation(self, state: State, clients: Sequence[Client]) -> list[Task]:
         """Measure what is in ``global``."""
         return [Task(client, phase="evaluate") for client in ([each.id for each in clients] or [""])]
-
-    def default_model(self, shared: Sequence[str]) -> str | None:
-        """Return the student."""
-        names = [name for name in shared if ":" not in name]
-        return self.student if self.student in names else next(iter(names), None)
 
     def evaluate(self, step: Step, examples: Examples, batch_size: int) -> Metrics:
         """Measure the networks that :meth:`measured` names, of those received; ``fusion`` with all encoders."""
@@ -154,10 +123,10 @@ class WithViews(Method):
 
     def alone(self, step: Step, name: str, batch: Batch) -> Tensor:
         """Return the loss of one network, over the examples that have its view."""
-        view = view_of(step.models[name])
-        if view:
-            present = batch.present[view].float()
-            batch = dataclasses.replace(batch, weight=present if batch.weight is None else present * batch.weight)
+        present = batch.present.get(view_of(step.models[name]))
+        if present is not None:
+            weight = present.float()
+            batch = dataclasses.replace(batch, weight=weight if batch.weight is None else weight * batch.weight)
         return self.objective.loss(step, name, batch)
 
     def apart(self, step: Step) -> Metrics:
@@ -191,11 +160,17 @@ def fused(models: Mapping[str, nn.Module], batch: Batch) -> Tensor:
     for name, network in models.items():
         if name == FUSION:
             continue
-        view, (x, lengths) = view_of(network), batch.input_of(network)
-        own = cast(Any, network).embed(x, lengths if lengths is None or not view else lengths.clamp_min(1))
-        features.append(own * batch.present[view].to(own.dtype).unsqueeze(1) if view else own)
+        present, (x, lengths) = batch.present.get(view_of(network)), batch.input_of(network)
+        own = cast(Any, network).embed(x, None if lengths is None else lengths.clamp_min(1))
+        features.append(own if present is None else own * present.to(own.dtype).unsqueeze(1))
     logits: Tensor = models[FUSION](torch.cat(features, dim=1))
     return logits.float()
+
+
+def compute_logits(method: Method, models: Mapping[str, nn.Module], name: str, batch: Batch) -> Tensor:
+    """Return the outputs of a model of a method, float32 [batch, outputs]; of one on features for those of the other models."""
+    logits: Tensor = fused(models, batch) if name in method.on_features else models[name](*batch.input_of(models[name]))
+    return logits
 
 
 @contextlib.contextmanager

@@ -41,6 +41,8 @@ class Ditto(Method):
 
     pure: ClassVar[bool] = True
 
+    default_rule: ClassVar[Rule] = UniformMean()
+
     models: ClassVar[Mapping[str, str]] = {"model": "crnn_base", "personal": "crnn_base"}
 
     copies: ClassVar[Mapping[str, str]] = {"personal": "model"}
@@ -70,7 +72,3 @@ class Ditto(Method):
         metrics = fit(step, self.loss, models=("model",))
         personal = fit(step, self.personal_loss, models=("personal",), epochs=self.personal_epochs)
         return step.update({**metrics, "personal/loss": personal["loss"]})
-
-    def default_rule(self) -> Rule:
-        """Return the plain mean over the cohort."""
-        return UniformMean()

@@ -81,6 +81,8 @@ class FedAPTA(MaskingMethod):
 
     changes: ClassVar[tuple[str, ...]] = (CONTROL, DRIFT)
 
+    additions: ClassVar[tuple[str, ...]] = (MASK, DRIFT)
+
     grouping: ClassVar[str] = "hdbscan"
 
     ratio: Annotated[float, Field(ge=0, lt=1, description="share of the weights that every client prunes")] = 0.4
@@ -115,10 +117,6 @@ class FedAPTA(MaskingMethod):
     def needs(self) -> Needs:
         """Need SGD with the full correction, whose scale is that of SGD's steps."""
         return dataclasses.replace(super().needs(), optimiser="sgd" if self.drift == "full" else "")
-
-    def may_send(self, key: str, name: str) -> bool:
-        """Clients send their masks and drifts, which the server does not keep."""
-        return super().may_send(key, name) or name.startswith(DRIFT)
 
     def init(
         self, clients: Sequence[Client], models: Sequence[Mapping[str, nn.Module]], rng: np.random.Generator

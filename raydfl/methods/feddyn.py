@@ -43,6 +43,8 @@ class FedDyn(Method):
 
     pure: ClassVar[bool] = True
 
+    default_rule: ClassVar[Rule] = UniformMean()
+
     alpha: Annotated[
         float, Field(ge=0, description="weight of the regularisation; 0 is FedAvg with a uniform mean")
     ] = 0.1
@@ -74,10 +76,6 @@ class FedDyn(Method):
             moved = trained.detach() - step.reference(name)
             step.state[_SLOPE + name] = step.state[_SLOPE + name] + self.alpha * moved
         return step.update(metrics)
-
-    def default_rule(self) -> Rule:
-        """Return the plain mean over the cohort."""
-        return UniformMean()
 
     def aggregate(self, state: State, updates: Iterable[Update], rng: np.random.Generator) -> tuple[State, Metrics]:
         """Add all clients' changes so far to the cohort's mean."""

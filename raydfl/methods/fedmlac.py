@@ -31,6 +31,7 @@ Readings of what the paper leaves open, and deviations:
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
@@ -43,7 +44,7 @@ from raydfl.core.needs import Needs
 from raydfl.core.types import Batch, Update
 from raydfl.methods._distillation import softened_divergences
 from raydfl.methods._method import Method
-from raydfl.rules import LayerwisePruning, Rule, WeightedMean
+from raydfl.rules import LayerwisePruning, Rule, find_rule
 from raydfl.training import Step, fit
 
 FORMS: Mapping[str, float] = {"literal": 0.0, "supervised": 1.0}
@@ -122,9 +123,11 @@ class FedMLAC(Method):
 
         return step.update(fit(step, first, second))
 
-    def default_rule(self) -> Rule:
-        """LPA, or the mean weighted by examples in the ablation."""
-        return LayerwisePruning(vl=self.vl, vh=self.vh, by=self.layer) if self.lpa else WeightedMean()
+    @functools.cached_property
+    def built_rule(self) -> Rule:
+        """The configured rule; else LPA, or the mean weighted by examples in the ablation."""
+        lpa = LayerwisePruning(vl=self.vl, vh=self.vh, by=self.layer)
+        return find_rule(self.rule, lpa if self.lpa else self.default_rule, "method.rule")
 
     def _labels_only(self, step: Step, batch: Batch) -> Tensor:
         """Equation 6: cross-entropy of the local model."""

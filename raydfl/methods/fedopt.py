@@ -32,16 +32,14 @@ class FedOpt(ServerOptimiser):
 
     pure: ClassVar[bool] = True
 
+    default_rule: ClassVar[Rule] = UniformMean()
+
     server_lr: Annotated[
         float, Field(gt=0, description="server learning rate: about how far an element moves in a round")
     ] = 0.001
     beta1: Annotated[float, Field(ge=0, lt=1, description="decay of the first moment; 0: no momentum")] = 0.9
     beta2: Annotated[float, Field(ge=0, lt=1, description="decay of the second moment")] = 0.999
     eps: Annotated[float, Field(gt=0, description="denominator offset")] = 1e-8
-
-    def default_rule(self) -> Rule:
-        """Return the plain mean over the cohort."""
-        return UniformMean()
 
     def moments(self) -> Mapping[str, float]:
         """Both moments."""

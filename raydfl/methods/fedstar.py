@@ -123,7 +123,10 @@ class FedSTAR(Method):
         taken = unlabelled * (confidence >= step.state[_THRESHOLD][guess])
         hidden = batch.columns.get("hidden_label", batch.y)  # pools that data.pools makes have their labels
         known = taken * (hidden >= 0)
-        learning = logits if self.strong is None else step.forward("model", _seen_as(batch, self.strong))
+        learning = logits
+        if self.strong is not None:
+            own, lengths = batch.views[self.strong], batch.view_lengths.get(self.strong)
+            learning = step.forward("model", batch.with_input_of(step.models["model"], own, lengths))
         supervised = _share(_cross_entropy(logits, batch.y.clamp_min(0)), labelled, labelled)
         guessed = _share(_cross_entropy(learning, guess), taken, unlabelled)
         share = 1 - self.beta if self.mix == "weighted" else 1.0
@@ -199,8 +202,3 @@ def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 def _share(values: Tensor, counted: Tensor, of: Tensor) -> Tensor:
     """Return the sum of the values that count, divided by the number of others: 0 where there are none."""
     return (values * counted).sum() / of.sum().clamp_min(1.0)
-
-
-def _seen_as(batch: Batch, view: str) -> Batch:
-    """Return a batch whose first view is a further one."""
-    return dataclasses.replace(batch, x=batch.views[view], lengths=batch.view_lengths.get(view))

@@ -60,13 +60,11 @@ class Harmony(WithViews):
 
     phases: ClassVar[tuple[str, ...]] = (UNIMODAL, FUSING)
 
+    additions: ClassVar[tuple[str, ...]] = (BIAS,)
+
     groups: Annotated[
         int, Field(ge=1, description="groups of clients, by k-means on their modality bias; 1: all are one group")
     ] = 2
-
-    def may_send(self, key: str, name: str) -> bool:
-        """Clients send their biases, which the server does not keep."""
-        return name.startswith(BIAS)
 
     def begin_phase(self, state: State) -> State:
         """Nobody is in a group yet."""

@@ -37,6 +37,8 @@ class PFedMe(Method):
 
     pure: ClassVar[bool] = True
 
+    default_rule: ClassVar[Rule] = UniformMean()
+
     models: ClassVar[Mapping[str, str]] = {"model": "crnn_base", "personal": "crnn_base"}
 
     copies: ClassVar[Mapping[str, str]] = {"personal": "model"}
@@ -75,10 +77,6 @@ class PFedMe(Method):
         losses = [*[self.personal_loss] * self.personal_steps, self.loss]
         rates = None if self.personal_lr is None else {"personal": self.personal_lr}
         return step.update(fit(step, *losses, lr=rates))
-
-    def default_rule(self) -> Rule:
-        """Return the plain mean over the cohort."""
-        return UniformMean()
 
     def aggregate(self, state: State, updates: Iterable[Update], rng: np.random.Generator) -> tuple[State, Metrics]:
         """Step along the mean change."""

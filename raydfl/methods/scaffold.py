@@ -43,6 +43,8 @@ class Scaffold(Method):
 
     pure: ClassVar[bool] = True
 
+    default_rule: ClassVar[Rule] = UniformMean()
+
     changes: ClassVar[tuple[str, ...]] = (CONTROL,)
 
     server_lr: Annotated[
@@ -94,10 +96,6 @@ class Scaffold(Method):
     def _rate(self, step: Step, name: str) -> float:
         settings = step.training.optimiser
         return float(settings.models.get(name.partition("/")[0], settings.lr) * settings.decay**step.round_index)
-
-    def default_rule(self) -> Rule:
-        """Return the plain mean over the cohort."""
-        return UniformMean()
 
     def aggregate(self, state: State, updates: Iterable[Update], rng: np.random.Generator) -> tuple[State, Metrics]:
         """Step along the mean change and move the control variate by the cohort's share."""

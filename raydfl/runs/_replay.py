@@ -105,7 +105,7 @@ def replay(run_dir: str | Path, round_number: int, client_id: str, trust: bool =
             with contextlib.closing(strict):
                 result = next(each for each in strict.run(group, received) if each.position == order.position)
             measured = result.measured.get("train", {})
-            checker = UpdateChecker(federation.state.tensors, federation.method.may_send)
+            checker = UpdateChecker(federation.state.tensors, federation.method.additions)
             misfit = next(filter(None, (checker.misfit(update, update.metrics) for update in result.updates)), "")
             return Replayed(
                 client=federation.clients.by_id(client_id),

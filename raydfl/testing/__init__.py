@@ -4,6 +4,7 @@ They serve raydfl's own tests, and authors who test a method, a rule or a data s
 below it. Begin with _federations.py.
 """
 
+from raydfl.testing._examples import make_batch, make_examples
 from raydfl.testing._federations import (
     assert_same_bits,
     describe_kernels,
@@ -22,6 +23,8 @@ __all__ = [
     "describe_population",
     "digest",
     "list_ownership",
+    "make_batch",
+    "make_examples",
     "read_tensors",
     "start_server",
     "to_bytes",

@@ -98,7 +98,7 @@ def list_ownership(config: Config) -> dict[str, Any]:
     Returns:
         Values for JSON. ``clients`` has an entry for each client: id, part, site, profile, and its examples by split.
         ``server`` has the examples of the server by part and split. An example is a list of integers: clip, first frame in its
-        feature store, frames, label, columns, and the frames of each further view.
+        feature store, frames, label, columns, and the frames of each other view.
     """
     population = build_population(
         config.data, config.run.seed, attack=config.parts.attack, labels_needed=config.labels_needed
@@ -134,7 +134,7 @@ def _describe_client(population: Population, index: int, attacked: bool) -> dict
         "train": data.train,
         "validation": data.validation,
         "test": data.test,
-        **{f"train@{name}": examples for name, examples in data.further.items()},
+        **{f"train@{name}": examples for name, examples in [*data.pools.items()][1:]},
     }
     if attacked:
         splits["attack"] = population.data(index, attacking=True).train
@@ -148,8 +148,9 @@ def _describe_client(population: Population, index: int, attacked: bool) -> dict
 
 
 def _describe(examples: Examples) -> list[list[int]]:
-    columns = [examples.clips, examples.starts, examples.counts, examples.labels]
+    first, *others = (examples.views[name] for name in sorted(examples.views))
+    columns = [examples.clips, first.starts, first.counts, examples.labels]
     columns += [examples.columns[name] for name in sorted(examples.columns)]
-    columns += [examples.views[name].counts for name in sorted(examples.views)]
+    columns += [view.counts for view in others]
     rows: list[list[int]] = np.stack([np.asarray(column, np.int64) for column in columns], axis=1).tolist()
     return rows

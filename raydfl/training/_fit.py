@@ -112,7 +112,7 @@ def _check_rates(lr: float | Mapping[str, float] | None, models: Sequence[str]) 
 def predict(step: Step, model: str, examples: Examples, batch_size: int = 64) -> Tensor:
     """Return logits float32 [examples, classes] on the CPU, of the named model in evaluation mode.
 
-    Of the examples' further views only the one that the model reads is read.
+    Only the view that the model reads is read from the disk.
     """
     if isinstance(examples, Examples):
         examples = examples.seen_by(view_of(step.models[model]))
@@ -172,7 +172,10 @@ def _transformed(data: Examples, order: Sequence[np.ndarray], first: int, seed: 
     for start in range(0, len(order), at_once):
         part = order[start : start + at_once]
         drawn = [data.draw(index, seed, first + start + number) for number, index in enumerate(part)]
-        joined = {name: np.concatenate([each[name] for each in drawn]) for name in drawn[0]}
+        joined = {
+            view: {name: np.concatenate([each[view][name] for each in drawn]) for name in drawn[0][view]}
+            for view in drawn[0]
+        }
         tensors = data.batch(np.concatenate(part), drawn=joined).tensors()
         place = 0
         for index in part:
@@ -182,12 +185,10 @@ def _transformed(data: Examples, order: Sequence[np.ndarray], first: int, seed: 
 
 def _trimmed(batch: Batch) -> Batch:
     """Return a batch without frames that are padding in all of its examples, where lengths differ."""
-    tensors = batch.tensors()
-    if batch.lengths is not None:
-        tensors["x"] = batch.x[:, : int(batch.lengths.max())].contiguous()
+    views = dict(batch.views)
     for name, lengths in batch.view_lengths.items():
-        tensors[f"views/{name}"] = batch.views[name][:, : max(1, int(lengths.max()))].contiguous()
-    return Batch.of(tensors)
+        views[name] = views[name][:, : max(1, int(lengths.max()))].contiguous()
+    return dataclasses.replace(batch, views=views)
 
 
 @contextlib.contextmanager
@@ -243,7 +244,7 @@ class _Fit:
             self.epochs,
             alike.identity(self.plan),
             tuple(self.rates()),
-            (data.length, data.store.bands, tuple(data.columns), id(data.pipeline), tuple(data.views)),
+            data.form,
         )
 
     def several(self, others: Sequence[_Fit]) -> list[Metrics]:
@@ -352,9 +353,7 @@ class _Predict:
             network,
             self.model,
             self.batch_size,
-            examples.length,
-            examples.store.bands,
-            id(examples.pipeline),
+            examples.form,
         )
 
     def several(self, others: Sequence[_Predict]) -> list[Tensor]:

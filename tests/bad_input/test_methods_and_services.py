@@ -39,11 +39,6 @@ METHOD = "from raydfl import Method, Rule\nfrom torch import nn\n\n\n"
             r"method '.*mine.py:Mine' is not a subclass of raydfl.Method",
         ),
         (METHOD + "Mine = 5\n", "Mine", r"is not a subclass of raydfl.Method"),
-        (
-            METHOD + "class Mine(Method):\n    def build(self, client):\n        return super().build(client.models)\n",
-            "Mine",
-            r"Mine.build\(self, client\) at .*mine.py:6 .* write def build\(self, models\)",
-        ),
         (METHOD + "class Mine(Method):\n    models = {}\n", "Mine", "models: .*mine.py:Mine has no model 'model'"),
     ],
 )
@@ -134,7 +129,6 @@ def test_a_network_that_cannot_be_used_is_refused_before_the_first_round(
 
 
 def test_a_model_that_is_only_a_part_of_a_classifier(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
-    """The method's own code says what is looked at; what it says is checked."""
     (tmp_path / "net.py").write_text(NETWORK.replace("(inputs, classes)\n\n", "(inputs, 5)\n\n"))
     parts = (
         "import torch\nfrom raydfl import Method\n\n\nclass Parts(Method):\n"
@@ -144,16 +138,15 @@ def test_a_model_that_is_only_a_part_of_a_classifier(raydfl: Raydfl, tiny: Tiny,
         "    def loss(self, step, batch):\n        return step.models['head'](step.models['model'](batch.x)).square().mean()\n\n"
         "    def evaluate(self, step, examples, batch_size):\n        return {}\n"
     )
-    said = "\n    def logits(self, models, name, batch):\n        return {}(models['model'](batch.x))\n"
     file = written(tiny("train.rounds=1"), tmp_path)
     settings = [
         f"method={{name: '{tmp_path}/parts.py:Parts'}}",
         f"models={{model: '{tmp_path}/net.py:Net', head: crnn_tiny}}",
     ]
     (tmp_path / "parts.py").write_text(parts)
-    raydfl("run", file, *settings).refuses(r"models.model: .* \[2, 5\]", r"the method's logits\(\)")
+    raydfl("run", file, *settings).refuses(r"models.model: .* \[2, 5\]", "the method's class variable partial")
     (tmp_path / "more").mkdir()
-    (tmp_path / "more" / "parts.py").write_text(parts + said.format("models['head']"))
+    (tmp_path / "more" / "parts.py").write_text(parts + "\n    partial = ('model', 'head')\n")
     settings[0] = f"method={{name: '{tmp_path}/more/parts.py:Parts'}}"
     done = raydfl("run", file, *settings)
     assert done.code == 0, done.err

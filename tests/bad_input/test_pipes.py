@@ -17,7 +17,7 @@ from raydfl.core.files import read_regular
 from raydfl.data.features.kinds import make_features
 from raydfl.data.pictures import read_image
 from raydfl.data.sets._contents import list_contents
-from raydfl.data.sets._files import read_lines, read_rows
+from raydfl.data.sets._files import read_rows
 from raydfl.data.sets.emodb import EmoDB
 from raydfl.engine.config import Config
 from raydfl.runs._run import run
@@ -32,8 +32,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "features.npz": lambda path: make_features({"kind": "file", "path": str(path)}),
     "features.safetensors": lambda path: make_features({"kind": "file", "path": str(path)}),
     "clip.npy": lambda path: make_features({"kind": "file", "path": str(path.parent)}),
-    "rows.csv": lambda path: read_rows(path, (), EmoDB.card),
-    "lines.txt": lambda path: read_lines(path, EmoDB.card),
+    "rows.csv": lambda path: read_rows(path.parent, path.name, (), EmoDB.card),
 }
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy.special import log_softmax
 
-from raydfl.core.types import Batch
+from raydfl.testing import make_batch
 
 
 @pytest.mark.parametrize("weight", [None, [1.0, 0.0, 1.0, 1.0, 0.0], [1.0] * 5, [0.0] * 5])
@@ -19,7 +19,7 @@ def test_cross_entropy_is_the_mean_over_the_examples_that_count(weight: list[flo
     slopes = (np.exp(log_softmax(logits, axis=1)) - np.eye(3)[labels]) * counts[:, None] / max(1.0, counts.sum())
 
     given = torch.tensor(logits, requires_grad=True)
-    batch = Batch(
+    batch = make_batch(
         torch.zeros(5, 1, 1), torch.from_numpy(labels), weight=None if weight is None else torch.tensor(weight)
     )
     value = batch.cross_entropy(given)

@@ -49,7 +49,7 @@ def test_a_batch_has_the_codes_of_its_examples(made: Make) -> None:
     train = population.data(0).train
     batch = train.batch(np.array([3, 0]))
     assert batch.columns["take"].tolist() == train.columns["take"][[3, 0]].tolist()
-    assert set(batch.tensors()) == {"x", "y", "columns/take"}
+    assert set(batch.tensors()) == {"views/", "y", "columns/take"}
 
 
 def test_a_column_that_is_not_there_is_refused_before_a_clip_is_read(

@@ -8,6 +8,7 @@ import torch
 
 from raydfl.data.examples import Examples
 from raydfl.data.features.cache import FeatureStore
+from raydfl.testing import make_examples
 
 
 def store(lengths: list[int], dtype: type = np.float32) -> FeatureStore:
@@ -21,7 +22,7 @@ def store(lengths: list[int], dtype: type = np.float32) -> FeatureStore:
 def examples(lengths: list[int], length: int | None = None, dtype: type = np.float32) -> Examples:
     clips = store(lengths, dtype)
     count = len(lengths)
-    return Examples(clips, clips.offsets[:-1], np.array(lengths), np.arange(count) % 2, np.arange(count), length)
+    return make_examples(np.arange(count) % 2, clips, clips.offsets[:-1], np.array(lengths), length)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
@@ -33,10 +34,10 @@ def test_batches_of_one_length(dtype: type) -> None:
     assert batch.lengths is None
     assert batch.weight is None
     for row, index in enumerate([5, 0, 5]):
-        np.testing.assert_array_equal(batch.x[row].numpy(), data.store.clip(index))
+        np.testing.assert_array_equal(batch.x[row].numpy(), data.first_view.store.clip(index))
     assert batch.y.tolist() == [1, 0, 1]
     batch.x[0] = -1.0  # a batch is a copy
-    assert data.store.frames.min() == 0
+    assert data.first_view.store.frames.min() == 0
 
 
 def test_batches_of_unequal_lengths_are_padded_with_zeros() -> None:
@@ -47,7 +48,7 @@ def test_batches_of_unequal_lengths_are_padded_with_zeros() -> None:
     assert batch.lengths.dtype == torch.int64
     assert batch.lengths.tolist() == [2, 7, 4]
     for row, index in enumerate([1, 2, 0]):
-        clip = data.store.clip(index)
+        clip = data.first_view.store.clip(index)
         np.testing.assert_array_equal(batch.x[row, : len(clip)].numpy(), clip)
         assert not batch.x[row, len(clip) :].any()
     assert data.batch(np.array([1, 3])).x.shape == (2, 2, 3)  # the longest of the batch, not of all
@@ -59,7 +60,8 @@ def test_all_examples_once_in_order_or_shuffled() -> None:
     data = examples([4] * 10, length=4)
     batches = list(data.batches(4, None))
     assert [len(batch.y) for batch in batches] == [4, 4, 2]
-    np.testing.assert_array_equal(torch.cat([b.x for b in batches]).numpy().reshape(-1, 3), data.store.frames)
+    whole = torch.cat([b.x for b in batches]).numpy()
+    np.testing.assert_array_equal(whole.reshape(-1, 3), data.first_view.store.frames)
 
     def order(seed: int) -> list[int]:
         return [int(x[0, 0]) // 12 for b in data.batches(3, np.random.default_rng(seed)) for x in b.x]
@@ -75,7 +77,7 @@ def test_take() -> None:
     assert len(part) == 2
     assert part.clips.tolist() == [2, 0]
     assert part.labels.tolist() == [0, 0]
-    np.testing.assert_array_equal(part.batch(np.array([0])).x[0].numpy(), data.store.clip(2))
+    np.testing.assert_array_equal(part.batch(np.array([0])).x[0].numpy(), data.first_view.store.clip(2))
     nothing = data.take(np.zeros(0, np.int64))
     assert len(nothing) == 0
     assert list(nothing.batches(4, None)) == []
@@ -88,7 +90,7 @@ def test_reading_ahead_asks_for_what_a_batch_reads(tmp_path: Path, monkeypatch: 
     whole = store([4, 2, 7, 1])
     np.save(tmp_path / "frames.npy", whole.frames)
     mapped = FeatureStore(tmp_path, np.load(tmp_path / "frames.npy"), whole.offsets, whole.lengths, None, {})
-    data = Examples(mapped, whole.offsets[[2, 0]], np.array([7, 4]), np.zeros(2, int), np.arange(2), None)
+    data = make_examples(np.zeros(2, int), mapped, whole.offsets[[2, 0]], np.array([7, 4]), None)
     content = (tmp_path / "frames.npy").read_bytes()
     asked: list[bytes] = []
     monkeypatch.setattr(cache.os, "posix_fadvise", lambda fd, at, size, _: asked.append(content[at : at + size]))

@@ -547,7 +547,7 @@ def test_a_run_on_a_file_cannot_predict_and_says_what_it_takes(tmp_path: Path) -
         InputError, match=r"run was trained on features from a file \(apc.npz\): nothing .* raydfl export"
     ):
         classify(run, [tmp_path / "some.wav"])
-    said = describe_front_end(load_model(run).data)
+    said = describe_front_end(load_model(run).view)
     assert list(said) == ["kind", "file", "normalise", "pad", "dtype", "crop", "segments"]
     assert {key: said["file"][key] for key in ("name", "bands", "frames")} == {
         "name": "apc.npz",
@@ -561,7 +561,7 @@ def test_a_run_on_a_file_cannot_predict_and_says_what_it_takes(tmp_path: Path) -
 def test_a_model_is_named_in_the_front_end_and_in_tables(tmp_path: Path) -> None:
     options = {"weights": str(tmp_path / "apc.pt"), "options": {"scale": 2.0}, "bands": 5, "frames": 7}
     config = configure(tmp_path, {"kind": "model", "model": f"{OWN}:Frames", "sample_rate": 8000, **options})
-    said = describe_front_end(config.data)
+    said = describe_front_end(config.data.first_view)
     assert list(said) == [
         "kind",
         "samples",

@@ -16,6 +16,7 @@ from PIL import Image
 
 from raydfl import classify
 from raydfl.core.errors import ConfigError, DataError
+from raydfl.core.settings import FIRST_VIEW
 from raydfl.core.types import ModelSpec
 from raydfl.data.build import build_population
 from raydfl.data.features.image import ImageFeatures
@@ -93,7 +94,7 @@ def transformed(root: Path, cache: Path, *transforms: dict[str, Any]) -> tuple[n
     train = population.data(0).train
     index = np.arange(len(train))
     drawn = train.draw(index, 3, 0)
-    return pixels(root)[train.clips] / 255, train.batch(index, drawn=drawn).x[:, 0].numpy(), drawn
+    return pixels(root)[train.clips] / 255, train.batch(index, drawn=drawn).x[:, 0].numpy(), drawn[FIRST_VIEW]
 
 
 def test_random_crops_of_padded_images(root: Path, tmp_path: Path) -> None:
@@ -136,7 +137,7 @@ def test_fedaptas_images(root: Path, tmp_path: Path) -> None:
     train = build_population(data, 1).data(0).train
     index = np.arange(len(train))
     drawn = train.draw(index, 3, 0)
-    found = train.batch(index, drawn=drawn).x.numpy()
+    found, drawn = train.batch(index, drawn=drawn).x.numpy(), drawn[FIRST_VIEW]
     padded = np.pad(pixels(root)[train.clips] / 255, ((0, 0), (2, 2), (2, 2)))
     mean, deviation = (np.array(scale[name])[:, None, None] for name in ("mean", "deviation"))
     for row in range(len(index)):
@@ -206,7 +207,7 @@ def test_mcmahans_network_has_the_papers_parameters() -> None:
         (
             "t10k-labels-idx1-ubyte",
             lambda _: idx(np.zeros(7, np.uint8)),
-            "12 images and .* 7 labels: they do not belong",
+            "12 images and its labels are 7: they do not belong",
         ),
         ("t10k-labels-idx1-ubyte", None, "there is no t10k-labels-idx1-ubyte beside the images"),
     ],
@@ -239,7 +240,7 @@ def test_files_of_several_sizes_and_colours(tmp_path: Path, tiny: Tiny) -> None:
     with pytest.raises(DataError, match="8 rows and 9 columns, not 8 and 8; images of several sizes need"):
         create(of("size: 8"), Progress("quiet"))
     population = Population.load(create(of("size: 8, resize: true, channels: 3"), Progress("quiet")) / "population")
-    assert population.bands == 24
+    assert population.views[FIRST_VIEW].bands == 24
     (tmp_path / "5.png").write_text("no image")
     with pytest.raises(DataError, match="no image that can be read"):
         create(of("size: 8, resize: true"), Progress("quiet"))

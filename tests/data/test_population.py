@@ -14,13 +14,14 @@ from tiny_sets import Made, write_folder
 
 from raydfl.core import files as files_module
 from raydfl.core.errors import DataError, ResourcesError, RunDirectoryError
+from raydfl.core.settings import FIRST_VIEW
 from raydfl.data.build import build_population
 from raydfl.data.client_ids import ClientIds
 from raydfl.data.examples import Examples
 from raydfl.data.features.cache import FeatureStore
 from raydfl.data.features.extractor import FeatureExtractor
 from raydfl.data.noise import add_noise, noise_for
-from raydfl.data.population import Population
+from raydfl.data.population import Population, StoredView
 from raydfl.data.settings import DataSettings
 from raydfl.data.steps.corrupt import wrong_labels
 from raydfl.data.tables import Tables, clips_table
@@ -30,7 +31,8 @@ SETS = Path(__file__).parent / "tiny_sets.py"
 
 
 def columns(examples: Examples) -> tuple[list[int], ...]:
-    return tuple(c.tolist() for c in (examples.starts, examples.counts, examples.labels, examples.clips))
+    view = examples.first_view
+    return tuple(c.tolist() for c in (view.starts, view.counts, examples.labels, examples.clips))
 
 
 def everything(population: Population) -> list[Any]:
@@ -46,7 +48,8 @@ def everything(population: Population) -> list[Any]:
         for i in range(len(population))
         for data in [population.data(i)]
     ]
-    return [population.classes, population.length, clients, columns(population.test), columns(population.validation)]
+    length = population.views[FIRST_VIEW].length
+    return [population.classes, length, clients, columns(population.test), columns(population.validation)]
 
 
 def test_groups_become_clients_with_their_clips(made: Make) -> None:
@@ -55,8 +58,8 @@ def test_groups_become_clients_with_their_clips(made: Make) -> None:
     rows = manifest.to_pylist()
     assert list(population.ids) == [f"g{i}" for i in range(6)]
     assert population.classes == ("w0", "w1", "w2", "w3")
-    assert population.bands == 16
-    assert population.length == 21
+    assert population.views[FIRST_VIEW].bands == 16
+    assert population.views[FIRST_VIEW].length == 21
     seen = []
     for i in range(6):
         data = population.data(i)
@@ -123,7 +126,7 @@ def test_saved_and_opened_again(made: Make, tmp_path: Path, options: dict[str, A
 
 def test_clips_of_unequal_length(made: Make) -> None:
     population = build_population(made(uneven=True), 1)
-    assert population.length is None
+    assert population.views[FIRST_VIEW].length is None
     batch = population.test.batch(np.arange(3))
     assert batch.lengths is not None
     assert batch.lengths.tolist() == [21] * 3
@@ -132,7 +135,7 @@ def test_clips_of_unequal_length(made: Make) -> None:
 def test_segments_of_a_clip_share_its_number_and_label(made: Make) -> None:
     population = build_population(made(uneven=True, segment={"frames": 20, "stride": 5, "test_stride": 10}), 1)
     store = population.stores[0]
-    assert population.length == 20  # every clip is longer: all examples are alike
+    assert population.views[FIRST_VIEW].length == 20  # every clip is longer: all examples are alike
     train = population.data(2).train
     for clip in np.unique(train.clips):
         mine = train.take(np.flatnonzero(train.clips == clip))
@@ -169,7 +172,7 @@ def test_noise_is_in_the_training_clips_of_the_chosen_clients_only(made: Make) -
             else:
                 np.testing.assert_array_equal(x, clean.stores[0].clip(clip))
     assert columns(clean.test) == columns(noisy.test)
-    assert noisy.test.store.folder == clean.stores[0].folder
+    assert noisy.test.first_view.store.folder == clean.stores[0].folder
     assert len(noisy.stores[1]) == 24  # 2 clients x 12: only what is needed
     none = build_population(made(corrupt={"noise": {"snr_db": 5.0, "clients": 0}}), 1)
     assert len(none.stores) == 1
@@ -342,7 +345,7 @@ def many_clients(clients: int, store: FeatureStore) -> Population:
     }
     ids = ClientIds.from_strings(f"speaker-{i}" for i in range(clients))
     tables = Tables(clips_table(columns, ("train",), {}), pa.record_batch(ids.columns()))
-    return Population(tables, ["w0", "w1", "w2", "w3"], 21, [store])
+    return Population(tables, ["w0", "w1", "w2", "w3"], {FIRST_VIEW: StoredView(21, (store,))})
 
 
 def test_100000_clients_cost_next_to_nothing(made: Make, tmp_path: Path) -> None:

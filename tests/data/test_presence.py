@@ -12,7 +12,7 @@ from seen_and_heard import CLIENTS, federation, write
 from tiny_sets import list_made_up
 
 from raydfl.core.errors import ConfigError
-from raydfl.data.examples import Examples
+from raydfl.data.examples import Frames
 from raydfl.data.population import Population
 from raydfl.data.steps.corrupt import remove_views
 from raydfl.data.steps.dealing import PartitionSettings
@@ -111,14 +111,14 @@ def test_measuring_a_network_reads_no_other_view(tiny: Tiny, folder: Path, monke
     config = federation(tiny, folder, "unifl", "data.missing={video: 1.0}", "evaluate.every=1")
     server = start_server(config)
     read: list[int] = []
-    stored = Examples._stored
+    stored = Frames._stored
 
-    def watched(self: Examples, *arguments: Any) -> np.ndarray:
+    def watched(self: Frames, *arguments: Any) -> np.ndarray:
         read.append(self.stream)
         return stored(self, *arguments)
 
     federation_ = server._federation
-    monkeypatch.setattr(Examples, "_stored", watched)
+    monkeypatch.setattr(Frames, "_stored", watched)
     orders = [o for o in federation_._evaluation.server_orders(federation_.state) if o.task.receive == ("global",)]
     list(federation_.pool.run(orders, federation_.broadcast({"global"})))
     assert set(read) == {0}

@@ -11,11 +11,13 @@ import soundfile
 import torch
 
 from raydfl.core.errors import ConfigError, DataError
+from raydfl.core.settings import FIRST_VIEW
 from raydfl.data.examples import Examples
 from raydfl.data.features.cache import FeatureStore
 from raydfl.data.features.extractor import FeatureExtractor
 from raydfl.data.features.log_mel import FeatureSettings
 from raydfl.data.transforms import Pipeline, make_transforms
+from raydfl.testing import make_examples
 
 RATE, BANDS, FRAMES = 8000, 12, 30
 PLAIN = {"sample_rate": RATE, "bands": BANDS, "hop_ms": 10, "normalise": "none"}
@@ -41,15 +43,14 @@ def examples(made: Pipeline, counts: tuple[int, ...] = (FRAMES,) * 40, sounding:
     if length is not None and made.cut is not None:
         length = min(length, made.cut)
     store = FeatureStore(Path("memory"), frames, offsets, lengths, None, {})
-    labels = np.zeros(len(counts), np.int64)
-    return Examples(store, offsets[:-1], np.array(counts), labels, labels, length, pipeline=made)
+    return make_examples(np.zeros(len(counts), np.int64), store, offsets[:-1], np.array(counts), length, made)
 
 
 def batches(data: Examples, number: int = 0) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
     """All examples as they are, as they are trained on, and what was drawn."""
     index = np.arange(len(data))
     drawn = data.draw(index, 7, number)
-    return data.batch(index).x.numpy(), data.batch(index, drawn=drawn).x.numpy(), drawn
+    return data.batch(index).x.numpy(), data.batch(index, drawn=drawn).x.numpy(), drawn[FIRST_VIEW]
 
 
 def power(decibels: np.ndarray) -> np.ndarray:
@@ -62,8 +63,8 @@ def test_a_crop_is_a_part_at_another_place_in_every_batch() -> None:
     places = drawn["crop"]
     assert cut.shape == (40, 10, BANDS)
     for row, (place, part) in enumerate(zip(places, cut, strict=True)):
-        np.testing.assert_array_equal(part, data.store.clip(row)[place : place + 10])
-        np.testing.assert_array_equal(middle[row], data.store.clip(row)[10:20])
+        np.testing.assert_array_equal(part, data.first_view.store.clip(row)[place : place + 10])
+        np.testing.assert_array_equal(middle[row], data.first_view.store.clip(row)[10:20])
     assert set(places) <= set(range(FRAMES - 10 + 1))
     assert len(set(places)) > 10
     assert places.tolist() != batches(data, 1)[2]["crop"].tolist()
@@ -82,7 +83,7 @@ def test_shorter_clips_stay_whole() -> None:
     assert batch.x.shape == (3, 10, BANDS)
     assert batch.lengths is not None
     assert batch.lengths.tolist() == [4, 10, 10]
-    np.testing.assert_array_equal(batch.x[0, :4].numpy(), data.store.clip(0))
+    np.testing.assert_array_equal(batch.x[0, :4].numpy(), data.first_view.store.clip(0))
     assert not batch.x[0, 4:].any()
 
 
@@ -154,7 +155,7 @@ def test_noise_and_rooms_in_bands_are_on_average_those_in_waves() -> None:
         ({"name": "reverberation", "seconds": [0.5, 0.5]}, room),
     ):
         data = examples(pipeline(transform), (len(stored),))
-        data.store.frames[:] = stored
+        data.first_view.store.frames[:] = stored
         _, after, _ = batches(data)
         by_time = [
             power(x).sum(axis=1)[:1000].reshape(-1, 5).mean(axis=1)
@@ -186,8 +187,8 @@ def test_recorded_noise_is_the_noise_of_the_folder(tmp_path: Path) -> None:
 def test_a_room_spreads_power_over_the_frames_that_follow() -> None:
     made = pipeline({"name": "reverberation", "seconds": [0.1, 0.1]})
     data = examples(made)
-    data.store.frames[:] = -100  # silence but for one frame
-    data.store.frames[5::FRAMES] = 0
+    data.first_view.store.frames[:] = -100  # silence but for one frame
+    data.first_view.store.frames[5::FRAMES] = 0
     before, after, drawn = batches(data)
     energy = drawn["0/energy"][0]
     assert abs(energy.sum() - 1) < 1e-6
@@ -211,7 +212,7 @@ def test_a_share_of_0_changes_nothing_and_features_are_normalised_as_in_the_cach
     made = pipeline({"name": "reverberation", "share": 0}, {"name": "noise", "share": 0}, normalise="clip")
     data = examples(made, sounding=20)
     before, after, _ = batches(data)
-    clip = data.store.clip(3)[:20]
+    clip = data.first_view.store.clip(3)[:20]
     expected = (clip - clip.mean(axis=0)) / (clip.std(axis=0) + 1e-5)
     np.testing.assert_allclose(before[3, :20], expected, atol=1e-4)
     np.testing.assert_allclose(after, before, atol=1e-3)
@@ -265,10 +266,10 @@ ALL: list[dict[str, Any]] = [
 
 
 def test_any_leading_dimensions_give_the_same() -> None:
-    data = examples(pipeline(*ALL), (FRAMES, 25, 20, 12))
+    data = examples(pipeline(*ALL), (FRAMES, 25, 20, 12)).first_view
     index = np.arange(4)
     drawn = data.draw(index, 3, 0)
-    alone = data.batch(index, drawn=drawn).x
+    alone = data.batch(index, drawn=drawn)[0]
     starts, counts = data.window(index, drawn)
     stored = np.empty((4, 20, BANDS), np.float32)
     data.copy(starts, counts, stored)
@@ -281,10 +282,10 @@ def test_any_leading_dimensions_give_the_same() -> None:
 
 
 def test_an_example_does_not_depend_on_the_longest_beside_it() -> None:
-    data = examples(pipeline(*ALL[1:]), (12, 15, 40))
+    data = examples(pipeline(*ALL[1:]), (12, 15, 40)).first_view
     drawn = data.draw(np.arange(3), 3, 0)
-    together = data.batch(np.arange(3), drawn=drawn).x
-    alone = data.batch(np.arange(2), drawn={name: values[:2] for name, values in drawn.items()}).x
+    together, _ = data.batch(np.arange(3), drawn=drawn)
+    alone, _ = data.batch(np.arange(2), drawn={name: values[:2] for name, values in drawn.items()})
     torch.testing.assert_close(together[:2, :15], alone)
 
 

@@ -15,9 +15,8 @@ from raydfl.engine.config import Config
 
 Tiny = Callable[..., Config]
 
-DECIDES_NOTHING = (
-    r"evaluate\..*|ray\.(?!threads).*|run\.(?!seed).*|track\..*|train\.(rounds|tape)|data\.(cache|sites\.folder)"
-)
+DECIDES_NOTHING = r"evaluate\..*|ray\.(?!threads).*|run\.(?!seed).*|track\..*|train\.(rounds|tape)"
+DECIDES_NOTHING += r"|data\.(cache|sites\.(folder|parts))"
 """Where and on what a run is computed, how far it goes, and what is measured and tracked."""
 NAMED = r"(method|models|objective|attack|data\.(name|parts|sites|views|profile|pools))"
 """Names with options of their own, and groups that are empty here: other tests change them."""

@@ -28,8 +28,8 @@ def test_the_five_image_tasks_of_the_paper(monkeypatch: pytest.MonkeyPatch, tmp_
         "cifar10": (0.4914, 0.2470),
     }
     for name, data in tasks.items():
-        assert data.pipeline.shape(data.features.bands) == (3 if name in ("svhn", "cifar10") else 1, 32, 32)
-        assert [type(each).__name__ for each in data.pipeline.all] == ["RandomCrop", "Flip", "Cutout"]
+        assert data.first_view.pipeline.shape(data.features.bands) == (3 if name in ("svhn", "cifar10") else 1, 32, 32)
+        assert [type(each).__name__ for each in data.first_view.pipeline.all] == ["RandomCrop", "Flip", "Cutout"]
         assert (data.partition.clients, data.partition.alpha, data.partition.minimum) == (10, 0.5, 10)
         assert data.profile["pruning_ratio"].values == (0.0, 0.2, 0.4, 0.6, 0.8)
     train, optimiser = config.train, config.train.optimiser

@@ -74,28 +74,19 @@ def test_a_configuration_that_does_not_meet_a_need_is_refused(tiny: Tiny, tmp_pa
     assert message.format(f"method '{file}:Mine'") in str(refused.value)
 
 
-OLD = """
-import raydfl
-class Mine(raydfl.Method):
-    across_parts = False
-    def needs_pools(self):
-        return ("far",)
-    def check(self, train):
-        if train.batch_size == 7:
-            raise raydfl.ConfigError("seven")
-"""
-
-
-def test_hooks_of_earlier_versions_still_refuse_and_warn(tiny: Tiny, tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(OLD)
-    method = f"{tmp_path / 'mine.py'}:Mine"
-    with (
-        pytest.warns(FutureWarning, match=r"Mine\.(\w+) is a hook of earlier versions. Write needs\(\)") as warned,
-        pytest.raises(ConfigError, match="needs the pool 'far', but data has none"),
-    ):
-        tiny(method=method)
-    assert len(warned) == 3
-    with pytest.raises(ConfigError, match="seven"):
-        tiny("train.batch_size=7", method=method)
-    with pytest.raises(ConfigError, match="data.parts: method .* needs one list of classes"):
-        tiny("data.parts={a: {}, b: {}}", method=method)
+@pytest.mark.parametrize(
+    ("member", "replacement"),
+    [
+        ("across_parts = False", r"needs\(\), which returns raydfl.Needs\(one_class_list=True\)"),
+        ("def check(self, train): ...", r"raydfl.Needs\(optimiser=..., batch_size=...\)"),
+        ("def build(self, client): ...", r"def build\(self, models\), with models in place of client.models"),
+        ("def may_send(self, key, name): ...", "the class variable additions"),
+        ("def default_rule(self): ...", r"default_rule = UniformMean\(\)"),
+    ],
+)
+def test_a_member_of_earlier_versions_is_rejected_with_its_replacement(
+    tiny: Tiny, tmp_path: Path, member: str, replacement: str
+) -> None:
+    (tmp_path / "mine.py").write_text(f"import raydfl\nclass Mine(raydfl.Method):\n    {member}\n")
+    with pytest.raises(ConfigError, match=rf"Mine\.\w+ is not called in this version of raydfl. Write .*{replacement}"):
+        tiny(method=f"{tmp_path / 'mine.py'}:Mine")

@@ -13,6 +13,7 @@ from raydfl import Config, final_state, load_model, make_config, read_rows, read
 from raydfl.core import registry
 from raydfl.core.errors import ConfigError
 from raydfl.core.part_names import marked, of_part
+from raydfl.core.settings import FIRST_VIEW
 from raydfl.core.types import State
 from raydfl.core.yaml import parse_yaml
 from raydfl.data.build import build_population
@@ -68,7 +69,7 @@ def test_a_population_of_parts_is_read_back(tiny: Tiny, tmp_path: Any) -> None:
     assert back.data(5).train.labels.tolist() == population.data(5).train.labels.tolist()
     assert population.is_saved_in(tmp_path)
     assert not build_population(tiny(PARTS.replace("speakers: 3", "speakers: 2")).data, 1).is_saved_in(tmp_path)
-    assert [each.bands for each in Population.load(tmp_path, bands=16).each.values()] == [16, 16]
+    assert [each.views[FIRST_VIEW].bands for each in Population.load(tmp_path, bands=16).each.values()] == [16, 16]
 
 
 def test_the_trunk_is_everybodys_mean_and_a_head_its_parts(tiny: Tiny) -> None:
@@ -223,7 +224,6 @@ def test_only_what_a_part_comes_to_is_in_the_digest(tiny: Tiny) -> None:
             "fedavg",
             r"^data\.parts\.a\.views\.x\.features\.kind is 3",
         ),
-        ([PARTS, "data.sites={x: {folder: /x}}"], "fedavg", "either several parts or several sites"),
         ([PARTS], "fedkad", "method 'fedkad' needs one list of classes"),
         (
             [PARTS, "attack=sign_flip"],

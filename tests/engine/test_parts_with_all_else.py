@@ -12,6 +12,7 @@ from PIL import Image
 
 from raydfl import Config, final_state, load_model, read_rows
 from raydfl.core.errors import ConfigError
+from raydfl.core.settings import FIRST_VIEW
 from raydfl.data.build import build_population
 from raydfl.data.population import Population
 from raydfl.engine.clients import Clients
@@ -59,7 +60,8 @@ def test_a_transform_of_a_part_changes_that_parts_batches_only(tiny: Tiny) -> No
     config = tiny("data.parts={plain: {}, masked: {transforms: [spec_augment]}}", "train.rounds=1")
     folder = run(config).run_dir
     population = Population.load(folder / "population").use(config.data)
-    assert {name: each.pipeline.plain for name, each in population.each.items()} == {"plain": True, "masked": False}
+    plain = {name: each.views[FIRST_VIEW].pipeline.plain for name, each in population.each.items()}
+    assert plain == {"plain": True, "masked": False}
     for name, each in population.each.items():
         train, index = each.data(0).train, np.arange(4)
         drawn = train.draw(index, 1, 0)

@@ -212,8 +212,9 @@ class Nonsense(Method):
     what: str = "shape"
     addition: str = ""
 
-    def may_send(self, key: str, name: str) -> bool:
-        return bool(self.addition) and f"{key}/{name}".startswith(self.addition)
+    @property
+    def additions(self) -> tuple[str, ...]:
+        return (self.addition,) if self.addition else ()
 
     def local(self, step: Step) -> Update:
         update = super().local(step)

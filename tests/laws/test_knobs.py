@@ -212,7 +212,7 @@ MOVES: dict[tuple[str, str], tuple[list[str], list[str]]] = {
     ("hermes", "prune"): ([*READY, "method.prune=[recurrent]"], READY),
 }
 # Compared with the default, as most others are: that run is there.
-_UNIFORM = {name for name, cls in ALL.items() if isinstance(cls().default_rule(), UniformMean)}
+_UNIFORM = {name for name, cls in ALL.items() if isinstance(cls.default_rule, UniformMean)}
 MOVES.update(
     {(name, "rule"): ([f"method.rule={'weighted' if name in _UNIFORM else 'uniform'}_mean"], []) for name in ALL}
 )

@@ -33,7 +33,7 @@ from raydfl.methods.heterofl import HeteroFL
 from raydfl.methods.perfedavg import PerFedAvg
 from raydfl.methods.pfedme import PFedMe
 from raydfl.objectives import Classify
-from raydfl.testing import train_federation
+from raydfl.testing import make_batch, train_federation
 from raydfl.training import Step, TrainSettings
 from raydfl.training.settings import OptimiserSettings
 
@@ -64,7 +64,7 @@ class Data:
     """A batch for each list of numbers."""
 
     def __init__(self, batches: Sequence[Sequence[float]]) -> None:
-        self._batches = [Batch(torch.tensor(x), torch.zeros(len(x), dtype=torch.long)) for x in batches]
+        self._batches = [make_batch(torch.tensor(x), torch.zeros(len(x), dtype=torch.long)) for x in batches]
 
     def __len__(self) -> int:
         return sum(len(batch.y) for batch in self._batches)
@@ -229,7 +229,7 @@ def test_fedproto() -> None:
         def embed(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
             return x
 
-    method, batch = FedProto(lam=2.0), Batch(torch.tensor([[1.0, 3.0]]), torch.tensor([0]))
+    method, batch = FedProto(lam=2.0), make_batch(torch.tensor([[1.0, 3.0]]), torch.tensor([0]))
     _, step = train(FedNova(), begin(FedNova()))
     step.models = {"model": Identity()}
     step.received = {"global": {MEANS: torch.tensor([[0.0, 1.0], [9.0, 9.0]]), COUNTS: torch.tensor([1.0, 0.0])}}

@@ -22,7 +22,7 @@ from raydfl.engine.groups._membership import Membership
 from raydfl.methods._pruning import prunable_layers, pruned_masks
 from raydfl.methods.fedapta import FedAPTA
 from raydfl.models import build_model
-from raydfl.testing import start_server
+from raydfl.testing import make_batch, start_server
 from raydfl.training.settings import OptimiserSettings, TrainSettings
 from raydfl.training.step import Step
 
@@ -45,7 +45,7 @@ def batches(number: int) -> list[Batch]:
     for _ in range(2):
         y = rng.integers(2, size=SIZE)
         x = 0.3 * rng.normal(size=(SIZE, 2, BANDS)) + np.where(y[:, None, None] == 1, 1, -1) * [1, 0.5, -0.5, 1]
-        made.append(Batch(torch.tensor(x, dtype=torch.float32), torch.tensor(y + number % 2)))
+        made.append(make_batch(torch.tensor(x, dtype=torch.float32), torch.tensor(y + number % 2)))
     return made
 
 

@@ -14,6 +14,7 @@ from helpers import differ
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
+from raydfl import testing
 from raydfl.core.errors import ConfigError
 from raydfl.core.types import Client, ModelSpec, Ratio, State, Update
 from raydfl.data.examples import ClientData, Examples
@@ -46,7 +47,7 @@ def make_examples(labels: list[int], seed: int = 0) -> Examples:
     offsets = np.arange(count + 1) * FRAMES
     counts = np.full(count, FRAMES, np.int32)
     store = FeatureStore(Path("memory"), frames, offsets, counts, FRAMES, {})
-    return Examples(store, offsets[:-1], counts, np.array(labels, np.int64), np.arange(count), FRAMES)
+    return testing.make_examples(np.array(labels, np.int64), store, offsets[:-1], counts, FRAMES)
 
 
 def network(width: int = WIDTH) -> nn.Module:
@@ -69,7 +70,7 @@ def make_step(method: Method, model: nn.Module, state: State | None = None, labe
         client=client(),
         models={"model": copy.deepcopy(model)},
         received={"global": {name: value.clone() for name, value in state.tensors["global"].items()}},
-        data=ClientData(data, data.take(np.zeros(0, np.int64)), data.take(np.zeros(0, np.int64))),
+        data=ClientData({"train": data}, data.take(np.zeros(0, np.int64)), data.take(np.zeros(0, np.int64))),
         state={},
         rng=RNG(0),
         device=torch.device("cpu"),
@@ -262,7 +263,7 @@ def test_the_nearest_class_mean_is_measured_among_those_known() -> None:
         "prototypes/accuracy",
         "prototypes/confusion",
     }
-    x = torch.from_numpy(examples.store.frames.reshape(8, FRAMES, BANDS)).mean(dim=1)
+    x = torch.from_numpy(examples.first_view.store.frames.reshape(8, FRAMES, BANDS)).mean(dim=1)
     features = step.models["model"].hidden(x).relu() @ _projection(WIDTH, SIZE, torch.device("cpu"))
     confusion = np.zeros((CLASSES, CLASSES), np.int64)
     for feature, label in zip(features, examples.labels, strict=True):

@@ -26,7 +26,7 @@ from raydfl.models.split_cnn import SplitCNN
 from raydfl.runs.report.data import read_run
 from raydfl.runs.report.page import Pictures
 from raydfl.runs.report.run import _reported_pictures
-from raydfl.testing import assert_same_bits, train_federation
+from raydfl.testing import assert_same_bits, make_batch, train_federation
 
 Tiny = Callable[..., Config]
 CLASSES = 3
@@ -39,12 +39,14 @@ def batch_of(labelled: int, unlabelled: int) -> Batch:
     truth = torch.randint(CLASSES, (rows,), generator=random)
     hidden = torch.where((pool == 1) & (torch.arange(rows) != rows - 1), truth, -1)  # of the last nobody knows it
     columns = {"pool": pool, "hidden_label": hidden}
-    return Batch(3 * torch.randn(rows, 8, 6, generator=random), torch.where(pool == 0, truth, -100), columns=columns)
+    x = 3 * torch.randn(rows, 8, 6, generator=random)
+    return make_batch(x, torch.where(pool == 0, truth, -100), columns=columns)
 
 
 def step_of(network: nn.Module, threshold: Tensor) -> Any:
     parameters = {f"model/{name}": parameter for name, parameter in network.named_parameters()}
     return SimpleNamespace(
+        models={"model": network},
         forward=lambda name, batch: network(batch.x, batch.lengths),
         parameters=lambda *names: parameters,
         state={"threshold": threshold},
@@ -153,7 +155,7 @@ def test_a_strong_view_learns_what_the_own_one_guesses() -> None:
     network, batch = SplitCNN(6, CLASSES, filters=(4,), dropout=0.0), batch_of(2, 6)
     step, strong = step_of(network, torch.zeros(CLASSES)), torch.randn_like(batch.x)
     method = FedSTAR(beta=1.0, kernel_decay=0.0, strong="loud")
-    value, _ = method.self_training(step, dataclasses.replace(batch, views={"loud": strong}))
+    value, _ = method.self_training(step, dataclasses.replace(batch, views={**batch.views, "loud": strong}))
     guess = network(batch.x).argmax(dim=1)
     expected = nn.functional.cross_entropy(network(strong)[2:], guess[2:])
     torch.testing.assert_close(value, expected)

@@ -22,6 +22,7 @@ from raydfl.methods.fedmlac import FedMLAC
 from raydfl.methods.fedper import FedPer
 from raydfl.methods.fedprox import FedProx
 from raydfl.methods.scaffold import Scaffold
+from raydfl.testing import make_batch
 from raydfl.training.settings import OptimiserSettings, TrainSettings
 from raydfl.training.step import Step
 
@@ -60,7 +61,7 @@ class OneClient:
 def make_batches(count: int = 2, size: int = 5) -> list[Batch]:
     rng = torch.Generator().manual_seed(3)
     return [
-        Batch(torch.randn(size, 6, BANDS, generator=rng), torch.randint(CLASSES, (size,), generator=rng))
+        make_batch(torch.randn(size, 6, BANDS, generator=rng), torch.randint(CLASSES, (size,), generator=rng))
         for _ in range(count)
     ]
 
@@ -334,6 +335,6 @@ def test_gradients_are_clipped_to_the_norm() -> None:
 
 def test_padding_examples_count_nothing() -> None:
     values = torch.tensor([1.0, 5.0, 100.0])
-    batch = Batch(torch.zeros(3, 1, 1), torch.zeros(3, dtype=torch.int64), weight=torch.tensor([1.0, 1.0, 0.0]))
+    batch = make_batch(torch.zeros(3, 1, 1), torch.zeros(3, dtype=torch.int64), weight=torch.tensor([1.0, 1.0, 0.0]))
     assert float(batch.mean(values)) == 3.0
     assert float(dataclasses.replace(batch, weight=None).mean(values)) == pytest.approx(106 / 3)

@@ -160,9 +160,8 @@ def test_an_epoch_with_anomalous_clips_ends_where_either_pool_would() -> None:
     step = make_steps(made(), networks)[0]
     whole = make_examples(1213, 0)
     empty = whole.take(np.zeros(0, np.int64))
-    step.data = ClientData(
-        whole.take(np.arange(1011)), empty, empty, {"anomalous": whole.take(np.arange(1011, 1213))}, "normal"
-    )
+    pools = {"normal": whole.take(np.arange(1011)), "anomalous": whole.take(np.arange(1011, 1213))}
+    step.data = ClientData(pools, empty, empty)
     step.training = step.training.model_copy(update={"batch_size": 32})
     plan = made(ProFiLAAsRun).plan_batches(step)
     assert plan is not None

@@ -12,12 +12,13 @@ from test_mathematics import Data, OneClient
 from torch import nn
 
 from raydfl.core.errors import ConfigError
-from raydfl.core.types import Batch, Client, ModelSpec, Ratio, State, Task, Update
+from raydfl.core.types import Client, ModelSpec, Ratio, State, Task, Update
 from raydfl.methods._method import Method
 from raydfl.methods.fedlps import FedLPS
 from raydfl.methods.fedmp import FedMP
 from raydfl.methods.hermes import Hermes
 from raydfl.models import build_model
+from raydfl.testing import make_batch
 from raydfl.training.settings import OptimiserSettings, TrainSettings
 from raydfl.training.step import Step
 
@@ -34,7 +35,7 @@ def make_step(
     method: Method, state: State, kept: dict[str, torch.Tensor], client: int, task: Task | None = None
 ) -> Step:
     rng = np.random.default_rng(client)
-    batch = Batch(torch.tensor(rng.normal(size=(6, 2, 4)), dtype=torch.float32), torch.tensor(rng.integers(3, size=6)))
+    batch = make_batch(torch.tensor(rng.normal(size=(6, 2, 4))).float(), torch.tensor(rng.integers(3, size=6)))
     step = Step(
         client=CLIENTS[client],
         models={"model": network(hidden=10)},

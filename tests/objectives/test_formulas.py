@@ -24,6 +24,7 @@ from raydfl.models.dense import MeanLinear
 from raydfl.objectives import Objective, find_objective
 from raydfl.objectives._reference import distances
 from raydfl.objectives.reconstruct import in_bins
+from raydfl.testing import make_batch
 
 BATCH, FRAMES, BANDS, CLASSES = 6, 8, 5, 3
 
@@ -40,7 +41,7 @@ def made(name: str, **options: Any) -> tuple[Objective, nn.Module, Any]:
 
 def batch(**fields: Any) -> Batch:
     torch.manual_seed(1)
-    return Batch(**{"x": torch.randn(BATCH, FRAMES, BANDS), "y": torch.tensor([0, 1, 1, 0, 2, 1]), **fields})
+    return make_batch(**{"x": torch.randn(BATCH, FRAMES, BANDS), "y": torch.tensor([0, 1, 1, 0, 2, 1]), **fields})
 
 
 WEIGHT = torch.tensor([1.0, 1, 1, 1, 1, 0])

@@ -210,7 +210,7 @@ def test_scores_against_own_clips_are_those_of_the_clients_segments(tiny: Tiny) 
     network = step.models["model"].eval()
 
     def unit(examples: Examples, at: int) -> torch.Tensor:
-        parts = [examples.store.frames[s + at : s + at + 10] for s in examples.starts]
+        parts = [examples.first_view.store.frames[s + at : s + at + 10] for s in examples.first_view.starts]
         with torch.no_grad():
             return torch.nn.functional.normalize(network(torch.from_numpy(np.stack(parts))).double(), dim=1)
 

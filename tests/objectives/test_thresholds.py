@@ -122,11 +122,11 @@ def test_training_scores_are_measured_as_test_scores_are(tiny: Tiny) -> None:
     population = build_population(config.data, 1, labels_needed=False)
     train = population.data(0).train
     cut = train.as_tested()
-    assert set(train.counts.tolist()) == {19}
+    assert set(train.first_view.counts.tolist()) == {19}
     assert np.bincount(cut.clips).max() == 1 + (19 - 6) // 4
-    assert set(cut.counts.tolist()) == {6}
+    assert set(cut.first_view.counts.tolist()) == {6}
     x = cut.batch(np.arange(len(cut))).x
-    whole = train.store.frames[train.starts[0] : train.starts[0] + 19]
+    whole = train.first_view.store.frames[train.first_view.starts[0] : train.first_view.starts[0] + 19]
     assert torch.equal(x[1], torch.from_numpy(np.array(whole[4:10], np.float32)))
 
 

@@ -1,22 +1,18 @@
-"""Sets whose images lie in arrays, thousands in one file: their manifest, and reading a file once for all its images."""
+"""Sets whose images are stored in arrays, thousands in one file."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass as plain_dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar, TypeVarTuple
 
 import numpy as np
-import pyarrow as pa
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from raydfl.core.errors import DataError
-from raydfl.data.dataset import Dataset
-from raydfl.data.manifest import make_manifest
-from raydfl.data.sets._files import find_root, wrong_layout
+from raydfl.data.sets._files import FileDataset, wrong_layout
 
 Rest = TypeVarTuple("Rest")
 T = TypeVar("T")
@@ -24,90 +20,90 @@ _REMEMBERED = 8
 """Files whose content a process keeps."""
 
 
-@plain_dataclass(frozen=True, slots=True)
-class ArrayFile:
-    """A file of images, with their labels."""
-
-    images: Path
-    labels: Path
-    """The file that holds them; it may be the same."""
-    clips: str
-    """What the images are called, before their number."""
-    split: str
-
-
 @dataclass(frozen=True, kw_only=True)
-class ArraySet(Dataset):
-    """Base of sets whose images lie in arrays; nobody owns them."""
+class ArraySet(FileDataset):
+    """Base of sets whose images are stored in arrays; nobody owns them. Extra column: ``number`` (int64), of the image in its file.
+
+    The split is official if there are files of both.
+    """
 
     images: ClassVar[bool] = True
+    parts: ClassVar[Mapping[str, str]] = {}
+    """Beginnings of the files' names, and the split of each. The options stand in braces. Files of one split belong together."""
+    endings: ClassVar[tuple[str, ...]] = ("",)
+    """Endings of the names of files with images; one is enough."""
     below: ClassVar[tuple[str, ...]] = ()
-    """Folders below the root in which the files may lie as well: torchvision's."""
+    """Folders below the root that may hold the files as well: torchvision's."""
+    published: ClassVar[Sequence[str]] = ()
+    """Names of the classes, in the order of their numbers; empty: the numbers."""
 
-    root: Annotated[Path, Field(description="folder that holds the files, or torchvision's folder above it")]
     names: Annotated[
         tuple[str, ...] | None,
-        Field(description="names of the classes, in the order of their numbers; null: the published names"),
+        Field(
+            description="names of the classes, in the order of their numbers; null: the published names, or the numbers"
+        ),
     ] = None
 
-    @property
-    def published(self) -> tuple[str, ...]:
-        """The names of the classes, in the order of their numbers; empty: the numbers."""
-        return ()
+    def read_arrays(self, file: Path) -> tuple[np.ndarray, np.ndarray]:
+        """Read a file with images.
 
-    def files(self, folder: Path) -> Iterable[ArrayFile]:
-        """Return the set's files in a folder, in the order in which the manifest has them; none where they are not there.
+        Returns:
+            Images, uint8 [images, rows, columns] or [images, rows, columns, 3], and the numbers of their classes, int [images].
 
         Raises:
-            DataError: one is there and another that belongs to it is not.
+            DataError: a file is missing, truncated, or something else.
         """
-        raise NotImplementedError(f"{type(self).__name__} must say in files() which files it has")
+        raise NotImplementedError(f"{type(self).__name__} must read a file in read_arrays()")
 
-    def read_images(self, file: Path) -> np.ndarray:
-        """Return all images of a file: uint8 [images, rows, columns] or [images, rows, columns, 3].
+    def class_names(self) -> Sequence[str]:
+        """Return the names of the classes, in the order of their numbers; empty: the numbers."""
+        return self.published if self.names is None else self.names
 
-        Raises:
-            DataError: it is missing, truncated, or something else.
-        """
-        raise NotImplementedError(f"{type(self).__name__} must read a file in read_images()")
-
-    def read_labels(self, file: Path) -> np.ndarray:
-        """Return the numbers of the classes of a file's images, whole numbers [images]; errors as of :meth:`read_images`."""
-        raise NotImplementedError(f"{type(self).__name__} must read a file in read_labels()")
-
-    def manifest(self) -> pa.Table:
-        """Extra column: ``number`` (int64), of the image in its file. Official split where there are files of both."""
-        root = find_root(self.root, self.card)
-        found = [[*self.files(root / name)] for name in ("", *self.below)]
-        files = next((each for each in found if each), [])
-        if not files:
+    def rows(self, root: Path) -> list[dict[str, Any]]:
+        """List the images, file by file."""
+        found = ([*self._files(root / name)] for name in ("", *self.below))
+        files = next(filter(None, found), None)
+        if files is None:
             raise wrong_layout(root, self.card, "there is no file of images")
-        official = len({file.split for file in files}) > 1
+        official = len({split for *_, split in files}) > 1
         rows: list[dict[str, Any]] = []
-        for file in files:
-            labels, count = self.read_labels(file.labels), len(self.read_images(file.images))
-            if len(labels) != count:
-                place = f"{file.images} holds {count} images and"
+        for file, part, split in files:
+            images, labels = self.read_arrays(file)
+            if len(labels) != len(images):
                 raise DataError(
-                    f"{place} {file.labels} {len(labels)} labels: they do not belong together; fetch both"
-                    if file.labels != file.images
-                    else f"{place} {len(labels)} labels; it is damaged: fetch it again"
+                    f"{file} holds {len(images)} images and its labels are {len(labels)}: they do not belong together; fetch the "
+                    f"set again"
                 )
-            texts = {label: self._name(label, file.labels) for label in np.unique(labels).tolist()}
+            names = {label: self._name(label, file) for label in np.unique(labels).tolist()}
             rows += [
                 {
-                    "clip": f"{file.clips}/{number:05d}",
-                    "path": str(file.images),
-                    "label": texts[label],
-                    "split": file.split if official else None,
+                    "clip": f"{part}/{number:05d}",
+                    "path": str(file),
+                    "label": names[label],
+                    "split": split if official else None,
                     "number": number,
                 }
                 for number, label in enumerate(labels.tolist())
             ]
-        return make_manifest(rows, f"{self.card.title} in {root}")
+        return rows
+
+    def _files(self, folder: Path) -> Iterator[tuple[Path, str, str]]:
+        """Yield the files with images in a folder, their parts and splits."""
+        there: dict[str, Path | None] = {}
+        for part, split in self.parts.items():
+            stem = part.format_map(vars(self))
+            paths = (folder / f"{stem}{ending}" for ending in self.endings)
+            there[stem] = next((path for path in paths if path.is_file()), None)
+            if (path := there[stem]) is not None:
+                yield path, stem, split
+        for split in set(self.parts.values()):
+            own = [stem for stem, other in zip(there, self.parts.values(), strict=True) if other == split]
+            missing = [stem for stem in own if there[stem] is None]
+            if 0 < len(missing) < len(own):
+                raise wrong_layout(folder, self.card, f"there is no {missing[0]}")
 
     def _name(self, label: int, file: Path) -> str:
-        names = self.published if self.names is None else self.names
+        names = self.class_names()
         if not names:
             return str(label)
         if not 0 <= label < len(names):
@@ -119,7 +115,7 @@ class ArraySet(Dataset):
 
     def image(self, row: Mapping[str, Any]) -> np.ndarray:
         """See :class:`Dataset`."""
-        image: np.ndarray = self.read_images(Path(row["path"]))[row["number"]]
+        image: np.ndarray = self.read_arrays(Path(row["path"]))[0][row["number"]]
         return image
 
     def part(self, row: Mapping[str, Any]) -> str | None:
@@ -128,7 +124,7 @@ class ArraySet(Dataset):
 
 
 def once_for_each_file(read: Callable[[Path, *Rest], T]) -> Callable[[Path, *Rest], T]:
-    """Return ``read`` that remembers what it read of the last files, as long as these do not change.
+    """Return ``read`` that remembers its results for the last files, as long as these do not change.
 
     It then raises a DataError for a file that cannot be opened.
     """
@@ -147,32 +143,26 @@ def once_for_each_file(read: Callable[[Path, *Rest], T]) -> Callable[[Path, *Res
     return found
 
 
-def checked_images(path: Path, images: Any, shape: tuple[int, ...]) -> np.ndarray:
-    """Return images, read-only, if they are such.
+def check_arrays(path: Path, images: Any, labels: Any, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Return images, read-only, and labels, int64 [images].
 
     Args:
-        shape: of one image.
+        path: their file, for messages.
+        images: bytes [images, *shape].
+        labels: an array or a list of whole numbers.
+        shape: shape of one image.
 
     Raises:
-        DataError: they are not an array of bytes of that shape.
+        DataError: they are something else.
     """
     if not isinstance(images, np.ndarray) or images.dtype != np.uint8 or images.shape[1:] != shape:
         what = f"{images.dtype} {list(images.shape)}" if isinstance(images, np.ndarray) else type(images).__name__
         raise DataError(
             f"{path}: its images are {what}, not bytes [images, {', '.join(map(str, shape))}]; fetch it again"
         )
-    images.flags.writeable = False
-    return images
-
-
-def checked_labels(path: Path, labels: Any) -> np.ndarray:
-    """Return labels as int64 [images], if they are whole numbers.
-
-    Raises:
-        DataError: they are not.
-    """
-    whole = isinstance(labels, list) and all(isinstance(label, int) for label in labels)
-    found = np.asarray(labels) if whole or isinstance(labels, np.ndarray) else np.array(None)
-    if found.dtype.kind not in "iu" or found.ndim != 1:
+    if isinstance(labels, list) and all(isinstance(label, int) for label in labels):
+        labels = np.asarray(labels)
+    if not isinstance(labels, np.ndarray) or labels.dtype.kind not in "iu" or labels.ndim != 1:
         raise DataError(f"{path}: its labels are no list of whole numbers; fetch it again")
-    return found.astype(np.int64)
+    images.flags.writeable = False
+    return images, labels.astype(np.int64)

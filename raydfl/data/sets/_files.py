@@ -226,7 +226,7 @@ def read_text(root: Path, name: str, card: Card) -> str:
         DataError: it is missing or cannot be read.
     """
     path = root / name
-    if not path.is_file():
+    if not path.exists():
         raise wrong_layout(root, card, f"there is no {name}")
     try:
         return read_regular(path).decode("utf-8-sig")

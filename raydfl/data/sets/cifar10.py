@@ -6,25 +6,21 @@ executing code that they name.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import io
+import pickle
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
-from pydantic.dataclasses import dataclass
 
 from raydfl.core.errors import DataError
+from raydfl.core.files import read_regular
 from raydfl.data.dataset import Card
-from raydfl.data.sets._arrays import ArrayFile, ArraySet, checked_images, checked_labels, once_for_each_file
-from raydfl.data.sets._files import wrong_layout
-from raydfl.data.sets._pickle import read_arrays
+from raydfl.data.sets._arrays import ArraySet, check_arrays, once_for_each_file
 
-_NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-_BATCHES = tuple(f"data_batch_{number}" for number in range(1, 6))
 _PLANES, _SIDE = 3, 32
 
 
-@dataclass(frozen=True, kw_only=True)
 class CIFAR10(ArraySet):
     """Photographs of animals and vehicles; nobody owns them."""
 
@@ -35,44 +31,115 @@ class CIFAR10(ArraySet):
         url="https://www.cs.toronto.edu/~kriz/cifar.html",
         classes=10,
     )
-    below: ClassVar[tuple[str, ...]] = ("cifar-10-batches-py",)
+    parts: ClassVar = {**{f"data_batch_{number}": "train" for number in range(1, 6)}, "test_batch": "test"}
+    below: ClassVar = ("cifar-10-batches-py",)
+    published: ClassVar = (
+        *("airplane", "automobile", "bird", "cat", "deer"),
+        *("dog", "frog", "horse", "ship", "truck"),
+    )
 
-    @property
-    def published(self) -> tuple[str, ...]:
+    def read_arrays(self, file: Path) -> tuple[np.ndarray, np.ndarray]:
         """See :class:`ArraySet`."""
-        return _NAMES
-
-    def files(self, folder: Path) -> Iterator[ArrayFile]:
-        """See :class:`ArraySet`."""
-        missing = [name for name in _BATCHES if not (folder / name).is_file()]
-        if missing and len(missing) < len(_BATCHES):
-            raise wrong_layout(folder, self.card, f"there is no {missing[0]}")
-        names = [*(() if missing else _BATCHES), "test_batch"]
-        for file in (folder / name for name in names if (folder / name).is_file()):
-            yield ArrayFile(file, file, file.name, "test" if file.name == "test_batch" else "train")
-
-    def read_images(self, file: Path) -> np.ndarray:
-        """See :class:`ArraySet`."""
-        return _read(file)[0]
-
-    def read_labels(self, file: Path) -> np.ndarray:
-        """See :class:`ArraySet`."""
-        return _read(file)[1]
+        return _read(file)
 
 
 @once_for_each_file
 def _read(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """Return images uint8 [images, 32, 32, 3] and labels int64 [images]."""
-    content = read_arrays(path)
-    found = {name.decode() if isinstance(name, bytes) else name: value for name, value in _items(content)}
+    file = io.BytesIO(read_regular(path))
+    try:
+        content = _Interpreter(file, encoding="bytes").load()
+        found = {name.decode() if isinstance(name, bytes) else name: value for name, value in content.items()}
+    except _ForeignError as error:
+        raise DataError(
+            f"{path}: it holds more than arrays, numbers and texts: {error}. Such a pickle could run code. Fetch the file again "
+            f"from the set's own page"
+        ) from None
+    except Exception as error:  # damaged bytes can fail anywhere
+        raise DataError(
+            f"{path}: this is no pickle, or it is truncated or damaged ({error}); fetch it again"
+        ) from error
     for name in ("data", "labels"):
         if name not in found:
             raise DataError(f"{path}: the batch has no {name!r}; fetch it again")
-    rows = checked_images(path, found["data"], (_PLANES * _SIDE * _SIDE,))
-    images = rows.reshape(-1, _PLANES, _SIDE, _SIDE).transpose(0, 2, 3, 1)
-    return images, checked_labels(path, found["labels"])
+    data, labels = (value.values if isinstance(value, _Array) else value for value in (found["data"], found["labels"]))
+    images, numbers = check_arrays(path, data, labels, (_PLANES * _SIDE * _SIDE,))
+    return images.reshape(-1, _PLANES, _SIDE, _SIDE).transpose(0, 2, 3, 1), numbers
 
 
-def _items(content: object) -> list[tuple[object, object]]:
-    """Return the entries of a mapping, none of anything else."""
-    return [*content.items()] if isinstance(content, dict) else []
+class _ForeignError(Exception):
+    """The pickle holds more than arrays, containers, numbers and texts."""
+
+
+class _DataType:
+    """Stand-in for a data type of NumPy, whose own state could make it follow addresses in the file."""
+
+    def __init__(self, kind: Any, *_: Any) -> None:
+        name = kind.decode("latin-1") if isinstance(kind, bytes) else kind
+        if name not in ("b1", "u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f4", "f8"):
+            raise _ForeignError("it has an array of another data type than numbers")
+        self.dtype = np.dtype(name)
+
+    def __setstate__(self, state: Any) -> None:
+        if state not in [(3, order, None, None, None, -1, -1, 0) for order in ("|", b"|", "<", b"<")]:
+            raise _ForeignError("it changes the state of an object")
+
+
+class _Array:
+    """Stand-in for an array of NumPy."""
+
+    values: np.ndarray | None = None
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        _, shape, kind, by_columns, content = state
+        self.values = np.frombuffer(content, kind.dtype).reshape(shape, order="F" if by_columns else "C")
+
+
+_OPCODES = (
+    *("PROTO", "FRAME", "STOP", "MARK", "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "BINFLOAT"),
+    *("BINUNICODE", "SHORT_BINUNICODE", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BINSTRING", "SHORT_BINSTRING"),
+    *("EMPTY_DICT", "SETITEM", "SETITEMS", "EMPTY_LIST", "APPEND", "APPENDS"),
+    *("EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"),
+    *("BINPUT", "LONG_BINPUT", "MEMOIZE", "BINGET", "LONG_BINGET", "GLOBAL", "STACK_GLOBAL", "REDUCE", "BUILD"),
+)
+"""The opcodes in the files of CIFAR-10 and of sets in its layout."""
+
+
+class _Dispatch(dict[int, Any]):
+    def __missing__(self, code: int) -> Any:
+        raise _ForeignError(f"it has the opcode {code:#04x}")
+
+
+class _Interpreter(pickle._Unpickler):
+    """Interpreter of few opcodes that calls nothing but this file's own stand-ins.
+
+    It extends Python's unpickler that is written in Python. The one in C reserves as much memory as a damaged file asks for.
+    """
+
+    dispatch = _Dispatch(
+        {code: pickle._Unpickler.dispatch[code] for name in _OPCODES for code in getattr(pickle, name)}
+    )
+
+    def __init__(self, file: io.BytesIO, **options: Any) -> None:
+        super().__init__(file, **options)
+        self._texts: dict[str, bytes] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return the stand-in of a function or class that the pickle names."""
+        match f"{module}.{name}":
+            case "numpy.core.multiarray._reconstruct" | "numpy._core.multiarray._reconstruct" | "numpy.ndarray":
+                return _Array
+            case "numpy.dtype":
+                return _DataType
+            case "_codecs.encode":
+                return self._encode
+        raise _ForeignError(f"it names {module}.{name}"[:90])
+
+    def _encode(self, text: str, encoding: str) -> bytes:
+        """Return bytes that Python 3 wrote for Python 2; equal texts are encoded once, or they could fill the memory."""
+        if encoding != "latin1":
+            raise _ForeignError("it has bytes in an unknown encoding")
+        return self._texts.setdefault(text, text.encode("latin-1"))

@@ -6,7 +6,7 @@ The images are transposed, as they are published: rows are columns. ``raydfl`` l
 from __future__ import annotations
 
 import string
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -38,7 +38,8 @@ class EMNIST(MNIST):
         url="https://www.nist.gov/itl/products-and-services/emnist-dataset",
         classes=62,
     )
-    below: ClassVar[tuple[str, ...]] = ("gzip", "raw", "EMNIST/raw")
+    parts: ClassVar = {"emnist-{variant}-train": "train", "emnist-{variant}-test": "test"}
+    below: ClassVar = ("gzip", "raw", "EMNIST/raw")
 
     variant: Annotated[
         Literal["byclass", "bymerge", "balanced", "letters", "digits", "mnist"],
@@ -48,12 +49,6 @@ class EMNIST(MNIST):
         ),
     ] = "byclass"
 
-    @property
-    def published(self) -> tuple[str, ...]:
+    def class_names(self) -> Sequence[str]:
         """See :class:`ArraySet`."""
-        return tuple(_NAMES[self.variant])
-
-    @property
-    def prefixes(self) -> Mapping[str, str]:
-        """See :class:`MNIST`."""
-        return {f"emnist-{self.variant}-{split}": split for split in ("train", "test")}
+        return _NAMES[self.variant] if self.names is None else self.names

@@ -4,18 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from pydantic.dataclasses import dataclass
-
 from raydfl.data.dataset import Card
 from raydfl.data.sets.mnist import MNIST
 
-_NAMES = (
-    *("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat"),
-    *("Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
-)
 
-
-@dataclass(frozen=True, kw_only=True)
 class FashionMNIST(MNIST):
     """Images of clothes; nobody owns them."""
 
@@ -26,9 +18,8 @@ class FashionMNIST(MNIST):
         url="https://github.com/zalandoresearch/fashion-mnist",
         classes=10,
     )
-    below: ClassVar[tuple[str, ...]] = ("raw", "FashionMNIST/raw")
-
-    @property
-    def published(self) -> tuple[str, ...]:
-        """See :class:`ArraySet`."""
-        return _NAMES
+    below: ClassVar = ("raw", "FashionMNIST/raw")
+    published: ClassVar = (
+        *("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat"),
+        *("Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
+    )

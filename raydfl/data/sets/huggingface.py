@@ -63,7 +63,7 @@ class HuggingFace(Dataset):
         """List the rows, file by file.
 
         Extra columns: those of text, numbers and truth values; and for each further one with recordings or images where these lie,
-        for a further view. A clip's id is the file's path below the root and the number of the row, as in
+        for ``data.views``. A clip's id is the file's path below the root and the number of the row, as in
         ``data/train-00000-of-00002.parquet/12``; in a list of files that of the recording.
         """
         root, files = self._files()

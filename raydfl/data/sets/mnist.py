@@ -1,25 +1,31 @@
 """MNIST (Y. LeCun, C. Cortes, C. Burges), and every set in its layout: Fashion-MNIST, Kuzushiji-MNIST, notMNIST.
 
-Grey images and their labels, in two idx files for training and two for the test; either pair may be missing.
+Grey images and their labels, in two idx files for training and two for the test; either pair may be missing. An idx file is often
+packed with gzip: two zero bytes, one for the type (8: unsigned bytes), one for the number of dimensions; then each dimension as a
+32-bit number, most significant byte first; then the values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import gzip
+import math
+import struct
+import zlib
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 import numpy as np
-from pydantic import Field
-from pydantic.dataclasses import dataclass
 
+from raydfl.core.errors import DataError
+from raydfl.core.files import read_regular
 from raydfl.data.dataset import Card
-from raydfl.data.sets._arrays import ArrayFile, ArraySet
+from raydfl.data.sets._arrays import ArraySet, once_for_each_file
 from raydfl.data.sets._files import wrong_layout
-from raydfl.data.sets._idx import read_idx
+
+_IMAGES, _LABELS = "-images-idx3-ubyte", "-labels-idx1-ubyte"
+_UNSIGNED_BYTES = 8
 
 
-@dataclass(frozen=True, kw_only=True)
 class MNIST(ArraySet):
     """Images of digits; nobody owns them."""
 
@@ -30,39 +36,52 @@ class MNIST(ArraySet):
         url="http://yann.lecun.com/exdb/mnist/",
         classes=10,
     )
+    parts: ClassVar = {"train": "train", "t10k": "test"}
+    endings: ClassVar = (_IMAGES, f"{_IMAGES}.gz")
     below: ClassVar[tuple[str, ...]] = ("raw", "MNIST/raw")
 
-    root: Annotated[Path, Field(description="folder that holds the idx files, or torchvision's folder above it")]
-    names: Annotated[
-        tuple[str, ...] | None,
-        Field(description="names of the classes, in the order of their numbers; null: the numbers"),
-    ] = None
-
-    @property
-    def prefixes(self) -> Mapping[str, str]:
-        """Beginnings of the files' names, and the split of each."""
-        return {"train": "train", "t10k": "test"}
-
-    def files(self, folder: Path) -> Iterator[ArrayFile]:
-        """See :class:`ArraySet`."""
-        for prefix, split in self.prefixes.items():
-            images = _file(folder, f"{prefix}-images-idx3-ubyte")
-            if images is None:
-                continue
-            labels = _file(folder, f"{prefix}-labels-idx1-ubyte")
-            if labels is None:
-                raise wrong_layout(folder, self.card, f"there is no {prefix}-labels-idx1-ubyte beside the images")
-            yield ArrayFile(images, labels, prefix, split)
-
-    def read_images(self, file: Path) -> np.ndarray:
-        """See :class:`ArraySet`."""
-        return read_idx(file, 3)
-
-    def read_labels(self, file: Path) -> np.ndarray:
-        """See :class:`ArraySet`."""
-        return read_idx(file, 1)
+    def read_arrays(self, file: Path) -> tuple[np.ndarray, np.ndarray]:
+        """Read images, and the labels in the file beside them."""
+        name = file.name.removesuffix(".gz").replace(_IMAGES, _LABELS)
+        for labels in (file.with_name(name), file.with_name(f"{name}.gz")):
+            if labels.is_file():
+                return read_idx(file, 3), read_idx(labels, 1)
+        raise wrong_layout(file.parent, self.card, f"there is no {name} beside the images")
 
 
-def _file(root: Path, name: str) -> Path | None:
-    """Return the file of that name, packed or not; ``None``: there is none."""
-    return next((path for path in (root / name, root / f"{name}.gz") if path.is_file()), None)
+@once_for_each_file
+def read_idx(path: Path, dimensions: int) -> np.ndarray:
+    """Read an idx file of unsigned bytes: uint8, read-only.
+
+    Args:
+        path: of the file, packed or not.
+        dimensions: that it must have.
+
+    Raises:
+        DataError: the file is missing, truncated, or something else.
+    """
+    content = read_regular(path)
+    if content[:2] == b"\x1f\x8b":
+        try:
+            content = gzip.decompress(content)
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise DataError(f"{path}: the packed file is truncated or damaged ({error}); fetch it again") from error
+    start = 4 + 4 * dimensions
+    if len(content) < start:
+        raise DataError(
+            f"{path}: truncated: {len(content)} bytes are too few for an idx header of {start}; fetch it again"
+        )
+    magic = bytes([0, 0, _UNSIGNED_BYTES, dimensions])
+    if content[:4] != magic:
+        raise DataError(
+            f"{path}: it begins with {content[:4].hex()} and not {magic.hex()}: this is no idx file of unsigned bytes with "
+            f"{dimensions} dimensions; are images and labels exchanged?"
+        )
+    shape = struct.unpack(f">{dimensions}I", content[4:start])
+    wanted = math.prod(shape)
+    if len(content) - start != wanted:
+        raise DataError(
+            f"{path}: its header announces {' x '.join(map(str, shape))} bytes, and {len(content) - start} of {wanted} follow; the "
+            f"file is truncated or damaged: fetch it again"
+        )
+    return np.frombuffer(content, np.uint8, wanted, start).reshape(shape)

@@ -22,9 +22,8 @@ from raydfl.core.errors import DataError
 from raydfl.core.seeds import generator, seed_for
 from raydfl.data.dataset import Card
 from raydfl.data.noise import add_noise
-from raydfl.data.sets._idx import read_idx
 from raydfl.data.sets.fsdd import FSDD
-from raydfl.data.sets.mnist import MNIST
+from raydfl.data.sets.mnist import MNIST, read_idx
 
 _WHITE = 255
 

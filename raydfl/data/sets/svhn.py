@@ -7,23 +7,20 @@ One MATLAB file for training and one for the test; either may be missing, and ``
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 import scipy.io
-from pydantic.dataclasses import dataclass
 
 from raydfl.core.errors import DataError
 from raydfl.core.files import read_regular
 from raydfl.data.dataset import Card
-from raydfl.data.sets._arrays import ArrayFile, ArraySet, checked_images, checked_labels, once_for_each_file
+from raydfl.data.sets._arrays import ArraySet, check_arrays, once_for_each_file
 
 _SIZE = (32, 32, 3)
 
 
-@dataclass(frozen=True, kw_only=True)
 class SVHN(ArraySet):
     """Images of house numbers' digits; nobody owns them."""
 
@@ -34,26 +31,13 @@ class SVHN(ArraySet):
         url="http://ufldl.stanford.edu/housenumbers/",
         classes=10,
     )
+    parts: ClassVar = {"train": "train", "test": "test"}
+    endings: ClassVar = ("_32x32.mat",)
+    published: ClassVar = "0123456789"
 
-    @property
-    def published(self) -> tuple[str, ...]:
+    def read_arrays(self, file: Path) -> tuple[np.ndarray, np.ndarray]:
         """See :class:`ArraySet`."""
-        return tuple("0123456789")
-
-    def files(self, folder: Path) -> Iterator[ArrayFile]:
-        """See :class:`ArraySet`."""
-        for split in ("train", "test"):
-            file = folder / f"{split}_32x32.mat"
-            if file.is_file():
-                yield ArrayFile(file, file, split, split)
-
-    def read_images(self, file: Path) -> np.ndarray:
-        """See :class:`ArraySet`."""
-        return _read(file)[0]
-
-    def read_labels(self, file: Path) -> np.ndarray:
-        """See :class:`ArraySet`."""
-        return _read(file)[1]
+        return _read(file)
 
 
 @once_for_each_file
@@ -69,6 +53,6 @@ def _read(path: Path) -> tuple[np.ndarray, np.ndarray]:
     for name in ("X", "y"):
         if name not in content:
             raise DataError(f"{path}: the file has no {name!r}: X are the images and y the labels; fetch it again")
-    x, y = content["X"], content["y"]
-    images = checked_images(path, np.ascontiguousarray(np.moveaxis(x, -1, 0)) if x.ndim == 4 else x, _SIZE)
-    return images, checked_labels(path, y.ravel()) % 10
+    x, y = content["X"], content["y"].ravel()
+    images, labels = check_arrays(path, np.ascontiguousarray(np.moveaxis(x, -1, 0)) if x.ndim == 4 else x, y, _SIZE)
+    return images, labels % 10

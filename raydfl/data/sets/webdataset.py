@@ -74,7 +74,7 @@ class WebDataset(Dataset):
         """List the samples, shard by shard.
 
         Extra columns: the other fields of text, the values of the field json (text, numbers, truth values), and where each further
-        recording or image lies, for a further view.
+        recording or image lies, for ``data.views``.
         A clip's id is the shard's path below the root and the recording's name in it, ``train-000000.tar/dog/0001.wav``.
         """
         root, files = find_files(self.root, self.files, self.card)

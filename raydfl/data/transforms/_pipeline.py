@@ -165,7 +165,7 @@ class Pipeline:
         """Draw what is random about one batch.
 
         Args:
-            key: seed of the fit, number of the batch in it, and of a further view its number.
+            key: seed of the fit, number of the batch in it, number of the view.
             counts: int [examples]: stored frames of each example.
             bands: stored numbers of a frame.
             sounding: gives the frames that are no padding after the crop that was drawn; ``None``: all are not.

@@ -70,10 +70,6 @@ class Grouped(Method):
     ungrouped: Method
     discovery: GroupRule
 
-    def may_send(self, key: str, name: str) -> bool:
-        """Ask the method with its own key."""
-        return self.ungrouped.may_send(split_key(key)[1], name)
-
     def init(
         self, clients: Sequence[Client], models: Sequence[Mapping[str, nn.Module]], rng: np.random.Generator
     ) -> State:

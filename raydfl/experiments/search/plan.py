@@ -253,8 +253,9 @@ def _check(search: Search) -> None:
         "metric.split is validation, but clients hold nothing out: data.split.validation is 0; set it, or take split: test": (
             metric.split == "validation" and not any(data.split.validation for data in config.data.each.values())
         ),
-        "data.sites: trials of a search share their resources and copy one another's folders, which data at sites do not allow; "
-        "compare settings with raydfl sweep, or leave data.sites out": bool(config.data.sites),
+        "data.sites: scheduler pbt copies run folders, but private models and data stay at the sites; take scheduler asha": (
+            bool(config.data.sites) and isinstance(scheduler, PopulationScheduler)
+        ),
         f"evaluate.every is {every} and trials have {rounds} rounds: nothing is known of a trial before its end; lower "
         f"evaluate.every": every > rounds and not isinstance(scheduler, NoScheduler),
     }

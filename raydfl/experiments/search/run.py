@@ -91,11 +91,14 @@ def _do(
     if over >= search.trials:
         return
     config, settings = search.first, search.settings
-    with Executor(config, search.folder, progress, settings.retries, settings.parallel, run_config) as executor:
+    parallel = settings.parallel
+    if config.data.sites and config.ray.actors:
+        parallel = 1  # their actors are in no placement group: several trials could wait for each other
+    with Executor(config, search.folder, progress, settings.retries, parallel, run_config) as executor:
         begun = [search.trial(number, record.values) for number, record in journal.trials.items()]
         prepare([*begun, *search.foreseen], progress, executor.run_chunks)
         clients = 0
-        if config.ray.actors == "per_client":
+        if config.ray.actors == "per_client" and not config.data.sites:
             quiet, needed = Progress("quiet"), config.labels_needed
             clients = len(
                 build_population(config.data, config.run.seed, quiet, executor.run_chunks, labels_needed=needed)

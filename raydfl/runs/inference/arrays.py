@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from raydfl.core.errors import InputError
+from raydfl.core.settings import FIRST_VIEW
 from raydfl.data.features import ImageFeatures
 from raydfl.runs.inference.fused import front_ends, fused_prediction
 from raydfl.runs.inference.model import RunModel, load_fusion, load_model
@@ -33,7 +34,7 @@ def classify_arrays(
         arrays: recordings, float32 [samples] or [samples, channels], -1..1; where the model reads images, uint8 [rows, columns] or
             [rows, columns, 3].
         rate: of the recordings in Hz; of images none.
-        views: with a model that reads several views, by the names of further ones an array for each recording; ``None``: absent.
+        views: with a model that reads several views, by name an array for each recording; ``None``: absent.
         model: by default the shared one, or with ``client`` the one that the client does not share.
         client: whose model; by default the server's.
         best: whether it is the best round's, by ``run.best``; by default the last round's.
@@ -51,8 +52,8 @@ def classify_arrays(
         return list(predictions(loaded, [_recording(loaded, *each, rate) for each in enumerate(arrays)]))
     if client is not None:
         raise InputError(f"model {model!r} is the server's alone; leave the client out")
-    given = {"": arrays, **(views or {})}
-    ends = front_ends(fusion, [name for name in given if name])
+    given = {FIRST_VIEW: arrays, **(views or {})}
+    ends = front_ends(fusion, views or ())
     sources: list[dict[str, Recording | None]] = [{} for _ in arrays]
     for encoder in fusion.encoders:
         name = encoder.spec.view
@@ -62,7 +63,7 @@ def classify_arrays(
                 f"view {name!r}: {len(values)} arrays for {len(arrays)} recordings; give None where it is absent"
             )
         for index, array in enumerate(values):
-            absent = array is None and bool(name)
+            absent = array is None and name != FIRST_VIEW
             sources[index][name] = None if absent else _recording(encoder, index, array, rate)
     return [fused_prediction(fusion, each, ends) for each in sources]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from raydfl.data import DataSettings, ViewSettings
+from raydfl.data import View
 from raydfl.data.features import (
     EPSILON,
     LARGEST_DENOMINATOR,
@@ -26,24 +26,24 @@ from raydfl.data.transforms import RandomCrop
 
 
 def describe_front_end(
-    data: DataSettings | ViewSettings, statistics: np.ndarray | None = None, average: str = "probabilities"
+    view: View, statistics: np.ndarray | None = None, average: str = "probabilities"
 ) -> dict[str, Any]:
     """Describe how a recording becomes the input of a network: one entry for each step, in the order in which they are done.
 
     Features from a file begin with the matrices in it; what a model of the user's does is told by its name.
 
     Args:
-        data: settings of the view that the network reads.
+        view: that the network reads.
         statistics: of ``normalise: group``, float64 [2, bands]: mean and deviation. ``None``: not known, or not needed.
         average: which of the network's outputs is averaged over the segments of a recording.
     """
-    settings = data.features
+    settings = view.features
     if isinstance(settings, FileFeatures):
         first = {
             "file": {"name": settings.path.name, "bands": settings.bands, "frames": settings.frames, "note": _GIVEN}
         }
     elif isinstance(settings, ImageFeatures):
-        return {"kind": settings.kind, **_image(settings, data.pipeline.crop)}
+        return {"kind": settings.kind, **_image(settings, view.pipeline.crop)}
     elif isinstance(settings, ModelFeatures):
         first = {**_wave(settings), "model": _model(settings)}
     elif isinstance(settings, PretrainedFeatures):
@@ -52,7 +52,7 @@ def describe_front_end(
         first = {**_wave(settings), "filter_bank": _filter_bank(settings)}
     else:
         first = {**_wave(settings), **_log_mel(settings)}
-    return {"kind": settings.kind, **first, **_end(data, statistics, average)}
+    return {"kind": settings.kind, **first, **_end(view, statistics, average)}
 
 
 _GIVEN = "features [frames, bands] that were made elsewhere, longer ones cut to frames (null: to nothing)"
@@ -195,8 +195,8 @@ def _image(settings: ImageFeatures, crop: RandomCrop | None) -> dict[str, Any]:
     }
 
 
-def _end(data: DataSettings | ViewSettings, statistics: np.ndarray | None, average: str) -> dict[str, Any]:
-    settings, segment, pipeline = data.features, data.test_segments, data.pipeline
+def _end(view: View, statistics: np.ndarray | None, average: str) -> dict[str, Any]:
+    settings, segment, pipeline = view.features, view.test_segments, view.pipeline
     mean, deviation = (None, None) if statistics is None else statistics.tolist()
     middle = pipeline.cut if pipeline.crop is not None and pipeline.crop.test == "centre" else None
     return {

@@ -1,6 +1,6 @@
 """The answers of a model that fuses several views, such as sound and picture, for what there is of each recording.
 
-A recording is the file of the first view. Its file of a further view is
+A recording is the file of ``data.features``. Its file of a view of ``data.views`` is
 
 - the recording itself, if that is a film and the view reads images, or if both are sound and of one column;
 - else the file in the folder given for the view whose name is the recording's, but for the ending.
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from raydfl.core.errors import DataError, InputError, RaydflError
+from raydfl.core.settings import FIRST_VIEW
 from raydfl.core.types import Batch
 from raydfl.data import AbsentError, is_film
 from raydfl.data.features import BY_TRAINING_CLIPS, ImageFeatures
@@ -55,7 +56,7 @@ def classify(
         client: whose model; by default the server's.
         trust: approves the code that the run's configuration names.
         best: whether it is the best round's, by ``run.best``; by default the last round's.
-        views: with a model that reads several views, by the names of further ones the file or the folder of theirs: see
+        views: with a model that reads several views, by name the file or the folder of theirs: see
             :func:`fused_predictions`.
 
     Raises:
@@ -79,7 +80,7 @@ def fused_predictions(model: RunFusion, files: Sequence[Path], views: Mapping[st
     Args:
         model: it answers where all views are there; else its student does.
         files: of the first view: recordings, and folders of them.
-        views: by the name of a further view a folder in which its files lie, with the recordings' names, or a file.
+        views: by name a folder in which a view's files lie, with the recordings' names, or a file.
 
     Raises:
         InputError: a view that the model does not read, or one whose normalisation is not known.
@@ -88,10 +89,10 @@ def fused_predictions(model: RunFusion, files: Sequence[Path], views: Mapping[st
     for name, path in views.items():
         if not path.exists():
             raise InputError(f"view {name!r}: there is no file or folder {path}")
-    further = {
-        encoder.spec.view: _Further(encoder, views.get(encoder.spec.view))
+    others = {
+        encoder.spec.view: _Files(encoder, views.get(encoder.spec.view))
         for encoder in model.encoders
-        if encoder.spec.view
+        if encoder.spec.view != FIRST_VIEW
     }
     first = _first(model)
     listed, failures = recordings(files, isinstance(first.view.features, ImageFeatures))
@@ -99,7 +100,7 @@ def fused_predictions(model: RunFusion, files: Sequence[Path], views: Mapping[st
         yield Prediction(file, first.classes, np.zeros(0), reason)
     for file in listed:
         try:
-            sources = {"": file, **{name: view.of(file) for name, view in further.items()}}
+            sources = {FIRST_VIEW: file, **{name: view.of(file) for name, view in others.items()}}
         except DataError as error:
             yield Prediction(file, first.classes, np.zeros(0), str(error))
             continue
@@ -111,12 +112,12 @@ def front_ends(model: RunFusion, views: Iterable[str]) -> dict[str, FrontEnd]:
 
     Args:
         model: it answers.
-        views: names of further views of which something is given.
+        views: names of views of which something is given.
 
     Raises:
         InputError: a view that the model does not read, or one whose normalisation is not known.
     """
-    known = [encoder.spec.view for encoder in model.encoders if encoder.spec.view]
+    known = [encoder.spec.view for encoder in model.encoders if encoder.spec.view != FIRST_VIEW]
     for name in views:
         if name not in known:
             raise InputError(f"model {model.name!r} reads no view {name!r}; it reads {', '.join(known)}")
@@ -131,15 +132,15 @@ def front_ends(model: RunFusion, views: Iterable[str]) -> dict[str, FrontEnd]:
 
 def _first(model: RunFusion) -> RunModel:
     """Return the model of the first view."""
-    return next(encoder for encoder in model.encoders if not encoder.spec.view)
+    return next(encoder for encoder in model.encoders if encoder.spec.view == FIRST_VIEW)
 
 
-class _Further:
-    """The files of a further view."""
+class _Files:
+    """The files of a view of ``data.views``."""
 
     def __init__(self, encoder: RunModel, given: Path | None) -> None:
         self._images = isinstance(encoder.view.features, ImageFeatures)
-        self._same = getattr(encoder.view, "column", "") == "path"
+        self._same = encoder.view.column == "path"
         self._files: dict[str, list[Path]] | None = None
         self._one = given if given is not None and not given.is_dir() else None
         if given is not None and self._one is None:
@@ -170,20 +171,20 @@ def fused_prediction(
 
     Args:
         model: it answers.
-        sources: by view, the first one's under ``""``; ``None``: absent.
+        sources: by view; ``None``: absent.
         ends: see :func:`front_ends`.
     """
-    given, first = sources[""], _first(model)
+    given, first = sources[FIRST_VIEW], _first(model)
     assert given is not None  # noqa: S101 - nobody asks about nothing
     file = name_of(given)
     matrices: dict[str, np.ndarray] = {}
     for name, source in sources.items():
-        matrix = None if source is None else _matrix(ends[name], source, optional=bool(name))
+        matrix = None if source is None else _matrix(ends[name], source, optional=name != FIRST_VIEW)
         if source is None or matrix is None:
             (found,) = predictions(model.student, [given])
             return dataclasses.replace(found, model=model.student.name)
         if isinstance(matrix, str):
-            where = f"view {name}: {name_of(source)}: " if name else ""
+            where = f"view {name}: {name_of(source)}: " if name != FIRST_VIEW else ""
             return Prediction(file, first.classes, np.zeros(0), where + matrix)
         matrices[name] = matrix
     logits = [model.logits(batch) for batch in _batches(matrices, ends)]
@@ -206,16 +207,14 @@ def _matrix(end: FrontEnd, source: Source, optional: bool) -> np.ndarray | str |
 
 def _batches(matrices: Mapping[str, np.ndarray], ends: Mapping[str, FrontEnd]) -> Iterator[Batch]:
     """Yield a recording's segments of the first view, each with the whole of the others."""
-    others = {name: _only(ends[name].inputs(matrix)) for name, matrix in matrices.items() if name}
-    for x, lengths in ends[""].inputs(matrices[""]):
-        count = len(x)
+    others = {name: _only(ends[name].inputs(matrix)) for name, matrix in matrices.items() if name != FIRST_VIEW}
+    for x, lengths in ends[FIRST_VIEW].inputs(matrices[FIRST_VIEW]):
+        count, of_first = len(x), {} if lengths is None else {FIRST_VIEW: lengths}
         yield Batch(
-            x,
+            {FIRST_VIEW: x, **{name: own.expand(count, *own.shape[1:]) for name, (own, _) in others.items()}},
             torch.zeros(count, dtype=torch.int64),
-            lengths,
-            views={name: own.expand(count, *own.shape[1:]) for name, (own, _) in others.items()},
-            view_lengths={name: own.expand(count) for name, (_, own) in others.items() if own is not None},
-            present={name: torch.ones(count, dtype=torch.bool) for name in others},
+            {**of_first, **{name: own.expand(count) for name, (_, own) in others.items() if own is not None}},
+            {name: torch.ones(count, dtype=torch.bool) for name in others},
         )
 
 

@@ -135,9 +135,8 @@ def _examples(model: RunModel) -> tuple[Examples, Examples, str]:
 
 def _given(model: RunModel, graph: Graph, examples: Examples) -> Iterator[dict[str, np.ndarray]]:
     """Yield what the graph's inputs are given for some examples, batch by batch."""
-    view = model.spec.view
     for batch in examples.batches(_BATCH, None):
-        x, lengths = (batch.views[view], batch.view_lengths.get(view)) if view else (batch.x, batch.lengths)
+        x, lengths = batch.x, batch.lengths
         if not graph.lengths:
             yield {"x": x.numpy()}
             continue

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from raydfl.core import part_names
 from raydfl.core.cuts import Cuts, cut_tensors
 from raydfl.core.errors import InputError, RunDirectoryError, nearest
+from raydfl.core.settings import FIRST_VIEW
 from raydfl.core.tensors import FlatTensors
 from raydfl.core.types import Batch, ModelSpec, Tensors
-from raydfl.data import DataSettings, Population, ViewSettings
+from raydfl.data import DataSettings, Population, View
 from raydfl.engine import KEPT_MODEL, SERVER, Clients, Config, best_of, build_models, fixed_of_whole, received_entries
 from raydfl.engine.storage import Commit, PrivateStore, RunStore, local_run, stored_config
-from raydfl.methods import Method
+from raydfl.methods import Method, compute_logits
 from raydfl.objectives import Classify, Objective
 from raydfl.runs.inference.threshold import Threshold, recorded_threshold
 from raydfl.training import Replica, fixed_tensors
@@ -51,7 +52,9 @@ class RunModel:
     classes: tuple[str, ...]
     """Names of the outputs."""
     data: DataSettings
-    """The run's data: its ``features`` and ``segment`` say how a recording becomes the network's input."""
+    """The run's data."""
+    view: View
+    """The settings of the view that the network reads: they say how a recording or an image becomes its input."""
     length: int | None
     """Frames that every example of the run has; ``None`` when they differ, and the network is told the lengths."""
     statistics: np.ndarray | None = None
@@ -69,11 +72,6 @@ class RunModel:
         whose = f"of client {self.client!r}" if self.client else "shared by all clients"
         best = f" ({self.chosen})" if self.chosen else ""
         return f"{self.name} ({self.spec.architecture}) of {self.run_dir}, round {self.round}{best}, {whose}"
-
-    @property
-    def view(self) -> DataSettings | ViewSettings:
-        """The settings that say how a recording or an image becomes the network's input: of the view that it reads."""
-        return self.data.views[self.spec.view] if self.spec.view else self.data
 
     def logits(self, x: Tensor, lengths: Tensor | None) -> Tensor:
         """Return the network's outputs float32 [batch, outputs]: those of a classifier, or what the objective makes of them.
@@ -123,10 +121,7 @@ class RunFusion:
     def logits(self, batch: Batch) -> Tensor:
         """Return its outputs float32 [batch, classes] for a batch with all views."""
         with torch.no_grad():
-            found = self.method.logits(self.networks, self.name.rpartition(":")[2], batch)
-        if found is None:
-            raise InputError(f"model {self.name!r} gives no outputs of its own; choose another with --model")
-        return found
+            return compute_logits(self.method, self.networks, self.name.rpartition(":")[2], batch)
 
 
 def load_fusion(run_dir: str | Path, model: str, trust: bool = False, best: bool = False) -> RunFusion | None:
@@ -210,7 +205,9 @@ class _Run:
         found = self._shared()
         self._check_reads_data(model)
         if model is None and found:
-            model = self.method.default_model(list(found))
+            # Of a method with models on features the student, which is the first.
+            named = [name for name in found if ":" not in name] if self.method.on_features else [*found]
+            model = named[0] if named and (self.method.on_features or len(found) == 1) else None
         if model in found:
             specs, name, key, part = found[model]
             networks, _ = self._load(specs, self._received([key], part), {}, f"model {model!r}")
@@ -336,10 +333,9 @@ class _Run:
 
     def _made(self, label: str, client_id: str, part: str, specs: Specs, name: str, network: nn.Module) -> RunModel:
         population, data = self.population.each[part], self.config.data.each[part]
-        inputs = data.pipeline.shape(population.bands)
+        inputs = population.shape(FIRST_VIEW, data)
         unnamed = ModelSpec(name, type(network).__name__, inputs, len(population.classes))
         spec = next((spec for spec in specs if spec.name == name), unnamed)
-        first = not spec.view
         statistics = population.statistics()
         if client_id:
             statistics = self.population.statistics(self.clients.index_of(client_id))
@@ -352,8 +348,9 @@ class _Run:
             spec,
             self.method.objective.names(population.classes),
             data,
-            population.length if first else population.view_lengths[spec.view],
-            statistics if first else None,
+            data.all_views[spec.view],
+            population.views[spec.view].length,
+            statistics if spec.view == FIRST_VIEW else None,
             self.method.objective,
             recorded_threshold(self.run_dir, label, client_id, self.commit.state.round_index)
             if self.method.objective.answers == "score"

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from raydfl.core.errors import DataError, InputError, RaydflError
-from raydfl.data import Examples, has_decoder, read_audio, read_image, segments, shown_name
+from raydfl.core.settings import FIRST_VIEW
+from raydfl.data import Examples, Frames, has_decoder, read_audio, read_image, segments, shown_name
 from raydfl.data.features import (
     BY_TRAINING_CLIPS,
     FeatureExtractor,
@@ -268,7 +269,7 @@ class FrontEnd:
         offsets, lengths = np.array([0, len(frames)]), np.array([len(matrix)], np.int32)
         store = FeatureStore(self._model.run_dir, frames, offsets, lengths, settings.frames, {})
         nothing = np.zeros(len(starts), np.int64)
-        return Examples(store, starts, counts, nothing, nothing, length, pipeline=pipeline)
+        return Examples({FIRST_VIEW: Frames(store, starts, counts, length, pipeline)}, nothing, nothing)
 
 
 def answer(model: RunModel, logits: Tensor) -> np.ndarray:

@@ -21,14 +21,13 @@ window (25 ms) is not predict's.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from onnx import TensorProto
 from torch import Tensor
 
 from raydfl.core.errors import InputError
-from raydfl.data import DataSettings
 from raydfl.data.features import FeatureSettings
 from raydfl.models import CRNN
 from raydfl.objectives import Objective
@@ -128,14 +127,9 @@ def _streamed(model: RunModel) -> tuple[CRNN, Objective]:
 
 def unbounded(model: RunModel) -> RunModel:
     """Return the model as it is asked about recordings that are neither cut nor filled, whatever the run's settings say."""
-    view, name = model.view, model.spec.view
-    names = ("seconds", "least_seconds", "frames")
-    free = {each: None for each in names if each in type(view.features).model_fields}
-    view = view.model_copy(update={"features": view.features.model_copy(update=free)})
-    data = (
-        model.data.model_copy(update={"views": {**model.data.views, name: view}}) if name else cast(DataSettings, view)
-    )
-    return replace(model, data=data, length=None)
+    names, features = ("seconds", "least_seconds", "frames"), model.view.features
+    free = {each: None for each in names if each in type(features).model_fields}
+    return replace(model, view=replace(model.view, features=features.model_copy(update=free)), length=None)
 
 
 class _Reach:

@@ -13,7 +13,7 @@ _BEGIN = "views/"
 def traffic_rows(run: RunRecord) -> list[tuple[str, ...]]:
     """Return for each phase and kind of client: both, the tasks, bytes down and up in all, and a task's mean of both.
 
-    A kind is the further views that clients have.
+    A kind is those of ``data.views`` that clients have.
     """
     kinds = sorted({name.split("/")[1] for _, name in run.curves if name.startswith(_BEGIN)})
     found: list[tuple[str, ...]] = []

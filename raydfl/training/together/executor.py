@@ -87,7 +87,7 @@ def fit_together(
         first.phase,
         options,
         models,
-        data[0].length,
+        tuple((name, view.length) for name, view in data[0].views.items()),
         tuple(data[0].columns),
     )
     draws = [step.rng.bit_generator.state for step in steps]
@@ -141,7 +141,7 @@ def predict_together(steps: Sequence[Step], model: str, examples: Sequence[Examp
     Args:
         steps: of clients in which the named model has one architecture.
         model: its name.
-        examples: of each client, not empty, all with the same ``length``; where all are the same object they are read once.
+        examples: of each client, not empty, all of the same form; where all are the same object they are read once.
         batch_size: examples of each client at a time.
 
     Raises:
@@ -400,9 +400,9 @@ def _at_random_place(
 def _padded(batch: Batch, shift: float) -> Batch:
     """``batch`` and one example more, of weight 0, in every client; and more frames where lengths say which count."""
     tensors = {name: torch.cat([tensor, tensor[:, :1]], dim=1) for name, tensor in batch.tensors().items()}
-    tensors["x"] = torch.cat([batch.x, batch.x[:, :1].flip(2) + shift], dim=1)
-    if batch.lengths is not None:
-        tensors["x"] = torch.nn.functional.pad(tensors["x"], (0, 0, 0, 5))
+    for name, x in batch.views.items():
+        longer = torch.cat([x, x[:, :1].flip(2) + shift], dim=1)
+        tensors[f"views/{name}"] = nn.functional.pad(longer, (0, 0, 0, 5)) if name in batch.view_lengths else longer
     weight = torch.ones(batch.y.shape[:2], device=batch.y.device) if batch.weight is None else batch.weight
     tensors["weight"] = torch.cat([weight, torch.zeros_like(weight[:, :1])], dim=1)
     return Batch.of(tensors)

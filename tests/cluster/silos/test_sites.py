@@ -15,10 +15,12 @@ import torch
 from helpers import differ
 from sklearn.metrics import average_precision_score
 
-from raydfl.cluster.sites import SiteReport, folder_at, join
+from raydfl.cluster.site_reports import SiteReport, join_sites
+from raydfl.cluster.sites import folder_at
 from raydfl.core.errors import ConfigError, DataError, ResourcesError, RunDirectoryError
+from raydfl.core.settings import FIRST_VIEW
 from raydfl.data.build import build_population
-from raydfl.data.population import Population
+from raydfl.data.population import Population, StoredView
 from raydfl.data.shards import Shard
 from raydfl.engine.config import Config, make_config
 from raydfl.engine.listeners import Compaction
@@ -61,25 +63,25 @@ def files_of(folder: Path) -> dict[str, bytes]:
 def test_a_population_of_reports_has_their_clients_and_nothing_else() -> None:
     north = SiteReport("north", (3, 5), 16, 40, {"test": [(0, 7)], "triggered": []}, 2, ("a",))
     south = SiteReport("south", (4,), 16, 40, {"test": [], "triggered": []}, 0, ("b",))
-    population = join([north, south], ["a", "b"])
+    population = join_sites([north, south], ["a", "b"])
     assert list(population.ids) == ["north/0", "north/1", "south/0"]
     assert [population.num_examples(index) for index in range(3)] == [3, 5, 4]
     assert [population.place_of(index) for index in range(3)] == ["north", "north", "south"]
-    assert (population.bands, population.length, population.stores) == (16, 40, ())
+    assert population.views[FIRST_VIEW] == StoredView(40, (), 16)
     assert "2 clips cannot be read" in population.messages[0]
     assert "cannot" not in population.messages[1]
 
 
 def test_lengths_that_differ_between_sites_are_no_common_length() -> None:
     reports = [SiteReport(name, (3,), 16, length, {}, 0, ("a",)) for name, length in (("north", 40), ("south", 41))]
-    assert join(reports, ["a"]).length is None
+    assert join_sites(reports, ["a"]).views[FIRST_VIEW].length is None
 
 
 def test_the_population_is_read_back_with_its_sites(tmp_path: Path) -> None:
-    population = join([SiteReport("north", (3, 5), 16, 40, {"test": [(0, 7)]}, 0, ("a",))], ["a", "b"])
+    population = join_sites([SiteReport("north", (3, 5), 16, 40, {"test": [(0, 7)]}, 0, ("a",))], ["a", "b"])
     population.save(tmp_path)
     again = Population.load(tmp_path, verify=True)
-    assert (list(again.ids), again.classes, again.bands) == (list(population.ids), ("a", "b"), 16)
+    assert (list(again.ids), again.classes, again.views[FIRST_VIEW].bands) == (list(population.ids), ("a", "b"), 16)
     assert (again.places, again.shards) == (("north",), [Shard("test", 0, 7, "north")])
 
 
@@ -89,7 +91,9 @@ def test_what_sites_tell_is_written_down_word_for_word(silos: Silos) -> None:
     told = json.loads((folder_of(config) / "sites.json").read_text())
     assert told["classes"] == ["tone0", "tone1", "tone2"]
     assert [site["site"] for site in told["sites"]] == ["north", "south"]
-    assert set(told["sites"][0]) == {"site", "examples", "bands", "length", "shards", "left_out", "trained", "views"}
+    assert set(told["sites"][0]) == {
+        *("site", "examples", "bands", "length", "shards", "left_out", "trained", "views", "columns", "profile")
+    }
     assert [site["trained"] for site in told["sites"]] == [["tone0", "tone1", "tone2"], ["tone0", "tone1"]]
     examples = [count for site in told["sites"] for count in site["examples"]]
     assert examples == [population.num_examples(index) for index in range(len(population))]
@@ -128,7 +132,7 @@ def test_the_runs_folder_holds_nothing_of_a_sites_data(silos: Silos) -> None:
         own = Population.load(at(config, site) / "population")
         for index in range(len(own)):
             examples = own.data(index).train
-            frames = np.ascontiguousarray(own.stores[0].frames[int(examples.starts[0])])
+            frames = np.ascontiguousarray(own.stores[0].frames[int(examples.first_view.starts[0])])
             secret[f"{site} {index} features"] = frames.tobytes()
     names = [name for name in whole(config) if name.startswith("client ") and "model:local" in name]
     assert len({name.split()[1] for name in names}) == 9  # every client has private tensors
@@ -338,11 +342,6 @@ def test_a_site_whose_folder_is_gone_is_named(silos: Silos) -> None:
     shutil.rmtree(config.data.sites["south"].folder)
     with pytest.raises(RunDirectoryError, match="site 'south'"):
         runs.resume(folder_of(config))
-
-
-def test_attackers_need_one_place_that_knows_all_data(silos: Silos) -> None:
-    with pytest.raises(ConfigError, match="attack: .*sites"):
-        create(silos("attack={name: sign_flip, clients: 0.2}"), Progress("quiet"))
 
 
 def test_recordings_that_cannot_be_used_are_told_of(silos: Silos) -> None:

@@ -105,9 +105,11 @@ def test_fashion_mnist_and_emnist(tmp_path: Path) -> None:
     np.testing.assert_array_equal(EMNIST(root=tmp_path).image(rows[3]), images[3])  # transposed, as it was published
     assert [row["label"] for row in rows_of(EMNIST(root=tmp_path, variant="letters"))] == ["a", "z"]
     assert [row["label"] for row in rows_of(EMNIST(root=folder, variant="balanced"))] == ["Z", "a", "t"]
-    counts = {name: len(EMNIST(root=tmp_path, variant=name).published) for name in ("byclass", "bymerge", "balanced")}
+    counts = {
+        name: len(EMNIST(root=tmp_path, variant=name).class_names()) for name in ("byclass", "bymerge", "balanced")
+    }
     assert counts == {"byclass": 62, "bymerge": 47, "balanced": 47}
-    merged = set(EMNIST(root=tmp_path).published) - set(EMNIST(root=tmp_path, variant="bymerge").published)
+    merged = set(EMNIST(root=tmp_path).class_names()) - set(EMNIST(root=tmp_path, variant="bymerge").class_names())
     assert merged == set("cijklmopsuvwxyz") < set(string.ascii_lowercase)
 
 
@@ -181,7 +183,7 @@ def rewritten(**change: Any) -> Callable[[Path], None]:
         (cut, "data_batch_3: this is no pickle, or it is truncated or damaged"),
         (lambda file: file.write_bytes(b""), "data_batch_3: this is no pickle"),
         (rewritten(labels=None), "data_batch_3: the batch has no 'labels'"),
-        (rewritten(labels=[1, 2]), "data_batch_3 holds 4 images and 2 labels"),
+        (rewritten(labels=[1, 2]), "data_batch_3 holds 4 images and its labels are 2"),
         (rewritten(labels=[1, 2, 3, 10]), "data_batch_3 has the label 10, and the set has 10 names"),
         (rewritten(labels="abcd"), "data_batch_3: its labels are no list of whole numbers"),
         (
@@ -196,12 +198,9 @@ def rewritten(**change: Any) -> Callable[[Path], None]:
         (rewritten(labels=[crashing("O8")]), "an array of another data type than numbers"),
         (rewritten(labels=[crashing("u8")]), "it changes the state of an object"),
         (rewritten(labels=np.array([None])), "an array of another data type than numbers"),
-        (rewritten(labels=[[1, 2]] * 4), "it has a list within a container"),
-        (
-            rewritten(data=Builds(_reconstruct, (np.ndarray, (0,), b"b"))),
-            "this is no pickle, or it is truncated or damaged",
-        ),
-        (rewritten(labels=[1, 2, 3, 2**40]), "it has the opcode LONG1"),
+        (rewritten(labels=[[1, 2]] * 4), "its labels are no list of whole numbers"),
+        (rewritten(data=Builds(_reconstruct, (np.ndarray, (0,), b"b"))), "its images are NoneType, not bytes"),
+        (rewritten(labels=[1, 2, 3, 2**40]), "it has the opcode 0x8a"),
         (rewritten(labels=["x"] * 4), "its labels are no list of whole numbers"),
         (lambda file: file.unlink(), "there is no data_batch_3 in"),
     ],
@@ -218,7 +217,7 @@ def test_damaged_batches(tmp_path: Path, change: Callable[[Path], None], says: s
     [
         ({"X": None}, "train_32x32.mat: the file has no 'X'"),
         ({"y": None}, "train_32x32.mat: the file has no 'y'"),
-        ({"y": np.zeros((2, 1), np.uint8)}, "train_32x32.mat holds 3 images and 2 labels; it is damaged"),
+        ({"y": np.zeros((2, 1), np.uint8)}, "train_32x32.mat holds 3 images and its labels are 2"),
         ({"y": np.array([[1.5], [2], [3]])}, "its labels are no list of whole numbers"),
         ({"X": np.zeros((32, 32, 3, 3))}, r"its images are float64 \[3, 32, 32, 3\], not bytes \[images, 32, 32, 3\]"),
         (cut, "train_32x32.mat: this is no MATLAB file of version 4 to 7, or it is truncated"),

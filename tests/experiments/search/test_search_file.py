@@ -113,10 +113,12 @@ def test_a_setting_of_the_command_line_takes_none_of_the_spaces(search_file: Stu
         load_search(search_file(), ["method.mu=0.1"])
 
 
-def test_data_at_sites_are_refused(search_file: StudyFile) -> None:
-    """Copies of one trial would remove each other's private state there."""
-    with pytest.raises(ConfigError, match=r"data\.sites: trials of a search .* compare settings with raydfl sweep"):
-        load_search(search_file(), ["data.sites={north: {folder: /x}}"])
+def test_copies_of_trials_do_not_go_with_data_at_sites(search_file: StudyFile) -> None:
+    """A copy of a run folder would share its private state at the sites."""
+    sites = ["data.sites={north: {folder: /x}}"]
+    assert load_search(search_file(), sites).first.data.sites
+    with pytest.raises(ConfigError, match=r"data\.sites: scheduler pbt copies run folders"):
+        load_search(search_file(scheduler={"name": "pbt", "interval": 2}), sites)
 
 
 def test_a_folder_that_would_be_lost_is_refused(search_file: StudyFile, tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def test_fedstars_protocol_is_that_of_the_paper(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("RAYDFL_DATA", "/recordings")
     for name in ("speech_commands", "ambient_contexts", "voxforge"):
         config = load_config(JOBS / "fedstar" / f"{name}.yaml")
-        train, features, crop = config.train, config.data.features, config.data.pipeline.crop
+        train, features, crop = config.train, config.data.features, config.data.first_view.pipeline.crop
         assert (train.rounds, train.cohort_size(15), train.local_epochs, train.batch_size) == (100, 12, 1, 64)
         assert (train.optimiser.name, train.optimiser.lr, train.optimiser.eps) == ("adam", 0.001, 1e-7)
         assert (features.window, features.hop, features.points, features.bands) == (400, 160, 1024, 64)

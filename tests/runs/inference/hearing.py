@@ -21,7 +21,7 @@ CLASSES = ("a", "b", "c")
 def untrained(architecture: str, average: str = "probabilities", options: Any = (), **data: Any) -> RunModel:
     """A model with large weights, so that small differences of features show, for clips as ``data`` says."""
     settings = DataSettings.model_validate({"name": "spoken_words", "features": FEATURES, **data})
-    features, segment, cut = settings.features, settings.test_segments, settings.pipeline.cut
+    features, segment, cut = settings.features, settings.first_view.test_segments, settings.first_view.pipeline.cut
     length = features.frames
     if length is not None:
         length = min(number for number in (length, segment and segment.frames, cut) if number is not None)
@@ -35,4 +35,6 @@ def untrained(architecture: str, average: str = "probabilities", options: Any = 
         for parameter in network.parameters():
             parameter.mul_(2)
     objective = Classify(average=average)  # type: ignore[arg-type]
-    return RunModel(Path("runs/x"), "m", "", 1, network, spec, CLASSES, settings, length, statistics, objective)
+    return RunModel(
+        Path("runs/x"), "m", "", 1, network, spec, CLASSES, settings, settings.first_view, length, statistics, objective
+    )

@@ -261,8 +261,8 @@ def test_every_architecture(mutual: Finished, architecture: str, lengths: bool) 
 
 def made(run: Finished, network: nn.Module, architecture: str, length: int | None) -> RunModel:
     """A model that no run has trained."""
-    spec = ModelSpec("m", architecture, 16, 3)
-    return RunModel(run.folder, "m", "", 2, network.eval(), spec, ("a", "b", "c"), run.config.data, length)
+    spec, data = ModelSpec("m", architecture, 16, 3), run.config.data
+    return RunModel(run.folder, "m", "", 2, network.eval(), spec, ("a", "b", "c"), data, data.first_view, length)
 
 
 class Pooled(nn.Module):

@@ -47,7 +47,7 @@ def front_end(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
 
 
 def described(features: FeatureSettings, segment: SegmentSettings | None = None) -> dict[str, Any]:
-    return describe_front_end(DataSettings(name="spoken_words", features=features, segment=segment))
+    return describe_front_end(DataSettings(name="spoken_words", features=features, segment=segment).first_view)
 
 
 @pytest.mark.parametrize("seconds", [0.003, 0.2, 0.613])
@@ -125,7 +125,7 @@ def test_normalisation_and_silence(front_end: ModuleType) -> None:
 def test_normalisation_by_group(front_end: ModuleType) -> None:
     settings = FeatureSettings(**FEATURES, normalise="group")
     statistics = np.random.default_rng(0).uniform(1, 20, (2, settings.bands))
-    said = describe_front_end(DataSettings(name="spoken_words", features=settings), statistics)
+    said = describe_front_end(DataSettings(name="spoken_words", features=settings).first_view, statistics)
     tone = wave(0, "high", 1, 0.3)
     decibels = FeatureExtractor(settings)(tone, RATE)
     expected = (decibels - statistics[0]) / (statistics[1] + said["normalise"]["epsilon"])
@@ -148,19 +148,21 @@ def test_a_crop_and_normalisation_after_it(front_end: ModuleType, test: str) -> 
     data = DataSettings.model_validate(
         {"name": "spoken_words", "features": {**FEATURES, "seconds": 0.6}, "transforms": transforms}
     )
-    said = describe_front_end(data)
+    said = describe_front_end(data.first_view)
     tone = wave(0, "high", 1, 0.35)
     parts = front_end.segments(front_end.features(tone, said), said)
-    extractor = FeatureExtractor(data.stored_features)  # type: ignore[arg-type]
+    extractor = FeatureExtractor(data.first_view.stored_features)  # type: ignore[arg-type]
     matrix = np.zeros((61, data.features.bands), np.float32)
     matrix[:36] = extractor(tone, RATE)
-    _, starts, counts = segments(np.array([61]), data.test_segments, None)
-    starts, counts = data.pipeline.window(starts, counts)
+    _, starts, counts = segments(np.array([61]), data.first_view.test_segments, None)
+    starts, counts = data.first_view.pipeline.window(starts, counts)
     assert [len(part) for part in parts] == counts.tolist()
     assert len(parts) == (1 if test == "centre" else 3)
     for part, start, count in zip(parts, starts.tolist(), counts.tolist(), strict=True):
         sounding = torch.tensor([min(max(36 - start, 0), count)])
-        expected = data.pipeline.apply(torch.from_numpy(matrix[None, start : start + count].copy()), sounding, None)
+        expected = data.first_view.pipeline.apply(
+            torch.from_numpy(matrix[None, start : start + count].copy()), sounding, None
+        )
         np.testing.assert_allclose(part, expected[0].numpy(), atol=2e-3)
 
 

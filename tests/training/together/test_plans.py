@@ -31,7 +31,7 @@ def pooled(labelled: int, unlabelled: int, seed: int = 0) -> ClientData:
     first = make_examples(labelled, seed) if labelled else nothing
     whole = make_examples(labelled + unlabelled, seed)  # pools are of one store
     first, further = whole.take(np.arange(labelled)), whole.take(np.arange(labelled, len(whole)))
-    return ClientData(first, nothing, nothing, {"unlabelled": further}, "labelled")
+    return ClientData({"labelled": first, "unlabelled": further}, nothing, nothing)
 
 
 def epoch(data: ClientData, plan: Plan, seed: int = 0) -> list[tuple[list[int], list[int]]]:

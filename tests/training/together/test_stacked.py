@@ -7,7 +7,8 @@ import pytest
 import torch
 from several_clients import BANDS, FRAMES, make_examples, make_steps
 
-from raydfl.data.examples import Examples
+from raydfl.core.settings import FIRST_VIEW
+from raydfl.data.examples import Examples, Frames
 from raydfl.methods.fedavg import FedAvg
 from raydfl.models.dense import MeanMLP
 from raydfl.training import _fit as train
@@ -27,7 +28,8 @@ def test_every_client_has_its_own_batches_and_padding_of_weight_0(
     plans = [own.order(4, np.random.default_rng(1)) for own in examples]
     assert [[len(index) for index in plan] for plan in plans] == [[4, 4, 2], [4, 3], [3]]
     batches = StackedBatches(examples, plans, torch.device("cpu"))
-    resident = Resident(examples, plans, windows(examples, plans), 4, torch.device("cpu"))
+    views = [own.first_view for own in examples]
+    resident = Resident(views, plans, windows(views, plans), 4, torch.device("cpu"))
     assert len(batches) == 3
     assert [batches.clients(step) for step in range(3)] == [3, 2, 1]
     for step in range(3):
@@ -55,7 +57,7 @@ def test_every_client_has_its_own_batches_and_padding_of_weight_0(
                 assert batch.lengths is not None
                 assert batch.lengths[client].tolist() == alone.lengths.tolist() + [1] * (width - size)
     assert batches.batch(2).weight is None
-    moved = frames_on(every.store, torch.device("cpu"))
+    moved = frames_on(every.first_view.store, torch.device("cpu"))
     assert (moved is not None) == fits
     assert (resident._frames is moved) == fits
 
@@ -64,7 +66,8 @@ def test_clients_of_different_stores_are_put_together() -> None:
     """As clients with clean and with noisy recordings are."""
     examples = [make_examples(5, 1), make_examples(3, 2)]
     plans = [own.order(5, None) for own in examples]
-    cut = Resident(examples, plans, windows(examples, plans), 5, torch.device("cpu")).cut(0, 2, 5, FRAMES)
+    views = [own.first_view for own in examples]
+    cut = Resident(views, plans, windows(views, plans), 5, torch.device("cpu")).cut(0, 2, 5, FRAMES)
     for client, own in enumerate(examples):
         assert torch.equal(cut[client, : len(own)], own.batch(plans[client][0]).x)
     assert not cut[1, 3:].any()
@@ -92,13 +95,14 @@ def test_a_client_alone_on_a_device_has_the_same_batches(lengths: bool) -> None:
 
 def on_device(examples: list[Examples], plans: list[list[np.ndarray]]) -> StackedBatches:
     batches = StackedBatches(examples, plans, torch.device("cpu"))
-    batches._resident = Resident(examples, plans, windows(examples, plans), 4, torch.device("cpu"))
+    views = [own.first_view for own in examples]
+    batches._views[FIRST_VIEW]._resident = Resident(views, plans, windows(views, plans), 4, torch.device("cpu"))
     return batches
 
 
-def windows(examples: list[Examples], plans: list[list[np.ndarray]]) -> list[list[tuple[np.ndarray, np.ndarray]]]:
+def windows(views: list[Frames], plans: list[list[np.ndarray]]) -> list[list[tuple[np.ndarray, np.ndarray]]]:
     """First rows and numbers of frames of the examples of each batch, whole."""
-    return [[(own.starts[i], own.counts[i]) for i in plan] for own, plan in zip(examples, plans, strict=True)]
+    return [[(own.starts[i], own.counts[i]) for i in plan] for own, plan in zip(views, plans, strict=True)]
 
 
 def test_examples_are_ordered_as_their_batches_are() -> None:
