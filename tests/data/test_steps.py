@@ -212,3 +212,20 @@ def test_the_command_line_prints_the_tables_after_a_step(raydfl: Raydfl, tmp_pat
         ["w0/g0/1", "w0", "g0", "validation", "1", "r0-0", "train"]
     ]
     raydfl("data", "info", job, "--step", "spilt").refuses("--step spilt: there is no such step; did you mean 'split'?")
+
+
+def test_tables_of_sites_are_named_at_the_sites(made: Make, tmp_path: Path) -> None:
+    site = {"folder": tmp_path, "tables": {"clients": tmp_path / "clients.parquet"}}
+    assert made(sites={"here": site}).at("here").tables.clients == tmp_path / "clients.parquet"
+    for sites, message in (
+        (
+            {"here": {"folder": tmp_path}},
+            "data.tables: the lists of clips are at the sites; name the tables in data.sites",
+        ),
+        (
+            {"here": {"folder": tmp_path, "tables": {"clips": "x.csv"}}},
+            "data.sites.here.tables.clips: 'x.csv' .* absolute",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            made(sites=sites, **({} if "tables" in sites["here"] else {"tables": {"clips": "x.csv"}}))
