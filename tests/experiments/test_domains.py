@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from raydfl.experiments.search.space import Domain
+from raydfl.experiments.domains import Domain
 
 
 def _domain(**kind: Any) -> Domain:
@@ -53,31 +53,26 @@ def test_a_logarithmic_range_is_uniform_in_the_logarithm() -> None:
     assert 0.46 < below < 0.54
 
 
-def test_neighbours_stay_within_the_ends() -> None:
-    assert _domain(uniform=[0.1, 0.9]).neighbour(0.5, 1.2, up=True) == 0.6
-    assert _domain(uniform=[0.1, 0.9]).neighbour(0.6, 1.2, up=False) == 0.5
-    assert _domain(uniform=[0.1, 0.9]).neighbour(0.85, 1.2, up=True) == 0.9
-    assert _domain(randint=[1, 4]).neighbour(2, 1.2, up=True) == 3  # at least one step
-    assert _domain(randint=[1, 4]).neighbour(1, 1.2, up=False) == 1
-    assert _domain(randint=[1, 100]).neighbour(50, 1.2, up=True) == 60
-    assert _domain(quniform=[0.0, 1.0, 0.25]).neighbour(0.5, 1.2, up=True) == 0.75
-    assert _domain(choice=["a", "b", "c"]).neighbour("a", 1.2, up=True) == "b"
-    assert _domain(choice=["a", "b", "c"]).neighbour("a", 1.2, up=False) == "a"
+def test_numbers_beyond_the_ends_are_clipped() -> None:
+    assert _domain(uniform=[0.1, 0.9]).clip(1.02) == 0.9
+    assert _domain(randint=[1, 4]).clip(0) == 1
+    assert _domain(quniform=[0.0, 1.0, 0.3]).clip(0.7) == 0.6
+    assert _domain(choice=["a", "b"]).clip("b") == "b"
 
 
-def test_optuna_draws_from_the_same_ranges() -> None:
-    import optuna
+def test_ray_tunes_searchers_draw_from_the_same_ranges() -> None:
+    from ray.tune.search.optuna import OptunaSearch
 
-    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=1))
-    spaces = {str(place): domain for place, domain in enumerate(CASES)}
-    for _ in range(50):
-        trial = study.ask({name: domain.distribution() for name, domain in spaces.items()})
-        for name, domain in spaces.items():
-            value = domain.from_optuna(trial.params[name])
+    space = {str(place): domain.to_tune() for place, domain in enumerate(CASES)}
+    search = OptunaSearch(space, metric="score", mode="max", seed=1)
+    for number in range(50):
+        found = search.suggest(str(number))
+        for name, domain in enumerate(CASES):
+            value = found[str(name)]
             assert 0 <= domain.position(value) <= 1
             if domain.listed:
                 assert value in domain.values
-        study.tell(trial, 0.0)
+        search.on_trial_complete(str(number), {"score": 0.0})
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,20 @@
-"""The grids in jobs/: every configuration of each is valid, and the paper's numbers are in their places."""
+"""The studies in jobs/ and tune/: every configuration is valid, and the paper's numbers are in their places."""
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
+from raydfl.core import registry
 from raydfl.core.yaml import parse_yaml
 from raydfl.engine.config import load_config
-from raydfl.experiments.sweep.grid import load_sweep
-from raydfl.experiments.sweep.settings import SweepSettings
+from raydfl.experiments.settings import StudySettings
+from raydfl.experiments.study import load_study
 
-JOBS = Path(__file__).resolve().parents[3] / "jobs"
+JOBS = Path(__file__).resolve().parents[2] / "jobs"
+TUNE = JOBS.with_name("tune")
 # Cells: data sets (or conditions) x methods. Runs: 5 seeds, 5 sessions, 5 or 10 folds; twins 3 seeds.
 SIZES = {
     "fedmlac_literal": (24, 24),
@@ -69,11 +72,11 @@ def test_every_grid_has_a_size_here_and_every_table_a_twin() -> None:
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in LARGE else []) for n in SIZES])
 def test_every_configuration_of_a_grid_is_valid(name: str) -> None:
-    sweep = load_sweep(JOBS / f"{name}.yaml")
-    assert (len(sweep.cells), len(sweep.runs)) == SIZES[name]
-    published = sweep.settings.published()
+    study = load_study(JOBS / f"{name}.yaml")
+    assert (len(study.cells), len(study.trials)) == SIZES[name]
+    published = study.settings.published()
     assert len(published) == PUBLISHED.get(name, 0)
-    assert set(published) <= set(sweep.cells)
+    assert set(published) <= set(study.cells)
 
 
 ONE = {
@@ -88,15 +91,15 @@ ONE = {
 
 @pytest.mark.parametrize("name", ONE)
 def test_the_published_protocol_is_that_of_the_paper(name: str) -> None:
-    sweep = load_sweep(JOBS / "fedmlac" / f"{name}.yaml", only=[f"data={ONE[name]}", "method=FedMLAC"])
-    for run in sweep.runs:
+    study = load_study(JOBS / "fedmlac" / f"{name}.yaml", only=[f"data={ONE[name]}", "method=FedMLAC"])
+    for run in study.trials:
         train, data = run.config.train, run.config.data
         assert (train.rounds, train.local_epochs, train.batch_size, train.optimiser.lr) == (5000, 1, 16, 0.01)
         assert (data.features.bands, data.features.window, data.features.hop) == (128, 1024, 160)
         assert run.config.method["form"] == "literal"
         assert run.metric.score == ("accuracy" if ONE[name] == "GSC" or name.startswith("figure") else "macro_f1")
     folds = {"GSC": 5, "IEMOCAP": 5, "CREMA-D": 5, "UrbanSound8K": 10}[ONE[name]]
-    assert all(len({run.identity for run in runs}) == folds for runs in sweep.cells.values())
+    assert len({run.identity for run in study.trials}) == folds * len(study.cells)
 
 
 def test_fedstars_protocol_is_that_of_the_paper(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +141,7 @@ def test_published_numbers_stand_where_they_belong(
     file: str, labels: tuple[str, ...], mean: float, spread: float
 ) -> None:
     path = JOBS / "fedmlac" / f"{file}.yaml"
-    settings = SweepSettings.model_validate(parse_yaml(path.read_text(), str(path)))
+    settings = StudySettings.model_validate(parse_yaml(path.read_text(), str(path)))
     assert settings.published()[labels] == (mean, spread)
 
 
@@ -146,9 +149,57 @@ def test_clean_cells_of_the_tables_are_shared() -> None:
     """20 % of the clients, clean, is in tables 4 to 7: their runs are the same runs."""
 
     def identities(name: str, *only: str) -> set[str]:
-        sweep = load_sweep(JOBS / "fedmlac" / f"{name}.yaml", only=["data=GSC", "method=FedAvg", *only])
-        assert sweep.folder.name == "fedmlac"
-        return {run.identity for run in sweep.runs}
+        study = load_study(JOBS / "fedmlac" / f"{name}.yaml", only=["data=GSC", "method=FedAvg", *only])
+        assert study.folder.name == "fedmlac"
+        return {run.identity for run in study.trials}
 
     assert identities("table4") == identities("table5", "active=20 %")
     assert identities("table4") == identities("table6", "noise=clean") == identities("table7", "error_rate=0.0")
+
+
+# -- searches --------------------------------------------------------------------------------------------------------
+
+
+NOT_SEARCHED = {
+    "rule": "which aggregation is used is a question of its own",
+    "objective": "what is learnt is a question of its own",
+    "lpa": "FedMLAC: an ablation",
+    "mutual": "FedMLAC: an ablation",
+    "learn_from": "FedSTAR: its baselines",
+    "weight": "FedSTAR: two readings of the paper",
+    "rising_rounds": "FedSTAR: the rounds of the run",
+    "ratio_from": "the devices' limits: part of the problem",
+    "speed_from": "FedMP: the devices' speeds, part of the problem",
+    "share": "the devices' limits: part of the problem",
+    "generated_epochs": "FedGen: more than the passes of a round",
+    "student": "methods of several views: which one is to learn is the problem",
+    **dict.fromkeys(
+        ("centre_of", "anomalous_share", "push", "margin", "contrast", "contrast_temperature"),
+        "ProFiLA: of anomalies in training",
+    ),
+    "total_rounds": "ProFiLA: the rounds of the run",
+    "first_round": "ProFiLA: two readings of the code",
+    "steer": "ProFiLA: what there is to steer by is part of the problem",
+    "lr_min": "ProFiLA: bounds of what is searched",
+    "lr_max": "ProFiLA: bounds of what is searched",
+    "strong": "FedSTAR: needs a view of one's own",
+}
+
+
+@pytest.mark.parametrize("name", registry.names("raydfl.methods"))
+def test_every_method_has_a_space_of_all_its_fields(name: str) -> None:
+    study = load_study(TUNE / f"{name}.yaml")
+    assert study.first.config.method["name"] == name
+    fields = {item.name for item in dataclasses.fields(study.first.config.parts.method)} - {"objective"}
+    searched = {key.partition(".")[2] for key in study.settings.domains if key.startswith("method.")}
+    assert searched == fields - set(NOT_SEARCHED)
+
+
+def test_every_file_in_tune_is_a_valid_study() -> None:
+    files = sorted(TUNE.glob("*.yaml"))
+    assert {file.stem for file in files} == {*registry.names("raydfl.methods"), "tiny", "fedmlac_pbt"}
+    for file in files:
+        assert f"raydfl search tune/{file.name}" in file.read_text()
+        assert parse_yaml(file.read_text(), str(file))["title"]
+        if file.stem in ("tiny", "fedmlac_pbt"):  # the others are loaded above
+            load_study(file)

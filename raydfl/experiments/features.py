@@ -1,25 +1,31 @@
-"""Descriptions of the features that the networks of a sweep see, for the notes below its table."""
+"""Descriptions of the features that the networks of a study see, for the notes below its table."""
 
 from __future__ import annotations
 
 from raydfl.data import DataSettings
 from raydfl.data.features import FeatureSettings, FileFeatures, ImageFeatures, KaldiFeatures, PretrainedFeatures
 from raydfl.engine import Config
-from raydfl.experiments.sweep.grid import Sweep
+from raydfl.experiments.study import Study
 
 
-def axis_of_features(sweep: Sweep) -> dict[str, str]:
-    """Return, by description of the features, the labels that have them, when one axis alone decides."""
-    for place in range(len(sweep.axes)):
-        by_label: dict[str, set[str]] = {}
-        for labels, runs in sweep.cells.items():
-            by_label.setdefault(labels[place], set()).add(features_text(runs[0].config))
-        if all(len(texts) == 1 for texts in by_label.values()):
-            found: dict[str, list[str]] = {}
-            for label, texts in by_label.items():
-                found.setdefault(next(iter(texts)), []).append(label)
-            return {text: ", ".join(labels) for text, labels in found.items()}
-    return {}
+def describe_features(study: Study) -> list[str]:
+    """Return notes on the features that the networks of a study see, with the labels that have them."""
+    described: dict[str, list[tuple[str, ...]]] = {}
+    for labels in study.cells:
+        trial = next((each for each in study.trials if each.labels == labels), study.first)
+        described.setdefault(features_text(trial.config), []).append(labels)
+    if len(described) == 1:
+        return [f"Features: {next(iter(described))}."]
+    for place in range(len(study.axes)):  # one axis may decide alone
+        groups = {text: {labels[place] for labels in cells} for text, cells in described.items()}
+        if sum(map(len, groups.values())) == len(set().union(*groups.values())):
+            return [
+                f"Features ({', '.join(dict.fromkeys(labels[place] for labels in cells))}): {text}."
+                for text, cells in described.items()
+            ]
+    return [
+        f"Features ({len(cells)} cells, such as {', '.join(cells[0])}): {text}." for text, cells in described.items()
+    ]
 
 
 def features_text(config: Config) -> str:

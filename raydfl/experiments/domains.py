@@ -1,20 +1,17 @@
-"""Domains, from which settings are drawn: a range, or a list of values."""
+"""Domains of settings: a range, or a list of values."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from pydantic import Field, model_validator
 
 from raydfl.core.settings import Settings
 
-if TYPE_CHECKING:
-    from optuna.distributions import BaseDistribution
-
 _DIGITS = 4
-"""Significant digits of a drawn number: so that it can be read and typed."""
+"""Significant digits of a drawn number, so that users can type it."""
 
 _KINDS = ("uniform", "loguniform", "quniform", "randint", "choice", "grid")
 
@@ -37,15 +34,13 @@ class Domain(Settings):
     def _one_kind(self) -> Domain:
         given = [name for name in _KINDS if getattr(self, name) is not None]
         if len(given) != 1:
-            known = ", ".join(_KINDS)
             raise ValueError(
-                f"a domain is exactly one of {known}, such as {{uniform: [0.1, 0.9]}}; here are "
+                f"a domain is exactly one of {', '.join(_KINDS)}, such as {{uniform: [0.1, 0.9]}}; here are "
                 f"{' and '.join(given) if given else 'none'}"
             )
         values = getattr(self, given[0])
         if given[0] in ("choice", "grid"):
-            texts = [repr(value) for value in values]
-            if len(set(texts)) < len(texts):
+            if len({repr(value) for value in values}) < len(values):
                 raise ValueError(f"{given[0]}: a value stands twice")
             return self
         low, high = values[:2]
@@ -59,7 +54,7 @@ class Domain(Settings):
 
     @property
     def kind(self) -> str:
-        """The name of the one that is given."""
+        """The name of the kind."""
         return next(name for name in _KINDS if getattr(self, name) is not None)
 
     @property
@@ -69,77 +64,64 @@ class Domain(Settings):
 
     @property
     def listed(self) -> bool:
-        """True of a list of values, not of a range."""
+        """True of a list of values, False of a range."""
         return self.kind in ("choice", "grid")
 
     def ends(self) -> list[Any]:
-        """Return every listed value, or the two ends of a range: what a corner of the space has."""
-        return list(self.values) if self.listed else [self.values[0], self._high()]
+        """Return every listed value, or the two ends of a range."""
+        if self.listed:
+            return list(self.values)
+        low, high = self.values[:2]
+        return [low, _readable(low + self.values[2] * self._steps()) if self.kind == "quniform" else high]
 
-    def _high(self) -> Any:
-        if self.kind != "quniform":
-            return self.values[1]
+    def _steps(self) -> int:
         low, high, step = self.values
-        return _readable(low + step * math.floor((high - low) / step + 1e-9))
+        return int((high - low) / step + 1e-9)
 
     def draw(self, rng: np.random.Generator) -> Any:
-        """Return a random value, with few digits so that it can be typed."""
+        """Return a random value with few digits."""
         if self.listed:
             return self.values[int(rng.integers(len(self.values)))]
         low, high = self.values[:2]
         if self.kind == "randint":
             return int(rng.integers(low, high, endpoint=True))
         if self.kind == "quniform":
-            step = self.values[2]
-            return _readable(low + step * int(rng.integers(math.floor((high - low) / step + 1e-9), endpoint=True)))
+            return _readable(low + self.values[2] * int(rng.integers(self._steps(), endpoint=True)))
         if self.kind == "loguniform":
-            return min(high, max(low, _readable(math.exp(rng.uniform(math.log(low), math.log(high))))))
-        return min(high, max(low, _readable(rng.uniform(low, high))))
+            return self.clip(_readable(math.exp(rng.uniform(math.log(low), math.log(high)))))
+        return self.clip(_readable(rng.uniform(low, high)))
 
-    def neighbour(self, value: Any, factor: float, up: bool) -> Any:
-        """Return a value as population based training changes it: times ``factor`` or divided by it, or the next of a list."""
+    def clip(self, value: Any) -> Any:
+        """Return the value of a range that is nearest to a number; of a list the number itself."""
         if self.listed:
-            place = self.values.index(value) + (1 if up else -1)
-            return self.values[min(len(self.values) - 1, max(0, place))]
-        low, high = self.values[0], self._high()
-        moved = value * factor if up else value / factor
-        if self.kind == "randint":
-            moved = value + 1 if up and round(moved) == value else value - 1 if round(moved) == value else round(moved)
-            return int(min(high, max(low, moved)))
+            return value
+        low, high = self.ends()
         if self.kind == "quniform":
-            step = self.values[2]
-            steps = max(1, round(abs(moved - value) / step))
-            moved = value + steps * step if up else value - steps * step
-        return min(high, max(low, _readable(moved)))
+            value = _readable(low + self.values[2] * round((value - low) / self.values[2]))
+        return min(high, max(low, value))
 
     def position(self, value: Any) -> float:
-        """Return where a value lies between the ends, 0 to 1; in its logarithm for loguniform. Of a list: its place."""
+        """Return the place of a value between the ends, 0 to 1: in its logarithm for loguniform, by its index in a list."""
         if self.listed:
             place = next((index for index, known in enumerate(self.values) if known == value), 0)
             return place / max(1, len(self.values) - 1)
-        low, high = self.values[0], self._high()
+        low, high = self.ends()
         if self.kind == "loguniform":
             return (math.log(value) - math.log(low)) / (math.log(high) - math.log(low))
         return float((value - low) / (high - low))
 
-    def distribution(self) -> BaseDistribution:
-        """Return the same for Optuna; of a list the places."""
-        from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+    def to_tune(self) -> Any:
+        """Return the same domain for Ray Tune's searchers."""
+        from ray import tune  # takes a second
 
         if self.listed:
-            return CategoricalDistribution(tuple(range(len(self.values))))
-        low, high = self.values[:2]
+            return tune.choice(list(self.values))
+        low, high = self.ends()
         if self.kind == "randint":
-            return IntDistribution(low, high)
+            return tune.randint(low, high + 1)
         if self.kind == "quniform":
-            return FloatDistribution(low, self._high(), step=self.values[2])
-        return FloatDistribution(low, high, log=self.kind == "loguniform")
-
-    def from_optuna(self, suggested: Any) -> Any:
-        """Return the value that a suggestion stands for."""
-        if self.listed:
-            return self.values[int(suggested)]
-        return _readable(suggested) if self.kind == "quniform" else suggested
+            return tune.quniform(low, high, self.values[2])
+        return tune.loguniform(low, high) if self.kind == "loguniform" else tune.uniform(low, high)
 
 
 def _readable(value: float) -> float:
