@@ -19,7 +19,7 @@ from raydfl.data.features import BY_TRAINING_CLIPS, EPSILON, FeatureSettings, Ka
 from raydfl.data.features.front_ends import FRONT_ENDS, Spectral, larger, smaller, take
 from raydfl.objectives import Classify, Objective
 from raydfl.runs.inference.model import RunModel
-from raydfl.runs.inference.network import TOLERANCE, Graph, trace
+from raydfl.runs.inference.network import Graph, compare, trace
 from raydfl.runs.inference.recordings import LEAST_FRAMES, FrontEnd
 
 _SECONDS = (0.004, 0.31, 1.0, 2.37)
@@ -229,13 +229,7 @@ def largest_difference(answer: Callable[[np.ndarray], np.ndarray], model: RunMod
         expected = predict_waves(front_end, samples, rate)
         if expected is None:
             continue
-        difference = float(np.abs(answer(samples) - expected).max())
-        if not tolerant and not difference <= TOLERANCE * max(1.0, float(np.abs(expected).max())):
-            raise InputError(
-                f"the ONNX graph of model {model.name!r} ({model.spec.architecture}) answers otherwise than raydfl predict, by "
-                f"{difference:.1e} for {seconds} s; nothing was written: leave --input out"
-            )
-        differences.append(difference)
+        differences.append(compare(answer(samples), expected, model, f"for {seconds} s", tolerant))
     return max(differences)
 
 
