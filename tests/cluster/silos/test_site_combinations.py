@@ -104,7 +104,7 @@ def test_a_part_may_be_at_some_sites_and_a_resumed_run_has_the_same_bits(silos: 
     known, at_sites = open_sites(whole)
     assert known.places == ("north", "south")
     for part, data in whole.data.each.items():
-        classes = known.each[part].classes
+        classes = known.parts[part].classes
         for site in data.sites:
             alone = build_population(data.at(site), whole.run.seed, classes=classes)
             assert_has_clips(known, at_sites[site], site, alone, part)
