@@ -92,7 +92,7 @@ def _do(
         return
     config, settings = search.first, search.settings
     parallel = settings.parallel
-    if config.data.sites and config.ray.actors:
+    if parallel is None and config.data.sites and config.ray.actors:
         parallel = 1  # their actors are in no placement group: several trials could wait for each other
     with Executor(config, search.folder, progress, settings.retries, parallel, run_config) as executor:
         begun = [search.trial(number, record.values) for number, record in journal.trials.items()]

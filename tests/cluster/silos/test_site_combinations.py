@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ def folder_of(config: Config) -> Path:
 def open_sites(config: Config) -> tuple[Population, dict[str, Population]]:
     """Return a run's population as the server has it, and as each site has it."""
     run_dir = folder_of(config)
-    known = Population.load(run_dir / "population")
+    known = pickle.loads(pickle.dumps(Population.load(run_dir / "population")))  # as an actor at a site gets it
     return known, {site: known.at(site, folder_at(config, run_dir, site) / "population") for site in config.data.sites}
 
 

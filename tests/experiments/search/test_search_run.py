@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -17,8 +18,9 @@ from studies import StudyFile
 from raydfl.cli.experiments import do_search
 from raydfl.core.errors import ResourcesError, RunDirectoryError
 from raydfl.engine.config import Config
+from raydfl.engine.storage.folder import stored_config
 from raydfl.experiments.search.journal import Journal
-from raydfl.experiments.search.plan import Search, load_search
+from raydfl.experiments.search.plan import Search, load_search, trial_name
 from raydfl.experiments.search.run import opened, run_search
 from raydfl.runs.progress import Progress
 from raydfl.testing import assert_same_bits, read_tensors, train_federation
@@ -185,3 +187,16 @@ def test_two_processes_cannot_do_one_search(search_file: StudyFile) -> None:
     search = load_search(search_file())
     with opened(search), pytest.raises(RunDirectoryError, match="is in use by process"), opened(search):
         pass
+
+
+def test_trials_with_data_at_sites_end_as_they_do_alone(search_file: StudyFile, tmp_path: Path) -> None:
+    sites = [f"data.sites={{north: {{speakers: 3, folder: {tmp_path}/n}}, south: {{first: 9, folder: {tmp_path}/s}}}}"]
+    search = load_search(search_file(samples=2, rounds=2), sites)
+    results = run_search(search, Progress("quiet"))
+    assert results.complete
+    for number in range(2):
+        folder = search.folder / trial_name(number)
+        config = stored_config(folder)
+        alone = train_federation(config.model_copy(update={"run": config.run.model_copy(update={"name": "alone"})}))
+        assert_same_bits(alone, read_tensors(folder))
+        shutil.rmtree(search.folder / "alone")
