@@ -58,7 +58,7 @@ class CuttingMethod(Method, ABC):
 
     def needs(self) -> Needs:
         """Need the profile column of the clients' shares."""
-        return dataclasses.replace(super().needs(), columns=(self.share,) if isinstance(self.share, str) else ())
+        return Needs(columns=(self.share,) if isinstance(self.share, str) else ())
 
     def client_models(self, models: Sequence[ModelSpec], profile: Mapping[str, Any]) -> tuple[ModelSpec, ...]:
         """Return the networks with the client's share of their channels."""
