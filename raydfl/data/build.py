@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import cast
 
 import numpy as np
@@ -26,7 +27,6 @@ from raydfl.data.population import CLEAN, Population, StoredView
 from raydfl.data.remote import fetch_recordings
 from raydfl.data.segment import segments
 from raydfl.data.settings import DataSettings, with_place
-from raydfl.data.steps.client_file import share_clips
 from raydfl.data.steps.corrupt import ALTERED, NOISY, corrupt, remove_views
 from raydfl.data.steps.leave_out import deal_ungrouped, leave_out_labels
 from raydfl.data.steps.listing import NO_LABEL, UNLABELLED, Assignment, encode_column, make_assignment, natural_order
@@ -35,10 +35,13 @@ from raydfl.data.steps.poison import Poisoner, poison
 from raydfl.data.steps.pools import HIDDEN_LABEL, assign_pools
 from raydfl.data.steps.profile import add_profiles
 from raydfl.data.steps.split import hold_out, split_clips
+from raydfl.data.steps.user_tables import add_clip_columns, keep_named_clips, match_clients, share_clips
 from raydfl.data.tables import POOLED, Tables, clips_table, table_prefix, view_column
 from raydfl.data.views import View
 
 Step = Callable[[Assignment], Assignment]
+STEPS = ("list", "leave_out", "split", "pools", "partition", "hold_out", "profile", "corrupt", "poison")
+"""Names of the steps in their order."""
 
 
 def list_clips(
@@ -61,6 +64,8 @@ def list_clips(
     manifest = data.source.open().manifest()
     if manifest.column("label").null_count == manifest.num_rows:
         raise DataError("no clip has a label, so nothing says what the classes are")
+    if data.tables.clips is not None:
+        manifest = keep_named_clips(manifest, data.tables.clips)
     if data.leave_out:
         manifest = leave_out_labels(manifest, data.leave_out, complete)
     if data.ungrouped == "deal" and manifest.column("group").null_count:
@@ -73,18 +78,24 @@ def make_steps(data: DataSettings, seed: int, attack: Poisoner | None = None) ->
     own = {name: settings.partition for name, settings in data.pools.items()}
     if data.unlabelled is not None:
         own[UNLABELLED] = data.unlabelled.partition
+    columns = {own.column: f"data.profile.{name}" for name, own in data.profile.items() if own.column is not None}
+
+    def partition(tables: Assignment) -> Assignment:
+        file, how = data.tables.clients, data.partition
+        if how.by == "table":
+            named = "data.partition.file" if how.file else "data.tables.clients"
+            return share_clips(tables, cast(Path, how.file or file), named, how.minimum, columns)
+        tables = partition_clips(tables, how, own, seed)
+        return tables if file is None else match_clients(tables, file, columns)
+
     steps: dict[str, Step] = {
         "split": lambda tables: split_clips(tables, data.split, seed),
         "pools": lambda tables: assign_pools(tables, data.pools, data.unlabelled, seed),
-        "partition": lambda tables: partition_clips(tables, data.partition, own, seed),
+        "partition": partition,
         "hold_out": lambda tables: hold_out(tables, data.split, seed),
         "profile": lambda tables: add_profiles(tables, data.profile),
         "corrupt": lambda tables: remove_views(corrupt(tables, data.corrupt, seed), data.missing, seed),
     }
-    if data.partition.file is not None:
-        file, minimum = data.partition.file, data.partition.minimum
-        columns = {own.column: f"data.profile.{name}" for name, own in data.profile.items() if own.column is not None}
-        steps["partition"] = lambda tables: share_clips(tables, file, minimum, columns)
     if attack is not None:
         steps["poison"] = lambda tables: poison(tables, attack, seed)
     return steps
@@ -111,8 +122,15 @@ def assign_clips(
         DataError: a step does not fit the clips.
     """
     listed = make_assignment(manifest, classes)
+    if last in ("list", "leave_out"):
+        return listed
     tables = usable = listed if readable is None else listed.select(readable)
-    for name, step in make_steps(data, seed, attack).items():
+    if data.tables.clips is not None:
+        tables = add_clip_columns(tables, data.tables.clips)
+    steps = make_steps(data, seed, attack)
+    if "role" in tables.clips.schema.names:
+        steps["split"] = steps["hold_out"] = lambda tables: tables
+    for name, step in steps.items():
         tables = step(tables)
         if name == "partition" and learnt and data.unseen == "stop" and data.label_sets is None:
             check_classes(tables, listed, usable)

@@ -28,11 +28,12 @@ from raydfl.data.steps.listing import LABELLED, UNLABELLED
 from raydfl.data.steps.pools import PoolSettings, UnlabelledSettings
 from raydfl.data.steps.profile import KNOWN, ProfileSettings
 from raydfl.data.steps.split import SplitSettings
+from raydfl.data.steps.user_tables import TableSettings
 from raydfl.data.views import Transforms, View, ViewSettings
 
 
 class SiteSettings(Settings):
-    """A node that holds data of its own. Other keys are ``partition`` and the options of the data set there, in place of data's."""
+    """A node that holds data of its own. Other keys, in place of data's: ``partition``, ``tables``, options of the data set."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -132,6 +133,9 @@ class DataSettings(Settings):
     ] = ()
     split: Annotated[SplitSettings, Field(description="What is held out for tests and validation.")] = SplitSettings()
     partition: Annotated[PartitionSettings, Field(description="Which client has which clips.")] = PartitionSettings()
+    tables: Annotated[TableSettings, Field(description="Tables of clips and clients, in place of steps.")] = (
+        TableSettings()
+    )
     profile: Annotated[
         dict[str, ProfileSettings],
         Field(description="What else is said of clients, by name: dealt values, or a column of the manifest."),
@@ -309,6 +313,10 @@ class DataSettings(Settings):
                 if name not in self.parts:
                     hint = nearest(name, self.parts) if self.parts else "leave it out"
                     raise ConfigError(f"data.sites.{site}.parts: there is no part {name!r} in data.parts; {hint}")
+        if self.sites and self.tables != TableSettings():
+            raise ConfigError(
+                "data.tables: the lists of clips are at the sites; name the tables in data.sites.NAME.tables"
+            )
         for name in self.parts:
             if self.sites and not self.part(name).sites:
                 raise ConfigError(f"data.parts.{name}: no site has the part; name it in data.sites.SITE.parts")
@@ -360,6 +368,10 @@ class DataSettings(Settings):
             if any(pool is not None and pool.by == "table" for pool in pools):
                 raise ConfigError("data.pools: a pool's partition cannot be by: table; deal the pool in another way")
             return
+        if not self.sites and (self.partition.file is None) == (self.tables.clients is None):
+            raise ConfigError(
+                "data.partition.by: table needs one table of clients: set data.partition.file or data.tables.clients"
+            )
         wanted = {
             "data.pools": self.pools,
             "data.unlabelled": self.unlabelled,
@@ -433,8 +445,9 @@ class DataSettings(Settings):
         own = self.sites[site]
         given = dict(own.model_extra or {})
         paths = {key: given.get(key) for key in path_options(find_dataset(self.name))}
-        if isinstance(given.get("partition"), Mapping):
-            paths["partition.file"] = given["partition"].get("file")
+        for group, keys in (("partition", ["file"]), ("tables", [*TableSettings.model_fields])):
+            if isinstance(given.get(group), Mapping):
+                paths |= {f"{group}.{key}": given[group].get(key) for key in keys}
         for key, value in paths.items():
             if isinstance(value, str | Path) and not is_uri(value) and not Path(value).is_absolute():
                 raise ConfigError(
@@ -457,7 +470,7 @@ class DataSettings(Settings):
         return {key: options[key] for key in path_options(find_dataset(self.name)) if is_uri(options.get(key))}
 
 
-_OF_SITES = ("folder", "parts", "partition")
+_OF_SITES = ("folder", "parts", "partition", "tables")
 """Keys of a site that are no options of a data set."""
 
 

@@ -112,7 +112,7 @@ def choose_clients(tables: Assignment, wanted: Share | None, name: str, seed: in
     if own in tables.clients.schema.names:
         chosen = to_numbers(tables.clients.column(own))
         if chosen.any() and wanted is None:
-            raise DataError(f"data.clients: there are {name} clients, so set data.corrupt.{_PURPOSES[name]} too")
+            raise DataError(f"data.tables.clients: there are {name} clients, so set data.corrupt.{_PURPOSES[name]} too")
         return chosen
     if wanted is None:
         return np.zeros(tables.clients.num_rows, bool)

@@ -41,7 +41,7 @@ _USES = {
     "quantity": ({"alpha", "spread"}, {"clients"}),
     "classes": ({"variance"}, {"clients", "classes"}),
     "iid": (set(), {"clients"}),
-    "table": (set(), {"file"}),
+    "table": ({"file"}, set()),
 }
 """By kind of partition: the fields that it may and those that it must be given, besides ``minimum``."""
 

@@ -83,21 +83,25 @@ def assign_pools(
     """
     without, train = tables.codes("label") < 0, tables.has_role("train")
     rows = np.flatnonzero(train)
-    if unlabelled is not None:
+    if "pool" in tables.clips.schema.names:
+        found = {name: np.flatnonzero(tables.codes("pool")[rows] == n) for n, name in enumerate(tables.pools)}
+    elif unlabelled is not None:
         found = _hide_labels(tables.codes("label")[rows], tables.classes, unlabelled, seed)
-    elif without.any():
+    elif pools:
+        found = _select_by_column(tables.select(rows), pools)
+    else:
+        found = {TRAIN: np.arange(len(rows))}
+    if UNLABELLED not in found and without.any():
         first = tables.clips.column("clip")[int(without.argmax())]
         raise DataError(
             f"{without.sum()} of {len(without)} clips have no label, the first {first}; label "
             f"them, leave them out of the manifest, or train on them as they are with data.unlabelled='{{}}'"
         )
-    else:
-        found = _select_by_column(tables.select(rows), pools) if pools else {TRAIN: np.arange(len(rows))}
     pool = np.full(len(train), -1, np.int8)
     for number, chosen in enumerate(found.values()):
         pool[rows[chosen]] = number
-    if pools and (idle := int((pool[rows] < 0).sum())):
-        tables = tables.with_message(f"{idle} training clips are in no pool, so nobody trains on them (data.pools)")
+    if unlabelled is None and (idle := int((pool[rows] < 0).sum())):
+        tables = tables.with_message(f"{idle} training clips are in no pool, so nobody trains on them")
     return tables.with_clips(pool=encode(pool, [*found])).select(np.where(train, pool >= 0, ~without))
 
 
