@@ -204,9 +204,7 @@ class Population:
     def num_with_view(self, name: str) -> int:
         """Return how many training examples of the first pool have a view of ``data.views``."""
         tables = self._tables
-        return int(
-            np.count_nonzero(tables.read_clips(view_column(name, "frames"), tables.blocks["train", tables.pools[0]]))
-        )
+        return int(np.count_nonzero(tables.read_clips(view_column(name, "frames"), tables.block("train"))))
 
     def owners(self, view: str) -> np.ndarray:
         """Return which clients have a view of any of their training examples: bool [clients]."""
@@ -258,23 +256,23 @@ class Population:
 
     def first_examples(self, count: int) -> Examples | None:
         """Return some training examples, as they are without attacks and noise; ``None`` where all are at sites."""
-        block = self._tables.blocks["train", self.pools[0]]
+        block = self._tables.block("train")
         return self._examples(slice(block.start, min(block.start + count, block.stop))) if self.stores else None
 
     @functools.cached_property
     def test(self) -> Examples:
         """The server's test data."""
-        return self._examples(self._tables.blocks["test", ""])
+        return self._examples(self._tables.block("test"))
 
     @functools.cached_property
     def triggered(self) -> Examples:
         """Copies of test clips with the trigger of a backdoor, under their true labels, none of which is its target; or empty."""
-        return self._examples(self._tables.blocks["triggered", ""], len(self.stores) - 1)
+        return self._examples(self._tables.block("triggered"), len(self.stores) - 1)
 
     @functools.cached_property
     def validation(self) -> Examples:
         """The server's validation data (``split.server_validation``, ``split.official_validation: validation``); else empty."""
-        return self._examples(self._tables.blocks["server_validation", ""])
+        return self._examples(self._tables.block("server_validation"))
 
     def statistics(self, client: int | None = None) -> np.ndarray | None:
         """Return the mean and deviation (float64 [2, bands]) with which further recordings are normalised by group.

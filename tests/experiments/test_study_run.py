@@ -24,9 +24,10 @@ import raydfl as package
 from raydfl.core.errors import InputError, ResourcesError, RunDirectoryError
 from raydfl.core.lock import FileLock
 from raydfl.engine.config import Config
+from raydfl.experiments.load import load_study
 from raydfl.experiments.run import _local_cpus, run_study
 from raydfl.experiments.state import StudyState
-from raydfl.experiments.study import Study, load_study, rounds_done
+from raydfl.experiments.study import Study, rounds_done
 from raydfl.runs.progress import Progress
 from raydfl.testing import assert_same_bits, read_tensors, train_federation
 
