@@ -73,6 +73,11 @@ class RunModel:
         best = f" ({self.chosen})" if self.chosen else ""
         return f"{self.name} ({self.spec.architecture}) of {self.run_dir}, round {self.round}{best}, {whose}"
 
+    @property
+    def output_names(self) -> tuple[str, ...]:
+        """Names of the outputs of its graph: logits and probabilities, or the score, or plain outputs."""
+        return {"score": ("score",), "none": ("outputs",)}.get(self.objective.answers, ("logits", "probabilities"))
+
     def logits(self, x: Tensor, lengths: Tensor | None) -> Tensor:
         """Return the network's outputs float32 [batch, outputs]: those of a classifier, or what the objective makes of them.
 
