@@ -105,7 +105,7 @@ def data_prepare(file: File, overrides: Overrides = None, quiet: Quiet = False, 
         )
         for message in population.messages:
             progress.message(message)
-        tested = sum(len(part.test) for part in population.each.values())
+        tested = sum(len(part.test) for part in population.parts.values())
         progress.message(
             f"features are ready: {len(population)} clients, {tested} test examples, "
             f"{len(population.classes)} classes, {len(population.skipped)} clips left out"

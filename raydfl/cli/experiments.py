@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from raydfl.core.files import displayed_path
-from raydfl.experiments import Study, StudyResults, best_command, full_table, label_of, run_study
+from raydfl.experiments import Study, StudyResults, best_command, describe_results, full_table, label_of, run_study
 from raydfl.runs import Progress
 
 _NAMED = 10
@@ -78,7 +78,7 @@ def _print(console: Console, results: StudyResults) -> None:
     console.print(table)
     if len(lines) > len(shown):
         console.print(f"and {len(lines) - len(shown)} more draws: {displayed_path(study.output('.csv'))}", markup=False)
-    for note in results.notes:
+    for note in describe_results(results):
         console.print(note, markup=False)
 
 

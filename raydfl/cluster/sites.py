@@ -25,6 +25,7 @@ from raydfl.cluster.site_reports import SiteReport, join_sites
 from raydfl.core.errors import ConfigError, DataError, ResourcesError, RunDirectoryError, first_line
 from raydfl.core.files import RESUME, make_private_folder, plain_name, write_durably, writing
 from raydfl.core.progress import Progress
+from raydfl.core.users_code import naming_failures
 from raydfl.data import (
     DataSettings,
     Population,
@@ -142,7 +143,9 @@ def open_worker(
     return Worker(run_dir, config, private, device, population, place)
 
 
-def open_serial_pool(run_dir: Path, config: Config, population: Population, scratch: Path | None = None) -> SerialPool:
+def open_serial_pool(
+    run_dir: Path, config: Config, population: Population, scratch: Path | None = None, device: str = "cpu"
+) -> SerialPool:
     """Open a pool in this process. The folders of all sites must be on this machine.
 
     Args:
@@ -150,13 +153,13 @@ def open_serial_pool(run_dir: Path, config: Config, population: Population, scra
         config: of the run.
         population: of the federation.
         scratch: where new private state is written instead of the places' folders.
+        device: on which to compute.
     """
-    places = population.places
-    folders = [folder_at(config, run_dir, place) for place in places]
+    folders = {place: folder_at(config, run_dir, place) for place in population.places}
     return SerialPool(
         *(
-            open_worker(config, run_dir, place, folder, population, scratch=scratch)
-            for place, folder in zip(places, folders, strict=True)
+            open_worker(config, run_dir, place, folder, population, device, scratch=scratch)
+            for place, folder in folders.items()
         )
     )
 
@@ -210,8 +213,10 @@ def _prepare_part(
     reports: list[SiteReport] = _everywhere(config, prepare_at, work, progress)
     population, attack = join_sites(reports, classes, separator), config.parts.attack
     if attack is not None:
-        attack.check(classes, data.features)
-        attackers = np.flatnonzero(attack.candidates(population.ids, config.run.seed))
+        with naming_failures(attack, "check", kind="attack"):
+            attack.check(classes, data.features)
+        with naming_failures(attack, "candidates", kind="attack"):
+            attackers = np.flatnonzero(attack.candidates(population.ids, config.run.seed))
         if attack.poisons:  # only now are all clients known, of whom attackers are drawn
             places = np.cumsum([0, *(len(report.examples) for report in reports)]).tolist()
             own = [attackers[(attackers >= first) & (attackers < stop)] - first for first, stop in pairwise(places)]

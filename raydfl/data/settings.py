@@ -8,7 +8,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from raydfl.core.errors import ConfigError, InputError, nearest
 from raydfl.core.options import check_keys, explain, path_options, unknown_key
@@ -37,19 +45,14 @@ class SiteSettings(Settings):
 
     model_config = ConfigDict(extra="allow")
 
-    folder: Annotated[
-        Path,
-        Field(
-            description="Folder on the site's node, an absolute path: features, who has which clips, and private models stay in it."
-        ),
-    ]
+    folder: Path = Field(
+        description="Folder on the site's node, an absolute path: features, who has which clips, and private models stay in it."
+    )
 
-    parts: Annotated[
-        dict[str, dict[str, Any]],
-        Field(
-            description="Parts that the site has, by name, each with options of the part's data set there. Empty: all parts."
-        ),
-    ] = Field(default_factory=dict)
+    parts: dict[str, dict[str, Any]] = Field(
+        default_factory=dict,
+        description="Parts that the site has, by name, each with options of the part's data set there. Empty: all parts.",
+    )
 
     def of_part(self, name: str) -> dict[str, Any]:
         """Return the site's settings for one part."""
@@ -70,125 +73,90 @@ class DataSettings(Settings):
 
     model_config = ConfigDict(extra="allow")
 
-    name: Annotated[
-        str,
-        Field(
-            description="Data set: one of `raydfl data list`, or your own as my_file.py:Class or my_module:Class. Left out where "
-            "each of parts names its own."
-        ),
-    ]
+    name: str = Field(
+        description="Data set: one of `raydfl data list`, or your own as my_file.py:Class or my_module:Class. Left out where "
+        "each of parts names its own."
+    )
     features: Annotated[
         AnyFeatures,
         BeforeValidator(make_features),
         Field(description="How a wave becomes frames x bands, or where such features lie."),
     ] = FeatureSettings()
-    segment: Annotated[
-        SegmentSettings | None, Field(description="Cut long clips into segments. null: a clip is one example.")
-    ] = None
-    transforms: Annotated[
-        Transforms,
-        Field(
-            description="What is done to training examples, anew in every batch, in that order: a list of {name, options ...}. "
-            "`raydfl methods` lists them."
-        ),
-    ] = ()
-    views: Annotated[
-        dict[str, ViewSettings],
-        Field(
-            description="Views of the examples beside features, by name: models.NAME.view says which model reads one."
-        ),
-    ] = Field(default_factory=dict)
-    missing: Annotated[
-        dict[str, Annotated[float, Field(ge=0, le=1)]],
-        Field(
-            description="Views that some clients lack, by name the share of the clients, 0 to 1, drawn by the run's seed. "
-            "The server's data keep them."
-        ),
-    ] = Field(default_factory=dict)
-    leave_out: Annotated[
-        tuple[str, ...], Field(description="Labels whose clips are left out: they are not read at all.")
-    ] = ()
-    label_sets: Annotated[
-        LabelSetSettings | None, Field(description="Labels that are sets of classes. null: a label is one class.")
-    ] = None
-    ungrouped: Annotated[
-        Literal["keep", "deal"],
-        Field(
-            description="Clips without a group. keep: nobody owns them. deal: they are dealt out evenly to the groups, drawn by "
-            "the run's seed, before anything is divided."
-        ),
-    ] = "keep"
-    unseen: Annotated[
-        Literal["stop", "keep"],
-        Field(
-            description="At labels of which no client has a clip to train on: stop, or keep them: they are tested on only."
-        ),
-    ] = "stop"
-    columns: Annotated[
-        tuple[str, ...],
-        Field(
-            description="Columns of the manifest that batches carry besides the label, as numbers: condition, section, domain, "
-            "device ... Every clip must have a value in them."
-        ),
-    ] = ()
-    split: Annotated[SplitSettings, Field(description="What is held out for tests and validation.")] = SplitSettings()
-    partition: Annotated[PartitionSettings, Field(description="Which client has which clips.")] = PartitionSettings()
-    tables: Annotated[TableSettings, Field(description="Tables of clips and clients, in place of steps.")] = (
-        TableSettings()
+    segment: SegmentSettings | None = Field(
+        None, description="Cut long clips into segments. null: a clip is one example."
     )
-    profile: Annotated[
-        dict[str, ProfileSettings],
-        Field(description="What else is said of clients, by name: dealt values, or a column of the manifest."),
-    ] = Field(default_factory=dict)
-    unlabelled: Annotated[
-        UnlabelledSettings | None,
-        Field(
-            description="Hide the labels of most training clips: pools labelled and unlabelled. null: all have theirs."
-        ),
-    ] = None
-    pools: Annotated[
-        dict[str, PoolSettings],
-        Field(
-            description="Named sets of training clips, by the values of a column; the first is what is trained on by default."
-        ),
-    ] = Field(default_factory=dict)
-    corrupt: Annotated[CorruptSettings, Field(description="Noise and wrong labels in training data.")] = (
-        CorruptSettings()
+    transforms: Transforms = Field(
+        (),
+        description="What is done to training examples, anew in every batch, in that order: a list of {name, options ...}. "
+        "`raydfl methods` lists them.",
     )
-    unreadable: Annotated[
-        Literal["stop", "skip"],
-        Field(description="At clips that cannot be read: stop, or leave them out, count and list them."),
-    ] = "stop"
-    cache: Annotated[
-        Path | None,
-        Field(
-            description="Folder of the feature cache. null: $RAYDFL_CACHE, $XDG_CACHE_HOME/raydfl or ~/.cache/raydfl."
-        ),
-    ] = None
+    views: dict[str, ViewSettings] = Field(
+        default_factory=dict,
+        description="Views of the examples beside features, by name: models.NAME.view says which model reads one.",
+    )
+    missing: dict[str, Annotated[float, Field(ge=0, le=1)]] = Field(
+        default_factory=dict,
+        description="Views that some clients lack, by name the share of the clients, 0 to 1, drawn by the run's seed. "
+        "The server's data keep them.",
+    )
+    leave_out: tuple[str, ...] = Field((), description="Labels whose clips are left out: they are not read at all.")
+    label_sets: LabelSetSettings | None = Field(
+        None, description="Labels that are sets of classes. null: a label is one class."
+    )
+    ungrouped: Literal["keep", "deal"] = Field(
+        "keep",
+        description="Clips without a group. keep: nobody owns them. deal: they are dealt out evenly to the groups, drawn by "
+        "the run's seed, before anything is divided.",
+    )
+    unseen: Literal["stop", "keep"] = Field(
+        "stop",
+        description="At labels of which no client has a clip to train on: stop, or keep them: they are tested on only.",
+    )
+    columns: tuple[str, ...] = Field(
+        (),
+        description="Columns of the manifest that batches carry besides the label, as numbers: condition, section, domain, "
+        "device ... Every clip must have a value in them.",
+    )
+    split: SplitSettings = Field(SplitSettings(), description="What is held out for tests and validation.")
+    partition: PartitionSettings = Field(PartitionSettings(), description="Which client has which clips.")
+    tables: TableSettings = Field(TableSettings(), description="Tables of clips and clients, in place of steps.")
+    profile: dict[str, ProfileSettings] = Field(
+        default_factory=dict,
+        description="What else is said of clients, by name: dealt values, or a column of the manifest.",
+    )
+    unlabelled: UnlabelledSettings | None = Field(
+        None,
+        description="Hide the labels of most training clips: pools labelled and unlabelled. null: all have theirs.",
+    )
+    pools: dict[str, PoolSettings] = Field(
+        default_factory=dict,
+        description="Named sets of training clips, by the values of a column; the first is what is trained on by default.",
+    )
+    corrupt: CorruptSettings = Field(CorruptSettings(), description="Noise and wrong labels in training data.")
+    unreadable: Literal["stop", "skip"] = Field(
+        "stop", description="At clips that cannot be read: stop, or leave them out, count and list them."
+    )
+    cache: Path | None = Field(
+        None, description="Folder of the feature cache. null: $RAYDFL_CACHE, $XDG_CACHE_HOME/raydfl or ~/.cache/raydfl."
+    )
 
-    sites: Annotated[
-        dict[str, SiteSettings],
-        Field(
-            description="Nodes that hold data of their own, by name: each has clients of its own, and their data never leave it. "
-            "A site's node offers the Ray resource site:NAME. Empty: the run's own machine or cluster holds all."
-        ),
-    ] = Field(default_factory=dict)
+    sites: dict[str, SiteSettings] = Field(
+        default_factory=dict,
+        description="Nodes that hold data of their own, by name: each has clients of its own, and their data never leave it. "
+        "A site's node offers the Ray resource site:NAME. Empty: the run's own machine or cluster holds all.",
+    )
 
-    parts: Annotated[
-        dict[str, dict[str, Any]],
-        Field(
-            description="Data sets in one federation, by name: each has clients, classes and a test set of its own. A part takes "
-            "all keys of data; what it does not give is as in data. Empty: one data set."
-        ),
-    ] = Field(default_factory=dict)
+    parts: dict[str, dict[str, Any]] = Field(
+        default_factory=dict,
+        description="Data sets in one federation, by name: each has clients, classes and a test set of its own. A part takes "
+        "all keys of data; what it does not give is as in data. Empty: one data set.",
+    )
 
-    heads: Annotated[
-        Literal["part", "common"],
-        Field(
-            description="Last layers of parts. part: each has its own at the server. common: one for all, as wide as the part with "
-            "the most classes needs it, so that no update says of which part its client is."
-        ),
-    ] = "part"
+    heads: Literal["part", "common"] = Field(
+        "part",
+        description="Last layers of parts. part: each has its own at the server. common: one for all, as wide as the part with "
+        "the most classes needs it, so that no update says of which part its client is.",
+    )
 
     @field_validator("leave_out", mode="before")
     @classmethod
@@ -206,32 +174,13 @@ class DataSettings(Settings):
                 raise ValueError(f"{name!r} is named more than once; name each column once")
         return value
 
-    @field_validator("profile")
+    @field_validator("profile", "sites", "parts")
     @classmethod
-    def _names_of_profile(cls, value: dict[str, ProfileSettings]) -> dict[str, ProfileSettings]:
+    def _names(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        pattern, rule = _NAMES[str(info.field_name)]
         for name in value:
-            if name in KNOWN or not re.fullmatch(r"[A-Za-z_]\w*", name):
-                raise ValueError(
-                    f"{name!r} is no name of its own; taken: {', '.join(KNOWN)}; letters, digits and _ make one"
-                )
-        return value
-
-    @field_validator("sites")
-    @classmethod
-    def _names_of_sites(cls, value: dict[str, SiteSettings]) -> dict[str, SiteSettings]:
-        for name in value:
-            if not re.fullmatch(r"[A-Za-z0-9_\-][A-Za-z0-9_.\-]*", name):  # it is also the name of a folder
-                raise ValueError(
-                    f"the site's name {name!r} may hold letters, digits, _, . and - only, and not begin with a ."
-                )
-        return value
-
-    @field_validator("parts")
-    @classmethod
-    def _names_of_parts(cls, value: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        for name in value:
-            if not re.fullmatch(r"[A-Za-z0-9_\-]+", name):  # it is in names of tensors, clients, files and scores
-                raise ValueError(f"the part's name {name!r} may hold letters, digits, _ and - only")
+            if not re.fullmatch(pattern, name) or (info.field_name == "profile" and name in KNOWN):
+                raise ValueError(f"the name {name!r} cannot be used: {rule}")
         return value
 
     @model_validator(mode="before")
@@ -470,6 +419,12 @@ class DataSettings(Settings):
         return {key: options[key] for key in path_options(find_dataset(self.name)) if is_uri(options.get(key))}
 
 
+_NAMES = {  # they are in names of tensors, clients, files, folders and scores
+    "profile": (r"[A-Za-z_]\w*", f"letters, digits and _ make one; taken: {', '.join(KNOWN)}"),
+    "sites": (r"[A-Za-z0-9_\-][A-Za-z0-9_.\-]*", "it may hold letters, digits, _, . and -, and not begin with a ."),
+    "parts": (r"[A-Za-z0-9_\-]+", "it may hold letters, digits, _ and -"),
+}
+"""Patterns of names, with their rules in words."""
 _OF_SITES = ("folder", "parts", "partition", "tables")
 """Keys of a site that are no options of a data set."""
 

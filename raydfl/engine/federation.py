@@ -69,7 +69,7 @@ class Federation:
             part: [(specs, build_models(self.method, specs, config.run.seed)) for specs in of_part]
             for part, of_part in self.clients.variants_of_parts().items()
         }
-        shards = {part: of.shards for part, of in population.each.items()}
+        shards = {part: of.shards for part, of in population.parts.items()}
         self._evaluation = Evaluation(
             config.evaluate,
             self.method,

@@ -9,9 +9,10 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 from raydfl.experiments.experiment import RunConfig
+from raydfl.experiments.load import load_study
 from raydfl.experiments.results import StudyResults
 from raydfl.experiments.run import run_study
-from raydfl.experiments.study import Study, load_study
+from raydfl.experiments.study import Study
 from raydfl.runs import Progress
 
 _Given = ParamSpec("_Given")

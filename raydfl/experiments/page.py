@@ -14,8 +14,9 @@ from markupsafe import Markup, escape
 from raydfl.core.files import write_durably
 from raydfl.experiments.domains import Domain
 from raydfl.experiments.importance import FEWEST
+from raydfl.experiments.notes import describe_results
 from raydfl.experiments.results import Contestant, StudyResults, shown
-from raydfl.experiments.settings import label_of
+from raydfl.experiments.study import describe_value
 from raydfl.experiments.tables import Table, full_table, pivot
 from raydfl.runs.report import Picture, Pictures, render
 from raydfl.runs.report import figures as plots
@@ -54,10 +55,10 @@ def write_page(results: StudyResults) -> Path:
         notes=[f"{left} of {study.total} runs are missing: raydfl study {study.file} continues."] if left else [],
         text=[text for text in (settings.question, settings.note) if text],
         search=bool(settings.domains),
-        best=[] if best is None else [[key, label_of(value)] for key, value in best.values.items()],
+        best=[] if best is None else [[key, describe_value(value)] for key, value in best.values.items()],
         best_text="" if best is None else f"{best.name}: {results.headline} {best.score(results.summary)}, {best.n}.",
         command=best_command(results),
-        explanations=results.notes,
+        explanations=describe_results(results),
         pivot=None if settings.domains else _emphasise(pivot(results)),
         galleries=[
             ("Comparison", compared),
@@ -94,7 +95,7 @@ def _run_line(row: dict[str, object], results: StudyResults) -> dict[str, object
     study, state = results.study, str(row["state"])
     if row.get("worthless"):
         state += f", worthless: {row['problems']}"
-    labels = [label_of(row[name]) for name in (*study.axes, *study.settings.domains)]
+    labels = [describe_value(row[name]) for name in (*study.axes, *study.settings.domains)]
     page = (study.folder / str(row["run"]) / "report.html").exists()
     return {"labels": labels, "repeat": row["repeat"], "state": state, "folder": row["run"], "page": page}
 
@@ -232,4 +233,4 @@ def _ticks(domain: Domain) -> list[tuple[float, str]]:
     values = domain.ends()
     if domain.listed and len(values) > _TICKS:
         values = [values[round(index)] for index in np.linspace(0, len(values) - 1, _TICKS)]
-    return [(domain.position(value), label_of(value)) for value in values]
+    return [(domain.position(value), describe_value(value)) for value in values]

@@ -12,7 +12,6 @@ import numpy as np
 from scipy import stats
 
 from raydfl.engine import Config
-from raydfl.experiments.features import describe_features
 from raydfl.experiments.importance import measure_importance
 from raydfl.experiments.settings import MetricSettings
 from raydfl.experiments.state import StudyState
@@ -177,8 +176,6 @@ class StudyResults:
     """Trials that are neither over nor failed."""
     importance: Mapping[str, float]
     """The share of each domain; empty: there are too few draws."""
-    notes: tuple[str, ...] = ()
-    """Notes that a reader needs: summary, features, control, paper."""
 
     @property
     def complete(self) -> bool:
@@ -243,7 +240,7 @@ def collect(study: Study, state: StudyState) -> StudyResults:
         compared.sort(key=lambda each: (place[each.labels], *_rank(each, summary)))
     failed = {trial.name: state.of(trial).reason for trial in known if state.of(trial).status == "failed"}
     over = {trial.identity for trial in known if state.is_over(trial) or trial.name in failed}
-    results = StudyResults(
+    return StudyResults(
         study,
         tuple(_mark_best(study, compared)),
         tuple(rows),
@@ -251,7 +248,6 @@ def collect(study: Study, state: StudyState) -> StudyResults:
         max(0, study.total - len(over)),
         measure_importance(study, [(each.values, each.score(summary).mean) for each in compared]),
     )
-    return replace(results, notes=tuple(_notes(results)))
 
 
 def _rank(contestant: Contestant, summary: str) -> tuple[bool, bool, bool, float]:
@@ -396,54 +392,3 @@ def _mark_best(study: Study, contestants: Sequence[Contestant]) -> list[Contesta
         if len(set(ranks.values())) > 1 and len({each.metrics[0].title for each in group}) == 1:
             best |= {key for key, rank in ranks.items() if rank == first}
     return [replace(each, best=id(each) in best) for each in contestants]
-
-
-def _notes(results: StudyResults) -> list[str]:
-    study, settings = results.study, results.study.settings
-    trials = [trial for each in results.contestants for trial in each.trials]
-    repeats = " or ".join(dict.fromkeys(trial.repeat.partition("=")[0] for trial in trials if trial.repeat))
-    over = f"; mean ± sample standard deviation over {repeats}" if repeats else ""
-    notes = [f"Headline: {results.headline}{over}. n: runs."]
-    if results.summary == "chosen":
-        choosers = {c.metric: c for trial in trials for c in trial.config.selection.for_best.values()}
-        notes += [f"{name} chooses the round ({criterion.chooser})." for name, criterion in choosers.items()]
-    if results.summary == "best":
-        notes.append("The best evaluation is chosen on the measured data.")
-    kinds = results.kinds_of_evaluations
-    if len(kinds) > 1 and not settings.domains:
-        notes.append(
-            f"Runs have different evaluations ({'; '.join(kinds)}). * marks cells that differ from {kinds[0]}."
-        )
-    if any(each.best for each in results.contestants):
-        across = "the draws of a cell" if settings.domains else f"the cells that differ only in {study.axes[-1]}"
-        notes.append(f"Bold: the best of {across}.")
-    if settings.control:
-        names = ", ".join(f"{name} {label}" for name, label in settings.control.items())
-        notes.append(
-            f"Difference: from the cell with {names}, mean of the differences between runs with equal {repeats or 'seed'}, "
-            f"with the {100 * CONFIDENCE:.0f} % interval of Student's t. It takes two pairs or more."
-        )
-    notes += describe_features(study)
-    if settings.paper is not None:
-        notes.append(f"Paper: {settings.paper.source}.{' ' + settings.paper.note if settings.paper.note else ''}")
-    return notes + (_search_notes(study) if settings.domains else [])
-
-
-def _search_notes(study: Study) -> list[str]:
-    settings, metric = study.settings, study.first.metric
-    notes = ["Draws are ranked by the headline: finished ones first, worthless ones last."]
-    if metric.split == "test":
-        notes.append(
-            "The best settings are chosen on the test data: their score is too good an estimate of that on new data."
-        )
-    if settings.scheduler.name != "none":
-        notes.append(
-            f"Scheduler: {settings.scheduler.model_dump(mode='json')}. It is Ray Tune's, and so is its memory: a study that was "
-            f"interrupted compares its trials with those that continued, and may stop others than it would have stopped."
-        )
-    if settings.population is not None:
-        notes.append(
-            "A member of the population has the settings of its last exchange. Its result depends on all settings that it and its "
-            "parents had (branches in its run.json): training with the best settings from the first round is another training."
-        )
-    return notes

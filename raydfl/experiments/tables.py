@@ -15,8 +15,10 @@ import pyarrow.parquet
 
 from raydfl.core.files import write_durably
 from raydfl.core.yaml import to_yaml
+from raydfl.experiments.notes import describe_results
 from raydfl.experiments.results import Contestant, StudyResults, shown
 from raydfl.experiments.settings import label_of
+from raydfl.experiments.study import describe_value
 
 _MARK = "*"
 """Mark of cells with another number or interval of evaluations than most cells of the table."""
@@ -33,7 +35,7 @@ def full_table(results: StudyResults) -> Table:
     domains = results.study.settings.domains
     left = [*results.study.axes, *(["draw", *domains] if domains else [])]
     lines = [
-        [*each.labels, *([each.draw, *(label_of(each.values[key]) for key in domains)] if domains else [])]
+        [*each.labels, *([each.draw, *(describe_value(each.values[key]) for key in domains)] if domains else [])]
         + [text(each) for text in texts.values()]
         for each in results.contestants
     ]
@@ -114,7 +116,7 @@ def markdown(results: StudyResults) -> str:
     parts = [f"# {settings.title}", *filter(None, (settings.question, settings.note))]
     if not settings.domains:
         parts.append(_markdown_table(pivot(results)))
-    parts += ["\n".join(f"- {note}" for note in results.notes), _markdown_table(full_table(results))]
+    parts += ["\n".join(f"- {note}" for note in describe_results(results)), _markdown_table(full_table(results))]
     return "\n\n".join(parts) + "\n"
 
 
@@ -128,13 +130,16 @@ def _markdown_table(table: Table) -> str:
 
 
 def latex(results: StudyResults) -> str:
-    """Return tables for a paper; they need the packages booktabs and inputenc or LuaLaTeX.
+    """Return tables for a paper; they need the package booktabs.
 
     The first has the last axis across. The second has a line for each contestant: mean, n, values by repeat, difference.
     """
     settings, summary = results.study.settings, results.summary
-    notes = " ".join(results.notes).replace(f"{_MARK} marks", "An asterisk marks")
-    caption = f"{settings.title.rstrip('.')}. {settings.question} {notes}"
+    notes = [
+        note for note in describe_results(results) if note.startswith(("Headline", "Bold", "Difference", "Runs have"))
+    ]
+    caption = " ".join(filter(None, [f"{settings.title.rstrip('.')}.", settings.question, *notes]))
+    caption = caption.replace(f"{_MARK} marks", "An asterisk marks")
     tables = []
     if len(results.study.axes) > 1 and not settings.domains:
         headings, lines = pivot(results, lambda each: _bold(str(each.score(summary)), each))

@@ -7,6 +7,7 @@ without training. So a trial that is started again anywhere continues after its 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 import queue
@@ -24,7 +25,8 @@ from raydfl.core.errors import ConfigError, InputError, RaydflError
 from raydfl.core.files import write_durably
 from raydfl.engine import Config, RoundReport
 from raydfl.engine.storage import RunStore, decisive_changes, read_rows, round_of, stored_about, write_config
-from raydfl.experiments.study import CHANGEABLE, fits_state, rounds_done
+from raydfl.experiments.study import rounds_done
+from raydfl.methods import Method
 from raydfl.runs import Progress, driving, run
 from raydfl.runs.report import Key
 
@@ -208,6 +210,24 @@ def read_scores(folder: Path, after: int) -> dict[int, dict[Key, float]]:
         if row["phase"] == "evaluate" and row["shape"] is None:  # else it is an array
             found.setdefault(row["round"], {})[row["split"], row["metric"]] = row["value"]
     return dict(sorted(found.items()))
+
+
+# -- copies of run folders ---------------------------------------------------------------------------------------------
+
+_COUNTS = ("train.local_epochs", "train.batch_size")
+CHANGEABLE = (
+    f"it can change train.optimiser.*, {', '.join(_COUNTS)} and those fields of a method that are numbers with a decimal "
+    f"point"
+)
+"""The settings for which :func:`fits_state` holds, in words."""
+
+
+def fits_state(key: str, method: Method) -> bool:
+    """Return whether a setting may change in the middle of a training: the state fits each of its values."""
+    group, _, name = key.partition(".")
+    fields = {item.name: item.type for item in dataclasses.fields(method)}
+    rate = group == "method" and "float" in str(fields.get(name, ""))
+    return rate or key in _COUNTS or (key.startswith("train.optimiser.") and key != "train.optimiser.name")
 
 
 def branch(parent: Path, folder: Path, config: Config) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC
 from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar
@@ -12,9 +11,9 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from raydfl.core.errors import ConfigError
 from raydfl.core.types import Batch, BuiltModels, Client, Metrics, State
 from raydfl.methods._method import Method
+from raydfl.methods._profiles import read_number
 from raydfl.methods._pruning import MASK, Kind, PrunableLayer, masked, put_masks, take_masks
 from raydfl.training import Step, fit
 
@@ -74,28 +73,13 @@ class ByRatio(MaskingMethod, ABC):
         """Return a client's pruning ratio.
 
         Raises:
-            ConfigError: its profile has none, or something other than a number from 0 to below 1.
+            ConfigError: its profile has none.
         """
-        column = self.ratio_from
-        if column is None:
+        if self.ratio_from is None:
             return self.ratio
-        if column not in client.profile:
-            known = ", ".join(client.profile) or "nothing"
-            raise ConfigError(
-                f"method.ratio_from: the profile of client {client.id!r} has no {column!r} (it has {known}); deal ratios to the "
-                f"clients with data.profile='{{{column}: {{values: [0.0, 0.2, 0.4, 0.6, 0.8]}}}}'"
-            )
-        value = client.profile[column]
-        try:
-            found = float(value)
-        except (TypeError, ValueError):
-            found = math.nan
-        if isinstance(value, bool) or not 0 <= found < 1:
-            raise ConfigError(
-                f"data.profile.{column}: client {client.id!r} has the pruning ratio {value!r}; it must be a number from 0 to below "
-                f"1, the share of weights that is pruned"
-            )
-        return found
+        meaning = "the share of weights that is pruned, from 0 to below 1"
+        who = f"client {client.id!r}"
+        return read_number(client.profile, self.ratio_from, "ratio_from", meaning, lambda ratio: 0 <= ratio < 1, who)
 
     def init(self, clients: Sequence[Client], models: BuiltModels, rng: np.random.Generator) -> State:
         """Return FedAvg's state.

@@ -241,19 +241,14 @@ def spread_masks(
     }
 
 
-def masked_parameters(step: Step, model: str) -> dict[str, Tensor]:
-    """Return the parameters of a model that have a mask in ``step.state``, multiplied by it, by flat name."""
-    return {
+@contextlib.contextmanager
+def masked(step: Step, model: str) -> Iterator[dict[str, Tensor]]:
+    """Inside, a model computes with its masked parameters, which are given by name: what is pruned gets no gradient."""
+    tensors = {
         name: parameter * step.state[MASK + name]
         for name, parameter in step.parameters(model).items()
         if MASK + name in step.state
     }
-
-
-@contextlib.contextmanager
-def masked(step: Step, model: str) -> Iterator[dict[str, Tensor]]:
-    """Inside, a model computes with its masked parameters, which are given: what is pruned gets no gradient."""
-    tensors = masked_parameters(step, model)
     if not tensors:
         yield tensors
         return
@@ -287,7 +282,13 @@ def layers_by_tensor(models: BuiltModels, fixed: Callable[[str, bool], bool], ki
     found: dict[str, str] = {}
     for built in models:
         layers = prunable_layers(built, fixed_tensors(built, fixed), kinds)
-        check_prunable(layers, kinds, built)
+        if not layers:
+            made = sorted({type(layer).__name__ for model in built.values() for layer in model.modules()})
+            raise ConfigError(
+                f"method.prune is {list(kinds)}, and there is nothing of that to prune: the network is made of "
+                f"{', '.join(made)}, and frozen layers and the last one are never pruned; take another network, add a kind of "
+                f"layer to method.prune, or set method.ratio to 0"
+            )
         found.update({name: layer.name for layer in layers for name in layer.tensors})
     return found
 
@@ -323,18 +324,3 @@ def recovered(update: Update, reference: Tensors, layer_of: Mapping[str, str]) -
         if not name.startswith(MASK)
     }
     return dataclasses.replace(update, tensors=tensors)
-
-
-def check_prunable(layers: Sequence[PrunableLayer], kinds: Sequence[Kind], models: Mapping[str, nn.Module]) -> None:
-    """Refuse networks of which nothing can be pruned.
-
-    Raises:
-        ConfigError: naming what they are made of.
-    """
-    if not layers:
-        made = sorted({type(layer).__name__ for model in models.values() for layer in model.modules()})
-        raise ConfigError(
-            f"method.prune is {list(kinds)}, and there is nothing of that to prune: the network is made of {', '.join(made)}, and "
-            f"frozen layers and the last one are never pruned; take another network, add a kind of layer to method.prune, or set "
-            f"method.ratio to 0"
-        )

@@ -42,12 +42,13 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from raydfl.core.needs import Needs
-from raydfl.core.part_names import beside, plain_name
+from raydfl.core.part_names import plain_name
 from raydfl.core.types import Batch, BuiltModels, Client, Metrics, State, Task, Update
 from raydfl.methods._control import (
     CONTROL,
     DRIFT,
     drift_penalty,
+    move_controls,
     put_drift_terms,
     renew_drifts,
     tell_mean_examples,
@@ -184,11 +185,9 @@ class FedAPTA(PruningMethod, ByRatio):
         """Average the completed models (equation 5), add the mean drift, and move g by the share of clients that came."""
         arriving = Counted(self.complete(state, update) for update in updates)
         averaged, report = super().aggregate(state, arriving, rng)
-        old, new = state.tensors["global"], dict(averaged.tensors["global"])
-        for name, senders in arriving.senders.items():
-            if name.startswith(CONTROL):
-                new[name] = old[name] + senders / state.extra[beside(CLIENTS, name)] * new[name]
-            elif name.startswith(DRIFT):
+        new = move_controls(state, averaged, arriving.senders)
+        for name in arriving.senders:
+            if name.startswith(DRIFT):
                 plain = name.removeprefix(DRIFT)
                 new[plain] = new[plain] + new.pop(name)
         return dataclasses.replace(averaged, tensors={**averaged.tensors, "global": new}), report

@@ -29,9 +29,9 @@ import numpy as np
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from raydfl.core.errors import ConfigError
 from raydfl.core.types import BuiltModels, Client, Metrics, Ratio, State, Task, Update
 from raydfl.methods._masking import PruningMethod
+from raydfl.methods._profiles import read_number
 from raydfl.methods._pruning import (
     MASK,
     layers_by_tensor,
@@ -87,19 +87,8 @@ class FedMP(PruningMethod):
         return dataclasses.replace(state, extra=extra)
 
     def _speed(self, client: Client, column: str) -> float:
-        value = client.profile.get(column)
-        if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-            value = "nothing" if value is None else value
-        try:
-            speed = float(value)
-        except ValueError:
-            speed = math.nan
-        if not 0 < speed < math.inf:
-            raise ConfigError(
-                f"method.speed_from: client {client.id!r} has the {column} {value!r} in its profile; it must be a number above 0: "
-                f"data.profile='{{{column}: {{values: [1, 2, 4]}}}}'"
-            )
-        return speed
+        who = f"client {client.id!r}"
+        return read_number(client.profile, column, "speed_from", "above 0", lambda speed: 0 < speed < math.inf, who)
 
     def plan(self, state: State, clients: Sequence[Client], rng: np.random.Generator, cohort: int) -> list[Task]:
         """Choose a ratio for each client of the cohort."""

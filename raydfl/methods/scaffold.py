@@ -61,18 +61,16 @@ class Scaffold(ControlMethod):
         for name in names:
             step.state["correction/" + name] = c[name] - c_k[name]
         metrics = fit(step, self.loss)
+        steps = effective_steps(cast(Ratio, metrics["steps"]).total, step.training.optimiser.momentum)
         trained = step.parameters()
         tensors = {name: value for name, value in step.floating_state().items() if self.shared(name)}
         for name in names:
             del step.state["correction/" + name]
-            scale = self._effective_steps(step, metrics) * self._rate(step, name)
+            scale = steps * self._rate(step, name)
             new = c_k[name] - c[name] + (step.reference(name) - trained[name].detach()) / scale
             tensors[CONTROL + name] = new - c_k[name]
             step.state[CONTROL + name] = new
         return step.update(metrics, tensors=tensors)
-
-    def _effective_steps(self, step: Step, metrics: Metrics) -> float:
-        return effective_steps(cast(Ratio, metrics["steps"]).total, step.training.optimiser.momentum)
 
     def _rate(self, step: Step, name: str) -> float:
         settings = step.training.optimiser

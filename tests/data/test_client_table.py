@@ -201,6 +201,10 @@ def test_a_file_that_is_no_table_is_named(made: Make, tmp_path: Path) -> None:
         {"corrupt": {"labels": {"rate": 0.1}}},
         {"features": {"sample_rate": 8000, "bands": 16, "normalise": "client"}},
         {"unlabelled": {"keep": 0.5}},
+        {
+            "views": {"seen": {"column": "recording", "features": {"kind": "image", "size": 4}}},
+            "missing": {"seen": 0.5},
+        },
     ],
 )
 def test_what_needs_clips_of_ones_own_is_refused(made: Make, more: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ from commands import Raydfl
 from studies import StudyFile, leave
 
 from raydfl.core.errors import ConfigError, RunDirectoryError
+from raydfl.experiments.load import load_study
 from raydfl.experiments.run import run_study
 from raydfl.experiments.settings import MetricSettings, PaperSettings, StudySettings
-from raydfl.experiments.study import corners, load_study
+from raydfl.experiments.study import corners
 from raydfl.runs.progress import Progress
 
 
@@ -230,6 +232,21 @@ def test_a_trial_is_the_base_with_its_draw(search_file: StudyFile, tmp_path: Pat
     assert trial.run_dir == tmp_path / "search" / f"trial-003-{trial.identity}"
     assert trial.name == "trial-003"
     assert len(study.trials) == 7
+
+
+def test_a_trial_of_an_earlier_version_keeps_its_folder(search_file: StudyFile, tmp_path: Path) -> None:
+    trial = load_study(search_file()).trials[1]
+    (tmp_path / "search" / "trial-001").mkdir(parents=True)
+    about = {
+        "id": "trial-001",
+        "raydfl": "0",
+        "digest": trial.config.digest(),
+        "classes": [],
+        "models": {},
+        "clients": 3,
+    }
+    (tmp_path / "search" / "trial-001" / "run.json").write_text(json.dumps({**about, "config": {}}))
+    assert load_study(search_file()).trials[1].run_dir.name == "trial-001"
 
 
 def test_grid_is_every_combination(search_file: StudyFile) -> None:

@@ -10,8 +10,8 @@ import pytest
 from raydfl.core import registry
 from raydfl.core.yaml import parse_yaml
 from raydfl.engine.config import load_config
+from raydfl.experiments.load import load_study
 from raydfl.experiments.settings import StudySettings
-from raydfl.experiments.study import load_study
 
 JOBS = Path(__file__).resolve().parents[2] / "jobs"
 TUNE = JOBS.with_name("tune")

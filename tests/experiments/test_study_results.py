@@ -20,12 +20,14 @@ from raydfl.engine.config import load_config
 from raydfl.engine.storage.record import MetricRow, rows_path, write_rows
 from raydfl.experiments import importance
 from raydfl.experiments.importance import FEWEST, measure_importance
+from raydfl.experiments.load import load_study
+from raydfl.experiments.notes import describe_results
 from raydfl.experiments.page import write_page
 from raydfl.experiments.results import Contestant, Difference, Spread, StudyResults
 from raydfl.experiments.results import collect as collect_with
 from raydfl.experiments.settings import MetricSettings
 from raydfl.experiments.state import StudyState
-from raydfl.experiments.study import Study, Trial, load_study
+from raydfl.experiments.study import Study, Trial
 from raydfl.experiments.tables import full_table, latex, markdown, pivot, records, write_tables
 from raydfl.runs.report.figures import Bars, bars, heat_map, to_svg
 
@@ -202,7 +204,10 @@ def test_the_headline_states_what_it_averages_and_leaves_out_the_untrained_model
     assert columns(table)[1] == "accuracy (%), mean of the last 3 of 3 evaluations"
     cell = table.contestants[0]
     assert [cell.score(summary).mean for summary in ("tail", "last", "best")] == pytest.approx([30, 40, 40])
-    assert "Headline: accuracy (%), mean of the last 3 of 3 evaluations;" in markdown(table)
+    assert (
+        "Headline: accuracy (%), mean of the last 3 of 3 evaluations; mean ± sample standard deviation over run.seed; n = 3."
+        in markdown(table)
+    )
 
 
 def test_cells_with_other_evaluations_are_marked(grid: StudyFile) -> None:
@@ -217,7 +222,10 @@ def test_cells_with_other_evaluations_are_marked(grid: StudyFile) -> None:
     assert [line[place] for line in lines(table)] == [usual, usual, rare]
     assert pivot(table)[1] == [["50.00 ± 0.00", "50.00 ± 0.00", "50.00 ± 0.00*"]]
     assert [row["evaluations"] for row in records(table)] == [usual, usual, rare]
-    assert f"Runs have different evaluations ({usual}; {rare}). * marks cells that differ from {usual}." in table.notes
+    assert (
+        f"Runs have different evaluations ({usual}; {rare}). * marks cells that differ from {usual}."
+        in describe_results(table)
+    )
 
 
 def test_a_sweep_without_any_run_is_a_table_of_missing_cells(grid: StudyFile) -> None:
@@ -310,7 +318,7 @@ def test_the_number_in_the_round_that_validation_chose(grid: StudyFile) -> None:
     table = collect(study)
     assert table.contestants[0].score("chosen").mean == pytest.approx(40)
     assert columns(table)[1] == "accuracy (%), in the round of run.best"
-    assert "validation model/accuracy chooses the round (validation)." in table.notes
+    assert "validation model/accuracy chooses the round (validation)." in describe_results(table)
 
 
 def test_spread_of_few_runs() -> None:

@@ -24,9 +24,10 @@ import raydfl as package
 from raydfl.core.errors import InputError, ResourcesError, RunDirectoryError
 from raydfl.core.lock import FileLock
 from raydfl.engine.config import Config
+from raydfl.experiments.load import load_study
 from raydfl.experiments.run import _local_cpus, run_study
 from raydfl.experiments.state import StudyState
-from raydfl.experiments.study import Study, load_study, rounds_done
+from raydfl.experiments.study import Study, rounds_done
 from raydfl.runs.progress import Progress
 from raydfl.testing import assert_same_bits, read_tensors, train_federation
 
@@ -292,3 +293,15 @@ def test_a_study_and_its_runs_are_nested_in_mlflow(search_file: StudyFile, ray_s
     names = {trial.run_dir.name for trial in load_study(search_file(samples=3, rounds=2), ["track.mlflow=true"]).trials}
     assert (len(found), below) == (4, names)
     assert {item.path for item in client.list_artifacts(parent)} >= {"few.html", "few.csv", "few.tex", "few-best.yaml"}
+
+
+def test_trials_with_data_at_sites_end_as_they_do_alone(
+    search_file: StudyFile, tmp_path: Path, ray_session: None
+) -> None:
+    sites = f"data.sites={{north: {{speakers: 3, folder: {tmp_path}/n}}, south: {{first: 9, folder: {tmp_path}/s}}}}"
+    study = load_study(search_file(samples=2), [sites, "train.rounds=2"])
+    assert run_study(study, progress=Progress("quiet")).complete
+    for trial in study.trials:
+        alone = trial.config.run.model_copy(update={"name": f"alone-{trial.run_dir.name}", "dir": str(tmp_path)})
+        config = trial.config.model_copy(update={"run": alone})
+        assert_same_bits(train_federation(config), read_tensors(trial.run_dir))

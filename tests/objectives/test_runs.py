@@ -25,8 +25,9 @@ from raydfl.core.yaml import to_yaml
 from raydfl.data import Examples
 from raydfl.data.population import Population
 from raydfl.engine.config import Config
+from raydfl.experiments.load import load_study
 from raydfl.experiments.settings import MetricSettings
-from raydfl.experiments.study import for_objective, load_study
+from raydfl.experiments.study import for_objective
 from raydfl.methods import Method
 from raydfl.methods._server_optimiser import ServerOptimiser
 from raydfl.runs.report.data import read_run

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated
 
 import numpy as np
 import pyarrow as pa
@@ -42,34 +41,31 @@ def share_in_range(value: Share) -> Share:
     return value
 
 
-class NoiseSettings(Settings):
+class _ClientsSettings(Settings):
+    clients: Share = Field(1.0, description=CLIENTS)
+
+    _check = field_validator("clients")(share_in_range)
+
+
+class NoiseSettings(_ClientsSettings):
     """White Gaussian noise in the waves of training clips."""
 
-    snr_db: Annotated[
-        float,
-        Field(ge=-100, le=300, description="Power of the clip over the power of its noise, in decibels. -100 to 300."),
-    ]
-    clients: Annotated[Share, Field(description=CLIENTS)] = 1.0
-
-    _check = field_validator("clients")(share_in_range)
+    snr_db: float = Field(
+        ge=-100, le=300, description="Power of the clip over the power of its noise, in decibels. -100 to 300."
+    )
 
 
-class LabelErrorSettings(Settings):
+class LabelErrorSettings(_ClientsSettings):
     """Wrong labels of training clips, by a transition matrix for each client."""
 
-    rate: Annotated[
-        float, Field(ge=0, le=1, description="Expected share of a client's clips with a wrong label, 0 to 1.")
-    ]
-    clients: Annotated[Share, Field(description=CLIENTS)] = 1.0
-
-    _check = field_validator("clients")(share_in_range)
+    rate: float = Field(ge=0, le=1, description="Expected share of a client's clips with a wrong label, 0 to 1.")
 
 
 class CorruptSettings(Settings):
     """Corruption of the training data; validation and test stay clean."""
 
-    noise: Annotated[NoiseSettings | None, Field(description="Background noise. null: none.")] = None
-    labels: Annotated[LabelErrorSettings | None, Field(description="Wrong labels. null: none.")] = None
+    noise: NoiseSettings | None = Field(None, description="Background noise. null: none.")
+    labels: LabelErrorSettings | None = Field(None, description="Wrong labels. null: none.")
 
 
 def corrupt(tables: Assignment, settings: CorruptSettings, seed: int) -> Assignment:

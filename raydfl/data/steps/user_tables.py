@@ -30,7 +30,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
 
 import numpy as np
 import pyarrow as pa
@@ -55,19 +54,15 @@ _KINDS = (".parquet", ".arrow", ".feather", ".csv")
 class TableSettings(Settings):
     """Tables of clips and clients, in place of steps: Parquet, Arrow or CSV files."""
 
-    clips: Annotated[
-        Path | None,
-        Field(
-            description="A row for each clip: its role, pool and client, in place of split, pools and partition. Others are left "
-            "out. null: none."
-        ),
-    ] = None
-    clients: Annotated[
-        Path | None,
-        Field(
-            description="A row for each client: its id, and columns for profile. It decides the order of the clients. null: none."
-        ),
-    ] = None
+    clips: Path | None = Field(
+        None,
+        description="A row for each clip: its role, pool and client, in place of split, pools and partition. Others are left "
+        "out. null: none.",
+    )
+    clients: Path | None = Field(
+        None,
+        description="A row for each client: its id, and columns for profile. It decides the order of the clients. null: none.",
+    )
 
 
 def keep_named_clips(manifest: pa.Table, path: Path) -> pa.Table:

@@ -79,7 +79,7 @@ def _examples(model: RunModel) -> tuple[Examples, Examples, str]:
         if len(data.test):
             held_out, split = data.test, "client_test"
     else:
-        part = population.each[model.name.partition(":")[0] if population.parts else ""]
+        part = population.parts.get(model.name.partition(":")[0], population)
         found = part.first_examples(int(part.sizes().sum()))
         if found is None:
             raise InputError(

@@ -336,7 +336,7 @@ class _Run:
         return networks, {name for name in names if name not in (there if self.method.shared(name) else own)}
 
     def _made(self, label: str, client_id: str, part: str, specs: Specs, name: str, network: nn.Module) -> RunModel:
-        population, data = self.population.each[part], self.config.data.each[part]
+        population, data = self.population.parts[part], self.config.data.each[part]
         inputs = population.shape(FIRST_VIEW, data)
         unnamed = ModelSpec(name, type(network).__name__, inputs, len(population.classes))
         spec = next((spec for spec in specs if spec.name == name), unnamed)
