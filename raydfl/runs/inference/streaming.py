@@ -220,20 +220,16 @@ class Stream:
             batch: streams that are heard at the same time, in step.
         """
         self._session = session
-        self._state = {
-            given.name: np.zeros(
-                [batch if size == "batch" else size for size in given.shape],
-                np.int64 if given.name == "heard" else np.float32,
-            )
-            for given in session.get_inputs()
-            if given.name in STATES
-        }
+        _, *state = session.get_inputs()
+        kinds = {"tensor(int64)": np.int64, "tensor(float)": np.float32}
+        sizes = {each.name: [batch if size == "batch" else size for size in each.shape] for each in state}
+        self._state = {each.name: np.zeros(sizes[each.name], kinds[each.type]) for each in state}
 
     def hear(self, samples: np.ndarray) -> np.ndarray:
         """Return the answers float32 [batch, answers] for all that was heard, with these samples float32 [batch, samples]."""
         found: np.ndarray
         found, *state = self._session.run(None, {"samples": samples, **self._state})
-        self._state = dict(zip(STATES, state, strict=True))
+        self._state = dict(zip(self._state, state, strict=True))
         return found
 
 

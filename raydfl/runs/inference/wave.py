@@ -174,7 +174,11 @@ def answer_graph(model: RunModel, network: Graph) -> bytes:
     proto.functions.append(
         onnx.helper.make_function("raydfl", "Network", names, [averaged], nodes, [*inner.opset_import])
     )
-    whole: bytes = onnx.inliner.inline_local_functions(proto).SerializeToString()
+    proto = onnx.inliner.inline_local_functions(proto)
+    operators = [each for each in proto.opset_import if not each.domain]
+    del proto.opset_import[:]
+    proto.opset_import.extend(operators)
+    whole: bytes = proto.SerializeToString()
     return whole
 
 
