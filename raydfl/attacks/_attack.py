@@ -96,8 +96,9 @@ class Attack(StrictTypes):
         drawn = self.attackers(ids, seed, self.start - 1)
         return np.full(len(ids), drawn.any()) if self.draw == "round" and not isinstance(self.clients, tuple) else drawn
 
+    @property
     def needs(self) -> Needs:
-        """Return what the attack needs of the other settings: recordings or labels that it can change, and one list of classes."""
+        """The needs of other settings: recordings or labels that the attack can change, and one list of classes."""
         aims = type(self).labels is not Attack.labels or type(self).target_class is not Attack.target_class
         return Needs(recordings=self.alters, labels="one" if aims else "any", one_class_list=True)
 

@@ -69,7 +69,7 @@ class Clients(OnDemand[Client]):
         self._settings = config.train.clients
         self._client = functools.lru_cache(_REMEMBERED)(self._make)
         self._method = config.parts.method
-        self._read = self._method.needs().columns
+        self._read = self._method.needs.columns
         self._own_models = functools.lru_cache(_REMEMBERED)(self._narrowed)
 
     def __len__(self) -> int:

@@ -114,7 +114,7 @@ class Config(Settings):
 
     def _models_fit(self, data: DataSettings) -> None:
         """Refuse networks that cannot read their views, and views that nobody reads."""
-        read, views = set(self.parts.method.needs().views), data.all_views
+        read, views = set(self.parts.method.needs.views), data.all_views
         for name, choices in self.parts.models.items():
             for architecture, options in choices:
                 if name in type(self.parts.method).on_features:
