@@ -58,10 +58,8 @@ class Federation:
         self.pool = pool
         self.method = config.parts.method
         self.clients = Clients(population, config, planning=True)
-        self._configured_phases = config.phases
         self._cohorts = {
-            name: config.train.in_phase(name).cohort_size(self.clients.eligible)
-            for name in config.phases.names or ("",)
+            name: config.train.in_phase(name).cohort_size(self.clients.eligible) for name in config.phases.names
         }
         self._attackers = Adversary(config.parts.attack, type(self.method).changes, population.ids, config.run.seed)
         self._place_of, self._part_of = population.place_of, population.part_of
@@ -222,7 +220,7 @@ class Federation:
         report.rows += self._committer.wait()
         self.checkpoint = self._compaction.before_commit(self.checkpoint)
         state, private, phases = self.checkpoint.state, self.checkpoint.private, self.checkpoint.phases
-        self._committer.prepare(state, private, best, () if phases == self._configured_phases else phases.first)
+        self._committer.prepare(state, private, best, () if phases == self.config.phases else phases.first)
 
     def _start(self) -> None:
         """Commit round 0, if the run can be measured as its settings ask.
@@ -271,7 +269,7 @@ class Federation:
         if not before.selection.wanted:
             return
         try:
-            for phase in names[names.index(before.state.phase) :] if names else ("",):
+            for phase in names[names.index(before.state.phase) :]:
                 if phase != self.state.phase:
                     state = begin_phase(self.config, dataclasses.replace(self.state, phase=phase))
                     self.checkpoint = dataclasses.replace(before, state=state)
@@ -324,7 +322,7 @@ class Federation:
         if not tasks:
             raise ConfigError(
                 f"train.clients: none of the clients that it leaves can take part in round {self.state.round_index + 1} of method "
-                f"{self.config.method['name']!r}{f', phase {self.state.phase!r}' * bool(self.state.phase)}; take back one of its "
+                f"{self.config.method['name']!r}; take back one of its "
                 f"conditions"
             )
         for task in tasks:
@@ -341,7 +339,6 @@ class Federation:
     def _orders(self, tasks: Sequence[Task], measure: tuple[Measurement, ...] | None) -> list[Order]:
         """Return orders for what a method planned, in client order."""
         check_tasks(tasks, self.state.tensors)
-        stage = self._stage(self.state.round_index)
         placed = sorted(((self.clients.index_of(t.client_id), t) for t in tasks), key=lambda pair: pair[0])
         orders = [
             Order(
@@ -354,15 +351,11 @@ class Federation:
                 attacking=measure is None and self._attackers.attacks(index, self.state.round_index),
                 part=self._part_of(index),
                 place=self._place_of(index),
-                stage=stage,
+                stage=self.state.phase,
             )
             for position, (index, task) in enumerate(placed)
         ]
         return grouped(orders, [self.clients[index].models for index, _ in placed], self.store.together)
-
-    def _stage(self, round_index: int) -> str | None:
-        """Return the phase of the round after so many completed ones, where it may be another one than is configured."""
-        return None if self.checkpoint.phases == self._configured_phases else self.checkpoint.phases.at(round_index)
 
     def broadcast(self, keys: set[str]) -> dict[str, FlatTensors]:
         """Return the entries of the state as they are sent."""
@@ -390,7 +383,7 @@ class Federation:
     def _measure(self, cohort: Sequence[str]) -> tuple[list[record.MetricRow], dict[str, str]]:
         """Return what is measured of the state, and why clients could not be measured, by client id."""
         settings, round_index = self.config.run, self.state.round_index
-        stage = self._stage(round_index - 1)
+        stage = self.checkpoint.phases.at(round_index - 1)
         orders = [dataclasses.replace(order, stage=stage) for order in self._evaluation.orders(self.state, cohort)]
         # All at once: they are metrics and no tensors.
         replies = in_order(self._send(orders), len(orders)) if orders else []

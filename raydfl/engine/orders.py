@@ -61,8 +61,8 @@ class Order:
     """The client's part of ``data.parts``; empty: there are none."""
     place: str = ""
     """The site of the data that it is about; empty: wherever the run is."""
-    stage: str | None = None
-    """The method's phase whose training settings hold; ``None``: the one that the configuration has at this round."""
+    stage: str = ""
+    """The method's phase whose training settings hold."""
 
     @property
     def subject(self) -> str:

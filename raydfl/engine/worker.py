@@ -155,7 +155,6 @@ class Worker:
         self._built: dict[tuple[tuple[ModelSpec, ...], int], Replica] = {}
         self._fixed: dict[tuple[ModelSpec, ...], FlatTensors] = {}
         """Fixed tensors of whole networks, by the networks that are parts of them."""
-        self._phases = config.phases
         self._training: dict[str, TrainSettings] = {}
         self._samples: dict[tuple[str, str, int], Examples] = {}
 
@@ -331,12 +330,9 @@ class Worker:
 
     def _training_of(self, order: Order) -> TrainSettings:
         """Return the settings of the phase that an order is of: the same object for all of one phase."""
-        phase = order.stage
-        if phase is None:
-            phase = self._phases.at(order.round_index - (order.measure is not None))
-        if phase not in self._training:
-            self._training[phase] = self.config.train.in_phase(phase)
-        return self._training[phase]
+        if order.stage not in self._training:
+            self._training[order.stage] = self.config.train.in_phase(order.stage)
+        return self._training[order.stage]
 
     def _lacks(self, order: Order) -> frozenset[str]:
         """Return the models of the method that the order's client does not have."""

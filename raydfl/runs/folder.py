@@ -170,7 +170,7 @@ def prepare_run(run_dir: Path, config: Config, progress: Progress) -> None:
         )
     _check_ids(config)
     eligible = Clients(population, config).eligible
-    for name in config.phases.names or ("",):
+    for name in config.phases.names:
         config.train.in_phase(name).cohort_size(eligible)
     models = try_models(config, population)
     remarks = _remarks(config, population)
@@ -231,7 +231,7 @@ def begin(
     }
     if remarks:
         about["remarks"] = list(remarks)
-    if config.phases.names:
+    if len(config.phases.names) > 1:
         about["phases"] = dict(zip(config.phases.names, (first + 1 for first in config.phases.first), strict=True))
     if population.parts:
         about["parts"] = {part.name: list(part.population.classes) for part in population.parts}
