@@ -25,7 +25,7 @@ from raydfl.core.tensor_file import to_safetensors
 from raydfl.core.types import ModelSpec
 from raydfl.core.version import __version__
 from raydfl.data import Population, build_population, upgrade_population
-from raydfl.engine import Clients, Config, best_of, build_models, received_entries, try_models
+from raydfl.engine import Clients, Config, best_of, build_models, label_entry, received_entries, try_models
 from raydfl.engine.storage import (
     Commit,
     RunStore,
@@ -359,8 +359,7 @@ def _export(
             continue
         there = {n.partition("/")[0] for n in models}
         models |= {n: t for n, t in fixed[part].items() if n not in models and n.partition("/")[0] in there}
-        label = [part] * bool(part) + [file_name_of(key)] * (key != "global")
-        path = run_dir / f"{'-'.join([stem, *label])}.safetensors"
+        path = run_dir / f"{'-'.join([stem, *map(file_name_of, label_entry(part, key))])}.safetensors"
         metadata = {
             "raydfl": about["raydfl"],
             "key": key,
