@@ -48,7 +48,7 @@ def _read(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """Return images uint8 [images, 32, 32, 3] and labels int64 [images]."""
     file = io.BytesIO(read_regular(path))
     try:
-        content = _Unpickler(file, encoding="bytes").load()
+        content = _Interpreter(file, encoding="bytes").load()
         found = {name.decode() if isinstance(name, bytes) else name: value for name, value in content.items()}
     except _ForeignError as error:
         raise DataError(
@@ -98,11 +98,30 @@ class _Array:
         self.values = np.frombuffer(content, kind.dtype).reshape(shape, order="F" if by_columns else "C")
 
 
-class _Unpickler(pickle._Unpickler):
-    """Unpickler that calls nothing but this file's own stand-ins.
+_OPCODES = (
+    *("PROTO", "FRAME", "STOP", "MARK", "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "BINFLOAT"),
+    *("BINUNICODE", "SHORT_BINUNICODE", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BINSTRING", "SHORT_BINSTRING"),
+    *("EMPTY_DICT", "SETITEM", "SETITEMS", "EMPTY_LIST", "APPEND", "APPENDS"),
+    *("EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"),
+    *("BINPUT", "LONG_BINPUT", "MEMOIZE", "BINGET", "LONG_BINGET", "GLOBAL", "STACK_GLOBAL", "REDUCE", "BUILD"),
+)
+"""The opcodes in the files of CIFAR-10 and of sets in its layout."""
 
-    It is the one written in Python. The one in C reserves as much memory as a damaged file asks for.
+
+class _Dispatch(dict[int, Any]):
+    def __missing__(self, code: int) -> Any:
+        raise _ForeignError(f"it has the opcode {code:#04x}")
+
+
+class _Interpreter(pickle._Unpickler):
+    """Interpreter of few opcodes that calls nothing but this file's own stand-ins.
+
+    It extends Python's unpickler that is written in Python. The one in C reserves as much memory as a damaged file asks for.
     """
+
+    dispatch = _Dispatch(
+        {code: pickle._Unpickler.dispatch[code] for name in _OPCODES for code in getattr(pickle, name)}
+    )
 
     def __init__(self, file: io.BytesIO, **options: Any) -> None:
         super().__init__(file, **options)
