@@ -194,7 +194,7 @@ class Clients(OnDemand[Client]):
         Raises:
             ConfigError: there is no such network for a client's profile.
         """
-        read = [self._codes(name) for name in self._read]
+        read = [self._column(name)[1] for name in self._read]
         return {
             part: [
                 own
@@ -203,15 +203,6 @@ class Clients(OnDemand[Client]):
             ]
             for part, positions in self._sections().items()
         }
-
-    def _codes(self, name: str) -> np.ndarray:
-        """Return int32 [clients]: equal numbers for clients whose profiles say the same under a name."""
-        codes = self._population.column(name)[1].astype(np.int32)
-        for first, dealt_values in self._dealt.values():
-            if name in dealt_values:
-                own = dealt_values[name][1]
-                codes[first : first + len(own)] = own
-        return codes
 
     @staticmethod
     def _unlike(positions: range, columns: Sequence[np.ndarray | None]) -> list[int]:
