@@ -157,6 +157,10 @@ class Clients(OnDemand[Client]):
         """
         return self[self._index(client_id)]
 
+    def views_of(self, client_id: str) -> str:
+        """Return a client's ``data.views``, as in ``video+depth``; ``none`` if it has none of them."""
+        return "+".join(self.by_id(client_id).profile["views"]) or "none"
+
     def index_of(self, client_id: str) -> int:
         """Return the position of a client in the population."""
         return self._index(client_id)
