@@ -21,9 +21,9 @@ import numpy as np
 from raydfl import classify, export_model, load_model, read_audio
 from raydfl.core.errors import RaydflError
 from raydfl.data.features import FeatureExtractor
-from raydfl.runs.inference.spectrum import settings_of
+from raydfl.runs.inference.network import open_session
 from raydfl.runs.inference.streaming import Stream
-from raydfl.runs.inference.wave import session_of
+from raydfl.runs.inference.wave import read_settings
 
 Answer = Callable[[np.ndarray], np.ndarray]
 """The answer float [answers] to a recording float32 [samples]."""
@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("recordings", type=Path, nargs="+")
     given = parser.parse_args()
-    settings = settings_of(load_model(given.run_dir))
+    settings = read_settings(load_model(given.run_dir))
     extractor, rate = FeatureExtractor(settings), settings.sample_rate
     waves = [extractor.wave(*read_audio(file)) for file in given.recordings]
     expected = [prediction.probabilities for prediction in classify(given.run_dir, given.recordings)]
@@ -51,7 +51,7 @@ def main() -> None:
             except RaydflError as error:
                 print(f"| {form} | {error} |")
                 continue
-            session, size = session_of(path.read_bytes(), 1), path.stat().st_size
+            session, size = open_session(path.read_bytes(), 1), path.stat().st_size
             if form != "streaming":
                 show(
                     form,

@@ -36,13 +36,19 @@ def data_info(
         str, typer.Argument(metavar="NAME|FILE", help="a data set's name, or a configuration", show_default=False)
     ],
     overrides: Overrides = None,
+    step: Annotated[
+        str | None,
+        typer.Option(
+            "--step", help="print the tables of clips and clients after this step: list, split, partition ..."
+        ),
+    ] = None,
 ) -> None:
     """Describe a data set's layout and options, or who gets what.
 
     With NAME: layout, licence and options of that data set. With FILE: clips, classes, groups and clients of that configuration,
     and a split, a partition and settings to begin with.
     """
-    from raydfl.cli.describe import describe_data, describe_dataset
+    from raydfl.cli.describe import describe_data, describe_dataset, describe_step
 
     if Path(what).suffix in (".yaml", ".yml") or Path(what).is_file():
         from raydfl.cli.proposal import propose
@@ -54,11 +60,14 @@ def data_info(
             for part, data in config.data.each.items():
                 if part:
                     print(f"\npart {part}")  # noqa: T201
-                for line in describe_data(data, config.run.seed, config.labels_needed):
+                lines = describe_data(data, config.run.seed, config.labels_needed)
+                if step is not None:
+                    lines = describe_step(data, config.run.seed, step, config.parts.attack)
+                for line in lines:
                     print(line)  # noqa: T201
         except DataError as error:
             unfit = DataError(f"data.parts.{part}: {error}") if part else error
-        if config.data.sites or config.data.parts:
+        if config.data.sites or config.data.parts or step is not None:
             if unfit is not None:
                 raise unfit
             return
@@ -96,7 +105,7 @@ def data_prepare(file: File, overrides: Overrides = None, quiet: Quiet = False, 
         )
         for message in population.messages:
             progress.message(message)
-        tested = sum(len(part.test) for part in population.each.values())
+        tested = sum(len(part.test) for part in population.parts.values())
         progress.message(
             f"features are ready: {len(population)} clients, {tested} test examples, "
             f"{len(population.classes)} classes, {len(population.skipped)} clips left out"

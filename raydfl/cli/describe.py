@@ -9,11 +9,15 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import pyarrow as pa
 
+from raydfl.core.errors import ConfigError, nearest
 from raydfl.core.options import options_of
 from raydfl.data import (
+    STEPS,
     Assignment,
     DataSettings,
     PartitionSettings,
+    Poisoner,
+    TableSettings,
     assign_clips,
     find_dataset,
     list_clips,
@@ -26,6 +30,10 @@ _WIDTH = 110
 _LABEL = 18
 _MOST_NAMES = 60
 """Classes and groups that are listed one by one."""
+_MOST_ROWS = 20
+"""Rows of a table that are written."""
+_HIDDEN = ("path", "seconds", "by_id")
+"""Columns of tables that are not written."""
 _KEPT = "\u00a0"
 """A space at which no line is broken."""
 _STANDARD = ("clip", "path", "label", "group", "split", "seconds")
@@ -106,6 +114,42 @@ def describe_data(data: DataSettings, seed: int, labels_needed: bool = True) -> 
         yield from _entry("left out", f"{left_out:,} clips")
     yield ""
     yield "Clips that cannot be read are found by: raydfl data prepare FILE"
+
+
+def describe_step(data: DataSettings, seed: int, step: str, attack: Poisoner | None) -> Iterator[str]:
+    """Describe the tables of clips and clients after a step.
+
+    Args:
+        step: one of ``STEPS``.
+        attack: the attack of the configuration.
+
+    Raises:
+        ConfigError: there is no such step.
+        DataError: the step, or one before it, does not fit the clips.
+    """
+    if step not in STEPS:
+        raise ConfigError(f"--step {step}: there is no such step; {nearest(step, STEPS)}")
+    if step == "list":
+        data = data.model_copy(update={"leave_out": (), "ungrouped": "keep", "tables": TableSettings()})
+    manifest, classes = list_clips(data, seed)
+    tables = assign_clips(manifest, classes, data, seed, False, attack=attack, last=step)
+    for name, table in (("clips", tables.clips), ("clients", tables.clients)):
+        if table.num_rows:
+            yield f"{name} after the step {step}, {table.num_rows:,} rows"
+            yield from _draw_table(table)
+    yield from tables.messages
+
+
+def _draw_table(table: pa.RecordBatch) -> Iterator[str]:
+    """Write the first rows of a table as text."""
+    shown = table.slice(0, _MOST_ROWS)
+    columns = {name: shown.column(name).to_pylist() for name in table.schema.names if name not in _HIDDEN}
+    texts = [[name, *("" if value is None else str(value) for value in values)] for name, values in columns.items()]
+    widths = [max(map(len, column)) for column in texts]
+    for row in zip(*texts, strict=True):
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+    if table.num_rows > _MOST_ROWS:
+        yield f"... and {table.num_rows - _MOST_ROWS:,} more"
 
 
 def _entry(label: str, text: str) -> list[str]:

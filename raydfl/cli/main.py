@@ -392,9 +392,11 @@ def export_command(
         print(exported.quantised)  # noqa: T201
 
 
+@app.command("study", cls=TakesSettings)
 @app.command("sweep", cls=TakesSettings)
-def sweep_command(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="the sweep, a YAML file", show_default=False)],
+@app.command("search", cls=TakesSettings)
+def study_command(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="the study, a YAML file", show_default=False)],
     overrides: Overrides = None,
     only: Annotated[
         list[str] | None, typer.Option("--only", help="AXIS=LABEL,LABEL: leave out the other cells of this axis")
@@ -405,54 +407,26 @@ def sweep_command(
     check: Annotated[
         bool, typer.Option("--check", help="check all configurations, and that the data sets exist")
     ] = False,
-    table: Annotated[bool, typer.Option("--table", help="write the tables and the page of what is there")] = False,
+    table: Annotated[bool, typer.Option("--table", help="write the tables and the page of the results so far")] = False,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Do all runs of a grid side by side, and put what came of them into one table and one page.
+    """Train all runs of a study side by side, and put their results into tables and one page.
 
-    Finished runs are never repeated. Ctrl-C lets running ones stop after their round; the same command goes on with them.
+    A study compares settings in a grid (axes), searches good settings (domains), or both; sweep and search are other names of the
+    command. KEY=VALUE also changes the study's own settings (samples=20). Finished runs are never repeated. Ctrl-C lets runs stop
+    after their round; the same command continues them.
     """
-    from raydfl.cli.experiments import describe_sweep, do_sweep
-    from raydfl.experiments import check_data_sets
-    from raydfl.experiments.sweep import load_sweep
+    from raydfl.cli.experiments import describe_study, do_study
+    from raydfl.experiments import check_data_sets, corners, load_study
 
-    sweep = load_sweep(file, overrides or [], only or [])
+    study = load_study(file, [*(overrides or []), *([f"parallel={parallel}"] if parallel else [])], only or [])
     if check:
-        print(describe_sweep(sweep))  # noqa: T201
-        check_data_sets(sweep.distinct)
+        print(describe_study(study))  # noqa: T201
+        check_data_sets(study.distinct or [study.at_corner(values) for values in corners(study.settings)])
         return
     with progress_of(quiet, as_json) as progress:
-        code = do_sweep(sweep, progress, parallel, table_only=table)
-    if code:
-        raise typer.Exit(code)
-
-
-@app.command("search", cls=TakesSettings)
-def search_command(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="the search, a YAML file", show_default=False)],
-    overrides: Overrides = None,
-    check: Annotated[bool, typer.Option("--check", help="check the space, and whether the data sets exist")] = False,
-    table: Annotated[bool, typer.Option("--table", help="write the tables and the page of what is there")] = False,
-    quiet: Quiet = False,
-    as_json: Json = False,
-) -> None:
-    """Search good settings: many federations with Ray Tune, and one page with the best settings and what mattered.
-
-    KEY=VALUE also changes the search's own settings (samples=20). Trials that are over are never repeated. Ctrl-C lets running ones
-    stop after their round; the same command goes on with them.
-    """
-    from raydfl.cli.experiments import describe_search, do_search
-    from raydfl.experiments import check_data_sets
-    from raydfl.experiments.search import load_search
-
-    search = load_search(file, overrides or [])
-    if check:
-        print(describe_search(search))  # noqa: T201
-        check_data_sets(search.foreseen)
-        return
-    with progress_of(quiet, as_json) as progress:
-        code = do_search(search, progress, table_only=table)
+        code = do_study(study, progress, table_only=table)
     if code:
         raise typer.Exit(code)
 
@@ -494,20 +468,9 @@ _INTERRUPTED = 130
 """The exit code that Typer gives to Ctrl-C."""
 
 
-def _check_working_directory() -> None:
-    """Refuse a deleted working directory, in which PyTorch's libraries end the process without a reason."""
-    try:
-        Path.cwd()
-    except OSError as error:
-        raise InputError(
-            f"The working directory cannot be used: {error.strerror}. Change to an existing folder, then run the command again."
-        ) from error
-
-
 def main(arguments: list[str] | None = None) -> Any:
     """Entry point: turns errors that were raised on purpose into one message and the right exit code."""
     try:
-        _check_working_directory()
         app(arguments, prog_name="raydfl")
     except RaydflError as error:
         print(f"error: {printable(str(error))}", file=sys.stderr)  # noqa: T201

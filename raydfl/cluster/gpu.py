@@ -18,11 +18,12 @@ import torch
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from raydfl.cluster.faults import task_cause
+from raydfl.cluster.sites import open_serial_pool
 from raydfl.core.errors import ConfigError, ResourcesError
 from raydfl.core.files import default_cache
 from raydfl.data import Population
-from raydfl.engine import Config, Federation, RaySettings, SerialPool, Worker, remembered
-from raydfl.engine.storage import PrivateStore, RunStore
+from raydfl.engine import Config, Federation, RaySettings, keys_of, remembered
+from raydfl.engine.storage import RunStore
 
 CONTEXT = 512 << 20
 """Bytes of a GPU's memory that a process takes before it has computed anything, and that PyTorch's cap does not count."""
@@ -221,12 +222,10 @@ def _heaviest(run_dir: Path, config: Config, where: str) -> None:
             scratch.together = commit.together
             scratch.commit(commit.state, commit.private)
         population = Population.load(run_dir / "population")
-        private = PrivateStore(Path(name) / "private", also_read=[run_dir / "private"])
-        worker = Worker(run_dir, config, private, where, population=population)
-        pool = SerialPool(worker)
+        pool = open_serial_pool(run_dir, config, population, Path(name) / "private", where)
         with contextlib.closing(pool), contextlib.closing(Federation(config, population, scratch, pool)) as federation:
             for orders in federation.heaviest():
-                worker.carry_out(orders, federation.broadcast({key for order in orders for key in order.task.receive}))
+                list(pool.run(orders, federation.broadcast(keys_of(orders))))
 
 
 class _Probe:

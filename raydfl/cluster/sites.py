@@ -142,7 +142,9 @@ def open_worker(
     return Worker(run_dir, config, private, device, population, place)
 
 
-def open_serial_pool(run_dir: Path, config: Config, population: Population, scratch: Path | None = None) -> SerialPool:
+def open_serial_pool(
+    run_dir: Path, config: Config, population: Population, scratch: Path | None = None, device: str = "cpu"
+) -> SerialPool:
     """Open a pool in this process. The folders of all sites must be on this machine.
 
     Args:
@@ -150,13 +152,13 @@ def open_serial_pool(run_dir: Path, config: Config, population: Population, scra
         config: of the run.
         population: of the federation.
         scratch: where new private state is written instead of the places' folders.
+        device: on which to compute.
     """
-    places = population.places
-    folders = [folder_at(config, run_dir, place) for place in places]
+    folders = {place: folder_at(config, run_dir, place) for place in population.places}
     return SerialPool(
         *(
-            open_worker(config, run_dir, place, folder, population, scratch=scratch)
-            for place, folder in zip(places, folders, strict=True)
+            open_worker(config, run_dir, place, folder, population, device, scratch=scratch)
+            for place, folder in folders.items()
         )
     )
 

@@ -8,12 +8,15 @@ from typing import Any
 
 import numpy as np
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from raydfl.core.cuts import Cuts
 from raydfl.core.settings import FIRST_VIEW
 
 Tensors = Mapping[str, Tensor]
+
+BuiltModels = Sequence[Mapping[str, nn.Module]]
+"""Freshly built networks by name, a set for each combination of architectures."""
 """Tensors by their flat name ``"model/layer.weight"``. Prototypes, masks and counts are tensors too."""
 
 

@@ -1,6 +1,7 @@
 """The names of this room that others use, and where each lives; ``__init__.py`` finds them by it."""
 
 from raydfl.data.audio import read_audio as read_audio
+from raydfl.data.build import STEPS as STEPS
 from raydfl.data.build import assign_clips as assign_clips
 from raydfl.data.build import build_population as build_population
 from raydfl.data.build import list_clips as list_clips
@@ -41,10 +42,12 @@ from raydfl.data.steps.listing import UNLABELLED as UNLABELLED
 from raydfl.data.steps.listing import Assignment as Assignment
 from raydfl.data.steps.listing import natural_order as natural_order
 from raydfl.data.steps.listing import sizes_text as sizes_text
+from raydfl.data.steps.poison import Poisoner as Poisoner
 from raydfl.data.steps.profile import KNOWN as KNOWN
 from raydfl.data.steps.profile import ProfileSettings as ProfileSettings
 from raydfl.data.steps.profile import dealt as dealt
 from raydfl.data.steps.split import SplitSettings as SplitSettings
+from raydfl.data.steps.user_tables import TableSettings as TableSettings
 from raydfl.data.tables import Tables as Tables
 from raydfl.data.tables import encode as encode
 from raydfl.data.tables import no_clips as no_clips

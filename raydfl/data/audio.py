@@ -132,7 +132,7 @@ def audio_seconds(path: str | os.PathLike[str]) -> float:
         raise DataError(f"{name}: there is no such file")
     try:
         return float(soundfile.info(name).duration)
-    except (soundfile.SoundFileError, OSError, RuntimeError) as error:
+    except (soundfile.SoundFileError, OSError, RuntimeError, TypeError) as error:
         raise DataError(f"{name}: cannot be read as audio: {error}") from error
 
 

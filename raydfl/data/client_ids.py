@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from raydfl.core.errors import RunDirectoryError
 from raydfl.core.sequences import OnDemand
 
 
@@ -73,8 +74,17 @@ class ClientIds(OnDemand[str]):
         return len(self.column)
 
     def item(self, position: int) -> str:
-        """Return an id."""
-        return str(self._text[self._ends[position] : self._ends[position + 1]], "utf-8")
+        """Return an id.
+
+        Raises:
+            RunDirectoryError: the file of the clients is damaged.
+        """
+        try:
+            return str(self._text[self._ends[position] : self._ends[position + 1]], "utf-8")
+        except UnicodeDecodeError as error:
+            raise RunDirectoryError(
+                f"the population is damaged: the id of client {position} is no text ({error}); start the run again in a new folder"
+            ) from error
 
     def index(self, value: str, start: int = 0, stop: int | None = None) -> int:
         """Find the position of an id.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated
 
 import numpy as np
 from pydantic import Field
@@ -16,13 +15,11 @@ from raydfl.data.steps.listing import natural_order
 class LabelSetSettings(Settings):
     """A clip's label names several classes at once."""
 
-    separator: Annotated[
-        str,
-        Field(
-            min_length=1,
-            description="What stands between the classes of a label: dog|rain. A label of it alone is of no class.",
-        ),
-    ] = "|"
+    separator: str = Field(
+        "|",
+        min_length=1,
+        description="What stands between the classes of a label: dog|rain. A label of it alone is of no class.",
+    )
 
 
 def sets_of(labels: Sequence[str], separator: str) -> tuple[list[str], np.ndarray]:

@@ -13,35 +13,30 @@ import pyarrow as pa
 
 from raydfl.core.settings import FIRST_VIEW
 from raydfl.data.client_ids import ClientIds
-from raydfl.data.population import Part, Population, StoredView
+from raydfl.data.population import Population, StoredView
 from raydfl.data.tables import Tables, encode, no_clips
 
 
-def join_parts(populations: Mapping[str, Population]) -> Population:
+def join_parts(parts: Mapping[str, Population]) -> Population:
     """Return the population of all parts, in the order given.
 
     Args:
-        populations: by the parts' names; a single part without a name is the federation.
+        parts: by name; a single part without a name is the federation.
     """
-    if "" in populations:
-        return populations[""]
-    firsts = np.cumsum([0, *(len(population) for population in populations.values())]).tolist()
-    parts = [Part(name, first, own) for first, (name, own) in zip(firsts, populations.items(), strict=False)]
-    ids = ClientIds.from_strings(f"{part.name}/{client}" for part in parts for client in part.population.ids)
-    sizes = np.concatenate([part.population.sizes() for part in parts]).astype(np.int64)
-    places = list(dict.fromkeys(place for part in parts for place in part.population.places))
-    codes = [
-        np.array([places.index(place) for place in part.population.places])[part.population.place_codes]
-        for part in parts
-    ]
-    place = {"place": encode(np.concatenate(codes).astype(np.int32), places)} if any(places) else {}
-    first = [population.views[FIRST_VIEW] for population in populations.values()]
-    lengths = {view.length for view in first}
+    if "" in parts:
+        return parts[""]
+    ids = ClientIds.from_strings(f"{name}/{client}" for name, part in parts.items() for client in part.ids)
+    sizes = np.concatenate([part.sizes() for part in parts.values()]).astype(np.int64)
+    places = list(dict.fromkeys(place for part in parts.values() for place in part.places))
+    codes = [np.array([*map(places.index, part.places)], np.int32)[part.place_codes] for part in parts.values()]
+    place = {"place": encode(np.concatenate(codes), places)} if any(places) else {}
+    views = [part.views[FIRST_VIEW] for part in parts.values()]
+    lengths = {view.length for view in views}
     return Population(
         Tables(no_clips(), pa.record_batch({**ids.columns(), **place, "examples": pa.array(sizes)})),
-        [f"{part.name}/{label}" for part in parts for label in part.population.classes],
-        {FIRST_VIEW: StoredView(lengths.pop() if len(lengths) == 1 else None, bands=first[0].bands)},
-        skipped=[(f"{part.name}/{clip}", reason) for part in parts for clip, reason in part.population.skipped],
-        messages=[f"{part.name}: {message}" for part in parts for message in part.population.messages],
+        [f"{name}/{label}" for name, part in parts.items() for label in part.classes],
+        {FIRST_VIEW: StoredView(lengths.pop() if len(lengths) == 1 else None, bands=views[0].bands)},
+        skipped=[(f"{name}/{clip}", reason) for name, part in parts.items() for clip, reason in part.skipped],
+        messages=[f"{name}: {message}" for name, part in parts.items() for message in part.messages],
         parts=parts,
     )

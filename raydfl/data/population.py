@@ -6,6 +6,7 @@ import bisect
 import copy
 import dataclasses
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from raydfl.data import population_folder
 from raydfl.data.examples import ClientData, Examples, Frames
 from raydfl.data.features.cache import FeatureStore, open_store
 from raydfl.data.label_sets import sets_of
+from raydfl.data.population_folder import part_folder
 from raydfl.data.settings import DataSettings
 from raydfl.data.shards import Shard, cut_shards
 from raydfl.data.tables import Column, Tables, join_columns, join_counts, table_prefix, view_column
@@ -42,17 +44,6 @@ class StoredView:
     """The pipeline from stored features to a batch, set by :meth:`Population.use`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Clients that follow one another in the population and have a data set, classes and a test set of their own."""
-
-    name: str
-    first: int
-    """Index of its first client."""
-    population: Population
-    """The part by itself, in which its clients are numbered from 0."""
-
-
 class Population:
     """Clients and held-out data. Made by raydfl.data.build, raydfl.cluster.sites, or :meth:`load`.
 
@@ -63,7 +54,7 @@ class Population:
         skipped: names of unreadable clips, or clips without a readable view, with the reasons.
         messages: messages to the user about the clips and clients.
         shards: of the server's data, if they are elsewhere; ``None``: they are cut here.
-        parts: parts of the federation. The clients' ids and numbers of examples are then all that this population has itself.
+        parts: by name, data sets with clients, classes and a test set of their own, which are joined here.
         separator: separator of the classes in a label; ``None``: a label is one class.
     """
 
@@ -75,7 +66,7 @@ class Population:
         skipped: Sequence[tuple[str, str]] = (),
         messages: Sequence[str] = (),
         shards: Sequence[Shard] | None = None,
-        parts: Sequence[Part] = (),
+        parts: Mapping[str, Population] | None = None,
         separator: str | None = None,
     ) -> None:
         self._tables = tables
@@ -95,8 +86,10 @@ class Population:
         self.pools = tables.pools
         """Names of the pools of training examples."""
         self.ids = tables.ids
-        self.parts = tuple(parts)
-        """Data sets with classes of their own; empty: this is one."""
+        self.parts: Mapping[str, Population] = parts or {"": self}
+        """Populations by part. A population of one data set is its own part, without a name."""
+        self._joined = bool(parts)
+        self._stops = [*itertools.accumulate(map(len, self.parts.values()))]
         self._shards = shards
 
     def __len__(self) -> int:
@@ -104,8 +97,8 @@ class Population:
 
     def use(self, data: DataSettings) -> Population:
         """Apply the transforms of the settings to batches, with the tables of this population; return the population."""
-        for part in self.parts:
-            part.population.use(data.each[part.name])
+        for name, part in self.parts.items() if self._joined else ():
+            part.use(data.each[name])
         for name, view in self.views.items():
             pipeline = data.all_views[name].pipeline.with_tables(self._tables.arrays, table_prefix(name))
             self.views[name] = dataclasses.replace(view, pipeline=pipeline)
@@ -168,12 +161,9 @@ class Population:
         """
         if place not in self.places:
             return self
-        if self.parts:
+        if self._joined:
             at = copy.copy(self)
-            at.parts = tuple(
-                Part(part.name, part.first, part.population.at(place, population_folder.part_folder(folder, part.name)))
-                for part in self.parts
-            )
+            at.parts = {name: part.at(place, part_folder(folder, name)) for name, part in self.parts.items()}
             return at
         own = Population.load(folder, verify=True, verify_features=True)
         views = {name: dataclasses.replace(view, length=self.views[name].length) for name, view in own.views.items()}
@@ -181,16 +171,18 @@ class Population:
         return Population(tables, self._labels, views, shards=self.shards, separator=self._separator)
 
     @property
-    def each(self) -> dict[str, Population]:
-        """The parts by name; this population itself, under no name, where there are none."""
-        return {part.name: part.population for part in self.parts} or {"": self}
+    def spans(self) -> dict[str, range]:
+        """Positions of each part's clients."""
+        return dict(zip(self.parts, map(range, [0, *self._stops], self._stops), strict=True))
 
     def part_of(self, index: int) -> str:
-        """Return the name of the part of a client; empty where there are none."""
-        return self._part(index).name if self.parts else ""
+        """Return the name of the part of a client."""
+        return [*self.parts][bisect.bisect_right(self._stops, index)]
 
-    def _part(self, index: int) -> Part:
-        return self.parts[bisect.bisect_right(self.parts, index, key=lambda part: part.first) - 1]
+    def _locate(self, index: int) -> tuple[Population, int]:
+        """Return the part of a client, and the client's position in it."""
+        name = self.part_of(index)
+        return self.parts[name], index - self.spans[name].start
 
     def index(self, client_id: str) -> int:
         """Return the position of a client.
@@ -212,9 +204,7 @@ class Population:
     def num_with_view(self, name: str) -> int:
         """Return how many training examples of the first pool have a view of ``data.views``."""
         tables = self._tables
-        return int(
-            np.count_nonzero(tables.read_clips(view_column(name, "frames"), tables.blocks["train", tables.pools[0]]))
-        )
+        return int(np.count_nonzero(tables.read_clips(view_column(name, "frames"), tables.block("train"))))
 
     def owners(self, view: str) -> np.ndarray:
         """Return which clients have a view of any of their training examples: bool [clients]."""
@@ -227,19 +217,18 @@ class Population:
         ``views`` (names of those of ``data.views`` that it has, where there are any), ``pools`` (examples in each, where there are
         several), ``part`` (where there are parts).
         """
-        if self.parts:
-            part = self._part(index)
-            return {"part": part.name, **part.population.profile(index - part.first)}
+        if self._joined:
+            part, own = self._locate(index)
+            return {"part": self.part_of(index), **part.profile(own)}
         return self._tables.profile(index, self._optional_views)
 
     def column(self, name: str) -> Column:
         """Return one entry of all clients' profiles, except ``pools``."""
-        if not self.parts:
+        if not self._joined:
             return self._tables.column(name, self._optional_views)
         if name == "part":
-            sizes = [len(part.population) for part in self.parts]
-            return [part.name for part in self.parts], np.repeat(np.arange(len(sizes)), sizes)
-        return join_columns([part.population.column(name) for part in self.parts])
+            return [*self.parts], np.repeat(np.arange(len(self.parts)), [*map(len, self.parts.values())])
+        return join_columns([part.column(name) for part in self.parts.values()])
 
     def sizes(self) -> np.ndarray:
         """Return int64 [clients]: training examples of each client in the first pool."""
@@ -251,9 +240,9 @@ class Population:
         Args:
             attacking: with the training data of a client that attacks.
         """
-        if self.parts:
-            part = self._part(index)
-            return part.population.data(index - part.first, attacking)
+        if self._joined:
+            part, own = self._locate(index)
+            return part.data(own, attacking)
         tables = self._tables
         role = "attack" if attacking and tables.has("attack") else "train"
         rows = [tables.rows(role, index, pool) for pool in self.pools]
@@ -267,23 +256,23 @@ class Population:
 
     def first_examples(self, count: int) -> Examples | None:
         """Return some training examples, as they are without attacks and noise; ``None`` where all are at sites."""
-        block = self._tables.blocks["train", self.pools[0]]
+        block = self._tables.block("train")
         return self._examples(slice(block.start, min(block.start + count, block.stop))) if self.stores else None
 
     @functools.cached_property
     def test(self) -> Examples:
         """The server's test data."""
-        return self._examples(self._tables.blocks["test", ""])
+        return self._examples(self._tables.block("test"))
 
     @functools.cached_property
     def triggered(self) -> Examples:
         """Copies of test clips with the trigger of a backdoor, under their true labels, none of which is its target; or empty."""
-        return self._examples(self._tables.blocks["triggered", ""], len(self.stores) - 1)
+        return self._examples(self._tables.block("triggered"), len(self.stores) - 1)
 
     @functools.cached_property
     def validation(self) -> Examples:
         """The server's validation data (``split.server_validation``, ``split.official_validation: validation``); else empty."""
-        return self._examples(self._tables.blocks["server_validation", ""])
+        return self._examples(self._tables.block("server_validation"))
 
     def statistics(self, client: int | None = None) -> np.ndarray | None:
         """Return the mean and deviation (float64 [2, bands]) with which further recordings are normalised by group.
@@ -295,9 +284,9 @@ class Population:
         Returns:
             ``None`` without ``normalise: group``, or where the data lie at sites.
         """
-        if self.parts and client is not None:
-            part = self._part(client)
-            return part.population.statistics(client - part.first)
+        if self._joined and client is not None:
+            part, own = self._locate(client)
+            return part.statistics(own)
         of = self._tables.read_clients("statistics")
         if of is None:
             return None
@@ -306,8 +295,8 @@ class Population:
 
     def class_counts(self) -> np.ndarray:
         """Return int64 [classes]: training clips of all clients together by class, a clip once for each client that has it."""
-        if self.parts:
-            return np.concatenate([part.population.class_counts() for part in self.parts])
+        if self._joined:
+            return np.concatenate([part.class_counts() for part in self.parts.values()])
         return self._by_class(self._tables.count_labels(len(self._labels)))
 
     def label_counts(
@@ -321,8 +310,8 @@ class Population:
             of: role of the clips. Clients without tests of their own have none in ``client_test``.
             clients: a part of the clients, or int [some clients].
         """
-        if self.parts:
-            return join_counts([part.population.label_counts(of) for part in self.parts])[clients]
+        if self._joined:
+            return join_counts([part.label_counts(of) for part in self.parts.values()])[clients]
         return self._by_class(self._tables.label_counts(of, len(self._labels), clients))
 
     def _by_class(self, counts: np.ndarray) -> np.ndarray:
@@ -338,8 +327,9 @@ class Population:
         Raises:
             ResourcesError: the disk is full or the folder cannot be written.
         """
-        for part in self.parts:
-            part.population.save(population_folder.part_folder(folder, part.name), again)
+        parts = self.parts if self._joined else {}
+        for name, part in parts.items():
+            part.save(part_folder(folder, name), again)
         others = dict(self.views)
         first = others.pop(FIRST_VIEW)
         facts = {
@@ -355,7 +345,7 @@ class Population:
             "skipped": self.skipped,
             "messages": self.messages,
             "shards": None if self._shards is None else [dataclasses.astuple(shard) for shard in self._shards],
-            "parts": [[part.name, part.first, part.population.views[FIRST_VIEW].bands] for part in self.parts],
+            "parts": [[name, self.spans[name].start, part.views[FIRST_VIEW].bands] for name, part in parts.items()],
         }
         population_folder.write(folder, facts, None if again else self._tables)
 
@@ -366,7 +356,7 @@ class Population:
         stores = [store for view in self.views.values() for store in view.stores]
         named = [*facts["stores"], *(store for store, _ in facts["views"].values() if store is not None)]
         return (
-            all(part.population.is_saved_in(population_folder.part_folder(folder, part.name)) for part in self.parts)
+            all(part is self or part.is_saved_in(part_folder(folder, name)) for name, part in self.parts.items())
             and list(self._labels) == facts["classes"]
             and [store.folder.name for store in stores] == [Path(store).name for store in named]
             and self._tables.holds_same(saved)
@@ -394,19 +384,10 @@ class Population:
                 here = [] if bands is not None else [Path(folder) for folder in folders if folder is not None]
                 return StoredView(length, tuple(open_store(folder, verify_features) for folder in here), of_frame)
 
-            parts = [
-                Part(
-                    name,
-                    first,
-                    cls.load(
-                        population_folder.part_folder(folder, name),
-                        verify,
-                        verify_features,
-                        None if bands is None else own,
-                    ),
-                )
-                for name, first, own in facts["parts"]
-            ]
+            parts = {
+                name: cls.load(part_folder(folder, name), verify, verify_features, None if bands is None else own)
+                for name, _, own in facts["parts"]
+            }
             return cls(
                 tables,
                 facts["classes"],

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import numpy as np
 from pydantic import Field
 
@@ -13,18 +11,16 @@ from raydfl.core.settings import Settings
 class SegmentSettings(Settings):
     """Segments of clips. FedAudio's UrbanSound8K: frames 300, stride 50, test_stride 100, keep_last false."""
 
-    frames: Annotated[int, Field(ge=1, description="Frames of a segment; clips no longer than this stay whole.")]
-    stride: Annotated[int, Field(ge=1, description="Frames from one training segment's start to the next one's.")]
-    test_stride: Annotated[
-        int | None, Field(ge=1, description="The same for validation and test segments. null: as for training.")
-    ] = None
-    keep_last: Annotated[
-        bool,
-        Field(
-            description="true: every whole segment, 1 + floor((T - frames) / stride) of a clip of T frames. false: "
-            "round((T - frames) / stride) and at least 1, as FedAudio counts."
-        ),
-    ] = True
+    frames: int = Field(ge=1, description="Frames of a segment; clips no longer than this stay whole.")
+    stride: int = Field(ge=1, description="Frames from one training segment's start to the next one's.")
+    test_stride: int | None = Field(
+        None, ge=1, description="The same for validation and test segments. null: as for training."
+    )
+    keep_last: bool = Field(
+        True,
+        description="true: every whole segment, 1 + floor((T - frames) / stride) of a clip of T frames. false: "
+        "round((T - frames) / stride) and at least 1, as FedAudio counts.",
+    )
 
 
 def segments(lengths: np.ndarray, settings: SegmentSettings | None, stride: int | None) -> tuple[np.ndarray, ...]:

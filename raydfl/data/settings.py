@@ -28,27 +28,23 @@ from raydfl.data.steps.listing import LABELLED, UNLABELLED
 from raydfl.data.steps.pools import PoolSettings, UnlabelledSettings
 from raydfl.data.steps.profile import KNOWN, ProfileSettings
 from raydfl.data.steps.split import SplitSettings
+from raydfl.data.steps.user_tables import TableSettings
 from raydfl.data.views import Transforms, View, ViewSettings
 
 
 class SiteSettings(Settings):
-    """A node that holds data of its own. Other keys are ``partition`` and the options of the data set there, in place of data's."""
+    """A node that holds data of its own. Other keys, in place of data's: ``partition``, ``tables``, options of the data set."""
 
     model_config = ConfigDict(extra="allow")
 
-    folder: Annotated[
-        Path,
-        Field(
-            description="Folder on the site's node, an absolute path: features, who has which clips, and private models stay in it."
-        ),
-    ]
+    folder: Path = Field(
+        description="Folder on the site's node, an absolute path: features, who has which clips, and private models stay in it."
+    )
 
-    parts: Annotated[
-        dict[str, dict[str, Any]],
-        Field(
-            description="Parts that the site has, by name, each with options of the part's data set there. Empty: all parts."
-        ),
-    ] = Field(default_factory=dict)
+    parts: dict[str, dict[str, Any]] = Field(
+        default_factory=dict,
+        description="Parts that the site has, by name, each with options of the part's data set there. Empty: all parts.",
+    )
 
     def of_part(self, name: str) -> dict[str, Any]:
         """Return the site's settings for one part."""
@@ -69,122 +65,90 @@ class DataSettings(Settings):
 
     model_config = ConfigDict(extra="allow")
 
-    name: Annotated[
-        str,
-        Field(
-            description="Data set: one of `raydfl data list`, or your own as my_file.py:Class or my_module:Class. Left out where "
-            "each of parts names its own."
-        ),
-    ]
+    name: str = Field(
+        description="Data set: one of `raydfl data list`, or your own as my_file.py:Class or my_module:Class. Left out where "
+        "each of parts names its own."
+    )
     features: Annotated[
         AnyFeatures,
         BeforeValidator(make_features),
         Field(description="How a wave becomes frames x bands, or where such features lie."),
     ] = FeatureSettings()
-    segment: Annotated[
-        SegmentSettings | None, Field(description="Cut long clips into segments. null: a clip is one example.")
-    ] = None
-    transforms: Annotated[
-        Transforms,
-        Field(
-            description="What is done to training examples, anew in every batch, in that order: a list of {name, options ...}. "
-            "`raydfl methods` lists them."
-        ),
-    ] = ()
-    views: Annotated[
-        dict[str, ViewSettings],
-        Field(
-            description="Views of the examples beside features, by name: models.NAME.view says which model reads one."
-        ),
-    ] = Field(default_factory=dict)
-    missing: Annotated[
-        dict[str, Annotated[float, Field(ge=0, le=1)]],
-        Field(
-            description="Views that some clients lack, by name the share of the clients, 0 to 1, drawn by the run's seed. "
-            "The server's data keep them."
-        ),
-    ] = Field(default_factory=dict)
-    leave_out: Annotated[
-        tuple[str, ...], Field(description="Labels whose clips are left out: they are not read at all.")
-    ] = ()
-    label_sets: Annotated[
-        LabelSetSettings | None, Field(description="Labels that are sets of classes. null: a label is one class.")
-    ] = None
-    ungrouped: Annotated[
-        Literal["keep", "deal"],
-        Field(
-            description="Clips without a group. keep: nobody owns them. deal: they are dealt out evenly to the groups, drawn by "
-            "the run's seed, before anything is divided."
-        ),
-    ] = "keep"
-    unseen: Annotated[
-        Literal["stop", "keep"],
-        Field(
-            description="At labels of which no client has a clip to train on: stop, or keep them: they are tested on only."
-        ),
-    ] = "stop"
-    columns: Annotated[
-        tuple[str, ...],
-        Field(
-            description="Columns of the manifest that batches carry besides the label, as numbers: condition, section, domain, "
-            "device ... Every clip must have a value in them."
-        ),
-    ] = ()
-    split: Annotated[SplitSettings, Field(description="What is held out for tests and validation.")] = SplitSettings()
-    partition: Annotated[PartitionSettings, Field(description="Which client has which clips.")] = PartitionSettings()
-    profile: Annotated[
-        dict[str, ProfileSettings],
-        Field(description="What else is said of clients, by name: dealt values, or a column of the manifest."),
-    ] = Field(default_factory=dict)
-    unlabelled: Annotated[
-        UnlabelledSettings | None,
-        Field(
-            description="Hide the labels of most training clips: pools labelled and unlabelled. null: all have theirs."
-        ),
-    ] = None
-    pools: Annotated[
-        dict[str, PoolSettings],
-        Field(
-            description="Named sets of training clips, by the values of a column; the first is what is trained on by default."
-        ),
-    ] = Field(default_factory=dict)
-    corrupt: Annotated[CorruptSettings, Field(description="Noise and wrong labels in training data.")] = (
-        CorruptSettings()
+    segment: SegmentSettings | None = Field(
+        None, description="Cut long clips into segments. null: a clip is one example."
     )
-    unreadable: Annotated[
-        Literal["stop", "skip"],
-        Field(description="At clips that cannot be read: stop, or leave them out, count and list them."),
-    ] = "stop"
-    cache: Annotated[
-        Path | None,
-        Field(
-            description="Folder of the feature cache. null: $RAYDFL_CACHE, $XDG_CACHE_HOME/raydfl or ~/.cache/raydfl."
-        ),
-    ] = None
+    transforms: Transforms = Field(
+        (),
+        description="What is done to training examples, anew in every batch, in that order: a list of {name, options ...}. "
+        "`raydfl methods` lists them.",
+    )
+    views: dict[str, ViewSettings] = Field(
+        default_factory=dict,
+        description="Views of the examples beside features, by name: models.NAME.view says which model reads one.",
+    )
+    missing: dict[str, Annotated[float, Field(ge=0, le=1)]] = Field(
+        default_factory=dict,
+        description="Views that some clients lack, by name the share of the clients, 0 to 1, drawn by the run's seed. "
+        "The server's data keep them.",
+    )
+    leave_out: tuple[str, ...] = Field((), description="Labels whose clips are left out: they are not read at all.")
+    label_sets: LabelSetSettings | None = Field(
+        None, description="Labels that are sets of classes. null: a label is one class."
+    )
+    ungrouped: Literal["keep", "deal"] = Field(
+        "keep",
+        description="Clips without a group. keep: nobody owns them. deal: they are dealt out evenly to the groups, drawn by "
+        "the run's seed, before anything is divided.",
+    )
+    unseen: Literal["stop", "keep"] = Field(
+        "stop",
+        description="At labels of which no client has a clip to train on: stop, or keep them: they are tested on only.",
+    )
+    columns: tuple[str, ...] = Field(
+        (),
+        description="Columns of the manifest that batches carry besides the label, as numbers: condition, section, domain, "
+        "device ... Every clip must have a value in them.",
+    )
+    split: SplitSettings = Field(SplitSettings(), description="What is held out for tests and validation.")
+    partition: PartitionSettings = Field(PartitionSettings(), description="Which client has which clips.")
+    tables: TableSettings = Field(TableSettings(), description="Tables of clips and clients, in place of steps.")
+    profile: dict[str, ProfileSettings] = Field(
+        default_factory=dict,
+        description="What else is said of clients, by name: dealt values, or a column of the manifest.",
+    )
+    unlabelled: UnlabelledSettings | None = Field(
+        None,
+        description="Hide the labels of most training clips: pools labelled and unlabelled. null: all have theirs.",
+    )
+    pools: dict[str, PoolSettings] = Field(
+        default_factory=dict,
+        description="Named sets of training clips, by the values of a column; the first is what is trained on by default.",
+    )
+    corrupt: CorruptSettings = Field(CorruptSettings(), description="Noise and wrong labels in training data.")
+    unreadable: Literal["stop", "skip"] = Field(
+        "stop", description="At clips that cannot be read: stop, or leave them out, count and list them."
+    )
+    cache: Path | None = Field(
+        None, description="Folder of the feature cache. null: $RAYDFL_CACHE, $XDG_CACHE_HOME/raydfl or ~/.cache/raydfl."
+    )
 
-    sites: Annotated[
-        dict[str, SiteSettings],
-        Field(
-            description="Nodes that hold data of their own, by name: each has clients of its own, and their data never leave it. "
-            "A site's node offers the Ray resource site:NAME. Empty: the run's own machine or cluster holds all."
-        ),
-    ] = Field(default_factory=dict)
+    sites: dict[str, SiteSettings] = Field(
+        default_factory=dict,
+        description="Nodes that hold data of their own, by name: each has clients of its own, and their data never leave it. "
+        "A site's node offers the Ray resource site:NAME. Empty: the run's own machine or cluster holds all.",
+    )
 
-    parts: Annotated[
-        dict[str, dict[str, Any]],
-        Field(
-            description="Data sets in one federation, by name: each has clients, classes and a test set of its own. A part takes "
-            "all keys of data; what it does not give is as in data. Empty: one data set."
-        ),
-    ] = Field(default_factory=dict)
+    parts: dict[str, dict[str, Any]] = Field(
+        default_factory=dict,
+        description="Data sets in one federation, by name: each has clients, classes and a test set of its own. A part takes "
+        "all keys of data; what it does not give is as in data. Empty: one data set.",
+    )
 
-    heads: Annotated[
-        Literal["part", "common"],
-        Field(
-            description="Last layers of parts. part: each has its own at the server. common: one for all, as wide as the part with "
-            "the most classes needs it, so that no update says of which part its client is."
-        ),
-    ] = "part"
+    heads: Literal["part", "common"] = Field(
+        "part",
+        description="Last layers of parts. part: each has its own at the server. common: one for all, as wide as the part with "
+        "the most classes needs it, so that no update says of which part its client is.",
+    )
 
     @field_validator("leave_out", mode="before")
     @classmethod
@@ -309,6 +273,10 @@ class DataSettings(Settings):
                 if name not in self.parts:
                     hint = nearest(name, self.parts) if self.parts else "leave it out"
                     raise ConfigError(f"data.sites.{site}.parts: there is no part {name!r} in data.parts; {hint}")
+        if self.sites and self.tables != TableSettings():
+            raise ConfigError(
+                "data.tables: the lists of clips are at the sites; name the tables in data.sites.NAME.tables"
+            )
         for name in self.parts:
             if self.sites and not self.part(name).sites:
                 raise ConfigError(f"data.parts.{name}: no site has the part; name it in data.sites.SITE.parts")
@@ -360,6 +328,10 @@ class DataSettings(Settings):
             if any(pool is not None and pool.by == "table" for pool in pools):
                 raise ConfigError("data.pools: a pool's partition cannot be by: table; deal the pool in another way")
             return
+        if not self.sites and (self.partition.file is None) == (self.tables.clients is None):
+            raise ConfigError(
+                "data.partition.by: table needs one table of clients: set data.partition.file or data.tables.clients"
+            )
         wanted = {
             "data.pools": self.pools,
             "data.unlabelled": self.unlabelled,
@@ -433,8 +405,9 @@ class DataSettings(Settings):
         own = self.sites[site]
         given = dict(own.model_extra or {})
         paths = {key: given.get(key) for key in path_options(find_dataset(self.name))}
-        if isinstance(given.get("partition"), Mapping):
-            paths["partition.file"] = given["partition"].get("file")
+        for group, keys in (("partition", ["file"]), ("tables", [*TableSettings.model_fields])):
+            if isinstance(given.get(group), Mapping):
+                paths |= {f"{group}.{key}": given[group].get(key) for key in keys}
         for key, value in paths.items():
             if isinstance(value, str | Path) and not is_uri(value) and not Path(value).is_absolute():
                 raise ConfigError(
@@ -457,7 +430,7 @@ class DataSettings(Settings):
         return {key: options[key] for key in path_options(find_dataset(self.name)) if is_uri(options.get(key))}
 
 
-_OF_SITES = ("folder", "parts", "partition")
+_OF_SITES = ("folder", "parts", "partition", "tables")
 """Keys of a site that are no options of a data set."""
 
 

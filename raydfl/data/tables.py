@@ -120,15 +120,18 @@ class Tables:
         }
         """The values of further columns by name."""
         self._known: dict[str, Any] = {}
-        self.blocks = self._find_blocks()
-        """The rows of each role and pool; the pool of other roles than training is empty."""
+        self._blocks = self._find_blocks()
 
-    def _find_blocks(self) -> dict[tuple[str, str], slice]:
+    def block(self, role: str, pool: str | None = None) -> slice:
+        """Return the rows of a role, and of its training examples those of a pool (``None``: the first)."""
+        return self._blocks[role, self.pools[0] if pool is None and role in POOLED else pool]
+
+    def _find_blocks(self) -> dict[tuple[str, str | None], slice]:
         bounds = np.searchsorted(self.read_clips("role"), np.arange(len(ROLES) + 1, dtype=np.int8)).tolist()
-        blocks: dict[tuple[str, str], slice] = {}
+        blocks: dict[tuple[str, str | None], slice] = {}
         for role, first, stop in zip(ROLES, bounds, bounds[1:], strict=False):
             if role not in POOLED:
-                blocks[role, ""] = slice(first, stop)
+                blocks[role, None] = slice(first, stop)
                 continue
             codes = self.read_clips("pool", slice(first, stop))
             inner = np.searchsorted(codes, np.arange(len(self.pools) + 1, dtype=codes.dtype)) + first
@@ -193,13 +196,9 @@ class Tables:
             clients = clients.append_column(name, pa.array(whole))
         return Tables(pa.record_batch(columns), clients, own.arrays)
 
-    def rows(self, role: str, client: int, pool: str = "") -> slice:
-        """Return the rows of a client's clips.
-
-        Args:
-            pool: of a training role; empty: the first.
-        """
-        block = self.blocks[role, pool or self.pools[0] if role in POOLED else ""]
+    def rows(self, role: str, client: int, pool: str | None = None) -> slice:
+        """Return the rows of a client's clips: see :meth:`block`."""
+        block = self.block(role, pool)
         if self.ranges is not None:
             first, stop = (int(bound[client]) + block.start for bound in self.ranges)
             return slice(first, stop) if role == "train" else slice(0, 0)
@@ -209,11 +208,11 @@ class Tables:
 
     def has(self, role: str) -> bool:
         """Return whether there are clips with a role."""
-        return any(rows.start < rows.stop for (name, _), rows in self.blocks.items() if name == role)
+        return any(rows.start < rows.stop for (name, _), rows in self._blocks.items() if name == role)
 
-    def num_examples(self, client: int, pool: str = "") -> int:
-        """Return how many training examples a client has in a pool."""
-        examples = None if pool else self.read_clients("examples")
+    def num_examples(self, client: int, pool: str | None = None) -> int:
+        """Return how many training examples a client has in a pool; ``None``: the first."""
+        examples = None if pool is not None else self.read_clients("examples")
         if examples is not None:
             return int(examples[client])
         rows = self.rows("train", client, pool)
@@ -228,7 +227,7 @@ class Tables:
             sizes: np.ndarray = self.ranges[1].astype(np.int64)
             sizes -= self.ranges[0]  # in place: there may be millions of clients
             return sizes
-        return np.bincount(self.read_clips("client", self.blocks["train", self.pools[0]]), minlength=len(self.ids))
+        return np.bincount(self.read_clips("client", self.block("train")), minlength=len(self.ids))
 
     def owners(self, view: str) -> np.ndarray:
         """Return which clients have a view of any of their training examples: bool [clients]."""
@@ -236,7 +235,7 @@ class Tables:
         return self.remember(f"owners {view}", lambda: self._find_owners(view)) if stored is None else stored
 
     def _find_owners(self, view: str) -> np.ndarray:
-        train = slice(self.blocks["train", self.pools[0]].start, self.blocks["train", self.pools[-1]].stop)
+        train = slice(self.block("train").start, self.block("train", self.pools[-1]).stop)
         present = self.read_clips(view_column(view, "frames"), train) > 0
         if self.ranges is not None:
             before = np.r_[0, np.cumsum(present)]
@@ -282,7 +281,7 @@ class Tables:
             labels: how many labels there are.
             clients: a part of the clients, or int [some clients].
         """
-        block = self.blocks[role, self.pools[0] if role in POOLED else ""]
+        block = self.block(role)
         label, begins = self.read_clips("label", block), self._begin_clips(block)
         if self.ranges is not None and role == "train":
             first, stop = (bound[clients] for bound in self.ranges)
@@ -302,7 +301,7 @@ class Tables:
         if self.ranges is None:
             summed: np.ndarray = self.label_counts("train", labels, slice(None)).sum(axis=0)
             return summed
-        block = self.blocks["train", self.pools[0]]
+        block = self.block("train")
         label = self.read_clips("label", block)
         begun, ended = (np.cumsum(np.bincount(bound, minlength=len(label) + 1))[:-1] for bound in self.ranges)
         counted = self._begin_clips(block) & (label >= 0)

@@ -37,21 +37,20 @@ class Clients(OnDemand[Client]):
         """
         self._planning = planning
         self._population = population
-        firsts = {part.name: part.first for part in population.parts} or {"": 0}
         objective, settings = config.parts.method.objective, config.data.each
         self._dealt: dict[str, tuple[int, Mapping[str, tuple[Sequence[Any], np.ndarray]]]] = {}
         """By part: the index of its first client, and by name the values and which of them each client is dealt."""
         self._specs: dict[str, list[list[ModelSpec]]] = {}
         """By part and model: its architectures."""
-        widest = max(len(of.classes) for of in population.each.values())
-        for part, of in population.each.items():
+        widest = max(len(of.classes) for of in population.parts.values())
+        for part, of in population.parts.items():
             data, classes = settings[part], len(of.classes)
             values = {
                 name: (profile.values, dealt(name, profile, len(of), config.run.seed))
                 for name, profile in data.profile.items()
                 if profile.values
             }
-            self._dealt[part] = firsts[part], values
+            self._dealt[part] = population.spans[part].start, values
             outputs = objective.outputs(widest if config.data.heads == "common" else classes)
             width = None if outputs == classes else outputs
             self._specs[part] = [
@@ -172,14 +171,8 @@ class Clients(OnDemand[Client]):
         )
 
     def of_part(self, part: str) -> Sequence[Client]:
-        """Return the clients of one part, made on demand; all of them where there are no parts (``part`` is empty)."""
-        return _Section(self, self._sections()[part]) if part else self
-
-    def _sections(self) -> dict[str, range]:
-        """Return the positions of each part's clients."""
-        firsts = [part.first for part in self._population.parts] or [0]
-        stops = [*firsts[1:], len(self)]
-        return dict(zip(self._specs, map(range, firsts, stops), strict=True))
+        """Return the clients of one part, made on demand."""
+        return _Section(self, self._population.spans[part])
 
     def variants(self) -> list[tuple[ModelSpec, ...]]:
         """Return each distinct combination of architectures, in the order of first appearance."""
@@ -187,7 +180,7 @@ class Clients(OnDemand[Client]):
 
     def variants_of_parts(self) -> dict[str, list[tuple[ModelSpec, ...]]]:
         """Return each part's distinct combinations of architectures, as the server has them; under no name without parts."""
-        return {part: self._variants(positions) for part, positions in self._sections().items()}
+        return {part: self._variants(positions) for part, positions in self._population.spans.items()}
 
     def _variants(self, positions: range) -> list[tuple[ModelSpec, ...]]:
         return [self._models(position) for position in self._unlike(positions, self._drawn)]
@@ -205,7 +198,7 @@ class Clients(OnDemand[Client]):
                 for position in self._unlike(positions, [*self._drawn, *read])
                 if (own := self[position].models) != self._models(position)
             ]
-            for part, positions in self._sections().items()
+            for part, positions in self._population.spans.items()
         }
 
     @staticmethod

@@ -44,6 +44,7 @@ _CAME_LATER: Mapping[tuple[str, ...], Any] = {
     ("data", "heads"): "part",
     ("data", "partition", "variance"): 0.0,
     ("data", "partition", "file"): None,
+    ("data", "tables"): {"clips": None, "clients": None},
     ("train", "clients"): None,
     ("train", "precision"): "float32",
     ("train", "deadline"): None,
@@ -143,8 +144,10 @@ def _with_options(data: DataSettings, values: Mapping[str, Any]) -> dict[str, An
 
 def _of_site(data: DataSettings, name: str) -> dict[str, Any]:
     own = data.at(name)
-    partition = own.partition.model_dump(mode="json")
-    return {**_options(own), **({"partition": partition} if own.partition != data.partition else {})}
+    changed = {
+        name: getattr(own, name) for name in ("partition", "tables") if getattr(own, name) != getattr(data, name)
+    }
+    return {**_options(own), **{name: group.model_dump(mode="json") for name, group in changed.items()}}
 
 
 def _options(data: DataSettings) -> dict[str, Any]:

@@ -80,7 +80,7 @@ class Federation:
             config.evaluate,
             self.method,
             self.clients,
-            {part: of.shards for part, of in population.each.items()},
+            {part: of.shards for part, of in population.parts.items()},
             variants,
             config.parts.fine_tune.part,
             self._orders,

@@ -74,8 +74,9 @@ def _resolve_data(data: dict[str, Any], where: str, name: Any = None) -> None:
     for transform in transforms if isinstance(transforms, list) else ():
         if isinstance(transform, dict) and isinstance(transform.get("name"), str):
             _resolve(transform, path_options(find_transform(transform["name"])))
-    if isinstance(data.get("partition"), dict):
-        _resolve(data["partition"], ["file"])
+    for group, keys in (("partition", ["file"]), ("tables", ["clips", "clients"])):
+        if isinstance(data.get(group), dict):
+            _resolve(data[group], keys)
     if isinstance(data.get("features"), dict):
         _resolve(data["features"], path_options(kind_of(data["features"], f"{where}.features")))
     views = data.get("views")

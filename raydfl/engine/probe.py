@@ -41,7 +41,7 @@ def try_models(config: Config, population: Population) -> dict[str, list[dict[st
     clients = Clients(population, config)
     variants, narrower = clients.variants_of_parts(), clients.built_in_parts()
     for part, data in config.data.each.items():
-        of_part = population.each[part].use(data)
+        of_part = population.parts[part].use(data)
         read = {spec.view: spec.inputs for specs in variants[part] for spec in specs}
         for view, inputs in (read or {FIRST_VIEW: 0}).items():
             length = of_part.views[view].length

@@ -220,6 +220,9 @@ class TrackSettings(Settings):
     experiment: str = Field(
         "raydfl", min_length=1, max_length=500, description="MLflow experiment that the runs belong to"
     )
+    parent: str | None = Field(
+        None, description="MLflow run below which the run is shown, by its id; a study sets it to its own"
+    )
     also: list[str] = Field(
         default_factory=list,
         description="further trackers, each of which writes files into the run's folder: tensorboard, wandb (offline), or your own "

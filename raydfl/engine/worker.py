@@ -373,7 +373,7 @@ class Worker:
         return test if shard is None else test.take(np.arange(shard.start, shard.stop))
 
     def _test(self, split: str, part: str) -> Examples:
-        held = self.population.each[part]
+        held = self.population.parts[part]
         if split == SERVER_VALIDATION:
             return held.validation
         return held.triggered if split == TRIGGERED else held.test

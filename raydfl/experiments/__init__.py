@@ -1,11 +1,9 @@
-"""Many runs: grids (sweep/), searches (search/), and federations as trials of one's own Tuner (trainable.py); all of Ray Tune.
+"""Many runs: studies, which are grids and searches, and federations as trials of one's own Tuner; all of Ray Tune.
 
-Imports runs and all below it. Outside of the room only the names below and those of sweep/ and search/ are used.
-Begin with trial.py, a run as Ray Tune sees it, and execute.py, which does many of them side by side.
-Grids and searches share plan.py, metric.py and table.py.
+Imports runs and all below it. Outside of the room only the names below are used.
+Begin with study.py, which explains the words of the room, then load.py, run.py, results.py and tables.py. A trial is federation.py.
 """
 
-from raydfl.experiments.plan import check_data_sets, label_of, prepare
-from raydfl.experiments.trainable import trainable
+from raydfl.core.lazy import lazy_names
 
-__all__ = ["check_data_sets", "label_of", "prepare", "trainable"]
+__all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

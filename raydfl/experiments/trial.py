@@ -1,14 +1,13 @@
-"""One trial: a whole federation as a trainable of Ray Tune, in a run folder whose commits are its checkpoints.
+"""A run in a thread that reports each evaluation and waits, and run folders that begin as copies of others.
 
-The run goes on in a thread that waits after each evaluation until it is told whether to go on. What the folder has recorded
-already is reported again without training, so a trial that is started again anywhere goes on where its last commit was, to the
-same bits. A class and not a function is trained: Ray Tune gives up the thread of a function at once, and a run that is stopped
-shall commit its last round and leave its folder to the next process.
+The thread waits after each evaluation until it is told to continue. Evaluations that the folder has already are reported again
+without training. So a trial that is started again anywhere continues after its last commit, to the same bits.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 import queue
@@ -16,143 +15,99 @@ import shutil
 import threading
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import pyarrow.compute as pc
-from ray import tune
 
-from raydfl.cluster import Bundle
 from raydfl.core.errors import ConfigError, InputError, RaydflError
 from raydfl.core.files import write_durably
-from raydfl.engine import Config, RoundReport, make_config
+from raydfl.engine import Config, RoundReport
 from raydfl.engine.storage import RunStore, decisive_changes, read_rows, round_of, stored_about, write_config
-from raydfl.experiments.plan import CHANGEABLE, fits_state, rounds_done
+from raydfl.experiments.study import rounds_done
+from raydfl.methods import Method
 from raydfl.runs import Progress, driving, run
+from raydfl.runs.report import Key
 
-ROUND, SCORE, STATUS, REASON = "round", "score", "status", "reason"
-"""Keys of what a trial reports to Ray Tune."""
-
-TrialStatus = Literal["running", "finished", "interrupted", "failed"]
+Status = Literal["running", "finished", "interrupted", "failed"]
 LOCKS = (".lock", ".driver.lock")
 """Files of a run folder that belong to the process at work in it."""
-_LEFT_BEHIND = (*LOCKS, "report.html")
-"""Files of a run folder that a copy does without, beside the exported models."""
+_LEFT_OUT = (*LOCKS, "report.html")
+"""Files of a run folder that a copy does not need, beside the exported models."""
 
 
 @dataclass(frozen=True)
 class TrialOrder:
-    """A trial as it is given to another process."""
+    """The work of a trial's process."""
 
-    number: int
-    name: str
-    """For people."""
-    config: Mapping[str, Any]
-    bundles: tuple[Bundle, ...] = ()
-    """The placement group that it asks for."""
+    config: Config
     judged: bool = True
-    """True: it waits after each evaluation until it is told to go on; False: there is one result, at its end."""
-    keys: tuple[tuple[str, str], ...] = ()
-    """(split, metric) that the score may stand under in the record, the one that counts first; empty: there is no one score."""
-    stop: str | None = None
+    """Whether the trial waits after each evaluation; else it reports its last evaluation alone."""
+    keys: tuple[Key, ...] = ()
+    """Names of the score in the record, by preference; empty: no single score is asked for."""
+    sign: float = 1.0
+    """Factor that makes larger scores better ones."""
+    stop: Path | None = None
     """A file at whose appearance the trial stops after its round."""
-    log: str | None = None
-    """The file in which a failure is told in full."""
+    log: Path | None = None
+    """A file for the traceback of a failure."""
     reported: int = 0
-    """The last round whose score is known already."""
-    parent: str | None = None
-    """The run folder that it begins as a copy of."""
+    """The last round that was reported before."""
     durable: bool = False
-    """True: a round is committed before its scores are told."""
+    """Whether a round is committed before its evaluation is reported."""
 
     @property
     def folder(self) -> Path:
-        """The run's folder, there or to be made."""
-        return Path(self.config["run"]["dir"], self.config["run"]["name"])
+        """The run's folder, which may not exist yet."""
+        return Path(self.config.run.dir, str(self.config.run.name))
 
 
 @dataclass(frozen=True)
-class Said:
+class TrialReport:
     """A message of the run's thread."""
 
-    status: TrialStatus
+    status: Status
     round: int = 0
     score: float = math.nan
     reason: str = ""
-    scores: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    """Why the trial failed, or why its result is worthless."""
+    scores: Mapping[Key, float] = field(default_factory=dict)
     """All pooled scores of the round, by (split, metric)."""
     loss: float = math.nan
-    """Loss of the round's training; NaN of a round that is told again."""
+    """Loss of the round's training; NaN of a round that is reported again."""
     error: BaseException | None = None
-    """The exception that was raised."""
     ended: str = ""
     """Why ``run.stop`` has ended the training before its last round."""
     best: int = 0
     """The best round by ``run.best``; 0: there is none."""
 
 
-class FederationTrial(tune.Trainable):
-    """Ray Tune's view of a trial; ``config`` holds ``order``, a :class:`TrialOrder`.
-
-    Each step ends with the next evaluated round. Failures and interruptions are reported like results: Ray Tune's own handling of
-    errors is left to processes and nodes that are lost.
-    """
-
-    @classmethod
-    def default_resource_request(cls, config: dict[str, Any]) -> tune.PlacementGroupFactory | None:
-        """Return the placement group that the order asks for."""
-        return tune.PlacementGroupFactory(list(config["order"].bundles), strategy="PACK") if "order" in config else None
-
-    def setup(self, config: dict[str, Any]) -> None:
-        """Take the order; nothing is loaded before the first step."""
-        self._run = RunThread(config["order"])
-
-    def step(self) -> dict[str, Any]:
-        """Go on to the next evaluated round that is not known yet."""
-        said = self._run.next()
-        return {
-            ROUND: said.round,
-            SCORE: said.score,
-            STATUS: said.status,
-            REASON: said.reason,
-            "done": said.status != "running",
-        }
-
-    def reset_config(self, new_config: dict[str, Any]) -> bool:
-        """Take over another trial in the same process: what it has loaded need not be loaded again."""
-        self.cleanup()
-        self.setup(new_config)
-        return True
-
-    def cleanup(self) -> None:
-        """End a trial that was stopped: its run ends as one that is stopped by hand, with its last round committed."""
-        self._run.stop()
-
-
 class RunThread:
-    """A run that is told after each evaluation whether to go on."""
+    """A run that waits after each evaluation."""
 
     def __init__(self, order: TrialOrder) -> None:
         self._order = order
-        self._said: queue.SimpleQueue[Said] = queue.SimpleQueue()
+        self._reports: queue.SimpleQueue[TrialReport] = queue.SimpleQueue()
         self._more = threading.Semaphore(0)
         self._stopping = False
         self._last = order.reported
         self._trained: RoundReport | None = None
         self._thread: threading.Thread | None = None
 
-    def next(self) -> Said:
-        """Return what it says next; the thread begins with the first call."""
+    def next(self) -> TrialReport:
+        """Return the next report. The first call starts the thread; a thread that was interrupted reports that again."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._main, name=self._order.name, daemon=True)
+            self._thread = threading.Thread(target=self._main, name=self._order.folder.name, daemon=True)
             self._thread.start()
+        elif self._interrupted() and not self._thread.is_alive() and self._reports.empty():
+            return TrialReport("interrupted", self._last)
         else:
             self._more.release()
-        return self._said.get()
+        return self._reports.get()
 
     def stop(self) -> None:
-        """Have the run stop where it is, and wait for it."""
+        """Stop the run after its round, and wait for that."""
         self._stopping = True
         self._more.release()
         if self._thread is not None:
@@ -162,62 +117,68 @@ class RunThread:
 
     def _main(self) -> None:
         try:
-            self._said.put(self._do())
-        except BaseException as error:  # noqa: BLE001  (whatever it is, the other trials go on; it is told at the end)
+            self._reports.put(self._run())
+        except BaseException as error:  # noqa: BLE001  (the other trials continue, whatever it is)
             if self._order.log is not None:
-                log = Path(self._order.log)
-                with contextlib.suppress(OSError):  # the disk is full, perhaps: that must be told all the same
-                    log.parent.mkdir(parents=True, exist_ok=True)
-                    with log.open("a", encoding="utf-8") as file:
-                        file.write(f"{self._order.name}\n\n{traceback.format_exc()}\n")
+                with contextlib.suppress(OSError):  # a full disk must be reported too
+                    self._order.log.parent.mkdir(parents=True, exist_ok=True)
+                    with self._order.log.open("a", encoding="utf-8") as file:
+                        file.write(f"{traceback.format_exc()}\n")
             kind = "" if isinstance(error, RaydflError) else f"{type(error).__name__}: "
-            self._said.put(Said("failed", self._last, reason=f"{kind}{error}", error=error))
+            self._reports.put(TrialReport("failed", self._last, reason=f"{kind}{error}", error=error))
 
-    def _do(self) -> Said:
+    def _run(self) -> TrialReport:
+        config, folder = self._order.config, self._order.folder
         if self._interrupted():
-            return Said("interrupted", self._last)
-        config, folder = make_config(self._order.config, self._order.name), self._order.folder
-        if self._order.parent is not None:
-            branch(Path(self._order.parent), folder, config)
-        self._total, self._every = config.train.rounds, config.evaluate.every
-        for round_index, scores in recorded(folder, self._last).items() if self._order.judged else ():
-            if round_index < self._total and not self._report(round_index, scores):
-                return Said("interrupted", self._last)
+            return TrialReport("interrupted", self._last)
+        for round_index, scores in read_scores(folder, self._last).items() if self._order.judged else ():
+            if round_index < config.train.rounds and not self._report(round_index, scores):
+                return TrialReport("interrupted", self._last)
         outcome = run(config, Progress("quiet"), self._on_round, self._order.durable)
         if not outcome.finished:
-            return Said("interrupted", self._last)
+            return TrialReport("interrupted", self._last)
         done = outcome.round
-        last = recorded(folder, done - 1).get(done, {})
-        said = Said("finished", done, self._find(last), outcome.worthless, last, self._loss(done))
-        return replace(said, ended=outcome.ended, best=0 if outcome.best is None else outcome.best.round)
+        scores = read_scores(folder, done - 1).get(done, {})
+        return TrialReport(
+            "finished",
+            done,
+            self._find(scores),
+            outcome.worthless,
+            scores,
+            self._loss(done),
+            ended=outcome.ended,
+            best=0 if outcome.best is None else outcome.best.round,
+        )
 
     def _on_round(self, report: RoundReport) -> bool:
-        """Return, after each round, whether the run shall stop."""
+        """Return, after each round, whether the run stops."""
         self._trained = report
-        evaluated = report.round % self._every == 0
-        more = report.round < self._total and not report.stopped
+        config = self._order.config
+        evaluated = report.round % config.evaluate.every == 0
+        more = report.round < config.train.rounds and not report.stopped
         if self._order.judged and evaluated and more and self._last < report.round:
             return not self._report(report.round, {_key(name): value for name, value in report.scores.items()})
         return self._interrupted()
 
-    def _report(self, round_index: int, scores: Mapping[tuple[str, str], float]) -> bool:
-        """Tell a score and wait; return whether the run shall go on."""
-        self._said.put(Said("running", round_index, self._find(scores), scores=scores, loss=self._loss(round_index)))
+    def _report(self, round_index: int, scores: Mapping[Key, float]) -> bool:
+        """Report an evaluation and wait; return whether the run continues."""
+        score, loss = self._find(scores), self._loss(round_index)
+        self._reports.put(TrialReport("running", round_index, score, scores=scores, loss=loss))
         self._last = round_index
         self._more.acquire()
         return not self._interrupted()
 
     def _interrupted(self) -> bool:
-        return self._stopping or (self._order.stop is not None and Path(self._order.stop).exists())
+        return self._stopping or (self._order.stop is not None and self._order.stop.exists())
 
     def _loss(self, round_index: int) -> float:
         return self._trained.loss if self._trained is not None and self._trained.round == round_index else math.nan
 
-    def _find(self, scores: Mapping[tuple[str, str], float]) -> float:
-        """Return the score that counts, where one does.
+    def _find(self, scores: Mapping[Key, float]) -> float:
+        """Return the score that is asked for, where one is.
 
         Raises:
-            InputError: it is not among what was measured.
+            InputError: it was not measured.
         """
         if not self._order.keys:
             return math.nan
@@ -230,20 +191,20 @@ class RunThread:
         )
 
 
-def _key(name: str) -> tuple[str, str]:
+def _key(name: str) -> Key:
     split, _, metric = name.partition(" ")
     return split, metric
 
 
-def recorded(folder: Path, after: int) -> dict[int, dict[tuple[str, str], float]]:
-    """Return the pooled numbers that a run folder has committed of evaluated rounds after ``after``: by round, (split, metric)."""
+def read_scores(folder: Path, after: int) -> dict[int, dict[Key, float]]:
+    """Return the pooled scores that a run folder has committed of evaluated rounds after ``after``, by round."""
     if not (folder / "run.json").exists():
         return {}
     latest = RunStore(folder).latest()
     if latest is None:
         return {}
     where = (pc.field("client") == "") & (pc.field("round") > after)
-    found: dict[int, dict[tuple[str, str], float]] = {}
+    found: dict[int, dict[Key, float]] = {}
     columns = ("round", "phase", "split", "metric", "value", "shape")
     for row in read_rows(folder, round_of(latest), where=where, columns=columns).to_pylist():
         if row["phase"] == "evaluate" and row["shape"] is None:  # else it is an array
@@ -251,15 +212,32 @@ def recorded(folder: Path, after: int) -> dict[int, dict[tuple[str, str], float]
     return dict(sorted(found.items()))
 
 
-def branch(parent: Path, folder: Path, config: Config) -> None:
-    """Begin a run as a copy of another one's newest commit, with a configuration of its own; a begun copy is left as it is.
+# -- copies of run folders ---------------------------------------------------------------------------------------------
 
-    ``run.json`` says under ``branches`` which runs it was before, each with its digest and the rounds that it had done then:
-    they decide the copy's numbers together with its own configuration.
+_COUNTS = ("train.local_epochs", "train.batch_size")
+CHANGEABLE = (
+    f"it can change train.optimiser.*, {', '.join(_COUNTS)} and those fields of a method that are numbers with a decimal "
+    f"point"
+)
+"""The settings for which :func:`fits_state` holds, in words."""
+
+
+def fits_state(key: str, method: Method) -> bool:
+    """Return whether a setting may change in the middle of a training: the state fits each of its values."""
+    group, _, name = key.partition(".")
+    fields = {item.name: item.type for item in dataclasses.fields(method)}
+    rate = group == "method" and "float" in str(fields.get(name, ""))
+    return rate or key in _COUNTS or (key.startswith("train.optimiser.") and key != "train.optimiser.name")
+
+
+def branch(parent: Path, folder: Path, config: Config) -> None:
+    """Begin a run as a copy of another run's newest commit, with a configuration of its own. A begun copy is not changed.
+
+    ``branches`` in its ``run.json`` lists the runs before it, each with its digest and the rounds that it had done then.
 
     Args:
         parent: a run folder that no process is writing to.
-        folder: the new run's.
+        folder: the new run's folder.
         config: must fit the state: it may differ in rates, not in models or data.
     """
     if (folder / "run.json").exists():
@@ -270,14 +248,12 @@ def branch(parent: Path, folder: Path, config: Config) -> None:
 
 
 def take_over(checkpoint: Path, folder: Path, config: Config) -> None:
-    """Make a run folder hold what a checkpoint holds, whatever it held before.
-
-    A checkpoint of another configuration's run is gone on with as :func:`branch` does it.
+    """Replace a run folder by a checkpoint. The run of a checkpoint with another configuration is branched.
 
     Args:
         checkpoint: a copy of a run folder.
-        folder: the run's own.
-        config: the run's.
+        folder: the run's folder.
+        config: the run's configuration.
 
     Raises:
         ConfigError: the configuration does not fit the state.
@@ -292,7 +268,7 @@ def take_over(checkpoint: Path, folder: Path, config: Config) -> None:
         key = change.partition(": ")[0]
         if not fits_state(key, method):
             raise ConfigError(
-                f"{change}: a trial goes on from another one's checkpoint, which {key} does not allow; {CHANGEABLE}"
+                f"{change}: a trial continues from another trial's checkpoint, which {key} does not allow; {CHANGEABLE}"
             )
     clear(folder)
     if changes:
@@ -302,10 +278,10 @@ def take_over(checkpoint: Path, folder: Path, config: Config) -> None:
 
 
 def clear(folder: Path) -> None:
-    """Remove a run's folder, as soon as whoever was at work in it is not any more.
+    """Remove a run's folder, once no process is at work in it.
 
     Raises:
-        RunDirectoryError: another process does not leave it.
+        RunDirectoryError: another process keeps it.
     """
     if not folder.exists():
         return
@@ -322,7 +298,7 @@ def _copy(source: Path, folder: Path, config: Config, branches: list[dict[str, A
     temporary = folder.with_name(f".{folder.name}.part")
     for remains in (temporary, folder):
         shutil.rmtree(remains, ignore_errors=True)
-    shutil.copytree(source, temporary, ignore=shutil.ignore_patterns(*_LEFT_BEHIND, "model*.safetensors", "export"))
+    shutil.copytree(source, temporary, ignore=shutil.ignore_patterns(*_LEFT_OUT, "model*.safetensors", "export"))
     about = stored_about(source)
     about |= {"id": folder.name, "digest": config.digest(), "config": config.model_dump(mode="json")}
     if branches:

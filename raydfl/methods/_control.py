@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from abc import ABC
+from collections.abc import Iterable, Mapping, Sequence
+from typing import ClassVar
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from pydantic.dataclasses import dataclass
+from torch import Tensor
 
+from raydfl.core.needs import Needs
 from raydfl.core.ops import drift_term
 from raydfl.core.part_names import beside
-from raydfl.core.types import Client, State, Task, Tensors
-from raydfl.methods._method import CLIENTS
+from raydfl.core.types import BuiltModels, Client, Metrics, State, Task, Tensors, Update
+from raydfl.methods._method import CLIENTS, Counted, Method
 from raydfl.methods._pruning import MASK
 from raydfl.training import Step
 
@@ -29,7 +34,7 @@ MEAN_EXAMPLES = "mean_examples"
 _ANCHOR, _SLOPE, _PULL, _OFFSET = "anchor/", "slope/", "pull", "offset"
 
 
-def global_parameters(state: State, models: Sequence[Mapping[str, nn.Module]], tied: bool = False) -> dict[str, Tensor]:
+def global_parameters(state: State, models: BuiltModels, tied: bool = False) -> dict[str, Tensor]:
     """Return the parameters in the global model, by name; with ``tied`` a tied weight under each of its names."""
     names = {
         f"{name}/{key}"
@@ -40,9 +45,33 @@ def global_parameters(state: State, models: Sequence[Mapping[str, nn.Module]], t
     return {name: value for name, value in state.tensors["global"].items() if name in names}
 
 
-def zero_controls(state: State, models: Sequence[Mapping[str, nn.Module]]) -> dict[str, Tensor]:
+def zero_controls(state: State, models: BuiltModels) -> dict[str, Tensor]:
     """Return a control variate of zeros for each parameter of the global model."""
     return {CONTROL + name: torch.zeros_like(value) for name, value in global_parameters(state, models).items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControlMethod(Method, ABC):
+    """FedAvg with control variates. The server's move by the mean change times the share of the clients in the round."""
+
+    changes: ClassVar[tuple[str, ...]] = (CONTROL,)
+
+    def needs(self) -> Needs:
+        """Need SGD, for which the correction is defined."""
+        return Needs(optimiser="sgd")
+
+    def init(self, clients: Sequence[Client], models: BuiltModels, rng: np.random.Generator) -> State:
+        """Return FedAvg's state and the server's control variate, zero."""
+        state = super().init(clients, models, rng)
+        tensors = {**state.tensors["global"], **zero_controls(state, models)}
+        return dataclasses.replace(state, tensors={"global": tensors}, extra={CLIENTS: len(clients)})
+
+    def aggregate(self, state: State, updates: Iterable[Update], rng: np.random.Generator) -> tuple[State, Metrics]:
+        """Average the models, and move the control variate by the cohort's share."""
+        arriving = Counted(updates)
+        averaged, report = super().aggregate(state, arriving, rng)
+        tensors = {**averaged.tensors, "global": move_controls(state, averaged, arriving.senders)}
+        return dataclasses.replace(averaged, tensors=tensors), report
 
 
 def move_controls(state: State, averaged: State, senders: Mapping[str, int]) -> dict[str, Tensor]:

@@ -14,10 +14,10 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from raydfl.core.cuts import Cut
-from raydfl.core.errors import ConfigError
 from raydfl.core.needs import Needs
 from raydfl.core.types import Batch, Client, ModelSpec, State, Task, Update
 from raydfl.methods._method import Method, drawn
+from raydfl.methods._profiles import read_number
 from raydfl.models import cuts_of, model_options, narrow
 from raydfl.objectives import Classify
 from raydfl.training import Step, fit
@@ -58,31 +58,19 @@ class CuttingMethod(Method, ABC):
 
     def needs(self) -> Needs:
         """Need the profile column of the clients' shares."""
-        return dataclasses.replace(super().needs(), columns=(self.share,) if isinstance(self.share, str) else ())
+        return Needs(columns=(self.share,) if isinstance(self.share, str) else ())
 
     def client_models(self, models: Sequence[ModelSpec], profile: Mapping[str, Any]) -> tuple[ModelSpec, ...]:
         """Return the networks with the client's share of their channels."""
-        share = self._share_of(profile)
+        share = self.share
+        if isinstance(share, str):
+            meaning = "the share of the channels that the client has, above 0 and at most 1"
+            share = read_number(profile, share, "share", meaning, lambda number: 0 < number <= 1)
         return tuple(narrow(spec, share, **self.options_of(spec)) for spec in models)
 
     def options_of(self, spec: ModelSpec) -> dict[str, Any]:
         """Return further options with which narrower networks are built; by default none."""
         return {}
-
-    def _share_of(self, profile: Mapping[str, Any]) -> float:
-        if not isinstance(self.share, str):
-            return self.share
-        said = profile.get(self.share)
-        try:
-            share = float(said)  # type: ignore[arg-type]  # what a profile says may be anything
-        except (TypeError, ValueError):
-            share = 0.0
-        if not 0 < share <= 1:
-            raise ConfigError(
-                f"method.share: a client's profile says {said!r} under {self.share!r}; it must be the share of the channels that "
-                f"the client has, above 0 and at most 1"
-            )
-        return share
 
     def plan(self, state: State, clients: Sequence[Client], rng: np.random.Generator, cohort: int) -> list[Task]:
         """Give each client of the cohort its slices."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from torch import nn
 
 from raydfl.core.errors import ConfigError
+from raydfl.core.types import BuiltModels
 
 
-def check_prefixes(models: Sequence[Mapping[str, nn.Module]], prefixes: Sequence[str], option: str) -> None:
+def check_prefixes(models: BuiltModels, prefixes: Sequence[str], option: str) -> None:
     """Refuse prefixes that name no tensor, with which a method would silently be another.
 
     Args:

@@ -24,9 +24,10 @@ from torch import Tensor, nn
 from raydfl.core.errors import ConfigError
 from raydfl.core.needs import Needs
 from raydfl.core.settings import StrictTypes
-from raydfl.core.types import Batch, Client, Metrics, ModelSpec, State, Task, Tensors, Update
+from raydfl.core.types import Batch, BuiltModels, Client, Metrics, ModelSpec, State, Task, Tensors, Update
 from raydfl.core.users_code import is_users
 from raydfl.data import Examples
+from raydfl.methods._layers import check_prefixes
 from raydfl.models import build_model
 from raydfl.objectives import Classify, Objective
 from raydfl.rules import Rule, WeightedMean, find_rule
@@ -83,6 +84,10 @@ class Method(StrictTypes):
     """Beginnings of the names of tensors that clients may send although the server has none of the name. Others are rejected,
     because a client could add anything to the state."""
 
+    tensor_options: ClassVar[tuple[str, ...]] = ()
+    """Names of options that hold beginnings of tensors' names. One that names no tensor is rejected: the method would silently be
+    another."""
+
     grouping: ClassVar[str] = "none"
     """The discovery rule of a run that leaves ``train.groups`` out."""
 
@@ -131,8 +136,11 @@ class Method(StrictTypes):
         return {spec.name: build_model(spec) for spec in models}
 
     def shared(self, name: str) -> bool:
-        """Return whether the tensor of that flat name may leave the client. What may not is kept for the client between rounds."""
-        return True
+        """Return whether the tensor of that flat name may leave the client. Others are kept for the client between rounds.
+
+        By default all may but those of :attr:`copies`.
+        """
+        return name.partition("/")[0] not in type(self).copies
 
     def fixed(self, name: str, trains: bool) -> bool:
         """Return whether a parameter is fixed: known to all from the run's seed or a file, so that it need not be sent or kept.
@@ -146,9 +154,7 @@ class Method(StrictTypes):
         """
         return not trains
 
-    def init(
-        self, clients: Sequence[Client], models: Sequence[Mapping[str, nn.Module]], rng: np.random.Generator
-    ) -> State:
+    def init(self, clients: Sequence[Client], models: BuiltModels, rng: np.random.Generator) -> State:
         """Return the state before the first round.
 
         Args:
@@ -160,8 +166,11 @@ class Method(StrictTypes):
             By default one key, ``"global"``, with every shared tensor of any client's models that is not fixed.
 
         Raises:
-            ConfigError: clients have different architectures for a shared model.
+            ConfigError: clients have different architectures for a shared model, or an option names no tensor.
         """
+        for option in type(self).tensor_options:
+            own = [{n: model for n, model in built.items() if n not in type(self).copies} for built in models]
+            check_prefixes(own, getattr(self, option) or (), f"method.{option}")
         tensors: dict[str, Tensor] = {}
         for built in models:
             fixed = fixed_tensors(built, self.fixed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from abc import ABC
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, cast
 
 import numpy as np
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from raydfl.core.errors import ConfigError
 from raydfl.core.needs import Needs
 from raydfl.core.seeds import generator
-from raydfl.core.types import Batch, Client, Metrics, State, Update, same_view
+from raydfl.core.types import Batch, BuiltModels, Client, Metrics, State, Update, same_view
 from raydfl.data import Examples
 from raydfl.methods._layers import check_features, last_layer
 from raydfl.methods._method import Method
@@ -38,7 +38,7 @@ class PrototypeMethod(Method, ABC):
 
     def needs(self) -> Needs:
         """Need the objective ``classify``, and the same classes at all clients, whose class means are compared."""
-        return dataclasses.replace(super().needs(), objectives=("classify",), one_class_list=True)
+        return Needs(objectives=("classify",), one_class_list=True)
 
     @property
     def projected_size(self) -> int | None:
@@ -53,9 +53,7 @@ class PrototypeMethod(Method, ABC):
         """Return the distances from the class means, float32 [batch], of differences [batch, size]."""
         return away.square().sum(dim=1)
 
-    def init(
-        self, clients: Sequence[Client], models: Sequence[Mapping[str, nn.Module]], rng: np.random.Generator
-    ) -> State:
+    def init(self, clients: Sequence[Client], models: BuiltModels, rng: np.random.Generator) -> State:
         """Return FedAvg's state of the shared tensors, with class means of 0 and no examples.
 
         Raises:

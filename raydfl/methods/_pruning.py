@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from raydfl.core.errors import ConfigError
 from raydfl.core.part_names import plain_name
-from raydfl.core.types import Client, Tensors, Update
+from raydfl.core.types import BuiltModels, Tensors, Update
 from raydfl.training import Step, computing_with, fixed_tensors
 
 Kind = Literal["convolution", "recurrent", "linear"]
@@ -241,19 +241,14 @@ def spread_masks(
     }
 
 
-def masked_parameters(step: Step, model: str) -> dict[str, Tensor]:
-    """Return the parameters of a model that have a mask in ``step.state``, multiplied by it, by flat name."""
-    return {
+@contextlib.contextmanager
+def masked(step: Step, model: str) -> Iterator[dict[str, Tensor]]:
+    """Inside, a model computes with its masked parameters, which are given by name: what is pruned gets no gradient."""
+    tensors = {
         name: parameter * step.state[MASK + name]
         for name, parameter in step.parameters(model).items()
         if MASK + name in step.state
     }
-
-
-@contextlib.contextmanager
-def masked(step: Step, model: str) -> Iterator[dict[str, Tensor]]:
-    """Inside, a model computes with its masked parameters, which are given: what is pruned gets no gradient."""
-    tensors = masked_parameters(step, model)
     if not tensors:
         yield tensors
         return
@@ -273,9 +268,7 @@ def take_masks(step: Step) -> dict[str, Tensor]:
     return {name.removeprefix(MASK): step.state.pop(name) for name in names}
 
 
-def layers_by_tensor(
-    models: Sequence[Mapping[str, nn.Module]], fixed: Callable[[str, bool], bool], kinds: Sequence[Kind]
-) -> dict[str, str]:
+def layers_by_tensor(models: BuiltModels, fixed: Callable[[str, bool], bool], kinds: Sequence[Kind]) -> dict[str, str]:
     """Return the names of the layers that can be pruned, by the flat names of their tensors.
 
     Args:
@@ -289,7 +282,13 @@ def layers_by_tensor(
     found: dict[str, str] = {}
     for built in models:
         layers = prunable_layers(built, fixed_tensors(built, fixed), kinds)
-        check_prunable(layers, kinds, built)
+        if not layers:
+            made = sorted({type(layer).__name__ for model in built.values() for layer in model.modules()})
+            raise ConfigError(
+                f"method.prune is {list(kinds)}, and there is nothing of that to prune: the network is made of "
+                f"{', '.join(made)}, and frozen layers and the last one are never pruned; take another network, add a kind of "
+                f"layer to method.prune, or set method.ratio to 0"
+            )
         found.update({name: layer.name for layer in layers for name in layer.tensors})
     return found
 
@@ -325,45 +324,3 @@ def recovered(update: Update, reference: Tensors, layer_of: Mapping[str, str]) -
         if not name.startswith(MASK)
     }
     return dataclasses.replace(update, tensors=tensors)
-
-
-def ratio_of(client: Client, ratio: float, column: str | None) -> float:
-    """Return a client's pruning ratio: what its profile says under a column's name, or the one for all.
-
-    Raises:
-        ConfigError: its profile has no such column, or says something other than a number from 0 to below 1.
-    """
-    if column is None:
-        return ratio
-    if column not in client.profile:
-        known = ", ".join(client.profile) or "nothing"
-        raise ConfigError(
-            f"method.ratio_from: the profile of client {client.id!r} has no {column!r} (it has {known}); deal ratios to the "
-            f"clients with data.profile='{{{column}: {{values: [0.0, 0.2, 0.4, 0.6, 0.8]}}}}'"
-        )
-    value = client.profile[column]
-    try:
-        found = float(value)
-    except (TypeError, ValueError):
-        found = np.nan
-    if isinstance(value, bool) or not 0 <= found < 1:
-        raise ConfigError(
-            f"data.profile.{column}: client {client.id!r} has the pruning ratio {value!r}; it must be a number from 0 to below 1, "
-            f"the share of weights that is pruned"
-        )
-    return found
-
-
-def check_prunable(layers: Sequence[PrunableLayer], kinds: Sequence[Kind], models: Mapping[str, nn.Module]) -> None:
-    """Refuse networks of which nothing can be pruned.
-
-    Raises:
-        ConfigError: naming what they are made of.
-    """
-    if not layers:
-        made = sorted({type(layer).__name__ for model in models.values() for layer in model.modules()})
-        raise ConfigError(
-            f"method.prune is {list(kinds)}, and there is nothing of that to prune: the network is made of {', '.join(made)}, and "
-            f"frozen layers and the last one are never pruned; take another network, add a kind of layer to method.prune, or set "
-            f"method.ratio to 0"
-        )

@@ -17,10 +17,10 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 import torch
 from pydantic.dataclasses import dataclass
-from torch import Tensor, nn
+from torch import Tensor
 
 from raydfl.core.part_names import beside
-from raydfl.core.types import Client, Metrics, State, Update
+from raydfl.core.types import BuiltModels, Client, Metrics, State, Update
 from raydfl.methods._control import global_parameters
 from raydfl.methods._method import Counted, Method
 
@@ -51,9 +51,7 @@ class ServerOptimiser(Method, ABC):
             The server's new value, and what is kept from now on.
         """
 
-    def init(
-        self, clients: Sequence[Client], models: Sequence[Mapping[str, nn.Module]], rng: np.random.Generator
-    ) -> State:
+    def init(self, clients: Sequence[Client], models: BuiltModels, rng: np.random.Generator) -> State:
         """FedAvg's state and the moments of every parameter."""
         state = super().init(clients, models, rng)
         moments = {

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from raydfl.core.needs import Needs
 from raydfl.core.settings import FIRST_VIEW
-from raydfl.core.types import Batch, Client, Metrics, ModelSpec, Ratio, State, Task, Tensors, view_of
+from raydfl.core.types import Batch, BuiltModels, Client, Metrics, ModelSpec, Ratio, State, Task, Tensors, view_of
 from raydfl.data import Examples
 from raydfl.methods._layers import last_layer
 from raydfl.methods._method import Counted, Method
@@ -58,7 +58,7 @@ class WithViews(Method):
     def needs(self) -> Needs:
         """Need the objective ``classify``, one list of clients, and the views that each client has."""
         # who has which view is known by the clients' places
-        return dataclasses.replace(super().needs(), objectives=("classify",), one_class_list=True, columns=("views",))
+        return Needs(objectives=("classify",), one_class_list=True, columns=("views",))
 
     def client_models(self, models: Sequence[ModelSpec], profile: Mapping[str, Any]) -> tuple[ModelSpec, ...]:
         """Return the networks of the views that a client has, and ``fusion`` where these are all."""
@@ -83,9 +83,7 @@ class WithViews(Method):
                 built[FUSION] = build_model(dataclasses.replace(spec, inputs=width))
         return built
 
-    def init(
-        self, clients: Sequence[Client], models: Sequence[Mapping[str, nn.Module]], rng: np.random.Generator
-    ) -> State:
+    def init(self, clients: Sequence[Client], models: BuiltModels, rng: np.random.Generator) -> State:
         """Return the state of all networks, and which clients have all views."""
         state = super().init(clients, models, rng)
         kinds = (ALL if any(spec.name == FUSION for spec in client.models) else SOME for client in clients)

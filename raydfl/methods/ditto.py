@@ -54,10 +54,6 @@ class Ditto(Method):
         int | None, Field(ge=1, description="passes over the data for the personal model; null: train.local_epochs")
     ] = None
 
-    def shared(self, name: str) -> bool:
-        """Share the global model alone."""
-        return name.startswith("model/")
-
     def personal_loss(self, step: Step, batch: Batch) -> Tensor:
         """Return the objective's loss of the personal model plus its distance to the received one."""
         value = self.objective.loss(step, "personal", batch)

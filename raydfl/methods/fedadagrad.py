@@ -1,12 +1,9 @@
 """FedAdagrad: the server's steps shrink where the clients' mean changes have been large so far.
 
 S. Reddi, Z. Charles, M. Zaheer, Z. Garrett, K. Rush, J. Konecny, S. Kumar, H. B. McMahan, Adaptive Federated Optimization,
-ICLR 2021, algorithm 2:
+ICLR 2021, algorithm 2 (:mod:`raydfl.methods._adaptive` has all of it):
 
-    delta = mean_k (w_k) - w        (the mean of the clients' models under the aggregation rule, minus the server's)
-    m <- beta1 m + (1 - beta1) delta
     v <- v + delta^2
-    w <- w + server_lr m / (sqrt(v) + tau),        m_0 = 0, v_0 = tau^2
 
 The paper runs it without momentum (beta1 = 0), which is the default here. Buffers are averaged and see no optimiser.
 """

@@ -1,12 +1,9 @@
 """FedAdam: the server takes Adam steps along the clients' mean change.
 
 S. Reddi, Z. Charles, M. Zaheer, Z. Garrett, K. Rush, J. Konecny, S. Kumar, H. B. McMahan, Adaptive Federated Optimization,
-ICLR 2021, algorithm 2:
+ICLR 2021, algorithm 2 (:mod:`raydfl.methods._adaptive` has all of it):
 
-    delta = mean_k (w_k) - w        (the mean of the clients' models under the aggregation rule, minus the server's)
-    m <- beta1 m + (1 - beta1) delta
     v <- beta2 v + (1 - beta2) delta^2
-    w <- w + server_lr m / (sqrt(v) + tau),        m_0 = 0, v_0 = tau^2, no bias correction
 
 Buffers are averaged and see no optimiser. With beta1 = 0 and tau -> infinity at server_lr = tau it is FedAvg. PyTorch's Adam,
 which differs in the bias correction and the defaults, is ``fedopt``.

@@ -23,19 +23,17 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, ClassVar
 
-import numpy as np
 import torch
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
-from raydfl.core.types import Batch, Client, Metrics, State, Update
+from raydfl.core.types import Batch, Metrics, Update
 from raydfl.data import Examples
 from raydfl.methods._copies import find_retained, retain
-from raydfl.methods._layers import check_prefixes
 from raydfl.methods._method import Method
 from raydfl.training import Step, computing_with, fit
 
@@ -48,6 +46,8 @@ class FedALA(Method):
 
     pure: ClassVar[bool] = True
 
+    tensor_options: ClassVar[tuple[str, ...]] = ("layers",)
+
     models: ClassVar[Mapping[str, str]] = {"model": "crnn_base", "weights": "crnn_base"}
 
     copies: ClassVar[Mapping[str, str]] = {"weights": "model"}
@@ -57,21 +57,6 @@ class FedALA(Method):
     ] = ("model/output",)
     eta: Annotated[float, Field(gt=0, description="learning rate of the weights")] = 1.0
     start_epochs: Annotated[int, Field(ge=1, description="passes over the data that first learn the weights")] = 10
-
-    def shared(self, name: str) -> bool:
-        """Share the network alone."""
-        return name.startswith("model/")
-
-    def init(
-        self, clients: Sequence[Client], models: Sequence[Mapping[str, nn.Module]], rng: np.random.Generator
-    ) -> State:
-        """Return FedAvg's state.
-
-        Raises:
-            ConfigError: an entry of ``layers`` names no tensor.
-        """
-        check_prefixes([{"model": built["model"]} for built in models], self.layers, "method.layers")
-        return super().init(clients, models, rng)
 
     def mixing_loss(self, step: Step, batch: Batch) -> Tensor:
         """Return the objective's loss of the mixture, with gradients for the weights alone."""

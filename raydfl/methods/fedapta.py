@@ -39,21 +39,22 @@ from typing import Annotated, ClassVar, Literal, cast
 import numpy as np
 from pydantic import Field
 from pydantic.dataclasses import dataclass
-from torch import Tensor, nn
+from torch import Tensor
 
 from raydfl.core.needs import Needs
-from raydfl.core.part_names import beside, plain_name
-from raydfl.core.types import Batch, Client, Metrics, State, Task, Update
+from raydfl.core.part_names import plain_name
+from raydfl.core.types import Batch, BuiltModels, Client, Metrics, State, Task, Update
 from raydfl.methods._control import (
     CONTROL,
     DRIFT,
     drift_penalty,
+    move_controls,
     put_drift_terms,
     renew_drifts,
     tell_mean_examples,
     zero_controls,
 )
-from raydfl.methods._masking import MaskingMethod
+from raydfl.methods._masking import ByRatio, PruningMethod
 from raydfl.methods._method import CLIENTS, Counted
 from raydfl.methods._pruning import (
     MASK,
@@ -65,7 +66,6 @@ from raydfl.methods._pruning import (
     prunable_layers,
     pruned_masks,
     put_masks,
-    ratio_of,
     recovered,
 )
 from raydfl.training import Step, fit
@@ -74,7 +74,7 @@ _PRUNED = "pruned"
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedAPTA(MaskingMethod):
+class FedAPTA(PruningMethod, ByRatio):
     """Pruning by device, recovery, drift correction, and a model for each discovered task."""
 
     pure: ClassVar[bool] = True
@@ -86,9 +86,6 @@ class FedAPTA(MaskingMethod):
     grouping: ClassVar[str] = "hdbscan"
 
     ratio: Annotated[float, Field(ge=0, lt=1, description="share of the weights that every client prunes")] = 0.4
-    ratio_from: Annotated[
-        str | None, Field(description="name in the clients' profile that says each client's ratio, in place of ratio")
-    ] = None
     solver: Annotated[Solver, Field(description="how the ratio is spread over the layers (equation 1)")] = "ramp"
     importance: Annotated[
         Importance,
@@ -109,18 +106,11 @@ class FedAPTA(MaskingMethod):
         Field(ge=0, description="weight of the drift's penalty in the loss; the release: 0.1, and 0.01 for CIFAR-10"),
     ] = 0.1
 
-    @property
-    def prunes(self) -> bool:
-        """True where any client may prune."""
-        return self.ratio > 0 or self.ratio_from is not None
-
     def needs(self) -> Needs:
         """Need SGD with the full correction, whose scale is that of SGD's steps."""
-        return dataclasses.replace(super().needs(), optimiser="sgd" if self.drift == "full" else "")
+        return Needs(optimiser="sgd" if self.drift == "full" else "")
 
-    def init(
-        self, clients: Sequence[Client], models: Sequence[Mapping[str, nn.Module]], rng: np.random.Generator
-    ) -> State:
+    def init(self, clients: Sequence[Client], models: BuiltModels, rng: np.random.Generator) -> State:
         """FedAvg's state; with the full correction the server's g, zero.
 
         Raises:
@@ -128,9 +118,6 @@ class FedAPTA(MaskingMethod):
         """
         state = super().init(clients, models, rng)
         extra = dict(state.extra)
-        if self.ratio_from is not None:
-            for client in clients:
-                ratio_of(client, self.ratio, self.ratio_from)
         if self.prunes:
             extra[_PRUNED] = layers_by_tensor(models, self.fixed, self.prune)
         tensors = dict(state.tensors["global"])
@@ -142,9 +129,7 @@ class FedAPTA(MaskingMethod):
     def plan(self, state: State, clients: Sequence[Client], rng: np.random.Generator, cohort: int) -> list[Task]:
         """Tell clients how many examples they have on average, where the correction needs it."""
         tasks = super().plan(state, clients, rng, cohort)
-        if self.drift != "full":
-            return tasks
-        return tell_mean_examples(tasks, clients)
+        return tell_mean_examples(tasks, clients) if self.drift == "full" else tasks
 
     def loss(self, step: Step, batch: Batch) -> Tensor:
         """Cross-entropy of the masked model, and with the full correction FedDC's two terms over what is kept."""
@@ -160,7 +145,7 @@ class FedAPTA(MaskingMethod):
         masks: dict[str, Tensor] = {}
         if self.prunes:
             layers = prunable_layers(step.models, step.fixed, self.prune)
-            ratio = ratio_of(step.client, self.ratio, self.ratio_from)
+            ratio = self.ratio_for(step.client)
             masks = pruned_masks(layers, step.parameters(), ratio, self.solver, self.importance)
             put_masks(step, layers, masks)
         if self.drift == "full":
@@ -200,11 +185,9 @@ class FedAPTA(MaskingMethod):
         """Average the completed models (equation 5), add the mean drift, and move g by the share of clients that came."""
         arriving = Counted(self.complete(state, update) for update in updates)
         averaged, report = super().aggregate(state, arriving, rng)
-        old, new = state.tensors["global"], dict(averaged.tensors["global"])
-        for name, senders in arriving.senders.items():
-            if name.startswith(CONTROL):
-                new[name] = old[name] + senders / state.extra[beside(CLIENTS, name)] * new[name]
-            elif name.startswith(DRIFT):
+        new = move_controls(state, averaged, arriving.senders)
+        for name in arriving.senders:
+            if name.startswith(DRIFT):
                 plain = name.removeprefix(DRIFT)
                 new[plain] = new[plain] + new.pop(name)
         return dataclasses.replace(averaged, tensors={**averaged.tensors, "global": new}), report

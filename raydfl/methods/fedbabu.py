@@ -22,16 +22,11 @@ Readings and deviations:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar
 
-import numpy as np
 from pydantic import Field
 from pydantic.dataclasses import dataclass
-from torch import nn
 
-from raydfl.core.types import Client, State
-from raydfl.methods._layers import check_prefixes
 from raydfl.methods._method import Method
 
 
@@ -40,6 +35,8 @@ class FedBABU(Method):
     """Federated averaging of the body under a head that never changes, and fine-tuning for each client."""
 
     pure: ClassVar[bool] = True
+
+    tensor_options: ClassVar[tuple[str, ...]] = ("head",)
 
     fine_tuning: ClassVar[int] = 5
 
@@ -51,14 +48,3 @@ class FedBABU(Method):
     def fixed(self, name: str, trains: bool) -> bool:
         """Fix the head, and what does not train."""
         return super().fixed(name, trains) or name.startswith(self.head)
-
-    def init(
-        self, clients: Sequence[Client], models: Sequence[Mapping[str, nn.Module]], rng: np.random.Generator
-    ) -> State:
-        """FedAvg's state without the head.
-
-        Raises:
-            ConfigError: an entry of ``head`` names no tensor.
-        """
-        check_prefixes(models, self.head, "method.head")
-        return super().init(clients, models, rng)

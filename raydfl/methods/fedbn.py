@@ -12,7 +12,7 @@ of tensors, so that layer and group normalisation can stay, too. A network whose
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, ClassVar
 
 import numpy as np
@@ -21,7 +21,7 @@ from pydantic.dataclasses import dataclass
 from torch import nn
 
 from raydfl.core.errors import ConfigError
-from raydfl.core.types import Client, State
+from raydfl.core.types import BuiltModels, Client, State
 from raydfl.methods._method import Method
 
 
@@ -40,9 +40,7 @@ class FedBN(Method):
         """Share all but the normalisation layers."""
         return not any(word in name for word in self.layers)
 
-    def init(
-        self, clients: Sequence[Client], models: Sequence[Mapping[str, nn.Module]], rng: np.random.Generator
-    ) -> State:
+    def init(self, clients: Sequence[Client], models: BuiltModels, rng: np.random.Generator) -> State:
         """Return FedAvg's state without the normalisation layers.
 
         Raises:

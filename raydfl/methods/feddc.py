@@ -19,54 +19,36 @@ Readings and deviations:
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, ClassVar
 
 import numpy as np
 from pydantic import Field
 from pydantic.dataclasses import dataclass
-from torch import Tensor, nn
+from torch import Tensor
 
-from raydfl.core.needs import Needs
-from raydfl.core.types import Batch, Client, Metrics, State, Task, Update
+from raydfl.core.types import Batch, Client, State, Task, Update
 from raydfl.methods._control import (
     CONTROL,
     DRIFT,
+    ControlMethod,
     drift_penalty,
-    move_controls,
     put_drift_terms,
     renew_drifts,
     tell_mean_examples,
-    zero_controls,
 )
-from raydfl.methods._method import CLIENTS, Counted, Method
 from raydfl.training import Step, fit
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedDC(Method):
+class FedDC(ControlMethod):
     """FedAvg with local drifts and control variates."""
 
     pure: ClassVar[bool] = True
 
-    changes: ClassVar[tuple[str, ...]] = (CONTROL,)
-
     alpha: Annotated[
         float, Field(ge=0, description="weight of the drift's penalty; 0: control variates and drifts without it")
     ] = 0.1
-
-    def needs(self) -> Needs:
-        """Need SGD."""
-        return dataclasses.replace(super().needs(), optimiser="sgd")
-
-    def init(
-        self, clients: Sequence[Client], models: Sequence[Mapping[str, nn.Module]], rng: np.random.Generator
-    ) -> State:
-        """Return FedAvg's state and the server's control variate, zero."""
-        state = super().init(clients, models, rng)
-        tensors = {**state.tensors["global"], **zero_controls(state, models)}
-        return dataclasses.replace(state, tensors={"global": tensors}, extra={CLIENTS: len(clients)})
 
     def plan(self, state: State, clients: Sequence[Client], rng: np.random.Generator, cohort: int) -> list[Task]:
         """Plan FedAvg's tasks with the mean number of examples."""
@@ -88,10 +70,3 @@ class FedDC(Method):
         return step.update(
             metrics, tensors=tensors, weight={n: 1.0 if n.startswith(CONTROL) else number for n in tensors}
         )
-
-    def aggregate(self, state: State, updates: Iterable[Update], rng: np.random.Generator) -> tuple[State, Metrics]:
-        """Average the models without drift, and move the control variate by the cohort's share."""
-        arriving = Counted(updates)
-        averaged, report = super().aggregate(state, arriving, rng)
-        tensors = {**averaged.tensors, "global": move_controls(state, averaged, arriving.senders)}
-        return dataclasses.replace(averaged, tensors=tensors), report

@@ -17,16 +17,15 @@ with its three gates, in each direction by itself), which the paper has not. Not
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, ClassVar
 
 import numpy as np
 from pydantic import Field
 from pydantic.dataclasses import dataclass
-from torch import nn
 
 from raydfl.core.seeds import generator
-from raydfl.core.types import Client, State
+from raydfl.core.types import BuiltModels, Client, State
 from raydfl.methods._cutting import CuttingMethod, Share
 
 _SEED = "channels_seed"
@@ -46,9 +45,7 @@ class FedDrop(CuttingMethod):
         ),
     ] = 0.75
 
-    def init(
-        self, clients: Sequence[Client], models: Sequence[Mapping[str, nn.Module]], rng: np.random.Generator
-    ) -> State:
+    def init(self, clients: Sequence[Client], models: BuiltModels, rng: np.random.Generator) -> State:
         """FedAvg's state, and what channels are drawn by."""
         state = super().init(clients, models, rng)
         return state if self.share == 1 else dataclasses.replace(state, extra={_SEED: int(rng.integers(2**53))})

@@ -17,18 +17,18 @@ divides alpha by a client's share of the examples.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, ClassVar
 
 import numpy as np
 import torch
 from pydantic import Field
 from pydantic.dataclasses import dataclass
-from torch import Tensor, nn
+from torch import Tensor
 
 from raydfl.core.ops import drift_term
 from raydfl.core.part_names import beside
-from raydfl.core.types import Batch, Client, Metrics, State, Update
+from raydfl.core.types import Batch, BuiltModels, Client, Metrics, State, Update
 from raydfl.methods._control import global_parameters
 from raydfl.methods._method import CLIENTS, Counted, Method
 from raydfl.rules import Rule, UniformMean
@@ -49,9 +49,7 @@ class FedDyn(Method):
         float, Field(ge=0, description="weight of the regularisation; 0 is FedAvg with a uniform mean")
     ] = 0.1
 
-    def init(
-        self, clients: Sequence[Client], models: Sequence[Mapping[str, nn.Module]], rng: np.random.Generator
-    ) -> State:
+    def init(self, clients: Sequence[Client], models: BuiltModels, rng: np.random.Generator) -> State:
         """Return FedAvg's state and the clients' summed changes, zero."""
         state = super().init(clients, models, rng)
         change = {name: torch.zeros_like(value) for name, value in global_parameters(state, models, tied=True).items()}

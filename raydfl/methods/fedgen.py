@@ -29,7 +29,7 @@ Readings and deviations:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, ClassVar, cast
 
 import numpy as np
@@ -42,7 +42,7 @@ from torch import Tensor, nn
 from raydfl.core.needs import Needs
 from raydfl.core.ops import uniform
 from raydfl.core.part_names import beside
-from raydfl.core.types import Batch, Client, Metrics, Ratio, State, Task, Tensors, Update
+from raydfl.core.types import Batch, BuiltModels, Client, Metrics, Ratio, State, Task, Tensors, Update
 from raydfl.methods._distillation import softened_divergences
 from raydfl.methods._generator import Generator, similarity
 from raydfl.methods._layers import last_layer
@@ -88,11 +88,9 @@ class FedGen(Method):
 
     def needs(self) -> Needs:
         """Need the objective ``classify``."""
-        return dataclasses.replace(super().needs(), objectives=("classify",))
+        return Needs(objectives=("classify",))
 
-    def init(
-        self, clients: Sequence[Client], models: Sequence[Mapping[str, nn.Module]], rng: np.random.Generator
-    ) -> State:
+    def init(self, clients: Sequence[Client], models: BuiltModels, rng: np.random.Generator) -> State:
         """FedAvg's state, a new generator, and no labels counted.
 
         Raises:

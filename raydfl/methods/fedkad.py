@@ -28,16 +28,15 @@ last layer's answer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, ClassVar
 
 import numpy as np
 from pydantic import Field
 from pydantic.dataclasses import dataclass
-from torch import nn
 
 from raydfl.core.errors import ConfigError
-from raydfl.core.types import Client, State
+from raydfl.core.types import BuiltModels, Client, State
 from raydfl.methods._prototypes import PrototypeMethod
 
 
@@ -63,9 +62,7 @@ class FedKAD(PrototypeMethod):
         """Features of a class mean."""
         return self.size
 
-    def init(
-        self, clients: Sequence[Client], models: Sequence[Mapping[str, nn.Module]], rng: np.random.Generator
-    ) -> State:
+    def init(self, clients: Sequence[Client], models: BuiltModels, rng: np.random.Generator) -> State:
         """Class means of which none is known; with ``weights`` also FedAvg's state.
 
         Raises:

@@ -28,9 +28,9 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from raydfl.core.errors import ConfigError
-from raydfl.core.types import Batch, Client, State, Update
-from raydfl.methods._method import Method
-from raydfl.methods._pruning import MASK, mask_of, masked, prunable_layers, ratio_of, spread_masks
+from raydfl.core.types import BuiltModels, Client, State, Update
+from raydfl.methods._masking import ByRatio
+from raydfl.methods._pruning import MASK, mask_of, prunable_layers, spread_masks
 from raydfl.training import Step, fit, fixed_tensors
 
 _NORMS = (nn.GroupNorm, nn.LayerNorm, nn.BatchNorm1d, nn.BatchNorm2d)
@@ -38,31 +38,21 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedLPS(Method):
+class FedLPS(ByRatio):
     """One pruning for good, by each client."""
 
     pure: ClassVar[bool] = True
 
-    ratio: Annotated[
-        float, Field(ge=0, lt=1, description="share that every client prunes in each layer; 0 is FedAvg")
-    ] = 0.5
-    ratio_from: Annotated[
-        str | None, Field(description="name in the clients' profile that says each client's ratio, in place of ratio")
-    ] = None
     inputs: Annotated[bool, Field(description="prune what convolutions and linear layers read, too")] = True
     norms: Annotated[bool, Field(description="prune scales of normalisation layers, too")] = True
 
-    def init(
-        self, clients: Sequence[Client], models: Sequence[Mapping[str, nn.Module]], rng: np.random.Generator
-    ) -> State:
+    def init(self, clients: Sequence[Client], models: BuiltModels, rng: np.random.Generator) -> State:
         """FedAvg's state.
 
         Raises:
             ConfigError: there is nothing to prune, or a client's ratio is none.
         """
-        for client in clients if self.ratio_from is not None else ():
-            ratio_of(client, self.ratio, self.ratio_from)
-        for built in models if self.ratio > 0 or self.ratio_from is not None else ():
+        for built in models if self.prunes else ():
             if not self._masks(built, fixed_tensors(built, self.fixed), 0.5):
                 made = sorted({type(layer).__name__ for layer in built["model"].modules()})
                 raise ConfigError(
@@ -71,15 +61,10 @@ class FedLPS(Method):
                 )
         return super().init(clients, models, rng)
 
-    def loss(self, step: Step, batch: Batch) -> Tensor:
-        """Cross-entropy of what the client has kept."""
-        with masked(step, "model"):
-            return super().loss(step, batch)
-
     def local(self, step: Step) -> Update:
         """Train; after the first training prune."""
         metrics = fit(step, self.loss)
-        ratio = ratio_of(step.client, self.ratio, self.ratio_from)
+        ratio = self.ratio_for(step.client)
         if ratio > 0 and not any(name.startswith(MASK) for name in step.state):
             masks = self._masks(step.models, step.fixed, ratio)
             step.state.update({MASK + name: mask.to(step.device) for name, mask in masks.items()})

@@ -30,7 +30,6 @@ Readings of what the paper leaves open, and deviations:
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
@@ -95,7 +94,7 @@ class FedMLAC(Method):
 
     def needs(self) -> Needs:
         """Need the objective ``classify``."""
-        return dataclasses.replace(super().needs(), objectives=("classify",))
+        return Needs(objectives=("classify",))
 
     def shared(self, name: str) -> bool:
         """Share only the plug-in."""

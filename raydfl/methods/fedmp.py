@@ -28,20 +28,18 @@ from typing import Annotated, Any, ClassVar, cast
 import numpy as np
 from pydantic import Field
 from pydantic.dataclasses import dataclass
-from torch import nn
 
-from raydfl.core.errors import ConfigError
-from raydfl.core.types import Client, Metrics, Ratio, State, Task, Update
-from raydfl.methods._masking import MaskingMethod
+from raydfl.core.types import BuiltModels, Client, Metrics, Ratio, State, Task, Update
+from raydfl.methods._masking import PruningMethod
+from raydfl.methods._profiles import read_number
 from raydfl.methods._pruning import (
     MASK,
     layers_by_tensor,
     prunable_layers,
     pruned_masks,
-    put_masks,
     recovered,
 )
-from raydfl.training import Step, fit
+from raydfl.training import Step
 
 _RATIO, _PRUNED, _BANDIT, _LOSS, _SPEEDS = "ratio", "pruned", "bandit", "loss", "speeds"
 
@@ -49,7 +47,7 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedMP(MaskingMethod):
+class FedMP(PruningMethod):
     """Pruning ratios that the server learns to choose."""
 
     pure: ClassVar[bool] = True
@@ -73,9 +71,7 @@ class FedMP(MaskingMethod):
         """True where any client may prune."""
         return max(self.ratios) > 0
 
-    def init(
-        self, clients: Sequence[Client], models: Sequence[Mapping[str, nn.Module]], rng: np.random.Generator
-    ) -> State:
+    def init(self, clients: Sequence[Client], models: BuiltModels, rng: np.random.Generator) -> State:
         """FedAvg's state, and what the bandit knows: nothing.
 
         Raises:
@@ -91,19 +87,8 @@ class FedMP(MaskingMethod):
         return dataclasses.replace(state, extra=extra)
 
     def _speed(self, client: Client, column: str) -> float:
-        value = client.profile.get(column)
-        if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-            value = "nothing" if value is None else value
-        try:
-            speed = float(value)
-        except ValueError:
-            speed = math.nan
-        if not 0 < speed < math.inf:
-            raise ConfigError(
-                f"method.speed_from: client {client.id!r} has the {column} {value!r} in its profile; it must be a number above 0: "
-                f"data.profile='{{{column}: {{values: [1, 2, 4]}}}}'"
-            )
-        return speed
+        who = f"client {client.id!r}"
+        return read_number(client.profile, column, "speed_from", "above 0", lambda speed: 0 < speed < math.inf, who)
 
     def plan(self, state: State, clients: Sequence[Client], rng: np.random.Generator, cohort: int) -> list[Task]:
         """Choose a ratio for each client of the cohort."""
@@ -133,9 +118,7 @@ class FedMP(MaskingMethod):
             return super().local(step)
         layers = prunable_layers(step.models, step.fixed, self.prune)
         masks = pruned_masks(layers, step.parameters(), float(step.options[_RATIO]), "uniform")
-        put_masks(step, layers, masks)
-        metrics = fit(step, self.loss)
-        tensors, _ = self.take_masked(step)
+        metrics, tensors = self.train_masked(step, layers, masks)
         return step.update(metrics, tensors={**tensors, **{MASK + name: mask for name, mask in masks.items()}})
 
     def aggregate(self, state: State, updates: Iterable[Update], rng: np.random.Generator) -> tuple[State, Metrics]:

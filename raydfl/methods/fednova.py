@@ -16,16 +16,15 @@ Deviations: buffers are averaged without normalisation. The server has no moment
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import ClassVar, cast
 
 import numpy as np
 import torch
 from pydantic.dataclasses import dataclass
-from torch import nn
 
 from raydfl.core.needs import Needs
-from raydfl.core.types import Client, Metrics, Ratio, State, Update
+from raydfl.core.types import BuiltModels, Client, Metrics, Ratio, State, Update
 from raydfl.methods._control import effective_steps, global_parameters
 from raydfl.methods._method import Counted, Method
 from raydfl.training import Step, fit
@@ -44,11 +43,9 @@ class FedNova(Method):
 
     def needs(self) -> Needs:
         """Need SGD."""
-        return dataclasses.replace(super().needs(), optimiser="sgd")
+        return Needs(optimiser="sgd")
 
-    def init(
-        self, clients: Sequence[Client], models: Sequence[Mapping[str, nn.Module]], rng: np.random.Generator
-    ) -> State:
+    def init(self, clients: Sequence[Client], models: BuiltModels, rng: np.random.Generator) -> State:
         """Return FedAvg's state and tau_eff, zero."""
         state = super().init(clients, models, rng)
         steps = {STEPS + name: torch.zeros(()) for name in global_parameters(state, models, tied=True)}

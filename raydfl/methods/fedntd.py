@@ -11,7 +11,6 @@ No gradient reaches z_g. The factor tau^2, which the authors' code has too, keep
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Annotated, ClassVar
 
 import torch
@@ -39,7 +38,7 @@ class FedNTD(Method):
 
     def needs(self) -> Needs:
         """Need the objective ``classify``."""
-        return dataclasses.replace(super().needs(), objectives=("classify",))
+        return Needs(objectives=("classify",))
 
     def loss(self, step: Step, batch: Batch) -> Tensor:
         """Return cross-entropy plus the distillation."""

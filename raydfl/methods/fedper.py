@@ -9,16 +9,11 @@ Personal layers start from the same initial values at every client. Deviation: t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar
 
-import numpy as np
 from pydantic import Field
 from pydantic.dataclasses import dataclass
-from torch import nn
 
-from raydfl.core.types import Client, State
-from raydfl.methods._layers import check_prefixes
 from raydfl.methods._method import Method
 
 
@@ -28,6 +23,8 @@ class FedPer(Method):
 
     pure: ClassVar[bool] = True
 
+    tensor_options: ClassVar[tuple[str, ...]] = ("personal",)
+
     personal: Annotated[
         tuple[str, ...],
         Field(description="beginnings of the names of personal tensors, e.g. [model/output]; empty is FedAvg"),
@@ -36,14 +33,3 @@ class FedPer(Method):
     def shared(self, name: str) -> bool:
         """Share all but the personal layers."""
         return not name.startswith(self.personal)
-
-    def init(
-        self, clients: Sequence[Client], models: Sequence[Mapping[str, nn.Module]], rng: np.random.Generator
-    ) -> State:
-        """FedAvg's state without the personal layers.
-
-        Raises:
-            ConfigError: an entry of ``personal`` names no tensor, so that the method would silently be FedAvg.
-        """
-        check_prefixes(models, self.personal, "method.personal")
-        return super().init(clients, models, rng)

@@ -29,7 +29,6 @@ the model makes of its own (FixMatch: K. Sohn et al., NeurIPS 2020).
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
@@ -101,8 +100,7 @@ class FedSTAR(Method):
 
     def needs(self) -> Needs:
         """Need both pools (the baseline that counts FedSTAR's steps does, too), room for both in a batch, and the strong view."""
-        return dataclasses.replace(
-            super().needs(),
+        return Needs(
             objectives=("classify",),
             pools=() if self.learn_from == "labelled" else (LABELLED, UNLABELLED),
             views=() if self.strong is None else (self.strong,),

@@ -1,12 +1,9 @@
 """FedYogi: FedAdam whose second moment moves by the size of the squared change, not by a share of the distance to it.
 
 S. Reddi, Z. Charles, M. Zaheer, Z. Garrett, K. Rush, J. Konecny, S. Kumar, H. B. McMahan, Adaptive Federated Optimization,
-ICLR 2021, algorithm 2:
+ICLR 2021, algorithm 2 (:mod:`raydfl.methods._adaptive` has all of it):
 
-    delta = mean_k (w_k) - w        (the mean of the clients' models under the aggregation rule, minus the server's)
-    m <- beta1 m + (1 - beta1) delta
     v <- v - (1 - beta2) delta^2 sign(v - delta^2)
-    w <- w + server_lr m / (sqrt(v) + tau),        m_0 = 0, v_0 = tau^2, no bias correction
 
 So v grows where it is below delta^2 and shrinks where it is above, by the same amount, and it stays positive: it shrinks by less
 than (1 - beta2) v. Buffers are averaged and see no optimiser.

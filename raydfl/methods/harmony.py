@@ -66,10 +66,6 @@ class Harmony(WithViews):
         int, Field(ge=1, description="groups of clients, by k-means on their modality bias; 1: all are one group")
     ] = 2
 
-    def begin_phase(self, state: State) -> State:
-        """Nobody is in a group yet."""
-        return dataclasses.replace(state, extra={**state.extra, _GROUPS: {}, _FOLLOWING: 1})
-
     def plan(self, state: State, clients: Sequence[Client], rng: np.random.Generator, cohort: int) -> list[Task]:
         """Draw from all clients; in the second phase from those that have all views, with their group's classifier."""
         if state.phase != FUSING:
@@ -111,10 +107,10 @@ class Harmony(WithViews):
         sent = list(updates)
         if not sent:
             return state, {"groups": Ratio(0, 1)}
-        before = cast("Mapping[str, str]", state.extra[_GROUPS])
+        before = cast("Mapping[str, str]", state.extra.get(_GROUPS, {}))
         labels = self._labels(sent, rng)
         names = match(labels, [before.get(update.client_id, "") for update in sent])
-        following = int(state.extra[_FOLLOWING])
+        following = int(state.extra.get(_FOLLOWING, 1))
         for label in dict.fromkeys(labels):
             if label not in names:
                 names[label], following = f"group{following}", following + 1
@@ -172,7 +168,7 @@ def clusters(biases: np.ndarray, groups: int, seed: int) -> list[int]:
 
 def _keys(state: State, client: str) -> tuple[str, ...]:
     """Return what a client receives: its group's classifier first."""
-    own = cast("Mapping[str, str]", state.extra[_GROUPS]).get(client)
+    own = cast("Mapping[str, str]", state.extra.get(_GROUPS, {})).get(client)
     return (own, GLOBAL) if own else (GLOBAL,)
 
 

@@ -26,23 +26,22 @@ import numpy as np
 import torch
 from pydantic import Field
 from pydantic.dataclasses import dataclass
-from torch import Tensor, nn
+from torch import Tensor
 
 from raydfl.core.needs import Needs
 from raydfl.core.part_names import plain_name
-from raydfl.core.types import Client, Metrics, Ratio, State, Update
+from raydfl.core.types import BuiltModels, Client, Metrics, Ratio, State, Update
 from raydfl.data import Examples
 from raydfl.methods._copies import find_retained, retain
-from raydfl.methods._masking import MaskingMethod
+from raydfl.methods._masking import PruningMethod
 from raydfl.methods._pruning import (
     MASK,
     PrunableLayer,
     layers_by_tensor,
     mask_of,
     prunable_layers,
-    put_masks,
 )
-from raydfl.training import Step, fit
+from raydfl.training import Step
 
 ROUND = "round/"
 """Beginning of the names of what says in which round each unit of a layer was last averaged: float32 [units], 0 for never."""
@@ -51,7 +50,7 @@ _OWN, _SEEN, _SHARE, _PRUNED = "own/", "seen", "share", "pruned"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hermes(MaskingMethod):
+class Hermes(PruningMethod):
     """Models of one's own, pruned step by step, that share what all have kept."""
 
     pure: ClassVar[bool] = True
@@ -68,9 +67,7 @@ class Hermes(MaskingMethod):
         """Need the objective ``classify``."""
         return dataclasses.replace(super().needs(), objectives=("classify",))
 
-    def init(
-        self, clients: Sequence[Client], models: Sequence[Mapping[str, nn.Module]], rng: np.random.Generator
-    ) -> State:
+    def init(self, clients: Sequence[Client], models: BuiltModels, rng: np.random.Generator) -> State:
         """FedAvg's state, and that no unit was averaged yet.
 
         Raises:
@@ -101,9 +98,7 @@ class Hermes(MaskingMethod):
             share = min(self.target, share + self.step)
         parameters = step.parameters()
         masks = {layer.name: mask_of(layer.magnitudes(parameters), share) for layer in layers}
-        put_masks(step, layers, masks)
-        metrics = fit(step, self.loss)
-        tensors, _ = self.take_masked(step)
+        metrics, tensors = self.train_masked(step, layers, masks)
         retain(step, _OWN, tensors)
         step.state[_SHARE], step.state[_SEEN] = torch.tensor(share), torch.tensor(float(step.round_index))
         return step.update(metrics, tensors={**tensors, **{MASK + name: mask for name, mask in masks.items()}})

@@ -24,18 +24,18 @@ Readings and deviations:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, ClassVar, Literal, cast
 
 import numpy as np
 from pydantic import Field
 from pydantic.dataclasses import dataclass
-from torch import Tensor, nn
+from torch import Tensor
 
 from raydfl.core.errors import ConfigError
-from raydfl.core.types import Batch, Client, Metrics, State, Task, Update
+from raydfl.core.types import Batch, BuiltModels, Client, Metrics, State, Task, Update
 from raydfl.methods._distillation import softened_divergences
-from raydfl.methods._method import drawn
+from raydfl.methods._method import Counted, drawn
 from raydfl.methods._views import ALL, GLOBAL, fused, of_kind, teaching
 from raydfl.methods.multifl import MultiFL
 from raydfl.training import Step, fit
@@ -67,9 +67,7 @@ class ModalityMirror(MultiFL):
         Field(description="standard: KL(teacher || student); literal: KL(student || teacher), as the paper prints it"),
     ] = "standard"
 
-    def init(
-        self, clients: Sequence[Client], models: Sequence[Mapping[str, nn.Module]], rng: np.random.Generator
-    ) -> State:
+    def init(self, clients: Sequence[Client], models: BuiltModels, rng: np.random.Generator) -> State:
         """Return MultiFL's state.
 
         Raises:
@@ -136,13 +134,7 @@ class ModalityMirror(MultiFL):
         """Average over those who sent; note who has the teacher now."""
         if state.phase != DISTIL:
             return super().aggregate(state, updates, rng)
-        clients: list[str] = []
-
-        def noted() -> Iterable[Update]:
-            for update in updates:
-                clients.append(update.client_id)
-                yield update
-
-        new, report = super().aggregate(state, noted(), rng)
-        taught = dict.fromkeys([*cast(Sequence[str], state.extra[_TAUGHT]), *clients])
+        arriving = Counted(updates)
+        new, report = super().aggregate(state, arriving, rng)
+        taught = dict.fromkeys([*cast(Sequence[str], state.extra[_TAUGHT]), *arriving.clients])
         return dataclasses.replace(new, extra={**new.extra, _TAUGHT: [*taught]}), report

@@ -17,7 +17,6 @@ FedAvg to the bit. With the head, mu 0 is FedAvg of the larger network, as the p
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, cast
 
@@ -52,7 +51,7 @@ class Moon(Method):
 
     def needs(self) -> Needs:
         """Need the objective ``classify``."""
-        return dataclasses.replace(super().needs(), objectives=("classify",))
+        return Needs(objectives=("classify",))
 
     def build(self, models: Sequence[ModelSpec]) -> dict[str, nn.Module]:
         """Build the network, and the projection head before its last layer.

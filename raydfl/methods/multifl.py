@@ -46,10 +46,6 @@ class MultiFL(WithViews):
 
     def local(self, step: Step) -> Update:
         """Train encoders and fusion where all views are there, else each network by itself."""
-        return self.first_stage(step)
-
-    def first_stage(self, step: Step) -> Update:
-        """Do a client's work of the first stage."""
         if FUSION in step.models:
             return step.update(fit(step, self.together), tensors=encoders_and_fusion(step))
         return step.update(self.apart(step))

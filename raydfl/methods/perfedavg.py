@@ -47,11 +47,7 @@ class PerFedAvg(Method):
 
     def needs(self) -> Needs:
         """Need SGD without momentum and clipping."""
-        return dataclasses.replace(super().needs(), optimiser="sgd", plain_steps=True)
-
-    def shared(self, name: str) -> bool:
-        """Share the global model alone."""
-        return name.startswith("model/")
+        return Needs(optimiser="sgd", plain_steps=True)
 
     def adapting_loss(self, step: Step, batch: Batch) -> Tensor:
         """Return a loss whose step moves the second network to v, wherever it is."""

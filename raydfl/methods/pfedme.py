@@ -54,10 +54,6 @@ class PFedMe(Method):
         1.0
     )
 
-    def shared(self, name: str) -> bool:
-        """Share the global model alone."""
-        return name.startswith("model/")
-
     def personal_loss(self, step: Step, batch: Batch) -> Tensor:
         """Return the objective of equation 7."""
         return self.objective.loss(step, "personal", batch) + self._distance(step, "personal", "model")

@@ -47,9 +47,8 @@ from raydfl.core.errors import ConfigError
 from raydfl.core.metrics import pool, ranking_metrics
 from raydfl.core.needs import Needs
 from raydfl.core.spool import Spool
-from raydfl.core.types import Batch, Client, Metrics, ModelSpec, Ratio, Scores, State, Update
+from raydfl.core.types import Batch, BuiltModels, Client, Metrics, ModelSpec, Ratio, Scores, State, Update
 from raydfl.data import Examples
-from raydfl.methods._layers import check_prefixes
 from raydfl.methods._method import Counted, Method
 from raydfl.training import Plan, Step, fit, predict
 
@@ -70,6 +69,8 @@ class ProFiLA(Method):
     """Prototypes, private adapters, and weights and learning rates by what clients detect."""
 
     pure: ClassVar[bool] = True
+
+    tensor_options: ClassVar[tuple[str, ...]] = ("personal",)
 
     models: ClassVar[Mapping[str, str]] = {"model": "film_cnn"}
 
@@ -119,7 +120,7 @@ class ProFiLA(Method):
 
     def needs(self) -> Needs:
         """Need the objective ``compact``."""
-        return dataclasses.replace(super().needs(), objectives=("compact",))
+        return Needs(objectives=("compact",))
 
     def shared(self, name: str) -> bool:
         """Share all but the personal tensors."""
@@ -131,15 +132,12 @@ class ProFiLA(Method):
         add_prototype(built["model"], next(spec.width for spec in models if spec.name == "model"))
         return built
 
-    def init(
-        self, clients: Sequence[Client], models: Sequence[Mapping[str, nn.Module]], rng: np.random.Generator
-    ) -> State:
+    def init(self, clients: Sequence[Client], models: BuiltModels, rng: np.random.Generator) -> State:
         """FedAvg's state without the personal tensors.
 
         Raises:
-            ConfigError: an entry of ``personal`` names no tensor; the common prototype is among them; or there are several centres.
+            ConfigError: the common prototype is personal, or there are several centres.
         """
-        check_prefixes(models, self.personal or (), "method.personal")
         if not self.shared(PROTOTYPE):
             raise ConfigError(f"method.personal: {PROTOTYPE} is the common prototype and must be shared; leave it out")
         if getattr(self.objective, "by", "all") != "all":

@@ -19,52 +19,33 @@ control. Adam is refused: the correction is not defined for it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from typing import Annotated, ClassVar, cast
 
 import numpy as np
 import torch
 from pydantic import Field
 from pydantic.dataclasses import dataclass
-from torch import Tensor, nn
+from torch import Tensor
 
-from raydfl.core.needs import Needs
 from raydfl.core.ops import drift_term
-from raydfl.core.types import Batch, Client, Metrics, Ratio, State, Update
-from raydfl.methods._control import CONTROL, effective_steps, move_controls, zero_controls
-from raydfl.methods._method import CLIENTS, Counted, Method
+from raydfl.core.types import Batch, Metrics, Ratio, State, Update
+from raydfl.methods._control import CONTROL, ControlMethod, effective_steps
 from raydfl.rules import Rule, UniformMean
 from raydfl.training import Step, fit
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scaffold(Method):
+class Scaffold(ControlMethod):
     """Stochastic controlled averaging."""
 
     pure: ClassVar[bool] = True
 
     default_rule: ClassVar[Rule] = UniformMean()
 
-    changes: ClassVar[tuple[str, ...]] = (CONTROL,)
-
     server_lr: Annotated[
         float, Field(gt=0, description="server step along the mean change; 1 takes the clients' mean")
     ] = 1.0
-
-    def needs(self) -> Needs:
-        """Need SGD, for which the correction is defined."""
-        return dataclasses.replace(super().needs(), optimiser="sgd")
-
-    def init(
-        self, clients: Sequence[Client], models: Sequence[Mapping[str, nn.Module]], rng: np.random.Generator
-    ) -> State:
-        """FedAvg's state and the server's control variate, zero."""
-        state = super().init(clients, models, rng)
-        return dataclasses.replace(
-            state,
-            tensors={"global": {**state.tensors["global"], **zero_controls(state, models)}},
-            extra={CLIENTS: len(clients)},
-        )
 
     def loss(self, step: Step, batch: Batch) -> Tensor:
         """Cross-entropy plus <y, c - c_k>."""
@@ -80,29 +61,26 @@ class Scaffold(Method):
         for name in names:
             step.state["correction/" + name] = c[name] - c_k[name]
         metrics = fit(step, self.loss)
+        steps = effective_steps(cast(Ratio, metrics["steps"]).total, step.training.optimiser.momentum)
         trained = step.parameters()
         tensors = {name: value for name, value in step.floating_state().items() if self.shared(name)}
         for name in names:
             del step.state["correction/" + name]
-            scale = self._effective_steps(step, metrics) * self._rate(step, name)
+            scale = steps * self._rate(step, name)
             new = c_k[name] - c[name] + (step.reference(name) - trained[name].detach()) / scale
             tensors[CONTROL + name] = new - c_k[name]
             step.state[CONTROL + name] = new
         return step.update(metrics, tensors=tensors)
-
-    def _effective_steps(self, step: Step, metrics: Metrics) -> float:
-        return effective_steps(cast(Ratio, metrics["steps"]).total, step.training.optimiser.momentum)
 
     def _rate(self, step: Step, name: str) -> float:
         settings = step.training.optimiser
         return float(settings.models.get(name.partition("/")[0], settings.lr) * settings.decay**step.round_index)
 
     def aggregate(self, state: State, updates: Iterable[Update], rng: np.random.Generator) -> tuple[State, Metrics]:
-        """Step along the mean change and move the control variate by the cohort's share."""
-        arriving = Counted(updates)
-        averaged, report = super().aggregate(state, arriving, rng)
-        old, new = state.tensors["global"], move_controls(state, averaged, arriving.senders)
-        for name in arriving.senders:
+        """Step along the mean change."""
+        averaged, report = super().aggregate(state, updates, rng)
+        old, new = state.tensors["global"], dict(averaged.tensors["global"])
+        for name in old:
             if CONTROL + name in old:
                 new[name] = old[name] + self.server_lr * (new[name] - old[name])
         return dataclasses.replace(averaged, tensors={**averaged.tensors, "global": new}), report

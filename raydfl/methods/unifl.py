@@ -16,14 +16,13 @@ Readings and deviations:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
 from pydantic.dataclasses import dataclass
-from torch import nn
 
-from raydfl.core.types import Client, State, Task
+from raydfl.core.types import BuiltModels, Client, State, Task
 from raydfl.methods._method import drawn
 from raydfl.methods._views import ALL, FUSION, GLOBAL, SOME, of_kind
 from raydfl.methods.multifl import MultiFL
@@ -39,9 +38,7 @@ class UniFL(MultiFL):
 
     pure: ClassVar[bool] = True
 
-    def init(
-        self, clients: Sequence[Client], models: Sequence[Mapping[str, nn.Module]], rng: np.random.Generator
-    ) -> State:
+    def init(self, clients: Sequence[Client], models: BuiltModels, rng: np.random.Generator) -> State:
         """Return both federations' networks."""
         state = super().init(clients, models, rng)
         whole = state.tensors[GLOBAL]

@@ -193,7 +193,7 @@ def _check_ids(config: Config) -> None:
 
 def _remarks(config: Config, population: Population) -> list[str]:
     """Return what the objective says of the clients' data, of each part."""
-    of_parts = {part: config.parts.method.objective.remarks(each) for part, each in population.each.items()}
+    of_parts = {part: config.parts.method.objective.remarks(each) for part, each in population.parts.items()}
     return [f"{part}: {text}" if part else text for part, texts in of_parts.items() for text in texts]
 
 
@@ -233,8 +233,8 @@ def begin(
         about["remarks"] = list(remarks)
     if len(config.phases.names) > 1:
         about["phases"] = dict(zip(config.phases.names, (first + 1 for first in config.phases.first), strict=True))
-    if population.parts:
-        about["parts"] = {part.name: list(part.population.classes) for part in population.parts}
+    if config.data.parts:
+        about["parts"] = {name: list(part.classes) for name, part in population.parts.items()}
     if any(data.features.normalise == "group" for data in config.data.each.values()):
         about["statistics"] = "training clips"
     write_durably(run_dir / "run.json", json.dumps(about, indent=2).encode())

@@ -121,7 +121,7 @@ def describe_population(population: Population, attacked: bool) -> dict[str, Any
                 "triggered": _describe(of_part.triggered),
                 "validation": _describe(of_part.validation),
             }
-            for part, of_part in population.each.items()
+            for part, of_part in population.parts.items()
         },
         "sizes": population.sizes().tolist(),
         "label_counts": population.label_counts().tolist(),

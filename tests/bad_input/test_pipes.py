@@ -16,7 +16,7 @@ from raydfl.core.errors import DataError
 from raydfl.core.files import read_regular
 from raydfl.data.features.kinds import make_features
 from raydfl.data.pictures import read_image
-from raydfl.data.sets._contents import list_contents
+from raydfl.data.sets import list_contents
 from raydfl.data.sets._files import read_rows
 from raydfl.data.sets.emodb import EmoDB
 from raydfl.engine.config import Config

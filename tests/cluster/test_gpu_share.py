@@ -129,7 +129,7 @@ def test_the_heaviest_work_is_the_largest_clients_training_and_evaluations(
     monkeypatch.setattr(
         Worker,
         "carry_out",
-        lambda self, orders, broadcast: (done.append(orders), carry_out(self, orders, broadcast))[1],
+        lambda self, orders, broadcast, *_: (done.append(orders), carry_out(self, orders, broadcast))[1],
     )
     measure(folder, config, FakeDevice(), "cpu")
     trained = [order for orders in done for order in orders if order.measure is None]

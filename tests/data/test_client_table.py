@@ -11,7 +11,7 @@ import pyarrow.feather
 import pyarrow.parquet
 import pytest
 
-from raydfl.core.errors import ConfigError, DataError
+from raydfl.core.errors import ConfigError, DataError, RunDirectoryError
 from raydfl.data.build import build_population
 from raydfl.data.population import Population
 from raydfl.data.settings import DataSettings
@@ -131,6 +131,17 @@ def test_ids_in_any_order_are_found(made: Make, tmp_path: Path) -> None:
         found.index("theo3")
 
 
+def test_a_flipped_byte_in_an_id_is_damage(made: Make, tmp_path: Path) -> None:
+    """Without ``verify`` the file is not read when the population is loaded."""
+    build_population(made(), 1).save(tmp_path)
+    file = tmp_path / "clients.arrow"
+    file.write_bytes(file.read_bytes().replace(b"g0g1g2", b"g0\xff1g2"))
+    population = Population.load(tmp_path)
+    assert population.ids[0] == "g0"
+    with pytest.raises(RunDirectoryError, match="the population is damaged: the id of client 1 is no text"):
+        list(population.ids)
+
+
 def test_ids_may_be_numbers_or_absent(made: Make, tmp_path: Path) -> None:
     columns = {"first": [0] * 11, "clips": [5] * 11}
     for more, ids in (
@@ -160,7 +171,7 @@ def test_ids_may_be_numbers_or_absent(made: Make, tmp_path: Path) -> None:
         ({"first": [0], "clips": [1]}, "1 of 1 clients have fewer than data.partition.minimum 1 clips to train on"),
         ({"first": [1, 2], "clips": [1, 1], "client": ["a", "a"]}, "more than one row of .* has the client 'a'"),
         ({"first": [1, 2], "clips": [1, 1], "client": ["a", ""]}, "the id in row 2 of .* is empty"),
-        ({"first": [1], "clips": [1], "client": [0.5]}, "ids must be strings or integers"),
+        ({"first": [1], "clips": [1], "client": [0.5]}, "must hold strings or integers"),
         ({"first": pa.array([], pa.int64()), "clips": pa.array([], pa.int64())}, "has no rows"),
     ],
 )
@@ -190,6 +201,10 @@ def test_a_file_that_is_no_table_is_named(made: Make, tmp_path: Path) -> None:
         {"corrupt": {"labels": {"rate": 0.1}}},
         {"features": {"sample_rate": 8000, "bands": 16, "normalise": "client"}},
         {"unlabelled": {"keep": 0.5}},
+        {
+            "views": {"seen": {"column": "recording", "features": {"kind": "image", "size": 4}}},
+            "missing": {"seen": 0.5},
+        },
     ],
 )
 def test_what_needs_clips_of_ones_own_is_refused(made: Make, more: dict[str, Any]) -> None:

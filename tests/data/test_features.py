@@ -126,6 +126,25 @@ def test_every_option_of_the_front_end_equals_its_definition(options: dict[str, 
         assert plain.shape != actual.shape or np.abs(plain - actual).max() > 0.1
 
 
+@pytest.mark.parametrize("samples", [100, 15_690])
+@pytest.mark.parametrize("options", [{}, {"window_ms": 64, "bands": 128}, {"scale": "log", "spectrum": "magnitude"}])
+def test_features_in_caches_keep_the_last_digits_of_torchaudio(options: dict[str, Any], samples: int) -> None:
+    """Keys of caches do not name the code that computed them."""
+    settings, wave = FeatureSettings(**options, normalise="none"), torch.from_numpy(noise(samples, seed=3)[:, 0])
+    power = 2.0 if settings.spectrum == "power" else 1.0
+    sizes = {
+        "n_fft": settings.points,
+        "win_length": settings.window,
+        "hop_length": settings.hop,
+        "n_mels": settings.bands,
+    }
+    bands = torchaudio.transforms.MelSpectrogram(settings.sample_rate, **sizes, power=power)
+    sums = bands(torch.nn.functional.pad(wave, (0, max(0, settings.points // 2 + 1 - samples))))
+    logarithms = 10 * sums.clamp_min(1e-10).log10() if settings.scale == "db" else sums.clamp_min(1e-5).log()
+    found = FeatureExtractor(settings)(wave.numpy(), settings.sample_rate)
+    np.testing.assert_array_equal(found, logarithms.T[: len(found)].numpy())
+
+
 def test_a_short_clip_stands_in_the_middle_of_silence() -> None:
     """FedSTAR's front end: 1 s of samples are 98 frames, of which a crop has 96."""
     options = {"centred": False, "fft": 1024, "wave": "unit_norm", "spectrum": "magnitude", "scale": "log"}

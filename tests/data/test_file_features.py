@@ -29,7 +29,7 @@ from raydfl.data.features.wave import EPSILON
 from raydfl.data.noise import Noise, noise_for
 from raydfl.data.settings import DataSettings
 from raydfl.engine.config import Config, make_config
-from raydfl.experiments.sweep import features_text
+from raydfl.experiments import features_text
 from raydfl.runs.inference import classify
 from raydfl.runs.inference.front_end import describe_front_end
 from raydfl.runs.inference.model import load_model

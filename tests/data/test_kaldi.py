@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
+from torchaudio.compliance.kaldi import fbank
 
 from raydfl.data.features.extractor import FeatureExtractor
 from raydfl.data.features.kaldi import KaldiFeatures
@@ -35,3 +37,11 @@ def test_the_filter_bank_is_kaldis_scaled_as_ssast_does_it() -> None:
     np.testing.assert_allclose(found[38:], 4.2677393 / (2 * 4.5689974), rtol=1e-6)
     short = FeatureExtractor(KaldiFeatures(kind="kaldi", mean=0.0, deviation=0.5))(wave[:100], 16_000)
     np.testing.assert_allclose(short, kaldi(np.r_[wave[:100] - wave[:100].mean(), np.zeros(300)]), atol=2e-3)
+
+
+def test_the_last_digits_are_those_of_torchaudio() -> None:
+    """Keys of caches do not name the code that computed them."""
+    settings = KaldiFeatures(kind="kaldi", mean=0.0, deviation=0.5)
+    wave = (0.1 * np.random.default_rng(1).standard_normal(8000)).astype(np.float32)
+    bank = fbank(torch.from_numpy(wave - wave.mean()).unsqueeze(0), **settings.arguments)
+    np.testing.assert_array_equal(FeatureExtractor(settings)(wave, 16_000), bank.numpy())

@@ -138,7 +138,7 @@ def test_predict_and_export_read_the_view_of_the_model(
     onnxruntime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
     if by == "PyTorch":  # an export takes seconds
-        from raydfl.runs.inference.graph import Graph
+        from raydfl.runs.inference.network import Graph
 
         graph = Graph(
             onnx.helper.make_model(onnx.helper.make_graph([], "none", [], [])).SerializeToString(), None, False, 0.0

@@ -41,7 +41,7 @@ def test_a_client_has_the_examples_and_classes_of_its_part(tiny: Tiny) -> None:
     whole = build_population(config.data, 1)
     alone = {name: build_population(part, 1) for name, part in config.data.each.items()}
     assert [*whole.ids] == [f"{name}/{client}" for name, part in alone.items() for client in part.ids]
-    assert [*whole.each] == ["low", "high"]
+    assert [*whole.parts] == ["low", "high"]
     place = 0
     for name, part in alone.items():
         for i in range(len(part)):
@@ -51,7 +51,7 @@ def test_a_client_has_the_examples_and_classes_of_its_part(tiny: Tiny) -> None:
             assert whole.profile(place) == {"part": name, **part.profile(i)}
             assert whole.num_examples(place) == part.num_examples(i)
             place += 1
-        assert whole.each[name].test.labels.tolist() == part.test.labels.tolist()
+        assert whole.parts[name].test.labels.tolist() == part.test.labels.tolist()
     counts = whole.label_counts()
     assert counts[:4, :3].tolist() == alone["low"].label_counts().tolist()
     assert counts[4:, 3:].tolist() == alone["high"].label_counts().tolist()
@@ -69,7 +69,7 @@ def test_a_population_of_parts_is_read_back(tiny: Tiny, tmp_path: Any) -> None:
     assert back.data(5).train.labels.tolist() == population.data(5).train.labels.tolist()
     assert population.is_saved_in(tmp_path)
     assert not build_population(tiny(PARTS.replace("speakers: 3", "speakers: 2")).data, 1).is_saved_in(tmp_path)
-    assert [each.views[FIRST_VIEW].bands for each in Population.load(tmp_path, bands=16).each.values()] == [16, 16]
+    assert [each.views[FIRST_VIEW].bands for each in Population.load(tmp_path, bands=16).parts.values()] == [16, 16]
 
 
 def test_the_trunk_is_everybodys_mean_and_a_head_its_parts(tiny: Tiny) -> None:

@@ -1,4 +1,4 @@
-"""Files of sweeps and searches on the tiny federation."""
+"""Files of studies on the tiny federation."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def search_file(tmp_path: Path, tiny: Callable[..., Config]) -> StudyFile:
     values = {
         "title": "A search",
         "base": "base_of_few.yaml",
-        "space": {"method.mu": {"loguniform": [0.001, 1.0]}, "train.optimiser.lr": {"uniform": [0.05, 0.3]}},
+        "domains": {"method.mu": {"loguniform": [0.001, 1.0]}, "train.optimiser.lr": {"uniform": [0.05, 0.3]}},
         "metric": {"score": "loss"},
         "samples": 4,
         "rounds": 4,

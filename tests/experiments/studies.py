@@ -1,4 +1,4 @@
-"""What tests of sweeps and searches share: files, and runs as they would be left behind, with known numbers."""
+"""What tests of studies share: files, and runs as they would be left behind, with known numbers."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 
 from raydfl.engine.storage.folder import write_config
 from raydfl.engine.storage.record import MetricRow, rows_path, write_rows
-from raydfl.experiments.sweep.grid import CellRun
+from raydfl.experiments.study import Trial
 
 StudyFile = Callable[..., Path]
-"""Writes a file of a sweep or a search, with other keys as keywords: ``search_file(samples=3)``."""
+"""Writes a study's file, with other keys as keywords: ``search_file(samples=3)``."""
 
 
 def leave(
-    run: CellRun,
+    run: Trial,
     scores: Mapping[str, Sequence[float]],
     finished: bool = True,
     done: int | None = None,

@@ -19,9 +19,9 @@ from helpers import differ
 import raydfl
 from raydfl.core.errors import ConfigError
 from raydfl.engine.config import Config
-from raydfl.experiments.plan import rounds_done
-from raydfl.experiments.trainable import config_of
-from raydfl.experiments.trial import branch, recorded
+from raydfl.experiments.federation import config_of
+from raydfl.experiments.study import rounds_done
+from raydfl.experiments.trial import branch, read_scores
 from raydfl.testing import assert_same_bits, read_tensors, train_federation
 
 LR = "train.optimiser.lr"
@@ -62,7 +62,7 @@ def test_a_configuration_may_be_a_file_plain_data_or_checked(tiny: Callable[...,
     values = _plain(tiny())
     (tmp_path / "config.yaml").write_text(json.dumps(values))
     for given in (tmp_path / "config.yaml", str(tmp_path / "config.yaml"), values, tiny()):
-        assert raydfl.trainable(given).base == values
+        assert raydfl.trainable(given).order({}, "x").config.digest() == tiny().digest()
     with pytest.raises(ConfigError, match="is a URI"):
         raydfl.trainable(tiny("run.dir=s3://bucket/runs"))
 
@@ -189,7 +189,7 @@ def test_trials_of_asha_have_the_bits_of_runs_alone(tiny: Callable[..., Config],
         alone = tiny(f"train.rounds={rounds}", f"{LR}={lr}", f"run.name=alone-{lr}")
         assert_same_bits(read_tensors(Path(result["checkpoint"])), train_federation(alone))
         assert raydfl.load_model(result["checkpoint"]).round == rounds
-        measured = recorded(Path(alone.run.dir) / f"alone-{lr}", rounds - 1)[rounds]
+        measured = read_scores(Path(alone.run.dir) / f"alone-{lr}", rounds - 1)[rounds]
         assert result["metrics"]["test model/loss"] == measured["test", "model/loss"]
 
 
@@ -254,7 +254,7 @@ def test_rays_mlflow_integration_logs_each_trial(
     assert set(logged) == set(results) == {0.1, 0.2}
     for lr, run in logged.items():
         assert run.info.status == "FINISHED"
-        scores = recorded(Path(results[lr].metrics["run"]), 0)
+        scores = read_scores(Path(results[lr].metrics["run"]), 0)
         history = client.get_metric_history(run.info.run_id, "test model/accuracy")
         assert [item.value for item in history] == [scores[round_]["test", "model/accuracy"] for round_ in (1, 2)]
         assert raydfl.load_model(results[lr].checkpoint.path).round == 2

@@ -15,34 +15,32 @@ import pytest
 from helpers import known
 
 from raydfl.engine.config import Config
-from raydfl.experiments.metric import MetricSettings, keys_of
-from raydfl.experiments.plan import is_complete, rounds_done
-from raydfl.experiments.trial import RunThread, Said, TrialOrder, branch, recorded
+from raydfl.experiments.settings import MetricSettings
+from raydfl.experiments.study import is_complete, keys_of, rounds_done
+from raydfl.experiments.trial import RunThread, TrialOrder, TrialReport, branch, read_scores
 from raydfl.testing import assert_same_bits, read_tensors
 
 
 def _order(config: Config, tmp_path: Path, reported: int = 0, **changes: Any) -> TrialOrder:
     keys = tuple(keys_of(config, MetricSettings(score="loss", split="validation")))
     values: dict[str, Any] = {
-        "number": 0,
-        "name": "trial-000",
-        "config": config.model_dump(mode="json"),
+        "config": config,
         "keys": keys,
-        "stop": str(tmp_path / "stop"),
-        "log": str(tmp_path / "logs" / "trial.log"),
+        "stop": tmp_path / "stop",
+        "log": tmp_path / "logs" / "trial.log",
         "reported": reported,
     }
     return TrialOrder(**{**values, **changes})
 
 
-def _all(run: RunThread) -> list[Said]:
+def _all(run: RunThread) -> list[TrialReport]:
     said = [run.next()]
     while said[-1].status == "running":
         said.append(run.next())
     return said
 
 
-def _rounds(said: Sequence[Said]) -> list[tuple[int, float]]:
+def _rounds(said: Sequence[TrialReport]) -> list[tuple[int, float]]:
     return [(each.round, each.score) for each in said]
 
 
@@ -53,7 +51,7 @@ def test_each_evaluated_round_is_told_once_with_the_records_score(tiny: Callable
     scores = {
         round_index: values["validation", "model/loss_client_mean"] if ("validation", "model/loss_client_mean") in values
         else values["validation", "model/loss"]
-        for round_index, values in recorded(folder, 0).items()
+        for round_index, values in read_scores(folder, 0).items()
     }  # fmt: skip
     assert [each.round for each in said] == [2, 4, 5]
     assert dict(_rounds(said)) == scores
@@ -103,7 +101,8 @@ def test_a_trial_that_is_not_judged_has_one_result_and_stops_after_its_round(
 @pytest.mark.timeout(60)
 def test_a_failure_that_cannot_be_logged_is_told_all_the_same(tiny: Callable[..., Config], tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    order = dataclasses.replace(_order(tiny(), tmp_path), config={"method": {}}, log=str(tmp_path / "file" / "log"))
+    config = tiny("evaluate.clients=none")  # so the score is not measured
+    order = dataclasses.replace(_order(config, tmp_path), log=tmp_path / "file" / "log")
     assert RunThread(order).next().status == "failed"
 
 
@@ -160,7 +159,7 @@ def test_a_failure_is_told_and_written_down(tiny: Callable[..., Config], tmp_pat
     assert said.status == "failed"
     assert said.reason.startswith("metric: validation loss is not measured; what is: ")
     assert "test model/accuracy" in said.reason
-    assert "Traceback" in Path(order.log).read_text()
+    assert "Traceback" in order.log.read_text()
 
 
 def test_a_copy_goes_on_from_anothers_state_with_its_own_settings(tiny: Callable[..., Config], tmp_path: Path) -> None:
@@ -170,10 +169,12 @@ def test_a_copy_goes_on_from_anothers_state_with_its_own_settings(tiny: Callable
     past = read_tensors(Path(parent.run.dir) / "parent")
     folder = Path(parent.run.dir) / "parent"
     unchanged = tiny("train.rounds=4", "run.name=unchanged")
-    _all(RunThread(_order(unchanged, tmp_path, parent=str(folder))))
+    branch(folder, Path(parent.run.dir) / "unchanged", unchanged)
+    _all(RunThread(_order(unchanged, tmp_path)))
     assert_same_bits(read_tensors(Path(parent.run.dir) / "unchanged"), known(tiny("train.rounds=4")))
     changed = tiny("train.rounds=4", "train.optimiser.lr=0.3", "run.name=changed")
-    said = _all(RunThread(_order(changed, tmp_path, parent=str(folder))))
+    branch(folder, Path(parent.run.dir) / "changed", changed)
+    said = _all(RunThread(_order(changed, tmp_path)))
     assert said[-1].status == "finished"
     assert [each.round for each in said] == [1, 2, 3, 4]
     here = read_tensors(Path(parent.run.dir) / "changed")

@@ -20,7 +20,7 @@ import numpy as np
 from golden_cases import Case, cases
 from tiny_federation import tiny_values
 
-from raydfl import Config, load_config, load_sweep, make_config
+from raydfl import Config, load_config, load_study, make_config
 from raydfl.engine import apply_overrides
 from raydfl.testing import describe_kernels, digest, list_ownership, train_federation
 
@@ -64,7 +64,7 @@ def job_digest(name: str) -> str:
     try:
         if name in RUNS:
             return load_config(file).digest()
-        return digest({run.name: run.config.digest().encode() for run in load_sweep(file).runs})
+        return digest({run.name: run.config.digest().encode() for run in load_study(file).trials})
     finally:
         os.chdir(folder)
         del os.environ["RAYDFL_DATA"]

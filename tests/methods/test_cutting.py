@@ -167,8 +167,14 @@ PROFILE = "data.profile={capability: {values: [%s]}}"
             ["method.share=capacity", PROFILE % "1"],
             "'feddrop' needs the column 'capacity', but clients have no such column in their profile.",
         ),
-        (["method.share=capability", PROFILE % "0.5, 0"], "profile says 0 under 'capability'; it must be the share"),
-        (["method.share=capability", PROFILE % "low"], "profile says 'low' under 'capability'; it must be the share"),
+        (
+            ["method.share=capability", PROFILE % "0.5, 0"],
+            "profile of a client has 0 under 'capability'; it must be the share",
+        ),
+        (
+            ["method.share=capability", PROFILE % "low"],
+            "profile of a client has 'low' under 'capability'; it must be the share",
+        ),
         (["models.model=linear"], "linear has no channels that could be left out"),
     ],
 )

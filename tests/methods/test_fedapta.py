@@ -264,10 +264,10 @@ def test_the_ratio_is_that_of_the_profile_and_masks_follow_the_received_model(ti
     [
         (["method.ratio=1.0"], "method.ratio"),
         (["method.ratio=-0.1"], "method.ratio"),
-        (["method.ratio_from=share"], "the profile of client 's0' has no 'share'"),
+        (["method.ratio_from=share"], "method.ratio_from: the profile of client 's0' has None under 'share'"),
         (
             ["method.ratio_from=share", "data.profile={share: {values: [0.2, 1.0]}}"],
-            "client 's1' has the pruning ratio 1.0",
+            "has 1.0 under 'share'; it must be the share of weights that is pruned, from 0 to below 1",
         ),
         (["models.model=linear"], "there is nothing of that to prune: the network is made of Linear, MeanLinear"),
         (["train.optimiser.name=adam"], "needs train.optimiser.name=sgd"),

@@ -142,7 +142,7 @@ def test_fedmps_bandit_is_its_formula_and_the_residual_comes_back() -> None:
             by_client[client.id] = {**known, ratio: (number + 1, total + expected)}
             found = state.extra["bandit"][client.id][str(method.ratios.index(ratio))]
             assert found == pytest.approx([number + 1, total + expected])
-    with pytest.raises(ConfigError, match="client 'c0' has the power 'nothing' in its profile"):
+    with pytest.raises(ConfigError, match="the profile of client 'c0' has None under 'power'"):
         FedMP(prune=("linear",), speed_from="power").init(CLIENTS, [{"model": network()}], RNG)
 
 

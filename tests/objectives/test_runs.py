@@ -25,8 +25,9 @@ from raydfl.core.yaml import to_yaml
 from raydfl.data import Examples
 from raydfl.data.population import Population
 from raydfl.engine.config import Config
-from raydfl.experiments.metric import MetricSettings, for_objective
-from raydfl.experiments.search.plan import load_search
+from raydfl.experiments.load import load_study
+from raydfl.experiments.settings import MetricSettings
+from raydfl.experiments.study import for_objective
 from raydfl.methods import Method
 from raydfl.methods._server_optimiser import ServerOptimiser
 from raydfl.runs.report.data import read_run
@@ -283,7 +284,7 @@ def test_sweeps_and_searches_compare_the_headline_unless_told_otherwise(tiny: Ti
     space = {"train.optimiser.lr": {"uniform": [0.01, 0.1]}}
     settings = detector.model_dump(mode="json", exclude={"run"})
     file.write_text(to_yaml({"title": "t", "settings": settings, "space": space}, flow=False))
-    metric = load_search(file, [f"dir={tmp_path}/search"]).settings.metric
+    metric = load_study(file, [f"dir={tmp_path}/search"]).first.metric
     assert (metric.score, metric.best, metric.split) == ("auc", "max", "validation")
 
 

@@ -6,12 +6,12 @@ Begin with kinds.py (which kinds there are), extraction.py (making them) and cac
 from raydfl.data.features.alteration import Alteration
 from raydfl.data.features.cache import FeatureStore
 from raydfl.data.features.extraction import Chunk, ChunkReport, RunChunks
-from raydfl.data.features.extractor import LEAST_SQUARES, FeatureExtractor, WaveFeatures
+from raydfl.data.features.extractor import FeatureExtractor, WaveFeatures
 from raydfl.data.features.file import FileFeatures, needs_waves
 from raydfl.data.features.image import ImageFeatures
 from raydfl.data.features.kaldi import KaldiFeatures
 from raydfl.data.features.kinds import AnyFeatures, kind_of
-from raydfl.data.features.log_mel import LARGEST_DENOMINATOR, NEUTRAL, FeatureSettings
+from raydfl.data.features.log_mel import LARGEST_DENOMINATOR, LEAST_SQUARES, NEUTRAL, FeatureSettings
 from raydfl.data.features.model import ModelFeatures
 from raydfl.data.features.pretrained import PretrainedFeatures
 from raydfl.data.features.statistics import z_scores

@@ -16,8 +16,7 @@ import functools
 import hashlib
 import os
 import zipfile
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
@@ -35,7 +34,6 @@ from raydfl.data.noise import NOISELESS, Noise
 
 _WAYS = "a .safetensors file, an .npz file, or a folder of CLIP.npy"
 _FLOATS = ("float16", "float32", "float64")
-_SAFETENSORS = {"F16": "float16", "F32": "float32", "F64": "float64"}
 _SHOWN = 3
 """Names of clips in the file that a message gives as examples."""
 
@@ -109,9 +107,13 @@ def read_features(settings: FileFeatures, clip: str, noisy: bool) -> np.ndarray:
         DataError: the file has no features of that clip, or they are not as they must be.
     """
     path = settings.noisy_file() if noisy else settings.path
-    matrix = _opened(path, *_stamp(path)).read(clip, functools.partial(_check, bands=settings.bands), settings.frames)
+    source = _opened(path, *_stamp(path))
+    if not isinstance(source, _Folder) and clip not in source.names:
+        raise DataError(source.explain_absence(clip))
+    found = source.load(clip)
+    _check(found.shape, found.dtype.name, settings.bands)
     with np.errstate(over="ignore"):  # found below
-        matrix = np.array(matrix, np.float32, order="C")
+        matrix = np.array(found[: settings.frames], np.float32, order="C")
     wrong = int(matrix.size - np.isfinite(matrix).sum())
     if wrong:
         raise DataError(f"{wrong} of its {matrix.size} features in {path} are NaN or infinite")
@@ -169,141 +171,107 @@ def _check(shape: Sequence[int], dtype: str, bands: int) -> None:
         raise DataError("its features have no frames")
 
 
-Check = Callable[[Sequence[int], str], None]
+class _File:
+    """Matrices by clip id, all in one file; here a safetensors file."""
 
-
-class _Source(ABC):
-    """Matrices by clip id."""
+    names: Mapping[str, str]
+    """The name in the file of each clip."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._file = cast(Any, safe_open(path, "numpy"))
+        self.names = {name: name for name in self._file.keys()}  # noqa: SIM118 - it is no dictionary
 
-    @abstractmethod
+    def load(self, clip: str) -> np.ndarray:
+        """Return the array of a clip, which is there.
+
+        Raises:
+            DataError: it cannot be read.
+        """
+        with _readable(self.path):
+            array: np.ndarray = self._file.get_tensor(clip)
+        return array
+
     def bands(self) -> int:
         """Return the numbers of a frame of the first matrix.
 
         Raises:
             DataError: there is none.
         """
-
-    @abstractmethod
-    def read(self, clip: str, check: Check, frames: int | None) -> np.ndarray:
-        """Read the matrix of a clip, at most the first ``frames`` of it; ``check`` sees shape and dtype before."""
-
-    @abstractmethod
-    def digests(self, clips: Mapping[int, str], cache: Path, progress: Progress) -> dict[int, bytes | str]:
-        """By number the digest of a clip's features, or why it has none."""
-
-    def _bands_of(self, clip: str, shape: Sequence[int]) -> int:
+        clip = next(self.clips(), None)
+        if clip is None:
+            raise DataError(
+                f"data.features: there are no features in {self.path}; it must be {_WAYS}, with a clip's id as name"
+            )
+        shape = self.load(clip).shape
         if len(shape) != 2:
             raise DataError(
                 f"data.features: the features of {clip!r} in {self.path} have the shape {list(shape)}; it must be [frames, bands]"
             )
         return int(shape[1])
 
-    def _empty(self) -> DataError:
-        return DataError(
-            f"data.features: there are no features in {self.path}; it must be {_WAYS}, with a clip's id as name"
-        )
+    def clips(self) -> Iterator[str]:
+        """Yield the clips that there are."""
+        yield from self.names
 
-
-class _File(_Source):
-    """All matrices in one file."""
-
-    names: Mapping[str, Any]
-
-    def _absent(self, clip: str) -> str:
-        """Say why a clip has no features, with examples of the names that there are."""
-        known = ", ".join(repr(name) for name in sorted(self.names)[:_SHOWN])
-        more = " ..." if len(self.names) > _SHOWN else ""
-        return f"{self.path} has no array {clip!r}, but {len(self.names)} others ({known}{more})"
+    def explain_absence(self, clip: str) -> str:
+        """Say that a clip has no features, with examples of the names that there are."""
+        names = sorted(self.names)
+        known, more = ", ".join(map(repr, names[:_SHOWN])), " ..." if len(names) > _SHOWN else ""
+        return f"{self.path} has no array {clip!r}, but {len(names)} others ({known}{more})"
 
     def digests(self, clips: Mapping[int, str], cache: Path, progress: Progress) -> dict[int, bytes | str]:
-        """See :class:`_Source`: of the file's content and the name."""
+        """Return by number the digest of a clip's features, of the file's content and the name, or why it has none."""
         whole = file_digests({0: str(self.path.absolute())}, cache, progress)[0]
         if isinstance(whole, OSError):
             raise _unusable(self.path, whole)
         return {
             number: hashlib.blake2b(whole + clip.encode(), digest_size=DIGEST_BYTES).digest()
             if clip in self.names
-            else self._absent(clip)
+            else self.explain_absence(clip)
             for number, clip in clips.items()
         }
-
-
-class _Safetensors(_File):
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self._file = cast(Any, safe_open(path, "numpy"))
-        self.names = dict.fromkeys(self._file.keys())
-
-    def bands(self) -> int:
-        for name in self.names:
-            return self._bands_of(name, self._file.get_slice(name).get_shape())
-        raise self._empty()
-
-    def read(self, clip: str, check: Check, frames: int | None) -> np.ndarray:
-        if clip not in self.names:
-            raise DataError(self._absent(clip))
-        part = self._file.get_slice(clip)
-        shape = part.get_shape()
-        check(shape, _SAFETENSORS.get(part.get_dtype(), part.get_dtype()))
-        matrix: np.ndarray = part[: shape[0] if frames is None else min(frames, shape[0])]
-        return matrix
 
 
 class _Npz(_File):
     """Read as the archive that it is: ``numpy.load`` looks for a name in a list, which takes long where there are many."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path)
+        self.path = path
         self._archive = zipfile.ZipFile(path)
         self.names = {name.removesuffix(".npy"): name for name in self._archive.namelist() if name.endswith(".npy")}
 
-    def bands(self) -> int:
-        for name in self.names:
-            return self._bands_of(name, self._header(name)[0])
-        raise self._empty()
-
-    def read(self, clip: str, check: Check, frames: int | None) -> np.ndarray:
-        if clip not in self.names:
-            raise DataError(self._absent(clip))
-        check(*self._header(clip))
+    def load(self, clip: str) -> np.ndarray:
         with _readable(self.path), self._archive.open(self.names[clip]) as file:
-            matrix: np.ndarray = np.lib.format.read_array(file, allow_pickle=False)
-        return matrix[:frames]
-
-    def _header(self, clip: str) -> tuple[Sequence[int], str]:
-        with _readable(self.path), self._archive.open(self.names[clip]) as file:
-            version = np.lib.format.read_magic(file)
-            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-            shape, _, dtype = read(file)
-        return shape, dtype.name
+            array: np.ndarray = np.lib.format.read_array(file, allow_pickle=False)
+        return array
 
 
-class _Folder(_Source):
+class _Folder(_File):
     """A file for each clip."""
 
-    def bands(self) -> int:
+    names: Mapping[str, str] = {}
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def load(self, clip: str) -> np.ndarray:
+        file = self._path(clip)
+        with _readable(file):
+            check_regular(file.stat())
+            array: np.ndarray = np.load(file, mmap_mode="r", allow_pickle=False)
+        return array
+
+    def clips(self) -> Iterator[str]:
         for folder, folders, files in os.walk(self.path):
             folders.sort()
-            for name in sorted(files):
-                if name.endswith(".npy"):
-                    file = Path(folder) / name
-                    shape = self._map(file).shape
-                    return self._bands_of(str(file.relative_to(self.path).with_suffix("")), shape)
-        raise self._empty()
-
-    def read(self, clip: str, check: Check, frames: int | None) -> np.ndarray:
-        matrix = self._map(self._file(clip))
-        check(matrix.shape, matrix.dtype.name)
-        return matrix[:frames]
+            names = (Path(folder) / name for name in sorted(files) if name.endswith(".npy"))
+            yield from (str(name.relative_to(self.path).with_suffix("")) for name in names)
 
     def digests(self, clips: Mapping[int, str], cache: Path, progress: Progress) -> dict[int, bytes | str]:
-        """See :class:`_Source`: of each file's content."""
         if not self.path.is_dir():
             raise _unusable(self.path, FileNotFoundError(2, os.strerror(2)))
-        files = {number: str(self._file(clip).absolute()) for number, clip in clips.items()}
+        files = {number: str(self._path(clip).absolute()) for number, clip in clips.items()}
         return {
             number: f"{files[number]} cannot be read: {found.strerror or found}"
             if isinstance(found, OSError)
@@ -311,23 +279,17 @@ class _Folder(_Source):
             for number, found in file_digests(files, cache, progress).items()
         }
 
-    def _file(self, clip: str) -> Path:
+    def _path(self, clip: str) -> Path:
         return self.path / f"{clip}.npy"
 
-    def _map(self, file: Path) -> np.ndarray:
-        with _readable(file):
-            check_regular(file.stat())
-            matrix: np.ndarray = np.load(file, mmap_mode="r", allow_pickle=False)
-        return matrix
 
-
-def _open(path: Path) -> _Source:
+def _open(path: Path) -> _File:
     """Open the matrices in a file or folder.
 
     Raises:
         DataError: there is no such file, or it is not what its name says.
     """
-    kinds: dict[str, type[_Source]] = {".safetensors": _Safetensors, ".npz": _Npz}
+    kinds: dict[str, type[_File]] = {".safetensors": _File, ".npz": _Npz}
     if path.suffix not in kinds and not path.is_dir():
         reason = "the name says nothing about its format" if path.exists() else "there is no such file or folder"
         raise DataError(f"data.features: {path} cannot be used: {reason}; it must be {_WAYS}")
@@ -363,6 +325,6 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 
 @functools.lru_cache(maxsize=4)
-def _opened(path: Path, size: int, changed: int) -> _Source:
+def _opened(path: Path, size: int, changed: int) -> _File:
     """Opened once in each process: the names of many thousand clips take a while."""
     return _open(path)

@@ -58,6 +58,8 @@ class KaldiFeatures(Settings):
     dtype: Dtype = "float32"
 
     normalise: ClassVar[Literal["none"]] = "none"
+    centred: ClassVar[bool] = False
+    zeros_before: ClassVar[int] = 0
 
     @property
     def samples(self) -> int | None:
@@ -73,6 +75,16 @@ class KaldiFeatures(Settings):
     def hop(self) -> int:
         """Samples from one frame to the next."""
         return self.sample_rate * HOP_MS // 1000
+
+    @property
+    def points(self) -> int:
+        """Points of the Fourier transform."""
+        return 1 << (self.window - 1).bit_length()
+
+    @property
+    def silence(self) -> float:
+        """The number of which the frames consist that fill a short clip."""
+        return -self.mean / (2 * self.deviation)
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -99,23 +111,3 @@ class KaldiFeatures(Settings):
     def key(self) -> dict[str, Any]:
         """Return all that decides the numbers, for the key of the cache."""
         return self.model_dump(mode="json")
-
-
-class FilterBank:
-    """The features of a wave, as the settings say."""
-
-    def __init__(self, settings: KaldiFeatures) -> None:
-        self._settings = settings
-
-    def __call__(self, wave: np.ndarray) -> np.ndarray:
-        """Compute float32 [frames, bands] of a wave (float32 [samples]), not empty and cut already."""
-        import torch
-        from torchaudio.compliance.kaldi import fbank
-
-        settings = self._settings
-        centred = torch.from_numpy(np.pad(wave - wave.mean(), (0, max(0, settings.window - len(wave)))))
-        with torch.no_grad():
-            found: np.ndarray = fbank(centred.unsqueeze(0), **settings.arguments).numpy()
-        if settings.frames is not None:
-            found = np.pad(found[: settings.frames], ((0, max(0, settings.frames - len(found))), (0, 0)))
-        return np.asarray((found - settings.mean) / (2 * settings.deviation), np.float32)

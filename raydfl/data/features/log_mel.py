@@ -24,6 +24,8 @@ from raydfl.data.features.wave import Channel, Dtype, Normalise, SampleRate
 
 _LARGEST_FFT = 16_384
 LARGEST_DENOMINATOR = 1_000
+LEAST_SQUARES = 1e-9
+"""The least sum of squares by whose root a wave is divided (``wave: unit_norm``)."""
 
 
 class FeatureSettings(Settings):
@@ -171,6 +173,11 @@ class FeatureSettings(Settings):
         while points < _LARGEST_FFT and _empty_bands(self, points):
             points *= 2
         return points
+
+    @property
+    def zeros_before(self) -> int:
+        """Zeros before the window, which is in the middle of the points of the Fourier transform."""
+        return (self.points - self.window) // 2
 
     @property
     def samples(self) -> int | None:

@@ -8,19 +8,16 @@ or called, is the same for every clip, process and machine; raydfl does not cont
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import ConfigDict, Field
 
-from raydfl.core.errors import ConfigError, DataError
+from raydfl.core.errors import ConfigError
 from raydfl.core.files import file_digest
 from raydfl.core.registry import load_object
-from raydfl.core.seeds import seed_for
 from raydfl.core.settings import Settings
 from raydfl.data.features.wave import Channel, Dtype, Frames, GivenNormalise, SampleRate
 
@@ -134,74 +131,3 @@ def _digest(path: Path, setting: str) -> str:
         return file_digest(path)
     except OSError as error:
         raise ConfigError(f"data.features.{setting}: {path} cannot be read: {error.strerror}") from error
-
-
-class NamedModel:
-    """A user's class, built as the settings say.
-
-    Raises:
-        ConfigError: it is not there, does not take the arguments, fails, or what it builds cannot be called.
-    """
-
-    def __init__(self, settings: ModelFeatures) -> None:
-        from torch import nn  # takes seconds: only who computes features pays for it
-
-        self._settings = settings
-        arguments = dict(settings.options)
-        if settings.weights is not None:
-            arguments["weights"] = settings.weights
-        cls, where = settings.load(), f"data.features: {settings.model}"
-        try:
-            inspect.signature(cls).bind(**arguments)
-        except TypeError as error:
-            given = ", ".join(arguments) or "none"
-            raise ConfigError(
-                f"{where} does not take the arguments that options and weights give it ({given}): {error}"
-            ) from error
-        try:
-            with _same_draws():
-                self._model = cls(**arguments)
-        except Exception as error:  # whatever a user's class raises
-            raise ConfigError(f"{where} cannot be built: {type(error).__name__}: {error}") from error
-        if not callable(self._model):
-            raise ConfigError(f"{where} cannot be called; give it forward(wave) or __call__(wave)")
-        if isinstance(self._model, nn.Module):
-            self._model.cpu().eval()
-
-    def __call__(self, wave: np.ndarray) -> np.ndarray:
-        """Compute float32 [frames, bands] of a wave (float32 [samples]), not more than the settings' frames.
-
-        Raises:
-            DataError: what the model returns is something else.
-        """
-        import torch
-
-        with torch.no_grad(), _same_draws():
-            returned = self._model(torch.from_numpy(np.array(wave, np.float32)))
-        settings, what = self._settings, "it returns"
-        if not isinstance(returned, torch.Tensor | np.ndarray):
-            raise DataError(f"{what} {type(returned).__name__}; it must be a tensor or array [frames, bands]")
-        tensor = torch.as_tensor(returned).detach()
-        if tensor.ndim != 2 or not len(tensor):
-            raise DataError(
-                f"{what} the shape {list(tensor.shape)}; it must be [frames, bands] with at least one frame"
-            )
-        if tensor.shape[1] != settings.bands:
-            raise DataError(f"{what} frames of {tensor.shape[1]} numbers, data.features.bands says {settings.bands}")
-        if not tensor.is_floating_point():
-            raise DataError(f"{what} {tensor.dtype}; it must be a floating type")
-        tensor = tensor[: settings.frames].float()
-        if not bool(tensor.isfinite().all()):
-            raise DataError(f"{what} numbers that are NaN or infinite")
-        matrix: np.ndarray = tensor.numpy()
-        return matrix
-
-
-@contextlib.contextmanager
-def _same_draws() -> Iterator[None]:
-    """Inside, PyTorch's generator starts from the same state each time; after, it is as it was."""
-    import torch
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed_for(0, 0, "", "feature model"))
-        yield

@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field, model_validator
 
-from raydfl.core.errors import ConfigError, DataError
+from raydfl.core.errors import ConfigError
 from raydfl.core.settings import Settings
 from raydfl.data.features.wave import Channel, Dtype
 
@@ -73,7 +73,7 @@ class PretrainedFeatures(Settings):
         """Look into the folder: the configuration that a run keeps has the numbers."""
         if not isinstance(values, Mapping) or not isinstance(values.get("folder"), str | Path):
             return values
-        about = _read(Path(values["folder"]))
+        about = read_folder(Path(values["folder"]))
         after, found = values.get("after"), dict(values)
         expected = {"bands": about.bands if after is None else about.width, "sample_rate": about.sample_rate}
         for name, value in expected.items():
@@ -86,7 +86,7 @@ class PretrainedFeatures(Settings):
 
     @model_validator(mode="after")
     def _consistent(self) -> PretrainedFeatures:
-        about = _read(self.folder)
+        about = read_folder(self.folder)
         try:
             about.check_layers(self.after)
         except ConfigError as error:
@@ -118,9 +118,9 @@ class PretrainedFeatures(Settings):
         """Return how many frames clips take in the cache, 0 where only the encoder knows: int64, of the shape of ``seconds``."""
         if self.after is not None:
             return np.full(seconds.shape, self.frames or 0, np.int64)
-        from raydfl.core.pretrained import EncoderFrontEnd  # PyTorch, as below
+        from raydfl.core.pretrained import EncoderFrontEnd  # PyTorch takes seconds to import
 
-        front_end = EncoderFrontEnd(_read(self.folder), self.samples)
+        front_end = EncoderFrontEnd(read_folder(self.folder), self.samples)
         samples = np.ceil(seconds * self.sample_rate).astype(np.int64)
         if self.samples is not None:
             samples = np.minimum(samples, self.samples)
@@ -140,7 +140,7 @@ class PretrainedFeatures(Settings):
         Raises:
             ConfigError: a file of the folder cannot be read.
         """
-        from raydfl.core.pretrained import encoder_digest  # PyTorch, as below
+        from raydfl.core.pretrained import encoder_digest  # PyTorch takes seconds to import
 
         try:
             return encoder_digest(self.folder)
@@ -163,48 +163,15 @@ class PretrainedFeatures(Settings):
             )
 
 
-def _read(folder: Path) -> Any:
-    from raydfl.core.pretrained import read_encoder_folder  # it imports PyTorch, which takes seconds
+def read_folder(folder: Path) -> Any:
+    """Return what a folder holds.
+
+    Raises:
+        ConfigError: it cannot be used.
+    """
+    from raydfl.core.pretrained import read_encoder_folder  # as above
 
     try:
         return read_encoder_folder(folder)
     except ConfigError as error:
         raise ConfigError(f"{_WHERE}.folder: {error}") from error
-
-
-class EncodedWave:
-    """The features of a wave, as the settings say.
-
-    Raises:
-        ConfigError: the folder cannot be used.
-    """
-
-    def __init__(self, settings: PretrainedFeatures) -> None:
-        from raydfl.core.pretrained import Encoder, EncoderFrontEnd  # PyTorch, as above
-
-        about = _read(settings.folder)
-        self._settings, self._kind = settings, about.kind
-        self._front_end = EncoderFrontEnd(about, settings.samples)
-        self._encoder = None if settings.after is None else Encoder(about, None, settings.after).eval()
-
-    def __call__(self, wave: np.ndarray) -> np.ndarray:
-        """Compute float32 [frames, bands] of a wave (float32 [samples]), not empty and cut already.
-
-        Raises:
-            DataError: the encoder gives numbers that are not finite.
-        """
-        import torch
-
-        from raydfl.core.pretrained import pooled  # PyTorch, as above
-
-        found = self._front_end(wave)
-        if self._encoder is None:
-            return found
-        with torch.no_grad():
-            tokens, count = self._encoder(torch.from_numpy(found).unsqueeze(0))
-            if self._settings.pooling != "none":
-                tokens = pooled(tokens, count, self._settings.pooling, self._kind).unsqueeze(1)
-        matrix: np.ndarray = tokens[0].numpy()
-        if not np.isfinite(matrix).all():
-            raise DataError(f"the encoder in {self._settings.folder} gives numbers that are NaN or infinite")
-        return matrix

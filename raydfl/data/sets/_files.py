@@ -15,10 +15,11 @@ import pyarrow as pa
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from raydfl.core.errors import DataError
+from raydfl.core.errors import DataError, nearest
 from raydfl.core.files import read_regular
 from raydfl.data.audio import AUDIO_SUFFIXES
 from raydfl.data.dataset import Card, Dataset
+from raydfl.data.films import has_decoder
 from raydfl.data.manifest import FFMPEG_SUFFIXES, FILM_SUFFIXES, make_manifest, shown_name
 from raydfl.data.pictures import PICTURE_SUFFIXES
 
@@ -26,6 +27,8 @@ _NAMED = 3
 """Files that a message names."""
 _KINDS = 8
 """Kinds of files that it counts."""
+PACKED_SUFFIXES = (".tar", ".parquet", ".arrow")
+"""Endings of files that hold recordings."""
 
 SPLIT_OF = {
     "train": "train",
@@ -39,6 +42,21 @@ SPLIT_OF = {
     "eval": "test",
 }
 """Split by name in lower case."""
+
+
+def known_split(value: object, where: str) -> str | None:
+    """Return the split that a list's word means.
+
+    Args:
+        value: the word; ``None``: no split.
+        where: the beginning of the message.
+
+    Raises:
+        DataError: it means none.
+    """
+    if value is not None and str(value).lower() not in SPLIT_OF:
+        raise DataError(f"{where} has the unknown split {value!r}; {nearest(str(value), SPLIT_OF)}")
+    return None if value is None else SPLIT_OF[str(value).lower()]
 
 
 def absolute(path: Path) -> Path:
@@ -103,16 +121,38 @@ def list_recordings(folder: Path, pictures: bool = False, films: bool = False) -
     wanted = PICTURE_SUFFIXES if pictures else AUDIO_SUFFIXES
     found = [name for name in names if name.lower().endswith(wanted)]
     if films:
-        stems = {name.rpartition(".")[0] for name in found}
-        found = [
-            name
-            for name in names
-            if name.lower().endswith(wanted)
-            or (name.lower().endswith(FILM_SUFFIXES) and name.rpartition(".")[0] not in stems)
-        ]
+        stems = {_stem(name) for name in found}
+        found = sorted(
+            found + [name for name in names if name.lower().endswith(FILM_SUFFIXES) and _stem(name) not in stems]
+        )
     listed = set(found)
     others = [name for name in names if name not in listed]
     return found, _left_out(folder, others, found, "images" if pictures else "recordings")
+
+
+def list_contents(file: Path, pictures: bool = False) -> list[str]:
+    """List the recordings in a tar archive, or in a Parquet or Arrow file, by their addresses, in their order.
+
+    Args:
+        pictures: list the images of a tar archive in place of its recordings.
+
+    Raises:
+        DataError: the file cannot be read, or holds none, or a table holds several columns of them.
+    """
+    # Every set imports this module: libraries that only this function needs would slow down all of them.
+    from raydfl.data.sets._tables import open_table, readable_table
+    from raydfl.data.sets._tar import members
+
+    if file.suffix.lower() == ".tar":
+        sounds = (*AUDIO_SUFFIXES, *(FFMPEG_SUFFIXES if has_decoder() else ()))
+        wanted = (*PICTURE_SUFFIXES, *FILM_SUFFIXES) if pictures else sounds
+        found = [member.address for member in members(file) if member.name.lower().endswith(wanted)]
+        if not found:
+            raise DataError(f"{file}: there is no {'image' if pictures else 'recording'} of a kind that is read in it")
+        return found
+    table = open_table(file)
+    with readable_table(file):
+        return table.places(table.recordings(None))
 
 
 def check_name(name: str, folder: Path) -> None:
@@ -139,11 +179,11 @@ def _left_out(folder: Path, others: Sequence[str], found: Iterable[str], what: s
     counts += [f"{sum(count for _, count in kinds[_KINDS:])} of other kinds"] if len(kinds) > _KINDS else []
     names = ", ".join(shown_name(name) for name in others[:_NAMED]) + (", ..." if len(others) > _NAMED else "")
     said = f"left out of {folder}, as no {what} of a kind that is read: {', '.join(counts)} ({len(others)} in all: {names})"
-    decoded = {name.rpartition(".")[0] for name in found}
+    decoded = {_stem(name) for name in found}
     foreign = {
         Path(name).suffix.lower()
         for name in others
-        if name.lower().endswith(FFMPEG_SUFFIXES) and name.rpartition(".")[0] not in decoded
+        if name.lower().endswith(FFMPEG_SUFFIXES) and _stem(name) not in decoded
     }
     if not foreign or what != "recordings":
         return said
@@ -153,6 +193,10 @@ def _left_out(folder: Path, others: Sequence[str], found: Iterable[str], what: s
         f"find {shlex.quote(str(folder))} -type f \\( {tests} \\) "
         """-exec sh -c 'for file; do ffmpeg -nostdin -i "$file" "${file%.*}.wav"; done' sh {} +"""
     )
+
+
+def _stem(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def list_files(folder: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""The common part of sets that lie in a few large files: finding the files, and whose split each is."""
+"""Data sets in a few large files: their base class, finding the files, and the split of each."""
 
 from __future__ import annotations
 
@@ -12,24 +12,79 @@ from typing import Annotated, Any, Literal
 
 import pyarrow as pa
 from pydantic import Field
+from pydantic.dataclasses import dataclass
 
 from raydfl.core.errors import DataError, nearest
-from raydfl.data.dataset import Card
+from raydfl.data.dataset import Card, Dataset
 from raydfl.data.manifest import make_manifest
-from raydfl.data.sets._files import SPLIT_OF, absolute, check_name, find_root, list_files, wrong_layout
-
-Splits = Annotated[
-    Mapping[str, Literal["train", "validation", "test"]] | None,
-    Field(
-        description="what the set's splits are used as, such as {train.clean.100: train, test.other: test}, others are left out; "
-        "null: as their names say"
-    ),
-]
-"""The option that says which of a set's splits is which."""
+from raydfl.data.sets._files import SPLIT_OF, absolute, check_name, find_root, known_split, list_files, wrong_layout
 
 _MARKS = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
 _MOST = 100_000
 """Files that one pattern may stand for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedSet(Dataset):
+    """Base of sets whose recordings are stored in a few large files, or listed in them."""
+
+    root: Annotated[Path, Field(description="folder that holds the files, or one file")]
+    files: Annotated[str | None, Field(description="which files below the root")] = None
+    splits: Annotated[
+        Mapping[str, Literal["train", "validation", "test"]] | None,
+        Field(
+            description="what the set's splits are used as, such as {train.clean.100: train, test.other: test}, others are left "
+            "out; null: as their names say"
+        ),
+    ] = None
+
+    def manifest(self) -> pa.Table:
+        """List the clips, file by file."""
+        return self.join(*find_files(self.root, self.files or "", self.card))
+
+    def join(self, root: Path, files: Sequence[str]) -> pa.Table:
+        """Return the manifest of some files; a column that one of them does not have is null there.
+
+        Raises:
+            DataError: they disagree about what a column holds, there are no clips, or a split's name is unknown.
+        """
+        where = f"{self.card.title} in {root}"
+        splits, kept = splits_of(files, self.splits, where)
+        tables = []
+        for file, split, keep in zip(files, splits, kept, strict=True):
+            if keep:
+                table = self.clips(root, file)
+                tables.append(table if split is None else with_column(table, "split", [split] * table.num_rows))
+        return self.finish(tables, where)
+
+    def clips(self, root: Path, file: str) -> pa.Table:
+        """Return the clips of one file, with columns of their own names."""
+        raise NotImplementedError(f"{type(self).__name__} must read a file in clips()")
+
+    def finish(self, tables: Sequence[pa.Table], where: str) -> pa.Table:
+        """Return the manifest of the clips of several files; ``where`` is the set's name in messages."""
+        try:
+            table = self.name_columns(pa.concat_tables(tables, promote_options="permissive"), where)
+        except (pa.ArrowException, TypeError) as error:
+            raise DataError(f"{where}: its files disagree about what a column holds: {error}") from error
+        if "split" in table.column_names:
+            clips = table.column("clip").to_pylist()
+            splits = [
+                known_split(value, f"{where}: {clip}")
+                for clip, value in zip(clips, table.column("split").to_pylist(), strict=True)
+            ]
+            table = with_column(table, "split", splits)
+        return make_manifest(table, where)
+
+    def name_columns(self, table: pa.Table, where: str) -> pa.Table:
+        """Return the clips with columns ``label`` and, if it is known, ``group``."""
+        return table
+
+
+def with_column(table: pa.Table, name: str, values: Sequence[str | None]) -> pa.Table:
+    """Return a table with a column of text, which replaces one of the same name."""
+    columns = dict(zip(table.column_names, table.columns, strict=True))
+    return pa.table(columns | {name: pa.array(values, pa.string())})
 
 
 def find_files(root: Path, pattern: str, card: Card) -> tuple[Path, list[str]]:
@@ -122,21 +177,6 @@ def as_text(value: Any) -> str | None:
     return value if value is None or isinstance(value, str) else json.dumps(value)
 
 
-def joined(tables: Sequence[pa.Table], where: str) -> pa.Table:
-    """Join the clips of several files; a column that one of them does not have is null there.
-
-    Args:
-        where: what messages call the set.
-
-    Raises:
-        DataError: they disagree about what a column holds.
-    """
-    try:
-        return pa.concat_tables(tables, promote_options="permissive")
-    except (pa.ArrowException, TypeError) as error:
-        raise DataError(f"{where}: its files disagree about what a column holds: {error}") from error
-
-
 def named(table: pa.Table, label: str, group: str | None, where: str) -> pa.Table:
     """Give a table's columns of classes and of owners the names ``label`` and ``group``, as text; others of these names go.
 
@@ -154,24 +194,6 @@ def named(table: pa.Table, label: str, group: str | None, where: str) -> pa.Tabl
                 raise DataError(f"{where}: no clip has a field {field!r} (data.{name}_column); {nearest(field, known)}")
             columns[name] = pa.array([as_text(value) for value in table.column(field).to_pylist()], pa.string())
     return pa.table(columns)
-
-
-def finished(table: pa.Table, where: str) -> pa.Table:
-    """Return clips as a manifest; a column ``split`` may have any of the usual names.
-
-    Raises:
-        DataError: there are none, or a split's name is unknown.
-    """
-    if "split" in table.column_names:
-        values = table.column("split").to_pylist()
-        for row, value in enumerate(values):
-            if value is not None and str(value).lower() not in SPLIT_OF:
-                raise DataError(
-                    f"{where}: {table.column('clip')[row]} has the unknown split {value!r}; {nearest(str(value), SPLIT_OF)}"
-                )
-        known = pa.array([None if value is None else SPLIT_OF[str(value).lower()] for value in values], pa.string())
-        table = table.set_column(table.column_names.index("split"), "split", known)
-    return make_manifest(table, where)
 
 
 def splits_of(files: Sequence[str], given: Mapping[str, str] | None, where: str) -> tuple[list[str | None], list[bool]]:

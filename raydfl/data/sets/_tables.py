@@ -40,10 +40,14 @@ class Table:
     schema: pa.Schema
     features: Mapping[str, Mapping[str, Any]]
     """Types of its columns as the library ``datasets`` describes them: ``_type``, ``names`` ..."""
+    rows: pa.Table | None = None
+    """The rows of a list of files."""
 
     @property
     def media(self) -> list[str]:
         """The columns that hold files: recordings or images."""
+        if self.rows is not None:
+            return [name for name in self.schema.names if name == FILE_NAME or name.endswith(f"_{FILE_NAME}")]
         return [field.name for field in self.schema if _is_media(field.type)]
 
     def recordings(self, given: str | None) -> str:
@@ -149,7 +153,12 @@ class Table:
 
     def read(self, columns: Sequence[str]) -> pa.Table:
         """Read some columns."""
-        raise NotImplementedError
+        if self.rows is not None:
+            return self.rows.select(list(columns))
+        if self.path.suffix.lower() == ".parquet":
+            return pq.ParquetFile(self.path).read(columns=list(columns))
+        schema = pa.schema([self.schema.field(name) for name in columns])
+        return pa.Table.from_batches([batch.select(list(columns)) for batch, _ in _batches(self.path)], schema)
 
     def places(self, column: str) -> list[str]:
         """Return where the recording of each row lies: an address in this file, or the path of one that the row names.
@@ -157,58 +166,22 @@ class Table:
         Raises:
             DataError: a row has neither bytes nor a path.
         """
-        raise NotImplementedError
-
-    def _beside(self, path: str | None, row: int, column: str) -> str:
-        """Return the absolute path that a row names."""
-        if not path:
-            raise DataError(f"{self.path}: row {row} has neither bytes nor a path in column {column!r}")
-        return os.path.normpath(self.path.parent / path)
-
-
-class ParquetTable(Table):
-    """A Parquet file."""
-
-    def read(self, columns: Sequence[str]) -> pa.Table:
-        """See :class:`Table`."""
-        return pq.ParquetFile(self.path).read(columns=list(columns))
-
-    def places(self, column: str) -> list[str]:
-        """See :class:`Table`."""
-        with pq.ParquetFile(self.path) as file:
-            if not _bytes_are_missing(file.metadata, column):
-                return [cell_address(str(self.path), column, row) for row in range(file.metadata.num_rows)]
-            paths = pc.struct_field(file.read(columns=[f"{column}.path"]).column(0), "path").to_pylist()
+        if self.rows is not None:
+            paths = self.rows.column(column).cast(pa.string()).to_pylist()
+        elif self.path.suffix.lower() != ".parquet":
+            places: list[str] = []
+            for batch, whole in _batches(self.path):
+                places += self._places(batch.column(column), column, len(places), whole)
+            return places
+        else:
+            with pq.ParquetFile(self.path) as file:
+                if not _bytes_are_missing(file.metadata, column):
+                    return [cell_address(str(self.path), column, row) for row in range(file.metadata.num_rows)]
+                paths = pc.struct_field(file.read(columns=[f"{column}.path"]).column(0), "path").to_pylist()
         return [self._beside(path, row, column) for row, path in enumerate(paths)]
 
-
-def _bytes_are_missing(metadata: Any, column: str) -> bool:
-    """Return whether no row of a Parquet file has bytes but may have a path, by what is said of its row groups."""
-    for group in (metadata.row_group(number) for number in range(metadata.num_row_groups)):
-        chunks = {chunk.path_in_schema: chunk for chunk in map(group.column, range(group.num_columns))}
-        about = chunks[f"{column}.bytes"].statistics if f"{column}.path" in chunks else None
-        if about is None or not about.has_null_count or about.null_count < group.num_rows:
-            return False
-    return bool(metadata.num_rows)
-
-
-class ArrowTable(Table):
-    """An Arrow file: a stream (``save_to_disk`` of the library ``datasets``), or with a footer."""
-
-    def read(self, columns: Sequence[str]) -> pa.Table:
-        """See :class:`Table`."""
-        schema = pa.schema([self.schema.field(name) for name in columns])
-        return pa.Table.from_batches([batch.select(list(columns)) for batch, _ in batches(self.path)], schema)
-
-    def places(self, column: str) -> list[str]:
-        """See :class:`Table`."""
-        places: list[str] = []
-        for batch, whole in batches(self.path):
-            places += self._places(batch.column(column), column, len(places), whole)
-        return places
-
     def _places(self, values: pa.Array, column: str, first: int, whole: pa.Buffer) -> list[str]:
-        """Return the places of the recordings of a batch.
+        """Return the places of the recordings of a batch of an Arrow file.
 
         Args:
             first: the number of its first row in the file.
@@ -242,23 +215,21 @@ class ArrowTable(Table):
             for row, (start, stop) in enumerate(zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True))
         ]
 
+    def _beside(self, path: str | None, row: int, column: str) -> str:
+        """Return the absolute path that a row names."""
+        if not path:
+            raise DataError(f"{self.path}: row {row} has neither bytes nor a path in column {column!r}")
+        return os.path.normpath(self.path.parent / path)
 
-class ListTable(Table):
-    """A list of files beside them: ``metadata.csv``, ``metadata.jsonl`` or ``metadata.parquet`` with a column ``file_name``."""
 
-    @property
-    def media(self) -> list[str]:
-        """See :class:`Table`."""
-        return [name for name in self.schema.names if name == FILE_NAME or name.endswith(f"_{FILE_NAME}")]
-
-    def read(self, columns: Sequence[str]) -> pa.Table:
-        """See :class:`Table`."""
-        return _read_list(self.path).select(list(columns))
-
-    def places(self, column: str) -> list[str]:
-        """See :class:`Table`."""
-        paths = self.read([column]).column(0).to_pylist()
-        return [self._beside(None if path is None else str(path), row, column) for row, path in enumerate(paths)]
+def _bytes_are_missing(metadata: Any, column: str) -> bool:
+    """Return whether no row of a Parquet file has bytes but may have a path, by what is said of its row groups."""
+    for group in (metadata.row_group(number) for number in range(metadata.num_row_groups)):
+        chunks = {chunk.path_in_schema: chunk for chunk in map(group.column, range(group.num_columns))}
+        about = chunks[f"{column}.bytes"].statistics if f"{column}.path" in chunks else None
+        if about is None or not about.has_null_count or about.null_count < group.num_rows:
+            return False
+    return bool(metadata.num_rows)
 
 
 def _read_list(path: Path) -> pa.Table:
@@ -270,18 +241,20 @@ def _read_list(path: Path) -> pa.Table:
     return pa.Table.from_pylist([json.loads(line) for line in lines if line.strip()])
 
 
-def batches(path: Path) -> Iterator[tuple[pa.RecordBatch, pa.Buffer]]:
-    """Yield the batches of an Arrow file, which are parts of a map of it, and that map."""
+def _open_arrow(path: Path) -> tuple[Any, pa.Buffer]:
+    """Open an Arrow file, a stream or with a footer; return its reader and a map of the file."""
     with pa.memory_map(str(path)) as file:
         whole = file.read_buffer(file.size())
-        file.seek(0)
-        if whole[:6] == _MAGIC:
-            reader = pa.ipc.open_file(file)
-            for number in range(reader.num_record_batches):
-                yield reader.get_batch(number), whole
-        else:
-            for batch in pa.ipc.open_stream(file):
-                yield batch, whole
+    return (pa.ipc.open_file(whole) if whole[: len(_MAGIC)] == _MAGIC else pa.ipc.open_stream(whole)), whole
+
+
+def _batches(path: Path) -> Iterator[tuple[pa.RecordBatch, pa.Buffer]]:
+    """Yield the batches of an Arrow file, which are parts of a map of it, and that map."""
+    reader, whole = _open_arrow(path)
+    counted = getattr(reader, "num_record_batches", None)
+    batches = reader if counted is None else map(reader.get_batch, range(counted))
+    for batch in batches:
+        yield batch, whole
 
 
 def open_table(path: Path) -> Table:
@@ -293,15 +266,10 @@ def open_table(path: Path) -> Table:
     with readable_table(path):
         check_regular(path.stat())
         if path.name in LISTS:
-            return ListTable(path, _read_list(path).schema, {FILE_NAME: {"_type": "Audio"}})
-        if path.suffix.lower() == ".parquet":
-            schema = pq.read_schema(path)
-            return ParquetTable(path, schema, _features(path, schema))
-        with pa.memory_map(str(path)) as file:
-            footer = file.read(len(_MAGIC)) == _MAGIC
-            file.seek(0)
-            schema = (pa.ipc.open_file(file) if footer else pa.ipc.open_stream(file)).schema
-        return ArrowTable(path, schema, _features(path, schema))
+            rows = _read_list(path)
+            return Table(path, rows.schema, {FILE_NAME: {"_type": "Audio"}}, rows)
+        schema = pq.read_schema(path) if path.suffix.lower() == ".parquet" else _open_arrow(path)[0].schema
+        return Table(path, schema, _features(path, schema))
 
 
 @contextlib.contextmanager

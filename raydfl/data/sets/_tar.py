@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from raydfl.core.errors import DataError
 from raydfl.core.files import open_regular
@@ -22,34 +23,43 @@ _BLOCK = 512
 class Member:
     """A file in an archive, or a link."""
 
-    name: str
-    _address: str
-    _content: Callable[[], bytes]
-    _link: str
-    """The reason why a link cannot be read; empty for a file."""
+    path: Path
+    """The archive."""
+    file: BinaryIO
+    """The archive, opened; closed when the next member is asked for."""
+    info: tarfile.TarInfo
+
+    @property
+    def name(self) -> str:
+        """Its name in the archive."""
+        return self.info.name
 
     @property
     def address(self) -> str:
-        """The address of the file in the archive (raydfl.data.packed).
+        """Its address (raydfl.data.packed).
 
         Raises:
             DataError: the member is a link.
         """
         self._check()
-        return self._address
+        return span_address(str(self.path), self.name, self.info.offset_data, self.info.size)
 
     def content(self) -> bytes:
-        """Read the file. It can be read until the next member is asked for.
+        """Read the file.
 
         Raises:
             DataError: the member is a link.
         """
         self._check()
-        return self._content()
+        self.file.seek(self.info.offset_data)
+        return self.file.read(self.info.size)
 
     def _check(self) -> None:
-        if self._link:
-            raise DataError(self._link)
+        if not self.info.isreg():
+            raise DataError(
+                f"{self.path}: its member {self.name} is a link to {shown_name(self.info.linkname)}, and has no content of its "
+                f"own; pack the files again with tar --dereference --hard-dereference"
+            )
 
 
 def members(path: Path) -> Iterator[Member]:
@@ -78,7 +88,8 @@ def members(path: Path) -> Iterator[Member]:
                             f"{path}: truncated: its member {shown_name(info.name)} ends at byte {end}, and the file has {size}"
                         )
                     if (info.isreg() and not info.issparse()) or info.issym() or info.islnk():
-                        yield _member(path, archive, info)
+                        _check_name(path, info.name)
+                        yield Member(path, file, info)
                 file.seek(archive.offset)
                 if file.read(_BLOCK) != bytes(_BLOCK):  # the library takes damage for the end
                     raise DataError(
@@ -90,19 +101,8 @@ def members(path: Path) -> Iterator[Member]:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
-def _member(path: Path, archive: tarfile.TarFile, info: tarfile.TarInfo) -> Member:
+def _check_name(path: Path, name: str) -> None:
     try:
-        info.name.encode()
+        name.encode()
     except UnicodeEncodeError:
-        raise DataError(f"{path}: the name of its member {shown_name(info.name)} is not UTF-8; rename it") from None
-    address = span_address(str(path), info.name, info.offset_data, info.size)
-
-    def content() -> bytes:
-        opened = archive.extractfile(info)
-        return b"" if opened is None else opened.read()
-
-    link = (
-        f"{path}: its member {info.name} is a link to {shown_name(info.linkname)}, and has no content of its own; pack the "
-        f"files again with tar --dereference --hard-dereference"
-    )
-    return Member(info.name, address, content, "" if info.isreg() else link)
+        raise DataError(f"{path}: the name of its member {shown_name(name)} is not UTF-8; rename it") from None

@@ -57,7 +57,7 @@ def _read(path: Path) -> tuple[np.ndarray, np.ndarray]:
         ) from None
     except Exception as error:  # damaged bytes can fail anywhere
         raise DataError(
-            f"{path}: this is no pickle, or it is truncated or damaged ({error}); fetch it again"
+            f"{path}: this is no pickle, or it is truncated or damaged ({error!r}); fetch it again"
         ) from error
     for name in ("data", "labels"):
         if name not in found:

@@ -10,19 +10,19 @@ Recordings stay where they are: a clip's path is an address in the file (:mod:`r
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 import pyarrow as pa
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from raydfl.data.audio import AUDIO_SUFFIXES
-from raydfl.data.dataset import Card, Dataset
+from raydfl.data.dataset import Card
 from raydfl.data.sets._files import absolute, find_root, list_files, wrong_layout
-from raydfl.data.sets._shards import Splits, find_files, finished, joined, splits_of
+from raydfl.data.sets._shards import PackedSet, find_files, splits_of, with_column
 from raydfl.data.sets._tables import LISTS, open_table, readable_table
 from raydfl.data.sets.folder import Folder
 
@@ -31,8 +31,13 @@ _RESERVED = ("clip", "path", "label", "group")
 
 
 @dataclass(frozen=True, kw_only=True)
-class HuggingFace(Dataset):
-    """A folder of the library datasets."""
+class HuggingFace(PackedSet):
+    """A folder of the library datasets.
+
+    Extra columns: those of text, numbers and truth values; and for each further one with recordings or images where these lie, for
+    ``data.views``. A clip's id is the file's path below the root and the number of the row, as in
+    ``data/train-00000-of-00002.parquet/12``; in a list of files that of the recording.
+    """
 
     card: ClassVar[Card] = Card(
         title="A folder of Hugging Face datasets",
@@ -40,14 +45,12 @@ class HuggingFace(Dataset):
         "metadata.jsonl, or {class}/*.wav",
     )
 
-    root: Annotated[Path, Field(description="folder that holds the files, or one *.parquet or *.arrow file")]
     files: Annotated[
         str | None,
         Field(
             description="which files below the root, such as en/{train,test}-*.parquet; null: all of them, *.parquet before *.arrow"
         ),
     ] = None
-    splits: Splits = None
     audio_column: Annotated[
         str | None,
         Field(description="column with the recordings (or images); null: the only one, or audio"),
@@ -60,38 +63,23 @@ class HuggingFace(Dataset):
     ] = None
 
     def manifest(self) -> pa.Table:
-        """List the rows, file by file.
-
-        Extra columns: those of text, numbers and truth values; and for each further one with recordings or images where these lie,
-        for ``data.views``. A clip's id is the file's path below the root and the number of the row, as in
-        ``data/train-00000-of-00002.parquet/12``; in a list of files that of the recording.
-        """
+        """List the rows, file by file."""
         root, files = self._files()
-        where = f"{self.card.title} in {root}"
         if not files:
             return Folder(root=root).manifest()
-        if PurePosixPath(files[0]).name in LISTS:
-            tables, folders = [self._rows(root, file) for file in files], []
-            for number, table in enumerate(tables):
-                clips = [os.path.relpath(path, root) for path in table.column("path").to_pylist()]
-                tables[number] = table.set_column(0, "clip", pa.array(clips, pa.string()))
-                folders += [f"{PurePosixPath(clip).parent}/" for clip in clips]
-            return finished(self._with_splits(joined(tables, where), folders, where), where)
-        splits, kept = splits_of(files, self.splits, where)
-        tables = [self._rows(root, file, split) for file, split, keep in zip(files, splits, kept, strict=True) if keep]
-        return finished(joined(tables, where), where)
-
-    def _with_splits(self, table: pa.Table, folders: Sequence[str], where: str) -> pa.Table:
-        """Return the clips of lists of files, whose folders say of which split they are."""
-        distinct = list(dict.fromkeys(folders))
+        if PurePosixPath(files[0]).name not in LISTS:
+            return self.join(root, files)
+        # The folders of the recordings state the splits; a list may name recordings of several.
+        where, tables = f"{self.card.title} in {root}", [self.clips(root, file) for file in files]
+        folders = [[f"{PurePosixPath(clip).parent}/" for clip in table["clip"].to_pylist()] for table in tables]
+        distinct = list(dict.fromkeys(itertools.chain(*folders)))
         splits, kept = splits_of(distinct, self.splits, where)
-        split = dict(zip(distinct, splits, strict=True))
-        if any(splits):
-            place = [split[folder] for folder in folders]
-            table = table.drop_columns([name for name in ("split",) if name in table.column_names])
-            table = table.append_column("split", pa.array(place, pa.string()))
-        keep = dict(zip(distinct, kept, strict=True))
-        return table.filter(pa.array([keep[folder] for folder in folders]))
+        split, keep = dict(zip(distinct, splits, strict=True)), dict(zip(distinct, kept, strict=True))
+        for number, own in enumerate(folders):
+            if any(splits):
+                tables[number] = with_column(tables[number], "split", [split[folder] for folder in own])
+            tables[number] = tables[number].filter(pa.array([keep[folder] for folder in own], pa.bool_()))
+        return self.finish(tables, where)
 
     def _files(self) -> tuple[Path, list[str]]:
         """Return the folder, and the files with recordings in them, or the lists of recordings; none: folders are classes."""
@@ -111,29 +99,25 @@ class HuggingFace(Dataset):
             raise wrong_layout(root, self.card, "there are no recordings, and no files with recordings in them,")
         return root, found
 
-    def _rows(self, root: Path, file: str, split: str | None = None) -> pa.Table:
-        """Return the clips of one file."""
-        path = root / file
-        table = open_table(path)
+    def clips(self, root: Path, file: str) -> pa.Table:
+        """See :class:`PackedSet`."""
+        table = open_table(root / file)
         audio, label = table.recordings(self.audio_column), table.labels(self.label_column)
         group = "group" if "group" in table.schema.names else None
         if self.group_column is not None:
             group = table.check(self.group_column, "group_column")
         own = [name for name in table.plain() if name not in (*_RESERVED, label, group, *table.media)]
-        with readable_table(path):
+        with readable_table(root / file):
             places = table.places(audio)
-            others = {name: pa.array(table.places(name), pa.string()) for name in table.media if name != audio}
+            columns = {name: pa.array(table.places(name), pa.string()) for name in table.media if name != audio}
             values = table.read(list(dict.fromkeys([label, *([group] if group else []), *own])))
-        columns: dict[str, Any] = {
-            "clip": pa.array([f"{file}/{row}" for row in range(len(places))], pa.string()),
-            "path": pa.array(places, pa.string()),
-            "label": table.texts(label, values.column(label)),
-        }
+        listed = PurePosixPath(file).name in LISTS
+        clips = [os.path.relpath(path, root) if listed else f"{file}/{row}" for row, path in enumerate(places)]
+        columns |= {"clip": pa.array(clips, pa.string()), "path": pa.array(places, pa.string())}
+        columns["label"] = table.texts(label, values.column(label))
         if group is not None:
             columns["group"] = table.texts(group, values.column(group))
         for name in own:
             named = table.features.get(name, {}).get("names") is not None
             columns[name] = table.texts(name, values.column(name)) if named else values.column(name)
-        if split is not None:
-            columns["split"] = pa.array([split] * len(places), pa.string())
-        return pa.table(others | columns)
+        return pa.table(columns)

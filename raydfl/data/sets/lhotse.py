@@ -23,30 +23,32 @@ from pydantic.dataclasses import dataclass
 
 from raydfl.core.errors import DataError
 from raydfl.data.audio import read_audio
-from raydfl.data.dataset import Card, Dataset
+from raydfl.data.dataset import Card
 from raydfl.data.sets._files import absolute
-from raydfl.data.sets._shards import Splits, find_files, finished, is_plain, joined, named, splits_of, table_of
+from raydfl.data.sets._shards import PackedSet, is_plain, named, table_of
 
 _SAID = ("text", "speaker", "language", "gender")
 """Fields of a supervision that become columns, besides those of its own (``custom``)."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lhotse(Dataset):
-    """Cuts of recordings."""
+class Lhotse(PackedSet):
+    """Cuts of recordings. A clip's id is the cut's.
+
+    Extra columns: ``start`` and ``stop`` (float64, seconds; null: all of the file), ``channel`` (its place in the file; null:
+    all), ``recording`` (its id), ``text``, ``language``, ``gender``, and what of ``custom`` is text, numbers or truth values.
+    """
 
     card: ClassVar[Card] = Card(
         title="Lhotse cuts", layout="*cuts*.jsonl or *cuts*.jsonl.gz: a cut on each line, with its recording in a file"
     )
 
-    root: Annotated[Path, Field(description="folder that holds the lists of cuts, or one list")]
     files: Annotated[
         str, Field(description="which files below the root are lists of cuts, such as cuts_{train,dev}.jsonl.gz")
     ] = "**/*cuts*.jsonl*"
     recordings: Annotated[
         Path | None, Field(description="folder that relative paths of recordings start from; null: the root")
     ] = None
-    splits: Splits = None
     label_column: Annotated[
         str,
         Field(
@@ -57,24 +59,16 @@ class Lhotse(Dataset):
         str | None, Field(description="what says whose clip it is, likewise; null: speaker if there is one")
     ] = None
 
-    def manifest(self) -> pa.Table:
-        """List the cuts, list by list. A clip's id is the cut's.
-
-        Extra columns: ``start`` and ``stop`` (float64, seconds; null: all of the file), ``channel`` (its place in the file; null:
-        all), ``recording`` (its id), ``text``, ``language``, ``gender``, and what of ``custom`` is text, numbers or truth values.
-        """
-        root, files = find_files(self.root, self.files, self.card)
-        where = f"{self.card.title} in {root}"
-        splits, kept = splits_of(files, self.splits, where)
+    def clips(self, root: Path, file: str) -> pa.Table:
+        """See :class:`PackedSet`."""
         folder = root if self.recordings is None else absolute(self.recordings)
-        tables = []
-        for file, split, keep in zip(files, splits, kept, strict=True):
-            if keep:
-                rows = [_Cut(cut, place).row(folder) for cut, place in _cuts(root / file)]
-                if not rows:
-                    raise DataError(f"{root / file}: it has no cuts")
-                tables.append(table_of(rows if split is None else [row | {"split": split} for row in rows]))
-        table = joined(tables, where)
+        rows = [_Cut(cut, place).row(folder) for cut, place in _cuts(root / file)]
+        if not rows:
+            raise DataError(f"{root / file}: it has no cuts")
+        return table_of(rows)
+
+    def name_columns(self, table: pa.Table, where: str) -> pa.Table:
+        """See :class:`PackedSet`."""
         group = self.group_column or ("speaker" if "speaker" in table.column_names else None)
         for field in (self.label_column, group):
             values = table.column(field).to_pylist() if field in table.column_names else []
@@ -83,7 +77,7 @@ class Lhotse(Dataset):
                     f"{where}: the cut {table.column('clip')[values.index(_SEVERAL)]} has supervisions with different values of "
                     f"{field!r}; make a cut of each (CutSet.trim_to_supervisions)"
                 )
-        return finished(named(table, self.label_column, group, where), where)
+        return named(table, self.label_column, group, where)
 
     def read(self, row: Mapping[str, Any]) -> tuple[npt.NDArray[np.float32], int]:
         """Read the part of the file, and its channel."""

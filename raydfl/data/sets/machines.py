@@ -32,8 +32,8 @@ from pydantic.dataclasses import dataclass
 from raydfl.core.seeds import generator
 from raydfl.data.dataset import Card, Dataset
 from raydfl.data.manifest import make_manifest
+from raydfl.data.noise import coloured_noise, rms
 from raydfl.data.sets._machine_sets import ANOMALY, NORMAL
-from raydfl.data.sets._noise import coloured_noise, rms
 
 Kind = Literal["fan", "pump", "gearbox"]
 Anomaly = Literal["imbalance", "bearing", "rub", "clogging"]

@@ -21,14 +21,14 @@ import pyarrow.parquet
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from raydfl.core.errors import DataError, nearest
+from raydfl.core.errors import DataError
 from raydfl.data.audio import read_audio
 from raydfl.data.csv_file import read_csv
 from raydfl.data.dataset import Card, Dataset
 from raydfl.data.manifest import make_manifest
 from raydfl.data.packed import file_and_place
 from raydfl.data.pictures import read_image
-from raydfl.data.sets._files import SPLIT_OF, absolute
+from raydfl.data.sets._files import SPLIT_OF, absolute, known_split
 
 _PART = ("start", "stop")
 _RESERVED = ("clip", "path", "label", "group", "split", *_PART)
@@ -97,7 +97,10 @@ class Manifest(Dataset):
             columns |= {name: pa.array(values, pa.float64()) for name, values in parts.items()}
         columns["clip"] = pa.array(clips, pa.string())
         if "split" in columns:
-            columns["split"] = _splits(columns["split"].to_pylist(), file)
+            splits = enumerate(columns["split"].to_pylist(), start=1)
+            columns["split"] = pa.array(
+                [known_split(value, f"{file}: row {row}") for row, value in splits], pa.string()
+            )
         extra = {name: table.column(name) for name in table.column_names if name not in {*mapped.values(), *_RESERVED}}
         return make_manifest(extra | columns, str(file))
 
@@ -197,10 +200,3 @@ def _number(value: float) -> str:
 
 def _length(start: float | None, stop: float | None) -> float | None:
     return None if stop is None else stop - (start or 0.0)
-
-
-def _splits(values: list[object], file: Path) -> pa.Array:
-    for number, value in enumerate(values, start=1):
-        if value is not None and str(value).lower() not in SPLIT_OF:
-            raise DataError(f"{file}: row {number} has the unknown split {value!r}; {nearest(str(value), SPLIT_OF)}")
-    return pa.array([None if value is None else SPLIT_OF[str(value).lower()] for value in values], pa.string())

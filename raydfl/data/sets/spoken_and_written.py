@@ -7,6 +7,7 @@ and test alike, so that one teaches the other something or not.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -57,22 +58,22 @@ class SpokenAndWritten(FSDD):
         sounds = super().manifest()
         images = MNIST(root=self.pictures).manifest()
         of_digit: dict[str, list[tuple[str, int]]] = defaultdict(list)
-        for path, label, number in zip(
-            *(images.column(c).to_pylist() for c in ("path", "label", "number")), strict=True
-        ):
-            of_digit[label].append((path, number))
-        labels, splits = sounds.column("label").to_pylist(), sounds.column("split").to_pylist()
-        tests = [split == "test" for split in splits]
-        tested = Counter(label for label, test in zip(labels, tests, strict=True) if test)
+        for row in images.select(["path", "label", "number"]).to_pylist():
+            of_digit[row["label"]].append((row["path"], row["number"]))
+        labels = sounds.column("label").to_pylist()
+        tests = [split == "test" for split in sounds.column("split").to_pylist()]
+        tested = Counter(itertools.compress(labels, tests))
         given: list[tuple[str, int]] = []
-        for place, own in enumerate(_places(labels, tests)):
-            there, held = of_digit[labels[place]], tested[labels[place]]
+        counted: Counter[tuple[str, bool]] = Counter()
+        for label, test in zip(labels, tests, strict=True):
+            there, held, own = of_digit[label], tested[label], counted[label, test]
             if len(there) <= held:
                 raise DataError(
-                    f"{self.pictures} has {len(there)} images of digit {labels[place]}, but {held} test recordings are of it, and "
+                    f"{self.pictures} has {len(there)} images of digit {label}, but {held} test recordings are of it, and "
                     f"training needs others; get more images, or lower data.test_takes"
                 )
-            given.append(there[own] if tests[place] else there[held + own % (len(there) - held)])
+            given.append(there[own] if test else there[held + own % (len(there) - held)])
+            counted[label, test] += 1
         paths, numbers = zip(*given, strict=True)
         return sounds.append_column("image", pa.array(paths)).append_column(
             "image_number", pa.array(numbers, pa.int64())
@@ -101,13 +102,3 @@ class SpokenAndWritten(FSDD):
             noisy = f" noise {self.picture_noise} {row['clip']}" if self.picture_noise else ""
             return f"{row['image_number']}{noisy}"
         return None if self.snr_db is None else f"noise {self.snr_db} dB {row['clip']}"
-
-
-def _places(labels: list[str], tests: list[bool]) -> list[int]:
-    """Return the number of each recording among those of its digit that are tests as it is, or no tests."""
-    counted: dict[tuple[str, bool], int] = defaultdict(int)
-    places = []
-    for kind in zip(labels, tests, strict=True):
-        places.append(counted[kind])
-        counted[kind] += 1
-    return places

@@ -27,8 +27,8 @@ from raydfl.core.errors import ConfigError, nearest
 from raydfl.core.seeds import generator
 from raydfl.data.dataset import Card, Dataset
 from raydfl.data.manifest import make_manifest
+from raydfl.data.noise import coloured_noise, rms
 from raydfl.data.sets import _espeak as espeak
-from raydfl.data.sets._noise import coloured_noise, rms
 from raydfl.data.sets.speech_commands import KEYWORDS, SILENCE, UNKNOWN, WORDS
 
 _WORD_LISTS = {

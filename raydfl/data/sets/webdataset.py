@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -20,11 +20,11 @@ from pydantic.dataclasses import dataclass
 
 from raydfl.core.errors import DataError
 from raydfl.data.audio import AUDIO_SUFFIXES
-from raydfl.data.dataset import Card, Dataset
+from raydfl.data.dataset import Card
 from raydfl.data.manifest import FFMPEG_SUFFIXES
 from raydfl.data.packed import own_name
 from raydfl.data.pictures import PICTURE_SUFFIXES
-from raydfl.data.sets._shards import Splits, find_files, finished, is_plain, joined, named, splits_of, table_of
+from raydfl.data.sets._shards import PackedSet, is_plain, named, table_of, with_column
 from raydfl.data.sets._tar import members
 
 _NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]+)", re.DOTALL)
@@ -36,8 +36,13 @@ _MEDIA = (*_SOUNDS, *PICTURE_SUFFIXES)
 
 
 @dataclass(frozen=True, kw_only=True)
-class WebDataset(Dataset):
-    """Shards of recordings."""
+class WebDataset(PackedSet):
+    """Shards of recordings.
+
+    Extra columns: the other fields of text, the values of the field json (text, numbers, truth values), and where each further
+    recording or image lies, for ``data.views``. A clip's id is the shard's path below the root and the recording's name in it,
+    ``train-000000.tar/dog/0001.wav``.
+    """
 
     card: ClassVar[Card] = Card(
         title="WebDataset shards",
@@ -45,11 +50,9 @@ class WebDataset(Dataset):
         "NAME.json or NAME.txt",
     )
 
-    root: Annotated[Path, Field(description="folder that holds the shards, or one shard")]
     files: Annotated[
         str, Field(description="which files below the root are shards, such as train-{000000..000099}.tar")
     ] = "**/*.tar"
-    splits: Splits = None
     audio_field: Annotated[
         str | None,
         Field(
@@ -70,34 +73,19 @@ class WebDataset(Dataset):
         Field(description="names of the classes, in the order of their numbers in cls; null: what stands there"),
     ] = None
 
-    def manifest(self) -> pa.Table:
-        """List the samples, shard by shard.
+    def clips(self, root: Path, file: str) -> pa.Table:
+        """See :class:`PackedSet`."""
+        rows = [self._clip(root / file, file, name, parts) for name, parts in _samples(root / file)]
+        if not rows:
+            raise DataError(f"{root / file} has no samples; expected {self.card.layout}")
+        return table_of(rows)
 
-        Extra columns: the other fields of text, the values of the field json (text, numbers, truth values), and where each further
-        recording or image lies, for ``data.views``.
-        A clip's id is the shard's path below the root and the recording's name in it, ``train-000000.tar/dog/0001.wav``.
-        """
-        root, files = find_files(self.root, self.files, self.card)
-        where = f"{self.card.title} in {root}"
-        splits, kept = splits_of(files, self.splits, where)
-        tables = [
-            self._clips(root / file, file, split) for file, split, keep in zip(files, splits, kept, strict=True) if keep
-        ]
-        table = joined(tables, where)
+    def name_columns(self, table: pa.Table, where: str) -> pa.Table:
+        """See :class:`PackedSet`."""
         label = self.label_column or ("cls" if "cls" in table.column_names else "label")
         group = self.group_column or ("group" if "group" in table.column_names else None)
         table = named(table, label, group, where)
-        if self.names is not None:
-            labels = self._names_of(table, where)
-            table = table.set_column(table.column_names.index("label"), "label", labels)
-        return finished(table, where)
-
-    def _clips(self, path: Path, file: str, split: str | None) -> pa.Table:
-        """Return the clips of one shard, with all that is said of them in columns of their own names."""
-        rows = [self._clip(path, file, name, parts) for name, parts in _samples(path)]
-        if not rows:
-            raise DataError(f"{path} has no samples; expected {self.card.layout}")
-        return table_of(rows if split is None else [row | {"split": split} for row in rows])
+        return table if self.names is None else with_column(table, "label", self._labels(table, self.names, where))
 
     def _clip(self, path: Path, file: str, name: str, sample: Mapping[str, str | bytes]) -> dict[str, Any]:
         """Return what is known of a sample: where its files lie, and what its texts say."""
@@ -129,16 +117,16 @@ class WebDataset(Dataset):
             f"{path}: the sample {name} has several recordings: {', '.join(found)}; choose one with data.audio_field"
         )
 
-    def _names_of(self, table: pa.Table, where: str) -> pa.Array:
+    def _labels(self, table: pa.Table, names: Sequence[str], where: str) -> list[str | None]:
         """Return the names of the classes whose numbers are the labels."""
-        names, found = self.names or (), table.column("label").to_pylist()
+        found = table.column("label").to_pylist()
         for row, label in enumerate(found):
             if label is not None and not (label.isdecimal() and int(label) < len(names)):
                 raise DataError(
                     f"{where}: {table.column('clip')[row]} has the class {label!r}, and data.names has {len(names)} names: give "
                     f"one for each number"
                 )
-        return pa.array([None if label is None else names[int(label)] for label in found], pa.string())
+        return [None if label is None else names[int(label)] for label in found]
 
 
 def _samples(path: Path) -> Iterator[tuple[str, dict[str, str | bytes]]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated
 
 import numpy as np
 import pyarrow as pa
@@ -45,11 +44,10 @@ def share_in_range(value: Share) -> Share:
 class NoiseSettings(Settings):
     """White Gaussian noise in the waves of training clips."""
 
-    snr_db: Annotated[
-        float,
-        Field(ge=-100, le=300, description="Power of the clip over the power of its noise, in decibels. -100 to 300."),
-    ]
-    clients: Annotated[Share, Field(description=CLIENTS)] = 1.0
+    snr_db: float = Field(
+        ge=-100, le=300, description="Power of the clip over the power of its noise, in decibels. -100 to 300."
+    )
+    clients: Share = Field(1.0, description=CLIENTS)
 
     _check = field_validator("clients")(share_in_range)
 
@@ -57,10 +55,8 @@ class NoiseSettings(Settings):
 class LabelErrorSettings(Settings):
     """Wrong labels of training clips, by a transition matrix for each client."""
 
-    rate: Annotated[
-        float, Field(ge=0, le=1, description="Expected share of a client's clips with a wrong label, 0 to 1.")
-    ]
-    clients: Annotated[Share, Field(description=CLIENTS)] = 1.0
+    rate: float = Field(ge=0, le=1, description="Expected share of a client's clips with a wrong label, 0 to 1.")
+    clients: Share = Field(1.0, description=CLIENTS)
 
     _check = field_validator("clients")(share_in_range)
 
@@ -68,8 +64,8 @@ class LabelErrorSettings(Settings):
 class CorruptSettings(Settings):
     """Corruption of the training data; validation and test stay clean."""
 
-    noise: Annotated[NoiseSettings | None, Field(description="Background noise. null: none.")] = None
-    labels: Annotated[LabelErrorSettings | None, Field(description="Wrong labels. null: none.")] = None
+    noise: NoiseSettings | None = Field(None, description="Background noise. null: none.")
+    labels: LabelErrorSettings | None = Field(None, description="Wrong labels. null: none.")
 
 
 def corrupt(tables: Assignment, settings: CorruptSettings, seed: int) -> Assignment:
@@ -112,7 +108,7 @@ def choose_clients(tables: Assignment, wanted: Share | None, name: str, seed: in
     if own in tables.clients.schema.names:
         chosen = to_numbers(tables.clients.column(own))
         if chosen.any() and wanted is None:
-            raise DataError(f"data.clients: there are {name} clients, so set data.corrupt.{_PURPOSES[name]} too")
+            raise DataError(f"data.tables.clients: there are {name} clients, so set data.corrupt.{_PURPOSES[name]} too")
         return chosen
     if wanted is None:
         return np.zeros(tables.clients.num_rows, bool)

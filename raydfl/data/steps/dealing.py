@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, cast
+from typing import Literal, NamedTuple, cast
 
 import numpy as np
 import pyarrow as pa
@@ -41,7 +41,7 @@ _USES = {
     "quantity": ({"alpha", "spread"}, {"clients"}),
     "classes": ({"variance"}, {"clients", "classes"}),
     "iid": (set(), {"clients"}),
-    "table": (set(), {"file"}),
+    "table": ({"file"}, set()),
 }
 """By kind of partition: the fields that it may and those that it must be given, besides ``minimum``."""
 
@@ -49,63 +49,46 @@ _USES = {
 class PartitionSettings(Settings):
     """The partition: how training clips are dealt to clients."""
 
-    by: Annotated[
-        Literal["group", "dirichlet", "quantity", "classes", "iid", "table"],
-        Field(
-            description="group: a client for each value of a column; dirichlet: skewed labels; quantity: skewed sizes; classes: a "
-            "few labels for each client; iid: evenly; table: as a file says."
-        ),
-    ] = "group"
-    column: Annotated[
-        str | None,
-        Field(
-            description="group: the column whose values are the clients, null: group. dirichlet: deal the values of this column "
-            "(recording) whole; null: deal clips."
-        ),
-    ] = None
-    shards: Annotated[
-        int, Field(ge=1, description="group: clients into which each group's clips are dealt evenly.")
-    ] = 1
-    smaller: Annotated[
-        Literal["stop", "drop"],
-        Field(description="group: stop at clients with fewer clips than minimum, or leave them out."),
-    ] = "stop"
-    clients: Annotated[
-        int | None, Field(ge=1, description="Number of clients (all but group and table, which count them).")
-    ] = None
-    alpha: Annotated[
-        float | None,
-        Field(gt=0, description="dirichlet, quantity: concentration; small is skewed (0.1), large is even (100)."),
-    ] = None
-    balance: Annotated[
-        bool,
-        Field(description="dirichlet: clients that hold their even share get nothing of the labels still to be dealt."),
-    ] = True
-    spread: Annotated[
-        float | None,
-        Field(ge=0, le=1, description="quantity: sizes between (1 - spread) and (1 + spread) times the mean. 0 to 1."),
-    ] = None
-    classes: Annotated[int | None, Field(ge=1, description="classes: labels of each client.")] = None
-    variance: Annotated[
-        float,
-        Field(
-            ge=0, description="classes: variance of their number, drawn from a normal distribution and rounded down."
-        ),
-    ] = 0.0
-    file: Annotated[
-        Path | None,
-        Field(
-            description="table: a Parquet, Arrow or CSV file with a row for each client: first, the row of the list of clips at "
-            "which its clips begin, clips, how many it has, and if known client, its id."
-        ),
-    ] = None
-    minimum: Annotated[
-        int,
-        Field(
-            ge=1,
-            description="Clips (or values of dirichlet's column) that every client must get, its own validation included.",
-        ),
-    ] = 1
+    by: Literal["group", "dirichlet", "quantity", "classes", "iid", "table"] = Field(
+        "group",
+        description="group: a client for each value of a column; dirichlet: skewed labels; quantity: skewed sizes; classes: a "
+        "few labels for each client; iid: evenly; table: as a file says.",
+    )
+    column: str | None = Field(
+        None,
+        description="group: the column whose values are the clients, null: group. dirichlet: deal the values of this column "
+        "(recording) whole; null: deal clips.",
+    )
+    shards: int = Field(1, ge=1, description="group: clients into which each group's clips are dealt evenly.")
+    smaller: Literal["stop", "drop"] = Field(
+        "stop", description="group: stop at clients with fewer clips than minimum, or leave them out."
+    )
+    clients: int | None = Field(
+        None, ge=1, description="Number of clients (all but group and table, which count them)."
+    )
+    alpha: float | None = Field(
+        None, gt=0, description="dirichlet, quantity: concentration; small is skewed (0.1), large is even (100)."
+    )
+    balance: bool = Field(
+        True, description="dirichlet: clients that hold their even share get nothing of the labels still to be dealt."
+    )
+    spread: float | None = Field(
+        None, ge=0, le=1, description="quantity: sizes between (1 - spread) and (1 + spread) times the mean. 0 to 1."
+    )
+    classes: int | None = Field(None, ge=1, description="classes: labels of each client.")
+    variance: float = Field(
+        0.0, ge=0, description="classes: variance of their number, drawn from a normal distribution and rounded down."
+    )
+    file: Path | None = Field(
+        None,
+        description="table: a Parquet, Arrow or CSV file with a row for each client: first, the row of the list of clips at "
+        "which its clips begin, clips, how many it has, and if known client, its id.",
+    )
+    minimum: int = Field(
+        1,
+        ge=1,
+        description="Clips (or values of dirichlet's column) that every client must get, its own validation included.",
+    )
 
     @model_validator(mode="after")
     def _fields_belong(self) -> PartitionSettings:

@@ -12,7 +12,7 @@ import pyarrow as pa
 from raydfl.core.errors import DataError
 from raydfl.core.seeds import generator
 from raydfl.data.client_ids import ClientIds
-from raydfl.data.steps.dealing import PartitionSettings, deal_clips
+from raydfl.data.steps.dealing import Owners, PartitionSettings, deal_clips
 from raydfl.data.steps.listing import TRAIN, Assignment, natural_order
 from raydfl.data.steps.split import PURPOSES
 from raydfl.data.tables import encode
@@ -23,7 +23,7 @@ def partition_clips(
 ) -> Assignment:
     """Add the column ``client``, make the table of clients, and sort the clips by client and pool.
 
-    Each pool, and the clips that clients hold out by value, is dealt by itself.
+    Each pool, and the clips that clients hold out by value, is dealt by itself. Owners in a user's table of clips stay.
 
     Args:
         settings: ``data.partition``.
@@ -33,34 +33,14 @@ def partition_clips(
     Raises:
         DataError: clips without a group, a minimum that cannot be met, with the numbers, or a client that would hold out all.
     """
-    pool = tables.codes("pool")
-    deals = {
-        name: (own.get(name) or settings, np.flatnonzero(pool == place)) for place, name in enumerate(tables.pools)
-    }
-    held_out = {purpose: np.flatnonzero(tables.has_role(role)) for role, purpose in PURPOSES.items()}
-    deals |= {purpose: (settings, rows) for purpose, rows in held_out.items() if len(rows)}
-    alone = [*deals] == [TRAIN]
-    deal, owners = np.full(len(pool), len(deals)), []
-    for number, (name, (kind, rows)) in enumerate(deals.items()):
-        deal[rows] = number
-        how = kind if alone else kind.model_copy(update={"minimum": 0})  # together they must reach it
-        rng = generator(seed, 0, "" if number == 0 else name, "partition")
-        if len(rows):
-            owners.append((rows, deal_clips(tables.select(rows), how, rng)))
-    names = [found.ids for _, found in owners]
-    ids = names[0] if alone else natural_order(list(dict.fromkeys(itertools.chain(*names))))  # mostly in order already
-    place = {name: number for number, name in enumerate(ids)}
-    groups = {
-        name: number
-        for number, name in enumerate(natural_order(list({n for _, found in owners for n in found.groups})))
-    }
-    group = np.full(len(ids), -1, np.int32)
-    client = np.full(len(pool), -1, np.int32)
-    for rows, found in owners:
-        places = np.array([place[name] for name in found.ids], np.int32)
-        client[rows] = np.where(found.owner < 0, -1, places[found.owner])
-        if found.group is not None:
-            group[places] = np.array([groups[name] for name in found.groups], np.int32)[found.group]
+    deals = _split_by_deal(tables)
+    if "client" in tables.clips.schema.names:
+        owners = _take_owners(tables)
+        reason = "data.tables.clips names no client for them"
+    else:
+        owners = _deal_all(tables, deals, settings, own, seed)
+        reason = f"theirs would have fewer than {settings.minimum} clips"
+    ids, client = owners.ids, owners.owner.astype(np.int32)
     counts = np.bincount(client[client >= 0], minlength=len(ids))
     if counts.min() < settings.minimum:
         least = int(counts.argmin())
@@ -75,19 +55,68 @@ def partition_clips(
             f"client {ids[least]!r} would hold out all its {counts[least]} clips and have none to "
             f"train on; choose data.split.client_test, data.split.validation or data.partition differently"
         )
-    kept = (client >= 0) | tables.has_role("server_validation", "test")
-    clients = ClientIds.from_strings(ids)
-    columns = clients.columns() | ({"group": encode(group, [*groups])} if group.max() >= 0 else {})
-    found_tables = tables.with_clips(
-        client=pa.DictionaryArray.from_arrays(pa.array(client, mask=client < 0), clients.column)
-    )
+    index = ClientIds.from_strings(ids)
+    columns = index.columns() | ({} if owners.group is None else {"group": encode(owners.group, owners.groups)})
+    deal = np.full(len(client), len(deals))
+    for number, rows in enumerate(deals.values()):
+        deal[rows] = number
     order = np.lexsort((deal, np.where(client < 0, len(ids), client)))
-    found_tables = replace(found_tables, clients=pa.record_batch(columns)).select(order[kept[order]])
-    if kept.all():
-        return found_tables
-    return found_tables.with_message(
-        f"{(~kept).sum()} training clips belong to no client: theirs would have fewer than {settings.minimum} clips"
-    )
+    kept = (client >= 0) | tables.has_role("server_validation", "test")
+    tables = replace(tables, clients=pa.record_batch(columns)).with_clips(client=encode(client, index.column))
+    if not kept.all():
+        tables = tables.with_message(f"{(~kept).sum()} training clips belong to no client: {reason}")
+    return tables.select(order[kept[order]])
+
+
+def _split_by_deal(tables: Assignment) -> dict[str, np.ndarray]:
+    """Return the clips that are dealt together, by the names of the draws: the pools, then what clients hold out by value."""
+    pool = tables.codes("pool")
+    held_out = {purpose: np.flatnonzero(tables.has_role(role)) for role, purpose in PURPOSES.items()}
+    return {name: np.flatnonzero(pool == place) for place, name in enumerate(tables.pools)} | {
+        purpose: rows for purpose, rows in held_out.items() if len(rows)
+    }
+
+
+def _deal_all(
+    tables: Assignment,
+    deals: Mapping[str, np.ndarray],
+    settings: PartitionSettings,
+    own: Mapping[str, PartitionSettings | None],
+    seed: int,
+) -> Owners:
+    """Deal all clips of clients."""
+    alone, found = [*deals] == [TRAIN], []
+    for number, (name, rows) in enumerate(deals.items()):
+        how = own.get(name) or settings
+        if not alone:
+            how = how.model_copy(update={"minimum": 0})  # all deals together must reach it
+        if len(rows):
+            rng = generator(seed, 0, "" if number == 0 else name, "partition")
+            found.append((rows, deal_clips(tables.select(rows), how, rng)))
+    names = [each.ids for _, each in found]
+    ids = names[0] if alone else natural_order(list(dict.fromkeys(itertools.chain(*names))))  # mostly in order already
+    place = {name: number for number, name in enumerate(ids)}
+    groups = natural_order(list({name for _, each in found for name in each.groups}))
+    number_of = {name: number for number, name in enumerate(groups)}
+    owner, group = np.full(tables.clips.num_rows, -1), np.full(len(ids), -1)
+    for rows, each in found:
+        places = np.array([place[name] for name in each.ids])
+        owner[rows] = np.where(each.owner < 0, -1, places[each.owner])
+        if each.group is not None:
+            group[places] = np.array([number_of[name] for name in each.groups])[each.group]
+    return Owners(ids, owner, groups, group.astype(np.int32) if groups else None)
+
+
+def _take_owners(tables: Assignment) -> Owners:
+    """Return the owners in the user's table of clips."""
+    names = tables.clips.column("client").to_pylist()
+    owned = tables.has_role("train", "validation", "client_test")
+    ids = natural_order(list({name for name, mine in zip(names, owned, strict=True) if mine and name is not None}))
+    if not ids:
+        raise DataError("data.tables.clips: no training clip has a client; name the client of each")
+    place = {name: number for number, name in enumerate(ids)}
+    owner = [place.get(name, -1) if mine else -1 for name, mine in zip(names, owned, strict=True)]
+    return Owners(ids, np.array(owner))
 
 
 def check_classes(tables: Assignment, listed: Assignment, readable: Assignment) -> None:

@@ -11,7 +11,6 @@ makes a plan of its own (:class:`raydfl.training.plan.Plan`); a method for it dr
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -30,22 +29,21 @@ HIDDEN_LABEL = "hidden_label"
 class UnlabelledSettings(Settings):
     """Hidden labels: pools ``labelled`` and ``unlabelled``."""
 
-    keep: Annotated[
-        float | None,
-        Field(
-            gt=0, le=1, description="Share of each label's training clips that keep their label, rounded down. 0 to 1."
-        ),
-    ] = None
-    keep_clips: Annotated[
-        int | None, Field(ge=1, description="Training clips of each label that keep it, in place of keep.")
-    ] = None
-    use: Annotated[
-        float, Field(ge=0, le=1, description="Share of the other clips that are used, without their labels. 0 to 1.")
-    ] = 1.0
-    partition: Annotated[
-        PartitionSettings | None,
-        Field(description="How clips without labels are dealt to clients. null: by data.partition, like the others."),
-    ] = None
+    keep: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="Share of each label's training clips that keep their label, rounded down. 0 to 1.",
+    )
+    keep_clips: int | None = Field(
+        None, ge=1, description="Training clips of each label that keep it, in place of keep."
+    )
+    use: float = Field(
+        1.0, ge=0, le=1, description="Share of the other clips that are used, without their labels. 0 to 1."
+    )
+    partition: PartitionSettings | None = Field(
+        None, description="How clips without labels are dealt to clients. null: by data.partition, like the others."
+    )
 
     @model_validator(mode="after")
     def _one_way(self) -> UnlabelledSettings:
@@ -57,14 +55,13 @@ class UnlabelledSettings(Settings):
 class PoolSettings(Settings):
     """Training clips with certain values in a column."""
 
-    column: Annotated[str, Field(description="A column of the manifest: label, condition, domain ...")]
-    values: Annotated[
-        tuple[str | int | float, ...],
-        Field(min_length=1, description="Clips with one of these values are in the pool."),
-    ]
-    partition: Annotated[
-        PartitionSettings | None, Field(description="How the pool is dealt to clients. null: by data.partition.")
-    ] = None
+    column: str = Field(description="A column of the manifest: label, condition, domain ...")
+    values: tuple[str | int | float, ...] = Field(
+        min_length=1, description="Clips with one of these values are in the pool."
+    )
+    partition: PartitionSettings | None = Field(
+        None, description="How the pool is dealt to clients. null: by data.partition."
+    )
 
 
 def assign_pools(
@@ -83,21 +80,25 @@ def assign_pools(
     """
     without, train = tables.codes("label") < 0, tables.has_role("train")
     rows = np.flatnonzero(train)
-    if unlabelled is not None:
+    if "pool" in tables.clips.schema.names:
+        found = {name: np.flatnonzero(tables.codes("pool")[rows] == n) for n, name in enumerate(tables.pools)}
+    elif unlabelled is not None:
         found = _hide_labels(tables.codes("label")[rows], tables.classes, unlabelled, seed)
-    elif without.any():
+    elif pools:
+        found = _select_by_column(tables.select(rows), pools)
+    else:
+        found = {TRAIN: np.arange(len(rows))}
+    if UNLABELLED not in found and without.any():
         first = tables.clips.column("clip")[int(without.argmax())]
         raise DataError(
             f"{without.sum()} of {len(without)} clips have no label, the first {first}; label "
             f"them, leave them out of the manifest, or train on them as they are with data.unlabelled='{{}}'"
         )
-    else:
-        found = _select_by_column(tables.select(rows), pools) if pools else {TRAIN: np.arange(len(rows))}
     pool = np.full(len(train), -1, np.int8)
     for number, chosen in enumerate(found.values()):
         pool[rows[chosen]] = number
-    if pools and (idle := int((pool[rows] < 0).sum())):
-        tables = tables.with_message(f"{idle} training clips are in no pool, so nobody trains on them (data.pools)")
+    if unlabelled is None and (idle := int((pool[rows] < 0).sum())):
+        tables = tables.with_message(f"{idle} training clips are in no pool, so nobody trains on them")
     return tables.with_clips(pool=encode(pool, [*found])).select(np.where(train, pool >= 0, ~without))
 
 

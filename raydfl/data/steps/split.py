@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeGuard, cast
+from typing import Annotated, Literal, Self, TypeGuard, cast
 
 import numpy as np
 import pyarrow as pa
@@ -19,126 +19,91 @@ from raydfl.data.tables import ROLES, encode
 class HoldOutSettings(Settings):
     """The server's test set: clips with certain values in a column, a share of the column's values, or a share of the clips."""
 
-    by: Annotated[
-        str,
-        Field(
-            description="A column of the manifest: split (the official one), group (whole speakers), fold, session ...; or clip: "
-            "single clips, the same share of every label."
-        ),
-    ] = "split"
-    values: Annotated[
-        tuple[str | int | float, ...] | None,
-        Field(min_length=1, description="Clips with one of these values in the column are the test set, [1] of folds."),
-    ] = None
-    fraction: Annotated[
-        float | None,
-        Field(
-            gt=0,
-            lt=1,
-            description="Share of the column's values (or of the clips) that is drawn for the test set, 0 to 1.",
-        ),
-    ] = None
+    by: str = Field(
+        "split",
+        description="A column of the manifest: split (the official one), group (whole speakers), fold, session ...; or clip: "
+        "single clips, the same share of every label.",
+    )
+    values: tuple[str | int | float, ...] | None = Field(
+        None, min_length=1, description="Clips with one of these values in the column are held out, [1] of folds."
+    )
+    fraction: float | None = Field(
+        None, gt=0, lt=1, description="Share of the column's values, or of the clips, that is drawn. 0 to 1."
+    )
 
     @model_validator(mode="after")
-    def _one_way(self) -> HoldOutSettings:
-        if self.by != "split" or self.fraction is not None:
-            _check_one_way(self)
+    def _consistent(self) -> Self:
+        self._check()
         return self
 
+    def _check(self) -> None:
+        """Refuse a hold-out that is not chosen in exactly one way."""
+        if self.by != "split" or self.fraction is not None:
+            self._check_one_way()
 
-class ClientHoldOutSettings(Settings):
+    def _check_one_way(self) -> None:
+        if (self.values is None) == (self.fraction is None):
+            raise ValueError(f"by: {self.by} needs either values or fraction")
+        if self.by == "clip" and self.values is not None:
+            raise ValueError("by: clip needs fraction, not values")
+
+
+class ClientHoldOutSettings(HoldOutSettings):
     """A hold-out of each client, of its own clips; or of the server, of all clips that are left."""
 
-    by: Annotated[
-        str,
-        Field(description="clip: single clips; or a column of the manifest: split, condition, session, recording ..."),
-    ] = "clip"
-    values: Annotated[
-        tuple[str | int | float, ...] | None,
-        Field(min_length=1, description="Clips with one of these values in the column are held out."),
-    ] = None
-    fraction: Annotated[
-        float | None,
-        Field(
-            gt=0,
-            lt=1,
-            description="Share of the clips (each client's), or of the column's values, that is drawn, 0 to 1.",
-        ),
-    ] = None
-    stratify: Annotated[bool, Field(description="clip: the same share of every label that there is, each rounded.")] = (
-        False
+    by: str = Field(
+        "clip", description="clip: single clips; or a column of the manifest: split, condition, session, recording ..."
     )
-    others: Annotated[
-        float | None,
-        Field(
-            gt=0,
-            lt=1,
-            description="With values: share of each client's other clips that is held out besides, 0 to 1. null: none is.",
-        ),
-    ] = None
+    stratify: bool = Field(False, description="clip: the same share of every label that there is, each rounded.")
+    others: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="With values: share of each client's other clips that is held out besides, 0 to 1. null: none is.",
+    )
 
-    @model_validator(mode="after")
-    def _one_way(self) -> ClientHoldOutSettings:
-        _check_one_way(self)
+    def _check(self) -> None:
+        self._check_one_way()
         if self.others is not None and self.values is None:
             raise ValueError("others, a share of the clips with other values, goes with values")
         if self.by != "clip" and self.stratify:
             raise ValueError(f"stratify goes with by: clip, not with by: {self.by}")
-        return self
-
-
-def _check_one_way(settings: HoldOutSettings | ClientHoldOutSettings) -> None:
-    """Refuse a hold-out that is not chosen in exactly one way."""
-    if (settings.values is None) == (settings.fraction is None):
-        raise ValueError(f"by: {settings.by} needs either values or fraction")
-    if settings.by == "clip" and settings.values is not None:
-        raise ValueError("by: clip needs fraction, not values")
 
 
 class PublishedSettings(Settings):
     """The leaking protocol of published work on machines: clips that are trained on are tested on too."""
 
-    column: Annotated[str, Field(description="Column of the manifest that says which clips are normal.")] = "condition"
-    normal: Annotated[
-        tuple[str | int | float, ...], Field(min_length=1, description="Its values that mean normal.")
-    ] = ("normal",)
-    anomalies: Annotated[
-        float,
-        Field(
-            ge=0,
-            description="Anomalous clips of a group that are trained on, as a share of its normal ones, rounded; at most all.",
-        ),
-    ] = 0.2
+    column: str = Field("condition", description="Column of the manifest that says which clips are normal.")
+    normal: tuple[str | int | float, ...] = Field(("normal",), min_length=1, description="Its values that mean normal.")
+    anomalies: float = Field(
+        0.2,
+        ge=0,
+        description="Anomalous clips of a group that are trained on, as a share of its normal ones, rounded; at most all.",
+    )
 
 
 class SplitSettings(Settings):
     """The split: what is held out, and where."""
 
-    test: Annotated[
-        HoldOutSettings | None, Field(description="The server's test set. null: none, the clients train on everything.")
-    ] = HoldOutSettings()
-    official_validation: Annotated[
-        Literal["train", "validation", "drop"],
-        Field(
-            description="Clips of the official validation split: train (clients train on them), validation (the server measures on "
-            "them, to choose a round or a setting), drop."
-        ),
-    ] = "train"
-    client_test: Annotated[
-        ClientHoldOutSettings | None,
-        Field(description="What every client holds out for a test set of its own. null: none has one."),
-    ] = None
-    server_validation: Annotated[
-        ClientHoldOutSettings | None,
-        Field(description="What the server holds out besides, of the clips that are left. null: nothing."),
-    ] = None
-    validation: Annotated[
-        Annotated[float, Field(ge=0, lt=1)] | ClientHoldOutSettings,
-        Field(
-            description="Share of every client's clips that it holds out for its own validation, rounded, 0 to 1; one clip at "
-            "least stays in training. Or a group like client_test.",
-        ),
-    ] = 0.0
+    test: HoldOutSettings | None = Field(
+        HoldOutSettings(), description="The server's test set. null: none, the clients train on everything."
+    )
+    official_validation: Literal["train", "validation", "drop"] = Field(
+        "train",
+        description="Clips of the official validation split: train (clients train on them), validation (the server measures on "
+        "them, to choose a round or a setting), drop.",
+    )
+    client_test: ClientHoldOutSettings | None = Field(
+        None, description="What every client holds out for a test set of its own. null: none has one."
+    )
+    server_validation: ClientHoldOutSettings | None = Field(
+        None, description="What the server holds out besides, of the clips that are left. null: nothing."
+    )
+    validation: Annotated[float, Field(ge=0, lt=1)] | ClientHoldOutSettings = Field(
+        0.0,
+        description="Share of every client's clips that it holds out for its own validation, rounded, 0 to 1; one clip at "
+        "least stays in training. Or a group like client_test.",
+    )
     as_published: Annotated[
         PublishedSettings | None,
         BeforeValidator(lambda value: {True: {}, False: None}.get(value, value) if isinstance(value, bool) else value),
@@ -305,9 +270,7 @@ def with_values(tables: Assignment, settings: ClientHoldOutSettings, seed: int, 
     return chosen
 
 
-def _check_values(
-    settings: HoldOutSettings | ClientHoldOutSettings, present: list[str], what: str, remedy: str
-) -> list[str]:
+def _check_values(settings: HoldOutSettings, present: list[str], what: str, remedy: str) -> list[str]:
     """Return the values to be held out, each of which some clip must have."""
     wanted = ["test"] if settings.values is None else [*map(str, settings.values)]
     for value in wanted:

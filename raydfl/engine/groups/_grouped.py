@@ -18,13 +18,13 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from raydfl.core.errors import ConfigError
 from raydfl.core.metrics import pool
 from raydfl.core.part_names import plain_name
 from raydfl.core.spool import Spool
-from raydfl.core.types import Client, Metric, Metrics, State, Task, Tensors, Update
+from raydfl.core.types import BuiltModels, Client, Metric, Metrics, State, Task, Tensors, Update
 from raydfl.data import Examples
 from raydfl.engine.groups._membership import BOOK, GLOBAL, PREFIX, Membership, entry_key, split_key
 from raydfl.engine.groups._rule import GroupRule, Sent
@@ -70,9 +70,7 @@ class Grouped(Method):
     ungrouped: Method
     discovery: GroupRule
 
-    def init(
-        self, clients: Sequence[Client], models: Sequence[Mapping[str, nn.Module]], rng: np.random.Generator
-    ) -> State:
+    def init(self, clients: Sequence[Client], models: BuiltModels, rng: np.random.Generator) -> State:
         """Return the method's state; with the groups that exist from the beginning, if there are any.
 
         Raises:

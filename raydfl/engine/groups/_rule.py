@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
@@ -114,6 +115,28 @@ class GroupRule(StrictTypes, ABC):
             sent: first updates, in client order, to be read once.
             kept: the last division's.
         """
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiscoveryRule(GroupRule, ABC):
+    """Base of rules that find groups without the clients' profiles, which serve to measure them."""
+
+    truth: Annotated[
+        str, Field(description="name in the clients' profile with which the groups are compared; it decides nothing")
+    ] = "part"
+
+    @property
+    def column(self) -> str:
+        """The column with which groups are compared."""
+        return self.truth
+
+    def check(self, clients: Sequence[Client], tensors: Sequence[str]) -> None:
+        """Reject a server that has no model."""
+        if not tensors:
+            raise ConfigError(
+                f"train.groups: {type(self).__name__.lower()} finds groups by the server's models, but this method shares none "
+                f"under 'global'; take train.groups=known, or another method"
+            )
 
 
 def name_clusters(book: Membership, clients: Sequence[str], labels: Sequence[int]) -> Membership:

@@ -32,13 +32,13 @@ from raydfl.core.clustering import distances
 from raydfl.core.errors import ConfigError
 from raydfl.core.types import Client, Ratio, Tensors
 from raydfl.engine.groups._membership import Membership
-from raydfl.engine.groups._rule import Division, GroupRule, Sent, name_clusters
+from raydfl.engine.groups._rule import DiscoveryRule, Division, Sent, name_clusters
 
 _Change = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cfl(GroupRule):
+class Cfl(DiscoveryRule):
     """Groups by recursive bipartition, from one group on."""
 
     eps_mean: Annotated[float, Field(ge=0, description="norm of a group's mean change below which it may be split")] = (
@@ -51,14 +51,6 @@ class Cfl(GroupRule):
         float, Field(ge=0, le=1, description="least separation of the halves, sqrt((1 - a_cross) / 2); 0: any")
     ] = 0.0
     min_size: Annotated[int, Field(ge=1, description="clients that each half has at least")] = 1
-    truth: Annotated[
-        str, Field(description="name in the clients' profile with which the groups are compared; it decides nothing")
-    ] = "part"
-
-    @property
-    def column(self) -> str:
-        """The column with which groups are compared."""
-        return self.truth
 
     def check(self, clients: Sequence[Client], tensors: Sequence[str]) -> None:
         """Reject fewer clients than two halves need, and a server that has no model."""
@@ -67,11 +59,7 @@ class Cfl(GroupRule):
                 f"train.groups.min_size is {self.min_size}, but {len(clients)} clients cannot be split into two such halves; lower "
                 f"it"
             )
-        if not tensors:
-            raise ConfigError(
-                "train.groups: cfl compares the clients' changes of the server's models, but this method shares none under "
-                "'global'; take train.groups=known, or another method"
-            )
+        super().check(clients, tensors)
 
     def divide(self, book: Membership, sent: Iterable[Sent], kept: Tensors) -> Division:
         """Split each group whose norms meet the criteria."""

@@ -24,7 +24,7 @@ from raydfl.core.errors import ConfigError, nearest
 from raydfl.core.part_names import plain_name
 from raydfl.core.types import Client, Ratio, Tensors
 from raydfl.engine.groups._membership import Membership
-from raydfl.engine.groups._rule import Division, GroupRule, Sent, name_clusters
+from raydfl.engine.groups._rule import DiscoveryRule, Division, Sent, name_clusters
 
 
 def _layers_of(tensors: Iterable[str]) -> list[str]:
@@ -33,7 +33,7 @@ def _layers_of(tensors: Iterable[str]) -> list[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hdbscan(GroupRule):
+class Hdbscan(DiscoveryRule):
     """Groups by HDBSCAN on the changes of the last layers."""
 
     distance: Annotated[Distance, Field(description="between two updates; the paper: cosine")] = "cosine"
@@ -64,9 +64,6 @@ class Hdbscan(GroupRule):
             "cohort are clustered too, by what they sent before",
         ),
     ] = 0.0
-    truth: Annotated[
-        str, Field(description="name in the clients' profile with which the groups are compared; it decides nothing")
-    ] = "part"
 
     def __post_init__(self) -> None:
         """Refuse to look at no layer."""
@@ -89,11 +86,6 @@ class Hdbscan(GroupRule):
                 f"train.groups.layers: no tensor's name begins with {' or '.join(self.layers)}; {nearest(self.layers[0], names)}"
             )
         return found
-
-    @property
-    def column(self) -> str:
-        """The column with which groups are compared."""
-        return self.truth
 
     def check(self, clients: Sequence[Client], tensors: Sequence[str]) -> None:
         """Reject a number of layers that the clients do not share, and names of none."""

@@ -25,13 +25,13 @@ from pydantic.dataclasses import dataclass
 from raydfl.core.errors import ConfigError
 from raydfl.core.types import Client, Ratio, State, Tensors
 from raydfl.engine.groups._membership import GLOBAL, PREFIX, Membership
-from raydfl.engine.groups._rule import Division, GroupRule, Sent
+from raydfl.engine.groups._rule import DiscoveryRule, Division, Sent
 from raydfl.methods import Method
 from raydfl.training import Step
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ifca(GroupRule):
+class Ifca(DiscoveryRule):
     """Groups by the clients' own choice among all groups' models."""
 
     choosing: ClassVar[bool] = True
@@ -43,24 +43,12 @@ class Ifca(GroupRule):
             gt=0, description="noise on the first models of all groups but one, in standard deviations of each tensor"
         ),
     ] = 1.0
-    truth: Annotated[
-        str, Field(description="name in the clients' profile with which the groups are compared; it decides nothing")
-    ] = "part"
-
-    @property
-    def column(self) -> str:
-        """The column with which groups are compared."""
-        return self.truth
 
     def check(self, clients: Sequence[Client], tensors: Sequence[str]) -> None:
         """Reject more groups than clients, and a server that has no model to choose."""
         if len(clients) < self.groups and "part" not in clients[0].profile:
             raise ConfigError(f"train.groups.groups is {self.groups}, but there are {len(clients)} clients; lower it")
-        if not tensors:
-            raise ConfigError(
-                "train.groups: ifca has clients choose among the server's models, but this method shares none under 'global'; take "
-                "train.groups=known, or another method"
-            )
+        super().check(clients, tensors)
 
     def begin(self, state: State, parameters: Collection[str], rng: np.random.Generator) -> dict[str, State]:
         """Return the first state of each group."""

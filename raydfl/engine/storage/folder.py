@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -196,7 +196,7 @@ def _differing(run_dir: Path, config: Config, trust: bool) -> str:
     elif config.digest() == digest:
         return ""
     now = config.model_dump(mode="json")
-    changes = decisive_changes(began, now) or _differences(began, now, _CHOOSING)
+    changes = decisive_changes(began, now) or _list_changes(began, now, lambda key: key.startswith(_CHOOSING))
     return "; ".join(changes[:_LISTED]) or "what its settings name has changed"
 
 
@@ -210,13 +210,16 @@ _NOT_FREE = ("run.seed", "ray.threads")
 
 
 def decisive_changes(began: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Say which settings that decide the numbers differ, ``train.optimiser.lr: 0.1 there, 0.2 here``, by their values alone."""
+    """List the differing settings that decide the numbers, ``train.optimiser.lr: 0.1 there, 0.2 here``, by their values alone."""
+    return _list_changes(began, now, lambda key: not key.startswith(_FREE) or key.startswith(_NOT_FREE))
+
+
+def _list_changes(began: Mapping[str, Any], now: Mapping[str, Any], counts: Callable[[str], bool]) -> list[str]:
     before, after = flatten(began), flatten(now)
     return [
         f"{key}: {before.get(key)!r} there, {after.get(key)!r} here"
         for key in {**before, **after}
-        if _without_folder(before.get(key)) != _without_folder(after.get(key))
-        and (not key.startswith(_FREE) or key.startswith(_NOT_FREE))
+        if counts(key) and _without_folder(before.get(key)) != _without_folder(after.get(key))
     ]
 
 
@@ -239,16 +242,6 @@ def describe_edit(run_dir: Path, began: Mapping[str, Any], now: Mapping[str, Any
         except RunDirectoryError:
             changes = added
     return "; ".join(changes)
-
-
-def _differences(began: Mapping[str, Any], now: Mapping[str, Any], beginnings: tuple[str, ...]) -> list[str]:
-    """Say which settings differ of those that begin so."""
-    before, after = flatten(dict(began)), flatten(dict(now))
-    return [
-        f"{key}: {before.get(key)!r} there, {after.get(key)!r} here"
-        for key in {**before, **after}
-        if key.startswith(beginnings) and before.get(key) != after.get(key)
-    ]
 
 
 def _without_folder(value: Any) -> Any:

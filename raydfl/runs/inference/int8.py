@@ -8,11 +8,9 @@ softmax.
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +24,9 @@ from raydfl.core.errors import DataError, InputError, RunDirectoryError
 from raydfl.core.metrics import summarise
 from raydfl.data import Examples, Population
 from raydfl.objectives import Objective
-from raydfl.runs.inference.graph import Graph, output_names
 from raydfl.runs.inference.model import RunModel
+from raydfl.runs.inference.network import Graph, open_session, quiet
 from raydfl.runs.inference.recordings import LEAST_FRAMES
-from raydfl.runs.inference.wave import session_of
 
 QUANTISED = ("Conv", "Gemm", "MatMul")
 """Operators whose weights and inputs become int8."""
@@ -38,44 +35,8 @@ _CALIBRATION = 128
 _BATCH = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """A score of the network in floats and in int8 on the same clips."""
-
-    metric: str
-    """Its name, such as ``accuracy``."""
-    split: str
-    """``"test"``, ``"client_test"`` or ``"validation"``."""
-    clips: int
-    float32: float
-    int8: float
-
-
-@dataclass(frozen=True, slots=True)
-class Quantised:
-    """A graph in int8."""
-
-    graph: Graph
-    calibration: int
-    """Training examples from which ranges were learnt."""
-    operators: int
-    """Operators that became int8."""
-    measured: Measured | None
-    """``None``: there is nothing held out here to measure it on."""
-
-    @property
-    def description(self) -> dict[str, Any]:
-        """The entry ``quantised`` of the JSON file."""
-        return {
-            "type": "int8",
-            "operators": self.operators,
-            "calibration_examples": self.calibration,
-            "measured": None if self.measured is None else asdict(self.measured),
-        }
-
-
-def quantise(model: RunModel, graph: Graph) -> Quantised:
-    """Return a graph in int8, measured on what the run holds out.
+def quantise(model: RunModel, graph: Graph) -> tuple[Graph, dict[str, Any]]:
+    """Return a graph in int8, and its description: what was quantised, and its score beside that in floats on held-out clips.
 
     Args:
         model: of the run.
@@ -85,20 +46,20 @@ def quantise(model: RunModel, graph: Graph) -> Quantised:
         InputError: there are no training clips here to learn ranges from, or nothing in the network can be quantised.
     """
     train, held_out, split = _examples(model)
-    random = np.random.default_rng(0)
-    chosen = np.sort(random.permutation(len(train))[:_CALIBRATION])
+    chosen = np.sort(np.random.default_rng(0).permutation(len(train))[:_CALIBRATION])
     content, operators = _static(graph.content, list(_given(model, graph, train.take(chosen))))
     if not operators:
         raise InputError(
             f"--quantize int8: model {model.name!r} ({model.spec.architecture}) has no convolution and no linear layer that could "
             f"be quantised; leave it out"
         )
-    found = Graph(content, graph.frames, graph.lengths, graph.difference)
-    measured = None
+    found, measured = replace(graph, content=content), None
     if len(held_out) and type(model.objective).metrics is not Objective.metrics:
-        scores = [_score(model, each, held_out) for each in (graph, found)]
-        measured = Measured(model.objective.headline, split, len(np.unique(held_out.clips)), *scores)
-    return Quantised(found, len(chosen), operators, measured)
+        clips = len(np.unique(held_out.clips))
+        scores = {kind: _score(model, each, held_out) for kind, each in (("float32", graph), ("int8", found))}
+        measured = {"metric": model.objective.headline, "split": split, "clips": clips, **scores}
+    facts = {"type": "int8", "operators": operators, "calibration_examples": len(chosen), "measured": measured}
+    return found, facts
 
 
 def _examples(model: RunModel) -> tuple[Examples, Examples, str]:
@@ -118,7 +79,7 @@ def _examples(model: RunModel) -> tuple[Examples, Examples, str]:
         if len(data.test):
             held_out, split = data.test, "client_test"
     else:
-        part = population.each[model.name.partition(":")[0] if population.parts else ""]
+        part = population.parts.get(model.name.partition(":")[0], population)
         found = part.first_examples(int(part.sizes().sum()))
         if found is None:
             raise InputError(
@@ -149,7 +110,7 @@ def _given(model: RunModel, graph: Graph, examples: Examples) -> Iterator[dict[s
 
 def _score(model: RunModel, graph: Graph, examples: Examples) -> float:
     """Return the objective's headline score of a graph."""
-    session, name = session_of(graph.content), output_names(model.objective)[0]
+    session, name = open_session(graph.content), model.output_names[0]
     outputs = np.concatenate([session.run([name], given)[0] for given in _given(model, graph, examples)])
     metrics = summarise(model.objective.metrics(torch.from_numpy(outputs), examples))
     return metrics[model.objective.headline].value
@@ -167,7 +128,7 @@ class _Clips(CalibrationDataReader):  # type: ignore[misc]
 
 def _static(content: bytes, batches: list[dict[str, np.ndarray]]) -> tuple[bytes, int]:
     """Return an ONNX model in int8, and how many operators became that."""
-    with tempfile.TemporaryDirectory(prefix="raydfl-int8-") as name, _quiet():
+    with tempfile.TemporaryDirectory(prefix="raydfl-int8-") as name, quiet(""):
         folder = Path(name)
         given, prepared, quantised = (folder / f"{part}.onnx" for part in ("given", "prepared", "int8"))
         given.write_bytes(content)
@@ -184,15 +145,3 @@ def _static(content: bytes, batches: list[dict[str, np.ndarray]]) -> tuple[bytes
             weight_type=QuantType.QInt8,
         )
         return quantised.read_bytes(), len(wanted)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep back the quantiser's remarks, which it makes on the root logger."""
-    logger: Any = logging.getLogger()
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

@@ -83,6 +83,11 @@ class RunModel:
         best = f" ({self.chosen})" if self.chosen else ""
         return f"{self.name} ({self.spec.architecture}) of {self.run_dir}, round {self.round}{best}, {whose}"
 
+    @property
+    def output_names(self) -> tuple[str, ...]:
+        """Names of the outputs of its graph: logits and probabilities, or the score, or plain outputs."""
+        return {"score": ("score",), "none": ("outputs",)}.get(self.objective.answers, ("logits", "probabilities"))
+
     def logits(self, x: Tensor, lengths: Tensor | None) -> Tensor:
         """Return the network's outputs float32 [batch, outputs]: those of a classifier, or what the objective makes of them.
 
@@ -342,7 +347,7 @@ class _Run:
         return networks, {name for name in names if name not in (there if self.method.shared(name) else own)}
 
     def _made(self, label: str, client_id: str, part: str, specs: Specs, name: str, network: nn.Module) -> RunModel:
-        population, data = self.population.each[part], self.config.data.each[part]
+        population, data = self.population.parts[part], self.config.data.each[part]
         inputs = population.shape(FIRST_VIEW, data)
         unnamed = ModelSpec(name, type(network).__name__, inputs, len(population.classes))
         spec = next((spec for spec in specs if spec.name == name), unnamed)

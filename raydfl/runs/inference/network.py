@@ -1,4 +1,4 @@
-"""A network as an ONNX graph, with PyTorch's exporter, and its comparison with the network itself.
+"""Modules as ONNX graphs by PyTorch's exporter, and a run's network as such a graph, compared with PyTorch.
 
 raydfl's own operators have no counterpart in ONNX, so PyTorch's are traced (``ops.use("torch")``) and two modules are replaced
 before: a GRU of one layer becomes one ``GRU`` node, which takes lengths too; a convolution with pooling becomes PyTorch's. Batch
@@ -12,26 +12,82 @@ import copy
 import io
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import onnxruntime
 import torch
+from onnxscript import optimizer
 from torch import Tensor, nn
 
 from raydfl.core.errors import InputError
 from raydfl.core.ops import Conv1d, use
-from raydfl.objectives import Objective
-from raydfl.runs.inference.graph import OPSET, TOLERANCE, Graph, output_names
 from raydfl.runs.inference.model import RunModel
 
+OPSET = 18
+"""Version of the ONNX operators."""
+_FOLDED = 2048
+"""Elements of the largest constant that is computed before: the matrix of a Fourier transform is computed when a file is opened."""
+TOLERANCE = 1e-4
+"""Largest difference of an answer, relative to the largest one or to 1, up to which two implementations agree."""
 _BATCH, _FRAMES = 3, 96
-"""Size of the example that the network is traced with; neither is 1, which the exporter would take for a constant."""
+"""Size of the example that the network is traced with; a size of 1 would be taken for a constant."""
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """An ONNX model in memory."""
+
+    content: bytes
+    frames: int | None
+    """Frames that it takes; ``None``: any number."""
+    lengths: bool
+    """True if it has the input ``lengths``."""
+    difference: float
+    """Largest difference to PyTorch of an output."""
+
+
+def trace(module: nn.Module, given: Mapping[str, Tensor], sizes: Sequence[Any], outputs: Sequence[str]) -> bytes:
+    """Return a module as an ONNX model.
+
+    Args:
+        module: in evaluation mode; its modules are replaced already.
+        given: an example of each input.
+        sizes: the free dimensions of each input by name, as ``torch.export`` takes them.
+        outputs: names.
+    """
+    with quiet("torch.onnx", "torch.fx", "onnxscript", "onnx_ir"), use("torch"), torch.no_grad():
+        program: Any = torch.onnx.export(
+            module,
+            tuple(given.values()),
+            dynamo=True,
+            dynamic_shapes=tuple(sizes),
+            input_names=[*given],
+            output_names=[*outputs],
+            opset_version=OPSET,
+            optimize=False,
+            verbose=False,
+        )
+        optimizer.optimize(program.model, output_size_limit=_FOLDED)
+    proto = program.model_proto
+    for node in proto.graph.node:
+        del node.metadata_props[:]  # the places in the code that made it
+    content: bytes = proto.SerializeToString()
+    return content
+
+
+def open_session(content: bytes, threads: int = 0) -> Any:
+    """Return an ONNX Runtime session on the CPU that reports errors only; ``threads`` 0: as many as there are cores."""
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    options.intra_op_num_threads = threads
+    return onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
 
 
 def to_onnx(model: RunModel, with_lengths: bool | None = None) -> Graph:
-    """Return the network with the inputs ``x`` and (where lengths differ) ``lengths`` and the outputs of :func:`output_names`.
+    """Return the network with the inputs ``x`` and (if lengths differ) ``lengths`` and the outputs ``model.output_names``.
 
     Args:
         model: of the run.
@@ -47,7 +103,7 @@ def to_onnx(model: RunModel, with_lengths: bool | None = None) -> Graph:
     # With a fixed number of frames only where all recordings have it.
     for frames in (None,) if with_lengths or images else (None, model.length):
         try:
-            network = _Outputs(_replaced(model.network), model.objective).eval()
+            network = _Outputs(replace_modules(model.network), model).eval()
             content = _traced(network, model, frames, with_lengths)
             return Graph(content, frames, with_lengths, _checked(content, model, frames, with_lengths))
         except InputError:
@@ -64,25 +120,21 @@ def to_onnx(model: RunModel, with_lengths: bool | None = None) -> Graph:
 class _Outputs(nn.Module):
     """The outputs, and where these are logits the probabilities."""
 
-    def __init__(self, network: nn.Module, objective: Objective) -> None:
+    def __init__(self, network: nn.Module, model: RunModel) -> None:
         super().__init__()
-        self.network = network
-        self.objective = objective
+        self.network, self.objective = network, model.objective
+        self.count = len(model.output_names)
 
     def forward(self, x: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, ...]:
         outputs = self.network(x, lengths)
-        return (outputs, self.objective.answer(outputs)) if len(output_names(self.objective)) == 2 else (outputs,)
+        return (outputs, self.objective.answer(outputs)) if self.count == 2 else (outputs,)
 
 
-class _Convolution(nn.Module):
+class _Convolution(Conv1d):
     """raydfl.ops.Conv1d in PyTorch's own operations."""
 
-    def __init__(self, convolution: Conv1d) -> None:
-        super().__init__()
-        self.convolution = convolution
-
     def forward(self, x: Tensor) -> Tensor:
-        return nn.Conv1d.forward(self.convolution, x)
+        return nn.Conv1d.forward(self, x)
 
     def pooled(self, x: Tensor, pool: int, lengths: Tensor | None = None) -> Tensor:
         if lengths is not None:
@@ -115,20 +167,18 @@ class _Recurrence(nn.Module):
         self.directions, self.hidden = len(ways), gru.hidden_size
 
     def forward(self, x: Tensor, hx: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        if hx is not None:
-            raise InputError("a GRU that starts from a given state cannot be exported")
-        return self._node(x, None)
+        return self._node(x, None, hx)
 
     def outputs(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
-        return self._node(x, lengths)[0]
+        return self._node(x, lengths, None)[0]
 
-    def _node(self, x: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _node(self, x: Tensor, lengths: Tensor | None, hx: Tensor | None) -> tuple[Tensor, Tensor]:
         frames_first = x.transpose(0, 1)
         frames, batch = frames_first.shape[:2]
         counts = None if lengths is None else lengths.to(torch.int32)
         outputs, last = torch.onnx.ops.symbolic_multi_out(
             "GRU",
-            (frames_first, self.weights, self.recurrent_weights, self.biases, counts),
+            (frames_first, self.weights, self.recurrent_weights, self.biases, counts, hx),
             attrs=self.attributes,
             dtypes=(x.dtype, x.dtype),
             shapes=((frames, self.directions, batch, self.hidden), (self.directions, batch, self.hidden)),
@@ -147,14 +197,14 @@ def _reordered(gates: Tensor) -> Tensor:
     return torch.cat([update, reset, candidate])
 
 
-def _replaced(network: nn.Module) -> nn.Module:
+def replace_modules(network: nn.Module) -> nn.Module:
     """Return a copy of the network with the modules that need it replaced."""
     network = copy.deepcopy(network)
     holder = nn.ModuleDict({"network": network})
     for parent in list(holder.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, Conv1d):
-                setattr(parent, name, _Convolution(child))
+                child.__class__ = _Convolution
             elif isinstance(child, nn.GRU) and child.num_layers == 1 and child.batch_first:
                 setattr(parent, name, _Recurrence(child))
     return holder["network"]
@@ -165,19 +215,8 @@ def _traced(network: nn.Module, model: RunModel, frames: int | None, with_length
     fixed = frames or isinstance(model.spec.inputs, tuple)
     any_size = {0: "batch"} if fixed else {0: "batch", 1: "frames"}
     sizes = (any_size, {0: "batch"}) if with_lengths else (any_size,)
-    with _quiet(), use("torch"), torch.no_grad():
-        program: Any = torch.onnx.export(
-            network,
-            (x, lengths) if with_lengths else (x,),
-            dynamo=True,
-            dynamic_shapes=sizes,
-            input_names=["x", "lengths"][: len(sizes)],
-            output_names=[*output_names(model.objective)],
-            opset_version=OPSET,
-            verbose=False,
-        )
-    content: bytes = program.model_proto.SerializeToString()
-    return content
+    given = {"x": x} if lengths is None else {"x": x, "lengths": lengths}
+    return trace(network, given, sizes, model.output_names)
 
 
 def _example(model: RunModel, batch: int, frames: int, with_lengths: bool) -> tuple[Tensor, Tensor | None]:
@@ -199,15 +238,12 @@ def _checked(content: bytes, model: RunModel, frames: int | None, with_lengths: 
     Raises:
         InputError: the two do not agree.
     """
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3  # errors
-    session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
-    worst = 0.0
-    for batch, length in _sizes(frames):
+    session, worst = open_session(content), 0.0
+    for batch, length in ((1, frames or 64), (2, frames or 101), (5, frames or 230)):
         x, lengths = _example(model, batch, length, with_lengths)
         expected = model.logits(x, lengths).numpy()
         given = {"x": x.numpy()} if lengths is None else {"x": x.numpy(), "lengths": lengths.numpy()}
-        found, *answers = session.run([*output_names(model.objective)], given)
+        found, *answers = session.run([*model.output_names], given)
         difference = float(np.abs(found - expected).max())
         limit = TOLERANCE * max(1.0, float(np.abs(expected).max()))
         said = model.objective.answer(torch.from_numpy(expected)).numpy()
@@ -220,11 +256,6 @@ def _checked(content: bytes, model: RunModel, frames: int | None, with_lengths: 
     return worst
 
 
-def _sizes(frames: int | None) -> Sequence[tuple[int, int]]:
-    """(batch, frames) of the batches that are compared."""
-    return [(batch, frames or length) for batch, length in ((1, 64), (2, 101), (5, 230))]
-
-
 def _reason(error: Exception) -> str:
     """Return the innermost cause of an exporter's error in one line."""
     while error.__cause__ is not None and isinstance(error.__cause__, Exception):
@@ -234,9 +265,9 @@ def _reason(error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep back the exporter's remarks about its own work, which where it fails are pages of its intermediate code."""
-    logs = [logging.getLogger(name) for name in ("torch.onnx", "torch.fx", "onnxscript", "onnx_ir")]
+def quiet(*names: str) -> Iterator[None]:
+    """Keep back what exporters say of their own work: warnings, pages of intermediate code, and messages of loggers by name."""
+    logs = [logging.getLogger(name) for name in names]
     levels = [log.level for log in logs]
     for log in logs:
         log.setLevel(logging.ERROR)

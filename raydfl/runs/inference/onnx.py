@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +14,6 @@ from raydfl.core.files import write_durably
 from raydfl.core.version import __version__
 from raydfl.engine.storage import file_name_of
 from raydfl.runs.inference.front_end import describe_front_end
-from raydfl.runs.inference.graph import Graph, output_names
 from raydfl.runs.inference.model import RunModel, load_model
 from raydfl.runs.inference.recordings import LEAST_FRAMES
 
@@ -112,7 +111,7 @@ def export_model(
     path = _default_path(loaded, form, quantize) if out is None else Path(out)
     if path.suffix != ".onnx":
         raise InputError(f"--out {path}: the name must end in .onnx")
-    made = _made(loaded, form, quantize is not None)
+    made = _make(loaded, form, quantize is not None)
     text = json.dumps(_describe(loaded, made, path.name), indent=1)
     beside = path.with_suffix(".json")
     properties = {"raydfl": text, **made.properties}
@@ -133,7 +132,7 @@ def _check_form(given: str, quantize: str | None, streaming: bool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """An ONNX model and what is to be said of it."""
+    """An ONNX model and what its description says of it."""
 
     content: bytes
     inputs: dict[str, Any]
@@ -145,36 +144,41 @@ class _Made:
     """Properties of the ONNX file besides the description."""
 
 
-def _made(model: RunModel, form: str, int8: bool) -> _Made:
+def _make(model: RunModel, form: str, int8: bool) -> _Made:
     """Return the ONNX model in one of its forms: features, wave or streaming."""
     # These need the extra onnx, which predict and the report can do without.
     from raydfl.runs.inference import network, streaming, wave
 
     if form == "streaming":
-        content = streaming.of_streams(model)
-        return _of_waves(model, content, streaming.checked_stream(content, model), streaming.state_shapes(model))
+        content = streaming.stream_graph(model)
+        stream = streaming.Stream(network.open_session(content), 2)
+        difference = streaming.largest_difference(stream.hear, model)
+        return _describe_waves(model, content, difference, streaming.Streaming(model).shapes, {})
     if form == "wave":
-        wave.check_front_end(model)
+        wave.Answer(model, model.logits)  # refuses early what cannot be exported
     graph = network.to_onnx(model, wave.takes_lengths(model) if form == "wave" else None)
     more = {}
     if int8:
         from raydfl.runs.inference.int8 import quantise  # needs the extra onnx
 
-        quantised = quantise(model, graph)
-        graph, more = quantised.graph, {"quantised": quantised.description}
+        graph, quantised = quantise(model, graph)
+        more = {"quantised": quantised}
     if form == "features":
         return _Made(graph.content, _inputs(model, graph), _outputs(model), graph.difference, more)
-    content = wave.of_waves(model, graph)
-    found = _of_waves(model, content, wave.checked(content, model, tolerant=int8), {})
-    return replace(found, more={**found.more, **more})
+    content = wave.answer_graph(model, graph)
+    session = network.open_session(content)
+    difference = wave.largest_difference(lambda given: session.run(None, {"samples": given})[0], model, tolerant=int8)
+    return _describe_waves(model, content, difference, {}, more)
 
 
-def _of_waves(model: RunModel, content: bytes, difference: float, state: Mapping[str, Sequence[int | str]]) -> _Made:
-    """Return a graph that takes samples, with what is to be said of it."""
-    from raydfl.runs.inference.spectrum import settings_of  # needs the extra onnx
+def _describe_waves(
+    model: RunModel, content: bytes, difference: float, state: Mapping[str, Sequence[int | str]], more: dict[str, Any]
+) -> _Made:
+    """Return a graph that takes samples, with its description."""
+    from raydfl.runs.inference.wave import read_settings  # needs the extra onnx
 
-    rate = settings_of(model).sample_rate
-    outputs = dict([list(_outputs(model).items())[-1]])
+    rate = read_settings(model).sample_rate
+    name, answers = [*_outputs(model).items()][-1]
     given = {
         "dtype": "float32",
         "shape": ["batch", "samples"],
@@ -184,9 +188,9 @@ def _of_waves(model: RunModel, content: bytes, difference: float, state: Mapping
     kinds = {name: "int64" if name == "heard" else "float32" for name in state}
     states = {name: {"dtype": kinds[name], "shape": list(shape)} for name, shape in state.items()}
     inputs = {"samples": given, **{name: {**said, "begins": 0} for name, said in states.items()}}
-    outputs |= {f"next_{name}": {**said, "what": f"{name} of the next call"} for name, said in states.items()}
+    following = {f"next_{name}": {**said, "what": f"{name} of the next call"} for name, said in states.items()}
     properties = {"sample_rate": str(rate), "classes": json.dumps(list(model.classes))}
-    return _Made(content, inputs, outputs, difference, {"sample_rate": rate}, properties)
+    return _Made(content, inputs, {name: answers, **following}, difference, {"sample_rate": rate, **more}, properties)
 
 
 def _default_path(model: RunModel, form: str, quantize: str | None) -> Path:
@@ -195,7 +199,7 @@ def _default_path(model: RunModel, form: str, quantize: str | None) -> Path:
     return model.run_dir / "export" / f"{'-'.join([file_name_of(name), *filter(None, endings)])}.onnx"
 
 
-def _inputs(model: RunModel, graph: Graph) -> dict[str, Any]:
+def _inputs(model: RunModel, graph: Any) -> dict[str, Any]:
     size = model.spec.inputs
     shape = [*size] if isinstance(size, tuple) else ["any" if graph.frames is None else graph.frames, size]
     what = "images" if isinstance(size, tuple) else "features"
@@ -212,7 +216,7 @@ def _inputs(model: RunModel, graph: Graph) -> dict[str, Any]:
 def _outputs(model: RunModel) -> dict[str, Any]:
     return {
         name: {"dtype": "float32", "shape": ["batch", len(model.classes)], **_MEANINGS[model.objective.answers, name]}
-        for name in output_names(model.objective)
+        for name in model.output_names
     }
 
 
@@ -253,7 +257,7 @@ def _describe(model: RunModel, made: _Made, file: str) -> dict[str, Any]:
         "front_end": describe_front_end(
             model.view,
             model.statistics,
-            output_names(model.objective)[0 if model.objective.averages_logits() else -1],
+            model.output_names[0 if model.objective.averages_logits() else -1],
         ),
     }
 

@@ -107,7 +107,7 @@ def _scored(run: _Run, model: str | None, threshold: Threshold | None) -> Iterat
     population = Population.load(run.run_dir / "population").use(run.config.data)
     first = 0
     for part, data in run.config.data.each.items():
-        of_part = population.each[part]
+        of_part = population.parts[part]
         names = list_clips(data, run.config.run.seed)[0].column("clip").to_pylist()
         for number in range(len(of_part)):
             test = of_part.data(number).test

@@ -202,7 +202,8 @@ class MlflowTracker(Tracker):
                 f"MLflow at {self.uri} no longer has the run {run_id}; a new one is made and filled from the record"
             )
             self._behind = True
-        run = client.create_run(self._experiment(client), run_name=run_name, tags=dict(tags))
+        below = {"mlflow.parentRunId": self._settings.parent} if self._settings.parent else {}
+        run = client.create_run(self._experiment(client), run_name=run_name, tags={**tags, **below})
         self._run_id = run.info.run_id
 
     def _find_run(self, run_id: str) -> Any:

@@ -212,10 +212,10 @@ def test_a_sweep_runs_side_by_side_is_stopped_and_goes_on(
     assert head.status("sweep") == "STOPPED"
     texts = [str(event.get("text")) for event in events_of(head.job("logs", "sweep").stdout)]
     assert any(text.startswith("4 runs to do, 3 at a time") for text in texts), texts
-    assert any("runs are not finished; the same command goes on with them" in text for text in texts), texts
+    assert any("runs are not finished; the same command continues them" in text for text in texts), texts
     again = head.job("submit", *PATIENCE, *command, folder=package)
     assert again.returncode == 0, again.stdout + again.stderr
-    assert "going on after round" in again.stdout
+    assert "continuing after round" in again.stdout
     assert {rounds_of(path.parent) for path in folder.glob("*/run.json")} == {40}
     assert len((folder / "grid.csv").read_text().splitlines()) > 2
     run_dir = next(folder.glob("*0.2*seed=2*"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ def folder_of(config: Config) -> Path:
 def open_sites(config: Config) -> tuple[Population, dict[str, Population]]:
     """Return a run's population as the server has it, and as each site has it."""
     run_dir = folder_of(config)
-    known = Population.load(run_dir / "population")
+    known = pickle.loads(pickle.dumps(Population.load(run_dir / "population")))  # as an actor at a site gets it
     return known, {site: known.at(site, folder_at(config, run_dir, site) / "population") for site in config.data.sites}
 
 
@@ -104,7 +105,7 @@ def test_a_part_may_be_at_some_sites_and_a_resumed_run_has_the_same_bits(silos: 
     known, at_sites = open_sites(whole)
     assert known.places == ("north", "south")
     for part, data in whole.data.each.items():
-        classes = known.each[part].classes
+        classes = known.parts[part].classes
         for site in data.sites:
             alone = build_population(data.at(site), whole.run.seed, classes=classes)
             assert_has_clips(known, at_sites[site], site, alone, part)

@@ -19,7 +19,6 @@ from raydfl.cluster.site_reports import SiteReport, join_sites
 from raydfl.cluster.sites import folder_at
 from raydfl.core.errors import ConfigError, DataError, ResourcesError, RunDirectoryError
 from raydfl.core.settings import FIRST_VIEW
-from raydfl.data.build import build_population
 from raydfl.data.population import Population, StoredView
 from raydfl.data.shards import Shard
 from raydfl.engine.config import Config, make_config
@@ -67,6 +66,7 @@ def test_a_population_of_reports_has_their_clients_and_nothing_else() -> None:
     assert list(population.ids) == ["north/0", "north/1", "south/0"]
     assert [population.num_examples(index) for index in range(3)] == [3, 5, 4]
     assert [population.place_of(index) for index in range(3)] == ["north", "north", "south"]
+    assert population.shards == [Shard("test", 0, 7, "north")]
     assert population.views[FIRST_VIEW] == StoredView(40, (), 16)
     assert "2 clips cannot be read" in population.messages[0]
     assert "cannot" not in population.messages[1]
@@ -75,14 +75,6 @@ def test_a_population_of_reports_has_their_clients_and_nothing_else() -> None:
 def test_lengths_that_differ_between_sites_are_no_common_length() -> None:
     reports = [SiteReport(name, (3,), 16, length, {}, 0, ("a",)) for name, length in (("north", 40), ("south", 41))]
     assert join_sites(reports, ["a"]).views[FIRST_VIEW].length is None
-
-
-def test_the_population_is_read_back_with_its_sites(tmp_path: Path) -> None:
-    population = join_sites([SiteReport("north", (3, 5), 16, 40, {"test": [(0, 7)]}, 0, ("a",))], ["a", "b"])
-    population.save(tmp_path)
-    again = Population.load(tmp_path, verify=True)
-    assert (list(again.ids), again.classes, again.views[FIRST_VIEW].bands) == (list(population.ids), ("a", "b"), 16)
-    assert (again.places, again.shards) == (("north",), [Shard("test", 0, 7, "north")])
 
 
 def test_what_sites_tell_is_written_down_word_for_word(silos: Silos) -> None:
@@ -100,19 +92,6 @@ def test_what_sites_tell_is_written_down_word_for_word(silos: Silos) -> None:
 
 
 # -- what a site has -------------------------------------------------------------------------------------------------
-
-
-def test_a_site_divides_its_clips_as_a_federation_of_its_own_would(silos: Silos) -> None:
-    config = silos()
-    create(config, Progress("quiet"))
-    own = Population.load(at(config, "north") / "population")
-    alone = build_population(config.data.at("north"), config.run.seed)
-    assert list(own.ids) == list(alone.ids)
-    for index in range(len(alone)):
-        for part in ("train", "validation"):
-            mine, theirs = getattr(own.data(index), part), getattr(alone.data(index), part)
-            np.testing.assert_array_equal(mine.labels, theirs.labels)
-            np.testing.assert_array_equal(mine.clips, theirs.clips)
 
 
 def test_labels_are_numbered_by_the_classes_of_all_sites(silos: Silos) -> None:

@@ -96,40 +96,28 @@ def test_samples_are_the_integers_of_the_file_over_their_full_scale(tmp_path: Pa
     np.testing.assert_array_equal(samples[:, 0], values.astype(np.float32) / 32768)
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    for read in (read_audio, audio_seconds):
-        with pytest.raises(DataError, match=r"/none\.wav: there is no such file"):
-            read(tmp_path / "none.wav")
-
-
-def test_a_folder_is_no_recording(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="cannot be read: Is a directory"):
-        read_audio(tmp_path)
-
-
-def test_an_empty_file_is_named(tmp_path: Path) -> None:
-    (tmp_path / "a.wav").touch()
-    with pytest.raises(DataError, match=r"/a\.wav: the file is empty \(0 bytes\)"):
-        read_audio(tmp_path / "a.wav")
-
-
-def test_a_file_that_is_no_audio_is_named(tmp_path: Path) -> None:
-    (tmp_path / "a.wav").write_text("this is no sound, whatever the name says")
-    for read in (read_audio, audio_seconds):
-        with pytest.raises(DataError, match=r"/a\.wav: cannot be read as audio"):
-            read(tmp_path / "a.wav")
-
-
-def test_samples_without_a_header_are_no_recording(tmp_path: Path) -> None:
-    (tmp_path / "a.raw").write_bytes(bytes(1000))
-    with pytest.raises(DataError, match=r"/a\.raw: cannot be read as audio: samplerate must be specified"):
-        read_audio(tmp_path / "a.raw")
-
-
-def test_a_git_lfs_pointer_is_recognised(tmp_path: Path) -> None:
-    (tmp_path / "a.wav").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n")
-    with pytest.raises(DataError, match="Git LFS pointer, not the recording; run 'git lfs pull'"):
-        read_audio(tmp_path / "a.wav")
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("none.wav", None, r"/none\.wav: there is no such file"),
+        ("", None, "cannot be read: Is a directory"),
+        ("a.wav", b"", r"/a\.wav: the file is empty \(0 bytes\)"),
+        ("a.wav", b"this is no sound, whatever the name says", r"/a\.wav: cannot be read as audio"),
+        ("a.raw", bytes(1000), r"/a\.raw: cannot be read as audio: samplerate must be specified"),
+        (
+            "a.wav",
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n",
+            "Git LFS pointer, not the recording; run 'git lfs pull'",
+        ),
+    ],
+)
+def test_a_file_that_is_no_recording_is_named(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        read_audio(tmp_path / name)
+    with pytest.raises(DataError, match="there is no such file|cannot be read as audio"):
+        audio_seconds(tmp_path / name)
 
 
 @pytest.mark.parametrize("suffix", ["wav", "flac"])

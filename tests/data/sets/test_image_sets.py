@@ -19,7 +19,6 @@ from raydfl.data.sets._arrays import ArraySet
 from raydfl.data.sets.cifar10 import CIFAR10
 from raydfl.data.sets.emnist import EMNIST
 from raydfl.data.sets.fashion_mnist import FashionMNIST
-from raydfl.data.sets.mnist import MNIST
 from raydfl.data.sets.svhn import SVHN
 
 RNG = np.random.default_rng(0)
@@ -111,12 +110,6 @@ def test_fashion_mnist_and_emnist(tmp_path: Path) -> None:
     assert counts == {"byclass": 62, "bymerge": 47, "balanced": 47}
     merged = set(EMNIST(root=tmp_path).class_names()) - set(EMNIST(root=tmp_path, variant="bymerge").class_names())
     assert merged == set("cijklmopsuvwxyz") < set(string.ascii_lowercase)
-
-
-def test_the_sample_of_notmnist_is_read_as_mnist(recordings: Path) -> None:
-    rows = rows_of(MNIST(root=recordings / "notmnist", names=tuple("ABCDEFGHIJ")))
-    assert len(rows) == 10_000
-    assert {row["label"] for row in rows} == set("ABCDEFGHIJ")
 
 
 PYTHON_2 = (

@@ -50,25 +50,6 @@ def test_folders_are_classes(tree: Path) -> None:
     assert [dataset.read(row)[1] for row in dataset.manifest().to_pylist()] == [8000, 48000, 44100]
 
 
-def test_a_sample_with_eight_channels(recordings: Path) -> None:
-    dataset = Folder(root=recordings / "mimii/fan/id_00")
-    rows = dataset.manifest().to_pylist()
-    assert [row["label"] for row in rows] == ["abnormal", "normal"]
-    assert {(dataset.read(row)[0].shape, dataset.read(row)[1]) for row in rows} == {((160_000, 8), 16000)}
-
-
-def test_a_sample_sorted_by_split(recordings: Path) -> None:
-    dataset = Folder(root=recordings / "dcase2020_task2/dev_data", group_pattern=r"_(?P<group>id_\d\d)_")
-    rows = dataset.manifest().to_pylist()
-    assert {row["label"] for row in rows} == {"fan", "pump", "slider", "valve"}
-    assert {row["group"] for row in rows} == {"id_00", "id_02"}
-
-
-def test_suffixes_in_capitals_count(tree: Path) -> None:
-    (tree / "dog/anna_1.wav").rename(tree / "dog/anna_1.WAV")
-    assert ("dog/anna_1.WAV",) in facts(Folder(root=tree), "clip")
-
-
 def test_a_folder_that_is_a_link_is_followed(tree: Path, tmp_path: Path) -> None:
     (tmp_path / "linked").mkdir()
     (tmp_path / "linked/hound").symlink_to(tree / "dog")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,42 +16,35 @@ from raydfl.core.errors import DataError
 from raydfl.core.registry import build
 from raydfl.core.yaml import parse_yaml
 from raydfl.data.dataset import Dataset, find_dataset
-from raydfl.data.sets import FileDataset
-from raydfl.data.sets.ambient_contexts import AmbientContexts
-from raydfl.data.sets.crema_d import CremaD
-from raydfl.data.sets.emodb import EmoDB
-from raydfl.data.sets.esc import ESC
-from raydfl.data.sets.fsd50k import FSD50K
-from raydfl.data.sets.fsdd import FSDD
-from raydfl.data.sets.iemocap import IEMOCAP
-from raydfl.data.sets.ravdess import RAVDESS
-from raydfl.data.sets.urbansound8k import UrbanSound8K
-from raydfl.data.sets.voxforge import VoxForge
+from raydfl.data.features.extractor import FeatureExtractor
+from raydfl.data.features.log_mel import FeatureSettings
 from raydfl.data.settings import DataSettings
 
-WriteAudio = Callable[..., Path]
+Files = dict[str, str | float]
+"""Contents of files by path: texts, or the seconds of a recording."""
+Layout = Callable[[Mapping[str, str | float]], Path]
 
 
-def rows_of(dataset: Dataset) -> list[dict[str, Any]]:
-    """The rows; paths are absolute and below the root, and clips are the paths below it."""
-    rows: list[dict[str, Any]] = dataset.manifest().to_pylist()
-    root = getattr(dataset, "root").resolve()  # noqa: B009 - the base class has no root
-    assert all(row["path"] == str(root / row["clip"]) for row in rows)
-    assert [row["clip"] for row in rows] == sorted(row["clip"] for row in rows)
-    return rows
+@pytest.fixture
+def layout(tmp_path: Path, write_audio: Callable[..., Path]) -> Layout:
+    """Writes files below a root, which it returns."""
+
+    def write(files: Mapping[str, str | float]) -> Path:
+        for name, content in files.items():
+            path = tmp_path / "root" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if isinstance(content, str):
+                path.write_text(content)
+            else:
+                write_audio(f"root/{name}", content)
+        return tmp_path / "root"
+
+    return write
 
 
-def read_all(dataset: Dataset, rows: list[dict[str, Any]]) -> tuple[float, set[tuple[int, int]]]:
-    """Total seconds, and the (rate, channels) that occur."""
-    total, kinds = 0.0, set()
-    for row in rows:
-        samples, rate = dataset.read(row)
-        assert samples.dtype == np.float32
-        assert np.abs(samples).max() <= 1.0
-        assert dataset.identity(row) is None
-        total += len(samples) / rate
-        kinds.add((rate, samples.shape[1]))
-    return total, kinds
+def dataset_of(name: str, root: Path, options: Mapping[str, Any]) -> Dataset:
+    dataset: Dataset = build(find_dataset(name), {"root": root, **options}, "data")
+    return dataset
 
 
 # Every set that has a root
@@ -66,37 +59,26 @@ ROOTED = [
 
 
 @pytest.mark.parametrize("name", ROOTED)
-def test_a_missing_root_says_what_was_expected(name: str, tmp_path: Path) -> None:
-    dataset = build(find_dataset(name), {"root": tmp_path / "none"}, "data")
+def test_a_root_that_cannot_be_used_says_what_was_expected(name: str, layout: Layout) -> None:
+    root = layout({"some folder/notes.txt": "", "notes.txt": ""})
+    dataset = dataset_of(name, root / "none", {})
     with pytest.raises(DataError) as error:
         dataset.manifest()
-    assert f"{dataset.card.title}: the root {tmp_path / 'none'} does not exist" in str(error.value)
-    assert dataset.card.layout in str(error.value)
-    assert dataset.card.url in str(error.value)
-
-
-@pytest.mark.parametrize("name", [name for name in ROOTED if name not in ("huggingface", "lhotse", "webdataset")])
-def test_a_root_that_is_a_file_says_so(name: str, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(DataError, match="/file is a file. Expected a folder with "):
-        build(find_dataset(name), {"root": tmp_path / "file"}, "data").manifest()
-
-
-@pytest.mark.parametrize("name", ROOTED)
-def test_another_layout_says_what_was_expected_and_found(name: str, tmp_path: Path) -> None:
-    (tmp_path / "some folder").mkdir()
-    (tmp_path / "notes.txt").touch()
-    dataset = build(find_dataset(name), {"root": tmp_path}, "data")
+    said, card = str(error.value), dataset.card
+    assert f"{card.title}: the root {root / 'none'} does not exist. Expected a folder with {card.layout}" in said
+    assert card.url in said
     with pytest.raises(DataError) as error:
-        dataset.manifest()
-    assert f"in {tmp_path}. Expected {dataset.card.layout}. Found: notes.txt, some folder/" in str(error.value)
+        dataset_of(name, root, {}).manifest()
+    assert f"in {root}. Expected {card.layout}. Found: notes.txt, some folder/" in str(error.value)
+    if name not in ("huggingface", "lhotse", "webdataset"):
+        with pytest.raises(DataError, match="/notes.txt is a file. Expected a folder with "):
+            dataset_of(name, root / "notes.txt", {}).manifest()
 
 
-def test_a_long_folder_is_not_listed_whole(tmp_path: Path) -> None:
-    for number in range(30):
-        (tmp_path / f"{number:02d}").touch()
+def test_a_long_folder_is_not_listed_whole(layout: Layout) -> None:
+    root = layout({f"{number:02d}": "" for number in range(30)})
     with pytest.raises(DataError, match=r"Found: 00, 01, 02, 03, 04, 05, 06, 07, \.\.\. \(30 entries\)$"):
-        EmoDB(root=tmp_path).manifest()
+        dataset_of("emodb", root, {}).manifest()
 
 
 @pytest.mark.parametrize(
@@ -110,393 +92,445 @@ def test_a_long_folder_is_not_listed_whole(tmp_path: Path) -> None:
         ("ucf101", "UCF-101/Typing/v_Typing_1.avi"),
     ],
 )
-def test_a_file_name_of_another_form_is_named(name: str, file: str, tmp_path: Path) -> None:
-    (tmp_path / file).parent.mkdir(parents=True)
-    (tmp_path / file).touch()
-    dataset = build(find_dataset(name), {"root": tmp_path}, "data")
+def test_a_file_name_of_another_form_is_named(name: str, file: str, layout: Layout) -> None:
+    dataset = dataset_of(name, layout({file: ""}), {})
     with pytest.raises(DataError) as error:
         dataset.manifest()
     assert f"the file name {file!r} does not fit the layout {dataset.card.layout}" in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("files", "dataset", "first"),
-    [
-        ("esc50", ESC, "3 listed files, such as audio/1-100032-A-0.wav"),
-        ("iemocap", IEMOCAP, "5 listed files, such as Session1/sentences/wav/"),
-        ("urban", UrbanSound8K, "3 listed files, such as audio/fold1/1-3-0-0.wav"),
-    ],
+# Small trees
+
+
+def recordings_at(*names: str) -> Files:
+    return dict.fromkeys(names, 0.05)
+
+
+AMBIENT: Files = {
+    **recordings_at(
+        "Data/Train/id_a_b-c_10_20_03.wav", "Data/Test/id__x_0_9_00.wav", "Data/Test/id_unlisted_0_9_00.wav"
+    ),
+    "train_split.txt": "id_a_b-c_10_20_03.wav\t Walk\n",
+    "test_split.txt": "id__x_0_9_00.wav\tCrowd\n\n",
+}
+TRUNK = "Trunk/Audio/Main/16kHz_16bit"
+VOXFORGE = recordings_at(
+    f"de/{TRUNK}/ich-20120715-csb/wav/de5-056.wav",
+    f"de/{TRUNK}/ich-20130101/wav/de5-1.wav",
+    f"en/{TRUNK}/cmu_us_bdl_arctic/wav/arctic_b0111.wav",
+    f"en/{TRUNK}/k-k-20090202-wgd/wav/a0077.wav",
 )
-def test_a_list_without_its_recordings_is_another_layout(
-    files: str, dataset: type[FileDataset], first: str, request: pytest.FixtureRequest
-) -> None:
-    root: Path = request.getfixturevalue(files)
-    for file in root.rglob("*.wav"):
-        file.unlink()
-    with pytest.raises(DataError, match=f"none of the {re.escape(first)}.*, is in .*Expected"):
-        dataset(root=root).manifest()
-
-
-def test_what_a_mac_leaves_behind_is_no_clip(tmp_path: Path, write_audio: WriteAudio) -> None:
-    write_audio("recordings/3_anna_7.wav")
-    (tmp_path / "recordings/._3_anna_7.wav").write_text("x")
-    write_audio("recordings/.cache/3_anna_8.wav")
-    assert [row["clip"] for row in rows_of(FSDD(root=tmp_path))] == ["recordings/3_anna_7.wav"]
-
-
-# Ambient Acoustic Contexts, VoxForge, FSD50K: built here, for want of a sample
-
-
-def test_ambient_contexts_are_those_on_the_lists(tmp_path: Path, write_audio: WriteAudio) -> None:
-    write_audio("Data/Train/id_a_b-c_10_20_03.wav")
-    write_audio("Data/Test/id__x_0_9_00.wav")
-    write_audio("Data/Test/id_unlisted_0_9_00.wav")
-    (tmp_path / "train_split.txt").write_text("id_a_b-c_10_20_03.wav\t Walk\n")
-    (tmp_path / "test_split.txt").write_text("id__x_0_9_00.wav\tCrowd\n\n")
-    rows = {row["clip"]: row for row in AmbientContexts(root=tmp_path).manifest().to_pylist()}
-    found = {clip: (row["label"], row["split"], row["recording"], row["take"]) for clip, row in rows.items()}
-    assert found == {
-        "Data/Train/id_a_b-c_10_20_03.wav": ("Walk", "train", "a_b-c", 3),
-        "Data/Test/id__x_0_9_00.wav": ("Crowd", "test", "_x", 0),
-    }
-    (tmp_path / "test_split.txt").write_text("id_gone_0_9_00.wav\tCrowd\n")
-    with pytest.raises(DataError, match="'id_gone_0_9_00.wav' of test_split.txt is not there; below"):
-        AmbientContexts(root=tmp_path).manifest()
-    (tmp_path / "test_split.txt").write_text("id__x_0_9_00.wav\n")
-    with pytest.raises(DataError, match="is not a file, a tab and a class"):
-        AmbientContexts(root=tmp_path).manifest()
-
-
-def test_voxforge_is_told_by_language_and_speaker(tmp_path: Path, write_audio: WriteAudio) -> None:
-    trunk = "Trunk/Audio/Main/16kHz_16bit"
-    spoken = f"en/{trunk}/k-k-20090202-wgd/wav/a0077.wav", f"en/{trunk}/cmu_us_bdl_arctic/wav/arctic_b0111.wav"
-    for name in (*spoken, f"de/{trunk}/ich-20120715-csb/wav/de5-056.wav", f"de/{trunk}/ich-20130101/wav/de5-1.wav"):
-        write_audio(name)
-    rows = rows_of(VoxForge(root=tmp_path))
-    assert Counter((row["label"], row["group"]) for row in rows) == {
-        ("de", "de/ich"): 2,
-        ("en", "en/k-k"): 1,
-        ("en", "en/cmu_us_bdl_arctic"): 1,
-    }
-    assert {row["split"] for row in rows} == {None}
-    (tmp_path / "test_split.txt").write_text(f"{spoken[0]}\nen/absent.wav\n")
-    split = {row["clip"]: row["split"] for row in VoxForge(root=tmp_path, languages=("en",)).manifest().to_pylist()}
-    assert split == {spoken[0]: "test", spoken[1]: "train"}
-    with pytest.raises(DataError, match="there is no folder ru/ with recordings"):
-        VoxForge(root=tmp_path, languages=("ru",)).manifest()
-    (tmp_path / "test_split.txt").write_text("en/absent.wav\n")
-    with pytest.raises(DataError, match="none of the recordings in .* is on "):
-        VoxForge(root=tmp_path).manifest()
-
-
-def test_fsd50k_has_sets_of_labels(tmp_path: Path, write_audio: WriteAudio) -> None:
-    for name in ("FSD50K.dev_audio/64760.wav", "FSD50K.dev_audio/16399.wav", "FSD50K.eval_audio/37199.wav"):
-        write_audio(name)
-    truth = tmp_path / "FSD50K.ground_truth"
-    truth.mkdir()
-    (truth / "dev.csv").write_text(
-        'fname,labels,mids,split\n64760,"Guitar,Music","/m/0,/m/1",train\n16399,Dog,/m/2,val\n'
-    )
-    (truth / "eval.csv").write_text('fname,labels,mids\n37199,"Dog,Music","/m/2,/m/1"\n')
-    assert {row["clip"]: (row["label"], row["split"]) for row in rows_of(FSD50K(root=tmp_path))} == {
-        "FSD50K.dev_audio/16399.wav": ("Dog", "validation"),
-        "FSD50K.dev_audio/64760.wav": ("Guitar,Music", "train"),
-        "FSD50K.eval_audio/37199.wav": ("Dog,Music", "test"),
-    }
-    assert {row["split"] for row in rows_of(FSD50K(root=tmp_path, subset="eval"))} == {None}
-    (truth / "eval.csv").unlink()
-    assert len(rows_of(FSD50K(root=tmp_path, subset="dev"))) == 2
-    with pytest.raises(DataError, match=r"there is no FSD50K.ground_truth/eval.csv in "):
-        FSD50K(root=tmp_path).manifest()
-
-
-# FSDD
-
-
-def test_fsdd(recordings: Path) -> None:
-    dataset = FSDD(root=recordings / "fsdd")
-    rows = rows_of(dataset)
-    assert Counter(row["group"] for row in rows) == dict.fromkeys(
-        ("george", "jackson", "lucas", "nicolas", "theo", "yweweler"), 500
-    )
-    assert Counter(row["label"] for row in rows) == dict.fromkeys("0123456789", 300)
-    assert Counter(row["split"] for row in rows) == {"train": 2700, "test": 300}
-    assert {row["take"] for row in rows if row["split"] == "test"} == {0, 1, 2, 3, 4}
-    seconds, kinds = read_all(dataset, rows[::10])
-    assert kinds == {(8000, 1)}
-    assert seconds == pytest.approx(131, rel=0.1)
-
-
-@pytest.mark.parametrize(("takes", "splits"), [(1, {"test": 60, "train": 2940}), (0, {None: 3000})])
-def test_fsdd_with_other_test_takes(recordings: Path, takes: int, splits: dict[str | None, int]) -> None:
-    assert Counter(row["split"] for row in rows_of(FSDD(root=recordings / "fsdd", test_takes=takes))) == splits
-
-
-# CREMA-D
-
+FSD50K: Files = {
+    **recordings_at("FSD50K.dev_audio/64760.wav", "FSD50K.dev_audio/16399.wav", "FSD50K.eval_audio/37199.wav"),
+    "FSD50K.ground_truth/dev.csv": 'fname,labels,mids,split\n64760,"Guitar,Music","/m/0,/m/1",train\n16399,Dog,/m/2,val\n',
+    "FSD50K.ground_truth/eval.csv": 'fname,labels,mids\n37199,"Dog,Music","/m/2,/m/1"\n',
+}
+FSDD: Files = {  # a Mac leaves ._ files behind
+    **recordings_at("recordings/3_anna_7.wav", "recordings/9_bob_0.wav", "recordings/.cache/3_anna_8.wav"),
+    "recordings/._3_anna_7.wav": "x",
+}
 VOTES = (
     '"","FileName","VoiceVote","VoiceLevel","FaceVote","FaceLevel","MultiModalVote","MultiModalLevel"\n'
     '"1","1001_DFA_ANG_XX","N","60","A","65","A","70"\n'
     '"2","1001_DFA_HAP_XX","H","60","H","65","N","70"\n'
     '"3","1002_IEO_FEA_HI","F","60","A:F","65:66","F","70"\n'
     '"4","1002_IEO_SAD_LO","S","60","N","65","N:S","70:71"\n'
-    '"5","1003_IEO_SAD_LO","S","60","N","65","S","70"\n'
+    '"5","1003_IEO_SAD_LO","S","60","S","65","S","70"\n'
     '"6","1076_MTI_SAD_XX","S","60","S","65","S","70"\n'
 )
-
-
-@pytest.fixture
-def crema(tmp_path: Path, write_audio: WriteAudio) -> Path:
-    for line in VOTES.splitlines()[1:]:
-        write_audio(f"CREMA-D/AudioWAV/{line.split(',')[1].strip(chr(34))}.wav")
-    (tmp_path / "CREMA-D/AudioWAV/1076_MTI_SAD_XX.wav").write_bytes(b"")
-    (tmp_path / "CREMA-D/processedResults").mkdir()
-    (tmp_path / "CREMA-D/processedResults/summaryTable.csv").write_text(VOTES)
-    return tmp_path / "CREMA-D"
-
-
-def test_crema_d(recordings: Path) -> None:
-    dataset = CremaD(root=recordings / "CREMA-D")
-    rows = rows_of(dataset)
-    assert set(Counter(row["group"] for row in rows).values()) == {6}
-    assert Counter(row["label"] for row in rows) == dict.fromkeys(
-        ("anger", "disgust", "fear", "happy", "neutral", "sad"), 28
-    )
-    # 28 actors in five folds, the longer ones first.
-    actors = {fold: sorted({row["group"] for row in rows if row["fold"] == fold}) for fold in range(1, 6)}
-    assert [len(actors[fold]) for fold in range(1, 6)] == [6, 6, 6, 5, 5]
-    assert [actor for fold in actors.values() for actor in fold] == sorted({row["group"] for row in rows})
-    seconds, kinds = read_all(dataset, rows)
-    assert (round(seconds), kinds) == (418, {(11025, 1)})
-
-
-def test_crema_d_acted_labels_leave_the_silent_clip_out(crema: Path) -> None:
-    rows = rows_of(CremaD(root=crema))
-    assert [row["label"] for row in rows] == ["anger", "happy", "fear", "sad", "sad"]
-
-
-def test_crema_d_voted_labels_and_the_four_classes_of_fedaudio(crema: Path) -> None:
-    voted = rows_of(CremaD(root=crema, labels="voted"))
-    assert {row["clip"][9:-4]: row["label"] for row in voted} == {
-        "1001_DFA_ANG_XX": "anger",
-        "1001_DFA_HAP_XX": "neutral",
-        "1002_IEO_FEA_HI": "fear",
-        "1003_IEO_SAD_LO": "sad",
-    }
-    four = rows_of(CremaD(root=crema, labels="voted", emotions=("neutral", "happy", "sad", "anger")))
-    assert [row["clip"][9:-4] for row in four] == ["1001_DFA_ANG_XX", "1001_DFA_HAP_XX", "1003_IEO_SAD_LO"]
-
-
-def test_crema_d_folds_of_the_full_set_leave_72_or_73_actors(tmp_path: Path) -> None:
-    # FedAudio's five folds over 91 actors train on 72 or 73 of them.
-    (tmp_path / "AudioWAV").mkdir()
-    for actor in range(1001, 1092):
-        (tmp_path / f"AudioWAV/{actor}_DFA_ANG_XX.wav").touch()
-    for fold, left in zip(range(1, 6), (72, 73, 73, 73, 73), strict=True):
-        rows = rows_of(CremaD(root=tmp_path, test_folds=(fold,)))
-        assert Counter(row["split"] for row in rows) == {"train": left, "test": 91 - left}
-
-
-def test_crema_d_voted_labels_need_the_table(recordings: Path) -> None:
-    with pytest.raises(DataError, match=r"labels: voted needs processedResults/summaryTable\.csv, which is not there"):
-        CremaD(root=recordings / "CREMA-D", labels="voted").manifest()
-
-
-def test_crema_d_a_table_without_its_column(crema: Path) -> None:
-    (crema / "processedResults/summaryTable.csv").write_text("FileName,VoiceVote\n1001_DFA_ANG_XX,A\n")
-    with pytest.raises(
-        DataError, match=r"summaryTable\.csv has no column 'MultiModalVote'; its columns: FileName, VoiceVote"
-    ):
-        CremaD(root=crema, labels="voted").manifest()
-
-
-def test_crema_d_a_table_with_a_short_line(crema: Path) -> None:
-    (crema / "processedResults/summaryTable.csv").write_text("FileName,MultiModalVote\n1001_DFA_ANG_XX\n")
-    with pytest.raises(DataError, match=r"line 2 of .*summaryTable\.csv has fewer values than the header"):
-        CremaD(root=crema, labels="voted").manifest()
-
-
-def test_crema_d_a_clip_that_the_table_does_not_have(crema: Path, write_audio: WriteAudio) -> None:
-    write_audio("CREMA-D/AudioWAV/1004_DFA_ANG_XX.wav")
-    with pytest.raises(DataError, match=r"summaryTable\.csv has no row for 1004_DFA_ANG_XX"):
-        CremaD(root=crema, labels="voted").manifest()
-
-
-def test_a_fold_that_no_clip_is_of(crema: Path) -> None:
-    with pytest.raises(DataError, match="CREMA-D: no clip is of fold 6, which is to be tested on; there are 1, 2, 3"):
-        CremaD(root=crema, test_folds=(6,)).manifest()
-
-
-def test_options_that_leave_no_clip(crema: Path) -> None:
-    with pytest.raises(DataError, match="CREMA-D in .*: the manifest is empty; check the root folder and the options"):
-        CremaD(root=crema, emotions=("disgust",)).manifest()
-
-
-# EmoDB and RAVDESS
-
-
-def test_emodb(recordings: Path) -> None:
-    dataset = EmoDB(root=recordings / "emodb")
-    rows = rows_of(dataset)
-    speakers = Counter(row["group"] for row in rows)
-    assert (len(rows), len(speakers), set(speakers.values())) == (86, 8, {10, 11})
-    assert {row["label"] for row in rows} == {"anger", "boredom", "disgust", "fear", "happiness", "sadness", "neutral"}
-    first = rows[0]
-    assert (first["clip"], first["label"], first["text"], first["take"]) == ("wav/03a02Fc.wav", "happiness", "a02", "c")
-    seconds, kinds = read_all(dataset, rows)
-    assert (round(seconds), kinds) == (227, {(11025, 1)})
-
-
-def test_ravdess(recordings: Path) -> None:
-    dataset = RAVDESS(root=recordings / "RAVDESS")
-    rows = rows_of(dataset)
-    assert {row["group"]: {r["label"] for r in rows if r["group"] == row["group"]} for row in rows} == {
-        "01": {"neutral", "happy", "angry", "disgust"},
-        "02": {"calm", "sad", "fearful", "surprised"},
-    }
-    assert read_all(dataset, rows)[1] == {(48000, 1)}
-
-
-def test_ravdess_channels_in_either_layout(tmp_path: Path, write_audio: WriteAudio) -> None:
-    write_audio("both/Audio_Speech_Actors_01-24/Actor_03/03-01-05-02-01-02-03.wav")
-    write_audio("both/Audio_Song_Actors_01-24/Actor_03/03-02-06-01-02-01-03.wav")
-    write_audio("flat/Actor_03/03-01-05-02-01-02-03.wav")
-    for root in ("both", "flat"):
-        (row,) = rows_of(RAVDESS(root=tmp_path / root))
-        facts = [row[name] for name in ("label", "group", "channel", "intensity", "statement", "repetition")]
-        assert facts == ["angry", "03", "speech", "strong", 1, 2]
-    assert [row["channel"] for row in rows_of(RAVDESS(root=tmp_path / "both", channel="both"))] == ["song", "speech"]
-    assert [row["label"] for row in rows_of(RAVDESS(root=tmp_path / "both", channel="song"))] == ["fearful"]
-    with pytest.raises(DataError, match="none of the 1 files is song"):
-        RAVDESS(root=tmp_path / "flat", channel="song").manifest()
-
-
-# IEMOCAP
-
-DIALOGUES = {
-    "Session1/dialog/EmoEvaluation/Ses01F_impro01.txt": (
-        "% [START_TIME - END_TIME] TURN_NAME EMOTION [V, A, D]\n"
-        "\n"
-        "[6.2901 - 8.2357]\tSes01F_impro01_F000\tneu\t[2.5000, 2.5000, 2.5000]\n"
-        "C-E2:\tNeutral;\t()\n"
-        "C-F1:\tNeutral; Surprise;\t(Urgent)\n"
-        "A-E3:\tval 3; act 2; dom  2;\t()\n"
-        "\n"
-        "[10.0100 - 11.3925]\tSes01F_impro01_M001\texc\t[4.0000, 3.5000, 2.5000]\n"
-        "[14.8872 - 18.0175]\tSes01F_impro01_F002\txxx\t[2.5000, 2.5000, 2.5000]\n"
-        "[19.2900 - 20.7875]\tSes01F_impro01_M003\tfru\t[2.5000, 2.5000, 2.5000]\n"
-    ),
-    "Session1/dialog/EmoEvaluation/Ses01M_script01_1b.txt": (
-        "% [START_TIME - END_TIME] TURN_NAME EMOTION [V, A, D]\n\n"
-        "[6.0000 - 8.0000]\tSes01M_script01_1b_M000\thap\t[4.5000, 2.5000, 2.5000]\n"
-    ),
-    "Session5/dialog/EmoEvaluation/Ses05M_impro07.txt": (
-        "% [START_TIME - END_TIME] TURN_NAME EMOTION [V, A, D]\n\n"
-        "[1.0000 - 2.5000]\tSes05M_impro07_F010\tang\t[1.5000, 4.5000, 4.5000]\n"
-        "[3.0000 - 4.0000]\tSes05M_impro07_MXX0\tsad\t[1.5000, 1.5000, 2.5000]\n"
-    ),
+TABLE = "processedResults/summaryTable.csv"
+CREMA: Files = {
+    **recordings_at(*(f"AudioWAV/{line.split(',')[1][1:-1]}.wav" for line in VOTES.splitlines()[1:])),
+    TABLE: VOTES,
 }
-
-
-@pytest.fixture
-def iemocap(tmp_path: Path, write_audio: WriteAudio) -> Path:
-    for name, text in DIALOGUES.items():
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-        for line in text.splitlines():
-            if line.startswith("["):
-                turn = line.split("\t")[1]
-                write_audio(f"{name.split('/')[0]}/sentences/wav/{path.stem}/{turn}.wav")
+RAVDESS = recordings_at(
+    "Audio_Song_Actors_01-24/Actor_03/03-02-06-01-02-01-03.wav",
+    "Audio_Speech_Actors_01-24/Actor_03/03-01-05-02-01-02-03.wav",
+)
+HEADER = "% [START_TIME - END_TIME] TURN_NAME EMOTION [V, A, D]\n\n"
+IEMOCAP: Files = {
+    "Session1/dialog/EmoEvaluation/Ses01F_impro01.txt": HEADER
+    + "[6.2901 - 8.2357]\tSes01F_impro01_F000\tneu\t[2.5000, 2.5000, 2.5000]\n"
+    "C-E2:\tNeutral;\t()\nC-F1:\tNeutral; Surprise;\t(Urgent)\nA-E3:\tval 3; act 2; dom  2;\t()\n\n"
+    "[10.0100 - 11.3925]\tSes01F_impro01_M001\texc\t[4.0000, 3.5000, 2.5000]\n"
+    "[14.8872 - 18.0175]\tSes01F_impro01_F002\txxx\t[2.5000, 2.5000, 2.5000]\n"
+    "[19.2900 - 20.7875]\tSes01F_impro01_M003\tfru\t[2.5000, 2.5000, 2.5000]\n",
+    "Session1/dialog/EmoEvaluation/Ses01M_script01_1b.txt": HEADER
+    + "[6.0000 - 8.0000]\tSes01M_script01_1b_M000\thap\t[4.5000, 2.5000, 2.5000]\n",
+    "Session5/dialog/EmoEvaluation/Ses05M_impro07.txt": HEADER
+    + "[3.0000 - 4.0000]\tSes05M_impro07_MXX0\tsad\t[1.5000, 1.5000, 2.5000]\n",
     # What the release has beside them.
-    (tmp_path / "Session1/dialog/EmoEvaluation/._Ses01F_impro01.txt").write_bytes(b"\xff\x00")
-    raters = tmp_path / "Session1/dialog/EmoEvaluation/Categorical"
-    raters.mkdir()
-    (raters / "Ses01F_impro01_e2_cat.txt").write_text("Ses01F_impro01_F000 :Neutral state; ()\n")
-    return tmp_path
-
-
-def test_iemocap_four_classes(iemocap: Path) -> None:
-    dataset = IEMOCAP(root=iemocap)
-    rows = dataset.manifest().to_pylist()
-    assert [(row["clip"].rpartition("/")[2][:-4], row["label"], row["group"], row["session"]) for row in rows] == [
-        ("Ses01F_impro01_F000", "neu", "Ses01F", 1),
-        ("Ses01F_impro01_M001", "hap", "Ses01M", 1),
-        ("Ses01M_script01_1b_M000", "hap", "Ses01M", 1),
-        ("Ses05M_impro07_F010", "ang", "Ses05F", 5),
-        ("Ses05M_impro07_MXX0", "sad", "Ses05M", 5),
-    ]
-    assert rows[0]["seconds"] == pytest.approx(1.9456)
-    assert rows[2]["dialogue"] == "Ses01M_script01_1b"
-    assert {row["split"] for row in rows} == {None}
-    assert read_all(dataset, rows)[1] == {(16000, 1)}
-
-
-def test_iemocap_improvised_and_all_classes(iemocap: Path) -> None:
-    rows = IEMOCAP(root=iemocap, improvised=True, emotions="all").manifest().to_pylist()
-    assert [row["label"] for row in rows] == ["neu", "exc", "fru", "ang", "sad"]
-
-
-def test_iemocap_leaves_a_session_out(iemocap: Path) -> None:
-    rows = IEMOCAP(root=iemocap, test_sessions=(5,)).manifest().to_pylist()
-    assert [row["split"] for row in rows] == ["train", "train", "train", "test", "test"]
-    with pytest.raises(DataError, match="no clip is of session 2, which is to be tested on; there are 1, 5"):
-        IEMOCAP(root=iemocap, test_sessions=(2,)).manifest()
-
-
-def test_iemocap_a_line_that_cannot_be_read_is_named(iemocap: Path) -> None:
-    report = iemocap / "Session5/dialog/EmoEvaluation/Ses05M_impro07.txt"
-    report.write_text(report.read_text() + "[5.0 - 6.0] Ses05M_impro07_F011\n")
-    with pytest.raises(DataError, match=r"line 5 of .*Ses05M_impro07\.txt is no '\[start - end\] turn emotion"):
-        IEMOCAP(root=iemocap).manifest()
-
-
-def test_one_absent_file_of_a_list_is_found_when_it_is_read(iemocap: Path) -> None:
-    dataset = IEMOCAP(root=iemocap)
-    rows = dataset.manifest().to_pylist()
-    Path(rows[1]["path"]).unlink()
-    assert dataset.manifest().num_rows == len(rows)
-    with pytest.raises(DataError, match=r"Ses01F_impro01_M001\.wav: there is no such file"):
-        dataset.read(rows[1])
-
-
-# ESC
-
-ESC50 = (
-    "filename,fold,target,category,esc10,src_file,take\n"
+    "Session1/dialog/EmoEvaluation/._Ses01F_impro01.txt": "\0",
+    "Session1/dialog/EmoEvaluation/Categorical/Ses01F_impro01_e2_cat.txt": "Ses01F_impro01_F000 :Neutral state; ()\n",
+    **recordings_at("Session1/sentences/wav/Ses01F_impro01/Ses01F_impro01_F000.wav"),
+}
+ESC50: Files = {
+    "meta/esc50.csv": "filename,fold,target,category,esc10,src_file,take\n"
     "1-100032-A-0.wav,1,0,dog,True,100032,A\n"
     "1-100038-A-14.wav,1,14,chirping_birds,False,100038,A\n"
-    "5-9032-A-0.wav,5,0,dog,True,9032,A\n"
+    "5-9032-A-0.wav,5,0,dog,True,9032,A\n",
+    **recordings_at("audio/1-100032-A-0.wav", "audio/1-100038-A-14.wav"),
+}
+URBAN_TABLE = "metadata/UrbanSound8K.csv"
+URBAN: Files = {
+    URBAN_TABLE: "slice_file_name,fsID,start,end,salience,fold,classID,class\n"
+    "1-3-0-0.wav,1,0.0,0.5,1,1,3,dog_bark\n"
+    "2-3-0-0.wav,2,0.0,0.05,1,2,3,dog_bark\n"
+    "3-3-0-0.wav,3,0.0,0.5,1,3,4,drilling\n",
+    **recordings_at("audio/fold1/1-3-0-0.wav"),
+    "audio/fold3/3-3-0-0.wav": 0.5,
+}
+MIMII = recordings_at(
+    *("-6_dB_fan/fan/id_02/normal/00000003.wav", "0_dB_pump/pump/id_00/abnormal/1.wav"),
+    *("6_dB_fan/fan/id_02/normal/00000003.wav", "valve/id_00/normal/0.wav"),
 )
+SECTIONS = recordings_at(
+    "fan/train/section_00_source_train_normal_0000_strength_1_ambient.wav",
+    "fan/target_test/section_02_target_test_anomaly_0007.wav",
+    "fan/test/section_02_target_test_anomaly_0007.wav",
+    "fan/test/section_03_0000.wav",  # of an evaluation set: nobody says what it is
+)
+TOYS = recordings_at(
+    *(f"ToyCar/case1/NormalSound_IND/11_ToyCar_case1_normal_IND_ch{channel}_0001.wav" for channel in (1, 2)),
+    *(f"ToyCar/case4/AnomalousSound_IND/14_ToyCar_case4_ab01_IND_ch{channel}_0001.wav" for channel in (1, 2)),
+    "ToyCar/case1/NormalSound_CNT/1100110001_ToyCar_case1_normal_CNT_ch1_0001.wav",
+)
+FOUR = {"labels": "voted", "emotions": ("neutral", "happy", "sad", "anger")}
 
 
-@pytest.fixture
-def esc50(tmp_path: Path, write_audio: WriteAudio) -> Path:
-    for line in ESC50.splitlines()[1:]:
-        write_audio(f"audio/{line.split(',')[0]}", rate=44100)
-    (tmp_path / "meta").mkdir()
-    (tmp_path / "meta/esc50.csv").write_text(ESC50)
-    return tmp_path
+@pytest.mark.parametrize(
+    ("name", "files", "options", "columns", "rows"),
+    [
+        (
+            *("ambient_contexts", AMBIENT, {}, "clip label split recording take"),
+            [
+                ("Data/Test/id__x_0_9_00.wav", "Crowd", "test", "_x", 0),
+                ("Data/Train/id_a_b-c_10_20_03.wav", "Walk", "train", "a_b-c", 3),
+            ],
+        ),
+        (
+            *("voxforge", VOXFORGE, {}, "label group submission split"),
+            [
+                ("de", "de/ich", "ich-20120715-csb", None),
+                ("de", "de/ich", "ich-20130101", None),
+                ("en", "en/cmu_us_bdl_arctic", "cmu_us_bdl_arctic", None),
+                ("en", "en/k-k", "k-k-20090202-wgd", None),
+            ],
+        ),
+        (
+            *("voxforge", VOXFORGE | {"test_split.txt": f"{[*VOXFORGE][3]}\nen/absent.wav\n"}, {"languages": ("en",)}),
+            *("group split", [("en/cmu_us_bdl_arctic", "train"), ("en/k-k", "test")]),
+        ),
+        (
+            *("fsd50k", FSD50K, {}, "clip label split"),
+            [
+                ("FSD50K.dev_audio/16399.wav", "Dog", "validation"),
+                ("FSD50K.dev_audio/64760.wav", "Guitar,Music", "train"),
+                ("FSD50K.eval_audio/37199.wav", "Dog,Music", "test"),
+            ],
+        ),
+        ("fsd50k", FSD50K, {"subset": "eval"}, "label split", [("Dog,Music", None)]),
+        ("fsd50k", FSD50K, {"subset": "dev"}, "label", [("Dog",), ("Guitar,Music",)]),
+        (
+            *("fsdd", FSDD, {}, "clip label group split take"),
+            [
+                ("recordings/3_anna_7.wav", "3", "anna", "train", 7),
+                ("recordings/9_bob_0.wav", "9", "bob", "test", 0),
+            ],
+        ),
+        ("fsdd", FSDD, {"test_takes": 0}, "take split", [(7, None), (0, None)]),
+        (
+            *("crema_d", CREMA, {"test_folds": (2,)}, "label group sentence level fold split"),
+            [
+                ("anger", "1001", "DFA", "XX", 1, "train"),
+                ("happy", "1001", "DFA", "XX", 1, "train"),
+                ("fear", "1002", "IEO", "HI", 2, "test"),
+                ("sad", "1002", "IEO", "LO", 2, "test"),
+                ("sad", "1003", "IEO", "LO", 3, "train"),
+            ],
+        ),
+        (
+            *("crema_d", CREMA, {"labels": "voted"}, "group label"),
+            [("1001", "anger"), ("1001", "neutral"), ("1002", "fear"), ("1003", "sad")],
+        ),
+        ("crema_d", CREMA, FOUR, "group label", [("1001", "anger"), ("1001", "neutral"), ("1003", "sad")]),
+        (
+            *("ravdess", RAVDESS, {"channel": "both"}, "label group channel intensity statement repetition"),
+            [("fearful", "03", "song", "normal", 2, 1), ("angry", "03", "speech", "strong", 1, 2)],
+        ),
+        ("ravdess", RAVDESS, {}, "label channel", [("angry", "speech")]),
+        ("ravdess", {"Actor_03/03-01-05-02-01-02-03.wav": 0.05}, {}, "label channel", [("angry", "speech")]),
+        (
+            *("iemocap", IEMOCAP, {"test_sessions": (5,)}, "label group session dialogue seconds split"),
+            [
+                ("neu", "Ses01F", 1, "Ses01F_impro01", pytest.approx(1.9456), "train"),
+                ("hap", "Ses01M", 1, "Ses01F_impro01", pytest.approx(1.3825), "train"),
+                ("hap", "Ses01M", 1, "Ses01M_script01_1b", 2.0, "train"),
+                ("sad", "Ses05M", 5, "Ses05M_impro07", 1.0, "test"),
+            ],
+        ),
+        (
+            *("iemocap", IEMOCAP, {"improvised": True, "emotions": "all"}, "label split"),
+            [("neu", None), ("exc", None), ("fru", None), ("sad", None)],
+        ),
+        (
+            *("esc", ESC50, {}, "clip label fold recording take"),
+            [
+                ("audio/1-100032-A-0.wav", "dog", 1, "100032", "A"),
+                ("audio/1-100038-A-14.wav", "chirping_birds", 1, "100038", "A"),
+                ("audio/5-9032-A-0.wav", "dog", 5, "9032", "A"),
+            ],
+        ),
+        ("esc", ESC50, {"esc10_only": True}, "recording", [("100032",), ("9032",)]),
+        (
+            *("urbansound8k", URBAN, {}, "clip label fold recording seconds"),
+            [
+                ("audio/fold1/1-3-0-0.wav", "dog_bark", 1, "1", 0.05),
+                ("audio/fold2/2-3-0-0.wav", "dog_bark", 2, "2", None),
+                ("audio/fold3/3-3-0-0.wav", "drilling", 3, "3", 0.5),
+            ],
+        ),
+        (
+            "urbansound8k",
+            URBAN,
+            {"shortest_seconds": 0.1, "test_folds": (2,)},
+            "fold split",
+            [(2, "test"), (3, "train")],
+        ),
+        (
+            *("mimii", MIMII, {}, "snr group label recording domain"),
+            [
+                ("-6", "fan_02", "normal", "fan/id_02/normal/00000003", "source"),
+                ("0", "pump_00", "anomaly", "pump/id_00/abnormal/1", "source"),
+                ("6", "fan_02", "normal", "fan/id_02/normal/00000003", "source"),
+                ("unknown", "valve_00", "normal", "valve/id_00/normal/0", "source"),
+            ],
+        ),
+        ("mimii", MIMII, {"snr": -6}, "group", [("fan_02",)]),
+        ("mimii", MIMII, {"machines": ("pump", "valve")}, "group", [("pump_00",), ("valve_00",)]),
+        *(
+            (
+                *(name, SECTIONS, {}, "group section domain split label condition attributes"),
+                [
+                    *[("fan_02", "02", "target", "test", "anomaly", "anomaly", None)] * 2,
+                    ("fan_00", "00", "source", "train", "normal", "normal", "strength_1_ambient"),
+                ],
+            )
+            for name in ("mimii_due", "mimii_dg")
+        ),
+        (
+            *("toyadmos", TOYS, {"microphone": 2}, "group label anomaly clip"),
+            [
+                ("ToyCar_1", "normal", "none", [*TOYS][1]),
+                ("ToyCar_4", "anomaly", "ab01", [*TOYS][3]),
+            ],
+        ),
+    ],
+)
+def test_a_set_in_its_layout(
+    name: str, files: Files, options: dict[str, Any], columns: str, rows: list[tuple[Any, ...]], layout: Layout
+) -> None:
+    root = layout(files)
+    found = dataset_of(name, root, options).manifest().to_pylist()
+    assert [tuple(row[column] for column in columns.split()) for row in found] == rows
+    assert all(row["path"] == str(root / row["clip"]) for row in found)
 
 
-def test_esc10(recordings: Path) -> None:
-    dataset = ESC(root=recordings / "ESC-10")
-    rows = rows_of(dataset)
-    assert Counter((row["label"], row["fold"]) for row in rows) == {
-        (label, fold): 2 for label in {row["label"] for row in rows} for fold in (1, 2, 3, 4)
+@pytest.mark.parametrize(
+    ("name", "files", "options", "message"),
+    [
+        (
+            *("ambient_contexts", AMBIENT | {"test_split.txt": "id_gone_0_9_00.wav\tCrowd\n"}, {}),
+            "'id_gone_0_9_00.wav' of test_split.txt is not there; below",
+        ),
+        (
+            *("ambient_contexts", AMBIENT | {"Data/id__x_0_9_00.wav": 0.05}, {}),
+            "'id__x_0_9_00.wav' of test_split.txt is 2 times: Data/Test/id__x_0_9_00.wav, Data/id__x",
+        ),
+        (
+            *("ambient_contexts", AMBIENT | {"test_split.txt": "id__x_0_9_00.wav\n"}, {}),
+            "is not a file, a tab and a class",
+        ),
+        ("voxforge", VOXFORGE, {"languages": ("ru",)}, "there is no folder ru/ with recordings"),
+        ("voxforge", VOXFORGE | {"test_split.txt": "en/absent.wav\n"}, {}, "none of the recordings in .* is on "),
+        (
+            *("fsd50k", {name: FSD50K[name] for name in [*FSD50K][:4]}, {}),
+            r"there is no FSD50K.ground_truth/eval.csv in ",
+        ),
+        (
+            *("crema_d", recordings_at(*[*CREMA][:2]), {"labels": "voted"}),
+            r"labels: voted needs processedResults/summaryTable\.csv, which is not there",
+        ),
+        (
+            *("crema_d", CREMA | {TABLE: "FileName,VoiceVote\n1001_DFA_ANG_XX,A\n"}, {"labels": "voted"}),
+            r"summaryTable\.csv has no column 'MultiModalVote'; its columns: FileName, VoiceVote",
+        ),
+        (
+            *("crema_d", CREMA | {TABLE: "FileName,MultiModalVote\n1001_DFA_ANG_XX\n"}, {"labels": "voted"}),
+            r"line 2 of .*summaryTable\.csv has fewer values than the header",
+        ),
+        (
+            *("crema_d", CREMA | {"AudioWAV/1004_DFA_ANG_XX.wav": 0.05}, {"labels": "voted"}),
+            r"summaryTable\.csv has no row for 1004_DFA_ANG_XX",
+        ),
+        (
+            *("crema_d", CREMA, {"test_folds": (6,)}),
+            "CREMA-D: no clip is of fold 6, which is to be tested on; there are 1, 2, 3",
+        ),
+        (
+            *("crema_d", CREMA, {"emotions": ("disgust",)}),
+            "CREMA-D in .*: the manifest is empty; check the root folder and the options",
+        ),
+        ("ravdess", {"Actor_03/03-01-05-02-01-02-03.wav": 0.05}, {"channel": "song"}, "none of the 1 files is song"),
+        (
+            *("iemocap", IEMOCAP, {"test_sessions": (2,)}),
+            "no clip is of session 2, which is to be tested on; there are 1, 5",
+        ),
+        (
+            *("iemocap", IEMOCAP | {[*IEMOCAP][2]: f"{HEADER}[5.0 - 6.0] Ses05M_impro07_F011\n"}, {}),
+            r"line 3 of .*Ses05M_impro07\.txt is no '\[start - end\] turn emotion",
+        ),
+        (
+            *("iemocap", {name: IEMOCAP[name] for name in [*IEMOCAP][:3]}, {}),
+            "none of the 4 listed files, such as Session1/sentences/wav/Ses01F_impro01/Ses01F_impro01_F000.wav, is in ",
+        ),
+        (
+            *("esc", {"meta/esc50.csv": ESC50["meta/esc50.csv"]}, {}),
+            "none of the 3 listed files, such as audio/1-100032-A-0.wav, is in .*Expected meta/esc50.csv and audio",
+        ),
+        (
+            *("esc", {"meta/esc50.csv": str(ESC50["meta/esc50.csv"]).replace("wav,5,", "wav,five,")}, {}),
+            r"5-9032-A-0\.wav is of fold 'five' in meta/esc50\.csv",
+        ),
+        (
+            *("urbansound8k", {URBAN_TABLE: URBAN[URBAN_TABLE]}, {}),
+            "none of the 3 listed files, such as audio/fold1/1-3-0-0.wav, is in ",
+        ),
+        (
+            *("urbansound8k", {URBAN_TABLE: str(URBAN[URBAN_TABLE]).replace("1,2,3", "1,2,12")}, {}),
+            r"line 3 of .*UrbanSound8K\.csv has no fold or no class: '12'",
+        ),
+        ("mimii", MIMII, {"snr": 3}, r"no clip in .* is of 3 dB by its folder's name .*there are -6, 0, 6, unknown"),
+        ("mimii", MIMII, {"machines": ("slider",)}, "has no machines of the type 'slider'; there are fan, pump, valve"),
+        ("toyadmos", TOYS, {"microphone": 3}, "has no clips of microphone 3; there are 1, 2"),
+    ],
+)
+def test_a_set_that_cannot_be_listed(
+    name: str, files: Files, options: dict[str, Any], message: str, layout: Layout
+) -> None:
+    with pytest.raises(DataError, match=message):
+        dataset_of(name, layout(files), options).manifest()
+
+
+def test_one_absent_file_of_a_list_is_found_when_it_is_read(layout: Layout) -> None:
+    dataset = dataset_of("iemocap", layout(IEMOCAP), {})
+    read, absent = dataset.manifest().to_pylist()[:2]
+    assert dataset.read(read)[1] == 16000
+    with pytest.raises(DataError, match=r"Ses01F_impro01_M001\.wav: there is no such file"):
+        dataset.read(absent)
+
+
+def test_crema_d_folds_of_the_full_set_leave_72_or_73_actors(layout: Layout) -> None:
+    # FedAudio's five folds over 91 actors train on 72 or 73 of them.
+    root = layout({f"AudioWAV/{actor}_DFA_ANG_XX.wav": "" for actor in range(1001, 1092)})
+    for fold, left in zip(range(1, 6), (72, 73, 73, 73, 73), strict=True):
+        splits = dataset_of("crema_d", root, {"test_folds": (fold,)}).manifest().column("split").to_pylist()
+        assert Counter(splits) == {"train": left, "test": 91 - left}
+
+
+def test_attributes_that_are_no_pairs_are_no_columns(layout: Layout) -> None:
+    root = layout({"gearbox/train/section_00_source_train_normal_0000_0_g_25_mm_2000_mV_none.wav": 0.05})
+    columns = dataset_of("mimii_due", root, {}).manifest().column_names
+    assert not [name for name in columns if name.startswith("attribute_")]
+
+
+# The samples
+
+
+@pytest.mark.parametrize(
+    ("name", "folder", "clips", "labels", "groups", "splits", "seconds", "kinds"),
+    [
+        ("fsdd", "fsdd", 3000, 10, 6, {"train": 2700, "test": 300}, None, {(8000, 1)}),
+        ("crema_d", "CREMA-D", 168, 6, 28, {None: 168}, 418, {(11025, 1)}),
+        ("emodb", "emodb", 86, 7, 8, {None: 86}, 227, {(11025, 1)}),
+        ("ravdess", "RAVDESS", 8, 8, 2, {None: 8}, None, {(48000, 1)}),
+        ("esc", "ESC-10", 80, 10, 0, {None: 80}, None, {(44100, 1)}),
+        ("urbansound8k", "UrbanSound8K", 23, 10, 0, {None: 23}, 87, None),
+        (
+            *("speech_commands", "speech_commands_v0.01", 90, 30, 24),
+            *({"train": 60, "validation": 19, "test": 11}, None, {(16000, 1)}),
+        ),
+        ("speech_commands", "speech_commands_test_set_v0.02", 479, 12, 133, {None: 479}, 479, {(16000, 1)}),
+        ("mimii", "mimii", 2, 2, 1, {None: 2}, 20, {(16000, 8)}),
+        ("dcase2020_task2", "dcase2020_task2", 16, 2, None, {"train": 8, "test": 8}, 160, {(16000, 1)}),
+        ("dcase2023_task2", "dcase2023_task2", 20, 2, 5, {"train": 10, "test": 10}, None, {(16000, 1)}),
+    ],
+)
+def test_a_sample(
+    name: str,
+    folder: str,
+    clips: int,
+    labels: int,
+    groups: int | None,
+    splits: dict[str | None, int],
+    seconds: int | None,
+    kinds: set[tuple[int, int]] | None,
+    recordings: Path,
+) -> None:
+    """As many clips, labels, groups and seconds as were published, of these rates and channels."""
+    dataset = dataset_of(name, recordings / folder, {})
+    rows = dataset.manifest().to_pylist()
+    assert (len(rows), len({row["label"] for row in rows})) == (clips, labels)
+    assert groups in (None, len({row["group"] for row in rows} - {None}))
+    assert Counter(row["split"] for row in rows) == splits
+    assert [row["clip"] for row in rows] == sorted(row["clip"] for row in rows)
+    total, found = 0.0, set()
+    for row in rows if seconds is not None else rows[::8]:
+        samples, rate = dataset.read(row)
+        assert samples.dtype == np.float32
+        assert np.abs(samples).max() <= 1.0
+        assert dataset.identity(row) is None
+        if name == "urbansound8k":  # copies of the set are about with clips padded to 4 s
+            assert row["seconds"] == pytest.approx(len(samples) / rate)
+        total += len(samples) / rate
+        found.add((rate, samples.shape[1]))
+    assert seconds in (None, round(total))
+    assert kinds in (None, found)
+
+
+def test_mimii_has_eight_channels_and_each_can_be_chosen(recordings: Path) -> None:
+    dataset = dataset_of("mimii", recordings / "mimii", {})
+    samples, rate = dataset.read(dataset.manifest().to_pylist()[0])
+    for channel, expected in (("first", samples[:, 0]), (7, samples[:, 7]), ("mean", samples.mean(axis=1))):
+        settings = FeatureSettings(channel=channel)  # type: ignore[arg-type]
+        assert np.array_equal(FeatureExtractor(settings).wave(samples, rate), expected)
+    with pytest.raises(DataError, match="has 8 channels, and data.features.channel is 8, where 0 is the first"):
+        FeatureExtractor(FeatureSettings(channel=8)).wave(samples, rate)
+
+
+def test_the_sample_of_notmnist_is_read_as_mnist(recordings: Path) -> None:
+    manifest = dataset_of("mnist", recordings / "notmnist", {"names": tuple("ABCDEFGHIJ")}).manifest()
+    assert Counter(manifest.column("label").to_pylist()) == dict.fromkeys("ABCDEFGHIJ", 1000)
+
+
+def test_attributes_of_dcase_2023_are_columns(recordings: Path) -> None:
+    root = recordings / "dcase2023_task2"
+    assert (
+        "attribute_vel" not in dataset_of("dcase2023_task2", root, {}).manifest().column_names
+    )  # only bearings have it
+    bearings = dataset_of("dcase2023_task2", root, {"machines": ("bearing",)}).manifest().to_pylist()
+    assert {(row["domain"], row["section"], row["attribute_vel"], row["attribute_loc"]) for row in bearings} == {
+        ("source", "00", "16", "A"),
+        ("source", "00", "21", "A"),
+        ("source", "00", "9", "A"),
+        ("target", "00", "8", "G"),
     }
-    assert len({row["label"] for row in rows}) == 10
-    assert rows[0]["label"] == "Dog bark"
-    assert {row["group"] for row in rows} == {None}
-    seconds, kinds = read_all(dataset, rows[::8])
-    assert (round(seconds), kinds) == (50, {(44100, 1)})
 
 
-def test_esc10_leaves_a_fold_out(recordings: Path) -> None:
-    rows = rows_of(ESC(root=recordings / "ESC-10", test_folds=(2, 3)))
-    assert Counter(row["split"] for row in rows) == {"train": 40, "test": 40}
-    with pytest.raises(DataError, match="no clip is of fold 5, which is to be tested on; there are 1, 2, 3, 4"):
-        ESC(root=recordings / "ESC-10", test_folds=(5,)).manifest()
+def test_folds_of_a_sample_are_the_test_set(recordings: Path) -> None:
+    dataset = dataset_of("esc", recordings / "ESC-10", {"test_folds": (2, 3)})
+    rows = Counter((row["fold"], row["split"]) for row in dataset.manifest().to_pylist())
+    assert rows == {(fold, "test" if fold in (2, 3) else "train"): 20 for fold in (1, 2, 3, 4)}
 
 
 @pytest.mark.parametrize("test", ["{by: split}", "{by: group, fraction: 0.2}", "{by: group, values: [x]}", "null"])
@@ -516,77 +550,3 @@ def test_what_the_first_message_about_esc10_proposes_works(recordings: Path, tes
     text = "\n".join(describe_data(DataSettings(**values), 1))
     assert "With this configuration:" in text
     assert "clips of 10 of the 10 classes" in text or test == "null"
-
-
-def test_esc50(esc50: Path) -> None:
-    rows = rows_of(ESC(root=esc50))
-    assert [(row["label"], row["fold"], row["recording"], row["take"]) for row in rows] == [
-        ("dog", 1, "100032", "A"),
-        ("chirping_birds", 1, "100038", "A"),
-        ("dog", 5, "9032", "A"),
-    ]
-    assert [row["clip"] for row in rows_of(ESC(root=esc50, esc10_only=True))] == [
-        "audio/1-100032-A-0.wav",
-        "audio/5-9032-A-0.wav",
-    ]
-
-
-def test_esc50_a_fold_that_is_no_number(esc50: Path) -> None:
-    (esc50 / "meta/esc50.csv").write_text(ESC50.replace("wav,5,", "wav,five,"))
-    with pytest.raises(DataError, match=r"5-9032-A-0\.wav is of fold 'five' in meta/esc50\.csv"):
-        ESC(root=esc50).manifest()
-
-
-# UrbanSound8K
-
-
-def test_urbansound8k(recordings: Path) -> None:
-    dataset = UrbanSound8K(root=recordings / "UrbanSound8K")
-    rows = rows_of(dataset)
-    assert Counter(row["fold"] for row in rows) == {1: 12, 2: 10, 10: 1}
-    assert len({row["label"] for row in rows}) == 10
-    assert all(row["recording"] == row["clip"].rpartition("/")[2].split("-")[0] for row in rows)
-    assert {(row["group"], row["split"]) for row in rows} == {(None, None)}
-    seconds, kinds = read_all(dataset, rows)
-    assert round(seconds) == 87
-    assert (22050, 1) in kinds
-    assert any(channels == 2 for _, channels in kinds)
-    # By the files themselves: copies of the set are about with clips padded to 4 s, and the metadata does not know.
-    for row in rows:
-        samples, rate = dataset.read(row)
-        assert row["seconds"] == pytest.approx(len(samples) / rate)
-
-
-def test_urbansound8k_leaves_a_fold_out(recordings: Path) -> None:
-    rows = rows_of(UrbanSound8K(root=recordings / "UrbanSound8K", test_folds=(10, 1)))
-    assert {(row["fold"], row["split"]) for row in rows} == {(1, "test"), (2, "train"), (10, "test")}
-
-
-@pytest.fixture
-def urban(tmp_path: Path, write_audio: WriteAudio) -> Path:
-    (tmp_path / "metadata").mkdir()
-    (tmp_path / "metadata/UrbanSound8K.csv").write_text(
-        "slice_file_name,fsID,start,end,salience,fold,classID,class\n"
-        "1-3-0-0.wav,1,0.0,0.5,1,1,3,dog_bark\n"
-        "2-3-0-0.wav,2,0.0,0.05,1,2,3,dog_bark\n"
-        "3-3-0-0.wav,3,0.0,0.5,1,2,3,dog_bark\n"
-    )
-    write_audio("audio/fold1/1-3-0-0.wav", 0.5)
-    write_audio("audio/fold2/2-3-0-0.wav", 0.05)
-    return tmp_path
-
-
-def test_urbansound8k_leaves_short_clips_out_and_keeps_absent_ones(urban: Path) -> None:
-    dataset = UrbanSound8K(root=urban, shortest_seconds=0.1)
-    rows = rows_of(dataset)
-    assert [(row["recording"], row["seconds"]) for row in rows] == [("1", 0.5), ("3", None)]
-    with pytest.raises(DataError, match=r"fold2/3-3-0-0\.wav: there is no such file"):
-        dataset.read(rows[1])
-    assert len(rows_of(UrbanSound8K(root=urban, shortest_seconds=0.05))) == 3
-
-
-def test_urbansound8k_a_class_that_there_is_not(urban: Path) -> None:
-    table = urban / "metadata/UrbanSound8K.csv"
-    table.write_text(table.read_text().replace("1,2,3,dog", "1,2,12,dog", 1))
-    with pytest.raises(DataError, match=r"line 3 of .*UrbanSound8K\.csv has no fold or no class: '12'"):
-        UrbanSound8K(root=urban).manifest()

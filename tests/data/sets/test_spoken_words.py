@@ -18,8 +18,8 @@ import pytest
 from raydfl.core.errors import ConfigError
 from raydfl.core.registry import build
 from raydfl.data.dataset import find_dataset
+from raydfl.data.noise import coloured_noise
 from raydfl.data.sets import _espeak as espeak
-from raydfl.data.sets._noise import coloured_noise
 from raydfl.data.sets.speech_commands import KEYWORDS, WORDS
 from raydfl.data.sets.spoken_words import SpokenWords
 from raydfl.engine.config import make_config
@@ -91,11 +91,6 @@ def test_pitch_is_heard() -> None:
     assert 1.6 < high / own < 2.0
 
 
-def test_there_are_over_100_variants_and_languages() -> None:
-    assert len(espeak.variants()) > 100
-    assert {"en-us", "en-gb-scotland", "de", "fr", "cmn", "eu"} <= espeak.languages().keys()
-
-
 @pytest.mark.parametrize("language", ["en-us", "en-gb-x-rp", "vi-vn-x-central", "de", "eu", "yue-latn-jyutping"])
 def test_a_voice_by_its_name_is_the_voice_by_its_file(language: str, monkeypatch: pytest.MonkeyPatch) -> None:
     longest = max(espeak.variants(), key=len)
@@ -109,6 +104,8 @@ def test_unknown_names_give_the_nearest() -> None:
         espeak.speak("yes", "en-uk", "m1")
     with pytest.raises(ConfigError, match=r"has no voice variant 'Andrew'; did you mean 'Andrea'\?"):
         espeak.speak("yes", "en-us", "Andrew")
+    with pytest.raises(ConfigError, match=r"eSpeak NG has no language 'en-usa'; did you mean 'en-us'\?"):
+        SpokenWords(languages=("de", "en-usa")).manifest()
 
 
 def test_a_text_that_nothing_is_said_for_is_refused() -> None:
@@ -200,24 +197,14 @@ def small() -> tuple[SpokenWords, list[dict[str, Any]], list[str]]:
 
 
 def test_every_clip_is_another(small: tuple[SpokenWords, list[dict[str, Any]], list[str]]) -> None:
-    assert len(set(small[2])) == 36
+    dataset, rows, digests = small
+    assert len(set(digests)) == len({dataset.identity(row) for row in rows}) == 36
 
 
-def test_a_clip_is_the_same_in_any_order_and_process(
-    small: tuple[SpokenWords, list[dict[str, Any]], list[str]],
-) -> None:
+def test_a_clip_is_the_same_in_any_order(small: tuple[SpokenWords, list[dict[str, Any]], list[str]]) -> None:
     dataset, rows, digests = small
     order = np.random.default_rng(0).permutation(len(rows)).tolist()
     assert [digest(dataset.read(rows[index])[0]) for index in order] == [digests[index] for index in order]
-    program = (
-        "import hashlib\n"
-        "from raydfl.data.sets.spoken_words import SpokenWords\n"
-        "dataset = SpokenWords(speakers=6, takes=2, words=('yes', 'no', 'backward'))\n"
-        "for row in reversed(dataset.manifest().to_pylist()):\n"
-        "    print(hashlib.blake2b(dataset.read(row)[0].tobytes(), digest_size=8).hexdigest())\n"
-    )
-    output = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
-    assert output.split()[::-1] == digests
 
 
 def test_a_clip_does_not_depend_on_what_else_is_in_the_corpus(
@@ -241,11 +228,6 @@ def test_what_changes_the_samples_changes_the_identity(
     assert digest(other.read(rows[0])[0]) != digests[0]
     assert other.identity(rows[0]) != dataset.identity(rows[0])
     assert espeak.version() in dataset.identity(rows[0])
-
-
-def test_identities_are_as_many_as_clips(small: tuple[SpokenWords, list[dict[str, Any]], list[str]]) -> None:
-    dataset, rows, _ = small
-    assert len({dataset.identity(row) for row in rows}) == len(rows)
 
 
 def test_the_label_may_be_the_language() -> None:
@@ -340,15 +322,6 @@ def test_speakers_share_variants_as_little_as_possible() -> None:
     assert set(variants.values()) == {1}
 
 
-def test_each_speaker_has_one_of_the_languages() -> None:
-    languages = ("en-us", "en-gb-scotland", "de")
-    dataset = SpokenWords(speakers=60, words=("yes",), takes=1, languages=languages)
-    rows = dataset.manifest().to_pylist()
-    assert Counter(row["language"] for row in rows).keys() == set(languages)
-    german = next(row for row in rows if row["language"] == "de")
-    assert dataset.read(german)[0].any()
-
-
 @pytest.mark.parametrize("snr_db", [0.0, 10.0, 30.0])
 def test_the_noise_has_the_level_that_was_asked_for(snr_db: float) -> None:
     options: dict[str, Any] = {"speakers": 8, "words": ("seven",), "takes": 1}
@@ -405,11 +378,6 @@ def test_coloured_noise_is_white_noise_through_a_decaying_filter() -> None:
 def test_options_that_contradict_or_leave_their_range(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build(find_dataset("spoken_words"), options, "data")
-
-
-def test_an_unknown_language_is_found_before_anything_is_said() -> None:
-    with pytest.raises(ConfigError, match=r"eSpeak NG has no language 'en-usa'; did you mean 'en-us'\?"):
-        SpokenWords(languages=("de", "en-usa")).manifest()
 
 
 def test_words_can_be_told_apart_across_speakers() -> None:

@@ -137,7 +137,7 @@ def test_recordings_through_the_exported_model(segmented: Finished, with_lengths
 @pytest.fixture
 def exported_before(exported: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The network's graph, which takes the exporter seconds, as it was exported before."""
-    from raydfl.runs.inference.graph import Graph
+    from raydfl.runs.inference.network import Graph
 
     graph = Graph(exported.path.read_bytes(), None, False, exported.difference)
     monkeypatch.setattr("raydfl.runs.inference.network.to_onnx", lambda model, with_lengths=None: graph)
@@ -164,6 +164,7 @@ def test_samples_in_answers_out(raydfl: Raydfl, mutual: Finished, exported_befor
         np.testing.assert_allclose(found[0], prediction.probabilities, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_int8_and_its_accuracy(raydfl: Raydfl, mutual: Finished, exported_before: Any) -> None:
     """Both accuracies by hand: of predict, and of the file in int8 on the test recordings."""
     import onnx
@@ -203,8 +204,9 @@ def test_a_clients_own_model(raydfl: Raydfl, mutual: Finished) -> None:
     assert json.loads(path.with_suffix(".json").read_text())["client"] == client
 
 
+@pytest.mark.slow
 def test_a_detector_gives_scores(raydfl: Raydfl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from raydfl.runs.inference.graph import Graph
+    from raydfl.runs.inference.network import Graph
 
     data = {
         "name": f"{Path(__file__).parents[2] / 'objectives' / 'machines.py'}:Machines",
@@ -343,7 +345,7 @@ def test_a_graph_that_disagrees_is_not_written(
 def test_refusals(
     raydfl: Raydfl, mutual: Finished, exported: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from raydfl.runs.inference.graph import Graph
+    from raydfl.runs.inference.network import Graph
 
     raydfl("export", mutual.folder, "--out", tmp_path / "x.pt").refuses(r"x\.pt: the name must end in \.onnx")
     raydfl("export", mutual.folder, "--quantize", "int8", "--streaming").refuses("a stream is computed in float32")

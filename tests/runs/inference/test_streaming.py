@@ -1,4 +1,4 @@
-"""Graphs that hear a recording piece by piece. Oracle: the network's answer to all that was heard, as one recording, in PyTorch."""
+"""Modules and graphs that hear piece by piece. Oracle: the network's answer in PyTorch to all that was heard, as one recording."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hearing import untrained
 
 from raydfl.core.errors import InputError
@@ -30,24 +31,35 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 UNEVEN = (3.0, 71.0, 1.25, 33.0)
 
 
+@pytest.mark.parametrize("by", ["PyTorch", pytest.param("ONNX Runtime", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("case", "pieces_ms"),
     [("two", (20,)), ("two", (80,)), ("three", UNEVEN), ("unpooled", UNEVEN), ("kaldi", (80,))],
     ids=["two-20ms", "two-80ms", "three-uneven", "unpooled-uneven", "kaldi-80ms"],
 )
-def test_pieces_say_what_the_whole_says(case: str, pieces_ms: tuple[float, ...]) -> None:
+def test_pieces_say_what_the_whole_says(case: str, pieces_ms: tuple[float, ...], by: str) -> None:
+    from raydfl.runs.inference.network import open_session
     from raydfl.runs.inference.recordings import FrontEnd
-    from raydfl.runs.inference.streaming import Stream, of_streams, unbounded
-    from raydfl.runs.inference.wave import session_of, sounds
+    from raydfl.runs.inference.streaming import Stream, Streaming, stream_graph, unbounded
+    from raydfl.runs.inference.wave import make_sounds
 
     features, options = CASES[case]
     model = untrained("crnn", options=options, features=features)
     rate = features["sample_rate"]
-    waves, front_end = sounds(round(0.45 * rate), rate), FrontEnd(unbounded(model))
-    stream, end = Stream(session_of(of_streams(model), 1), len(waves)), 0
+    waves, front_end = make_sounds(round(0.45 * rate), rate), FrontEnd(unbounded(model))
+    if by == "PyTorch":
+        module = Streaming(model)
+        state, end = module.start(len(waves)), 0
+    else:
+        stream, end = Stream(open_session(stream_graph(model), 1), len(waves)), 0
     for number, piece in enumerate(itertools.cycle(pieces_ms)):
         begin, end = end, min(end + round(piece * rate / 1000), waves.shape[1])
-        found = stream.hear(waves[:, begin:end])
+        if by == "PyTorch":
+            with torch.no_grad():
+                answer, *state = module(torch.from_numpy(waves[:, begin:end]), *state)
+            found = answer.numpy()
+        else:
+            found = stream.hear(waves[:, begin:end])
         if (number < 3 or number % 4 == 0 or end == waves.shape[1]) and end > 0.025 * rate:
             expected = np.stack([front_end.answer_to(wave[:end], rate) for wave in waves])
             np.testing.assert_allclose(found, expected, atol=1e-5)
@@ -67,7 +79,7 @@ def test_pieces_say_what_the_whole_says(case: str, pieces_ms: tuple[float, ...])
     ],
 )
 def test_what_cannot_stream_is_refused(architecture: str, changes: dict[str, Any], said: str) -> None:
-    from raydfl.runs.inference.streaming import of_streams
+    from raydfl.runs.inference.streaming import Streaming
 
     with pytest.raises(InputError, match=said):
-        of_streams(untrained(architecture, **{"features": PART, **changes}))
+        Streaming(untrained(architecture, **{"features": PART, **changes}))

@@ -1,16 +1,17 @@
-"""Graphs that take samples. Oracle: ``raydfl predict``'s own way from samples to the answer, in PyTorch."""
+"""Modules and graphs that take samples. Oracle: ``raydfl predict``'s own way from samples to the answer, in PyTorch."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hearing import CLASSES, untrained
+from hearing import untrained
 from torch import Tensor
 
 from raydfl.core.errors import InputError
@@ -52,65 +53,65 @@ FRONT_ENDS: dict[str, dict[str, Any]] = {
 }
 
 
-def linear(model: RunModel) -> Any:
-    """The network ``linear`` as a graph from features, written by hand: the exporter takes seconds."""
-    from raydfl.runs.inference.graph import Graph
-    from raydfl.runs.inference.nodes import Nodes
-    from raydfl.runs.inference.wave import takes_lengths
+def answers(model: RunModel) -> Callable[[np.ndarray], np.ndarray]:
+    """The module in PyTorch, in the form that is exported: it takes the exporter seconds."""
+    from raydfl.runs.inference.wave import Answer
 
-    nodes, output = Nodes(), model.network.output
-    x = nodes.input("x", ["batch", "frames", model.spec.inputs])
-    frames = x.size(1)
-    if takes_lengths(model):
-        lengths = nodes.input("lengths", ["batch"], 7).with_axes(1)
-        mask = (nodes.places(frames).with_axes(0) < lengths).as_type(1)
-        mean = (x * mask.with_axes(2)).sum(1, keep=False) / lengths.as_type(1)
-    else:
-        mean = x.sum(1, keep=False) / frames.as_type(1)
-    weight, bias = (tensor.detach().numpy() for tensor in (output.weight, output.bias))
-    logits = nodes("Gemm", mean, weight, bias, transB=1)
-    nodes.output("logits", logits, ["batch", len(CLASSES)])
-    nodes.output("probabilities", nodes("Softmax", logits), ["batch", len(CLASSES)])
-    return Graph(nodes.model(), None, takes_lengths(model), 0.0)
+    def network(x: Tensor, lengths: Tensor | None) -> Tensor:
+        outputs = model.network(x, lengths)
+        return outputs if model.objective.averages_logits() else model.objective.answer(outputs)
+
+    module = Answer(model, network)
+
+    def answer(samples: np.ndarray) -> np.ndarray:
+        with torch.no_grad():
+            return module(torch.from_numpy(samples)).numpy()
+
+    return answer
 
 
+@pytest.mark.parametrize("by", ["PyTorch", pytest.param("ONNX Runtime", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", FRONT_ENDS)
-def test_the_answer_is_that_of_predict(name: str) -> None:
+def test_the_answer_is_that_of_predict(name: str, by: str) -> None:
+    from raydfl.runs.inference.network import open_session, to_onnx
     from raydfl.runs.inference.recordings import FrontEnd
-    from raydfl.runs.inference.wave import of_waves, session_of, sounds
+    from raydfl.runs.inference.wave import answer_graph, make_sounds, takes_lengths
 
     model = untrained("linear", **FRONT_ENDS[name])
-    session, front_end = session_of(of_waves(model, linear(model)), 1), FrontEnd(model)
+    answer, front_end = answers(model), FrontEnd(model)
+    if by == "ONNX Runtime":
+        session = open_session(answer_graph(model, to_onnx(model, takes_lengths(model))), 1)
+
+        def answer(samples: np.ndarray) -> np.ndarray:
+            (found,) = session.run(["probabilities"], {"samples": samples})
+            return found
+
     rate = model.view.stored_features.sample_rate
     for seconds in (0.003, 0.243, 0.35, 1.0):
-        waves = sounds(round(seconds * rate), rate)
-        found = session.run(["probabilities"], {"samples": waves})[0]
+        waves = make_sounds(round(seconds * rate), rate)
         expected = np.stack([front_end.answer_to(wave, rate) for wave in waves])
-        np.testing.assert_allclose(found, expected, atol=2e-5)
+        np.testing.assert_allclose(answer(waves), expected, atol=2e-5)
     assert np.ptp(expected) > 0.05  # of answers that tell recordings from others
 
 
 def test_silence_is_what_it_is_to_predict() -> None:
     from raydfl.runs.inference.recordings import FrontEnd
-    from raydfl.runs.inference.wave import of_waves, session_of
 
     model = untrained("linear")
     silence = np.zeros((1, 2000), np.float32)
-    found = session_of(of_waves(model, linear(model)), 1).run(["probabilities"], {"samples": silence})[0]
-    np.testing.assert_allclose(found[0], FrontEnd(model).answer_to(silence[0], 8000), atol=1e-6)
+    np.testing.assert_allclose(answers(model)(silence)[0], FrontEnd(model).answer_to(silence[0], 8000), atol=1e-6)
 
 
-def test_a_front_end_that_disagrees_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    from raydfl.runs.inference import spectrum
-    from raydfl.runs.inference.wave import checked, of_waves
+def test_a_front_end_that_disagrees_is_not_written() -> None:
+    from raydfl.runs.inference.wave import largest_difference
 
     model = untrained("linear", **FRONT_ENDS["kaldi"])
-    assert checked(of_waves(model, linear(model)), model) < 1e-5
-    monkeypatch.setattr(spectrum, "_PRE_EMPHASIS", 0.9)  # the mistake to be found
+    answer = answers(model)
+    assert largest_difference(answer, model) < 1e-5
     with pytest.raises(
         InputError, match=r"model 'm' \(linear\) answers otherwise than raydfl predict, by .*nothing was"
     ):
-        checked(of_waves(model, linear(model)), model)
+        largest_difference(lambda samples: answer(0.9 * samples + 0.01 * samples**2), model)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,14 +125,11 @@ class Loudest(Objective):
 
 
 def test_what_cannot_be_in_the_graph_is_refused() -> None:
-    from raydfl.runs.inference.wave import check_front_end
-
     of_group = untrained("linear", features={"sample_rate": 8000, "bands": 16, "normalise": "group"})
     with pytest.raises(InputError, match=r"does not know the statistics of its training clips .*normalise: group"):
-        check_front_end(of_group)
+        answers(of_group)
     with pytest.raises(InputError, match="Loudest answers for a recording in a way of its own"):
-        check_front_end(dataclasses.replace(untrained("linear"), objective=Loudest()))
+        answers(dataclasses.replace(untrained("linear"), objective=Loudest()))
     own = {"kind": "model", "model": "mine.py:Mine", "bands": 16}
     with pytest.raises(InputError, match="of the kind model, which raydfl does not compute of samples itself"):
-        check_front_end(untrained("linear", features=own))
-    assert torch.is_tensor(of_group.network.output.weight)
+        answers(untrained("linear", features=own))

@@ -1,0 +1,322 @@
+"""A user's tables of clients and of clips, in place of steps.
+
+The table of clients has a row for each client. It may describe millions of clients: only the needed columns are read, and an Arrow
+file is mapped into memory. ``first`` and ``clips`` belong to ``data.partition.by: table``, where clients may share clips.
+
+====================== ======= ====================================================================================
+column                 type    meaning
+====================== ======= ====================================================================================
+client                 string  id, which may be an integer; ``by: table`` without it: ``client-0``, ``client-1`` ...
+first                  integer row of the list of clips, from 0, at which the client's clips begin; clips that
+                       ``data.leave_out`` leaves out are not on the list
+clips                  integer how many rows of the list the client has from there on
+noisy, label_errors    bool    clients whose training clips get noise or wrong labels, in place of a draw
+====================== ======= ====================================================================================
+
+Further columns are for ``data.profile``. The table of clips has a row for each clip that is used:
+
+====================== ======= ====================================================================================
+column                 type    meaning
+====================== ======= ====================================================================================
+clip                   string  name in the list of clips
+role                   string  train, validation, client_test, server_validation or test; in place of ``data.split``
+pool                   string  pool of a training clip, null for others; in place of ``data.pools``
+client                 string  owner, null for the server; in place of ``data.partition``
+====================== ======= ====================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet
+from pydantic import Field
+
+from raydfl.core.errors import DataError, nearest
+from raydfl.core.settings import Settings
+from raydfl.data.client_ids import ClientIds, to_numbers
+from raydfl.data.csv_file import read_csv
+from raydfl.data.steps.listing import Assignment
+from raydfl.data.tables import ROLES, encode
+
+_ROLES = ROLES[:5]
+_CLIPS_FILE = "data.tables.clips"
+_FIRST, _CLIPS, _CLIENT = "first", "clips", "client"
+_FLAGS = ("noisy", "label_errors")
+_KINDS = (".parquet", ".arrow", ".feather", ".csv")
+
+
+class TableSettings(Settings):
+    """Tables of clips and clients, in place of steps: Parquet, Arrow or CSV files."""
+
+    clips: Path | None = Field(
+        None,
+        description="A row for each clip: its role, pool and client, in place of split, pools and partition. Others are left "
+        "out. null: none.",
+    )
+    clients: Path | None = Field(
+        None,
+        description="A row for each client: its id, and columns for profile. It decides the order of the clients. null: none.",
+    )
+
+
+def keep_named_clips(manifest: pa.Table, path: Path) -> pa.Table:
+    """Leave out the clips of a list that a user's table does not name.
+
+    Raises:
+        DataError: the table cannot be used, names a clip twice, or one that is not on the list.
+    """
+    table = _read(path, _CLIPS_FILE, {"clip": _CLIPS_FILE}, ())
+    names = _to_text(table.column("clip"), "clip", path, _CLIPS_FILE)
+    known = manifest.column("clip").combine_chunks().cast(pa.large_string())
+    place = to_numbers(pc.index_in(names, value_set=known).fill_null(-1))
+    _refuse_rows(place < 0, "is not on the list of clips", path, names)
+    order = np.argsort(place, kind="stable")
+    twice = np.zeros(len(place), bool)
+    twice[order[1:]] = place[order[1:]] == place[order[:-1]]
+    reason = "has a row already: a clip has one role and one client (only data.partition.by: table shares clips)"
+    _refuse_rows(twice, reason, path, names)
+    return manifest.take(pa.array(np.sort(place)))
+
+
+def _refuse_rows(wrong: np.ndarray, problem: str, path: Path, names: pa.LargeStringArray) -> None:
+    """Refuse rows of a table of clips."""
+    if wrong.any():
+        row = int(wrong.argmax())
+        raise DataError(
+            f"{_CLIPS_FILE}: row {row + 1} of {path}, clip {names[row].as_py()!r}, {problem}; {wrong.sum():,} such rows"
+        )
+
+
+def add_clip_columns(tables: Assignment, path: Path) -> Assignment:
+    """Add the columns ``role``, ``pool`` and ``client`` of a user's table of clips.
+
+    Raises:
+        DataError: the table cannot be used.
+    """
+    table = _read(path, _CLIPS_FILE, {"clip": _CLIPS_FILE}, ("role", "pool", _CLIENT))
+    texts = {name: _to_text(table.column(name), name, path, _CLIPS_FILE) for name in table.column_names}
+    if "role" in texts:
+        role = to_numbers(pc.index_in(texts["role"], value_set=pa.array(_ROLES, pa.large_string())).fill_null(-1))
+        _refuse_rows(role < 0, f"has an unknown role; known: {', '.join(_ROLES)}", path, texts["clip"])
+        for name, owned in (("pool", role == 0), (_CLIENT, role < _ROLES.index("server_validation"))):
+            if name in texts:
+                absent = np.asarray(texts[name].is_null())
+                _refuse_rows(owned & absent, f"has no {name}, which its role needs", path, texts["clip"])
+                _refuse_rows(~owned & ~absent, f"has a {name}, which its role excludes", path, texts["clip"])
+    clips = tables.clips.column("clip").dictionary.cast(pa.large_string())
+    rows = to_numbers(pc.index_in(clips, value_set=texts["clip"]))[tables.codes("clip")]
+    columns: dict[str, pa.Array] = {}
+    if "role" in texts:
+        columns["role"] = encode(role[rows].astype(np.int8), ROLES)
+    if "pool" in texts:
+        pools = texts["pool"].dictionary_encode()
+        columns["pool"] = encode(to_numbers(pools)[rows].astype(np.int8), pools.dictionary.cast(pa.string()))
+    if _CLIENT in texts:
+        columns[_CLIENT] = texts[_CLIENT].take(pa.array(rows))
+    return tables.with_clips(**columns)
+
+
+def match_clients(tables: Assignment, path: Path, columns: Iterable[str]) -> Assignment:
+    """Put the clients in the order of a user's table of clients, and add its columns.
+
+    Args:
+        columns: further columns to read, if they are there.
+
+    Raises:
+        DataError: the table cannot be used, or has other clients.
+    """
+    where = "data.tables.clients"
+    table = _read(path, where, {_CLIENT: where}, (*_FLAGS, *columns))
+    ids, own = _read_ids(table, path, where), tables.ids
+    for some, others, problem in (
+        (own, ids, f"{path} has no row for client {{!r}}"),
+        (ids, own, f"{path} has the client {{!r}}, who has no clips"),
+    ):
+        unknown = next((name for name in some if name not in others), None)
+        if unknown is not None:
+            raise DataError(f"{where}: {problem.format(unknown)}; {nearest(unknown, others)}")
+    place = np.array([ids.index(name) for name in own], np.int32)
+    client = tables.codes(_CLIENT)
+    client = np.where(client < 0, -1, place[client]).astype(np.int32)
+    order = np.argsort(np.where(client < 0, len(ids), client), kind="stable")
+    clients = ids.columns()
+    if "group" in tables.clients.schema.names:
+        clients["group"] = tables.clients.column("group").take(pa.array(np.argsort(place)))
+    clients |= _further(table, [name for name in table.column_names if name != _CLIENT], path, where)
+    found = replace(tables, clients=pa.record_batch(clients)).with_clips(client=encode(client, ids.column))
+    return found.select(order)
+
+
+def share_clips(tables: Assignment, path: Path, where: str, minimum: int, profiles: Mapping[str, str]) -> Assignment:
+    """Give clips to clients as a table says: the table of clients gets the ranges ``first`` and ``stop`` of training clips.
+
+    Args:
+        where: the setting that names the table.
+        minimum: training clips that each client must have; clients do without their held-out clips.
+        profiles: further columns to read, with the settings that name them.
+
+    Raises:
+        DataError: the table cannot be used, or leaves a client below the minimum.
+    """
+    if _CLIENT in tables.clips.schema.names:
+        raise DataError(
+            "data.tables.clips: its column 'client' and data.partition.by: table both assign clips to clients; leave one out"
+        )
+    trained = tables.has_role("train")
+    rows, listed = tables.codes("clip")[trained], len(tables.clips.column("clip").dictionary)
+    table = _read(path, where, {_FIRST: where, _CLIPS: where, **profiles}, (_CLIENT,))
+    before = np.searchsorted(rows, np.arange(listed + 1)).astype(np.int32)
+    first, stop = (before[bound] for bound in _find_ranges(table, listed, path, where))
+    counts = stop - first
+    if counts.min() < minimum:
+        row = int(counts.argmin())
+        raise DataError(
+            f"{where}: {int((counts < minimum).sum()):,} of {len(table):,} clients have fewer than "
+            f"data.partition.minimum {minimum} clips to train on; the one in row {row + 1} of {path} has "
+            f"{counts[row]}: its other clips are held out by data.split or cannot be read; give it others"
+        )
+    # What no client has is left out: how many begin at or before a clip, and how many end there.
+    begun, ended = (np.cumsum(np.bincount(bound, minlength=len(rows) + 1)) for bound in (first, stop))
+    owned = (begun > ended)[:-1]
+    place = np.concatenate([[0], np.cumsum(owned)]).astype(np.int32)
+    ids = _read_ids(table, path, where)
+    clients = {**ids.columns(), "first": pa.array(place[first]), "stop": pa.array(place[stop])}
+    clients |= _further(table, profiles, path, where)
+    order = np.concatenate([np.flatnonzero(trained)[owned], np.flatnonzero(~trained)])
+    found = replace(tables.select(order), clients=pa.record_batch(clients))
+    found = found.with_clips(client=encode(np.full(len(order), -1, np.int32), ids.column))
+    if owned.all():
+        return found
+    return found.with_message(f"{(~owned).sum()} training clips belong to no client: none of {path} has them")
+
+
+def _further(table: pa.Table, names: Iterable[str], path: Path, where: str) -> dict[str, pa.Array]:
+    """Return further columns of a table of clients."""
+    for name in names:
+        if name in _FLAGS and not pa.types.is_boolean(table.column(name).type):
+            kind = table.column(name).type
+            raise DataError(f"{where}: column {name!r} of {path} is of the type {kind}; it must hold truth values")
+    return {f"column:{name}": table.column(name).combine_chunks() for name in names}
+
+
+def _read(path: Path, where: str, needed: Mapping[str, str], optional: Iterable[str]) -> pa.Table:
+    """Read columns of a table.
+
+    Args:
+        path: ``*.parquet``, ``*.arrow``, ``*.feather`` or ``*.csv``.
+        where: the setting that names the file.
+        needed: columns that must be there, with the settings that ask for them.
+        optional: columns that may be there.
+    """
+    kind, row_of = path.suffix.lower(), "clip" if where == _CLIPS_FILE else "client"
+    wanted = [*dict.fromkeys([*needed, *optional])]
+    if kind not in _KINDS:
+        raise DataError(
+            f"{where}: the name of {path} must end in one of {', '.join(_KINDS)}; write the table of {row_of}s as such a file"
+        )
+    try:
+        if kind == ".parquet":
+            file = pa.parquet.ParquetFile(path, memory_map=True)
+            names = file.schema_arrow.names
+            table = file.read([name for name in wanted if name in names])
+        elif kind == ".csv":
+            table = read_csv(path, ["clip", "role", "pool", _CLIENT])
+            names = table.column_names
+        else:
+            table, names = _map(path, wanted)
+    except (OSError, pa.ArrowException) as error:
+        reason = (isinstance(error, OSError) and error.strerror) or str(error)
+        raise DataError(
+            f"{where}: {path} cannot be read: {reason}; it must be a Parquet, Arrow or CSV file with a row for each {row_of}"
+        ) from error
+    if not table.num_rows:
+        raise DataError(f"{where}: {path} has no rows; it must have one for each {row_of}")
+    there = [name for name in wanted if name in needed or name in names]
+    for name in there:
+        setting = needed.get(name, where)
+        if names.count(name) != 1:
+            hint = "it is there several times" if name in names else nearest(name, names)
+            raise DataError(f"{setting}: the table of {row_of}s {path} has no single column {name!r}; {hint}")
+        column = table.column(name)
+        if column.null_count and (row_of == "client" or name == "clip"):
+            row = pc.index(pc.is_null(column), True).as_py()
+            raise DataError(
+                f"{setting}: row {row + 1} of {path} has no {name!r}; {column.null_count:,} such rows; fill them in"
+            )
+    return table.select(there)
+
+
+def _map(path: Path, wanted: Iterable[str]) -> tuple[pa.Table, list[str]]:
+    """Map columns of an Arrow file, and return the names of all its columns."""
+    with pa.memory_map(str(path)) as file, pa.ipc.open_file(file) as reader:
+        names: list[str] = reader.schema.names
+        chosen = [number for number, name in enumerate(names) if name in wanted]
+        # Batch by batch: read_all copies, and of a compressed file one batch at a time is unpacked.
+        batches = [reader.get_batch(number).select(chosen) for number in range(reader.num_record_batches)]
+        return pa.Table.from_batches(batches, pa.schema([reader.schema.field(number) for number in chosen])), names
+
+
+def _find_ranges(table: pa.Table, clips: int, path: Path, where: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the ranges of the clients in the list of clips, first rows and stops: int32 [clients] each.
+
+    Args:
+        clips: rows of the list of clips.
+    """
+    first, count = (_to_integers(table.column(name), name, path, where) for name in (_FIRST, _CLIPS))
+    stop = first + count
+    wrong = (first < 0) | (first > clips) | (count < 1) | (count > clips) | (stop > clips)
+    if wrong.any():
+        row = int(wrong.argmax())
+        raise DataError(
+            f"{where}: row {row + 1} of {path} says first {first[row]} and clips {count[row]}, but clips "
+            f"must be at least 1 and the list has the rows 0 to {clips - 1}; {int(wrong.sum()):,} such rows"
+        )
+    return first.astype(np.int32), stop.astype(np.int32)
+
+
+def _to_integers(column: pa.ChunkedArray, name: str, path: Path, where: str) -> np.ndarray:
+    if not pa.types.is_integer(column.type):
+        raise DataError(f"{where}: column {name!r} of {path} is of the type {column.type}; it must hold integers")
+    try:
+        found: np.ndarray = column.cast(pa.int64()).to_numpy()
+    except pa.ArrowException as error:
+        raise DataError(f"{where}: column {name!r} of {path}: {error}") from error
+    return found
+
+
+def _read_ids(table: pa.Table, path: Path, where: str) -> ClientIds:
+    if _CLIENT not in table.column_names:
+        large = pa.large_string()
+        numbers = pa.array(np.arange(len(table))).cast(large)
+        width = len(str(len(table) - 1))
+        padded = pc.utf8_lpad(numbers, width, "0")
+        return ClientIds.from_strings(
+            pc.binary_join_element_wise(pa.scalar("client", large), padded, pa.scalar("-", large))
+        )
+    column = _to_text(table.column(_CLIENT), _CLIENT, path, where)
+    empty = pc.index(column, pa.scalar("", column.type)).as_py()
+    if empty >= 0:
+        raise DataError(f"{where}: the id in row {empty + 1} of {path} is empty; give every client one")
+    ids = ClientIds.from_strings(column)
+    twice = ids.find_duplicate()
+    if twice is not None:
+        raise DataError(f"{where}: more than one row of {path} has the client {twice!r}; a client is one row")
+    return ids
+
+
+def _to_text(column: pa.ChunkedArray, name: str, path: Path, where: str) -> pa.LargeStringArray:
+    """Return a column of strings or integers as strings."""
+    kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
+    texts = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+    if not texts and not (name == _CLIENT and pa.types.is_integer(kind)):
+        wanted = "strings or integers" if name == _CLIENT else "strings"
+        raise DataError(f"{where}: column {name!r} of {path} is of the type {column.type}; it must hold {wanted}")
+    column = column.cast(kind).cast(pa.large_string())
+    # combine_chunks would copy a single chunk too.
+    return column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays(column.chunks)

@@ -1,0 +1,13 @@
+from raydfl.experiments.federation import trainable as trainable
+from raydfl.experiments.load import load_study as load_study
+from raydfl.experiments.notes import describe_results as describe_results
+from raydfl.experiments.notes import features_text as features_text
+from raydfl.experiments.page import best_command as best_command
+from raydfl.experiments.recordings import check_data_sets as check_data_sets
+from raydfl.experiments.recordings import prepare as prepare
+from raydfl.experiments.results import StudyResults as StudyResults
+from raydfl.experiments.run import run_study as run_study
+from raydfl.experiments.settings import label_of as label_of
+from raydfl.experiments.study import Study as Study
+from raydfl.experiments.study import corners as corners
+from raydfl.experiments.tables import full_table as full_table

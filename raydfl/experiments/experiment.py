@@ -1,0 +1,238 @@
+"""A study's experiment of Ray Tune: schedulers, searchers, and the Tuner, which is restored after an interruption."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import shutil
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ray import train, tune
+from ray.train.constants import DEFAULT_STORAGE_PATH
+from ray.tune.schedulers import AsyncHyperBandScheduler, MedianStoppingRule, PopulationBasedTraining, TrialScheduler
+from ray.tune.search import BasicVariantGenerator
+
+from raydfl.core.errors import ConfigError, InputError, RaydflError, first_line
+from raydfl.core.version import __version__
+from raydfl.experiments.federation import ROUND, SCORE, make_trainable
+from raydfl.experiments.results import collect
+from raydfl.experiments.settings import AshaScheduler, MedianScheduler
+from raydfl.experiments.state import StudyState
+from raydfl.experiments.study import Study
+from raydfl.experiments.trial import TrialOrder
+from raydfl.experiments.watch import LIVE, Watch, point_of
+from raydfl.runs import Progress, StopSignals
+
+RunConfig = tune.RunConfig | train.RunConfig
+"""Ray's own settings of an experiment, for users who start a study from Python."""
+_MESSAGE = 300
+"""Characters of a failure that its message repeats; the log has all."""
+
+
+def _order(study: Study, stop: Path, mlflow: str | None, config: Mapping[str, Any], trial_id: str) -> TrialOrder:
+    """Return the order of a trial, in any process."""
+    trial = study.trial(point_of(config), trial_id)
+    track = trial.config.track.model_copy(update={"parent": mlflow})
+    return TrialOrder(
+        trial.config.model_copy(update={"track": track}),
+        judged=bool(study.settings.domains),
+        keys=tuple(trial.keys) if study.settings.domains else (),
+        sign=trial.metric.sign,
+        stop=stop,
+        log=study.folder / "logs" / f"{trial.run_dir.name}.log",
+    )
+
+
+def _run_name(study: Study, trial: Any) -> str:
+    return study.trial(point_of(trial.config), trial.trial_id).run_dir.name
+
+
+def _trial_id(trial: Any) -> str:
+    found: str = trial.trial_id
+    return found
+
+
+def _make_scheduler(study: Study) -> TrialScheduler | None:
+    """Return Ray Tune's scheduler; ``None``: no trial is stopped early."""
+    settings = study.settings.scheduler
+    if isinstance(settings, AshaScheduler):
+        grace = min(settings.grace, study.rounds)
+        return AsyncHyperBandScheduler(
+            time_attr=ROUND, max_t=study.rounds, grace_period=grace, reduction_factor=settings.factor
+        )
+    if isinstance(settings, MedianScheduler):
+        return MedianStoppingRule(time_attr=ROUND, grace_period=settings.grace, min_samples_required=settings.trials)
+    if study.settings.population is None:
+        return None
+    population, domains = study.settings.population, study.settings.domains
+    return PopulationBasedTraining(
+        time_attr=ROUND,
+        perturbation_interval=population.interval,
+        hyperparam_mutations={
+            key: list(domain.values) if domain.listed else domain.to_tune() for key, domain in domains.items()
+        },
+        quantile_fraction=population.share,
+        resample_probability=population.resample,
+        perturbation_factors=(population.factor, 1 / population.factor),
+        custom_explore_fn=functools.partial(_clip, study),  # Ray multiplies beyond the ends
+        require_attrs=False,
+        synch=True,  # the worst copy the best of the same round
+    )
+
+
+def _clip(study: Study, config: dict[str, Any]) -> dict[str, Any]:
+    domains = study.settings.domains
+    return {key: domains[key].clip(value) if key in domains else value for key, value in config.items()}
+
+
+def _make_search(study: Study, state: StudyState) -> tuple[Any, dict[str, Any]]:
+    """Return Ray Tune's searcher (``None``: its own) and ``param_space``."""
+    settings = study.settings
+    space = {key: domain.to_tune() for key, domain in settings.domains.items()}
+    if settings.population is not None:
+        points = [trial.point for trial in study.trials]
+        searcher = BasicVariantGenerator(points_to_evaluate=points, max_concurrent=settings.parallel or 0)
+        return searcher, {"trial": tune.randint(0, study.samples), **space}
+    if settings.searcher == "optuna":
+        try:
+            import optuna
+            from ray.tune.search.optuna import OptunaSearch
+        except ImportError as error:
+            raise InputError(
+                "searcher: optuna needs the package optuna; install it with pip install 'raydfl[optuna]', or take searcher: random"
+            ) from error
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        begun = [dict(trial.values) for trial in state.waiting]
+        mode = study.first.metric.best
+        found = OptunaSearch(space, metric=SCORE, mode=mode, seed=settings.seed, points_to_evaluate=begun or None)
+        for trial, score in collect(study, state).scored:
+            if state.is_over(trial):
+                found.add_evaluated_point(dict(trial.values), score / trial.metric.scale)
+        return found, {}
+    return None, {"point": tune.grid_search([trial.point for trial in state.waiting])}
+
+
+class Experiment:
+    """The study's experiment of Ray Tune."""
+
+    def __init__(
+        self, study: Study, state: StudyState, progress: Progress, run_config: RunConfig | None, parallel: int | None
+    ) -> None:
+        if any(not isinstance(each, tune.Callback) for each in (run_config and run_config.callbacks) or []):
+            raise ConfigError("run_config: its callbacks must be of Ray Tune; give them in a ray.tune.RunConfig")
+        self._study = study
+        self._state = state
+        self._progress = progress
+        self._given = run_config
+        self._parallel = parallel
+        self._logs = study.folder / "logs"
+        self._stop = self._logs / f".stop-{os.getpid()}"
+        """A file at whose appearance trials stop after their round."""
+
+    def fit(self, trials: int) -> None:
+        """Train, restoring an experiment of the same trials that was interrupted.
+
+        Raises:
+            RaydflError: Ray Tune failed, or the state cannot be written.
+        """
+        place, owned = self._place()
+        self._logs.mkdir(parents=True, exist_ok=True)
+        self._stop.unlink(missing_ok=True)
+        signals = StopSignals(self._progress, "runs stop after their round", "them", self._stop.touch)
+        watch = Watch(self._study, self._state, self._progress, signals, self._stop, trials)
+        LIVE.append(watch)
+        try:
+            with signals:
+                self._tuner(place, trials, watch).fit()
+        except Exception as error:
+            raise watch.error or self._describe(error) from error
+        finally:
+            LIVE.remove(watch)
+            self._stop.unlink(missing_ok=True)
+        if owned and not signals.asked:
+            shutil.rmtree(place, ignore_errors=True)
+            with contextlib.suppress(OSError):  # another study's experiment is in it
+                place.parent.rmdir()
+
+    def _place(self) -> tuple[Path, bool]:
+        """Return the experiment's folder, and whether it is removed at the end."""
+        given, stem = self._given, self._study.file.stem
+        if given is not None and given.storage_path not in (None, DEFAULT_STORAGE_PATH):
+            return Path(str(given.storage_path), given.name or stem), False
+        described = self._study.settings.model_dump(mode="json", include={"searcher", "scheduler", "samples", "seed"})
+        parts = [described, self._study.first.identity, [trial.identity for trial in self._study.trials]]
+        parts += [
+            {key: domain.model_dump(mode="json") for key, domain in self._study.settings.domains.items()},
+            __version__,
+        ]
+        name = f"{stem}-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:8]}"
+        for other in (self._study.folder / "tune").glob(f"{stem}-????????"):
+            if other.name != name:  # an interrupted experiment of other trials; their run folders stay
+                shutil.rmtree(other, ignore_errors=True)
+        return self._study.folder / "tune" / name, True
+
+    def _tuner(self, place: Path, trials: int, watch: Watch) -> tune.Tuner:
+        study, population = self._study, self._study.settings.population
+        order = functools.partial(_order, study, self._stop, self._state.mlflow)
+        federation = make_trainable(order, study.settings.cpus, copies=population is not None)
+        if tune.Tuner.can_restore(str(place)):
+            try:
+                return tune.Tuner.restore(str(place), trainable=federation, resume_errored=True)
+            except Exception as error:  # noqa: BLE001  (whatever it is, the run folders are there)
+                self._progress.message(
+                    f"warning: Ray Tune cannot restore {place} ({first_line(error)}); the trials continue from their run folders"
+                )
+                shutil.rmtree(place)
+        if population is not None:
+            self._state.trials.clear()  # members of another population
+        searcher, space = _make_search(study, self._state)
+        searched = bool(study.settings.domains)
+        return tune.Tuner(
+            federation,
+            param_space=space,
+            tune_config=tune.TuneConfig(
+                metric=SCORE if searched else None,
+                mode=study.first.metric.best if searched else None,
+                num_samples=trials if study.settings.sequential else 1,
+                search_alg=searcher,
+                scheduler=_make_scheduler(study),
+                max_concurrent_trials=None if population is not None else self._parallel,
+                reuse_actors=True,
+                trial_name_creator=functools.partial(_run_name, study),
+                trial_dirname_creator=_trial_id,
+            ),
+            run_config=self._run_config(place, watch),
+        )
+
+    def _run_config(self, place: Path, watch: Watch) -> tune.RunConfig:
+        given = self._given or tune.RunConfig()
+        retries = (given.failure_config and given.failure_config.max_failures) or self._study.settings.retries
+        return tune.RunConfig(
+            name=place.name,
+            storage_path=str(place.parent),
+            storage_filesystem=given.storage_filesystem,
+            verbose=0,
+            stop=given.stop if isinstance(given, tune.RunConfig) else None,
+            failure_config=tune.FailureConfig(max_failures=retries),
+            checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),  # the run folders have their commits
+            callbacks=[watch, *(given.callbacks or [])],
+        )
+
+    def _describe(self, error: Exception) -> Exception:
+        """Return the message about a failure of Ray Tune, with its traceback in a log."""
+        if isinstance(error, RaydflError):
+            return error
+        log = self._logs / "ray-tune.log"
+        with contextlib.suppress(OSError):
+            log.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+        last = (str(error).strip().splitlines() or [""])[-1]  # of a TuneError, which holds a whole traceback
+        return RaydflError(
+            f"Ray Tune failed: {type(error).__name__}: {last[:_MESSAGE]} (in full in {log}). The commits of all runs are kept, and "
+            f"the same command continues."
+        )

@@ -1,0 +1,154 @@
+"""A study from its first to its last trial, each a whole federation in a placement group of its own.
+
+The results of a trial are in its run folder. Ray Tune's experiment, in the folder ``tune`` of the study, exists only until all
+trials are over: a study that was interrupted restores it. Schedulers and searchers are Ray's, and so is their memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+from collections.abc import Iterator
+
+import joblib
+
+from raydfl.cluster import Bundle, bundles_of, check_kept, check_trial_fits, connected, on_the_cluster, room_for
+from raydfl.core.errors import RunDirectoryError
+from raydfl.core.files import default_cache
+from raydfl.core.lock import FileLock
+from raydfl.core.nested import flatten
+from raydfl.experiments.experiment import Experiment, RunConfig
+from raydfl.experiments.page import write_page
+from raydfl.experiments.recordings import prepare
+from raydfl.experiments.results import StudyResults, collect
+from raydfl.experiments.state import StudyState
+from raydfl.experiments.study import Study, Trial, corners
+from raydfl.experiments.tables import write_tables
+from raydfl.runs import Progress, Tracker, default_progress, make_tracker
+
+
+def run_study(
+    study: Study, progress: Progress | None = None, run_config: RunConfig | None = None, table_only: bool = False
+) -> StudyResults:
+    """Train all trials that are not over, and write tables and page. Ctrl-C lets running trials stop after their round.
+
+    The same call continues an interrupted study.
+
+    Args:
+        run_config: settings for Ray Tune: ``storage_path`` and ``name`` (its files are kept there), ``failure_config``,
+            ``callbacks`` and ``stop``.
+        table_only: whether to write only tables and page of the results so far.
+
+    Raises:
+        InputError: recordings cannot be used, a package is missing, or the cluster cannot hold a trial; nothing was started.
+        RunDirectoryError: another process is at work on the study.
+        ResourcesError: no trial could begin within ``ray.ready_timeout`` seconds.
+    """
+    progress = progress or default_progress()
+    check_kept({"run.dir": study.folder, "data.cache": study.first.config.data.cache or default_cache()})
+    if (study.folder / "run.json").exists():
+        raise RunDirectoryError(f"{study.folder} is the folder of a run; give the study another folder with dir=...")
+    if table_only:
+        return _write(study, StudyState.read(study), None)
+    lock = FileLock(study.output(".lock"))
+    lock.acquire(wait=1.0)
+    try:
+        state = StudyState.read(study)
+        tracker = _start_tracker(study, state, progress)
+        try:
+            _train(study, state, progress, run_config)
+        finally:
+            results = _write(study, state, tracker)
+    finally:
+        lock.release()
+        study.output(".lock").unlink(missing_ok=True)
+    return results
+
+
+def _write(study: Study, state: StudyState, tracker: Tracker | None) -> StudyResults:
+    results = collect(study, state)
+    written = [*write_tables(results), write_page(results)]
+    if tracker is not None:
+        for path in written:
+            tracker.log_artifact(path)
+        tracker.finish("FINISHED" if results.complete else "KILLED")
+    return results
+
+
+def _start_tracker(study: Study, state: StudyState, progress: Progress) -> Tracker | None:
+    """Start the study's run in MLflow, below which its trials are shown."""
+    settings = study.first.config.track
+    if not settings.mlflow:
+        return None
+    alone = settings.model_copy(update={"also": []})  # a study has no rounds
+    tracker = make_tracker(alone, study.folder, study.folder, progress.message)
+    params = flatten(study.settings.model_dump(mode="json", exclude_unset=True))
+    state.mlflow = tracker.start(study.settings.title, params, {"raydfl.study": str(study.file)}, state.mlflow)
+    state.write()
+    return tracker
+
+
+def _train(study: Study, state: StudyState, progress: Progress, run_config: RunConfig | None) -> None:
+    settings, config = study.settings, study.first.config
+    waiting = state.waiting
+    left = study.samples - sum(map(state.is_over, state.known)) if settings.sequential else len(waiting)
+    if left < study.total:
+        progress.message(f"{study.total - left} of {study.total} runs are finished already")
+    if left <= 0:
+        return
+    parallel = settings.parallel
+    if parallel is None and any(each.config.data.sites and each.config.ray.actors for each in (*waiting, study.first)):
+        parallel = 1  # their actors are in no placement group: several runs could wait for each other
+    with _quiet_tune(), connected(config.ray.address, quiet=True, local_cpus=_local_cpus(study, parallel)):
+        on_cluster = on_the_cluster if config.ray.address or os.environ.get("RAY_ADDRESS") else None
+        needed = [study.at_corner(values) for values in corners(settings)] if settings.sequential else waiting
+        prepare(needed, progress, on_cluster)
+        groups = {
+            tuple(map(str, bundles)): bundles for bundles in (_bundles(study, trial) for trial in needed)
+        }.values()
+        for bundles in groups:
+            check_trial_fits(bundles, config.ray.autoscale)
+        slots = min(parallel or left, *(room_for(bundles, left) for bundles in groups))
+        progress.message(f"{left} runs to do, {slots} at a time, in {study.folder}")
+        os.environ["TUNE_MAX_PENDING_TRIALS_PG"] = "1" if settings.sequential else str(slots)
+        Experiment(study, state, progress, run_config, parallel).fit(left)
+
+
+def _bundles(study: Study, trial: Trial) -> tuple[Bundle, ...]:
+    return tuple(bundles_of(trial.config, study.settings.cpus, clients=0))
+
+
+def _local_cpus(study: Study, parallel: int | None) -> int:
+    """Return the CPUs of a Ray on this machine: those of the machine, or more where the runs at a time ask for more."""
+    here, own = int(joblib.cpu_count()), study.settings.cpus
+    actors = sum(bundle.get("CPU", 0.0) for bundle in _bundles(study, study.first)) - own
+    asked = (parallel or 1) * (own + actors) if actors <= here else 0.0
+    return max(here, math.ceil(asked))
+
+
+@contextlib.contextmanager
+def _quiet_tune() -> Iterator[None]:
+    """Keep Ray Tune from files for other tools, tables, warnings about both, and its own handler of Ctrl-C."""
+    own = {
+        "RAY_AIR_NEW_OUTPUT": "0",
+        "RAY_worker_niceness": "0",  # of a local Ray's: else trials starve beside whatever else the machine does
+        "TUNE_MAX_PENDING_TRIALS_PG": "1",
+        "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
+        "TUNE_DISABLE_SIGINT_HANDLER": "1",
+        "TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S": "0",
+    }
+    before = {name: os.environ[name] for name in own if name in os.environ}
+    levels = {logger: logger.level for logger in map(logging.getLogger, ("ray.tune", "ray.train"))}
+    os.environ.update(own)
+    for logger in levels:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for logger, level in levels.items():
+            logger.setLevel(level)
+        for name in own:
+            del os.environ[name]
+        os.environ.update(before)

@@ -1,0 +1,89 @@
+"""The state of a study that its run folders do not hold: which trials were stopped or failed, and the points of all that began."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from raydfl.core.errors import RunDirectoryError
+from raydfl.core.files import write_durably
+from raydfl.experiments.study import Study, Trial
+
+_ADVICE = "make room or make the folder writable; the same command continues"
+
+
+@dataclass(frozen=True)
+class TrialState:
+    """The point and the status of a trial that began."""
+
+    point: dict[str, Any]
+    status: Literal["running", "finished", "stopped", "failed"] = "running"
+    reason: str = ""
+    """Why it failed, which scheduler stopped it, or why its result is worthless."""
+
+
+@dataclass
+class StudyState:
+    """The states of a study's trials, by the names of their run folders, in ``NAME-trials.json``."""
+
+    study: Study
+    trials: dict[str, TrialState] = field(default_factory=dict)
+    mlflow: str | None = None
+    """The study's run in MLflow."""
+
+    @classmethod
+    def read(cls, study: Study) -> StudyState:
+        """Read the state; a study that never began has an empty one.
+
+        Raises:
+            RunDirectoryError: the file is damaged.
+        """
+        path = study.output("-trials.json")
+        try:
+            values = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+            found = {str(name): TrialState(**trial) for name, trial in values.get("trials", {}).items()}
+            return cls(study, found, values.get("mlflow"))
+        except (OSError, ValueError, AttributeError, TypeError) as error:
+            raise RunDirectoryError(
+                f"{path} is damaged; restore it from a copy, or remove it to train stopped trials again"
+            ) from error
+
+    def write(self) -> None:
+        """Write the state durably.
+
+        Raises:
+            ResourcesError: the disk is full or the folder cannot be written.
+        """
+        values = {"mlflow": self.mlflow, "trials": {name: asdict(trial) for name, trial in self.trials.items()}}
+        write_durably(self.study.output("-trials.json"), json.dumps(values, indent=1, default=str).encode(), _ADVICE)
+
+    def note(self, trial: Trial, status: Literal["running", "finished", "stopped", "failed"], reason: str = "") -> None:
+        """Write down the state of a trial.
+
+        Raises:
+            ResourcesError: the disk is full or the folder cannot be written.
+        """
+        self.trials[trial.run_dir.name] = TrialState(trial.point, status, reason)
+        self.write()
+
+    def of(self, trial: Trial) -> TrialState:
+        """Return the state of a trial."""
+        return self.trials.get(trial.run_dir.name, TrialState(trial.point))
+
+    def is_over(self, trial: Trial) -> bool:
+        """Return whether nothing is left to do for a trial. A failed trial is tried again by the next command."""
+        return trial.finished or self.of(trial).status == "stopped"
+
+    @property
+    def known(self) -> list[Trial]:
+        """The trials of the study: those known beforehand, or with optuna and pbt those that began."""
+        if not self.study.settings.sequential:
+            return list(self.study.trials)
+        return [self.study.trial(state.point, name.removeprefix("trial-")) for name, state in self.trials.items()]
+
+    @property
+    def waiting(self) -> list[Trial]:
+        """The trials that are left to do, each identity once."""
+        distinct = {trial.identity: trial for trial in reversed(self.known)}
+        return [trial for trial in reversed(distinct.values()) if not self.is_over(trial)]

@@ -1,0 +1,231 @@
+"""Steps from the list of clips to the clients, and a user's tables in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from commands import Raydfl
+from tiny_sets import list_made_up
+
+from raydfl.core.errors import ConfigError, DataError
+from raydfl.data import Assignment, DataSettings, assign_clips, build_population, list_clips
+from raydfl.data.steps.corrupt import CorruptSettings, NoiseSettings, corrupt
+from raydfl.data.steps.dealing import PartitionSettings
+from raydfl.data.steps.partition import partition_clips
+from raydfl.data.steps.pools import PoolSettings, assign_pools
+from raydfl.data.steps.profile import ProfileSettings, add_profiles
+from raydfl.data.steps.split import HoldOutSettings, SplitSettings, hold_out, split_clips
+from raydfl.testing import describe_population
+
+Make = Callable[..., DataSettings]
+
+
+def column(tables: Assignment, name: str) -> list[Any]:
+    found: list[Any] = tables.clips.column(name).to_pylist()
+    return found
+
+
+@pytest.fixture
+def listed() -> Assignment:
+    """Six clips of two groups; each group has three takes."""
+    return list_made_up(6, group=list("aaabbb"), take=[0, 1, 2] * 2, room=["hall"] * 3 + ["yard"] * 3)
+
+
+@pytest.fixture
+def owned(listed: Assignment) -> Assignment:
+    """The clips of take 0 are the test; the others are their groups'."""
+    settings = SplitSettings(test=HoldOutSettings(by="take", values=(0,)))
+    return partition_clips(assign_pools(split_clips(listed, settings, 1), {}, None, 1), PartitionSettings(), {}, 1)
+
+
+def test_split_gives_every_clip_a_role(listed: Assignment) -> None:
+    settings = {"test": {"by": "take", "values": [0]}, "validation": {"by": "take", "values": [2]}}
+    assert column(split_clips(listed, SplitSettings(**settings), 1), "role") == ["test", "train", "validation"] * 2
+
+
+def test_pools_gives_training_clips_a_pool_and_leaves_the_others_out(listed: Assignment) -> None:
+    split = split_clips(listed, SplitSettings(test=HoldOutSettings(by="take", values=(0,))), 1)
+    tables = assign_pools(split, {"late": PoolSettings(column="take", values=(2,))}, None, 1)
+    assert column(tables, "pool") == [None, "late", None, "late"]
+    assert tables.messages == ("2 training clips are in no pool, so nobody trains on them",)
+
+
+def test_partition_gives_clips_owners_and_sorts_them_by_owner(owned: Assignment) -> None:
+    assert column(owned, "client") == ["a", "a", "b", "b", None, None]
+    assert column(owned, "clip") == ["c1", "c2", "c4", "c5", "c0", "c3"]
+    assert owned.clients.to_pydict() == {"client": ["a", "b"], "group": ["a", "b"]}
+
+
+def test_hold_out_takes_a_share_of_each_client(owned: Assignment) -> None:
+    tables = hold_out(owned, SplitSettings(validation=0.5), 1)
+    assert tables.sizes("train").tolist() == tables.sizes("validation").tolist() == [1, 1]
+
+
+def test_profile_gives_clients_the_value_of_their_clips(owned: Assignment) -> None:
+    tables = add_profiles(owned, {"where": ProfileSettings(column="room")})
+    assert tables.clients.column("profile:where").to_pylist() == ["hall", "yard"]
+
+
+def test_corrupt_flags_clients_and_their_training_clips(owned: Assignment) -> None:
+    tables = corrupt(owned, CorruptSettings(noise=NoiseSettings(snr_db=5, clients=("b",))), 1)
+    assert tables.clients.column("noisy").to_pylist() == [False, True]
+    assert column(tables, "store") == ["clean", "clean", "noisy", "noisy", "clean", "clean"]
+
+
+OWN: dict[str, Any] = {
+    "split": {"validation": {"fraction": 0.3}, "client_test": {"by": "take", "values": [4]}},
+    "pools": {"low": {"column": "label", "values": ["w0", "w1"]}, "high": {"column": "label", "values": ["w2", "w3"]}},
+    "partition": {"by": "dirichlet", "clients": 4, "alpha": 1.0},
+}
+
+
+def write(path: Path, **columns: Any) -> Path:
+    pq.write_table(pa.table(columns), path)
+    return path
+
+
+def test_tables_that_were_written_after_the_steps_give_the_same_examples(made: Make, tmp_path: Path) -> None:
+    """Oracle: the steps that the tables replace."""
+    noise = {"noise": {"snr_db": 5, "clients": 0.5}}
+    settings = made(**OWN, corrupt=noise)
+    tables = assign_clips(*list_clips(settings, 1), settings, 1)
+    clips = write(
+        tmp_path / "clips.parquet", **{name: column(tables, name) for name in ("client", "pool", "role", "clip")}
+    )
+    ids, noisy = list(tables.ids), tables.clients.column("noisy").to_pylist()
+    clients = write(tmp_path / "clients.parquet", client=ids, noisy=noisy, room=["x", "y", "x", "y"])
+    own = made(tables={"clips": clips, "clients": clients}, corrupt=noise, profile={"room": {"column": "room"}})
+    expected, found = (describe_population(build_population(each, 1), False) for each in (settings, own))
+    assert [client["profile"].pop("room") for client in found["clients"]] == ["x", "y", "x", "y"]
+    for client in (*found["clients"], *expected["clients"]):
+        client["validation"].sort()  # which is sorted by the pools of former training clips
+    assert found == expected
+
+
+def test_a_table_of_clients_decides_their_order(made: Make, tmp_path: Path) -> None:
+    ids = ["g3", "g0", "g5", "g1", "g2", "g4"]
+    ranks = {"rank": {"column": "rank"}, "take": {"column": "group"}}
+    file = write(tmp_path / "clients.parquet", client=ids, rank=[1, 2, 3, 4, 5, 6])
+    population = build_population(made(tables={"clients": file}, profile=ranks), 1)
+    assert list(population.ids) == ids
+    assert [population.profile(i) for i in (0, 5)] == [
+        {"group": name, "noisy": False, "label_errors": False, "rank": rank, "take": name}
+        for name, rank in (("g3", 1), ("g4", 6))
+    ]
+    groups = {i: {f"g{clip // 20}" for clip in population.data(i).train.clips.tolist()} for i in range(6)}
+    assert groups == {i: {name} for i, name in enumerate(ids)}
+
+
+def test_clients_that_share_clips_may_be_in_the_table_of_clients(made: Make, tmp_path: Path) -> None:
+    file = write(tmp_path / "clients.parquet", client=["a", "b"], first=[0, 10], clips=[40, 110])
+    former = made(partition={"by": "table", "file": file})
+    found = made(partition={"by": "table"}, tables={"clients": file})
+    assert describe_population(build_population(found, 1), False) == describe_population(
+        build_population(former, 1), False
+    )
+    with pytest.raises(ConfigError, match="needs one table of clients: set data.partition.file or data.tables.clients"):
+        made(partition={"by": "table"})
+
+
+CLIPS = ["w0/g0/1", "w1/g0/1", "w2/g1/1", "w3/g1/1"]
+ROLES = ["train"] * 4
+
+
+@pytest.mark.parametrize(
+    ("clips", "message"),
+    [
+        ({"role": ROLES}, "data.tables.clips: the table of clips .* has no single column 'clip'"),
+        ({"clip": [1, 2, 3, 4]}, "column 'clip' of .* is of the type int64; it must hold strings"),
+        ({"clip": CLIPS, "role": [1, 2, 3, 4]}, "column 'role' of .* is of the type int64; it must hold strings"),
+        ({"clip": CLIPS, "client": [0.5] * 4}, "column 'client' of .* is of the type double; .* strings or integers"),
+        ({"clip": ["w0/g0/1", None]}, "row 2 of .* has no 'clip'"),
+        ({"clip": ["w0/g0/9"]}, "row 1 of .*, clip 'w0/g0/9', is not on the list of clips; 1 such rows"),
+        (
+            {"clip": [*CLIPS, CLIPS[0]], "client": list("aabbb"), "role": ["train"] * 5},
+            "row 5 of .*, clip 'w0/g0/1', has a row already: a clip has one role and one client",
+        ),
+        (
+            {"clip": CLIPS, "role": ["train", "trian", "test", "test"]},
+            "row 2 of .*, clip 'w1/g0/1', has an unknown role; known: train, validation",
+        ),
+        ({"clip": CLIPS, "role": ["train", None] * 2}, "row 2 of .* has an unknown role"),
+        (
+            {"clip": CLIPS, "role": ROLES, "client": [*"aab", None]},
+            "row 4 of .* has no client, which its role needs",
+        ),
+        (
+            {"clip": CLIPS, "role": ["train"] * 3 + ["test"], "client": list("aabb")},
+            "has a client, which its role excl",
+        ),
+    ],
+)
+def test_a_table_of_clips_that_cannot_be_used_is_named(
+    made: Make, tmp_path: Path, clips: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        build_population(made(tables={"clips": write(tmp_path / "clips.parquet", **clips)}), 1)
+
+
+@pytest.mark.parametrize(
+    ("clients", "message"),
+    [
+        ({"room": ["x"]}, "data.tables.clients: the table of clients .* has no single column 'client'"),
+        ({"client": ["g0", "g1", "g2", "g3", "g4"]}, "has no row for client 'g5'; did you mean 'g[0-4]'"),
+        ({"client": [f"g{i}" for i in range(7)]}, "has the client 'g6', who has no clips; did you mean"),
+        ({"client": ["g0", "g0"]}, "more than one row of .* has the client 'g0'"),
+        (
+            {"client": [f"g{i}" for i in range(6)], "noisy": [1] * 6},
+            "column 'noisy' of .* int64; it must hold truth values",
+        ),
+        (
+            {"client": [f"g{i}" for i in range(6)], "noisy": [True] * 6},
+            "there are noisy clients, so set data.corrupt.noise",
+        ),
+    ],
+)
+def test_a_table_of_clients_that_cannot_be_used_is_named(
+    made: Make, tmp_path: Path, clients: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        build_population(made(tables={"clients": write(tmp_path / "clients.parquet", **clients)}), 1)
+
+
+def test_a_column_that_is_there_twice_is_refused(made: Make, tmp_path: Path) -> None:
+    table = pa.Table.from_arrays([pa.array(CLIPS), pa.array(ROLES), pa.array(ROLES)], names=["clip", "role", "role"])
+    pq.write_table(table, tmp_path / "clips.parquet")
+    with pytest.raises(DataError, match="has no single column 'role'; it is there several times"):
+        build_population(made(tables={"clips": tmp_path / "clips.parquet"}), 1)
+
+
+def test_the_command_line_prints_the_tables_after_a_step(raydfl: Raydfl, tmp_path: Path) -> None:
+    job = tmp_path / "job.yaml"
+    job.write_text(f"method: fedavg\ndata: {{name: '{Path(__file__).parent}/tiny_sets.py:Made', columns: [take]}}\n")
+    text = raydfl("data", "info", job, "--step", "split", "data.leave_out=[w1]").out
+    assert "clips after the step split, 90 rows" in text
+    assert "... and 70 more" in text
+    assert [line.split() for line in text.splitlines() if line.startswith("w0/g0/1 ")] == [
+        ["w0/g0/1", "w0", "g0", "validation", "1", "r0-0", "train"]
+    ]
+    raydfl("data", "info", job, "--step", "spilt").refuses("--step spilt: there is no such step; did you mean 'split'?")
+
+
+def test_tables_of_sites_are_named_at_the_sites(made: Make, tmp_path: Path) -> None:
+    site = {"folder": tmp_path, "tables": {"clients": tmp_path / "clients.parquet"}}
+    assert made(sites={"here": site}).at("here").tables.clients == tmp_path / "clients.parquet"
+    for sites, message in (
+        (
+            {"here": {"folder": tmp_path}},
+            "data.tables: the lists of clips are at the sites; name the tables in data.sites",
+        ),
+        (
+            {"here": {"folder": tmp_path, "tables": {"clips": "x.csv"}}},
+            "data.sites.here.tables.clips: 'x.csv' .* absolute",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            made(sites=sites, **({} if "tables" in sites["here"] else {"tables": {"clips": "x.csv"}}))

@@ -1,0 +1,205 @@
+"""The studies in jobs/ and tune/: every configuration is valid, and the paper's numbers are in their places."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from raydfl.core import registry
+from raydfl.core.yaml import parse_yaml
+from raydfl.engine.config import load_config
+from raydfl.experiments.load import load_study
+from raydfl.experiments.settings import StudySettings
+
+JOBS = Path(__file__).resolve().parents[2] / "jobs"
+TUNE = JOBS.with_name("tune")
+# Cells: data sets (or conditions) x methods. Runs: 5 seeds, 5 sessions, 5 or 10 folds; twins 3 seeds.
+SIZES = {
+    "fedmlac_literal": (24, 24),
+    "fedmlac/table4": (7 * 7, 7 * (5 + 5 + 5 + 4 * 10)),
+    "fedmlac/table5": (3 * 4 * 7, 4 * 7 * (5 + 5 + 10)),
+    "fedmlac/table6": (4 * 4 * 8, 4 * 8 * (5 + 5 + 5 + 10)),
+    "fedmlac/table7": (4 * 4 * 8, 4 * 8 * (5 + 5 + 5 + 10)),
+    "fedmlac/figure2": (6 * 4, 4 * (5 + 5 + 5 + 3 * 10)),
+    "fedmlac/figure3": (6 * 5, 5 * (5 + 5 + 5 + 3 * 10)),
+    "fedmlac/table4_twin": (3 * 8, 3 * 8 * 3),
+    "fedmlac/table5_twin": (4 * 8, 4 * 8 * 3),
+    "fedmlac/table6_twin": (4 * 9, 4 * 9 * 3),
+    "fedmlac/table7_twin": (4 * 9, 4 * 9 * 3),
+    "fedmlac/figure2_twin": (2 * 4, 2 * 4 * 3),
+    "fedmlac/figure3_twin": (3 * 4, 3 * 4 * 3),
+    "fedstar/table4_speech_commands": (4 * 4 * 3, 4 * 4 * 3 * 3),
+    "fedstar/table4_ambient_contexts": (4 * 4 * 3, 4 * 4 * 3 * 3),
+    "fedstar/table4_voxforge": (4 * 4 * 3, 4 * 4 * 3 * 3),
+    "fedstar/table6": (4 * 4, 4 * 4 * 3),
+    "matrix": (12 * 12, 12 * 12),
+    "matrix_tiny": (3 * 2, 3 * 2),
+    "tiny_sweep": (2 * 2, 2 * 2 * 2),
+}
+LARGE = {name for name, (_, runs) in SIZES.items() if runs > 60}
+PUBLISHED = {
+    "fedmlac/table4": 7 * 5,
+    "fedmlac/table5": 3 * 4 * 5,
+    "fedmlac/table6": 4 * 4 * 6,
+    "fedmlac/table7": 4 * 4 * 6,
+}
+
+
+def test_every_grid_has_a_size_here_and_every_table_a_twin() -> None:
+    bases = {
+        "fsdd",
+        "gsc_shape",
+        "quickstart",
+        "tiny",
+        "fedmlac/gsc",
+        "fedmlac/iemocap",
+        "fedmlac/crema_d",
+        "fedmlac/urbansound8k",
+        "fedstar/fsdd",
+        "fedstar/speech_commands",
+        "fedstar/ambient_contexts",
+        "fedstar/voxforge",
+        "fedstar/cola",
+    }
+    there = {str(path.relative_to(JOBS).with_suffix("")) for path in (*JOBS.glob("*.yaml"), *JOBS.glob("fed*/*.yaml"))}
+    assert set(SIZES) <= there
+    assert there & (set(SIZES) | bases) == set(SIZES) | bases
+    papers = {name for name in SIZES if name.startswith("fedmlac/") and not name.endswith("_twin")}
+    assert {f"{name}_twin" for name in papers} == {name for name in SIZES if name.endswith("_twin")}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in LARGE else []) for n in SIZES])
+def test_every_configuration_of_a_grid_is_valid(name: str) -> None:
+    study = load_study(JOBS / f"{name}.yaml")
+    assert (len(study.cells), len(study.trials)) == SIZES[name]
+    published = study.settings.published()
+    assert len(published) == PUBLISHED.get(name, 0)
+    assert set(published) <= set(study.cells)
+
+
+ONE = {
+    "table4": "GSC",
+    "table5": "CREMA-D",
+    "table6": "IEMOCAP",
+    "table7": "UrbanSound8K",
+    "figure2": "GSC",
+    "figure3": "IEMOCAP",
+}
+
+
+@pytest.mark.parametrize("name", ONE)
+def test_the_published_protocol_is_that_of_the_paper(name: str) -> None:
+    study = load_study(JOBS / "fedmlac" / f"{name}.yaml", only=[f"data={ONE[name]}", "method=FedMLAC"])
+    for run in study.trials:
+        train, data = run.config.train, run.config.data
+        assert (train.rounds, train.local_epochs, train.batch_size, train.optimiser.lr) == (5000, 1, 16, 0.01)
+        assert (data.features.bands, data.features.window, data.features.hop) == (128, 1024, 160)
+        assert run.config.method["form"] == "literal"
+        assert run.metric.score == ("accuracy" if ONE[name] == "GSC" or name.startswith("figure") else "macro_f1")
+    folds = {"GSC": 5, "IEMOCAP": 5, "CREMA-D": 5, "UrbanSound8K": 10}[ONE[name]]
+    assert len({run.identity for run in study.trials}) == folds * len(study.cells)
+
+
+def test_fedstars_protocol_is_that_of_the_paper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYDFL_DATA", "/recordings")
+    for name in ("speech_commands", "ambient_contexts", "voxforge"):
+        config = load_config(JOBS / "fedstar" / f"{name}.yaml")
+        train, features, crop = config.train, config.data.features, config.data.first_view.pipeline.crop
+        assert (train.rounds, train.cohort_size(15), train.local_epochs, train.batch_size) == (100, 12, 1, 64)
+        assert (train.optimiser.name, train.optimiser.lr, train.optimiser.eps) == ("adam", 0.001, 1e-7)
+        assert (features.window, features.hop, features.points, features.bands) == (400, 160, 1024, 64)
+        assert crop is not None
+        assert (features.frames_within(15_690), crop.size) == (96, 96)
+        assert features.hop * (crop.stride or 0) == 15_680
+        assert (config.parts.method.beta, config.data.unlabelled.keep) == (0.5, 0.03)
+
+
+def test_bases_are_jobs_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYDFL_DATA", "/recordings")
+    roots = {
+        name: load_config(JOBS / "fedmlac" / f"{name}.yaml").data.source.options["root"]
+        for name in ("gsc", "iemocap", "crema_d", "urbansound8k")
+    }
+    assert roots["gsc"] == "/recordings/speech_commands_v0.02"
+    assert roots["urbansound8k"] == "/recordings/UrbanSound8K"
+
+
+@pytest.mark.parametrize(
+    ("file", "labels", "mean", "spread"),
+    [
+        ("table4", ("GSC", "FedMLAC"), 84.59, 0.19),
+        ("table4", ("UrbanSound8K a=1.0", "FedOPT"), 53.03, 4.93),
+        ("table5", ("UrbanSound8K", "50 %", "FedMLAC"), 57.15, 5.24),
+        ("table5", ("CREMA-D", "10 %", "FedAvg"), 59.87, 4.02),
+        ("table6", ("IEMOCAP", "10 dB", "FedMLAC w/o LPA"), 42.57, 4.82),
+        ("table7", ("UrbanSound8K", "0.5", "FedMLAC"), 44.98, 3.54),
+    ],
+)
+def test_published_numbers_stand_where_they_belong(
+    file: str, labels: tuple[str, ...], mean: float, spread: float
+) -> None:
+    path = JOBS / "fedmlac" / f"{file}.yaml"
+    settings = StudySettings.model_validate(parse_yaml(path.read_text(), str(path)))
+    assert settings.published()[labels] == (mean, spread)
+
+
+def test_clean_cells_of_the_tables_are_shared() -> None:
+    """20 % of the clients, clean, is in tables 4 to 7: their runs are the same runs."""
+
+    def identities(name: str, *only: str) -> set[str]:
+        study = load_study(JOBS / "fedmlac" / f"{name}.yaml", only=["data=GSC", "method=FedAvg", *only])
+        assert study.folder.name == "fedmlac"
+        return {run.identity for run in study.trials}
+
+    assert identities("table4") == identities("table5", "active=20 %")
+    assert identities("table4") == identities("table6", "noise=clean") == identities("table7", "error_rate=0.0")
+
+
+# -- searches --------------------------------------------------------------------------------------------------------
+
+
+NOT_SEARCHED = {
+    "rule": "which aggregation is used is a question of its own",
+    "objective": "what is learnt is a question of its own",
+    "lpa": "FedMLAC: an ablation",
+    "mutual": "FedMLAC: an ablation",
+    "learn_from": "FedSTAR: its baselines",
+    "weight": "FedSTAR: two readings of the paper",
+    "rising_rounds": "FedSTAR: the rounds of the run",
+    "ratio_from": "the devices' limits: part of the problem",
+    "speed_from": "FedMP: the devices' speeds, part of the problem",
+    "share": "the devices' limits: part of the problem",
+    "generated_epochs": "FedGen: more than the passes of a round",
+    "student": "methods of several views: which one is to learn is the problem",
+    **dict.fromkeys(
+        ("centre_of", "anomalous_share", "push", "margin", "contrast", "contrast_temperature"),
+        "ProFiLA: of anomalies in training",
+    ),
+    "total_rounds": "ProFiLA: the rounds of the run",
+    "first_round": "ProFiLA: two readings of the code",
+    "steer": "ProFiLA: what there is to steer by is part of the problem",
+    "lr_min": "ProFiLA: bounds of what is searched",
+    "lr_max": "ProFiLA: bounds of what is searched",
+    "strong": "FedSTAR: needs a view of one's own",
+}
+
+
+@pytest.mark.parametrize("name", registry.names("raydfl.methods"))
+def test_every_method_has_a_space_of_all_its_fields(name: str) -> None:
+    study = load_study(TUNE / f"{name}.yaml")
+    assert study.first.config.method["name"] == name
+    fields = {item.name for item in dataclasses.fields(study.first.config.parts.method)} - {"objective"}
+    searched = {key.partition(".")[2] for key in study.settings.domains if key.startswith("method.")}
+    assert searched == fields - set(NOT_SEARCHED)
+
+
+def test_every_file_in_tune_is_a_valid_study() -> None:
+    files = sorted(TUNE.glob("*.yaml"))
+    assert {file.stem for file in files} == {*registry.names("raydfl.methods"), "tiny", "fedmlac_pbt"}
+    for file in files:
+        assert f"raydfl search tune/{file.name}" in file.read_text()
+        assert parse_yaml(file.read_text(), str(file))["title"]
+        if file.stem in ("tiny", "fedmlac_pbt"):  # the others are loaded above
+            load_study(file)
