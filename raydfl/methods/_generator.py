@@ -8,11 +8,21 @@ It is one vector of float32, so that it can be an entry of the server's state an
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from raydfl.core.part_names import beside
+from raydfl.core.types import State, Tensors
+
+MODULE, MOMENTS = "generator", "generator/moments"
+"""Keys of the server's state."""
+VECTOR, FIRST, SECOND = "generator/vector", "moments/first", "moments/second"
+"""Names of the vector and of Adam's moments under these keys: float32 [elements]. The vector's end is not trained."""
+STEPS = "generator_steps"
+"""Name of the number of steps in the state's extra facts."""
 
 MOMENTUM, EPSILON = 0.1, 1e-5
 """Of batch normalisation, PyTorch's defaults."""
@@ -59,6 +69,11 @@ class Generator:
                 parts.append(np.full(shape, float(name in ("scale", "variance"))))
         return torch.from_numpy(np.concatenate(parts).astype(np.float32))
 
+    def entries(self, rng: np.random.Generator) -> dict[str, Tensors]:
+        """Return the entries of the server's state with a new generator and its moments."""
+        first, second = torch.zeros(self.trained), torch.zeros(self.trained)
+        return {MODULE: {VECTOR: self.initial(rng)}, MOMENTS: {FIRST: first, SECOND: second}}
+
     def tensors(self, vector: Tensor) -> Mapping[str, Tensor]:
         """Return the tensors of a vector by name, views of it."""
         parts = torch.split(vector, [int(np.prod(shape)) for shape in self.shapes().values()])
@@ -95,3 +110,43 @@ def similarity(noise: Tensor, features: Tensor) -> Tensor:
     of_noise = torch.cdist(noise, noise, compute_mode="donot_use_mm_for_euclid_dist").square() / noise.shape[1]
     of_features = torch.cdist(features, features, p=1) / features.shape[1]
     return (-(of_noise * of_features).mean()).exp()
+
+
+class ServerGenerator:
+    """The generator of one part in the server's state, and its optimiser."""
+
+    def __init__(self, state: State, name: str) -> None:
+        self.vector = state.tensors[MODULE][name]
+        first, second = (state.tensors[MOMENTS][beside(moment, name)] for moment in (FIRST, SECOND))
+        self.moments = first, second
+        self.steps = int(state.extra[beside(STEPS, name)])
+        self._name = name
+
+    def train(self, loss: Callable[[Tensor], tuple[Tensor, Tensor]], lr: float, weight_decay: float) -> None:
+        """Take one step.
+
+        Args:
+            loss: returns the loss of a vector, and the new end of the vector.
+            lr: learning rate.
+            weight_decay: added to the gradient, times the vector.
+        """
+        first, second = self.moments
+        trained = self.vector[: len(first)]
+        leaf = trained.clone().requires_grad_()
+        value, end = loss(torch.cat([leaf, self.vector[len(first) :]]))
+        (gradient,) = torch.autograd.grad(value, leaf)
+        gradient = gradient + weight_decay * trained
+        self.steps += 1
+        # PyTorch's Adam with its default betas and eps.
+        first = 0.9 * first + 0.1 * gradient
+        second = 0.999 * second + 0.001 * gradient.square()
+        deviation = (second / (1 - 0.999**self.steps)).sqrt() + 1e-8
+        self.moments = first, second
+        self.vector = torch.cat([trained - lr / (1 - 0.9**self.steps) * first / deviation, end])
+
+    def store(self, tensors: dict[str, dict[str, Tensor]], extra: dict[str, object]) -> None:
+        """Put the generator into the tensors and the extra facts of a new state."""
+        tensors[MODULE][self._name] = self.vector
+        for moment, value in zip((FIRST, SECOND), self.moments, strict=True):
+            tensors[MOMENTS][beside(moment, self._name)] = value
+        extra[beside(STEPS, self._name)] = self.steps

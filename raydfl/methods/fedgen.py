@@ -42,12 +42,11 @@ from torch import Tensor, nn
 from raydfl.core.needs import Needs
 from raydfl.core.ops import uniform
 from raydfl.core.part_names import beside
-from raydfl.core.types import Batch, BuiltModels, Client, Metrics, Ratio, State, Task, Tensors, Update
+from raydfl.core.types import Batch, BuiltModels, Client, Metrics, Ratio, State, Task, Update
 from raydfl.methods._distillation import softened_divergences
-from raydfl.methods._generator import Generator, similarity
+from raydfl.methods._generator import MODULE, STEPS, VECTOR, Generator, ServerGenerator, similarity
 from raydfl.methods._layers import last_layer
 from raydfl.methods._method import Method
-from raydfl.methods._server_module import FIRST, MODULE, MOMENTS, SECOND, STEPS, VECTOR, ServerModule
 from raydfl.training import Step, fit
 
 COUNTS = "labels/counts"
@@ -99,12 +98,8 @@ class FedGen(Method):
         state = super().init(clients, models, rng)
         head = last_layer(models[0]["model"], "fedgen")
         generator = self._generator(head.in_features, head.out_features)
-        moments = torch.zeros(generator.trained)
-        tensors: dict[str, Tensors] = {
-            "global": {**state.tensors["global"], COUNTS: torch.zeros(head.out_features)},
-            MODULE: {VECTOR: generator.initial(rng)},
-            MOMENTS: {FIRST: moments, SECOND: moments.clone()},
-        }
+        entry = {**state.tensors["global"], COUNTS: torch.zeros(head.out_features)}
+        tensors = {"global": entry, **generator.entries(rng)}
         return dataclasses.replace(state, tensors=tensors, extra={STEPS: 0})
 
     def _generator(self, width: int, classes: int) -> Generator:
@@ -158,10 +153,6 @@ class FedGen(Method):
         counts = torch.bincount(labels, minlength=classes).float()
         return step.update(metrics, tensors={**tensors, COUNTS: counts})
 
-    def _learns(self) -> bool:
-        """Return whether clients learn from what is generated at all; else no generator is trained."""
-        return self.alpha > 0 or self.beta > 0
-
     def _weights(self, step: Step) -> Tensor:
         """Return the weights of both terms in this round: float32 [2]."""
         fade = self.decay**step.round_index
@@ -182,16 +173,16 @@ class FedGen(Method):
                 continue
             held = heads.counts.sum(dim=0)
             tensors["global"][counts] = torch.where(held > 0, held, before)
-            if not self._learns():
-                continue
-            module = ServerModule(state, name)
+            if not (self.alpha or self.beta):
+                continue  # Clients learn nothing from generated features.
+            module = ServerGenerator(state, name)
             losses += [self._train(module, heads, rng, state.round_index) for _ in range(self.server_steps)]
             module.store(tensors, extra)
         if losses:
             report = {**report, "generator/loss": Ratio(sum(losses), len(losses))}
         return dataclasses.replace(new, tensors=tensors, extra=extra), report
 
-    def _train(self, module: ServerModule, heads: _Heads, rng: np.random.Generator, round_index: int) -> float:
+    def _train(self, module: ServerGenerator, heads: _Heads, rng: np.random.Generator, round_index: int) -> float:
         """Take one step of the generator; return its loss without the diversity's term."""
         generator = self._generator(heads.weight.shape[2], heads.weight.shape[1])
         held = np.flatnonzero(heads.counts.sum(dim=0).numpy() > 0)

@@ -18,8 +18,7 @@ from raydfl import read_rows
 from raydfl.core.types import Client, State, Update
 from raydfl.data.population import Population
 from raydfl.engine.config import Config
-from raydfl.methods._generator import Generator, similarity
-from raydfl.methods._server_module import FIRST, MODULE, MOMENTS, SECOND, VECTOR, ServerModule
+from raydfl.methods._generator import FIRST, MODULE, MOMENTS, SECOND, VECTOR, Generator, ServerGenerator, similarity
 from raydfl.methods.fedgen import COUNTS, FedGen, _drawn, _Heads
 from raydfl.models.dense import MeanMLP
 from raydfl.rules import UniformMean
@@ -101,7 +100,7 @@ def test_its_optimiser_is_pytorchs_adam() -> None:
     reference = pytorchs_adam([leaf], lr=0.03, weight_decay=0.2)
     moments = {FIRST: torch.zeros(7), SECOND: torch.zeros(7)}
     tensors = {MODULE: {VECTOR: torch.zeros(8, dtype=torch.float64)}, MOMENTS: moments}
-    module = ServerModule(State(0, tensors, {"generator_steps": 0}), VECTOR)
+    module = ServerGenerator(State(0, tensors, {"generator_steps": 0}), VECTOR)
     for number in range(1, 6):
         end = torch.tensor([float(number)], dtype=torch.float64)
         module.train(lambda own, end=end: ((own[:7] - target).square().sum(), end), 0.03, 0.2)
