@@ -97,9 +97,11 @@ class Attack(StrictTypes):
         return np.full(len(ids), drawn.any()) if self.draw == "round" and not isinstance(self.clients, tuple) else drawn
 
     def needs(self) -> Needs:
-        """Return what the attack needs of the other settings: recordings or labels that it can change, and one list of classes."""
+        """Return the needs of the attack: recordings, labels and clips that it can change, and one list of classes."""
         aims = type(self).labels is not Attack.labels or type(self).target_class is not Attack.target_class
-        return Needs(recordings=self.alters, labels="one" if aims else "any", one_class_list=True)
+        return Needs(
+            recordings=self.alters, labels="one" if aims else "any", one_class_list=True, own_clips=self.poisons
+        )
 
     def check(self, classes: Sequence[str], features: AnyFeatures) -> None:
         """Refuse options that do not fit the data, with a ConfigError or DataError."""

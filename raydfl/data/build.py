@@ -168,7 +168,13 @@ def build_population(
             attack.check(classes, data.features)
     columns = {name: encode_column(make_assignment(manifest, classes), name) for name in data.columns}
     assign = functools.partial(
-        assign_clips, manifest, classes, data, seed, complete and labels_needed, attack=_poisoner(attack, data)
+        assign_clips,
+        manifest,
+        classes,
+        data,
+        seed,
+        complete and labels_needed,
+        attack=attack if data.partition.by != "table" else None,
     )
     tables = assign()  # before the long work: what cannot be done fails now
     if attack is not None:
@@ -193,18 +199,6 @@ def build_population(
     return Assembler(manifest, tables, data, seed, prepared, complete).population(
         store, None if attack is None else attack.alteration(), columns, skipped, messages
     )
-
-
-def _poisoner(attack: Poisoner | None, data: DataSettings) -> Poisoner | None:
-    """Return the attack if attackers have clips of their own to alter."""
-    if attack is None or data.partition.by != "table":
-        return attack
-    if attack.poisons:
-        raise ConfigError(
-            "attack: attackers would train on altered recordings or labels, but by data.partition.by: table clients may share "
-            "clips; take an attack on what clients send, or another partition"
-        )
-    return None
 
 
 def _part(
