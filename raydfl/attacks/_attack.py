@@ -98,9 +98,11 @@ class Attack(StrictTypes):
 
     @property
     def needs(self) -> Needs:
-        """The needs of other settings: recordings or labels that the attack can change, and one list of classes."""
+        """The needs of other settings: recordings, labels and clips that the attack can change, and one list of classes."""
         aims = type(self).labels is not Attack.labels or type(self).target_class is not Attack.target_class
-        return Needs(recordings=self.alters, labels="one" if aims else "any", one_class_list=True)
+        return Needs(
+            recordings=self.alters, labels="one" if aims else "any", one_class_list=True, own_clips=self.poisons
+        )
 
     def check(self, classes: Sequence[str], features: AnyFeatures) -> None:
         """Refuse options that do not fit the data, with a ConfigError or DataError."""

@@ -25,6 +25,7 @@ from raydfl.cluster.site_reports import SiteReport, join_sites
 from raydfl.core.errors import ConfigError, DataError, ResourcesError, RunDirectoryError, first_line
 from raydfl.core.files import RESUME, make_private_folder, plain_name, write_durably, writing
 from raydfl.core.progress import Progress
+from raydfl.core.users_code import naming_failures
 from raydfl.data import (
     DataSettings,
     Population,
@@ -212,8 +213,10 @@ def _prepare_part(
     reports: list[SiteReport] = _everywhere(config, prepare_at, work, progress)
     population, attack = join_sites(reports, classes, separator), config.parts.attack
     if attack is not None:
-        attack.check(classes, data.features)
-        attackers = np.flatnonzero(attack.candidates(population.ids, config.run.seed))
+        with naming_failures(attack, "check", kind="attack"):
+            attack.check(classes, data.features)
+        with naming_failures(attack, "candidates", kind="attack"):
+            attackers = np.flatnonzero(attack.candidates(population.ids, config.run.seed))
         if attack.poisons:  # only now are all clients known, of whom attackers are drawn
             places = np.cumsum([0, *(len(report.examples) for report in reports)]).tolist()
             own = [attackers[(attackers >= first) & (attackers < stop)] - first for first, stop in pairwise(places)]

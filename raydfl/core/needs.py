@@ -35,5 +35,7 @@ class Needs:
     """Whether a network must have one output for each class of its part. Excludes ``data.heads=common``."""
     recordings: bool = False
     """Whether features must be computed from recordings. Excludes features of the kinds file and image."""
+    own_clips: bool = False
+    """Whether a clip must belong to one client. Excludes ``data.partition.by=table``."""
     new_values: bool = False
     """Whether clients must send new values of the server's tensors. Excludes methods that also send changes."""

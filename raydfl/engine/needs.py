@@ -104,6 +104,10 @@ def _data_conflicts(needs: Needs, data: DataSettings) -> Iterator[Conflict]:
     if needs.recordings and kind in ("file", "image"):
         remedy = "set it to logmel, or attack with the model that made the features"
         yield "data.features.kind", "recordings", f"features of the kind {kind} have none", remedy
+    partitions = [data.partition, *(data.at(site).partition for site in data.sites)] if needs.own_clips else []
+    if any(partition.by == "table" for partition in partitions):
+        remedy = "take another partition, or an attack on updates (sign_flip, gaussian_noise ...)"
+        yield "data.partition.by", "clips that belong to one client", "clients of a table may share clips", remedy
     if needs.labels == "one" and data.label_sets is not None:
         remedy = "choose objective=multi_label, or set data.label_sets to null"
         yield "data.label_sets", "one label for each clip", "data.label_sets makes sets of classes of them", remedy

@@ -20,7 +20,6 @@ from raydfl.core.yaml import to_yaml
 from raydfl.data.audio import read_audio
 from raydfl.data.pictures import read_image
 from raydfl.data.sets.activitynet import ActivityNet
-from raydfl.data.sets.ucf101 import UCF101
 from raydfl.data.settings import DataSettings
 
 av = pytest.importorskip("av", reason="the package of the extra video is not installed")
@@ -136,34 +135,6 @@ def test_a_silent_film_a_broken_one_and_no_decoder(job: Path, raydfl: Raydfl, mo
     with monkeypatch.context() as without:  # sound and pictures are in the cache
         without.setitem(sys.modules, "av", None)
         assert raydfl("data", "prepare", job, "data.unreadable=skip").code == 0
-
-
-def test_ucf101(tmp_path: Path) -> None:
-    films = [
-        "Archery/v_Archery_g01_c02.avi",
-        "HandstandPushups/v_HandStandPushups_g08_c01.avi",
-        "YoYo/v_YoYo_g09_c01.avi",
-    ]
-    for film in films:
-        (tmp_path / "UCF-101" / film).parent.mkdir(parents=True)
-        (tmp_path / "UCF-101" / film).touch()
-    assert [row["split"] for row in UCF101(root=tmp_path).manifest().to_pylist()] == [None, None]
-    lists = tmp_path / "ucfTrainTestlist"
-    lists.mkdir()
-    for fold in (1, 2, 3):
-        own = films if fold == 1 else films[::-1]
-        (lists / f"testlist0{fold}.txt").write_text(f"{own[0]}\nBowling/v_Bowling_g01_c01.avi\n")
-        (lists / f"trainlist0{fold}.txt").write_text("".join(f"{film} 7\r\n" for film in own[1:]))
-    found = UCF101(root=tmp_path).manifest().to_pylist()
-    assert [(row["label"], row["group"], row["number"], row["split"]) for row in found] == [
-        ("Archery", "Archery/g01", 2, "test"),
-        ("HandstandPushups", "HandstandPushups/g08", 1, "train"),
-    ]
-    third = UCF101(root=tmp_path, fold=3, classes="all").manifest().to_pylist()
-    assert [row["split"] for row in third] == ["train", "train", "test"]
-    (lists / "trainlist01.txt").write_text("")
-    with pytest.raises(DataError, match=r"HandstandPushups/v_HandStand.* is on neither list of fold 1"):
-        UCF101(root=tmp_path).manifest()
 
 
 def test_activitynet(tmp_path: Path) -> None:

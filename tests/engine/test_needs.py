@@ -53,6 +53,11 @@ UNMET: dict[str, tuple[str, tuple[str, ...], str]] = {
         ("data.features={kind: file, path: x.npz, bands: 16}",),
         "data.features.kind: {} needs recordings, but features of the kind file have none. Set it to logmel",
     ),
+    "own_clips": (
+        "True",
+        ("data.sites={north: {folder: /x, partition: {by: table, file: /x.csv}}}", "data.split.validation=0"),
+        "data.partition.by: {} needs clips that belong to one client, but clients of a table may share clips. Take",
+    ),
     "new_values": ("True", (), "method.rule: {} needs updates near the server's tensors, but method '"),
 }
 

@@ -208,7 +208,7 @@ def test_only_what_a_part_comes_to_is_in_the_digest(tiny: Tiny) -> None:
 @pytest.mark.parametrize(
     ("overrides", "method", "message"),
     [
-        (["data.parts={a/b: {}}"], "fedavg", "the part's name 'a/b' may hold letters"),
+        (["data.parts={a/b: {}}"], "fedavg", "the name 'a/b' cannot be used: it may hold letters"),
         (["data.parts={a: {speakerz: 4}}"], "fedavg", "data.parts.a: .*unknown key 'speakerz'.*'speakers'"),
         (["data.parts={a: {speakers: many}}"], "fedavg", "data.parts.a: .*speakers"),
         (["data.parts={a: {cache: x}}"], "fedavg", "data.parts.a.cache: a part has no cache of its own"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeVar, TypeVarTuple
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import numpy as np
 from pydantic import Field
@@ -14,7 +14,6 @@ from pydantic.dataclasses import dataclass
 from raydfl.core.errors import DataError
 from raydfl.data.sets._files import FileDataset, wrong_layout
 
-Rest = TypeVarTuple("Rest")
 T = TypeVar("T")
 _REMEMBERED = 8
 """Files whose content a process keeps."""
@@ -123,24 +122,22 @@ class ArraySet(FileDataset):
         return str(row["number"])
 
 
-def once_for_each_file(read: Callable[[Path, *Rest], T]) -> Callable[[Path, *Rest], T]:
-    """Return ``read`` that remembers its results for the last files, as long as these do not change.
+def read_once(read: Callable[..., T], path: Path, *options: int) -> T:
+    """Return ``read(path, *options)``, remembered for the last files as long as these do not change.
 
-    It then raises a DataError for a file that cannot be opened.
+    Raises:
+        DataError: the file cannot be opened.
     """
-
-    @functools.lru_cache(maxsize=_REMEMBERED)
-    def remembered(path: Path, changed: int, *rest: *Rest) -> T:
-        return read(path, *rest)
-
-    @functools.wraps(read)
-    def found(path: Path, *rest: *Rest) -> T:
-        try:
-            return remembered(path, path.stat().st_mtime_ns, *rest)
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
-
+    try:
+        found: T = _remembered(read, path, path.stat().st_mtime_ns, *options)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
     return found
+
+
+@functools.lru_cache(maxsize=_REMEMBERED)
+def _remembered(read: Callable[..., Any], path: Path, changed: int, *options: int) -> Any:
+    return read(path, *options)
 
 
 def check_arrays(path: Path, images: Any, labels: Any, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:

@@ -16,7 +16,7 @@ import numpy as np
 from raydfl.core.errors import DataError
 from raydfl.core.files import read_regular
 from raydfl.data.dataset import Card
-from raydfl.data.sets._arrays import ArraySet, check_arrays, once_for_each_file
+from raydfl.data.sets._arrays import ArraySet, check_arrays, read_once
 
 _PLANES, _SIDE = 3, 32
 
@@ -40,10 +40,9 @@ class CIFAR10(ArraySet):
 
     def read_arrays(self, file: Path) -> tuple[np.ndarray, np.ndarray]:
         """See :class:`ArraySet`."""
-        return _read(file)
+        return read_once(_read, file)
 
 
-@once_for_each_file
 def _read(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """Return images uint8 [images, 32, 32, 3] and labels int64 [images]."""
     file = io.BytesIO(read_regular(path))

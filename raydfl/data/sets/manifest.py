@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -28,7 +28,7 @@ from raydfl.data.dataset import Card, Dataset
 from raydfl.data.manifest import make_manifest
 from raydfl.data.packed import file_and_place
 from raydfl.data.pictures import read_image
-from raydfl.data.sets._files import SPLIT_OF, absolute, known_split
+from raydfl.data.sets._files import SPLIT_OF, absolute, known_splits
 
 _PART = ("start", "stop")
 _RESERVED = ("clip", "path", "label", "group", "split", *_PART)
@@ -75,9 +75,9 @@ class Manifest(Dataset):
             )
         root = file.parent if self.root is None else absolute(self.root)
         mapped = {"path": self.path_column, "label": self.label_column}
-        for name, given in (("group", self.group_column), ("split", self.split_column)):
-            if given is not None or name in table.column_names:
-                mapped[name] = given or name
+        for name, option in (("group", self.group_column), ("split", self.split_column)):
+            if option is not None or name in table.column_names:
+                mapped[name] = option or name
         for name, column in mapped.items():
             if column not in table.column_names:
                 raise DataError(
@@ -88,19 +88,24 @@ class Manifest(Dataset):
         paths = self._paths(columns["path"].to_pylist(), file, root)
         columns["path"] = pa.array(paths, pa.string())
         clips = [_clip(path, root) for path in paths]
-        parts = {name: _seconds(table, name, file) for name in _PART if name in table.column_names}
+        parts = [name for name in _PART if name in table.column_names]
         if parts:
-            starts, stops = (parts.get(name, [None] * len(paths)) for name in _PART)
-            _check_parts(starts, stops, file)
-            clips = [clip + _place(start, stop) for clip, start, stop in zip(clips, starts, stops, strict=True)]
-            columns["seconds"] = pa.array(map(_length, starts, stops), pa.float64())
-            columns |= {name: pa.array(values, pa.float64()) for name, values in parts.items()}
+            starts, stops = (_seconds(table, name, file) for name in _PART)
+            for row, (start, stop) in enumerate(zip(starts, stops, strict=True)):
+                clips[row] += _place(start, stop)
+                if stop is not None and stop <= (start or 0.0):
+                    raise DataError(
+                        f"{file}: row {row + 1} stops at {stop:g} s, which is not after its start at {start or 0.0:g} s"
+                    )
+            lengths = [
+                None if stop is None else stop - (start or 0.0) for start, stop in zip(starts, stops, strict=True)
+            ]
+            columns["seconds"] = pa.array(lengths, pa.float64())
+            columns |= {name: pa.array({"start": starts, "stop": stops}[name], pa.float64()) for name in parts}
         columns["clip"] = pa.array(clips, pa.string())
         if "split" in columns:
-            splits = enumerate(columns["split"].to_pylist(), start=1)
-            columns["split"] = pa.array(
-                [known_split(value, f"{file}: row {row}") for row, value in splits], pa.string()
-            )
+            splits = known_splits(columns["split"].to_pylist(), lambda row: f"{file}: row {row + 1}")
+            columns["split"] = pa.array(splits, pa.string())
         extra = {name: table.column(name) for name in table.column_names if name not in {*mapped.values(), *_RESERVED}}
         return make_manifest(extra | columns, str(file))
 
@@ -164,6 +169,8 @@ def _clip(path: str, root: Path) -> str:
 
 def _seconds(table: pa.Table, name: str, file: Path) -> list[float | None]:
     """Read a column of times, ``None`` where there is none."""
+    if name not in table.column_names:
+        return [None] * table.num_rows
     values: list[float | None] = []
     for number, value in enumerate(table.column(name).to_pylist(), start=1):
         try:
@@ -178,14 +185,6 @@ def _seconds(table: pa.Table, name: str, file: Path) -> list[float | None]:
     return values
 
 
-def _check_parts(starts: Sequence[float | None], stops: Sequence[float | None], file: Path) -> None:
-    for number, (start, stop) in enumerate(zip(starts, stops, strict=True), start=1):
-        if stop is not None and stop <= (start or 0.0):
-            raise DataError(
-                f"{file}: row {number} stops at {stop:g} s, which is not after its start at {start or 0.0:g} s"
-            )
-
-
 def _place(start: float | None, stop: float | None) -> str:
     """Return what a clip's id says about its place in the file: nothing for all of it."""
     if not start and stop is None:
@@ -196,7 +195,3 @@ def _place(start: float | None, stop: float | None) -> str:
 def _number(value: float) -> str:
     """Write all digits that a float64 has, and no more: ``3`` and ``0.1``."""
     return repr(value).removesuffix(".0")
-
-
-def _length(start: float | None, stop: float | None) -> float | None:
-    return None if stop is None else stop - (start or 0.0)

@@ -19,7 +19,7 @@ import numpy as np
 from raydfl.core.errors import DataError
 from raydfl.core.files import read_regular
 from raydfl.data.dataset import Card
-from raydfl.data.sets._arrays import ArraySet, once_for_each_file
+from raydfl.data.sets._arrays import ArraySet, read_once
 from raydfl.data.sets._files import wrong_layout
 
 _IMAGES, _LABELS = "-images-idx3-ubyte", "-labels-idx1-ubyte"
@@ -49,7 +49,6 @@ class MNIST(ArraySet):
         raise wrong_layout(file.parent, self.card, f"there is no {name} beside the images")
 
 
-@once_for_each_file
 def read_idx(path: Path, dimensions: int) -> np.ndarray:
     """Read an idx file of unsigned bytes: uint8, read-only.
 
@@ -60,6 +59,10 @@ def read_idx(path: Path, dimensions: int) -> np.ndarray:
     Raises:
         DataError: the file is missing, truncated, or something else.
     """
+    return read_once(_read, path, dimensions)
+
+
+def _read(path: Path, dimensions: int) -> np.ndarray:
     content = read_regular(path)
     if content[:2] == b"\x1f\x8b":
         try:

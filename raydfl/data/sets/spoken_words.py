@@ -141,29 +141,19 @@ class SpokenWords(Dataset):
         for language in self.languages:
             if language not in espeak.languages():
                 raise ConfigError(f"eSpeak NG has no language {language!r}; {nearest(language, espeak.languages())}")
-        splits = self._splits()
-        names = ("clip", "label", "group", "split", "take", "language", *(("word",) if self._named_otherwise else ()))
-        rows: dict[str, list[Any]] = {name: [] for name in names}
+        splits, seconds = self._splits(), self._samples / espeak.SAMPLE_RATE
+        rows: list[dict[str, Any]] = []
         for index, counts in enumerate(self._counts()):
-            name = _speaker_name(index)
-            language = self._speaker(index).language
+            name, language = _speaker_name(index), self._speaker(index).language
+            speaker = {"path": None, "group": name, "split": splits[index], "seconds": seconds}
             for word, count in zip(self.word_list, counts, strict=True):
-                rows["clip"].extend(f"{name}/{word}/{take}" for take in range(count))
-                rows["label"].extend([self._label(word, language)] * count)
-                if self._named_otherwise:
-                    rows["word"].extend([word] * count)
-                rows["take"].extend(range(count))
-            added = len(rows["clip"]) - len(rows["group"])
-            rows["group"].extend([name] * added)
-            rows["split"].extend([splits[index]] * added)
-            rows["language"].extend([language] * added)
-        size = len(rows["clip"])
-        columns = {
-            **rows,
-            "path": pa.nulls(size, pa.string()),
-            "seconds": np.full(size, self._samples / espeak.SAMPLE_RATE),
-        }
-        return make_manifest(columns, self.card.title)
+                said = {"language": language, **({"word": word} if self._named_otherwise else {})}
+                label = self._label(word, language)
+                rows += [
+                    {"clip": f"{name}/{word}/{take}", "label": label, **speaker, "take": take, **said}
+                    for take in range(count)
+                ]
+        return make_manifest(rows, self.card.title)
 
     def read(self, row: Mapping[str, Any]) -> tuple[npt.NDArray[np.float32], int]:
         """Say the word of one row of the manifest: float32 [samples, 1], -1..1, at 22,050 Hz."""

@@ -54,7 +54,8 @@ def poison(tables: Assignment, attack: Poisoner, seed: int) -> Assignment:
     train, bounds = tables.train_bounds()
     test, client, label = np.flatnonzero(tables.has_role("test")), tables.codes("client")[train], tables.codes("label")
     ids, classes = tables.ids, tables.classes
-    attackers = attack.candidates(ids, seed)
+    with naming_failures(attack, "candidates", kind="attack"):
+        attackers = attack.candidates(ids, seed)
     altered, labels = np.zeros(len(train), bool), np.where(label < 0, NO_LABEL, label)[train].astype(np.int64)
     for number in np.flatnonzero(attackers).tolist():
         mine = slice(bounds[number], bounds[number + 1])

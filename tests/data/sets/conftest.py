@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,26 +16,6 @@ def recordings() -> Path:
     if not folder.is_dir():
         pytest.skip("no sample recordings: set RAYDFL_DATA")
     return folder
-
-
-_GIVE_UP_RIGHTS = """
-import ctypes, os, sys
-for right in (1, 2):  # CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH: root may open everything
-    ctypes.CDLL(None).prctl(24, right, 0, 0, 0)  # PR_CAPBSET_DROP: gone with the next exec
-os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
-"""
-
-
-@pytest.fixture
-def without_rights() -> Callable[..., str]:
-    """Runs Python in a process to which the rights of files and folders apply (tests may run as root); gives what it prints."""
-
-    def run(*arguments: str) -> str:
-        command = [sys.executable, "-c", _GIVE_UP_RIGHTS, *arguments]
-        done = subprocess.run(command, check=False, capture_output=True, text=True)
-        return done.stdout + done.stderr
-
-    return run
 
 
 @pytest.fixture

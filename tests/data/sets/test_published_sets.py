@@ -195,6 +195,14 @@ TOYS = recordings_at(
     *(f"ToyCar/case4/AnomalousSound_IND/14_ToyCar_case4_ab01_IND_ch{channel}_0001.wav" for channel in (1, 2)),
     "ToyCar/case1/NormalSound_CNT/1100110001_ToyCar_case1_normal_CNT_ch1_0001.wav",
 )
+FILMS = ("Archery/v_Archery_g01_c02.avi", "HandstandPushups/v_HandStandPushups_g08_c01.avi", "YoYo/v_YoYo_g09_c01.avi")
+UCF101: Files = {
+    **{f"UCF-101/{film}": "" for film in FILMS},
+    "ucfTrainTestlist/testlist01.txt": f"{FILMS[0]}\nBowling/v_Bowling_g01_c01.avi\n",
+    "ucfTrainTestlist/trainlist01.txt": f"{FILMS[1]} 7\r\n{FILMS[2]} 7\r\n",
+    "ucfTrainTestlist/testlist03.txt": f"{FILMS[2]}\n",
+    "ucfTrainTestlist/trainlist03.txt": f"{FILMS[0]} 1\n{FILMS[1]} 2\n",
+}
 FOUR = {"labels": "voted", "emotions": ("neutral", "happy", "sad", "anger")}
 
 
@@ -318,6 +326,15 @@ FOUR = {"labels": "voted", "emotions": ("neutral", "happy", "sad", "anger")}
             )
             for name in ("mimii_due", "mimii_dg")
         ),
+        ("ucf101", dict([*UCF101.items()][:3]), {}, "label split", [("Archery", None), ("HandstandPushups", None)]),
+        (
+            *("ucf101", UCF101, {}, "label group number split"),
+            [
+                ("Archery", "Archery/g01", 2, "test"),
+                ("HandstandPushups", "HandstandPushups/g08", 1, "train"),
+            ],
+        ),
+        ("ucf101", UCF101, {"fold": 3, "classes": "all"}, "split", [("train",), ("train",), ("test",)]),
         (
             *("toyadmos", TOYS, {"microphone": 2}, "group label anomaly clip"),
             [
@@ -412,6 +429,16 @@ def test_a_set_in_its_layout(
         ),
         ("mimii", MIMII, {"snr": 3}, r"no clip in .* is of 3 dB by its folder's name .*there are -6, 0, 6, unknown"),
         ("mimii", MIMII, {"machines": ("slider",)}, "has no machines of the type 'slider'; there are fan, pump, valve"),
+        (
+            *("ucf101", UCF101 | {"ucfTrainTestlist/trainlist01.txt": ""}, {}),
+            r"HandstandPushups/v_HandStand.* is on neither list of fold 1",
+        ),
+        (
+            "ucf101",
+            {f"UCF-101/{FILMS[2]}": ""},
+            {},
+            "the 1 films in .* are of classes without sound; .*data.classes=all",
+        ),
         ("toyadmos", TOYS, {"microphone": 3}, "has no clips of microphone 3; there are 1, 2"),
     ],
 )
