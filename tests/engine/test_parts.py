@@ -31,7 +31,7 @@ PARTS = "data.parts={low: {speakers: 4}, high: {classes: 5, first: 10, speakers:
 ACROSS = [
     name
     for name in registry.names("raydfl.methods")
-    if not registry.find("raydfl.methods", name, Method, "method")().needs().one_class_list  # type: ignore[type-abstract]
+    if not registry.find("raydfl.methods", name, Method, "method")().needs.one_class_list  # type: ignore[type-abstract]
     and not name.startswith("profila")  # it answers no class
 ]
 
