@@ -144,17 +144,9 @@ def open_model(
 ) -> RunModel | RunFusion:
     """Return the model of a run that is named: one that reads a view, or one that reads what all others make of an example.
 
-    Args:
-        run_dir: see :func:`load_model`.
-        model: see :func:`load_model`; ``KEY:NAME`` of an entry of the server's state, else the first that holds it.
-        client: see :func:`load_model`.
-        trust: see :func:`load_model`.
-        best: see :func:`load_model`.
-        several: whether recordings come with files or arrays of further views.
-
-    Raises:
-        RunDirectoryError: see :func:`load_model`.
-        InputError: see :func:`load_model`; or the model reads one view, and several are given.
+    Args (the others are those of :func:`load_model`):
+        model: ``KEY:NAME`` of an entry of the server's state too, else the first that holds it.
+        several: whether recordings come with files or arrays of further views; a model of one view refuses them.
     """
     folder = local_run(run_dir)
     if model is not None and model.rpartition(":")[2] in type(stored_config(folder, trust).parts.method).on_features:
@@ -194,10 +186,7 @@ def load_model(
 def load_models_of(
     run_dir: str | Path, clients: Iterable[str], model: str | None = None, trust: bool = False, best: bool = False
 ) -> dict[str, RunModel]:
-    """Return the model that each of some clients has; for an id that no client has, the one that all share.
-
-    Arguments and errors are those of :func:`load_model`.
-    """
+    """Return each client's model, for an unknown id the shared one; arguments and errors are those of :func:`load_model`."""
     run = _Run(local_run(run_dir), trust, best)
     known = run.population.ids
     return {name: run.clients_model(model, name) if name in known else run.shared_model(model) for name in clients}
