@@ -33,9 +33,9 @@ from raydfl.core.types import State
 from raydfl.data.population import Population
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
+from raydfl.engine.networks import build_models
 from raydfl.engine.storage.private import PrivateIndex, PrivateStore, Records
 from raydfl.engine.storage.store import RunStore
-from raydfl.engine.worker import build_models
 from raydfl.runs.folder import prepare_run
 from raydfl.runs.progress import Progress
 

@@ -42,7 +42,7 @@ from raydfl.core.yaml import to_yaml
 from raydfl.data.population import Population
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
-from raydfl.engine.worker import build_models
+from raydfl.engine.networks import build_models
 from raydfl.runs.folder import create
 from raydfl.runs.progress import Progress
 

@@ -38,9 +38,9 @@ from raydfl.data.population import Population
 from raydfl.data.tables import Tables, clips_table
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
+from raydfl.engine.networks import build_models
 from raydfl.engine.storage.private import PrivateIndex, PrivateRef, PrivateStore
 from raydfl.engine.storage.store import RunStore
-from raydfl.engine.worker import build_models
 from raydfl.runs.folder import begin
 
 METHODS: Mapping[str, Mapping[str, Any]] = {

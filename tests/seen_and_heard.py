@@ -88,12 +88,10 @@ def federation(
 class OfKind(Method):
     """FedAvg over the clients with these of ``data.views`` and no others."""
 
+    needs = Needs(views=("video",))  # by which clients are chosen
+
     views: tuple[str, ...] = ("video",)
     phase: str = "train"
-
-    def needs(self) -> Needs:
-        """Need the view by which clients are chosen."""
-        return Needs(views=("video",))
 
     def plan(self, state: State, clients: Sequence[Client], rng: np.random.Generator, cohort: int) -> list[Task]:
         """Draw from those clients."""

@@ -21,6 +21,7 @@ from gpu.busy import busy
 from gpu.federations import opened
 from gpu.lines import Line, Watch, tried
 from raydfl.data.build import build_population
+from raydfl.engine.autotune import measure_width
 from raydfl.engine.config import Config, make_config
 from raydfl.engine.federation import Federation
 from raydfl.engine.worker import Worker
@@ -106,7 +107,7 @@ def gain(network: str, folder: Path, device: str, dry: bool) -> Line:
         if device == "cpu":  # a CPU takes 1 without measuring; here the measuring is tried
             orders = federation.plan()
             keys = {key for order in orders for key in order.task.receive}
-            width = worker.measured_width(orders, federation.broadcast(keys))
+            width = measure_width(worker, orders, federation.broadcast(keys))
         federation.round()  # warms up
         chosen = rate(federation, seconds, cohort)
     with work_of(configuration(network, cohort, folder, 1, dry), device, *size) as (federation, _):

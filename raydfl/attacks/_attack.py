@@ -96,8 +96,9 @@ class Attack(StrictTypes):
         drawn = self.attackers(ids, seed, self.start - 1)
         return np.full(len(ids), drawn.any()) if self.draw == "round" and not isinstance(self.clients, tuple) else drawn
 
+    @property
     def needs(self) -> Needs:
-        """Return the needs of the attack: recordings, labels and clips that it can change, and one list of classes."""
+        """The needs of other settings: recordings, labels and clips that the attack can change, and one list of classes."""
         aims = type(self).labels is not Attack.labels or type(self).target_class is not Attack.target_class
         return Needs(
             recordings=self.alters, labels="one" if aims else "any", one_class_list=True, own_clips=self.poisons

@@ -170,7 +170,7 @@ class State:
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Small facts that JSON can hold (names of buffers, counters, cluster membership); tensors go into ``tensors``."""
     phase: str = ""
-    """The phase of the next round, one of the method's ``phases``; empty where it has none. The engine knows it from the round."""
+    """The phase of the next round, one of the method's ``phases``; empty: its only one. The engine knows it from the round."""
 
 
 @dataclass(frozen=True, slots=True)

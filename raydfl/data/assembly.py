@@ -67,7 +67,6 @@ class Assembler:
         self,
         store: FeatureStore,
         alteration: Alteration | None,
-        columns: dict[str, tuple[np.ndarray, list[str]]],
         skipped: Sequence[tuple[str, str]],
         messages: Sequence[str],
     ) -> Population:
@@ -76,7 +75,6 @@ class Assembler:
         Args:
             store: features of all clips, not yet normalised by group.
             alteration: what attackers do to recordings.
-            columns: further columns of batches: codes of the clips of the list, and their meanings.
             skipped: as for :class:`Population`.
             messages: to the user, before those of the tables.
         """
@@ -103,9 +101,10 @@ class Assembler:
             "label": label,
             "start": starts,
         }
-        meanings = {name: values for name, (_, values) in columns.items()}
-        for name, (codes, _) in columns.items():
-            examples[f"column:{name}"] = codes[self.clip]
+        meanings: dict[str, list[str]] = {}
+        for name in data.columns:
+            examples[f"column:{name}"] = tables.codes(f"batch:{name}")
+            meanings[name] = tables.clips.column(f"batch:{name}").dictionary.to_pylist()
         if UNLABELLED in pools:
             hidden = examples["pool"] == pools.index(UNLABELLED)
             examples["label"] = np.where(hidden, NO_LABEL, label)

@@ -23,7 +23,7 @@ from raydfl.data.remote import fetch_recordings
 from raydfl.data.settings import DataSettings, with_place
 from raydfl.data.steps.corrupt import corrupt, remove_views
 from raydfl.data.steps.leave_out import deal_ungrouped, leave_out_labels
-from raydfl.data.steps.listing import UNLABELLED, Assignment, encode_column, make_assignment, natural_order
+from raydfl.data.steps.listing import UNLABELLED, Assignment, add_batch_column, make_assignment, natural_order
 from raydfl.data.steps.partition import check_classes, partition_clips
 from raydfl.data.steps.poison import Poisoner, poison
 from raydfl.data.steps.pools import assign_pools
@@ -113,7 +113,7 @@ def assign_clips(
     Raises:
         DataError: a step does not fit the clips.
     """
-    listed = make_assignment(manifest, classes)
+    listed = functools.reduce(add_batch_column, data.columns, make_assignment(manifest, classes))
     if last in ("list", "leave_out"):
         return listed
     tables = usable = listed if readable is None else listed.select(readable)
@@ -166,7 +166,6 @@ def build_population(
     if attack is not None:
         with naming_failures(attack, "check", kind="attack"):
             attack.check(classes, data.features)
-    columns = {name: encode_column(make_assignment(manifest, classes), name) for name in data.columns}
     assign = functools.partial(
         assign_clips,
         manifest,
@@ -197,7 +196,7 @@ def build_population(
             raise DataError(f"none of {len(clips)} clips can be read, {first}: {skipped[0][1]}")
         tables = assign(readable=~np.isin(np.arange(len(clips)), list(store.failures)))
     return Assembler(manifest, tables, data, seed, prepared, complete).population(
-        store, None if attack is None else attack.alteration(), columns, skipped, messages
+        store, None if attack is None else attack.alteration(), skipped, messages
     )
 
 

@@ -8,7 +8,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from raydfl.core.errors import ConfigError, InputError, nearest
 from raydfl.core.options import check_keys, explain, path_options, unknown_key
@@ -166,32 +174,13 @@ class DataSettings(Settings):
                 raise ValueError(f"{name!r} is named more than once; name each column once")
         return value
 
-    @field_validator("profile")
+    @field_validator("profile", "sites", "parts")
     @classmethod
-    def _names_of_profile(cls, value: dict[str, ProfileSettings]) -> dict[str, ProfileSettings]:
+    def _names(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        pattern, rule = _NAMES[str(info.field_name)]
         for name in value:
-            if name in KNOWN or not re.fullmatch(r"[A-Za-z_]\w*", name):
-                raise ValueError(
-                    f"{name!r} is no name of its own; taken: {', '.join(KNOWN)}; letters, digits and _ make one"
-                )
-        return value
-
-    @field_validator("sites")
-    @classmethod
-    def _names_of_sites(cls, value: dict[str, SiteSettings]) -> dict[str, SiteSettings]:
-        for name in value:
-            if not re.fullmatch(r"[A-Za-z0-9_\-][A-Za-z0-9_.\-]*", name):  # it is also the name of a folder
-                raise ValueError(
-                    f"the site's name {name!r} may hold letters, digits, _, . and - only, and not begin with a ."
-                )
-        return value
-
-    @field_validator("parts")
-    @classmethod
-    def _names_of_parts(cls, value: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        for name in value:
-            if not re.fullmatch(r"[A-Za-z0-9_\-]+", name):  # it is in names of tensors, clients, files and scores
-                raise ValueError(f"the part's name {name!r} may hold letters, digits, _ and - only")
+            if not re.fullmatch(pattern, name) or (info.field_name == "profile" and name in KNOWN):
+                raise ValueError(f"the name {name!r} cannot be used: {rule}")
         return value
 
     @model_validator(mode="before")
@@ -430,6 +419,12 @@ class DataSettings(Settings):
         return {key: options[key] for key in path_options(find_dataset(self.name)) if is_uri(options.get(key))}
 
 
+_NAMES = {  # they are in names of tensors, clients, files, folders and scores
+    "profile": (r"[A-Za-z_]\w*", f"letters, digits and _ make one; taken: {', '.join(KNOWN)}"),
+    "sites": (r"[A-Za-z0-9_\-][A-Za-z0-9_.\-]*", "it may hold letters, digits, _, . and -, and not begin with a ."),
+    "parts": (r"[A-Za-z0-9_\-]+", "it may hold letters, digits, _ and -"),
+}
+"""Patterns of names, with their rules in words."""
 _OF_SITES = ("folder", "parts", "partition", "tables")
 """Keys of a site that are no options of a data set."""
 

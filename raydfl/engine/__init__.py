@@ -7,8 +7,9 @@ write, storage/ what a run keeps on the disk.
 from raydfl.engine.autotune import remembered
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config, load_config, make_config
-from raydfl.engine.entries import received_entries
+from raydfl.engine.entries import label_entry, received_entries
 from raydfl.engine.federation import Federation
+from raydfl.engine.networks import build_models, fixed_of_whole
 from raydfl.engine.orders import SERVER, Order, Reply, in_groups, keys_of
 from raydfl.engine.overrides import apply_overrides, apply_values
 from raydfl.engine.pool import Pool, SerialPool
@@ -18,7 +19,7 @@ from raydfl.engine.selection import Leader
 from raydfl.engine.settings import RaySettings, TrackSettings, without_password
 from raydfl.engine.telemetry import TIMELINE, WALL, RoundReport, with_spans
 from raydfl.engine.validation import UpdateChecker
-from raydfl.engine.worker import KEPT_MODEL, Worker, build_models, fixed_of_whole
+from raydfl.engine.worker import KEPT_MODEL, Worker
 
 __all__ = [
     "KEPT_MODEL",
@@ -46,6 +47,7 @@ __all__ = [
     "fixed_of_whole",
     "in_groups",
     "keys_of",
+    "label_entry",
     "load_config",
     "make_config",
     "received_entries",

@@ -69,7 +69,7 @@ class Clients(OnDemand[Client]):
         self._settings = config.train.clients
         self._client = functools.lru_cache(_REMEMBERED)(self._make)
         self._method = config.parts.method
-        self._read = self._method.needs().columns
+        self._read = self._method.needs.columns
         self._own_models = functools.lru_cache(_REMEMBERED)(self._narrowed)
 
     def __len__(self) -> int:
@@ -156,6 +156,10 @@ class Clients(OnDemand[Client]):
         """
         return self[self._index(client_id)]
 
+    def views_of(self, client_id: str) -> str:
+        """Return a client's ``data.views``, as in ``video+depth``; ``none`` if it has none of them."""
+        return "+".join(self.by_id(client_id).profile["views"]) or "none"
+
     def index_of(self, client_id: str) -> int:
         """Return the position of a client in the population."""
         return self._index(client_id)
@@ -187,7 +191,7 @@ class Clients(OnDemand[Client]):
         Raises:
             ConfigError: there is no such network for a client's profile.
         """
-        read = [self._codes(name) for name in self._read]
+        read = [self._column(name)[1] for name in self._read]
         return {
             part: [
                 own
@@ -196,15 +200,6 @@ class Clients(OnDemand[Client]):
             ]
             for part, positions in self._population.spans.items()
         }
-
-    def _codes(self, name: str) -> np.ndarray:
-        """Return int32 [clients]: equal numbers for clients whose profiles say the same under a name."""
-        codes = self._population.column(name)[1].astype(np.int32)
-        for first, dealt_values in self._dealt.values():
-            if name in dealt_values:
-                own = dealt_values[name][1]
-                codes[first : first + len(own)] = own
-        return codes
 
     @staticmethod
     def _unlike(positions: range, columns: Sequence[np.ndarray | None]) -> list[int]:

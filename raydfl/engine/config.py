@@ -74,7 +74,7 @@ class Config(Settings):
     @model_validator(mode="after")
     def _parts_fit(self) -> Config:
         method, rule, attack = self.parts.method, self.parts.rule, self.parts.attack
-        phases = [self.train.in_phase(name) for name in self.phases.names or ("",)]
+        phases = [self.train.in_phase(name) for name in self.phases.names]
         names = self.method["name"], self.objective["name"], str((self.attack or {}).get("name"))
         check_needs(names, method, attack, rule, self.data, self.train.clients, phases)
         if self.ray.actors == 0 or self.ray.gpus == 0 or self.ray.cpu_actors:
@@ -114,7 +114,7 @@ class Config(Settings):
 
     def _models_fit(self, data: DataSettings) -> None:
         """Refuse networks that cannot read their views, and views that nobody reads."""
-        read, views = set(self.parts.method.needs().views), data.all_views
+        read, views = set(self.parts.method.needs.views), data.all_views
         for name, choices in self.parts.models.items():
             for architecture, options in choices:
                 if name in type(self.parts.method).on_features:
@@ -217,7 +217,7 @@ class Config(Settings):
             parts["attack"] = {"name": (self.attack or {})["name"], **plain(attack)}
         parts = deciding(parts, self.data)
         parts["train"].pop("rounds")
-        if self.phases.names:
+        if type(self.parts.method).phases:
             parts["train"]["phases"] = [
                 (name, first, self.train.phases.get(name, PhaseSettings()).deciding())
                 for name, first in zip(self.phases.names, self.phases.first, strict=True)

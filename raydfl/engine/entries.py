@@ -31,3 +31,8 @@ def received_entries(config: Config, state: State, clients: Clients, begun: Sequ
     with naming_failures(method, "plan_evaluation", f"the evaluation after round {state.round_index}"):
         tasks += [*method.plan_evaluation(state, clients), *method.plan_evaluation(state, [])]
     return frozenset(["global", *(key for task in tasks for key in task.receive)])
+
+
+def label_entry(part: str, key: str) -> list[str]:
+    """Return the words that name an entry of the state in metrics and files: its part, and its key unless it is global."""
+    return [word for word in (part, "" if key == "global" else key) if word]

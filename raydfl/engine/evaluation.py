@@ -18,6 +18,7 @@ from raydfl.core.types import Client, Metrics, ModelSpec, Ratio, State, Task, Te
 from raydfl.core.users_code import naming_failures
 from raydfl.data import Shard
 from raydfl.engine.clients import Clients
+from raydfl.engine.entries import label_entry
 from raydfl.engine.orders import SERVER, TRIGGERED, Measurement, Order, Reply, check_server_tasks
 from raydfl.engine.settings import EvaluateSettings
 from raydfl.engine.storage import record
@@ -273,11 +274,11 @@ def _prefix(order: Order) -> str:
 
     Where the plan says how much a model counts in a part, the part's name alone is for the mean.
     """
-    part = f"{order.part}:" if order.part else ""
-    key = order.task.receive[0]
-    if order.task.client_id != SERVER or (key == "global" and "parts" not in order.task.options):
-        return part
-    return f"{part}{key}:"
+    words = [order.part]
+    if order.task.client_id == SERVER:
+        key = order.task.receive[0]
+        words = [order.part, key] if "parts" in order.task.options else label_entry(order.part, key)
+    return "".join(f"{word}:" for word in words if word)
 
 
 def _shared_models(method: Method, variants: Variants) -> dict[ModelSpec, dict[str, torch.Size]]:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Sequence
 
 from raydfl.core import seeds
-from raydfl.core.errors import ConfigError, ResourcesError
 from raydfl.core.tensors import FlatTensors
 from raydfl.core.types import State, Task, Update
 from raydfl.core.users_code import naming_failures
 from raydfl.data import Population
 from raydfl.engine.adversary import Adversary
 from raydfl.engine.arrivals import Arrivals
+from raydfl.engine.autotune import ask_width
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
 from raydfl.engine.entries import received_entries
@@ -30,8 +29,19 @@ from raydfl.engine.listeners import (
     StopRule,
     begin_phase,
 )
-from raydfl.engine.orders import SERVER, Measurement, Order, Reply, check_tasks, grouped, in_order, keys_of
-from raydfl.engine.pool import Pool
+from raydfl.engine.networks import build_models
+from raydfl.engine.orders import (
+    SERVER,
+    Measurement,
+    Order,
+    Reply,
+    check_take_part,
+    check_tasks,
+    grouped,
+    in_order,
+    keys_of,
+)
+from raydfl.engine.pool import Pool, ask_everywhere
 from raydfl.engine.recall import check_file_names, restore_selection
 from raydfl.engine.rounds import Checkpoint, Round
 from raydfl.engine.storage import record
@@ -41,7 +51,6 @@ from raydfl.engine.storage.private import PrivateIndex
 from raydfl.engine.storage.store import RunStore, as_stored
 from raydfl.engine.telemetry import RoundReport
 from raydfl.engine.validation import check_failed, check_overflow
-from raydfl.engine.worker import Worker, build_models
 
 
 class Federation:
@@ -58,10 +67,8 @@ class Federation:
         self.pool = pool
         self.method = config.parts.method
         self.clients = Clients(population, config, planning=True)
-        self._configured_phases = config.phases
         self._cohorts = {
-            name: config.train.in_phase(name).cohort_size(self.clients.eligible)
-            for name in config.phases.names or ("",)
+            name: config.train.in_phase(name).cohort_size(self.clients.eligible) for name in config.phases.names
         }
         self._attackers = Adversary(config.parts.attack, type(self.method).changes, population.ids, config.run.seed)
         self._place_of, self._part_of = population.place_of, population.part_of
@@ -69,16 +76,15 @@ class Federation:
             part: [(specs, build_models(self.method, specs, config.run.seed)) for specs in of_part]
             for part, of_part in self.clients.variants_of_parts().items()
         }
-        shards = {part: of.shards for part, of in population.parts.items()}
         self._evaluation = Evaluation(
             config.evaluate,
             self.method,
             self.clients,
-            shards,
+            {part: of.shards for part, of in population.parts.items()},
             variants,
             config.parts.fine_tune.part,
             self._orders,
-            self._received_entries,
+            lambda state: received_entries(config, state, self.clients, self.checkpoint.phases.first),
         )
         commit, self.warnings = store.open_latest()
         state = make_first_state(config, self.clients, variants) if commit is None else commit.state
@@ -90,11 +96,15 @@ class Federation:
             store.together = commit.together
             record.discard_rows(store.folder, self.state.round_index)
             self._restore_selection()
-        self._places = population.places
         if not store.private_here:
             segments = store.segments
-            self._ask_everywhere(lambda worker: worker.private.retain(segments))
-        self._committer = Committer(store, self.state, self.checkpoint.private, self._remove_segments)
+            ask_everywhere(pool, population.places, lambda worker: worker.private.retain(segments))
+
+        def remove(segments: Collection[str]) -> None:
+            # A lost request leaves them until the run is next opened.
+            ask_everywhere(pool, population.places, lambda worker: worker.private.remove(segments), wait=False)
+
+        self._committer = Committer(store, self.state, self.checkpoint.private, remove)
         self._ahead = ReadAhead(config, pool, self._committer, self._begin)
         self._compaction = Compaction(pool, self._committer, self._ahead, population.place_of)
         self._listeners: Sequence[Listener] = (
@@ -166,7 +176,11 @@ class Federation:
         """Return the round's updates in client order, with attackers' updates replaced."""
         views = any(data.views for data in self.config.data.each.values())
         current.arrivals = arrivals = Arrivals(
-            current.orders, current.replies, current.report, self.config.run.on_error, self._views_of if views else None
+            current.orders,
+            current.replies,
+            current.report,
+            self.config.run.on_error,
+            self.clients.views_of if views else None,
         )
         current.mark("resumed")
         self._committer.begin()  # only now: clients need not wait for the disk
@@ -222,7 +236,7 @@ class Federation:
         report.rows += self._committer.wait()
         self.checkpoint = self._compaction.before_commit(self.checkpoint)
         state, private, phases = self.checkpoint.state, self.checkpoint.private, self.checkpoint.phases
-        self._committer.prepare(state, private, best, () if phases == self._configured_phases else phases.first)
+        self._committer.prepare(state, private, best, () if phases == self.config.phases else phases.first)
 
     def _start(self) -> None:
         """Commit round 0, if the run can be measured as its settings ask.
@@ -235,7 +249,11 @@ class Federation:
         self._evaluation.server_orders(self.state)  # raises for a plan that cannot be measured
         self._check_metrics()
         record.discard_rows(self.store.folder, -1)
-        self.store.together = self._choose_width()
+        together, alone = self.config.train.together, self.config.ray.actors == "per_client"
+        if not isinstance(together, int):
+            orders = [] if alone else self.plan()
+            together = ask_width(self.pool, orders, self.broadcast(keys_of(orders)))
+        self.store.together = together
         self.store.commit(self.state, self.checkpoint.private)
 
     def _restore_selection(self) -> None:
@@ -271,7 +289,7 @@ class Federation:
         if not before.selection.wanted:
             return
         try:
-            for phase in names[names.index(before.state.phase) :] if names else ("",):
+            for phase in names[names.index(before.state.phase) :]:
                 if phase != self.state.phase:
                     state = begin_phase(self.config, dataclasses.replace(self.state, phase=phase))
                     self.checkpoint = dataclasses.replace(before, state=state)
@@ -280,68 +298,18 @@ class Federation:
         finally:
             self.checkpoint = before
 
-    def _choose_width(self) -> int:
-        setting = self.config.train.together
-        if isinstance(setting, int):
-            return setting
-        if self.config.ray.actors == "per_client":
-            return 1
-        orders = self.plan()
-        place, broadcast = orders[0].place, self.broadcast(keys_of(orders))
-        own = [order for order in orders if order.place == place]
-        width = self.pool.ask(place, lambda worker: worker.width(own, broadcast))
-        if width is None:
-            raise ResourcesError(
-                "A client actor was lost while it measured how many clients to train together. Check memory, or set "
-                "train.together to a number"
-            )
-        return width
-
-    def _ask_everywhere(self, job: Callable[[Worker], Any], wait: bool = True) -> None:
-        """Have a worker at each place do a job."""
-        for place in self._places:
-            self.pool.ask(place, job, wait)
-
-    def _remove_segments(self, segments: Collection[str]) -> None:
-        """Remove segments outside the run's folder. A lost request leaves them until the run is next opened."""
-        self._ask_everywhere(lambda worker: worker.private.remove(segments), wait=False)
-
-    def _views_of(self, client: str) -> str:
-        """Return a client's ``data.views``, as in ``video+depth``; ``none`` if it has none of them."""
-        return "+".join(self.clients.by_id(client).profile["views"]) or "none"
-
     def plan(self) -> list[Order]:
         """Return the orders of the next round: the same whenever they are asked for."""
         rng = seeds.generator(self.config.run.seed, self.state.round_index, "", "plan")
         with naming_failures(self.method, "plan", f"round {self.state.round_index + 1}"):
             tasks = self.method.plan(self.state, self.clients, rng, self._cohorts[self.state.phase])
         if self.config.train.clients is not None:
-            self._check_take_part(tasks)
+            check_take_part(tasks, self.clients, self.state.round_index + 1, self.config.method["name"])
         return self._orders(tasks, None)
-
-    def _check_take_part(self, tasks: Sequence[Task]) -> None:
-        """Refuse a plan for nobody, or of a method that draws in its own way, and so clients that ``train.clients`` leaves out."""
-        if not tasks:
-            raise ConfigError(
-                f"train.clients: none of the clients that it leaves can take part in round {self.state.round_index + 1} of method "
-                f"{self.config.method['name']!r}{f', phase {self.state.phase!r}' * bool(self.state.phase)}; take back one of its "
-                f"conditions"
-            )
-        for task in tasks:
-            if self.clients.by_id(task.client_id).chance == 0:
-                raise ConfigError(
-                    f"train.clients: method {self.config.method['name']!r} plans client {task.client_id!r}, which does not take "
-                    f"part; its plan() must draw with raydfl.drawn, or leave train.clients out"
-                )
-
-    def _received_entries(self, state: State) -> frozenset[str]:
-        """Return the keys of a state's entries that clients receive."""
-        return received_entries(self.config, state, self.clients, self.checkpoint.phases.first)
 
     def _orders(self, tasks: Sequence[Task], measure: tuple[Measurement, ...] | None) -> list[Order]:
         """Return orders for what a method planned, in client order."""
         check_tasks(tasks, self.state.tensors)
-        stage = self._stage(self.state.round_index)
         placed = sorted(((self.clients.index_of(t.client_id), t) for t in tasks), key=lambda pair: pair[0])
         orders = [
             Order(
@@ -354,15 +322,11 @@ class Federation:
                 attacking=measure is None and self._attackers.attacks(index, self.state.round_index),
                 part=self._part_of(index),
                 place=self._place_of(index),
-                stage=stage,
+                stage=self.state.phase,
             )
             for position, (index, task) in enumerate(placed)
         ]
         return grouped(orders, [self.clients[index].models for index, _ in placed], self.store.together)
-
-    def _stage(self, round_index: int) -> str | None:
-        """Return the phase of the round after so many completed ones, where it may be another one than is configured."""
-        return None if self.checkpoint.phases == self._configured_phases else self.checkpoint.phases.at(round_index)
 
     def broadcast(self, keys: set[str]) -> dict[str, FlatTensors]:
         """Return the entries of the state as they are sent."""
@@ -390,7 +354,7 @@ class Federation:
     def _measure(self, cohort: Sequence[str]) -> tuple[list[record.MetricRow], dict[str, str]]:
         """Return what is measured of the state, and why clients could not be measured, by client id."""
         settings, round_index = self.config.run, self.state.round_index
-        stage = self._stage(round_index - 1)
+        stage = self.checkpoint.phases.at(round_index - 1)
         orders = [dataclasses.replace(order, stage=stage) for order in self._evaluation.orders(self.state, cohort)]
         # All at once: they are metrics and no tensors.
         replies = in_order(self._send(orders), len(orders)) if orders else []

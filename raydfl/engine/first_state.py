@@ -14,9 +14,9 @@ from raydfl.core.users_code import naming_failures
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
 from raydfl.engine.evaluation import Variants
+from raydfl.engine.networks import build_models
 from raydfl.engine.parts import join_states
 from raydfl.engine.storage.store import as_stored
-from raydfl.engine.worker import build_models
 
 
 def make_first_state(config: Config, clients: Clients, variants: Mapping[str, Variants]) -> State:

@@ -182,7 +182,7 @@ class Recorder:
             for client in done.attackers:
                 rows.add({"attacker": Ratio(1, 1)}, client)
         rows.add(done.metrics)
-        if report.phase:
+        if len(checkpoint.phases.names) > 1:
             rows.add({"phase": Ratio(checkpoint.phases.number(report.phase), 1)})
         rows.extend(done.measured)
         arrivals.record_work(rows, self._pool.places(), done.times["started"], self._clients.index_of)

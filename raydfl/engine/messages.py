@@ -7,7 +7,7 @@ lack models that the method has, and a cut (``Task.cuts``) sends slices.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from raydfl.core import part_names
 from raydfl.core.cuts import cut_size, cut_tensors
@@ -53,11 +53,17 @@ def received_bytes(order: Order, broadcast: Mapping[str, FlatTensors], lacks: fr
     return 4 * total
 
 
-def sent_updates(found: Update, who: str) -> list[Update]:
+def sent_updates(found: Update, who: str, shared: Callable[[str], bool], fixed: Collection[str]) -> list[Update]:
     """Return what a method's ``local`` returned as a list of updates, each to another key.
 
+    Args:
+        found: by ``local``.
+        who: the client, for messages.
+        shared: of the method.
+        fixed: names of the fixed tensors.
+
     Raises:
-        RaydflError: it is something else, or two updates are to one key.
+        RaydflError: it is something else, two updates are to one key, or an update holds a tensor that may not be sent.
     """
     check_form(found, who)
     updates = [dataclasses.replace(found, further=()), *found.further]
@@ -69,6 +75,15 @@ def sent_updates(found: Update, who: str) -> list[Update]:
     for key in keys:
         if keys.count(key) > 1:
             raise RaydflError(f"{who}: local() returned two updates to the key {key!r}; join their tensors in one")
+    names = [name for update in updates for name in update.tensors]
+    for kept, why in (
+        ([name for name in names if not shared(name)], "the method's shared() keeps private"),
+        ([name for name in names if name in fixed], "are fixed, because they do not train"),
+    ):
+        if kept:
+            raise RaydflError(
+                f"{who}: the update holds tensors that {why}: {', '.join(kept[:5])}; leave them out of step.update(tensors=...)"
+            )
     return updates
 
 

@@ -43,13 +43,15 @@ def check_needs(
     Raises:
         ConfigError: naming the first conflict.
     """
-    needs = {f"method {names[0]!r}": method.needs(), f"objective {names[1]!r}": method.objective.needs()}
+    needs = {f"method {names[0]!r}": method.needs, f"objective {names[1]!r}": method.objective.needs}
     if attack is not None:
-        needs[f"attack {names[2]!r}"] = attack.needs()
+        needs[f"attack {names[2]!r}"] = attack.needs
     needs[f"rule {type(rule).__name__}"] = Needs(new_values=rule.relative)
     if clients is not None:
         needs |= {f"train.clients.{at}": Needs(columns=(name,)) for at, name in clients.columns.items()}
     for who, of in needs.items():
+        if not isinstance(of, Needs):
+            raise ConfigError(f"{who}: needs must be a raydfl.Needs: needs = raydfl.Needs(...), or a property of it")
         found = (
             *_method_conflicts(of, method, names),
             *_training_conflicts(of, phases),
@@ -66,7 +68,7 @@ def _method_conflicts(needs: Needs, method: Method, names: tuple[str, str, str])
     if needs.objectives and objective not in needs.objectives:
         remedy = "choose one that it takes, or a method that takes any objective (fedavg, fedprox, scaffold ...)"
         yield "objective", f"objective={' or '.join(needs.objectives)}", given, remedy
-    if needs.labels not in ("any", method.objective.needs().labels):
+    if needs.labels not in ("any", method.objective.needs.labels):
         remedy = "choose another objective, or an attack on updates (sign_flip, gaussian_noise ...)"
         learnt = "one class for each clip" if needs.labels == "one" else "sets of classes"
         yield "objective", f"an objective that learns {learnt}", given, remedy

@@ -12,6 +12,7 @@ import numpy as np
 from raydfl.core.errors import ConfigError, nearest
 from raydfl.core.types import Metrics, ModelSpec, Task, Update
 from raydfl.data import Shard
+from raydfl.engine.clients import Clients
 from raydfl.engine.storage.private import PrivateRef
 
 SERVER = ""
@@ -61,8 +62,8 @@ class Order:
     """The client's part of ``data.parts``; empty: there are none."""
     place: str = ""
     """The site of the data that it is about; empty: wherever the run is."""
-    stage: str | None = None
-    """The method's phase whose training settings hold; ``None``: the one that the configuration has at this round."""
+    stage: str = ""
+    """The method's phase whose training settings hold."""
 
     @property
     def subject(self) -> str:
@@ -146,6 +147,30 @@ def check_tasks(tasks: Sequence[Task], keys: Collection[str]) -> None:
                     f"the method planned to send {key!r} to client {task.client_id!r}, but the server's state has only "
                     f"{', '.join(keys)}"
                 )
+
+
+def check_take_part(tasks: Sequence[Task], clients: Clients, round_number: int, method: str) -> None:
+    """Refuse a plan for nobody, or of a method that draws in its own way, and so clients that ``train.clients`` leaves out.
+
+    Args:
+        tasks: of the round.
+        clients: all of them.
+        round_number: for the message, as the name of the method.
+
+    Raises:
+        ConfigError: nobody takes part, or a client that is left out.
+    """
+    if not tasks:
+        raise ConfigError(
+            f"train.clients: none of the clients that it leaves can take part in round {round_number} of method {method!r}; take "
+            f"back one of its conditions"
+        )
+    for task in tasks:
+        if clients.by_id(task.client_id).chance == 0:
+            raise ConfigError(
+                f"train.clients: method {method!r} plans client {task.client_id!r}, which does not take part; its plan() must draw "
+                f"with raydfl.drawn, or leave train.clients out"
+            )
 
 
 _SERVERS_OPTIONS = ("models", "split", "parts")

@@ -1,8 +1,8 @@
-"""Phases: which rounds belong to which phase of a method that has several."""
+"""Phases: which rounds belong to which phase of a method. A method that names none has a single one, without a name."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from raydfl.core.errors import ConfigError, nearest
@@ -13,8 +13,8 @@ from raydfl.training import TrainSettings
 class Phases:
     """The phases of a run in their order."""
 
-    names: tuple[str, ...] = ()
-    first: tuple[int, ...] = ()
+    names: tuple[str, ...] = ("",)
+    first: tuple[int, ...] = (0,)
     """Rounds that are completed before each begins."""
 
     @classmethod
@@ -22,19 +22,15 @@ class Phases:
         """Return the phases of a run.
 
         Args:
-            names: of the method's phases.
+            names: of the method's phases; empty: a single one.
             train: how many rounds there are, and how many each phase has.
             method: its name, for the messages.
 
         Raises:
             ConfigError: settings of a phase that the method does not have, or rounds of the phases that do not fit.
         """
-        for name in train.phases:
-            if name not in names:
-                hint = nearest(name, names) if names else "it has none; leave train.phases out"
-                raise ConfigError(f"train.phases: method {method!r} has no phase {name!r}; {hint}")
-        if not names:
-            return cls()
+        names = tuple(names) or cls().names
+        check_phases(train.phases, names, "train.phases", method)
         given = [train.phases[name].rounds if name in train.phases else None for name in names]
         if given[-1] is not None:
             raise ConfigError(
@@ -48,7 +44,7 @@ class Phases:
                 f"train.phases: {names[-1]!r} would begin after round {first[-1]}, and train.rounds is {train.rounds}; raise "
                 f"train.rounds, or lower the rounds of the phases before"
             )
-        return cls(tuple(names), tuple(first))
+        return cls(names, tuple(first))
 
     def as_begun(self, first: Sequence[int]) -> Phases:
         """Return the phases with the rounds in which they really began; ``first`` is empty if none has ended early."""
@@ -64,11 +60,22 @@ class Phases:
         return Phases(self.names, (*self.first[:number], *(first - earlier for first in self.first[number:])))
 
     def at(self, round_index: int) -> str:
-        """Return the phase of the round after so many completed ones; empty where there are no phases."""
-        return next(
-            (n for n, f in zip(reversed(self.names), reversed(self.first), strict=True) if f <= round_index), ""
-        )
+        """Return the phase of the round after so many completed ones."""
+        begun = sum(first <= round_index for first in self.first)
+        return self.names[max(begun, 1) - 1]
 
     def number(self, name: str) -> int:
         """Return the place of a phase, from 1 on."""
         return self.names.index(name) + 1
+
+
+def check_phases(given: Iterable[str], names: Sequence[str], where: str, method: str) -> None:
+    """Refuse the name of a phase that the method does not have.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    for name in given:
+        if name not in names:
+            hint = nearest(name, names) if any(names) else f"it has none; leave the phases of {where} out"
+            raise ConfigError(f"{where}: method {method!r} has no phase {name!r}; {hint}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 from raydfl.core.tensors import FlatTensors
@@ -68,3 +68,9 @@ class SerialPool:
         """Close the files of private state."""
         for worker in self.workers.values():
             worker.private.close()
+
+
+def ask_everywhere(pool: Pool, places: Iterable[str], job: Callable[[Worker], object], wait: bool = True) -> None:
+    """Have a worker at each place do a job."""
+    for place in places:
+        pool.ask(place, job, wait)

@@ -17,7 +17,7 @@ from raydfl.core.users_code import FAILURES, place_of
 from raydfl.data import DataSettings, Population
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
-from raydfl.engine.worker import build_models
+from raydfl.engine.networks import build_models
 from raydfl.methods import Method, compute_logits
 from raydfl.training import fixed_tensors, preserved
 

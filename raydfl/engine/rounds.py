@@ -34,8 +34,7 @@ class Checkpoint:
     @property
     def stopped(self) -> str:
         """The reason why ``run.stop`` ends the training; empty: training continues while rounds are left."""
-        last = self.phases.names[-1] if self.phases.names else ""
-        return self.selection.reason if self.selection.phase == last else ""
+        return self.selection.reason if self.selection.phase == self.phases.names[-1] else ""
 
 
 @dataclass(slots=True)

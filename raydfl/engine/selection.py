@@ -10,10 +10,10 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from raydfl.core.errors import ConfigError, nearest
+from raydfl.core.errors import ConfigError
 from raydfl.core.metrics import HARMONIC_MEAN, HIGHER_IS_BETTER, OF_CLIENTS, base_name
 from raydfl.data import SplitSettings
-from raydfl.engine.phases import Phases
+from raydfl.engine.phases import Phases, check_phases
 from raydfl.engine.settings import EvaluateSettings, MetricChoice, RunSettings
 from raydfl.training import TrainSettings
 
@@ -115,12 +115,9 @@ class Selection:
             if choice is None:
                 return {}
             given = choice.metric if isinstance(choice.metric, dict) else {}
-            for name in given:
-                if name not in phases.names:
-                    hint = nearest(name, phases.names) if phases.names else "it has none; give one metric"
-                    raise ConfigError(f"{where}.metric: method {method!r} has no phase {name!r}; {hint}")
+            check_phases(given, phases.names, f"{where}.metric", method)
             found = {}
-            for phase in phases.names or ("",):
+            for phase in phases.names:
                 metric = given.get(phase, headline) if isinstance(choice.metric, dict) else choice.metric or headline
                 if " " not in metric:
                     metric = f"{validation} {metric if '/' in metric else f'{model}/{metric}'}"
@@ -172,7 +169,7 @@ class Selection:
         """
         for setting, criterion in self.wanted.get(phase, ()):
             if criterion.metric not in names:
-                during = f" in phase {phase!r}" if phase else ""
+                during = f" in phase {phase!r}" if len(self.wanted) > 1 else ""
                 scores = sorted(name for name in names if _base(name) in HIGHER_IS_BETTER) or sorted(names)
                 raise ConfigError(
                     f"{setting}.metric: {criterion.metric!r} is not measured{during}; what is: {', '.join(scores) or 'nothing'}"

@@ -7,50 +7,43 @@ network for each combination of architectures and re-loads it in place.
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import functools
 import math
 import shlex
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from raydfl.attacks import Attack
 from raydfl.core import seeds
 from raydfl.core.cuts import cut_tensors
 from raydfl.core.errors import ClientError, RaydflError
-from raydfl.core.files import default_cache
 from raydfl.core.memory import keep_freed_memory
 from raydfl.core.metrics import attack_success, reduced
 from raydfl.core.tensors import FlatTensors, OwnTensors
-from raydfl.core.types import Client, Metrics, ModelSpec
+from raydfl.core.types import Client, Metrics
 from raydfl.core.users_code import FAILURES, describe, is_users
 from raydfl.data import ClientData, Examples, Population
-from raydfl.engine.autotune import best_width, remembered
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
 from raydfl.engine.fine_tuning import fine_tune, personal_name
 from raydfl.engine.messages import by_servers_names, received, received_bytes, sent_updates
+from raydfl.engine.networks import BuiltNetworks, seed_torch
 from raydfl.engine.orders import SERVER, SERVER_VALIDATION, TRIGGERED, Measurement, Order, Reply, in_groups
 from raydfl.engine.storage.private import PrivateRef, PrivateStore
 from raydfl.engine.validation import check_number, check_weights, checked_metrics, reason_of
-from raydfl.methods import Method
-from raydfl.models import start_from_file
 from raydfl.training import (
     Clock,
     DeadlineExceededError,
     Execution,
-    Replica,
     Step,
     TrainSettings,
     check_device,
-    fixed_tensors,
 )
 from raydfl.training.together import run_in_lockstep
 
@@ -70,40 +63,6 @@ def _malformed(order: Order) -> Iterator[None]:
         yield
     except RaydflError as error:
         raise ClientError(f"round {order.round_number}, {error}") from None
-
-
-def seed_torch(seed: int, device: torch.device) -> None:
-    """Seed what dropout draws from. ``torch.manual_seed`` would also queue calls for devices that are not there, forever."""
-    torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        torch.cuda.manual_seed(seed)
-
-
-def build_models(method: Method, models: Sequence[ModelSpec], run_seed: int) -> dict[str, nn.Module]:
-    """Build freshly initialised models; equal architectures start from equal weights at every client: the seed's, or a file's."""
-    with torch.random.fork_rng(devices=[]):
-        seed_torch(seeds.seed_for(run_seed, 0, "", "init"), torch.device("cpu"))
-        copies = type(method).copies
-        originals = tuple(spec for spec in models if spec.name not in copies)
-        built = method.build(originals)
-        for spec in originals:
-            if not isinstance(built, dict) or not isinstance(built.get(spec.name), nn.Module):
-                continue  # try_models says what is wrong
-            method.objective.extend(built[spec.name], spec)
-            if spec.init_from:
-                start_from_file(built[spec.name], spec)
-        if isinstance(built, dict):
-            built.update({name: copy.deepcopy(built[of]) for name, of in copies.items() if of in built})
-        return built
-
-
-def fixed_of_whole(method: Method, models: Sequence[ModelSpec], run_seed: int) -> FlatTensors:
-    """Return the fixed tensors of the whole networks that a client's networks are parts of; none if it has no such parts."""
-    if all(spec.whole is None for spec in models):
-        return FlatTensors.of({})
-    built = build_models(method, [spec.whole or spec for spec in models], run_seed)
-    states = {f"{name}/{key}": value for name, model in built.items() for key, value in model.state_dict().items()}
-    return FlatTensors.of({name: states[name] for name in sorted(fixed_tensors(built, method.fixed))})
 
 
 class Worker:
@@ -150,12 +109,8 @@ class Worker:
         keep_freed_memory()
         self.attack = config.parts.attack
         at_clients = (self.method, self.method.objective, *([] if self.attack is None else [self.attack]))
-        self._users_code = any(is_users(type(part).__module__) for part in at_clients)
-        """True if code of a user's works with clients' networks, beside that of the networks themselves."""
-        self._built: dict[tuple[tuple[ModelSpec, ...], int], Replica] = {}
-        self._fixed: dict[tuple[ModelSpec, ...], FlatTensors] = {}
-        """Fixed tensors of whole networks, by the networks that are parts of them."""
-        self._phases = config.phases
+        users_code = any(is_users(type(part).__module__) for part in at_clients)
+        self.networks = BuiltNetworks(self.method, config.run.seed, self.device, users_code)
         self._training: dict[str, TrainSettings] = {}
         self._samples: dict[tuple[str, str, int], Examples] = {}
 
@@ -238,40 +193,6 @@ class Worker:
             bytes_down=sent,
         )
 
-    def width(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> int:
-        """Return how many of these clients to train at once on this worker's device.
-
-        On the CPU always 1: there the operations are fused and one client after another is fastest, and a measurement, which is
-        never the same twice, would make equal runs differ. On a GPU it is measured, once for a model and a device.
-        """
-        if self.device.type == "cpu" or len(orders) < 2:
-            return 1
-        first = self.clients.by_id(orders[0].task.client_id)
-        train = self.config.train
-        device = torch.cuda.get_device_name(self.device), torch.cuda.get_device_properties(self.device).total_memory
-        work = (self.method, first.models, train.batch_size, train.optimiser, train.precision)
-        kind = (*work, self.config.ray.gpus, device)
-        path = (self.config.data.cache or default_cache()) / "widths.json"
-        return remembered(path, (kind, torch.__version__), lambda: self.measured_width(orders, broadcast))
-
-    def measured_width(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> int:
-        """See :meth:`width`; nothing that the clients do while it is measured is kept."""
-        orders = sorted(orders, key=lambda order: -order.cost)
-        private = self.private
-
-        def seconds(width: int) -> float:
-            group = [dataclasses.replace(order, group=0) for order in orders[:width]]
-            return min(self.carry_out(group, broadcast)[0].seconds for _ in range(3))  # the first warms up
-
-        with tempfile.TemporaryDirectory(prefix="raydfl-width-") as scratch:
-            self.private = PrivateStore(Path(scratch), also_read=[private.folder])
-            try:
-                return best_width(seconds, len(orders))
-            finally:
-                self.private.close()
-                self.private = private
-                self._built.clear()
-
     def _describe(self, order: Order, error: BaseException) -> str:
         task = order.task
         round_ = order.round_number
@@ -298,10 +219,8 @@ class Worker:
         seed_torch(seeds.seed_for(self.config.run.seed, order.round_index, client.id, f"torch/{purpose}"), self.device)
         sent = received(order, broadcast, self._lacks(order))
         kept = self.private.read(order.private) if order.private is not None else {}
-        built, whose = self._build(client.models, place), f"{order.subject}, round {order.round_number}"
-        if client.models not in self._fixed:
-            self._fixed[client.models] = fixed_of_whole(self.method, client.models, self.config.run.seed)
-        fixed = cut_tensors(self._fixed[client.models], task.cuts, whose)
+        built, whose = self.networks.build(client.models, place), f"{order.subject}, round {order.round_number}"
+        fixed = cut_tensors(self.networks.fixed_of_whole(client.models), task.cuts, whose)
         built.start(sent, _without(KEPT_MODEL, kept), self.method.shared, whose, fixed)
         return Step(
             client=client,
@@ -331,12 +250,9 @@ class Worker:
 
     def _training_of(self, order: Order) -> TrainSettings:
         """Return the settings of the phase that an order is of: the same object for all of one phase."""
-        phase = order.stage
-        if phase is None:
-            phase = self._phases.at(order.round_index - (order.measure is not None))
-        if phase not in self._training:
-            self._training[phase] = self.config.train.in_phase(phase)
-        return self._training[phase]
+        if order.stage not in self._training:
+            self._training[order.stage] = self.config.train.in_phase(order.stage)
+        return self._training[order.stage]
 
     def _lacks(self, order: Order) -> frozenset[str]:
         """Return the models of the method that the order's client does not have."""
@@ -354,17 +270,6 @@ class Worker:
         client = self.clients.by_id(order.task.client_id)
         return client, self.population.data(client.index, order.attacking)
 
-    def _build(self, specs: tuple[ModelSpec, ...], place: int) -> Replica:
-        key = (specs, place)
-        built = self._built.get(key)
-        if built is None or not built.whole:
-            models = build_models(self.method, specs, self.config.run.seed)
-            for model in models.values():
-                model.to(self.device)
-            fixed = fixed_tensors(models, self.method.fixed)
-            built = self._built[key] = Replica(models, fixed, self._users_code)
-        return built
-
     def _train(self, order: Order, broadcast: Mapping[str, FlatTensors], place: int) -> Reply:
         step = self.prepare(order, broadcast, place)
         bytes_down = received_bytes(order, broadcast, self._lacks(order))
@@ -374,24 +279,10 @@ class Worker:
             step.execution.recordings = None  # it may train with a loss of its own
         found = self.method.local(step) if attack is None else attack.local(self.method, step)
         with _malformed(order):
-            updates = sent_updates(found, order.subject)
+            updates = sent_updates(found, order.subject, self.method.shared, step.fixed)
             measured = [reduced(checked_metrics(update.metrics, order.subject)) for update in updates]
             together = {name: value for metrics in measured for name, value in metrics.items()}
             check_number(together, order.subject)
-        names = [name for update in updates for name in update.tensors]
-        hidden = [name for name in names if not self.method.shared(name)]
-        if hidden:
-            raise ClientError(
-                f"client {step.client.id!r}, round {order.round_index + 1}: the update holds tensors that the method's shared() "
-                f"keeps private: {', '.join(hidden[:5])}; leave them out of step.update(tensors=...)"
-            )
-        still = [name for name in names if name in step.fixed]
-        if still:
-            raise ClientError(
-                f"client {step.client.id!r}, round {order.round_index + 1}: the update holds tensors that are fixed, because they "
-                f"do not train: {', '.join(still[:5])}; leave them out of step.update(tensors=...), or let the method's fixed() "
-                f"say that they are not fixed"
-            )
         updates = [by_servers_names(update, order.part, broadcast) for update in updates]
         sent = [FlatTensors.of(update.tensors) for update in updates]
         updates = [
@@ -438,46 +329,38 @@ class Worker:
 
     def _evaluate(self, order: Order, broadcast: Mapping[str, FlatTensors], place: int) -> Reply:
         step = self.prepare(order, broadcast, place)
-        models = step.models
-        measured: dict[str, Metrics] = {}
+        models, measured = step.models, dict[str, Metrics]()
         for measurement in order.measure or ():
             step.models = {name: models[name] for name in measurement.models if name in models}
             examples = self._examples(step, measurement, order.part)
             if len(examples) and step.models:
-                found = self.method.evaluate(step, examples, self.config.evaluate.batch_size)
-                with _malformed(order):
-                    metrics = checked_metrics(found, order.subject)
-                if order.task.client_id != SERVER or order.place:  # single clips' scores stay where the clips are
-                    metrics = reduced(metrics)
+                metrics = self._measure(order, step, examples)
                 if measurement.split == TRIGGERED and self.attack is not None:
                     metrics = attack_success(metrics, self.attack.target_class(self.population.classes))
                 measured[measurement.split] = metrics
-        if order.task.client_id != SERVER and self.config.parts.fine_tune.epochs and len(step.data.train):
-            self._measure_fine_tuned(order, step, models, measured)
+        own = [
+            each
+            for each in order.measure or ()
+            if each.split in ("validation", "client_test") and each.split in measured
+        ]
+        tuning = self.config.parts.fine_tune
+        if own and tuning.epochs and len(step.data.train):
+            step.models = models
+            objective, features = self.method.objective, type(self.method).on_features
+            tuned = fine_tune(step, objective, tuning.epochs, tuning.part, self.method.fixed, features)
+            for measurement in own:
+                found = self._measure(order, tuned, self._examples(step, measurement, order.part))
+                personal = {personal_name(name, len(models)): value for name, value in found.items()}
+                measured[measurement.split] = {**measured[measurement.split], **personal}
         bytes_down = received_bytes(order, broadcast, self._lacks(order))
         return Reply(order.position, step.client.id, private=order.private, measured=measured, bytes_down=bytes_down)
 
-    def _measure_fine_tuned(
-        self, order: Order, step: Step, models: dict[str, nn.Module], measured: dict[str, Metrics]
-    ) -> None:
-        """Add to the metrics of a client's own splits those of fine-tuned models."""
-        splits = [each for each in order.measure or () if each.split in ("validation", "client_test")]
-        splits = [each for each in splits if each.split in measured]
-        if not splits:
-            return
-        step.models = models
-        tuning, objective = self.config.parts.fine_tune, self.method.objective
-        features = type(self.method).on_features
-        tuned = fine_tune(step, objective, tuning.epochs, tuning.part, self.method.fixed, features)
-        for measurement in splits:
-            examples = self._examples(step, measurement, order.part)
-            found = self.method.evaluate(tuned, examples, self.config.evaluate.batch_size)
-            with _malformed(order):
-                metrics = reduced(checked_metrics(found, order.subject))
-            measured[measurement.split] = {
-                **measured[measurement.split],
-                **{personal_name(name, len(models)): value for name, value in metrics.items()},
-            }
+    def _measure(self, order: Order, step: Step, examples: Examples) -> Metrics:
+        """Return the metrics of some examples; scores of single clips stay where the clips are."""
+        found = self.method.evaluate(step, examples, self.config.evaluate.batch_size)
+        with _malformed(order):
+            metrics = checked_metrics(found, order.subject)
+            return reduced(metrics) if order.task.client_id != SERVER or order.place else metrics
 
     def _examples(self, step: Step, measurement: Measurement, part: str) -> Examples:
         if measurement.split == "validation":

@@ -10,6 +10,7 @@ import os
 import shutil
 import traceback
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from ray.tune.search import BasicVariantGenerator
 
 from raydfl.core.errors import ConfigError, InputError, RaydflError, first_line
 from raydfl.core.version import __version__
+from raydfl.experiments.domains import Domain
 from raydfl.experiments.federation import ROUND, SCORE, make_trainable
 from raydfl.experiments.results import collect
 from raydfl.experiments.settings import AshaScheduler, MedianScheduler
@@ -80,14 +82,13 @@ def _make_scheduler(study: Study) -> TrialScheduler | None:
         quantile_fraction=population.share,
         resample_probability=population.resample,
         perturbation_factors=(population.factor, 1 / population.factor),
-        custom_explore_fn=functools.partial(_clip, study),  # Ray multiplies beyond the ends
+        custom_explore_fn=functools.partial(_clip, domains),  # Ray multiplies beyond the ends
         require_attrs=False,
         synch=True,  # the worst copy the best of the same round
     )
 
 
-def _clip(study: Study, config: dict[str, Any]) -> dict[str, Any]:
-    domains = study.settings.domains
+def _clip(domains: Mapping[str, Domain], config: dict[str, Any]) -> dict[str, Any]:
     return {key: domains[key].clip(value) if key in domains else value for key, value in config.items()}
 
 
@@ -135,36 +136,40 @@ class Experiment:
         self._stop = self._logs / f".stop-{os.getpid()}"
         """A file at whose appearance trials stop after their round."""
 
-    def fit(self, trials: int) -> None:
-        """Train, restoring an experiment of the same trials that was interrupted.
+    def fit(self) -> None:
+        """Train the trials that are left, those of an interrupted experiment first.
 
         Raises:
             RaydflError: Ray Tune failed, or the state cannot be written.
         """
-        place, owned = self._place()
+        storage, name, owned = self._place()
         self._logs.mkdir(parents=True, exist_ok=True)
         self._stop.unlink(missing_ok=True)
         signals = StopSignals(self._progress, "runs stop after their round", "them", self._stop.touch)
-        watch = Watch(self._study, self._state, self._progress, signals, self._stop, trials)
+        watch = Watch(self._study, self._state, self._progress, signals, self._stop, self._state.left)
         LIVE.append(watch)
         try:
             with signals:
-                self._tuner(place, trials, watch).fit()
+                tuner = self._restore(f"{storage}/{name}")
+                if tuner is not None:
+                    tuner.fit()
+                if not signals.asked and self._state.left:
+                    self._make(storage, name, watch).fit()
         except Exception as error:
             raise watch.error or self._describe(error) from error
         finally:
             LIVE.remove(watch)
             self._stop.unlink(missing_ok=True)
         if owned and not signals.asked:
-            shutil.rmtree(place, ignore_errors=True)
+            shutil.rmtree(Path(storage, name), ignore_errors=True)
             with contextlib.suppress(OSError):  # another study's experiment is in it
-                place.parent.rmdir()
+                Path(storage).rmdir()
 
-    def _place(self) -> tuple[Path, bool]:
-        """Return the experiment's folder, and whether it is removed at the end."""
+    def _place(self) -> tuple[str, str, bool]:
+        """Return the storage path and the name of the experiment, and whether its folder is removed at the end."""
         given, stem = self._given, self._study.file.stem
         if given is not None and given.storage_path not in (None, DEFAULT_STORAGE_PATH):
-            return Path(str(given.storage_path), given.name or stem), False
+            return str(given.storage_path), given.name or stem, False
         described = self._study.settings.model_dump(mode="json", include={"searcher", "scheduler", "samples", "seed"})
         parts = [described, self._study.first.identity, [trial.identity for trial in self._study.trials]]
         parts += [
@@ -175,47 +180,54 @@ class Experiment:
         for other in (self._study.folder / "tune").glob(f"{stem}-????????"):
             if other.name != name:  # an interrupted experiment of other trials; their run folders stay
                 shutil.rmtree(other, ignore_errors=True)
-        return self._study.folder / "tune" / name, True
+        return str(self._study.folder / "tune"), name, True
 
-    def _tuner(self, place: Path, trials: int, watch: Watch) -> tune.Tuner:
-        study, population = self._study, self._study.settings.population
+    def _trainable(self) -> type[tune.Trainable]:
+        study = replace(self._study, trials=())  # each process gets it
         order = functools.partial(_order, study, self._stop, self._state.mlflow)
-        federation = make_trainable(order, study.settings.cpus, copies=population is not None)
-        if tune.Tuner.can_restore(str(place)):
-            try:
-                return tune.Tuner.restore(str(place), trainable=federation, resume_errored=True)
-            except Exception as error:  # noqa: BLE001  (whatever it is, the run folders are there)
-                self._progress.message(
-                    f"warning: Ray Tune cannot restore {place} ({first_line(error)}); the trials continue from their run folders"
-                )
-                shutil.rmtree(place)
+        return make_trainable(order, study.settings.cpus, copies=study.settings.population is not None)
+
+    def _restore(self, path: str) -> tune.Tuner | None:
+        """Return the Tuner of an interrupted experiment; ``None``: there is none that Ray Tune can restore."""
+        if not tune.Tuner.can_restore(path):
+            return None
+        try:
+            return tune.Tuner.restore(path, trainable=self._trainable(), resume_errored=True)
+        except Exception as error:  # noqa: BLE001  (whatever it is, the run folders are there)
+            self._progress.message(
+                f"warning: Ray Tune cannot restore {path} ({first_line(error)}); the trials continue from their run folders"
+            )
+            return None
+
+    def _make(self, storage: str, name: str, watch: Watch) -> tune.Tuner:
+        study, population = self._study, self._study.settings.population
         if population is not None:
             self._state.trials.clear()  # members of another population
         searcher, space = _make_search(study, self._state)
         searched = bool(study.settings.domains)
         return tune.Tuner(
-            federation,
+            self._trainable(),
             param_space=space,
             tune_config=tune.TuneConfig(
                 metric=SCORE if searched else None,
                 mode=study.first.metric.best if searched else None,
-                num_samples=trials if study.settings.sequential else 1,
+                num_samples=self._state.left if study.settings.sequential else 1,
                 search_alg=searcher,
                 scheduler=_make_scheduler(study),
                 max_concurrent_trials=None if population is not None else self._parallel,
                 reuse_actors=True,
-                trial_name_creator=functools.partial(_run_name, study),
+                trial_name_creator=functools.partial(_run_name, replace(study, trials=())),
                 trial_dirname_creator=_trial_id,
             ),
-            run_config=self._run_config(place, watch),
+            run_config=self._run_config(storage, name, watch),
         )
 
-    def _run_config(self, place: Path, watch: Watch) -> tune.RunConfig:
+    def _run_config(self, storage: str, name: str, watch: Watch) -> tune.RunConfig:
         given = self._given or tune.RunConfig()
         retries = (given.failure_config and given.failure_config.max_failures) or self._study.settings.retries
         return tune.RunConfig(
-            name=place.name,
-            storage_path=str(place.parent),
+            name=name,
+            storage_path=storage,
             storage_filesystem=given.storage_filesystem,
             verbose=0,
             stop=given.stop if isinstance(given, tune.RunConfig) else None,

@@ -92,8 +92,7 @@ def _start_tracker(study: Study, state: StudyState, progress: Progress) -> Track
 
 def _train(study: Study, state: StudyState, progress: Progress, run_config: RunConfig | None) -> None:
     settings, config = study.settings, study.first.config
-    waiting = state.waiting
-    left = study.samples - sum(map(state.is_over, state.known)) if settings.sequential else len(waiting)
+    waiting, left = state.waiting, state.left
     if left < study.total:
         progress.message(f"{study.total - left} of {study.total} runs are finished already")
     if left <= 0:
@@ -113,7 +112,7 @@ def _train(study: Study, state: StudyState, progress: Progress, run_config: RunC
         slots = min(parallel or left, *(room_for(bundles, left) for bundles in groups))
         progress.message(f"{left} runs to do, {slots} at a time, in {study.folder}")
         os.environ["TUNE_MAX_PENDING_TRIALS_PG"] = "1" if settings.sequential else str(slots)
-        Experiment(study, state, progress, run_config, parallel).fit(left)
+        Experiment(study, state, progress, run_config, parallel).fit()
 
 
 def _bundles(study: Study, trial: Trial) -> tuple[Bundle, ...]:

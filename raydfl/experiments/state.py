@@ -87,3 +87,10 @@ class StudyState:
         """The trials that are left to do, each identity once."""
         distinct = {trial.identity: trial for trial in reversed(self.known)}
         return [trial for trial in reversed(distinct.values()) if not self.is_over(trial)]
+
+    @property
+    def left(self) -> int:
+        """Number of trials that are left to do."""
+        if not self.study.settings.sequential:
+            return len(self.waiting)
+        return self.study.samples - sum(map(self.is_over, self.known))

@@ -54,11 +54,9 @@ def zero_controls(state: State, models: BuiltModels) -> dict[str, Tensor]:
 class ControlMethod(Method, ABC):
     """FedAvg with control variates. The server's move by the mean change times the share of the clients in the round."""
 
-    changes: ClassVar[tuple[str, ...]] = (CONTROL,)
+    needs = Needs(optimiser="sgd")
 
-    def needs(self) -> Needs:
-        """Need SGD, for which the correction is defined."""
-        return Needs(optimiser="sgd")
+    changes: ClassVar[tuple[str, ...]] = (CONTROL,)
 
     def init(self, clients: Sequence[Client], models: BuiltModels, rng: np.random.Generator) -> State:
         """Return FedAvg's state and the server's control variate, zero."""

@@ -56,8 +56,9 @@ class CuttingMethod(Method, ABC):
             kept: that the client has.
         """
 
+    @property
     def needs(self) -> Needs:
-        """Need the profile column of the clients' shares."""
+        """The profile column of the clients' shares."""
         return Needs(columns=(self.share,) if isinstance(self.share, str) else ())
 
     def client_models(self, models: Sequence[ModelSpec], profile: Mapping[str, Any]) -> tuple[ModelSpec, ...]:

@@ -111,8 +111,9 @@ class Method(StrictTypes):
                     f"{cls.__name__}.{name} is not called in this version of raydfl. Write {replacement}."
                 )
 
+    @property
     def needs(self) -> Needs:
-        """Return what the method needs of the other settings, and what it excludes; by default nothing."""
+        """The needs of other settings, and what the method excludes; by default nothing."""
         return Needs()
 
     def client_models(self, models: Sequence[ModelSpec], profile: Mapping[str, Any]) -> tuple[ModelSpec, ...]:
@@ -260,12 +261,12 @@ class Method(StrictTypes):
 
 
 _REMOVED = {
-    "needs_pools": "needs(), which returns raydfl.Needs(pools=...)",
-    "reads_views": "needs(), which returns raydfl.Needs(views=...)",
-    "reads_profile": "needs(), which returns raydfl.Needs(columns=...)",
-    "objectives": "needs(), which returns raydfl.Needs(objectives=...)",
-    "across_parts": "needs(), which returns raydfl.Needs(one_class_list=True)",
-    "check": "needs(), which returns raydfl.Needs(optimiser=..., batch_size=...)",
+    "needs_pools": "needs = raydfl.Needs(pools=...)",
+    "reads_views": "needs = raydfl.Needs(views=...)",
+    "reads_profile": "needs = raydfl.Needs(columns=...)",
+    "objectives": "needs = raydfl.Needs(objectives=...)",
+    "across_parts": "needs = raydfl.Needs(one_class_list=True)",
+    "check": "needs = raydfl.Needs(optimiser=..., batch_size=...)",
     "build": "def build(self, models), with models in place of client.models: clients with equal architectures share networks",
     "models_for": "the class variables models and on_features",
     "logits": "the class variable partial, with the names of models whose outputs are not checked",

@@ -32,13 +32,11 @@ those who held the class when somebody last did; 0: it is not known yet."""
 class PrototypeMethod(Method, ABC):
     """Networks drawn to common class means. Subclasses may share more, and change the size of the means."""
 
+    needs = Needs(objectives=("classify",), one_class_list=True)
+
     lam: Annotated[
         float, Field(ge=0, description="weight of the distance to the class means; 0: every client trains for itself")
     ] = 1.0
-
-    def needs(self) -> Needs:
-        """Need the objective ``classify``, and the same classes at all clients, whose class means are compared."""
-        return Needs(objectives=("classify",), one_class_list=True)
 
     @property
     def projected_size(self) -> int | None:

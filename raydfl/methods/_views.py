@@ -42,6 +42,9 @@ ALL, SOME = "a", "s"
 class WithViews(Method):
     """Base of methods with an encoder for each view."""
 
+    # Clients that have a view are known by their positions, so there is one list of clients.
+    needs = Needs(objectives=("classify",), one_class_list=True, columns=("views",))
+
     on_features: ClassVar[tuple[str, ...]] = (FUSION,)
 
     default_rule: ClassVar[Rule] = UniformMean()
@@ -54,11 +57,6 @@ class WithViews(Method):
             description="the model whose accuracy counts, trained where there is no other view; null: the first of models"
         ),
     ] = None
-
-    def needs(self) -> Needs:
-        """Need the objective ``classify``, one list of clients, and the views that each client has."""
-        # who has which view is known by the clients' places
-        return Needs(objectives=("classify",), one_class_list=True, columns=("views",))
 
     def client_models(self, models: Sequence[ModelSpec], profile: Mapping[str, Any]) -> tuple[ModelSpec, ...]:
         """Return the networks of the views that a client has, and ``fusion`` where these are all."""

@@ -106,8 +106,9 @@ class FedAPTA(PruningMethod, ByRatio):
         Field(ge=0, description="weight of the drift's penalty in the loss; the release: 0.1, and 0.01 for CIFAR-10"),
     ] = 0.1
 
+    @property
     def needs(self) -> Needs:
-        """Need SGD with the full correction, whose scale is that of SGD's steps."""
+        """SGD with the full correction, whose scale is that of SGD's steps."""
         return Needs(optimiser="sgd" if self.drift == "full" else "")
 
     def init(self, clients: Sequence[Client], models: BuiltModels, rng: np.random.Generator) -> State:

@@ -62,6 +62,8 @@ class FedGen(Method):
 
     pure: ClassVar[bool] = True
 
+    needs = Needs(objectives=("classify",))
+
     alpha: Annotated[
         float, Field(ge=0, description="weight of the cross-entropy of generated features, in the first round; 0: none")
     ] = 10.0
@@ -84,10 +86,6 @@ class FedGen(Method):
     diversity: Annotated[
         float, Field(ge=0, description="weight of the term that keeps generated features apart; 0: none")
     ] = 1.0
-
-    def needs(self) -> Needs:
-        """Need the objective ``classify``."""
-        return Needs(objectives=("classify",))
 
     def init(self, clients: Sequence[Client], models: BuiltModels, rng: np.random.Generator) -> State:
         """FedAvg's state, a new generator, and no labels counted.

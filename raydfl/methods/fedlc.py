@@ -43,6 +43,8 @@ class FedLC(Method):
 
     pure: ClassVar[bool] = True
 
+    needs = Needs(objectives=("classify",))
+
     tau: Annotated[
         float,
         Field(
@@ -53,10 +55,6 @@ class FedLC(Method):
         Literal["all", "others"],
         Field(description="classes that a logit is held against: all, or all others, as the paper prints it"),
     ] = "all"
-
-    def needs(self) -> Needs:
-        """Need the objective ``classify``."""
-        return Needs(objectives=("classify",))
 
     def loss(self, step: Step, batch: Batch) -> Tensor:
         """Return the loss of the shifted logits."""

@@ -58,6 +58,8 @@ class FedMLAC(Method):
 
     pure: ClassVar[bool] = True
 
+    needs = Needs(objectives=("classify",))
+
     models: ClassVar[Mapping[str, str]] = {"plugin": "crnn_lite", "local": "crnn_base"}
 
     alpha: Annotated[
@@ -91,10 +93,6 @@ class FedMLAC(Method):
     mutual: Annotated[
         bool, Field(description="false: without mutual learning, both models learn from labels alone")
     ] = True
-
-    def needs(self) -> Needs:
-        """Need the objective ``classify``."""
-        return Needs(objectives=("classify",))
 
     def shared(self, name: str) -> bool:
         """Share only the plug-in."""

@@ -39,11 +39,9 @@ class FedNova(Method):
 
     pure: ClassVar[bool] = True
 
-    changes: ClassVar[tuple[str, ...]] = (STEPS,)  # no values near the server's
+    needs = Needs(optimiser="sgd")
 
-    def needs(self) -> Needs:
-        """Need SGD."""
-        return Needs(optimiser="sgd")
+    changes: ClassVar[tuple[str, ...]] = (STEPS,)  # no values near the server's
 
     def init(self, clients: Sequence[Client], models: BuiltModels, rng: np.random.Generator) -> State:
         """Return FedAvg's state and tau_eff, zero."""

@@ -31,14 +31,12 @@ class FedNTD(Method):
 
     pure: ClassVar[bool] = True
 
+    needs = Needs(objectives=("classify",))
+
     beta: Annotated[float, Field(ge=0, description="weight of the distillation; 0 is FedAvg")] = 1.0
     tau: Annotated[float, Field(gt=0, description="softening of both models' outputs in the distillation; 1: none")] = (
         1.0
     )
-
-    def needs(self) -> Needs:
-        """Need the objective ``classify``."""
-        return Needs(objectives=("classify",))
 
     def loss(self, step: Step, batch: Batch) -> Tensor:
         """Return cross-entropy plus the distillation."""

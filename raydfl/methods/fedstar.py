@@ -98,8 +98,9 @@ class FedSTAR(Method):
         str | None, Field(description="view of data.views that learns the guesses (FixMatch); null: the model's own")
     ] = None
 
+    @property
     def needs(self) -> Needs:
-        """Need both pools (the baseline that counts FedSTAR's steps does, too), room for both in a batch, and the strong view."""
+        """Both pools (the baseline that counts FedSTAR's steps does, too), room for both in a batch, and the strong view."""
         return Needs(
             objectives=("classify",),
             pools=() if self.learn_from == "labelled" else (LABELLED, UNLABELLED),

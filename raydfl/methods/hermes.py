@@ -55,6 +55,8 @@ class Hermes(PruningMethod):
 
     pure: ClassVar[bool] = True
 
+    needs = Needs(objectives=("classify",))
+
     target: Annotated[
         float, Field(ge=0, lt=1, description="share of each layer that a client prunes at most; 0 is FedAvg")
     ] = 0.5
@@ -62,10 +64,6 @@ class Hermes(PruningMethod):
     threshold: Annotated[
         float, Field(ge=0, le=1, description="accuracy on its own hold-out from which on a client prunes")
     ] = 0.5
-
-    def needs(self) -> Needs:
-        """Need the objective ``classify``."""
-        return dataclasses.replace(super().needs(), objectives=("classify",))
 
     def init(self, clients: Sequence[Client], models: BuiltModels, rng: np.random.Generator) -> State:
         """FedAvg's state, and that no unit was averaged yet.

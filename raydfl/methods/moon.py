@@ -41,6 +41,8 @@ class Moon(Method):
 
     pure: ClassVar[bool] = True
 
+    needs = Needs(objectives=("classify",))
+
     mu: Annotated[float, Field(ge=0, description="weight of the contrast; 0 is FedAvg; the paper tries 0.1 to 10")] = (
         1.0
     )
@@ -48,10 +50,6 @@ class Moon(Method):
     projection: Annotated[
         int | None, Field(ge=1, description="outputs of the projection head; null: none, z is what the last layer sees")
     ] = 256
-
-    def needs(self) -> Needs:
-        """Need the objective ``classify``."""
-        return Needs(objectives=("classify",))
 
     def build(self, models: Sequence[ModelSpec]) -> dict[str, nn.Module]:
         """Build the network, and the projection head before its last layer.

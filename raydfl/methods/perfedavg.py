@@ -39,15 +39,13 @@ class PerFedAvg(Method):
 
     pure: ClassVar[bool] = True
 
+    needs = Needs(optimiser="sgd", plain_steps=True)
+
     models: ClassVar[Mapping[str, str]] = {"model": "crnn_base", "adapted": "crnn_base"}
 
     copies: ClassVar[Mapping[str, str]] = {"adapted": "model"}
 
     alpha: Annotated[float, Field(ge=0, description="rate of the step to the adapted model; 0 is FedAvg")] = 0.01
-
-    def needs(self) -> Needs:
-        """Need SGD without momentum and clipping."""
-        return Needs(optimiser="sgd", plain_steps=True)
 
     def adapting_loss(self, step: Step, batch: Batch) -> Tensor:
         """Return a loss whose step moves the second network to v, wherever it is."""

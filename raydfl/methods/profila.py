@@ -118,8 +118,9 @@ class ProFiLA(Method):
             raise ConfigError(f"method.lr_min {self.lr_min} is above method.lr_max {self.lr_max}; swap them")
         return self
 
+    @property
     def needs(self) -> Needs:
-        """Need the objective ``compact``."""
+        """The objective ``compact``."""
         return Needs(objectives=("compact",))
 
     def shared(self, name: str) -> bool:

@@ -104,11 +104,12 @@ class ProFiLAAsRun(ProFiLA):
     contrast: Annotated[Weight, Field(description="weight of the supervised contrastive loss")] = 1.0
     contrast_temperature: Annotated[float, Field(gt=0, description="what its similarities are divided by")] = 0.2
 
+    @property
     def needs(self) -> Needs:
-        """Need both pools, and room for both in a batch."""
+        """Both pools, and room for both in a batch."""
         if not self.anomalous_share:
-            return super().needs()
-        return dataclasses.replace(super().needs(), pools=(NORMAL, ANOMALOUS), batch_size=2)
+            return super().needs
+        return dataclasses.replace(super().needs, pools=(NORMAL, ANOMALOUS), batch_size=2)
 
     def loss(self, step: Step, batch: Batch) -> Tensor:
         """Return ProFiLA's loss by the chosen readings, and the terms of anomalous clips."""

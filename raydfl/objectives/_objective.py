@@ -43,8 +43,9 @@ class Objective(StrictTypes):
         if "pure" not in vars(cls):
             cls.pure = False
 
+    @property
     def needs(self) -> Needs:
-        """Return what the objective needs of the other settings; by default its :attr:`labels`."""
+        """The needs of other settings; by default the :attr:`labels`."""
         return Needs(labels=self.labels, own_outputs=self.labels == "sets")
 
     def check(self, classes: Sequence[str], length: int | None) -> None:

@@ -69,7 +69,7 @@ def replay(run_dir: str | Path, round_number: int, client_id: str, trust: bool =
     begun = () if newest is None else newest.begun
     phases = config.phases.as_begun(begun)
     own = config.train.phases.get(phases.at(round_number - 1))
-    first = phases.first[phases.number(phases.at(round_number - 1)) - 1] if phases.names else 0
+    first = phases.first[phases.number(phases.at(round_number - 1)) - 1]
     if own is not None and own.begin == "best" and round_of(before[-1]) < first:
         raise RunDirectoryError(
             f"round {round_number} of {run_dir} cannot be replayed: its phase began with the models of an earlier round "

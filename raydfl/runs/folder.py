@@ -25,7 +25,7 @@ from raydfl.core.tensor_file import to_safetensors
 from raydfl.core.types import ModelSpec
 from raydfl.core.version import __version__
 from raydfl.data import Population, build_population, upgrade_population
-from raydfl.engine import Clients, Config, best_of, build_models, received_entries, try_models
+from raydfl.engine import Clients, Config, best_of, build_models, label_entry, received_entries, try_models
 from raydfl.engine.storage import (
     Commit,
     RunStore,
@@ -170,7 +170,7 @@ def prepare_run(run_dir: Path, config: Config, progress: Progress) -> None:
         )
     _check_ids(config)
     eligible = Clients(population, config).eligible
-    for name in config.phases.names or ("",):
+    for name in config.phases.names:
         config.train.in_phase(name).cohort_size(eligible)
     models = try_models(config, population)
     remarks = _remarks(config, population)
@@ -231,7 +231,7 @@ def begin(
     }
     if remarks:
         about["remarks"] = list(remarks)
-    if config.phases.names:
+    if len(config.phases.names) > 1:
         about["phases"] = dict(zip(config.phases.names, (first + 1 for first in config.phases.first), strict=True))
     if config.data.parts:
         about["parts"] = {name: list(part.classes) for name, part in population.parts.items()}
@@ -359,8 +359,7 @@ def _export(
             continue
         there = {n.partition("/")[0] for n in models}
         models |= {n: t for n, t in fixed[part].items() if n not in models and n.partition("/")[0] in there}
-        label = [part] * bool(part) + [file_name_of(key)] * (key != "global")
-        path = run_dir / f"{'-'.join([stem, *label])}.safetensors"
+        path = run_dir / f"{'-'.join([stem, *map(file_name_of, label_entry(part, key))])}.safetensors"
         metadata = {
             "raydfl": about["raydfl"],
             "key": key,

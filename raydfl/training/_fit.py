@@ -20,6 +20,7 @@ from torch import Tensor
 from raydfl.core.errors import ConfigError, nearest
 from raydfl.core.types import Batch, Metrics, Ratio, view_of
 from raydfl.data import Examples
+from raydfl.training.call import FitCall
 from raydfl.training.fates import begin_training
 from raydfl.training.moments import begin_with_kept, keep
 from raydfl.training.optimiser import Optimiser, torch_optimiser
@@ -36,27 +37,24 @@ from raydfl.training.together.executor import fit_together, predict_together
 
 def make_optimiser(step: Step, models: tuple[str, ...] = ()) -> torch.optim.Optimizer:
     """Return the configured optimiser over the named models' parameters (all by default), learning rates decayed to this round."""
-    return torch_optimiser(
-        {n: [*ps.values()] for n, ps in _trainable(step, models).items()}, step.training.optimiser, step.round_index
-    )
+    trained = _trainable(step, models or tuple(step.models))
+    parameters = {name: [*own.values()] for name, own in trained.items()}
+    return torch_optimiser(parameters, step.training.optimiser, step.round_index)
 
 
-def _trainable(step: Step, models: tuple[str, ...]) -> dict[str, dict[str, Tensor]]:
+def _trainable(step: Step, models: Sequence[str]) -> dict[str, dict[str, Tensor]]:
     """Return by model the parameters that train, by flat name."""
     _check_fixed(step, models)
-    return {
-        name: {key: p for key, p in step.named_parameters(name).items() if p.requires_grad}
-        for name in models or tuple(step.models)
-    }
+    return {name: {key: p for key, p in step.named_parameters(name).items() if p.requires_grad} for name in models}
 
 
-def _check_fixed(step: Step, models: tuple[str, ...]) -> None:
+def _check_fixed(step: Step, models: Sequence[str]) -> None:
     """Refuse to train what is fixed: the next client would not see it.
 
     Raises:
         ConfigError: naming one such parameter.
     """
-    for name in (models or tuple(step.models)) if step.fixed else ():
+    for name in models if step.fixed else ():
         for key, parameter in step.models[name].named_parameters():
             if parameter.requires_grad and f"{name}/{key}" in step.fixed:
                 raise ConfigError(
@@ -96,17 +94,21 @@ def fit(
         DeadlineExceededError: this client is left out of the round for its deadline; let it pass.
         ConfigError: ``lr`` is negative or not finite, or names a model that is not trained.
     """
-    _check_rates(lr, models or tuple(step.models))
+    models, epochs = models or tuple(step.models), step.training.local_epochs if epochs is None else epochs
+    rates = _checked_rates(lr, models)
     with step.clock.waiting():
-        return cast(Metrics, together.answer(_Fit(step, losses, models, epochs, batches, lr)))
+        return cast(Metrics, together.answer(_Fit(step, losses, models, epochs, batches, rates)))
 
 
-def _check_rates(lr: float | Mapping[str, float] | None, models: Sequence[str]) -> None:
-    for name, rate in lr.items() if isinstance(lr, Mapping) else () if lr is None else ((None, lr),):
-        if name is not None and name not in models:
+def _checked_rates(lr: float | Mapping[str, float] | None, models: Sequence[str]) -> Mapping[str, float]:
+    """Return the learning rates by model that are not the configuration's."""
+    rates = lr if isinstance(lr, Mapping) else {} if lr is None else dict.fromkeys(models, lr)
+    for name, rate in rates.items():
+        if name not in models:
             raise ConfigError(f"fit(lr=...): no model {name!r} is trained here; {nearest(name, models)}")
         if not (isinstance(rate, (int, float)) and math.isfinite(rate) and rate >= 0):
             raise ConfigError(f"fit(lr={rate!r}): a learning rate is a finite number, and not negative")
+    return rates
 
 
 def predict(step: Step, model: str, examples: Examples, batch_size: int = 64) -> Tensor:
@@ -206,32 +208,12 @@ _DIFFERENT_LOSSES = (
 )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Fit:
+class _Fit(FitCall):
     """A call of fit."""
-
-    step: Step
-    losses: tuple[Loss, ...]
-    models: tuple[str, ...]
-    epochs: int | None
-    plan: Plan | None
-    lr: float | Mapping[str, float] | None = None
-
-    def rates(self) -> dict[str, float]:
-        """Return the learning rates of the models that are trained, as far as they are not the configuration's."""
-        if self.lr is None:
-            return {}
-        return (
-            dict(self.lr) if isinstance(self.lr, Mapping) else dict.fromkeys(self.models or self.step.models, self.lr)
-        )
-
-    def data(self) -> Examples:
-        return self.step.data.train if self.plan is None else self.plan.examples(self.step.data)
 
     def key(self) -> Hashable | None:
         step, data = self.step, self.data()
-        epochs = step.training.local_epochs if self.epochs is None else self.epochs
-        if not isinstance(data, Examples) or len(data) == 0 or not self.losses or epochs < 1:
+        if not isinstance(data, Examples) or len(data) == 0 or not self.losses or self.epochs < 1:
             return None
         return (
             _Fit,
@@ -240,10 +222,10 @@ class _Fit:
             tuple(step.received),
             alike.architecture(step.models),
             alike.identity(self.losses),
-            self.models,
+            tuple(self.models),
             self.epochs,
             alike.identity(self.plan),
-            tuple(self.rates()),
+            tuple(self.rates),
             data.form,
         )
 
@@ -251,9 +233,7 @@ class _Fit:
         steps = [self.step, *(other.step for other in others)]
         try:
             with _computing(steps):
-                data = [call.data() for call in (self, *others)]
-                rates = [call.rates() for call in (self, *others)]
-                answers = fit_together(steps, self.losses, self.models, self.epochs, self.plan, data, rates)
+                answers = fit_together([self, *others])
         except together.NotBatchableError as error:
             for step in steps:
                 step.execution.looped_because = str(error)
@@ -279,9 +259,9 @@ class _Fit:
         parameters = _trainable(step, self.models)
         trained = [parameter for those in parameters.values() for parameter in those.values()]
         lists = {name: [*those.values()] for name, those in parameters.items()}
-        optimiser = Optimiser(lists, step.training.optimiser, step.round_index, self.rates())
+        optimiser = Optimiser(lists, step.training.optimiser, step.round_index, self.rates)
         named = {name: parameter for those in parameters.values() for name, parameter in those.items()}
-        moments = begin_with_kept(optimiser, named, step) if step.training.optimiser.keep else {}
+        moments = begin_with_kept(optimiser, named, [step])
         clip_norm, precision = step.training.optimiser.clip_norm, step.training.precision
         scale = GradientScale((), step.device) if precision == "float16" else None
 
@@ -306,9 +286,7 @@ class _Fit:
         values: list[Tensor] = []  # read at the end only: on a GPU reading one would wait for it
         sizes: list[int] = []
         sums: dict[str, Tensor] = {}
-        epochs = step.training.local_epochs if self.epochs is None else self.epochs
-        data = self.data()
-        for batch in _batches(step, data, self.plan, epochs, seed_of_fit):
+        for batch in _batches(step, self.data(), self.plan, self.epochs, seed_of_fit):
             if step.clock.expired:
                 step.clock.cut = True
                 break

@@ -22,26 +22,24 @@ def _kinds(settings: OptimiserSettings) -> tuple[str, ...]:
     return ("step", "exp_avg", "exp_avg_sq")
 
 
-def begin_with_kept(optimiser: Optimiser, parameters: Mapping[str, Tensor], step: Step) -> Moments:
-    """Give an optimiser the moments that a client has kept, those of new parameters 0; return them, live."""
-    return _begin(optimiser, parameters, [step.moments], stacked=False)
-
-
-def begin_with_all_kept(optimiser: Optimiser, leaves: Mapping[str, Tensor], steps: Sequence[Step]) -> Moments:
-    """Do so for clients whose parameters are stacked: each moment [clients, ...], in the order of ``steps``."""
-    return _begin(optimiser, leaves, [step.moments for step in steps], stacked=True)
-
-
-def _begin(
-    optimiser: Optimiser, parameters: Mapping[str, Tensor], kept: Sequence[Mapping[str, Tensor]], stacked: bool
+def begin_with_kept(
+    optimiser: Optimiser, parameters: Mapping[str, Tensor], steps: Sequence[Step], stacked: bool = False
 ) -> Moments:
+    """Give an optimiser the moments that clients have kept, those of new parameters 0; return them, live.
+
+    Args:
+        optimiser: of the parameters.
+        parameters: by flat name.
+        steps: of the clients.
+        stacked: whether parameters are stacked, [clients, ...] in the order of ``steps``; else there is one client.
+    """
     found: dict[str, Mapping[str, Tensor]] = {}
-    for name, parameter in parameters.items():
+    for name, parameter in parameters.items() if steps[0].training.optimiser.keep else ():
         own = parameter.detach()[0] if stacked else parameter.detach()
         moments: dict[str, Tensor] = {}
         for kind in _kinds(optimiser.settings):
             none = torch.zeros((), device=own.device) if kind == "step" else torch.zeros_like(own)
-            each = [of_client.get(f"{name}/{kind}", none) for of_client in kept]
+            each = [step.moments.get(f"{name}/{kind}", none) for step in steps]
             moments[kind] = torch.stack(each) if stacked else each[0].clone()
         if moments:
             found[name] = moments

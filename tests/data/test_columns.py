@@ -16,7 +16,7 @@ from raydfl.data.examples import Examples
 from raydfl.data.manifest import make_manifest
 from raydfl.data.population import Population
 from raydfl.data.settings import DataSettings
-from raydfl.data.steps.listing import encode_column, make_assignment
+from raydfl.data.steps.listing import add_batch_column, make_assignment
 from raydfl.engine.config import make_config
 
 Make = Callable[..., DataSettings]
@@ -71,8 +71,9 @@ def test_a_column_with_gaps_is_refused() -> None:
         for i, device in enumerate(["b", None, "a10", "a9"])
     ]
     with pytest.raises(DataError, match="1 of 4 clips have no value in column 'device', the first c1"):
-        encode_column(make_assignment(make_manifest(rows, "rows"), ["w"]), "device")
-    codes, values = encode_column(make_assignment(make_manifest(rows[:1] + rows[2:], "rows"), ["w"]), "device")
+        add_batch_column(make_assignment(make_manifest(rows, "rows"), ["w"]), "device")
+    tables = add_batch_column(make_assignment(make_manifest(rows[:1] + rows[2:], "rows"), ["w"]), "device")
+    codes, values = tables.codes("batch:device"), tables.clips.column("batch:device").dictionary.to_pylist()
     assert (codes.tolist(), values) == ([2, 1, 0], ["a9", "a10", "b"])
 
 

@@ -209,7 +209,7 @@ def test_the_command_line_prints_the_tables_after_a_step(raydfl: Raydfl, tmp_pat
     assert "clips after the step split, 90 rows" in text
     assert "... and 70 more" in text
     assert [line.split() for line in text.splitlines() if line.startswith("w0/g0/1 ")] == [
-        ["w0/g0/1", "w0", "g0", "validation", "1", "r0-0", "train"]
+        ["w0/g0/1", "w0", "g0", "validation", "1", "r0-0", "1", "train"]
     ]
     raydfl("data", "info", job, "--step", "spilt").refuses("--step spilt: there is no such step; did you mean 'split'?")
 

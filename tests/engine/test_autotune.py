@@ -11,7 +11,7 @@ from helpers import known
 from raydfl.core.errors import ClientError
 from raydfl.core.types import Task
 from raydfl.data.population import Population
-from raydfl.engine.autotune import best_width, remembered
+from raydfl.engine.autotune import best_width, choose_width, measure_width, remembered
 from raydfl.engine.config import Config
 from raydfl.engine.federation import Federation
 from raydfl.engine.orders import Order, grouped, in_groups
@@ -75,8 +75,8 @@ def test_measuring_leaves_no_trace(tiny: Tiny) -> None:
     worker = Worker(run_dir, config, PrivateStore(run_dir / "private"))
     federation = Federation(config, Population.load(run_dir / "population"), RunStore(run_dir), SerialPool(worker))
     orders = federation.plan()
-    assert worker.width(orders, federation.broadcast({"global"})) == 1  # on the CPU
-    assert 1 <= worker.measured_width(orders, federation.broadcast({"global"})) <= len(orders)
+    assert choose_width(worker, orders, federation.broadcast({"global"})) == 1  # on the CPU
+    assert 1 <= measure_width(worker, orders, federation.broadcast({"global"})) <= len(orders)
     federation.close()
     assert not (run_dir / "private").exists()
     assert_same_bits(reference, train_federation(config))

@@ -72,7 +72,7 @@ def test_a_configuration_that_does_not_meet_a_need_is_refused(tiny: Tiny, tmp_pa
     file = tmp_path / "mine.py"
     file.write_text(
         "import raydfl\nclass Mine(raydfl.Method):\n    changes = ('control/',)\n"
-        f"    def needs(self):\n        return raydfl.Needs({field}={value})\n"
+        f"    needs = raydfl.Needs({field}={value})\n"
     )
     with pytest.raises(ConfigError) as refused:
         tiny(*settings, method=f"{file}:Mine")
@@ -82,7 +82,7 @@ def test_a_configuration_that_does_not_meet_a_need_is_refused(tiny: Tiny, tmp_pa
 @pytest.mark.parametrize(
     ("member", "replacement"),
     [
-        ("across_parts = False", r"needs\(\), which returns raydfl.Needs\(one_class_list=True\)"),
+        ("across_parts = False", r"needs = raydfl.Needs\(one_class_list=True\)"),
         ("def check(self, train): ...", r"raydfl.Needs\(optimiser=..., batch_size=...\)"),
         ("def build(self, client): ...", r"def build\(self, models\), with models in place of client.models"),
         ("def may_send(self, key, name): ...", "the class variable additions"),
@@ -94,4 +94,10 @@ def test_a_member_of_earlier_versions_is_rejected_with_its_replacement(
 ) -> None:
     (tmp_path / "mine.py").write_text(f"import raydfl\nclass Mine(raydfl.Method):\n    {member}\n")
     with pytest.raises(ConfigError, match=rf"Mine\.\w+ is not called in this version of raydfl. Write .*{replacement}"):
+        tiny(method=f"{tmp_path / 'mine.py'}:Mine")
+
+
+def test_needs_that_are_a_function_are_rejected(tiny: Tiny, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("import raydfl\nclass Mine(raydfl.Method):\n    def needs(self): ...\n")
+    with pytest.raises(ConfigError, match=r"needs must be a raydfl.Needs: needs = raydfl.Needs\(...\)"):
         tiny(method=f"{tmp_path / 'mine.py'}:Mine")

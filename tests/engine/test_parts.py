@@ -31,7 +31,7 @@ PARTS = "data.parts={low: {speakers: 4}, high: {classes: 5, first: 10, speakers:
 ACROSS = [
     name
     for name in registry.names("raydfl.methods")
-    if not registry.find("raydfl.methods", name, Method, "method")().needs().one_class_list  # type: ignore[type-abstract]
+    if not registry.find("raydfl.methods", name, Method, "method")().needs.one_class_list  # type: ignore[type-abstract]
     and not name.startswith("profila")  # it answers no class
 ]
 
@@ -208,7 +208,7 @@ def test_only_what_a_part_comes_to_is_in_the_digest(tiny: Tiny) -> None:
 @pytest.mark.parametrize(
     ("overrides", "method", "message"),
     [
-        (["data.parts={a/b: {}}"], "fedavg", "the part's name 'a/b' may hold letters"),
+        (["data.parts={a/b: {}}"], "fedavg", "the name 'a/b' cannot be used: it may hold letters"),
         (["data.parts={a: {speakerz: 4}}"], "fedavg", "data.parts.a: .*unknown key 'speakerz'.*'speakers'"),
         (["data.parts={a: {speakers: many}}"], "fedavg", "data.parts.a: .*speakers"),
         (["data.parts={a: {cache: x}}"], "fedavg", "data.parts.a.cache: a part has no cache of its own"),

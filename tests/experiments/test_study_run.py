@@ -260,6 +260,9 @@ def test_storage_callbacks_and_failures_are_those_of_rays_run_config(
     )
     assert run_study(load_study(search_file(samples=1, rounds=2)), run_config=trained).complete
     assert list((tmp_path / "tune" / "search").glob("experiment_state-*.json"))
+    more = run_study(load_study(search_file(samples=2, rounds=2)), run_config=trained)
+    assert more.complete
+    assert len(more.contestants) == 2
 
 
 @pytest.mark.slow

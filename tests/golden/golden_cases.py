@@ -112,6 +112,16 @@ _DATA: dict[str, tuple[str, ...]] = {
     "test by fraction": ("data.split.test={by: clip, fraction: 0.3}",),
     "client tests": ("data.split.client_test={fraction: 0.3}",),
     "server validation": ("data.split.server_validation={fraction: 0.2}",),
+    "client tests and validation by value": (
+        "data.split={client_test: {by: label, values: [tone2]}, validation: {by: label, values: [tone1], others: 0.2}}",
+        "data.partition={by: dirichlet, clients: 3, alpha: 1.0, minimum: 3}",
+    ),
+    "tests on what is trained on": ("data.split={test: null, as_published: {column: label, normal: [tone0, tone1]}}",),
+    "clients that share clips": (
+        f"data.partition={{by: table, file: {TESTS}/golden/clients.csv}}",
+        "data.profile={room: {column: room}}",
+        "data.split.validation=0",
+    ),
     "profiles": ("data.profile={power: {values: [1, 2, 3]}}",),
     "sampling by profile": ("data.profile={power: {values: [1, 2, 3]}}", "train.clients={weight: power}"),
     "label sets": _OBJECTIVES["multi_label"],

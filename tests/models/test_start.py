@@ -19,9 +19,9 @@ from raydfl.core.types import ModelSpec
 from raydfl.data.population import Population
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
+from raydfl.engine.networks import build_models
 from raydfl.engine.storage.folder import final_state
 from raydfl.engine.storage.store import RunStore
-from raydfl.engine.worker import build_models
 from raydfl.models import build_model
 from raydfl.models.start import InitFrom, start_from_file
 from raydfl.runs._run import resume, run

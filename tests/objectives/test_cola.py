@@ -17,7 +17,7 @@ from raydfl.core.seeds import generator
 from raydfl.data.population import Population
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
-from raydfl.engine.worker import build_models
+from raydfl.engine.networks import build_models
 from raydfl.runs.folder import export
 from raydfl.training.randomness import fit_seed, seed_of_step
 

@@ -56,7 +56,7 @@ Tiny = Callable[..., Config]
 
 
 def accepts(method: str, objective: str) -> bool:
-    accepted = registry.find("raydfl.methods", method, Method, "method")().needs().objectives
+    accepted = registry.find("raydfl.methods", method, Method, "method")().needs.objectives
     return not accepted or objective in accepted
 
 
@@ -118,7 +118,7 @@ def test_every_method_learns_every_objective_that_it_takes_from_every_view_and_r
         given += [f"models.{name}={network}" for name in (names if view == "image" else names[-1:])]
     given += ["method.layers=[output]"] if method == "fedbn" and view != "first" else []
     if not accepts(method, objective):
-        (only,) = registry.find("raydfl.methods", method, Method, "method")().needs().objectives
+        (only,) = registry.find("raydfl.methods", method, Method, "method")().needs.objectives
         with pytest.raises(
             ConfigError, match=f"method '{method}' needs objective={only}, but the objective is '{objective}'"
         ):

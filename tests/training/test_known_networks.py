@@ -64,10 +64,10 @@ def test_a_run_is_the_same_to_the_bit_without(tiny: Callable[..., Config], metho
     """Frozen parts, teachers, masks, private state."""
     config = tiny(method=method)
     server = start_server(config)
-    server._federation.pool.workers[""]._users_code = True  # type: ignore[attr-defined]
+    server._federation.pool.workers[""].networks._users_code = True  # type: ignore[attr-defined]
     while server.round_index < config.train.rounds:
         server.round()
-    replicas = server._federation.pool.workers[""]._built.values()  # type: ignore[attr-defined]
+    replicas = server._federation.pool.workers[""].networks.replicas.values()  # type: ignore[attr-defined]
     assert replicas
     assert all(replica.networks is None for replica in replicas)
     server.close()

@@ -44,19 +44,24 @@ SPLIT_OF = {
 """Split by name in lower case."""
 
 
-def known_split(value: object, where: str) -> str | None:
-    """Return the split that a list's word means.
+def known_splits(values: Sequence[object], where: Callable[[int], str]) -> list[str | None]:
+    """Return the splits that a list's words mean; ``None``: no split.
 
     Args:
-        value: the word; ``None``: no split.
-        where: the beginning of the message.
+        values: words of any case, such as ``dev``.
+        where: the beginning of the message about a row.
 
     Raises:
-        DataError: it means none.
+        DataError: a word means none.
     """
-    if value is not None and str(value).lower() not in SPLIT_OF:
-        raise DataError(f"{where} has the unknown split {value!r}; {nearest(str(value), SPLIT_OF)}")
-    return None if value is None else SPLIT_OF[str(value).lower()]
+    known: dict[object, str | None] = {None: None}
+    for row, value in enumerate(values):
+        if value not in known:
+            name = str(value).lower()
+            if name not in SPLIT_OF:
+                raise DataError(f"{where(row)} has the unknown split {value!r}; {nearest(str(value), SPLIT_OF)}")
+            known[value] = SPLIT_OF[name]
+    return [known[value] for value in values]
 
 
 def absolute(path: Path) -> Path:

@@ -17,7 +17,7 @@ from pydantic.dataclasses import dataclass
 from raydfl.core.errors import DataError, nearest
 from raydfl.data.dataset import Card, Dataset
 from raydfl.data.manifest import make_manifest
-from raydfl.data.sets._files import SPLIT_OF, absolute, check_name, find_root, known_split, list_files, wrong_layout
+from raydfl.data.sets._files import SPLIT_OF, absolute, check_name, find_root, known_splits, list_files, wrong_layout
 
 _MARKS = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
 _MOST = 100_000
@@ -68,11 +68,7 @@ class PackedSet(Dataset):
         except (pa.ArrowException, TypeError) as error:
             raise DataError(f"{where}: its files disagree about what a column holds: {error}") from error
         if "split" in table.column_names:
-            clips = table.column("clip").to_pylist()
-            splits = [
-                known_split(value, f"{where}: {clip}")
-                for clip, value in zip(clips, table.column("split").to_pylist(), strict=True)
-            ]
+            splits = known_splits(table["split"].to_pylist(), lambda row: f"{where}: {table['clip'][row]}")
             table = with_column(table, "split", splits)
         return make_manifest(table, where)
 

@@ -28,7 +28,7 @@ from raydfl.data.dataset import Card, Dataset
 from raydfl.data.manifest import make_manifest
 from raydfl.data.packed import file_and_place
 from raydfl.data.pictures import read_image
-from raydfl.data.sets._files import SPLIT_OF, absolute, known_split
+from raydfl.data.sets._files import SPLIT_OF, absolute, known_splits
 
 _PART = ("start", "stop")
 _RESERVED = ("clip", "path", "label", "group", "split", *_PART)
@@ -104,8 +104,7 @@ class Manifest(Dataset):
             columns |= {name: pa.array({"start": starts, "stop": stops}[name], pa.float64()) for name in parts}
         columns["clip"] = pa.array(clips, pa.string())
         if "split" in columns:
-            given = enumerate(columns["split"].to_pylist(), start=1)
-            splits = [known_split(value, f"{file}: row {row}") for row, value in given]
+            splits = known_splits(columns["split"].to_pylist(), lambda row: f"{file}: row {row + 1}")
             columns["split"] = pa.array(splits, pa.string())
         extra = {name: table.column(name) for name in table.column_names if name not in {*mapped.values(), *_RESERVED}}
         return make_manifest(extra | columns, str(file))

@@ -41,24 +41,24 @@ def share_in_range(value: Share) -> Share:
     return value
 
 
-class NoiseSettings(Settings):
+class _ClientsSettings(Settings):
+    clients: Share = Field(1.0, description=CLIENTS)
+
+    _check = field_validator("clients")(share_in_range)
+
+
+class NoiseSettings(_ClientsSettings):
     """White Gaussian noise in the waves of training clips."""
 
     snr_db: float = Field(
         ge=-100, le=300, description="Power of the clip over the power of its noise, in decibels. -100 to 300."
     )
-    clients: Share = Field(1.0, description=CLIENTS)
-
-    _check = field_validator("clients")(share_in_range)
 
 
-class LabelErrorSettings(Settings):
+class LabelErrorSettings(_ClientsSettings):
     """Wrong labels of training clips, by a transition matrix for each client."""
 
     rate: float = Field(ge=0, le=1, description="Expected share of a client's clips with a wrong label, 0 to 1.")
-    clients: Share = Field(1.0, description=CLIENTS)
-
-    _check = field_validator("clients")(share_in_range)
 
 
 class CorruptSettings(Settings):

@@ -35,6 +35,7 @@ class Assignment:
     clip         list      dictionary  name; its code is the clip's row in the list
     label        list      dictionary  name of the class; null: unknown
     column:NAME  list      any         a further column of the list
+    batch:NAME   list      dictionary  a column that batches carry (``data.columns``)
     role         split     dictionary  one of :data:`raydfl.data.tables.ROLES`
     pool         pools     dictionary  pool of a training clip
     client       partition dictionary  owner; null: the server, or clients that share clips
@@ -155,8 +156,8 @@ def make_assignment(manifest: pa.Table, classes: Sequence[str]) -> Assignment:
     return Assignment(pa.record_batch(columns), pa.record_batch({"client": pa.array([], pa.large_string())}))
 
 
-def encode_column(tables: Assignment, name: str) -> tuple[np.ndarray, list[str]]:
-    """Return a column of the list as numbers, int32 [clips], and their meanings in natural order.
+def add_batch_column(tables: Assignment, name: str) -> Assignment:
+    """Add the column ``batch:NAME``, a column of the list as numbers for batches, with its values in natural order.
 
     Raises:
         DataError: there is no such column, or a clip has no value in it.
@@ -172,7 +173,8 @@ def encode_column(tables: Assignment, name: str) -> tuple[np.ndarray, list[str]]
         )
     values = natural_order(list(set(texts.tolist())))
     code = {value: number for number, value in enumerate(values)}
-    return np.array([code[text] for text in texts], np.int32), values
+    codes = np.array([code[text] for text in texts], np.int32)
+    return tables.with_clips(**{f"batch:{name}": encode(codes, values)})
 
 
 def sizes_text(sizes: np.ndarray) -> str:

@@ -22,7 +22,17 @@ from raydfl.core.settings import FIRST_VIEW
 from raydfl.core.tensors import FlatTensors
 from raydfl.core.types import Batch, ModelSpec, Tensors
 from raydfl.data import DataSettings, Population, View
-from raydfl.engine import KEPT_MODEL, SERVER, Clients, Config, best_of, build_models, fixed_of_whole, received_entries
+from raydfl.engine import (
+    KEPT_MODEL,
+    SERVER,
+    Clients,
+    Config,
+    best_of,
+    build_models,
+    fixed_of_whole,
+    label_entry,
+    received_entries,
+)
 from raydfl.engine.storage import Commit, PrivateStore, RunStore, local_run, stored_config
 from raydfl.methods import Method, compute_logits
 from raydfl.objectives import Classify, Objective
@@ -246,7 +256,7 @@ class _Run:
                 for key, tensors in received.items():
                     if name in built and entry in ("", key) and all(self._is_whole(built, n, tensors) for n in built):
                         networks, _ = self._load(specs, {key: tensors}, {}, f"model {model!r}")
-                        label = name if key == "global" else f"{key}:{name}"
+                        label = ":".join([*label_entry("", key), name])
                         others = tuple(
                             self._made(other, "", part, specs, other, network)
                             for other, network in networks.items()
@@ -307,8 +317,8 @@ class _Run:
                         if name in type(self.method).on_features:
                             continue
                         if self._is_whole(networks, name, tensors):
-                            label = [part] * bool(part) + [key] * (key != "global")
-                            found.setdefault(":".join([*label, name]), (specs, name, key, part))
+                            label = ":".join([*label_entry(part, key), name])
+                            found.setdefault(label, (specs, name, key, part))
         if len({key for *_, key, _ in found.values()}) < 2:
             return found
         keys = received_entries(self.config, self.commit.state, self.clients, self.commit.begun)

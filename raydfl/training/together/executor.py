@@ -29,9 +29,10 @@ from torch import Tensor, nn
 from raydfl.core.types import Batch, Metrics, Ratio
 from raydfl.core.users_code import FAILURES
 from raydfl.data import Examples
-from raydfl.training.moments import Moments, begin_with_all_kept, keep
+from raydfl.training.call import FitCall
+from raydfl.training.moments import Moments, begin_with_kept, keep
 from raydfl.training.optimiser import Optimiser
-from raydfl.training.plan import Plan, order_of
+from raydfl.training.plan import order_of
 from raydfl.training.precision import GradientScale, computing_in
 from raydfl.training.randomness import fit_seed, generator_states, preserved, seed_of_step, set_generator_states
 from raydfl.training.step import Loss, Step, computed
@@ -51,25 +52,12 @@ _sources: dict[Hashable, tuple[Source, ...]] = {}
 """Which of a step's tensors losses of this kind read, so that only those are stacked."""
 
 
-def fit_together(
-    steps: Sequence[Step],
-    losses: Sequence[Loss],
-    models: tuple[str, ...] = (),
-    epochs: int | None = None,
-    plan: Plan | None = None,
-    data: Sequence[Examples] | None = None,
-    rates: Sequence[Mapping[str, float]] | None = None,
-) -> list[Metrics]:
+def fit_together(calls: Sequence[FitCall]) -> list[Metrics]:
     """Do :func:`raydfl.fit` for several clients; every client ends as it would have alone, to float tolerance.
 
     Args:
-        steps: of clients with equal architectures, settings, phase, round and options, each with training data.
-        losses: those of the first client; the others' are alike.
-        models: as for ``fit``.
-        epochs: as for ``fit``.
-        plan: of the batches, as for ``fit``.
-        data: each client's examples that the plan draws from; by default ``step.data.train``.
-        rates: each client's learning rates by model, in place of the configuration's.
+        calls: of clients with equal architectures, settings, phase, round and options, each with training data. Their losses are
+            alike: the first client's are computed.
 
     Returns:
         What ``fit`` returns, for each client.
@@ -77,16 +65,15 @@ def fit_together(
     Raises:
         NotBatchableError: it cannot be done, and why; nothing has been changed.
     """
-    first = steps[0]
-    options = alike.identity(dict(first.options))
-    data = [step.data.train for step in steps] if data is None else data
+    steps, call = [call.step for call in calls], calls[0]
+    first, losses, data = call.step, call.losses, [call.data() for call in calls]
     kind = (
         "fit",
         tuple(map(alike.kind, losses)),
         _kind(first),
         first.phase,
-        options,
-        models,
+        alike.identity(dict(first.options)),
+        tuple(call.models),
         tuple((name, view.length) for name, view in data[0].views.items()),
         tuple(data[0].columns),
     )
@@ -94,13 +81,12 @@ def fit_together(
     try:
         with _failures(kind, remember=False):
             seeds = [fit_seed(step) for step in steps]
-            count = first.training.local_epochs if epochs is None else epochs
             plans = [
-                [index for _ in range(count) for index in order_of(step, own, plan)]
+                [index for _ in range(call.epochs) for index in order_of(step, own, call.plan)]
                 for step, own in zip(steps, data, strict=True)
             ]
             order = sorted(range(len(steps)), key=lambda client: -len(plans[client]))
-            group = StackedClients([steps[i] for i in order], list(first.models), models or tuple(first.models))
+            group = StackedClients([steps[i] for i in order], list(first.models), tuple(call.models))
             batches = StackedBatches(
                 [data[i] for i in order], [plans[i] for i in order], first.device, [seeds[i] for i in order]
             )
@@ -111,7 +97,7 @@ def fit_together(
                 with _failures(kind, remember=True), preserved():
                     _try(group, losses, batches.batch(0), seed)
                 _sources[kind] = group.sources
-            ordered = [rates[i] for i in order] if rates else [{}] * len(order)
+            ordered = [calls[i].rates for i in order]
             values, done, reports, moments = _complete(
                 group, kind, lambda: _train(group, losses, batches, seed, ordered)
             )
@@ -242,7 +228,7 @@ def _train(
         {name: _rate([own[name] for own in rates], first.device) for name in rates[0]},
     )
     leaves = {name.replace("/.", "/", 1): leaf for own in group.leaves.values() for name, leaf in own.items()}
-    moments = begin_with_all_kept(optimiser, leaves, group.steps) if settings.keep else {}
+    moments = begin_with_kept(optimiser, leaves, group.steps, stacked=True)
     precision = first.training.precision
     scale = GradientScale((group.active,), first.device) if precision == "float16" else None
 
