@@ -272,10 +272,10 @@ def predict_command(
 
     from raydfl.cli.predictions import Form, show
     from raydfl.runs.inference import (
+        RunFusion,
         Threshold,
         fused_predictions,
-        load_fusion,
-        load_model,
+        open_model,
         predictions,
         score_tests,
         write_submission,
@@ -303,18 +303,13 @@ def predict_command(
             print(path)  # noqa: T201
         return
     form: Form = "csv" if as_csv else "json" if as_json else "table"
-    fusion = None if model is None else load_fusion(directory, model, trust, best)
-    if fusion is not None:
-        if client is not None or given is not None:
-            raise InputError(
-                f"--model {model}: it is the server's and gives no scores; leave out --client and --threshold"
-            )
-        found = fused_predictions(fusion, files, _files_of_views(view or []))
-        show(found, min(top, len(fusion.student.classes)), form, fusion.description, several=True)
+    loaded = open_model(directory, model, client, trust, best, bool(view))
+    if isinstance(loaded, RunFusion):
+        if given is not None:
+            raise InputError(f"--model {model}: it gives no scores; leave out --threshold")
+        found = fused_predictions(loaded, files, _files_of_views(view or []))
+        show(found, min(top, len(loaded.student.classes)), form, loaded.description, several=True)
         return
-    if view:
-        raise InputError("--view goes with a model that reads several views: add --model fusion")
-    loaded = load_model(directory, model, client, trust, best)
     if given is not None:
         if loaded.objective.answers != "score":
             raise InputError(f"--threshold: model {loaded.name!r} gives no scores; leave it out")

@@ -30,8 +30,10 @@ def describe_results(results: StudyResults) -> list[str]:
             f"Runs have different evaluations ({'; '.join(kinds)}). * marks cells that differ from {kinds[0]}."
         )
     if any(each.best for each in results.contestants):
-        across = "the draws of a cell" if settings.domains else f"the cells that differ only in {study.axes[-1]}"
-        notes.append(f"Bold: the best of {across}.")
+        cells = f"of the cells that differ only in {study.axes[-1]}" if study.axes else ""
+        notes.append(
+            f"Bold: the best {('draw of each cell' if study.axes else 'draw') if settings.domains else cells}."
+        )
     if settings.control:
         names = ", ".join(f"{name} {label}" for name, label in settings.control.items())
         notes.append(

@@ -56,7 +56,9 @@ def write_page(results: StudyResults) -> Path:
         text=[text for text in (settings.question, settings.note) if text],
         search=bool(settings.domains),
         best=[] if best is None else [[key, describe_value(value)] for key, value in best.values.items()],
-        best_text="" if best is None else f"{best.name}: {results.headline} {best.score(results.summary)}, {best.n}.",
+        best_text=""
+        if best is None
+        else f"{best.name}: {results.headline} {best.score(results.summary)} (n: {best.n}).",
         command=best_command(results),
         explanations=describe_results(results),
         pivot=None if settings.domains else _emphasise(pivot(results)),

@@ -18,7 +18,7 @@ from raydfl.core.metrics import HARMONIC_MEAN, OF_CLIENTS
 from raydfl.core.types import Problem
 from raydfl.engine import Leader, best_of
 from raydfl.engine.storage import check_begun, local_run, record, stored_config
-from raydfl.runs.inference.arrays import classify_arrays
+from raydfl.runs.inference.fused import classify_arrays
 from raydfl.runs.inference.recordings import Prediction
 
 if TYPE_CHECKING:

@@ -140,9 +140,10 @@ def test_predict_and_export_read_the_view_of_the_model(
     if by == "PyTorch":  # an export takes seconds
         from raydfl.runs.inference.network import Graph
 
-        graph = Graph(
-            onnx.helper.make_model(onnx.helper.make_graph([], "none", [], [])).SerializeToString(), None, False, 0.0
-        )
+        sizes = {"x": ["batch", 1, 8, 8], "logits": ["batch", 2], "probabilities": ["batch", 2]}
+        x, *outputs = (onnx.helper.make_tensor_value_info(name, 1, size) for name, size in sizes.items())
+        proto = onnx.helper.make_model(onnx.helper.make_graph([], "none", [x], outputs))
+        graph = Graph(proto.SerializeToString(), None, False, 0.0)
         monkeypatch.setattr("raydfl.runs.inference.network.to_onnx", lambda *_: graph)
     crop = "data.views.picture.transforms=[{name: random_crop, size: 8, pad: 1}, flip]"
     view = PICTURES.replace("[8, 9]", "[8, 9], mean: 0.25, deviation: 0.5, resize: true")

@@ -5,7 +5,7 @@ in), wave.py (samples in), streaming.py (samples piece by piece) and int8.py.
 """
 
 from raydfl.runs.inference.fused import classify, fused_predictions
-from raydfl.runs.inference.model import RunModel, load_fusion, load_model
+from raydfl.runs.inference.model import RunFusion, RunModel, load_model, open_model
 from raydfl.runs.inference.onnx import export_model
 from raydfl.runs.inference.recordings import Prediction, predictions
 from raydfl.runs.inference.submission import write_submission
@@ -14,13 +14,14 @@ from raydfl.runs.inference.threshold import Threshold
 
 __all__ = [
     "Prediction",
+    "RunFusion",
     "RunModel",
     "Threshold",
     "classify",
     "export_model",
     "fused_predictions",
-    "load_fusion",
     "load_model",
+    "open_model",
     "predictions",
     "score_tests",
     "write_submission",

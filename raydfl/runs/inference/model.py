@@ -139,23 +139,31 @@ class RunFusion:
             return compute_logits(self.method, self.networks, self.name.rpartition(":")[2], batch)
 
 
-def load_fusion(run_dir: str | Path, model: str, trust: bool = False, best: bool = False) -> RunFusion | None:
-    """Return the model of that name, if it reads what other models make of an example; ``None``: it reads a view itself.
+def open_model(
+    run_dir: str | Path, model: str | None, client: str | None, trust: bool, best: bool, several: bool
+) -> RunModel | RunFusion:
+    """Return the model of a run that is named: one that reads a view, or one that reads what all others make of an example.
 
     Args:
         run_dir: see :func:`load_model`.
-        model: its name; ``KEY:NAME`` of an entry of the server's state, else the first that holds it.
+        model: see :func:`load_model`; ``KEY:NAME`` of an entry of the server's state, else the first that holds it.
+        client: see :func:`load_model`.
         trust: see :func:`load_model`.
         best: see :func:`load_model`.
+        several: whether recordings come with files or arrays of further views.
 
     Raises:
         RunDirectoryError: see :func:`load_model`.
-        InputError: the run does not keep it.
+        InputError: see :func:`load_model`; or the model reads one view, and several are given.
     """
     folder = local_run(run_dir)
-    if model.rpartition(":")[2] not in type(stored_config(folder, trust).parts.method).on_features:
-        return None
-    return _Run(folder, trust, best).fusion(model)
+    if model is not None and model.rpartition(":")[2] in type(stored_config(folder, trust).parts.method).on_features:
+        if client is not None:
+            raise InputError(f"model {model!r} is the server's alone; leave the client out")
+        return _Run(folder, trust, best).fusion(model)
+    if several:
+        raise InputError("further views go with a model that reads several views: name it, such as --model fusion")
+    return load_model(folder, model, client, trust, best)
 
 
 def load_model(
@@ -188,16 +196,7 @@ def load_models_of(
 ) -> dict[str, RunModel]:
     """Return the model that each of some clients has; for an id that no client has, the one that all share.
 
-    Args:
-        run_dir: see :func:`load_model`.
-        clients: their ids.
-        model: see :func:`load_model`.
-        trust: see :func:`load_model`.
-        best: see :func:`load_model`.
-
-    Raises:
-        RunDirectoryError: see :func:`load_model`.
-        InputError: see :func:`load_model`.
+    Arguments and errors are those of :func:`load_model`.
     """
     run = _Run(local_run(run_dir), trust, best)
     known = run.population.ids

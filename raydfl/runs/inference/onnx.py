@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -111,13 +111,15 @@ def export_model(
     path = _default_path(loaded, form, quantize) if out is None else Path(out)
     if path.suffix != ".onnx":
         raise InputError(f"--out {path}: the name must end in .onnx")
-    made = _make(loaded, form, quantize is not None)
-    text = json.dumps(_describe(loaded, made, path.name), indent=1)
-    beside = path.with_suffix(".json")
-    properties = {"raydfl": text, **made.properties}
-    write_durably(path, _with_properties(made.content, properties), "make room or name another file with --out")
+    content, difference, more = _make(loaded, form, quantize is not None)
+    described = _describe(loaded, content, path.name, difference, more)
+    text, beside = json.dumps(described, indent=1), path.with_suffix(".json")
+    properties = {"raydfl": text}
+    if "sample_rate" in described:
+        properties |= {"sample_rate": str(described["sample_rate"]), "classes": json.dumps(list(loaded.classes))}
+    write_durably(path, _with_properties(content, properties), "make room or name another file with --out")
     write_durably(beside, text.encode(), "make room or name another file with --out")
-    return Exported(path, beside, json.loads(text), made.difference, next(iter(made.outputs)))
+    return Exported(path, beside, json.loads(text), difference, next(iter(described["onnx"]["outputs"])))
 
 
 def _check_form(given: str, quantize: str | None, streaming: bool) -> None:
@@ -130,67 +132,37 @@ def _check_form(given: str, quantize: str | None, streaming: bool) -> None:
         raise InputError("--streaming: a stream is computed in float32; leave --quantize out")
 
 
-@dataclass(frozen=True, slots=True)
-class _Made:
-    """An ONNX model and what its description says of it."""
-
-    content: bytes
-    inputs: dict[str, Any]
-    outputs: dict[str, Any]
-    difference: float
-    more: dict[str, Any] = field(default_factory=dict)
-    """Further entries of the description."""
-    properties: dict[str, str] = field(default_factory=dict)
-    """Properties of the ONNX file besides the description."""
-
-
-def _make(model: RunModel, form: str, int8: bool) -> _Made:
-    """Return the ONNX model in one of its forms: features, wave or streaming."""
+def _make(model: RunModel, form: str, int8: bool) -> tuple[bytes, float, dict[str, Any]]:
+    """Return the ONNX model in one of its forms (features, wave or streaming), its difference, and what else describes it."""
     # These need the extra onnx, which predict and the report can do without.
     from raydfl.runs.inference import network, streaming, wave
 
+    if form == "features":
+        graph, more = _make_network(model, int8, None)
+        return graph.content, graph.difference, more
+    rate = {"sample_rate": wave.read_settings(model).sample_rate}
     if form == "streaming":
         content = streaming.stream_graph(model)
         stream = streaming.Stream(network.open_session(content), 2)
-        difference = streaming.largest_difference(stream.hear, model)
-        return _describe_waves(model, content, difference, streaming.Streaming(model).shapes, {})
-    if form == "wave":
-        wave.Answer(model, model.logits)  # refuses early what cannot be exported
-    graph = network.to_onnx(model, wave.takes_lengths(model) if form == "wave" else None)
-    more = {}
-    if int8:
-        from raydfl.runs.inference.int8 import quantise  # needs the extra onnx
-
-        graph, quantised = quantise(model, graph)
-        more = {"quantised": quantised}
-    if form == "features":
-        return _Made(graph.content, _inputs(model, graph), _outputs(model), graph.difference, more)
+        return content, streaming.largest_difference(stream.hear, model), rate
+    wave.Answer(model, model.logits)  # refuses early what cannot be exported
+    graph, more = _make_network(model, int8, wave.takes_lengths(model))
     content = wave.answer_graph(model, graph)
     session = network.open_session(content)
     difference = wave.largest_difference(lambda given: session.run(None, {"samples": given})[0], model, tolerant=int8)
-    return _describe_waves(model, content, difference, {}, more)
+    return content, difference, {**rate, **more}
 
 
-def _describe_waves(
-    model: RunModel, content: bytes, difference: float, state: Mapping[str, Sequence[int | str]], more: dict[str, Any]
-) -> _Made:
-    """Return a graph that takes samples, with its description."""
-    from raydfl.runs.inference.wave import read_settings  # needs the extra onnx
+def _make_network(model: RunModel, int8: bool, with_lengths: bool | None) -> tuple[Any, dict[str, Any]]:
+    """Return the network's graph, and what it costs to have it in int8."""
+    from raydfl.runs.inference import int8 as quantiser  # needs the extra onnx, as above
+    from raydfl.runs.inference import network
 
-    rate = read_settings(model).sample_rate
-    name, answers = [*_outputs(model).items()][-1]
-    given = {
-        "dtype": "float32",
-        "shape": ["batch", "samples"],
-        "sample_rate": rate,
-        "what": "one channel, -1..1, at that rate; the front end from there on is in the graph",
-    }
-    kinds = {name: "int64" if name == "heard" else "float32" for name in state}
-    states = {name: {"dtype": kinds[name], "shape": list(shape)} for name, shape in state.items()}
-    inputs = {"samples": given, **{name: {**said, "begins": 0} for name, said in states.items()}}
-    following = {f"next_{name}": {**said, "what": f"{name} of the next call"} for name, said in states.items()}
-    properties = {"sample_rate": str(rate), "classes": json.dumps(list(model.classes))}
-    return _Made(content, inputs, {name: answers, **following}, difference, {"sample_rate": rate, **more}, properties)
+    graph = network.to_onnx(model, with_lengths)
+    if not int8:
+        return graph, {}
+    graph, quantised = quantiser.quantise(model, graph)
+    return graph, {"quantised": quantised}
 
 
 def _default_path(model: RunModel, form: str, quantize: str | None) -> Path:
@@ -199,30 +171,51 @@ def _default_path(model: RunModel, form: str, quantize: str | None) -> Path:
     return model.run_dir / "export" / f"{'-'.join([file_name_of(name), *filter(None, endings)])}.onnx"
 
 
-def _inputs(model: RunModel, graph: Any) -> dict[str, Any]:
-    size = model.spec.inputs
-    shape = [*size] if isinstance(size, tuple) else ["any" if graph.frames is None else graph.frames, size]
-    what = "images" if isinstance(size, tuple) else "features"
-    inputs: dict[str, Any] = {"x": {"dtype": "float32", "shape": ["batch", *shape], "what": what}}
-    if graph.lengths:
-        inputs["x"]["what"] = (
-            "features, each followed by frames of zeros up to the longest of the batch and to least_frames"
-        )
-        inputs["x"]["least_frames"] = LEAST_FRAMES
-        inputs["lengths"] = {"dtype": "int64", "shape": ["batch"], "what": "frames that count, at least 1"}
-    return inputs
+def _describe_values(model: RunModel, content: bytes, rate: int | None) -> dict[str, dict[str, Any]]:
+    """Return types, shapes and meanings of the graph's inputs and outputs.
 
+    Args:
+        model: of the run.
+        content: the ONNX model.
+        rate: of samples in Hz; ``None``: the graph takes features.
+    """
+    import onnx
 
-def _outputs(model: RunModel) -> dict[str, Any]:
-    return {
-        name: {"dtype": "float32", "shape": ["batch", len(model.classes)], **_MEANINGS[model.objective.answers, name]}
-        for name in model.output_names
+    graph = onnx.load_from_string(content).graph
+    names = [value.name for value in graph.input]
+    facts: dict[str, dict[str, Any]] = {
+        "samples": {
+            "sample_rate": rate,
+            "what": "one channel, -1..1, at that rate; the front end from there on is in the graph",
+        },
+        "x": {"what": "images" if isinstance(model.spec.inputs, tuple) else "features"},
+        "lengths": {"what": "frames that count, at least 1"},
     }
+    if "lengths" in names:
+        padded = "features, each followed by frames of zeros up to the longest of the batch and to least_frames"
+        facts["x"] = {"what": padded, "least_frames": LEAST_FRAMES}
+    for name in names:
+        if name not in facts:
+            facts |= {name: {"begins": 0}, f"next_{name}": {"what": f"{name} of the next call"}}
+    for name in model.output_names:
+        facts[name] = dict(_MEANINGS[model.objective.answers, name])
+
+    def describe(value: Any) -> dict[str, Any]:
+        kind = value.type.tensor_type
+        sizes = [size.dim_param or size.dim_value for size in kind.shape.dim]
+        return {
+            "dtype": "int64" if kind.elem_type == onnx.TensorProto.INT64 else "float32",
+            "shape": ["any" if size == "frames" else size for size in sizes],
+            **facts[value.name],
+        }
+
+    values = {"inputs": graph.input, "outputs": graph.output}
+    return {kind: {value.name: describe(value) for value in found} for kind, found in values.items()}
 
 
-def _describe(model: RunModel, made: _Made, file: str) -> dict[str, Any]:
+def _describe(model: RunModel, content: bytes, file: str, difference: float, more: Mapping[str, Any]) -> dict[str, Any]:
     of_set = getattr(model.objective, "threshold", None) if model.objective.answers == "set" else None
-    against = "predict" if "samples" in made.inputs else "pytorch"
+    against = "predict" if "sample_rate" in more else "pytorch"
     return {
         "format": 1,
         "raydfl": __version__,
@@ -237,11 +230,10 @@ def _describe(model: RunModel, made: _Made, file: str) -> dict[str, Any]:
         "classes": list(model.classes),
         "onnx": {
             "file": file,
-            "inputs": made.inputs,
-            "outputs": made.outputs,
-            f"largest_difference_to_{against}": made.difference,
+            **_describe_values(model, content, more.get("sample_rate")),
+            f"largest_difference_to_{against}": difference,
         },
-        **made.more,
+        **more,
         **(
             {}
             if model.threshold is None

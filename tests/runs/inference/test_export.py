@@ -336,7 +336,7 @@ def test_a_graph_that_disagrees_is_not_written(
     monkeypatch.setattr("raydfl.runs.inference.network._reordered", lambda gates: gates)  # the mistake to be found
     with pytest.raises(
         InputError,
-        match=r"the ONNX graph of model 'plugin' \(crnn_tiny\) differs from PyTorch by .*nothing was written",
+        match=r"the ONNX graph of model 'plugin' \(crnn_tiny\) answers otherwise than raydfl predict, by .*nothing was written",
     ):
         export_model(mutual.folder, tmp_path / "x.onnx")
     assert list(tmp_path.iterdir()) == []

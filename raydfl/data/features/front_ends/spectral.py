@@ -45,6 +45,8 @@ class Spectral(nn.Module):
         points, centred = settings.points, settings.centred
         self.points, self.hop, self.centred = points, settings.hop, centred
         self.around = settings.zeros_before
+        self.width = points if centred or self.around else len(window)
+        """Samples of a frame of the FFT, in which the window is."""
         self.before = points // 2 - self.around if centred else 0
         """Samples of frame t before sample ``t * hop``."""
         self.shortest = points // 2 + 1 if centred else len(window)
@@ -56,17 +58,19 @@ class Spectral(nn.Module):
 
     def forward(self, samples: Tensor) -> Tensor:
         """Return logarithms of the bands of recordings."""
-        size, window = samples.shape[1], len(self.window)
-        whole = larger(size, self.shortest)
-        filled = torch.cat([samples, samples.new_zeros(samples.shape[0], self.shortest)], dim=1)
+        size, window, middle = samples.shape[1], len(self.window), self.points // 2
         if self.portable:
+            filled = torch.cat([samples, samples.new_zeros(samples.shape[0], self.shortest)], dim=1)
             count = self.count(size)
-            places = self.places(self.positions(torch.arange(count)), whole - 1)
+            places = self.places(self.positions(torch.arange(count)), larger(size, self.shortest) - 1)
             return self.logarithms(filled.index_select(1, places.flatten()).reshape(samples.shape[0], count, window))
-        # The number of rows decides last digits of the product with the bank: those of a short recording's zeros count.
-        last = (self.count(whole) - 1) * self.hop + window
-        frames = filled.index_select(1, self.places(torch.arange(last), whole - 1)).unfold(1, window, self.hop)
-        return self.logarithms(frames)[:, : self.count(size)]
+        filled = F.pad(samples, (0, max(0, self.shortest - size)))
+        if self.centred:
+            filled = F.pad(filled, (middle, middle), mode="reflect")
+        else:
+            filled = F.pad(filled, (self.around, self.width - window - self.around))
+        # Frames of a short recording's zeros are computed too: the number of rows decides last digits of the product with the bank.
+        return self.logarithms(filled.unfold(1, self.width, self.hop))[:, : self.count(size)]
 
     def count(self, samples: int) -> int:
         """Return how many frames a recording has, at least 1."""
@@ -83,12 +87,13 @@ class Spectral(nn.Module):
 
     def sums(self, frames: Tensor, power: bool) -> Tensor:
         """Return sums of power, or of its root, in the bands of frames float32 [..., window]."""
-        frames = frames * self.window
         if self.portable:
+            frames = frames * self.window
             turns = torch.arange(len(self.window)).unsqueeze(1) * torch.arange(len(self.bank)) % self.points
             squares = (frames @ self.circle[0][turns]).square() + (frames @ self.circle[1][turns]).square()
             return (squares if power else squares.sqrt()) @ self.bank
-        bins = torch.fft.rfft(F.pad(frames, (self.around, 0)) if self.around else frames, self.points).abs()
+        window = F.pad(self.window, (self.around, self.width - len(self.window) - self.around))
+        bins = torch.fft.rfft(frames * window, self.points).abs()
         sums: Tensor = (bins.pow(2.0) if power else bins) @ self.bank
         return sums
 
