@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import ray
 import torch
@@ -46,24 +46,8 @@ class Memory:
         return self.total // self.peak
 
 
-class Device(Protocol):
-    """A GPU whose memory can be measured."""
-
-    def name(self) -> str:
-        """Return what kind of GPU it is."""
-        ...
-
-    def total(self) -> int:
-        """Return its memory in bytes."""
-        ...
-
-    def peak(self, work: Callable[[], None]) -> int:
-        """Do some work; return the bytes that this process needed for it at most, its CUDA context included."""
-        ...
-
-
 class CudaDevice:
-    """The current CUDA device."""
+    """The current CUDA device, whose memory can be measured."""
 
     def name(self) -> str:
         """Return its name, as PyTorch calls it."""
@@ -181,7 +165,7 @@ def share(memory: Memory, settings: RaySettings, gpus: int | None) -> float:
     return math.floor(10_000 / slots) / 10_000
 
 
-def measure(run_dir: Path, config: Config, device: Device, where: str) -> Memory:
+def measure(run_dir: Path, config: Config, device: CudaDevice, where: str) -> Memory:
     """Return what one client actor needs for the heaviest work of the next round; remembered for a kind of work and a device.
 
     Args:

@@ -90,13 +90,11 @@ def prepare_at(
     for new in (own, config.data.sites[site].folder / "cache"):
         with writing(new, 0, "the site's data", RESUME):
             make_private_folder(new)
-    attack = config.parts.attack
-    if attackers is None:
-        attack = None
-    elif attack is not None:
+    attack = None
+    if attackers is not None and config.parts.attack is not None:
         ids = Population.load(own).ids
         chosen = tuple(ids[client] for client in attackers)
-        attack = dataclasses.replace(attack, clients=chosen, draw="run", start=1, stop=None)
+        attack = dataclasses.replace(config.parts.attack, clients=chosen, draw="run", start=1, stop=None)
     population = build_population(data.at(site), config.run.seed, attack=attack, classes=classes)
     population.save(own)
     whole = config.parts.method.objective.answers in ("set", "score")

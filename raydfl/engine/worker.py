@@ -42,7 +42,6 @@ from raydfl.training import (
     DeadlineExceededError,
     Execution,
     Step,
-    TrainSettings,
     check_device,
 )
 from raydfl.training.together import run_in_lockstep
@@ -111,7 +110,8 @@ class Worker:
         at_clients = (self.method, self.method.objective, *([] if self.attack is None else [self.attack]))
         users_code = any(is_users(type(part).__module__) for part in at_clients)
         self.networks = BuiltNetworks(self.method, config.run.seed, self.device, users_code)
-        self._training: dict[str, TrainSettings] = {}
+        # The same object for all of one phase: clients are computed together if theirs is the same.
+        self._training_in = functools.cache(config.train.in_phase)
         self._samples: dict[tuple[str, str, int], Examples] = {}
 
     def carry_out(
@@ -212,7 +212,7 @@ class Worker:
         Args:
             place: which of the built networks it gets; clients that are worked on at the same time have different ones.
         """
-        task, training = order.task, self._training_of(order)
+        task, training = order.task, self._training_in(order.stage)
         check_device(training.precision, self.device)
         client, data = self._who(order)
         purpose = task.phase if order.measure is None else f"evaluate/{task.phase}"
@@ -247,12 +247,6 @@ class Worker:
             if order.measure is not None
             else Clock(training.deadline, training.late == "partial", self.device),
         )
-
-    def _training_of(self, order: Order) -> TrainSettings:
-        """Return the settings of the phase that an order is of: the same object for all of one phase."""
-        if order.stage not in self._training:
-            self._training[order.stage] = self.config.train.in_phase(order.stage)
-        return self._training[order.stage]
 
     def _lacks(self, order: Order) -> frozenset[str]:
         """Return the models of the method that the order's client does not have."""

@@ -318,6 +318,14 @@ def test_a_client_of_a_site_can_be_replayed_where_its_data_are(silos: Silos) -> 
 def test_a_site_whose_folder_is_gone_is_named(silos: Silos) -> None:
     config = silos()
     create(config, Progress("quiet"))
+    key = folder_of(config) / "sites.key"
+    kept = key.read_text()
+    key.write_text("../../x")
+    with pytest.raises(
+        RunDirectoryError, match=r"sites.key is missing or damaged \('../../x' is not the name of a file"
+    ):
+        runs.resume(folder_of(config))
+    key.write_text(kept)
     shutil.rmtree(config.data.sites["south"].folder)
     with pytest.raises(RunDirectoryError, match="site 'south'"):
         runs.resume(folder_of(config))
