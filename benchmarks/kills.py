@@ -251,6 +251,9 @@ def configured(method: str, folder: Path, name: str, *overrides: str) -> Config:
         values["data"]["unlabelled"] = {"keep": 0.4}
     if method.startswith("profila"):
         values["objective"] = {"name": "compact", "size": 4, "normal": ["yes"]}
+    if method == "profila_as_run":
+        pools = {"normal": ["yes"], "anomalous": ["no"]}
+        values["data"]["pools"] = {pool: {"column": "label", "values": labels} for pool, labels in pools.items()}
     if method == "fedmlac":
         values["models"] = {"plugin": "crnn_tiny", "local": ["crnn_tiny", {"name": "crnn_tiny", "hidden": 8}]}
     elif method in ("multifl", "unifl", "harmony", "modality_mirror"):

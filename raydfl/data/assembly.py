@@ -19,11 +19,15 @@ from raydfl.data.noise import NOISELESS, Noise, noise_for
 from raydfl.data.population import CLEAN, Population, StoredView
 from raydfl.data.segment import segments
 from raydfl.data.settings import DataSettings, with_place
-from raydfl.data.steps.corrupt import ALTERED, NOISY
+from raydfl.data.steps.corrupt import ALTERED
 from raydfl.data.steps.listing import NO_LABEL, UNLABELLED, Assignment
 from raydfl.data.steps.pools import HIDDEN_LABEL
+from raydfl.data.steps.profile import read_channels
 from raydfl.data.tables import POOLED, Tables, clips_table, table_prefix, view_column
 from raydfl.data.views import View
+
+_COMMON = -1
+"""The channel of the settings, in place of a client's own."""
 
 
 class Assembler:
@@ -143,7 +147,7 @@ class Assembler:
     def _find_features(
         self, store: FeatureStore, alteration: Alteration | None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Find the features of all clips; the noisy and the altered ones become stores of their own.
+        """Find the features of all clips. Noisy clips, altered clips and clips of other channels have stores of their own.
 
         Returns:
             First frames, numbers of frames, and positions of the stores.
@@ -152,25 +156,38 @@ class Assembler:
         offsets = self.stores[CLEAN].offsets
         starts, frames = offsets[self.clip], np.diff(offsets)[self.clip]
         number, kind = np.zeros(len(starts), np.int8), self.tables.codes("store")
-        for code in (NOISY, ALTERED):
-            rows = np.flatnonzero(kind == code)
-            if not len(rows):
-                continue
+        channel = self._find_channels()
+        for code, own in sorted({*zip(kind.tolist(), channel.tolist(), strict=True)} - {(CLEAN, _COMMON)}):
+            rows = np.flatnonzero((kind == code) & (channel == own))
             clips, firsts = np.unique(self.clip[rows], return_index=True)
             self.stores.append(
-                self._changed(clips, self.tables.select(rows[firsts]), alteration if code == ALTERED else None)
+                self._changed(clips, self.tables.select(rows[firsts]), alteration if code == ALTERED else None, own)
             )
             offsets, place = self.stores[-1].offsets, np.searchsorted(clips, self.clip[rows])
             starts[rows], frames[rows] = offsets[place], np.diff(offsets)[place]
             number[rows] = len(self.stores) - 1
         return starts, frames, number
 
-    def _changed(self, clips: np.ndarray, tables: Assignment, alteration: Alteration | None) -> FeatureStore:
-        """Return the features of noisy or altered clips.
+    def _find_channels(self) -> np.ndarray:
+        """Return the channel of each clip's client, int64 [clips of the tables]; ``_COMMON`` if it is the settings' channel."""
+        channel, data = np.full(len(self.client), _COMMON), self.data
+        if data.device is not None:
+            owned = self.client >= 0
+            own = read_channels(self.tables, data.device, data.profile[data.device], self.seed)
+            channel[owned] = own[self.client[owned]]
+            common = getattr(data.features, "channel", "first")
+            channel[channel == (0 if common == "first" else common)] = _COMMON
+        return channel
+
+    def _changed(
+        self, clips: np.ndarray, tables: Assignment, alteration: Alteration | None, channel: int
+    ) -> FeatureStore:
+        """Return the features of noisy or altered clips, or of clips of another channel.
 
         Args:
             clips: int [clips], ascending: rows of the list.
             tables: with these clips; the columns ``noise`` and ``altered`` name the changed ones.
+            channel: of their recordings; ``_COMMON``: the settings' channel.
         """
         names, noise, alterations = tables.clips.column("clip").to_pylist(), None, None
         noisy, altered = tables.codes("noise"), tables.codes("altered")
@@ -184,12 +201,15 @@ class Assembler:
                 for name, yes in zip(names, altered, strict=True)
             )
             alterations = Alterations(alteration, tuple(seeds))
-        store = self._prepared(
-            self.manifest.take(pa.array(clips)),
-            self.data.first_view.stored_features,
-            noise=noise,
-            alterations=alterations,
-        )
+        features = self.data.first_view.stored_features
+        if channel != _COMMON:
+            features = features.model_copy(update={"channel": channel})
+        try:
+            store = self._prepared(self.manifest.take(pa.array(clips)), features, noise=noise, alterations=alterations)
+        except DataError as error:
+            if channel == _COMMON:
+                raise
+            raise DataError(f"data.device: channel {channel} of {self.data.device!r}: {error}") from error
         return self._normalised(store, clips)
 
     def _normalised(self, store: FeatureStore, clips: np.ndarray) -> FeatureStore:

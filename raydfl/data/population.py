@@ -257,7 +257,7 @@ class Population:
     def first_examples(self, count: int) -> Examples | None:
         """Return some training examples, as they are without attacks and noise; ``None`` where all are at sites."""
         block = self._tables.block("train")
-        return self._examples(slice(block.start, min(block.start + count, block.stop))) if self.stores else None
+        return self._examples(slice(block.start, min(block.start + count, block.stop)), CLEAN) if self.stores else None
 
     @functools.cached_property
     def test(self) -> Examples:
@@ -267,7 +267,7 @@ class Population:
     @functools.cached_property
     def triggered(self) -> Examples:
         """Copies of test clips with the trigger of a backdoor, under their true labels, none of which is its target; or empty."""
-        return self._examples(self._tables.block("triggered"), len(self.stores) - 1)
+        return self._examples(self._tables.block("triggered"))
 
     @functools.cached_property
     def validation(self) -> Examples:
@@ -402,10 +402,14 @@ class Population:
                 facts["separator"],
             )
 
-    def _examples(self, rows: slice, store: int = CLEAN) -> Examples:
+    def _examples(self, rows: slice, store: int | None = None) -> Examples:
+        """Return the examples in these rows; without ``store`` all are in the store of their rows."""
+
         def read(name: str) -> np.ndarray:
             return self._tables.read_clips(name, rows)
 
+        if store is None:
+            store = int(read("store").max(initial=CLEAN))
         return Examples(
             {
                 name: Frames(

@@ -124,6 +124,11 @@ class DataSettings(Settings):
         default_factory=dict,
         description="What else is said of clients, by name: dealt values, or a column of the manifest.",
     )
+    device: str | None = Field(
+        None,
+        description="Name of a profile with the channel of the recordings that each client reads, 0 for the first: its microphone. "
+        "The server's data keep features.channel. null: all clients do.",
+    )
     unlabelled: UnlabelledSettings | None = Field(
         None,
         description="Hide the labels of most training clips: pools labelled and unlabelled. null: all have theirs.",
@@ -248,6 +253,7 @@ class DataSettings(Settings):
         for key, uri in self.uris.items():
             check_uri(uri, f"data.{key}")
         self._check_views()
+        self._check_device()
         self._check_images()
         if not self.sites:
             self.source.open()  # the data set checks its own options
@@ -279,6 +285,22 @@ class DataSettings(Settings):
         for name in self.missing:
             if name not in self.views:
                 raise ConfigError(f"data.missing: there is no view {name!r} in data.views; {nearest(name, self.views)}")
+
+    def _check_device(self) -> None:
+        """Refuse a device that no profile names, or that the features cannot follow."""
+        if self.device is None:
+            return
+        where = f"data.device: {self.device!r}"
+        if self.device not in self.profile:
+            raise ConfigError(f"{where} is not in data.profile; {nearest(self.device, self.profile)}")
+        if self.sites and self.profile[self.device].column is None:
+            raise ConfigError(f"{where} is dealt, but the clips are at the sites (data.sites); read it from a column")
+        if not hasattr(self.features, "channel"):
+            raise ConfigError(f"{where} needs recordings, but data.features.kind is {self.features.kind}")
+        if self.features.normalise not in ("clip", "none"):
+            raise ConfigError(
+                f"{where} needs data.features.normalise: clip or none, because statistics of several clips would mix channels"
+            )
 
     def _check_images(self) -> None:
         """Refuse what is for recordings only, where the data are images."""
@@ -330,6 +352,7 @@ class DataSettings(Settings):
             "data.split.client_test": self.split.client_test,
             "data.split.validation": self.split.validation,
             "data.split.as_published": self.split.as_published,
+            "data.device": self.device,
             "data.features.normalise: client": self.features.normalise == "client",
         }
         unfit = [name for name, value in wanted.items() if value]

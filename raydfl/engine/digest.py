@@ -34,6 +34,7 @@ _CAME_LATER: Mapping[tuple[str, ...], Any] = {
     ("data", "missing"): {},
     **{("data", "features", name): value for name, value in NEUTRAL.items()},
     ("data", "columns"): [],
+    ("data", "device"): None,
     ("data", "unseen"): "stop",
     ("data", "split", "client_test"): None,
     ("data", "split", "server_validation"): None,

@@ -73,6 +73,26 @@ def add_profiles(tables: Assignment, profile: Mapping[str, ProfileSettings]) -> 
     return replace(tables, clients=set_columns(tables.clients, found))
 
 
+def read_channels(tables: Assignment, name: str, settings: ProfileSettings, seed: int) -> np.ndarray:
+    """Return the channel that a profile gives each client: int64 [clients].
+
+    Raises:
+        DataError: a value is no channel.
+    """
+    key = f"profile:{name}"
+    if key in tables.clients.schema.names:
+        values = tables.clients.column(key).to_pylist()
+    else:
+        values = [settings.values[code] for code in dealt(name, settings, tables.clients.num_rows, seed)]
+    for client, value in zip(tables.ids, values, strict=True):
+        if type(value) is not int or value < 0:
+            raise DataError(
+                f"data.device: data.profile.{name} is {value!r} for client {client!r}; it must be the number of a channel, 0 for "
+                f"the first"
+            )
+    return np.array(values, np.int64)
+
+
 def _find_values(tables: Assignment, column: str, where: str) -> tuple[pa.DictionaryArray, np.ndarray]:
     """Return a column of the list, and the code of each client's value: int [clients]."""
     encoded = tables.column(column, where)

@@ -1,0 +1,77 @@
+"""A client reads the channel of its own microphone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+
+from raydfl.core.errors import InputError
+from raydfl.data.build import build_population
+from raydfl.data.population import Population
+from raydfl.data.settings import DataSettings
+
+CHANNELS = {"values": [0, 1]}
+
+
+@pytest.fixture
+def stereo(tmp_path: Path) -> dict[str, Any]:
+    """Settings of 16 recordings with two channels, by 2 speakers."""
+    rng = np.random.default_rng(0)
+    lines = ["path,label,group"]
+    for speaker in ("ann", "bob"):
+        for number in range(8):
+            name = f"{speaker}{number}.wav"
+            soundfile.write(tmp_path / name, rng.normal(scale=0.1, size=(1600, 2)), 8000)
+            lines.append(f"{name},{'ab'[number % 2]},{speaker}")
+    (tmp_path / "list.csv").write_text("\n".join(lines))
+    return {
+        "name": "manifest",
+        "file": str(tmp_path / "list.csv"),
+        "cache": str(tmp_path / "cache"),
+        "features": {"sample_rate": 8000, "bands": 8},
+        "split": {"test": {"by": "clip", "fraction": 0.25}, "client_test": {"fraction": 0.25}},
+    }
+
+
+def build(settings: dict[str, Any], **more: Any) -> Population:
+    return build_population(DataSettings.model_validate({**settings, **more}), 1)
+
+
+def inputs(population: Population, client: int, part: str) -> np.ndarray:
+    examples = getattr(population.data(client), part)
+    return examples.batch(np.arange(len(examples))).x.numpy()
+
+
+@pytest.mark.parametrize("noise", [None, {"snr_db": 10.0}])
+def test_a_client_has_the_features_of_its_own_channel_and_the_server_of_the_common_one(
+    stereo: dict[str, Any], noise: dict[str, float] | None
+) -> None:
+    stereo |= {"corrupt": {"noise": noise}}
+    mixed = build(stereo, profile={"microphone": CHANNELS}, device="microphone")
+    for client, channel in enumerate([0, 1]):
+        features = {**stereo["features"], "channel": channel}
+        alone = build(stereo, features=features)
+        for part in ("train", "test"):
+            np.testing.assert_array_equal(inputs(mixed, client, part), inputs(alone, client, part))
+    first = build(stereo)
+    np.testing.assert_array_equal(*(each.test.batch(np.arange(len(each.test))).x.numpy() for each in (mixed, first)))
+    assert not np.array_equal(inputs(mixed, 1, "train"), inputs(first, 1, "train"))
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"device": "phone"}, "'phone' is not in data.profile; did you mean 'microphone'"),
+        ({"features": {"kind": "image", "size": [8, 8]}}, "needs recordings, but data.features.kind is image"),
+        ({"features": {"sample_rate": 8000, "normalise": "client"}}, "would mix channels"),
+        ({"profile": {"microphone": {"values": [0, "left"]}}}, "is 'left' for client 'bob'; it must be the number"),
+        ({"profile": {"microphone": {"values": [0, 5]}}}, "channel 5 of 'microphone': 6 of 6 clips cannot be read"),
+    ],
+)
+def test_a_device_that_cannot_be_is_refused(stereo: dict[str, Any], more: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=f"^data.device: (.*|){message}"):
+        build({**stereo, "profile": {"microphone": CHANNELS}, "device": "microphone", **more})
