@@ -18,7 +18,7 @@ from raydfl.core import registry
 from raydfl.core.errors import ClientError, ConfigError, InputError, RunDirectoryError
 from raydfl.core.tensors import FlatTensors
 from raydfl.data.population import Population
-from raydfl.engine import worker
+from raydfl.engine import networks
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
 from raydfl.engine.federation import Federation
@@ -152,7 +152,7 @@ def test_a_network_is_built_once_for_all_clients(
         made.append(Replica(*arguments))
         return made[-1]
 
-    monkeypatch.setattr(worker, "Replica", make)
+    monkeypatch.setattr(networks, "Replica", make)
     config = tiny("train.cohort=1.0", "data.speakers=3", f"train.together={together}", method=method)
     server = start_server(config)
     kinds = len(Clients(Population.load(Path(config.run.dir) / "tiny" / "population"), config).variants())
