@@ -19,33 +19,26 @@ from raydfl.core.settings import FIRST_VIEW
 from raydfl.data import DataSettings, View
 from raydfl.data.features import NEUTRAL
 
+_FIRST_OF_DATA = ("name", "features", "segment", "split", "partition", "corrupt", "unreadable", "cache")
+"""Keys of ``data`` in the first version. All others came later, and are neutral at their defaults."""
+
 _CAME_LATER: Mapping[tuple[str, ...], Any] = {
+    **{
+        ("data", key): value
+        for key, value in DataSettings.model_construct(name="").model_dump(mode="json").items()
+        if key not in _FIRST_OF_DATA
+    },
     ("attack",): None,
     ("objective", "average"): "probabilities",
     ("objective", "top_k"): None,
     ("objective",): {"name": "classify"},
     ("data", "sites"): [],
-    ("data", "leave_out"): [],
-    ("data", "label_sets"): None,
-    ("data", "profile"): {},
-    ("data", "ungrouped"): "keep",
-    ("data", "transforms"): [],
-    ("data", "views"): {},
-    ("data", "missing"): {},
     **{("data", "features", name): value for name, value in NEUTRAL.items()},
-    ("data", "columns"): [],
-    ("data", "device"): None,
-    ("data", "unseen"): "stop",
     ("data", "split", "client_test"): None,
     ("data", "split", "server_validation"): None,
     ("data", "split", "as_published"): None,
-    ("data", "unlabelled"): None,
-    ("data", "pools"): {},
-    ("data", "parts"): {},
-    ("data", "heads"): "part",
     ("data", "partition", "variance"): 0.0,
     ("data", "partition", "file"): None,
-    ("data", "tables"): {"clips": None, "clients": None},
     ("train", "clients"): None,
     ("train", "precision"): "float32",
     ("train", "deadline"): None,
