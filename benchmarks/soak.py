@@ -117,6 +117,7 @@ def write(readings: Mapping[str, Sequence[tuple[int, float]]], out: Path) -> Non
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
+    out.parent.mkdir(parents=True, exist_ok=True)
     with out.with_suffix(".csv").open("w", newline="") as file:
         table = csv.writer(file)
         table.writerow(["process", "round", "unique_mb"])
