@@ -463,9 +463,20 @@ _INTERRUPTED = 130
 """The exit code that Typer gives to Ctrl-C."""
 
 
+def _check_working_directory() -> None:
+    """Refuse a deleted working directory, in which PyTorch's libraries end the process without a reason."""
+    try:
+        Path.cwd()
+    except OSError as error:
+        raise InputError(
+            f"The working directory cannot be used: {error.strerror}. Change to an existing folder, then run the command again."
+        ) from error
+
+
 def main(arguments: list[str] | None = None) -> Any:
     """Entry point: turns errors that were raised on purpose into one message and the right exit code."""
     try:
+        _check_working_directory()
         app(arguments, prog_name="raydfl")
     except RaydflError as error:
         print(f"error: {printable(str(error))}", file=sys.stderr)  # noqa: T201
