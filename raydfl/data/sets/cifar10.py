@@ -122,7 +122,7 @@ class _Interpreter(pickle._Unpickler):
         """Set the state of a stand-in."""
         if not isinstance(cast(Any, self).stack[-2], _Array | _DataType):
             raise _ForeignError("it changes the state of an object")
-        pickle._Unpickler.dispatch[pickle.BUILD[0]](self)
+        pickle._Unpickler.dispatch[pickle.BUILD[0]](cast(Any, self))
 
     dispatch = _Dispatch(
         {code: pickle._Unpickler.dispatch[code] for name in _OPCODES for code in getattr(pickle, name)}
