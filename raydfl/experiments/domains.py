@@ -100,6 +100,15 @@ class Domain(Settings):
             value = _readable(low + self.values[2] * round((value - low) / self.values[2]))
         return min(high, max(low, value))
 
+    def contains(self, value: Any) -> bool:
+        """Return whether a value is listed, or a step of the range."""
+        if self.listed:
+            return value in self.values
+        low, high = self.ends()
+        step = {"quniform": self.values[-1], "randint": 1}.get(self.kind)
+        steps = (value - low) / step if step else 0.0
+        return bool(low <= value <= high and abs(steps - round(steps)) < 1e-8)
+
     def position(self, value: Any) -> float:
         """Return the place of a value between the ends, 0 to 1: in its logarithm for loguniform, by its index in a list."""
         if self.listed:

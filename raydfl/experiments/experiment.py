@@ -6,6 +6,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import math
 import os
 import shutil
 import traceback
@@ -22,11 +23,11 @@ from ray.tune.search import BasicVariantGenerator
 from raydfl.core.errors import ConfigError, InputError, RaydflError, first_line
 from raydfl.core.version import __version__
 from raydfl.experiments.domains import Domain
-from raydfl.experiments.federation import ROUND, SCORE, make_trainable
+from raydfl.experiments.federation import ROUND, SCORE, WORST, make_trainable
 from raydfl.experiments.results import collect
 from raydfl.experiments.settings import AshaScheduler, MedianScheduler
 from raydfl.experiments.state import StudyState
-from raydfl.experiments.study import Study
+from raydfl.experiments.study import Study, Trial
 from raydfl.experiments.trial import TrialOrder
 from raydfl.experiments.watch import LIVE, Watch, point_of
 from raydfl.runs import Progress, StopSignals
@@ -92,6 +93,11 @@ def _clip(domains: Mapping[str, Domain], config: dict[str, Any]) -> dict[str, An
     return {key: domains[key].clip(value) if key in domains else value for key, value in config.items()}
 
 
+def _fits(trial: Trial, domains: Mapping[str, Domain]) -> bool:
+    """Return whether a trial's values are in the domains, which may have been edited since it began."""
+    return all(domain.contains(trial.values[key]) for key, domain in domains.items())
+
+
 def _make_search(study: Study, state: StudyState) -> tuple[Any, dict[str, Any]]:
     """Return Ray Tune's searcher (``None``: its own) and ``param_space``."""
     settings = study.settings
@@ -110,12 +116,15 @@ def _make_search(study: Study, state: StudyState) -> tuple[Any, dict[str, Any]]:
                 "searcher: optuna needs the package optuna; install it with pip install 'raydfl[optuna]', or take searcher: random"
             ) from error
         optuna.logging.set_verbosity(optuna.logging.ERROR)
-        begun = [dict(trial.values) for trial in state.waiting]
+        begun = [dict(trial.values) for trial in state.waiting if _fits(trial, settings.domains)]
         mode = study.first.metric.best
         found = OptunaSearch(space, metric=SCORE, mode=mode, seed=settings.seed, points_to_evaluate=begun or None)
         for trial, score in collect(study, state).scored:
-            if state.is_over(trial):
-                found.add_evaluated_point(dict(trial.values), score / trial.metric.scale)
+            if state.is_over(trial) and _fits(trial, settings.domains):
+                worst = -trial.metric.sign * WORST
+                found.add_evaluated_point(
+                    dict(trial.values), score / trial.metric.scale if math.isfinite(score) else worst
+                )
         return found, {}
     return None, {"point": tune.grid_search([trial.point for trial in state.waiting])}
 
@@ -171,8 +180,10 @@ class Experiment:
         given, stem = self._given, self._study.file.stem
         if given is not None and given.storage_path not in (None, DEFAULT_STORAGE_PATH):
             return str(given.storage_path), given.name or stem, False
-        described = self._study.settings.model_dump(mode="json", include={"searcher", "scheduler", "samples", "seed"})
-        parts = [described, self._study.first.identity, [trial.identity for trial in self._study.trials]]
+        keys = {"searcher", "scheduler", "samples", "seed", "retries", "actors", "cpus"}
+        described, first = self._study.settings.model_dump(mode="json", include=keys), self._study.first
+        parts: list[Any] = [described, first.identity, [trial.identity for trial in self._study.trials]]
+        parts += [first.keys, first.metric.best, self._parallel, first.config.ray.actors]
         parts += [
             {key: domain.model_dump(mode="json") for key, domain in self._study.settings.domains.items()},
             __version__,
@@ -202,8 +213,13 @@ class Experiment:
 
     def _make(self, storage: str, name: str, watch: Watch) -> tune.Tuner:
         study, population = self._study, self._study.settings.population
-        if population is not None:
-            self._state.trials.clear()  # members of another population
+        if population is not None and self._state.trials:
+            states = [state.status for state in self._state.trials.values()]
+            self._progress.message(
+                f"a new population begins; {len(states)} members of the last one ({states.count('finished')} finished) leave "
+                f"the study's results, and their run folders stay"
+            )
+            self._state.trials.clear()
         searcher, space = _make_search(study, self._state)
         searched = bool(study.settings.domains)
         return tune.Tuner(

@@ -31,7 +31,7 @@ ROUND, SCORE, STATUS, FAILED, WORTHLESS = "round", "score", "status", "failed", 
 """Keys of a result beside the scores."""
 _IDLE = 0.2
 """Seconds between two reports of a trial that was interrupted."""
-_WORST = 1e9
+WORST = 1e9
 """Stands for a score that is no number: finite, because schedulers rank and average."""
 
 
@@ -146,7 +146,7 @@ class _Federation(tune.Trainable):
             time.sleep(_IDLE)
             return {
                 ROUND: report.round,
-                SCORE: -self._order.sign * _WORST,
+                SCORE: -self._order.sign * WORST,
                 **self._last,
                 STATUS: report.status,
                 SHOULD_CHECKPOINT: False,
@@ -161,7 +161,7 @@ class _Federation(tune.Trainable):
         result: dict[str, Any] = {f"{split} {metric}": value for (split, metric), value in report.scores.items()}
         result |= {ROUND: report.round, "loss": report.loss, "run": str(self._order.folder), STATUS: report.status}
         if self._order.keys:
-            result[SCORE] = report.score if math.isfinite(report.score) else -self._order.sign * _WORST
+            result[SCORE] = report.score if math.isfinite(report.score) else -self._order.sign * WORST
         if report.reason:
             result[FAILED if report.status == "failed" else WORTHLESS] = report.reason
         if report.ended:

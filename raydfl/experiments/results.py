@@ -238,11 +238,8 @@ def collect(study: Study, state: StudyState) -> StudyResults:
     summary, compared = study.settings.summarised, _compare(study, found)
     if study.settings.domains:
         compared.sort(key=lambda each: (place[each.labels], *_rank(each, summary)))
-    failed = {
-        trial.name: state.of(trial).reason
-        for trial in known
-        if state.of(trial).status == "failed" and not trial.finished
-    }
+    unfinished = {trial.name: state.of(trial) for trial in known if not trial.finished}
+    failed = {name: each.reason for name, each in unfinished.items() if each.status == "failed"}
     over = {trial.identity for trial in known if state.is_over(trial) or trial.name in failed}
     return StudyResults(
         study,
@@ -385,10 +382,7 @@ def _compare(study: Study, contestants: Sequence[Contestant]) -> list[Contestant
 
 
 def _mark_best(study: Study, contestants: Sequence[Contestant]) -> list[Contestant]:
-    """Mark the best of cells that differ only in the last axis, if all are complete; with domains the best draw of each cell.
-
-    Equals are all marked.
-    """
+    """Mark the best (all equals) of complete cells that differ only in the last axis; with domains the best draw of each."""
     summary, groups = study.settings.summarised, dict[tuple[str, ...], list[Contestant]]()
     for each in contestants:
         groups.setdefault(each.labels if study.settings.domains else each.labels[:-1], []).append(each)

@@ -51,11 +51,11 @@ def run_study(
     if (study.folder / "run.json").exists():
         raise RunDirectoryError(f"{study.folder} is the folder of a run; give the study another folder with dir=...")
     if table_only:
-        return _write(study, StudyState.read(study), None)
+        return _write(study, _read_state(study, progress), None)
     lock = FileLock(study.output(".lock"))
     lock.acquire(wait=1.0)
     try:
-        state = StudyState.read(study)
+        state = _read_state(study, progress)
         tracker = _start_tracker(study, state, progress)
         try:
             _train(study, state, progress, run_config)
@@ -65,6 +65,15 @@ def run_study(
         lock.release()
         study.output(".lock").unlink(missing_ok=True)
     return results
+
+
+def _read_state(study: Study, progress: Progress) -> StudyState:
+    state = StudyState.read(study)
+    if count := len(state.skipped):
+        progress.message(
+            f"skipped: {count} trial{'s' * (count > 1)} of an earlier file, without a value for each of domains"
+        )
+    return state
 
 
 def _write(study: Study, state: StudyState, tracker: Tracker | None) -> StudyResults:

@@ -76,11 +76,19 @@ class StudyState:
         return trial.finished or self.of(trial).status == "stopped"
 
     @property
+    def skipped(self) -> list[str]:
+        """With optuna and pbt, the trials whose points lack a domain, because the study's file was edited."""
+        domains = self.study.settings.domains.keys() if self.study.settings.sequential else set[str]()
+        return [name for name, state in self.trials.items() if not domains <= state.point.keys()]
+
+    @property
     def known(self) -> list[Trial]:
         """The trials of the study: those known beforehand, or with optuna and pbt those that began."""
         if not self.study.settings.sequential:
             return list(self.study.trials)
-        return [self.study.trial(state.point, name.removeprefix("trial-")) for name, state in self.trials.items()]
+        skipped = set(self.skipped)
+        names = [name for name in self.trials if name not in skipped]
+        return [self.study.trial(self.trials[name].point, name.removeprefix("trial-")) for name in names]
 
     @property
     def waiting(self) -> list[Trial]:

@@ -24,6 +24,7 @@ import raydfl as package
 from raydfl.core.errors import InputError, ResourcesError, RunDirectoryError
 from raydfl.core.lock import FileLock
 from raydfl.engine.config import Config
+from raydfl.experiments.experiment import Experiment, _make_search
 from raydfl.experiments.load import load_study
 from raydfl.experiments.run import _local_cpus, run_study
 from raydfl.experiments.state import StudyState
@@ -91,6 +92,57 @@ def test_recordings_that_cannot_be_used_are_named_before_anything_starts(grid: S
 def test_a_trial_that_the_cluster_cannot_hold_is_refused(grid: StudyFile, ray_session: None) -> None:
     with pytest.raises(ResourcesError, match=r"a trial needs 5 CPU \(its own process and 4 client actors\)"):
         run_study(load_study(grid(actors=4, settings={"track.mlflow": False})))
+
+
+def test_points_without_a_domain_of_the_file_are_skipped_with_a_message(
+    search_file: StudyFile, capsys: pytest.CaptureFixture[str]
+) -> None:
+    former = load_study(search_file(searcher="optuna", domains={"method.mu": {"uniform": [0, 1]}}))
+    StudyState(former).note(former.trial({"method.mu": 0.1}), "stopped")
+    with Progress("lines") as progress:
+        assert not run_study(load_study(search_file(searcher="optuna")), progress, table_only=True).contestants
+    assert "skipped: 1 trial of an earlier file" in capsys.readouterr().out
+
+
+def test_optuna_learns_from_failures_and_not_from_points_outside_the_domains(search_file: StudyFile) -> None:
+    pytest.importorskip("optuna")
+    study = load_study(search_file(searcher="optuna"))
+    state = StudyState(study)
+    for mu, loss in ((0.1, 0.5), (0.2, float("nan")), (5.0, 0.1)):
+        trial = study.trial({"method.mu": mu, "train.optimiser.lr": 0.1})
+        leave(trial, {"validation model/loss": [loss] * 4})
+        state.note(trial, "finished")
+    for mu in (0.3, 6.0):
+        state.note(study.trial({"method.mu": mu, "train.optimiser.lr": 0.1}), "running")
+    searcher, _ = _make_search(study, state)
+    trials = searcher._ot_study.trials
+    assert [(each.params["method.mu"], each.value) for each in trials if each.params] == [(0.1, 0.5), (0.2, 1e9)]
+    begun = [each.system_attrs["fixed_params"]["method.mu"] for each in trials if not each.params]
+    assert begun == [0.3]
+
+
+def test_an_experiment_with_other_settings_is_not_restored(search_file: StudyFile) -> None:
+    changes: list[dict[str, Any]] = [{"metric": {"score": "accuracy"}}, {"metric": {"score": "loss", "mode": "max"}}]
+    changes += [{"parallel": 2}, {"retries": 1}, {"actors": 2}, {"cpus": 2}, {}]
+    names = set()
+    for change in changes:
+        study = load_study(search_file(**change))
+        experiment = Experiment(study, StudyState(study), Progress("quiet"), None, study.settings.parallel)
+        names.add(experiment._place()[1])
+    assert len(names) == len(changes)
+
+
+def test_a_new_population_names_the_members_that_it_replaces(
+    search_file: StudyFile, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study = load_study(search_file(scheduler={"name": "pbt", "interval": 2}))
+    state = StudyState(study)
+    for number, status in enumerate(("finished", "failed")):
+        state.note(study.trial(study.draw(number), f"m{number}"), status)  # type: ignore[arg-type]
+    monkeypatch.setattr(tune, "Tuner", lambda *_, **__: None)
+    with Progress("lines") as progress:
+        Experiment(study, state, progress, None, None)._make("", "", None)  # type: ignore[arg-type]
+    assert "a new population begins; 2 members of the last one (1 finished) leave" in capsys.readouterr().out
 
 
 # -- with Ray Tune ---------------------------------------------------------------------------------------------------
