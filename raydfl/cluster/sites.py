@@ -222,7 +222,7 @@ def _prepare_part(
             reports = _everywhere(config, prepare_at, work, progress)
             population = join_sites(reports, classes, separator)
     trained = {label for report in reports for label in report.trained}
-    for label in population.classes if config.labels_needed else ():
+    for label in population.classes if config.labels_needed and data.unseen == "stop" else ():
         if label not in trained:
             raise DataError(
                 f"no client of any site has a training clip of label {label!r}; choose data.split or data.partition "

@@ -29,6 +29,8 @@ from raydfl.core.options import explain
 from raydfl.core.users_code import FAILURES
 
 T = TypeVar("T")
+_PREFIX = "raydfl_user_"
+"""Beginning of the names of modules that are users' files."""
 
 
 def names(package: str) -> list[str]:
@@ -52,9 +54,9 @@ class _SourceLoader(SourceFileLoader):
 
 
 @functools.cache
-def _load_file(path: Path) -> ModuleType:
+def load_file(path: Path) -> ModuleType:
     """Load a module from a file; its name depends only on the path, so that classes pickle between processes that share it."""
-    name = f"raydfl_user_{hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()}"
+    name = f"{_PREFIX}{hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()}"
     spec = importlib.util.spec_from_file_location(name, path, loader=_SourceLoader(name, str(path)))
     if path.suffix != ".py" or spec is None or spec.loader is None:
         raise ConfigError(f"{path} is not a Python file; name your class as my_file.py:Class")
@@ -67,6 +69,11 @@ def _load_file(path: Path) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def loaded_files() -> list[Path]:
+    """Return the files of users' code that this process has loaded."""
+    return [Path(str(module.__file__)) for name, module in [*sys.modules.items()] if name.startswith(_PREFIX)]
 
 
 class _Neighbours(MetaPathFinder):
@@ -140,7 +147,7 @@ def load_object(reference: str) -> Any:
             path = Path(place).expanduser().resolve()
             if not path.is_file():
                 raise ConfigError(f"{reference!r}: there is no file {path}")
-            module = _load_file(path)
+            module = load_file(path)
         else:
             module = importlib.import_module(place)
     except ConfigError:

@@ -255,9 +255,23 @@ class Population:
         )
 
     def first_examples(self, count: int) -> Examples | None:
-        """Return some training examples, as they are without attacks and noise; ``None`` where all are at sites."""
+        """Return training examples that lie together in one store, without attacks and noise if there are any without.
+
+        Args:
+            count: at most so many.
+
+        Returns:
+            ``None`` if all are at sites.
+        """
+        if not self.stores:
+            return None
         block = self._tables.block("train")
-        return self._examples(slice(block.start, min(block.start + count, block.stop)), CLEAN) if self.stores else None
+        store = self._tables.read_clips("store", block)
+        edges = np.array([0, *np.flatnonzero(np.diff(store)) + 1, len(store)])
+        clean = np.append(store, CLEAN)[edges[:-1]] == CLEAN
+        longest = int(np.argmax(np.where(clean, np.diff(edges), -1)))  # the first of all if none is clean
+        first, stop = block.start + int(edges[longest]), block.start + int(edges[longest + 1])
+        return self._examples(slice(first, min(first + count, stop)))
 
     @functools.cached_property
     def test(self) -> Examples:

@@ -58,6 +58,10 @@ def test_a_client_has_the_features_of_its_own_channel_and_the_server_of_the_comm
         for part in ("train", "test"):
             np.testing.assert_array_equal(inputs(mixed, client, part), inputs(alone, client, part))
     first = build(stereo)
+    some = mixed.first_examples(100)
+    assert some is not None
+    if noise is None:  # the first client reads the common channel
+        np.testing.assert_array_equal(some.batch(np.arange(len(some))).x.numpy(), inputs(mixed, 0, "train"))
     np.testing.assert_array_equal(*(each.test.batch(np.arange(len(each.test))).x.numpy() for each in (mixed, first)))
     assert not np.array_equal(inputs(mixed, 1, "train"), inputs(first, 1, "train"))
 

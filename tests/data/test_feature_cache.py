@@ -21,8 +21,10 @@ from tiny_sets import Folder, Made, write_folder
 from raydfl.core.errors import DataError, RaydflError, ResourcesError
 from raydfl.core.files import default_cache
 from raydfl.core.progress import Silent
+from raydfl.core.registry import load_object
 from raydfl.data.features import cache as cache_module
 from raydfl.data.features import extraction as chunks_module
+from raydfl.data.features.alteration import Alterations
 from raydfl.data.features.cache import FeatureStore, open_store, prepare
 from raydfl.data.features.digests import content_digests
 from raydfl.data.features.extraction import Chunk, ChunkReport, Source, chunk_bounds, run_locally
@@ -505,3 +507,20 @@ def test_a_killed_worker_process_is_an_error_that_says_what_to_do(monkeypatch: p
     chunks = [Chunk(number, Source("fsdd"), [], SETTINGS, "") for number in range(3)]
     with pytest.raises(RaydflError, match=r"killed in the middle.*run the same command again"):
         list(run_locally(_die, chunks))
+
+
+def _answer(chunk: Chunk) -> ChunkReport:
+    assert chunk.number == 0 or chunk.alterations is not None
+    return ChunkReport(chunk.number, 0, {}, 1000.0)
+
+
+@pytest.mark.slow
+def test_worker_processes_know_classes_of_users_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from raydfl.data.features.alteration import Alteration\n"
+        "class Mine(Alteration):\n    def __call__(self, wave, extractor, seed):\n        return wave\n"
+    )
+    own = Alterations(load_object(f"{tmp_path}/mine.py:Mine")(), (1,))
+    monkeypatch.setattr("joblib.cpu_count", lambda: 2)
+    chunks = [Chunk(number, Source("fsdd"), [], SETTINGS, "", alterations=own) for number in range(3)]
+    assert sorted(report.number for report in run_locally(_answer, chunks)) == [0, 1, 2]

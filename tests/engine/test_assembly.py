@@ -125,7 +125,7 @@ def test_a_users_class_that_another_process_cannot_load_is_said_before_any_clien
     file.write_text(f"{OWN}\nfrom raydfl.models.crnn import CRNN\n\nclass Net(CRNN):\n    pass\n")
     config = pickle.loads(pickle.dumps(tiny(own.format(file))))
     file.unlink()
-    monkeypatch.setattr(registry, "_load_file", registry._load_file.__wrapped__)
+    monkeypatch.setattr(registry, "load_file", registry.load_file.__wrapped__)
     with pytest.raises(ConfigError, match=f"'{file}:(Mine|Net)': there is no file {file}"):
         _ = config.parts
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import pickle
 import time
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from joblib.externals.loky.process_executor import TerminatedWorkerError
 
 from raydfl.core.errors import DataError, RaydflError
 from raydfl.core.files import write_atomically
-from raydfl.core.registry import build
+from raydfl.core.registry import build, load_file, loaded_files
 from raydfl.data.dataset import Dataset, find_dataset
 from raydfl.data.features.alteration import UNALTERED, Alterations
 from raydfl.data.features.extractor import FeatureExtractor, WaveFeatures
@@ -241,13 +242,23 @@ def _run_in_processes(
     function: Callable[[Chunk], ChunkReport], chunks: Sequence[Chunk], workers: int
 ) -> Iterator[ChunkReport]:
     run = joblib.Parallel(workers, return_as="generator_unordered", batch_size=1, idle_worker_timeout=_IDLE_S)
+    files = loaded_files()
     try:
-        yield from run(joblib.delayed(function)(chunk) for chunk in chunks)
+        yield from run(joblib.delayed(_run_with_files)(files, pickle.dumps((function, chunk))) for chunk in chunks)
     except TerminatedWorkerError as error:
         raise RaydflError(
             "a worker process was killed in the middle of its work, often for lack of memory; the chunks that others finished are "
             "kept, so run the same command again"
         ) from error
+
+
+def _run_with_files(files: Sequence[Path], call: bytes) -> ChunkReport:
+    """Run a chunk in a process that first loads the users' files whose classes the pickled call names."""
+    for file in files:
+        load_file(file)
+    function, chunk = pickle.loads(call)  # noqa: S301  (from the parent process)
+    report: ChunkReport = function(chunk)
+    return report
 
 
 @contextlib.contextmanager

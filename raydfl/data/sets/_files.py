@@ -319,7 +319,8 @@ class FileDataset(Dataset):
     codes: ClassVar[Mapping[str, Mapping[str, Any] | Callable[[str], Any]]] = {}
     """Meanings of the codes in a column: a table, or a function such as ``int``."""
     files: ClassVar[str] = f".*({'|'.join(map(re.escape, AUDIO_SUFFIXES))})"
-    """Regular expression, in either case, for the paths that must match ``pattern``. Other files are left out."""
+    """Regular expression for the paths that must match ``pattern``, in either case unless it is the pattern itself. Other files are
+    left out."""
 
     root: Annotated[Path, Field(description="folder that holds the set's files")]
 
@@ -347,7 +348,8 @@ class FileDataset(Dataset):
         Raises:
             DataError: there is no file of the set, or a file has another name.
         """
-        rows, wanted = [], re.compile(self.files, re.IGNORECASE | re.DOTALL)
+        case = re.NOFLAG if self.files == self.pattern else re.IGNORECASE
+        rows, wanted = [], re.compile(self.files, case | re.DOTALL)
         for name in filter(wanted.fullmatch, list_files(root)):
             check_name(name, root)
             rows.append({"clip": name, **self._columns(name)})

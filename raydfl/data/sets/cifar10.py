@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import pickle
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 
@@ -56,7 +56,7 @@ def _read(path: Path) -> tuple[np.ndarray, np.ndarray]:
         ) from None
     except Exception as error:  # damaged bytes can fail anywhere
         raise DataError(
-            f"{path}: this is no pickle, or it is truncated or damaged ({error!r}); fetch it again"
+            f"{path}: this is no pickle, or it is truncated or damaged ({type(error).__name__}: {error!s:.200}); fetch it again"
         ) from error
     for name in ("data", "labels"):
         if name not in found:
@@ -118,13 +118,21 @@ class _Interpreter(pickle._Unpickler):
     It extends Python's unpickler that is written in Python. The one in C reserves as much memory as a damaged file asks for.
     """
 
+    def load_build(self) -> None:
+        """Set the state of a stand-in."""
+        if not isinstance(cast(Any, self).stack[-2], _Array | _DataType):
+            raise _ForeignError("it changes the state of an object")
+        pickle._Unpickler.dispatch[pickle.BUILD[0]](cast(Any, self))
+
     dispatch = _Dispatch(
         {code: pickle._Unpickler.dispatch[code] for name in _OPCODES for code in getattr(pickle, name)}
+        | {pickle.BUILD[0]: load_build}
     )
 
     def __init__(self, file: io.BytesIO, **options: Any) -> None:
         super().__init__(file, **options)
-        self._texts: dict[str, bytes] = {}
+        self._left = file.getbuffer().nbytes
+        """Characters that may still be encoded: a text that is encoded again and again takes hours."""
 
     def find_class(self, module: str, name: str) -> Any:
         """Return the stand-in of a function or class that the pickle names."""
@@ -138,7 +146,8 @@ class _Interpreter(pickle._Unpickler):
         raise _ForeignError(f"it names {module}.{name}"[:90])
 
     def _encode(self, text: str, encoding: str) -> bytes:
-        """Return bytes that Python 3 wrote for Python 2; equal texts are encoded once, or they could fill the memory."""
-        if encoding != "latin1":
+        """Return bytes that Python 3 wrote for Python 2."""
+        self._left -= len(text)
+        if encoding != "latin1" or self._left < 0:
             raise _ForeignError("it has bytes in an unknown encoding")
-        return self._texts.setdefault(text, text.encode("latin-1"))
+        return text.encode("latin-1")

@@ -341,6 +341,8 @@ def test_a_class_that_nobody_trains_is_named(silos: Silos) -> None:
     only_tests = {"classes": 3, "test_takes": 8, "takes": 0, "speakers": 1}
     with pytest.raises(DataError, match="no client of any site has a training clip of label 'tone2'"):
         create(silos(north={"classes": 2}, south=only_tests), Progress("quiet"))
+    kept = create(silos("data.unseen=keep", "run.name=kept", north={"classes": 2}, south=only_tests), Progress("quiet"))
+    assert "tone2" in Population.load(kept / "population").classes
 
 
 def test_the_paths_of_a_site_are_absolute(tiny: Silos) -> None:

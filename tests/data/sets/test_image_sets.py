@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import pickle
 import string
 from collections.abc import Callable
@@ -149,6 +150,10 @@ class Builds:
         return self.parts
 
 
+LONG = "x" * 2_000
+"""Encoded 99 times it is longer than its file."""
+
+
 def crashing(dtype: str) -> Builds:
     """An array of objects without the flag of objects: its bytes are addresses, which NumPy follows."""
     state = (3, "|", None, None, None, -1, -1, 0 if dtype == "O8" else 63)
@@ -194,6 +199,14 @@ def rewritten(**change: Any) -> Callable[[Path], None]:
         (rewritten(labels=[[1, 2]] * 4), "its labels are no list of whole numbers"),
         (rewritten(data=Builds(_reconstruct, (np.ndarray, (0,), b"b"))), "its images are NoneType, not bytes"),
         (rewritten(labels=[1, 2, 3, 2**40]), "it has the opcode 0x8a"),
+        (
+            rewritten(labels=[Builds(codecs.encode, (LONG, "latin1")) for _ in range(99)]),
+            "bytes in an unknown encoding",
+        ),
+        (
+            lambda file: file.write_bytes(b"\x80\x02X\x10\x00\x00\x00" + b"\xff" * 16),
+            r"damaged \(UnicodeDecodeError: .{0,200}\)",
+        ),
         (rewritten(labels=["x"] * 4), "its labels are no list of whole numbers"),
         (lambda file: file.unlink(), "there is no data_batch_3 in"),
     ],
