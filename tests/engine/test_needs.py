@@ -128,7 +128,7 @@ def test_needs_that_cannot_be_read_are_refused(
     tiny: Tiny, tmp_path: Path, base: str, setting: str, body: str, message: str
 ) -> None:
     (tmp_path / "mine.py").write_text(
-        f"import raydfl\nclass Mine(raydfl.{base}):\n    {body}\n    def loss(self): ...\n"
+        f"import raydfl\nclass Mine(raydfl.{base}):\n    {body}\n    loss = metrics = None\n"
     )
     with pytest.raises(ConfigError, match=message):
         tiny(f"{setting}={tmp_path / 'mine.py'}:Mine")
