@@ -97,7 +97,8 @@ def _make_search(study: Study, state: StudyState) -> tuple[Any, dict[str, Any]]:
     settings = study.settings
     space = {key: domain.to_tune() for key, domain in settings.domains.items()}
     if settings.population is not None:
-        points = [trial.point for trial in study.trials]
+        # A point has no other keys than the space: the one repeat is left out.
+        points = [{key: trial.point[key] for key in ("trial", *space)} for trial in study.trials]
         searcher = BasicVariantGenerator(points_to_evaluate=points, max_concurrent=settings.parallel or 0)
         return searcher, {"trial": tune.randint(0, study.samples), **space}
     if settings.searcher == "optuna":

@@ -238,7 +238,11 @@ def collect(study: Study, state: StudyState) -> StudyResults:
     summary, compared = study.settings.summarised, _compare(study, found)
     if study.settings.domains:
         compared.sort(key=lambda each: (place[each.labels], *_rank(each, summary)))
-    failed = {trial.name: state.of(trial).reason for trial in known if state.of(trial).status == "failed"}
+    failed = {
+        trial.name: state.of(trial).reason
+        for trial in known
+        if state.of(trial).status == "failed" and not trial.finished
+    }
     over = {trial.identity for trial in known if state.is_over(trial) or trial.name in failed}
     return StudyResults(
         study,
@@ -360,14 +364,15 @@ def summarise(curve: Curve, metric: MetricSettings, chosen: int = 0) -> dict[str
 
 
 def _compare(study: Study, contestants: Sequence[Contestant]) -> list[Contestant]:
-    """Return the contestants with their differences from the control, where one is named."""
+    """Return the contestants with their differences from the control, where one is named and has the same metric."""
     settings, summary = study.settings, study.settings.summarised
     by_name = {(each.labels, each.draw): each for each in contestants}
     published, found = settings.published(), []
     for each in contestants:
         home = tuple(settings.control.get(name, label) for name, label in zip(study.axes, each.labels, strict=True))
         other, compared = by_name.get((home, each.draw)), each
-        if settings.control and home != each.labels:
+        same = other is None or other.metrics[0].unit == each.metrics[0].unit
+        if settings.control and home != each.labels and same:
             paper = published.get(home)
             known = each.paper is not None and paper is not None
             compared = replace(
@@ -380,7 +385,10 @@ def _compare(study: Study, contestants: Sequence[Contestant]) -> list[Contestant
 
 
 def _mark_best(study: Study, contestants: Sequence[Contestant]) -> list[Contestant]:
-    """Mark the best of those that differ only in the last axis; with domains the best draw of each cell. Equals are all marked."""
+    """Mark the best of cells that differ only in the last axis, if all are complete; with domains the best draw of each cell.
+
+    Equals are all marked.
+    """
     summary, groups = study.settings.summarised, dict[tuple[str, ...], list[Contestant]]()
     for each in contestants:
         groups.setdefault(each.labels if study.settings.domains else each.labels[:-1], []).append(each)
@@ -389,6 +397,7 @@ def _mark_best(study: Study, contestants: Sequence[Contestant]) -> list[Contesta
         ranks = {id(each): _rank(each, summary) for each in group if each.complete}
         ranks = {key: rank for key, rank in ranks.items() if not rank[0]}  # those with a score
         first = min(ranks.values(), default=None)
-        if len(set(ranks.values())) > 1 and len({each.metrics[0].title for each in group}) == 1:
+        comparable = bool(study.settings.domains) or all(each.complete for each in group)
+        if comparable and len(set(ranks.values())) > 1 and len({each.metrics[0].title for each in group}) == 1:
             best |= {key for key, rank in ranks.items() if rank == first}
     return [replace(each, best=id(each) in best) for each in contestants]

@@ -194,8 +194,10 @@ class StudySettings(Settings):
         if not isinstance(values, Mapping):
             return values
         plain = dict(values)
-        if isinstance(cells := plain.pop("cells", {}), Mapping):
-            plain = {**cells, **plain}
+        cells = plain.pop("cells", None)
+        if not isinstance(cells, Mapping | None):
+            raise ConfigError(f"cells is {cells!r}; it must be a group of settings, {{actors: 2}}")
+        plain = {**(cells or {}), **plain}
         for former, name in _RENAMED.items():
             if former in plain:
                 if name in plain:

@@ -193,7 +193,7 @@ class Study:
         """
         labels = tuple(str(point[name]) for name in self.axes)
         values = {key: _plain(point[key]) for key in self.settings.domains}
-        repeat = str(point.get("repeat", ""))
+        repeat = str(point.get("repeat") or next(iter(self.repeats(labels))))
         layers = [("settings", self.settings.settings)]
         for (name, axis), label in zip(self.settings.axes.items(), labels, strict=True):
             own = {key: value for key, value in axis[label].items() if key not in ("base", "repeat", "metric")}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,7 +25,7 @@ _MARK = "*"
 """Mark of cells with another number or interval of evaluations than most cells of the table."""
 _ADVICE = "make room or make the folder writable, then write the tables again with raydfl study FILE --table"
 _IN_LATEX = 20
-"""Draws of a search that the table for a paper has."""
+"""Most draws of a cell in the table for a paper."""
 Table = tuple[list[str], list[list[str]]]
 """Headings, and the text of each line."""
 
@@ -157,7 +158,11 @@ def latex(results: StudyResults) -> str:
         "values by repeat",
     }
     places = [place for place, name in enumerate(headings) if name in kept]
-    chosen = [[line[place] for place in places] for line in lines[: _IN_LATEX if settings.domains else None]]
+    cells = itertools.groupby(zip(results.contestants, lines, strict=True), key=lambda pair: pair[0].labels)
+    best = [line for _, pairs in cells for _, line in itertools.islice(pairs, _IN_LATEX)]
+    if len(best) < len(lines):
+        caption += f" The table has the best {_IN_LATEX} draws{' of each cell' if results.study.axes else ''}."
+    chosen = [[line[place] for place in places] for line in best]
     left = len(results.study.axes) + (1 + len(settings.domains) if settings.domains else 0)
     name = f"tab:{results.study.file.stem}-all"
     tables.append(_latex_table([headings[place] for place in places], chosen, left, caption, name))
@@ -183,10 +188,14 @@ _SPECIAL = {
 
 
 def _in_latex(text: str) -> str:
-    """Return text with LaTeX's special characters escaped, bold text as such and a minus sign before negative numbers."""
+    """Return text with LaTeX's special characters escaped, bold text as such and a minus sign before negative numbers.
+
+    A first ``[`` or ``*`` is escaped too: at the start of a row LaTeX would read it as an argument of the command before it.
+    """
     escaped = "".join(_SPECIAL.get(character, character) for character in text)
     signed = re.sub(r"(?<![\w.])([-+])(?=\d)", r"$\1$", escaped)
-    return re.sub(r"\*\*(.+?)\*\*", r"\\textbf{\1}", signed)
+    bold = re.sub(r"\*\*(.+?)\*\*", r"\\textbf{\1}", signed)
+    return re.sub(r"^(\s*)([\[*])", r"\1{\2}", bold)
 
 
 # -- numbers ---------------------------------------------------------------------------------------------------------

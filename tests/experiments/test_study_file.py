@@ -11,9 +11,11 @@ from commands import Raydfl
 from studies import StudyFile, leave
 
 from raydfl.core.errors import ConfigError, RunDirectoryError
+from raydfl.experiments.experiment import _make_search
 from raydfl.experiments.load import load_study
 from raydfl.experiments.run import run_study
 from raydfl.experiments.settings import MetricSettings, PaperSettings, StudySettings
+from raydfl.experiments.state import StudyState
 from raydfl.experiments.study import corners
 from raydfl.runs.progress import Progress
 
@@ -104,6 +106,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         "reference is the former name of control",
     ),
     ({"samples": 3}, "samples belongs to a search: add domains"),
+    ({"cells": 5}, "cells is 5; it must be a group of settings"),
     ({"axes": {"repeat": {"a": {}}}}, "axes.repeat: give the axis a name"),
     ({"domains": {"method.mu": {"uniform": [0, 1]}}, "searcher": "optuna"}, "axes do not fit searcher optuna"),
     ({"repeat": {"run.seed": []}}, "repeat must be one setting with a list of values"),
@@ -364,6 +367,18 @@ def test_check_names_data_sets_of_a_search_that_are_not_there(
     said.refuses(
         "1 of 2 runs have no recordings", r"trial-.*: data.root /nowhere/spoken does not exist. Correct data.root"
     )
+
+
+@pytest.mark.parametrize("changes", [{"searcher": "optuna"}, {"scheduler": {"name": "pbt", "interval": 2}}])
+def test_a_search_that_learns_has_the_one_value_of_its_repeat(search_file: StudyFile, changes: dict[str, Any]) -> None:
+    """Ray Tune's points have only the keys of the search space."""
+    pytest.importorskip("optuna")
+    study = load_study(search_file(repeat={"run.seed": [5]}, **changes))
+    searcher, space = _make_search(study, StudyState.read(study))
+    points = getattr(searcher, "_points_to_evaluate", None) or [study.draw(0)]
+    for point in points:
+        assert point.keys() <= {"trial", *study.settings.domains} | space.keys()
+        assert study.trial(point).config.run.seed == 5
 
 
 def test_scores_of_clients_can_be_searched_for(search_file: StudyFile) -> None:

@@ -270,7 +270,8 @@ def test_storage_callbacks_and_failures_are_those_of_rays_run_config(
 def test_a_population_continues_from_copies_of_its_best(search_file: StudyFile, ray_session: None) -> None:
     """Ray Tune's own scheduler draws without a seed: any member that copied has the history of its parents."""
     pbt = {"name": "pbt", "interval": 2, "share": 0.5, "resample": 0.0}
-    study = load_study(search_file(scheduler=pbt, samples=3, rounds=6, parallel=None))
+    file = search_file(scheduler=pbt, samples=3, rounds=6, parallel=None, repeat={"run.seed": [5]})
+    study = load_study(file)
     results = run_study(study)
     assert results.complete
     assert [each.rounds for each in results.contestants] == [6] * 3
