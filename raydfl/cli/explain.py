@@ -30,12 +30,23 @@ def explain_config(config: Config) -> str:
         "# The whole configuration: what was given, and the defaults of everything else. `raydfl run` takes it as it is.",
         "",
     ]
+    tuning, groups = config.parts.fine_tune, config.parts.former.get("tasks", "none")
+    resolved = {
+        "train": config.train.model_copy(update={"groups": groups}),
+        "evaluate": config.evaluate.model_copy(update={"fine_tune": tuning}) if tuning.epochs else config.evaluate,
+    }
     for name, field in Config.model_fields.items():
         if name == "method":
             built = config.parts.method
             lines += _comment(str(field.description), 0)
             lines += ["method:", *_comment("which method; `raydfl methods` lists them", 1)]
-            lines += [f"  name: {to_yaml(config.method['name'])}", *_options(options_of(type(built)), plain(built), 1)]
+            lines.append(f"  name: {to_yaml(config.method['name'])}")
+            options, values = options_of(type(built)), plain(built) | _former(config)
+            lines += [
+                f"  {name}: {to_yaml(values[name])}  # of an earlier version"
+                for name in sorted(values.keys() - {option.name for option in options})
+            ]
+            lines += _options(options, values, 1)
         elif name == "objective":
             objective = config.parts.method.objective
             lines += _comment(str(field.description), 0)
@@ -60,9 +71,19 @@ def explain_config(config: Config) -> str:
             for model, choices in config.parts.models.items():
                 lines.append(f"  {model}: {to_yaml(_as_written(choices, config.parts.chosen_by.get(model)))}")
         else:
-            lines += _group(name, getattr(config, name), 0)
+            lines += _group(name, resolved.get(name, getattr(config, name)), 0)
         lines.append("")
     return "\n".join(lines).rstrip()
+
+
+def _former(config: Config) -> dict[str, Any]:
+    """Return the options of earlier versions without which the printed configuration would have another digest."""
+    named = registry.find("raydfl.methods", config.method["name"], Method, "method")  # mode=as_run is another one today
+    own, today = ({option.name for option in options_of(cls)} for cls in (named, type(config.parts.method)))
+    former = config.method.keys() - today - {"name", "tasks"}  # tasks are train.groups
+    if not former and own == today:
+        return {}
+    return {name: value for name, value in config.parts.former.items() if name in today | former}
 
 
 def _as_written(choices: Sequence[tuple[str, Mapping[str, Any]]], chosen: tuple[str, Sequence[str]] | None) -> Any:

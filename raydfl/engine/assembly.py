@@ -13,7 +13,7 @@ from raydfl.core.settings import FIRST_VIEW
 from raydfl.engine.former_options import find_former_tuning, take_former_options
 from raydfl.engine.groups import add_groups, find_group_rule
 from raydfl.engine.settings import FineTuneSettings
-from raydfl.methods import Method
+from raydfl.methods import Method, WithViews
 from raydfl.models import INIT_FROM, find_architecture, read_init_from
 from raydfl.objectives import find_objective
 from raydfl.rules import Rule
@@ -92,16 +92,22 @@ def _declare_models(method: Method, configured: Iterable[str]) -> Mapping[str, s
     is the first.
 
     Raises:
-        ConfigError: there are fewer than two encoders, or no student among them.
+        ConfigError: an encoder or the student is missing, or one of ``on_features`` is no model.
     """
     own, last = type(method).models, type(method).on_features
     if not last:
         return own
+    for name in last:
+        if name not in own:
+            cls = type(method).__name__
+            raise ConfigError(f"{cls}.on_features: there is no model {name!r} in {cls}.models; {nearest(name, own)}")
     encoders = [name for name in configured if name not in last]
     given = {name: own.get(name, "crnn_lite") for name in encoders}
     if not encoders or set(encoders) < set(own):
         given = {name: architecture for name, architecture in own.items() if name not in last}
-    if len(given) < 2:
+    if not given:
+        raise ConfigError(f"{type(method).__name__}.models: all are in on_features; add a model that reads a view")
+    if len(given) < 2 and isinstance(method, WithViews):
         raise ConfigError(
             f"models: {', '.join(given)} alone; this method needs at least two networks, one for each view: "
             f"models='{{audio: crnn_lite, video: {{name: cnn_small, view: video}}}}'"

@@ -42,9 +42,18 @@ def _find(name: str) -> type[Method]:
 
 
 def _take_form(options: dict[str, Any]) -> dict[str, Any]:
-    """Read FedMLAC's ``plug_ce_weight`` as ``form``."""
+    """Read FedMLAC's ``plug_ce_weight`` as ``form``.
+
+    Raises:
+        ConfigError: one of them has a value that it never had.
+    """
     form, weight = options.get("form", "literal"), options.pop("plug_ce_weight", None)
     if weight is not None:
+        if form not in ("literal", "supervised") or type(weight) not in (int, float) or not weight >= 0:
+            raise ConfigError(
+                f"method.plug_ce_weight: {weight!r} with method.form={form!r}; it is a number from 0 on with form literal or "
+                f"supervised; write method.form=NUMBER instead"
+            )
         options["form"] = weight
     elif not isinstance(form, str):
         form, weight = "literal", form

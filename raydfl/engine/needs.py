@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from raydfl.attacks import Attack
-from raydfl.core.errors import ConfigError, nearest
+from raydfl.core.errors import ConfigError, RaydflError, nearest
 from raydfl.core.needs import Needs
+from raydfl.core.users_code import FAILURES, describe
 from raydfl.data import KNOWN, LABELLED, UNLABELLED, DataSettings
 from raydfl.methods import Method
+from raydfl.objectives import Objective
 from raydfl.rules import Rule
 from raydfl.training import ClientSettings, TrainSettings
 
@@ -43,15 +45,17 @@ def check_needs(
     Raises:
         ConfigError: naming the first conflict.
     """
-    needs = {f"method {names[0]!r}": method.needs, f"objective {names[1]!r}": method.objective.needs}
+    declaring: dict[str, Method | Objective | Attack] = {
+        f"method {names[0]!r}": method,
+        f"objective {names[1]!r}": method.objective,
+    }
     if attack is not None:
-        needs[f"attack {names[2]!r}"] = attack.needs
+        declaring[f"attack {names[2]!r}"] = attack
+    needs = {who: _read_needs(who, of) for who, of in declaring.items()}
     needs[f"rule {type(rule).__name__}"] = Needs(new_values=rule.relative)
     if clients is not None:
         needs |= {f"train.clients.{at}": Needs(columns=(name,)) for at, name in clients.columns.items()}
     for who, of in needs.items():
-        if not isinstance(of, Needs):
-            raise ConfigError(f"{who}: needs must be a raydfl.Needs: needs = raydfl.Needs(...), or a property of it")
         found = (
             *_method_conflicts(of, method, names),
             *_training_conflicts(of, phases),
@@ -60,6 +64,24 @@ def check_needs(
         )
         for place, need, reason, remedy in found:
             raise ConfigError(f"{place}: {who} needs {need}, but {reason}. {remedy[0].upper()}{remedy[1:]}.")
+
+
+def _read_needs(who: str, of: Method | Objective | Attack) -> Needs:
+    """Return the needs that a user's class may declare wrongly.
+
+    Raises:
+        ConfigError: they cannot be read, or are something else.
+    """
+    remedy = "write needs = raydfl.Needs(...), or a property that returns it"
+    try:
+        found: object = of.needs
+    except RaydflError:
+        raise
+    except FAILURES as error:
+        raise ConfigError(f"{who}: needs failed: {describe(error)}; {remedy}") from error
+    if not isinstance(found, Needs):
+        raise ConfigError(f"{who}: needs must be a raydfl.Needs; {remedy}")
+    return found
 
 
 def _method_conflicts(needs: Needs, method: Method, names: tuple[str, str, str]) -> Iterator[Conflict]:

@@ -76,6 +76,6 @@ def check_phases(given: Iterable[str], names: Sequence[str], where: str, method:
         ConfigError: naming it.
     """
     for name in given:
-        if name not in names:
-            hint = nearest(name, names) if any(names) else f"it has none; leave the phases of {where} out"
+        if name not in filter(None, names):
+            hint = nearest(name, names) if any(names) else f"it has none; leave {where} out"
             raise ConfigError(f"{where}: method {method!r} has no phase {name!r}; {hint}")

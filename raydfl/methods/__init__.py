@@ -7,6 +7,6 @@ scaffold.py (state on both sides). A method of your own is a subclass of :class:
 from raydfl.methods._cutting import CuttingMethod
 from raydfl.methods._layers import check_prefixes
 from raydfl.methods._method import CLIENTS, Method, drawn
-from raydfl.methods._views import compute_logits
+from raydfl.methods._views import WithViews, compute_logits
 
-__all__ = ["CLIENTS", "CuttingMethod", "Method", "check_prefixes", "compute_logits", "drawn"]
+__all__ = ["CLIENTS", "CuttingMethod", "Method", "WithViews", "check_prefixes", "compute_logits", "drawn"]

@@ -98,17 +98,25 @@ class Method(StrictTypes):
         """Let no class inherit ``pure``, and reject members that earlier versions called.
 
         Raises:
-            ConfigError: a user's class has one.
+            ConfigError: a user's class has one, or ``additions`` is no tuple of texts.
         """
         if "pure" not in vars(cls):
             cls.pure = False
-        for name, replacement in _REMOVED.items() if is_users(cls.__module__) else ():
-            member = vars(cls).get(name)
+        given = vars(cls).get("additions", ())
+        if isinstance(given, list):
+            cls.additions = tuple(given)
+        elif not isinstance(given, tuple | property):
+            raise ConfigError(
+                f"{cls.__name__}.additions is {given!r:.60}; it must be a tuple of texts, such as ('model/',)"
+            )
+        for name, replacement in _REMOVED.items():
+            owner = next((owner for owner in cls.__mro__ if name in vars(owner)), Method)
+            member = vars(owner).get(name) if is_users(owner.__module__) else None
             if member is None or (name in vars(Method) and not isinstance(member, types.FunctionType)):
                 continue
             if name != "build" or "client" in inspect.signature(member).parameters:
                 raise ConfigError(
-                    f"{cls.__name__}.{name} is not called in this version of raydfl. Write {replacement}."
+                    f"{owner.__name__}.{name} is not called in this version of raydfl. Write {replacement}."
                 )
 
     @property
@@ -216,7 +224,12 @@ class Method(StrictTypes):
         Raises:
             ConfigError: there is no such rule, or an option of it is unknown, of the wrong type or out of range.
         """
-        return find_rule(self.rule, self.default_rule, "method.rule")
+        default: object = self.default_rule
+        if not isinstance(default, Rule):
+            raise ConfigError(
+                f"{type(self).__name__}.default_rule is {default!r:.60}; it must be a rule, such as default_rule = UniformMean()"
+            )
+        return find_rule(self.rule, default, "method.rule")
 
     def complete(self, state: State, update: Update) -> Update:
         """Fill in the tensors that a client left out, so that updates can be compared; by default nothing is left out.

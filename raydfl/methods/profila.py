@@ -324,6 +324,11 @@ def add_prototype(network: nn.Module, size: int) -> None:
             f"models.model: {type(network).__name__} has an attribute 'prototype' that is no tensor [{size}], as many numbers as "
             f"it gives; rename it, or make it one"
         )
+    if hasattr(network, "own_prototype"):
+        raise ConfigError(
+            f"models.model: {type(network).__name__} has an attribute 'own_prototype', under which ProFiLA adds a tensor of its "
+            f"own; rename it"
+        )
     network.register_buffer("own_prototype", torch.zeros(size), persistent=False)
 
 

@@ -121,10 +121,11 @@ class ProFiLAAsRun(ProFiLA):
         if self.task == "prototype":
             mean = follow(network.own_prototype, z, learnt, objective.momentum)
         else:
-            mean = objective.follow(network.objective, z, learnt)[0]
+            means = objective.follow(network.objective, z, learnt)
+            mean = means[0]
         smoothed = F.normalize(self.memory * own + (1 - self.memory) * mean, dim=0)
-        target = smoothed if self.task == "prototype" else mean
-        value: Tensor = objective.distance(z, target.expand_as(z), learnt)
+        targets = smoothed.expand_as(z) if self.task == "prototype" else means
+        value: Tensor = objective.distance(z, targets, learnt)
         if self.aligns:
             near = smoothed if self.align == "smoothed" else F.normalize(mean, dim=0)
             value = value + step.state[LAMBDA] * (near - F.normalize(network.prototype, dim=0)).square().sum()

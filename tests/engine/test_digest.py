@@ -10,8 +10,13 @@ from typing import Any, Literal
 
 import pytest
 
+from raydfl.cli.explain import explain_config
+from raydfl.core.errors import ConfigError
+from raydfl.core.options import plain
 from raydfl.core.settings import Settings
-from raydfl.engine.config import Config
+from raydfl.core.yaml import parse_yaml
+from raydfl.engine.config import Config, make_config
+from raydfl.engine.settings import FineTuneSettings
 
 Tiny = Callable[..., Config]
 
@@ -171,3 +176,45 @@ def test_options_of_earlier_versions_keep_their_digests(
 ) -> None:
     """The digests are those of the last version that had these options."""
     assert tiny(*options, method=method).digest() == digest
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("profila", ["method.mode=normal"]),
+        ("profila", ["method.schedule=literal"]),
+        ("profila", ["method.anomalous_share=0.5"]),
+        ("profila", [POOLED, "method.mode=as_run"]),
+        ("fedmlac", ["method.form=0.5"]),
+        ("fedmlac", ["method.form=supervised", "method.plug_ce_weight=0.5"]),
+        ("fedbabu", ["method.fine_tune_epochs=3"]),
+        ("fedbabu", ["method.tasks=hdbscan"]),
+        ("fedapta", []),
+    ],
+)
+def test_a_printed_configuration_with_options_of_earlier_versions_means_the_same(
+    tiny: Tiny, method: str, options: list[str]
+) -> None:
+    config = tiny(*options, method=method)
+    printed = make_config(parse_yaml(explain_config(config), "printed"))
+    assert printed.digest() == config.digest()
+    assert plain(printed.parts.method) == plain(config.parts.method)
+    assert (
+        printed.parts.fine_tune == config.parts.fine_tune == (printed.evaluate.fine_tune or FineTuneSettings(epochs=0))
+    )
+    assert printed.train.groups == config.parts.former.get("tasks", "none")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["method.form=bogus", "method.plug_ce_weight=0.3"],
+        ["method.form=1", "method.plug_ce_weight=0.3"],
+        ["method.plug_ce_weight=supervised"],
+        ["method.plug_ce_weight=-1"],
+        ["method.plug_ce_weight=true"],
+    ],
+)
+def test_a_former_weight_that_was_never_allowed_is_refused(tiny: Tiny, options: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"method.plug_ce_weight: .*; write method.form=NUMBER instead"):
+        tiny(*options, method="fedmlac")

@@ -80,6 +80,13 @@ def test_a_configuration_that_does_not_meet_a_need_is_refused(tiny: Tiny, tmp_pa
 
 
 @pytest.mark.parametrize(
+    "code",
+    [
+        "class Mine(raydfl.Method):\n    {}",
+        "class Mixin:\n    {}\nclass Mine(Mixin, raydfl.Method): ...",
+    ],
+)
+@pytest.mark.parametrize(
     ("member", "replacement"),
     [
         ("across_parts = False", r"needs = raydfl.Needs\(one_class_list=True\)"),
@@ -90,14 +97,70 @@ def test_a_configuration_that_does_not_meet_a_need_is_refused(tiny: Tiny, tmp_pa
     ],
 )
 def test_a_member_of_earlier_versions_is_rejected_with_its_replacement(
-    tiny: Tiny, tmp_path: Path, member: str, replacement: str
+    tiny: Tiny, tmp_path: Path, code: str, member: str, replacement: str
 ) -> None:
-    (tmp_path / "mine.py").write_text(f"import raydfl\nclass Mine(raydfl.Method):\n    {member}\n")
-    with pytest.raises(ConfigError, match=rf"Mine\.\w+ is not called in this version of raydfl. Write .*{replacement}"):
+    (tmp_path / "mine.py").write_text(f"import raydfl\n{code.format(member)}\n")
+    with pytest.raises(
+        ConfigError, match=rf"Mi\w+\.\w+ is not called in this version of raydfl. Write .*{replacement}"
+    ):
         tiny(method=f"{tmp_path / 'mine.py'}:Mine")
 
 
-def test_needs_that_are_a_function_are_rejected(tiny: Tiny, tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("import raydfl\nclass Mine(raydfl.Method):\n    def needs(self): ...\n")
-    with pytest.raises(ConfigError, match=r"needs must be a raydfl.Needs: needs = raydfl.Needs\(...\)"):
+@pytest.mark.parametrize(
+    ("base", "setting", "body", "message"),
+    [
+        (
+            "Method",
+            "method",
+            "def needs(self): ...",
+            r"needs must be a raydfl.Needs; write needs = raydfl.Needs\(...\)",
+        ),
+        (
+            "Objective",
+            "objective",
+            "def needs(self): ...",
+            r"needs must be a raydfl.Needs; write needs = raydfl.Needs\(...\)",
+        ),
+        ("Method", "method", "needs = property(lambda self: super().needs())", "Mine': needs failed: TypeError: "),
+    ],
+)
+def test_needs_that_cannot_be_read_are_refused(
+    tiny: Tiny, tmp_path: Path, base: str, setting: str, body: str, message: str
+) -> None:
+    (tmp_path / "mine.py").write_text(
+        f"import raydfl\nclass Mine(raydfl.{base}):\n    {body}\n    loss = metrics = None\n"
+    )
+    with pytest.raises(ConfigError, match=message):
+        tiny(f"{setting}={tmp_path / 'mine.py'}:Mine")
+
+
+@pytest.mark.parametrize(
+    ("members", "message"),
+    [
+        ("additions = 'mask/'", r"Mine.additions is 'mask/'; it must be a tuple of texts, such as \('model/',\)"),
+        (
+            "default_rule = 'median'",
+            "Mine.default_rule is 'median'; it must be a rule, such as default_rule = UniformMean",
+        ),
+        ("default_rule = raydfl.rules.UniformMean", "Mine.default_rule is <class .*it must be a rule, such as"),
+        ("on_features = ('head',)", "Mine.on_features: there is no model 'head' in Mine.models; "),
+    ],
+)
+def test_class_variables_of_the_wrong_kind_are_refused(tiny: Tiny, tmp_path: Path, members: str, message: str) -> None:
+    (tmp_path / "mine.py").write_text(f"import raydfl, raydfl.rules\nclass Mine(raydfl.Method):\n    {members}\n")
+    with pytest.raises(ConfigError, match=message):
         tiny(method=f"{tmp_path / 'mine.py'}:Mine")
+
+
+def test_a_list_of_additions_is_as_good_as_a_tuple(tiny: Tiny, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("import raydfl\nclass Mine(raydfl.Method):\n    additions = ['mask/']\n")
+    assert tiny(method=f"{tmp_path / 'mine.py'}:Mine").parts.method.additions == ("mask/",)
+
+
+def test_a_method_may_have_one_encoder_and_a_model_on_its_features(tiny: Tiny, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import raydfl\nclass Mine(raydfl.Method):\n"
+        "    models, on_features, partial = {'audio': 'crnn_lite', 'head': 'fusion'}, ('head',), ('head',)\n"
+    )
+    values = tiny().model_dump(mode="json") | {"method": f"{tmp_path / 'mine.py'}:Mine", "models": {}}
+    assert list(raydfl.make_config(values).parts.models) == ["audio", "head"]

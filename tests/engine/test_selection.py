@@ -213,7 +213,9 @@ def test_a_phase_that_stops_is_one_that_was_configured_so(tiny: Tiny) -> None:
         (["run.stop={}", "evaluate.clients=none"], r"run.stop: .* because evaluate.clients is none"),
         (["run.best=test model/accuracy", "evaluate.server=false", "evaluate.clients=none"], "evaluate.server is false"),
         (["run.best=server_validation model/accuracy"], "because the server holds nothing out"),
-        (["run.best={metric: {first: accuracy}}"], "has no phase 'first'; it has none"),
+        (["run.best={metric: {first: accuracy}}"], "no phase 'first'; it has none; leave run.best.metric out"),
+        (["run.best={metric: {'': accuracy}}"], "has no phase ''; it has none; leave run.best.metric out"),
+        (["train.phases={'': {rounds: 1}}"], "has no phase ''; it has none; leave train.phases out"),
     ],
 )  # fmt: skip
 def test_what_cannot_choose_is_refused(tiny: Tiny, overrides: list[str], message: str) -> None:

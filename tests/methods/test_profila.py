@@ -279,3 +279,10 @@ def test_a_clients_private_tensors_do_not_move_while_others_train(tiny: Tiny) ->
 def test_what_cannot_be_is_refused(tiny: Tiny, options: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         train_federation(tiny(*FILM, *options, method="profila"))
+
+
+def test_a_network_with_a_prototype_of_its_own_is_refused() -> None:
+    network = MeanLinear(BANDS, CLASSES)
+    network.own_prototype = nn.Linear(1, 1)
+    with pytest.raises(ConfigError, match="MeanLinear has an attribute 'own_prototype', .*; rename it"):
+        add_prototype(network, CLASSES)
