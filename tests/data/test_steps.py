@@ -132,6 +132,8 @@ def test_clients_that_share_clips_may_be_in_the_table_of_clients(made: Make, tmp
         made(partition={"by": "table"})
 
 
+IDS = [f"g{i}" for i in range(6)]
+ALL = [f"w{label}/g{group}/{take}" for label in range(4) for group in range(6) for take in range(6)]
 CLIPS = ["w0/g0/1", "w1/g0/1", "w2/g1/1", "w3/g1/1"]
 ROLES = ["train"] * 4
 
@@ -162,13 +164,56 @@ ROLES = ["train"] * 4
             {"clip": CLIPS, "role": ["train"] * 3 + ["test"], "client": list("aabb")},
             "has a client, which its role excl",
         ),
+        (
+            {"clip": CLIPS, "client": ["a", "b", "", "b"]},
+            "row 3 of .*, clip 'w2/g1/1', has an empty client; name it, or write null",
+        ),
+        ({"clip": CLIPS, "role": ["test"] * 4}, "no clip has the role train, so clients learn nothing"),
+        (
+            {"clip": CLIPS, "role": ROLES, "pool": ["unlabelled"] * 4},
+            "no training clip is in a pool other than 'unlabelled'",
+        ),
+        ({"clip": ALL[:129], "role": ["train"] * 129, "pool": ALL[:129]}, "there are 129 pools, at most 128 are poss"),
     ],
 )
 def test_a_table_of_clips_that_cannot_be_used_is_named(
     made: Make, tmp_path: Path, clips: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(DataError, match=message):
-        build_population(made(tables={"clips": write(tmp_path / "clips.parquet", **clips)}), 1)
+        build_population(made(takes=6, tables={"clips": write(tmp_path / "clips.parquet", **clips)}), 1)
+
+
+@pytest.mark.parametrize(
+    ("clips", "clients", "message"),
+    [
+        ({"client": list("aabb")}, {}, "data.tables.clips: its column 'client' and data.partition.by: table both"),
+        ({"pool": list("xyxy")}, {}, "data.tables.clips: its column 'pool' needs clips that are one client's"),
+        (
+            {"role": [*ROLES[:3], "client_test"]},
+            {},
+            "data.tables.clips: its role 'client_test' needs clips that are one",
+        ),
+        ({"role": [*ROLES[:3], "validation"]}, {}, "data.tables.clips: its role 'validation' needs clips that are one"),
+        ({}, {"noisy": [True, False]}, "data.tables.clients: its column 'noisy' needs clips that are one client's"),
+        ({}, {"label_errors": [True, False]}, "data.tables.clients: its column 'label_errors' needs clips"),
+    ],
+)
+def test_a_column_for_clips_of_one_client_is_refused_where_clients_share_clips(
+    made: Make, tmp_path: Path, clips: dict[str, Any], clients: dict[str, Any], message: str
+) -> None:
+    columns: dict[str, Any] = {"clip": CLIPS, "role": ROLES} | clips
+    tables = {
+        "clips": write(tmp_path / "clips.parquet", **columns),
+        "clients": write(tmp_path / "clients.parquet", first=[0, 1], clips=[3, 3], **clients),
+    }
+    with pytest.raises(DataError, match=message):
+        build_population(made(partition={"by": "table"}, tables=tables), 1)
+
+
+def test_the_pool_unlabelled_of_a_table_comes_last(made: Make, tmp_path: Path) -> None:
+    file = write(tmp_path / "clips.parquet", clip=CLIPS, role=ROLES, pool=["unlabelled", "y", "x", "y"])
+    tables = build_population(made(tables={"clips": file}), 1)
+    assert list(tables.pools) == ["y", "x", "unlabelled"]
 
 
 @pytest.mark.parametrize(
@@ -179,20 +224,31 @@ def test_a_table_of_clips_that_cannot_be_used_is_named(
         ({"client": [f"g{i}" for i in range(7)]}, "has the client 'g6', who has no clips; did you mean"),
         ({"client": ["g0", "g0"]}, "more than one row of .* has the client 'g0'"),
         (
-            {"client": [f"g{i}" for i in range(6)], "noisy": [1] * 6},
+            {"client": IDS, "noisy": [1] * 6},
             "column 'noisy' of .* int64; it must hold truth values",
         ),
         (
-            {"client": [f"g{i}" for i in range(6)], "noisy": [True] * 6},
+            {"client": IDS, "noisy": [True] * 6},
             "there are noisy clients, so set data.corrupt.noise",
         ),
+        (
+            {"client": IDS, "mic": [[1]] * 6},
+            "column 'mic' of the table of clients is of the type list<.*>; it must hold",
+        ),
+        (
+            {"client": IDS, "mic": pa.array([2**63] * 6, pa.uint64())},
+            "is 9223372036854775808 for client 'g0'; .* 0 to 1000",
+        ),
+        ({"client": IDS, "mic": [1001] * 6}, "is 1001 for client 'g0'; .* 0 to 1000"),
     ],
 )
 def test_a_table_of_clients_that_cannot_be_used_is_named(
     made: Make, tmp_path: Path, clients: dict[str, Any], message: str
 ) -> None:
+    file = write(tmp_path / "clients.parquet", **clients)
+    device = {"profile": {"mic": {"column": "mic"}}, "device": "mic"} if "mic" in clients else {}
     with pytest.raises(DataError, match=message):
-        build_population(made(tables={"clients": write(tmp_path / "clients.parquet", **clients)}), 1)
+        build_population(made(tables={"clients": file}, **device), 1)
 
 
 def test_a_column_that_is_there_twice_is_refused(made: Make, tmp_path: Path) -> None:

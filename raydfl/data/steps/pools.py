@@ -24,6 +24,7 @@ from raydfl.data.tables import encode
 
 HIDDEN_LABEL = "hidden_label"
 """The column with the true label of an example whose label is hidden (else -1): to measure with, never to learn from."""
+_MOST_POOLS = 128  # positions of pools are int8
 
 
 class UnlabelledSettings(Settings):
@@ -75,13 +76,22 @@ def assign_pools(
         seed: the run's.
 
     Raises:
-        DataError: a column or value that is not there, a pool without clips, a clip in two pools, a label of which no clip
-            keeps it, or clips without a label where nothing says what to do with them.
+        DataError: no training clip, too many pools, a column or value that is not there, a pool without clips, a clip in two
+            pools, a label of which no clip keeps it, or clips without a label where nothing says what to do with them.
     """
     without, train = tables.codes("label") < 0, tables.has_role("train")
     rows = np.flatnonzero(train)
+    if not len(rows):
+        raise DataError(
+            "no clip has the role train, so clients learn nothing; give clips that role in data.tables.clips, or choose "
+            "data.split differently"
+        )
     if "pool" in tables.clips.schema.names:
         found = {name: np.flatnonzero(tables.codes("pool")[rows] == n) for n, name in enumerate(tables.pools)}
+        if not any(len(chosen) for name, chosen in found.items() if name != UNLABELLED):
+            raise DataError(
+                f"data.tables.clips: no training clip is in a pool other than {UNLABELLED!r}; put clips with labels into another"
+            )
     elif unlabelled is not None:
         found = _hide_labels(tables.codes("label")[rows], tables.classes, unlabelled, seed)
     elif pools:
@@ -93,6 +103,10 @@ def assign_pools(
         raise DataError(
             f"{without.sum()} of {len(without)} clips have no label, the first {first}; label "
             f"them, leave them out of the manifest, or train on them as they are with data.unlabelled='{{}}'"
+        )
+    if len(found) > _MOST_POOLS:
+        raise DataError(
+            f"data.pools, data.tables.clips: there are {len(found)} pools, at most {_MOST_POOLS} are possible; take fewer"
         )
     pool = np.full(len(train), -1, np.int8)
     for number, chosen in enumerate(found.values()):

@@ -57,7 +57,7 @@ def add_profiles(tables: Assignment, profile: Mapping[str, ProfileSettings]) -> 
     Their values are in the order of their text. Truth values, integers and decimals keep their type; other values become text.
 
     Raises:
-        DataError: there is no such column, or it has nulls, or several values for a client.
+        DataError: there is no such column, or it has nulls, values of an unfit type, or several values for a client.
     """
     found: dict[str, pa.Array] = {}
     for name, settings in profile.items():
@@ -65,7 +65,14 @@ def add_profiles(tables: Assignment, profile: Mapping[str, ProfileSettings]) -> 
         if settings.column is None:
             continue
         if column in tables.clients.schema.names:
-            encoded = tables.clients.column(column).dictionary_encode()
+            values = tables.clients.column(column)
+            try:
+                encoded = values.dictionary_encode()
+            except pa.ArrowNotImplementedError as error:
+                raise DataError(
+                    f"data.profile.{name}: column {settings.column!r} of the table of clients is of the type {values.type}; it "
+                    f"must hold truth values, numbers or strings"
+                ) from error
             codes = to_numbers(encoded)
         else:
             encoded, codes = _find_values(tables, settings.column, f"data.profile.{name}")
@@ -85,10 +92,10 @@ def read_channels(tables: Assignment, name: str, settings: ProfileSettings, seed
     else:
         values = [settings.values[code] for code in dealt(name, settings, tables.clients.num_rows, seed)]
     for client, value in zip(tables.ids, values, strict=True):
-        if type(value) is not int or value < 0:
+        if type(value) is not int or not 0 <= value <= 1000:
             raise DataError(
-                f"data.device: data.profile.{name} is {value!r} for client {client!r}; it must be the number of a channel, 0 for "
-                f"the first"
+                f"data.device: data.profile.{name} is {value!r} for client {client!r}; it must be the number of a channel, 0 to "
+                f"1000; 0 is the first"
             )
     return np.array(values, np.int64)
 

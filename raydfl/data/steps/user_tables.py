@@ -27,7 +27,7 @@ client                 string  owner, null for the server; in place of ``data.pa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,11 +41,11 @@ from raydfl.core.errors import DataError, nearest
 from raydfl.core.settings import Settings
 from raydfl.data.client_ids import ClientIds, to_numbers
 from raydfl.data.csv_file import read_csv
-from raydfl.data.steps.listing import Assignment
+from raydfl.data.steps.listing import TRAIN, UNLABELLED, Assignment
 from raydfl.data.tables import ROLES, encode
 
 _ROLES = ROLES[:5]
-_CLIPS_FILE = "data.tables.clips"
+_CLIPS_FILE, _CLIENTS_FILE = "data.tables.clips", "data.tables.clients"
 _FIRST, _CLIPS, _CLIENT = "first", "clips", "client"
 _FLAGS = ("noisy", "label_errors")
 _KINDS = (".parquet", ".arrow", ".feather", ".csv")
@@ -101,6 +101,9 @@ def add_clip_columns(tables: Assignment, path: Path) -> Assignment:
     """
     table = _read(path, _CLIPS_FILE, {"clip": _CLIPS_FILE}, ("role", "pool", _CLIENT))
     texts = {name: _to_text(table.column(name), name, path, _CLIPS_FILE) for name in table.column_names}
+    for name in [name for name in ("pool", _CLIENT) if name in texts]:
+        empty = to_numbers(pc.equal(texts[name], "").fill_null(False))
+        _refuse_rows(empty, f"has an empty {name}; name it, or write null for none", path, texts["clip"])
     if "role" in texts:
         role = to_numbers(pc.index_in(texts["role"], value_set=pa.array(_ROLES, pa.large_string())).fill_null(-1))
         _refuse_rows(role < 0, f"has an unknown role; known: {', '.join(_ROLES)}", path, texts["clip"])
@@ -115,8 +118,10 @@ def add_clip_columns(tables: Assignment, path: Path) -> Assignment:
     if "role" in texts:
         columns["role"] = encode(role[rows].astype(np.int8), ROLES)
     if "pool" in texts:
-        pools = texts["pool"].dictionary_encode()
-        columns["pool"] = encode(to_numbers(pools)[rows].astype(np.int8), pools.dictionary.cast(pa.string()))
+        # A method without a plan trains on the first pool, which must have labels.
+        pools = sorted(texts["pool"].unique().drop_null().to_pylist(), key=lambda name: name == UNLABELLED)
+        pool = to_numbers(pc.index_in(texts["pool"], value_set=pa.array(pools, pa.large_string())).fill_null(-1))
+        columns["pool"] = encode(pool[rows], pools)
     if _CLIENT in texts:
         columns[_CLIENT] = texts[_CLIENT].take(pa.array(rows))
     return tables.with_clips(**columns)
@@ -131,7 +136,7 @@ def match_clients(tables: Assignment, path: Path, columns: Iterable[str]) -> Ass
     Raises:
         DataError: the table cannot be used, or has other clients.
     """
-    where = "data.tables.clients"
+    where = _CLIENTS_FILE
     table = _read(path, where, {_CLIENT: where}, (*_FLAGS, *columns))
     ids, own = _read_ids(table, path, where), tables.ids
     for some, others, problem in (
@@ -169,8 +174,12 @@ def share_clips(tables: Assignment, path: Path, where: str, minimum: int, profil
             "data.tables.clips: its column 'client' and data.partition.by: table both assign clips to clients; leave one out"
         )
     trained = tables.has_role("train")
+    held_out = [f"role {role!r}" for role in ("validation", "client_test") if tables.has_role(role).any()]
+    _refuse_shared(_CLIPS_FILE, ["column 'pool'"] if tables.pools != [TRAIN] else held_out)
+    flags = _FLAGS if where == _CLIENTS_FILE else ()  # data.partition.file may have any columns
     rows, listed = tables.codes("clip")[trained], len(tables.clips.column("clip").dictionary)
-    table = _read(path, where, {_FIRST: where, _CLIPS: where, **profiles}, (_CLIENT,))
+    table = _read(path, where, {_FIRST: where, _CLIPS: where, **profiles}, (_CLIENT, *flags))
+    _refuse_shared(where, [f"column {name!r}" for name in flags if name in table.column_names])
     before = np.searchsorted(rows, np.arange(listed + 1)).astype(np.int32)
     first, stop = (before[bound] for bound in _find_ranges(table, listed, path, where))
     counts = stop - first
@@ -194,6 +203,15 @@ def share_clips(tables: Assignment, path: Path, where: str, minimum: int, profil
     if owned.all():
         return found
     return found.with_message(f"{(~owned).sum()} training clips belong to no client: none of {path} has them")
+
+
+def _refuse_shared(where: str, found: Sequence[str]) -> None:
+    """Refuse columns and roles of a table that exclude shared clips."""
+    if found:
+        raise DataError(
+            f"{where}: its {found[0]} needs clips that are one client's, but by data.partition.by: table clients may share "
+            f"clips; leave it out, or take another partition"
+        )
 
 
 def _further(table: pa.Table, names: Iterable[str], path: Path, where: str) -> dict[str, pa.Array]:
