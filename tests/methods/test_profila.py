@@ -286,3 +286,13 @@ def test_a_network_with_a_prototype_of_its_own_is_refused() -> None:
     network.own_prototype = nn.Linear(1, 1)
     with pytest.raises(ConfigError, match="MeanLinear has an attribute 'own_prototype', .*; rename it"):
         add_prototype(network, CLASSES)
+
+
+def test_drawing_clips_to_the_batchs_mean_is_the_objectives_own_loss_to_the_bit() -> None:
+    method = made(ProFiLAAsRun, task="compact", anomalous_share=0.0, lam=(0.0, 0.0))
+    found = []
+    for loss in (method.loss, lambda step, batch: method.objective.loss(step, "model", batch)):
+        step = make_steps(method, networks)[1]
+        loss(step, step.data.train.batch(np.arange(7))).backward()
+        found.append([parameter.grad for parameter in step.models["model"].parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
