@@ -154,7 +154,9 @@ def open_model(
             raise InputError(f"model {model!r} is the server's alone; leave the client out")
         return _Run(folder, trust, best).fusion(model)
     if several:
-        raise InputError("further views go with a model that reads several views: name it, such as --model fusion")
+        raise InputError(
+            "--view goes with a model that reads several views: add --model fusion (in Python: views and model='fusion')"
+        )
     return load_model(folder, model, client, trust, best)
 
 

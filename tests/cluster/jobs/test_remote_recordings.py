@@ -107,7 +107,7 @@ def test_parts_of_recordings_behind_a_uri(digits: Path, tmp_path: Path) -> None:
         populations.append(build_population(data, 1))
     assert list(populations[0].ids) == ["anna", "ben"]
     one, other = (population.data(0).train for population in populations)
-    assert one.store.folder == other.store.folder, "found in the cache"
+    assert one.first_view.store.folder == other.first_view.store.folder, "found in the cache"
     np.testing.assert_array_equal(one.first_view.starts, other.first_view.starts)
 
 
