@@ -155,7 +155,7 @@ def open_model(
         return _Run(folder, trust, best).fusion(model)
     if several:
         raise InputError(
-            "--view goes with a model that reads several views: add --model fusion (in Python: views and model='fusion')"
+            "--view goes with a model that reads several views: add --model fusion (in Python: model='fusion')"
         )
     return load_model(folder, model, client, trust, best)
 
