@@ -1,4 +1,4 @@
-"""The commands ``raydfl data ...``: which data sets there are, what is in one, and who gets what."""
+"""The commands ``raydfl data ...``: they list data sets, describe one, and show its clients."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def data_info(
     With NAME: layout, licence and options of that data set. With FILE: clips, classes, groups and clients of that configuration,
     and a split, a partition and settings to begin with.
     """
-    from raydfl.cli.describe import describe_data, describe_dataset, describe_step
+    from raydfl.cli.describe import describe_data, describe_dataset, describe_step  # it imports PyTorch
 
     if Path(what).suffix in (".yaml", ".yml") or Path(what).is_file():
         from raydfl.cli.proposal import propose

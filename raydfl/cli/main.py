@@ -412,7 +412,7 @@ def study_command(
     command. KEY=VALUE also changes the study's own settings (samples=20). Finished runs are never repeated. Ctrl-C lets runs stop
     after their round; the same command continues them.
     """
-    from raydfl.cli.experiments import describe_study, do_study
+    from raydfl.cli.experiments import describe_study, do_study  # PyTorch and Ray Tune take seconds
     from raydfl.experiments import check_data_sets, corners, load_study
 
     study = load_study(file, [*(overrides or []), *([f"parallel={parallel}"] if parallel else [])], only or [])

@@ -67,7 +67,7 @@ class RayPool:
         return [kind for pool in self._pools.values() for kind in pool.kinds]
 
     def _await_actors(self, needed: int) -> None:
-        """Wait for those with which the first round begins."""
+        """Wait for the actors that the first round needs."""
         until = time.monotonic() + self._settings.ready_timeout
         while not self._enough(needed):
             left = until - time.monotonic()

@@ -230,7 +230,7 @@ class RemoteServer:
         self._lost = 0
 
     def _get(self, reference: Any) -> Any:
-        """Return what the server did, or raise what it raised.
+        """Return the result of a call of the server, or raise its error.
 
         Raises:
             _ServerLostError: it was lost before it answered.

@@ -55,7 +55,7 @@ def _parsed(path: str) -> re.Match[str] | None:
 
 
 def file_and_place(path: str) -> tuple[str, str | None]:
-    """Return the file that an address lies in, and what it says of the place there; ``None``: the path is that of a file.
+    """Split an address into a file and a place inside it; the place of a plain file is ``None``.
 
     >>> file_and_place("a.tar#dog.wav@512+1044")
     ('a.tar', '@512+1044')

@@ -91,7 +91,7 @@ def find_root(root: Path, card: Card) -> Path:
 
 
 def wrong_layout(folder: Path, card: Card, detail: str) -> DataError:
-    """Return the error for a root that exists but is laid out in another way: what was expected and what is there."""
+    """Return the error for a root with another layout; it names the expected layout and the entries found."""
     entries = sorted(shown_name(entry.name) + ("/" if _is_folder(entry) else "") for entry in _entries(str(folder)))
     shown = ", ".join(entries[:8]) + (f", ... ({len(entries)} entries)" if len(entries) > 8 else "")
     return DataError(f"{card.title}: {detail} in {folder}. Expected {card.layout}. Found: {shown or 'an empty folder'}")
@@ -240,7 +240,7 @@ def _entries(folder: str) -> list[os.DirEntry[str]]:
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
-    """Links followed; one that leads to itself is like one that leads nowhere."""
+    """Return whether an entry is a folder, or a link to one; a link to itself is none."""
     try:
         return entry.is_dir()
     except OSError:

@@ -242,7 +242,7 @@ def _names(file: str) -> list[str]:
 
 
 def _split_named(name: str) -> str | None:
-    """Return the split that a name says: that of the one word in it which is the name of one; ``None``: it says none.
+    """Return the split that a file name contains; ``None`` if it contains no split, or several.
 
     >>> _split_named("LibriSpeech_cuts_dev-clean")
     'validation'
