@@ -237,7 +237,7 @@ def test_the_fusion_predicts_where_both_views_are_there_and_the_student_elsewher
         load_model(run_dir, "fusion")
     with pytest.raises(InputError, match="reads no view 'depth'; it reads video"):
         classify(run_dir, tests, model="fusion", views={"depth": tmp_path})
-    with pytest.raises(InputError, match="go with a model that reads several views"):
+    with pytest.raises(InputError, match="goes with a model that reads several views"):
         classify(run_dir, tests, views={"video": tmp_path})
 
 
