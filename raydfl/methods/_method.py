@@ -94,6 +94,9 @@ class Method(StrictTypes):
     fine_tuning: ClassVar[int] = 0
     """The passes of fine-tuning at evaluation of a run that leaves ``evaluate.fine_tune`` out."""
 
+    revision: ClassVar[int] = 1
+    """Version of the equations. A run continues only with the revision that it began with, because both have one digest."""
+
     def __init_subclass__(cls) -> None:
         """Let no class inherit ``pure``, and reject members that earlier versions called.
 
