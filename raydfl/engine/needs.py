@@ -156,7 +156,7 @@ def _data_conflicts(needs: Needs, data: DataSettings) -> Iterator[Conflict]:
     if needs.labels == "sets" and data.label_sets is None:
         remedy = "set data.label_sets.separator to the text between a label's classes, or choose objective=classify"
         yield "data.label_sets", "a set of classes for each clip", "a label is one class", remedy
-    if not may_be_assigned_by_table(data):
+    if needs.pools and not may_be_assigned_by_table(data):
         yield from _pool_conflicts(needs, [*data.pools] if data.unlabelled is None else [LABELLED, UNLABELLED])
     if UNLABELLED in needs.pools and data.unlabelled is not None and data.unlabelled.use == 0:
         remedy = "set it above 0, or choose a method that learns from labels alone"
