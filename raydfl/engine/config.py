@@ -240,7 +240,6 @@ class Config(Settings):
                 for name, first in zip(self.phases.names, self.phases.first, strict=True)
             ]
             parts |= self._choosing()
-        parts["train"].pop("tape")  # the bits are the same
         if self.train.deadline is None:
             del parts["train"]["late"]  # nobody is
         parts["seed"] = self.run.seed
