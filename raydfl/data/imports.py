@@ -21,7 +21,7 @@ from raydfl.data.dataset import Dataset, find_dataset
 from raydfl.data.manifest import remarks_of
 from raydfl.data.remote import fetch_recordings
 from raydfl.data.sets._files import absolute, list_files
-from raydfl.data.sets.huggingface import LISTS
+from raydfl.data.sets._tables import LISTS
 from raydfl.data.sets.manifest import CHANNEL
 from raydfl.data.steps.listing import STANDARD
 

@@ -242,8 +242,10 @@ def binary(source: str | io.BytesIO) -> Iterator[tuple[Any, int]]:
         source.seek(0)
 
 
-def tar_members(path: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, str]]:
-    """Yield the name and the address of the files in a tar archive, in their order, reading headers alone.
+def tar_members(path: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, str, Callable[[], bytes]]]:
+    """Yield the files in a tar archive, in their order: name, address, and a function that reads the content.
+
+    Only headers are read. The function works until the next file.
 
     Args:
         wanted: decides by its name whether a file is listed.
@@ -273,7 +275,12 @@ def tar_members(path: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str
                         )
                     if (info.isreg() or info.issym() or info.islnk()) and not info.issparse() and wanted(info.name):
                         _check_member(info, path)
-                        yield info.name, span_address(str(path), info.name, info.offset_data, info.size)
+                        address = span_address(str(path), info.name, info.offset_data, info.size)
+                        yield (
+                            info.name,
+                            address,
+                            functools.partial(os.pread, file.fileno(), info.size, info.offset_data),
+                        )
                 file.seek(archive.offset)
                 if file.read(_BLOCK) != bytes(_BLOCK):  # the library takes damage for the end
                     raise DataError(

@@ -146,14 +146,14 @@ def list_contents(file: Path, pictures: bool = False) -> list[str]:
         DataError: the file cannot be read, or holds none, or a table holds several columns of them.
     """
     if file.suffix.lower() != ".tar":
-        from raydfl.data.sets.huggingface import open_table, readable_table  # it imports this module
+        from raydfl.data.sets._tables import open_table, readable_table  # its libraries start slowly
 
         table = open_table(file)
         with readable_table(file):
             return table.places(table.recordings(None))
     sounds = (*AUDIO_SUFFIXES, *(FFMPEG_SUFFIXES if has_decoder() else ()))
     wanted = (*PICTURE_SUFFIXES, *FILM_SUFFIXES) if pictures else sounds
-    found = [address for _, address in tar_members(file, lambda name: name.lower().endswith(wanted))]
+    found = [address for _, address, _ in tar_members(file, lambda name: name.lower().endswith(wanted))]
     if not found:
         raise DataError(f"{file}: there is no {'image' if pictures else 'recording'} of a kind that is read in it")
     return found

@@ -7,7 +7,6 @@ path is an address in it (:mod:`raydfl.data.packed`). The library itself reads a
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
 import re
@@ -23,7 +22,7 @@ from raydfl.core.errors import DataError
 from raydfl.data.audio import AUDIO_SUFFIXES
 from raydfl.data.dataset import Card
 from raydfl.data.manifest import FFMPEG_SUFFIXES
-from raydfl.data.packed import own_name, readable, tar_members
+from raydfl.data.packed import own_name, tar_members
 from raydfl.data.pictures import PICTURE_SUFFIXES
 from raydfl.data.sets._packed import PackedSet, is_plain, named, table_of, with_texts
 
@@ -97,9 +96,9 @@ class WebDataset(PackedSet):
                 )
         return with_texts(table, "label", [names[label] for label in labels])
 
-    def _clip(self, path: Path, file: str, name: str, sample: Mapping[str, str]) -> dict[str, Any]:
+    def _clip(self, path: Path, file: str, name: str, sample: Mapping[str, str | bytes]) -> dict[str, Any]:
         """Return the row of a sample: where its files are, and the values in its texts."""
-        media = {field: address for field, address in sample.items() if f".{field}".endswith(_MEDIA)}
+        media = {field: address for field, address in sample.items() if isinstance(address, str)}
         found = [field for field in media if f".{field}".endswith(_SOUNDS)] or list(media)
         if self.audio_field is not None:
             found = [field for field in media if field == self.audio_field.lower()]
@@ -110,42 +109,42 @@ class WebDataset(PackedSet):
             raise DataError(
                 f"{path}: the sample {name} {problem}; choose a field with data.audio_field, there are {', '.join(sample)}"
             )
-        address = media.pop(found[0])
-        row: dict[str, Any] = {"clip": f"{file}/{own_name(address)}", "path": address, **media}
-        for field, text in sample.items():
-            if field != found[0] and field not in media:
-                values = _parse(field, text, f"{path}: {name}.{field}")
-                row |= {key: value for key, value in values.items() if key not in (*media, found[0])}
+        row: dict[str, Any] = {"clip": f"{file}/{own_name(media[found[0]])}", "path": media[found[0]]}
+        row |= {field: address for field, address in media.items() if field != found[0]}
+        for field, content in sample.items():
+            if isinstance(content, bytes):
+                values = _parse(field, content, f"{path}: {name}.{field}")
+                row |= {key: value for key, value in values.items() if key not in media}
         return row
 
 
-def _samples(path: Path) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield the samples of a shard: the address of each field that has a meaning."""
-
-    def fields(name: str) -> tuple[str, str] | None:
-        found = _NAME.fullmatch(name)
-        if found is None or found[1].rpartition("/")[2].startswith("__"):
-            return None
-        field = found[2].lower()
-        return (found[1], field) if f".{field}".endswith(_MEDIA) or field in (*_TEXTS, *_JSON) else None
-
-    members = tar_members(path, lambda name: fields(name) is not None)
-    found = ((*(fields(name) or ()), address) for name, address in members)
+def _samples(path: Path) -> Iterator[tuple[str, dict[str, str | bytes]]]:
+    """Yield the samples of a shard: by field the address of a recording or image, or the content of a text."""
+    found = (
+        (*_split(name), address, read) for name, address, read in tar_members(path, lambda name: _split(name)[1] != "")
+    )
     for name, group in itertools.groupby(found, lambda each: each[0]):
-        sample: dict[str, str] = {}
-        for _, field, address in group:
+        sample: dict[str, str | bytes] = {}
+        for _, field, address, read in group:
             if field in sample:
                 raise DataError(f"{path}: the sample {name} has two files {name}.{field}; names must differ")
-            sample[field] = address
+            sample[field] = address if f".{field}".endswith(_MEDIA) else read()
         yield name, sample
 
 
-def _parse(field: str, address: str, where: str) -> dict[str, Any]:
+def _split(name: str) -> tuple[str, str]:
+    """Return the sample and the field of a file; an empty field: the file means nothing."""
+    found = _NAME.fullmatch(name)
+    if found is None or found[1].rpartition("/")[2].startswith("__"):
+        return name, ""
+    field = found[2].lower()
+    return found[1], field if f".{field}".endswith(_MEDIA) or field in (*_TEXTS, *_JSON) else ""
+
+
+def _parse(field: str, content: bytes, where: str) -> dict[str, Any]:
     """Return the value of a text, or those values of a JSON object that can be in a column."""
-    content = readable(address)
-    assert isinstance(content, io.BytesIO)  # noqa: S101 - an address is no path
     try:
-        text = content.getvalue().decode("utf-8-sig")
+        text = content.decode("utf-8-sig")
         if field not in _JSON:
             return {field: text.strip()}
         values = json.loads(text)
