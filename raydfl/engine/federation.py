@@ -97,8 +97,8 @@ class Federation:
             record.discard_rows(store.folder, self.state.round_index)
             self._restore_selection()
         if not store.private_here:
-            segments = store.segments
-            ask_everywhere(pool, population.places, lambda worker: worker.private.retain(segments))
+            named = frozenset[str]().union(*store.files.values())
+            ask_everywhere(pool, population.places, lambda worker: worker.private.retain(named))
 
         def remove(segments: Collection[str]) -> None:
             # A lost request leaves them until the run is next opened.
