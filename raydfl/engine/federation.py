@@ -16,8 +16,7 @@ from raydfl.engine.arrivals import Arrivals
 from raydfl.engine.autotune import ask_width
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
-from raydfl.engine.entries import received_entries
-from raydfl.engine.evaluation import Evaluation, pooled
+from raydfl.engine.evaluation import Evaluation, pooled, received_entries
 from raydfl.engine.first_state import make_first_state
 from raydfl.engine.listeners import (
     BestRound,

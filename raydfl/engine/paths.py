@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from raydfl.attacks import Attack
 from raydfl.core import registry
 from raydfl.core.errors import ConfigError
+from raydfl.core.nested import get_path
 from raydfl.core.options import path_options
 from raydfl.core.remote import check_path, is_uri
 from raydfl.data import find_dataset, find_transform
@@ -19,7 +20,15 @@ from raydfl.data.features import kind_of
 from raydfl.methods import Method
 from raydfl.models import INIT_FROM, model_paths
 from raydfl.objectives import Objective
-from raydfl.rules import rule_class
+from raydfl.rules import Rule
+
+_CLASSES: Sequence[tuple[str, str, type[Any]]] = (
+    ("method", "raydfl.methods", Method),
+    ("method.rule", "raydfl.rules", Rule),
+    ("objective", "raydfl.objectives", Objective),
+    ("attack", "raydfl.attacks", Attack),
+)
+"""Groups that name a class: their places, the packages of the built-in classes, and the base classes."""
 
 
 def absolute(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -36,20 +45,12 @@ def absolute(values: Mapping[str, Any]) -> dict[str, Any]:
     for group in ("method", "models", "objective", "data", "attack"):
         if group in result:
             result[group] = _references_resolved(result[group])
-    method = result.get("method")
-    if isinstance(method, dict) and isinstance(method.get("name"), str):
-        _resolve(method, path_options(registry.find("raydfl.methods", method["name"], Method, "method")))
-        rule = method.get("rule")
-        if isinstance(rule, dict) and isinstance(rule.get("name"), str):
-            _resolve(rule, path_options(rule_class(rule["name"])))
+    for place, package, base in _CLASSES:
+        group = get_path(result, place)
+        if isinstance(group, dict) and isinstance(group.get("name"), str):
+            _resolve(group, path_options(registry.find(package, group["name"], base, place.rpartition(".")[2])))
     if isinstance(result.get("models"), dict):
         _resolve_models(result["models"])
-    objective = result.get("objective")
-    if isinstance(objective, dict) and isinstance(objective.get("name"), str):
-        _resolve(objective, path_options(registry.find("raydfl.objectives", objective["name"], Objective, "objective")))
-    attack = result.get("attack")
-    if isinstance(attack, dict) and isinstance(attack.get("name"), str):
-        _resolve(attack, path_options(registry.find("raydfl.attacks", attack["name"], Attack, "attack")))
     data = result.get("data")
     if isinstance(data, dict):
         _resolve_data(data, "data")
