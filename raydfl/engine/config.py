@@ -25,10 +25,9 @@ from raydfl.core.yaml import read_yaml
 from raydfl.data import KNOWN, DataSettings, ProfileSettings
 from raydfl.engine.assembly import ModelChoice, Parts, assemble, split_view, text_of
 from raydfl.engine.digest import deciding, hashed, without_neutral
-from raydfl.engine.named_files import check_encoder, check_same_files, named_files
+from raydfl.engine.named_files import absolute, check_encoder, check_same_files, named_files
 from raydfl.engine.needs import check_needs
 from raydfl.engine.overrides import apply_overrides
-from raydfl.engine.paths import absolute
 from raydfl.engine.phases import Phases
 from raydfl.engine.selection import Selection, check_begins, check_measured, server_validates
 from raydfl.engine.settings import EvaluateSettings, RaySettings, RunSettings, TrackSettings
