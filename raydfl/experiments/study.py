@@ -25,11 +25,7 @@ from raydfl.core.errors import ConfigError
 from raydfl.core.nested import get_path
 from raydfl.engine import Config, apply_overrides, make_config
 from raydfl.engine.storage import RunStore, read_rows, round_of, stored_about
-from raydfl.experiments.files import (
-    check_settings,
-    overlay,
-)
-from raydfl.experiments.settings import MetricSettings, StudySettings, label_of
+from raydfl.experiments.settings import MetricSettings, StudySettings, check_settings, label_of, overlay
 from raydfl.runs.report import Key
 
 _CORNERS = 32
@@ -124,7 +120,7 @@ class Study:
     @property
     def distinct(self) -> list[Trial]:
         """The trials to be trained: one for each identity."""
-        return list({trial.identity: trial for trial in reversed(self.trials)}.values())[::-1]
+        return distinct(self.trials)
 
     @cached_property
     def first(self) -> Trial:
@@ -257,6 +253,11 @@ class Study:
         split, name = keys_of(config, metric)[1]  # the pooled metric
         stop = {"metric": f"{split} {name}", "mode": metric.best, "patience": self.settings.patience}
         return make_config(overlay(config.model_dump(mode="json"), {"run.stop": stop}, "patience"), str(self.file))
+
+
+def distinct(trials: Sequence[Trial]) -> list[Trial]:
+    """Return the first trial of each identity."""
+    return list({trial.identity: trial for trial in reversed(trials)}.values())[::-1]
 
 
 def describe_value(value: Any) -> str:
