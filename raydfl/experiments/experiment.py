@@ -184,14 +184,9 @@ class Experiment:
             return str(given.storage_path), given.name or stem, False
         keys = {"searcher", "scheduler", "samples", "seed", "retries", "actors", "cpus", "domains"}
         trials = (study.first, *study.trials)
-        described = [study.settings.model_dump(mode="json", include=keys), [trial.identity for trial in trials]]
-        described += [
-            study.first.keys,
-            study.first.metric.best,
-            self.parallel,
-            study.first.config.ray.actors,
-            __version__,
-        ]
+        described: list[Any] = [study.settings.model_dump(mode="json", include=keys), __version__, self.parallel]
+        described += [trial.identity for trial in trials]
+        described += [study.first.keys, study.first.metric.best, study.first.config.ray.actors]
         name = f"{stem}-{hashlib.sha256(json.dumps(described).encode()).hexdigest()[:8]}"
         for other in (self.study.folder / "tune").glob(f"{stem}-????????"):
             if other.name != name:  # an interrupted experiment of other trials; their run folders stay

@@ -29,7 +29,8 @@ from raydfl.core.files import write_durably
 from raydfl.core.remote import is_uri
 from raydfl.engine import Config, RoundReport, load_config, make_config
 from raydfl.engine.storage import RunStore, decisive_changes, read_rows, stored_about, write_config
-from raydfl.experiments.load import CHANGEABLE, fits_state, overlay
+from raydfl.experiments.load import CHANGEABLE, fits_state
+from raydfl.experiments.settings import overlay, plain_value
 from raydfl.experiments.study import rounds_done
 from raydfl.runs import Progress, Result, driving, iterate_rounds
 
@@ -131,7 +132,7 @@ def config_of(base: Mapping[str, Any], settings: Mapping[str, Any]) -> Config:
     Raises:
         ConfigError: they make no valid configuration.
     """
-    plain = {key: value.tolist() if hasattr(value, "tolist") else value for key, value in settings.items()}  # of numpy
+    plain = {key: plain_value(value) for key, value in settings.items()}
     config = make_config(overlay(dict(base), plain, "param_space"), "param_space")
     if config.data.sites:
         raise ConfigError(

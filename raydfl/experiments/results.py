@@ -153,7 +153,7 @@ class Contestant:
     @property
     def rounds(self) -> int:
         """Most rounds of a trial so far."""
-        return max(row["rounds"] for row in self.runs)
+        return max(int(row["rounds"]) for row in self.runs)
 
     @property
     def evaluations(self) -> list[str]:
@@ -163,7 +163,7 @@ class Contestant:
     @property
     def worthless(self) -> int:
         """Finished runs that diverged or could not learn. They count like others."""
-        return sum(row.get("worthless", False) for row in self.runs)
+        return sum(bool(row.get("worthless")) for row in self.runs)
 
     def score(self, summary: str, metric: int = 0) -> Spread:
         """Return one score, by a key of :data:`SUMMARIES`; by default the headline's."""

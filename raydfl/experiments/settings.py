@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -80,6 +80,11 @@ def overlay(values: dict[str, Any], part: Mapping[str, Any], where: str) -> dict
 def label_of(value: Any) -> str:
     """Return a setting's value as a label."""
     return value if isinstance(value, str) else to_yaml(value)
+
+
+def plain_value(value: Any) -> Any:
+    """Return a value of numpy's as Python's."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 class MetricSettings(Settings):
@@ -346,37 +351,27 @@ class StudySettings(Settings):
 
     def published(self) -> dict[tuple[str, ...], tuple[float, float | None]]:
         """Return the paper's mean, and its spread where it gives one, by the labels of the cell."""
-        found: dict[tuple[str, ...], tuple[float, float | None]] = {}
-        if self.paper is not None:
-            _collect(self.paper.values, list(self.axes.items()), (), found)
-        return found
+        return {} if self.paper is None else dict(_read_paper(self.paper.values, list(self.axes.items()), ()))
 
 
-def _collect(
-    node: Any,
-    axes: Sequence[tuple[str, Mapping[str, Any]]],
-    labels: tuple[str, ...],
-    found: dict[tuple[str, ...], tuple[float, float | None]],
-) -> None:
+def _read_paper(
+    node: Any, axes: Sequence[tuple[str, Mapping[str, Any]]], labels: tuple[str, ...]
+) -> Iterator[tuple[tuple[str, ...], tuple[float, float | None]]]:
     where = ".".join(("paper.values", *labels))
     if not axes:
-        if node is not None:
-            found[labels] = _number(node, where)
+        number = r"\d+\.?\d*|\.\d+"
+        parts = re.fullmatch(rf"({number})(?: ?(?:±|\+-) ?({number}))?", str(node).strip())
+        if parts is not None:
+            yield labels, (float(parts[1]), None if parts[2] is None else float(parts[2]))
+        elif node is not None:
+            raise ConfigError(f"{where} is {node!r}; it must be a number, or mean and spread such as '80.19±0.53'")
         return
     name, known = axes[0]
     if not isinstance(node, Mapping):
         raise ConfigError(f"{where} is {node!r}; it must be a group with labels of axis {name!r}: {', '.join(known)}")
     for label, inner in node.items():
         check_known(str(label), known, f"{where}: axis {name!r} has no label")
-        _collect(inner, axes[1:], (*labels, str(label)), found)
-
-
-def _number(value: Any, where: str) -> tuple[float, float | None]:
-    number = r"\d+\.?\d*|\.\d+"
-    parts = re.fullmatch(rf"({number})(?: ?(?:±|\+-) ?({number}))?", str(value).strip())
-    if parts is None:
-        raise ConfigError(f"{where} is {value!r}; it must be a number, or mean and spread such as '80.19±0.53'")
-    return float(parts[1]), None if parts[2] is None else float(parts[2])
+        yield from _read_paper(inner, axes[1:], (*labels, str(label)))
 
 
 def check_repeat(repeat: Any, where: str) -> None:

@@ -164,10 +164,10 @@ def _latex_table(table: Table, left: int, caption: str, label: str) -> str:
     return text
 
 
-_SPECIAL = {
+_SPECIAL = str.maketrans({
     "\\": r"\textbackslash{}", "±": r"$\pm$", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}",
     ">": r"\textgreater{}", **{mark: f"\\{mark}" for mark in "&%$#_{}"},
-}  # fmt: skip
+})  # fmt: skip
 
 
 def _in_latex(text: str) -> str:
@@ -175,7 +175,7 @@ def _in_latex(text: str) -> str:
 
     A first ``[`` or ``*`` is escaped too: at the start of a row LaTeX would read it as an argument of the command before it.
     """
-    escaped = text.translate(str.maketrans(_SPECIAL))
+    escaped = text.translate(_SPECIAL)
     signed = re.sub(r"(?<![\w.])([-+])(?=\d)", r"$\1$", escaped)
     bold = re.sub(r"\*\*(.+?)\*\*", r"\\textbf{\1}", signed)
     return re.sub(r"^(\s*)([\[*])", r"\1{\2}", bold)

@@ -145,20 +145,15 @@ class Watch(tune.Callback):
         if FAILED in result:
             self._fail(found, result[FAILED])
             return
-        status, reason = "finished", result.get(WORTHLESS, "")
-        if result[STATUS] != "finished":
-            status, reason = "stopped", self._study.settings.scheduler.name
+        stopped = result[STATUS] != "finished"
+        reason = self._study.settings.scheduler.name if stopped else result.get(WORTHLESS, "")
+        status = "stopped" if stopped else "finished"
         self._note(found, status, reason)
         self._over += 1
         took = duration(time.monotonic() - self._started.get(trial.trial_id, time.monotonic()))
-        score = ""
-        if SCORE in result:
-            score = f", {found.metric.title} {found.metric.scale * result[SCORE]:.2f}"
-        why = (
-            f" after round {result[ROUND]} ({reason})"
-            if status == "stopped"
-            else f"; worthless: {reason}" * bool(reason)
-        )
+        searched = bool(self._study.settings.domains)
+        score = f", {found.metric.title} {found.metric.scale * result[SCORE]:.2f}" if searched else ""
+        why = f" after round {result[ROUND]} ({reason})" if stopped else f"; worthless: {reason}" * bool(reason)
         self._progress.message(f"{status}: {found.name}, {took} ({self._over} of {self._left}){score}{why}")
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:

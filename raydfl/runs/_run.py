@@ -151,17 +151,9 @@ _IN_MLFLOW: dict[str, Status] = {"finished": "FINISHED", "stopped": "KILLED", "f
 
 
 def execute(
-    run_dir: Path,
-    config: Config,
-    progress: Progress,
-    waits: bool = False,
-    durable: bool = False,
-    signals: bool = True,
+    run_dir: Path, config: Config, progress: Progress, waits: bool = False, durable: bool = False, signals: bool = True
 ) -> Rounds:
-    """Do the rounds that are missing, then export the model and write the report.
-
-    Args:
-        waits: see :func:`iterate_rounds`, as ``durable`` and ``signals``.
+    """Do the rounds that are missing, as :func:`iterate_rounds`, then export the model and write the report.
 
     Raises:
         InputError: the directory or the cluster is not as it should be.
