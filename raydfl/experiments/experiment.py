@@ -113,8 +113,8 @@ def _make_search(study: Study, state: StudyState) -> tuple[Any, dict[str, Any]]:
             ) from error
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         begun = [dict(trial.values) for trial in state.waiting if _fits(trial, settings.domains)]
-        mode = study.first.metric.best
-        found = OptunaSearch(space, metric=SCORE, mode=mode, seed=settings.seed, points_to_evaluate=begun or None)
+        seed, mode = settings.seed + len(state.trials), study.first.metric.best  # the same seed would draw them again
+        found = OptunaSearch(space, metric=SCORE, mode=mode, seed=seed, points_to_evaluate=begun or None)
         for trial, score in collect(study, state).scored:
             if state.is_over(trial) and _fits(trial, settings.domains):
                 worst = -trial.metric.sign * WORST

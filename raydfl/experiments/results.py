@@ -107,6 +107,8 @@ class Contestant:
     """A row for each trial: labels, draw, folder, state and its own scores."""
     curves: tuple[Curve, ...]
     """The headline over the rounds of every run that is shown, in the table's unit."""
+    evaluations: list[str]
+    """Count and interval of the headline's evaluations, each value once: ``last 10 of 30, every 5 rounds``."""
     best: bool = False
     """Whether it is the best of those that it is compared with."""
     paper: tuple[float, float | None] | None = None
@@ -154,11 +156,6 @@ class Contestant:
     def rounds(self) -> int:
         """Most rounds of a trial so far."""
         return max(int(row["rounds"]) for row in self.runs)
-
-    @property
-    def evaluations(self) -> list[str]:
-        """Count and interval of the headline's evaluations, each value once: ``last 10 of 30, every 5 rounds``."""
-        return list(dict.fromkeys(row["evaluations"] for row in self.runs if "evaluations" in row))
 
     @property
     def worthless(self) -> int:
@@ -281,6 +278,7 @@ def _read_contestant(
     metrics = (trials[0].metric, *(study.resolve(metric, trials[0].config) for metric in study.settings.also))
     curves: list[Curve] = []
     rows: list[dict[str, Any]] = []
+    evaluations: dict[str, None] = {}
     for trial in trials:
         done, finished = rounds_done(trial.run_dir), trial.finished
         row = {**dict(zip(study.axes, trial.labels, strict=True)), **trial.values, "repeat": trial.repeat}
@@ -305,13 +303,13 @@ def _read_contestant(
             if not place:
                 every = trial.config.evaluate.every
                 row["evaluations"] = f"{curve.tail_text}, every {f'{every} rounds' if every > 1 else 'round'}"
+                evaluations[row["evaluations"]] = None
                 curves.append(curve)
             for summary, value in summarise(curve, metric, 0 if best is None else int(best.last)).items():
                 if summary in (study.settings.summarised, "tail", "last", "best"):
                     row[f"{metric.title}, {SUMMARIES[summary]}"] = value
-    return Contestant(
-        tuple(trials), metrics, tuple(rows), tuple(curves), paper=study.settings.published().get(trials[0].labels)
-    )
+    paper = study.settings.published().get(trials[0].labels)
+    return Contestant(tuple(trials), metrics, tuple(rows), tuple(curves), list(evaluations), paper=paper)
 
 
 def summarise(curve: Curve, metric: MetricSettings, chosen: int = 0) -> dict[str, float]:
