@@ -19,7 +19,7 @@ from raydfl.core.remote import check_path, is_uri
 from raydfl.core.yaml import read_yaml
 from raydfl.data import build_population, find_dataset
 from raydfl.data.features import RunChunks
-from raydfl.engine import Clients, Config, apply_overrides
+from raydfl.engine import Clients, Config, apply_overrides, holds_out
 from raydfl.experiments.settings import (
     FORMER,
     StudySettings,
@@ -204,7 +204,8 @@ def check_domains(study: Study) -> None:
     every, rounds = config.evaluate.every, study.rounds
     faults = {
         "metric.split is validation, but clients hold nothing out: data.split.validation is 0; set it, or take split: test": (
-            metric.split == "validation" and not any(data.split.validation for data in config.data.each.values())
+            metric.split == "validation"
+            and not any(holds_out(data, "validation") for data in config.data.each.values())
         ),
         "data.sites: scheduler pbt copies run folders, but private models and data stay at the sites; take scheduler asha": (
             bool(config.data.sites) and population is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,12 @@ import pyarrow.parquet
 
 from raydfl.core.files import write_durably
 from raydfl.core.yaml import to_yaml
-from raydfl.data import DataSettings
+from raydfl.data import DataSettings, Population
 from raydfl.data.features import FeatureSettings, FileFeatures, ImageFeatures, KaldiFeatures, PretrainedFeatures
-from raydfl.engine import Config
+from raydfl.engine import Config, Criterion
 from raydfl.experiments.results import CONFIDENCE, Contestant, StudyResults, shown
 from raydfl.experiments.settings import label_of
-from raydfl.experiments.study import Study, describe_value
+from raydfl.experiments.study import Study, Trial, describe_value
 
 _MARK = "*"
 """Mark of cells with another number or interval of evaluations than most cells of the table."""
@@ -262,7 +262,7 @@ def describe_results(results: StudyResults) -> list[str]:
     runs = f"n = {counts.pop()}" if len(counts) == 1 and results.complete else "n: runs"
     notes = [f"Headline: {results.headline}{over}; {runs}."]
     if results.summary == "chosen":
-        choosers = {c.metric: c for trial in trials for c in trial.config.selection.for_best.values()}
+        choosers = {c.metric: c for trial in trials for c in _find_choosers(trial)}
         notes += [f"{name} chooses the round ({criterion.chooser})." for name, criterion in choosers.items()]
     if results.summary == "best":
         notes.append("The best evaluation is chosen on the measured data.")
@@ -302,6 +302,13 @@ def describe_results(results: StudyResults) -> list[str]:
             "parents had (branches in its run.json): training with the best settings from the first round is another training."
         )
     return notes
+
+
+def _find_choosers(trial: Trial) -> Iterable[Criterion]:
+    """Return the criteria of ``run.best`` with the validation data of the trial's run, if it has begun."""
+    folder, config = trial.run_dir / "population", trial.config
+    population = Population.load(folder, bands=config.data.features.bands) if folder.exists() else None
+    return config.make_selection(population).for_best.values()
 
 
 def _describe_features(study: Study) -> list[str]:
