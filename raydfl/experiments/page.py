@@ -13,11 +13,9 @@ from markupsafe import Markup, escape
 
 from raydfl.core.files import write_durably
 from raydfl.experiments.domains import Domain
-from raydfl.experiments.importance import FEWEST
-from raydfl.experiments.notes import describe_results
-from raydfl.experiments.results import Contestant, StudyResults, shown
+from raydfl.experiments.results import FEWEST, Contestant, StudyResults, shown
 from raydfl.experiments.study import describe_value
-from raydfl.experiments.tables import Table, full_table, pivot
+from raydfl.experiments.tables import Table, describe_results, full_table, pivot
 from raydfl.runs.report import Picture, Pictures, render
 from raydfl.runs.report import figures as plots
 from raydfl.runs.report.figures import Axis, Bars, Series

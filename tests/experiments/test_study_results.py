@@ -18,17 +18,16 @@ from studies import StudyFile, leave
 from raydfl.core.errors import RunDirectoryError
 from raydfl.engine.config import load_config
 from raydfl.engine.storage.record import MetricRow, rows_path, write_rows
-from raydfl.experiments import importance, tables
-from raydfl.experiments.importance import FEWEST, measure_importance
+from raydfl.experiments import results as results_module
+from raydfl.experiments import tables
 from raydfl.experiments.load import load_study
-from raydfl.experiments.notes import describe_results
 from raydfl.experiments.page import write_page
-from raydfl.experiments.results import Contestant, Difference, Spread, StudyResults
+from raydfl.experiments.results import FEWEST, Contestant, Difference, Spread, StudyResults, measure_importance
 from raydfl.experiments.results import collect as collect_with
 from raydfl.experiments.settings import MetricSettings
 from raydfl.experiments.state import StudyState
 from raydfl.experiments.study import Study, Trial
-from raydfl.experiments.tables import full_table, latex, markdown, pivot, records, write_tables
+from raydfl.experiments.tables import describe_results, full_table, latex, markdown, pivot, records, write_tables
 from raydfl.runs.report.figures import Bars, bars, heat_map, to_svg
 
 ROUNDS = 12
@@ -115,9 +114,10 @@ def test_every_number_is_that_of_numpy(results: tuple[StudyResults, dict[str, di
             ("loss", "best"): loss.min(axis=1),
             ("accuracy, validation", "last"): validation[:, -1],
         }
-        for key, values in expected.items():
-            np.testing.assert_allclose(cell.scores[key].mean, values.mean())
-            np.testing.assert_allclose(cell.scores[key].std, values.std(ddof=1))
+        places = {metric.title: place for place, metric in enumerate(cell.metrics)}
+        for (title, summary), values in expected.items():
+            np.testing.assert_allclose(cell.score(summary, places[title]).mean, values.mean())
+            np.testing.assert_allclose(cell.score(summary, places[title]).std, values.std(ddof=1))
         assert (cell.done, cell.n) == (3, "3")
 
 
@@ -310,7 +310,7 @@ def test_a_private_models_number_is_found_by_its_name(grid: StudyFile) -> None:
         leave(run, {"test plugin/accuracy": [0.25] * ROUNDS, "test local/accuracy_client_mean": [0.75] * ROUNDS})
     cell = collect(study).contestants[0]
     assert cell.score("tail").mean == 25
-    assert cell.scores["local accuracy", "tail"].mean == 75
+    assert cell.score("tail", 1).mean == 75
 
 
 def test_the_number_in_the_round_that_validation_chose(grid: StudyFile) -> None:
@@ -445,8 +445,8 @@ def test_latex_has_the_best_draws_of_every_cell(search_file: StudyFile, monkeypa
 
 @pytest.mark.usefixtures("pictures")
 def test_the_page_of_a_search_shows_it(search_file: StudyFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importance, "_TREES", 50)
-    monkeypatch.setattr(importance, "_SHUFFLES", 8)
+    monkeypatch.setattr(results_module, "_TREES", 50)
+    monkeypatch.setattr(results_module, "_SHUFFLES", 8)
     file = search_file(samples=10, question="Which <mu>?", metric={"score": "loss", "split": "test"})
     study = load_study(file)
     for place, trial in enumerate(study.trials[:-1]):
@@ -463,7 +463,7 @@ def test_the_page_of_a_search_shows_it(search_file: StudyFile, monkeypatch: pyte
 
 
 def test_importance_finds_the_setting_that_mattered(search_file: StudyFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importance, "_TREES", 50)
+    monkeypatch.setattr(results_module, "_TREES", 50)
     study = load_study(search_file(samples=30))
     scored = [(trial.values, math.log(trial.values["method.mu"])) for trial in study.trials]
     shares = measure_importance(study, scored)
