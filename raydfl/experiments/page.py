@@ -220,7 +220,8 @@ def _heat_map(
         strength = 0.05 + 0.9 * (values - low) / (high - low) if high > low else 0.5 + 0 * values
         edges = (np.arange(len(columns) + 1) - 0.5, np.arange(len(rows) + 1) - 0.5)
         axes.pcolormesh(*edges, strength, cmap=SHARES, vmin=0, vmax=1)
-        axes.pcolor(*edges, np.ma.masked_where(np.isfinite(values), values), hatch="//", edgecolor=INK, alpha=0.3)
+        unknown = np.argwhere(~np.isfinite(values)).T
+        axes.bar(unknown[1], 1, 1, unknown[0] - 0.5, fill=False, hatch="//", edgecolor=INK, linewidth=0, alpha=0.3)
         for (row, column), value in np.ndenumerate(values):
             if np.isfinite(value):
                 colour = "white" if strength[row, column] > 0.6 else INK

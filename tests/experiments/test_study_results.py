@@ -348,11 +348,13 @@ def test_figures_of_a_study_show_its_numbers(
     differences = [each.difference.mean for each in results[0].contestants if each.difference]
     axes = pictures["difference"].figure().axes[0]
     assert [text.get_text() for text in axes.texts] == [f"{value:.1f}" for value in differences]
-    cells, hatched = axes.collections
+    (cells,) = axes.collections
     strengths = np.ma.compressed(cells.get_array())[-len(differences) :]
     assert np.argsort(strengths).tolist() == np.argsort(differences).tolist()
-    assert hatched.get_hatch()
-    assert len(hatched.get_paths()) == 6 - len(differences)
+    assert [(patch.get_hatch(), patch.get_xy()) for patch in axes.patches] == [
+        ("//", (column - 0.5, -0.5)) for column in range(3)
+    ]
+    assert axes.get_xlim() == (-0.5, 2.5)
 
 
 def test_table_only_writes_what_is_there(grid: StudyFile, raydfl: Raydfl, tmp_path: Path) -> None:

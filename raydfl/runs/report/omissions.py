@@ -1,4 +1,4 @@
-"""What a run left out: layers and updates that were not averaged, clients that failed or were late, clips that cannot be read."""
+"""Omissions of a run: layers and updates that were not averaged, clients that failed or were late, clips that cannot be read."""
 
 from __future__ import annotations
 
