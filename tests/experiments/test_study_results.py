@@ -28,7 +28,8 @@ from raydfl.experiments.settings import MetricSettings
 from raydfl.experiments.state import StudyState
 from raydfl.experiments.study import Study, Trial
 from raydfl.experiments.tables import describe_results, full_table, latex, markdown, pivot, records, write_tables
-from raydfl.runs.report.figures import Bars, bars, heat_map, to_svg
+from raydfl.runs.report import Picture
+from raydfl.runs.report import page as page_builder
 
 ROUNDS = 12
 
@@ -331,27 +332,29 @@ def test_spread_of_few_runs() -> None:
     assert MetricSettings(score="macro_f1", model="plugin", split="validation").title == "plugin macro f1, validation"
 
 
-def test_figures_of_a_study() -> None:
-    nothing = float("nan")
-    series = [
-        Bars("one", np.array([1.0, nothing]), np.array([0.1, nothing]), np.array([1.1, nothing])),
-        Bars("two", np.array([2.0, 3.0]), np.array([nothing, 0.2]), np.array([nothing, nothing])),
+def test_figures_of_a_study_show_its_numbers(
+    results: tuple[StudyResults, dict[str, dict[str, list[float]]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pictures: dict[str, Picture] = {}
+    monkeypatch.setattr(page_builder, "draw", lambda picture, _: pictures.setdefault(picture.title, picture) and "")
+    write_page(results[0])
+    means = [each.score("tail").mean for each in results[0].contestants]
+    axes = pictures["accuracy (%)"].figure().axes[0]
+    assert sorted(patch.get_height() for patch in axes.patches) == pytest.approx(sorted(means))
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["clean", "wrong"]
+    assert sorted(axes.get_legend_handles_labels()[1]) == ["FedAvg", "FedProx", "fast", "paper"]
+    bars, matrix = list(pictures.values())[:2]
+    assert (bars.caption, matrix.caption) == ("Lines: standard deviation over the runs.", "")
+    differences = [each.difference.mean for each in results[0].contestants if each.difference]
+    axes = pictures["difference"].figure().axes[0]
+    assert [text.get_text() for text in axes.texts] == [f"{value:.1f}" for value in differences]
+    (cells,) = axes.collections
+    strengths = np.ma.compressed(cells.get_array())[-len(differences) :]
+    assert np.argsort(strengths).tolist() == np.argsort(differences).tolist()
+    assert [(patch.get_hatch(), patch.get_xy()) for patch in axes.patches] == [
+        ("//", (column - 0.5, -0.5)) for column in range(3)
     ]
-    figure = bars(series, ["left", "right"], "accuracy (%)", "paper")
-    axes = figure.axes[0]
-    assert sorted(patch.get_height() for patch in axes.patches) == [0.0, 1.0, 2.0, 3.0]
-    assert [text.get_text() for text in axes.get_xticklabels()] == ["left", "right"]
-    assert sorted(axes.get_legend_handles_labels()[1]) == ["one", "paper", "two"]
-    figure = heat_map([[1.0, nothing], [3.0, 2.0]], ["a", "b"], ["x", "y"], ("rows", "columns"))
-    axes = figure.axes[0]
-    assert sorted(text.get_text() for text in axes.texts) == ["1.0", "2.0", "3.0"]
-    strength = {
-        text.get_text(): patch.get_alpha()
-        for text, patch in zip(axes.texts, [p for p in axes.patches if not p.get_hatch()], strict=True)
-    }
-    assert strength["1.0"] < strength["2.0"] < strength["3.0"]
-    assert len([patch for patch in axes.patches if patch.get_hatch()]) == 1
-    assert "<svg" in to_svg(figure, "map", "a heat map")
+    assert axes.get_xlim() == (-0.5, 2.5)
 
 
 def test_table_only_writes_what_is_there(grid: StudyFile, raydfl: Raydfl, tmp_path: Path) -> None:
