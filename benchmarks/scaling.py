@@ -176,7 +176,7 @@ def age(run_dir: Path, config: Config, population: Population) -> None:
     older = len(refs) - len(refs) // 32
     index = PrivateIndex()
     for part in (slice(older), slice(older, None)):
-        index = index.changed(dict(list(refs.items())[part]))
+        index = index.replace(dict(list(refs.items())[part]))
     RunStore(run_dir).commit(State(rounds, state.tensors, state.extra), index)
 
 

@@ -19,7 +19,7 @@ from raydfl.cluster.faults import LOST, StragglerPolicy, leave_out, task_cause, 
 from raydfl.cluster.resources import ActorKind, actor_kinds, alive_nodes
 from raydfl.cluster.scheduling import Backlog, Lane, schedule
 from raydfl.core.errors import ResourcesError
-from raydfl.engine import SERVER, Order, RaySettings, Reply, Worker, in_groups, with_spans
+from raydfl.engine import SERVER, Order, RaySettings, Reply, Worker, add_spans, split_groups
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -216,7 +216,7 @@ class ActorPool:
         """
         self._references = references
         self._calls, self._losses, self._again = {}, Counter(), Counter()
-        self._waiting = {group[0].position: group for group in in_groups(orders)}
+        self._waiting = {group[0].position: group for group in split_groups(orders)}
         pieces = [(position, _cost(group)) for position, group in self._waiting.items()]
         self._backlog, self._alone = Backlog(pieces), Backlog()
         if self._patience.deadline is not None:
@@ -298,7 +298,7 @@ class ActorPool:
             raise task_cause(error) from error
         self._learn(call, replies)
         self._note_results(replies)
-        return with_spans(replies, self._numbers[call.key], call.sent, time.perf_counter(), self._again)
+        return add_spans(replies, self._numbers[call.key], call.sent, time.perf_counter(), self._again)
 
     def _note_results(self, replies: Sequence[Reply]) -> None:
         for reply in replies:
@@ -314,11 +314,11 @@ class ActorPool:
         if self._slots.get(call.key) is call.slot:  # else another call of its has already told of its end
             self._replace(call.key)
         if self._replace_gone(call.slot.node):
-            for group in in_groups(call.orders):  # it left with its node: no client's doing
+            for group in split_groups(call.orders):  # it left with its node: no client's doing
                 self._wait(group)
             return []
         left_out: list[Reply] = []
-        for group in in_groups(call.orders):
+        for group in split_groups(call.orders):
             self._losses.update(order.position for order in group)
             first, times = group[0], self._losses[group[0].position]
             if times <= self._patience.tries(self._settings.retries):

@@ -24,7 +24,7 @@ from raydfl.core.settings import Settings
 from raydfl.core.yaml import read_yaml
 from raydfl.data import KNOWN, DataSettings, Population, ProfileSettings
 from raydfl.engine.assembly import ModelChoice, Parts, assemble, split_view, text_of
-from raydfl.engine.digest import deciding, hashed, without_neutral
+from raydfl.engine.digest import drop_neutral, hash_values, select_decisive
 from raydfl.engine.named_files import absolute, check_encoder, check_same_files, named_files
 from raydfl.engine.needs import check_needs, check_pools
 from raydfl.engine.overrides import apply_overrides
@@ -224,18 +224,18 @@ class Config(Settings):
         parts["models"] = self.parts.models
         parts["objective"] = {
             "name": self.objective["name"],
-            **without_neutral(self.objective["name"], plain(self.parts.method.objective)),
+            **drop_neutral(self.objective["name"], plain(self.parts.method.objective)),
         }
         if self.parts.chosen_by:
             parts["chosen_by"] = self.parts.chosen_by
         attack = self.parts.attack
         if attack is not None:
             parts["attack"] = {"name": (self.attack or {})["name"], **plain(attack)}
-        parts = deciding(parts, self.data)
+        parts = select_decisive(parts, self.data)
         parts["train"].pop("rounds")
         if type(self.parts.method).phases:
             parts["train"]["phases"] = [
-                (name, first, self.train.phases.get(name, PhaseSettings()).deciding())
+                (name, first, self.train.phases.get(name, PhaseSettings()).select_decisive())
                 for name, first in zip(self.phases.names, self.phases.first, strict=True)
             ]
             parts |= self._choosing()
@@ -243,7 +243,7 @@ class Config(Settings):
             del parts["train"]["late"]  # nobody is
         parts["seed"] = self.run.seed
         parts["threads"] = self.ray.threads
-        return hashed(parts, self.files())
+        return hash_values(parts, self.files())
 
     def _choosing(self) -> dict[str, Any]:
         """Return what decides where phases begin, and with which round's models, where rounds are compared for that."""

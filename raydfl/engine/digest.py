@@ -1,7 +1,7 @@
-"""The digest of a configuration: what of its settings decides the numbers of a run.
+"""Digest of a configuration: a hash of the settings that affect the results of a run.
 
-A setting that is new does not change the digests of configurations that leave it at the value at which a run is what it was before
-there was the setting. tests/engine/test_digest.py asks of every setting whether it is in the digest as it should be.
+A new setting has a neutral value, which keeps the results of earlier versions. The digest omits neutral values, so that existing
+digests stay valid. tests/engine/test_digest.py checks every setting.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from raydfl.data import DataSettings, View
 from raydfl.data.features import NEUTRAL
 
 _FIRST_OF_DATA = ("name", "features", "segment", "split", "partition", "corrupt", "unreadable", "cache")
-"""Keys of ``data`` in the first version. All others came later, and are neutral at their defaults."""
+"""Keys of ``data`` in the first version. The defaults of all later keys are neutral."""
 
 _CAME_LATER: Mapping[tuple[str, ...], Any] = {
     **{
@@ -45,8 +45,7 @@ _CAME_LATER: Mapping[tuple[str, ...], Any] = {
     ("train", "phases"): {},
     ("train", "optimiser", "keep"): False,
 }
-"""Settings that earlier versions did not have, with the value at which a run is what it was without them. The digest leaves that
-out, and so stays what it was."""
+"""Settings of later versions, with their neutral values. The digest omits neutral values."""
 
 
 _OPTION_CAME_LATER: Mapping[tuple[str, str], Any] = {
@@ -56,65 +55,69 @@ _OPTION_CAME_LATER: Mapping[tuple[str, str], Any] = {
     ("compact", "quantile"): 0.95,
     ("reconstruct", "quantile"): 0.95,
 }
-"""The same for options of data sets and objectives: by name of either, and option."""
+"""Options of data sets and objectives of later versions, with their neutral values: by data set or objective, and option."""
 
 
-def deciding(groups: Mapping[str, Any], data: DataSettings) -> dict[str, Any]:
-    """Return what of a configuration's groups decides numbers.
+def select_decisive(groups: Mapping[str, Any], data: DataSettings) -> dict[str, Any]:
+    """Return the settings of a configuration that affect results.
 
     Args:
-        groups: as plain values, with all options of what they name.
-        data: the group ``data``.
+        groups: Settings groups as plain values, with all options of their classes.
+        data: The group ``data``.
     """
-    found = {**groups, "data": _with_all_options(data, groups["data"])}
+    decisive = {**groups, "data": _add_transform_options(data, groups["data"])}
     if not data.parts:
-        found["data"] = _with_options(data, found["data"])
-    _forget_neutral(found)
-    _note_statistics(data, found["data"])
+        decisive["data"] = _add_dataset_options(data, decisive["data"])
+    _drop_neutral(decisive)
+    _mark_statistics(data, decisive["data"])
     if data.parts:
-        # Only what each comes to: it does not matter what stands in data for all of them.
+        # Hash the resolved settings of each part: it does not matter whether a setting comes from data or from the part.
         common = {} if data.heads == "part" else {"heads": data.heads}
-        found["data"] = {"parts": [(name, _described(part)) for name, part in data.each.items()], **common}
-    found["data"].pop("cache", None)  # where features lie; what they are decides the numbers
-    return found
+        decisive["data"] = {"parts": [(name, _describe_part(part)) for name, part in data.each.items()], **common}
+    decisive["data"].pop("cache", None)  # the folder of the feature cache does not affect results
+    return decisive
 
 
-def hashed(groups: Mapping[str, Any], files: Mapping[str, tuple[str, str]]) -> str:
-    """Return the digest of plain values.
+def hash_values(groups: Mapping[str, Any], files: Mapping[str, tuple[str, str]]) -> str:
+    """Hash plain values.
 
     Args:
-        files: that options name, by place: path, which is taken out, and digest of the content, which is put in its place.
+        groups: Settings groups as plain values.
+        files: Files in the options, by setting: path and digest of the content. The digest replaces the path.
+
+    Returns:
+        16 hexadecimal digits.
     """
     text = json.dumps(groups, sort_keys=True, default=str)
     for path, content in files.values():
-        text = text.replace(json.dumps(path), json.dumps(content))  # wherever the file lies
-    # A job's copy of one's own file lies elsewhere each time.
+        text = text.replace(json.dumps(path), json.dumps(content))  # the path of a file does not affect results
+    # Each job copies the user's own file to another folder.
     text = re.sub(r'"[^"]*/([^"/]+\.py:\w+)"', r'"\1"', text)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def without_neutral(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a data set or an objective but those that came later and are neutral."""
+def drop_neutral(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Remove neutral options of later versions from the options of a data set or an objective."""
     return {key: value for key, value in options.items() if _OPTION_CAME_LATER.get((name, key), ...) != value}
 
 
-def _described(data: DataSettings) -> dict[str, Any]:
-    """Return what of a part's settings decides the numbers."""
-    values = _with_all_options(data, data.model_dump(mode="json"))
-    found = _with_options(data, values)
-    _forget_neutral({"data": found}, "data")
-    _note_statistics(data, found)
+def _describe_part(data: DataSettings) -> dict[str, Any]:
+    """Return the settings of a part that affect results."""
+    values = _add_transform_options(data, data.model_dump(mode="json"))
+    found = _add_dataset_options(data, values)
+    _drop_neutral({"data": found}, "data")
+    _mark_statistics(data, found)
     found.pop("cache")
     return found
 
 
-def _with_all_options(data: DataSettings, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values of ``data`` with all the transforms' options, those that were not given too, and the pools in their order."""
+def _add_transform_options(data: DataSettings, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Add the defaults of the transforms' options, and the order of the pools, to values of ``data``."""
     views = data.all_views
     found = {**values, "transforms": _transforms(views[FIRST_VIEW])}
     found["views"] = {name: {**own, "transforms": _transforms(views[name])} for name, own in values["views"].items()}
     if data.pools:
-        found["pools"] = [*values["pools"].items()]  # the first is what is trained on by default
+        found["pools"] = [*values["pools"].items()]  # order matters: methods train on the first pool by default
     return found
 
 
@@ -127,16 +130,16 @@ def _transforms(view: View) -> list[dict[str, Any]]:
     ]
 
 
-def _with_options(data: DataSettings, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values of ``data`` with all options of the data set, at each site if there are any, not only the given ones."""
+def _add_dataset_options(data: DataSettings, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Add the defaults of the data set's options, at each site, to values of ``data``."""
     if data.sites:
-        # In the order given, in which clients are numbered; a site's folder, like the cache, is only where things lie.
-        return {**values, "sites": [(name, _of_site(data, name)) for name in data.sites]}
+        # The order of sites determines the numbers of clients. A site's folder does not affect results.
+        return {**values, "sites": [(name, _describe_site(data, name)) for name in data.sites]}
     found = {key: values[key] for key in values if key in DataSettings.model_fields} | {"sites": []}
     return found | _options(data) | data.uris
 
 
-def _of_site(data: DataSettings, name: str) -> dict[str, Any]:
+def _describe_site(data: DataSettings, name: str) -> dict[str, Any]:
     own = data.at(name)
     changed = {
         name: getattr(own, name) for name in ("partition", "tables") if getattr(own, name) != getattr(data, name)
@@ -145,16 +148,16 @@ def _of_site(data: DataSettings, name: str) -> dict[str, Any]:
 
 
 def _options(data: DataSettings) -> dict[str, Any]:
-    """Return the data set's options, those that were not given too."""
-    return without_neutral(data.name, plain(data.source.open()))
+    """Return the data set's options, including defaults."""
+    return drop_neutral(data.name, plain(data.source.open()))
 
 
-def _forget_neutral(values: dict[str, Any], *of: str) -> None:
-    """Take out the settings that earlier versions did not have, where they are as it was without them.
+def _drop_neutral(values: dict[str, Any], *of: str) -> None:
+    """Remove settings of later versions with neutral values.
 
     Args:
-        values: groups of settings.
-        of: only of this group.
+        values: Settings groups, modified in place.
+        of: Restrict the removal to this group.
     """
     for (*groups, key), neutral in _CAME_LATER.items():
         if of and groups[:1] != [*of]:
@@ -162,12 +165,12 @@ def _forget_neutral(values: dict[str, Any], *of: str) -> None:
         group = functools.reduce(operator.getitem, groups, values)
         if key in group and group[key] == neutral:
             del group[key]
-    _forget_later_options(values["data"])
-    _forget_others(values["data"]["split"])
+    _drop_neutral_of_pools(values["data"])
+    _drop_null_others(values["data"]["split"])
 
 
-def _forget_later_options(data: dict[str, Any]) -> None:
-    """Take neutral options out of the pools' partitions that earlier versions did not have."""
+def _drop_neutral_of_pools(data: dict[str, Any]) -> None:
+    """Remove neutral options of later versions from the pools' partitions."""
     pools = data.get("pools", {})
     for pool in (data.get("unlabelled"), *dict(pools).values()):
         if pool and pool["partition"]:
@@ -177,13 +180,13 @@ def _forget_later_options(data: dict[str, Any]) -> None:
                 del pool["partition"]["file"]
 
 
-def _forget_others(split: dict[str, Any]) -> None:
-    """Take it out of what is held out where it is null."""
+def _drop_null_others(split: dict[str, Any]) -> None:
+    """Remove ``others: null`` from the held-out sets."""
     for held_out in split.values():
         if isinstance(held_out, dict) and held_out.get("others", ...) is None:
             del held_out["others"]
 
 
-def _note_statistics(data: DataSettings, values: dict[str, Any]) -> None:
+def _mark_statistics(data: DataSettings, values: dict[str, Any]) -> None:
     if data.features.normalise == "group":
-        values["features"]["statistics"] = "training clips"  # earlier versions took those of held-out clips too
+        values["features"]["statistics"] = "training clips"  # earlier versions included held-out clips

@@ -36,8 +36,8 @@ from raydfl.engine.orders import (
     Reply,
     check_take_part,
     check_tasks,
-    grouped,
-    in_order,
+    assign_groups,
+    sort_replies,
     keys_of,
 )
 from raydfl.engine.pool import Pool, ask_everywhere
@@ -206,7 +206,7 @@ class Federation:
         self.checkpoint = dataclasses.replace(
             self.checkpoint,
             state=dataclasses.replace(state, round_index=report.round),
-            private=self.checkpoint.private.changed(current.moved(self.clients.index_of)),
+            private=self.checkpoint.private.replace(current.moved(self.clients.index_of)),
         )
 
     def _evaluate(self, current: Round) -> None:
@@ -326,7 +326,7 @@ class Federation:
             )
             for position, (index, task) in enumerate(placed)
         ]
-        return grouped(orders, [self.clients[index].models for index, _ in placed], self.store.together)
+        return assign_groups(orders, [self.clients[index].models for index, _ in placed], self.store.together)
 
     def broadcast(self, keys: set[str]) -> dict[str, FlatTensors]:
         """Return the entries of the state as they are sent."""
@@ -357,7 +357,7 @@ class Federation:
         stage = self.checkpoint.phases.at(round_index - 1)
         orders = [dataclasses.replace(order, stage=stage) for order in self._evaluation.orders(self.state, cohort)]
         # All at once: they are metrics and no tensors.
-        replies = in_order(self._send(orders), len(orders)) if orders else []
+        replies = sort_replies(self._send(orders), len(orders)) if orders else []
         found, unmeasured = pooled(round_index, orders, replies, settings.on_error)
         at_clients = sum(order.task.client_id != SERVER for order in orders)
         check_failed(round_index, unmeasured, at_clients, settings.max_failed)

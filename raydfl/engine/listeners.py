@@ -1,7 +1,7 @@
-"""Listeners: the decisions that follow a round, one class each.
+"""Listeners: the decisions after a round, one class each.
 
-The federation calls ``after_round`` of each in the order of :class:`Federation`'s list, and continues from the checkpoint that the
-last one returns. If one of them fails, nothing of the round counts.
+:class:`Federation` calls their ``after_round`` in order and continues from the last returned checkpoint. If a listener fails, the
+round is discarded.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from raydfl.engine.worker import Worker
 
 
 class Listener(Protocol):
-    """A decision that follows a round."""
+    """Decision after a round."""
 
     def after_round(self, done: Round, checkpoint: Checkpoint) -> Checkpoint:
-        """Return the checkpoint from which the next round begins.
+        """Return the starting checkpoint of the next round.
 
         Args:
-            done: the aggregated and evaluated round; a listener may add to its rows.
-            checkpoint: the checkpoint so far.
+            done: Aggregated and evaluated round. A listener may add rows to it.
+            checkpoint: Checkpoint of the previous listener.
         """
         ...
 
@@ -74,9 +74,9 @@ class PhaseChange:
     """Begins the next phase after the last round of a phase.
 
     Args:
-        config: of the run.
-        store: of the run.
-        committer: of the run.
+        config: Configuration of the run.
+        store: Store of the run.
+        committer: Committer of the run.
     """
 
     def __init__(self, config: Config, store: RunStore, committer: Committer) -> None:
@@ -85,11 +85,11 @@ class PhaseChange:
         self._committer = committer
 
     def after_round(self, done: Round, checkpoint: Checkpoint) -> Checkpoint:
-        """Begin the next phase, with the models of this round or of the best one.
+        """Begin the next phase from the checkpoint of this round or of the best round.
 
         Raises:
-            ClientError: the method's code failed.
-            RunDirectoryError: the best round's commit is missing.
+            ClientError: The method's code failed.
+            RunDirectoryError: The best round's commit is missing.
         """
         checkpoint = checkpoint.with_state(checkpoint.state)
         phase, best = checkpoint.state.phase, checkpoint.selection.best
@@ -102,13 +102,13 @@ class PhaseChange:
         return dataclasses.replace(checkpoint, state=begin_phase(self._config, checkpoint.state))
 
     def _restore(self, best: int, done: Round, checkpoint: Checkpoint) -> Checkpoint:
-        """Return the checkpoint with the models and the private state of an earlier round."""
+        """Restore the models and the private state of an earlier round."""
         done.report.rows += self._committer.wait()
         name = self._store.commit_of(best)
         if name is None:
             raise RunDirectoryError(
-                f"phase {checkpoint.state.phase!r} begins with the models of round {best}, whose commit is not in "
-                f"{self._store.folder / 'commits'} any more; restore it from a copy, or start the run again"
+                f"phase {checkpoint.state.phase!r} begins with the models of round {best}, but its commit is missing in "
+                f"{self._store.folder / 'commits'}. Restore it from a copy, or restart the run"
             )
         commit = self._store.load(name)
         state = dataclasses.replace(commit.state, round_index=done.report.round)
@@ -116,13 +116,13 @@ class PhaseChange:
 
 
 class ReadAhead:
-    """Has clients begin the next round while the server records this one.
+    """Starts the next round at the clients while the server records the current one.
 
     Args:
-        config: of the run.
-        pool: of the run.
-        committer: of the run.
-        begin: plans the next round and sends its orders.
+        config: Configuration of the run.
+        pool: Pool of the run.
+        committer: Committer of the run.
+        begin: Plans the next round and sends its orders.
     """
 
     def __init__(self, config: Config, pool: Pool, committer: Committer, begin: Callable[[], Round]) -> None:
@@ -131,38 +131,38 @@ class ReadAhead:
         self._committer = committer
         self._begin = begin
         self.begun: Round | None = None
-        """The next round, if clients work on it already."""
+        """Next round, if clients already work on it."""
 
     def take(self, round_index: int) -> Round | None:
-        """Return the round that clients have begun after so many completed rounds, if any, and forget it."""
+        """Remove and return the started round after ``round_index`` completed rounds, if there is one."""
         begun, self.begun = self.begun, None
         return begun if begun is not None and begun.before.state.round_index == round_index else None
 
     def after_round(self, done: Round, checkpoint: Checkpoint) -> Checkpoint:
-        """Begin the next round if the pool works beside this process, and neither a deadline nor a compaction is due."""
+        """Start the next round if the pool runs in other processes, unless a deadline or a compaction forbids it."""
         train, state = self._train, checkpoint.state
         if not done.read_ahead or done.went_back or done.report.stopped:
             return checkpoint
         if not self._pool.apart or state.round_index >= train.rounds:
             return checkpoint
-        # Nobody watches a deadline until the round is asked for.
+        # Nothing enforces a deadline before the next call of Federation.round.
         moving = self._committer.worth_moving(checkpoint.private) is not None
         if not moving and train.in_phase(state.phase).deadline is None:
-            with contextlib.suppress(Exception):  # the next round raises it again
+            with contextlib.suppress(Exception):  # the next call of Federation.round raises the error again
                 self.begun = self._begin()
                 done.times["next started"] = self.begun.times["started"]
         return checkpoint
 
 
 class Recorder:
-    """Writes the rows of a round into the metrics table.
+    """Adds the rows of a round to the metrics table.
 
     Args:
-        config: of the run.
-        clients: of the run.
-        pool: of the run.
-        store: of the run.
-        committer: of the run; a commit makes the rows durable.
+        config: Configuration of the run.
+        clients: Clients of the run.
+        pool: Pool of the run.
+        store: Store of the run.
+        committer: Committer of the run. A commit makes the rows durable.
     """
 
     def __init__(self, config: Config, clients: Clients, pool: Pool, store: RunStore, committer: Committer) -> None:
@@ -174,7 +174,7 @@ class Recorder:
         self._marked = time.perf_counter()
 
     def after_round(self, done: Round, checkpoint: Checkpoint) -> Checkpoint:
-        """Record the training, the attackers, the phase, the evaluation and the times of a round."""
+        """Add rows for the training, the attackers, the phase, the evaluation and the times of a round."""
         report, rows, arrivals = done.report, RoundRows(done.report.round), done.received
         arrivals.record(rows, self._store.together > 1, self._config.train.deadline is not None)
         if self._config.parts.attack is not None:
@@ -186,7 +186,7 @@ class Recorder:
             rows.add({"phase": Ratio(checkpoint.phases.number(report.phase), 1)})
         rows.extend(done.measured)
         arrivals.record_work(rows, self._pool.places(), done.times["started"], self._clients.index_of)
-        # A commit runs beside the next round, so its time is known one round later.
+        # A commit runs during the next round, so its time is known one round later.
         now = done.times.get("next started") or time.perf_counter()
         commit, waited = self._committer.take_seconds()
         report.seconds |= done.seconds | {"round": now - self._marked, "commit": commit, "commit_wait": waited}
@@ -200,10 +200,10 @@ class Compaction:
     """Keeps the private segments below about twice the size of their live records.
 
     Args:
-        pool: of the run.
-        committer: of the run.
-        ahead: the listener that begins rounds; clients that work already read their private state where it is.
-        place_of: returns the place of a client, where its records are.
+        pool: Pool of the run.
+        committer: Committer of the run.
+        ahead: Listener that starts rounds ahead. While clients work, their records must not move.
+        place_of: Returns the site of a client, by its index.
     """
 
     def __init__(self, pool: Pool, committer: Committer, ahead: ReadAhead, place_of: Callable[[int], str]) -> None:
@@ -225,19 +225,19 @@ class Compaction:
             job = functools.partial(_compact, round_index=checkpoint.state.round_index, refs=refs)
             moved |= self._pool.ask(place, job) or {}  # if the worker is lost, a later commit tries again
         self._committer.note_moved(checkpoint.private, moved)
-        return dataclasses.replace(checkpoint, private=checkpoint.private.changed(moved))
+        return dataclasses.replace(checkpoint, private=checkpoint.private.replace(moved))
 
 
 def _compact(worker: Worker, round_index: int, refs: Mapping[int, PrivateRef]) -> dict[int, PrivateRef]:
-    """Compact records where they are: private state never passes through the server."""
+    """Compact records at their site, so that private state never passes through the server."""
     return worker.private.compact(round_index, refs)
 
 
 def begin_phase(config: Config, state: State) -> State:
-    """Return the method's first state of a phase, named by ``state.phase``.
+    """Compute the method's first state of the phase ``state.phase``.
 
     Raises:
-        ClientError: the method's code failed.
+        ClientError: The method's code failed.
     """
     method = config.parts.method
     with naming_failures(method, "begin_phase", f"after round {state.round_index}, phase {state.phase!r}"):

@@ -1,4 +1,4 @@
-"""Orders to workers and their replies: values that travel between processes."""
+"""Orders to workers and their replies, which travel between processes."""
 
 from __future__ import annotations
 
@@ -16,160 +16,160 @@ from raydfl.engine.clients import Clients
 from raydfl.engine.storage.private import PrivateRef
 
 SERVER = ""
-"""The client id under which the server's own test data are evaluated."""
+"""Client id of evaluations on the server's data."""
 
 TRIGGERED = "triggered"
-"""The split of test clips that carry a backdoor's trigger."""
+"""Split of test clips with a backdoor's trigger."""
 SERVER_VALIDATION = "server_validation"
-"""The split that the server holds out beside its test, to choose a round or a setting."""
+"""The server's validation split, for the choice of a round or a setting."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """A measurement to make: the models, and the examples to measure them on."""
+    """Evaluation of models on a data split."""
 
     split: str
-    """``"test"`` (the server's held-out data), ``"triggered"`` (copies of them with a backdoor's trigger, of which only its success
-    is measured), ``"server_validation"`` (the server's other hold-out), ``"validation"`` (the client's own hold-out) or
-    ``"client_test"`` (the client's own test data)."""
+    """``"test"`` and ``"server_validation"`` (the server's test and validation data), ``"triggered"`` (test clips with a backdoor's
+    trigger, to measure its success), ``"validation"`` and ``"client_test"`` (the client's own validation and test clips)."""
     models: tuple[str, ...]
     shard: Shard | None = None
-    """The part of the server's data that is measured; ``None``: all of the split."""
+    """Shard of the server's data; ``None``: the whole split."""
     sample: int | None = None
-    """At most that many clips of the split, drawn by the run seed, the same for every client."""
+    """Largest number of clips. The run seed determines a random sample, equal for all clients. ``None``: all clips."""
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A task with what a worker needs to carry it out."""
+    """Task of a client with the data that a worker needs to execute it."""
 
     position: int
-    """Place in the round: replies are consumed in this order, whatever the order of arrival."""
+    """Position in the round. The server consumes replies in this order, regardless of their arrival."""
     task: Task
     round_index: int
     cost: float
     """Expected work, in examples."""
     private: PrivateRef | None = None
     measure: tuple[Measurement, ...] | None = None
-    """``None``: train; else evaluate."""
+    """``None``: train. Otherwise evaluate."""
     server_models: tuple[ModelSpec, ...] = ()
-    """For the server's own evaluation: the shared models."""
+    """Shared models, for an evaluation on the server's data."""
     group: int = -1
-    """Orders of one group are carried out together, in one worker; -1: this one by itself."""
+    """Group of orders to execute as one batch in one worker; -1: unbatched."""
     attacking: bool = False
-    """True where the client attacks in this round."""
+    """Whether the client attacks in this round."""
     part: str = ""
-    """The client's part of ``data.parts``; empty: there are none."""
+    """The client's part of ``data.parts``; empty: no parts."""
     place: str = ""
-    """The site of the data that it is about; empty: wherever the run is."""
+    """Site of the data; empty: the run's own machines."""
     stage: str = ""
-    """The method's phase whose training settings hold."""
+    """Phase of the method, which selects the training settings."""
 
     @property
     def subject(self) -> str:
-        """The client that it is about, in words."""
+        """The client in words, for messages."""
         return f"client {self.task.client_id!r}" if self.task.client_id else "the evaluation on the server's data"
 
     @property
     def round_number(self) -> int:
-        """The round as it is printed: what is measured is the state after a round."""
+        """Number of the round in messages. An evaluation belongs to the completed round."""
         return self.round_index + (self.measure is None)
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A worker's answer to an order: all that leaves a client."""
+    """Answer of a worker to an order. Only this data leaves a client."""
 
     position: int
     client_id: str
     update: Update | None = None
-    """``None`` for an evaluation, and for an update that was rejected."""
+    """``None`` for an evaluation and for a rejected update."""
     further: tuple[Update, ...] = ()
-    """The client's updates to further keys."""
+    """The client's updates of further keys."""
     largest: float = 0.0
-    """The largest magnitude in the update."""
+    """Largest magnitude in the update."""
     rejected: str = ""
-    """Why the client was left out, beginning with what kind of failure it was: ``"not finite: ..."``, ``"error: ..."``,
-    ``"late: ..."`` or ``"lost: ..."``; empty when it was not."""
+    """Reason of a rejection, prefixed with the kind of failure: ``"not finite: ..."``, ``"error: ..."``, ``"late: ..."`` or
+    ``"lost: ..."``; empty: accepted."""
     cut: int | None = None
-    """Optimiser steps that it did, if ``train.deadline`` ended its training early."""
+    """Completed optimiser steps, if ``train.deadline`` ended the training early."""
     private: PrivateRef | None = None
-    """Where the client's new private state was written; the state itself stays there."""
+    """Location of the client's new private state. The state itself stays with the worker."""
     measured: Mapping[str, Metrics] = field(default_factory=dict)
     """Metrics by split."""
     seconds: float = 0.0
-    """Seconds of its group, divided by the group's clients."""
+    """Duration of the group's work, divided by the number of its clients."""
     waited: float = 0.0
-    """Seconds from the arrival of the order at the worker to the begin of the work on it."""
+    """Seconds in the worker's queue."""
     span: Span | None = None
-    """Filled in by the pool: when this was done, on the server's clock."""
+    """Time of the work on the server's clock. The pool fills it in."""
     retried: int = 0
-    """Filled in by the pool: times that the order was given to another actor."""
+    """Times that the order moved to another actor. The pool fills it in."""
     bytes_down: int = 0
     bytes_up: int = 0
     together: int = 1
-    """Clients, this one included, whose training was one batched computation."""
+    """Number of clients in the batched computation; 1: unbatched."""
     looped_because: str = ""
-    """Why it was not, where it was tried."""
+    """Reason of a fallback from batched to unbatched training."""
 
     @property
     def updates(self) -> tuple[Update, ...]:
-        """All of the client's updates; none for an evaluation, and where they were rejected."""
+        """All updates of the client; empty for an evaluation and for rejected updates."""
         return () if self.update is None else (self.update, *self.further)
 
 
 def check_tasks(tasks: Sequence[Task], keys: Collection[str]) -> None:
-    """Check that what a method planned can be carried out.
+    """Reject invalid tasks of a method's plan.
 
     Args:
-        tasks: of one round.
-        keys: of the server's state.
+        tasks: Tasks of one round.
+        keys: Keys of the server's state.
 
     Raises:
-        ConfigError: a client has two tasks, or is to receive what the server does not have.
+        ConfigError: A client has two tasks, or a task refers to an unknown key.
     """
     seen: set[str] = set()
     for task in tasks:
         if task.client_id in seen:
             raise ConfigError(
-                f"the method planned two tasks for client {task.client_id!r} in one round; one is possible"
+                f"the method planned two tasks for client {task.client_id!r} in one round. Plan one task per client"
             )
         seen.add(task.client_id)
         for key in task.has:
             if key not in task.receive:
                 raise ConfigError(
-                    f"the method planned that client {task.client_id!r} has {key!r} already, but not that it receives it; name in "
-                    f"Task(has=...) only keys of receive"
+                    f"the method planned a task for client {task.client_id!r} with {key!r} in has but not in receive. Use only keys "
+                    f"of receive in Task(has=...)"
                 )
         for key in task.receive:
             if key not in keys:
                 raise ConfigError(
                     f"the method planned to send {key!r} to client {task.client_id!r}, but the server's state has only "
-                    f"{', '.join(keys)}"
+                    f"{', '.join(keys)}. Correct Task(receive=...)"
                 )
 
 
 def check_take_part(tasks: Sequence[Task], clients: Clients, round_number: int, method: str) -> None:
-    """Refuse a plan for nobody, or of a method that draws in its own way, and so clients that ``train.clients`` leaves out.
+    """Reject an empty plan, and a plan with clients that ``train.clients`` excludes.
 
     Args:
-        tasks: of the round.
-        clients: all of them.
-        round_number: for the message, as the name of the method.
+        tasks: Tasks of the round.
+        clients: All clients.
+        round_number: Number of the round, for the message.
+        method: Name of the method, for the message.
 
     Raises:
-        ConfigError: nobody takes part, or a client that is left out.
+        ConfigError: The plan is empty or contains an excluded client.
     """
     if not tasks:
         raise ConfigError(
-            f"train.clients: none of the clients that it leaves can take part in round {round_number} of method {method!r}; take "
-            f"back one of its conditions"
+            f"train.clients: none of the selected clients can take part in round {round_number} of method {method!r}. Remove one "
+            f"of the conditions"
         )
     for task in tasks:
         if clients.by_id(task.client_id).chance == 0:
             raise ConfigError(
-                f"train.clients: method {method!r} plans client {task.client_id!r}, which does not take part; its plan() must draw "
-                f"with raydfl.drawn, or leave train.clients out"
+                f"train.clients: method {method!r} plans client {task.client_id!r}, which the setting excludes. Draw with "
+                f"raydfl.drawn in plan(), or remove train.clients"
             )
 
 
@@ -180,23 +180,23 @@ _SERVERS_SPLITS = ("test", TRIGGERED, SERVER_VALIDATION)
 def check_server_tasks(
     tasks: Sequence[Task], keys: Collection[str], models: Collection[str], parts: Collection[str]
 ) -> None:
-    """Check what a method planned for the server to measure.
+    """Reject invalid evaluation tasks for the server in a method's plan.
 
     Args:
-        tasks: those with the server's id.
-        keys: of the server's state.
-        models: of which the server has every tensor.
-        parts: of the federation; one without a name where there are none.
+        tasks: Tasks with the server's id.
+        keys: Keys of the server's state.
+        models: Models whose tensors are all on the server.
+        parts: Parts of the federation; a single empty name without parts.
 
     Raises:
-        ConfigError: an entry, model or option that is not there, or two tasks that would be one in the record.
+        ConfigError: An entry, model or option is unknown, or two tasks have the same metrics.
     """
     seen: set[tuple[str, str | None, str]] = set()
     where = "plan_evaluation(), the server's task:"
     for task in tasks:
         if not task.receive:
             raise ConfigError(
-                f"{where} it receives no entry of the server's state; name one of {', '.join(map(repr, keys))}"
+                f"{where} it receives no entry of the server's state. Choose one of {', '.join(map(repr, keys))}"
             )
         for key in task.receive:
             if key not in keys:
@@ -209,37 +209,43 @@ def check_server_tasks(
             raise ConfigError(f"{where} there is no split {split!r}; {nearest(str(split), _SERVERS_SPLITS)}")
         _check_weights_of_parts(task.options.get("parts", {}), parts, where)
         if isinstance(named, str) or not named:
-            raise ConfigError(f"{where} models is {named!r}; give a list of names, of {', '.join(map(repr, models))}")
+            raise ConfigError(f"{where} models is {named!r}. Set it to a list of {', '.join(map(repr, models))}")
         for name in named:
             if name not in models:
                 raise ConfigError(f"{where} the server has no whole model {name!r}; {nearest(name, models)}")
-            for each in _SERVERS_SPLITS if split is None else (split,):
-                if (task.receive[0], each, name) in seen:
+            for task_split in _SERVERS_SPLITS if split is None else (split,):
+                if (task.receive[0], task_split, name) in seen:
                     raise ConfigError(
-                        f"{where} {name!r} of {task.receive[0]!r} is measured twice on the split {each!r}"
+                        f"{where} {name!r} of {task.receive[0]!r} is measured twice on the split {task_split!r}. Remove one task"
                     )
-                seen.add((task.receive[0], each, name))
+                seen.add((task.receive[0], task_split, name))
 
 
 def _check_weights_of_parts(weights: object, parts: Collection[str], where: str) -> None:
-    """Refuse what is no mapping of parts to numbers above 0."""
+    """Reject weights that do not map parts to positive numbers."""
     for part, weight in weights.items() if isinstance(weights, Mapping) else [(weights, 0)]:
         if part not in parts or not isinstance(weight, (int, float)) or not 0 < weight < math.inf:
             raise ConfigError(
-                f"{where} parts is {weights!r:.80}; give by names of parts a number above 0, how much the score counts there; the "
-                f"parts are {', '.join(map(repr, parts))}"
+                f"{where} parts is {weights!r:.80}. Map parts to positive weights of their scores; the parts are "
+                f"{', '.join(map(repr, parts))}"
             )
 
 
 def keys_of(orders: Sequence[Order]) -> set[str]:
-    """Return the keys of the server's state that orders need."""
+    """Return the keys of the server's state in some orders."""
     return {key for order in orders for key in order.task.receive}
 
 
-def grouped(orders: Sequence[Order], kinds: Sequence[Hashable], width: int) -> list[Order]:
-    """Return the orders with their groups: at most ``width`` of a kind, phase and receipt, those of similar cost together.
+def assign_groups(orders: Sequence[Order], kinds: Sequence[Hashable], width: int) -> list[Order]:
+    """Assign orders to groups for batched training.
 
-    It is a rule that does not know the pool, because how clients are grouped shows in the last digits of what they compute.
+    A group has at most ``width`` orders of the same kind, part, phase and received keys, of similar cost. The assignment does not
+    depend on the pool, because it affects the last bits of results.
+
+    Args:
+        orders: Orders of a round.
+        kinds: Architectures of each order's client.
+        width: Largest number of orders in a group; 1: no groups.
     """
     if width == 1:
         return list(orders)
@@ -255,8 +261,8 @@ def grouped(orders: Sequence[Order], kinds: Sequence[Hashable], width: int) -> l
     return [dataclasses.replace(order, group=group_of[order.position]) for order in orders]
 
 
-def in_groups(orders: Sequence[Order]) -> list[list[Order]]:
-    """Return the orders by group, groups and orders in them in the order given."""
+def split_groups(orders: Sequence[Order]) -> list[list[Order]]:
+    """Split orders into their groups, preserving the order."""
     groups: dict[tuple[str, int], list[Order]] = {}
     for order in orders:
         key = ("alone", order.position) if order.group < 0 else ("group", order.group)
@@ -266,22 +272,22 @@ def in_groups(orders: Sequence[Order]) -> list[list[Order]]:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The time in which a client was worked on: seconds of the server's time.perf_counter."""
+    """Time of a client's work, in seconds of the server's ``time.perf_counter``."""
 
     actor: int
-    """A number for each place of the pool; an actor that takes a lost one's place has its number."""
+    """Number of the actor. A replacement inherits the number of its lost actor."""
     sent: float
-    """When the call with the client's order went out."""
+    """Time of the call with the client's order."""
     begin: float
-    """When work on the client began, as far as the server can tell: it takes the way there and the way back as equally long."""
+    """Begin of the client's work, estimated from equal transfer times in both directions."""
     end: float
     answered: float
-    """When the server had the call's answer; it looks for answers while it has nothing to aggregate."""
+    """Time of the server's receipt. The server looks for answers only when it has nothing to aggregate."""
 
 
-def in_order(replies: Iterable[Reply], count: int) -> list[Reply]:
-    """Return all replies by rising position; there must be ``count``."""
-    found = sorted(replies, key=lambda reply: reply.position)
-    if len(found) != count:
-        raise AssertionError(f"the pool returned {len(found)} of {count} replies")
-    return found
+def sort_replies(replies: Iterable[Reply], count: int) -> list[Reply]:
+    """Sort all ``count`` replies by position."""
+    ordered = sorted(replies, key=lambda reply: reply.position)
+    if len(ordered) != count:
+        raise AssertionError(f"the pool returned {len(ordered)} of {count} replies")
+    return ordered

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 from raydfl.core.tensors import FlatTensors
-from raydfl.engine.orders import Order, Reply, in_groups
-from raydfl.engine.telemetry import with_spans
+from raydfl.engine.orders import Order, Reply, split_groups
+from raydfl.engine.telemetry import add_spans
 from raydfl.engine.worker import Worker
 
 T = TypeVar("T")
@@ -51,10 +51,10 @@ class SerialPool:
 
     def run(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> Iterator[Reply]:
         """Carry out one group of orders after another, each when its replies are asked for."""
-        for group in in_groups(orders):
+        for group in split_groups(orders):
             begun = time.perf_counter()
             replies = self.workers[group[0].place].carry_out(group, broadcast, begun)
-            yield from with_spans(replies, 0, begun, time.perf_counter())
+            yield from add_spans(replies, 0, begun, time.perf_counter())
 
     def places(self) -> int:
         """Return 1: this process."""

@@ -1,4 +1,4 @@
-"""One batch through every network before the first round, so that one that cannot be used is refused while nothing is lost."""
+"""Trial batch for every network before the first round, to reject unusable networks early."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from raydfl.methods import Method, compute_logits
 from raydfl.training import fixed_tensors, preserved
 
 _FRAMES = 96
-"""Frames of the noise that stands for recordings which are not here, where their lengths differ."""
+"""Frames of noise examples, which replace absent recordings of variable length."""
 
 
 def try_models(config: Config, population: Population) -> dict[str, list[dict[str, Any]]]:
-    """Build each combination of architectures, compute a batch in evaluation mode, and look at what comes out.
+    """Build each combination of architectures and check its output for one batch in evaluation mode.
 
     Returns:
-        For every model of the method its architectures, each with its options, number of parameters, and whether all of it is
-        shared.
+        The architectures of each model, by the model's name. Each has its options, its number of parameters, and ``shared``:
+        whether clients share all of its tensors.
 
     Raises:
-        ConfigError: the objective does not fit the data; a network cannot be built or fails, or gives something else than a finite
-            number for each example and output.
+        ConfigError: The objective does not fit the data, a network cannot be built or fails, or its output is not finite or of a
+            wrong shape.
     """
     method = config.parts.method
     described: dict[str, dict[ModelSpec, dict[str, Any]]] = {}
@@ -51,11 +51,11 @@ def try_models(config: Config, population: Population) -> dict[str, list[dict[st
         batch, real = _batch(of_part, data)
         with preserved(), torch.no_grad():
             for specs in narrower[part]:
-                models = _built(method, specs, config.run.seed)
+                models = _build(method, specs, config.run.seed)
                 for name in models:
                     _try(method, models, name, specs, batch, real)
             for specs in variants[part]:
-                models = _built(method, specs, config.run.seed)
+                models = _build(method, specs, config.run.seed)
                 fixed = fixed_tensors(models, method.fixed)
                 for name, model in models.items():
                     _try(method, models, name, specs, batch, real)
@@ -72,18 +72,21 @@ def try_models(config: Config, population: Population) -> dict[str, list[dict[st
 
 
 def _check_classes(population: Population) -> None:
-    """Refuse sets of classes of which one has no training clip; without sets the data know better what became of its clips."""
+    """Reject data with sets of classes if a class has no training clip.
+
+    For data with one class per clip, :mod:`raydfl.data` reports missing classes with more detail.
+    """
     if population.sets is None or not population.has_clips:
         return
     for number in np.flatnonzero(population.class_counts() == 0):
         raise DataError(
-            f"no client has a clip of class {population.classes[int(number)]!r}; choose data.split or data.partition differently, "
-            f"or leave the labels with it out of the data (data.leave_out)"
+            f"no client has a clip of class {population.classes[int(number)]!r}. Change data.split or data.partition, or exclude "
+            f"labels with this class (data.leave_out)"
         )
 
 
 def _batch(population: Population, data: DataSettings) -> tuple[Batch, bool]:
-    """Return two training examples; where none are here, noise of their size."""
+    """Return two training examples and True, or noise of the same shape and False if no clips are available."""
     examples = population.first_examples(2)
     if examples is not None:
         return next(examples.batches(len(examples), None)), True
@@ -98,13 +101,13 @@ def _batch(population: Population, data: DataSettings) -> tuple[Batch, bool]:
 
 
 def _noise(shape: int | tuple[int, int, int], length: int | None) -> tuple[Tensor, Tensor | None]:
-    """Return two examples of that shape, and their lengths where these differ."""
+    """Return noise, float32 [2, *shape], and its lengths, int64 [2]; ``None`` if the length is fixed."""
     size = shape if isinstance(shape, tuple) else (length or _FRAMES, shape)
     x = torch.randn(2, *size, generator=torch.Generator().manual_seed(0))
     return x, None if length else torch.tensor([x.shape[1], x.shape[1] // 2])
 
 
-def _built(method: Method, specs: Sequence[ModelSpec], seed: int) -> Mapping[str, nn.Module]:
+def _build(method: Method, specs: Sequence[ModelSpec], seed: int) -> Mapping[str, nn.Module]:
     where = f"{type(method).__name__}.build()"
     try:
         models: Any = build_models(method, specs, seed)
@@ -113,7 +116,9 @@ def _built(method: Method, specs: Sequence[ModelSpec], seed: int) -> Mapping[str
     except FAILURES as error:  # whatever a user's code raises
         raise ConfigError(f"{where} fails: {type(error).__name__}: {error} (at {place_of(error)})") from error
     if not isinstance(models, dict) or not all(isinstance(model, nn.Module) for model in models.values()):
-        raise ConfigError(f"{where} returns {_what(models)}; it must be a dict of networks (torch.nn.Module) by name")
+        raise ConfigError(
+            f"{where} returns {_describe_type(models)}; it must be a dict of networks (torch.nn.Module) by name"
+        )
     return {name: model.eval() for name, model in models.items()}
 
 
@@ -129,8 +134,8 @@ def _try(
     lazy = [key for key, tensor in network.state_dict(keep_vars=True).items() if is_lazy(tensor)]
     if lazy:
         raise ConfigError(
-            f"{where}: the shape of {lazy[0]!r} is not known before the network computes something (a lazy layer), but what is "
-            f"sent and kept needs it from the start; use the layer that is told its size ({place})"
+            f"{where}: the shape of {lazy[0]!r} is unknown before the first forward pass (a lazy layer), but the server needs it "
+            f"from the start. Use the corresponding layer with explicit sizes ({place})"
         )
     if name in method.partial:
         return
@@ -141,21 +146,22 @@ def _try(
     except FAILURES as error:  # whatever a user's code raises
         raise ConfigError(
             f"{where} cannot compute a batch of x {list(batch.x.shape)}: {type(error).__name__}: {error} (at "
-            f"{place_of(error, place)}); it is called as forward(x, lengths), where lengths may be None"
+            f"{place_of(error, place)}). raydfl calls forward(x, lengths), where lengths may be None"
         ) from error
     if not isinstance(logits, Tensor) or logits.shape != (len(batch.y), width):
         output = "class" if method.objective.answers == "class" else "output of the objective"
-        given = f"a tensor of shape {list(logits.shape)}" if isinstance(logits, Tensor) else _what(logits)
+        given = f"a tensor of shape {list(logits.shape)}" if isinstance(logits, Tensor) else _describe_type(logits)
         raise ConfigError(
-            f"{where}: forward() returns {given} for {len(batch.y)} examples ({place}); it must be logits, "
-            f"[{len(batch.y)}, {width}] here: one number for each example and {output}. Where this network is only a part of one, "
-            f"name it in the method's class variable partial"
+            f"{where}: forward() returns {given} for {len(batch.y)} examples ({place}). It must return logits of shape "
+            f"[{len(batch.y)}, {width}]: a value for each example and {output}. If this network is only a part of a model, add "
+            f"its name to the method's class variable partial"
         )
     if real and not bool(torch.isfinite(logits).all()):
         raise ConfigError(
-            f"{where}: forward() returns logits that are not finite, for real examples, before it has learnt anything ({place})"
+            f"{where}: forward() returns logits that are not finite for real examples, even before training ({place}). Check the "
+            f"initial weights and the normalisation of features"
         )
 
 
-def _what(value: object) -> str:
+def _describe_type(value: object) -> str:
     return f"a {type(value).__name__}"

@@ -1,6 +1,6 @@
-"""Selection: the best round so far by a metric of the record, and whether training has stopped to get better.
+"""Selection of the best round by a metric, and detection of training without improvement.
 
-All of it follows from the scores of the evaluated rounds, so a run that is resumed reads them back from its record.
+Both depend only on scores of evaluated rounds, so a resumed run restores them from its metrics table.
 """
 
 from __future__ import annotations
@@ -19,23 +19,25 @@ from raydfl.engine.settings import EvaluateSettings, MetricChoice, RunSettings
 from raydfl.training import TrainSettings
 
 _VALIDATION = ("validation", "server_validation")
-"""Splits that are there to choose by. All others are tests."""
+"""Splits for selection. All others are test data."""
 
 
 @dataclass(frozen=True, slots=True)
 class Criterion:
-    """A metric by which rounds are compared."""
+    """Metric for the comparison of rounds."""
 
     metric: str
-    """With its split, ``"validation model/accuracy"``."""
+    """Metric with its split, such as ``"validation model/accuracy"``."""
     higher: bool
-    """True where the larger value is the better one."""
+    """Whether higher is better."""
 
-    def better(self, value: float, than: float, by: float = 0.0) -> bool:
-        """Return whether a value is better than another one by so much; one that is not finite never is.
+    def is_better(self, value: float, than: float, by: float = 0.0) -> bool:
+        """Return whether a value improves on another. A value that is not finite never does.
 
         Args:
-            than: NaN: there is none yet.
+            value: New value.
+            than: Best value so far; NaN if there is none.
+            by: Smallest improvement that counts.
         """
         if not math.isfinite(value) or math.isnan(than):
             return math.isfinite(value)
@@ -44,112 +46,112 @@ class Criterion:
 
     @property
     def split(self) -> str:
-        """The data that it is measured on."""
+        """Data split of the metric."""
         return self.metric.partition(" ")[0]
 
     @property
     def chooser(self) -> str:
-        """The kind of data that chooses, in words: the validation, or the test."""
+        """Kind of the split, for reports: "validation" or "the test"."""
         return "validation" if self.split in _VALIDATION else "the test"
 
 
 @dataclass(frozen=True, slots=True)
 class Leader:
-    """The best round so far by a criterion."""
+    """Best round so far by a criterion."""
 
     criterion: Criterion
     round: int = 0
-    """0: there is none yet."""
+    """Number of the best round; 0: none yet."""
     value: float = math.nan
     waited: int = 0
-    """Evaluations since then that were not better."""
+    """Evaluations without improvement since the best round."""
 
     def update(self, round_index: int, scores: Mapping[str, float], by: float = 0.0, kept: bool = True) -> Leader:
-        """Return the leader after one more evaluated round; a round that is not ``kept`` cannot become it."""
+        """Return the best round after another evaluation. Only a ``kept`` round can become the best."""
         value = scores.get(self.criterion.metric, math.nan)
-        if kept and self.criterion.better(value, self.value, by):
+        if kept and self.criterion.is_better(value, self.value, by):
             return Leader(self.criterion, round_index, value)
         return dataclasses.replace(self, waited=self.waited + 1)
 
     @property
     def text(self) -> str:
-        """``round 7 (validation model/accuracy 0.8123, chosen by validation)``."""
+        """Description, such as ``round 7 (validation model/accuracy 0.8123, chosen by validation)``."""
         return f"round {self.round} ({self.criterion.metric} {self.value:.4f}, chosen by {self.criterion.chooser})"
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The evaluated rounds of a run so far, as ``run.best`` and ``run.stop`` see them. Rounds of one phase are compared."""
+    """Progress of a run by the criteria of ``run.best`` and ``run.stop``. Compares rounds of the same phase."""
 
     for_best: Mapping[str, Criterion] = field(default_factory=dict)
-    """By phase; empty: nothing is to be kept."""
+    """Criteria of ``run.best`` by phase; empty: the option is off."""
     for_stop: Mapping[str, Criterion] = field(default_factory=dict)
-    """By phase; empty: training does not stop early."""
+    """Criteria of ``run.stop`` by phase; empty: the option is off."""
     patience: int = 0
     min_delta: float = 0.0
     phase: str = ""
-    """The phase of the newest evaluated round."""
+    """Phase of the last evaluated round."""
     best: Leader | None = None
-    """The best round of that phase; ``None``: none is asked for, or none is evaluated yet."""
+    """Best round of the phase; ``None`` without ``run.best``, or before the first evaluation."""
     progress: Leader | None = None
-    """The last round of that phase that was better by ``min_delta`` than all before it."""
+    """Last round of the phase with an improvement of at least ``min_delta``."""
 
     @classmethod
     def from_settings(
         cls, run: RunSettings, phases: Phases, model: str, headline: str, validation: str, method: str
     ) -> Selection:
-        """Return the selection of a run of which no round is evaluated yet.
+        """Create the selection of a run before its first evaluation.
 
         Args:
-            run: its settings.
-            phases: of the run.
-            model: name of the first model, for metrics that name none.
-            headline: of the objective, where no metric is given.
-            validation: split of metrics that name none.
-            method: its name, for the messages.
+            run: Settings of the run.
+            phases: Phases of the run.
+            model: Default model of metrics: the name of the first model.
+            headline: Default metric: the objective's headline.
+            validation: Default split of metrics.
+            method: Name of the method, for messages.
 
         Raises:
-            ConfigError: a metric of which it is not known whether larger is better, or a phase that there is not.
+            ConfigError: The direction of a metric is unknown, or a phase does not exist.
         """
 
-        def criteria(choice: MetricChoice | None, where: str) -> dict[str, Criterion]:
+        def build_criteria(choice: MetricChoice | None, where: str) -> dict[str, Criterion]:
             if choice is None:
                 return {}
             given = choice.metric if isinstance(choice.metric, dict) else {}
             check_phases(given, phases.names, f"{where}.metric", method)
-            found = {}
+            criteria = {}
             for phase in phases.names:
                 metric = given.get(phase, headline) if isinstance(choice.metric, dict) else choice.metric or headline
                 if " " not in metric:
                     metric = f"{validation} {metric if '/' in metric else f'{model}/{metric}'}"
-                found[phase] = Criterion(metric, _higher(metric, choice.mode, where))
-            return found
+                criteria[phase] = Criterion(metric, _is_higher_better(metric, choice.mode, where))
+            return criteria
 
         stop = run.stop
         return cls(
-            criteria(run.best, "run.best"),
-            criteria(stop, "run.stop"),
+            build_criteria(run.best, "run.best"),
+            build_criteria(stop, "run.stop"),
             0 if stop is None else stop.patience,
             0.0 if stop is None else stop.min_delta,
         )
 
     @property
     def wanted(self) -> dict[str, list[tuple[str, Criterion]]]:
-        """The criteria of each phase, with the settings that ask for them; empty: rounds are not compared."""
-        found: dict[str, list[tuple[str, Criterion]]] = {}
+        """Settings and criteria of each phase; empty: rounds are not compared."""
+        wanted: dict[str, list[tuple[str, Criterion]]] = {}
         for setting, criteria in (("run.best", self.for_best), ("run.stop", self.for_stop)):
             for phase, criterion in criteria.items():
-                found.setdefault(phase, []).append((setting, criterion))
-        return found
+                wanted.setdefault(phase, []).append((setting, criterion))
+        return wanted
 
     def update(self, round_index: int, phase: str, scores: Mapping[str, float], kept: bool = True) -> Selection:
-        """Return the selection after one more evaluated round.
+        """Return the selection after another evaluated round.
 
         Args:
-            round_index: rounds completed.
-            phase: of the round.
-            scores: of the evaluation, by split and metric.
-            kept: whether the models of the round can still be had.
+            round_index: Completed rounds.
+            phase: Phase of the round.
+            scores: Scores of the evaluation, by split and metric.
+            kept: Whether the models of the round are still available.
         """
         best, progress = (self.best, self.progress) if phase == self.phase else (None, None)
         if self.for_best:
@@ -159,26 +161,27 @@ class Selection:
         return dataclasses.replace(self, phase=phase, best=best, progress=progress)
 
     def check(self, phase: str, names: Collection[str]) -> None:
-        """Refuse a metric that is not measured.
+        """Reject a criterion whose metric is not measured.
 
         Args:
-            phase: of the method.
-            names: of what is measured in it, by split and metric.
+            phase: Phase of the method.
+            names: Measured metrics of the phase, with their splits.
 
         Raises:
-            ConfigError: naming it, and what is measured.
+            ConfigError: A metric is not measured. The message lists the measured ones.
         """
         for setting, criterion in self.wanted.get(phase, ()):
             if criterion.metric not in names:
                 during = f" in phase {phase!r}" if len(self.wanted) > 1 else ""
                 scores = sorted(name for name in names if _base(name) in HIGHER_IS_BETTER) or sorted(names)
                 raise ConfigError(
-                    f"{setting}.metric: {criterion.metric!r} is not measured{during}; what is: {', '.join(scores) or 'nothing'}"
+                    f"{setting}.metric: {criterion.metric!r} is not measured{during}. Choose one of: "
+                    f"{', '.join(scores) or 'none is measured'}"
                 )
 
     @property
     def reason(self) -> str:
-        """The reason for training, or its phase, to stop; empty: it goes on."""
+        """Reason to stop the training or its phase; empty: continue."""
         if self.progress is None or self.progress.waited < self.patience:
             return ""
         metric, since = self.progress.criterion.metric, self.progress.round
@@ -186,7 +189,7 @@ class Selection:
 
 
 def holds_out(data: DataSettings, split: str) -> bool:
-    """Return whether the settings can hold clips out for a split. A user's table of clips can for every split."""
+    """Return whether the settings may assign clips to a split. A table of clips may do so for every split."""
     own = data.split
     held_out = {
         "validation": bool(own.validation),
@@ -199,76 +202,76 @@ def holds_out(data: DataSettings, split: str) -> bool:
 def check_measured(
     setting: str, criterion: Criterion, evaluate: EvaluateSettings, parts: Iterable[DataSettings]
 ) -> None:
-    """Refuse a metric on data that nobody holds out, or that are not measured. Which metrics there are a round must show.
+    """Reject a criterion on a split that is not held out or not evaluated. The first round checks the metric itself.
 
     Args:
-        setting: that asks for it.
-        criterion: the metric.
-        evaluate: what is measured.
-        parts: settings of each part of the data.
+        setting: Setting of the criterion, for the message.
+        criterion: The criterion.
+        evaluate: Settings of the evaluation.
+        parts: Settings of each part of the data.
 
     Raises:
-        ConfigError: naming the setting to change.
+        ConfigError: The split is not measured. The message names the setting to change.
     """
     of_clients = criterion.split in ("validation", "client_test")
     if not any(holds_out(data, criterion.split) for data in parts):
         reason = {
-            "validation": "clients hold nothing out: data.split.validation is 0",
-            "client_test": "clients have no test data",
-            "server_validation": "the server holds nothing out",
+            "validation": "clients have no validation clips (data.split.validation is 0)",
+            "client_test": "clients have no test clips",
+            "server_validation": "the server has no validation clips",
         }[criterion.split]
         raise ConfigError(
-            f"{setting}: {criterion.metric!r} is not measured, because {reason}; set data.split.{criterion.split}, or name a "
-            f"metric of other data in {setting}.metric"
+            f"{setting}: {criterion.metric!r} is not measured, because {reason}. Set data.split.{criterion.split}, or choose a "
+            f"metric of another split in {setting}.metric"
         )
     if of_clients and evaluate.clients == "none":
         raise ConfigError(
-            f"{setting}: {criterion.metric!r} is not measured, because evaluate.clients is none; set it to cohort or all"
+            f"{setting}: {criterion.metric!r} is not measured, because evaluate.clients is none. Set it to cohort or all"
         )
     if not of_clients and not evaluate.server and (criterion.split != "test" or evaluate.clients == "none"):
         raise ConfigError(
-            f"{setting}: {criterion.metric!r} is not measured, because evaluate.server is false; set it to true"
+            f"{setting}: {criterion.metric!r} is not measured, because evaluate.server is false. Set it to true"
         )
 
 
 def check_begins(phases: Phases, train: TrainSettings, best: MetricChoice | None, every: int) -> None:
-    """Refuse phases that would begin with a best round that there is not.
+    """Reject phases with ``begin: best`` if no best round can exist.
 
     Args:
-        phases: of the run.
-        train: its settings.
-        best: ``run.best``.
-        every: ``evaluate.every``.
+        phases: Phases of the run.
+        train: Training settings.
+        best: Setting ``run.best``.
+        every: Setting ``evaluate.every``.
 
     Raises:
-        ConfigError: naming the phase.
+        ConfigError: A phase cannot begin with a best round. The message names it.
     """
     for name, own in train.phases.items():
         if own.begin == "last":
             continue
         number, where = phases.number(name) - 1, f"train.phases.{name}.begin: best"
         if number == 0:
-            raise ConfigError(f"{where}: {name!r} is the first phase, there is no round before it; leave it out")
+            raise ConfigError(f"{where}: {name!r} is the first phase, so there is no earlier round. Remove this setting")
         if best is None:
-            raise ConfigError(f"{where} needs a metric by which a round is the best; set run.best.metric")
+            raise ConfigError(f"{where} needs a metric to choose the best round. Set run.best.metric")
         first, last = phases.first[number - 1], phases.first[number]
         if last < train.rounds and first // every == last // every:
             raise ConfigError(
-                f"{where}: no round of phase {phases.names[number - 1]!r}, {first + 1} to {last}, is evaluated; lower "
-                f"evaluate.every, which is {every}"
+                f"{where}: no round of phase {phases.names[number - 1]!r} ({first + 1} to {last}) is evaluated. Lower "
+                f"evaluate.every (now {every})"
             )
 
 
 def _base(metric: str) -> str:
-    """Return the score that a metric with its split is of."""
+    """Return the base name of a metric with its split, such as ``accuracy``."""
     return base_name(metric.partition(" ")[2])
 
 
-def _higher(metric: str, mode: str | None, where: str) -> bool:
-    """Return whether the larger of two values is the better one.
+def _is_higher_better(metric: str, mode: str | None, where: str) -> bool:
+    """Return the direction of a metric.
 
     Raises:
-        ConfigError: that is not known.
+        ConfigError: The direction is unknown.
     """
     if mode is not None:
         return mode == "max"
@@ -279,4 +282,4 @@ def _higher(metric: str, mode: str | None, where: str) -> bool:
         return HIGHER_IS_BETTER[base]
     if base.endswith(("loss", "error")):
         return False
-    raise ConfigError(f"{where}.mode: whether a larger {metric!r} is better is not known; set it to max or min")
+    raise ConfigError(f"{where}.mode: the direction of {metric!r} is unknown. Set it to max (higher is better) or min")

@@ -1,4 +1,4 @@
-"""The groups of a configuration that the engine reads: evaluate, ray, run and track."""
+"""Settings groups of the engine: ``evaluate``, ``ray``, ``run`` and ``track``."""
 
 from __future__ import annotations
 
@@ -11,162 +11,167 @@ from raydfl.core.remote import check_uri, is_uri
 from raydfl.core.settings import Settings
 
 _LONGEST_NAME = 240
-"""Bytes of a run's name: file systems take 255, and a site's folder of the run has some more."""
+"""Longest name of a run, in bytes. File systems allow 255, and a site's folder appends a suffix."""
 
 
 class FineTuneSettings(Settings):
-    """Fine-tuning of a client's models before its own held-out examples are measured. Nothing of it is kept."""
+    """Fine-tuning of a client's models before its evaluation. The fine-tuned models are discarded."""
 
-    epochs: int = Field(ge=0, description="passes over the client's training data; 0: no fine-tuning")
+    epochs: int = Field(ge=0, description="Passes over the client's training data. 0: no fine-tuning.")
     part: list[str] = Field(
         default_factory=list,
-        description="beginnings of the names of the tensors that train, such as [model/output]; empty: all that train as built",
+        description="Prefixes of the tensors to train, such as [model/output]. Empty: all trainable tensors.",
     )
 
 
 class EvaluateSettings(Settings):
-    """Evaluation: what is measured, when, and on which data."""
+    """Settings of the evaluation: its models, its interval and its data."""
 
-    every: int = Field(5, ge=1, description="rounds between evaluations; the last round is always evaluated")
-    server: bool = Field(True, description="measure the shared models on the held-out test data")
+    every: int = Field(5, ge=1, description="Rounds between evaluations. The last round is always evaluated.")
+    server: bool = Field(True, description="Evaluate the shared models on the server's test data.")
     clients: Literal["none", "cohort", "all"] = Field(
         "cohort",
-        description="whose own hold-out is measured: nobody's, that of the clients of the round, or everybody's",
+        description="Clients to evaluate on their own held-out clips: none, the cohort of the round, or all.",
     )
     client_test_clips: int = Field(
         200,
         ge=0,
-        description="held-out test clips that each evaluated client's private models are measured on; 0: none",
+        description="Test clips of the server on which each client's private models are evaluated. 0: none.",
     )
-    batch_size: int = Field(64, ge=1, description="examples in an evaluation batch")
+    batch_size: int = Field(64, ge=1, description="Examples in an evaluation batch.")
     fine_tune: FineTuneSettings | None = Field(
         None,
-        description="measure clients a second time after fine-tuning, as personal/...: {epochs, part}; null: the method's own "
-        "(fedbabu: 5 epochs, the others: none)",
+        description="Evaluate clients a second time after fine-tuning, as personal/...: {epochs, part}. null: the method's "
+        "default (fedbabu: 5 epochs, others: none).",
     )
 
 
 class RaySettings(Settings):
-    """The place where the clients run."""
+    """Settings of the client actors and of the Ray cluster."""
 
     actors: int | Literal["per_client"] = Field(
         2,
-        description="client actors; 0: no Ray, one client after another in this process; per_client: an actor for each client",
+        description="Client actors. 0: train one client after another in this process, without Ray. per_client: one actor for "
+        "each client.",
     )
-    cpus: float = Field(1.0, ge=0, description="CPUs that Ray reserves for each client actor")
+    cpus: float = Field(1.0, ge=0, description="CPUs that Ray reserves for each client actor.")
     gpus: Annotated[float, Field(ge=0)] | Literal["auto"] = Field(
         0.0,
-        description="share of a GPU for each client actor, of its memory too; auto: measured on one client's work before the first "
-        "round, such that as many actors share a GPU as fit",
+        description="Fraction of a GPU, and of its memory, for each client actor. auto: measure one client's memory before the "
+        "first round, then place as many actors on a GPU as fit.",
     )
     cpu_fallback: bool = Field(
         False,
-        description="train on the CPU if gpus is above 0 and PyTorch finds no GPU on an actor's node; false: such a run is refused",
+        description="Train on the CPU if gpus is above 0 and an actor's node has no GPU. false: stop with an error.",
     )
-    threads: int = Field(1, ge=1, le=1024, description="PyTorch threads of each client actor, and of the server")
-    address: str | None = Field(None, description="address of a running cluster; null: $RAY_ADDRESS, else a local one")
+    threads: int = Field(1, ge=1, le=1024, description="PyTorch threads of the server and of each client actor.")
+    address: str | None = Field(
+        None,
+        description="Address of a running Ray cluster. null: $RAY_ADDRESS if it is set, otherwise a local cluster.",
+    )
     ready_timeout: float = Field(
-        120.0, gt=0, description="seconds to wait for the actors to start, and for nodes that are missing"
+        120.0, gt=0, description="Time limit for actors to start and for missing nodes to return, in seconds."
     )
     min_actors: int | None = Field(
         None,
         ge=1,
-        description="client actors with which rounds begin, and without which they wait, at most ready_timeout; the others come "
-        "and go with their nodes; null: rounds begin with all",
+        description="Client actors that a round requires. With fewer, the run waits for at most ready_timeout seconds. Further "
+        "actors may join and leave with their nodes. null: all actors.",
     )
     autoscale: bool = Field(
-        False, description="the cluster grows when actors are asked for: nodes that are not there yet are waited for"
+        False, description="Wait for nodes that the cluster's autoscaler adds for the requested actors."
     )
-    cpu_actors: int = Field(
-        0, ge=0, description="further client actors without a share of a GPU, beside those with one"
-    )
+    cpu_actors: int = Field(0, ge=0, description="Additional client actors without a GPU.")
     retries: int = Field(
-        3, ge=0, description="times a client's work is given to another actor after its actor was lost"
+        3, ge=0, description="Times that a client's work moves to another actor after the loss of its actor."
     )
     grace: float = Field(
         30.0,
         ge=0,
-        description="seconds beyond train.deadline after which an actor that has not answered is ended and its client left out",
+        description="Seconds after train.deadline until an unresponsive actor is killed and its client is dropped.",
     )
 
     @property
     def gpu_share(self) -> float:
-        """The share of a GPU; a whole one while it is not measured."""
+        """The fraction of a GPU for each actor; 1 until ``auto`` is measured."""
         return 1.0 if self.gpus == "auto" else self.gpus
 
     @field_validator("actors")
     @classmethod
-    def _not_negative(cls, value: int | str) -> int | str:
+    def _check_actors(cls, value: int | str) -> int | str:
         if isinstance(value, int) and value < 0:
             raise ValueError("the number of actors must be at least 0")
         return value
 
     @model_validator(mode="after")
-    def _actors_fit(self) -> RaySettings:
+    def _check_actor_counts(self) -> RaySettings:
         if isinstance(self.actors, str) and (self.min_actors is not None or self.cpu_actors):
-            raise ValueError("ray.min_actors and ray.cpu_actors need a number of actors, not per_client")
+            raise ValueError(
+                "ray.min_actors and ray.cpu_actors need a number of actors. Set ray.actors to a number instead of per_client"
+            )
         if self.actors == 0 and self.cpu_actors:
             raise ValueError(
-                "ray.actors=0 trains in this process, without Ray; set ray.cpu_actors=0 too, or ray.actors to at least 1"
+                "ray.actors=0 trains in this process, without Ray. Set ray.cpu_actors to 0 too, or ray.actors to at least 1"
             )
         if self.actors == 0 and self.min_actors is not None:
             raise ValueError(
-                "ray.actors=0 trains in this process, without Ray; leave ray.min_actors out, or set ray.actors"
+                "ray.actors=0 trains in this process, without Ray. Remove ray.min_actors, or set ray.actors to at least 1"
             )
         if isinstance(self.actors, int) and self.min_actors is not None:
-            there = self.actors + self.cpu_actors
-            if self.min_actors > there:
+            actors = self.actors + self.cpu_actors
+            if self.min_actors > actors:
                 raise ValueError(
-                    f"ray.min_actors={self.min_actors} is more than the {there} client actors there will be"
+                    f"ray.min_actors={self.min_actors} exceeds the {actors} client actors of the run. Lower it, or raise ray.actors"
                 )
         return self
 
 
 class MetricChoice(Settings):
-    """A metric of the record, and which of two values of it is the better one."""
+    """A metric and its direction (higher or lower is better)."""
 
     metric: str | dict[str, str] | None = Field(
         None,
-        description="metric of the record with its split, such as 'validation model/accuracy'; without a split one of the "
-        "validation (server_validation where there is one); of a method with phases one for each, by their names; null: the "
-        "headline of the objective, of the first model",
+        description="Metric with its split, such as 'validation model/accuracy'. Default split: server_validation if it exists, "
+        "otherwise validation. For a method with phases: a mapping from phase to metric. null: the objective's headline metric "
+        "of the first model.",
     )
     mode: Literal["max", "min"] | None = Field(
-        None, description="whether the larger or the smaller value is better; null: known from the metric's name"
+        None,
+        description="Direction of the metric: max (higher is better) or min. null: inferred from the metric's name.",
     )
 
 
 class BestSettings(MetricChoice):
-    """The round whose models are kept beside the last one's: the best by a metric."""
+    """Criterion of the best round, whose models are kept in addition to the last round's."""
 
 
 class StopSettings(MetricChoice):
-    """The end of training, or of one of its phases, before its last round: when a metric no longer gets better."""
+    """Early stopping of the training, or of one of its phases, when a metric stops improving."""
 
     patience: int = Field(
-        5, ge=1, description="evaluations in a row that do not get better, after which training or its phase ends"
+        5, ge=1, description="Consecutive evaluations without improvement that end the training or its phase."
     )
     min_delta: float = Field(
-        0.0, ge=0, description="least difference to the best value so far that counts as better, in units of the metric"
+        0.0, ge=0, description="Smallest change that counts as an improvement, in units of the metric. 0: any change."
     )
 
 
 class RunSettings(Settings):
-    """The run: its folder, and what decides its random numbers."""
+    """Settings of the run: its folder, its seed, its commits and its early stopping."""
 
     seed: int = Field(
-        1, ge=0, description="the one seed: cohorts, batches, dropout, partition, corruption and initial weights"
+        1,
+        ge=0,
+        description="Seed of all randomness: cohorts, batches, dropout, partition, corruption, initial weights.",
     )
-    dir: str = Field(
-        "runs", description="folder of all runs; or a URI (s3://bucket/runs) that each commit is copied to"
-    )
+    dir: str = Field("runs", description="Folder of all runs, or a URI (s3://bucket/runs) that receives each commit.")
     name: str | None = Field(
-        None, coerce_numbers_to_str=True, description="folder of this run; null: method, data set and time of day"
+        None, coerce_numbers_to_str=True, description="Folder name of this run. null: method, data set and time."
     )
 
     @field_validator("name")
     @classmethod
-    def _one_folder(cls, value: str | None) -> str | None:
+    def _check_name(cls, value: str | None) -> str | None:
         if value is not None and (value in ("", ".", "..") or "/" in value):
             raise ValueError("a run's name is the name of one folder in run.dir: without / and not . or ..")
         if value is not None and (len(value.encode()) > _LONGEST_NAME or not value.isprintable()):
@@ -177,77 +182,82 @@ class RunSettings(Settings):
         return value
 
     commit_every: int = Field(
-        1, ge=1, description="rounds between commits; after a crash a run goes on from the last one"
+        1, ge=1, description="Rounds between commits. After a crash, the run resumes from the last commit."
     )
-    keep: int = Field(3, ge=1, description="commits that are kept, for replay and in case the newest is damaged")
+    keep: int = Field(
+        3, ge=1, description="Number of commits to keep, for replay and as a fallback for a damaged commit."
+    )
     max_failed: float = Field(
-        0.5, ge=0, le=1, description="largest share of a cohort that may be left out of a round before the run stops"
+        0.5,
+        ge=0,
+        le=1,
+        description="Largest fraction of a cohort that may fail in a round. Above it, the run stops. 1: never stop.",
     )
     on_error: Literal["stop", "drop"] = Field(
         "stop",
-        description="when a client's code raises or its actor is lost too often: the run stops, or the round goes on without it",
+        description="Response to a failing client (its code raises, or its actor is lost too often): stop the run, or drop the "
+        "client from the round.",
     )
 
     best: BestSettings | None = Field(
-        None, description="keep the models of the best round in model-best.safetensors; null: only those of the last"
+        None,
+        description="Save the models of the best round in model-best.safetensors. null: save only the last models.",
     )
     stop: StopSettings | None = Field(
-        None, description="stop when a metric no longer gets better; null: after train.rounds"
+        None, description="Stop early when a metric stops improving. null: train for train.rounds rounds."
     )
 
     @field_validator("best", "stop", mode="before")
     @classmethod
-    def _metric_alone(cls, value: Any) -> Any:
+    def _expand_metric(cls, value: Any) -> Any:
         return {"metric": value} if isinstance(value, str) else value
 
     @field_validator("dir")
     @classmethod
-    def _known_uri(cls, value: str) -> str:
+    def _check_dir(cls, value: str) -> str:
         if is_uri(value):
             check_uri(value, "run.dir")
         return value
 
 
 class TrackSettings(Settings):
-    """Tracking: where runs are mirrored."""
+    """Settings of the experiment trackers."""
 
-    mlflow: bool = Field(True, description="mirror parameters, metrics and artifacts of the run in MLflow")
+    mlflow: bool = Field(True, description="Log parameters, metrics and artifacts of the run to MLflow.")
     uri: str | None = Field(
         None,
         description="MLflow tracking server (http://host:5000) or database (sqlite:////absolute/path.db); "
-        "null: the database mlflow.db in the folder of all runs",
+        "null: the database mlflow.db in the folder of all runs.",
     )
-    experiment: str = Field(
-        "raydfl", min_length=1, max_length=500, description="MLflow experiment that the runs belong to"
-    )
+    experiment: str = Field("raydfl", min_length=1, max_length=500, description="MLflow experiment of the run.")
     parent: str | None = Field(
-        None, description="MLflow run below which the run is shown, by its id; a study sets it to its own"
+        None, description="Id of the parent run in MLflow. A study sets it to its own id. null: no parent."
     )
     also: list[str] = Field(
         default_factory=list,
-        description="further trackers, each of which writes files into the run's folder: tensorboard, wandb (offline), or your own "
-        "as my_file.py:Class",
+        description="Additional trackers with files in the run's folder: tensorboard, wandb (offline), or your own class as "
+        "my_file.py:Class.",
     )
 
     @field_validator("uri")
     @classmethod
-    def _keeps_runs(cls, value: str | None) -> str | None:
+    def _check_tracking_uri(cls, value: str | None) -> str | None:
         if value is None:
             return None
         if "://" not in value or value.startswith("file:"):
             raise ValueError(
-                "MLflow no longer keeps runs in plain folders; give a server (http://host:5000), "
+                "MLflow no longer stores runs in plain folders. Set it to a server (http://host:5000), "
                 "a database (sqlite:////absolute/path.db), or null"
             )
         if value.startswith("sqlite:") and not value.startswith("sqlite:////"):
             raise ValueError(
-                "a relative database path is lost with the job's temporary folder; write sqlite:////absolute/path.db (four slashes)"
+                "a relative database path is lost with the job's temporary folder. Write sqlite:////absolute/path.db (four slashes)"
             )
         return value
 
 
 def without_password(text: str) -> str:
-    """``text`` with user names and passwords in addresses replaced by ``***``.
+    """Replace user names and passwords in the URLs of a text by ``***``.
 
     >>> without_password("https://anna:secret@host/path")
     'https://***@host/path'

@@ -1,8 +1,8 @@
-"""The time of a round, by part, and the same as metrics of Ray.
+"""Timing of a round: seconds of its parts, and the report of a round.
 
-All times are differences of one process's clock, and travel with replies that are sent anyway: an actor says how long after the
-arrival of a call a client's work began and how long it took, the server knows when it sent the call and when it had the answer.
-What is left between the two is transfer. So clocks of two nodes are never compared, and no time is negative.
+Each time is a difference of readings of a single clock. An actor measures the delay and the duration of each client's work and
+sends them with its reply. The server measures the time from call to answer. The remainder is transfer time. Clocks of two nodes
+are never compared, so no time is negative.
 """
 
 from __future__ import annotations
@@ -20,78 +20,78 @@ from raydfl.engine.storage import record
 
 @dataclass(slots=True)
 class RoundReport:
-    """A report of a round, for the progress line, the record and the trackers."""
+    """Report of a round, for the progress line, the metrics table and the trackers."""
 
     round: int
-    """Rounds completed."""
+    """Completed rounds."""
     phase: str = ""
-    """The phase of the round, where the method has several."""
+    """Phase of the round; empty for methods without phases."""
     clients: int = 0
     loss: float = float("nan")
     """Mean training loss per example, before aggregation."""
     scores: dict[str, float] = field(default_factory=dict)
-    """Scores of the evaluation after the round, pooled: ``"test plugin/accuracy"``."""
+    """Pooled scores of the evaluation after the round, by split and metric: ``"test plugin/accuracy"``."""
     rejected: dict[str, str] = field(default_factory=dict)
-    """Why clients were left out of the round, by client id."""
+    """Reasons of dropped clients, by client id."""
     cut: dict[str, int] = field(default_factory=dict)
-    """Optimiser steps by client id, of clients whose training ``train.deadline`` ended early and whose update counts."""
+    """Optimiser steps of clients whose training ``train.deadline`` ended early, by client id. Their updates are used."""
     unmeasured: dict[str, str] = field(default_factory=dict)
-    """Why clients could not be evaluated, by client id."""
+    """Reasons of failed evaluations, by client id."""
     looped_because: str = ""
-    """Why clients that were to be trained together could not be."""
+    """Reason for unbatched training of clients, if ``train.together`` asked for batches."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Wall-clock by part: ``train_and_aggregate`` (and in it ``plan``, ``clients`` and ``aggregate``), ``evaluate`` and ``round``
-    (since the last); ``commit``: of the last commit that is done, which ran beside a round; ``commit_wait``: for which a round
-    had to wait for it."""
+    """Wall-clock seconds by part: ``train_and_aggregate`` (with its parts ``plan``, ``clients`` and ``aggregate``), ``evaluate``,
+    ``round`` (since the previous report), ``commit`` (the last finished commit, in the background) and ``commit_wait`` (waiting
+    for a commit)."""
     work: dict[str, Ratio] = field(default_factory=dict)
-    """Seconds of the actors in the round's training: ``fit``, ``transfer``, ``wait`` and ``queue``, see docs/observability.md."""
+    """Seconds of the actors during training: ``fit``, ``transfer``, ``wait`` and ``queue`` (docs/observability.md)."""
     retried: int = 0
-    """Times that a client's training was given to another actor."""
+    """Times that a client's training moved to another actor."""
     bytes_down: int = 0
     bytes_up: int = 0
     stopped: str = ""
-    """Why no further round is done, where ``run.stop`` ends the training with this one."""
+    """Reason of early stopping after this round; empty: training continues."""
     rows: list[record.MetricRow] = field(default_factory=list)
-    """Rows that have become durable since the last report, of rounds before this one, as a rule."""
+    """Rows committed since the last report, usually of earlier rounds."""
 
     @property
     def used(self) -> int:
-        """Clients whose updates were used."""
+        """Number of aggregated clients."""
         return self.clients - len(self.rejected)
 
     @property
     def training_seconds(self) -> float:
-        """Wall-clock time of training and aggregation; NaN when it is not known."""
+        """Wall-clock seconds of training and aggregation; NaN if unknown."""
         return self.seconds.get("train_and_aggregate", float("nan"))
 
     @property
     def clients_per_second(self) -> float:
-        """Clients trained in a second of the round; NaN when its time is not known."""
+        """Aggregated clients per second; NaN if the time is unknown."""
         return self.used / self.training_seconds if self.training_seconds > 0 else float("nan")
 
     @property
     def times(self) -> dict[str, float]:
-        """Seconds by part of the round: those that the record calls ``seconds/<part>``."""
+        """Seconds by part of the round, as in the metrics ``seconds/<part>``."""
         return {**self.seconds, **{what: ratio.value for what, ratio in self.work.items()}}
 
 
 class RoundRows(list[record.MetricRow]):
-    """The rows of one round, in the order in which they are recorded."""
+    """Rows of one round for the metrics table, in order."""
 
     def __init__(self, round_index: int) -> None:
         super().__init__()
         self.round = round_index
 
     def add(self, metrics: Metrics, client: str = "") -> None:
-        """Add numbers about the round's training, or about one client's part in it."""
+        """Add metrics of the round's training, or of one client in it."""
         self += record.rows_from_metrics(self.round, "train", client, "server", metrics)
 
     def add_fact(self, metric: str, value: float, note: str) -> None:
-        """Add a number about the run, and what it means in words."""
+        """Add a value with an explanation."""
         self.append(record.MetricRow(self.round, "train", "", "server", metric, float(value), 1.0, note=note))
 
     def add_notes(self, phase: str, metric: str, notes: Mapping[str, str]) -> None:
-        """Add what happened to single clients."""
+        """Add events of single clients, such as failures, with their reasons by client id."""
         self += [
             record.MetricRow(self.round, phase, client, "server", metric, 1.0, 1.0, note=note)
             for client, note in notes.items()
@@ -99,26 +99,26 @@ class RoundRows(list[record.MetricRow]):
 
 
 TIMELINE = "timeline"
-"""The array of the record that says which actor worked on which client when."""
+"""Metric of the array with the actor, begin and end of each client's work."""
 
 WALL = ("plan", "clients", "aggregate", "evaluate", "commit_wait")
-"""Parts of a round's wall-clock time that exclude each other; what is left of the round lies between rounds."""
+"""Disjoint parts of a round's wall-clock time. The remainder is time between rounds."""
 
 
-def with_spans(
+def add_spans(
     replies: Sequence[Reply], actor: int, sent: float, answered: float, retried: Mapping[int, int] | None = None
 ) -> list[Reply]:
-    """Return the replies of one call with what the pool knows about them.
+    """Add the time span and the number of retries to the replies of one call.
 
     Args:
-        replies: with ``waited`` and ``seconds`` as the actor measured them.
-        actor: who did it.
-        sent: when the call went out, on the server's clock.
-        answered: when the answer was there, on the same clock.
-        retried: times that orders were given to another actor, by position.
+        replies: Replies with ``waited`` and ``seconds`` as measured by the actor.
+        actor: Number of the actor.
+        sent: Time of the call, on the server's clock in seconds.
+        answered: Time of the answer, on the same clock.
+        retried: Retries of orders, by position.
     """
     inside = max((reply.waited + reply.seconds for reply in replies), default=0.0)
-    arrived = sent + max(0.0, answered - sent - inside) / 2
+    arrived = sent + max(0.0, answered - sent - inside) / 2  # assumes equally long ways there and back
     found = []
     for reply in replies:
         begin = min(arrived + reply.waited, answered)
@@ -129,18 +129,18 @@ def with_spans(
 
 
 class ReplyTimer:
-    """The times in the replies of a pool's run; :meth:`note` receives each reply as it comes."""
+    """Collector of the times in replies."""
 
     def __init__(self) -> None:
         self.spans: list[tuple[str, Span]] = []
-        """By client id, in order of arrival; without those that a pool gave none."""
+        """Client ids and spans in order of arrival. Replies without a span are omitted."""
         self.queued = 0.0
-        """Seconds that orders lay at an actor before work on them began, added up."""
+        """Total time of orders in actors' queues, in seconds."""
         self.retried: dict[str, int] = {}
-        """Times that a client's work was given to another actor, by client id."""
+        """Times that a client's work moved to another actor, by client id."""
 
     def note(self, reply: Reply) -> None:
-        """Take note of a reply."""
+        """Add the times of a reply."""
         if reply.span is not None:
             self.spans.append((reply.client_id, reply.span))
         self.queued += reply.waited
@@ -148,15 +148,15 @@ class ReplyTimer:
             self.retried[reply.client_id] = reply.retried
 
     def work(self, actors: int) -> dict[str, Ratio]:
-        """Compute how the actors spent the time from the first order sent to the last answer, in seconds of actors.
+        """Compute the actors' time without work, from the first order to the last answer.
 
         Args:
-            actors: how many there are; those of the spans count in any case.
+            actors: Number of actors, at least the number in the spans.
 
         Returns:
-            ``transfer`` (something was on its way to or from an actor that computed nothing; a mean over clients), ``wait`` (an
-            actor had nothing to do; a mean over actors) and ``queue`` (orders lay at an actor that worked on others; over
-            clients). The totals of transfer and wait, with the time of the spans themselves, are ``actors`` times the whole.
+            Seconds of ``transfer`` (an idle actor waits for data; mean over clients), ``wait`` (an actor has no order; mean over
+            actors) and ``queue`` (an order waits for a busy actor; mean over clients). The totals of transfer, wait and the spans
+            add up to ``actors`` times the wall-clock time.
         """
         if not self.spans:
             return {}
@@ -175,11 +175,14 @@ class ReplyTimer:
         }
 
     def timeline(self, began: float, index: Mapping[str, int]) -> np.ndarray:
-        """Return float64 [clients, 4], by begin of work: index of the client, number of the actor, begin and end in seconds.
+        """Build the timeline of the round.
 
         Args:
-            began: when the round began, which becomes 0.
-            index: of each client, by id.
+            began: Begin of the round on the server's clock, in seconds. The timeline starts there.
+            index: Client indices, by client id.
+
+        Returns:
+            float64 [clients, 4], sorted by begin of work: client index, actor number, begin and end in seconds.
         """
         rows = [(index[client], span.actor, span.begin - began, span.end - began) for client, span in self.spans]
         return np.array(sorted(rows, key=lambda row: row[2]), np.float64).reshape(-1, 4)

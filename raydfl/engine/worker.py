@@ -33,7 +33,7 @@ from raydfl.engine.config import Config
 from raydfl.engine.fine_tuning import fine_tune, personal_name
 from raydfl.engine.messages import by_servers_names, received, received_bytes, sent_updates
 from raydfl.engine.networks import BuiltNetworks, seed_torch
-from raydfl.engine.orders import SERVER, SERVER_VALIDATION, TRIGGERED, Measurement, Order, Reply, in_groups
+from raydfl.engine.orders import SERVER, SERVER_VALIDATION, TRIGGERED, Measurement, Order, Reply, split_groups
 from raydfl.engine.storage.private import PrivateRef, PrivateStore
 from raydfl.engine.validation import check_number, check_weights, checked_metrics, reason_of
 from raydfl.training import (
@@ -129,7 +129,7 @@ class Worker:
         if torch.get_num_threads() != self.config.ray.threads:
             torch.set_num_threads(self.config.ray.threads)  # it holds for one thread of the process only
         since = time.perf_counter() if arrived is None else arrived
-        replies = [reply for group in in_groups(orders) for reply in self._carry_out_group(group, broadcast, since)]
+        replies = [reply for group in split_groups(orders) for reply in self._carry_out_group(group, broadcast, since)]
         self.private.close()  # before anybody is told of a record: workers on other nodes may read it next
         return replies
 

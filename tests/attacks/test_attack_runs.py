@@ -20,7 +20,7 @@ from raydfl.core.types import ModelSpec, Ratio
 from raydfl.data.population import Population
 from raydfl.engine.config import Config
 from raydfl.engine.federation import Federation
-from raydfl.engine.orders import Order, Reply, in_groups
+from raydfl.engine.orders import Order, Reply, split_groups
 from raydfl.engine.pool import SerialPool
 from raydfl.engine.storage import record
 from raydfl.engine.storage.folder import final_state
@@ -110,7 +110,7 @@ class ShuffledPool(SerialPool):
 
     def run(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> Iterator[Reply]:
         chance = random.Random(3)
-        groups = in_groups(orders)
+        groups = split_groups(orders)
         chance.shuffle(groups)
         replies = [reply for group in groups for reply in self.workers[""].carry_out(group, broadcast)]
         chance.shuffle(replies)

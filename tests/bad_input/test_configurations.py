@@ -172,7 +172,7 @@ def test_a_wrong_type_says_what_it_must_be(
         ("run.seed=-1", "run.seed: Input should be greater than or equal to 0"),
         (
             "track.uri=mlruns",
-            "track.uri: MLflow no longer keeps runs in plain folders; give a server (http://host:5000)",
+            "track.uri: MLflow no longer stores runs in plain folders. Set it to a server (http://host:5000)",
         ),
     ],
 )

@@ -85,7 +85,7 @@ def test_a_deleted_working_directory_is_refused_at_the_start(
 @pytest.mark.parametrize("nonsense", ["what?", "", "000002-zzzzzzzz.safetensors", "../../etc/passwd"])
 def test_nonsense_in_latest(raydfl: Raydfl, run_dir: Path, nonsense: str) -> None:
     (run_dir / "LATEST").write_text(nonsense)
-    message = "LATEST does not name a commit but holds .*; write the newest name in commits/ into it"
+    message = "LATEST does not name a commit but holds .*. Write the newest name in commits/ into it"
     raydfl("resume", run_dir).refuses(message)
     raydfl("report", run_dir).refuses(message)
     raydfl("replay", run_dir, "--round", 1, "--client", "s0").refuses(message)
@@ -97,7 +97,7 @@ def test_a_lost_latest_does_not_begin_the_run_again(raydfl: Raydfl, run_dir: Pat
     (run_dir / "LATEST").unlink()
     before = sorted((run_dir / "commits").iterdir())
     raydfl("resume", run_dir).refuses(
-        "LATEST is missing, but commits/ holds rounds; write the newest name in commits/ into it"
+        "LATEST is missing, but commits/ holds rounds. Write the newest name in commits/ into it"
     )
     assert sorted((run_dir / "commits").iterdir()) == before
 
@@ -126,7 +126,7 @@ def test_nothing_whole_to_fall_back_to(raydfl: Raydfl, run_dir: Path) -> None:
     for path in (run_dir / "commits").iterdir():
         flip(path)
     raydfl("resume", run_dir).refuses(
-        "is damaged: its checksum does not fit", "no earlier commit is whole: start the run afresh"
+        "is damaged: its checksum does not match", "no earlier commit is intact. Restart the run"
     )
 
 
@@ -183,7 +183,7 @@ def test_a_damaged_population_is_noticed(raydfl: Raydfl, run_dir: Path, damage: 
     else:
         path.unlink()
     said = raydfl("resume", run_dir, "train.rounds=3")
-    said.refuses("is missing or damaged", "start the run again in a new folder")
+    said.refuses("is missing or damaged", "[Rr]estart the run in a new folder")
 
 
 @pytest.mark.parametrize("where", ["there", "elsewhere"])
@@ -212,9 +212,7 @@ def test_a_run_normalised_by_group_goes_on_unless_an_earlier_version_began_it(
         del about[key]
     former = Path(shutil.copytree(run_dir, run_dir.with_name("former")))
     (former / "run.json").write_text(json.dumps(about | {"digest": "0123456789abcdef"}))
-    message = (
-        "was begun by an earlier version of raydfl, whose .*normalise: group took statistics from held-out clips too"
-    )
+    message = "was started by an earlier version of raydfl. With .*normalise: group, it computed statistics from held-out clips too"
     raydfl("resume", former, "train.rounds=2").refuses(message)
     shutil.rmtree(tmp_path / "cache")
     assert raydfl("resume", run_dir, "train.rounds=2").code == 0
@@ -254,9 +252,12 @@ def test_a_bit_that_flips_in_the_features_is_noticed(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "config.yaml is damaged, or what it names is gone: .* is empty"),
-        (b"method: {name: fedavg", "config.yaml is damaged, or what it names is gone: .* is not valid YAML in line 2"),
-        (b"method: \xff", "config.yaml cannot be read: it is not UTF-8 text; restore it from a copy"),
+        (b"", "config.yaml is damaged, or refers to missing files: .* is empty"),
+        (
+            b"method: {name: fedavg",
+            "config.yaml is damaged, or refers to missing files: .* is not valid YAML in line 2",
+        ),
+        (b"method: \xff", "config.yaml cannot be read: it is not UTF-8 text. Restore it from a copy"),
         (
             b"method: gone.py:Gone\ndata: spoken_words",
             "what it names is gone: 'gone.py:Gone'|there is no file .*gone.py",
@@ -279,7 +280,7 @@ def test_a_site_key_that_leads_elsewhere(raydfl: Raydfl, run_dir: Path) -> None:
 def test_a_damaged_run_json(raydfl: Raydfl, run_dir: Path, content: str) -> None:
     (run_dir / "run.json").write_text(content)
     raydfl("resume", run_dir).refuses(
-        "run.json is missing or damaged", "restore it from a copy, or start the run again in a new folder"
+        "run.json is missing or damaged", "Restore it from a copy, or [Rr]estart the run in a new folder"
     )
 
 
@@ -287,14 +288,14 @@ def test_a_damaged_run_json(raydfl: Raydfl, run_dir: Path, content: str) -> None
     ("key", "value", "message"),
     [
         ("raydfl", ..., "it lacks raydfl"),
-        ("raydfl", None, "raydfl is 'None', which must be text"),
-        ("classes", "tone0", "classes is 'tone0', which must be a list"),
-        ("models", [], "models is .*, which must be a group"),
-        ("clients", "6", "clients is '6', which must be a whole number"),
-        ("clients", True, "clients is 'True', which must be a whole number"),
-        ("id", 5, "id is '5', which must be text"),
-        ("config", "x", "config is 'x', which must be a group"),
-        ("resumes", [{"kernels": 1}], "resumes has .*, which must be a group with kernels"),
+        ("raydfl", None, "raydfl is 'None' but must be text"),
+        ("classes", "tone0", "classes is 'tone0' but must be a list"),
+        ("models", [], "models is .* but must be a group"),
+        ("clients", "6", "clients is '6' but must be a whole number"),
+        ("clients", True, "clients is 'True' but must be a whole number"),
+        ("id", 5, "id is '5' but must be text"),
+        ("config", "x", "config is 'x' but must be a group"),
+        ("resumes", [{"kernels": 1}], "resumes has .* but must hold groups with kernels"),
     ],
 )
 def test_what_run_json_lacks_or_has_of_another_kind(
@@ -314,7 +315,7 @@ def test_what_run_json_lacks_or_has_of_another_kind(
 def test_a_damaged_file_of_rows(raydfl: Raydfl, run_dir: Path) -> None:
     for path in (run_dir / "rows").iterdir():
         flip(path, 1.0)
-    message = "rows/.*parquet is not a readable Parquet file.*restore it from a copy, or move it away"
+    message = "rows/.*parquet is not a readable Parquet file.*Restore it from a copy, or move it away"
     raydfl("report", run_dir).refuses(message)
     raydfl("resume", run_dir, "train.rounds=3").refuses(message)
     shutil.rmtree(run_dir / "rows")
@@ -450,7 +451,7 @@ def test_settings_that_decide_the_numbers_are_not_edited_in_a_run(raydfl: Raydfl
     messages = [
         "config.yaml was changed since the run began",
         f"{key}: .* there, {EDITS[key]!r} here",
-        "write the former",
+        "Restore them",
     ]
     raydfl("resume", run_dir).refuses(*messages)
     assert edited == {path: path.read_bytes() for path in edited}

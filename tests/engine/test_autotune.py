@@ -14,7 +14,7 @@ from raydfl.data.population import Population
 from raydfl.engine.autotune import best_width, choose_width, measure_width, remembered
 from raydfl.engine.config import Config
 from raydfl.engine.federation import Federation
-from raydfl.engine.orders import Order, grouped, in_groups
+from raydfl.engine.orders import Order, assign_groups, split_groups
 from raydfl.engine.pool import SerialPool
 from raydfl.engine.storage.private import PrivateStore
 from raydfl.engine.storage.store import RunStore
@@ -57,7 +57,7 @@ def test_a_measurement_is_made_once_for_a_kind(tmp_path: Path) -> None:
 def test_groups_hold_alike_clients_of_similar_cost() -> None:
     orders = [Order(i, Task(f"c{i}", phase="ab"[i % 2]), 0, float(10 + i)) for i in range(9)]
     kinds = ["x"] * 8 + ["y"]
-    groups = in_groups(grouped(orders, kinds, 3))
+    groups = split_groups(assign_groups(orders, kinds, 3))
     assert sorted(tuple(order.position for order in group) for group in groups) == [
         (0, 2),
         (1, 3),
@@ -65,7 +65,7 @@ def test_groups_hold_alike_clients_of_similar_cost() -> None:
         (5, 7),
         (8,),
     ]
-    assert in_groups(grouped(orders, kinds, 1)) == [[order] for order in orders]
+    assert split_groups(assign_groups(orders, kinds, 1)) == [[order] for order in orders]
 
 
 def test_measuring_leaves_no_trace(tiny: Tiny) -> None:

@@ -145,7 +145,7 @@ def test_a_column_of_a_table_of_clients_is_a_weight(kind: str, tiny: Tiny, tmp_p
         ("{where: {power: []}}", r"train\.clients\.where\.power: .* should have at least 1 item"),
         ("{min_examples: 1000}", "train.clients leaves none of 6 clients; take back one of its conditions"),
         ("{strata: part}, train.cohort: 7", "7 clients a round, but train.clients leaves 6"),
-        ("{where: {device: [phone]}}, method: OWN", "plans client 's1', which does not take part"),
+        ("{where: {device: [phone]}}, method: OWN", "plans client 's1', which the setting excludes"),
     ],
 )
 def test_bad_settings(asked: str, message: str, tiny: Tiny) -> None:

@@ -25,7 +25,7 @@ from raydfl.data.shards import shard_ranges
 from raydfl.engine.arrivals import Arrivals
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
-from raydfl.engine.orders import Order, Reply, in_order
+from raydfl.engine.orders import Order, Reply, sort_replies
 from raydfl.engine.storage.folder import final_state
 from raydfl.engine.storage.private import PrivateStore
 from raydfl.engine.storage.store import RunStore
@@ -109,9 +109,9 @@ def test_superseded_private_state_does_not_pile_up(tiny: Tiny, monkeypatch: pyte
 
 def test_results_come_in_order_and_none_may_be_missing() -> None:
     replies = [Reply(position, str(position)) for position in (2, 0, 3, 1)]
-    assert [r.position for r in in_order(iter(replies), 4)] == [0, 1, 2, 3]
+    assert [r.position for r in sort_replies(iter(replies), 4)] == [0, 1, 2, 3]
     with pytest.raises(AssertionError, match="2 of 4 replies"):
-        in_order(iter(replies[1::2]), 4)
+        sort_replies(iter(replies[1::2]), 4)
 
 
 def arriving(replies: Iterable[Reply], orders: int) -> Arrivals:

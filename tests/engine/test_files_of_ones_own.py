@@ -123,7 +123,7 @@ def test_a_run_whose_file_has_changed_is_not_gone_on_with(raydfl: Raydfl, named:
     folder = run(config).run_dir
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     (tmp_path / "here" / "scale").write_text("2.50")
-    message = r"models.model.scale of .* is the file .*here/scale, whose content is not what it was when the run began"
+    message = r"models.model.scale of .*: the content of the file .*here/scale has changed since the run began"
     raydfl("resume", folder, "train.rounds=3").refuses(message)
     raydfl("run", written(config, tmp_path), "train.rounds=3").refuses(message)
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before

@@ -269,7 +269,7 @@ def test_files_that_are_not_ours_are_left_alone(tmp_path: Path) -> None:
 def test_a_damaged_file_is_named(tmp_path: Path, content: bytes) -> None:
     write_rounds(tmp_path, range(1, 3))
     rows_path(tmp_path, 2).write_bytes(content)
-    with pytest.raises(RunDirectoryError, match=r"00000002\.parquet is not a readable Parquet file .*; restore it"):
+    with pytest.raises(RunDirectoryError, match=r"00000002\.parquet is not a readable Parquet file .*Restore it"):
         read_rows(tmp_path)
 
 
@@ -284,7 +284,7 @@ def test_any_bit_that_changes_is_noticed(tmp_path: Path, merged: bool) -> None:
         changed = bytearray(whole)
         changed[bit // 8] ^= 1 << bit % 8
         path.write_bytes(changed)
-        with pytest.raises(RunDirectoryError, match=rf"{path.name} is not a readable Parquet file .*; restore it"):
+        with pytest.raises(RunDirectoryError, match=rf"{path.name} is not a readable Parquet file .*Restore it"):
             read_rows(tmp_path)
 
 

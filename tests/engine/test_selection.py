@@ -208,11 +208,11 @@ def test_a_phase_that_stops_is_one_that_was_configured_so(tiny: Tiny) -> None:
     [
         (["run.stop={patience: 0}"], "run.stop.patience"),
         (["run.stop={min_delta: -1}"], "run.stop.min_delta"),
-        (["run.best=acuracy"], r"run.best.mode: whether a larger 'validation model/acuracy' is better is not known"),
+        (["run.best=acuracy"], r"run.best.mode: the direction of 'validation model/acuracy' is unknown"),
         (["run.best={}", "data.split.validation=0"], r"run.best: 'validation model/accuracy' is not measured, because clients"),
         (["run.stop={}", "evaluate.clients=none"], r"run.stop: .* because evaluate.clients is none"),
         (["run.best=test model/accuracy", "evaluate.server=false", "evaluate.clients=none"], "evaluate.server is false"),
-        (["run.best=server_validation model/accuracy"], "because the server holds nothing out"),
+        (["run.best=server_validation model/accuracy"], "because the server has no validation clips"),
         (["run.best={metric: {first: accuracy}}"], "no phase 'first'; it has none; leave run.best.metric out"),
         (["run.best={metric: {'': accuracy}}"], "has no phase ''; it has none; leave run.best.metric out"),
         (["train.phases={'': {rounds: 1}}"], "has no phase ''; it has none; leave train.phases out"),
@@ -225,11 +225,11 @@ def test_what_cannot_choose_is_refused(tiny: Tiny, overrides: list[str], message
 
 def test_metrics_that_nobody_measures_are_refused_before_training(tiny: Tiny) -> None:
     config = tiny("run.best={metric: validation model/acuracy, mode: max}")
-    with pytest.raises(ConfigError, match=r"model/acuracy' is not measured; what is: .*validation model/loss"):
+    with pytest.raises(ConfigError, match=r"model/acuracy' is not measured. Choose one of: .*validation model/loss"):
         run(config)
     assert not (Path(config.run.dir) / "tiny").exists()
     second = "run.best={metric: {second: validation other/accuracy}}"
-    with pytest.raises(ConfigError, match=r"'validation other/accuracy' is not measured in phase 'second'; what is"):
+    with pytest.raises(ConfigError, match=r"'validation other/accuracy' is not measured in phase 'second'. Choose one of"):
         run(scripted(tiny, second, kind="InPhases"))
     begin = ["train.phases.second.begin=best", "train.rounds=6"]
     with pytest.raises(ConfigError, match=r"begin: best needs a metric"):

@@ -81,7 +81,7 @@ def test_what_a_client_has_is_not_counted_again(tiny: Tiny, parted: str) -> None
     [
         ("key=global", ClientError, "two updates to the key 'global'; join their tensors in one"),
         ("key=tail", ClientError, "the update has the key 'tail'"),
-        ("has=tail", ConfigError, "has 'tail' already, but not that it receives it"),
+        ("has=tail", ConfigError, "with 'tail' in has but not in receive"),
     ],
 )
 def test_what_does_not_fit_is_refused(tiny: Tiny, parted: str, option: str, error: type[Exception], says: str) -> None:

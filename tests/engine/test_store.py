@@ -120,7 +120,7 @@ def test_commit_and_load_round_trip(tmp_path: Path) -> None:
     private = PrivateStore(tmp_path / "private")
     refs = {i: private.append(1, tensors_of(i)) for i in (3, 1, 7)}
     store = RunStore(tmp_path)
-    name = store.commit(state_of(1), PrivateIndex().changed(refs), {r.segment for r in refs.values()})
+    name = store.commit(state_of(1), PrivateIndex().replace(refs), {r.segment for r in refs.values()})
     commit, warnings = RunStore(tmp_path).open_latest()
     assert warnings == []
     assert commit is not None
@@ -169,14 +169,14 @@ def test_a_state_as_stored_is_what_a_commit_gives_back(tmp_path: Path, extra: di
 @pytest.mark.parametrize(
     ("state", "said"),
     [
-        (State(0, {}, {"seen": {1, 2}}), r"State.extra\['seen'\] is of type set; it holds what JSON can"),
+        (State(0, {}, {"seen": {1, 2}}), r"State.extra\['seen'\] is of type set. It may hold JSON values only"),
         (State(0, {}, {"a": [{"n": np.int64(3)}]}), r"State.extra\['a'\]\[0\]\['n'\] is of type int64"),
         (State(0, {}, {"a": {(1, 2): 3}}), r"State.extra\['a'\] has the key \(1, 2\) of type tuple"),
-        (State(0, {}, {"t": torch.ones(1)}), r"State.extra\['t'\] is of type Tensor.*tensors go into State.tensors"),
+        (State(0, {}, {"t": torch.ones(1)}), r"State.extra\['t'\] is of type Tensor.*Store tensors in State.tensors"),
         (State(0, {}, {"a": {1: 2, "1": 3}}), "State.extra has a dict with the key '1' twice"),
         (State(0, {}, {"loop": LOOP}), "State.extra cannot be stored: Circular reference"),
         (State(0, {"global": {"lr": 0.1}}), r"State.tensors\['global'\]\['lr'\] is a float, not a tensor"),  # type: ignore[dict-item]
-        (State(0, {3: {"w": torch.ones(1)}}), r"State.tensors\[3\]\['w'\]: the keys and names .* are texts"),  # type: ignore[dict-item]
+        (State(0, {3: {"w": torch.ones(1)}}), r"State.tensors\[3\]\['w'\]: the keys and names .* must be strings"),  # type: ignore[dict-item]
         (State(0, {"k": {"w": torch.eye(2).to_sparse()}}), r"\['w'\] is a torch.sparse_coo tensor of torch.float32"),
         (State(0, {"k": {"w": torch.ones(1, dtype=torch.complex128)}}), r"\['w'\] is .* tensor of torch.complex128"),
     ],
@@ -243,7 +243,7 @@ def test_an_index_is_what_a_dictionary_would_be() -> None:
     bases = []
     for round_index in range(60):
         refs = random_refs(rng, round_index)
-        before, index = index, index.changed(refs)
+        before, index = index, index.replace(refs)
         assert before == reference
         reference.update(refs)
         assert index == reference
@@ -254,20 +254,20 @@ def test_an_index_is_what_a_dictionary_would_be() -> None:
             lengths[ref.segment] += ref.length
         assert index.bytes_by_segment() == lengths
         some = set(sorted(lengths)[::3])
-        assert index.within(some) == {client: ref for client, ref in reference.items() if ref.segment in some}
+        assert index.select_segments(some) == {client: ref for client, ref in reference.items() if ref.segment in some}
         bases.append(index.base)
     assert 99 not in index
-    assert index.changed({}) is index
+    assert index.replace({}) is index
     assert 3 < len({id(base) for base in bases}) < 30  # neither never nor always
 
 
 def test_what_a_round_handles_does_not_grow_with_the_clients() -> None:
-    first = PrivateIndex().changed({client: PrivateRef("1.seg", client, 1, 0) for client in range(100_000)})
+    first = PrivateIndex().replace({client: PrivateRef("1.seg", client, 1, 0) for client in range(100_000)})
     assert (len(first.base or ()), first.table.shape[1]) == (100_000, 0)
-    after = first.changed({5: PrivateRef("2.seg", 0, 1, 0)})
+    after = first.replace({5: PrivateRef("2.seg", 0, 1, 0)})
     assert after.base is first.base
     assert after.table.shape[1] == 1
-    more = after.changed({client: PrivateRef("3.seg", client, 1, 0) for client in range(7, 7 + 100_000 // 16)})
+    more = after.replace({client: PrivateRef("3.seg", client, 1, 0) for client in range(7, 7 + 100_000 // 16)})
     assert (len(more), more.table.shape[1]) == (100_000, 0)
     assert more.base is not None
     assert set(more.base.segments) == {"1.seg", "2.seg", "3.seg"}
@@ -286,7 +286,7 @@ def test_a_ledger_says_what_an_index_says(tmp_path: Path) -> None:
             written[ref.segment] += ref.length
             written_since.add(ref.segment)
             ledger.move(index.get(client), ref)
-        index = index.changed(refs)
+        index = index.replace(refs)
         if round_index % 3 == 0:
             assert ledger.take() == (set(index.bytes_by_segment()), written_since)
             written_since = set()
@@ -323,7 +323,7 @@ class Writer:
         refs = {client: self.private.append(self.round, tensors_of(100 * self.round + client)) for client in clients}
         for client, ref in refs.items():
             self.ledger.move(self.index.get(client), ref)
-        self.index = self.index.changed(refs)
+        self.index = self.index.replace(refs)
 
     def commit(self) -> None:
         self.store.commit(state_of(self.round), self.index, *self.ledger.take())
@@ -394,7 +394,7 @@ def test_a_base_is_durable_before_the_commit_that_names_it(tmp_path: Path, monke
 @pytest.mark.usefixtures("small_base")
 @pytest.mark.parametrize(
     ("damage", "message"),
-    [("flip", "is damaged: its checksum does not fit"), ("cut", "cannot be read"), ("remove", "is missing")],
+    [("flip", r"is damaged \(wrong checksum\)"), ("cut", "cannot be read"), ("remove", "is missing")],
 )
 def test_a_damaged_base_falls_back_to_a_commit_that_needs_another(tmp_path: Path, damage: str, message: str) -> None:
     writer = Writer(tmp_path, keep=3)
@@ -435,11 +435,11 @@ def test_a_crafted_index_reaches_nothing_outside_of_its_folder(tmp_path: Path, c
     theirs.write_text("not ours")
     crafted = RunStore(folder, keep=1)
     refs = {client: PrivateRef("../../../theirs.txt", 0, 0, 0) for client in range(clients)}
-    first = crafted.commit(state_of(1), PrivateIndex().changed(refs))
+    first = crafted.commit(state_of(1), PrivateIndex().replace(refs))
     with pytest.raises(RunDirectoryError, match=r"'\.\./\.\./\.\./theirs.txt' is not the name of a file"):
         RunStore(folder).load(first)
     crafted.keep = 3
-    crafted.commit(state_of(2), PrivateIndex().changed({0: PrivateStore(folder / "private").append(2, tensors_of(1))}))
+    crafted.commit(state_of(2), PrivateIndex().replace({0: PrivateStore(folder / "private").append(2, tensors_of(1))}))
     store = RunStore(folder, keep=1)
     commit, _ = store.open_latest()
     assert commit is not None
@@ -451,7 +451,7 @@ def test_a_crafted_index_reaches_nothing_outside_of_its_folder(tmp_path: Path, c
 def test_only_orphans_of_the_run_are_removed(tmp_path: Path) -> None:
     private, store = PrivateStore(tmp_path / "private"), RunStore(tmp_path)
     kept = private.append(1, tensors_of(1))
-    store.commit(state_of(1), PrivateIndex().changed({0: kept}), {kept.segment})
+    store.commit(state_of(1), PrivateIndex().replace({0: kept}), {kept.segment})
     orphans = ["000009-dead.seg", "0123456789abcdef.index", ".0123456789abcdef.index.0123.part"]
     others = ["letter.txt", "my.seg", "books.index"]
     for name in (*orphans, *others):
@@ -465,7 +465,7 @@ def test_the_private_state_of_another_run_is_left_alone(tmp_path: Path, method: 
     """Also where its folder was moved into this run's."""
     private, store = PrivateStore(tmp_path / "private"), RunStore(tmp_path)
     refs = {0: private.append(1, tensors_of(1))} if method == "with private state" else {}
-    store.commit(state_of(1), PrivateIndex().changed(refs))
+    store.commit(state_of(1), PrivateIndex().replace(refs))
     shutil.rmtree(tmp_path / "private", ignore_errors=True)
     theirs = PrivateStore(tmp_path / "private").append(1, tensors_of(2))
     RunStore(tmp_path).open_latest()
@@ -517,10 +517,10 @@ def test_names_that_lead_elsewhere(name: object) -> None:
 def test_what_never_counted_is_removed_when_the_run_is_opened(tmp_path: Path) -> None:
     private, store = PrivateStore(tmp_path / "private"), RunStore(tmp_path)
     kept = private.append(1, tensors_of(1))
-    store.commit(state_of(1), PrivateIndex().changed({0: kept}), {kept.segment})
+    store.commit(state_of(1), PrivateIndex().replace({0: kept}), {kept.segment})
     before = (tmp_path / "LATEST").read_bytes()
     later = private.append(2, tensors_of(2))
-    store.commit(state_of(2), PrivateIndex().changed({0: later}), {later.segment})
+    store.commit(state_of(2), PrivateIndex().replace({0: later}), {later.segment})
     write_durably(tmp_path / "LATEST", before)  # as if the crash had come before LATEST moved
     commit, _ = RunStore(tmp_path).open_latest()
     assert commit is not None
@@ -571,7 +571,7 @@ def test_no_whole_commit_is_an_error_that_says_so(tmp_path: Path) -> None:
     store = RunStore(tmp_path)
     name = store.commit(state_of(1), PrivateIndex())
     (tmp_path / "commits" / name).write_bytes(b"")
-    with pytest.raises(RunDirectoryError, match="start the run afresh"):
+    with pytest.raises(RunDirectoryError, match="Restart the run"):
         RunStore(tmp_path).open_latest()
 
 
@@ -587,9 +587,9 @@ def test_compaction_moves_what_counts_and_keeps_its_bytes(tmp_path: Path) -> Non
     refs = {i: private.append(1, tensors_of(i, 100)) for i in range(10)}
     for i in range(8):
         refs[i] = private.append(2, tensors_of(10 + i, 100))
-    index = PrivateIndex().changed(refs)
+    index = PrivateIndex().replace(refs)
     ledger = SegmentUsage(index, {path.name: path.stat().st_size for path in tmp_path.iterdir()})
-    moved = private.compact(3, index.within(ledger.sparse()))
+    moved = private.compact(3, index.select_segments(ledger.sparse()))
     assert set(moved) == {8, 9}  # round 1's segment is 20 % alive, round 2's wholly
     assert all("compact" in ref.segment for ref in moved.values())
     for i, ref in moved.items():

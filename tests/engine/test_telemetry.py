@@ -16,7 +16,7 @@ from raydfl.data.population import Population
 from raydfl.engine.config import Config
 from raydfl.engine.orders import Reply, Span
 from raydfl.engine.storage.record import MetricRow, read_rows, rows_path, to_rows, write_rows
-from raydfl.engine.telemetry import TIMELINE, WALL, ReplyTimer, with_spans
+from raydfl.engine.telemetry import TIMELINE, WALL, ReplyTimer, add_spans
 from raydfl.runs._run import run
 from raydfl.runs.progress import Progress
 from raydfl.runs.report import parts_of_rounds, read_run, write_report
@@ -41,14 +41,14 @@ def watched(replies: Iterable[Reply]) -> ReplyTimer:
 
 
 def test_work_lies_between_order_and_answer_with_the_ways_equally_long() -> None:
-    found = with_spans([reply("a", 0.5, 1.0), reply("b", 1.5, 2.0)], actor=3, sent=100.0, answered=104.5)
+    found = add_spans([reply("a", 0.5, 1.0), reply("b", 1.5, 2.0)], actor=3, sent=100.0, answered=104.5)
     # The actor was at it for 3.5 s after the call came: 1 s was on the way, half of it there.
     assert [(r.span.begin, r.span.end) for r in found if r.span] == [(101.0, 102.0), (102.0, 104.0)]
     assert {(r.span.actor, r.span.sent, r.span.answered) for r in found if r.span} == {(3, 100.0, 104.5)}
 
 
 def test_an_actors_clock_that_runs_faster_gives_no_negative_times() -> None:
-    found = with_spans([reply("a", 0.0, 3.0), reply("b", 3.0, 3.0)], actor=0, sent=10.0, answered=14.0)
+    found = add_spans([reply("a", 0.0, 3.0), reply("b", 3.0, 3.0)], actor=0, sent=10.0, answered=14.0)
     for one in found:
         assert one.span is not None
         assert 10.0 <= one.span.begin <= one.span.end <= 14.0
@@ -75,7 +75,7 @@ def test_a_round_without_spans_says_nothing() -> None:
 
 
 def test_queues_and_retries_are_counted() -> None:
-    again = with_spans([reply("b", waited=0.25)], actor=0, sent=0.0, answered=1.0, retried={0: 2})
+    again = add_spans([reply("b", waited=0.25)], actor=0, sent=0.0, answered=1.0, retried={0: 2})
     watch = watched([reply("a", waited=0.25), *again])
     assert watch.queued == 0.5
     assert watch.retried == {"b": 2}

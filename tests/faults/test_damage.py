@@ -29,7 +29,7 @@ def damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Pat
     index = PrivateIndex()
     for round_index, clients in ((1, range(2)), (2, range(4))):
         refs = {c: private.append(round_index, {"model:a": torch.full((2,), float(c))}) for c in clients}
-        index = index.changed(refs)
+        index = index.replace(refs)
         store.commit(state_of(round_index), index, {ref.segment for ref in refs.values()})
     assert not RunStore(whole).load(store.commits()[0]).private.base_name
     assert len(RunStore(whole).load(store.commits()[1]).private.base or ()) == 4
@@ -114,7 +114,7 @@ def test_latest_cut_short_is_an_error(damaged: Callable[[], Path]) -> None:
     for left in (0, 5, len(text) - 1):
         (folder / "LATEST").write_text(text[:left])
         with pytest.raises(
-            RunDirectoryError, match=r"LATEST does not name a commit .*write the newest name in commits/"
+            RunDirectoryError, match=r"LATEST does not name a commit .*Write the newest name in commits/"
         ):
             RunStore(folder).open_latest()
 

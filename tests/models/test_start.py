@@ -220,7 +220,9 @@ def test_the_digest_is_of_the_content_and_a_changed_file_stops_a_resume(tiny: Ti
     kept = (tmp_path / "a.pt").read_bytes()
     weights["stem.0.weight"] += 1
     torch.save(weights, tmp_path / "a.pt")
-    with pytest.raises(RunDirectoryError, match=r"models.model.init_from.file of .*whose content is not what it was"):
+    with pytest.raises(
+        RunDirectoryError, match=r"models.model.init_from.file of .*the content of the file .* has changed"
+    ):
         resume(run_dir)
     (tmp_path / "a.pt").write_bytes(kept)
     assert not differ(reference, read_tensors(resume(run_dir).run_dir))

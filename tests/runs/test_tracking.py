@@ -371,8 +371,8 @@ def test_the_null_tracker_does_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("uri", "message"),
     [
-        ("file:///tmp/mlruns", "no longer keeps runs in plain folders"),
-        ("mlruns", "no longer keeps runs in plain folders"),
+        ("file:///tmp/mlruns", "no longer stores runs in plain folders"),
+        ("mlruns", "no longer stores runs in plain folders"),
         ("sqlite:///mlflow.db", "relative database path is lost"),
     ],
 )

@@ -1,6 +1,6 @@
-"""The data that a run keeps on the disk: commits, private state and the record of metrics.
+"""Storage of a run: commits, clients' private state and the metrics table.
 
-Begin with store.py (commits), private.py (clients' state) and record.py (metrics).
+Start with store.py (commits), private.py (private state) and record.py (metrics table).
 """
 
 from raydfl.engine.storage import record

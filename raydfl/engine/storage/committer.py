@@ -1,4 +1,4 @@
-"""Commits: what is to be made true of a round is held fast at its end, and written while the next round computes."""
+"""Background commits: snapshot the state at the end of a round and write it during the next round."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ from raydfl.engine.storage.record import MetricRow
 from raydfl.engine.storage.store import RunStore
 
 _MERGE = 100
-"""Commits after which their small files of rows are merged into one."""
+"""Commits between two merges of their small files of rows."""
 _SLACK = 64 << 20
-"""Bytes of superseded private state that are not worth moving anything."""
+"""Bytes of superseded private state that do not yet justify a compaction."""
 
 
 class Committer:
-    """Writes one commit after another in a thread of its own, none before the one before it is on the disk.
+    """Writer of commits, one at a time, in a background thread.
 
-    A commit has two stages: :meth:`prepare` holds fast what it shall be, :meth:`begin` has it written. Between them the next round
-    is handed out, so that clients need not wait for the disk.
+    A commit has two stages: :meth:`prepare` takes a snapshot, and :meth:`begin` starts the write. The orders of the next round go
+    out between the two, so that clients do not wait for the disk.
     """
 
     def __init__(
         self, store: RunStore, newest: State, private: PrivateIndex, remove: Callable[[Collection[str]], None]
     ) -> None:
-        """Open it.
+        """Create a committer that continues from the newest commit.
 
         Args:
-            store: must be locked; while a commit is under way nobody else may change what is in it.
-            newest: the state of the newest commit.
-            private: where private state lies by that commit.
-            remove: removes segments that no commit refers to, outside the run's folder.
+            store: Locked store. Nobody else may change it during a commit.
+            newest: State of the newest commit.
+            private: Index of private state in the newest commit.
+            remove: Removes unreferenced segments outside the run's folder.
         """
         self.round_index = newest.round_index
-        """The last round that is committed, or will be once :meth:`begin` has been called."""
+        """The last round that is committed or prepared."""
         self.mirror: RunMirror | None = None
-        """The mirror to which each commit is copied; ``None``: there is none."""
+        """Destination of a copy of each commit; ``None``: no copies."""
         self._seconds = 0.0
-        """Seconds that the last finished commit took."""
+        """Duration of the last finished commit, in seconds."""
         self._waited = 0.0
-        """Seconds for which rounds had to wait for commits, since :meth:`take_seconds`."""
+        """Seconds that rounds waited for commits since the last :meth:`take_seconds`."""
         self._store = store
         self._remove = remove
         self._pending: list[MetricRow] = []
@@ -58,16 +58,16 @@ class Committer:
         self._commits = 0
 
     def note_moved(self, former: PrivateIndex, moved: Mapping[int, PrivateRef]) -> None:
-        """Keep count of what clients' new private records supersede in a former index."""
+        """Count the records of a former index that new private records supersede."""
         for client, ref in moved.items():
             self._usage.move(former.get(client), ref)
 
     def worth_moving(self, private: PrivateIndex) -> PrivateIndex | None:
-        """Return the private records that fill little of their segments, if these take more than about twice what counts."""
-        return private.within(self._usage.sparse()) if self._usage.wasteful else None
+        """Return the records of sparse segments, if segments exceed about twice the size of their live records."""
+        return private.select_segments(self._usage.sparse()) if self._usage.wasteful else None
 
     def go_back_to(self, private: PrivateIndex) -> None:
-        """Take note that an earlier index counts again, whose commit must be kept."""
+        """Make an earlier index current again. Its commit must still exist."""
         written = self._usage.written
         self._usage = SegmentUsage(private, self._store.sizes_of_segments())
         self._usage.written = written
@@ -77,7 +77,7 @@ class Committer:
         self._pending += rows
 
     def take_seconds(self) -> tuple[float, float]:
-        """Return the seconds of the last finished commit, and those that rounds have waited for commits since the last call."""
+        """Return the seconds of the last finished commit, and the seconds of waiting for commits since the last call."""
         waited, self._waited = self._waited, 0.0
         return self._seconds, waited
 
@@ -88,21 +88,21 @@ class Committer:
         best: bool = False,
         begun: tuple[int, ...] = (),
     ) -> None:
-        """Hold fast what the next commit shall be. The one before must have been waited for.
+        """Take a snapshot for the next commit. Call :meth:`wait` for the previous commit first.
 
         Args:
-            best: see :meth:`RunStore.commit`.
-            begun: see :attr:`Commit.begun`.
+            best: True keeps the commit until another round becomes the best.
+            begun: Rounds completed before each phase, if a phase ended early.
         """
         if self._under_way is not None or self._prepared is not None:
             raise AssertionError("a commit is still under way")
         segments = self._usage.take()
-        self._prepared = functools.partial(self._write, _held(state), private, segments, best, begun, self._pending)
+        self._prepared = functools.partial(self._write, _snapshot(state), private, segments, best, begun, self._pending)
         self._pending = []
         self.round_index = state.round_index
 
     def begin(self) -> None:
-        """Have what is prepared written, if anything is."""
+        """Start the write of the prepared commit, if there is one."""
         if self._prepared is not None:
             self._under_way, self._prepared = self._thread.submit(self._prepared), None
 
@@ -115,9 +115,9 @@ class Committer:
         begun: tuple[int, ...],
         rows: Sequence[MetricRow],
     ) -> tuple[float, Sequence[MetricRow]]:
-        """Write a commit; return the seconds that it took, and its rows."""
+        """Write a commit; return its duration in seconds, and its rows."""
         started = time.perf_counter()
-        # Rows first: what LATEST names is never without its record.
+        # Rows go first, so that LATEST never points to a commit without its rows.
         record.write_rows(record.rows_path(self._store.folder, state.round_index), rows)
         self._store.commit(state, private, *segments, best, begun)
         self._commits += 1
@@ -128,10 +128,10 @@ class Committer:
         return time.perf_counter() - started, rows
 
     def wait(self) -> Sequence[MetricRow]:
-        """Wait until the commit under way, if there is one, is on the disk, and return its rows.
+        """Wait for the current commit, if there is one, and return its rows.
 
         Raises:
-            ResourcesError: the disk is full, and the commit before still counts; or the mirror cannot be reached.
+            ResourcesError: The disk is full, or the mirror cannot be reached. The previous commit stays valid.
         """
         under_way, self._under_way = self._under_way, None
         rows: Sequence[MetricRow] = ()
@@ -145,43 +145,43 @@ class Committer:
         return rows
 
     def close(self) -> None:
-        """Write what is prepared, and let the commit under way end, well or not: :meth:`wait` tells."""
+        """Write the prepared commit and end the thread. :meth:`wait` raises the errors of the commit."""
         try:
             self.begin()
         finally:
             self._thread.shutdown()
 
 
-def _held(state: State) -> State:
-    """Return a state that stays as it is, whatever a method does to the one that it gets in the next round."""
+def _snapshot(state: State) -> State:
+    """Copy a state, so that the next round of the method cannot change it."""
     tensors = {key: {name: tensor.clone() for name, tensor in group.items()} for key, group in state.tensors.items()}
     return State(state.round_index, tensors, copy.deepcopy(dict(state.extra)))
 
 
 class SegmentUsage:
-    """The use of segments: for each that holds a client's newest record, its bytes and how many of them still count.
+    """Sizes of the segments of private state, in total and of their live records.
 
-    A round changes a few entries; nobody needs to look at all segments to know what has become worth moving or removing.
+    A round updates a few entries, so that compaction and removal need no scan of all segments.
     """
 
     def __init__(self, index: PrivateIndex, sizes: Mapping[str, int]) -> None:
-        """Begin with what a commit says.
+        """Count the live records of a commit.
 
         Args:
-            index: where everybody's newest record lies.
-            sizes: bytes of the segments, by name. Those of others (a replay leaves them where they are) count as all needed.
+            index: Index of all clients' newest records.
+            sizes: Bytes of the segments, by name. Missing segments (of a replayed run) count as fully live.
         """
         self._live = index.bytes_by_segment()
         self._sizes = {segment: max(live, sizes.get(segment, 0)) for segment, live in self._live.items()}
         self.live = sum(self._live.values())
         """Bytes of all clients' newest records."""
         self.bytes = sum(self._sizes.values())
-        """Bytes of the segments that they are in."""
+        """Bytes of the segments with live records."""
         self.written: set[str] = set()
         """The segments that were written since the last commit."""
 
     def move(self, former: PrivateRef | None, ref: PrivateRef) -> None:
-        """Note that a client's newest record is now ``ref``."""
+        """Replace a client's newest record by ``ref``."""
         self.written.add(ref.segment)
         self._live[ref.segment] = self._live.get(ref.segment, 0) + ref.length
         self._sizes[ref.segment] = self._sizes.get(ref.segment, 0) + ref.length
@@ -196,15 +196,15 @@ class SegmentUsage:
             self.bytes -= self._sizes.pop(former.segment)
 
     def take(self) -> tuple[frozenset[str], frozenset[str]]:
-        """Return the segments that hold anything that counts, and those that were written since this was last asked."""
+        """Return the segments with live records, and the segments written since the last call."""
         written, self.written = frozenset(self.written), set()
         return frozenset(self._live), written
 
     @property
     def wasteful(self) -> bool:
-        """Return whether the segments take more than about twice what counts."""
+        """Whether the segments exceed about twice the size of their live records."""
         return self.bytes > 2 * self.live + _SLACK
 
     def sparse(self) -> set[str]:
-        """Return the segments of which less than half still counts. This looks at all of them."""
+        """Return the segments whose live records fill less than half. Scans all segments."""
         return {segment for segment, live in self._live.items() if 2 * live < self._sizes[segment]}

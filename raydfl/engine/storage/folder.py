@@ -1,4 +1,4 @@
-"""The files of a run's folder that describe it: reading and writing them."""
+"""Reader and writer of ``config.yaml`` and ``run.json``, which describe a run in its folder."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from raydfl.engine.storage.trust import check_code
 
 
 def check_begun(run_dir: Path) -> None:
-    """Refuse a folder that is none of a run that was prepared.
+    """Reject a folder without a prepared run.
 
     Raises:
-        RunDirectoryError: it is no run directory, or the run never got as far as its first round.
+        RunDirectoryError: The folder is no run directory, or the run stopped before its first round.
     """
     if not run_dir.is_dir():
         raise RunDirectoryError(f"there is no run directory {run_dir}")
     if not (run_dir / "config.yaml").exists() or not (run_dir / "run.json").exists():
         raise RunDirectoryError(
-            f"{run_dir} is not a run directory, or the run was interrupted before it began (config.yaml or run.json is missing): "
-            f"start it with raydfl run"
+            f"{run_dir} is not a run directory, or the run was interrupted before it began (config.yaml or run.json is missing). "
+            f"Start it with: raydfl run"
         )
 
 
 def stored_config(run_dir: Path, trust: bool = False) -> Config:
-    """Return the configuration that a run directory holds.
+    """Load the configuration of a run directory.
 
     Args:
-        trust: approves the code that the configuration names; see :mod:`raydfl.engine.storage.trust`.
+        trust: True approves the code in the configuration (:mod:`raydfl.engine.storage.trust`).
 
     Raises:
-        RunDirectoryError: it is no run directory, or ``config.yaml`` is damaged or not what the run began with; or it names
-            code that the user has not approved, or a file that has changed.
+        RunDirectoryError: The folder is no run directory, or ``config.yaml`` is damaged or was edited after the start. Also
+            for unapproved code and for changed files.
     """
     check_begun(run_dir)
     config = _read_config(run_dir, trust)
@@ -50,9 +50,8 @@ def stored_config(run_dir: Path, trust: bool = False) -> Config:
     differing = _differing(run_dir, config, trust)
     if differing:
         raise RunDirectoryError(
-            f"{run_dir / 'config.yaml'} was changed since the run began ({differing}), and its numbers are not those of these "
-            f"settings; write the former values back, or start a new run with these: raydfl run {run_dir / 'config.yaml'} "
-            f"run.name=NAME"
+            f"{run_dir / 'config.yaml'} was changed since the run began ({differing}). The run's results belong to the former "
+            f"settings. Restore them, or start a new run: raydfl run {run_dir / 'config.yaml'} run.name=NAME"
         )
     return config
 
@@ -63,7 +62,7 @@ def _stored_values(run_dir: Path) -> Any:
         return read_yaml(path, saved=True)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise RunDirectoryError(f"{path} cannot be read: {reason}; restore it from a copy") from error
+        raise RunDirectoryError(f"{path} cannot be read: {reason}. Restore it from a copy") from error
 
 
 def _read_config(run_dir: Path, trust: bool) -> Config:
@@ -76,27 +75,27 @@ def _read_config(run_dir: Path, trust: bool) -> Config:
         raise
     except InputError as error:
         raise RunDirectoryError(
-            f"{path} is damaged, or what it names is gone: {error}; restore it from a copy, or start the run again in a new folder"
+            f"{path} is damaged, or refers to missing files: {error}. Restore it from a copy, or restart the run in a new folder"
         ) from error
 
 
 def check_files(run_dir: Path, config: Config) -> None:
-    """Refuse files named by options whose content is not what it was when the run began, where the run has kept a digest of it.
+    """Reject changed files: compare the files in the options with the digests in ``run.json``.
 
     Raises:
-        RunDirectoryError: naming the first.
+        RunDirectoryError: A file has changed. The message names the first one.
     """
     now = config.files()
     for place, (path, content) in stored_about(run_dir).get("files", {}).items():
         if now.get(place, (path, ""))[1] != content:
             raise RunDirectoryError(
-                f"{place} of {run_dir} is the file {now.get(place, (path, ''))[0]}, whose content is not what it was when the run "
-                f"began: restore it, or start the run again under another run.name"
+                f"{place} of {run_dir}: the content of the file {now.get(place, (path, ''))[0]} has changed since the run began. "
+                f"Restore it, or restart the run under another run.name"
             )
 
 
 _ABOUT = {"id": str, "raydfl": str, "digest": str, "classes": list, "models": dict, "clients": int}
-"""What ``run.json`` must say, and of which kind."""
+"""Required keys of ``run.json``, and their types."""
 _ALSO_ABOUT = {
     "config": dict,
     "files": dict,
@@ -110,15 +109,15 @@ _ALSO_ABOUT = {
     "kernels": dict,
     "resumes": list,
 }
-"""What it may say."""
+"""Optional keys of ``run.json``."""
 _KINDS = {str: "text", list: "a list", dict: "a group", int: "a whole number"}
 
 
 def stored_about(run_dir: Path) -> dict[str, Any]:
-    """Read what ``run.json`` says about a run.
+    """Load ``run.json``, the description of a run.
 
     Raises:
-        RunDirectoryError: the file is missing or damaged.
+        RunDirectoryError: The file is missing or damaged.
     """
     path = run_dir / "run.json"
     try:
@@ -131,27 +130,27 @@ def stored_about(run_dir: Path) -> dict[str, Any]:
         check_about(about)
         if about.get("site_key"):
             plain_name(about["site_key"])
-    except (OSError, ValueError, RecursionError) as error:  # the last of JSON that is nested too deep
+    except (OSError, ValueError, RecursionError) as error:  # deeply nested JSON raises RecursionError
         reason = error.strerror if isinstance(error, OSError) else error
         raise RunDirectoryError(
-            f"{path} is missing or damaged ({reason}); restore it from a copy, or start the run again in a new folder"
+            f"{path} is missing or damaged ({reason}). Restore it from a copy, or restart the run in a new folder"
         ) from error
     return about
 
 
 def check_about(about: Mapping[str, Any]) -> None:
-    """Refuse values in ``run.json`` that are not of their kind.
+    """Reject values of a wrong type in ``run.json``.
 
     Raises:
-        ValueError: naming the first of them.
+        ValueError: A value has a wrong type. The message names the first one.
     """
     for key, kind in {**_ABOUT, **_ALSO_ABOUT}.items():
         absent = key not in about or (about[key] is None and key in _ALSO_ABOUT)
         if not absent and type(about[key]) is not kind:
-            raise ValueError(f"{key} is {str(about[key])[:40]!r}, which must be {_KINDS[kind]}")
+            raise ValueError(f"{key} is {str(about[key])[:40]!r} but must be {_KINDS[kind]}")
     for resume in about.get("resumes") or ():
         if not isinstance(resume, dict) or not isinstance(resume.get("kernels"), dict):
-            raise ValueError(f"resumes has {str(resume)[:40]!r}, which must be a group with kernels")
+            raise ValueError(f"resumes has {str(resume)[:40]!r} but must hold groups with kernels")
 
 
 def write_config(run_dir: Path, config: Config) -> None:
@@ -160,31 +159,31 @@ def write_config(run_dir: Path, config: Config) -> None:
 
 
 def check_same(run_dir: Path, config: Config, trust: bool = False) -> None:
-    """Refuse a configuration that would give other numbers than the one that a run began with.
+    """Reject a configuration whose results would differ from the run's own configuration.
 
     Raises:
-        RunDirectoryError: naming what differs; or the run is an earlier version's, whose features were others.
+        RunDirectoryError: Decisive settings differ, or an earlier version computed the run's features differently.
     """
     about = stored_about(run_dir)
     if "statistics" not in about and _stored_values(run_dir)["data"]["features"].get("normalise") == "group":
         raise RunDirectoryError(
-            f"{run_dir} was begun by an earlier version of raydfl, whose data.features.normalise: group took statistics from "
-            f"held-out clips too; this version takes them from training clips only and cannot go on with the run: start it again "
-            f"under another run.name, or go on with it in the version that began it"
+            f"{run_dir} was started by an earlier version of raydfl. With data.features.normalise: group, it computed statistics "
+            f"from held-out clips too; this version uses training clips only and cannot resume the run. Restart it under another "
+            f"run.name, or resume it with the version that started it"
         )
     check_files(run_dir, config)
     differing = _differing(run_dir, config, trust)
     if differing:
         raise RunDirectoryError(
-            f"{run_dir} belongs to another configuration ({differing}); give the new run another run.name, or remove the folder"
+            f"{run_dir} belongs to another configuration ({differing}). Give the new run another run.name, or remove the folder"
         )
 
 
 def check_revision(run_dir: Path, config: Config) -> None:
-    """Refuse a run that began with another revision of its method's equations.
+    """Reject a run that began with another revision of its method's equations.
 
     Raises:
-        RunDirectoryError: naming both revisions.
+        RunDirectoryError: The revisions differ. The message names both.
     """
     began, now = stored_about(run_dir).get("revision") or 1, type(config.parts.method).revision
     if began != now:
@@ -195,16 +194,16 @@ def check_revision(run_dir: Path, config: Config) -> None:
 
 
 def _differing(run_dir: Path, config: Config, trust: bool) -> str:
-    """Say in which settings a configuration decides other numbers than the one that the run began with; empty: in none."""
+    """List the decisive settings that differ from the run's own configuration, as text; empty: none."""
     about = stored_about(run_dir)
-    # By the digest that it was made with, if that fits: what its configuration names may have gone with another job's folder.
+    # Compare digests first: files of the stored configuration may have gone with another job's folder.
     if config.digest() == about["digest"]:
         return ""
     digest, began = about["digest"], about.get("config")
-    if began is None:  # begun by a version that kept only config.yaml, and perhaps made digests otherwise
+    if began is None:  # earlier versions stored only config.yaml, and may have computed digests differently
         stored = _read_config(run_dir, trust)
         digest, began = stored.digest(), stored.model_dump(mode="json")
-    # Another folder of the same recordings changes nothing: who has which features is kept with the run.
+    # Another folder of the same recordings changes nothing: the run folder stores the population.
     if "root" in began["data"] and began["data"]["name"] == config.data.name:
         data = config.data.model_copy(update={"root": began["data"]["root"]})
         if config.model_copy(update={"data": data}).digest() == digest:
@@ -213,20 +212,20 @@ def _differing(run_dir: Path, config: Config, trust: bool) -> str:
         return ""
     now = config.model_dump(mode="json")
     changes = decisive_changes(began, now) or _list_changes(began, now, lambda key: key.startswith(_CHOOSING))
-    return "; ".join(changes[:_LISTED]) or "what its settings name has changed"
+    return "; ".join(changes[:_LISTED]) or "files or classes in its settings have changed"
 
 
 _LISTED = 5
-"""Settings that a message names."""
+"""Largest number of settings in a message."""
 _FREE = ("evaluate.", "ray.", "run.", "track.", "train.rounds", "data.cache", "data.root")
-"""Beginnings of settings that decide no numbers, but for some that are decisive all the same."""
+"""Prefixes of settings without an effect on results, except for :data:`_NOT_FREE`."""
 _CHOOSING = ("run.stop", "run.best", "evaluate.")
-"""Beginnings of settings that decide numbers where a phase ends, or begins with an earlier round, because of what was measured."""
+"""Prefixes of settings that affect results only through early stopping or the best round."""
 _NOT_FREE = ("run.seed", "ray.threads")
 
 
 def decisive_changes(began: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """List the differing settings that decide the numbers, ``train.optimiser.lr: 0.1 there, 0.2 here``, by their values alone."""
+    """List the differing settings that affect results, such as ``train.optimiser.lr: 0.1 there, 0.2 here``."""
     return _list_changes(began, now, lambda key: not key.startswith(_FREE) or key.startswith(_NOT_FREE))
 
 
@@ -240,19 +239,19 @@ def _list_changes(began: Mapping[str, Any], now: Mapping[str, Any], counts: Call
 
 
 def describe_edit(run_dir: Path, began: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Describe how ``config.yaml`` differs from the settings that the run began with; empty if the numbers are the same.
+    """Describe the edits of ``config.yaml`` since the start of the run; empty if they do not affect results.
 
-    Only code that the user has approved is loaded.
+    Loads only approved code.
 
     Args:
-        began: settings in ``run.json``.
-        now: settings in ``config.yaml``.
+        began: Settings in ``run.json``.
+        now: Settings in ``config.yaml``.
     """
     known = flatten(began)
     changes = decisive_changes(began, {key: value for key, value in flatten(now).items() if key in known})
     added = decisive_changes(began, now)
     if added and not changes:
-        # A later version has more settings, and a default may be written down. Only the digest shows whether they matter.
+        # A newer version adds settings with neutral defaults. Only the digest shows whether they affect results.
         try:
             return _differing(run_dir, _read_config(run_dir, trust=False), trust=False)
         except RunDirectoryError:
@@ -261,15 +260,15 @@ def describe_edit(run_dir: Path, began: Mapping[str, Any], now: Mapping[str, Any
 
 
 def _without_folder(value: Any) -> Any:
-    """Return a reference to a class in a file of one's own, which may lie elsewhere each time, without the folder."""
+    """Strip the folder, which may differ between jobs, from a reference ``my_file.py:Class``."""
     return re.sub(r"^.*/([^/]+\.py:\w+)$", r"\1", value) if isinstance(value, str) else value
 
 
 def final_commit(run_dir: Path) -> Commit:
-    """Return the newest commit.
+    """Load the newest commit of a run.
 
     Raises:
-        RunDirectoryError: there is none, or it is damaged.
+        RunDirectoryError: The commit is missing or damaged.
     """
     commit = RunStore(run_dir).newest()
     if commit is None:
@@ -278,14 +277,14 @@ def final_commit(run_dir: Path) -> Commit:
 
 
 def final_state(run_dir: Path) -> State:
-    """Return the server's state after the last committed round.
+    """Load the server's state after the last committed round.
 
     Raises:
-        RunDirectoryError: there is none, or it is damaged.
+        RunDirectoryError: The commit is missing or damaged.
     """
     return final_commit(run_dir).state
 
 
 def file_name_of(key: str) -> str:
-    """Return a key of the server's state, or a model's name, as part of a file's name."""
+    """Convert a state key or a model name to a safe file name."""
     return "".join(c if c.isalnum() or c in "-_." else "_" for c in key)

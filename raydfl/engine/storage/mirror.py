@@ -1,8 +1,7 @@
-"""A run whose folder is kept behind a URI: it works in a local folder, of which each commit is copied there.
+"""Mirror of a run behind a URI: the run works in a local folder, and each commit is uploaded.
 
-All files of a commit are immutable, so copies are simple: first what is not there yet, then ``LATEST``, then what the commit no
-longer needs is removed. After a crash at any moment the place holds a whole commit. When the local folder has gone, or is behind,
-it is fetched back first.
+The files of a commit are immutable. An upload copies the new files, then ``LATEST``, then removes superseded files. After a crash
+at any moment, the mirror holds a complete commit. If the local folder is missing or behind, it is downloaded first.
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ from raydfl.core.yaml import parse_yaml
 from raydfl.engine.storage.store import RunStore
 
 _IMMUTABLE = re.compile(r"(commits|private|rows)/.*|population/.*(?<!\.json)")
-"""Names of files that never change; a new cache of features changes ``population.json``."""
+"""Names of immutable files. A new feature cache changes ``population.json``."""
 _OF_COMMITS = ("commits", "private", "rows")
-"""Folders in which a commit may make files superfluous."""
+"""Folders with files that a commit may supersede."""
 _SEGMENT = re.compile(r"private/(\d+)-\S+\.seg")
-"""Private state that was written in a round, or gathered after it."""
+"""Segments of private state, with the round of their writing or compaction."""
 _AGAIN = 3
-"""Times that a run which another machine changes meanwhile is fetched."""
+"""Attempts to download a run that another machine changes meanwhile."""
 
 
 def local_runs(runs: str, cache: Path | None) -> Path:
-    """Return the local folder of all runs: ``runs`` itself, or for a URI a folder of its own below the feature cache.
+    """Return the local folder of all runs: ``runs`` itself, or for a URI a folder below the feature cache.
 
-    All nodes of a cluster must see the cache under the same path anyway.
+    All nodes of a cluster see the feature cache under the same path.
     """
     if not is_uri(runs):
         return Path(runs)
@@ -43,20 +42,20 @@ def local_runs(runs: str, cache: Path | None) -> Path:
 
 
 def mirror_of(runs: str, run_dir: Path) -> RunMirror | None:
-    """Return the mirror of a run whose ``run.dir`` is ``runs``; ``None`` where that is a path."""
+    """Return the mirror of a run; ``None`` if ``runs`` (``run.dir``) is a path."""
     return RunMirror(run_dir, below(runs, run_dir.name)) if is_uri(runs) else None
 
 
 def local_run(run: str | Path, overrides: Sequence[str] = ()) -> Path:
-    """Return a run's local folder, which for a URI is fetched first, if it is not there or behind.
+    """Return a run's local folder. For a URI, download the run first if the folder is missing or behind.
 
     Args:
-        overrides: settings, of which ``data.cache`` may say where the local folder shall be.
+        overrides: Settings ``key=value``. ``data.cache`` determines the local folder.
 
     Raises:
-        RunDirectoryError: there is no run at the URI.
-        ResourcesError: it cannot be reached.
-        ConfigError: it is no URI that is understood.
+        RunDirectoryError: The URI holds no run.
+        ResourcesError: The URI cannot be reached.
+        ConfigError: The URI is invalid.
     """
     if not is_uri(run):
         return Path(run)
@@ -66,14 +65,14 @@ def local_run(run: str | Path, overrides: Sequence[str] = ()) -> Path:
     place = RemoteFolder(uri, "check the URI and the access to it")
     text = place.read("config.yaml")
     if text is None:
-        raise RunDirectoryError(f"there is no run at {uri}: it holds no config.yaml")
+        raise RunDirectoryError(f"there is no run at {uri}: it holds no config.yaml. Check the URI")
     folder = local_runs(runs, _cache(text, overrides)) / name
     RunMirror(folder, uri).fetch()
     return folder
 
 
 def _cache(config: bytes, overrides: Sequence[str]) -> Path | None:
-    """Return the cache that is asked for, or the one of the run if this machine has it; else the usual one."""
+    """Return the cache from the overrides, or the run's cache if it exists here; ``None``: the default cache."""
     asked = [override.partition("=")[2] for override in overrides if override.startswith("data.cache=")]
     if asked:
         return Path(asked[-1])
@@ -84,20 +83,20 @@ def _cache(config: bytes, overrides: Sequence[str]) -> Path | None:
 
 
 class RunMirror:
-    """The copy of one run's folder behind a URI."""
+    """Copy of a run's folder behind a URI."""
 
     def __init__(self, folder: Path, uri: str) -> None:
-        """Nothing is looked at yet.
+        """Create a mirror without accessing the URI.
 
         Args:
-            folder: the local folder, in which the run works.
-            uri: of the run.
+            folder: Local folder of the run.
+            uri: URI of the run.
         """
         self.folder = folder
         self.uri = uri
         again = f"raydfl resume {uri}"
         self._place = RemoteFolder(
-            uri, f"nothing is lost: the run is in {folder}, and goes on there when the URI can be used again: {again}"
+            uri, f"nothing is lost: the run is in {folder}. Resume it when the URI is available again: {again}"
         )
         self._there: dict[str, int] = {}
         self._latest: str | None = None
@@ -106,14 +105,14 @@ class RunMirror:
     # -- from there ----------------------------------------------------------------------------------------------------
 
     def fetch(self) -> bool:
-        """Bring the local folder up to the commit that is there, unless it is at that commit or further.
+        """Download the mirror's newest commit if the local folder is behind.
 
         Returns:
-            Whether anything was fetched.
+            Whether anything was downloaded.
 
         Raises:
-            RunDirectoryError: the local folder holds another run.
-            ResourcesError: the URI cannot be read, or the disk is full.
+            RunDirectoryError: The local folder holds another run.
+            ResourcesError: The URI cannot be read, or the disk is full.
         """
         about, latest = self._place.read("run.json"), self._place.read("LATEST")
         if about is None or latest is None:
@@ -122,7 +121,7 @@ class RunMirror:
         try:
             store.lock(wait=0.0)
         except RunDirectoryError:
-            return False  # a run that is under way on this machine: there is nothing newer
+            return False  # the run is in progress on this machine, so the mirror has nothing newer
         try:
             if not self._behind(about, latest):
                 return False
@@ -132,7 +131,7 @@ class RunMirror:
                     return True
                 except FileNotFoundError:  # another machine has committed meanwhile
                     about = self._place.read("run.json") or about
-            raise RunDirectoryError(f"{self.uri} changes faster than it can be read; try again when the run has ended")
+            raise RunDirectoryError(f"{self.uri} changes faster than it can be read. Try again when the run has ended")
         finally:
             store.unlock()
 
@@ -145,17 +144,17 @@ class RunMirror:
         return not here.exists() or _round(here.read_bytes()) < _round(latest)
 
     def _check_same(self, there: bytes, here: bytes) -> None:
-        if _created(there) != _created(here):
+        if _identify(there) != _identify(here):
             raise RunDirectoryError(
-                f"{self.folder} and {self.uri} hold different runs of the same name; remove the one that is not wanted, "
-                f"or give the new run another run.name"
+                f"{self.folder} and {self.uri} hold different runs of the same name. Remove one of them, or give the new run "
+                f"another run.name"
             )
 
     def _download(self, about: bytes) -> None:
         latest = self._place.read("LATEST")
         there = self._place.files()
         if latest is None:
-            raise RunDirectoryError(f"{self.uri} has lost its LATEST while it was read; try again")
+            raise RunDirectoryError(f"{self.uri} has lost its LATEST during the download. Try again")
         for name, size in there.items():
             path = self.folder / name
             known = _IMMUTABLE.fullmatch(name) and path.exists() and path.stat().st_size == size
@@ -164,50 +163,50 @@ class RunMirror:
         for path in (self.folder / "rows").glob("*.parquet"):
             if f"rows/{path.name}" not in there:
                 path.unlink()
-        # Last what makes it a run, and the commit that counts.
+        # These two files come last: they make the folder a run, and the commit valid.
         write_durably(self.folder / "run.json", about)
         write_durably(self.folder / "LATEST", latest)
 
     # -- to there ------------------------------------------------------------------------------------------------------
 
     def sync(self) -> None:
-        """Make the place hold all of the local folder. No other process may be working in that.
+        """Upload the whole local folder. No other process may work in it.
 
         Raises:
-            RunDirectoryError: the place holds another run, or is ahead of the local folder.
-            ResourcesError: the URI cannot be used.
+            RunDirectoryError: The mirror holds another run, or is ahead of the local folder.
+            ResourcesError: The URI cannot be used.
         """
         self._there = self._place.files()
         latest = self._place.read("LATEST")
         self._latest = None if latest is None else latest.decode()
         about = self._place.read("run.json")
         here = (self.folder / "run.json").read_bytes()
-        if about is not None and _created(about) != _created(here):
+        if about is not None and _identify(about) != _identify(here):
             if latest is not None and _round(latest) > 0:
                 self._check_same(about, here)
             self._place.remove(["LATEST", *self._there])  # a run that never began
             self._there, self._latest = {}, None
         elif latest is not None and _round(latest) > _round((self.folder / "LATEST").read_bytes()):
-            raise RunDirectoryError(f"{self.uri} is further than {self.folder}; go on with: raydfl resume {self.uri}")
+            raise RunDirectoryError(f"{self.uri} is ahead of {self.folder}. Continue with: raydfl resume {self.uri}")
         self._push(everything=True)
 
     def put(self, name: str) -> None:
-        """Copy one file that is no part of a commit.
+        """Upload a file outside of commits.
 
         Raises:
-            ResourcesError: the URI cannot be used.
+            ResourcesError: The URI cannot be used.
         """
         self._place.upload(self.folder / name, name)
 
     def push(self) -> None:
-        """Copy the newest commit; those that take part in the run may already be writing for the next one.
+        """Upload the newest commit. Workers may already write for the next one.
 
         Raises:
-            RunDirectoryError: another process has committed there.
-            ResourcesError: the URI cannot be used.
+            RunDirectoryError: Another process has committed to the mirror.
+            ResourcesError: The URI cannot be used.
         """
         if self._failed is not None:
-            raise self._failed  # it has been tried for long enough
+            raise self._failed  # the failed push has already exhausted its retries
         try:
             self._push(everything=False)
         except Exception as error:
@@ -225,7 +224,7 @@ class RunMirror:
             there = self._place.read("LATEST")
             if (None if there is None else there.decode()) != self._latest:
                 raise RunDirectoryError(
-                    f"another process has committed to {self.uri} since this one began; end one of them, then go on with: "
+                    f"another process has committed to {self.uri} since this one began. Stop one of them, then continue with: "
                     f"raydfl resume {self.uri}"
                 )
             self._place.write("LATEST", latest)
@@ -236,7 +235,7 @@ class RunMirror:
             del self._there[name]
 
     def _files(self, everything: bool, round_index: int) -> dict[str, int]:
-        """Return the bytes of what shall be there, by name: with a commit, only what belongs to commits up to this round's."""
+        """Return the sizes of the files to mirror, in bytes by name; for a commit, only files up to its round."""
         folders = [self.folder / name for name in _OF_COMMITS] if not everything else [self.folder]
         found: dict[str, int] = {}
         for folder in folders:
@@ -251,18 +250,18 @@ class RunMirror:
 
 
 def _hidden(name: str) -> bool:
-    """Return whether it is no file of the run but a lock, or one that is still being written."""
+    """Return whether a file is a lock or an unfinished file."""
     return any(part.startswith(".") for part in name.split("/"))
 
 
 def _round(latest: bytes) -> int:
-    """Return the round that LATEST names; -1 if it names none."""
+    """Parse the round of LATEST; -1 if it is invalid."""
     number = latest.decode(errors="replace").partition("-")[0]
     return int(number) if number.isdigit() else -1
 
 
-def _created(about: bytes) -> Any:
-    """Return what tells one run from another of the same name."""
+def _identify(about: bytes) -> Any:
+    """Return the identity of a run, which differs between runs of the same name."""
     try:
         facts = json.loads(about)
         return facts["id"], facts["created"], facts["digest"]

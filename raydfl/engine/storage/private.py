@@ -1,4 +1,4 @@
-"""Clients' private state on the disk, and the index that says where each client's newest record lies."""
+"""Storage of clients' private state: append-only segment files and an index of the newest records."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from raydfl.core.files import RESUME, make_private_folder, plain_name, sync, wri
 from raydfl.core.tensor_file import parts_of_safetensors, to_safetensors
 
 _RECENT = 4096
-"""Rows that an index may hold beside its base, however small that is."""
+"""Rows that an index may always hold in addition to its base."""
 _PART = 16
-"""An index makes a new base when its rows are more than one in so many of the base's."""
+"""Inverse of the largest ratio between an index's rows and its base's; above it, the index gets a new base."""
 _COPIED = 1 << 22
-"""Bytes up to which a record is copied into one piece: that takes less time than a call of the system for each tensor."""
+"""Largest record, in bytes, to join before writing. Joining is faster than one system call per tensor."""
 _OURS = re.compile(r"\d{6,}-\S+\.seg|[0-9a-f]{16}\.index|\..+\.part")
-"""Names of the files that a run creates in its folder of private state."""
+"""Names of a run's own files in its folder of private state."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrivateRef:
-    """The place of one client's private state: a record in a segment file."""
+    """Location of a client's private state: a record in a segment file."""
 
     segment: str
     offset: int
@@ -45,15 +45,16 @@ class PrivateRef:
 
 
 class PrivateIndex(Mapping[int, PrivateRef]):
-    """The place of the newest record of every client that ever took part, by client index. Immutable.
+    """Immutable mapping from a client's index to its newest private record.
 
-    A commit holds the rows that have changed since its base, and the name of the base's file. So the time of a round and a commit
-    does not grow with the number of clients: one table of them all takes half of the time of a small round with a million clients.
+    A commit stores only the rows that changed since the base, and the name of the base's file. Therefore the time of a round does
+    not grow with the number of clients. With a million clients, a full table would take half of a small round's time.
 
     Args:
-        segments: names of the segment files, each of which holds at least one of the records.
-        table: int64 [5, clients], by rising client index: client index, position in ``segments``, offset, length, checksum.
-        base: older records, some of them superseded; it has no base itself.
+        segments: Names of the segment files. Each holds at least one of the records.
+        table: int64 [5, clients], ascending by client index. The rows are client index, position in ``segments``, offset, length
+            and checksum.
+        base: Index of older records without a base of its own. Some of its records may be superseded.
     """
 
     def __init__(
@@ -63,8 +64,8 @@ class PrivateIndex(Mapping[int, PrivateRef]):
         self.table = np.zeros((5, 0), np.int64) if table is None else table
         self.base = base
 
-    def changed(self, refs: Mapping[int, PrivateRef]) -> PrivateIndex:
-        """Return the index with these records in place of their clients' former ones."""
+    def replace(self, refs: Mapping[int, PrivateRef]) -> PrivateIndex:
+        """Return a copy of the index with new records of some clients."""
         if not refs:
             return self
         number = {segment: i for i, segment in enumerate(dict.fromkeys(ref.segment for ref in refs.values()))}
@@ -74,7 +75,7 @@ class PrivateIndex(Mapping[int, PrivateRef]):
         return index if index.table.shape[1] <= max(_RECENT, older // _PART) else PrivateIndex(base=index.whole)
 
     def _with_rows(self, segments: tuple[str, ...], rows: np.ndarray) -> PrivateIndex:
-        """Return the index with a table's rows in place of their clients' former ones. The base stays what it is."""
+        """Return a copy of the index with a table's rows in place of the former ones. Keeps the base."""
         number = {segment: i for i, segment in enumerate(dict.fromkeys((*self.segments, *segments)))}
         rows = rows.copy()
         rows[1] = np.array([number[segment] for segment in segments], np.int64)[rows[1]]
@@ -89,21 +90,21 @@ class PrivateIndex(Mapping[int, PrivateRef]):
 
     @property
     def whole(self) -> PrivateIndex:
-        """The same records in one table, without a base."""
+        """An equal index in a single table, without a base."""
         return self if self.base is None else self.base._with_rows(self.segments, self.table)
 
     def bytes_by_segment(self) -> dict[str, int]:
-        """Return the length of the records in each segment that holds any. This looks at all records."""
+        """Return the total length of the records in each segment, in bytes. Scans all records."""
         whole = self.whole
         lengths = np.bincount(whole.table[1], weights=whole.table[3], minlength=len(whole.segments))
         return dict(zip(whole.segments, lengths.astype(np.int64).tolist(), strict=True))
 
     def files(self) -> set[str]:
-        """Return the names of the segments and of the base's file that it refers to. This looks at all records."""
+        """Return the names of the referenced segments and of the base's file. Scans all records."""
         return {*self.whole.segments, self.base_name} - {""}
 
-    def within(self, segments: Collection[str]) -> PrivateIndex:
-        """Return the records that lie in some segments. This looks at all records."""
+    def select_segments(self, segments: Collection[str]) -> PrivateIndex:
+        """Return the index of the records in some segments. Scans all records."""
         whole = self.whole
         chosen = np.array([segment in segments for segment in whole.segments], bool)[whole.table[1]]
         return PrivateIndex()._with_rows(whole.segments, whole.table[:, chosen])
@@ -125,59 +126,59 @@ class PrivateIndex(Mapping[int, PrivateRef]):
 
     @property
     def base_name(self) -> str:
-        """The name of the base's file; empty without a base."""
+        """Name of the base's file; empty without a base."""
         return "" if self.base is None else self.base.file_name
 
     @cached_property
     def file_name(self) -> str:
-        """The name of the file for a table without a base, with a checksum of its content."""
+        """File name of an index without a base: a checksum of its content."""
         digest = hashlib.blake2b("\n".join(self.segments).encode(), digest_size=8)
         digest.update(self.table.tobytes())
         return f"{digest.hexdigest()}.index"
 
     def encode(self) -> bytes:
-        """Return a table without a base as a safetensors file."""
+        """Encode an index without a base as a safetensors file."""
         about = {"segments": "\n".join(self.segments)}
         return to_safetensors({"private": torch.from_numpy(self.table)}, about)
 
     @classmethod
     def read(cls, path: Path) -> PrivateIndex:
-        """Read a file of :meth:`encode`.
+        """Load a file of :meth:`encode`.
 
         Raises:
-            RunDirectoryError: it is missing or damaged.
+            RunDirectoryError: The file is missing or damaged.
         """
         if not path.exists():
-            raise RunDirectoryError(f"{path} is missing: it says where clients' private state lies")
+            raise RunDirectoryError(f"{path}, the index of clients' private state, is missing. Restore it from a copy")
         try:
             with safetensors.safe_open(path, "numpy") as file:
                 segments = tuple(plain_name(name) for name in file.metadata()["segments"].split("\n"))
                 index = cls(segments, file.get_tensor("private"))
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
-            raise RunDirectoryError(f"{path}, which says where private state lies, cannot be read: {error}") from error
+            raise RunDirectoryError(f"{path}, the index of clients' private state, cannot be read: {error}") from error
         if index.file_name != path.name:
             raise RunDirectoryError(
-                f"{path}, which says where private state lies, is damaged: its checksum does not fit"
+                f"{path}, the index of clients' private state, is damaged (wrong checksum). Restore it from a copy"
             )
         return index
 
 
 class PrivateStore:
-    """Clients' private state, in append-only segment files that any process of the run can read.
+    """Store of clients' private state in append-only segment files, readable by all processes of the run.
 
-    A record is written once and never changed, so a crash can lose only records that no commit refers to yet. Each process appends
-    to a segment of its own, one per round. Processes on other nodes can read a record once its writer has called :meth:`close`:
-    a network file system passes writes on when a file is closed.
+    Records are immutable, so a crash can lose only records without a commit. Each process appends to its own segment, one per
+    round. Processes on other nodes can read a record after :meth:`close`, because network file systems publish writes when a file
+    is closed.
     """
 
     def __init__(self, folder: Path, also_read: Sequence[Path] = (), durable: bool = False) -> None:
-        """Open it.
+        """Open the store.
 
         Args:
-            folder: where segments are written, and read first.
-            also_read: further folders to read from (a replay reads a run's segments but writes elsewhere).
-            durable: whether :meth:`close` syncs. Set it where the committing process has another kernel than the writer: its own
-                sync does not flush the writer's pages.
+            folder: Folder of new segments, and the first folder to read from.
+            also_read: Further folders to read from. A replay reads the run's segments but writes elsewhere.
+            durable: Whether :meth:`close` syncs. Set it if writer and committer run on different machines: the committer's sync
+                does not flush the writer's pages.
         """
         self._durable = durable
         self.folder = folder
@@ -187,10 +188,10 @@ class PrivateStore:
         self._file: IO[bytes] | None = None
 
     def append(self, round_index: int, tensors: Mapping[str, Tensor]) -> PrivateRef:
-        """Write one client's tensors. Call :meth:`close` before another process is told of them.
+        """Append one client's tensors. Call :meth:`close` before another process reads them.
 
         Raises:
-            ResourcesError: the disk is full.
+            ResourcesError: The disk is full.
         """
         segment = f"{round_index:06d}-{self._writer}.seg"
         return self._write(segment, parts_of_safetensors(tensors))
@@ -206,7 +207,7 @@ class PrivateStore:
                 make_private_folder(self.folder)
                 (self.folder / segment).touch(mode=0o600)
                 if self._durable:
-                    sync(self.folder)  # a new file is on the disk only when the folder is
+                    sync(self.folder)  # a new file is durable only after a sync of its folder
                 self._segment = segment
             if self._file is None:
                 self._file = (self.folder / segment).open("ab", buffering=0)
@@ -219,16 +220,16 @@ class PrivateStore:
         return PrivateRef(segment, offset, length, checksum)
 
     def read(self, ref: PrivateRef) -> dict[str, Tensor]:
-        """Return the tensors of one record, by rising names.
+        """Read the tensors of one record, sorted by name.
 
         Raises:
-            RunDirectoryError: the segment is missing or the record damaged.
+            RunDirectoryError: The segment is missing, or the record is damaged.
         """
-        # safetensors gives them in another order in each process, and what a method adds up along it would differ in its last bits.
+        # The order of safetensors differs between processes, and the order of a sum changes its last bits.
         return dict(sorted(safetensors.torch.load(self._read_bytes(ref)).items()))
 
     def read_ahead(self, ref: PrivateRef) -> None:
-        """Ask the kernel to fetch one record from the disk, without waiting for it. That it is missing is left to :meth:`read`."""
+        """Ask the kernel to prefetch one record, without waiting. Only :meth:`read` reports a missing record."""
         path = self._path(ref.segment)
         if path is not None:
             with path.open("rb") as file:
@@ -240,23 +241,25 @@ class PrivateStore:
     def _read_bytes(self, ref: PrivateRef) -> bytes:
         path = self._path(ref.segment)
         if path is None:
-            raise RunDirectoryError(f"{self.folder / ref.segment} is missing: a client's private state was in it")
+            raise RunDirectoryError(
+                f"{self.folder / ref.segment}, which holds a client's private state, is missing. Restore it from a copy"
+            )
         with path.open("rb") as file:
             file.seek(ref.offset)
             data = file.read(ref.length)
         if len(data) != ref.length or zlib.crc32(data) != ref.checksum:
             raise RunDirectoryError(
-                f"{path} is damaged at byte {ref.offset}: a client's private state cannot be read; "
-                f"restore the file from a copy or start the run afresh"
+                f"{path} is damaged at byte {ref.offset}: a client's private state cannot be read. "
+                f"Restore the file from a copy, or restart the run"
             )
         return data
 
     def compact(self, round_index: int, refs: Mapping[int, PrivateRef]) -> dict[int, PrivateRef]:
-        """Copy records into a segment of their own, close it and return their new places.
+        """Copy records into a new segment, close it and return the new locations.
 
         Raises:
-            RunDirectoryError: one of them is missing or damaged.
-            ResourcesError: the disk is full.
+            RunDirectoryError: A record is missing or damaged.
+            ResourcesError: The disk is full.
         """
         segment = f"{round_index:06d}-{self._writer}-compact.seg"
         moved = {client: self._write(segment, [self._read_bytes(ref)]) for client, ref in refs.items()}
@@ -264,27 +267,27 @@ class PrivateStore:
         return moved
 
     def remove(self, segments: Iterable[str]) -> None:
-        """Remove segments that nothing refers to any more."""
+        """Remove unreferenced segments."""
         for segment in segments:
             (self.folder / segment).unlink(missing_ok=True)
 
     def retain(self, named: Collection[str]) -> None:
-        """Remove orphans: files of calls whose results were lost.
+        """Remove orphaned files, which remain from calls with lost results.
 
-        A folder without any of the named files is left alone, because it belongs to another run or has no records that count.
+        A folder without any of the named files stays as it is: it may belong to another run.
 
         Args:
-            named: files to which commits of the run refer.
+            named: Files referenced by the run's commits.
         """
         found = {path.name for path in self.folder.iterdir()} if self.folder.exists() else set()
         if not found.isdisjoint(named):
             self.remove(name for name in found.difference(named) if _OURS.fullmatch(name))
 
     def close(self) -> None:
-        """Close the segment, so that processes on other nodes can read it; a later record reopens it.
+        """Close the segment, so that processes on other nodes can read it. A later record reopens it.
 
         Raises:
-            ResourcesError: the disk is full. A network file system may report it only here.
+            ResourcesError: The disk is full. A network file system may report this only here.
         """
         if self._file is None:
             return
@@ -294,21 +297,20 @@ class PrivateStore:
                 os.fsync(file.fileno())
 
     def sync(self, segments: Iterable[str]) -> None:
-        """Make the segments durable; the caller then may refer to them in a commit.
+        """Make segments durable before a commit refers to them.
 
         Raises:
-            ResourcesError: the disk is full, which some file systems tell only now; or one was written on another machine, into a
-                folder that this one does not share.
+            ResourcesError: The disk is full (some file systems report this late), or a segment is on a disk of another machine.
         """
         paths = [self.folder / segment for segment in segments]
         for path in paths:
             if not path.exists():
                 raise ResourcesError(
-                    f"{path}, which a client actor has written, is not to be seen by the server: all nodes must share that folder; "
-                    f"use a file system that they share, or place everything on one node"
+                    f"{path}: a client actor wrote this file, but the server cannot see it. Put the folder on a file system that "
+                    f"all nodes share, or use a single node"
                 )
             with writing(self.folder, path.stat().st_size, "private state", RESUME):
                 sync(path)
         if paths:
             with writing(self.folder, 0, "private state", RESUME):
-                sync(self.folder)  # a new file is on the disk only when the folder is
+                sync(self.folder)  # a new file is durable only after a sync of its folder

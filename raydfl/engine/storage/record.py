@@ -1,11 +1,10 @@
-"""The record of a run: rows of (round, phase, client, split, metric, value, count, note) in Parquet files.
+"""Metrics table of a run: rows of (round, phase, client, split, metric, value, count, note) in Parquet files.
 
-``rows/`` in a run directory holds one file per commit, named by the last round in it (``00000012.parquet``), and merged
-files named by the first and last file that they replace (``00000001-00000100.parquet``). A file appears whole or not at
-all, and a file whose name lies within the range of another one is its leftover and is not read: so a crash at any
-moment loses no row and doubles none.
+``rows/`` in a run directory holds one file per commit, named after its last round (``00000012.parquet``), and merged files,
+named after their first and last round (``00000001-00000100.parquet``). Files are written atomically. Readers skip a file
+within the range of a merged file, so a crash at any moment neither loses nor duplicates a row.
 
-Before the footer of a file stands a checksum of all else in it, which other readers of Parquet pass over.
+Each file has a checksum before its footer. Other Parquet readers ignore it.
 """
 
 from __future__ import annotations
@@ -45,40 +44,40 @@ SCHEMA = pa.schema(
     ]
 )
 _SEAL = b"raydfl crc32"
-"""Bytes before a file's checksum."""
+"""Marker in front of a file's checksum."""
 _SEALED = {"raydfl.sealed": ""}
-"""Metadata of a file that must have a checksum; older ones have none."""
+"""Metadata of files with a checksum. Files of older versions have neither."""
 _PLAIN = [name for name in SCHEMA.names if name not in ("array", "shape")]
-_MERGE_ROWS = 1_000_000  # rows held in memory while files are merged, and of a row group of the merged file
+_MERGE_ROWS = 1_000_000  # rows of a row group in a merged file, which limits memory during a merge
 
 
 @dataclass(frozen=True, slots=True)
 class MetricRow:
-    """One number of the record, or one array (a confusion matrix)."""
+    """A row of the metrics table: a value, or an array such as a confusion matrix."""
 
     round: int
-    """Rounds completed when it was measured; 0: before training."""
+    """Completed rounds at the time of measurement; 0: before training."""
     phase: str
-    """The method's name for the stage: ``"train"``, ``"evaluate"``, or a stage's name."""
+    """``"train"``, ``"evaluate"``, or the name of a method's phase."""
     client: str
-    """Empty: the server's, or pooled over the clients."""
+    """Client id; empty: measured by the server, or pooled over clients."""
     split: str
-    """The data behind it: ``"train"``, ``"validation"`` and ``"client_test"`` (a client's own hold-outs), ``"test"`` (the common
-    test data), ``"server_validation"``; or ``"server"``, for what the server counts (bytes, seconds, clients left out)."""
+    """Data split: ``"train"``, ``"validation"`` and ``"client_test"`` (a client's held-out clips), ``"test"`` (the server's test
+    data), ``"server_validation"``, or ``"server"`` for counters of the server (bytes, seconds, dropped clients)."""
     metric: str
     """``"loss"``, ``"plugin/accuracy"``, ``"lpa/pruned/plugin/gru"``, ``"bytes_up"``, ``"seconds/fit"`` ..."""
     value: float
-    """``total / count``, so the total is ``value * count``. NaN for an array."""
+    """``total / count``; NaN for an array."""
     count: float
-    """Examples, or things, behind the value. For an array its sum."""
+    """Number of examples behind the value; for an array, its sum."""
     array: np.ndarray | None = None
-    """float64, any shape; ``None`` for a number."""
+    """float64, any shape; ``None`` for a value."""
     note: str | None = None
-    """In words what the number cannot say: why a client failed. ``None``: nothing."""
+    """Explanation of the value, such as the reason of a client's failure."""
 
 
 def rows_from_metrics(round_index: int, phase: str, client: str, split: str, metrics: Metrics) -> list[MetricRow]:
-    """Return a row for every ratio; arrays for the server only (``client=""``): a client's add up to the pooled one."""
+    """Convert metrics to rows. Arrays are kept only for the server (``client=""``), because clients' arrays sum to its array."""
     rows = []
     for name, value in metrics.items():
         if isinstance(value, Ratio):
@@ -90,13 +89,13 @@ def rows_from_metrics(round_index: int, phase: str, client: str, split: str, met
 
 
 def rows_from_clients(round_index: int, phase: str, split: str, clients: Mapping[str, Metrics]) -> list[MetricRow]:
-    """Return all rows of one measurement over clients: each client's, the pooled ones, and how the clients differ.
+    """Convert a measurement over clients to rows: each client's metrics, pooled metrics and the spread over clients.
 
     Args:
-        round_index: rounds completed.
-        phase: of the method.
-        split: the data that the metrics are of.
-        clients: metrics by client id. They are added up in the order given, so give them in client order.
+        round_index: Completed rounds.
+        phase: Phase of the method.
+        split: Data split of the metrics.
+        clients: Metrics by client id, in client order. The order determines the last bits of the sums.
     """
     rows = []
     for client, metrics in clients.items():
@@ -107,7 +106,7 @@ def rows_from_clients(round_index: int, phase: str, split: str, clients: Mapping
 
 
 def scores(rows: Iterable[MetricRow]) -> dict[str, float]:
-    """Return the pooled numbers of evaluations, ``"test plugin/accuracy" -> 0.81``; of several rounds the last one's."""
+    """Return the pooled scores of the last evaluation, such as ``"test plugin/accuracy" -> 0.81``."""
     return {
         f"{row.split} {row.metric}": row.value
         for row in rows
@@ -116,7 +115,7 @@ def scores(rows: Iterable[MetricRow]) -> dict[str, float]:
 
 
 def to_table(rows: Iterable[MetricRow]) -> pa.Table:
-    """Return the rows as an Arrow table with :data:`SCHEMA`."""
+    """Convert rows to an Arrow table with :data:`SCHEMA`."""
     rows = list(rows)
     columns: dict[str, list[Any]] = {name: list(map(operator.attrgetter(name), rows)) for name in _PLAIN}
     columns["array"] = [None if row.array is None else row.array.ravel() for row in rows]
@@ -125,7 +124,7 @@ def to_table(rows: Iterable[MetricRow]) -> pa.Table:
 
 
 def to_rows(table: pa.Table) -> list[MetricRow]:
-    """Return the rows of a table that :func:`read_rows` returned."""
+    """Convert a table of :func:`read_rows` to rows."""
     rows = []
     for item in table.to_pylist():
         shape = item.pop("shape")
@@ -136,22 +135,22 @@ def to_rows(table: pa.Table) -> list[MetricRow]:
 
 
 def rows_path(run_dir: Path, last_round: int) -> Path:
-    """Return the file for the rows of the commit that ends with ``last_round``."""
+    """Return the file of a commit's rows."""
     return run_dir / "rows" / f"{last_round:08d}.parquet"
 
 
 def write_rows(path: Path, rows: Iterable[MetricRow]) -> None:
-    """Write rows so that the file is there whole or not at all, also after a power cut; an existing file is replaced.
+    """Write rows atomically and durably, replacing an existing file.
 
     Raises:
-        ResourcesError: the disk is full.
-        RunDirectoryError: the folder cannot be written to.
+        ResourcesError: The disk is full.
+        RunDirectoryError: The folder is not writable.
     """
-    _write(path, [to_table(rows)], "snappy")  # half of zstd's time, and not for long: the files are merged
+    _write(path, [to_table(rows)], "snappy")  # takes half of zstd's time, and a merge recompresses the rows soon
 
 
 def _write(path: Path, tables: Iterable[pa.Table], compression: str = "zstd") -> None:
-    """Write one row group a table: to a temporary name, to the disk, then to its name."""
+    """Write tables as row groups: to a temporary file first, then to the final name."""
     needed = 0
 
     def write(temporary: Path) -> None:
@@ -173,7 +172,8 @@ def _write(path: Path, tables: Iterable[pa.Table], compression: str = "zstd") ->
 
 
 def _seal(path: Path) -> None:
-    """Put a checksum between the data of a Parquet file, which are found from its beginning, and the footer, found from its end."""
+    """Insert a checksum between the data and the footer of a Parquet file."""
+    # Readers locate the data from the beginning of a file and the footer from its end.
     with path.open("r+b") as file:
         at = _footer(file)
         checksum = _checksum(file, [(0, at), (at, file.seek(0, os.SEEK_END))])
@@ -184,10 +184,10 @@ def _seal(path: Path) -> None:
 
 
 def _check_seal(path: Path) -> None:
-    """Compare a file with its checksum; one of an older version has none.
+    """Verify a file's checksum, if it has one.
 
     Raises:
-        ValueError: they differ, or it is no Parquet file.
+        ValueError: The checksum does not match, or the file is no Parquet file.
     """
     with path.open("rb") as file:
         at = _footer(file)
@@ -201,22 +201,22 @@ def _check_seal(path: Path) -> None:
                 raise ValueError("it has lost its checksum")
             return
         if _checksum(file, [(0, seal), (at, file.seek(0, os.SEEK_END))]) != int.from_bytes(found[-4:], "little"):
-            raise ValueError("its checksum does not fit its content")
+            raise ValueError("its checksum does not match its content")
 
 
 def _footer(file: IO[bytes]) -> int:
-    """Return where the footer of a Parquet file begins: 4 bytes before the last 4 say how long it is."""
+    """Return the offset of a Parquet file's footer. The last 8 bytes hold its length and the marker ``PAR1``."""
     end = file.seek(0, os.SEEK_END)
     file.seek(max(0, end - 8))
     tail = file.read()
     at = end - 8 - int.from_bytes(tail[:4], "little")
     if tail[4:] != b"PAR1" or at < 4:
-        raise ValueError("it does not end like one")
+        raise ValueError("its end is not that of a Parquet file")
     return at
 
 
 def _checksum(file: IO[bytes], parts: Sequence[tuple[int, int]]) -> int:
-    """Return the crc32 of some ranges of a file."""
+    """Compute the crc32 of byte ranges ``(first, stop)`` of a file."""
     checksum = 0
     for first, stop in parts:
         file.seek(first)
@@ -237,12 +237,12 @@ class _File:
     def merged(self) -> bool:
         return "-" in self.path.stem
 
-    def within(self, other: _File) -> bool:
+    def is_superseded_by(self, other: _File) -> bool:
         return self != other and other.merged and other.first <= self.first and self.last <= other.last
 
 
 def _all_files(run_dir: Path) -> list[_File]:
-    """Every rows file by its first round, leftovers included; other names are none of ours."""
+    """List all files of rows by first round, including superseded files. Ignores foreign names."""
     files = []
     for path in (run_dir / "rows").glob("*.parquet"):
         match = re.fullmatch(r"(\d{8,})(?:-(\d{8,}))?", path.stem)
@@ -252,27 +252,27 @@ def _all_files(run_dir: Path) -> list[_File]:
 
 
 def _files(run_dir: Path) -> list[_File]:
-    """Return the files that hold the record: leftovers of a merge left out."""
+    """List the files of the metrics table, without superseded files."""
     files = _all_files(run_dir)
-    return [file for file in files if not any(file.within(other) for other in files)]
+    return [file for file in files if not any(file.is_superseded_by(other) for other in files)]
 
 
 def _read(file: _File, columns: Sequence[str], where: pc.Expression | None) -> pa.Table:
     try:
         _check_seal(file.path)
-        # With the schema, a column that older versions did not write is null.
+        # The schema fills columns that older versions did not write with null.
         return pq.read_table(file.path, columns=list(columns), filters=where, partitioning=None, schema=SCHEMA)
     except FileNotFoundError:
         raise
     except (OSError, ValueError, pa.ArrowException) as error:
         raise RunDirectoryError(
-            f"{file.path} is not a readable Parquet file ({first_line(error)}); restore it from a copy, or move it away: "
-            f"the rows of its rounds are then missing from reports, and nothing else"
+            f"{file.path} is not a readable Parquet file ({first_line(error)}). Restore it from a copy, or move it away: "
+            f"then reports lack its rounds, without other consequences"
         ) from error
 
 
 def _where(file: _File, until_round: int | None, where: pc.Expression | None) -> pc.Expression | None:
-    """``where``, and of a merged file that goes on beyond ``until_round`` only the rows up to there."""
+    """Combine ``where`` with a filter of rounds, for a merged file that extends beyond ``until_round``."""
     if until_round is None or file.last <= until_round:
         return where
     early = pc.field("round") <= until_round
@@ -286,17 +286,17 @@ def read_rows(
     where: pc.Expression | None = None,
     columns: Sequence[str] | None = None,
 ) -> pa.Table:
-    """Return the record of a run, by rising rounds; empty when nothing is recorded yet. Safe while the run goes on.
+    """Read the metrics table of a run, ordered by round. Safe during the run; empty before the first commit.
 
     Args:
-        run_dir: the run's folder.
-        until_round: the last committed round: files of later commits are not read.
-        where: keep only these rows, ``pc.field("client") == ""`` for instance; applied while reading, so that the rows
-            of thousands of clients need not fit into memory.
-        columns: of :data:`SCHEMA`; ``None``: all.
+        run_dir: The run's folder.
+        until_round: Last committed round. Later files are not read.
+        where: Filter of rows, such as ``pc.field("client") == ""``. It is applied during reading, so that the rows of thousands of
+            clients need not fit into memory.
+        columns: Columns of :data:`SCHEMA`; ``None``: all.
 
     Raises:
-        RunDirectoryError: a file is damaged.
+        RunDirectoryError: A file is damaged.
     """
     names = list(columns or SCHEMA.names)
     empty = pa.schema([SCHEMA.field(name) for name in names]).empty_table()
@@ -308,33 +308,30 @@ def read_rows(
                 if until_round is None or file.last <= until_round or (file.merged and file.first <= until_round)
             ]
             return pa.concat_tables([empty, *tables])
-        except FileNotFoundError:  # merged by the running run since the folder was listed
+        except FileNotFoundError:  # the run has merged the file since the folder was listed
             continue
-    raise RunDirectoryError(f"{run_dir / 'rows'} changes faster than it can be read; try again when the run has ended")
+    raise RunDirectoryError(f"{run_dir / 'rows'} changes faster than it can be read. Try again when the run has ended")
 
 
 def unrecorded(recorded: Iterable[int], until_round: int) -> str:
-    """Say which of the rounds 1 to ``until_round`` are not among those of the record, ``2, 5 to 9``; empty: all are.
-
-    The server records something in every round.
-    """
+    """List the rounds from 1 to ``until_round`` without rows, such as ``2, 5 to 9``; empty: none."""
     missing = np.array(sorted(set(range(1, until_round + 1)).difference(recorded)))
     spans = np.split(missing, np.flatnonzero(np.diff(missing) > 1) + 1) if len(missing) else []
     return ", ".join(f"{span[0]} to {span[-1]}" if len(span) > 1 else str(span[0]) for span in spans)
 
 
 def compact(run_dir: Path, gather: int | None = None) -> Path | None:
-    """Merge small files into one. A crash at any moment leaves every row readable exactly once.
+    """Merge small files into one. After a crash at any moment, every row is readable exactly once.
 
-    Only for committed rounds: call :func:`discard_rows` first when a run is resumed.
+    Call it for committed rounds only: when a run is resumed, call :func:`discard_rows` first.
 
     Args:
-        run_dir: the run's folder.
-        gather: merge the files of single commits, and only when there are that many; ``None``: merge everything (at a
-            run's end).
+        run_dir: The run's folder.
+        gather: Merge only files of single commits, and only if there are at least this many. ``None``: merge all files (at the
+            end of a run).
 
     Returns:
-        The new file; ``None`` when there was nothing to merge.
+        The merged file, or ``None`` if there was nothing to merge.
     """
     files = _files(run_dir)
     if gather is not None:
@@ -344,14 +341,14 @@ def compact(run_dir: Path, gather: int | None = None) -> Path | None:
         merged = run_dir / "rows" / f"{files[0].first:08d}-{files[-1].last:08d}.parquet"
         _write(merged, _row_groups(files))
     everything = _all_files(run_dir)
-    for file in everything:  # those just merged, and what a crash left of an earlier merge
-        if any(file.within(other) for other in everything):
+    for file in everything:  # includes leftovers of an earlier, interrupted merge
+        if any(file.is_superseded_by(other) for other in everything):
             file.path.unlink(missing_ok=True)
     return merged
 
 
 def _row_groups(files: Iterable[_File], where: pc.Expression | None = None) -> Iterator[pa.Table]:
-    """Yield the rows of the files in tables of some ``_MERGE_ROWS``."""
+    """Yield the rows of the files in tables of about ``_MERGE_ROWS`` rows."""
     waiting: list[pa.Table] = []
     for file in files:
         waiting.append(_read(file, SCHEMA.names, where))
@@ -363,14 +360,16 @@ def _row_groups(files: Iterable[_File], where: pc.Expression | None = None) -> I
 
 
 def discard_rows(run_dir: Path, after_round: int) -> None:
-    """Remove what was recorded of rounds after ``after_round``, which a run that resumes from there will do again.
+    """Remove the rows of rounds after ``after_round``, which a resumed run repeats.
 
     Also removes unfinished temporary files of an earlier process.
     """
     for file in _all_files(run_dir):
         if file.last <= after_round:
             continue
-        if file.first <= after_round:  # a merged file: keep its beginning, which counts once the whole is gone
+        if (
+            file.first <= after_round
+        ):  # keep the beginning of a merged file; readers skip it until the merged file is gone
             shorter = file.path.with_name(f"{file.first:08d}-{after_round:08d}.parquet")
             _write(shorter, _row_groups([file], pc.field("round") <= after_round))
         file.path.unlink()
@@ -378,19 +377,19 @@ def discard_rows(run_dir: Path, after_round: int) -> None:
 
 
 def influences(run_dir: Path, until_round: int | None = None) -> dict[int, dict[str, float]]:
-    """Return what the rule left of each client's update, 0 (left out) to 1 (as in a plain mean), by round and client id.
+    """Read the influence of each client's update on the aggregate, from 0 (rejected) to 1 (as in a plain mean).
 
-    A round records one array in the order of its updates; whose they are is said by the clients' own rows of that round.
+    A round stores one array in the order of its updates. The clients' own rows of the round identify the clients.
 
     Args:
-        run_dir: the run's folder.
-        until_round: the last committed round: see :func:`raydfl.engine.storage.record.read_rows`.
+        run_dir: The run's folder.
+        until_round: Last committed round.
 
     Returns:
-        Empty where the rule does not judge clients as a whole (the means, the median, the trimmed mean).
+        Influences by round and client id. Empty for rules without an influence per client (means, median, trimmed mean).
 
     Raises:
-        RunDirectoryError: a file of the record is damaged, or clients' rows are missing.
+        RunDirectoryError: A file is damaged, or clients' rows are missing.
     """
     recorded = read_rows(
         run_dir, until_round, where=pc.field("metric") == "rule/influences", columns=("round", "array")
@@ -405,8 +404,8 @@ def influences(run_dir: Path, until_round: int | None = None) -> dict[int, dict[
         ids = list(clients.get(row["round"], ()))
         if len(ids) != len(row["array"]):
             raise RunDirectoryError(
-                f"{run_dir}: round {row['round']} has influences of {len(row['array'])} updates, but rows of {len(ids)} clients; "
-                f"the method has to return metrics for each client, or the record is not whole"
+                f"{run_dir}: round {row['round']} has influences of {len(row['array'])} updates, but rows of {len(ids)} clients. "
+                f"The method must return metrics for each client, or the metrics table is incomplete"
             )
         found[row["round"]] = dict(zip(ids, row["array"], strict=True))
     return found

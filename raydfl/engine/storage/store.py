@@ -1,20 +1,20 @@
-"""The run directory: immutable files, and one pointer that makes them true.
+"""Run directory: immutable files, and a pointer to the current commit.
 
     config.yaml             the resolved configuration
-    run.json                what the run is: method, data, classes, models
-    population/             who has which clips (raydfl.data.population)
-    private/*.seg           clients' private state: records of many clients, appended by the process that trained them
-    private/*.index         where each client's private state lay after some round; the name is a checksum
-    commits/RRRRRR-crc.safetensors   the server's state after round R, the name of an index and what has changed since it was made
-    rows/RRRRRR.parquet     what was measured up to that commit
-    LATEST                  the name of the commit that counts
+    run.json                description of the run: method, data, classes, models
+    population/             the clips of each client (raydfl.data.population)
+    private/*.seg           segments of clients' private state, appended by the processes that train the clients
+    private/*.index         index of private state after some round, named after its checksum
+    commits/RRRRRR-crc.safetensors   the server's state after round R, the name of an index, and changes since that index
+    rows/RRRRRR.parquet     rows of the metrics table up to the commit
+    LATEST                  name of the current commit
 
-A commit first makes everything durable that it refers to, then moves LATEST by a rename. Until then nothing of it counts; what a
-crash leaves behind is removed when the run is opened again. A commit's file name carries its checksum.
+A commit makes all its files durable, then replaces LATEST by a rename. Only then is it valid. Leftovers of a crash are removed when
+the run is opened again. The file name of a commit includes its checksum.
 
-An index is made anew only when much has changed (raydfl.engine.storage.private.PrivateIndex): the cost of a commit depends on what
-was trained since the last, and not on how many clients there are. A file in private/ is removed with the last kept commit that
-refers to it.
+A new index is written only after many changes (raydfl.engine.storage.private.PrivateIndex). Therefore the cost of a commit depends
+on the clients trained since the last commit, not on the number of clients. A file in private/ is removed together with the last
+commit that refers to it.
 """
 
 from __future__ import annotations
@@ -44,64 +44,66 @@ from raydfl.engine.storage.private import PrivateIndex, PrivateStore
 
 _COMMIT = re.compile(r"^(\d{6,})-([0-9a-f]{8})\.safetensors$")
 _FOLDERS = ("commits", "population", "private", "rows")
-"""Folders in which a run replaces and removes files."""
+"""Folders with files that a run replaces or removes."""
 _SEPARATOR = "|"
 _FORMAT = 2
-"""Format of a commit: tensors are named by their key's place in ``keys``. In format 1, which is read too, by the key itself."""
+"""Format of a commit. Format 2 names tensors by the position of their key in ``keys``, format 1 (still readable) by the key."""
 _PATIENCE = 600.0
-"""Seconds after which an unfinished file beside LATEST is a dead process's: not all that is written there needs the lock."""
+"""Age in seconds after which an unfinished file in the run's folder counts as orphaned. Some of its writers hold no lock."""
 
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """A committed round: the server's state and where each client's private state lies (by client index)."""
+    """Committed round: the server's state and the index of clients' private state."""
 
     state: State
     private: PrivateIndex
     together: int
     name: str
     begun: tuple[int, ...] = ()
-    """Rounds completed before each phase, where one has ended early; empty: as configured."""
+    """Rounds completed before each phase, if a phase ended early; empty: as configured."""
 
 
 class RunStore:
-    """One run directory, opened by one process at a time."""
+    """Run directory, opened by one process at a time."""
 
     def __init__(self, folder: Path, keep: int = 3, private_here: bool = True) -> None:
-        """Open it.
+        """Open a run directory.
 
         Args:
-            folder: of the run.
-            keep: commits that are kept.
-            private_here: whether clients' private records lie in the run's folder; else only the workers reach them, and who has
-                the store has them remove what :meth:`take_forgotten` names.
+            folder: Folder of the run.
+            keep: Number of commits to keep.
+            private_here: Whether clients' private records are in the run's folder. If False, only workers can access them, and the
+                caller must ask the workers to remove the segments from :meth:`take_forgotten`.
         """
         self.folder = folder
         self.keep = keep
         self.private_here = private_here
         self.private_folder = folder / "private"
         self.together = 1
-        """Clients trained in one computation: a fact of the run, which every commit carries."""
+        """Clients trained in one batched computation. Every commit stores it."""
         self._lock = FileLock(folder / ".lock")
         self._forgotten: list[str] = []
         self.files: dict[str, frozenset[str]] = {}
-        """The files in private/ to which each kept commit refers, by its name, oldest first."""
+        """Files in private/ that each kept commit refers to, by the commit's name, oldest first."""
         self._best = ""
-        """Name of the commit of the best round, which is kept beside the newest ones."""
+        """Name of the commit of the best round, which is kept in addition to the newest ones."""
 
     def lock(self, wait: float = 20.0) -> None:
-        """Become the one process that may commit; the lock ends with the process.
+        """Acquire the exclusive right to commit. The lock ends with the process.
+
+        Args:
+            wait: Seconds to wait for another process.
 
         Raises:
-            RunDirectoryError: another process holds it for longer than ``wait`` seconds, or one of the run's folders is a link
-                to a place outside the run's folder.
+            RunDirectoryError: Another process holds the lock, or a folder of the run is a link to a folder outside of it.
         """
         own = Path(os.path.realpath(self.folder))
         for path in (self.folder / name for name in _FOLDERS):
             if not Path(os.path.realpath(path)).is_relative_to(own):
                 raise RunDirectoryError(
                     f"{path} is a link to {os.path.realpath(path)}, outside the run's folder. A run removes files from its "
-                    f"folders, and this one may belong to another run. Replace the link by the folder itself. To use another "
+                    f"folders, and this folder may belong to another run. Replace the link by the folder itself. To use another "
                     f"disk, move the whole run"
                 )
         self._lock.acquire(wait)
@@ -119,17 +121,18 @@ class RunStore:
         best: bool = False,
         begun: tuple[int, ...] = (),
     ) -> str:
-        """Make ``state`` the truth of the run; returns the commit's name.
+        """Commit a state; return the commit's name.
 
         Args:
-            private: of every client that ever took part, its newest record.
-            segments: to which ``private`` refers. One is removed when no kept commit refers to it.
-            written: segments that were written since the last commit, to be made durable first.
-            best: whether it is kept until another one is the best.
-            begun: see :attr:`Commit.begun`.
+            state: Server's state.
+            private: Index of all clients' newest records.
+            segments: Segments that ``private`` refers to. A segment is removed once no kept commit refers to it.
+            written: Segments written since the last commit, which must become durable first.
+            best: Whether to keep the commit until another commit becomes the best.
+            begun: Rounds completed before each phase, if a phase ended early.
 
         Raises:
-            ResourcesError: the disk is full; the last commit still counts.
+            ResourcesError: The disk is full. The previous commit stays valid.
         """
         if self.private_here:
             PrivateStore(self.private_folder).sync(written & segments)
@@ -147,21 +150,21 @@ class RunStore:
         return name
 
     def keep_best(self, round_index: int) -> None:
-        """Keep the commit of a round, if there is one, until another one is the best.
+        """Keep the commit of a round, if it exists, until another commit becomes the best.
 
         Raises:
-            RunDirectoryError: it is damaged.
+            RunDirectoryError: The commit is damaged.
         """
         name = self.commit_of(round_index)
         if name is not None:
             self._best = self.load(name).name
 
     def commit_of(self, round_index: int) -> str | None:
-        """Return the name of the commit of a round; ``None``: it is not kept."""
+        """Return the name of a round's commit; ``None`` if it is not kept."""
         return next((name for name in self.commits() if round_of(name) == round_index), None)
 
     def _forget(self, newest: str, files: frozenset[str]) -> None:
-        """Remove commits beyond the kept ones. Remove their files, and the given ones, to which no kept one refers."""
+        """Remove superseded commits, and those of their files and of ``files`` without a remaining reference."""
         names, gone = self.commits(), files
         for name in names[: names.index(newest) + 1][: -self.keep]:
             if name != self._best:
@@ -171,14 +174,14 @@ class RunStore:
             self._remove(file)
 
     def _remove(self, name: str) -> None:
-        """Remove a file in private/, or have the workers do it."""
+        """Remove a file in private/, or queue it for removal by the workers."""
         if name.endswith(".seg") and not self.private_here:
             self._forgotten.append(name)
         else:
             (self.private_folder / name).unlink(missing_ok=True)
 
     def take_forgotten(self) -> list[str]:
-        """Return the segments outside the run's folder to which, since this was last asked, no kept commit refers any more."""
+        """Return the segments outside the run's folder that have lost their last reference since the last call."""
         forgotten, self._forgotten = self._forgotten, []
         return forgotten
 
@@ -190,11 +193,11 @@ class RunStore:
         return sorted((p.name for p in folder.iterdir() if _COMMIT.match(p.name)), key=lambda n: (round_of(n), n))
 
     def rounds(self) -> list[int]:
-        """Return the rounds after which a commit is kept, ascending."""
+        """Return the rounds of all kept commits, ascending."""
         return [round_of(name) for name in self.commits()]
 
     def latest(self) -> str | None:
-        """Name of the commit that counts; ``None`` before the first.
+        """Return the name of the current commit; ``None`` before the first commit.
 
         Raises:
             RunDirectoryError: LATEST does not name a commit.
@@ -205,24 +208,24 @@ class RunStore:
         name = path.read_text(errors="replace").strip()
         if not _COMMIT.match(name):
             raise RunDirectoryError(
-                f"{path} does not name a commit but holds {name[:60]!r}; write the newest name in commits/ into it"
+                f"{path} does not name a commit but holds {name[:60]!r}. Write the newest name in commits/ into it"
             )
         return name
 
     def newest(self) -> Commit | None:
-        """Return the commit that counts; ``None`` before the first.
+        """Load the current commit; ``None`` before the first commit.
 
         Raises:
-            RunDirectoryError: it is missing or damaged, or LATEST names none.
+            RunDirectoryError: The commit is missing or damaged, or LATEST does not name a commit.
         """
         name = self.latest()
         return None if name is None else self.load(name)
 
     def load(self, name: str) -> Commit:
-        """Return a commit by its name.
+        """Load a commit by its name.
 
         Raises:
-            RunDirectoryError: it is missing or damaged.
+            RunDirectoryError: The commit is missing or damaged.
         """
         path = self.folder / "commits" / name
         match = _COMMIT.match(name)
@@ -231,7 +234,7 @@ class RunStore:
         except OSError as error:
             raise RunDirectoryError(f"commit {path} cannot be read: {error.strerror}") from error
         if match is None or zlib.crc32(data) != int(match.group(2), 16):
-            raise RunDirectoryError(f"commit {path} is damaged: its checksum does not fit its content")
+            raise RunDirectoryError(f"commit {path} is damaged: its checksum does not match its content")
         try:
             state, private, base, together, begun = _decode(data)
             for file in (*private.segments, *([base] if base else [])):
@@ -245,13 +248,13 @@ class RunStore:
         return Commit(state, PrivateIndex(private.segments, private.table, older), together, name, begun)
 
     def open_latest(self) -> tuple[Commit | None, list[str]]:
-        """Return the newest commit that is whole, and warnings about damaged ones that were passed over.
+        """Load the newest intact commit; also return warnings about newer, damaged commits.
 
-        What a crash left behind (commits that never counted, unfinished files, segments nobody refers to) is removed; the rows of
-        rounds that were not committed are raydfl.engine.storage.record's. Call it with the lock held.
+        Removes leftovers of a crash: invalid commits, unfinished files and unreferenced segments. To remove rows of uncommitted
+        rounds, call :func:`raydfl.engine.storage.record.discard_rows`. The caller must hold the lock.
 
         Raises:
-            RunDirectoryError: there are commits but none is whole.
+            RunDirectoryError: All commits are damaged.
         """
         remove_parts(self.folder / "commits")
         remove_parts(self.folder, name="LATEST")  # written with the lock only
@@ -260,7 +263,7 @@ class RunStore:
         if latest is None:
             if any(self.rounds()):
                 raise RunDirectoryError(
-                    f"{self.folder / 'LATEST'} is missing, but commits/ holds rounds; write the newest name in commits/ into it"
+                    f"{self.folder / 'LATEST'} is missing, but commits/ holds rounds. Write the newest name in commits/ into it"
                 )
             return None, []
         warnings = []
@@ -273,20 +276,22 @@ class RunStore:
             except RunDirectoryError as error:
                 warnings.append(str(error))
         else:
-            raise RunDirectoryError("; ".join(warnings) + "; no earlier commit is whole: start the run afresh")
+            raise RunDirectoryError(
+                "; ".join(warnings) + "; no earlier commit is intact. Restart the run in a new folder"
+            )
         if warnings:
             write_durably(self.folder / "LATEST", name.encode())
         self._clean(commit)
         return commit, warnings
 
     def _clean(self, commit: Commit) -> None:
-        """Remove what no commit up to this one refers to."""
+        """Remove files without a reference from this or an earlier commit."""
         self.files = {}
         for name in self.commits():
             if round_of(name) >= commit.state.round_index and name != commit.name:
                 (self.folder / "commits" / name).unlink(missing_ok=True)
-            elif commit.private:  # else there is none in earlier commits either: an index only grows
-                with contextlib.suppress(RunDirectoryError):  # nobody can go back to a damaged one
+            elif commit.private:  # an index only grows, so earlier commits of an empty one have no files
+                with contextlib.suppress(RunDirectoryError):  # the files of a damaged commit are of no use
                     private = (commit if name == commit.name else self.load(name)).private
                     self.files[name] = frozenset(private.files())
         PrivateStore(self.private_folder).retain(set().union(*self.files.values()))
@@ -295,12 +300,12 @@ class RunStore:
         """Return the bytes of all private segments on the disk, by name."""
         if not self.private_folder.exists():
             return {}
-        with os.scandir(self.private_folder) as entries:  # there are many: Path objects take longer
+        with os.scandir(self.private_folder) as entries:  # faster than Path objects for many files
             return {entry.name: entry.stat().st_size for entry in entries if entry.name.endswith(".seg")}
 
 
 def round_of(commit: str) -> int:
-    """Return the round after which a commit of that name was made.
+    """Parse the round from a commit's name.
 
     >>> round_of("000012-0badcafe.safetensors")
     12
@@ -309,12 +314,12 @@ def round_of(commit: str) -> int:
 
 
 def as_stored(state: State) -> State:
-    """Return a state as it will be read back from a commit, so that a run which goes on sees what one that is resumed sees.
+    """Convert a state to the form that a commit restores, so that continued and resumed runs see equal states.
 
-    Its ``extra`` is what JSON makes of it (tuples are lists, all keys texts); no two tensors lie in the same memory.
+    Its ``extra`` passes through JSON (tuples become lists, keys become strings). No two tensors share memory.
 
     Raises:
-        ConfigError: something in it cannot be stored; says what and where.
+        ConfigError: A value cannot be stored. The message names it.
     """
     groups: dict[str, dict[str, Tensor]] = {}
     for key, group in state.tensors.items():
@@ -329,49 +334,47 @@ def as_stored(state: State) -> State:
 
 
 def _storable(value: object, key: object, name: object) -> Tensor:
-    """Return a tensor of a state as it is stored."""
+    """Convert a tensor of a state to its stored form."""
     where = f"the method's State.tensors[{key!r}][{name!r}]"
     if not (isinstance(key, str) and isinstance(name, str)):
-        raise ConfigError(f"{where}: the keys and names of a state's tensors are texts")
+        raise ConfigError(f"{where}: the keys and names of a state's tensors must be strings")
     if not isinstance(value, Tensor):
-        raise ConfigError(
-            f"{where} is a {type(value).__name__}, not a tensor; small facts that JSON can hold go into State.extra"
-        )
+        raise ConfigError(f"{where} is a {type(value).__name__}, not a tensor. Store small JSON values in State.extra")
     if not has_a_format(value):
         raise ConfigError(
-            f"{where} is a {value.layout} tensor of {value.dtype}, which a commit cannot hold; use float32"
+            f"{where} is a {value.layout} tensor of {value.dtype}. A commit cannot store it; use a dense float32 tensor"
         )
     plain = type(value) is Tensor and not value.requires_grad
     return (value if plain else value.detach()).cpu().contiguous()
 
 
 def _plain(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what JSON makes of ``State.extra``."""
+    """Pass ``State.extra`` through JSON."""
 
-    def of_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def build_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         plain = dict(pairs)
         if len(plain) < len(pairs):
             twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
             raise ConfigError(
-                f"the method's State.extra has a dict with the key {twice!r} twice, as a text and as something else; all keys "
-                f"become texts"
+                f"the method's State.extra has a dict with the key {twice!r} twice, as a string and as another type. JSON converts "
+                f"all keys to strings; rename one"
             )
         return plain
 
     try:
-        plain: dict[str, Any] = json.loads(json.dumps(dict(extra)), object_pairs_hook=of_pairs)
+        plain: dict[str, Any] = json.loads(json.dumps(dict(extra)), object_pairs_hook=build_dict)
     except (TypeError, ValueError, RecursionError) as error:
         found = _unstorable(extra, "") if isinstance(error, TypeError) else None
         place, what = found or ("", f"cannot be stored: {error}")
         raise ConfigError(
-            f"the method's State.extra{place} {what}; it holds what JSON can: texts, numbers of Python, lists and dicts of them; "
-            f"tensors go into State.tensors"
+            f"the method's State.extra{place} {what}. It may hold JSON values only: strings, Python numbers, and lists and dicts "
+            f"of them. Store tensors in State.tensors"
         ) from error
     return plain
 
 
 def _unstorable(value: Any, place: str) -> tuple[str, str] | None:
-    """Find where JSON cannot hold a value, and why."""
+    """Find the place of a value that JSON cannot store, and the reason."""
     items: Iterable[tuple[object, object]] = ()
     if isinstance(value, dict) or not place:
         wrong = [key for key in value if not isinstance(key, (str, int, float, bool, type(None)))]
@@ -413,7 +416,7 @@ def _about(data: bytes) -> dict[str, Any]:
 
 
 def _decode(data: bytes) -> tuple[State, PrivateIndex, str, int, tuple[int, ...]]:
-    """Return the state, the private index without its base, the base's file, clients trained together, and begun phases."""
+    """Return the state, the private index without its base, the base's file, the batch width of clients, and begun phases."""
     about = _about(data)
     tensors = safetensors.torch.load(data)
     private = PrivateIndex(tuple(about["segments"]), tensors["private"].numpy())

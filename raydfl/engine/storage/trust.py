@@ -23,14 +23,14 @@ from raydfl.core.files import content_digest, read_regular, user_config, write_d
 
 
 def check_code(run_dir: Path, values: Any, trust: bool) -> None:
-    """Reject a run folder whose configuration names code that the user has neither run nor approved; load nothing.
+    """Reject a run folder with unapproved code in its configuration. Loads no code.
 
     Args:
-        values: content of ``config.yaml``.
-        trust: true approves the code.
+        values: Content of ``config.yaml``.
+        trust: True approves the code.
 
     Raises:
-        RunDirectoryError: code that is not approved, or that has changed since the run began.
+        RunDirectoryError: The code is not approved, or has changed since the run began.
     """
     if trust:
         approve_code(values)
@@ -39,9 +39,9 @@ def check_code(run_dir: Path, values: Any, trust: bool) -> None:
         known = json.loads(read_regular(run_dir / "run.json")).get("code")
     except (OSError, ValueError, AttributeError, RecursionError):
         known = None  # another check reports a damaged file
-    approved = _approved()
-    for reference, place in _references(values).items():
-        for path in _executed_files(place):
+    approved = _read_approved()
+    for reference, place in _find_references(values).items():
+        for path in _find_executed_files(place):
             changed = place.endswith(".py") and isinstance(known, Mapping) and code_digest(path) not in known
             if not changed and _entry(path) in approved:
                 continue
@@ -57,12 +57,12 @@ def check_code(run_dir: Path, values: Any, trust: bool) -> None:
 
 
 def approve_code(values: Any) -> None:
-    """Approve the code that a configuration names, for this user on this machine.
+    """Approve the code in a configuration for this user on this machine.
 
-    If the list cannot be written, nothing is approved and ``--trust`` is needed again.
+    If the list is not writable, nothing is approved and ``--trust`` is needed again.
     """
-    files = [path for place in _references(values).values() for path in _executed_files(place)]
-    new = sorted({_entry(path) for path in files} - _approved())
+    files = [path for place in _find_references(values).values() for path in _find_executed_files(place)]
+    new = sorted({_entry(path) for path in files} - _read_approved())
     with contextlib.suppress(OSError, RuntimeError):
         file = _approvals()
         if new:
@@ -77,7 +77,7 @@ def _approvals() -> Path:
     return user_config() / "approved_code"
 
 
-def _approved() -> set[str]:
+def _read_approved() -> set[str]:
     """Read the approved code: a digest and a path for each file."""
     try:
         return set(_approvals().read_text(encoding="utf-8", errors="replace").splitlines())
@@ -91,13 +91,18 @@ def _entry(path: Path) -> str:
 
 
 def code_of(values: Any) -> dict[str, str]:
-    """Return the files of one's own classes that a configuration names, by the digest of their code: ``code`` in ``run.json``."""
-    files = [path for place in _references(values).values() if place.endswith(".py") for path in _executed_files(place)]
+    """Return the user's files of code in a configuration, by digest, as in ``code`` of ``run.json``."""
+    files = [
+        path
+        for place in _find_references(values).values()
+        if place.endswith(".py")
+        for path in _find_executed_files(place)
+    ]
     return {code_digest(path): str(path) for path in files}
 
 
 def remember_code(run_dir: Path, values: Any) -> bool:
-    """Write down that a run goes on with the code as it is now; return whether that has changed."""
+    """Store the current digests of a resumed run's code; return whether the code has changed."""
     path = run_dir / "run.json"
     about = json.loads(path.read_bytes())
     known, now = about.get("code"), code_of(values)
@@ -108,18 +113,18 @@ def remember_code(run_dir: Path, values: Any) -> bool:
 
 
 def code_digest(path: Path) -> str:
-    """Return a digest of a file of code and of those beside it that it imports, wherever their folder lies."""
+    """Compute a digest of a file of code and its imports in the same folder, independent of the folder's path."""
     digest = hashlib.blake2b(digest_size=16)
-    for file in sorted(_with_neighbours(path)):
+    for file in sorted(_add_imports(path)):
         digest.update(f"{file.relative_to(path.parent)} {content_digest(file)}\n".encode())
     return digest.hexdigest()
 
 
-def _references(values: Any) -> dict[str, str]:
-    """Return every text of a configuration that could name a class, ``my_file.py:Class`` or ``my_module:Class``.
+def _find_references(values: Any) -> dict[str, str]:
+    """Find all references to classes in a configuration, ``my_file.py:Class`` or ``my_module:Class``.
 
     Returns:
-        The file or module by reference. Texts are those that :func:`raydfl.engine.config.make_config` reads.
+        File or module by reference.
     """
     plain = json.loads(json.dumps(values, default=str, skipkeys=True))
     texts = [text for text in _texts(plain) if ":" in text]
@@ -136,13 +141,13 @@ def _texts(value: Any) -> Iterator[str]:
         yield value
 
 
-def _executed_files(place: str) -> list[Path]:
-    """Find the files that Python runs to load a class's file or module, without running any of them.
+def _find_executed_files(place: str) -> list[Path]:
+    """Find the files that Python executes when it loads a file or module. Executes none of them.
 
-    A module's packages run before it. raydfl's own modules and ``__main__`` are already loaded, so they are left out.
+    A module's parent packages execute first. raydfl's own modules and ``__main__`` are already loaded and are omitted.
     """
     if place.endswith(".py"):
-        with contextlib.suppress(RuntimeError, ValueError):  # no such user, or no valid path: nothing is loaded
+        with contextlib.suppress(RuntimeError, ValueError):  # unknown user or invalid path: Python would load nothing
             path = Path(place).expanduser().resolve()
             return [path] if os.path.isfile(path) else []  # noqa: PTH113  (Path.is_file raises for names that are too long)
         return []
@@ -165,25 +170,25 @@ def _executed_files(place: str) -> list[Path]:
     return found
 
 
-def _with_neighbours(path: Path) -> list[Path]:
-    """Return a file of code, and those below its folder that it imports, directly or through others, by what their text says."""
+def _add_imports(path: Path) -> list[Path]:
+    """Return a file of code and its direct and indirect imports below the same folder, by static analysis."""
     found = [path]
     for file in found:
         try:
-            imported = _imported(file.read_bytes())
+            imported = _parse_imports(file.read_bytes())
         except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
             continue
         for level, name in imported:
             folder = file.parents[level - 1] if 0 < level <= len(file.parents) else path.parent
-            # raydfl itself is there before them, whatever lies in their folder.
+            # raydfl is already imported, so a folder of the same name is never loaded.
             if not (name.partition(".")[0] == "raydfl" and folder == path.parent):
                 found += [near for near in _files_of(folder, name) if near not in found]
     return [file for file in found if file.is_relative_to(path.parent)]
 
 
 @functools.lru_cache(maxsize=256)
-def _imported(code: bytes) -> tuple[tuple[int, str], ...]:
-    """Return the dotted names that a file's code imports, each with the number of dots before it."""
+def _parse_imports(code: bytes) -> tuple[tuple[int, str], ...]:
+    """Parse the dotted names of a file's imports, each with its number of leading dots."""
     found: list[tuple[int, str]] = []
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Import):
@@ -195,7 +200,7 @@ def _imported(code: bytes) -> tuple[tuple[int, str], ...]:
 
 
 def _files_of(folder: Path, name: str) -> Iterator[Path]:
-    """Find the files that importing a dotted name would run, of those below a folder."""
+    """Find the files below a folder that the import of a dotted name executes."""
     for part in name.split("."):
         yield from (file for file in (folder / f"{part}.py", folder / part / "__init__.py") if file.is_file())
         folder /= part
