@@ -159,7 +159,7 @@ def test_a_wrong_type_says_what_it_must_be(
             "method.alpha is 2; it must be at most 1\n  method.alpha: share of cross-entropy",
         ),
         ("method.rule={name: lpa, vl: 1}", "method.rule.vl is 1; it must be below 1"),
-        ("models.model.kernel=4", "models.model: kernel is 4; an odd number of frames has a middle one, use 5"),
+        ("models.model.kernel=4", "models.model: kernel is 4, but kernels must be odd. Use 5"),
         ("models.model.dropout=1.0", "models.model: crnn_tiny.dropout is 1.0; it must be below 1"),
         ("models.model=[]", "models.model: the list of architectures is empty"),
         ("run.seed=-1", "run.seed is -1; it must be at least 0"),
