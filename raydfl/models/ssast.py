@@ -16,6 +16,7 @@ release uses the number in time. Names follow the code of the release. The files
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -81,10 +82,10 @@ class SSAST(nn.Module):
         self.head_norm = nn.LayerNorm(embedding)
         self.output = nn.Linear(embedding, classes)
         for table in (self.tokens, self.pos_embed):
-            nn.init.trunc_normal_(table, std=_SPREAD)
+            _draw_weights(table)
         for layer in self.modules():
             if isinstance(layer, nn.Linear):
-                nn.init.trunc_normal_(layer.weight, std=_SPREAD)
+                _draw_weights(layer.weight)
                 nn.init.zeros_(layer.bias)
 
     def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
@@ -185,6 +186,13 @@ _IGNORED = ("mask_embed", "cpredlayer.", "gpredlayer.", "v.head.", "v.head_dist.
 
 def _size_name(width: int) -> str:
     return {192: "tiny", 384: "small", 768: "base"}.get(width, "not a published size")
+
+
+@torch.no_grad()
+def _draw_weights(tensor: Tensor) -> None:
+    """Draw normal initial weights by the inverse of their distribution."""
+    # nn.init.trunc_normal_ draws different numbers in PyTorch 2.11 and 2.14, which would change the results of a seed.
+    tensor.uniform_(-1.0, 1.0).erfinv_().mul_(_SPREAD * math.sqrt(2.0)).clamp_(-2.0, 2.0)
 
 
 def _resize(grid: Tensor, axis: int, size: int) -> Tensor:
