@@ -102,7 +102,7 @@ def _read(file: str) -> tuple[np.ndarray, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Backdoor(UpdateAttack):
-    """Backdoor: clips with a trigger sound get the label of the target class. Evaluations measure the success rate."""
+    """Label of the target class for clips with a trigger sound. Evaluations measure the success rate."""
 
     target: Annotated[str | int, Field(description="Name of the target class.")]
     share: Annotated[

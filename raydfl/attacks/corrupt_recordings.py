@@ -47,7 +47,7 @@ class Damage(Alteration):
 
 @dataclass(frozen=True, kw_only=True)
 class CorruptRecordings(Attack):
-    """Corrupted recordings: attackers train on noisy, silent or clipped clips."""
+    """Training on noisy, silent or clipped recordings with true labels."""
 
     kind: Annotated[
         Literal["noise", "silence", "clipping"],

@@ -21,7 +21,7 @@ from raydfl.training import Step
 
 @dataclass(frozen=True, kw_only=True)
 class FreeRider(UpdateAttack):
-    """Free riders: attackers return the received model without training."""
+    """Return of the received model without training, optionally with noise."""
 
     std: Annotated[
         float, Field(ge=0, description="Standard deviation of Gaussian noise added to every value. 0: no noise.")

@@ -22,7 +22,7 @@ from raydfl.data.features import AnyFeatures
 
 @dataclass(frozen=True, kw_only=True)
 class LabelFlip(Attack):
-    """Label flipping: attackers train on wrong labels."""
+    """Training on wrong labels."""
 
     to: Annotated[
         Literal["next", "random"] | dict[str, str],

@@ -14,7 +14,7 @@ from raydfl.attacks._distance import DistanceAttack
 
 @dataclass(frozen=True, kw_only=True)
 class MinMax(DistanceAttack):
-    """Min-Max: the largest distance to an honest change is bounded by the largest distance between honest changes."""
+    """Honest mean, moved up to the largest distance between honest changes."""
 
     def gamma(self, square: float, along: np.ndarray, own: np.ndarray, between: np.ndarray) -> float:
         """Solve |mean + gamma p - change_i|^2 = gamma^2 |p|^2 - 2 gamma along_i + own_i <= max between, for every client."""

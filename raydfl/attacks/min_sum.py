@@ -14,7 +14,7 @@ from raydfl.attacks._distance import DistanceAttack
 
 @dataclass(frozen=True, kw_only=True)
 class MinSum(DistanceAttack):
-    """Min-Sum: the sum of squared distances is bounded by the largest sum for an honest change."""
+    """Honest mean, moved up to the largest sum of squared distances of an honest change."""
 
     def gamma(self, square: float, along: np.ndarray, own: np.ndarray, between: np.ndarray) -> float:
         """Solve sum_i |mean + gamma p - change_i|^2 = clients gamma^2 |p|^2 + sum own <= max sum between."""

@@ -19,7 +19,7 @@ from raydfl.attacks._attack import Cohort, UpdateAttack
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling(UpdateAttack):
-    """Scaling: attackers multiply an honest change by a factor."""
+    """Honest change, multiplied by a factor."""
 
     boost: Annotated[
         float | None,

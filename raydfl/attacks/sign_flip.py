@@ -18,7 +18,7 @@ from raydfl.attacks._attack import Cohort, UpdateAttack
 
 @dataclass(frozen=True, kw_only=True)
 class SignFlip(UpdateAttack):
-    """Sign flip: attackers send the negative of an honest change."""
+    """Negative of an honest change."""
 
     scale: Annotated[
         float, Field(ge=0, description="Factor that multiplies the negative change. 0: return the received model.")

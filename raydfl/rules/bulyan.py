@@ -38,7 +38,7 @@ def average_near_median(ordered: np.ndarray, count: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Bulyan(RobustRule):
-    """Bulyan: select clients by Krum, then average the values nearest to the median of each element.
+    """Mean of the values nearest to the median of each element, over clients selected by Krum.
 
     f = floor(byzantine n), limited to the paper's bound of (n - 3) / 4. With six clients or fewer f is 0, and the result is
     the uniform mean. Krum uses at least one neighbour, and ties follow the client order. Distances are those of Krum.

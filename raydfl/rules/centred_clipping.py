@@ -27,7 +27,7 @@ def clip_factors(lengths: np.ndarray, limit: float) -> np.ndarray:
 
 @dataclass(frozen=True)
 class CentredClipping(RobustRule):
-    """Centred clipping: the server's tensors plus the uniform mean of the clients' clipped differences.
+    """The server's tensors plus the uniform mean of the clients' differences, clipped to a radius.
 
     The paper clips momenta of gradients around the last aggregate. Here clients send models, and the server's current model
     is the last aggregate. All clients count the same, as in the paper. The tensors of a group form one vector. If the server

@@ -38,7 +38,7 @@ def outlier_scores(sample: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class DnC(RobustRule):
-    """DnC: the uniform mean without outliers along the top singular vector of randomly drawn elements.
+    """Uniform mean without outliers along the top singular vector of randomly drawn elements.
 
     The tensors of a group form one vector. Draws depend on the run's seed and the round only. Each iteration excludes
     floor(filter floor(byzantine n)) clients, which is none for few clients. Ties keep the first clients. If no client is good

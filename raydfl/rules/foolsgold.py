@@ -64,7 +64,7 @@ def compute_trust(histories: np.ndarray, confidence: float) -> np.ndarray:
 
 @dataclass(frozen=True)
 class FoolsGold(Rule):
-    """FoolsGold: a weighted mean that reduces the weights of clients with similar changes over all rounds.
+    """Weighted mean with reduced weights for clients with similar changes over all rounds.
 
     A client's factor multiplies its weight. With dissimilar clients the result is the weighted mean (deviation: the paper adds
     the changes without weights). Cosines below 0 count as 0. If all histories are equal up to rounding, all factors are 0,

@@ -22,7 +22,7 @@ from raydfl.rules.centred_clipping import clip_factors
 
 @dataclass(frozen=True)
 class GeometricMedian(RobustRule):
-    """Geometric median: the point with the smallest weighted sum of distances to the clients.
+    """Point with the smallest weighted sum of distances to the clients.
 
     Clients count by their weights, as in the paper. The tensors of a group form one vector. The influence of a client is its
     factor in the last step, divided by the largest factor, so the nearest client has 1.

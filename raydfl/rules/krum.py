@@ -50,7 +50,7 @@ def limit_byzantine(share: float, clients: int, report: dict[str, Ratio], rule: 
 
 @dataclass(frozen=True)
 class Krum(RobustRule):
-    """Krum: the update with the smallest sum of squared distances to its n - f - 2 nearest neighbours.
+    """Update with the smallest sum of squared distances to its n - f - 2 nearest neighbours.
 
     f = floor(byzantine n), limited to the paper's bound of (n - 3) / 2. At least one neighbour counts. Ties go to the first
     client. The tensors of a group form one vector. The report contains f of n (``krum/byzantine``).

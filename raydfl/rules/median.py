@@ -14,7 +14,7 @@ from raydfl.rules._robust import MiddleRule
 
 @dataclass(frozen=True)
 class Median(MiddleRule):
-    """Coordinate-wise median: the median of each element, or the mean of the two middle values.
+    """Median of each element over the clients, or the mean of the two middle values.
 
     All clients of positive weight count the same. The rule reports no metrics, because each element may come from another
     client.

@@ -19,7 +19,7 @@ from raydfl.rules.krum import krum_scores, limit_byzantine
 
 @dataclass(frozen=True)
 class MultiKrum(RobustRule):
-    """Multi-Krum: the uniform mean of the clients with the smallest Krum scores.
+    """Uniform mean of the clients with the smallest Krum scores.
 
     f and the distances are those of Krum. ``keep`` sets the number of averaged clients, from 1 (Krum) to n (the mean) in the
     paper. Ties follow the client order. The report contains f of n (``multi_krum/byzantine``).

@@ -25,7 +25,7 @@ from raydfl.rules.weighted_mean import WeightedMean
 
 @dataclass(frozen=True)
 class NormClipping(WeightedMean):
-    """Norm clipping: the weighted mean of the clients' models, with changes clipped to a maximum norm.
+    """Weighted mean of the clients' models, with changes clipped to a maximum norm.
 
     Deviation: the paper also adds noise. The change of a client is one vector over all tensors that it sends for a key.
     Elements of weight 0 are ignored, and tensors that the server lacks count as 0 there. Clients within the bound count

@@ -17,7 +17,7 @@ from raydfl.rules._robust import MiddleRule
 
 @dataclass(frozen=True)
 class TrimmedMean(MiddleRule):
-    """Coordinate-wise trimmed mean: the mean of each element without the smallest and the largest values.
+    """Mean of each element over the clients, without the smallest and the largest values.
 
     With n clients, floor(trim n) values are removed at either end, which is none for few clients. All clients of positive
     weight count the same. The rule reports no metrics, because each element may exclude other clients.

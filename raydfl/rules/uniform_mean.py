@@ -14,7 +14,7 @@ from raydfl.rules.weighted_mean import WeightedMean
 
 @dataclass(frozen=True)
 class UniformMean(WeightedMean):
-    """Uniform mean: every positive weight, of a client or of an element, counts as 1."""
+    """Mean with equal weights: every positive weight, of a client or of an element, counts as 1."""
 
     def _effective_weight(self, weight: Any) -> Any:
         if isinstance(weight, Mapping):

@@ -94,7 +94,7 @@ class _RunningMean:
 
 @dataclass(frozen=True)
 class WeightedMean(Rule):
-    """Weighted mean: weights are ``Update.weight``, by default the number of examples. Sums are in float64.
+    """Mean weighted by ``Update.weight``, by default the number of examples. Sums are in float64.
 
     The rule streams the updates. It stores a sum for each parameter and at most four updates (or the same number of elements
     of cut updates), so memory does not grow with the cohort.
