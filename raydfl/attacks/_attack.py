@@ -97,6 +97,7 @@ class Attack(StrictTypes):
         Raises:
             DataError: the option names more attackers than clients, or an unknown id.
         """
+        # The first round with attacks shows the attackers of the whole run, unless each round draws new attackers.
         mask = self.attackers(ids, seed, self.start - 1)
         return np.full(len(ids), mask.any()) if self.draw == "round" and not isinstance(self.clients, tuple) else mask
 
@@ -231,6 +232,7 @@ def class_index(name: str | int, classes: Sequence[str], where: str) -> int:
 
 def draw_share(count: int, share: float, rng: np.random.Generator) -> np.ndarray:
     """Draw a fraction of ``count`` clips, rounded half up: bool [count]."""
+    # np.round would round halves to even numbers.
     chosen = np.zeros(count, bool)
     chosen[rng.permutation(count)[: int(np.floor(share * count + 0.5))]] = True
     return chosen

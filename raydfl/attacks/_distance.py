@@ -40,10 +40,11 @@ class DistanceAttack(ColludingAttack):
         square = float(direction @ direction)
         if square == 0:
             return known.mean
-        gram, along = known.products(direction)
-        own = np.diag(gram)
-        between = np.maximum(own[:, None] + own - 2 * gram, 0.0)
-        return known.mean + self.gamma(square, along, own, between) * direction
+        gram, projections = known.products(direction)
+        # ||a - b||^2 = ||a||^2 + ||b||^2 - 2 <a, b>, which rounding may make negative.
+        to_mean = np.diag(gram)
+        between = np.maximum(to_mean[:, None] + to_mean - 2 * gram, 0.0)
+        return known.mean + self.gamma(square, projections, to_mean, between) * direction
 
     def _compute_direction(self, known: HonestUpdates) -> np.ndarray:
         if self.direction == "std":
@@ -55,12 +56,12 @@ class DistanceAttack(ColludingAttack):
         return -known.mean / length if length > 0 else known.mean
 
     @abstractmethod
-    def gamma(self, square: float, along: np.ndarray, own: np.ndarray, between: np.ndarray) -> float:
+    def gamma(self, square: float, projections: np.ndarray, to_mean: np.ndarray, between: np.ndarray) -> float:
         """Compute the largest gamma within the bound, at least 0.
 
         Args:
             square: squared norm of the direction, above 0.
-            along: float64 [clients], inner products of (change - mean) and the direction.
-            own: float64 [clients], squared distance of each change from the mean.
+            projections: float64 [clients], inner products of (change - mean) and the direction.
+            to_mean: float64 [clients], squared distance of each change from the mean.
             between: float64 [clients, clients], squared distances between the changes.
         """

@@ -46,5 +46,5 @@ def largest_z(clients: int, attackers: int) -> float:
     honest = clients - attackers
     supporters = max(1, math.floor(clients / 2 + 1) - attackers)
     if honest - supporters <= honest / 2:
-        return 0.0
+        return 0.0  # the quantile of one half or less is not positive
     return NormalDist().inv_cdf((honest - supporters) / honest)

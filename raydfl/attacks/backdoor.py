@@ -74,7 +74,7 @@ class Trigger(Alteration):
         sound = self.waveform(extractor)[: len(wave)]
         position = np.random.default_rng(seed).random() if self.position is None else self.position
         start = round(position * (len(wave) - len(sound)))
-        loudness = float(np.sqrt(np.mean(np.square(wave, dtype=np.float64)))) or 1.0
+        loudness = float(np.sqrt(np.mean(np.square(wave, dtype=np.float64)))) or 1.0  # 1 for silent clips
         result = wave.astype(np.float64)
         result[start : start + len(sound)] += sound * (loudness * 10 ** (self.loudness_db / 20))
         return result.astype(np.float32)

@@ -32,7 +32,7 @@ class GaussianNoise(UpdateAttack):
     def change(self, change: np.ndarray, cohort: Cohort, rng: np.random.Generator) -> np.ndarray:
         """Add the noise to the change, or return only the noise."""
         if self.std == 0 and self.keep:
-            return change
+            return change  # the same array keeps the update unchanged to the bit
         size = float(np.sqrt(np.mean(np.square(change)))) if len(change) else 0.0
         noise = rng.standard_normal(len(change)) * (self.std * size)
         return change + noise if self.keep else noise

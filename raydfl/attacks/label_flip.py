@@ -46,7 +46,7 @@ class LabelFlip(Attack):
         """Flip the labels."""
         if self.to == "next":
             return (labels + 1) % len(classes)
-        if self.to == "random":
+        if self.to == "random":  # a shift by 1 to classes - 1 never keeps a label
             return (labels + rng.integers(1, len(classes), len(labels))) % len(classes)
         names = list(classes)
         mapping = np.arange(len(names))

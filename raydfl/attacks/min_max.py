@@ -16,7 +16,8 @@ from raydfl.attacks._distance import DistanceAttack
 class MinMax(DistanceAttack):
     """Honest mean, moved up to the largest distance between honest changes."""
 
-    def gamma(self, square: float, along: np.ndarray, own: np.ndarray, between: np.ndarray) -> float:
-        """Solve |mean + gamma p - change_i|^2 = gamma^2 |p|^2 - 2 gamma along_i + own_i <= max between, for every client."""
-        room = np.maximum(between.max() - own, 0.0)
-        return float(((along + np.sqrt(np.square(along) + square * room)) / square).min())
+    def gamma(self, square: float, projections: np.ndarray, to_mean: np.ndarray, between: np.ndarray) -> float:
+        """Solve |mean + gamma p - change_i|^2 = gamma^2 |p|^2 - 2 gamma projections_i + to_mean_i <= max between, for every client."""
+        # Each client gives a quadratic equation, whose positive root bounds gamma.
+        room = np.maximum(between.max() - to_mean, 0.0)
+        return float(((projections + np.sqrt(np.square(projections) + square * room)) / square).min())

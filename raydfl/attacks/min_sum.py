@@ -16,8 +16,8 @@ from raydfl.attacks._distance import DistanceAttack
 class MinSum(DistanceAttack):
     """Honest mean, moved up to the largest sum of squared distances of an honest change."""
 
-    def gamma(self, square: float, along: np.ndarray, own: np.ndarray, between: np.ndarray) -> float:
-        """Solve sum_i |mean + gamma p - change_i|^2 = clients gamma^2 |p|^2 + sum own <= max sum between."""
+    def gamma(self, square: float, projections: np.ndarray, to_mean: np.ndarray, between: np.ndarray) -> float:
+        """Solve sum_i |mean + gamma p - change_i|^2 = clients gamma^2 |p|^2 + sum to_mean <= max sum between."""
         # The mixed terms cancel, because the changes are centred.
-        room = max(0.0, float(between.sum(axis=1).max() - own.sum()))
-        return float(np.sqrt(room / (len(own) * square)))
+        room = max(0.0, float(between.sum(axis=1).max() - to_mean.sum()))
+        return float(np.sqrt(room / (len(to_mean) * square)))

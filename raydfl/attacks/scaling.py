@@ -44,4 +44,4 @@ def boost_change(change: np.ndarray, boost: float | None, cohort: Cohort) -> np.
         cohort: size of the cohort.
     """
     factor = 1 / cohort.share if boost is None else boost
-    return change if factor == 1 else factor * change
+    return change if factor == 1 else factor * change  # the same array keeps the update unchanged to the bit

@@ -89,6 +89,7 @@ def check_model(
             f"{where}: {architecture} reads {reads}, but the data are {data}. Set {where} to one of {', '.join(suggestions)}, or "
             f"to your own network."
         )
+    # The check must not advance the caller's random state.
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         model = build_model(ModelSpec(where.rpartition(".")[2], architecture, inputs, 2, tuple(options.items())))
         try:

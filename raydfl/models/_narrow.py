@@ -70,7 +70,7 @@ def _inspect(spec: ModelSpec) -> _NetworkTensors:
     Raises:
         ConfigError: the network has no ``channels()``, or they do not fit its tensors.
     """
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]):  # do not advance the caller's random state
         network = build_model(dataclasses.replace(spec, whole=None, init_from=()))
     where = f"models.{spec.name}: {spec.architecture}"
     groups = _find_groups(network, where)

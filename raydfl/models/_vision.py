@@ -47,6 +47,7 @@ class VisionNetwork(nn.Module):
             raise ConfigError(
                 f"images have {inputs[0]} channels, but the network needs 1 (grey) or {COLOURS}. Convert the images."
             )
+        # embed() replaces the global pooling, because it has to ignore padding.
         self.steps: list[str] = []
         for name, part in network.named_children():
             if not isinstance(part, nn.Linear | nn.AdaptiveAvgPool2d):
@@ -74,7 +75,7 @@ class VisionNetwork(nn.Module):
             x = x.unsqueeze(1)
         if lengths is not None:
             x = x * mask_frames(x.squeeze(1), lengths).movedim(-1, 1)
-        x = x.expand(-1, COLOURS, -1, -1)
+        x = x.expand(-1, COLOURS, -1, -1)  # repeats a single channel
         x, lengths = self._apply_parts([getattr(self, name) for name in self.steps], x, lengths)
         if lengths is None:
             return x.mean(dim=(2, 3))

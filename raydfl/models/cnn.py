@@ -81,7 +81,7 @@ class CNN(nn.Module):
         x = x.permute(0, 2, 3, 1)
         for convolution in self.convolutions:
             x = relu_pool(convolution.channels_last(x), 2)  # type: ignore[operator]
-            if self.training and self.scale != 1:
+            if self.training and self.scale != 1:  # compensates for removed inputs of the next layer, like dropout
                 x = x * self.scale
         hidden: Tensor = self.dropout(self.hidden(x.permute(0, 3, 1, 2).flatten(1)).relu())
         return hidden

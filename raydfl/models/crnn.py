@@ -96,7 +96,7 @@ class CRNN(nn.Module):
             )
         for convolution in self.convolutions:
             x = convolution.pooled(x, self.pool, lengths)  # type: ignore[operator]
-            if self.training and self.scale != 1:
+            if self.training and self.scale != 1:  # compensates for removed inputs of the next layer, like dropout
                 x = x * self.scale
             if lengths is not None:
                 lengths = (lengths // self.pool).clamp_min(1)

@@ -134,8 +134,8 @@ class _Encoder(nn.Module):
         """Map [batch, channels, frames, bands] to [batch, embedding]."""
         for convolution, norm in zip(self.convolutions, self.norms, strict=True):
             x = norm(convolution(_mask(x, inside))).relu()
-            x = x * self.dropout(torch.ones_like(x[:, :, 0, 0]))[:, :, None, None]
-            inside = None if inside is None else inside[:, :, ::2]
+            x = x * self.dropout(torch.ones_like(x[:, :, 0, 0]))[:, :, None, None]  # drops whole maps
+            inside = None if inside is None else inside[:, :, ::2]  # the convolution has stride 2
         if inside is None:
             mean = x.mean(dim=(2, 3))
         else:

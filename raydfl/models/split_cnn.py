@@ -100,7 +100,7 @@ class SplitCNN(nn.Module):
             x = x * mask_frames(x, lengths)
         for block in self.blocks:
             x = block(x, lengths)
-            lengths = None if lengths is None else (lengths + 1) // 2
+            lengths = None if lengths is None else (lengths + 1) // 2  # pooling keeps an incomplete last window
         return x.amax(dim=(1, 2))
 
     def channels(self) -> Channels:

@@ -196,6 +196,7 @@ def _rename(tensors: Mapping[str, Tensor], init_from: InitFrom, where: str) -> d
     renamed: dict[str, Tensor] = {}
     used: set[str] = set()
     for name, tensor in tensors.items():
+        # The longest matching prefix decides.
         prefix = max((prefix for prefix in init_from.rename if name.startswith(prefix)), key=len, default=None)
         if prefix is not None:
             used.add(prefix)

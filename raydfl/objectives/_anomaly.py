@@ -175,5 +175,5 @@ def _encode_groups(codes: Mapping[str, np.ndarray], clips: int) -> np.ndarray | 
         return None
     machines = np.zeros(clips, np.int64)
     for position, column in enumerate(machine_codes):
-        machines += column.astype(np.int64) << 20 * position
+        machines += column.astype(np.int64) << 20 * position  # 20 bits for each column
     return np.stack([machines, codes.get("domain", np.zeros(clips, np.int64))], axis=1)

@@ -174,7 +174,7 @@ class Objective(StrictTypes):
         """Compute the predictor's outputs for examples: float32 [examples, answers], on the CPU."""
         network = step.models[name]
         predictor = self.predictor(network)
-        if predictor is not network:
+        if predictor is not network:  # the predictor must read the network's view
             step = dataclasses.replace(step, models={**step.models, name: same_view(predictor, network)})
         return predict(step, name, examples, batch_size)
 

@@ -96,7 +96,7 @@ class Compact(AnomalyObjective):
         mass = member if batch.weight is None else member * batch.weight.unsqueeze(1)
         counts = mass.sum(dim=0)
         means = (mass.T @ z) / counts.clamp_min(_NONE).unsqueeze(1)
-        with torch.no_grad():
+        with torch.no_grad():  # the running centres are statistics, not parameters
             centres.sums.mul_(self.momentum).add_(mass.T @ z)
             centres.counts.mul_(self.momentum).add_(counts)
         return member @ means

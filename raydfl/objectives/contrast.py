@@ -84,6 +84,7 @@ class Contrast(Objective):
         x, lengths = batch.input_of(network)
         counts = torch.full_like(x[:, 0, 0], x.shape[1]) if lengths is None else lengths.float()
         latest = (counts - self.frames).clamp_min(0)
+        # Rounding may make the product latest + 1, so the minimum is needed.
         begin = (uniform(len(x), x.device) * (latest + 1)).floor().minimum(latest).long()
         return batch.with_input_of(network, *_crop_frames(x, lengths, begin, self.frames))
 

@@ -104,5 +104,6 @@ def average_bins(x: Tensor, lengths: Tensor | None, bins: int) -> Tensor:
     width = (counts / bins).view(-1, 1, 1)  # frames of a bin
     begin = torch.arange(bins, device=x.device).view(1, -1, 1) * width
     frame = torch.arange(frames, device=x.device).view(1, 1, -1)
+    # Overlap of each interval with each frame, in frames: [batch, bins, frames].
     overlap = (torch.minimum(frame + 1, begin + width) - torch.maximum(frame, begin)).clamp_min(0)
     return (overlap / width) @ x

@@ -85,7 +85,7 @@ def read_weight(
         value = weight
     if isinstance(value, Tensor) and value.ndim > 0:
         sizes = tuple(value.shape)
-        if len(sizes) != len(shape) or any(own not in (1, size) for own, size in zip(sizes, shape, strict=True)):
+        if len(sizes) != len(shape) or any(extent not in (1, size) for extent, size in zip(sizes, shape, strict=True)):
             raise RaydflError(
                 f"{what} has shape {sizes}, but the tensor has {shape}. Use a weight that broadcasts to the tensor and has as many "
                 f"dimensions, or a number."
