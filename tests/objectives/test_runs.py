@@ -398,7 +398,7 @@ def test_a_user_defined_objective_is_loaded_from_its_file(tiny: Tiny, tmp_path: 
 BAD: dict[str, tuple[tuple[str, ...], str]] = {
     "unknown": (("objective=clasify",), "unknown objective 'clasify'; did you mean 'classify'"),
     "option": (("objective={name: contrast, frame: 3}",), "unknown key 'frame' for Contrast; did you mean 'frames'"),
-    "range": (("objective={name: compact, momentum: 1}",), "objective.momentum is 1; it must be below 1"),
+    "range": (("objective={name: compact, momentum: 1}",), "objective.momentum: Input should be less than 1"),
     "no name": (("objective={frames: 3}",), "objective: the name is missing. Choose one of classify, compact"),
     "sets for classes": (("data.label_sets={}",), "needs one label for each clip, but data.label_sets makes sets"),
     "top k": (
