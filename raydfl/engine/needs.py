@@ -138,9 +138,12 @@ def _data_conflicts(needs: Needs, data: DataSettings, pools: Sequence[str] | Non
     if needs.labels == "sets" and data.label_sets is None:
         remedy = "set data.label_sets.separator to the text between a label's classes, or choose objective=classify"
         yield "data.label_sets", "a set of classes for each clip", "a label is one class", remedy
-    if pools is None and needs.pools and not may_be_assigned_by_table(data):
-        pools = [*data.pools] if data.unlabelled is None else [LABELLED, UNLABELLED]
-    for pool in needs.pools if pools is not None else ():
+    if pools is None:
+        named = [*data.pools] if data.unlabelled is None else [LABELLED, UNLABELLED]
+        pools = (
+            needs.pools if needs.pools and may_be_assigned_by_table(data) else named
+        )  # checked once clips are assigned
+    for pool in needs.pools:
         if pool not in pools:
             remedy = (
                 "hide labels with data.unlabelled='{keep: 0.1}', or select clips by a column with data.pools or with the column "
