@@ -19,7 +19,7 @@ from raydfl.core.yaml import parse_yaml
 from raydfl.data.build import build_population
 from raydfl.data.population import Population
 from raydfl.engine.clients import Clients
-from raydfl.engine.parts import join_states
+from raydfl.engine.first_state import join_states
 from raydfl.methods import Method
 from raydfl.runs._run import run
 from raydfl.runs.folder import create
