@@ -35,14 +35,6 @@ class Objective(StrictTypes):
     answers: ClassVar[Literal["class", "set", "score", "none"]] = "none"
     """Kind of answer for a recording: the most probable class, a set of classes, an anomaly score, or none."""
 
-    pure: ClassVar[bool] = False
-    """True if :meth:`loss` may be replayed from a recorded step, as for ``Method.pure``. Subclasses do not inherit it."""
-
-    def __init_subclass__(cls) -> None:
-        """Reset ``pure`` unless the class sets it."""
-        if "pure" not in vars(cls):
-            cls.pure = False
-
     @property
     def needs(self) -> Needs:
         """Requirements on other settings. By default the :attr:`labels`."""

@@ -20,7 +20,7 @@ clips (raydfl.objectives._reference). The server has no training clips and measu
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -41,8 +41,6 @@ _NONE = 1e-6
 @dataclass(frozen=True, kw_only=True)
 class Compact(AnomalyObjective):
     """One-class learning: a recording's score is its distance to the cluster of the training clips."""
-
-    pure: ClassVar[bool] = True
 
     size: Annotated[int, Field(ge=2, description="Outputs of the network for a clip.")] = 32
     by: Annotated[

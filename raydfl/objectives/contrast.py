@@ -35,7 +35,6 @@ class Contrast(Objective):
     """Contrastive pretraining: match two crops of the same clip within a batch."""
 
     headline: ClassVar[str] = "accuracy"
-    pure: ClassVar[bool] = True
 
     frames: Annotated[
         int, Field(ge=1, description="Length of a crop in frames. Must be below the length of clips.")

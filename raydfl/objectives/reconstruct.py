@@ -11,7 +11,7 @@ fractions.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, cast
+from typing import Annotated, Any, cast
 
 import torch
 from pydantic import Field
@@ -27,8 +27,6 @@ from raydfl.training import Step
 @dataclass(frozen=True, kw_only=True)
 class Reconstruct(AnomalyObjective):
     """Autoencoder: a recording's score is its reconstruction error."""
-
-    pure: ClassVar[bool] = True
 
     size: Annotated[int, Field(ge=1, description="Dimension of the bottleneck, the network's outputs.")] = 32
     bins: Annotated[int, Field(ge=1, description="Time intervals of a clip with reconstructed mean features.")] = 16
