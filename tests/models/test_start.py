@@ -233,7 +233,7 @@ def test_bad_settings_are_rejected_before_the_first_round(tiny: Tiny, tmp_path: 
     torch.save({"x": torch.ones(2)}, tmp_path / "w.pt")
     for text, message in (
         ("nowhere.pt", r"models.model.init_from.file: there is no file .*/nowhere.pt"),
-        (f"{{file: {tmp_path / 'w.pt'}, modle: x}}", r"models.model.init_from.modle"),
+        (f"{{file: {tmp_path / 'w.pt'}, modle: x}}", r"models.model.init_from: unknown key 'modle'"),
         ("{model: x}", r"models.model.init_from.file"),
     ):
         with pytest.raises(ConfigError, match=message):
