@@ -10,7 +10,7 @@ from raydfl.engine.config import Config, load_config, make_config
 from raydfl.engine.evaluation import label_entry, received_entries
 from raydfl.engine.federation import Federation
 from raydfl.engine.networks import build_models, fixed_of_whole
-from raydfl.engine.orders import SERVER, Order, Reply, split_groups, keys_of
+from raydfl.engine.orders import SERVER, Order, Reply, keys_of, split_groups
 from raydfl.engine.overrides import apply_overrides, apply_values
 from raydfl.engine.pool import Pool, SerialPool
 from raydfl.engine.probe import try_models
@@ -48,13 +48,13 @@ __all__ = [
     "build_models",
     "fixed_of_whole",
     "holds_out",
-    "split_groups",
     "keys_of",
     "label_entry",
     "load_config",
     "make_config",
     "received_entries",
     "remembered",
+    "split_groups",
     "try_models",
     "without_password",
 ]

@@ -234,7 +234,7 @@ class Config(Settings):
         parts["train"].pop("rounds")
         if type(self.parts.method).phases:
             parts["train"]["phases"] = [
-                (name, first, self.train.phases.get(name, PhaseSettings()).select_decisive())
+                (name, first, self.train.phases.get(name, PhaseSettings()).deciding())
                 for name, first in zip(self.phases.names, self.phases.first, strict=True)
             ]
             parts |= self._choosing()

@@ -34,11 +34,11 @@ from raydfl.engine.orders import (
     Measurement,
     Order,
     Reply,
+    assign_groups,
     check_take_part,
     check_tasks,
-    assign_groups,
-    sort_replies,
     keys_of,
+    sort_replies,
 )
 from raydfl.engine.pool import Pool, ask_everywhere
 from raydfl.engine.recall import check_file_names, restore_selection

@@ -137,8 +137,8 @@ def check_tasks(tasks: Sequence[Task], keys: Collection[str]) -> None:
         for key in task.has:
             if key not in task.receive:
                 raise ConfigError(
-                    f"the method planned a task for client {task.client_id!r} with {key!r} in has but not in receive. Use only keys "
-                    f"of receive in Task(has=...)"
+                    f"the method planned a task for client {task.client_id!r} with {key!r} in has but not in receive. Use only "
+                    f"keys of receive in Task(has=...)"
                 )
         for key in task.receive:
             if key not in keys:

@@ -251,7 +251,9 @@ def check_begins(phases: Phases, train: TrainSettings, best: MetricChoice | None
             continue
         number, where = phases.number(name) - 1, f"train.phases.{name}.begin: best"
         if number == 0:
-            raise ConfigError(f"{where}: {name!r} is the first phase, so there is no earlier round. Remove this setting")
+            raise ConfigError(
+                f"{where}: {name!r} is the first phase, so there is no earlier round. Remove this setting"
+            )
         if best is None:
             raise ConfigError(f"{where} needs a metric to choose the best round. Set run.best.metric")
         first, last = phases.first[number - 1], phases.first[number]

@@ -183,7 +183,7 @@ def test_a_damaged_population_is_noticed(raydfl: Raydfl, run_dir: Path, damage: 
     else:
         path.unlink()
     said = raydfl("resume", run_dir, "train.rounds=3")
-    said.refuses("is missing or damaged", "[Rr]estart the run in a new folder")
+    said.refuses("is missing or damaged", "start the run again in a new folder")
 
 
 @pytest.mark.parametrize("where", ["there", "elsewhere"])
@@ -280,7 +280,7 @@ def test_a_site_key_that_leads_elsewhere(raydfl: Raydfl, run_dir: Path) -> None:
 def test_a_damaged_run_json(raydfl: Raydfl, run_dir: Path, content: str) -> None:
     (run_dir / "run.json").write_text(content)
     raydfl("resume", run_dir).refuses(
-        "run.json is missing or damaged", "Restore it from a copy, or [Rr]estart the run in a new folder"
+        "run.json is missing or damaged", "Restore it from a copy, or restart the run in a new folder"
     )
 
 
@@ -340,7 +340,7 @@ def test_a_missing_file_of_rows(raydfl: Raydfl, tiny: Tiny) -> None:
 def test_a_half_written_run_is_not_gone_on_with(raydfl: Raydfl, run_dir: Path, missing: str) -> None:
     (run_dir / missing).unlink()
     said = raydfl("resume", run_dir)
-    said.refuses("is not a run directory, or the run was interrupted before it began", "start it with raydfl run")
+    said.refuses("is not a run directory, or the run was interrupted before it began", "Start it with: raydfl run")
 
 
 def test_a_run_that_never_began_begins_when_it_is_started_again(

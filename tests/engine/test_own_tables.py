@@ -70,5 +70,7 @@ def test_a_table_holds_out_the_clips_that_choose_the_best_round(
 
 def test_a_metric_on_clips_that_the_table_does_not_hold_out_is_refused(tiny: Tiny, tmp_path: Path) -> None:
     table = write_clips(tmp_path / "clips.parquet", tiny())
-    with pytest.raises(ConfigError, match="'client_test model/accuracy' is not measured. Choose one of: test .*, validation"):
+    with pytest.raises(
+        ConfigError, match="'client_test model/accuracy' is not measured. Choose one of: test .*, validation"
+    ):
         run(tiny(table, "run.best={metric: client_test model/accuracy}"))

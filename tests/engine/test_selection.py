@@ -229,7 +229,9 @@ def test_metrics_that_nobody_measures_are_refused_before_training(tiny: Tiny) ->
         run(config)
     assert not (Path(config.run.dir) / "tiny").exists()
     second = "run.best={metric: {second: validation other/accuracy}}"
-    with pytest.raises(ConfigError, match=r"'validation other/accuracy' is not measured in phase 'second'. Choose one of"):
+    with pytest.raises(
+        ConfigError, match=r"'validation other/accuracy' is not measured in phase 'second'. Choose one of"
+    ):
         run(scripted(tiny, second, kind="InPhases"))
     begin = ["train.phases.second.begin=best", "train.rounds=6"]
     with pytest.raises(ConfigError, match=r"begin: best needs a metric"):

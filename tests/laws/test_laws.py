@@ -22,7 +22,7 @@ from raydfl.engine import networks
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
 from raydfl.engine.federation import Federation
-from raydfl.engine.orders import Order, Reply, in_groups
+from raydfl.engine.orders import Order, Reply, split_groups
 from raydfl.engine.pool import SerialPool
 from raydfl.engine.storage import record
 from raydfl.engine.storage.folder import final_state
@@ -92,7 +92,7 @@ class WatchedPool(SerialPool):
         self.bytes.append(pickle.dumps(value, protocol=5))
 
     def run(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> Iterator[Reply]:
-        shuffled = in_groups(orders)
+        shuffled = split_groups(orders)
         self.random.shuffle(shuffled)
         replies = [reply for group in shuffled for reply in self.workers[""].carry_out(group, broadcast)]
         self.random.shuffle(replies)

@@ -17,7 +17,7 @@ from raydfl.core.tensors import FlatTensors
 from raydfl.data.population import Population
 from raydfl.engine.config import Config
 from raydfl.engine.federation import Federation
-from raydfl.engine.orders import Order, Reply, in_groups
+from raydfl.engine.orders import Order, Reply, split_groups
 from raydfl.engine.pool import SerialPool
 from raydfl.engine.storage.private import PrivateStore
 from raydfl.engine.storage.store import RunStore
@@ -40,7 +40,7 @@ class Nodes(SerialPool):
         self._disk, self._there = disk, there
 
     def run(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> Iterator[Reply]:
-        groups, turn = in_groups(orders), orders[0].round_index % 2
+        groups, turn = split_groups(orders), orders[0].round_index % 2
         for group in groups[turn::2]:
             with self._disk.on("other"):
                 replies = self._there.carry_out(group, broadcast)

@@ -242,7 +242,7 @@ class PrivateStore:
         path = self._path(ref.segment)
         if path is None:
             raise RunDirectoryError(
-                f"{self.folder / ref.segment}, which holds a client's private state, is missing. Restore it from a copy"
+                f"{self.folder / ref.segment} is missing: it holds a client's private state. Restore it from a copy"
             )
         with path.open("rb") as file:
             file.seek(ref.offset)
