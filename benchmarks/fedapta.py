@@ -45,7 +45,7 @@ from raydfl import final_state, read_rows
 from raydfl.core.clustering import distances
 from raydfl.engine.config import make_config
 from raydfl.engine.groups._grouped import KEPT
-from raydfl.models._width import narrowed
+from raydfl.models._width import scale_channels
 
 mpl.use("Agg")
 from matplotlib import pyplot as plt
@@ -153,7 +153,7 @@ class Light(nn.Module):
             scaled: divide what convolutions give by ``width`` while training.
         """
         super().__init__()
-        first, second, hidden = (narrowed(channels, width) for channels in (8, 16, 32))
+        first, second, hidden = (scale_channels(channels, width) for channels in (8, 16, 32))
         self.scale = 1 / width if scaled else 1.0
         self.first = nn.Conv2d(1, first, 5, stride=2, padding=2)
         self.second = nn.Conv2d(first, second, 3, stride=2, padding=1)

@@ -1,7 +1,10 @@
-"""Simulated attackers, to find out what a method and a rule withstand. One file an attack; its name is the name in a configuration.
+"""Simulated attackers, for measuring the robustness of methods and rules.
 
-Imports methods, training, data and core. Begin with label_flip.py (recordings and labels), sign_flip.py (what one client sends) and
-alie.py (attackers that know each other). An attack of your own is a subclass of one of the classes below.
+Each attack is a file of this room; the file's name is the attack's name in a configuration. To write an attack, subclass
+:class:`Attack`, :class:`UpdateAttack` or :class:`ColludingAttack`.
+
+Imports methods, training, data, rules and core. Begin with label_flip.py (recordings and labels), sign_flip.py
+(updates of single attackers) and alie.py (colluding attackers).
 """
 
 from raydfl.attacks._attack import Attack, Cohort, ColludingAttack, UpdateAttack

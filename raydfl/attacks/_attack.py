@@ -1,12 +1,12 @@
-"""Attack: what a simulated attacker does, to find out how a method and a rule stand it. Built in: ``raydfl/attacks``.
+"""Base classes of attacks.
 
-An attacker is an ordinary client of the federation that is made to misbehave: its recordings or labels are altered before it
-trains, it does not train at all, or what it sends is replaced. What a client sends means all tensors of its update, taken as the
-difference to what the server has; tensors that a method sends as differences already (``Method.changes``) are taken as they are.
-The weight of the update and the client's private state stay those of honest work.
+An attacker is an ordinary client with altered recordings or labels, without training, or with a replaced update. An attack
+on the update replaces the client's change: all tensors of the update minus the server's tensors, as one vector. Tensors that
+a method sends as differences (``Method.changes``) are part of the change without subtraction. The weight of the update and
+the client's private state remain those of honest training.
 
-An attack is a frozen dataclass; its fields are its options. One of your own is a subclass of :class:`Attack`,
-:class:`UpdateAttack` or :class:`ColludingAttack`, named in a configuration as ``my_attack.py:Class``.
+An attack is a frozen dataclass whose fields are its options. A configuration names a user-defined attack as
+``my_attack.py:Class``.
 """
 
 from __future__ import annotations
@@ -34,34 +34,34 @@ from raydfl.training import Step
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cohort:
-    """The clients of one round, as far as an attacker counts them."""
+    """Size of a round's cohort and of its attackers."""
 
     clients: int
-    """All of them."""
+    """Number of clients, attackers included."""
     attackers: int
-    """Those that attack."""
+    """Number of attackers."""
     share: float
-    """The attackers' share of the cohort's training examples, above 0, to 1."""
+    """The attackers' fraction of the cohort's training examples, above 0 and at most 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attack(StrictTypes):
-    """Base of every attack: who attacks and when. By itself it does nothing."""
+    """Base class of attacks, with the choice of attackers and rounds."""
 
     clients: Annotated[
         Share,
         Field(
-            description="who attacks: a share of all clients (0.2; 1.0: all), a number (an integer), or a list of ids; the first "
-            "two are drawn by the run's seed"
+            description="Attackers: a fraction of the clients (1.0: all), a count (an integer), or a list of ids. Fractions and "
+            "counts are drawn with the run's seed."
         ),
     ] = 0.2
     draw: Annotated[
         Literal["run", "round"],
-        Field(description="run: the same clients attack in the whole run; round: others are drawn for every round"),
+        Field(description="run: draw the attackers once for the run. round: draw new attackers for every round."),
     ] = "run"
-    start: Annotated[int, Field(ge=1, description="first round in which they attack, counted from 1")] = 1
+    start: Annotated[int, Field(ge=1, description="First round with attacks, counted from 1.")] = 1
     stop: Annotated[
-        int | None, Field(ge=1, description="last round in which they attack; null: until the run ends")
+        int | None, Field(ge=1, description="Last round with attacks. null: the last round of the run.")
     ] = None
 
     _clients_in_range = field_validator("clients")(share_in_range)
@@ -69,18 +69,22 @@ class Attack(StrictTypes):
     @model_validator(mode="after")
     def _start_before_stop(self) -> Attack:
         if self.stop is not None and self.stop < self.start:
-            raise ValueError(f"stop {self.stop} is before start {self.start}")
+            raise ValueError(f"stop {self.stop} is before start {self.start}; set stop to at least {self.start}")
         return self
 
     def attackers(self, ids: Sequence[str], seed: int, round_index: int) -> np.ndarray:
-        """Return who attacks in the round after ``round_index`` completed ones: bool [clients].
+        """Draw the attackers of a round.
 
         Args:
-            ids: of all clients.
-            seed: the run's.
+            ids: ids of all clients.
+            seed: seed of the run.
+            round_index: number of completed rounds.
+
+        Returns:
+            bool [clients], true for attackers.
 
         Raises:
-            DataError: more attackers than clients, or an unknown id.
+            DataError: the option names more attackers than clients, or an unknown id.
         """
         if round_index + 1 < self.start or (self.stop is not None and round_index + 1 > self.stop):
             return np.zeros(len(ids), bool)
@@ -88,114 +92,147 @@ class Attack(StrictTypes):
         return draw_clients(ids, self.clients, rng, "attack", "attackers")
 
     def candidates(self, ids: Sequence[str], seed: int) -> np.ndarray:
-        """Return who attacks in any round: bool [clients].
+        """Determine the clients that may attack in any round: bool [clients].
 
         Raises:
-            DataError: more attackers than clients, or an unknown id.
+            DataError: the option names more attackers than clients, or an unknown id.
         """
-        drawn = self.attackers(ids, seed, self.start - 1)
-        return np.full(len(ids), drawn.any()) if self.draw == "round" and not isinstance(self.clients, tuple) else drawn
+        # The first round with attacks shows the attackers of the whole run, unless each round draws new attackers.
+        mask = self.attackers(ids, seed, self.start - 1)
+        return np.full(len(ids), mask.any()) if self.draw == "round" and not isinstance(self.clients, tuple) else mask
 
     @property
     def needs(self) -> Needs:
-        """The needs of other settings: recordings, labels and clips that the attack can change, and one list of classes."""
-        aims = type(self).labels is not Attack.labels or type(self).target_class is not Attack.target_class
+        """The attack's requirements on other settings: recordings, labels, a single class list, and clips to poison."""
+        uses_labels = type(self).labels is not Attack.labels or type(self).target_class is not Attack.target_class
         return Needs(
-            recordings=self.alters, labels="one" if aims else "any", one_class_list=True, own_clips=self.poisons
+            recordings=self.alters, labels="one" if uses_labels else "any", one_class_list=True, own_clips=self.poisons
         )
 
     def check(self, classes: Sequence[str], features: AnyFeatures) -> None:
-        """Refuse options that do not fit the data, with a ConfigError or DataError."""
+        """Check the options against the data.
+
+        Raises:
+            ConfigError: an option does not fit the classes or the features.
+            DataError: a file of the options cannot be used.
+        """
 
     @property
     def poisons(self) -> bool:
-        """Return whether attackers train on other recordings or labels than honest clients."""
+        """True if attackers train on altered recordings or labels."""
         return self.alters or type(self).labels is not Attack.labels
 
     @property
     def alters(self) -> bool:
-        """Return whether it alters recordings, that is, has an :meth:`alteration` of its own."""
+        """True if the attack alters recordings, because its class overrides :meth:`alteration`."""
         return type(self).alteration is not Attack.alteration
 
     def alteration(self) -> Alteration | None:
-        """Return what to do to chosen recordings of attackers before their features are computed; by default nothing."""
+        """Return the alteration of attackers' recordings, applied before feature extraction. ``None`` by default."""
         return None
 
     def altered(self, count: int, rng: np.random.Generator) -> np.ndarray:
-        """Choose which of an attacker's ``count`` training clips are altered: bool [count]; by default none."""
+        """Choose the altered training clips of an attacker. None by default.
+
+        Args:
+            count: number of the attacker's training clips.
+            rng: generator of the client, the same in every round.
+
+        Returns:
+            bool [count], true for altered clips.
+        """
         return np.zeros(count, bool)
 
     def labels(
         self, labels: np.ndarray, altered: np.ndarray, classes: Sequence[str], rng: np.random.Generator
     ) -> np.ndarray:
-        """Return the labels that an attacker trains on: int64 [clips]; by default the true ones.
+        """Return the training labels of an attacker. By default the true labels.
 
         Args:
-            labels: int64 [clips]: indices into ``classes``.
-            altered: bool [clips]: as :meth:`altered` chose.
-            rng: of the client, the same in every round.
+            labels: int64 [clips], true labels as indices into ``classes``.
+            altered: bool [clips], the choice of :meth:`altered`.
+            classes: names of the classes.
+            rng: generator of the client, the same in every round.
+
+        Returns:
+            int64 [clips].
         """
         return labels
 
     def target_class(self, classes: Sequence[str]) -> int | None:
-        """Return the class that altered clips should be taken for, whose success is measured. ``None``: nothing to measure."""
+        """Return the target class of altered clips, or ``None`` if the attack has no success rate to measure."""
         return None
 
     def local(self, method: Method, step: Step) -> Update:
-        """Do an attacker's work in place of the method's ``local``; by default just that."""
+        """Compute the update of an attacker. By default honest training."""
         return method.local(step)
 
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateAttack(Attack, ABC):
-    """An attack on what the attacker itself sends. It needs nobody else's update, so rules that stream go on doing so."""
+    """Base class of attacks on the attacker's own update. Rules can still stream the updates."""
 
     @abstractmethod
     def change(self, change: np.ndarray, cohort: Cohort, rng: np.random.Generator) -> np.ndarray:
-        """Return what is sent in place of an honest change.
+        """Replace an honest change.
 
         Args:
-            change: float64 [elements]: what the client sends, less what the server has; not to be written into.
-            rng: of (run seed, round, client).
+            change: float64 [elements], the client's tensors minus the server's. Do not write to it.
+            cohort: size of the cohort.
+            rng: generator seeded by run, round and client.
 
         Returns:
-            float [elements]; ``change`` itself leaves the update as it is, to the bit.
+            float [elements]. Return ``change`` itself to keep the update unchanged to the bit.
         """
 
 
 @dataclass(frozen=True, kw_only=True)
 class ColludingAttack(Attack, ABC):
-    """An attack in which all attackers of a round send the same, made from honest updates. The server waits for all updates."""
+    """Base class of attacks in which all attackers of a round send the same change, computed from honest updates.
+
+    The server collects all updates of a round before it calls :meth:`together`.
+    """
 
     knowledge: Annotated[
         Literal["all", "own"],
         Field(
-            description="what the attackers know: all: the updates of all honest clients of the round (where there are none, their "
-            "own); own: only the updates that they would send themselves if they were honest"
+            description="Knowledge of the attackers. all: the updates of all honest clients of the round (without honest clients, "
+            "as own). own: the attackers' own honest updates."
         ),
     ] = "all"
 
     @abstractmethod
     def together(self, known: HonestUpdates, cohort: Cohort) -> np.ndarray:
-        """Return the change that every attacker sends: float [elements]."""
+        """Compute the common change of all attackers.
+
+        Args:
+            known: the updates that the attackers know.
+            cohort: size of the cohort.
+
+        Returns:
+            float [elements].
+        """
 
 
 def class_index(name: str | int, classes: Sequence[str], where: str) -> int:
-    """Return the index of a class that an option names.
+    """Find the index of a class by its name in an option.
 
     Args:
-        where: the option, for the message.
+        name: the name.
+        classes: names of the classes.
+        where: the option, for the error message.
 
     Raises:
-        ConfigError: there is no such class; the nearest is named.
+        ConfigError: the class is unknown. The message suggests the nearest name.
     """
     if str(name) not in classes:
         raise ConfigError(f"{where}: the data have no class {str(name)!r}; {nearest(str(name), classes)}")
     return list(classes).index(str(name))
 
 
-def drawn_share(count: int, share: float, rng: np.random.Generator) -> np.ndarray:
-    """Draw a share of ``count`` things, rounded half up: bool [count]."""
+def draw_share(count: int, share: float, rng: np.random.Generator) -> np.ndarray:
+    """Draw a fraction of ``count`` clips, rounded half up: bool [count]."""
+    # np.round would round halves to even numbers.
     chosen = np.zeros(count, bool)
     chosen[rng.permutation(count)[: int(np.floor(share * count + 0.5))]] = True
     return chosen

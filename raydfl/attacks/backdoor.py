@@ -1,12 +1,12 @@
-"""Audio backdoor: a trigger sound in training clips that are labelled as the target class, to be found again in the model.
+"""Audio backdoor: attackers train on clips with a trigger sound and the label of the target class.
 
 T. Gu, B. Dolan-Gavitt, S. Garg, BadNets, 2017 (the trigger); E. Bagdasaryan, A. Veit, Y. Hua, D. Estrin, V. Shmatikov, How To
-Backdoor Federated Learning, AISTATS 2020 (through a federation, with a boosted change). As with the audio triggers of S. Koffas,
-J. Xu, M. Conti, S. Picek, Can You Hear It? Backdoor Attacks via Ultrasonic Triggers, 2022, the sound is mixed into the wave, before
-features are computed.
+Backdoor Federated Learning, AISTATS 2020 (a federated attack with a boosted change). The sound is mixed into the waveform
+before feature extraction, as in S. Koffas, J. Xu, M. Conti, S. Picek, Can You Hear It? Backdoor Attacks via Ultrasonic
+Triggers, 2022.
 
-The success rate is the share of the server's test clips of other classes that are taken for the target class when they carry the
-trigger. It is measured at every evaluation, before and after the attack too.
+The success rate is computed on the server's test clips of the remaining classes, with the trigger added. It is the fraction
+predicted as the target class. Every evaluation measures it, including evaluations before and after the attack.
 """
 
 from __future__ import annotations
@@ -21,41 +21,41 @@ import numpy as np
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from raydfl.attacks._attack import Cohort, UpdateAttack, class_index, drawn_share
-from raydfl.attacks.scaling import boosted
+from raydfl.attacks._attack import Cohort, UpdateAttack, class_index, draw_share
+from raydfl.attacks.scaling import boost_change
 from raydfl.core.errors import ConfigError, DataError
 from raydfl.core.files import content_digest
 from raydfl.data import read_audio
 from raydfl.data.features import Alteration, AnyFeatures, FeatureExtractor, FileFeatures, ImageFeatures, needs_waves
 
 _FADE_S = 0.005
-"""Seconds over which a built-in sound swells and fades: without, it would begin and end with a click."""
+"""Duration of the fade-in and the fade-out of built-in sounds in seconds. They avoid clicks."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Trigger(Alteration):
-    """A short sound mixed into the wave, the same in every clip."""
+    """A short sound, mixed into the waveform of every altered clip."""
 
     sound: Literal["tone", "chirp"]
-    """A sine of ``hz``, or one that rises from ``hz`` to twice that. Not used with ``file``."""
+    """A sine of ``hz``, or a chirp from ``hz`` to ``2 * hz``. Not used with ``file``."""
     hz: float
     seconds: float
-    """Length of the sound; a file's is cut to it."""
+    """Duration of the sound. Longer files are cut."""
     loudness_db: float
-    """Root mean square of the sound over that of the whole clip, in decibels; over 1 where the clip is silent."""
+    """Root mean square of the sound relative to the whole clip, in decibels. Silent clips count as 1."""
     position: float | None
-    """Where it lies: 0.0: at the beginning, 1.0: at the end; ``None``: somewhere else in each clip."""
+    """Position in the clip, from 0.0 (start) to 1.0 (end). ``None`` draws a position for each clip."""
     file: str | None = dataclasses.field(default=None, repr=False)
-    """A recording to use as the sound."""
+    """Recording to use as the sound."""
     content: str = ""
-    """The file's digest, which stands for its content in the cache's key."""
+    """Digest of the file. It represents the file's content in the key of the feature cache."""
 
     @classmethod
-    def of_file(cls, path: Path, seconds: float, loudness_db: float, position: float | None) -> Trigger:
-        """Make a trigger whose sound is a recording.
+    def from_file(cls, path: Path, seconds: float, loudness_db: float, position: float | None) -> Trigger:
+        """Make a trigger from a recording.
 
         Raises:
-            DataError: the file cannot be read, or is silent as far as it is used.
+            DataError: the file cannot be read, or its first ``seconds`` are silent.
         """
         try:
             samples, rate = read_audio(path)
@@ -63,23 +63,24 @@ class Trigger(Alteration):
             raise DataError(f"attack.file: the trigger sound cannot be used: {error}") from error
         if not samples[: max(1, round(seconds * rate))].any():
             raise DataError(
-                f"attack.file: the trigger sound {path} is silent in its first {seconds:g} s; choose another"
+                f"attack.file: the trigger sound {path} is silent in its first {seconds:g} s. Choose another file, or increase "
+                f"attack.seconds."
             )
         content = content_digest(path)
         return cls("tone", 0.0, seconds, loudness_db, position, str(path), content)
 
     def __call__(self, wave: np.ndarray, extractor: FeatureExtractor, seed: int) -> np.ndarray:
-        """See :class:`Alteration`. A sound longer than the wave is cut."""
+        """Mix the sound into a waveform. Sounds longer than the waveform are cut."""
         sound = self.waveform(extractor)[: len(wave)]
         position = np.random.default_rng(seed).random() if self.position is None else self.position
         start = round(position * (len(wave) - len(sound)))
-        loudness = float(np.sqrt(np.mean(np.square(wave, dtype=np.float64)))) or 1.0
+        loudness = float(np.sqrt(np.mean(np.square(wave, dtype=np.float64)))) or 1.0  # 1 for silent clips
         result = wave.astype(np.float64)
         result[start : start + len(sound)] += sound * (loudness * 10 ** (self.loudness_db / 20))
         return result.astype(np.float32)
 
     def waveform(self, extractor: FeatureExtractor) -> np.ndarray:
-        """Return the sound alone: float64 [samples] at the extractor's rate, with a root mean square of 1."""
+        """Synthesise or read the sound: float64 [samples] at the extractor's sample rate, with a root mean square of 1."""
         rate = extractor.settings.sample_rate
         samples = max(1, round(self.seconds * rate))
         if self.file is not None:
@@ -101,41 +102,44 @@ def _read(file: str) -> tuple[np.ndarray, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Backdoor(UpdateAttack):
-    """A trigger sound makes the model hear the target class; the success rate is measured at each evaluation."""
+    """Label of the target class for clips with a trigger sound. Evaluations measure the success rate."""
 
-    target: Annotated[str | int, Field(description="name of the class that clips with the trigger are to be taken for")]
+    target: Annotated[str | int, Field(description="Name of the target class.")]
     share: Annotated[
-        float, Field(ge=0, le=1, description="share of an attacker's training clips that get the trigger, 0 to 1")
+        float, Field(ge=0, le=1, description="Fraction of an attacker's training clips with the trigger. 0: none.")
     ] = 0.5
     sound: Annotated[
-        Literal["tone", "chirp"], Field(description="the trigger: a tone of hz, or a chirp from hz up to twice that")
+        Literal["tone", "chirp"], Field(description="Trigger sound: a tone of hz, or a chirp from hz to 2 hz.")
     ] = "tone"
-    hz: Annotated[float, Field(gt=0, description="frequency of the tone, or where the chirp begins, in Hz")] = 1500.0
-    file: Annotated[Path | None, Field(description="a recording to use as the trigger; null: sound")] = None
-    seconds: Annotated[float, Field(gt=0, le=60, description="length of the trigger in seconds. Above 0, to 60")] = 0.1
+    hz: Annotated[float, Field(gt=0, description="Frequency of the tone, or start frequency of the chirp, in Hz.")] = (
+        1500.0
+    )
+    file: Annotated[Path | None, Field(description="Recording to use as the trigger. null: use sound.")] = None
+    seconds: Annotated[float, Field(gt=0, le=60, description="Duration of the trigger in seconds.")] = 0.1
     loudness_db: Annotated[
         float,
         Field(
             ge=-100,
             le=100,
-            description="loudness of the trigger against that of the whole clip, in decibels. -100 to 100",
+            description="Loudness of the trigger relative to the whole clip in decibels, from -100 to 100.",
         ),
     ] = 0.0
     position: Annotated[
         Annotated[float, Field(ge=0, le=1)] | Literal["random"],
         Field(
-            description="where the trigger lies, 0: at the clip's beginning, 1: at its end; random: elsewhere in each clip"
+            description="Position of the trigger in the clip, from 0 (start) to 1 (end). random: drawn for each clip."
         ),
     ] = 0.5
     boost: Annotated[
         float | None,
         Field(
-            ge=0, description="factor on the change that is sent; 1: none; null: what replaces the model, see scaling"
+            ge=0,
+            description="Factor that multiplies the change. 1: unchanged. null: model replacement, as in scaling.",
         ),
     ] = 1.0
 
     def check(self, classes: Sequence[str], features: AnyFeatures) -> None:
-        """Check that the target exists, that the sound can be used, and that the features' sample rate can carry it."""
+        """Check the target class, the sound, and the sound's frequency against the sample rate of the features."""
         if isinstance(features, FileFeatures | ImageFeatures):
             raise needs_waves("attack 'backdoor'")
         self.target_class(classes)
@@ -143,31 +147,31 @@ class Backdoor(UpdateAttack):
         highest = self.hz * (2 if self.sound == "chirp" else 1)
         if self.file is None and highest >= features.sample_rate / 2:
             raise ConfigError(
-                f"attack.hz: a {self.sound} of {self.hz:g} Hz reaches {highest:g} Hz, and features of {features.sample_rate} Hz "
-                f"end at {features.sample_rate / 2:g} Hz; lower attack.hz"
+                f"attack.hz: a {self.sound} of {self.hz:g} Hz reaches {highest:g} Hz, but features at a sample rate of "
+                f"{features.sample_rate} Hz end at {features.sample_rate / 2:g} Hz. Lower attack.hz."
             )
 
     def alteration(self) -> Alteration:
-        """See :class:`Attack`."""
+        """Return the trigger."""
         position = None if self.position == "random" else float(self.position)
         if self.file is not None:
-            return Trigger.of_file(self.file, self.seconds, self.loudness_db, position)
+            return Trigger.from_file(self.file, self.seconds, self.loudness_db, position)
         return Trigger(self.sound, self.hz, self.seconds, self.loudness_db, position)
 
     def altered(self, count: int, rng: np.random.Generator) -> np.ndarray:
-        """See :class:`Attack`."""
-        return drawn_share(count, self.share, rng)
+        """Draw the clips with the trigger."""
+        return draw_share(count, self.share, rng)
 
     def labels(
         self, labels: np.ndarray, altered: np.ndarray, classes: Sequence[str], rng: np.random.Generator
     ) -> np.ndarray:
-        """Clips with the trigger are labelled as the target."""
+        """Label clips with the trigger as the target class."""
         return np.where(altered, self.target_class(classes), labels)
 
     def target_class(self, classes: Sequence[str]) -> int:
-        """See :class:`Attack`."""
+        """Return the index of the target class."""
         return class_index(self.target, classes, "attack.target")
 
     def change(self, change: np.ndarray, cohort: Cohort, rng: np.random.Generator) -> np.ndarray:
-        """See :class:`UpdateAttack`."""
-        return boosted(change, self.boost, cohort)
+        """Boost the change."""
+        return boost_change(change, self.boost, cohort)

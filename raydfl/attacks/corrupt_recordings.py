@@ -1,7 +1,7 @@
-"""Corrupted recordings: attackers train on clips that are noisy, silent or clipped, under their true labels.
+"""Corrupted recordings: attackers train on noisy, silent or clipped recordings with true labels.
 
-Unlike ``data.corrupt``, which describes the data of a federation, this is an attack: with a beginning and an end, and recorded as
-one.
+The setting ``data.corrupt`` describes the data of a federation. This attack has a first and a last round, and the metrics
+table lists its attackers.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ import numpy as np
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from raydfl.attacks._attack import Attack, drawn_share
+from raydfl.attacks._attack import Attack, draw_share
 from raydfl.data import add_noise
 from raydfl.data.features import Alteration, FeatureExtractor
 
 
 @dataclasses.dataclass(frozen=True)
 class Damage(Alteration):
-    """Recordings that are of little use."""
+    """Noise, silence or clipping of a recording."""
 
     kind: Literal["noise", "silence", "clipping"]
     snr_db: float
-    """noise: power of the clip over the power of white noise, in decibels."""
+    """noise: signal-to-noise ratio in decibels, with white noise."""
     silent: float
-    """silence: share of the clip, in one piece that lies somewhere else in each clip, that is silent. 0 to 1."""
+    """silence: fraction of the clip to silence, from 0 to 1, as one segment at a random position."""
     ceiling: float
-    """clipping: share of the clip's largest amplitude beyond which it is cut off. 0 to 1."""
+    """clipping: maximum amplitude, as a fraction of the clip's largest amplitude, from 0 to 1."""
 
     def __call__(self, wave: np.ndarray, extractor: FeatureExtractor, seed: int) -> np.ndarray:
-        """See :class:`Alteration`."""
+        """Damage a waveform."""
         if self.kind == "noise":
             return add_noise(wave, self.snr_db, seed)
         if self.kind == "clipping":
@@ -47,33 +47,36 @@ class Damage(Alteration):
 
 @dataclass(frozen=True, kw_only=True)
 class CorruptRecordings(Attack):
-    """Attackers train on noisy, silent or clipped recordings."""
+    """Training on noisy, silent or clipped recordings with true labels."""
 
     kind: Annotated[
         Literal["noise", "silence", "clipping"],
-        Field(description="what is done to the recordings: noise, silence or clipping"),
+        Field(description="Kind of damage: white noise, a silent segment, or clipping."),
     ] = "noise"
-    share: Annotated[float, Field(ge=0, le=1, description="share of an attacker's training clips, 0 to 1")] = 1.0
+    share: Annotated[
+        float, Field(ge=0, le=1, description="Fraction of an attacker's training clips to damage. 0: none.")
+    ] = 1.0
     snr_db: Annotated[
         float,
-        Field(
-            ge=-100, le=300, description="noise: power of the clip over that of white noise, in decibels. -100 to 300"
-        ),
+        Field(ge=-100, le=300, description="noise: signal-to-noise ratio in decibels, from -100 to 300."),
     ] = 0.0
     silent: Annotated[
-        float, Field(ge=0, le=1, description="silence: share of the clip, in one piece, that is silent, 0 to 1")
+        float,
+        Field(ge=0, le=1, description="silence: fraction of the clip to silence, as one segment. 1: all, 0: none."),
     ] = 1.0
     ceiling: Annotated[
         float,
         Field(
-            ge=0, le=1, description="clipping: share of the clip's largest amplitude beyond which it is cut off, 0 to 1"
+            ge=0,
+            le=1,
+            description="clipping: maximum amplitude as a fraction of the clip's largest amplitude. 1: unchanged.",
         ),
     ] = 0.05
 
     def alteration(self) -> Alteration:
-        """See :class:`Attack`."""
+        """Return the damage."""
         return Damage(self.kind, self.snr_db, self.silent, self.ceiling)
 
     def altered(self, count: int, rng: np.random.Generator) -> np.ndarray:
-        """See :class:`Attack`."""
-        return drawn_share(count, self.share, rng)
+        """Draw the damaged clips."""
+        return draw_share(count, self.share, rng)

@@ -1,7 +1,7 @@
-"""Free riders: attackers do not train and send back what they received, possibly with noise over it.
+"""Free riders: attackers return the received model without training, optionally with noise.
 
 Y. Fraboni, R. Vidal, M. Lorenzi, Free-rider Attacks on Model Aggregation in Federated Learning, AISTATS 2021: plain free riders,
-and disguised ones with noise. Here the noise has one standard deviation for all rounds (the paper's may decay).
+and free riders disguised by noise. Deviation: the standard deviation of the noise is constant (the paper's may decay).
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from raydfl.training import Step
 
 @dataclass(frozen=True, kw_only=True)
 class FreeRider(UpdateAttack):
-    """Attackers do not train: they send back what they received."""
+    """Return of the received model without training, optionally with noise."""
 
     std: Annotated[
-        float, Field(ge=0, description="standard deviation of Gaussian noise on every value that is sent; 0: none")
+        float, Field(ge=0, description="Standard deviation of Gaussian noise added to every value. 0: no noise.")
     ] = 0.0
 
     def local(self, method: Method, step: Step) -> Update:
-        """Send all that may leave a client as it was received; differences are 0. Private state stays as it was."""
-        # Of the client's networks the server may have asked for some only, as in a later phase.
-        tensors = next((each for each in step.received.values() if each), None) or step.floating_state()
+        """Return the shared tensors as received, with differences of 0. Private state does not change."""
+        # The server may have requested only some of the client's networks, as in a later phase.
+        tensors = next((tensors for tensors in step.received.values() if tensors), None) or step.floating_state()
         sent = {
             name: torch.zeros_like(value) if name.startswith(method.changes) else value
             for name, value in tensors.items()
@@ -39,5 +39,5 @@ class FreeRider(UpdateAttack):
         return step.update(tensors=sent)
 
     def change(self, change: np.ndarray, cohort: Cohort, rng: np.random.Generator) -> np.ndarray:
-        """See :class:`UpdateAttack`."""
+        """Add noise."""
         return change if self.std == 0 else change + rng.standard_normal(len(change)) * self.std

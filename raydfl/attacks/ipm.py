@@ -1,8 +1,10 @@
-"""Inner product manipulation: attackers send the opposite of the honest mean, small enough not to stand out.
+"""Inner product manipulation: attackers send a small negative multiple of the honest mean.
 
-C. Xie, O. Koyejo, I. Gupta, Fall of Empires: Breaking Byzantine-tolerant SGD by Inner Product Manipulation, UAI 2019: sent =
-- epsilon x the mean of the honest changes. A rule that lets it through then moves the model against the honest clients, or hardly
-at all.
+C. Xie, O. Koyejo, I. Gupta, Fall of Empires: Breaking Byzantine-tolerant SGD by Inner Product Manipulation, UAI 2019:
+
+    sent = - epsilon * mean of the honest changes
+
+A rule that accepts this change moves the model against the honest clients, or hardly moves it.
 """
 
 from __future__ import annotations
@@ -19,10 +21,12 @@ from raydfl.attacks._statistics import HonestUpdates
 
 @dataclass(frozen=True, kw_only=True)
 class IPM(ColludingAttack):
-    """Inner product manipulation: the opposite of the honest mean."""
+    """Inner product manipulation: a negative multiple of the honest mean."""
 
-    epsilon: Annotated[float, Field(ge=0, description="factor on the opposite of the honest mean change")] = 0.5
+    epsilon: Annotated[
+        float, Field(ge=0, description="Factor that multiplies the negative mean of the honest changes. 0: no change.")
+    ] = 0.5
 
     def together(self, known: HonestUpdates, cohort: Cohort) -> np.ndarray:
-        """See :class:`ColludingAttack`."""
+        """Return the negative multiple of the mean."""
         return -self.epsilon * known.mean

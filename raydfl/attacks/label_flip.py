@@ -2,8 +2,8 @@
 
 V. Tolpegin, S. Truex, M. E. Gursoy, L. Liu, Data Poisoning Attacks Against Federated Learning Systems, ESORICS 2020.
 
-The paper flips one source class to one target class (``to: {yes: no}``); ``next`` and ``random`` are the common forms in which
-every label is wrong. Wrong labels are drawn once for the run, so that an attacker says the same of a clip in every round.
+The paper flips a source class to a target class (``to: {yes: no}``). With the common variants ``next`` and ``random`` every
+label is wrong. Wrong labels are drawn once for the run, so a clip has the same label in every round.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from raydfl.data.features import AnyFeatures
 
 @dataclass(frozen=True, kw_only=True)
 class LabelFlip(Attack):
-    """Attackers train on wrong labels."""
+    """Training on wrong labels."""
 
     to: Annotated[
         Literal["next", "random"] | dict[str, str],
         Field(
-            description="next: the next class (of the last: the first); random: any other class, drawn for each clip; "
-            "{class: other class ...}: these classes, the others keep their labels"
+            description="Wrong labels. next: the next class, cyclically. random: another class, drawn for each clip. "
+            "{class: new class, ...}: a mapping; unlisted classes keep their labels."
         ),
     ] = "next"
 
     def check(self, classes: Sequence[str], features: AnyFeatures) -> None:
-        """Check that there are two classes at least, and that those that are named exist."""
+        """Check that the data have at least two classes, and all classes of the mapping."""
         if len(classes) < 2:
-            raise ConfigError(f"attack: label_flip needs at least 2 classes, the data have {len(classes)}")
+            raise ConfigError(f"attack: label_flip needs at least 2 classes, but the data have {len(classes)}")
         for pair in self.to.items() if isinstance(self.to, dict) else ():
             for name in pair:
                 class_index(name, classes, "attack.to")
@@ -43,14 +43,14 @@ class LabelFlip(Attack):
     def labels(
         self, labels: np.ndarray, altered: np.ndarray, classes: Sequence[str], rng: np.random.Generator
     ) -> np.ndarray:
-        """See :class:`Attack`."""
+        """Flip the labels."""
         if self.to == "next":
             return (labels + 1) % len(classes)
-        if self.to == "random":
+        if self.to == "random":  # a shift by 1 to classes - 1 never keeps a label
             return (labels + rng.integers(1, len(classes), len(labels))) % len(classes)
         names = list(classes)
-        becomes = np.arange(len(names))
-        for name, other in self.to.items():
-            becomes[names.index(name)] = names.index(other)
-        flipped: np.ndarray = becomes[labels]
+        mapping = np.arange(len(names))
+        for source, target in self.to.items():
+            mapping[names.index(source)] = names.index(target)
+        flipped: np.ndarray = mapping[labels]
         return flipped

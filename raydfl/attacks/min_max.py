@@ -1,7 +1,7 @@
-"""Min-Max: attackers stay as near to every honest client as honest clients are to each other.
+"""Min-Max: attackers stay within the largest distance between honest changes.
 
 V. Shejwalkar, A. Houmansadr, Manipulating the Byzantine, NDSS 2021, equation 8: the largest distance to an honest change is at most
-the largest distance between two of them.
+the largest distance between honest changes.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from raydfl.attacks._distance import DistanceAttack
 
 @dataclass(frozen=True, kw_only=True)
 class MinMax(DistanceAttack):
-    """Min-Max: no farther from any honest client than honest clients are from each other."""
+    """Honest mean, moved up to the largest distance between honest changes."""
 
-    def gamma(self, square: float, along: np.ndarray, own: np.ndarray, between: np.ndarray) -> float:
-        """|mean + gamma p - change_i|^2 = gamma^2 |p|^2 - 2 gamma along_i + own_i <= max between, for every client."""
-        room = np.maximum(between.max() - own, 0.0)
-        return float(((along + np.sqrt(np.square(along) + square * room)) / square).min())
+    def gamma(self, square: float, projections: np.ndarray, to_mean: np.ndarray, between: np.ndarray) -> float:
+        """Solve |mean + gamma p - change_i|^2 = gamma^2 |p|^2 - 2 gamma projections_i + to_mean_i <= max between."""
+        # Each client gives a quadratic equation, whose positive root bounds gamma.
+        room = np.maximum(between.max() - to_mean, 0.0)
+        return float(((projections + np.sqrt(np.square(projections) + square * room)) / square).min())

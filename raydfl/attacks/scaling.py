@@ -1,9 +1,9 @@
-"""Scaling, up to model replacement: attackers train honestly and send their change many times over.
+"""Scaling, up to model replacement: attackers multiply an honest change.
 
-E. Bagdasaryan, A. Veit, Y. Hua, D. Estrin, V. Shmatikov, How To Backdoor Federated Learning, AISTATS 2020, equation 3: with the
-boost n / eta the mean becomes the attacker's model once the others' changes cancel out. ``boost: null`` is that for the mean
-weighted by examples and any number of attackers: the examples of all clients of the round over those of its attackers. (For a
-uniform mean give the number: clients of a round over attackers.)
+E. Bagdasaryan, A. Veit, Y. Hua, D. Estrin, V. Shmatikov, How To Backdoor Federated Learning, AISTATS 2020, equation 3: with a
+boost of n / eta the mean becomes the attacker's model as soon as the honest changes cancel out. ``boost: null`` computes this
+factor for a mean weighted by examples: the cohort's examples divided by the attackers' examples. For a uniform mean, set
+the number of clients divided by the number of attackers.
 """
 
 from __future__ import annotations
@@ -19,23 +19,29 @@ from raydfl.attacks._attack import Cohort, UpdateAttack
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling(UpdateAttack):
-    """Attackers send an honest change many times over."""
+    """Honest change, multiplied by a factor."""
 
     boost: Annotated[
         float | None,
         Field(
             ge=0,
-            description="factor on the change; 1: none; null: what replaces the model, examples of the round's clients over those "
-            "of its attackers",
+            description="Factor that multiplies the change. 1: unchanged. null: model replacement, the cohort's examples divided "
+            "by the attackers' examples.",
         ),
     ] = 10.0
 
     def change(self, change: np.ndarray, cohort: Cohort, rng: np.random.Generator) -> np.ndarray:
-        """See :class:`UpdateAttack`."""
-        return boosted(change, self.boost, cohort)
+        """Boost the change."""
+        return boost_change(change, self.boost, cohort)
 
 
-def boosted(change: np.ndarray, boost: float | None, cohort: Cohort) -> np.ndarray:
-    """Multiply the change (float64 [elements]) by ``boost``; ``None``: by what makes up for the others' weight in the mean."""
+def boost_change(change: np.ndarray, boost: float | None, cohort: Cohort) -> np.ndarray:
+    """Multiply a change by a factor.
+
+    Args:
+        change: float64 [elements].
+        boost: the factor. ``None`` compensates for the attackers' weight in the mean.
+        cohort: size of the cohort.
+    """
     factor = 1 / cohort.share if boost is None else boost
-    return change if factor == 1 else factor * change
+    return change if factor == 1 else factor * change  # the same array keeps the update unchanged to the bit

@@ -7,6 +7,7 @@ ConfigError``. Begin with types.py, tensors.py and errors.py; ops/ has the fast 
 __all__ = [
     "clustering",
     "cuts",
+    "deprecation",
     "errors",
     "files",
     "lazy",

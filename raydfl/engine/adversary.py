@@ -13,7 +13,7 @@ from raydfl.core.cuts import cut_tensors
 from raydfl.core.tensors import FlatTensors, Layout
 from raydfl.core.types import Tensors, Update
 from raydfl.core.users_code import naming_failures
-from raydfl.rules import filled
+from raydfl.rules import fill_cuts
 
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -82,7 +82,7 @@ class Adversary:
             return references[update.key, layout]
 
         if isinstance(attack, ColludingAttack):
-            whole = (filled(update, current.get(update.key, {})) for update in updates)
+            whole = (fill_cuts(update, current.get(update.key, {})) for update in updates)
             return _colluding(attack, whole, attacking, about, reference, round_index)
 
         def attacked(update: Update) -> Update:

@@ -21,7 +21,7 @@ from raydfl.core.errors import ClientError, RaydflError, printable
 from raydfl.core.metrics import base_name, kind_of_metric
 from raydfl.core.tensors import Layout
 from raydfl.core.types import Metric, Metrics, Ratio, Scores, Tensors, Update
-from raydfl.rules import cut_misfit, weight_of
+from raydfl.rules import cut_misfit, read_weight
 
 MAX_METRICS = 1_000
 """Names of metrics that one client may send. Each becomes rows and curves, so without a limit one client could stall the run."""
@@ -80,10 +80,10 @@ def check_weights(update: Update, layout: Layout) -> None:
         RaydflError: one does not; it is named.
     """
     if not isinstance(update.weight, Mapping):
-        weight_of(update, update.weight, "", ())
+        read_weight(update, update.weight, "", ())
         return
     for name, shape in zip(layout.names, layout.shapes, strict=True):
-        weight_of(update, update.weight, name, shape)
+        read_weight(update, update.weight, name, shape)
 
 
 def check_number(metrics: Collection[str], who: str) -> None:

@@ -18,7 +18,7 @@ from raydfl.core.needs import Needs
 from raydfl.core.types import Batch, Client, ModelSpec, State, Task, Update
 from raydfl.methods._method import Method, drawn
 from raydfl.methods._profiles import read_number
-from raydfl.models import cuts_of, model_options, narrow
+from raydfl.models import make_cuts, model_options, narrow
 from raydfl.objectives import Classify
 from raydfl.training import Step, fit
 
@@ -85,7 +85,7 @@ class CuttingMethod(Method, ABC):
         def choose(group: str, channels: int, kept: int) -> np.ndarray:
             return self.chosen(state, client, group, channels, kept)
 
-        return {name: cut for spec in client.models for name, cut in cuts_of(spec, choose).items()}
+        return {name: cut for spec in client.models for name, cut in make_cuts(spec, choose).items()}
 
 
 @dataclass(frozen=True, kw_only=True)

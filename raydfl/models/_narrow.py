@@ -1,4 +1,4 @@
-"""The networks that clients with a part of a network have, and the cuts that make the one the other."""
+"""Narrower networks for clients that train a part of a network, and the cuts between both."""
 
 from __future__ import annotations
 
@@ -19,131 +19,136 @@ from raydfl.models._width import Channels
 
 
 def narrow(spec: ModelSpec, width: float, **options: object) -> ModelSpec:
-    """Return the specification of a narrower network, which is a part of another.
+    """Make the specification of a narrower network that is a part of the whole network.
 
     Args:
-        spec: the whole network.
-        width: the share of its channels; above 0 and at most 1, which is the whole network itself.
-        options: further options of the narrower one.
+        spec: specification of the whole network.
+        width: fraction of its channels, above 0. 1 returns ``spec``.
+        options: additional options of the narrower network.
 
     Raises:
-        ConfigError: it cannot be made narrower.
+        ConfigError: the architecture does not support narrower networks.
     """
     if width == 1:
         return spec
-    own = {**dict(spec.options), **options}
-    own["width"] = float(own.get("width", 1.0)) * width
-    narrower = dataclasses.replace(spec, options=tuple(sorted(own.items())), init_from=(), whole=spec)
-    _kept(narrower)
+    narrow_options = {**dict(spec.options), **options}
+    narrow_options["width"] = float(narrow_options.get("width", 1.0)) * width
+    narrower = dataclasses.replace(spec, options=tuple(sorted(narrow_options.items())), init_from=(), whole=spec)
+    _count_channels(narrower)
     return narrower
 
 
-def cuts_of(spec: ModelSpec, choose: Callable[[str, int, int], np.ndarray]) -> dict[str, Cut]:
-    """Return the cuts that make a network a narrower one, by the tensors' flat names.
+def make_cuts(spec: ModelSpec, choose: Callable[[str, int, int], np.ndarray]) -> dict[str, Cut]:
+    """Make the cuts from a whole network to a narrower network, by the tensors' flat names.
 
     Args:
-        spec: the narrower network's; one that is whole is not cut.
-        choose: of a group's name, the channels of the whole network and of the narrower one, which of the former to keep: int
-            [channels of the narrower one].
+        spec: specification of the narrower network. Whole networks have no cuts.
+        choose: function of a group's name, its channels in the whole network and its channels in the narrower network. It
+            returns the kept channels: int [channels of the narrower network].
     """
     if spec.whole is None:
         return {}
-    chosen = {group: choose(group, whole, kept) for group, (whole, kept) in _kept(spec).items()}
-    return {f"{spec.name}/{name}": cut for name, cut in _cuts(_looked_at(spec.whole), chosen).items()}
+    chosen = {group: choose(group, whole, kept) for group, (whole, kept) in _count_channels(spec).items()}
+    return {f"{spec.name}/{name}": cut for name, cut in _cuts(_inspect(spec.whole), chosen).items()}
 
 
 @dataclass(frozen=True)
-class _Seen:
-    """A network's tensors."""
+class _NetworkTensors:
+    """Shapes of a network's tensors, and its groups of channels."""
 
     groups: Channels
     shapes: Mapping[str, tuple[int, ...]]
-    """Of all floating tensors."""
+    """Shapes of all floating-point tensors."""
     sizes: Mapping[str, int]
-    """Channels of each group."""
+    """Number of channels in each group."""
 
 
 @functools.lru_cache(256)
-def _looked_at(spec: ModelSpec) -> _Seen:
-    """Build a network and look at it.
+def _inspect(spec: ModelSpec) -> _NetworkTensors:
+    """Build a network and inspect its tensors.
 
     Raises:
-        ConfigError: it has no ``channels()``, or they do not fit its tensors.
+        ConfigError: the network has no ``channels()``, or they do not fit its tensors.
     """
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]):  # do not advance the caller's random state
         network = build_model(dataclasses.replace(spec, whole=None, init_from=()))
     where = f"models.{spec.name}: {spec.architecture}"
-    groups = _groups(network, where)
+    groups = _find_groups(network, where)
     shapes = {name: tuple(value.shape) for name, value in network.state_dict().items() if value.is_floating_point()}
     sizes: dict[str, int] = {}
     for name, dimensions in groups.items():
         if name not in shapes or len(dimensions) != len(shapes[name]):
             raise ConfigError(
-                f"{where}: channels() says {dimensions} of {name!r}, which is {shapes.get(name, 'no tensor')}"
+                f"{where}: channels() returns {dimensions} for {name!r}, but the tensor is {shapes.get(name, 'unknown')}. Correct "
+                f"channels()."
             )
-        for of_dimension, size in zip(dimensions, shapes[name], strict=True):
-            # A group by itself is once as long as its channels: in the bias of its layer.
-            if len(set(of_dimension)) == 1:
-                group, length = of_dimension[0], size // len(of_dimension)
+        for members, size in zip(dimensions, shapes[name], strict=True):
+            # The smallest dimension of a single group, as in the bias of its layer, has one entry for each channel.
+            if len(set(members)) == 1:
+                group, length = members[0], size // len(members)
                 sizes[group] = min(length, sizes.get(group, length))
-    seen = _Seen(groups, shapes, sizes)
     for name, dimensions in groups.items():
-        for of_dimension, size in zip(dimensions, shapes[name], strict=True):
-            if of_dimension and (not sizes.keys() >= set(of_dimension) or size % sum(sizes[g] for g in of_dimension)):
-                raise ConfigError(f"{where}: channels() says {dimensions} of {name!r}, which is {shapes[name]}")
-    return seen
+        for members, size in zip(dimensions, shapes[name], strict=True):
+            if members and (not sizes.keys() >= set(members) or size % sum(sizes[group] for group in members)):
+                raise ConfigError(
+                    f"{where}: channels() returns {dimensions} for {name!r}, but the tensor is {shapes[name]}. Correct channels()."
+                )
+    return _NetworkTensors(groups, shapes, sizes)
 
 
-def _groups(network: nn.Module, where: str) -> Channels:
+def _find_groups(network: nn.Module, where: str) -> Channels:
     channels = getattr(network, "channels", None)
-    found: Channels = channels() if callable(channels) else {}
-    if not any(any(dimensions) for dimensions in found.values()):
+    groups: Channels = channels() if callable(channels) else {}
+    if not any(any(dimensions) for dimensions in groups.values()):
         raise ConfigError(
-            f"{where} has no channels that could be left out, so it cannot be cut; take cnn, crnn, mlp, split_cnn or resnet18, or "
-            f"give your network the option width and the method channels()"
+            f"{where} has no removable channels, so it cannot be cut. Use cnn, crnn, mlp, split_cnn or resnet18, or add the option "
+            f"width and the method channels() to your network."
         )
-    return found
+    return groups
 
 
 @functools.lru_cache(256)
-def _kept(spec: ModelSpec) -> Mapping[str, tuple[int, int]]:
-    """Return for each group its channels in the whole network and in the narrower one.
+def _count_channels(spec: ModelSpec) -> Mapping[str, tuple[int, int]]:
+    """Count the channels of each group in the whole and in the narrower network.
 
     Raises:
-        ConfigError: the narrower network has not the whole one's groups, or is not a part of it.
+        ConfigError: the narrower network is not a part of the whole network.
     """
     if spec.whole is None:
         raise AssertionError(f"{spec.name} is whole")
-    whole, own = _looked_at(spec.whole), _looked_at(spec)
+    whole, narrower = _inspect(spec.whole), _inspect(spec)
     where = f"models.{spec.name}: {spec.architecture}"
-    if whole.groups != own.groups or whole.shapes.keys() != own.shapes.keys():
+    if whole.groups != narrower.groups or whole.shapes.keys() != narrower.shapes.keys():
         raise ConfigError(
-            f"{where} has other layers or channels() with another width, so the one is no part of the other"
+            f"{where}: layers or channels() change with the width, so the narrower network is not a part of the whole network. "
+            f"Change only the number of channels."
         )
-    kept = {group: (size, own.sizes[group]) for group, size in whole.sizes.items()}
-    for group, (size, fewer) in kept.items():
+    counts = {group: (size, narrower.sizes[group]) for group, size in whole.sizes.items()}
+    for group, (size, fewer) in counts.items():
         if fewer > size:
             raise ConfigError(
-                f"{where} has {fewer} channels of {group!r} with a smaller width, and {size} with a larger one"
+                f"{where}: the group {group!r} has {fewer} channels in the narrower network, but {size} in the whole network. "
+                f"Decrease its channels with the width."
             )
-    cuts = _cuts(whole, {group: np.arange(fewer) for group, (_, fewer) in kept.items()})
+    cuts = _cuts(whole, {group: np.arange(fewer) for group, (_, fewer) in counts.items()})
     for name, shape in whole.shapes.items():
         expected = cuts[name].shape(shape) if name in cuts else shape
-        if expected != own.shapes[name]:
+        if expected != narrower.shapes[name]:
             raise ConfigError(
-                f"{where}: by channels(), {name!r} of the narrower network should be {expected}, and it is {own.shapes[name]}"
+                f"{where}: according to channels(), {name!r} of the narrower network has the shape {expected}, but it is "
+                f"{narrower.shapes[name]}. Correct channels() or the constructor."
             )
-    return kept
+    return counts
 
 
-def _cuts(whole: _Seen, chosen: Mapping[str, np.ndarray]) -> dict[str, Cut]:
-    """Return the cuts of a network's tensors that leave the chosen channels of each group."""
-    places: dict[tuple[tuple[str, ...], int], np.ndarray | None] = {}
+def _cuts(whole: _NetworkTensors, chosen: Mapping[str, np.ndarray]) -> dict[str, Cut]:
+    """Make the cuts of a network's tensors that keep the chosen channels of each group."""
+    cache: dict[tuple[tuple[str, ...], int], np.ndarray | None] = {}
 
     def indices(groups: tuple[str, ...], size: int) -> np.ndarray | None:
-        if (groups, size) not in places:
-            places[groups, size] = _places([(whole.sizes[group], chosen[group]) for group in groups], size)
-        return places[groups, size]
+        if (groups, size) not in cache:
+            cache[groups, size] = _block_indices([(whole.sizes[group], chosen[group]) for group in groups], size)
+        return cache[groups, size]
 
     return {
         name: Cut([indices(groups, size) for groups, size in zip(dimensions, whole.shapes[name], strict=True)])
@@ -152,17 +157,20 @@ def _cuts(whole: _Seen, chosen: Mapping[str, np.ndarray]) -> dict[str, Cut]:
     }
 
 
-def _places(blocks: Sequence[tuple[int, np.ndarray]], size: int) -> np.ndarray | None:
-    """Return the indices of a dimension in which groups lie one after another; ``None`` where it is of no group.
+def _block_indices(blocks: Sequence[tuple[int, np.ndarray]], size: int) -> np.ndarray | None:
+    """Compute the kept indices of a dimension with concatenated groups.
 
     Args:
-        blocks: of each group its channels, and which of them are kept.
-        size: of the dimension; each channel has as many places as it is larger than the channels.
+        blocks: for each group its number of channels and the kept channels.
+        size: size of the dimension, a multiple of the number of channels. A channel occupies adjacent indices.
+
+    Returns:
+        int, or ``None`` for a dimension without groups.
     """
     if not blocks:
         return None
-    each, begin, found = size // sum(channels for channels, _ in blocks), 0, []
+    repeat, begin, indices = size // sum(channels for channels, _ in blocks), 0, []
     for channels, kept in blocks:
-        found.append((begin + np.asarray(kept)[:, None] * each + np.arange(each)).ravel())
-        begin += channels * each
-    return np.concatenate(found)
+        indices.append((begin + np.asarray(kept)[:, None] * repeat + np.arange(repeat)).ravel())
+        begin += channels * repeat
+    return np.concatenate(indices)

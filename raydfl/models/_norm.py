@@ -1,4 +1,4 @@
-"""Group normalisation that does not see padding."""
+"""Group normalisation without padding."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from raydfl.core.ops import group_norm
 
 
 class GroupNorm(nn.GroupNorm):
-    """Normalisation over groups of channels, each with the statistics of the frames that count."""
+    """Group normalisation with the statistics of valid frames only."""
 
     def forward(self, x: Tensor, lengths: Tensor | None = None, *, relu: bool = False) -> Tensor:
-        """Return x normalised, with the statistics of the frames that count; the others become 0.
+        """Normalise x. Frames of padding become 0.
 
         Args:
             x: float32 [batch, channels, frames, bands].
-            lengths: int64 [batch]: frames that count; ``None``: all.
-            relu: ReLU follows.
+            lengths: int64 [batch], number of valid frames. ``None``: all.
+            relu: apply ReLU to the result.
         """
-        return normalised([x.permute(0, 2, 3, 1)], [self], lengths, relu=relu).permute(0, 3, 1, 2)
+        return normalise([x.permute(0, 2, 3, 1)], [self], lengths, relu=relu).permute(0, 3, 1, 2)
 
 
-def normalised(
+def normalise(
     xs: Sequence[Tensor],
     norms: Sequence[GroupNorm],
     lengths: Tensor | None = None,
@@ -33,11 +33,15 @@ def normalised(
     pool: int = 0,
     ceil: bool = False,
 ) -> Tensor:
-    """Return some images, each normalised by its layer, channels joined; see :func:`raydfl.core.ops.group_norm`.
+    """Normalise tensors by their layers and concatenate their channels, as :func:`raydfl.core.ops.group_norm` does.
 
     Args:
         xs: float32 [batch, frames, bands, channels] each.
-        norms: of as many groups each.
+        norms: a layer for each tensor, all with the same number of groups.
+        lengths: int64 [batch], number of valid frames. ``None``: all.
+        relu: apply ReLU.
+        pool: size of max pooling. 0: none.
+        ceil: keep a last incomplete pooling window.
     """
     weights, biases = [norm.weight for norm in norms], [norm.bias for norm in norms]
     first = norms[0]
@@ -46,11 +50,12 @@ def normalised(
     )
 
 
-def inside_of(x: Tensor, lengths: Tensor) -> Tensor:
-    """Return which frames of x [batch, frames, ...] count: [batch, frames, 1, 1], 1 or 0.
+def mask_frames(x: Tensor, lengths: Tensor) -> Tensor:
+    """Compute the mask of valid frames: [batch, frames, 1, 1] of 1 or 0.
 
     Args:
-        lengths: int64 [batch]: frames that count.
+        x: [batch, frames, ...].
+        lengths: int64 [batch], number of valid frames.
     """
-    counting = torch.arange(x.shape[1], device=x.device) < lengths.unsqueeze(1)
-    return counting.to(x.dtype)[:, :, None, None]
+    valid = torch.arange(x.shape[1], device=x.device) < lengths.unsqueeze(1)
+    return valid.to(x.dtype)[:, :, None, None]

@@ -1,4 +1,4 @@
-"""Vision: the common part of torchvision's networks: images or features in, group normalisation, padding that is not seen."""
+"""Base class of torchvision networks for images or features, with group normalisation and support for padding."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from torch import Tensor, nn
 
 from raydfl.core.errors import ConfigError
 from raydfl.core.ops import Conv2d
-from raydfl.models._norm import GroupNorm, inside_of
-from raydfl.models._width import Channels, narrowed
+from raydfl.models._norm import GroupNorm, mask_frames
+from raydfl.models._width import Channels, scale_channels
 
 COLOURS = 3
-"""Channels that the first convolution sees."""
+"""Input channels of the first convolution."""
 
 Groups = Annotated[int, Field(ge=1)]
 
 
 class VisionNetwork(nn.Module):
-    """A network of torchvision's for images, or for features as images of one channel; its layers have torchvision's names.
+    """A torchvision network for images, or for features as images of one channel. Layers keep torchvision's names.
 
-    One channel is repeated for the first convolution, which is thus torchvision's for any data, and fits its weights.
+    A single channel is repeated, so the first convolution always has torchvision's shape and accepts its weights.
     """
 
     images: ClassVar[bool | None] = None
@@ -31,96 +31,102 @@ class VisionNetwork(nn.Module):
     def __init__(
         self, network: nn.Module, inputs: int | tuple[int, int, int], classes: int, inputs_of_last: int | None = None
     ) -> None:
-        """Take the layers of ``network``, in their order, but for its last, ``fc``.
+        """Adopt all layers of ``network`` except its last layer ``fc``.
 
         Args:
-            network: torchvision's, with group normalisation.
-            inputs: channels (1 or 3), rows and columns of an image; features of a frame.
-            classes: outputs.
-            inputs_of_last: channels that the last layer sees; ``None``: those of ``fc``.
+            network: torchvision's network with group normalisation.
+            inputs: channels (1 or 3), rows and columns of an image, or features of a frame.
+            classes: number of outputs.
+            inputs_of_last: input channels of the last layer. ``None``: as in ``fc``.
 
         Raises:
-            ConfigError: images of another number of channels.
+            ConfigError: images have neither 1 nor 3 channels.
         """
         super().__init__()
         if isinstance(inputs, tuple) and inputs[0] not in (1, COLOURS):
             raise ConfigError(
-                f"images of {inputs[0]} channels; one (grey, which is repeated) or {COLOURS} can be taken"
+                f"images have {inputs[0]} channels, but the network needs 1 (grey) or {COLOURS}. Convert the images."
             )
+        # embed() replaces the global pooling, because it has to ignore padding.
         self.steps: list[str] = []
         for name, part in network.named_children():
             if not isinstance(part, nn.Linear | nn.AdaptiveAvgPool2d):
                 for layer in part.modules():
                     if type(layer) is nn.Conv2d:
-                        layer.__class__ = Conv2d  # the same layer, with raydfl's operator
+                        layer.__class__ = Conv2d  # use raydfl's operator
                 self.add_module(name, part)
                 self.steps.append(name)
             elif isinstance(part, nn.Linear):
                 self.output = nn.Linear(inputs_of_last or part.in_features, classes)
 
     def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """Return logits float32 [batch, classes]; see :meth:`embed` for the arguments."""
+        """Compute logits float32 [batch, classes] from the arguments of :meth:`embed`."""
         logits: Tensor = self.output(self.embed(x, lengths))
         return logits
 
     def embed(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """Return the mean over what is left of rows and columns: float32 [batch, channels of the last convolution].
+        """Average the last convolution over rows and columns: float32 [batch, channels of the last convolution].
 
         Args:
-            x: images, float32 [batch, channels, rows, columns]; or features, float32 [batch, frames, inputs].
-            lengths: of features, int64 [batch]: frames that count; ``None``: all.
+            x: images, float32 [batch, channels, rows, columns], or features, float32 [batch, frames, inputs].
+            lengths: int64 [batch], number of valid frames of features. ``None``: all.
         """
         if x.ndim == 3:
             x = x.unsqueeze(1)
         if lengths is not None:
-            x = x * inside_of(x.squeeze(1), lengths).movedim(-1, 1)
-        x = x.expand(-1, COLOURS, -1, -1)
-        x, lengths = self._chain([getattr(self, name) for name in self.steps], x, lengths)
+            x = x * mask_frames(x.squeeze(1), lengths).movedim(-1, 1)
+        x = x.expand(-1, COLOURS, -1, -1)  # repeats a single channel
+        x, lengths = self._apply_parts([getattr(self, name) for name in self.steps], x, lengths)
         if lengths is None:
             return x.mean(dim=(2, 3))
         return x.mean(dim=3).sum(dim=2) / lengths.clamp_min(1).unsqueeze(1)
 
     def freeze(self, *names: str) -> None:
-        """Let these parts keep their first weights: nothing trains them, and nobody sends them."""
+        """Freeze these submodules at their initial weights. Frozen tensors are neither trained nor sent."""
         for name in names:
             getattr(self, name).requires_grad_(False)
 
-    def _through(self, part: nn.Module, x: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return what a part makes of x [batch, channels, frames, bands], and the frames of that that count.
+    def _apply_part(self, part: nn.Module, x: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Apply a submodule.
 
         Args:
-            lengths: int64 [batch]: frames that count, where x is not 0 beyond them; ``None``: all do.
+            part: the submodule.
+            x: [batch, channels, frames, bands], 0 in padding.
+            lengths: int64 [batch], number of valid frames. ``None``: all.
+
+        Returns:
+            The output, and its number of valid frames.
         """
         if isinstance(part, GroupNorm):
             return part(x, lengths), lengths
         if isinstance(part, nn.Conv2d | nn.MaxPool2d):
-            # Nothing is below 0 after ReLU, so padding is never the maximum. All kernels are odd: a frame of the result counts
-            # where the frame in the kernel's middle does.
+            # After ReLU no value is below 0, so padding is never the maximum. All kernels are odd, so an output frame is valid
+            # if the centre of its kernel is.
             stride = part.stride if isinstance(part.stride, int) else part.stride[0]
             x = part(x)
             if lengths is None:
                 return x, None
             lengths = (lengths + stride - 1) // stride
-            if isinstance(
-                part, nn.MaxPool2d
-            ):  # which sees frames that count from the first that does not; norms leave 0 there
-                x = x * inside_of(x.movedim(1, -1), lengths).movedim(-1, 1)
+            if isinstance(part, nn.MaxPool2d):  # pooling copies valid frames into the padding
+                x = x * mask_frames(x.movedim(1, -1), lengths).movedim(-1, 1)
             return x, lengths
         if isinstance(part, nn.Sequential):
-            return self._chain([*part], x, lengths)
-        return self._block(part, x, lengths) if [*part.children()] else (part(x), lengths)
+            return self._apply_parts([*part], x, lengths)
+        return self._apply_block(part, x, lengths) if [*part.children()] else (part(x), lengths)
 
-    def _chain(self, parts: Sequence[nn.Module], x: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return what some parts make of x one after another; see :meth:`_through`."""
+    def _apply_parts(
+        self, parts: Sequence[nn.Module], x: Tensor, lengths: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Apply submodules in sequence, as :meth:`_apply_part` does. Normalisation and ReLU are one operation."""
         for before, part, after in zip((None, *parts), parts, (*parts[1:], None), strict=False):
             if isinstance(part, GroupNorm) and isinstance(after, nn.ReLU):
                 x = part(x, lengths, relu=True)
             elif not (isinstance(before, GroupNorm) and isinstance(part, nn.ReLU)):
-                x, lengths = self._through(part, x, lengths)
+                x, lengths = self._apply_part(part, x, lengths)
         return x, lengths
 
-    def _block(self, block: Any, x: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return what a block of the network makes of x: its ``forward``, written with :meth:`_chain`."""
+    def _apply_block(self, block: Any, x: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Apply a block of the network: its ``forward``, written with :meth:`_apply_parts`."""
         raise NotImplementedError
 
 
@@ -131,63 +137,63 @@ def narrow_layers(
     multiple: int,
     initial: Callable[[Tensor], object] | None = None,
 ) -> None:
-    """Put narrower convolutions and normalisations in the place of a network's; with a width of 1 leave it as it is.
+    """Replace the convolutions and normalisations of a network by narrower layers, unless ``width`` is 1.
 
     Args:
-        network: to be changed.
-        channels: which groups of channels are in its tensors; see :mod:`raydfl.models._width`.
-        width: share of the channels of each group, rounded up.
-        multiple: of which their number must be one.
-        initial: draws a convolution's first weights in their place; ``None``: as PyTorch does.
+        network: the network, changed in place.
+        channels: its groups of channels, as in :mod:`raydfl.models._width`.
+        width: fraction of the channels of each group, rounded up.
+        multiple: divisor of the number of channels.
+        initial: function that initialises the weights of a convolution in place. ``None``: PyTorch's default.
     """
     if width == 1:
         return
     for path, layer in [*network.named_modules()]:
-        of_outputs, *others = channels.get(f"{path}.weight", ((),))
-        if isinstance(layer, nn.GroupNorm) and of_outputs:
-            fewer: nn.Module = GroupNorm(layer.num_groups, narrowed(layer.num_channels, width, multiple))
-        elif isinstance(layer, nn.Conv2d) and (of_outputs or any(others)):
-            outputs = narrowed(layer.out_channels, width, multiple) if of_outputs else layer.out_channels
-            each_by_itself = layer.groups > 1
-            inputs = narrowed(layer.in_channels, width, multiple) if others[0] else layer.in_channels
-            fewer = nn.Conv2d(
-                outputs if each_by_itself else inputs,
+        output_groups, *input_groups = channels.get(f"{path}.weight", ((),))
+        if isinstance(layer, nn.GroupNorm) and output_groups:
+            narrower: nn.Module = GroupNorm(layer.num_groups, scale_channels(layer.num_channels, width, multiple))
+        elif isinstance(layer, nn.Conv2d) and (output_groups or any(input_groups)):
+            outputs = scale_channels(layer.out_channels, width, multiple) if output_groups else layer.out_channels
+            depthwise = layer.groups > 1
+            inputs = scale_channels(layer.in_channels, width, multiple) if input_groups[0] else layer.in_channels
+            narrower = nn.Conv2d(
+                outputs if depthwise else inputs,
                 outputs,
-                layer.kernel_size,  # type: ignore[arg-type]  # it has two numbers
+                layer.kernel_size,  # type: ignore[arg-type]  # always a pair
                 layer.stride,  # type: ignore[arg-type]
                 layer.padding,  # type: ignore[arg-type]
-                groups=outputs if each_by_itself else 1,
+                groups=outputs if depthwise else 1,
                 bias=layer.bias is not None,
             )
             if initial is not None:
-                initial(fewer.weight)
+                initial(narrower.weight)
         else:
             continue
-        network.set_submodule(path, fewer)
+        network.set_submodule(path, narrower)
 
 
 def group_norm(groups: int, channels: int) -> GroupNorm:
-    """Return a fresh normalisation over so many groups of channels.
+    """Build a group normalisation.
 
     Raises:
-        ConfigError: the channels cannot be divided so.
+        ConfigError: the number of channels is not a multiple of ``groups``.
     """
     if channels % groups:
-        raise ConfigError(f"groups is {groups}, and {channels} channels make no {groups} equal groups; take 1 or 2")
+        raise ConfigError(f"groups is {groups}, which does not divide {channels} channels. Set groups to 1 or 2.")
     return GroupNorm(groups, channels)
 
 
 def torchvision_models() -> ModuleType:
-    """Return ``torchvision.models``.
+    """Import ``torchvision.models``.
 
     Raises:
         ConfigError: torchvision is not installed.
     """
     try:
         from torchvision import models
-    except (ImportError, RuntimeError) as error:  # RuntimeError: it was built for another PyTorch
+    except (ImportError, RuntimeError) as error:  # RuntimeError: built for another version of PyTorch
         raise ConfigError(
-            f"this network is torchvision's, which cannot be imported ({error}): pip install 'raydfl[vision]'"
+            f"this network needs torchvision, which cannot be imported ({error}). Run: pip install 'raydfl[vision]'"
         ) from error
     module: ModuleType = models
     return module

@@ -1,13 +1,13 @@
-"""Width: networks that are built with a share of their channels, and what they say of these.
+"""Width: networks with a fraction of their channels, and groups of channels.
 
-What one layer gives the next one takes, so the output channels of the one and the input channels of the other are one group. A
-network that can be made narrower has
+The output channels of a layer and the input channels of the next layer form a group. A network with support for narrower
+versions has
 
-- the option ``width``, a share of its channels, with which it is built with fewer of them;
-- ``channels()``: by the names of its tensors, for each dimension the groups that lie in it one after another; none for a dimension
-  that stays as it is, as those of the network's inputs and outputs do. Tensors that are not named stay whole.
+- the option ``width``, the fraction of its channels;
+- ``channels()``, a mapping from tensor names to the groups of each dimension, in order. Dimensions with a fixed size, such as
+  the inputs and outputs of the network, have no group. Tensors without an entry have fixed sizes.
 
-For two layers, of which the second sees each channel of the first at 49 places::
+Example of two layers, where the second reads each channel of the first at 49 positions::
 
     {"first.weight": (("first",), (), (), ()), "first.bias": (("first",),), "second.weight": ((), ("first",))}
 """
@@ -24,29 +24,29 @@ Channels = Mapping[str, tuple[tuple[str, ...], ...]]
 """Groups of channels, by tensor and dimension."""
 
 Width = Annotated[float, Field(gt=0, le=1)]
-"""The type of the option ``width``."""
+"""Type of the option ``width``."""
 
 
-def narrowed(channels: int, width: float, multiple: int = 1) -> int:
-    """Return how many of some channels are left: ``width`` of them, rounded up to a multiple.
+def scale_channels(channels: int, width: float, multiple: int = 1) -> int:
+    """Compute the number of channels at a width, rounded up to a multiple.
 
-    >>> narrowed(64, 0.5), narrowed(5, 0.5), narrowed(24, 0.3, multiple=4)
+    >>> scale_channels(64, 0.5), scale_channels(5, 0.5), scale_channels(24, 0.3, multiple=4)
     (32, 3, 8)
     """
-    # 0.07 * 100 is 7.000...01: the guard makes it the ceiling of the decimal numbers that the user wrote.
+    # In binary, 0.07 * 100 is 7.000...01, so a small constant is subtracted.
     return min(channels, multiple * max(1, math.ceil(channels * width / multiple - 1e-9)))
 
 
-def of_layers(layers: Sequence[str], dimensions: int) -> dict[str, tuple[tuple[str, ...], ...]]:
-    """Return the channels of convolutions, each of which sees the one before.
+def chain_layers(layers: Sequence[str], dimensions: int) -> dict[str, tuple[tuple[str, ...], ...]]:
+    """Build the groups of channels of consecutive convolutions.
 
     Args:
-        layers: their names, which become the groups'.
-        dimensions: of their weights.
+        layers: names of the layers, also used as names of the groups.
+        dimensions: number of dimensions of the weights.
     """
-    found: dict[str, tuple[tuple[str, ...], ...]] = {}
+    groups: dict[str, tuple[tuple[str, ...], ...]] = {}
     before: tuple[str, ...] = ()
     for layer in layers:
-        found |= {f"{layer}.weight": ((layer,), before, *((),) * (dimensions - 2)), f"{layer}.bias": ((layer,),)}
+        groups |= {f"{layer}.weight": ((layer,), before, *((),) * (dimensions - 2)), f"{layer}.bias": ((layer,),)}
         before = (layer,)
-    return found
+    return groups

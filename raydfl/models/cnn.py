@@ -1,7 +1,8 @@
-"""CNN: two-dimensional convolutions on images, each with pooling, and a hidden layer.
+"""CNN: two-dimensional convolutions on images with max pooling, and a hidden layer.
 
 The network for MNIST of McMahan et al., AISTATS 2017, section 3: two 5 x 5 convolutions of 32 and 64 channels, each with ReLU and
-2 x 2 max pooling, a layer of 512 ReLU units, the output; 1,663,370 parameters for 28 x 28 grey images and 10 classes.
+2 x 2 max pooling, a hidden layer of 512 ReLU units, and the output layer. It has 1,663,370 parameters for 28 x 28 grey images
+and 10 classes.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from torch import Tensor, nn
 
 from raydfl.core.errors import ConfigError
 from raydfl.core.ops import Conv2d, Dropout, relu_pool
-from raydfl.models._width import Channels, Width, narrowed, of_layers
+from raydfl.models._width import Channels, Width, chain_layers, scale_channels
 
 Count = Annotated[int, Field(ge=1)]
 
 
 class CNN(nn.Module):
-    """A network for images."""
+    """Convolutional network for images."""
 
     images: ClassVar[bool] = True
 
@@ -36,61 +37,61 @@ class CNN(nn.Module):
         width: Width = 1.0,
         scaled: bool = False,
     ) -> None:
-        """Build it.
+        """Initialise the network.
 
         Args:
             inputs: channels, rows and columns of an image.
-            classes: outputs.
-            filters: channels of each convolution; each is followed by 2 x 2 max pooling.
-            kernel: rows and columns that a convolution sees; odd.
+            classes: number of outputs.
+            filters: channels of each convolution, followed by 2 x 2 max pooling.
+            kernel: rows and columns of a convolution's kernel, odd.
             hidden: units of the hidden layer.
-            dropout: share of its values zeroed while training, 0..1.
-            width: share of the filters and hidden units that it is built with, rounded up.
-            scaled: divide what each convolution gives by ``width`` while training.
+            dropout: dropout probability of the hidden layer.
+            width: fraction of the filters and hidden units, rounded up.
+            scaled: divide the outputs of convolutions by ``width`` during training.
 
         Raises:
-            ConfigError: an even kernel, or images too small for so many convolutions.
+            ConfigError: the kernel is even, or images are too small for the pooling.
         """
         super().__init__()
         channels, rows, columns = inputs
         if kernel % 2 == 0:
-            raise ConfigError(f"kernel is {kernel}; an odd number has a middle, use {kernel + 1}")
+            raise ConfigError(f"kernel is {kernel}, but kernels must be odd. Use {kernel + 1}.")
         smallest = min(rows, columns) >> len(filters)
         if smallest < 1:
             raise ConfigError(
-                f"images of {rows} x {columns} are too small for {len(filters)} times 2 x 2 pooling; take fewer filters"
+                f"images of {rows} x {columns} are too small for {len(filters)} times 2 x 2 pooling. Use fewer filters."
             )
-        filters, hidden = tuple(narrowed(each, width) for each in filters), narrowed(hidden, width)
+        filters, hidden = tuple(scale_channels(count, width) for count in filters), scale_channels(hidden, width)
         self.scale = 1 / width if scaled else 1.0
         self.convolutions = nn.ModuleList(
             Conv2d(before, after, kernel, padding=kernel // 2) for before, after in pairwise((channels, *filters))
         )
-        places = (rows >> len(filters)) * (columns >> len(filters))
-        self.hidden = nn.Linear(filters[-1] * places, hidden)
+        positions = (rows >> len(filters)) * (columns >> len(filters))
+        self.hidden = nn.Linear(filters[-1] * positions, hidden)
         self.dropout = Dropout(dropout)
         self.output = nn.Linear(hidden, classes)
 
     def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """Logits float32 [batch, classes] of x float32 [batch, channels, rows, columns]."""
+        """Compute logits float32 [batch, classes] from x float32 [batch, channels, rows, columns]."""
         logits: Tensor = self.output(self.embed(x))
         return logits
 
     def embed(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """Return the hidden layer's output, float32 [batch, hidden]."""
+        """Compute the output of the hidden layer: float32 [batch, hidden]."""
         x = x.permute(0, 2, 3, 1)
         for convolution in self.convolutions:
             x = relu_pool(convolution.channels_last(x), 2)  # type: ignore[operator]
-            if self.training and self.scale != 1:
+            if self.training and self.scale != 1:  # compensates for removed inputs of the next layer, like dropout
                 x = x * self.scale
         hidden: Tensor = self.dropout(self.hidden(x.permute(0, 3, 1, 2).flatten(1)).relu())
         return hidden
 
     def channels(self) -> Channels:
-        """Return what belongs to each convolution's filters and to the hidden units."""
-        found = of_layers([f"convolutions.{number}" for number in range(len(self.convolutions))], 4)
+        """Return the groups of channels: the filters of each convolution, and the hidden units."""
+        convolutions = chain_layers([f"convolutions.{index}" for index in range(len(self.convolutions))], 4)
         last = f"convolutions.{len(self.convolutions) - 1}"
         return {
-            **found,
+            **convolutions,
             "hidden.weight": (("hidden",), (last,)),
             "hidden.bias": (("hidden",),),
             "output.weight": ((), ("hidden",)),

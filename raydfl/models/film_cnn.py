@@ -1,21 +1,21 @@
-"""FiLM CNN: an adapter, scaled and shifted by what a small network makes of a prototype, an encoder, and a projection.
+"""FiLM CNN: a convolutional adapter modulated by a prototype (FiLM), an encoder, and a projection.
 
-The network of Fed-ProFiLA-AD, as its code has it. Its input is an image of one channel, frames by bands:
+The network of Fed-ProFiLA-AD, as in the authors' code. Its input is an image of one channel, frames by bands:
 
     film     prototype -> linear 256, ReLU, dropout -> linear 512, ReLU, dropout -> linear: gamma and beta, 32 each
-    adapter  convolution 3 x 3 to 32 channels, layer norm over the channels of each place, ReLU, gamma u + beta,
+    adapter  convolution 3 x 3 to 32 channels, layer norm over the channels at each position, ReLU, gamma u + beta,
              convolution 3 x 3 to 64 channels
     encoder  three convolutions 3 x 3 of stride 2 (128, 256, 512 channels), each with batch norm, ReLU and dropout of whole maps;
-             the mean over what is left; linear 128, layer norm, ReLU, dropout
+             the mean over frames and bands; linear 128, layer norm, ReLU, dropout
     output   the projection: linear 256, ReLU, linear, layer norm
 
-With 128 outputs the parts have 197,440, 18,880, 1,616,896 and 66,176 weights. ``prototype`` is a buffer with as many numbers as
-there are outputs: it travels and is kept as any tensor of the network. A method may renew it (raydfl.methods.profila); else it
-stays what the seed draws, 0.1 times normal numbers. Convolutions begin as Kaiming He drew them (fan out), linear layers as Glorot
-and Bengio did, biases at 0.01. The paper scales outputs to length 1; here the objective ``compact`` does.
+With 128 outputs the modules have 197,440, 18,880, 1,616,896 and 66,176 weights. ``prototype`` is a buffer with a value for each
+output. It is sent and stored like all tensors of the network. A method may update it (raydfl.methods.profila). Otherwise it
+keeps its initial values, 0.1 times standard normal. Convolutions have Kaiming initialisation (fan out), linear layers Xavier
+initialisation, and biases start at 0.01. The paper scales outputs to length 1; here the objective ``compact`` does.
 
-So gamma is near 0 at first, and the adapter gives hardly more than beta: ``plus_one`` takes 1 + gamma, which is a deviation.
-Frames of padding are left out, but for the statistics of batch norm while training: there take parts of one length.
+Initially gamma is near 0, so the adapter's output is close to beta. ``plus_one`` scales by 1 + gamma (a deviation). Padding is
+masked except in the statistics of batch norm during training. Use clips of equal length for exact statistics.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from raydfl.core.ops import Conv2d, Dropout
-from raydfl.models._norm import inside_of
+from raydfl.models._norm import mask_frames
 
 Count = Annotated[int, Field(ge=1)]
 
 
 class FilmCNN(nn.Module):
-    """A network for sequences of feature frames that is conditioned on a prototype."""
+    """Convolutional network for sequences of feature frames, conditioned on a prototype."""
 
     prototype: Tensor
 
@@ -52,18 +52,18 @@ class FilmCNN(nn.Module):
         dropout: Annotated[float, Field(ge=0, lt=1)] = 0.1,
         plus_one: bool = False,
     ) -> None:
-        """Build it.
+        """Initialise the network.
 
         Args:
-            inputs: features of a frame, neighbours in frequency side by side; any number.
-            classes: outputs, and numbers of the prototype.
-            adapter: channels of the adapter's convolutions; the first are scaled and shifted.
+            inputs: features of a frame, ordered by frequency. Any number.
+            classes: number of outputs, and dimension of the prototype.
+            adapter: channels of the adapter's convolutions. The first convolution is modulated.
             filters: channels of the encoder's convolutions.
-            film: hidden units of what makes gamma and beta.
-            embedding: what the encoder gives.
+            film: hidden units of the network for gamma and beta.
+            embedding: outputs of the encoder.
             projection: hidden units of the projection.
-            dropout: share zeroed while training, 0..1: of units, and of the encoder's whole maps.
-            plus_one: scale by 1 + gamma, not by gamma.
+            dropout: dropout probability of units, and of whole maps in the encoder.
+            plus_one: scale by 1 + gamma in place of gamma.
         """
         super().__init__()
         self.plus_one = plus_one
@@ -86,20 +86,20 @@ class FilmCNN(nn.Module):
                 nn.init.constant_(layer.bias, 0.01)
 
     def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """Return outputs float32 [batch, classes]; see :meth:`embed` for the arguments."""
+        """Compute outputs float32 [batch, classes] from the arguments of :meth:`embed`."""
         outputs: Tensor = self.output(self.embed(x, lengths))
         return outputs
 
     def embed(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """Return what the encoder gives: float32 [batch, embedding].
+        """Compute the encoder's output: float32 [batch, embedding].
 
         Args:
             x: float32 [batch, frames, inputs].
-            lengths: int64 [batch]: frames that count; ``None``: all.
+            lengths: int64 [batch], number of valid frames. ``None``: all.
         """
         x = x.unsqueeze(1)
         gamma, beta = self.film(self.prototype.unsqueeze(0)).chunk(2, dim=1)
-        inside = None if lengths is None else inside_of(x.squeeze(1), lengths).movedim(-1, 1)
+        inside = None if lengths is None else mask_frames(x.squeeze(1), lengths).movedim(-1, 1)
         embedded: Tensor = self.encoder(self.adapter(x, 1 + gamma if self.plus_one else gamma, beta, inside), inside)
         return embedded
 
@@ -112,10 +112,10 @@ class _Adapter(nn.Module):
         self.second = Conv2d(hidden, channels, 3, padding=1)
 
     def forward(self, x: Tensor, gamma: Tensor, beta: Tensor, inside: Tensor | None) -> Tensor:
-        """Return [batch, channels, frames, bands] of [batch, 1, frames, bands], with gamma and beta [1, hidden]."""
-        u = self.norm(self.first(_within(x, inside)).movedim(1, -1)).relu()
+        """Map [batch, 1, frames, bands] to [batch, channels, frames, bands], modulated by gamma and beta [1, hidden]."""
+        u = self.norm(self.first(_mask(x, inside)).movedim(1, -1)).relu()
         u = (gamma * u + beta).movedim(-1, 1)
-        mapped: Tensor = self.second(_within(u, inside))
+        mapped: Tensor = self.second(_mask(u, inside))
         return mapped
 
 
@@ -131,11 +131,11 @@ class _Encoder(nn.Module):
         self.dropout = Dropout(dropout)
 
     def forward(self, x: Tensor, inside: Tensor | None) -> Tensor:
-        """Return [batch, embedding] of [batch, channels, frames, bands]."""
+        """Map [batch, channels, frames, bands] to [batch, embedding]."""
         for convolution, norm in zip(self.convolutions, self.norms, strict=True):
-            x = norm(convolution(_within(x, inside))).relu()
-            x = x * self.dropout(torch.ones_like(x[:, :, 0, 0]))[:, :, None, None]
-            inside = None if inside is None else inside[:, :, ::2]
+            x = norm(convolution(_mask(x, inside))).relu()
+            x = x * self.dropout(torch.ones_like(x[:, :, 0, 0]))[:, :, None, None]  # drops whole maps
+            inside = None if inside is None else inside[:, :, ::2]  # the convolution has stride 2
         if inside is None:
             mean = x.mean(dim=(2, 3))
         else:
@@ -144,8 +144,8 @@ class _Encoder(nn.Module):
         return embedded
 
 
-def _within(x: Tensor, inside: Tensor | None) -> Tensor:
-    """Return x with 0 in frames that are padding."""
+def _mask(x: Tensor, inside: Tensor | None) -> Tensor:
+    """Set frames of padding to 0."""
     return x if inside is None else x * inside
 
 
@@ -160,4 +160,4 @@ ARCHITECTURES: Mapping[str, tuple[type[nn.Module], Mapping[str, Any]]] = {
         {"adapter": (2, 4), "filters": (4, 8), "film": (8,), "embedding": 8, "projection": 8},
     ),
 }
-"""``film_cnn`` is Fed-ProFiLA-AD's; ``film_cnn_small`` is a quarter as wide; ``film_cnn_tiny`` is for tests and first tries."""
+"""``film_cnn`` is the paper's network. ``film_cnn_small`` has a quarter of its width. ``film_cnn_tiny`` is for tests."""

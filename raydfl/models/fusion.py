@@ -1,7 +1,7 @@
-"""Fusion: the part of a multimodal network behind its encoders, a small classifier on their features end to end.
+"""Fusion: classifier on the concatenated features of a multimodal network's encoders.
 
-One hidden layer of 64 units with ReLU and dropout of 0.1: the classifier of FedMultimodal (T. Feng et al., FedMultimodal: A
-Benchmark For Multimodal Federated Learning, KDD 2023).
+It has one hidden layer of 64 units with ReLU and dropout of 0.1, as in T. Feng et al., FedMultimodal: A Benchmark For
+Multimodal Federated Learning, KDD 2023.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from raydfl.core.ops import Dropout
 
 
 class Fusion(nn.Module):
-    """A classifier of features that several encoders give."""
+    """Classifier on the concatenated features of several encoders."""
 
     on_features: ClassVar[bool] = True
-    """It is no network for recordings or images."""
+    """True: the network reads features of encoders, not recordings or images."""
 
     def __init__(
         self,
@@ -28,13 +28,13 @@ class Fusion(nn.Module):
         hidden: Annotated[int, Field(ge=1)] = 64,
         dropout: Annotated[float, Field(ge=0, lt=1)] = 0.1,
     ) -> None:
-        """Build it.
+        """Initialise the network.
 
         Args:
-            inputs: features of all encoders together.
-            classes: outputs.
+            inputs: total number of features of all encoders.
+            classes: number of outputs.
             hidden: units of the hidden layer.
-            dropout: share of these zeroed while training, 0..1.
+            dropout: dropout probability of the hidden layer.
         """
         super().__init__()
         self.hidden = nn.Linear(inputs, hidden)
@@ -42,12 +42,12 @@ class Fusion(nn.Module):
         self.output = nn.Linear(hidden, classes)
 
     def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """Return logits float32 [batch, classes] of features float32 [batch, inputs]."""
+        """Compute logits float32 [batch, classes] from features float32 [batch, inputs]."""
         logits: Tensor = self.output(self.embed(x))
         return logits
 
     def embed(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """Return what the last layer sees: float32 [batch, hidden]."""
+        """Compute the input of the last layer: float32 [batch, hidden]."""
         hidden: Tensor = self.dropout(self.hidden(x).relu())
         return hidden
 

@@ -1,11 +1,11 @@
-"""A pretrained encoder of a folder, of which the last layers, all or nothing but a head trains.
+"""Pretrained: an encoder of Hugging Face transformers from a folder, fine-tuned fully, partly or not at all, with a new head.
 
-The encoder is one of transformers: wav2vec2, HuBERT, AST or Whisper's (raydfl/core/pretrained). What does not train is neither sent
-nor kept (raydfl/training/fates.py): each process builds it from the folder. What lies before the layers that train may as well be
-computed once for each clip: with ``after`` the features are the tokens after so many layers, which features of the kind
-``pretrained`` make, and the network has the rest alone.
+Supported encoders are wav2vec2, HuBERT, AST and Whisper's (raydfl/core/pretrained). Frozen tensors are neither sent nor stored
+(raydfl.training): each process reads them from the folder. The layers below the trained layers can be computed
+once for each clip. With ``after``, the network's inputs are the tokens after this number of layers, computed by features of
+the kind ``pretrained``, and the network contains only the remaining layers.
 
-The head is one linear layer on the pooled tokens, or two with ReLU between them (``hidden``).
+The head is a linear layer on the pooled tokens, or two layers with ReLU (``hidden``).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from raydfl.core.pretrained import Encoder, EncoderFolder, pooled, read_encoder_
 
 
 class Pretrained(nn.Module):
-    """A pretrained encoder and a head."""
+    """Pretrained encoder with a classification head."""
 
     def __init__(
         self,
@@ -34,46 +34,47 @@ class Pretrained(nn.Module):
         pooling: Literal["own", "mean"] = "own",
         hidden: Annotated[int, Field(ge=1)] | None = None,
     ) -> None:
-        """Build it with the folder's weights; the head is drawn.
+        """Load the encoder's weights from the folder, and initialise the head.
 
         Args:
-            inputs: numbers of a frame: what the folder's front end gives, or with ``after`` those of a token.
-            classes: outputs.
-            folder: of the encoder.
-            train: what trains beside the head: the last so many layers with the norm after them, ``all``, or with ``head`` nothing.
-            after: the features are the tokens after so many layers; ``None``: they come from the front end.
-            pooling: ``mean``: of all tokens that count; ``own``: as transformers' classifier of this family does it.
-            hidden: units of a layer before the last; ``None``: there is none.
+            inputs: features of a frame from the folder's front end, or dimension of a token with ``after``.
+            classes: number of outputs.
+            folder: folder of the encoder.
+            train: trained layers in addition to the head: a number of last layers with the final norm, ``all``, or ``head``
+                for none.
+            after: the inputs are tokens after this number of layers. ``None``: they come from the front end.
+            pooling: ``mean``: average all valid tokens. ``own``: as the transformers classifier of this family.
+            hidden: units of a hidden layer in the head. ``None``: no hidden layer.
 
         Raises:
-            ConfigError: the folder cannot be used, has fewer layers, or the features are not what it takes.
+            ConfigError: the folder cannot be used, has too few layers, or does not fit the features.
         """
         super().__init__()
         if folder is None:
             raise ConfigError(
-                "pretrained needs a folder: that of a model of transformers, with model.safetensors in it"
+                "pretrained needs a folder. Set folder to a model of transformers that contains model.safetensors."
             )
         about = read_encoder_folder(folder)
         _check(about, inputs, train, after)
         self.kind, self.pooling = about.kind, pooling
         self.encoder = Encoder(about, after, about.layers)
-        self._fix(train, about.layers)
+        self._freeze(train, about.layers)
         self.hidden = None if hidden is None else nn.Linear(about.width, hidden)
         self.output = nn.Linear(hidden or about.width, classes)
 
     def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """Return logits float32 [batch, classes] for x float32 [batch, frames, inputs] of which ``lengths`` int64 [batch] count."""
+        """Compute logits float32 [batch, classes] from x float32 [batch, frames, inputs] with ``lengths`` int64 [batch]."""
         logits: Tensor = self.output(self.embed(x, lengths))
         return logits
 
     def embed(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """Return what the last layer sees, float32 [batch, width]: the pooled tokens, or the hidden layer's output."""
+        """Compute the pooled tokens or the hidden layer's output: float32 [batch, width]."""
         tokens, count = self.encoder(x, lengths)
-        found = pooled(tokens, count, self.pooling, self.kind)
-        return found if self.hidden is None else self.hidden(found).relu()
+        embedding = pooled(tokens, count, self.pooling, self.kind)
+        return embedding if self.hidden is None else self.hidden(embedding).relu()
 
-    def _fix(self, train: str | int, layers: int) -> None:
-        """Fix the parameters that do not train."""
+    def _freeze(self, train: str | int, layers: int) -> None:
+        """Freeze all layers of the encoder except the trained layers."""
         if train == "all":
             return
         first = layers - int(train) if isinstance(train, int) else layers
@@ -85,25 +86,25 @@ class Pretrained(nn.Module):
 
 
 def _check(about: EncoderFolder, inputs: int, train: str | int, after: int | None) -> None:
-    """Refuse layers that there are not, and features that the encoder does not take."""
+    """Check the number of layers and the features against the encoder."""
     about.check_layers(after)
-    rest = about.layers - (after or 0)
-    if isinstance(train, int) and train > rest:
-        what = "are left after the features" if after else "are in it"
+    remaining = about.layers - (after or 0)
+    if isinstance(train, int) and train > remaining:
+        scope = f"{remaining} layers after the features" if after else f"{remaining} layers"
         raise ConfigError(
-            f"train: {train}, and {rest} layers of the encoder in {about.path} {what}; take at most {rest}"
+            f"train: {train}, but the encoder in {about.path} has only {scope}. Set train to at most {remaining}."
         )
     if train == "all" and after is not None:
         raise ConfigError(
-            "train: all, but what lies before the features is computed once for each clip and cannot train; leave after out, or "
-            "take train: head or a number of layers"
+            "train: all, but the layers before the features are computed once for each clip and cannot be trained. Remove after, "
+            "or set train to head or to a number of layers."
         )
     expected = about.bands if after is None else about.width
     if inputs != expected:
-        where = "its front end makes" if after is None else "its tokens have"
+        source = "front end computes" if after is None else "tokens have"
         raise ConfigError(
-            f"the features have {inputs} numbers a frame, and of the encoder in {about.path} {where} {expected}; take features of "
-            f"the kind pretrained, with the same folder and after"
+            f"the features have {inputs} values in a frame, but the {source} {expected} for the encoder in {about.path}. Set "
+            f"data.features to the kind pretrained, with the same folder and after."
         )
 
 

@@ -1,15 +1,15 @@
-"""ResNet-18 with group normalisation: torchvision's, for images and, as images of one channel, for log-mel features.
+"""ResNet-18 of torchvision with group normalisation, for images and for log-mel features as images of one channel.
 
-K. He, X. Zhang, S. Ren, J. Sun, Deep Residual Learning for Image Recognition, CVPR 2016, table 1, 18 layers; normalisation over
-groups of channels, as FedAPTA's code has it (Y. Wu, K. He, Group Normalization, ECCV 2018), since batch normalisation would make a
-client's examples influence each other. The first convolution, 7 x 7 with stride 2, and the pooling after it are there for images of
-any size: those of 32 x 32 reach the last block as one place.
+K. He, X. Zhang, S. Ren, J. Sun, Deep Residual Learning for Image Recognition, CVPR 2016, table 1, 18 layers. Group normalisation
+(Y. Wu, K. He, Group Normalization, ECCV 2018) replaces batch normalisation, as in FedAPTA's code, because batch normalisation
+makes examples of a client influence each other. Images of any size pass the first convolution, 7 x 7 with stride 2, and its
+pooling. An image of 32 x 32 has a single position in the last block.
 
-The channels of a stage are one group, since its blocks add to them; the first convolution's are layer1's. Each block's inner
-channels are a group of their own.
+The channels of a stage form a group, because its blocks add to them. The first convolution shares the group of layer1. The
+inner channels of each block form a separate group.
 
-Names of layers are torchvision's (``bn1`` is a group normalisation here), but for the last, ``output``. 11,176,512 parameters below
-it, of which the convolutions of layer2 to layer4, which FedAPTA prunes, have 11,010,048.
+Layers have torchvision's names (``bn1`` is a group normalisation) except the last layer, ``output``. The layers below it have
+11,176,512 parameters, of which 11,010,048 belong to the convolutions of layer2 to layer4, pruned by FedAPTA.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from raydfl.models._vision import Groups, VisionNetwork, group_norm, narrow_layers, torchvision_models
-from raydfl.models._width import Channels, Width, narrowed
+from raydfl.models._width import Channels, Width, scale_channels
 
 
 class ResNet18(VisionNetwork):
-    """A residual network for images or sequences of feature frames. With ``lengths`` a batch gives the same as its items alone."""
+    """Residual network for images or sequences of feature frames. With ``lengths``, outputs do not depend on padding."""
 
     def __init__(
         self,
@@ -35,52 +35,52 @@ class ResNet18(VisionNetwork):
         freeze: bool = False,
         width: Width = 1.0,
     ) -> None:
-        """Build it.
+        """Initialise the network.
 
         Args:
-            inputs: channels (1 or 3), rows and columns of an image; features of a frame.
-            classes: outputs.
-            groups: of channels that are normalised together; a power of 2 up to 64.
-            freeze: true: the first convolution, its normalisation and layer1 keep their first weights, and are never sent.
-            width: share of the channels that it is built with, rounded up to multiples of ``groups``.
+            inputs: channels (1 or 3), rows and columns of an image, or features of a frame.
+            classes: number of outputs.
+            groups: groups of channels in normalisations, a power of 2 up to 64.
+            freeze: freeze the first convolution, its normalisation and layer1 at their initial weights. They are never sent.
+            width: fraction of the channels, rounded up to multiples of ``groups``.
 
         Raises:
-            ConfigError: torchvision is not installed, images of another number of channels, or another number of groups.
+            ConfigError: torchvision is not installed, or the number of image channels or groups is not supported.
         """
         network = torchvision_models().resnet18(norm_layer=partial(group_norm, groups), num_classes=1)
-        initial = partial(nn.init.kaiming_normal_, mode="fan_out", nonlinearity="relu")  # torchvision's
+        initial = partial(nn.init.kaiming_normal_, mode="fan_out", nonlinearity="relu")  # torchvision's initialisation
         narrow_layers(network, _channels(network), width, groups, initial)
-        super().__init__(network, inputs, classes, narrowed(network.fc.in_features, width, groups))
+        super().__init__(network, inputs, classes, scale_channels(network.fc.in_features, width, groups))
         if freeze:
             self.freeze("conv1", "bn1", "layer1")
 
-    def _block(self, block: Any, x: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        shortcut = x if block.downsample is None else self._through(block.downsample, x, lengths)[0]
-        y, after = self._chain([block.conv1, block.bn1, block.relu, block.conv2, block.bn2], x, lengths)
+    def _apply_block(self, block: Any, x: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        shortcut = x if block.downsample is None else self._apply_part(block.downsample, x, lengths)[0]
+        y, after = self._apply_parts([block.conv1, block.bn1, block.relu, block.conv2, block.bn2], x, lengths)
         return (y + shortcut).relu_(), after
 
     def channels(self) -> Channels:
-        """Return what belongs to each stage's channels, and to the inner ones of each block."""
+        """Return the groups of channels: the channels of each stage, and the inner channels of each block."""
         return {**_channels(self), "output.weight": ((), ("layer4",))}
 
 
 def _channels(network: nn.Module) -> dict[str, tuple[tuple[str, ...], ...]]:
-    def convolution(path: str, norm: str, after: tuple[str, ...], before: tuple[str, ...]) -> None:
-        found.update({f"{path}.weight": (after, before, (), ()), f"{norm}.weight": (after,), f"{norm}.bias": (after,)})
+    def add_convolution(path: str, norm: str, after: tuple[str, ...], before: tuple[str, ...]) -> None:
+        groups.update({f"{path}.weight": (after, before, (), ()), f"{norm}.weight": (after,), f"{norm}.bias": (after,)})
 
-    found: dict[str, tuple[tuple[str, ...], ...]] = {}
+    groups: dict[str, tuple[tuple[str, ...], ...]] = {}
     before: tuple[str, ...] = ("layer1",)
-    convolution("conv1", "bn1", before, ())
+    add_convolution("conv1", "bn1", before, ())
     for stage in ("layer1", "layer2", "layer3", "layer4"):
         after = (stage,)
         for number, block in enumerate(network.get_submodule(stage).children()):
             path = f"{stage}.{number}"
-            convolution(f"{path}.conv1", f"{path}.bn1", (path,), before)
-            convolution(f"{path}.conv2", f"{path}.bn2", after, (path,))
+            add_convolution(f"{path}.conv1", f"{path}.bn1", (path,), before)
+            add_convolution(f"{path}.conv2", f"{path}.bn2", after, (path,))
             if block.downsample is not None:
-                convolution(f"{path}.downsample.0", f"{path}.downsample.1", after, before)
+                add_convolution(f"{path}.downsample.0", f"{path}.downsample.1", after, before)
             before = after
-    return found
+    return groups
 
 
 ARCHITECTURES: Mapping[str, tuple[type[nn.Module], Mapping[str, Any]]] = {"resnet18": (ResNet18, {})}

@@ -1,17 +1,18 @@
-"""Split CNN: blocks of one convolution over time and one over frequency, side by side; group normalisation; the maximum over all.
+"""Split CNN: blocks with parallel convolutions over time and over frequency, and a global maximum.
 
 The network of FedSTAR (V. Tsouvalas, A. Saeed, T. Ozcelebi, Federated Self-Training for Semi-Supervised Audio Recognition, ACM
-TECS 2022), as its code has it: in each of four blocks
+TECS 2022), as in the authors' code. Each of four blocks has
 
-    time       convolution of 4 frames x 1 band, group norm, ReLU    ┐ joined
+    time       convolution of 4 frames x 1 band, group norm, ReLU    ┐ concatenated
     frequency  convolution of 1 frame x 4 bands, group norm, ReLU    ┘
     mix        convolution of 1 x 1, group norm, ReLU, 2 x 2 maximum, dropout of whole maps
 
-then the maximum over what is left of time and frequency, and one linear layer: 134,648 weights below it. Where a kernel is even it
-sees one place more after than before, as TensorFlow pads; kernels begin as Glorot and Bengio drew them, biases at 0.
+The maximum over time and frequency and a linear layer follow. The layers below the last layer have 134,648 weights. Even
+kernels are padded as in TensorFlow, with one more position after than before. Weights have Xavier initialisation, and biases
+start at 0.
 
-Deviation: where an odd number of frames or bands is pooled, the last stands for itself and is not left out, so that clips of any
-length can be taken. At the paper's 96 frames and 64 bands nothing is odd.
+Deviation: pooling keeps the last frame or band of an odd number, so that clips of any length are accepted. The paper's sizes,
+96 frames and 64 bands, are always even.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ from torch import Tensor, nn
 
 from raydfl.core.errors import ConfigError
 from raydfl.core.ops import Conv2d, Dropout, conv2d
-from raydfl.models._norm import GroupNorm, inside_of, normalised
-from raydfl.models._width import Channels, Width, narrowed
+from raydfl.models._norm import GroupNorm, mask_frames, normalise
+from raydfl.models._width import Channels, Width, scale_channels
 
 Count = Annotated[int, Field(ge=1)]
 
 EPSILON = 1e-3
-"""Constant that group normalisation adds to the variance: TensorFlow's default."""
+"""Constant added to the variance in group normalisation, TensorFlow's default."""
 
 
 class SplitCNN(nn.Module):
-    """A network for sequences of feature frames, without recurrence. With ``lengths`` a batch gives the same as its items alone."""
+    """Convolutional network for sequences of feature frames. With ``lengths``, outputs do not depend on padding."""
 
     def __init__(
         self,
@@ -49,73 +50,73 @@ class SplitCNN(nn.Module):
         width: Width = 1.0,
         scaled: bool = False,
     ) -> None:
-        """Build it.
+        """Initialise the network.
 
         Args:
-            inputs: features of a frame, neighbours in frequency side by side; any number.
-            classes: outputs.
+            inputs: features of a frame, ordered by frequency. Any number.
+            classes: number of outputs.
             filters: channels of each block.
-            kernel: frames, and bands, that a convolution sees.
-            groups: of channels that are normalised together.
-            dropout: share of each block's maps zeroed while training, 0..1.
-            width: share of the filters that it is built with, rounded up to multiples of ``groups``.
-            scaled: divide what each convolution gives by ``width`` while training.
+            kernel: frames, and bands, of a convolution's kernel.
+            groups: groups of channels in normalisations.
+            dropout: dropout probability of each block's maps.
+            width: fraction of the filters, rounded up to multiples of ``groups``.
+            scaled: divide the outputs of convolutions by ``width`` during training.
 
         Raises:
-            ConfigError: channels that cannot be divided into so many groups.
+            ConfigError: the number of channels is not a multiple of ``groups``.
         """
         super().__init__()
         for channels in filters:
             if channels % groups:
                 raise ConfigError(
-                    f"filters are {list(filters)} and groups {groups}: {channels} channels make no equal groups; take multiples of "
-                    f"{groups}"
+                    f"filters are {list(filters)}, but {channels} channels cannot be divided into {groups} groups. Use multiples "
+                    f"of {groups}."
                 )
-        filters = tuple(narrowed(each, width, groups) for each in filters)
+        filters = tuple(scale_channels(count, width, groups) for count in filters)
         scale = 1 / width if scaled else 1.0
         self.blocks = nn.ModuleList(
-            _Block(before, after, kernel, groups, dropout, scale) for before, after in pairwise((1, *filters))
+            _SplitBlock(before, after, kernel, groups, dropout, scale) for before, after in pairwise((1, *filters))
         )
         self.output = nn.Linear(filters[-1], classes)
         for layer in self.modules():
             if isinstance(layer, (nn.Conv2d, nn.Linear)):
                 nn.init.xavier_uniform_(layer.weight)
-                nn.init.zeros_(layer.bias)  # type: ignore[arg-type]  # all have one
+                nn.init.zeros_(layer.bias)  # type: ignore[arg-type]  # every layer has a bias
 
     def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """Return logits float32 [batch, classes]; see :meth:`embed` for the arguments."""
+        """Compute logits float32 [batch, classes] from the arguments of :meth:`embed`."""
         logits: Tensor = self.output(self.embed(x, lengths))
         return logits
 
     def embed(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """Return each map's maximum: float32 [batch, channels of the last block].
+        """Compute the maximum of each map: float32 [batch, channels of the last block].
 
         Args:
             x: float32 [batch, frames, inputs].
-            lengths: int64 [batch]: frames that count; ``None``: all.
+            lengths: int64 [batch], number of valid frames. ``None``: all.
         """
         x = x.unsqueeze(-1)
         if lengths is not None:
-            x = x * inside_of(x, lengths)
+            x = x * mask_frames(x, lengths)
         for block in self.blocks:
             x = block(x, lengths)
-            lengths = None if lengths is None else (lengths + 1) // 2
+            lengths = None if lengths is None else (lengths + 1) // 2  # pooling keeps an incomplete last window
         return x.amax(dim=(1, 2))
 
     def channels(self) -> Channels:
-        """Return what belongs to each convolution's filters."""
-        found: dict[str, tuple[tuple[str, ...], ...]] = {}
+        """Return the groups of channels: the filters of each convolution."""
+        groups: dict[str, tuple[tuple[str, ...], ...]] = {}
         before: tuple[str, ...] = ()
-        for number in range(len(self.blocks)):
-            time, frequency, mix = (f"blocks.{number}.{part}" for part in ("time", "frequency", "mix"))
-            for layer, seen in ((time, before), (frequency, before), (mix, (time, frequency))):
-                found |= {f"{layer}.weight": ((layer,), seen, (), ()), f"{layer}.bias": ((layer,),)}
-                found |= {f"{layer}_norm.{kind}": ((layer,),) for kind in ("weight", "bias")}
+        for index in range(len(self.blocks)):
+            time, frequency, mix = (f"blocks.{index}.{name}" for name in ("time", "frequency", "mix"))
+            for layer, inputs in ((time, before), (frequency, before), (mix, (time, frequency))):
+                groups |= {f"{layer}.weight": ((layer,), inputs, (), ()), f"{layer}.bias": ((layer,),)}
+                groups |= {f"{layer}_norm.{kind}": ((layer,),) for kind in ("weight", "bias")}
             before = (mix,)
-        return {**found, "output.weight": ((), before)}
+        return {**groups, "output.weight": ((), before)}
 
 
-class _Block(nn.Module):
+class _SplitBlock(nn.Module):
     def __init__(self, before: int, after: int, kernel: int, groups: int, dropout: float, scale: float) -> None:
         super().__init__()
         self.scale = scale
@@ -130,18 +131,18 @@ class _Block(nn.Module):
         self.dropout = Dropout(dropout)
 
     def forward(self, x: Tensor, lengths: Tensor | None) -> Tensor:
-        """Return [batch, (frames + 1) // 2, (bands + 1) // 2, channels] of [batch, frames, bands, channels]; 0 in padding."""
-        in_time = self._scaled(conv2d(x, self.time.weight, self.time.bias, padding=self.in_time))
-        in_frequency = self._scaled(conv2d(x, self.frequency.weight, self.frequency.bias, padding=self.in_frequency))
-        both = normalised([in_time, in_frequency], [self.time_norm, self.frequency_norm], lengths, relu=True)
-        mixed = self._scaled(conv2d(both, self.mix.weight, self.mix.bias))
-        pooled = normalised([mixed], [self.mix_norm], lengths, relu=True, pool=2, ceil=True)
+        """Map [batch, frames, bands, channels] to [batch, (frames + 1) // 2, (bands + 1) // 2, channels], 0 in padding."""
+        in_time = self._rescale(conv2d(x, self.time.weight, self.time.bias, padding=self.in_time))
+        in_frequency = self._rescale(conv2d(x, self.frequency.weight, self.frequency.bias, padding=self.in_frequency))
+        both = normalise([in_time, in_frequency], [self.time_norm, self.frequency_norm], lengths, relu=True)
+        mixed = self._rescale(conv2d(both, self.mix.weight, self.mix.bias))
+        pooled = normalise([mixed], [self.mix_norm], lengths, relu=True, pool=2, ceil=True)
         if not self.training or self.dropout.p == 0:
             return pooled
-        kept: Tensor = self.dropout(torch.ones_like(pooled[:, 0, 0]))
-        return pooled * kept[:, None, None]
+        mask: Tensor = self.dropout(torch.ones_like(pooled[:, 0, 0]))
+        return pooled * mask[:, None, None]
 
-    def _scaled(self, x: Tensor) -> Tensor:
+    def _rescale(self, x: Tensor) -> Tensor:
         return x * self.scale if self.training and self.scale != 1 else x
 
 
@@ -149,4 +150,4 @@ ARCHITECTURES: Mapping[str, tuple[type[nn.Module], Mapping[str, Any]]] = {
     "split_cnn": (SplitCNN, {}),
     "split_cnn_tiny": (SplitCNN, {"filters": (4, 8)}),
 }
-"""``split_cnn`` is FedSTAR's; ``split_cnn_tiny`` is for tests and first tries."""
+"""``split_cnn`` is the paper's network. ``split_cnn_tiny`` is for tests and first experiments."""

@@ -1,17 +1,17 @@
-"""SSAST: a transformer on patches of the spectrogram, in the sizes tiny, small and base, as it is fine-tuned.
+"""SSAST: a transformer on spectrogram patches for fine-tuning, in the sizes tiny, small and base.
 
 Y. Gong, C.-I. Lai, Y.-A. Chung, J. Glass, SSAST: Self-Supervised Audio Spectrogram Transformer, AAAI 2022.
 
-The trunk is that of DeiT with distillation: 12 blocks, two tokens before the patches, a learnt position embedding.
-``patches: patch`` are 16 x 16 with stride 10 in time and bands; ``frame`` are two frames of all bands with stride 1. An example's
-embedding is the mean of the patch tokens after the last normalisation, without the two others; the head is a normalisation and a
-linear layer.
+The backbone is DeiT with distillation: 12 blocks, two tokens before the patches, and a learnt position embedding. With
+``patches: patch`` a patch is 16 x 16 with stride 10 in time and frequency. With ``frame`` it is two frames of all bands with
+stride 1. The embedding of an example is the mean of its patch tokens after the last normalisation. The head is a normalisation
+and a linear layer.
 
-A network may begin from the released files of pre-training (SSAST-{Tiny,Small,Base}-{Patch,Frame}-400.pth). Of these, the layers
-of the pretext tasks, the mask and DeiT's heads are left out; the head keeps its initial values. The position embedding is fitted to
-the clips as the release does it, first in time and then in bands: its middle is cut out where the clips have fewer patches, else it
-is stretched (bilinear). Deviation: where bands are cut, as many are kept as the clips have; the release slices by the number in
-time there. The names are those of the release's code; the files themselves were not at hand.
+A network can start from the released pre-trained files (SSAST-{Tiny,Small,Base}-{Patch,Frame}-400.pth). The layers of the
+pretext tasks, the mask and DeiT's heads are ignored, and the head keeps its initial values. The position embedding is adapted
+to the clips as in the release, first in time and then in bands. Its centre is cropped if the clips have fewer patches, or it
+is interpolated (bilinear) if they have more. Deviation: cropping bands keeps the number of bands of the clips, where the
+release uses the number in time. Names follow the code of the release. The files themselves were not available for tests.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from torch import Tensor, nn
 from raydfl.core.errors import ConfigError
 
 PATCH, STRIDE = 16, 10
-"""Frames and bands of a patch, and between the beginnings of two."""
+"""Size and stride of a square patch, in frames and bands."""
 FRAMES_OF_A_FRAME = 2
 DEPTH = 12
 TOKENS = 2
-"""Before the patches: DeiT's class token, and the one of distillation."""
+"""Tokens before the patches: DeiT's class and distillation tokens."""
 _SPREAD = 0.02
 
 
 class SSAST(nn.Module):
-    """A transformer on patches of the spectrogram."""
+    """Transformer on patches of the spectrogram."""
 
     def __init__(
         self,
@@ -48,26 +48,26 @@ class SSAST(nn.Module):
         patches: Literal["patch", "frame"] = "patch",
         frames: Annotated[int, Field(ge=PATCH)] = 512,
     ) -> None:
-        """Build it.
+        """Initialise the network.
 
         Args:
-            inputs: bands of a frame; the published models have 128.
-            classes: outputs.
-            embedding: numbers of a token.
-            heads: of the attention; they divide the embedding.
+            inputs: bands of a frame. The published models have 128.
+            classes: number of outputs.
+            embedding: dimension of a token.
+            heads: attention heads, a divisor of ``embedding``.
             patches: squares of 16 frames and bands, or two whole frames.
-            frames: that are looked at; shorter clips are padded with zeros, longer ones cut.
+            frames: number of frames used. Shorter clips are padded with zeros, longer clips are cut.
 
         Raises:
-            ConfigError: bands that hold no patch, or heads that do not divide the embedding.
+            ConfigError: the bands are too few for a patch, or ``heads`` does not divide ``embedding``.
         """
         super().__init__()
         if patches == "patch" and inputs < PATCH:
             raise ConfigError(
-                f"features of {inputs} bands hold no patch of {PATCH} x {PATCH}; take 128, or patches=frame"
+                f"features of {inputs} bands are too small for a patch of {PATCH} x {PATCH}. Use 128 bands, or patches=frame."
             )
         if embedding % heads:
-            raise ConfigError(f"{heads} heads do not divide the embedding {embedding}; take 1, or a divisor")
+            raise ConfigError(f"heads is {heads}, which does not divide the embedding {embedding}. Use a divisor.")
         kernel, stride = (
             ((PATCH, PATCH), (STRIDE, STRIDE)) if patches == "patch" else ((FRAMES_OF_A_FRAME, inputs), (1, inputs))
         )
@@ -77,7 +77,7 @@ class SSAST(nn.Module):
         self.grid = (count[0], count[1])
         self.tokens = nn.Parameter(torch.zeros(1, TOKENS, embedding))
         self.pos_embed = nn.Parameter(torch.zeros(1, count[0] * count[1] + TOKENS, embedding))
-        self.blocks = nn.Sequential(*(Block(embedding, heads) for _ in range(DEPTH)))
+        self.blocks = nn.Sequential(*(TransformerBlock(embedding, heads) for _ in range(DEPTH)))
         self.norm = nn.LayerNorm(embedding, eps=1e-6)
         self.head_norm = nn.LayerNorm(embedding)
         self.output = nn.Linear(embedding, classes)
@@ -89,120 +89,126 @@ class SSAST(nn.Module):
                 nn.init.zeros_(layer.bias)
 
     def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """Return logits float32 [batch, classes]; see :meth:`embed` for the arguments."""
+        """Compute logits float32 [batch, classes] from the arguments of :meth:`embed`."""
         logits: Tensor = self.output(self.embed(x, lengths))
         return logits
 
     def embed(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """Return the normalised mean of the patch tokens: float32 [batch, embedding].
+        """Compute the normalised mean of the patch tokens: float32 [batch, embedding].
 
         Args:
             x: float32 [batch, frames, inputs].
-            lengths: not needed: what is padding is 0 already, and is looked at as the zeros after a short clip are.
+            lengths: ignored. Padding is 0, like the zeros after a short clip.
         """
-        x = F.pad(x, (0, 0, 0, self.frames))[:, : self.frames]  # without a branch on the length, for torch.export
+        x = F.pad(x, (0, 0, 0, self.frames))[:, : self.frames]  # no branch on the length, for torch.export
         patches = self.patch_embed(x.unsqueeze(1)).flatten(2).transpose(1, 2)
         sequence = torch.cat([self.tokens.expand(len(x), -1, -1), patches], dim=1) + self.pos_embed
-        found: Tensor = self.head_norm(self.norm(self.blocks(sequence))[:, TOKENS:].mean(dim=1))
-        return found
+        embedding: Tensor = self.head_norm(self.norm(self.blocks(sequence))[:, TOKENS:].mean(dim=1))
+        return embedding
 
     def read_published(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-        """Return the tensors of a file by this network's names, and patterns of those that the file never has.
+        """Translate the tensors of a released file to this network's names.
 
         Args:
-            tensors: of a file of the release, or of any other, which is returned as it is.
+            tensors: tensors of a file. Files that are not from the release are returned unchanged.
+
+        Returns:
+            The tensors, and patterns of names that released files never contain.
 
         Raises:
-            ConfigError: it is a file of the release, of another variant or incomplete.
+            ConfigError: the file is from the release, but incomplete or of another variant.
         """
         named = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
         if _PATCHES not in named:
             return dict(tensors), ()
-        lacking = [name for name in _NEEDED if name not in named]
-        if lacking:
-            raise ConfigError(f"it lacks {lacking[0]!r}, which the files of SSAST's release have; fetch it again")
+        missing = [name for name in _NEEDED if name not in named]
+        if missing:
+            raise ConfigError(f"the released file lacks {missing[0]!r}. Download it again.")
         patches, heads = named.pop(_PATCHES), [named.pop(name) for name in ("v.cls_token", "v.dist_token")]
         self._check_variant(patches)
-        found = {
+        translated = {
             "patch_embed.weight": patches.transpose(2, 3),
             "tokens": torch.cat(heads, dim=1),
-            "pos_embed": self._fitted(named.pop("v.pos_embed"), patches, [int(named.pop(name)) for name in _SIZES]),
+            "pos_embed": self._fit_positions(
+                named.pop("v.pos_embed"), patches, [int(named.pop(name)) for name in _SIZES]
+            ),
         }
         for name, tensor in named.items():
-            if not name.startswith(_LEFT_OUT):
-                own = name.removeprefix("v.").replace("patch_embed.proj.", "patch_embed.")
-                found[own.replace(".attn.", ".").replace(".mlp.", ".")] = tensor
-        return found, ("head_norm.*", "output.*")
+            if not name.startswith(_IGNORED):
+                renamed = name.removeprefix("v.").replace("patch_embed.proj.", "patch_embed.")
+                translated[renamed.replace(".attn.", ".").replace(".mlp.", ".")] = tensor
+        return translated, ("head_norm.*", "output.*")
 
     def _check_variant(self, patches: Tensor) -> None:
-        """Refuse the weights of another size, or for patches of another shape.
+        """Check that the file's size and patches are those of the network.
 
         Args:
-            patches: of the file, float32 [embedding, 1, bands, frames].
+            patches: patch embedding of the file, float32 [embedding, 1, bands, frames].
         """
         width, _, bands, frames = patches.shape
         own_width, _, own_frames, own_bands = self.patch_embed.weight.shape
         if width != own_width:
             raise ConfigError(
-                f"its tokens have {width} numbers ({_named(width)}), the network's {own_width} ({_named(own_width)})"
+                f"tokens have {width} dimensions in the file ({_size_name(width)}), but {own_width} in the network "
+                f"({_size_name(own_width)}). Choose the architecture of the file."
             )
         if (bands, frames) != (own_bands, own_frames):
             raise ConfigError(
-                f"its patches have {bands} bands and {frames} frames, the network's {own_bands} and {own_frames}; set patches="
-                f"{'patch' if frames == PATCH else 'frame'}, and features of {max(bands, 128)} bands"
+                f"patches have {bands} bands and {frames} frames in the file, but {own_bands} and {own_frames} in the network. Set "
+                f"patches={'patch' if frames == PATCH else 'frame'}, and features of {max(bands, 128)} bands."
             )
 
-    def _fitted(self, table: Tensor, patches: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Return the position embedding for this network's patches: float32 [1, tokens, embedding].
+    def _fit_positions(self, table: Tensor, patches: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Adapt the position embedding of a file to this network's patches: float32 [1, tokens, embedding].
 
         Args:
-            table: of the file, float32 [1, tokens, embedding], its patches by bands and then by frames.
-            patches: of the file, float32 [embedding, 1, bands, frames].
-            sizes: bands and frames of the clips that it was trained on; their patches do not overlap.
+            table: position embedding of the file, float32 [1, tokens, embedding], ordered by bands and then by frames.
+            patches: patch embedding of the file, float32 [embedding, 1, bands, frames].
+            sizes: bands and frames of the pre-training clips. Their patches do not overlap.
         """
         rows, columns = (size // side for size, side in zip(sizes, patches.shape[2:], strict=True))
         if table.shape[1] != TOKENS + rows * columns:
             raise ConfigError(
-                f"its position embedding is for {table.shape[1] - TOKENS} patches, and clips of {sizes[0]} bands and {sizes[1]} "
-                f"frames have {rows} x {columns}"
+                f"the file's position embedding has {table.shape[1] - TOKENS} patches, but clips of {sizes[0]} bands and "
+                f"{sizes[1]} frames have {rows} x {columns}. Download the file again."
             )
         grid = table[:, TOKENS:].transpose(1, 2).reshape(1, -1, rows, columns)
-        grid = _cut_or_stretched(_cut_or_stretched(grid, 3, self.grid[0]), 2, self.grid[1])
+        grid = _resize(_resize(grid, 3, self.grid[0]), 2, self.grid[1])
         return torch.cat([table[:, :TOKENS], grid.transpose(2, 3).flatten(2).transpose(1, 2)], dim=1)
 
 
 _PATCHES = "v.patch_embed.proj.weight"
 _SIZES = ("p_input_fdim", "p_input_tdim")
 _NEEDED = ("v.cls_token", "v.dist_token", "v.pos_embed", *_SIZES)
-_LEFT_OUT = ("mask_embed", "cpredlayer.", "gpredlayer.", "v.head.", "v.head_dist.")
-"""Tensors of a file of the release that pre-training alone needs, and DeiT's heads for images."""
+_IGNORED = ("mask_embed", "cpredlayer.", "gpredlayer.", "v.head.", "v.head_dist.")
+"""Prefixes of released tensors for pre-training only, and of DeiT's heads for images."""
+
+
+def _size_name(width: int) -> str:
+    return {192: "tiny", 384: "small", 768: "base"}.get(width, "not a published size")
 
 
 @torch.no_grad()
 def _draw_weights(tensor: Tensor) -> None:
-    """Draw initial weights from a normal distribution by its inverse."""
-    # Not nn.init.trunc_normal_: it draws other numbers in PyTorch 2.14 than in 2.11, and one seed decides a run.
+    """Draw normal initial weights by the inverse of their distribution."""
+    # nn.init.trunc_normal_ draws different numbers in PyTorch 2.11 and 2.14, which would change the results of a seed.
     tensor.uniform_(-1.0, 1.0).erfinv_().mul_(_SPREAD * math.sqrt(2.0)).clamp_(-2.0, 2.0)
 
 
-def _named(width: int) -> str:
-    return {192: "tiny", 384: "small", 768: "base"}.get(width, "no published size")
-
-
-def _cut_or_stretched(grid: Tensor, axis: int, size: int) -> Tensor:
-    """Return a grid float32 [1, embedding, rows, columns] with ``size`` rows or columns (the axis): its middle, or stretched."""
-    there = grid.shape[axis]
-    if size < there:
-        return grid.narrow(axis, there // 2 - size // 2, size)
+def _resize(grid: Tensor, axis: int, size: int) -> Tensor:
+    """Crop a grid float32 [1, embedding, rows, columns] to its centre along an axis, or interpolate it, to ``size``."""
+    current = grid.shape[axis]
+    if size < current:
+        return grid.narrow(axis, current // 2 - size // 2, size)
     shape = [size, grid.shape[3]] if axis == 2 else [grid.shape[2], size]
     return F.interpolate(grid, size=shape, mode="bilinear", align_corners=False)
 
 
-class Block(nn.Module):
-    """A block of the transformer: attention, then a hidden layer of four times the width, each beside a way past it."""
+class TransformerBlock(nn.Module):
+    """Transformer block: attention and a hidden layer of four times the width, both with residual connections."""
 
     def __init__(self, width: int, heads: int) -> None:
-        """Build it for tokens of ``width`` numbers."""
+        """Initialise the block for tokens of dimension ``width``."""
         super().__init__()
         self.heads = heads
         self.norm1, self.norm2 = nn.LayerNorm(width, eps=1e-6), nn.LayerNorm(width, eps=1e-6)
@@ -210,12 +216,12 @@ class Block(nn.Module):
         self.fc1, self.fc2 = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return new tokens for x float32 [batch, tokens, width]."""
+        """Transform tokens x float32 [batch, tokens, width]."""
         q, k, v = self.qkv(self.norm1(x)).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        seen = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-        x = x + self.proj(seen)
-        found: Tensor = x + self.fc2(F.gelu(self.fc1(self.norm2(x))))
-        return found
+        attended = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        x = x + self.proj(attended)
+        tokens: Tensor = x + self.fc2(F.gelu(self.fc1(self.norm2(x))))
+        return tokens
 
 
 ARCHITECTURES: Mapping[str, tuple[type[nn.Module], Mapping[str, Any]]] = {

@@ -1,7 +1,7 @@
-"""Start: a network's first weights from a file, whatever its architecture.
+"""Initial weights of a network from a file, for any architecture.
 
-The file is safetensors (what a run exports, say) or a PyTorch checkpoint, which is read without executing code. Every name is
-accounted for: what the network has and the file has not, and the other way round, is an error unless it was named.
+The file is safetensors, for example the export of a run, or a PyTorch checkpoint, which is read without executing code. A name
+that only the network or only the file has is an error, unless an option lists it.
 """
 
 from __future__ import annotations
@@ -26,145 +26,152 @@ from raydfl.core.settings import Settings
 from raydfl.core.types import ModelSpec
 
 INIT_FROM = "init_from"
-"""The key beside an architecture's options."""
+"""Key of the file among an architecture's options."""
 
 _KINDS = {".safetensors": "safetensors", ".pt": "checkpoint", ".pth": "checkpoint", ".bin": "checkpoint"}
 _LISTED = 5
 
 
 class InitFrom(Settings):
-    """A file that a network begins from."""
+    """Initial weights of a network from a file."""
 
-    file: Path = Field(description="safetensors, or a PyTorch checkpoint")
+    file: Path = Field(description="File of initial weights: safetensors or a PyTorch checkpoint.")
     model: str | None = Field(
         None,
-        description="group of tensors in the file that is meant: what stands before / in names, or an entry of a checkpoint",
+        description="Group of tensors in the file: the prefix of names before /, or an entry of a checkpoint. null: the only "
+        "group, or the group with the network's name.",
     )
     rename: dict[str, str] = Field(
-        default_factory=dict, description="beginnings of names in the file, and what the network has in their place"
+        default_factory=dict, description="Prefixes of names in the file, and their replacements in the network."
     )
     keep: tuple[str, ...] = Field(
-        (), description="patterns of the network's names that keep their initial values, e.g. [output.*]"
+        (), description="Patterns of the network's tensors that keep their initial values, e.g. [output.*]."
     )
-    ignore: tuple[str, ...] = Field((), description="patterns of the file's names that are not used")
+    ignore: tuple[str, ...] = Field((), description="Patterns of the file's tensors to ignore.")
 
 
 def read_init_from(value: Any, where: str) -> InitFrom:
-    """Return checked settings.
+    """Validate the setting ``init_from``.
 
     Args:
-        value: as configured.
-        where: the place in the configuration, for the messages.
+        value: the configured value.
+        where: the place in the configuration, for error messages.
 
     Raises:
-        ConfigError: one is wrong, or there is no such file.
+        ConfigError: the setting is invalid, or the file does not exist.
     """
     try:
-        found = InitFrom.model_validate({"file": value} if isinstance(value, str | Path) else value)
+        init_from = InitFrom.model_validate({"file": value} if isinstance(value, str | Path) else value)
     except ValidationError as error:
         raise ConfigError(explain(error, where, value, InitFrom)) from error
-    if not found.file.is_file():
-        raise ConfigError(f"{where}.file: there is no file {found.file}; give safetensors or a PyTorch checkpoint")
-    return found
+    if not init_from.file.is_file():
+        raise ConfigError(
+            f"{where}.file: there is no file {init_from.file}. Choose a safetensors file or a PyTorch checkpoint."
+        )
+    return init_from
 
 
 def start_from_file(network: nn.Module, spec: ModelSpec) -> None:
-    """Give a freshly built network the weights that ``spec.init_from`` names.
+    """Load the weights of ``spec.init_from`` into a freshly built network.
 
     Raises:
-        ConfigError: the file cannot be read, or a name or shape does not fit; nothing has been changed.
+        ConfigError: the file cannot be read, or a name or shape does not fit. The network is then unchanged.
     """
     where = f"models.{spec.name}.{INIT_FROM}"
-    init_from = read_init_from({name: _thawed(value) for name, value in spec.init_from}, where)
-    own = network.state_dict(keep_vars=True)
-    found = _renamed(_chosen(_read(init_from.file, where), init_from, spec.name, where), init_from, where)
-    found, absent = _published(network, found, f"{where}: {init_from.file}")
-    kept = _matching(own, init_from.keep, f"{where}.keep", "the network") | absent
-    ignored = _matching(found, init_from.ignore, f"{where}.ignore", "the file") | kept
-    # A tied tensor has several names, of which a file may have one.
-    loaded = {id(own[name]) for name in found if name in own and name not in ignored}
-    # Counters are not floating; they are neither sent nor kept, so a run's export has none.
-    needed = [name for name, tensor in own.items() if tensor.is_floating_point() and id(tensor) not in loaded]
-    missing = [name for name in needed if name not in found and name not in kept]
-    unexpected = [name for name in found if name not in own and name not in ignored]
+    init_from = read_init_from({name: _to_mapping(value) for name, value in spec.init_from}, where)
+    state = network.state_dict(keep_vars=True)
+    tensors = _rename(_choose_group(_read(init_from.file, where), init_from, spec.name, where), init_from, where)
+    tensors, absent = _translate_published(network, tensors, f"{where}: {init_from.file}")
+    kept = _match_names(state, init_from.keep, f"{where}.keep", "the network") | absent
+    ignored = _match_names(tensors, init_from.ignore, f"{where}.ignore", "the file") | kept
+    # A tied tensor has several names, and a file needs only one of them.
+    loaded = {id(state[name]) for name in tensors if name in state and name not in ignored}
+    # Integer counters are neither sent nor stored, so exports do not contain them.
+    needed = [name for name, tensor in state.items() if tensor.is_floating_point() and id(tensor) not in loaded]
+    missing = [name for name in needed if name not in tensors and name not in kept]
+    unexpected = [name for name in tensors if name not in state and name not in ignored]
     if missing or unexpected:
-        raise ConfigError(_unaccounted(where, init_from.file, missing, unexpected, own, found))
-    taken = {name: value for name, value in found.items() if name in own and name not in ignored}
-    for name, value in taken.items():
-        _check(name, value, own[name], f"{where}: {init_from.file}")
+        raise ConfigError(_describe_mismatch(where, init_from.file, missing, unexpected, state, tensors))
+    used = {name: value for name, value in tensors.items() if name in state and name not in ignored}
+    for name, value in used.items():
+        _check_tensor(name, value, state[name], f"{where}: {init_from.file}")
     with torch.no_grad():
-        for name, value in taken.items():
-            own[name].copy_(value)
+        for name, value in used.items():
+            state[name].copy_(value)
 
 
-def _published(network: nn.Module, found: dict[str, Tensor], where: str) -> tuple[dict[str, Tensor], set[str]]:
-    """Return a file's tensors by the network's names, where the network knows a release of its authors, and names it never has."""
+def _translate_published(
+    network: nn.Module, tensors: dict[str, Tensor], where: str
+) -> tuple[dict[str, Tensor], set[str]]:
+    """Translate a released file by the network's ``read_published``, and return the names that it never contains."""
     translate = getattr(network, "read_published", None)
     if translate is None:
-        return found, set()
+        return tensors, set()
     try:
-        named, absent = translate(found)
+        named, absent = translate(tensors)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
     return named, {name for pattern in absent for name in fnmatch.filter(network.state_dict(), pattern)}
 
 
-def _thawed(value: Any) -> Any:
-    """Return a mapping for what a specification holds as pairs."""
+def _to_mapping(value: Any) -> Any:
+    """Convert a tuple of pairs, the hashable form of a mapping in a specification, to a mapping."""
     pairs = isinstance(value, tuple) and value and all(isinstance(item, tuple) and len(item) == 2 for item in value)
     return dict(value) if pairs else value
 
 
-def _check(name: str, value: Tensor, own: Tensor, where: str) -> None:
+def _check_tensor(name: str, value: Tensor, own: Tensor, where: str) -> None:
     if value.shape != own.shape:
         raise ConfigError(
-            f"{where}: {name!r} is {list(value.shape)}, the network has it as {list(own.shape)}, and no tensor is cut or repeated "
-            f"to fit; take the options with which the file's network was built, or keep the initial values of {name!r} (keep)"
+            f"{where}: {name!r} has the shape {list(value.shape)}, but {list(own.shape)} in the network. Use the options of the "
+            f"file's network, or add {name!r} to keep."
         )
     if value.is_complex() != own.is_complex() or value.is_floating_point() != own.is_floating_point():
-        raise ConfigError(f"{where}: {name!r} is {value.dtype}, the network has it as {own.dtype}")
+        raise ConfigError(
+            f"{where}: {name!r} is {value.dtype}, but {own.dtype} in the network. Add it to keep, or convert the file."
+        )
     if not bool(torch.isfinite(value).all()):
-        raise ConfigError(f"{where}: {name!r} holds numbers that are not finite; take another file")
+        raise ConfigError(f"{where}: {name!r} has values that are not finite. Choose another file.")
 
 
-def _unaccounted(
-    where: str, file: Path, missing: list[str], unexpected: list[str], own: Iterable[str], found: Iterable[str]
+def _describe_mismatch(
+    where: str, file: Path, missing: list[str], unexpected: list[str], state: Iterable[str], tensors: Iterable[str]
 ) -> str:
     texts = []
     if missing:
-        texts.append(f"lacks {_listed(missing)} of the network{_near(missing[0], found)}")
+        texts.append(f"lacks {_list_names(missing)} of the network{_suggest(missing[0], tensors)}")
     if unexpected:
-        texts.append(f"has {_listed(unexpected)}, which the network has not{_near(unexpected[0], own)}")
+        texts.append(f"has {_list_names(unexpected)}, unknown to the network{_suggest(unexpected[0], state)}")
     return (
-        f"{where}: {file} {' and '.join(texts)}; map beginnings of names with rename, name what keeps its initial values with keep "
-        f"and what is not to be used with ignore"
+        f"{where}: {file} {' and '.join(texts)}. Map prefixes of names with rename, list tensors with initial values in keep, and "
+        f"list unused tensors in ignore."
     )
 
 
-def _near(name: str, others: Iterable[str]) -> str:
-    """Return which of many names is the nearest to one, if any is near."""
-    close = difflib.get_close_matches(name, list(others), n=1, cutoff=0.5)
+def _suggest(name: str, candidates: Iterable[str]) -> str:
+    """Format the nearest candidate to a name, or return an empty string if none is near."""
+    close = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.5)
     return f" (nearest: {close[0]!r})" if close else ""
 
 
-def _listed(names: list[str]) -> str:
+def _list_names(names: list[str]) -> str:
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     return ", ".join(map(repr, names[:_LISTED])) + more
 
 
-def _matching(names: Iterable[str], patterns: Iterable[str], where: str, whose: str) -> set[str]:
-    """Return the names that match one of some patterns, each of which must match one."""
-    names, found = list(names), set[str]()
+def _match_names(names: Iterable[str], patterns: Iterable[str], where: str, whose: str) -> set[str]:
+    """Collect the names that match any pattern. A pattern without a match is an error."""
+    names, matches = list(names), set[str]()
     for pattern in patterns:
         matching = fnmatch.filter(names, pattern)
         if not matching:
-            raise ConfigError(f"{where}: {pattern!r} matches no tensor of {whose}{_near(pattern, names)}")
-        found.update(matching)
-    return found
+            raise ConfigError(f"{where}: {pattern!r} matches no tensor of {whose}{_suggest(pattern, names)}")
+        matches.update(matching)
+    return matches
 
 
-def _chosen(tensors: Mapping[str, Tensor], init_from: InitFrom, model: str, where: str) -> dict[str, Tensor]:
-    """Return the tensors of one group of the file, by the rest of their names."""
+def _choose_group(tensors: Mapping[str, Tensor], init_from: InitFrom, model: str, where: str) -> dict[str, Tensor]:
+    """Choose a group of the file's tensors, and remove the group from their names."""
     groups: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         group, _, rest = name.rpartition("/")
@@ -181,82 +188,83 @@ def _chosen(tensors: Mapping[str, Tensor], init_from: InitFrom, model: str, wher
         return groups[model]
     named = ", ".join(repr(group) for group in groups)
     raise ConfigError(
-        f"{where}: {init_from.file} holds several groups of tensors ({named}); say with model which is meant"
+        f"{where}: {init_from.file} contains several groups of tensors ({named}). Choose a group with model."
     )
 
 
-def _renamed(tensors: Mapping[str, Tensor], init_from: InitFrom, where: str) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+def _rename(tensors: Mapping[str, Tensor], init_from: InitFrom, where: str) -> dict[str, Tensor]:
+    renamed: dict[str, Tensor] = {}
     used: set[str] = set()
     for name, tensor in tensors.items():
-        begin = max((begin for begin in init_from.rename if name.startswith(begin)), key=len, default=None)
-        if begin is not None:
-            used.add(begin)
-        new = name if begin is None else init_from.rename[begin] + name[len(begin) :]
-        if new in found:
-            raise ConfigError(f"{where}.rename: it gives two tensors the name {new!r}")
-        found[new] = tensor
-    for begin in init_from.rename:
-        if begin not in used:
+        # The longest matching prefix decides.
+        prefix = max((prefix for prefix in init_from.rename if name.startswith(prefix)), key=len, default=None)
+        if prefix is not None:
+            used.add(prefix)
+        new = name if prefix is None else init_from.rename[prefix] + name[len(prefix) :]
+        if new in renamed:
+            raise ConfigError(f"{where}.rename: two tensors would have the name {new!r}. Correct the replacements.")
+        renamed[new] = tensor
+    for prefix in init_from.rename:
+        if prefix not in used:
             raise ConfigError(
-                f"{where}.rename: no name in {init_from.file} begins with {begin!r}{_near(begin, tensors)}"
+                f"{where}.rename: no name in {init_from.file} starts with {prefix!r}{_suggest(prefix, tensors)}"
             )
-    return found
+    return renamed
 
 
 def _read(file: Path, where: str) -> dict[str, Tensor]:
-    """Return all tensors of a file by name; those in groups of a checkpoint as ``group/name``."""
+    """Read all tensors of a file by name. Tensors in groups of a checkpoint are named ``group/name``."""
     try:
         with file.open("rb") as opened:
             head = opened.read(16)
     except OSError as error:
         raise ConfigError(f"{where}: {file} cannot be read: {error.strerror}") from error
     if not head:
-        raise ConfigError(f"{where}: {file} is empty; fetch it again")
+        raise ConfigError(f"{where}: {file} is empty. Download it again.")
     kind = "checkpoint" if head[:2] in (b"PK", b"\x80\x02") else "safetensors" if head[8:9] == b"{" else ""
     if not kind:
         raise ConfigError(
-            f"{where}: {file} is neither safetensors nor a PyTorch checkpoint, but begins with {head[:8]!r}"
+            f"{where}: {file} is neither safetensors nor a PyTorch checkpoint: it starts with {head[:8]!r}. Choose another file."
         )
     if _KINDS.get(file.suffix, kind) != kind:
-        named = " or ".join(suffix for suffix, which in _KINDS.items() if which == kind)
-        raise ConfigError(f"{where}: {file} is a {kind} file under the name of another kind; name it {named}")
-    found = _read_safetensors(file, where) if kind == "safetensors" else _read_checkpoint(file, where)
-    if not found:
-        raise ConfigError(f"{where}: {file} holds no tensors")
-    return found
+        suffixes = " or ".join(suffix for suffix, suffix_kind in _KINDS.items() if suffix_kind == kind)
+        raise ConfigError(f"{where}: {file} is a {kind} file with a wrong suffix. Rename it to {suffixes}.")
+    tensors = _read_safetensors(file, where) if kind == "safetensors" else _read_checkpoint(file, where)
+    if not tensors:
+        raise ConfigError(f"{where}: {file} contains no tensors. Choose another file.")
+    return tensors
 
 
 def _read_safetensors(file: Path, where: str) -> dict[str, Tensor]:
     try:
         return safetensors.torch.load_file(file)
     except (SafetensorError, OSError, ValueError) as error:
-        raise ConfigError(f"{where}: {file} is a damaged safetensors file: {error}; fetch it again") from error
+        raise ConfigError(f"{where}: {file} is a damaged safetensors file: {error}. Download it again.") from error
 
 
 def _read_checkpoint(file: Path, where: str) -> dict[str, Tensor]:
     try:
         content = torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        wanted = re.search(r"GLOBAL (\S+)", str(error))
-        if wanted is None:
-            raise ConfigError(f"{where}: {file} is a damaged checkpoint; fetch it again") from error
+        unsafe = re.search(r"GLOBAL (\S+)", str(error))
+        if unsafe is None:
+            raise ConfigError(f"{where}: {file} is a damaged checkpoint. Download it again.") from error
         raise ConfigError(
-            f"{where}: {file} holds more than tensors: reading it would load {wanted[1]} and could run code. Save the tensors "
-            f"alone with torch.save(network.state_dict(), FILE) where the file was made"
+            f"{where}: {file} contains more than tensors: reading it would load {unsafe[1]} and could execute code. Save only the "
+            f"tensors, with torch.save(network.state_dict(), FILE)."
         ) from error
-    except Exception as error:  # a zip file or a pickle that ends too early, in the many ways in which it can
+    except Exception as error:  # truncated zip files and pickles raise many kinds of exceptions
         raise ConfigError(
-            f"{where}: {file} is a damaged checkpoint ({type(error).__name__}); fetch it again"
+            f"{where}: {file} is a damaged checkpoint ({type(error).__name__}). Download it again."
         ) from error
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
 
-    def look_into(value: Any, path: str) -> None:
+    def collect(value: Any, path: str) -> None:
         if isinstance(value, Tensor):
-            found[path] = value
+            tensors[path] = value
         elif isinstance(value, Mapping):
             for key, item in value.items():
-                look_into(item, f"{path}/{key}" if path else str(key))
+                collect(item, f"{path}/{key}" if path else str(key))
 
-    look_into(content, "")
-    return found
+    collect(content, "")
+    return tensors

@@ -1,8 +1,8 @@
-"""Objectives: what is learnt of the examples, beside the method. One file an objective; its name is its name in a configuration.
+"""Objectives, the learning tasks of a federation.
 
-An objective says how wide the networks' last layer is, what a batch's loss is, what a network answers for a recording, and what is
-measured. Methods ask it by default, so that a method need not know what it learns. One of your own is a subclass of
-:class:`Objective`.
+An objective defines the width of the networks' last layer, the loss of a batch, the answer for a recording, and the metrics.
+Methods use the configured objective by default, so most methods support every task. Each objective is a file of this room;
+the file's name is the objective's name in a configuration. To write an objective, subclass :class:`Objective`.
 
 Imports training, data and core. Begin with classify.py.
 """

@@ -1,7 +1,8 @@
-"""Common parts of objectives whose answer is how strange a recording is.
+"""Base class of objectives for anomaly detection.
 
-From which score on a clip is called anomalous nobody can tell without anomalies. The threshold is therefore the ``quantile`` of the
-scores of a client's normal training clips, with the model that is measured; it is recorded as ``threshold`` and used for ``f1``.
+Training data without anomalies cannot determine a threshold between normal and anomalous scores. The threshold is therefore
+the ``quantile`` of the scores of a client's normal training clips under the evaluated model. The metrics table records it as
+``threshold``, and ``f1`` uses it.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from raydfl.objectives._objective import Objective, mean_over_clips
 from raydfl.training import Step
 
 _LISTED = 5
-"""Clients that a message names."""
+"""Maximum number of client ids in a message."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AnomalyObjective(Objective):
-    """Base of the objectives whose predictor gives one number for an example, the higher the stranger it is."""
+    """Base class of objectives with an anomaly score as their answer. Higher scores are more anomalous."""
 
     headline: ClassVar[str] = "auc"
     answers: ClassVar[Literal["class", "set", "score", "none"]] = "score"
@@ -36,8 +37,8 @@ class AnomalyObjective(Objective):
     normal: Annotated[
         tuple[str, ...],
         Field(
-            description="classes whose clips are normal, those of any other are anomalous; used in tests only; empty: nothing is "
-            "known of it, and only the loss is measured"
+            description="Normal classes. All remaining classes are anomalous. Only evaluations use this option. Empty: unknown, so "
+            "only the loss is measured."
         ),
     ] = ()
     quantile: Annotated[
@@ -45,126 +46,134 @@ class AnomalyObjective(Objective):
         Field(
             gt=0,
             lt=1,
-            description="share of a client's normal training clips whose scores lie below the threshold of anomalies",
+            description="Fraction of a client's normal training clips with scores below the threshold.",
         ),
     ] = 0.95
 
     def check(self, classes: Sequence[str], length: int | None) -> None:
-        """Refuse a normal class that is not there, and classes that are all normal."""
+        """Check that the normal classes exist and that an anomalous class remains."""
         for name in self.normal:
             if name not in classes:
                 raise ConfigError(f"objective.normal: there is no class {name!r}; {nearest(name, classes)}")
         if self.normal and set(classes) <= set(self.normal):
             raise ConfigError(
-                f"objective.normal names every class of the data ({', '.join(classes)}), so nothing is anomalous; leave some out, "
-                f"or set it to []"
+                f"objective.normal names every class of the data ({', '.join(classes)}), so no clip is anomalous. Remove the "
+                f"anomalous classes, or set it to []."
             )
 
     def names(self, classes: Sequence[str]) -> tuple[str, ...]:
-        """Return the name of the one output."""
+        """Return the name of the score."""
         return ("score",)
 
     def metrics(self, outputs: Tensor, examples: Examples) -> Metrics:
-        """Measure ``loss``, the mean score of normal clips, and ``scores``, those of all; a clip's is the mean of its segments'."""
+        """Compute ``loss``, the mean score of normal clips, and ``scores``, the scores of all clips.
+
+        The score of a clip is the mean of its segments' scores.
+        """
         scores, first = mean_over_clips(outputs[:, 0], examples)
         codes = {name: column[first] for name, column in examples.columns.items()}
         if not self.normal:
             return {"loss": Ratio(float(scores.sum()), len(scores))}
-        strange = np.array([name not in self.normal for name in examples.classes])
+        anomalous = np.array([name not in self.normal for name in examples.classes])
         labels = examples.labels[first]
-        truth = strange[labels] if examples.sets is None else (examples.sets[labels] & strange).any(axis=1)
+        truth = anomalous[labels] if examples.sets is None else (examples.sets[labels] & anomalous).any(axis=1)
         return {
             "loss": Ratio(float(scores[~truth].sum()), int(np.count_nonzero(~truth))),
-            "scores": Scores(scores, truth, groups=_groups(codes, len(scores))),
+            "scores": Scores(scores, truth, groups=_encode_groups(codes, len(scores))),
         }
 
     def evaluate(self, step: Step, name: str, examples: Examples, batch_size: int) -> Metrics:
-        """Measure what :meth:`metrics` says, and at a client the ``threshold`` and what it gives."""
-        found = dict(super().evaluate(step, name, examples, batch_size))
+        """Compute :meth:`metrics`, and at clients the ``threshold`` and its scores."""
+        metrics = dict(super().evaluate(step, name, examples, batch_size))
         normal = self.normal_examples(step.data.train).as_tested()
         if not len(normal):
-            return found
+            return metrics
         scores, _ = mean_over_clips(self.answers_to(step, name, normal, batch_size)[:, 0], normal)
         threshold = float(np.quantile(scores, self.quantile))
-        scored = found.get("scores")
-        if isinstance(scored, Scores):
-            found["scores"] = replace(scored, threshold=threshold)
-        return {**found, "threshold": Ratio(threshold, 1)}
+        test_scores = metrics.get("scores")
+        if isinstance(test_scores, Scores):
+            metrics["scores"] = replace(test_scores, threshold=threshold)
+        return {**metrics, "threshold": Ratio(threshold, 1)}
 
     def normal_examples(self, examples: Examples) -> Examples:
-        """Return those of a client's training examples that are normal; all where nothing is known of it."""
+        """Select the normal training examples of a client, or all if the option ``normal`` is empty."""
         if not self.normal or examples.sets is not None:
             return examples
-        numbers = [number for number, name in enumerate(examples.classes) if name in self.normal]
-        return examples.take(np.flatnonzero(np.isin(examples.labels, [*numbers, NO_LABEL])))
+        normal = [index for index, name in enumerate(examples.classes) if name in self.normal]
+        # Unlabelled training clips count as normal.
+        return examples.take(np.flatnonzero(np.isin(examples.labels, [*normal, NO_LABEL])))
 
     def remarks(self, population: Population) -> Sequence[str]:
-        """Name the clients of whose tests no AUC can be measured, or a poor one, and count anomalous training clips.
+        """Warn about anomalous training clips, and about client tests without an AUC or with an imprecise AUC.
 
         Raises:
-            DataError: a client has no normal clip to train on, or a single clip.
+            DataError: a client has no normal training clip, or a single training clip.
         """
         if not self.normal or population.sets is not None or not population.has_clips:
             return []
-        strange = np.array([name not in self.normal for name in population.classes])
+        anomalous = np.array([name not in self.normal for name in population.classes])
         clips = population.label_counts()
-        for client in np.flatnonzero((clips.sum(axis=1) > 0) & (clips[:, ~strange].sum(axis=1) == 0)).tolist():
+        for client in np.flatnonzero((clips.sum(axis=1) > 0) & (clips[:, ~anomalous].sum(axis=1) == 0)).tolist():
             raise DataError(
-                f"client {population.ids[client]!r} has no normal clip to train on: its {clips[client].sum()} are all anomalous, "
-                f"that is not of {', '.join(self.normal)} (objective.normal); choose data.split or data.partition differently"
+                f"client {population.ids[client]!r} has no normal training clip: all of its {clips[client].sum()} clips are "
+                f"anomalous, because objective.normal is {', '.join(self.normal)}. Change data.split or data.partition."
             )
         for client in np.flatnonzero(clips.sum(axis=1) == 1).tolist():
             raise DataError(
-                f"client {population.ids[client]!r} has one training clip, which says nothing of how far apart normal clips lie; "
-                f"leave such clients out with data.partition='{{minimum: 2, smaller: drop}}'"
+                f"client {population.ids[client]!r} has a single training clip, which does not show the variation of normal clips. "
+                f"Exclude clients of this size with data.partition='{{minimum: 2, smaller: drop}}'."
             )
-        found = []
-        if clips[:, strange].any():
-            found.append(
-                f"{clips[:, strange].sum()} of {clips.sum()} training clips are anomalous, and learnt from like normal ones unless "
-                f"the method says otherwise; data.pools or data.split.client_test keep them out"
+        remarks = []
+        if clips[:, anomalous].any():
+            remarks.append(
+                f"{clips[:, anomalous].sum()} of {clips.sum()} training clips are anomalous. Most methods learn from them as from "
+                f"normal clips. Use data.pools or data.split.client_test to exclude them."
             )
-        return found + self._on_tests(population, strange)
+        return remarks + self._check_tests(population, anomalous)
 
-    def _on_tests(self, population: Population, strange: np.ndarray) -> list[str]:
-        """Return what is to be said of the clients' tests."""
+    def _check_tests(self, population: Population, anomalous: np.ndarray) -> list[str]:
+        """Return warnings about the clients' tests. ``anomalous``: bool [classes]."""
         tests = population.label_counts("client_test")
-        some = np.flatnonzero(tests.sum(axis=1))
-        normal, anomalous = tests[some][:, ~strange].sum(axis=1), tests[some][:, strange].sum(axis=1)
-        found = []
-        for what, lacking in (("anomalous", anomalous == 0), ("normal", normal == 0)):
-            if lacking.any():
-                found.append(
-                    f"{lacking.sum()} of {len(some)} clients have no {what} clip in their own test and are left out of AUC: "
-                    f"{_named(population, some[lacking])}; choose data.split.client_test differently"
+        tested = np.flatnonzero(tests.sum(axis=1))
+        normal_clips = tests[tested][:, ~anomalous].sum(axis=1)
+        anomalous_clips = tests[tested][:, anomalous].sum(axis=1)
+        remarks = []
+        for kind, missing in (("anomalous", anomalous_clips == 0), ("normal", normal_clips == 0)):
+            if missing.any():
+                remarks.append(
+                    f"{missing.sum()} of {len(tested)} clients have no {kind} clip in their own test, so their AUC is undefined: "
+                    f"{_list_ids(population, tested[missing])}. Change data.split.client_test."
                 )
-        few = (normal > 0) & (anomalous > 0) & (normal * MAX_FALSE_POSITIVES < 1)
+        few = (normal_clips > 0) & (anomalous_clips > 0) & (normal_clips * MAX_FALSE_POSITIVES < 1)
         if few.any():
-            found.append(
-                f"{few.sum()} of {len(some)} clients have fewer than {round(1 / MAX_FALSE_POSITIVES)} normal clips in their own "
-                f"test, the fewest {normal[few].min()}: up to a false positive rate of {MAX_FALSE_POSITIVES:g} not one of them may "
-                f"be taken for anomalous, so their partial AUC says little: {_named(population, some[few])}"
+            remarks.append(
+                f"{few.sum()} of {len(tested)} clients have fewer than {round(1 / MAX_FALSE_POSITIVES)} normal clips in their own "
+                f"test (minimum {normal_clips[few].min()}): {_list_ids(population, tested[few])}. A false positive rate of "
+                f"{MAX_FALSE_POSITIVES:g} then allows no false positive, so their partial AUC is imprecise."
             )
-        return found
+        return remarks
 
 
-def _named(population: Population, clients: np.ndarray) -> str:
-    """Return the ids of the first of some clients."""
-    names = [population.ids[client] for client in clients[:_LISTED].tolist()]
-    return ", ".join(names) + (f" and {len(clients) - _LISTED} more" if len(clients) > _LISTED else "")
+def _list_ids(population: Population, clients: np.ndarray) -> str:
+    """Join the ids of the first clients."""
+    ids = [population.ids[client] for client in clients[:_LISTED].tolist()]
+    return ", ".join(ids) + (f" and {len(clients) - _LISTED} more" if len(clients) > _LISTED else "")
 
 
-def _groups(codes: Mapping[str, np.ndarray], clips: int) -> np.ndarray | None:
-    """Return the machine and the domain of each clip as numbers, int64 [clips, 2]; ``None`` where no column says either.
+def _encode_groups(codes: Mapping[str, np.ndarray], clips: int) -> np.ndarray | None:
+    """Encode the machine and the domain of each clip as integers.
 
     Args:
-        codes: int [clips] each, by column.
-        clips: how many.
+        codes: int [clips] for each column.
+        clips: number of clips.
+
+    Returns:
+        int64 [clips, 2], or ``None`` if the data have none of the columns.
     """
-    which = [codes[name] for name in ("machine", "id", "section") if name in codes]
-    if not which and "domain" not in codes:
+    machine_codes = [codes[name] for name in ("machine", "id", "section") if name in codes]
+    if not machine_codes and "domain" not in codes:
         return None
     machines = np.zeros(clips, np.int64)
-    for place, column in enumerate(which):
-        machines += column.astype(np.int64) << 20 * place
+    for position, column in enumerate(machine_codes):
+        machines += column.astype(np.int64) << 20 * position  # 20 bits for each column
     return np.stack([machines, codes.get("domain", np.zeros(clips, np.int64))], axis=1)

@@ -1,4 +1,4 @@
-"""Objective: what is learnt of the examples: the base of every objective."""
+"""Base class of objectives."""
 
 from __future__ import annotations
 
@@ -19,54 +19,60 @@ from raydfl.data import Examples, Population
 from raydfl.training import Step, predict
 
 EXTENSION = "objective"
-"""The name under which a network holds what its objective adds to it: its tensors are ``model/objective...``."""
+"""Attribute of a network with its objective's :meth:`Objective.extension`. Its tensors are ``model/objective...``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Objective(StrictTypes):
-    """Base of every objective. A frozen dataclass: its fields are its options. It holds no state."""
+    """Base class of objectives: a frozen dataclass without state, whose fields are its options."""
 
     labels: ClassVar[Labels] = "any"
-    """The labels that it needs of a clip: one, a set of labels (``data.label_sets``), or nothing, whatever labels there are."""
+    """Required labels of a clip: one label, a set of labels (``data.label_sets``), or any, including none."""
 
     headline: ClassVar[str] = "loss"
-    """The score by which runs are compared where nobody says another, by the last part of its name."""
+    """Default metric for comparing runs, by the last part of its name."""
 
     answers: ClassVar[Literal["class", "set", "score", "none"]] = "none"
-    """The answer of a network about a recording: the most probable class, a set of classes, how strange it is, or nothing."""
+    """Kind of answer for a recording: the most probable class, a set of classes, an anomaly score, or none."""
 
     @property
     def needs(self) -> Needs:
-        """The needs of other settings; by default the :attr:`labels`."""
+        """Requirements on other settings. By default the :attr:`labels`."""
         return Needs(labels=self.labels, own_outputs=self.labels == "sets")
 
     def check(self, classes: Sequence[str], length: int | None) -> None:
-        """Refuse options that do not fit the data, with a ConfigError, before the first round.
+        """Check the options against the data before the first round.
 
         Args:
             classes: names of the classes.
-            length: frames of every example of a view that a network reads; ``None``: they differ, or it is one of images.
+            length: frames of each example of a view. ``None``: lengths differ, or the view has images.
+
+        Raises:
+            ConfigError: an option does not fit the data.
         """
 
     def remarks(self, population: Population) -> Sequence[str]:
-        """Return what is to be said of the clients' data before the first round, or refuse them with a DataError.
+        """Return warnings about the clients' data before the first round.
 
         Args:
-            population: all clients, of one part where there are parts; it holds no examples where these are at sites.
+            population: all clients, of one part if the data have parts. Without examples if they are stored at sites.
+
+        Raises:
+            DataError: the objective cannot learn from the data.
         """
         return ()
 
     def outputs(self, classes: int) -> int:
-        """Return how many numbers a network gives for an example; by default one for each class."""
+        """Return the number of outputs of a network. By default one for each class."""
         return classes
 
     def extension(self, spec: ModelSpec) -> nn.Module | None:
-        """Return what a network needs besides for this objective, freshly initialised; by default nothing.
+        """Build the module that a network additionally needs for this objective. By default ``None``.
 
-        It becomes a part of the network, ``network.objective``; its tensors travel and are kept as the network's own.
+        The module becomes ``network.objective``. Its tensors are sent and stored like the network's tensors.
 
         Args:
-            spec: of the network: ``inputs`` features of a frame, ``classes`` of the data, ``width`` outputs.
+            spec: specification of the network: ``inputs`` features of a frame, ``classes`` of the data, ``width`` outputs.
         """
         return None
 
@@ -74,30 +80,33 @@ class Objective(StrictTypes):
         """Add the :meth:`extension` to a freshly built network.
 
         Raises:
-            ConfigError: the network has something of that name.
+            ConfigError: the network already has an attribute with this name.
         """
         extension = self.extension(spec)
         if extension is None:
             return
         if hasattr(network, EXTENSION):
             raise ConfigError(
-                f"models.{spec.name}: {type(network).__name__} has an attribute {EXTENSION!r}, under which "
-                f"{type(self).__name__} adds tensors of its own; rename it"
+                f"models.{spec.name}: {type(network).__name__} has an attribute {EXTENSION!r}, but {type(self).__name__} needs "
+                f"this name for its tensors. Rename the attribute."
             )
         network.add_module(EXTENSION, extension)
 
     def loss(self, step: Step, name: str, batch: Batch) -> Tensor:
-        """Return the loss of a batch, a scalar that ends in ``batch.mean(...)``.
+        """Compute the loss of a batch.
 
         Args:
-            step: of the client.
-            name: of the model that learns.
-            batch: some training examples.
+            step: training step of the client.
+            name: the trained model.
+            batch: training examples.
+
+        Returns:
+            A scalar, computed with ``batch.mean(...)``.
         """
         raise NotImplementedError
 
     def predictor(self, network: nn.Module) -> nn.Module:
-        """Return what is asked about recordings: by default the network itself.
+        """Return the module that predicts recordings. By default the network itself.
 
         Returns:
             A module: x float32 [batch, frames, inputs], lengths int64 [batch] or ``None`` -> float32 [batch, answers].
@@ -105,65 +114,72 @@ class Objective(StrictTypes):
         return network
 
     def answer(self, outputs: Tensor) -> Tensor:
-        """Return what the predictor's outputs say, in the form that is averaged over the segments of a clip by default.
+        """Convert the predictor's outputs to probabilities or scores. By default unchanged.
 
         Args:
-            outputs: float64 [rows, answers], of the :meth:`predictor`.
+            outputs: float64 [rows, answers], outputs of the :meth:`predictor`.
 
         Returns:
-            float64 [rows, answers]: probabilities or scores; by default the outputs as they are.
+            float64 [rows, answers].
         """
         return outputs
 
     def averages_logits(self) -> bool:
-        """Return whether a clip's answer is that of the mean of its segments' outputs, and not the mean of their answers."""
+        """Return true to average the outputs of a clip's segments before :meth:`answer`, false to average their answers."""
         return False
 
     def answer_of_clip(self, outputs: Tensor) -> Tensor:
-        """Return what is said of a clip: float64 [answers], of its segments' outputs float64 [segments, answers]."""
+        """Combine the outputs of a clip's segments, float64 [segments, answers], into its answer, float64 [answers]."""
         if self.averages_logits():
             return self.answer(outputs.mean(dim=0, keepdim=True))[0]
         return self.answer(outputs).mean(dim=0)
 
     def chosen(self, answer: np.ndarray) -> np.ndarray:
-        """Return which classes a clip has: bool [classes], of its answer float64 [classes]; asked where ``answers`` is "set"."""
+        """Choose the classes of a clip if :attr:`answers` is "set".
+
+        Args:
+            answer: float64 [classes].
+
+        Returns:
+            bool [classes].
+        """
         return answer >= 0.5
 
     def names(self, classes: Sequence[str]) -> tuple[str, ...]:
-        """Return what the predictor's outputs are called: by default the classes' names."""
+        """Return the names of the predictor's outputs. By default the classes."""
         return tuple(classes)
 
     def metrics(self, outputs: Tensor, examples: Examples) -> Metrics:
-        """Return what is measured on some examples: ``loss`` and scores.
+        """Compute the metrics of a prediction: ``loss`` and scores.
 
         Args:
-            outputs: float32 [examples, answers], of the :meth:`predictor`.
-            examples: with labels, and the numbers of the clips that segments are of.
+            outputs: float32 [examples, answers], outputs of the :meth:`predictor`.
+            examples: the examples, with labels and the clip of each segment.
         """
         raise NotImplementedError
 
     def evaluate(self, step: Step, name: str, examples: Examples, batch_size: int) -> Metrics:
-        """Measure a model of a step on some examples; by default :meth:`metrics` of the predictor's outputs."""
+        """Evaluate a model on examples. By default with :meth:`metrics`."""
         return self.metrics(self.answers_to(step, name, examples, batch_size), examples)
 
     def answers_to(self, step: Step, name: str, examples: Examples, batch_size: int) -> Tensor:
-        """Return the predictor's outputs for some examples, float32 [examples, answers], on the CPU."""
+        """Compute the predictor's outputs for examples: float32 [examples, answers], on the CPU."""
         network = step.models[name]
         predictor = self.predictor(network)
-        if predictor is not network:
+        if predictor is not network:  # the predictor must read the network's view
             step = dataclasses.replace(step, models={**step.models, name: same_view(predictor, network)})
         return predict(step, name, examples, batch_size)
 
 
 def mean_over_clips(values: Tensor, examples: Examples) -> tuple[np.ndarray, np.ndarray]:
-    """Return one row for each clip: the mean over its segments, in the order of the clips' numbers.
+    """Average values over the segments of each clip.
 
     Args:
         values: [examples, ...].
-        examples: whose ``clips`` say which segments are of one clip.
+        examples: the examples, with the clip of each segment in ``clips``.
 
     Returns:
-        float64 [clips, ...], and int64 [clips]: the position of each clip's first segment.
+        float64 [clips, ...], in ascending order of ``clips``, and int64 [clips], the position of each clip's first segment.
     """
     rows = values.detach().to("cpu", torch.float64).numpy()
     _, first, clip = np.unique(examples.clips, return_index=True, return_inverse=True)

@@ -1,4 +1,4 @@
-"""Distances of recordings' outputs from those of training clips."""
+"""Distances between the outputs of recordings and of training clips."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ from torch import Tensor
 Reference = Literal["own_centre", "mahalanobis", "nearest"]
 
 _RIDGE = 1e-6
-"""Added to each variance, so that outputs that are all one point have a covariance that can be inverted."""
-
+"""Constant added to each variance, so that identical outputs have an invertible covariance."""
 
 _FARTHEST = 4.0
-"""The squared distance of opposite points of length 1."""
+"""Squared distance of opposite points on the unit sphere."""
 
 
 def distances(kind: Reference, z: Tensor, reference: Tensor, same: Tensor | None = None) -> Tensor:
-    """Return a squared distance for each of z: float64 [rows].
-
-    ``own_centre``: from the mean of the reference. ``mahalanobis``: from it, by the reference's covariance, which is shrunk towards
-    a multiple of the identity as far as O. Ledoit and M. Wolf found best (2004). ``nearest``: from the nearest one of another clip.
+    """Compute the squared distance of outputs from reference outputs.
 
     Args:
-        kind: which distance.
-        z: float64 [rows, size].
-        reference: float64 [clips or segments, size], at least one.
-        same: bool [rows, clips or segments]: which are of one clip; ``None``: none are.
+        kind: ``own_centre``: distance from the mean of the reference. ``mahalanobis``: Mahalanobis distance from the mean, with
+            the covariance shrunk as in O. Ledoit and M. Wolf (2004). ``nearest``: distance from the nearest reference row of
+            another clip.
+        z: float64 [rows, size], outputs.
+        reference: float64 [clips or segments, size], reference outputs, at least one.
+        same: bool [rows, clips or segments], true for rows of the same clip. ``None``: all clips differ.
+
+    Returns:
+        float64 [rows].
     """
     if kind == "nearest":
         away = torch.cdist(z, reference, compute_mode="donot_use_mm_for_euclid_dist").square()
@@ -36,7 +37,7 @@ def distances(kind: Reference, z: Tensor, reference: Tensor, same: Tensor | None
     away = z - reference.mean(dim=0)
     if kind == "own_centre":
         return away.square().sum(dim=1)
-    from sklearn.covariance import ledoit_wolf  # a second that most runs need not spend
+    from sklearn.covariance import ledoit_wolf  # takes a second to import, and most runs do not need it
 
     covariance = _RIDGE * torch.eye(z.shape[1], dtype=z.dtype)
     if len(reference) > 1:

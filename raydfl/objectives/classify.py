@@ -1,4 +1,4 @@
-"""Classify: every clip is of one class. Cross-entropy; accuracy and the confusion matrix are measured."""
+"""Classify: single-label classification with cross-entropy."""
 
 from __future__ import annotations
 
@@ -19,45 +19,45 @@ from raydfl.training import Step
 
 @dataclass(frozen=True, kw_only=True)
 class Classify(Objective):
-    """One class for each clip, learnt by cross-entropy."""
+    """Classification of each clip into one class, trained with cross-entropy."""
 
     labels: ClassVar[Literal["one", "sets", "any"]] = "one"
     headline: ClassVar[str] = "accuracy"
     answers: ClassVar[Literal["class", "set", "score", "none"]] = "class"
 
     average: Annotated[
-        Average, Field(description="what is averaged over a clip's segments: their probabilities, or their logits")
+        Average, Field(description="Quantity averaged over the segments of a clip: probabilities or logits.")
     ] = "probabilities"
     top_k: Annotated[
         int | None,
         Field(
             ge=1,
-            description="also measured: the share of clips whose class is among so many most probable ones; null: not",
+            description="Also report top-k accuracy for this k. null: only accuracy.",
         ),
     ] = None
 
     def check(self, classes: Sequence[str], length: int | None) -> None:
-        """Refuse a ``top_k`` that no answer could miss."""
+        """Check that ``top_k`` is below the number of classes."""
         if self.top_k is not None and self.top_k >= len(classes):
             raise ConfigError(
-                f"objective.top_k is {self.top_k}, and there are {len(classes)} classes, so that every answer would be right; "
-                f"take at most {len(classes) - 1}"
+                f"objective.top_k is {self.top_k}, but with {len(classes)} classes every answer would be correct. Use at most "
+                f"{len(classes) - 1}."
             )
 
     def loss(self, step: Step, name: str, batch: Batch) -> Tensor:
-        """Mean cross-entropy."""
+        """Compute the mean cross-entropy."""
         logits = step.forward(name, batch)
         return batch.cross_entropy(logits)
 
     def answer(self, outputs: Tensor) -> Tensor:
-        """Probabilities: the softmax."""
+        """Compute probabilities with a softmax."""
         return outputs.softmax(dim=1)
 
     def averages_logits(self) -> bool:
-        """Return whether that was chosen."""
+        """Return true if the option ``average`` is "logits"."""
         return self.average == "logits"
 
     def metrics(self, outputs: Tensor, examples: Examples) -> Metrics:
-        """Measure ``loss``, ``accuracy``, ``top_k_accuracy`` and ``confusion`` of each clip, from the mean over its segments."""
+        """Compute ``loss``, ``accuracy``, ``top_k_accuracy`` and ``confusion`` over clips."""
         classes = outputs.shape[1]
         return classification_metrics(outputs, examples.labels, examples.clips, classes, self.average, self.top_k)

@@ -1,21 +1,21 @@
-"""Compact: clips are brought near each other, and what then lies far from them is strange (one-class learning).
+"""Compact: one-class learning, which clusters normal clips and scores recordings by their distance.
 
-    z_i   what the network gives for clip i, scaled to length 1
-    m_c   the mean of z over the batch's clips of class c, or over all of the batch
+    z_i   output of the network for clip i, scaled to length 1
+    m_c   mean of z over the batch's clips of class c, or over the whole batch
     loss  mean over the batch of ||z_i - m||^2, plus ``spread`` times v
-    v     mean over the d numbers j of z of max(0, 1 - sqrt(d var(z_j) + 1e-4)), var over the batch
+    v     mean over the d dimensions j of z of max(0, 1 - sqrt(d var(z_j) + 1e-4)), var over the batch
 
-after L. Ruff and others, Deep One-Class Classification, ICML 2018, with the batch's mean in the place of a fixed centre. What is
-far is told by a running mean of the centres, which is a part of the network (``model/objective.sums`` and ``.counts``, decayed by
-``momentum`` at each step), so that it travels and is averaged as the network is, each client counting as it does there. A
-recording's score is the squared distance to the nearest centre of a class that some client has.
+After L. Ruff et al., Deep One-Class Classification, ICML 2018, with the mean of the batch in place of a fixed centre. The
+network also contains running means of the centres (``model/objective.sums`` and ``.counts``, decayed by ``momentum`` at each
+step). They are sent and averaged like the network, with the same weights of clients. The score of a recording is the squared
+distance to the nearest centre. Only centres of classes that occur at a client count.
 
-Brought near enough to each other, all clips are one point, and no score says anything: the loss of normal clips is then 0. Against
-this stands v, the variance term of A. Bardes, J. Ponce and Y. LeCun, VICReg, ICLR 2022, equation 1. Their z has any length and its
-deviation is held at 1; here z has length 1, so 1 / sqrt(d) takes that place: what z has where it is spread over the whole sphere.
+The loss of normal clips is 0 if all outputs collapse to one point, and scores are then meaningless. The term v prevents this.
+It is the variance term of A. Bardes, J. Ponce, Y. LeCun, VICReg, ICLR 2022, equation 1. VICReg targets a standard deviation
+of 1 for outputs of any length. Here z has length 1, so the target is 1 / sqrt(d), the deviation on the whole sphere.
 
-With ``score`` a client holds its recordings against what its network makes of its own training clips, each time that it is measured
-(raydfl.objectives._reference); nothing is then measured at the server, which has none.
+With ``score`` other than ``centre``, each evaluation compares the recordings of a client with the outputs of its training
+clips (raydfl.objectives._reference). The server has no training clips and measures no scores.
 """
 
 from __future__ import annotations
@@ -35,34 +35,34 @@ from raydfl.objectives._reference import distances
 from raydfl.training import Step, predict
 
 _NONE = 1e-6
-"""Clips in the running count of a class from which on it is known."""
+"""Minimum running count of a class with a known centre."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compact(AnomalyObjective):
-    """Clips near each other; a recording's score is its distance to where they are."""
+    """One-class learning: a recording's score is its distance to the cluster of the training clips."""
 
-    size: Annotated[int, Field(ge=2, description="numbers that the network gives for a clip")] = 32
+    size: Annotated[int, Field(ge=2, description="Outputs of the network for a clip.")] = 32
     by: Annotated[
-        Literal["all", "class"], Field(description="one centre for all training clips, or one for each class")
+        Literal["all", "class"], Field(description="Centres: one for all training clips, or one for each class.")
     ] = "all"
     momentum: Annotated[
         float,
-        Field(ge=0, lt=1, description="what is kept of the running centres at each step; 0: those of the last batch"),
+        Field(ge=0, lt=1, description="Momentum of the running centres. 0: the centres of the last batch."),
     ] = 0.9
 
     spread: Annotated[
         float,
         Field(
             ge=0,
-            description="weight of a term that keeps all clips from becoming one point (VICReg's variance term); 0: none",
+            description="Weight of VICReg's variance term, which prevents a collapse to one point. 0 disables it.",
         ),
     ] = 0.0
     score: Annotated[
         Literal["centre", "own_centre", "mahalanobis", "nearest"],
         Field(
-            description="what a score is the distance to. centre: the running centre, which travels. At clients alone, of their "
-            "own training clips: own_centre, their mean; mahalanobis, their mean, by their covariance; nearest, the nearest one"
+            description="Distance used as the score. centre: to the running centre, at server and clients. Only at clients, from "
+            "their training clips: own_centre, to the mean; mahalanobis, Mahalanobis distance to the mean; nearest, to the nearest."
         ),
     ] = "centre"
 
@@ -71,21 +71,21 @@ class Compact(AnomalyObjective):
         return self.size
 
     def extension(self, spec: ModelSpec) -> nn.Module:
-        """Return the running centres."""
+        """Build the running centres."""
         return Centres(spec.classes if self.by == "class" else 1, self.size)
 
     def loss(self, step: Step, name: str, batch: Batch) -> Tensor:
-        """Mean squared distance to the batch's own centres, and the spread's term; the running centres follow."""
+        """Compute the mean squared distance to the batch's centres and the variance term, and update the running centres."""
         z = F.normalize(step.forward(name, batch), dim=1)
         return self.distance(z, self.follow(cast(Any, step.models[name]).objective, z, batch), batch)
 
     def follow(self, centres: Centres, z: Tensor, batch: Batch) -> Tensor:
-        """Let running centres follow a batch, and return the batch's own centre of each example.
+        """Update the running centres from a batch, and return the batch's centre of each example.
 
         Args:
-            centres: of the network; ``network.objective``.
+            centres: running centres of the network, ``network.objective``.
             z: float32 [batch, size], of length 1.
-            batch: whose weights say what counts.
+            batch: the batch, with weights of 0 for padding.
 
         Returns:
             float32 [batch, size], with gradients.
@@ -94,18 +94,18 @@ class Compact(AnomalyObjective):
         mass = member if batch.weight is None else member * batch.weight.unsqueeze(1)
         counts = mass.sum(dim=0)
         means = (mass.T @ z) / counts.clamp_min(_NONE).unsqueeze(1)
-        with torch.no_grad():
+        with torch.no_grad():  # the running centres are statistics, not parameters
             centres.sums.mul_(self.momentum).add_(mass.T @ z)
             centres.counts.mul_(self.momentum).add_(counts)
         return member @ means
 
-    def distance(self, z: Tensor, places: Tensor, batch: Batch) -> Tensor:
-        """Return the mean squared distance of z from some places, both float32 [batch, size], and the spread's term: a scalar."""
-        away = (z - places).square().sum(dim=1)
-        return batch.mean(away + self.spread * _narrowness(z, batch) if self.spread else away)
+    def distance(self, z: Tensor, centres: Tensor, batch: Batch) -> Tensor:
+        """Compute the mean squared distance between z and centres, both float32 [batch, size], plus the variance term."""
+        squares = (z - centres).square().sum(dim=1)
+        return batch.mean(squares + self.spread * _narrowness(z, batch) if self.spread else squares)
 
     def _membership(self, batch: Batch, z: Tensor, counts: Tensor) -> Tensor:
-        """Return the centre that each example belongs to, float32 [batch, centres]; to the mean of several of a set of classes."""
+        """Compute the membership of examples in centres: float32 [batch, centres]. Sets of classes have equal shares."""
         if self.by == "all":
             return torch.ones_like(z[:, :1])
         if batch.y.is_floating_point():
@@ -113,31 +113,33 @@ class Compact(AnomalyObjective):
         return (batch.y.unsqueeze(1) == torch.arange(len(counts), device=batch.y.device)).float()
 
     def predictor(self, network: nn.Module) -> nn.Module:
-        """Return the network with the distance to its nearest centre."""
+        """Wrap the network to compute the distance to its nearest centre."""
         return _Distance(network)
 
     def evaluate(self, step: Step, name: str, examples: Examples, batch_size: int) -> Metrics:
-        """Measure a model by :attr:`score`; nothing where that needs training clips and there are none."""
+        """Evaluate a model by :attr:`score`. Return no metrics if the score needs training clips and there are none."""
         if self.score != "centre" and not len(self.normal_examples(step.data.train)):
             return {}
         return AnomalyObjective.evaluate(self, step, name, examples, batch_size)
 
     def answers_to(self, step: Step, name: str, examples: Examples, batch_size: int) -> Tensor:
-        """Return the scores of some examples, float [examples, 1], on the CPU."""
+        """Compute the scores of examples: float [examples, 1], on the CPU."""
         if self.score == "centre":
             return AnomalyObjective.answers_to(self, step, name, examples, batch_size)
-        own = self.normal_examples(step.data.train).as_tested()
-        reference, z = (F.normalize(predict(step, name, part, batch_size).double(), dim=1) for part in (own, examples))
-        same = torch.from_numpy(examples.clips[:, None] == own.clips[None, :])
+        normal = self.normal_examples(step.data.train).as_tested()
+        reference, z = (
+            F.normalize(predict(step, name, clips, batch_size).double(), dim=1) for clips in (normal, examples)
+        )
+        same = torch.from_numpy(examples.clips[:, None] == normal.clips[None, :])
         return distances(self.score, z, reference, same)[:, None]
 
 
 def _narrowness(z: Tensor, batch: Batch) -> Tensor:
-    """Return how much the deviations of numbers fall short of those on the whole sphere: a scalar, 0 to 1, padding left out.
+    """Compute the variance term v, without padding: a scalar from 0 (spread over the sphere) to 1 (collapsed).
 
     Args:
         z: float32 [batch, size], of length 1.
-        batch: whose weights say what is padding.
+        batch: the batch, with weights of 0 for padding.
     """
     weight = torch.ones_like(z[:, :1]) if batch.weight is None else batch.weight.unsqueeze(1)
     mean = (weight * z).sum(dim=0) / weight.sum().clamp_min(1.0)
@@ -146,11 +148,11 @@ def _narrowness(z: Tensor, batch: Batch) -> Tensor:
 
 
 class Centres(nn.Module):
-    """Sums and counts of what the network gave, decayed step by step; their quotients are the centres.
+    """Decayed sums and counts of the network's outputs. Their quotients are the running centres.
 
     Args:
-        centres: how many.
-        size: numbers of each.
+        centres: number of centres.
+        size: dimension of a centre.
     """
 
     sums: Tensor
@@ -163,7 +165,7 @@ class Centres(nn.Module):
 
 
 class _Distance(nn.Module):
-    """From features to the squared distance to the nearest known centre: float32 [batch, 1]."""
+    """Network with the squared distance to the nearest known centre as its output: float32 [batch, 1]."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -172,8 +174,8 @@ class _Distance(nn.Module):
     def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
         centres = cast(Any, self.network).objective
         z = F.normalize(self.network(x, lengths).float(), dim=1)
-        places = centres.sums / centres.counts.clamp_min(_NONE).unsqueeze(1)
-        away = (z.unsqueeze(1) - places).square().sum(dim=2)
-        unknown = torch.where(centres.counts > _NONE, 0.0, 1e3)  # farther than any two points of length 1
-        nearest: Tensor = (away + unknown).amin(dim=1, keepdim=True)
+        means = centres.sums / centres.counts.clamp_min(_NONE).unsqueeze(1)
+        squares = (z.unsqueeze(1) - means).square().sum(dim=2)
+        unknown = torch.where(centres.counts > _NONE, 0.0, 1e3)  # larger than any distance on the unit sphere
+        nearest: Tensor = (squares + unknown).amin(dim=1, keepdim=True)
         return nearest

@@ -1,4 +1,4 @@
-"""Updates as changes: how far a client went from the server's tensors, over all that it sends for one key."""
+"""Changes: differences between a client update and the server's tensors of the same key."""
 
 from __future__ import annotations
 
@@ -11,42 +11,48 @@ import numpy as np
 from raydfl.core.ops import ClientVectors
 from raydfl.core.tensors import FlatTensors, Layout
 from raydfl.core.types import Tensors, Update
-from raydfl.rules._weights import absent, check_shapes, flat
+from raydfl.rules._weights import check_shapes, find_unweighted, flatten_current
 
 
-class Base:
-    """The server's tensors, from which changes are measured; 0 where it has none. They are flattened once for each layout."""
+class ServerTensors:
+    """The server's tensors, flattened once for each layout of an update. Missing tensors count as 0.
+
+    Args:
+        current: the server's tensors by key.
+    """
 
     def __init__(self, current: Mapping[str, Tensors]) -> None:
-        """Args: current: the server's tensors by key."""
         self._current = current
         self._flat: dict[tuple[str, Layout], np.ndarray] = {}
 
-    def under(self, update: Update, layout: Layout) -> np.ndarray:
-        """Return the server's values where an update has its own: float32 [layout.size]; not to be written to.
+    def flatten_like(self, update: Update, layout: Layout) -> np.ndarray:
+        """Flatten the server's tensors in the layout of an update.
+
+        Returns:
+            float32 [layout.size], shared between calls: do not write to it.
 
         Raises:
-            RaydflError: a tensor of the update has another shape at the server.
+            RaydflError: a tensor has different shapes in the update and at the server.
         """
         key = (update.key, layout)
         if key not in self._flat:
             tensors = self._current.get(update.key, {})
             check_shapes(update, layout, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
-            self._flat[key] = flat(tensors, layout)
+            self._flat[key] = flatten_current(tensors, layout)
         return self._flat[key]
 
-    def length(self, update: Update) -> float:
-        """Return the Euclidean length of an update's change, elements without weight left out."""
+    def change_norm(self, update: Update) -> float:
+        """Compute the Euclidean norm of an update's change, without elements of weight 0."""
         sent = FlatTensors.of(update.tensors)
-        base = self.under(update, sent.layout)
-        mask = absent(update, sent.layout)
+        base = self.flatten_like(update, sent.layout)
+        mask = find_unweighted(update, sent.layout)
         vector = sent.vector if mask is None else np.where(mask, base, sent.vector)
         return math.sqrt(ClientVectors([vector]).squared_distances(base)[0])
 
-    def shortened(self, update: Update, factor: float) -> Update:
-        """Return the same update with its change multiplied by a factor, in new memory."""
+    def scale_change(self, update: Update, factor: float) -> Update:
+        """Multiply the change of an update by a factor and return the result as a new update."""
         sent = FlatTensors.of(update.tensors)
-        base = self.under(update, sent.layout)
+        base = self.flatten_like(update, sent.layout)
         vector = sent.vector - base
         vector *= np.float32(factor)
         vector += base

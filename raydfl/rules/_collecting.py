@@ -1,4 +1,4 @@
-"""Rules that need all updates at once, and how the updates are cut into groups for them."""
+"""Base class of rules over all updates of a round, and the grouping of updates."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torch import Tensor
 
 from raydfl.core.tensors import FlatTensors, Layout
 from raydfl.core.types import Ratio, Tensors, Update
-from raydfl.rules._cuts import filled
+from raydfl.rules._cuts import fill_cuts
 from raydfl.rules._group import Group
-from raydfl.rules._rule import Aggregate, Rule, over_current
+from raydfl.rules._rule import Aggregate, Rule, merge_tensors
 from raydfl.rules._weights import check_shapes
 
 
 @dataclass(frozen=True)
 class CollectingRule(Rule):
-    """A rule that needs all updates at once. A subclass says how one :class:`Group` becomes one vector.
+    """Base class of rules over all updates of a round. A subclass combines a :class:`Group` into a vector.
 
-    The coordinate-wise median, for example::
+    Example, the coordinate-wise median::
 
         @dataclass(frozen=True)
         class Median(CollectingRule):
@@ -33,51 +33,62 @@ class CollectingRule(Rule):
 
     @abstractmethod
     def combine(self, group: Group) -> np.ndarray:
-        """Return the server's new values, float [group.layout.size], from those that the clients sent."""
+        """Combine the values of the clients into the server's new values.
+
+        Returns:
+            float [group.layout.size].
+        """
 
     def __call__(
         self, updates: Iterable[Update], current: Mapping[str, Tensors], rng: np.random.Generator | None = None
     ) -> Aggregate:
-        """See :class:`Rule`."""
-        sent = [filled(update, current.get(update.key, {})) for update in updates]
+        """Combine the updates group by group."""
+        sent = [fill_cuts(update, current.get(update.key, {})) for update in updates]
         by_key: dict[str, list[int]] = {}
         for position, update in enumerate(sent):
             by_key.setdefault(update.key, []).append(position)
         changed: dict[str, dict[str, Tensor]] = {}
         report: dict[str, Ratio] = {}
-        kept, elements, judged = np.zeros(len(sent)), np.zeros(len(sent)), False
+        # A client may be in several groups: its influence is the mean over groups, weighted by their elements.
+        influences, elements, has_influence = np.zeros(len(sent)), np.zeros(len(sent)), False
         with one_thread():
             for key, positions in by_key.items():
                 changed[key] = {}
-                for members, group in _groups([sent[position] for position in positions], current.get(key, {})):
+                for members, group in _split_by_senders(
+                    [sent[position] for position in positions], current.get(key, {})
+                ):
                     group.random = rng
                     vector = np.ascontiguousarray(self.combine(group), dtype=np.float32)
-                    # Each tensor gets memory of its own: pickling a view would pickle the whole vector.
+                    # Clone each tensor, because pickling a view would pickle the whole vector.
                     changed[key] |= {name: view.clone() for name, view in group.layout.views(vector).items()}
                     for name, ratio in group.report.items():
                         report[name] = report.get(name, Ratio(0, 0)) + ratio
                     if group.influence is not None:
-                        judged = True
-                        places = [positions[member] for member in members]
-                        kept[places] += group.influence * group.layout.size
-                        elements[places] += group.layout.size
-        influence = kept / np.maximum(elements, 1) if judged else None
-        return Aggregate(over_current(changed, current), report, influence)
+                        has_influence = True
+                        rows = [positions[member] for member in members]
+                        influences[rows] += group.influence * group.layout.size
+                        elements[rows] += group.layout.size
+        influence = influences / np.maximum(elements, 1) if has_influence else None
+        return Aggregate(merge_tensors(changed, current), report, influence)
 
 
 def one_thread() -> ThreadpoolController:
-    """Return a context in which matrix products use one thread: the order of their sums depends on the number of threads."""
-    return _blas().limit(limits=1, user_api="blas")
+    """Limit NumPy's matrix products to a single thread within a ``with`` block, for reproducible sums."""
+    # The number of threads changes the order of the sums, and so their last bits.
+    return _find_blas().limit(limits=1, user_api="blas")
 
 
 @cache
-def _blas() -> ThreadpoolController:
-    """Return the libraries behind NumPy's matrix products."""
+def _find_blas() -> ThreadpoolController:
     return ThreadpoolController()
 
 
-def _groups(updates: Sequence[Update], current: Tensors) -> Iterator[tuple[Sequence[int], Group]]:
-    """Group the updates of one key so that within a group every client has every tensor; with the clients' positions."""
+def _split_by_senders(updates: Sequence[Update], current: Tensors) -> Iterator[tuple[Sequence[int], Group]]:
+    """Split the tensors of a key into groups from the same clients.
+
+    Yields:
+        The positions of the clients in ``updates``, and their group.
+    """
     rows = [FlatTensors.of(update.tensors) for update in updates]
     shapes = {name: tuple(tensor.shape) for name, tensor in current.items()}
     for position, (update, row) in enumerate(zip(updates, rows, strict=True)):
@@ -91,23 +102,23 @@ def _groups(updates: Sequence[Update], current: Tensors) -> Iterator[tuple[Seque
         for name in row:
             senders.setdefault(name, []).append(position)
     names: dict[tuple[int, ...], list[str]] = {}
-    for name, those in senders.items():
-        names.setdefault(tuple(those), []).append(name)
-    for positions, together in names.items():
-        layout = Layout(tuple(together), tuple(shapes[name] for name in together))
+    for name, positions_of_senders in senders.items():
+        names.setdefault(tuple(positions_of_senders), []).append(name)
+    for positions, group_names in names.items():
+        layout = Layout(tuple(group_names), tuple(shapes[name] for name in group_names))
         yield (
             positions,
             Group(
                 layout,
-                [_part(rows[position], layout) for position in positions],
+                [_select_tensors(rows[position], layout) for position in positions],
                 [updates[position] for position in positions],
                 current,
             ),
         )
 
 
-def _part(row: FlatTensors, layout: Layout) -> np.ndarray:
-    """Take the tensors of ``layout`` out of a row: float32 [layout.size], the row itself where it has no others."""
+def _select_tensors(row: FlatTensors, layout: Layout) -> np.ndarray:
+    """Select the tensors of ``layout`` from a row: float32 [layout.size], without a copy if the layouts are equal."""
     if row.layout == layout:
         return row.vector
     return np.concatenate([row.vector[row.layout.columns(name)] for name in layout.names])

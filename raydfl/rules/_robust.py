@@ -1,10 +1,10 @@
-"""The common part of the robust rules: who has a say, numbers of clients from shares, and means of what lies in the middle.
+"""Base classes and options of robust rules.
 
-All of them see a group's tensors as one vector for each client. Weights that the clients send (their numbers of examples) count
-only where a rule says so: who lies about a model lies about them too. A client of weight 0 has no say. Where single tensors or
-elements of a client have no weight (masks), rules that go element by element do without them, and for rules that measure
-distances the client has the server's value there, as if it had left them as they were. What a client did not send because its
-tensors were cut has no weight either.
+A robust rule sees the tensors of a group as one vector for each client. Most rules ignore the weights that clients send,
+because an attacker can send a false number of examples. All rules ignore clients of weight 0.
+
+Masks give weight 0 to tensors or elements, and so do cuts to elements that the client did not receive. Element-wise rules
+skip these elements. Rules based on distances replace them by the server's values, as if the client had not changed them.
 """
 
 from __future__ import annotations
@@ -22,30 +22,38 @@ from raydfl.rules._group import Group
 
 Byzantine = Annotated[
     float,
-    Field(ge=0, lt=0.5, description="share of the clients that may send anything, 0..0.5; rounded down to clients"),
+    Field(
+        ge=0,
+        lt=0.5,
+        description="Expected fraction of attackers, rounded down to whole clients. 0: none.",
+    ),
 ]
-"""The option of the rules that must know how many attackers to expect."""
+"""Option ``byzantine`` of the rules that need an upper bound on the number of attackers."""
 
 
-def count_of(share: float, clients: int) -> int:
-    """Return ``floor(share * clients)`` of the decimal number that the user wrote: 0.29 * 100 is 28.999... in binary."""
+def floor_share(share: float, clients: int) -> int:
+    """Compute ``floor(share * clients)`` for the decimal value of ``share``."""
+    # In binary, 0.29 * 100 is 28.999..., so a small constant is added.
     return math.floor(share * clients + 1e-9)
 
 
 @dataclass(frozen=True)
 class RobustRule(CollectingRule):
-    """A rule over the clients that have any weight. A subclass decides what they make together."""
+    """Base class of rules over the clients with a positive weight. A subclass defines :meth:`decide`."""
 
     @abstractmethod
     def decide(self, voters: Group) -> np.ndarray:
-        """Return the server's new values, float [elements]; may set ``voters.influence``.
+        """Combine the clients into the server's new values, and optionally set ``voters.influence``.
 
         Args:
             voters: at least one client, each with a value for every element.
+
+        Returns:
+            float [elements].
         """
 
     def combine(self, group: Group) -> np.ndarray:
-        """See :class:`CollectingRule`."""
+        """Apply :meth:`decide` to the clients with a positive weight."""
         voters = group.voters()
         if not voters.positions:
             return group.server
@@ -58,29 +66,37 @@ class RobustRule(CollectingRule):
 
 @dataclass(frozen=True)
 class MiddleRule(CollectingRule):
-    """A rule that averages, element by element, what lies in the middle of the sorted values. A subclass says how far out."""
+    """Base class of rules that average the middle of the sorted values of each element."""
 
     @abstractmethod
-    def cut(self, clients: np.ndarray) -> np.ndarray:
-        """Return how many values to leave out at either end if this many clients have one: int64, less than half of ``clients``."""
+    def count_trimmed(self, clients: np.ndarray) -> np.ndarray:
+        """Compute the number of values to remove at either end.
+
+        Args:
+            clients: int64, number of clients with a value.
+
+        Returns:
+            int64 of the same shape, less than half of ``clients``.
+        """
 
     def combine(self, group: Group) -> np.ndarray:
-        """See :class:`CollectingRule`."""
+        """Average the middle values of each element."""
+        # Missing values sort to the end as infinity, where no middle includes them.
         voters = group.voters(fill=np.inf)
         vector = group.server.copy()
         if not voters.positions:
             return vector
         clients = len(voters.positions)
-        lowest = int(self.cut(np.array(clients)))
+        lowest = int(self.count_trimmed(np.array(clients)))
         counts = np.subtract(clients, np.sum(voters.masks, axis=0)) if voters.masks else None
-        for begin, end, ordered in voters.group.ordered():
+        for begin, end, ordered in voters.group.iter_sorted():
             if counts is None:
                 vector[begin:end] = ordered[:, lowest : clients - lowest].mean(axis=1, dtype=np.float64)
                 continue
-            having = counts[begin:end]
-            cut = self.cut(having)
-            place = np.arange(clients)
-            middle = (place >= cut[:, None]) & (place < (having - cut)[:, None])
+            present = counts[begin:end]
+            trimmed = self.count_trimmed(present)
+            rank = np.arange(clients)
+            middle = (rank >= trimmed[:, None]) & (rank < (present - trimmed)[:, None])
             sums = np.where(middle, ordered, 0).sum(axis=1, dtype=np.float64)
-            np.divide(sums, having - 2 * cut, out=vector[begin:end], where=having > 0, casting="same_kind")
+            np.divide(sums, present - 2 * trimmed, out=vector[begin:end], where=present > 0, casting="same_kind")
         return vector

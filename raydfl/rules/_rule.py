@@ -1,4 +1,4 @@
-"""The interface of a rule, and what it returns."""
+"""Interface of aggregation rules."""
 
 from __future__ import annotations
 
@@ -17,21 +17,23 @@ from raydfl.core.types import Metrics, Ratio, Tensors, Update
 
 @dataclasses.dataclass(frozen=True)
 class Aggregate:
-    """The result of a rule."""
+    """Result of a rule."""
 
     tensors: dict[str, dict[str, Tensor]]
-    """By key, then by name: everything that the server had or the clients sent; float32. A rule that remembers something keeps
-    it under a key of its own, which it finds in ``current`` in the next round."""
+    """The server's new tensors by key and name, float32. A rule with a memory stores it under an additional key and reads it
+    from ``current`` in the next round."""
     report: Mapping[str, Ratio]
-    """What the rule did: ``"lpa/pruned/plugin/gru"`` = clients left out, of the clients that took part."""
+    """Metrics of the rule, for example ``"lpa/pruned/plugin/gru"``: clients excluded from a layer, out of all clients."""
     influence: np.ndarray | None = None
-    """What the rule left of each update, in the order of the updates: float64 [updates], 0 (left out) to 1 (as in a plain mean).
-    ``None``: the rule does not judge clients as a whole."""
+    """Influence of each update: float64 [updates], from 0 (excluded) to 1 (as in a plain mean). ``None`` if the rule does not
+    rate whole clients."""
 
     def metrics(self) -> Metrics:
-        """Return what is recorded of a round: the report, and what follows from the influence.
+        """Compute the metrics of the round.
 
-        ``rule/left_out`` counts the clients without any, ``rule/influence`` is its mean, and ``rule/influences`` the array.
+        Returns:
+            The report, and, if the rule rates clients: ``rule/left_out`` (clients of influence 0), ``rule/influence`` (the
+            mean) and ``rule/influences`` (the array).
         """
         if self.influence is None:
             return dict(self.report)
@@ -46,31 +48,33 @@ class Aggregate:
 
 @dataclass(frozen=True)
 class Rule(StrictTypes, ABC):
-    """A rule; the fields of a subclass are its options."""
+    """Base class of aggregation rules. The fields of a subclass are its options."""
 
     relative: ClassVar[bool] = False
-    """Whether updates are measured from the server's tensors. Such a rule is refused for a method whose clients send changes of
-    something besides (:attr:`raydfl.Method.changes`): those are not near the server's tensors."""
+    """True if the rule measures updates from the server's tensors. Such a rule is rejected for methods whose clients send
+    differences (:attr:`raydfl.Method.changes`), because differences are not close to the server's tensors."""
 
     @abstractmethod
     def __call__(
         self, updates: Iterable[Update], current: Mapping[str, Tensors], rng: np.random.Generator | None = None
     ) -> Aggregate:
-        """Combine the updates, which are read once, in client order.
+        """Combine the updates of a round.
 
         Args:
-            updates: finite tensors; each update names the key that it changes. Some may be cut: :func:`raydfl.rules.filled` gives
-                them whole, with weight 0 for what was not sent.
-            current: the server's tensors by key; what no update changes is returned as it is.
-            rng: where a rule that draws random numbers gets them; seeded by run and round.
+            updates: updates with finite tensors, in client order. They can be read once. Some may be cut:
+                :func:`raydfl.rules.fill_cuts` expands them.
+            current: the server's tensors by key. Tensors without an update are returned unchanged.
+            rng: generator for randomised rules, seeded by run and round.
 
         Raises:
-            RaydflError: tensors of one name differ in shape, or a weight is missing, negative, not finite or of another
-                shape than its tensor; or the rule draws random numbers and ``rng`` is missing.
+            RaydflError: tensors of one name differ in shape, a weight is missing, negative, not finite or has the wrong
+                shape, or ``rng`` is missing for a randomised rule.
         """
 
 
-def over_current(changed: dict[str, dict[str, Tensor]], current: Mapping[str, Tensors]) -> dict[str, dict[str, Tensor]]:
-    """Return what the server had, with the changed tensors in their place: names keep their order, new ones come last."""
+def merge_tensors(
+    changed: dict[str, dict[str, Tensor]], current: Mapping[str, Tensors]
+) -> dict[str, dict[str, Tensor]]:
+    """Replace changed tensors in the server's tensors. Names keep their order, and new names come last."""
     keys = dict.fromkeys((*current, *changed))
     return {key: {**current.get(key, {}), **changed.get(key, {})} for key in keys}

@@ -1,4 +1,4 @@
-"""The weighted sum of one tensor over clients that may have parts of it: cut, or with weights for its rows or elements."""
+"""Weighted sum of one tensor over clients, with support for cuts and for weights by row or element."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ import numpy as np
 
 from raydfl.core.cuts import Cut
 from raydfl.core.ops import ClientVectors, Slice, add_elements, add_slices
-from raydfl.rules._weights import Weight, total_of
+from raydfl.rules._weights import Weight, add_in_order
 
-_STRIP = 32_768  # elements of a product that are worked on at a time: as float64 they stay in the second-level cache
+_STRIP = 32_768  # elements of a block: as float64 they fit into the second-level cache
 
 
 @dataclass(frozen=True)
-class Part:
-    """A client's values of a tensor, as they were sent."""
+class Contribution:
+    """A client's values of a tensor, with their weight."""
 
     values: np.ndarray
-    """float32, contiguous, of the shape that was sent."""
+    """float32, contiguous, in the shape that the client sent."""
     weight: Weight
-    """A number, or floats of as many dimensions, with 1 in place of a size that the weight does not depend on."""
+    """A number, or floats that broadcast to ``values`` and have as many dimensions."""
     cut: Cut | None
-    """Which part of the tensor it is; ``None``: all of it."""
+    """The cut of the tensor, or ``None`` for a whole tensor."""
 
     @property
     def kind(self) -> Literal["number", "slice", "elements", "other"]:
-        """The way in which it is added."""
+        """The fastest suitable algorithm for the sum."""
         if isinstance(self.weight, float):
             return "slice" if self.cut else "number"
         if math.prod(self.weight.shape[1:]) == 1:
@@ -39,128 +39,128 @@ class Part:
 
 
 class TensorSum:
-    """The weighted sum of a tensor over clients, and what its elements were counted: both in the order of the clients."""
+    """Weighted sum of a tensor and sum of its weights, both added in client order.
+
+    Args:
+        shape: shape of the whole tensor.
+        total: float64 [elements], contiguous zeros. The sum is stored in this array.
+    """
 
     def __init__(self, shape: tuple[int, ...], total: np.ndarray) -> None:
-        """Begin with nothing.
-
-        Args:
-            shape: of the tensor.
-            total: float64 [elements], contiguous, in which the sum is kept; 0 now.
-        """
         self.shape = shape
         self.total = total
-        self.counted: Weight = 0.0
-        """A number, or float64 of as many dimensions as the tensor, with 1 in place of a size that it does not depend on."""
+        self.weight: Weight = 0.0
+        """Sum of the weights: a number, or float64 that broadcasts to the tensor and has as many dimensions."""
 
-    def add(self, parts: Sequence[Part]) -> None:
-        """Add some clients' parts, one after another."""
-        for kind, those in itertools.groupby(parts, lambda part: part.kind):
-            alike = list(those)
+    def add(self, contributions: Sequence[Contribution]) -> None:
+        """Add the contributions of clients in order."""
+        # Runs of the same kind share one call of an operator.
+        for kind, run in itertools.groupby(contributions, lambda contribution: contribution.kind):
+            members = list(run)
             if kind == "number":
-                weights = [cast(float, part.weight) for part in alike]
-                ClientVectors([part.values.reshape(-1) for part in alike]).add_to(self.total, weights)
-                self.counted = total_of(weights, self.counted)
+                weights = [cast(float, member.weight) for member in members]
+                ClientVectors([member.values.reshape(-1) for member in members]).add_to(self.total, weights)
+                self.weight = add_in_order(weights, self.weight)
             elif kind == "slice":
-                self._add_slices(alike)
+                self._add_slices(members)
             elif kind == "elements":
-                self._add_elements(alike)
+                self._add_elements(members)
             else:
-                for part in alike:
-                    self._add_other(part)
+                for member in members:
+                    self._add_other(member)
 
-    def _add_slices(self, parts: Sequence[Part]) -> None:
-        """Add parts whose weights depend on no dimension but the first."""
-        parts = [part for part in parts if part.values.size]
-        if not parts:
+    def _add_slices(self, members: Sequence[Contribution]) -> None:
+        """Add contributions whose weights depend on the first dimension only."""
+        members = [member for member in members if member.values.size]
+        if not members:
             return
-        places = [_Place(part, self.shape) for part in parts]
-        for place in places:
-            counted = self._counted(place.sizes)
-        values = [part.values.reshape(-1) for part in parts]
-        add_slices(self.total, self.shape[0], [p.slice_of(self.shape, v) for p, v in zip(places, values, strict=True)])
-        add_slices(counted.reshape(-1), len(counted), [place.slice_of(counted.shape) for place in places])
+        plans = [_SlicePlan(member, self.shape) for member in members]
+        for plan in plans:
+            weight = self._grow_weight(plan.sizes)
+        values = [member.values.reshape(-1) for member in members]
+        add_slices(self.total, self.shape[0], [p.make_slice(self.shape, v) for p, v in zip(plans, values, strict=True)])
+        add_slices(weight.reshape(-1), len(weight), [plan.make_slice(weight.shape) for plan in plans])
 
-    def _add_elements(self, parts: Sequence[Part]) -> None:
+    def _add_elements(self, members: Sequence[Contribution]) -> None:
         """Add whole tensors with a weight for each element."""
-        given = [cast(np.ndarray, part.weight) for part in parts]
-        kind = np.float32 if all(weight.dtype == np.float32 for weight in given) else np.float64
-        weights = [weight.astype(kind, copy=False).reshape(-1) for weight in given]
-        counted = self._counted(self.shape).reshape(-1)
-        add_elements(self.total, counted, [part.values.reshape(-1) for part in parts], weights)
+        arrays = [cast(np.ndarray, member.weight) for member in members]
+        dtype = np.float32 if all(array.dtype == np.float32 for array in arrays) else np.float64
+        weights = [array.astype(dtype, copy=False).reshape(-1) for array in arrays]
+        weight = self._grow_weight(self.shape).reshape(-1)
+        add_elements(self.total, weight, [member.values.reshape(-1) for member in members], weights)
 
-    def _add_other(self, part: Part) -> None:
-        """Add a part of which nothing special is known."""
-        cut = part.cut or Cut([None] * len(self.shape))
-        weight = np.asarray(part.weight, np.float64)
+    def _add_other(self, member: Contribution) -> None:
+        """Add a contribution with any cut and any weight, without a special operator."""
+        cut = member.cut or Cut([None] * len(self.shape))
+        weight = np.asarray(member.weight, np.float64)
         total = self.total.reshape(self.shape)
-        if part.cut:
-            total[cut.place(self.shape)] += part.values.astype(np.float64) * weight
+        if member.cut:
+            total[cut.place(self.shape)] += member.values.astype(np.float64) * weight
         else:
-            _add_broadcast(total, part.values, weight)
-        counted = self._counted(spread(cut, weight, self.shape))
-        counted[cut.place(counted.shape)] += weight
+            _add_broadcast(total, member.values, weight)
+        weight_sum = self._grow_weight(weight_shape(cut, weight, self.shape))
+        weight_sum[cut.place(weight_sum.shape)] += weight
 
-    def _counted(self, sizes: tuple[int, ...]) -> np.ndarray:
-        """Return what was counted, as an array to add to that has at least these sizes; each is 1 or the tensor's."""
-        now = np.asarray(self.counted)
-        if now.shape == sizes:
-            return now
-        joint = np.broadcast_shapes(now.shape, sizes)
-        if now.shape != joint:
-            self.counted = now = np.array(np.broadcast_to(now, joint), order="C")
-        return now
-
-
-def spread(cut: Cut, weight: Weight, shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the sizes of the whole tensor's weights: 1 in place of those on which they do not depend."""
-    own = np.shape(weight) or (1,) * len(shape)
-    sizes = zip(shape, cut.indices, own, strict=True)
-    return tuple(size if kept is not None or given > 1 else 1 for size, kept, given in sizes)
+    def _grow_weight(self, sizes: tuple[int, ...]) -> np.ndarray:
+        """Broadcast the sum of the weights to at least these sizes, and return it as a writable array."""
+        weight = np.asarray(self.weight)
+        if weight.shape == sizes:
+            return weight
+        joint = np.broadcast_shapes(weight.shape, sizes)
+        if weight.shape != joint:
+            self.weight = weight = np.array(np.broadcast_to(weight, joint), order="C")
+        return weight
 
 
-class _Place:
-    """A place in the whole tensor, that of a part whose weight depends on no dimension but the first."""
+def weight_shape(cut: Cut, weight: Weight, shape: Sequence[int]) -> tuple[int, ...]:
+    """Compute the shape of the whole tensor's weights. Sizes are 1 where the weights do not vary."""
+    weight_sizes = np.shape(weight) or (1,) * len(shape)
+    sizes = zip(shape, cut.indices, weight_sizes, strict=True)
+    return tuple(size if kept is not None or weight_size > 1 else 1 for size, kept, weight_size in sizes)
 
-    def __init__(self, part: Part, shape: tuple[int, ...]) -> None:
-        """See :class:`Part`; ``shape`` is the whole tensor's."""
-        kept = part.cut.indices if part.cut else (None,) * len(shape)
-        self._weights = np.asarray(part.weight, np.float64).reshape(-1)
+
+class _SlicePlan:
+    """Position of a contribution in the whole tensor, if its weight varies along the first dimension only."""
+
+    def __init__(self, member: Contribution, shape: tuple[int, ...]) -> None:
+        kept = member.cut.indices if member.cut else (None,) * len(shape)
+        self._weights = np.asarray(member.weight, np.float64).reshape(-1)
         self._rows = None if kept[0] is None else np.asarray(kept[0], np.int64)
-        self._last = max((d for d, each in enumerate(kept) if each is not None), default=0)
-        self._columns = _columns(kept[1 : self._last + 1], shape[1 : self._last + 1])
+        self._last = max((d for d, indices in enumerate(kept) if indices is not None), default=0)
+        self._columns = _flat_indices(kept[1 : self._last + 1], shape[1 : self._last + 1])
         by_row = kept[0] is not None or self._weights.size > 1
         self.sizes = (shape[0] if by_row else 1, *shape[1 : self._last + 1], *[1] * len(shape[self._last + 1 :]))
-        """The tensor's, with 1 for those on which the weight does not depend."""
+        """Shape of the weights in the whole tensor, with 1 where they do not vary."""
 
-    def slice_of(self, sizes: Sequence[int], values: np.ndarray | None = None) -> Slice:
-        """Return the slice, of the tensor or of what is counted, which has 1 in place of some of its sizes."""
+    def make_slice(self, sizes: Sequence[int], values: np.ndarray | None = None) -> Slice:
+        """Make the slice of an array with these sizes: of the tensor, or of the sum of the weights."""
         return Slice(self._weights, values, self._rows, self._columns, math.prod(sizes[self._last + 1 :]))
 
 
-def _columns(kept: Sequence[Sequence[int] | np.ndarray | None], shape: Sequence[int]) -> np.ndarray | None:
-    """Return what a cut leaves of some dimensions, taken as one: int64; ``None``: there are none."""
+def _flat_indices(kept: Sequence[Sequence[int] | np.ndarray | None], shape: Sequence[int]) -> np.ndarray | None:
+    """Compute the flat indices of the elements in a cut of several dimensions: int64, or ``None`` for no dimension."""
     if not kept:
         return None
     if len(kept) == 1 and kept[0] is not None:
         return np.asarray(kept[0], np.int64)
     index = np.zeros(1, np.int64)
-    for own, size in zip(kept, shape, strict=True):
-        index = (index[:, None] * size + (np.arange(size) if own is None else np.asarray(own, np.int64))).reshape(-1)
+    for indices, size in zip(kept, shape, strict=True):
+        offsets = np.arange(size) if indices is None else np.asarray(indices, np.int64)
+        index = (index[:, None] * size + offsets).reshape(-1)
     return index
 
 
 def _add_broadcast(total: np.ndarray, values: np.ndarray, weight: np.ndarray) -> None:
-    """Add ``weight * values`` to ``total`` in float64, some rows at a time.
+    """Add ``weight * values`` to ``total`` in float64, block by block.
 
     Args:
         total: float64.
-        values: float32 of its shape.
-        weight: float64 that broadcasts to it.
+        values: float32 of the same shape.
+        weight: float64 that broadcasts to this shape.
     """
     rows = max(1, _STRIP * len(total) // max(1, total.size))
     for begin in range(0, len(total), rows):
-        part = slice(begin, begin + rows)
-        products = values[part].astype(np.float64)  # several times as fast as products of different types
-        products *= weight if len(weight) == 1 else weight[part]
-        total[part] += products
+        block = slice(begin, begin + rows)
+        products = values[block].astype(np.float64)  # several times faster than products of mixed dtypes
+        products *= weight if len(weight) == 1 else weight[block]
+        total[block] += products

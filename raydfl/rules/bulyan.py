@@ -1,9 +1,9 @@
-"""Bulyan: clients chosen by Krum, then for each element the values nearest to their median.
+"""Bulyan: repeated selection by Krum, then an element-wise mean of the values nearest to the median.
 
 E. M. El Mhamdi, R. Guerraoui, S. Rouault, The Hidden Vulnerability of Distributed Learning in Byzantium, ICML 2018, section 4:
 
-    theta = n - 2 f clients are chosen one after another: the one that Krum takes of those that are left
-    each element is the mean of the beta = theta - 2 f of their values that are nearest to their median
+    selection  theta = n - 2 f clients, chosen one after another by Krum among the remaining clients
+    result     for each element, the mean of the beta = theta - 2 f selected values nearest to their median
 """
 
 from __future__ import annotations
@@ -13,20 +13,23 @@ from pydantic.dataclasses import dataclass
 
 from raydfl.rules._group import Group
 from raydfl.rules._robust import Byzantine, RobustRule
-from raydfl.rules.krum import scores, tolerated
+from raydfl.rules.krum import krum_scores, limit_byzantine
 
 
-def near_median(ordered: np.ndarray, count: int) -> np.ndarray:
-    """Return the mean of the values nearest to the median, for each element: float64 [elements].
+def average_near_median(ordered: np.ndarray, count: int) -> np.ndarray:
+    """Average the values nearest to the median, for each element. Ties go to the smaller value.
 
     Args:
         ordered: float32 [elements, clients], ascending in each row.
-        count: how many values; of two that are equally near the smaller is taken.
+        count: number of values to average.
+
+    Returns:
+        float64 [elements].
     """
     clients = ordered.shape[1]
     median = ordered[:, [(clients - 1) // 2, clients // 2]].mean(axis=1, dtype=np.float64, keepdims=True)
-    median = median.astype(np.float32)  # only now: the sum of two float32 may be beyond float32
-    # The nearest values lie side by side: of all such windows theirs reaches least far.
+    median = median.astype(np.float32)  # after the mean, because the sum of two float32 may overflow
+    # The nearest values are adjacent: they are the window with the smallest distance from the median to its far end.
     windows = clients - count + 1
     reach = np.maximum(median - ordered[:, :windows], ordered[:, count - 1 :] - median)
     first = reach.argmin(axis=1)[:, None]
@@ -35,30 +38,30 @@ def near_median(ordered: np.ndarray, count: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Bulyan(RobustRule):
-    """Krum chooses clients one by one; of their values for each element those nearest to the median are averaged.
+    """Mean of the values nearest to the median of each element, over clients selected by Krum.
 
-    f = floor(byzantine n), but at most (n - 3) / 4, beyond which the paper promises nothing: with six clients or fewer it is 0,
-    and the result the uniform mean. Krum looks at one neighbour at least; ties go by client order. Distances are those of Krum.
-    The report has f of n (``bulyan/byzantine``); the influence of those that Krum chose is 1.
+    f = floor(byzantine n), limited to the paper's bound of (n - 3) / 4. With six clients or fewer f is 0, and the result is
+    the uniform mean. Krum uses at least one neighbour, and ties follow the client order. Distances are those of Krum.
+    The report contains f of n (``bulyan/byzantine``). Selected clients have influence 1.
     """
 
     byzantine: Byzantine = 0.2
 
     def decide(self, voters: Group) -> np.ndarray:
-        """See :class:`RobustRule`."""
+        """Select clients, then average the values nearest to the median."""
         clients = len(voters.rows)
-        byzantine = tolerated(self.byzantine, clients, voters.report, "bulyan", spare=3, times=4)
+        byzantine = limit_byzantine(self.byzantine, clients, voters.report, "bulyan", spare=3, times=4)
         squares = voters.pairwise()
-        left = np.arange(clients)
+        remaining = np.arange(clients)
         voters.influence = np.zeros(clients)
         for _ in range(clients - 2 * byzantine):
-            best = int(np.argmin(scores(squares[np.ix_(left, left)], byzantine)))
-            voters.influence[left[best]] = 1
-            left = np.delete(left, best)
+            best = int(np.argmin(krum_scores(squares[np.ix_(remaining, remaining)], byzantine)))
+            voters.influence[remaining[best]] = 1
+            remaining = np.delete(remaining, best)
         chosen = np.flatnonzero(voters.influence)
         if byzantine == 0:
             return voters.average(voters.influence, uniform=True)
         vector = np.empty(voters.layout.size, np.float32)
-        for begin, end, ordered in voters.ordered(chosen.tolist()):
-            vector[begin:end] = near_median(ordered, len(chosen) - 2 * byzantine)
+        for begin, end, ordered in voters.iter_sorted(chosen.tolist()):
+            vector[begin:end] = average_near_median(ordered, len(chosen) - 2 * byzantine)
         return vector

@@ -1,4 +1,4 @@
-"""Centred clipping: clients move the server's model, none of them further than a radius.
+"""Centred clipping: mean of the clients' differences to the server's model, each clipped to a radius.
 
 S. P. Karimireddy, L. He, M. Jaggi, Learning from History for Byzantine Robust Optimization, ICML 2021, section 4 (equation CC):
 
@@ -18,8 +18,8 @@ from raydfl.rules._group import Group
 from raydfl.rules._robust import RobustRule
 
 
-def shortening(lengths: np.ndarray, limit: float) -> np.ndarray:
-    """Return ``min(1, limit / lengths)``: float64, 1 where a length is 0."""
+def clip_factors(lengths: np.ndarray, limit: float) -> np.ndarray:
+    """Compute clipping factors ``min(1, limit / lengths)``: float64, 1 for lengths of 0."""
     factors = np.ones(len(lengths))
     np.divide(limit, lengths, out=factors, where=lengths > limit)
     return factors
@@ -27,12 +27,12 @@ def shortening(lengths: np.ndarray, limit: float) -> np.ndarray:
 
 @dataclass(frozen=True)
 class CentredClipping(RobustRule):
-    """The server's tensors plus the uniform mean of the clients' differences to them, none longer than a radius.
+    """The server's tensors plus the uniform mean of the clients' differences, clipped to a radius.
 
-    The paper clips momenta of gradients and starts from the last aggregate; here models are sent, and the server's present one
-    is that. Clients count the same, as in the paper. Over all tensors of a key that the same clients sent, taken as one vector;
-    where the server has no such tensor the differences are to 0. The report has the clients clipped in the last iteration
-    (``centred_clipping/clipped``) and its radius; a client's influence is the share of its difference that was left.
+    The paper clips momenta of gradients around the last aggregate. Here clients send models, and the server's current model
+    is the last aggregate. All clients count the same, as in the paper. The tensors of a group form one vector. If the server
+    lacks a tensor, its values count as 0. The report contains the clients clipped in the last iteration
+    (``centred_clipping/clipped``) and its radius. The influence of a client is the factor that clipped its difference.
     """
 
     relative: ClassVar[bool] = True
@@ -42,24 +42,25 @@ class CentredClipping(RobustRule):
         Field(
             gt=0,
             allow_inf_nan=True,
-            description="longest difference to the server's model that counts in full; null: the median of the clients' "
-            "in each iteration (a deviation from the paper, which sets it by hand); .inf: the uniform mean",
+            description="Euclidean norm to which differences to the server's model are clipped. null: their median in each "
+            "iteration (deviation: the paper sets a constant). .inf: no clipping, the uniform mean.",
         ),
     ] = None
     iterations: Annotated[
         int,
         Field(
-            ge=1, description="repetitions, each around the last one's result; each reads all updates about three times"
+            ge=1,
+            description="Number of iterations, each around the previous result. Each reads all updates about three times.",
         ),
     ] = 1
 
     def decide(self, voters: Group) -> np.ndarray:
-        """See :class:`RobustRule`."""
+        """Clip and average the differences repeatedly."""
         vector = voters.server
         for _ in range(self.iterations):
             lengths = np.sqrt(voters.squared_distances(vector))
             radius = float(np.median(lengths)) if self.radius is None else self.radius
-            voters.influence = shortening(lengths, radius)
+            voters.influence = clip_factors(lengths, radius)
             vector = voters.average(voters.influence, uniform=True, towards=vector)
             voters.report["centred_clipping/clipped"] = Ratio(float((lengths > radius).sum()), len(lengths))
             voters.report["centred_clipping/radius"] = Ratio(radius, 1)

@@ -1,4 +1,4 @@
-"""The geometric median (RFA).
+"""Geometric median (RFA).
 
 K. Pillutla, S. M. Kakade, Z. Harchaoui, Robust Aggregation for Federated Learning, IEEE Transactions on Signal Processing
 2022, algorithm 2, the smoothed Weiszfeld algorithm:
@@ -17,39 +17,40 @@ from pydantic.dataclasses import dataclass
 
 from raydfl.rules._group import Group
 from raydfl.rules._robust import RobustRule
-from raydfl.rules.centred_clipping import shortening
+from raydfl.rules.centred_clipping import clip_factors
 
 
 @dataclass(frozen=True)
 class GeometricMedian(RobustRule):
-    """The point of least summed distance to the clients, by the smoothed Weiszfeld algorithm.
+    """Point with the smallest weighted sum of distances to the clients.
 
-    Clients count by their weights, as in the paper, which leaves the start open. A start at the mean can be moved away as far as
-    anybody likes, and one at the server's tensors is where free riders are: the steps hardly leave a client that they are very near
-    to. So it starts at the mean of the clients, with differences to the server's tensors (0 where it has none) that are longer than
-    the median one shortened to it. Over all tensors of a key that the same clients sent, taken as one vector. A client's influence
-    is its factor in the last step in relation to the largest: the nearest clients have 1.
+    Clients count by their weights, as in the paper. The tensors of a group form one vector. The influence of a client is its
+    factor in the last step, divided by the largest factor, so the nearest client has 1.
+
+    The paper does not specify the starting point. This rule starts at the clients' mean, with differences to the server's
+    tensors clipped to their median norm. A single attacker can move the plain mean arbitrarily far. The server's tensors
+    would favour free riders, because the steps hardly leave a client that is very near.
     """
 
     iterations: Annotated[
-        int, Field(ge=1, description="steps of the algorithm; each reads all updates about three times")
+        int, Field(ge=1, description="Number of Weiszfeld steps. Each reads all updates about three times.")
     ] = 4
     smoothing: Annotated[
         float,
         Field(
             gt=0,
             allow_inf_nan=False,
-            description="nu: distances below it count as this; larger than all of them: the weighted mean",
+            description="nu: lower bound of the distances. A bound above all distances gives the weighted mean.",
         ),
     ] = 1e-6
 
     def decide(self, voters: Group) -> np.ndarray:
-        """See :class:`RobustRule`."""
+        """Run the smoothed Weiszfeld algorithm."""
         lengths = np.sqrt(voters.squared_distances(voters.server))
-        factors = shortening(lengths, float(np.median(lengths)))
+        factors = clip_factors(lengths, float(np.median(lengths)))
         vector = voters.average(factors, uniform=False, towards=voters.server)
         for _ in range(self.iterations):
-            near = np.maximum(self.smoothing, np.sqrt(voters.squared_distances(vector)))
-            voters.influence = near.min() / near
+            distances = np.maximum(self.smoothing, np.sqrt(voters.squared_distances(vector)))
+            voters.influence = distances.min() / distances
             vector = voters.average(voters.influence, uniform=False)
         return vector

@@ -1,4 +1,4 @@
-"""LPA: layer-wise pruning aggregation, the rule of FedMLAC."""
+"""LPA: layer-wise pruning aggregation, the rule of FedMLAC (equations 10 to 14 of its paper)."""
 
 from __future__ import annotations
 
@@ -18,31 +18,34 @@ from raydfl.rules._group import Group
 class LayerwisePruning(CollectingRule):
     """Layer-wise pruning aggregation of FedMLAC.
 
-    For each layer, the clients are sorted by the Euclidean distance of their parameters to the uniform mean of all; those
-    with the smallest and the largest deviations are left out, and the others are averaged by their weights. A layer of the
-    new model can therefore come from other clients than the next layer. Equations 10 to 14 of the paper.
+    For each layer, the rule sorts the clients by the Euclidean distance of their parameters to the uniform mean. It excludes
+    the clients with the smallest and the largest distances and averages the remaining clients by their weights. Different
+    layers of the new model can therefore come from different clients.
 
-    Ties go by client order. Where nobody would be left, the client of median deviation is kept. One client is never pruned.
-    The report counts the clients left out of each layer; a client's influence is the share of elements that it was kept for.
+    Ties follow the client order. If no client would remain, the client with the median distance stays. A single client is
+    never excluded. The report counts the clients excluded from each layer. The influence of a client is the fraction of
+    elements that it contributed to.
     """
 
     vl: Annotated[
-        float, Field(ge=0, lt=1, description="share of clients left out for the smallest deviation, 0..1")
+        float,
+        Field(ge=0, lt=1, description="Fraction of clients excluded for the smallest distances. 0: none."),
     ] = 0.1
-    vh: Annotated[float, Field(ge=0, lt=1, description="share of clients left out for the largest deviation, 0..1")] = (
-        0.1
-    )
+    vh: Annotated[
+        float,
+        Field(ge=0, lt=1, description="Fraction of clients excluded for the largest distances. 0: none."),
+    ] = 0.1
     by: Annotated[
         Literal["module", "tensor"],
-        Field(description="what a layer is: all tensors of a module (weights and biases together), or each tensor"),
+        Field(description="Layers: all tensors of a module (weights and biases together), or each tensor."),
     ] = "module"
 
     def combine(self, group: Group) -> np.ndarray:
-        """See :class:`CollectingRule`."""
+        """Prune and average each layer."""
         vector = np.empty(group.layout.size, dtype=np.float32)
         clients = len(group.rows)
         group.influence = np.zeros(clients)
-        # 0.29 * 100 is 28.999...: the guard makes the floor the one of the decimal numbers that the user wrote.
+        # In binary, 0.29 * 100 is 28.999..., so a small constant is added.
         smallest, largest = (math.floor(share * clients + 1e-9) for share in (self.vl, self.vh))
         for layer, names in group.layers(self.by).items():
             kept = list(range(clients))

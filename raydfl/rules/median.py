@@ -1,4 +1,4 @@
-"""The coordinate-wise median.
+"""Coordinate-wise median.
 
 D. Yin, Y. Chen, K. Ramchandran, P. Bartlett, Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates, ICML
 2018, definition 1 and algorithm 1 (option I).
@@ -14,12 +14,12 @@ from raydfl.rules._robust import MiddleRule
 
 @dataclass(frozen=True)
 class Median(MiddleRule):
-    """The median of each element over the clients; with an even number of them the mean of the two in the middle.
+    """Median of each element over the clients, or the mean of the two middle values.
 
-    All clients count the same, whatever their weights. As an element's value may come from any client, no client is judged as a
-    whole: nothing is reported.
+    All clients of positive weight count the same. The rule reports no metrics, because each element may come from another
+    client.
     """
 
-    def cut(self, clients: np.ndarray) -> np.ndarray:
-        """See :class:`MiddleRule`."""
+    def count_trimmed(self, clients: np.ndarray) -> np.ndarray:
+        """Trim all values except one or two in the middle."""
         return np.asarray(np.maximum(clients - 1, 0) // 2)

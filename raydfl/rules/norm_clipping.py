@@ -1,4 +1,4 @@
-"""Norm clipping: no client's change is longer than a bound.
+"""Norm clipping: weighted mean of the clients' changes, each clipped to a maximum norm.
 
 Z. Sun, P. Kairouz, A. T. Suresh, H. B. McMahan, Can You Really Backdoor Federated Learning?, 2019, section 5 (norm
 thresholding of updates):
@@ -16,22 +16,22 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from raydfl.core.types import Ratio, Tensors, Update
-from raydfl.rules._changes import Base
-from raydfl.rules._cuts import filled
+from raydfl.rules._changes import ServerTensors
+from raydfl.rules._cuts import fill_cuts
 from raydfl.rules._rule import Aggregate
-from raydfl.rules.centred_clipping import shortening
+from raydfl.rules.centred_clipping import clip_factors
 from raydfl.rules.weighted_mean import WeightedMean
 
 
 @dataclass(frozen=True)
 class NormClipping(WeightedMean):
-    """The weighted mean of the clients' models, each pulled towards the server's until it is no further from it than a bound.
+    """Weighted mean of the clients' models, with changes clipped to a maximum norm.
 
-    The paper also adds noise, which this rule does not. A client's change is all that it sends for one key, taken as one vector;
-    elements without weight (masks) do not count, and where the server has no such tensor the difference is to 0. A client within
-    the bound counts exactly as in the weighted mean. With a number for ``norm`` updates are taken one after another, so that memory
-    does not grow with the cohort. The report has the clients clipped (``norm_clipping/clipped``) and the mean length
-    of the changes (``norm_clipping/norm``); a client's influence is the share of its change that was left.
+    Deviation: the paper also adds noise. The change of a client is one vector over all tensors that it sends for a key.
+    Elements of weight 0 are ignored, and tensors that the server lacks count as 0 there. Clients within the bound count
+    exactly as in the weighted mean. If ``norm`` is a number, updates are streamed, and memory does not grow with the cohort.
+    The report contains the clipped clients (``norm_clipping/clipped``) and the mean norm of the changes
+    (``norm_clipping/norm``). The influence of a client is the factor that clipped its change.
     """
 
     relative: ClassVar[bool] = True
@@ -41,18 +41,18 @@ class NormClipping(WeightedMean):
         Field(
             gt=0,
             allow_inf_nan=True,
-            description="longest change that counts in full; null: the median over the round's clients (a deviation from the "
-            "paper, which sets it by hand); .inf: the weighted mean",
+            description="Euclidean norm to which changes are clipped. null: the median norm of the cohort (deviation: the "
+            "paper sets a constant). .inf: no clipping, the weighted mean.",
         ),
     ] = None
 
     def __call__(
         self, updates: Iterable[Update], current: Mapping[str, Tensors], rng: np.random.Generator | None = None
     ) -> Aggregate:
-        """See :class:`Rule`."""
-        base = Base(current)
-        whole = (filled(update, current.get(update.key, {})) for update in updates)
-        measured: Iterable[tuple[Update, float]] = ((update, base.length(update)) for update in whole)
+        """Clip the changes and average the updates."""
+        base = ServerTensors(current)
+        whole = (fill_cuts(update, current.get(update.key, {})) for update in updates)
+        measured: Iterable[tuple[Update, float]] = ((update, base.change_norm(update)) for update in whole)
         limit = self.norm
         if limit is None:
             measured = list(measured)
@@ -60,13 +60,13 @@ class NormClipping(WeightedMean):
         lengths: list[float] = []
         factors: list[float] = []
 
-        def clipped(limit: float) -> Iterable[Update]:
+        def clip(limit: float) -> Iterable[Update]:
             for update, length in measured:
                 lengths.append(length)
-                factors.append(float(shortening(np.array([length]), limit)[0]))
-                yield update if factors[-1] == 1 else base.shortened(update, factors[-1])
+                factors.append(float(clip_factors(np.array([length]), limit)[0]))
+                yield update if factors[-1] == 1 else base.scale_change(update, factors[-1])
 
-        result = super().__call__(clipped(limit), current)
+        result = super().__call__(clip(limit), current)
         report = {
             "norm_clipping/clipped": Ratio(sum(factor < 1 for factor in factors), len(factors)),
             "norm_clipping/norm": Ratio(sum(lengths), len(lengths)),

@@ -1,4 +1,4 @@
-"""The coordinate-wise trimmed mean.
+"""Coordinate-wise trimmed mean.
 
 D. Yin, Y. Chen, K. Ramchandran, P. Bartlett, Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates, ICML
 2018, definition 2 and algorithm 1 (option II).
@@ -17,17 +17,17 @@ from raydfl.rules._robust import MiddleRule
 
 @dataclass(frozen=True)
 class TrimmedMean(MiddleRule):
-    """The mean of each element without its largest and its smallest values.
+    """Mean of each element over the clients, without the smallest and the largest values.
 
-    Of n clients floor(trim n) values are left out at either end: with few clients none, which is the plain mean. All clients
-    count the same, whatever their weights. No client is judged as a whole: nothing is reported.
+    With n clients, floor(trim n) values are removed at either end, which is none for few clients. All clients of positive
+    weight count the same. The rule reports no metrics, because each element may exclude other clients.
     """
 
     trim: Annotated[
         float,
-        Field(ge=0, lt=0.5, description="share of the values left out at either end, 0..0.5; 0: the uniform mean"),
+        Field(ge=0, lt=0.5, description="Fraction of values removed at either end. 0: the uniform mean."),
     ] = 0.1
 
-    def cut(self, clients: np.ndarray) -> np.ndarray:
-        """See :class:`MiddleRule`."""
+    def count_trimmed(self, clients: np.ndarray) -> np.ndarray:
+        """Trim the fraction ``trim``."""
         return np.floor(self.trim * clients + 1e-9).astype(np.int64)

@@ -1,4 +1,4 @@
-"""The mean in which all clients count the same."""
+"""Uniform mean of the updates."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from raydfl.rules.weighted_mean import WeightedMean
 
 @dataclass(frozen=True)
 class UniformMean(WeightedMean):
-    """The mean in which every client (with masks: every client's element) of a weight above 0 counts the same."""
+    """Mean with equal weights: every positive weight, of a client or of an element, counts as 1."""
 
-    def _counted(self, weight: Any) -> Any:
+    def _effective_weight(self, weight: Any) -> Any:
         if isinstance(weight, Mapping):
-            return {name: self._counted(value) for name, value in weight.items()}
+            return {name: self._effective_weight(value) for name, value in weight.items()}
         return weight.sign() if isinstance(weight, Tensor) else float(np.sign(weight))

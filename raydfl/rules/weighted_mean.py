@@ -1,4 +1,4 @@
-"""The mean weighted by what each update weighs: FedAvg's rule."""
+"""Weighted mean of the updates, the rule of FedAvg."""
 
 from __future__ import annotations
 
@@ -15,48 +15,47 @@ from raydfl.core.ops import ClientVectors
 from raydfl.core.tensors import FlatTensors, Layout
 from raydfl.core.types import Tensors, Update
 from raydfl.rules._cuts import whole_layout
-from raydfl.rules._rule import Aggregate, Rule, over_current
-from raydfl.rules._tensor_sum import Part, TensorSum
-from raydfl.rules._weights import check_shapes, divided, total_of, weight_of
+from raydfl.rules._rule import Aggregate, Rule, merge_tensors
+from raydfl.rules._tensor_sum import Contribution, TensorSum
+from raydfl.rules._weights import add_in_order, check_shapes, divide, read_weight
 
-_TOGETHER = (
-    4  # whole updates, or as many elements of cut ones, that a running mean adds at once: each then costs little
-)
-# more than reading it
-_MOST = 64  # updates that it adds at once, however small they are
+# Updates are added in batches, because reading and writing the sums for each update would cost as much as reading it.
+_BATCH = 4  # size of a batch, in whole updates' elements
+_LARGEST_BATCH = 64  # size of a batch of small (cut) updates
 
 
 class _RunningMean:
-    """The weighted mean of one key's updates, of which it keeps the sums, and the last few to add them together."""
+    """Weighted mean of the updates of one key, computed from sums and a batch of pending updates."""
 
     def __init__(self, current: Tensors) -> None:
         self._current = current
         self._shapes = {name: tuple(tensor.shape) for name, tensor in current.items()}
         self._layout: Layout | None = None  # of the first update
-        self._flat = np.zeros(0)  # the totals of its tensors, one after another
+        self._flat = np.zeros(0)  # sums of the first update's tensors, concatenated
         self._sums: dict[str, TensorSum] = {}
-        self._plain: list[tuple[np.ndarray, float]] = []  # updates with that layout and one weight for all
-        self._parts: dict[str, list[Part]] = {}  # of updates of any other form, by tensor
-        self._waiting = 0  # updates in one of the two
-        self._elements = 0  # of those
+        self._plain: list[tuple[np.ndarray, float]] = []  # pending updates in the first layout, with scalar weights
+        self._contributions: dict[str, list[Contribution]] = {}  # all other pending updates, by tensor
+        self._pending = 0  # number of pending updates
+        self._elements = 0  # elements of pending updates
         self._size = 0  # elements of the largest whole update
 
     def add(self, update: Update, weight: float | Mapping[str, float | Tensor]) -> None:
-        """Add one update, counted with ``weight`` in place of its own."""
+        """Add an update with this weight in place of its own."""
         sent = FlatTensors.of(update.tensors)
         plain = sent.layout == self._layout and not isinstance(weight, Mapping) and not update.cuts
-        if self._parts if plain else self._plain:
-            self._add_waiting()
+        # Pending updates are all of one form: their order must not change.
+        if self._contributions if plain else self._plain:
+            self._flush()
         if plain:
-            # The same sums as below, in few operations however many tensors there are.
-            self._plain.append((sent.vector, cast(float, weight_of(update, weight, "", ()))))
+            # The same sums as in _add_tensors, with one operation for all tensors.
+            self._plain.append((sent.vector, cast(float, read_weight(update, weight, "", ()))))
         else:
-            self._take_apart(update, sent, weight)
-        self._waiting, self._elements = self._waiting + 1, self._elements + sent.layout.size
-        if self._waiting == _MOST or self._elements >= _TOGETHER * self._size:
-            self._add_waiting()
+            self._add_tensors(update, sent, weight)
+        self._pending, self._elements = self._pending + 1, self._elements + sent.layout.size
+        if self._pending == _LARGEST_BATCH or self._elements >= _BATCH * self._size:
+            self._flush()
 
-    def _take_apart(self, update: Update, sent: FlatTensors, weight: float | Mapping[str, float | Tensor]) -> None:
+    def _add_tensors(self, update: Update, sent: FlatTensors, weight: float | Mapping[str, float | Tensor]) -> None:
         whole = whole_layout(update, sent.layout, self._shapes)
         check_shapes(update, whole, self._shapes)
         self._size = max(self._size, whole.size)
@@ -70,46 +69,47 @@ class _RunningMean:
             if name not in self._sums:
                 self._sums[name] = TensorSum(shape, np.zeros(math.prod(shape)))
             values = sent.vector[sent.layout.columns(name)].reshape(size)
-            counted = weight_of(update, weight, name, size)
-            self._parts.setdefault(name, []).append(Part(values, counted, update.cuts.get(name) if shape else None))
+            tensor_weight = read_weight(update, weight, name, size)
+            cut = update.cuts.get(name) if shape else None
+            self._contributions.setdefault(name, []).append(Contribution(values, tensor_weight, cut))
 
-    def _add_waiting(self) -> None:
-        for name, parts in self._parts.items():
-            self._sums[name].add(parts)
+    def _flush(self) -> None:
+        for name, contributions in self._contributions.items():
+            self._sums[name].add(contributions)
         if self._plain and self._layout is not None:
             weights = [weight for _, weight in self._plain]
             ClientVectors([vector for vector, _ in self._plain]).add_to(self._flat, weights)
             for name in self._layout.names:
-                self._sums[name].counted = total_of(weights, self._sums[name].counted)
-        self._plain, self._parts, self._waiting, self._elements = [], {}, 0, 0
+                self._sums[name].weight = add_in_order(weights, self._sums[name].weight)
+        self._plain, self._contributions, self._pending, self._elements = [], {}, 0, 0
 
     def result(self) -> dict[str, Tensor]:
-        """Return the mean by name, each tensor in memory of its own."""
-        self._add_waiting()
+        """Return the mean of each tensor by name, in separate memory."""
+        self._flush()
         return {
-            name: torch.from_numpy(divided(each.total.reshape(each.shape), each.counted, self._current.get(name)))
-            for name, each in self._sums.items()
+            name: torch.from_numpy(divide(sums.total.reshape(sums.shape), sums.weight, self._current.get(name)))
+            for name, sums in self._sums.items()
         }
 
 
 @dataclass(frozen=True)
 class WeightedMean(Rule):
-    """The mean weighted by ``Update.weight`` (the number of examples, as a rule), summed in float64.
+    """Mean weighted by ``Update.weight``, by default the number of examples. Sums are in float64.
 
-    It keeps one sum for each parameter and at most four updates, or as many elements of cut ones: its memory does not grow with
-    the cohort.
+    The rule streams the updates. It stores a sum for each parameter and at most four updates (or the same number of elements
+    of cut updates), so memory does not grow with the cohort.
     """
 
     def __call__(
         self, updates: Iterable[Update], current: Mapping[str, Tensors], rng: np.random.Generator | None = None
     ) -> Aggregate:
-        """See :class:`Rule`."""
+        """Average the updates with their weights."""
         means: dict[str, _RunningMean] = {}
         for update in updates:
             if update.key not in means:
                 means[update.key] = _RunningMean(current.get(update.key, {}))
-            means[update.key].add(update, self._counted(update.weight))
-        return Aggregate(over_current({key: mean.result() for key, mean in means.items()}, current), {})
+            means[update.key].add(update, self._effective_weight(update.weight))
+        return Aggregate(merge_tensors({key: mean.result() for key, mean in means.items()}, current), {})
 
-    def _counted(self, weight: Any) -> Any:
+    def _effective_weight(self, weight: Any) -> Any:
         return weight

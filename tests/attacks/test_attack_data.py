@@ -1,4 +1,4 @@
-"""What attackers train on, and the triggered copies that a backdoor's success is counted on."""
+"""Training data of attackers, and the triggered test clips of a backdoor."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ Tiny = Callable[..., Config]
 EXTRACTOR = FeatureExtractor(FeatureSettings(sample_rate=8000, bands=16))
 
 
-def made(name: str, **options: Any) -> Attack:
+def make_attack(name: str, **options: Any) -> Attack:
     return registry.build(registry.find("raydfl.attacks", name, Attack, "attack"), options, "attack")
 
 
-def built(tiny: Tiny, attack: Attack | None, *overrides: str) -> Population:
+def build_with(tiny: Tiny, attack: Attack | None, *overrides: str) -> Population:
     return build_population(tiny(*overrides).data, 1, attack=attack)
 
 
-def clips_of(population: Population, index: int, attacking: bool) -> list[tuple[int, int, bytes]]:
-    """(clip, label, the bytes of its features) of each training example."""
+def list_clips(population: Population, index: int, attacking: bool) -> list[tuple[int, int, bytes]]:
+    """List the clip, the label and the bytes of the features of each training example."""
     train = population.data(index, attacking).train
     x = train.batch(np.arange(len(train))).x.numpy()
     return [(int(c), int(y), row.tobytes()) for c, y, row in zip(train.clips, train.labels, x, strict=True)]
@@ -52,9 +52,7 @@ def wave(samples: int = 8000, seed: int = 0) -> np.ndarray:
 @pytest.mark.parametrize("sound", ["tone", "chirp"])
 @pytest.mark.parametrize(("position", "start"), [(0.0, 0), (0.25, 1800), (1.0, 7200)])
 @pytest.mark.parametrize("loudness_db", [-20.0, 6.0])
-def test_trigger_lies_where_and_as_loud_as_it_is_said(
-    sound: Any, position: float, start: int, loudness_db: float
-) -> None:
+def test_a_trigger_has_its_position_and_loudness(sound: Any, position: float, start: int, loudness_db: float) -> None:
     clean = wave()
     mixed = Trigger(sound, 1000.0, 0.1, loudness_db, position)(clean, EXTRACTOR, 0)
     added = mixed.astype(np.float64) - clean
@@ -78,7 +76,7 @@ def test_tone_and_chirp_have_their_frequencies() -> None:
         assert loudest(chirp[start : start + 800]) == pytest.approx(1000 * (1 + middle), abs=30)
 
 
-def test_trigger_in_short_and_silent_clips_and_at_random_places() -> None:
+def test_triggers_in_short_and_silent_clips_and_at_random_positions() -> None:
     trigger = Trigger("tone", 1000.0, 0.1, 0.0, None)
     short = wave(300)
     assert len(trigger(short, EXTRACTOR, 0)) == 300
@@ -90,11 +88,11 @@ def test_trigger_in_short_and_silent_clips_and_at_random_places() -> None:
     np.testing.assert_array_equal(trigger(wave(), EXTRACTOR, 3), trigger(wave(), EXTRACTOR, 3))
 
 
-def test_a_recording_as_trigger_is_resampled_and_known_by_its_content(tmp_path: Path) -> None:
+def test_a_recorded_trigger_is_resampled_and_identified_by_its_content(tmp_path: Path) -> None:
     time = np.arange(16000) / 16000
     for name, pitch in (("a", 500.0), ("b", 500.0), ("c", 700.0)):
         soundfile.write(tmp_path / f"{name}.wav", 0.5 * np.sin(2 * np.pi * pitch * time), 16000)
-    a, b, c = (Trigger.of_file(tmp_path / f"{name}.wav", 0.2, 0.0, 0.5) for name in "abc")
+    a, b, c = (Trigger.from_file(tmp_path / f"{name}.wav", 0.2, 0.0, 0.5) for name in "abc")
     assert repr(a) == repr(b) != repr(c)  # the cache's key
     sound = a.waveform(EXTRACTOR)
     assert len(sound) == 1600
@@ -102,30 +100,30 @@ def test_a_recording_as_trigger_is_resampled_and_known_by_its_content(tmp_path: 
     np.testing.assert_allclose(sound[100:-100], expected[100:-100], atol=0.05)
 
 
-def test_sounds_that_cannot_be_triggers(tmp_path: Path) -> None:
+def test_unusable_trigger_sounds_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "text.wav").write_text("no sound")
     soundfile.write(tmp_path / "silent.wav", np.zeros(800), 8000)
     classes, features = ["yes", "no"], FeatureSettings(sample_rate=8000, bands=16)
     for file, message in (
         ("absent.wav", "attack.file: the trigger sound cannot be used: .*absent.wav: there is no such file"),
         ("text.wav", "attack.file: the trigger sound cannot be used: .*text.wav"),
-        ("silent.wav", "silent.wav is silent in its first 0.1 s; choose another"),
+        ("silent.wav", "silent.wav is silent in its first 0.1 s. Choose another"),
     ):
         with pytest.raises(DataError, match=message):
-            made("backdoor", target="yes", file=tmp_path / file).check(classes, features)
-    with pytest.raises(ConfigError, match="a chirp of 2500 Hz reaches 5000 Hz.*end at 4000 Hz; lower attack.hz"):
-        made("backdoor", target="yes", sound="chirp", hz=2500).check(classes, features)
-    made("backdoor", target="yes", sound="tone", hz=2500).check(classes, features)
+            make_attack("backdoor", target="yes", file=tmp_path / file).check(classes, features)
+    with pytest.raises(ConfigError, match="a chirp of 2500 Hz reaches 5000 Hz.*end at 4000 Hz. Lower attack.hz"):
+        make_attack("backdoor", target="yes", sound="chirp", hz=2500).check(classes, features)
+    make_attack("backdoor", target="yes", sound="tone", hz=2500).check(classes, features)
 
 
-def test_damage() -> None:
+def test_damage_adds_noise_silence_or_clipping() -> None:
     clean = wave()
     np.testing.assert_array_equal(Damage("noise", 3.0, 1.0, 1.0)(clean, EXTRACTOR, 5), add_noise(clean, 3.0, 5))
     for share in (0.0, 0.3, 1.0):
         silenced = Damage("silence", 0.0, share, 1.0)(clean, EXTRACTOR, 5)
-        gone = np.flatnonzero(silenced != clean)
-        assert (silenced == 0).sum() == round(share * 8000) == len(gone)
-        assert len(gone) == 0 or gone[-1] - gone[0] == len(gone) - 1  # one piece
+        changed = np.flatnonzero(silenced != clean)
+        assert (silenced == 0).sum() == round(share * 8000) == len(changed)
+        assert len(changed) == 0 or changed[-1] - changed[0] == len(changed) - 1  # one segment
     clipped = Damage("clipping", 0.0, 1.0, 0.1)(clean, EXTRACTOR, 5)
     limit = np.float32(0.1 * float(np.abs(clean).max()))
     np.testing.assert_allclose(clipped, np.clip(clean, -limit, limit), rtol=1e-6)
@@ -135,31 +133,31 @@ def test_damage() -> None:
 # -- populations -----------------------------------------------------------------------------------------------------
 
 
-def test_attackers_train_on_flipped_labels_and_nobody_else_does(tiny: Tiny) -> None:
-    population = built(tiny, made("label_flip", clients=("s1", "s4")))
-    clean = built(tiny, None)
+def test_only_attackers_train_on_flipped_labels(tiny: Tiny) -> None:
+    population = build_with(tiny, make_attack("label_flip", clients=("s1", "s4")))
+    clean = build_with(tiny, None)
     assert len(population.stores) == 1
     for index in range(6):
-        honest, attacking = clips_of(clean, index, False), clips_of(population, index, True)
-        assert clips_of(population, index, False) == honest
-        turned = [(clip, (label + 1) % 3, x) for clip, label, x in honest] if index in (1, 4) else honest
-        assert attacking == turned
+        honest, attacking = list_clips(clean, index, False), list_clips(population, index, True)
+        assert list_clips(population, index, False) == honest
+        flipped = [(clip, (label + 1) % 3, x) for clip, label, x in honest] if index in (1, 4) else honest
+        assert attacking == flipped
         assert len(population.data(index, True).validation) == len(clean.data(index).validation)
     assert len(population.triggered) == 0
 
 
-def test_a_backdoors_clips_carry_trigger_and_target(tiny: Tiny) -> None:
-    attack = made("backdoor", clients=["s2"], target="tone1", share=0.5, hz=1200.0)
-    population, clean = built(tiny, attack), built(tiny, None)
+def test_altered_clips_of_a_backdoor_have_the_trigger_and_the_target_label(tiny: Tiny) -> None:
+    attack = make_attack("backdoor", clients=["s2"], target="tone1", share=0.5, hz=1200.0)
+    population, clean = build_with(tiny, attack), build_with(tiny, None)
     extractor, rows = FeatureExtractor(tiny().data.features), Tones().manifest().to_pylist()
     trigger = attack.alteration()
     assert trigger is not None
 
     def triggered(clip: int) -> np.ndarray:
         wave = extractor.wave(*Tones().read(rows[clip]))
-        return extractor.features(trigger(wave, extractor, 0))  # its place is fixed: the seed does not matter
+        return extractor.features(trigger(wave, extractor, 0))  # the position is fixed, so the seed has no effect
 
-    honest, attacking = clips_of(clean, 2, False), clips_of(population, 2, True)
+    honest, attacking = list_clips(clean, 2, False), list_clips(population, 2, True)
     altered = [position for position, (a, b) in enumerate(zip(honest, attacking, strict=True)) if a[2] != b[2]]
     assert len(altered) == int(len(honest) * 0.5 + 0.5)
     for position, (before, after) in enumerate(zip(honest, attacking, strict=True)):
@@ -175,18 +173,18 @@ def test_a_backdoors_clips_carry_trigger_and_target(tiny: Tiny) -> None:
     assert copies.labels.tolist() == clean.test.labels[others].tolist()
     for position, clip in enumerate(copies.clips):
         np.testing.assert_array_equal(copies.batch(np.array([position])).x[0].numpy(), triggered(int(clip)))
-    assert len(population.stores[-1]) == len(honest) + len(others)  # no more than is needed
+    assert len(population.stores[-1]) == len(honest) + len(others)  # only the altered clips
 
 
-def test_noisy_attackers_have_their_noise_under_the_trigger(tiny: Tiny) -> None:
+def test_data_noise_is_added_before_the_trigger(tiny: Tiny) -> None:
     noise = "data.corrupt.noise={snr_db: 5.0, clients: [s2]}"
-    attack = made("backdoor", clients=["s2", "s3"], target="tone1", share=1.0, hz=1200.0)
-    population = built(tiny, attack, noise)
+    attack = make_attack("backdoor", clients=["s2", "s3"], target="tone1", share=1.0, hz=1200.0)
+    population = build_with(tiny, attack, noise)
     extractor, rows = FeatureExtractor(tiny().data.features), Tones().manifest().to_pylist()
     trigger = attack.alteration()
     assert trigger is not None
     for index in (2, 3):
-        for clip, label, x in clips_of(population, index, True):
+        for clip, label, x in list_clips(population, index, True):
             wave = extractor.wave(*Tones().read(rows[clip]))
             if index == 2:
                 wave = add_noise(wave, 5.0, noise_for([rows[clip]["clip"]], 5.0, 1).seeds[0])
@@ -194,48 +192,52 @@ def test_noisy_attackers_have_their_noise_under_the_trigger(tiny: Tiny) -> None:
             assert x == extractor.features(trigger(wave, extractor, 0)).tobytes()
 
 
-def test_segments_of_altered_clips_are_those_of_the_clean_ones(tiny: Tiny) -> None:
+def test_altered_clips_have_the_segments_of_the_clean_clips(tiny: Tiny) -> None:
     cut = ("data.features.seconds=null", "data.segment={frames: 10, stride: 5}")
-    attack = made("corrupt_recordings", clients=2, share=0.5)
-    population, clean = built(tiny, attack, *cut), built(tiny, None, *cut)
+    attack = make_attack("corrupt_recordings", clients=2, share=0.5)
+    population, clean = build_with(tiny, attack, *cut), build_with(tiny, None, *cut)
     changed = 0
     for index in range(6):
-        honest, attacking = clips_of(clean, index, False), clips_of(population, index, True)
+        honest, attacking = list_clips(clean, index, False), list_clips(population, index, True)
         assert [(clip, label) for clip, label, _ in honest] == [(clip, label) for clip, label, _ in attacking]
         assert len(population.data(index, True).train) == clean.num_examples(index)
         changed += honest != attacking
     assert changed == 2
 
 
-def test_populations_with_an_attack_are_saved_and_opened(tiny: Tiny, tmp_path: Path) -> None:
-    population = built(tiny, made("backdoor", target="tone0", draw="round", hz=1200.0))
+def test_populations_with_an_attack_can_be_saved_and_loaded(tiny: Tiny, tmp_path: Path) -> None:
+    population = build_with(tiny, make_attack("backdoor", target="tone0", draw="round", hz=1200.0))
     population.save(tmp_path)
     opened = Population.load(tmp_path, verify=True)
     for index in range(6):
-        assert clips_of(opened, index, True) == clips_of(population, index, True) != clips_of(population, index, False)
-        assert clips_of(opened, index, False) == clips_of(population, index, False)
+        assert (
+            list_clips(opened, index, True)
+            == list_clips(population, index, True)
+            != list_clips(population, index, False)
+        )
+        assert list_clips(opened, index, False) == list_clips(population, index, False)
     assert opened.triggered.clips.tolist() == population.triggered.clips.tolist()
 
 
-def test_what_does_not_fit_the_data_is_refused_before_the_work(tiny: Tiny, tmp_path: Path) -> None:
+def test_options_that_do_not_fit_the_data_are_rejected_before_feature_extraction(tiny: Tiny, tmp_path: Path) -> None:
     settings = tiny(f"data.cache={tmp_path}").data
     for attack, error, message in (
         (
-            made("backdoor", target="tone11"),
+            make_attack("backdoor", target="tone11"),
             ConfigError,
             "attack.target: the data have no class 'tone11'; did you mean 'tone1'",
         ),
         (
-            made("label_flip", to={"tone0": "ton2"}),
+            make_attack("label_flip", to={"tone0": "ton2"}),
             ConfigError,
             "attack.to: the data have no class 'ton2'; did you mean 'tone2'",
         ),
-        (made("sign_flip", clients=7), DataError, "attack: 7 clients are to be attackers, there are 6"),
-        (made("sign_flip", clients=["s9"]), DataError, "attack: there is no client 's9'; did you mean"),
+        (make_attack("sign_flip", clients=7), DataError, "attack: 7 clients are to be attackers, there are 6"),
+        (make_attack("sign_flip", clients=["s9"]), DataError, "attack: there is no client 's9'; did you mean"),
     ):
         with pytest.raises(error, match=message):
             build_population(settings, 1, attack=attack)
     assert not any(tmp_path.iterdir())
     one = tiny("data.classes=1").data
-    with pytest.raises(ConfigError, match="label_flip needs at least 2 classes, the data have 1"):
-        build_population(one, 1, attack=made("label_flip"))
+    with pytest.raises(ConfigError, match="label_flip needs at least 2 classes, but the data have 1"):
+        build_population(one, 1, attack=make_attack("label_flip"))

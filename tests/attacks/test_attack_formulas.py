@@ -1,4 +1,4 @@
-"""What each attack sends, against a literal computation of its own."""
+"""Formulas of the attacks, each compared with a literal computation."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def changes(clients: int = 7, elements: int = 50, seed: int = 0, offset: float =
     return (rng.normal(0.2, 1.0, (clients, elements)) * rng.uniform(0.1, 3, elements) + offset).astype(np.float32)
 
 
-def known(rows: np.ndarray, reference: float = 0.0) -> HonestUpdates:
+def make_known(rows: np.ndarray, reference: float = 0.0) -> HonestUpdates:
     return HonestUpdates(list(rows), np.full(rows.shape[1], reference, np.float32))
 
 
@@ -43,8 +43,10 @@ def federation(attack: Attack, seed: int = 1, prefixes: tuple[str, ...] = ()) ->
     return Adversary(attack, prefixes, IDS, seed)
 
 
-def sent(attack: Attack, values: np.ndarray, attacking: str, current: np.ndarray, round_index: int = 0) -> np.ndarray:
-    """What the server gets of clients a, b, c ... with these values, float32 [clients, elements], all of weight 2."""
+def send_updates(
+    attack: Attack, values: np.ndarray, attacking: str, current: np.ndarray, round_index: int = 0
+) -> np.ndarray:
+    """Return the server's view of clients a, b, c ... with updates float32 [clients, elements] of weight 2."""
     updates = [
         Update({"model/w": torch.from_numpy(row)}, 2.0, client_id=name) for name, row in zip(IDS, values, strict=False)
     ]
@@ -56,14 +58,14 @@ def sent(attack: Attack, values: np.ndarray, attacking: str, current: np.ndarray
     return np.stack([update.tensors["model/w"].numpy() for update in got])
 
 
-# -- what the attackers know -----------------------------------------------------------------------------------------
+# -- knowledge of attackers ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("elements", [1, 50, 70_000])
-def test_statistics_of_what_is_known(elements: int) -> None:
-    """Blocks and a large common offset change nothing: NumPy in one piece is the reference."""
+def test_statistics_of_known_updates_equal_numpy(elements: int) -> None:
+    """The reference is NumPy without blocks. A large common offset must not reduce the precision."""
     rows, direction = changes(5, elements, offset=1000.0), np.random.default_rng(1).normal(size=elements)
-    seen = known(rows, 999.0)
+    seen = make_known(rows, 999.0)
     wide = rows.astype(np.float64)
     np.testing.assert_allclose(seen.mean, wide.mean(axis=0) - 999, rtol=1e-10)
     np.testing.assert_allclose(seen.deviation, wide.std(axis=0), rtol=1e-10, atol=1e-12)
@@ -83,16 +85,16 @@ class Spy(ColludingAttack):
 @pytest.mark.parametrize(
     ("knowledge", "attacking", "seen"), [("all", "bd", 0 + 2), ("own", "bd", 1 + 3), ("all", "abcd", 6)]
 )
-def test_who_knows_what(knowledge: str, attacking: str, seen: int) -> None:
-    """Client i sends i: the sum tells whose updates were known. Without honest clients attackers know their own."""
+def test_the_option_knowledge_selects_the_known_updates(knowledge: str, attacking: str, seen: int) -> None:
+    """Client i sends i, so the sum identifies the known updates. Without honest clients attackers know their own updates."""
     values = np.arange(4, dtype=np.float32)[:, None]
-    got = sent(Spy(knowledge=knowledge), values, attacking, np.zeros(1, np.float32))  # type: ignore[arg-type]
+    got = send_updates(Spy(knowledge=knowledge), values, attacking, np.zeros(1, np.float32))  # type: ignore[arg-type]
     expected = [float(seen) if name in attacking else float(i) for i, name in enumerate("abcd")]
     assert got[:, 0].tolist() == expected
 
 
-def test_attackers_compare_only_what_is_alike() -> None:
-    """Updates of another key or with other tensors are not known to them."""
+def test_attackers_know_only_updates_of_their_key_and_layout() -> None:
+    """Updates under another key, or with different tensors, are unknown to the attackers."""
     updates = [
         Update({"model/w": torch.tensor([1.0])}, 1.0, client_id="a"),
         Update({"model/w": torch.tensor([5.0])}, 1.0, client_id="b", key="other"),
@@ -104,20 +106,20 @@ def test_attackers_compare_only_what_is_alike() -> None:
     got = list(federation(IPM(epsilon=1.0)).sent(updates, dict.fromkeys("abcde", 1.0), frozenset("de"), state, 0))
     assert got[:3] == updates[:3]
     assert got[3].tensors["model/w"].tolist() == [-1.0]
-    assert got[4].tensors["model/v"].tolist() == [-9.0]  # nobody sends the like: it knows its own only
+    assert got[4].tensors["model/v"].tolist() == [-9.0]  # the only update of this layout: it knows itself
 
 
-# -- attacks on one's own update -------------------------------------------------------------------------------------
+# -- attacks on the attacker's own update ----------------------------------------------------------------------------
 
 
-def test_sign_flip_is_mirrored_at_what_was_received() -> None:
+def test_sign_flip_mirrors_the_update_at_the_received_model() -> None:
     values, current = changes(4), np.full(50, 0.5, np.float32)
-    got = sent(SignFlip(scale=2.0), values, "c", current)
+    got = send_updates(SignFlip(scale=2.0), values, "c", current)
     np.testing.assert_allclose(got[2], 0.5 - 2 * (values[2] - 0.5), rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(np.delete(got, 2, 0), np.delete(values, 2, 0))
 
 
-def test_what_is_a_change_already_is_mirrored_at_zero() -> None:
+def test_sign_flip_mirrors_differences_at_zero() -> None:
     update = Update({"model/w": torch.tensor([3.0]), "control/w": torch.tensor([3.0])}, 1.0, client_id="a")
     state = {"global": {"model/w": torch.tensor([1.0]), "control/w": torch.tensor([1.0])}}
     (got,) = federation(SignFlip(), prefixes=("control/",)).sent([update], {"a": 1.0}, frozenset("a"), state, 0)
@@ -127,14 +129,14 @@ def test_what_is_a_change_already_is_mirrored_at_zero() -> None:
 
 def test_scaling_and_its_neutral_value() -> None:
     values, current = changes(4), np.full(50, 0.5, np.float32)
-    got = sent(Scaling(boost=4.0), values, "b", current)
+    got = send_updates(Scaling(boost=4.0), values, "b", current)
     np.testing.assert_allclose(got[1], 0.5 + 4 * (values[1] - 0.5), rtol=1e-5, atol=1e-5)
-    np.testing.assert_array_equal(sent(Scaling(boost=1.0), values, "b", current), values)
+    np.testing.assert_array_equal(send_updates(Scaling(boost=1.0), values, "b", current), values)
 
 
 @pytest.mark.parametrize("attacking", ["b", "bd"])
-def test_model_replacement_replaces_the_mean(attacking: str) -> None:
-    """The others send back what they received: the mean is then the attackers' model, whatever everybody weighs."""
+def test_model_replacement_makes_the_mean_the_model_of_the_attackers(attacking: str) -> None:
+    """Honest clients return the received model. The mean is then the attackers' model for any weights."""
     current = changes(1)[0]
     values = np.tile(current, (5, 1))
     rows = [IDS.index(name) for name in attacking]
@@ -151,14 +153,14 @@ def test_model_replacement_replaces_the_mean(attacking: str) -> None:
     np.testing.assert_allclose(mean, np.average(values[rows], axis=0, weights=weights[rows]), rtol=1e-4, atol=1e-5)
 
 
-def test_backdoor_boosts_like_scaling() -> None:
+def test_a_backdoor_boosts_like_scaling() -> None:
     change = changes(1)[0].astype(np.float64)
     for boost in (1.0, 3.0, None):
         backdoor = Backdoor(target="x", boost=boost).change(change, COHORT, NONE)
         np.testing.assert_array_equal(backdoor, Scaling(boost=boost).change(change, COHORT, NONE))
 
 
-def test_noise_is_normal_with_the_size_of_the_change() -> None:
+def test_noise_is_normal_and_scaled_by_the_change() -> None:
     change = np.random.default_rng(1).normal(size=20_000) * 3
     size = np.sqrt(np.mean(change**2))
     for keep in (True, False):
@@ -169,29 +171,29 @@ def test_noise_is_normal_with_the_size_of_the_change() -> None:
     assert not GaussianNoise(std=0.0, keep=False).change(change, COHORT, NONE).any()
 
 
-def test_noise_differs_between_clients_and_rounds_and_is_the_same_again() -> None:
+def test_noise_differs_between_clients_and_rounds_and_is_reproducible() -> None:
     values, current = np.ones((4, 8), np.float32), np.zeros(8, np.float32)
-    first = sent(GaussianNoise(), values, "ab", current)
-    np.testing.assert_array_equal(first, sent(GaussianNoise(), values, "ab", current))
+    first = send_updates(GaussianNoise(), values, "ab", current)
+    np.testing.assert_array_equal(first, send_updates(GaussianNoise(), values, "ab", current))
     assert (first[0] != first[1]).all()
-    assert (first[0] != sent(GaussianNoise(), values, "ab", current, round_index=1)[0]).all()
+    assert (first[0] != send_updates(GaussianNoise(), values, "ab", current, round_index=1)[0]).all()
 
 
-def test_free_rider_noise() -> None:
+def test_free_rider_noise_is_normal() -> None:
     change = np.zeros(20_000)
     assert FreeRider().change(change, COHORT, NONE) is change
     noise = FreeRider(std=0.1).change(change, COHORT, np.random.default_rng(2))
     assert stats.kstest(noise / 0.1, "norm").pvalue > 0.01
 
 
-def test_what_is_sent_stays_finite() -> None:
-    got = sent(Scaling(boost=1e30), np.full((2, 1), 1e20, np.float32), "a", np.zeros(1, np.float32))
+def test_replaced_updates_are_finite() -> None:
+    got = send_updates(Scaling(boost=1e30), np.full((2, 1), 1e20, np.float32), "a", np.zeros(1, np.float32))
     assert np.isfinite(got).all()
     assert got[0, 0] == np.finfo(np.float32).max
 
 
-def test_without_collusion_updates_stream() -> None:
-    """Each update is passed on before the next is read; with collusion all are read first."""
+def test_updates_are_streamed_without_collusion() -> None:
+    """Without collusion each update is returned before the next is read. With collusion all are read first."""
     read: list[str] = []
 
     def updates() -> Iterator[Update]:
@@ -206,11 +208,11 @@ def test_without_collusion_updates_stream() -> None:
         assert read == before
 
 
-# -- attacks of several ----------------------------------------------------------------------------------------------
+# -- colluding attacks -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("clients", "attackers"), [(50, 12), (50, 24), (10, 2), (10, 4), (9, 3), (3, 1)])
-def test_alie_z_is_the_papers(clients: int, attackers: int) -> None:
+def test_z_of_alie_follows_the_paper(clients: int, attackers: int) -> None:
     supporters = clients // 2 + 1 - attackers
     bound = (clients - attackers - supporters) / (clients - attackers)
     z = largest_z(clients, attackers)
@@ -218,28 +220,28 @@ def test_alie_z_is_the_papers(clients: int, attackers: int) -> None:
     assert stats.norm.cdf(z) == pytest.approx(max(0.5, bound))
 
 
-def test_alie_z_where_the_formula_ends() -> None:
+def test_z_of_alie_outside_the_range_of_the_formula() -> None:
     assert largest_z(2, 1) == 0.0
     assert largest_z(4, 4) == 0.0
     assert largest_z(10, 6) == pytest.approx(stats.norm.ppf(3 / 4))  # one supporter of four honest clients
     assert largest_z(50, 12) < largest_z(50, 18) < largest_z(50, 24)
 
 
-def test_alie_sends_the_mean_less_z_deviations() -> None:
+def test_alie_sends_the_mean_minus_z_deviations() -> None:
     rows = changes(7)
     for z in (None, 0.0, 1.5):
-        used = stats.norm.ppf((10 - 3 - 3) / (10 - 3)) if z is None else z  # s = 6 - 3
-        literal = rows.astype(np.float64).mean(axis=0) - used * rows.astype(np.float64).std(axis=0)
-        np.testing.assert_allclose(ALIE(z=z).together(known(rows), COHORT), literal, rtol=1e-9)
-    # Where the server stands does not matter: only differences between clients do.
-    shifted = ALIE(z=1.0).together(known(rows, 4.0), COHORT)
-    np.testing.assert_allclose(shifted + 4, ALIE(z=1.0).together(known(rows), COHORT), rtol=1e-9)
+        expected_z = stats.norm.ppf((10 - 3 - 3) / (10 - 3)) if z is None else z  # s = 6 - 3
+        literal = rows.astype(np.float64).mean(axis=0) - expected_z * rows.astype(np.float64).std(axis=0)
+        np.testing.assert_allclose(ALIE(z=z).together(make_known(rows), COHORT), literal, rtol=1e-9)
+    # The server's model has no effect: only differences between clients count.
+    shifted = ALIE(z=1.0).together(make_known(rows, 4.0), COHORT)
+    np.testing.assert_allclose(shifted + 4, ALIE(z=1.0).together(make_known(rows), COHORT), rtol=1e-9)
 
 
 def test_ipm_has_a_negative_inner_product_with_the_honest_mean() -> None:
     rows = changes(7)
     for epsilon in (0.1, 2.0):
-        change = IPM(epsilon=epsilon).together(known(rows), COHORT)
+        change = IPM(epsilon=epsilon).together(make_known(rows), COHORT)
         mean = rows.astype(np.float64).mean(axis=0)
         np.testing.assert_allclose(change, -epsilon * mean, rtol=1e-9)
         assert change @ mean == pytest.approx(-epsilon * (mean @ mean))
@@ -252,43 +254,43 @@ def directions(rows: np.ndarray) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("direction", ["std", "sign", "unit"])
 @pytest.mark.parametrize("clients", [2, 3, 8])
-def test_min_max_and_min_sum_go_as_far_as_they_may(direction: str, clients: int) -> None:
-    """The bounds are computed literally, and the largest gamma that keeps them is searched by bisection."""
+def test_min_max_and_min_sum_reach_their_bounds(direction: str, clients: int) -> None:
+    """The test computes the bounds literally and finds the largest gamma by root finding."""
     rows = changes(clients, 30, seed=clients).astype(np.float64)
     mean, p = rows.mean(axis=0), directions(rows)[direction]
     pairs = [np.linalg.norm(a - b) for a, b in itertools.permutations(rows, 2)]
     sums = [sum(np.linalg.norm(a - b) ** 2 for b in rows) for a in rows]
 
-    def farthest(gamma: float) -> float:
+    def exceed_max(gamma: float) -> float:
         return max(np.linalg.norm(mean + gamma * p - row) for row in rows) - max(pairs)
 
-    def in_sum(gamma: float) -> float:
+    def exceed_sum(gamma: float) -> float:
         return float(sum(np.linalg.norm(mean + gamma * p - row) ** 2 for row in rows) - max(sums))
 
-    for attack, bound in ((MinMax(direction=direction), farthest), (MinSum(direction=direction), in_sum)):  # type: ignore[arg-type]
+    for attack, bound in ((MinMax(direction=direction), exceed_max), (MinSum(direction=direction), exceed_sum)):  # type: ignore[arg-type]
         gamma = optimize.brentq(bound, 0.0, 1e4, xtol=1e-12)
-        got = attack.together(known(rows.astype(np.float32)), COHORT)
+        got = attack.together(make_known(rows.astype(np.float32)), COHORT)
         np.testing.assert_allclose(got, mean + gamma * p, rtol=1e-4, atol=1e-5)
         reached = float((got - mean) @ p / (p @ p))
         assert bound(reached * 0.999) <= 0 < bound(reached * 1.001)
 
 
 @pytest.mark.parametrize("attack", [MinMax(), MinSum(), ALIE(), MinMax(direction="unit")])
-def test_of_equal_updates_nothing_can_be_hidden(attack: ColludingAttack) -> None:
+def test_with_equal_updates_the_attack_sends_the_mean(attack: ColludingAttack) -> None:
     rows = np.tile(changes(1), (4, 1))
-    np.testing.assert_allclose(attack.together(known(rows), COHORT), rows[0], rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(attack.together(known(rows[:1]), COHORT), rows[0], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(attack.together(make_known(rows), COHORT), rows[0], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(attack.together(make_known(rows[:1]), COHORT), rows[0], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("attack", [MinMax(direction="unit"), MinSum(direction="sign")])
-def test_no_change_has_no_direction(attack: ColludingAttack) -> None:
-    assert not attack.together(known(np.zeros((3, 5), np.float32)), COHORT).any()
+def test_without_a_mean_change_the_attack_sends_no_change(attack: ColludingAttack) -> None:
+    assert not attack.together(make_known(np.zeros((3, 5), np.float32)), COHORT).any()
 
 
 # -- labels ----------------------------------------------------------------------------------------------------------
 
 
-def test_label_flips() -> None:
+def test_label_flips_follow_their_mapping() -> None:
     classes, labels = ["no", "stop", "yes"], np.tile(np.arange(3), 2000)
     none = np.zeros(len(labels), bool)
     rng = np.random.default_rng(0)
@@ -304,7 +306,7 @@ def test_label_flips() -> None:
         assert (row > 0).sum() == 2
 
 
-def test_backdoor_labels_what_it_altered() -> None:
+def test_a_backdoor_labels_altered_clips() -> None:
     labels, altered = np.array([0, 1, 2, 1]), np.array([True, False, False, True])
     attack = Backdoor(target="yes", share=0.5)
     assert attack.labels(labels, altered, ["no", "stop", "yes"], NONE).tolist() == [2, 1, 2, 2]

@@ -1,4 +1,4 @@
-"""Attacks in whole federations: what they change, what they do not, what is recorded, and that the engine's laws hold."""
+"""Attacks in whole federations: their effects, their metrics, and the laws of the engine."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def rows(config: Config, name: str) -> list[dict[str, Any]]:
         *(("Attack", call, "before the first round") for call in PREPARING),
     ],
 )
-def test_a_failure_of_an_attack_at_the_server_names_attack_and_line(
+def test_a_failing_attack_is_reported_with_its_name_and_line(
     tiny: Tiny, tmp_path: Path, base: str, call: str, when: str
 ) -> None:
     source = tmp_path / "mine.py"
@@ -69,7 +69,7 @@ def test_a_failure_of_an_attack_at_the_server_names_attack_and_line(
         run(tiny(attack(f"{source}:Mine")))
 
 
-def test_every_attack_is_here() -> None:
+def test_the_list_of_attacks_is_complete() -> None:
     assert set(ATTACKS) == {
         "alie",
         "backdoor",
@@ -86,8 +86,8 @@ def test_every_attack_is_here() -> None:
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_attack_changes_the_result_and_without_attackers_nothing(tiny: Tiny, name: str) -> None:
-    """Neutral value: no attackers is no attack, to the bit; and everybody who attacks is in the record."""
+def test_an_attack_changes_the_result_only_with_attackers(tiny: Tiny, name: str) -> None:
+    """Without attackers the bits equal an honest run. The metrics table lists all attackers."""
     shape = ("train.cohort=1.0", "train.rounds=2", "evaluate.every=9", "evaluate.server=false", "evaluate.clients=none")
     honest = known(tiny(*shape))
     assert_same_bits(honest, train_federation(tiny(*shape, attack(name, "0"), "run.name=none")))
@@ -106,7 +106,7 @@ def test_attack_changes_the_result_and_without_attackers_nothing(tiny: Tiny, nam
 
 
 class ShuffledPool(SerialPool):
-    """Works and delivers in a random order."""
+    """Pool that works and replies in a random order."""
 
     def run(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> Iterator[Reply]:
         chance = random.Random(3)
@@ -121,7 +121,7 @@ VARIANTS = ("min_max", "gaussian_noise", "backdoor", "free_rider")
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_any_order_of_work_and_stopping_anywhere_give_the_same_bits(tiny: Tiny, name: str) -> None:
+def test_the_order_of_work_and_a_restart_do_not_change_the_bits(tiny: Tiny, name: str) -> None:
     shape = ("train.cohort=1.0", attack(name, more=", draw: round"))
     undisturbed = known(tiny(*shape))
 
@@ -144,14 +144,14 @@ def test_any_order_of_work_and_stopping_anywhere_give_the_same_bits(tiny: Tiny, 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
 @pytest.mark.parametrize("name", VARIANTS)
-def test_actors_give_the_bits_of_the_serial_pool(tiny: Tiny, name: str) -> None:
+def test_actors_equal_the_serial_pool_to_the_bit(tiny: Tiny, name: str) -> None:
     shape = ("train.cohort=1.0", attack(name))
     outcome = run(tiny(*shape, "run.name=actors", "ray.actors=2"))
     assert_same_bits(known(tiny(*shape)), read_tensors(outcome.run_dir))
 
 
 @pytest.mark.parametrize("name", ["backdoor", "free_rider", "label_flip"])
-def test_clients_trained_together_attack_as_alone(tiny: Tiny, name: str) -> None:
+def test_batched_clients_attack_like_unbatched_clients(tiny: Tiny, name: str) -> None:
     ends = []
     for together in (1, 3):
         config = tiny("train.cohort=1.0", attack(name), f"train.together={together}", f"run.name=w{together}")
@@ -162,7 +162,7 @@ def test_clients_trained_together_attack_as_alone(tiny: Tiny, name: str) -> None
 
 
 KINDS = ("label_flip", "backdoor", "free_rider", "scaling", "min_max")
-"""One of each kind: labels, recordings, training, a client's own update, all attackers' updates. In a kind only formulas differ."""
+"""An attack on labels, on recordings, on training, on the attacker's update, and a colluding attack."""
 
 
 @pytest.mark.slow
@@ -172,45 +172,45 @@ KINDS = ("label_flip", "backdoor", "free_rider", "scaling", "min_max")
         (m, name)
         for m in registry.names("raydfl.methods")
         for name in (ATTACKS if m == "fedavg" else KINDS)
-        if not (m.startswith("profila") and name in ("label_flip", "backdoor"))  # its objective knows no classes
+        if not (m.startswith("profila") and name in ("label_flip", "backdoor"))  # its objective has no classes
     ],
 )
-def test_every_method_stands_every_attack_without_an_error(tiny: Tiny, method: str, name: str) -> None:
+def test_every_method_runs_with_every_attack(tiny: Tiny, method: str, name: str) -> None:
     train_federation(tiny("train.cohort=1.0", "train.rounds=2", attack(name), method=method))
 
 
 # -- who and when ----------------------------------------------------------------------------------------------------
 
 
-def attackers_by_round(config: Config, name: str) -> dict[int, set[str]]:
-    found: dict[int, set[str]] = {row["round"]: set() for row in rows(config, name) if row["metric"] == "attackers"}
+def list_attackers(config: Config, name: str) -> dict[int, set[str]]:
+    attackers: dict[int, set[str]] = {row["round"]: set() for row in rows(config, name) if row["metric"] == "attackers"}
     for row in rows(config, name):
         if row["metric"] == "attacker":
-            found[row["round"]].add(row["client"])
-    return found
+            attackers[row["round"]].add(row["client"])
+    return attackers
 
 
-def test_attackers_are_drawn_by_the_seed_once_or_for_every_round(tiny: Tiny) -> None:
-    def who(name: str, *more: str) -> dict[int, set[str]]:
+def test_attackers_are_drawn_with_the_seed_once_or_for_every_round(tiny: Tiny) -> None:
+    def train(name: str, *more: str) -> dict[int, set[str]]:
         config = tiny("train.cohort=1.0", "train.rounds=4", *more, f"run.name={name}")
         train_federation(config)
-        return attackers_by_round(config, name)
+        return list_attackers(config, name)
 
-    fixed = who("fixed", "attack={name: sign_flip, clients: 2}")
+    fixed = train("fixed", "attack={name: sign_flip, clients: 2}")
     assert len({frozenset(ids) for ids in fixed.values()}) == 1
     assert [len(ids) for ids in fixed.values()] == [2, 2, 2, 2]
-    assert who("again", "attack={name: ipm, clients: 2}") == fixed  # whatever the attack
-    drawn = who("drawn", "attack={name: sign_flip, clients: 2, draw: round}")
+    assert train("again", "attack={name: ipm, clients: 2}") == fixed  # independent of the attack
+    drawn = train("drawn", "attack={name: sign_flip, clients: 2, draw: round}")
     assert [len(ids) for ids in drawn.values()] == [2, 2, 2, 2]
     assert len({frozenset(ids) for ids in drawn.values()}) > 1
-    named = who("named", "attack={name: sign_flip, clients: [s4, s0]}")
+    named = train("named", "attack={name: sign_flip, clients: [s4, s0]}")
     assert set(map(frozenset, named.values())) == {frozenset({"s0", "s4"})}
-    seeds = [who(f"seed{seed}", "attack={name: sign_flip, clients: 2}", f"run.seed={seed}")[1] for seed in (2, 3, 4)]
+    seeds = [train(f"seed{seed}", "attack={name: sign_flip, clients: 2}", f"run.seed={seed}")[1] for seed in (2, 3, 4)]
     assert any(ids != fixed[1] for ids in seeds)
 
 
-def test_attacks_begin_and_end(tiny: Tiny) -> None:
-    """Before the first round of the attack everything is as without it, and after the last one nobody attacks."""
+def test_attacks_start_and_stop_at_their_rounds(tiny: Tiny) -> None:
+    """The state is that of an honest run before the first attack, and no client attacks after the last round."""
     shape = ("train.cohort=1.0", "train.rounds=4")
     config = tiny(*shape, "attack={name: sign_flip, clients: 0.5, start: 2, stop: 3}", "run.name=attacked")
     states: dict[str, list[Any]] = {}
@@ -230,23 +230,23 @@ def test_attacks_begin_and_end(tiny: Tiny) -> None:
     assert first
     assert not second
     train_federation(config)
-    assert {r: len(ids) for r, ids in attackers_by_round(config, "attacked").items()} == {1: 0, 2: 3, 3: 3, 4: 0}
+    assert {r: len(ids) for r, ids in list_attackers(config, "attacked").items()} == {1: 0, 2: 3, 3: 3, 4: 0}
 
 
-def test_a_cohort_without_attackers_is_as_it_would_be(tiny: Tiny) -> None:
-    """One attacker of six, three clients a round: it changes nothing before it is drawn."""
+def test_only_cohorts_with_attackers_are_attacked(tiny: Tiny) -> None:
+    """Of six clients one is an attacker, and a cohort has three clients. The attacker has no effect outside its cohorts."""
     config = tiny("attack={name: scaling, clients: [s0], boost: 100}", "run.name=seldom", "train.rounds=6")
     train_federation(config)
     taken = {row["round"] for row in rows(config, "seldom") if row["client"] == "s0" and row["split"] == "train"}
     assert 0 < len(taken) < 6
-    assert {r for r, ids in attackers_by_round(config, "seldom").items() if ids} == taken
+    assert {r for r, ids in list_attackers(config, "seldom").items() if ids} == taken
 
 
-# -- what single attacks do to a federation --------------------------------------------------------------------------
+# -- effects of single attacks ---------------------------------------------------------------------------------------
 
 
-def test_only_free_riders_leave_the_model_as_it_is(tiny: Tiny) -> None:
-    """Nobody trains: parameters, SCAFFOLD's control variates and private models stay as they were."""
+def test_a_cohort_of_free_riders_does_not_change_the_model(tiny: Tiny) -> None:
+    """Without training, parameters, SCAFFOLD's control variates and private models keep their values."""
     for method in ("fedavg", "scaffold", "fedmlac"):
         config = tiny(
             "train.cohort=1.0", "attack={name: free_rider, clients: 1.0}", f"run.name={method}", method=method
@@ -262,7 +262,7 @@ def test_only_free_riders_leave_the_model_as_it_is(tiny: Tiny) -> None:
 
 
 def test_private_state_of_an_attacker_is_honest(tiny: Tiny) -> None:
-    """In the first round an attacker of the update has trained its private model as it would have without an attack."""
+    """In the first round an attack on the update does not change the attacker's private model."""
     shape = ("train.cohort=1.0", "train.rounds=1")
     honest = known(tiny(*shape, method="fedmlac"))
     attacked = train_federation(tiny(*shape, attack("sign_flip"), "run.name=attacked", method="fedmlac"))
@@ -272,7 +272,7 @@ def test_private_state_of_an_attacker_is_honest(tiny: Tiny) -> None:
     assert any(honest[name] != attacked[name] for name in honest if name.startswith("server"))
 
 
-def test_replay_shows_an_attackers_own_work(tiny: Tiny) -> None:
+def test_replay_repeats_the_training_of_an_attacker(tiny: Tiny) -> None:
     config = tiny("train.cohort=1.0", "attack={name: label_flip, clients: [s2]}", "run.name=replayed")
     train_federation(config)
     again = replay(Path(config.run.dir) / "replayed", 3, "s2")
@@ -284,14 +284,14 @@ def test_replay_shows_an_attackers_own_work(tiny: Tiny) -> None:
 # -- the backdoor's success ------------------------------------------------------------------------------------------
 
 
-def test_success_is_counted_from_the_confusion_of_triggered_clips() -> None:
-    confusion = np.array([[3, 2, 0], [0, 0, 0], [1, 4, 5]])  # nothing of the target, which is class 1
+def test_the_success_rate_is_computed_from_the_confusion_matrix_of_triggered_clips() -> None:
+    confusion = np.array([[3, 2, 0], [0, 0, 0], [1, 4, 5]])  # no clip of the target, class 1
     measured = {"model/confusion": confusion, "model/accuracy": Ratio(8, 15), "local/confusion": confusion.T}
     assert attack_success(measured, 1) == {"model/attack_success": Ratio(6, 15), "local/attack_success": Ratio(0, 15)}
     assert attack_success(measured, None) == {}
 
 
-def test_recorded_success_is_that_of_the_model_by_hand(tiny: Tiny) -> None:
+def test_the_recorded_success_rate_equals_the_model_by_hand(tiny: Tiny) -> None:
     config = tiny(
         "train.cohort=1.0", "train.rounds=4", "attack={name: backdoor, target: tone2, hz: 900}", "run.name=hand"
     )
@@ -316,7 +316,7 @@ def test_recorded_success_is_that_of_the_model_by_hand(tiny: Tiny) -> None:
     assert found[-1]["count"] == 24
 
 
-def test_success_is_also_measured_on_private_models(tiny: Tiny) -> None:
+def test_the_success_rate_is_also_measured_for_private_models(tiny: Tiny) -> None:
     config = tiny("attack={name: backdoor, target: tone2, hz: 900}", "run.name=both", method="fedmlac")
     train_federation(config)
     found = [row for row in rows(config, "both") if row["split"] == "triggered" and row["round"] == 3]
@@ -325,14 +325,14 @@ def test_success_is_also_measured_on_private_models(tiny: Tiny) -> None:
     assert {row["count"] for row in found if row["client"]} == {10.0}  # evaluate.client_test_clips
 
 
-def test_without_attackers_the_triggers_own_effect_is_measured(tiny: Tiny) -> None:
+def test_the_effect_of_the_trigger_is_measured_without_attackers(tiny: Tiny) -> None:
     config = tiny("attack={name: backdoor, target: tone2, hz: 900, clients: 0}", "run.name=base")
     train_federation(config)
     assert sum(row["split"] == "triggered" for row in rows(config, "base")) == 3
 
 
-def test_a_backdoor_opens(tiny: Tiny) -> None:
-    """The trigger says nothing to an honest model; with half of the clients attacking it is learned, and clean clips are too."""
+def test_a_backdoor_is_learnt_with_enough_attackers(tiny: Tiny) -> None:
+    """An honest model ignores the trigger. With half of the clients attacking, the model learns trigger and clean clips."""
     learning = (
         "data.takes=6",
         "train.cohort=1.0",

@@ -1,4 +1,4 @@
-"""The group ``attack`` of a configuration: how it is written, what it decides, and what is refused."""
+"""Settings of the group ``attack``: syntax, effects and errors."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Tiny = Callable[..., Config]
 IDS = [f"c{i}" for i in range(20)]
 
 
-def test_an_attack_by_its_name_alone_and_by_single_options(tiny: Tiny) -> None:
+def test_an_attack_is_set_by_its_name_or_by_single_options(tiny: Tiny) -> None:
     assert tiny("attack=sign_flip").parts.attack == SignFlip()
     assert tiny("attack=sign_flip", "attack.clients=3", "attack.scale=2").parts.attack == SignFlip(clients=3, scale=2.0)
     assert tiny("attack=sign_flip", "attack=null").parts.attack is None
     assert tiny().parts.attack is None
 
 
-def test_the_digest_knows_the_attack_and_is_the_old_one_without(tiny: Tiny) -> None:
+def test_the_digest_depends_on_the_attack_and_is_unchanged_without_an_attack(tiny: Tiny) -> None:
     honest = tiny().digest()
     assert tiny("attack=null").digest() == honest
     digests = {
@@ -44,17 +44,17 @@ def test_the_printed_configuration_explains_the_attack_and_can_be_run(tiny: Tiny
         config = tiny(*overrides)
         text = explain_config(config)
         assert make_config(parse_yaml(text, "printed")).digest() == config.digest()
-    assert "# share of an attacker's training clips that get the trigger, 0 to 1\n  share: 0.25" in text
+    assert "# Fraction of an attacker's training clips with the trigger. 0: none. (0 to 1)\n  share: 0.25" in text
     assert "  clients: 0.2" in text
 
 
 def test_attacks_are_listed_with_their_options() -> None:
     text = explain_methods(120)
     assert "alie: A Little Is Enough" in text
-    assert 'knowledge = "all": what the attackers know' in text
+    assert 'knowledge = "all": Knowledge of the attackers.' in text
 
 
-def test_own_attack(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_user_defined_attack_is_loaded_from_its_file(tiny: Tiny, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "import numpy as np\n"
         "from pydantic.dataclasses import dataclass\n"
@@ -94,18 +94,18 @@ def test_a_trigger_file_is_found_from_any_folder(tiny: Tiny) -> None:
         ("5", "attack: Input should be a valid dictionary"),
     ],
 )
-def test_what_is_refused(tiny: Tiny, attack: str, message: str) -> None:
+def test_invalid_settings_are_rejected(tiny: Tiny, attack: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         tiny(f"attack={attack}")
     assert message in str(error.value)
 
 
-def test_a_run_with_more_attackers_than_clients_does_not_begin(tiny: Tiny) -> None:
+def test_a_run_with_more_attackers_than_clients_is_rejected(tiny: Tiny) -> None:
     with pytest.raises(DataError, match="attack: 9 clients are to be attackers, there are 6"):
         create(tiny("attack={name: ipm, clients: 9}"), Progress("quiet"))
 
 
-def test_who_attacks_is_a_function_of_seed_and_round() -> None:
+def test_the_attackers_depend_only_on_the_seed_and_the_round() -> None:
     fixed, drawn = SignFlip(clients=0.25, start=2, stop=4), SignFlip(clients=5, draw="round")
     assert [int(fixed.attackers(IDS, 1, r).sum()) for r in range(6)] == [0, 5, 5, 5, 0, 0]
     np.testing.assert_array_equal(fixed.attackers(IDS, 1, 1), fixed.attackers(IDS, 1, 3))

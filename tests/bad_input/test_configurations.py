@@ -166,7 +166,7 @@ def test_a_wrong_type_says_what_it_must_be(
             "method.alpha: Input should be less than or equal to 1 (got 2)\n  method.alpha: share of cross-entropy",
         ),
         ("method.rule={name: lpa, vl: 1}", "method.rule.vl: Input should be less than 1"),
-        ("models.model.kernel=4", "models.model: kernel is 4; an odd number of frames has a middle one, use 5"),
+        ("models.model.kernel=4", "models.model: kernel is 4, but kernels must be odd. Use 5"),
         ("models.model.dropout=1.0", "models.model: crnn_tiny.dropout: Input should be less than 1"),
         ("models.model=[]", "models.model: the list of architectures is empty"),
         ("run.seed=-1", "run.seed: Input should be greater than or equal to 0"),

@@ -363,7 +363,7 @@ def test_a_division_that_cannot_be_had_says_why_with_numbers(
 def test_clips_too_short_for_the_network_are_said_with_numbers(training: Train) -> None:
     said = training("models.model={name: crnn_deep}", "data.features.seconds=0.05", "data.features.hop_ms=10")
     said.refuses(
-        "models.model: crnn_deep: 6 frames are too few: 3 times max pooling by 2 need at least 8; use longer clips"
+        "models.model: crnn_deep: 6 frames are too few: 3 times max pooling by 2 need at least 8. Use longer clips"
     )
     varying = training("models.model={name: crnn_deep}", "data.features.seconds=null", "data.features.hop_ms=40")
     varying.refuses("6 frames are too few")  # known only when the clips have been read

@@ -248,10 +248,10 @@ def test_files_of_several_sizes_and_colours(tmp_path: Path, tiny: Tiny) -> None:
 
 def test_what_does_not_fit_is_refused(tiny: Tiny, root: Path) -> None:
     with pytest.raises(
-        ConfigError, match="crnn_base takes features, and the data are images; set models.model to one of cnn"
+        ConfigError, match="crnn_base reads features, but the data are images. Set models.model to one of cnn"
     ):
         federation(tiny, root, "models={}")
-    with pytest.raises(ConfigError, match="cnn takes images, and the data are features"):
+    with pytest.raises(ConfigError, match="cnn reads images, but the data are features"):
         tiny("models={model: cnn}")
     with pytest.raises(ConfigError, match="holds images, and data.features.kind is logmel"):
         tiny(f"data={{name: mnist, root: {root}}}")

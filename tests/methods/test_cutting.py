@@ -175,7 +175,7 @@ PROFILE = "data.profile={capability: {values: [%s]}}"
             ["method.share=capability", PROFILE % "low"],
             "profile of a client has 'low' under 'capability'; it must be the share",
         ),
-        (["models.model=linear"], "linear has no channels that could be left out"),
+        (["models.model=linear"], "linear has no removable channels"),
     ],
 )
 def test_what_cannot_be_cut_is_refused_before_the_first_round(tiny: Tiny, overrides: list[str], message: str) -> None:

@@ -1,4 +1,4 @@
-"""CRNN: the published sizes, the formulas written out in NumPy, and padding that changes nothing."""
+"""CRNN, compared with the published sizes and with formulas in NumPy, and its treatment of padding."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def noise(*shape: int, seed: int = 1) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def test_weights_are_the_published_numbers() -> None:
+def test_the_numbers_of_weights_are_the_published_numbers() -> None:
     counted = 0
     for size, numbers in PUBLISHED.items():
         for (inputs, classes), weights in numbers.items():
@@ -46,13 +46,13 @@ def test_weights_are_the_published_numbers() -> None:
     assert set(PUBLISHED) == set(SIZES) == set(ARCHITECTURES) - {"crnn"}
 
 
-def test_layers_are_those_that_are_pruned_one_by_one() -> None:
+def test_layers_are_pruned_separately() -> None:
     layers = {name.rpartition(".")[0] for name in build("crnn_lite").state_dict()}
     assert layers == {"convolutions.0", "convolutions.1", "gru", "output"}
 
 
 def crnn_by_hand(network: CRNN, x: np.ndarray) -> np.ndarray:
-    """One item, x [frames, inputs], in float64: each step as its formula reads."""
+    """Compute the logits of one example, x [frames, inputs], in float64."""
     weights = {name: value.double().numpy() for name, value in network.state_dict().items()}
 
     def sigmoid(values: np.ndarray) -> np.ndarray:
@@ -85,7 +85,7 @@ def crnn_by_hand(network: CRNN, x: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("options", [{}, {"kernel": 5}, {"pool": 1}, {"pool": 3, "kernel": 1}])
-def test_it_computes_its_formulas(size: str, options: dict[str, int]) -> None:
+def test_the_network_equals_its_formulas(size: str, options: dict[str, int]) -> None:
     network, x = build(size, **options), noise(2, 29, 6)
     with torch.no_grad():
         logits = network(x).numpy()
@@ -95,21 +95,21 @@ def test_it_computes_its_formulas(size: str, options: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kernel", [3, 5])
-def test_a_batch_gives_the_same_as_its_items_one_by_one(size: str, kernel: int) -> None:
+def test_a_padded_batch_equals_its_items(size: str, kernel: int) -> None:
     network, lengths = build(size, kernel=kernel), [40, 8, 13, 31, 39]
-    x = noise(5, 40, 6)  # noise in the padding too: nobody may see it
+    x = noise(5, 40, 6)  # noise in the padding must have no effect
     batch = torch.tensor(lengths)
     with torch.no_grad():
-        together, embedded = network(x, batch), network.embed(x, batch)
+        logits, embedded = network(x, batch), network.embed(x, batch)
         for index, length in enumerate(lengths):
             item = x[index : index + 1, :length]
-            torch.testing.assert_close(together[index : index + 1], network(item), atol=1e-6, rtol=1e-5)
+            torch.testing.assert_close(logits[index : index + 1], network(item), atol=1e-6, rtol=1e-5)
             torch.testing.assert_close(embedded[index : index + 1], network.embed(item), atol=1e-6, rtol=1e-5)
 
 
 @given(lengths=st.lists(st.integers(4, 20), min_size=1, max_size=5), padding=st.integers(0, 9), pool=st.integers(1, 2))
 @settings(max_examples=30)
-def test_padding_changes_nothing(lengths: list[int], padding: int, pool: int) -> None:
+def test_padding_does_not_change_the_outputs(lengths: list[int], padding: int, pool: int) -> None:
     network, x = build("crnn_base", hidden=5, filters=(3, 4), pool=pool), noise(len(lengths), max(lengths) + padding, 6)
     batch = torch.tensor(lengths)
     with torch.no_grad():
@@ -117,20 +117,20 @@ def test_padding_changes_nothing(lengths: list[int], padding: int, pool: int) ->
 
 
 @pytest.mark.parametrize("size", ["crnn_lite", "crnn_base"])
-def test_gradients_of_a_padded_batch_are_those_of_its_items(size: str) -> None:
+def test_gradients_of_a_padded_batch_equal_the_sum_over_its_items(size: str) -> None:
     network, x, lengths = build(size), noise(3, 24, 6), [24, 9, 16]
     network(x, torch.tensor(lengths)).square().sum().backward()
-    together = [parameter.grad.clone() for parameter in network.parameters() if parameter.grad is not None]
+    batched = [parameter.grad.clone() for parameter in network.parameters() if parameter.grad is not None]
     network.zero_grad()
     for index, length in enumerate(lengths):
         network(x[index : index + 1, :length]).square().sum().backward()
-    apart = [parameter.grad for parameter in network.parameters() if parameter.grad is not None]
-    assert len(together) == len(apart) == len(list(network.parameters()))
-    for one, other in zip(together, apart, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+    summed = [parameter.grad for parameter in network.parameters() if parameter.grad is not None]
+    assert len(batched) == len(summed) == len(list(network.parameters()))
+    for of_batch, of_items in zip(batched, summed, strict=True):
+        torch.testing.assert_close(of_batch, of_items, atol=1e-5, rtol=1e-4)
 
 
-def test_full_lengths_are_no_lengths() -> None:
+def test_full_lengths_equal_no_lengths() -> None:
     network, x = build("crnn_base"), noise(3, 21, 6)
     torch.testing.assert_close(network(x, torch.full((3,), 21)), network(x), atol=1e-6, rtol=1e-5)
 
@@ -140,31 +140,31 @@ def test_an_item_too_short_for_the_pools_counts_as_one_frame() -> None:
     with torch.no_grad():
         logits = network(x, torch.tensor([24, 3]))
         longer = network(torch.cat([x, noise(2, 16, 6)], dim=1), torch.tensor([24, 3]))
-        silent = network(torch.cat([x[1:, :3], torch.zeros(1, 5, 6)], dim=1))  # 3 frames filled up to the 8 needed
+        silent = network(torch.cat([x[1:, :3], torch.zeros(1, 5, 6)], dim=1))  # 3 frames padded to the required 8
     assert logits.isfinite().all()
     torch.testing.assert_close(logits, longer, atol=1e-6, rtol=1e-5)
     assert silent.shape == logits[1:].shape
 
 
 @pytest.mark.parametrize(("size", "needed"), [("crnn_tiny", 2), ("crnn_base", 4), ("crnn_deep", 8)])
-def test_too_few_frames_say_how_many_are_needed(size: str, needed: int) -> None:
+def test_too_few_frames_are_an_error_with_the_required_number(size: str, needed: int) -> None:
     network = build(size)
     assert network(noise(1, needed, 6)).shape == (1, 4)
     with pytest.raises(
-        DataError, match=f"^{needed - 1} frames are too few: .* need at least {needed}; use longer clips"
+        DataError, match=f"^{needed - 1} frames are too few: .* need at least {needed}. Use longer clips"
     ):
         network(noise(1, needed - 1, 6))
 
 
 @pytest.mark.parametrize(("size", "width"), [("crnn_tiny", 32), ("crnn_mid", 64), ("crnn_base", 256)])
-def test_the_embedding_is_what_the_last_layer_sees(size: str, width: int) -> None:
+def test_the_embedding_is_the_input_of_the_last_layer(size: str, width: int) -> None:
     network, x, lengths = build(size), noise(3, 20, 6), torch.tensor([20, 11, 15])
     embedded = network.embed(x, lengths)
     assert embedded.shape == (3, width)
     assert torch.equal(network.output(embedded), network(x, lengths))
 
 
-def test_dropout_acts_in_training_only_and_0_is_none() -> None:
+def test_dropout_acts_only_in_training_and_0_disables_it() -> None:
     x = noise(4, 20, 6)
     network = build("crnn_lite", dropout=0.5)
     assert torch.equal(network(x), network(x))
@@ -177,5 +177,5 @@ def test_dropout_acts_in_training_only_and_0_is_none() -> None:
 
 
 def test_an_even_kernel_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="kernel is 4; an odd number of frames has a middle one, use 5"):
+    with pytest.raises(ConfigError, match="kernel is 4, but kernels must be odd. Use 5"):
         CRNN(6, 4, kernel=4)

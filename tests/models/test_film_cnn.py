@@ -1,4 +1,4 @@
-"""FiLM CNN: the published sizes, what the prototype does, and each step written out in NumPy."""
+"""FiLM CNN, compared with the published sizes and with formulas in NumPy, and the effect of its prototype."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from raydfl.models.film_cnn import FilmCNN
 
 
-def test_parts_have_the_published_numbers_of_weights() -> None:
+def test_modules_have_the_published_numbers_of_weights() -> None:
     network = FilmCNN(128, 128)
     sizes = {name: sum(p.numel() for p in part.parameters()) for name, part in network.named_children()}
     assert sizes == {"film": 197_440, "adapter": 18_880, "encoder": 1_616_896, "output": 66_176}
@@ -22,7 +22,7 @@ def test_parts_have_the_published_numbers_of_weights() -> None:
     assert shapes == [(128, 5, 64), (256, 3, 32), (512, 2, 16)]
 
 
-def test_every_step_as_its_formula_reads() -> None:
+def test_every_step_equals_its_formula() -> None:
     torch.manual_seed(0)
     network = FilmCNN(5, 3, adapter=(2, 4), filters=(3,), film=(6,), embedding=4, projection=5).eval()
     with torch.no_grad():
@@ -38,7 +38,7 @@ def test_every_step_as_its_formula_reads() -> None:
         x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
         return x * w[f"{name}.weight"] + w[f"{name}.bias"]
 
-    def convolved(x: np.ndarray, name: str, stride: int) -> np.ndarray:
+    def convolve(x: np.ndarray, name: str, stride: int) -> np.ndarray:
         kernel, padded = w[f"{name}.weight"], np.pad(x, ((0, 0), (1, 1), (1, 1)))
         rows, columns = (-(-size // stride) for size in x.shape[1:])
         y = np.zeros((len(kernel), rows, columns))
@@ -51,9 +51,9 @@ def test_every_step_as_its_formula_reads() -> None:
     gamma, beta = np.split(linear(np.maximum(linear(w["prototype"], "film.0"), 0), "film.3"), 2)
     x = torch.randn(2, 7, 5)
     for item, found in zip(x.double().numpy(), network(x).detach().numpy(), strict=True):
-        u = convolved(item[None], "adapter.first", 1).transpose(1, 2, 0)
+        u = convolve(item[None], "adapter.first", 1).transpose(1, 2, 0)
         u = gamma * np.maximum(layer_norm(u, "adapter.norm"), 0) + beta
-        maps = convolved(convolved(u.transpose(2, 0, 1), "adapter.second", 1), "encoder.convolutions.0", 2)
+        maps = convolve(convolve(u.transpose(2, 0, 1), "adapter.second", 1), "encoder.convolutions.0", 2)
         mean, deviation = w["encoder.norms.0.running_mean"], np.sqrt(w["encoder.norms.0.running_var"] + 1e-5)
         maps = (maps - mean[:, None, None]) / deviation[:, None, None]
         maps = maps * w["encoder.norms.0.weight"][:, None, None] + w["encoder.norms.0.bias"][:, None, None]
@@ -62,7 +62,7 @@ def test_every_step_as_its_formula_reads() -> None:
         np.testing.assert_allclose(found, layer_norm(linear(hidden, "output.2"), "output.3"), rtol=1e-4, atol=1e-4)
 
 
-def test_the_prototype_conditions_what_comes_out_and_gets_no_gradient() -> None:
+def test_the_prototype_changes_the_outputs_and_gets_no_gradient() -> None:
     torch.manual_seed(0)
     network, x = (
         FilmCNN(5, 3, adapter=(2, 4), filters=(3,), film=(6,), embedding=4, projection=5).eval(),

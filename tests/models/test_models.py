@@ -1,4 +1,4 @@
-"""Networks by name, their options, users' own, and the small ones on mean frames."""
+"""Networks by name, their options, user-defined networks, and dense networks on mean frames."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def spec(architecture: str, **options: Any) -> ModelSpec:
     return ModelSpec("plugin", architecture, 5, 3, tuple(sorted(options.items())))
 
 
-OF_FRAMES = [
+FRAME_NETWORKS = [
     name
     for name in architectures()
     if getattr(find_architecture(name, "")[0], "images", False) is not True
@@ -27,7 +27,7 @@ OF_FRAMES = [
 
 
 def test_every_architecture_builds_and_works_on_padded_batches() -> None:
-    names = [name for name in OF_FRAMES if not name.startswith("ssast")]  # they need 16 bands: test_ssast.py
+    names = [name for name in FRAME_NETWORKS if not name.startswith("ssast")]  # SSAST needs 16 bands: test_ssast.py
     assert names == [
         "crnn",
         "crnn_base",
@@ -58,7 +58,7 @@ def test_every_architecture_builds_and_works_on_padded_batches() -> None:
                 torch.testing.assert_close(logits[index : index + 1], item, atol=1e-6, rtol=1e-5)
 
 
-def test_options_override_those_of_the_name() -> None:
+def test_options_override_the_preset_of_an_architecture() -> None:
     network = build_model(spec("crnn_lite", kernel=5, filters=[7, 8, 9], dropout=0))
     assert isinstance(network, CRNN)
     assert [tuple(c.weight.shape) for c in network.convolutions] == [(7, 5, 5), (8, 7, 5), (9, 8, 5)]
@@ -93,9 +93,9 @@ def test_mlp_has_one_hidden_layer() -> None:
     assert network.hidden.weight.shape == (7, 5)
 
 
-def test_an_item_without_frames_gives_finite_logits() -> None:
-    """Padding examples of a batch have no frames; their weight of 0 must not meet a NaN."""
-    for name in OF_FRAMES:  # images have no lengths
+def test_an_example_without_frames_has_finite_logits() -> None:
+    """Padding examples of a batch have no frames, and their weight of 0 must not multiply a NaN."""
+    for name in FRAME_NETWORKS:  # images have no lengths
         if not name.startswith("ssast"):
             assert build_model(spec(name))(torch.zeros(2, 9, 5), torch.tensor([9, 0])).isfinite().all()
 
@@ -121,13 +121,13 @@ def test_an_item_without_frames_gives_finite_logits() -> None:
             {"filters": [3, 0]},
             "crnn_base.filters.1: Input should be greater than or equal to 1",
         ),
-        ("crnn_base", {"kernel": 4}, "models.plugin: kernel is 4; .* use 5"),
+        ("crnn_base", {"kernel": 4}, "models.plugin: kernel is 4, .* Use 5"),
         ("crnn_base", {"inputs": 4}, "unknown option 'inputs'"),
         ("linear", {"hidden": 4}, "models.plugin: linear: unknown option 'hidden'; it has no options"),
         ("no_such_file.py:Net", {}, "there is no file"),
     ],
 )
-def test_wrong_settings_are_named(architecture: str, options: dict[str, Any], message: str) -> None:
+def test_invalid_settings_are_rejected(architecture: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build_model(spec(architecture, **options))
 
@@ -173,7 +173,7 @@ def own(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("name", ["Net", "Loose", "Unresolved", "Needy"])
-def test_a_users_network_is_built_with_its_options(own: str, name: str) -> None:
+def test_a_user_defined_network_is_built_with_its_options(own: str, name: str) -> None:
     assert build_model(spec(f"{own}:{name}", width=2))(torch.randn(3, 9, 5)).shape == (3, 3)
 
 
@@ -188,7 +188,7 @@ def test_a_users_network_is_built_with_its_options(own: str, name: str) -> None:
         ("Nat", {}, "has no 'Nat'; did you mean 'Net'"),
     ],
 )
-def test_a_users_network_that_cannot_be_built_is_named(
+def test_a_user_defined_network_that_cannot_be_built_is_rejected(
     own: str, name: str, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):

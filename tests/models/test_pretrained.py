@@ -1,4 +1,4 @@
-"""A pretrained encoder in a federation: what trains, what travels, and that computing the rest once changes nothing."""
+"""Pretrained encoders in a federation: trained tensors, sent tensors, and cached outputs of frozen layers."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return lambda kind: base / kind if (base / kind).exists() else write_encoder(base / kind, kind)
 
 
-def configured(tiny: Tiny, folder: Path, after: int | None, *overrides: str, **features: Any) -> Config:
-    """A tiny run on an encoder; ``after`` is that of features and network."""
+def configure(tiny: Tiny, folder: Path, after: int | None, *overrides: str, **features: Any) -> Config:
+    """Configure a tiny run with an encoder, with the same ``after`` for features and network."""
     begin = "null" if after is None else after
     more = "".join(f", {name}: {value}" for name, value in features.items())
     return tiny(
@@ -51,7 +51,7 @@ def configured(tiny: Tiny, folder: Path, after: int | None, *overrides: str, **f
     )
 
 
-def trained(config: Config, name: str) -> dict[str, torch.Tensor]:
+def train_run(config: Config, name: str) -> dict[str, torch.Tensor]:
     config = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
     folder = create(config, Progress("quiet"))
     finish_in(folder, config)
@@ -68,14 +68,14 @@ def trained(config: Config, name: str) -> dict[str, torch.Tensor]:
         ),
     ],
 )
-def test_computing_the_fixed_layers_once_gives_the_same_run(
+def test_caching_the_output_of_frozen_layers_does_not_change_the_run(
     tiny: Tiny, folders: Any, kind: str, train: str, after: int
 ) -> None:
-    """To tolerance: a clip is computed alone there, and in a batch here."""
+    """Equal to tolerance, because cached clips are computed one by one and not in a batch."""
     folder, trains = folders(kind), f"models.model.train={train}"
     length = {} if kind == "wav2vec2-masked" else {"seconds": 0.2}
-    whole = trained(configured(tiny, folder, None, trains, **length), "whole")
-    rest = trained(configured(tiny, folder, after, trains, **length), "rest")
+    whole = train_run(configure(tiny, folder, None, trains, **length), "whole")
+    rest = train_run(configure(tiny, folder, after, trains, **length), "rest")
     assert whole.keys() == rest.keys()
     assert all(name.startswith(("model/output", "model/encoder.layers", "model/encoder.norm")) for name in whole)
     layers = {int(name.split(".")[2]) for name in whole if ".layers." in name}
@@ -86,12 +86,12 @@ def test_computing_the_fixed_layers_once_gives_the_same_run(
         torch.testing.assert_close(rest[name], value, atol=2e-5, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_a_head_on_pooled_tokens_is_logistic_regression(tiny: Tiny, folders: Any) -> None:
+def test_a_head_on_pooled_tokens_equals_logistic_regression(tiny: Tiny, folders: Any) -> None:
     folder = folders("whisper")
     features = {"pooling": "own"}
-    config = configured(tiny, folder, LAYERS, **features)
-    pooled = trained(config, "pooled")
-    plain = trained(
+    config = configure(tiny, folder, LAYERS, **features)
+    pooled = train_run(config, "pooled")
+    plain = train_run(
         tiny(
             f"data.features={config.data.features.model_dump_json()}",
             "models.model=linear",
@@ -104,8 +104,8 @@ def test_a_head_on_pooled_tokens_is_logistic_regression(tiny: Tiny, folders: Any
     assert all(torch.equal(pooled[name], plain[name]) for name in plain), "the same draws and the same steps"
 
 
-def test_what_is_fixed_is_not_sent(tiny: Tiny, folders: Any) -> None:
-    run = create(config := configured(tiny, folders("hubert"), None, "models.model.hidden=4"), Progress("quiet"))
+def test_frozen_tensors_are_not_sent(tiny: Tiny, folders: Any) -> None:
+    run = create(config := configure(tiny, folders("hubert"), None, "models.model.hidden=4"), Progress("quiet"))
     finish_in(run, config)
     head = WIDTH * 4 + 4 + 4 * 3 + 3
     sent = [row["value"] for row in read_rows(run).to_pylist() if row["metric"] == "bytes_up"]
@@ -113,9 +113,9 @@ def test_what_is_fixed_is_not_sent(tiny: Tiny, folders: Any) -> None:
 
 
 @pytest.mark.slow
-def test_predict_and_export_know_what_is_fixed(tiny: Tiny, folders: Any, tmp_path: Path) -> None:
+def test_predict_and_export_include_frozen_tensors(tiny: Tiny, folders: Any, tmp_path: Path) -> None:
     folder = folders("hubert")
-    config = configured(tiny, folder, None, "models.model.hidden=4", seconds=0.25)
+    config = configure(tiny, folder, None, "models.model.hidden=4", seconds=0.25)
     run = create(config, Progress("quiet"))
     finish_in(run, config)
     export(run, config)
@@ -140,10 +140,10 @@ def folder_input(folder: Path, wave: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("method", ["fedprox", "fedper", "ditto"])
-def test_methods_train_what_trains(tiny: Tiny, folders: Any, method: str) -> None:
-    """Nothing but the last layer, its norm and the head; of FedPer the head stays with the clients."""
-    tensors = trained(
-        configured(tiny, folders("whisper"), LAYERS - 1, "models.model.train=1", f"method={method}"), method
+def test_methods_train_only_unfrozen_tensors(tiny: Tiny, folders: Any, method: str) -> None:
+    """Only the last layer, its norm and the head are shared. With FedPer the head is private."""
+    tensors = train_run(
+        configure(tiny, folders("whisper"), LAYERS - 1, "models.model.train=1", f"method={method}"), method
     )
     parts = {name.split("/")[1].split(".")[0] for name in tensors}
     assert parts == ({"encoder"} if method == "fedper" else {"encoder", "output"})
@@ -152,10 +152,10 @@ def test_methods_train_what_trains(tiny: Tiny, folders: Any, method: str) -> Non
     }
 
 
-def test_clients_trained_together_end_where_each_ends_alone(tiny: Tiny, folders: Any) -> None:
-    """The networks of a folder are seen to be alike, though each holds transformers' settings."""
-    alone = trained(configured(tiny, folders("ast"), None, "models.model.train=all"), "alone")
-    config = configured(tiny, folders("ast"), None, "models.model.train=all", "train.together=3", "run.name=together")
+def test_batched_clients_equal_unbatched_clients(tiny: Tiny, folders: Any) -> None:
+    """Networks from the same folder can be batched, although each has its own transformers settings."""
+    alone = train_run(configure(tiny, folders("ast"), None, "models.model.train=all"), "alone")
+    config = configure(tiny, folders("ast"), None, "models.model.train=all", "train.together=3", "run.name=together")
     run = create(config, Progress("quiet"))
     finish_in(run, config)
     assert [row["value"] for row in read_rows(run).to_pylist() if row["metric"] == "vectorised"] == [1.0]
@@ -163,11 +163,11 @@ def test_clients_trained_together_end_where_each_ends_alone(tiny: Tiny, folders:
         torch.testing.assert_close(alone[name], value, atol=1e-6, rtol=1e-4)
 
 
-def test_another_encoder_is_refused_by_a_worker_and_on_resuming(tiny: Tiny, folders: Any, tmp_path: Path) -> None:
+def test_a_changed_encoder_is_rejected_by_workers_and_on_resume(tiny: Tiny, folders: Any, tmp_path: Path) -> None:
     import pickle
 
     folder = shutil.copytree(folders("hubert"), tmp_path / "encoder")
-    config = configured(tiny, folder, LAYERS, pooling="mean")
+    config = configure(tiny, folder, LAYERS, pooling="mean")
     run = create(config, Progress("quiet"))
     finish_in(run, config)
     assert config.files().keys() == {"models.model.folder", "data.features.folder"}
@@ -191,9 +191,12 @@ def test_another_encoder_is_refused_by_a_worker_and_on_resuming(tiny: Tiny, fold
     [
         (
             ["models.model.train=9"],
-            "models.model: train: 9, and 3 layers of the encoder in .* are in it; take at most 3",
+            "models.model: train: 9, but the encoder in .* has only 3 layers. Set train to at most 3",
         ),
-        (["models.model.after=2", "data.features.after=2", "models.model.train=2"], "1 layers .* are left after"),
+        (
+            ["models.model.after=2", "data.features.after=2", "models.model.train=2"],
+            "has only 1 layers after the features",
+        ),
         (["models.model.after=2", "data.features.after=2", "models.model.train=all"], "train: all, but"),
         (
             ["models.model.after=7", "data.features.after=7"],
@@ -213,6 +216,8 @@ def test_another_encoder_is_refused_by_a_worker_and_on_resuming(tiny: Tiny, fold
         (["models.model.folder=nowhere"], r"models\.model\.folder is .*nowhere, and the features come from that in"),
     ],
 )
-def test_what_does_not_fit_is_refused(tiny: Tiny, folders: Any, overrides: list[str], said: str) -> None:
+def test_options_that_do_not_fit_the_encoder_are_rejected(
+    tiny: Tiny, folders: Any, overrides: list[str], said: str
+) -> None:
     with pytest.raises(ConfigError, match=said):
-        configured(tiny, folders("hubert"), None, *overrides)
+        configure(tiny, folders("hubert"), None, *overrides)

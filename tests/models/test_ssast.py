@@ -1,4 +1,4 @@
-"""SSAST: its size, its patches, and that the two tokens before these do not count."""
+"""SSAST: its size, its patches, its embedding, and released files."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from raydfl.core.errors import ConfigError
 from raydfl.core.types import ModelSpec
 from raydfl.models import build_model
-from raydfl.models.ssast import SSAST, Block
+from raydfl.models.ssast import SSAST, TransformerBlock
 from raydfl.models.start import start_from_file
 
 
-def of(name: str, **options: object) -> SSAST:
+def build(name: str, **options: object) -> SSAST:
     with torch.device("meta"):
         model = build_model(ModelSpec("model", name, 128, 51, tuple(options.items())))
     assert isinstance(model, SSAST)
@@ -27,11 +27,11 @@ def of(name: str, **options: object) -> SSAST:
     ("name", "width", "millions"), [("ssast_tiny", 192, 5.6), ("ssast_small", 384, 21.7), ("ssast_base", 768, 86.1)]
 )
 @pytest.mark.parametrize(("patches", "count"), [("patch", 12 * 50), ("frame", 511)])
-def test_the_parameters_are_those_of_the_papers_sizes(
+def test_the_numbers_of_parameters_are_those_of_the_paper(
     name: str, width: int, millions: float, patches: str, count: int
 ) -> None:
-    """Oracle: the closed form of the trunk and the embeddings; DeiT's published 5, 22 and 86 million."""
-    model = of(name, patches=patches)
+    """The oracle is the closed form of backbone and embeddings, and DeiT's published 5, 22 and 86 million."""
+    model = build(name, patches=patches)
     assert model.pos_embed.shape == (1, count + 2, width)
     block = 12 * width**2 + 13 * width
     rest = 256 * width + width + 2 * width + (count + 2) * width + 2 * width + 2 * width + 51 * width + 51
@@ -40,11 +40,11 @@ def test_the_parameters_are_those_of_the_papers_sizes(
     assert found / 1e6 == pytest.approx(millions, abs=0.7)
 
 
-def test_a_block_is_a_transformers() -> None:
-    """Oracle: PyTorch's own encoder layer with the same weights."""
+def test_a_block_equals_a_transformer_encoder_layer() -> None:
+    """The oracle is PyTorch's encoder layer with the same weights."""
     torch.manual_seed(0)
     block, reference = (
-        Block(8, 2),
+        TransformerBlock(8, 2),
         torch.nn.TransformerEncoderLayer(
             8, 2, 32, dropout=0.0, activation=F.gelu, layer_norm_eps=1e-6, batch_first=True, norm_first=True
         ),
@@ -65,31 +65,34 @@ def test_a_block_is_a_transformers() -> None:
     torch.testing.assert_close(block(x), reference(x))
 
 
-def test_clips_of_any_length_and_what_is_refused() -> None:
+def test_clips_of_any_length_are_accepted_and_bad_sizes_rejected() -> None:
     torch.manual_seed(0)
     model = SSAST(24, 3, embedding=8, heads=2, frames=32).eval()
     x = torch.randn(2, 20, 24)
     padded = torch.cat([x, torch.zeros(2, 40, 24)], dim=1)
     torch.testing.assert_close(model(x), model(padded))
     assert model.embed(x).shape == (2, 8)
-    with torch.no_grad():  # the mean leaves out what stands before the patches
+    with torch.no_grad():  # the mean excludes the tokens before the patches
         sequence = model.blocks(
             torch.cat([model.tokens.expand(2, -1, -1), model.patch_embed(padded[:, None, :32]).flatten(2).mT], 1)
             + model.pos_embed
         )
         mean = model.norm(sequence)[:, 2:].mean(1)
         torch.testing.assert_close(model.embed(x), model.head_norm(mean))
-    with pytest.raises(ConfigError, match="hold no patch"):
+    with pytest.raises(ConfigError, match="too small for a patch"):
         SSAST(8, 3)
-    with pytest.raises(ConfigError, match="do not divide"):
+    with pytest.raises(ConfigError, match="does not divide"):
         SSAST(24, 3, embedding=8, heads=3)
 
 
-def released(frames: int, bands: int, patch: tuple[int, int], width: int = 8) -> dict[str, torch.Tensor]:
-    """Random weights by the names of the release's code, pre-trained on clips of so many frames and bands.
+def make_released_weights(frames: int, bands: int, patch: tuple[int, int], width: int = 8) -> dict[str, torch.Tensor]:
+    """Draw weights with the names of the release, for pre-training clips of this size.
 
     Args:
-        patch: bands and frames of one.
+        frames: frames of the clips.
+        bands: bands of the clips.
+        patch: bands and frames of a patch.
+        width: dimension of a token.
     """
     torch.manual_seed(3)
     count = (bands // patch[0]) * (frames // patch[1])
@@ -102,12 +105,12 @@ def released(frames: int, bands: int, patch: tuple[int, int], width: int = 8) ->
         "v.patch_embed.proj.bias": (width,),
         "v.norm.weight": (width,),
         "v.norm.bias": (width,),
-        **{f"v.{head}.{kind}": size for head in ("head", "head_dist") for kind, size in sides_of(1000, width)},
+        **{f"v.{head}.{kind}": size for head in ("head", "head_dist") for kind, size in linear_shapes(1000, width)},
         **{
             f"{p}predlayer.{n}.{kind}": size
             for p in "cg"
             for n, o in ((0, width), (2, 256))
-            for kind, size in sides_of(o, width)
+            for kind, size in linear_shapes(o, width)
         },
     }
     for number in range(12):
@@ -115,18 +118,20 @@ def released(frames: int, bands: int, patch: tuple[int, int], width: int = 8) ->
         shapes |= {f"{block}.norm{n}.{kind}": (width,) for n in "12" for kind in ("weight", "bias")}
         parts = {"attn.qkv": (3 * width, width), "attn.proj": (width, width)}
         parts |= {"mlp.fc1": (4 * width, width), "mlp.fc2": (width, 4 * width)}
-        shapes |= {f"{block}.{part}.{kind}": size for part, sides in parts.items() for kind, size in sides_of(*sides)}
+        shapes |= {
+            f"{block}.{part}.{kind}": size for part, sides in parts.items() for kind, size in linear_shapes(*sides)
+        }
     found = {f"module.{name}": 0.3 * torch.randn(shape) for name, shape in shapes.items()}
     sizes = {"module.p_input_fdim": torch.tensor(bands), "module.p_input_tdim": torch.tensor(frames)}
     return {name: torch.nn.Parameter(value, requires_grad=False) for name, value in (sizes | found).items()}
 
 
-def sides_of(outputs: int, inputs: int) -> list[tuple[str, tuple[int, ...]]]:
+def linear_shapes(outputs: int, inputs: int) -> list[tuple[str, tuple[int, ...]]]:
     return [("weight", (outputs, inputs)), ("bias", (outputs,))]
 
 
 def expected(weights: dict[str, torch.Tensor], model: SSAST, x: torch.Tensor, stride: tuple[int, int]) -> torch.Tensor:
-    """The network as the paper has it: patches by bands and then by frames, PyTorch's own encoder layers."""
+    """Compute the paper's network with PyTorch's encoder layers, with patches by bands and then by frames."""
     v = {name.removeprefix("module.v."): value for name, value in weights.items()}
     kernel = v["patch_embed.proj.weight"]
     patches = F.conv2d(x.mT[:, None], kernel, v["patch_embed.proj.bias"], stride)
@@ -159,17 +164,19 @@ def expected(weights: dict[str, torch.Tensor], model: SSAST, x: torch.Tensor, st
     ("patches", "bands", "frames", "trained"),
     [("patch", 128, 46, 96), ("patch", 32, 106, 64), ("frame", 32, 20, 64), ("frame", 32, 40, 32)],
 )
-def test_it_begins_from_a_released_file(tmp_path: Path, patches: str, bands: int, frames: int, trained: int) -> None:
-    """Positions are cut in time and stretched in bands, the other way round, and cut and stretched for frames."""
+def test_a_network_starts_from_a_released_file(
+    tmp_path: Path, patches: str, bands: int, frames: int, trained: int
+) -> None:
+    """Position embeddings are cropped in time and interpolated in bands, or vice versa, for patches and frames."""
     patch, stride = ((16, 16), (10, 10)) if patches == "patch" else ((bands, 2), (bands, 1))
-    weights = released(trained, 128 if patches == "patch" else bands, patch)
+    weights = make_released_weights(trained, 128 if patches == "patch" else bands, patch)
     torch.save(weights, tmp_path / "SSAST.pth")
-    model = begun(tmp_path / "SSAST.pth", bands, patches=patches, frames=frames)
+    model = start_model(tmp_path / "SSAST.pth", bands, patches=patches, frames=frames)
     x = torch.randn(2, frames, bands)
     torch.testing.assert_close(model(x), expected(weights, model, x, stride), atol=1e-4, rtol=1e-4)
 
 
-def begun(file: Path, bands: int, **options: object) -> SSAST:
+def start_model(file: Path, bands: int, **options: object) -> SSAST:
     spec = ModelSpec("model", "ssast_tiny", bands, 3, tuple({"embedding": 8, "heads": 2, **options}.items()))
     model = build_model(dataclasses.replace(spec, init_from=(("file", file),)))
     start_from_file(model, dataclasses.replace(spec, init_from=(("file", file),)))
@@ -177,25 +184,25 @@ def begun(file: Path, bands: int, **options: object) -> SSAST:
     return model.eval()
 
 
-def test_files_of_another_variant_and_unknown_names_are_refused(tmp_path: Path) -> None:
+def test_files_of_another_variant_and_unknown_names_are_rejected(tmp_path: Path) -> None:
     file = tmp_path / "SSAST.pth"
-    weights = released(32, 32, (16, 16))
+    weights = make_released_weights(32, 32, (16, 16))
     for change, options, message in (
-        ({}, {"embedding": 16}, "tokens have 8 numbers .*, the network's 16"),
+        ({}, {"embedding": 16}, "tokens have 8 dimensions in the file .*, but 16 in the network"),
         (
             {},
             {"patches": "frame", "frames": 20},
-            "patches have 16 bands and 16 frames, the network's 32 and 2; set patches=patch",
+            "patches have 16 bands and 16 frames in the file, but 32 and 2 in the network. Set patches=patch",
         ),
-        ({"module.p_input_tdim": torch.tensor(64)}, {}, "position embedding is for 4 patches, and .* have 2 x 4"),
-        ({"module.v.extra": torch.zeros(1)}, {}, "has 'extra', which the network has not"),
+        ({"module.p_input_tdim": torch.tensor(64)}, {}, "position embedding has 4 patches, but .* have 2 x 4"),
+        ({"module.v.extra": torch.zeros(1)}, {}, "has 'extra', unknown to the network"),
     ):
         torch.save({**weights, **change}, file)
         with pytest.raises(ConfigError, match=message):
-            begun(file, 32, **{"frames": 32, **options})
+            start_model(file, 32, **{"frames": 32, **options})
     torch.save({name: value for name, value in weights.items() if "dist_token" not in name}, file)
     with pytest.raises(ConfigError, match="lacks 'v.dist_token'"):
-        begun(file, 32, frames=32)
+        start_model(file, 32, frames=32)
     torch.save({name: value for name, value in weights.items() if "blocks.3.norm1.bias" not in name}, file)
     with pytest.raises(ConfigError, match="lacks 'blocks.3.norm1.bias'"):
-        begun(file, 32, frames=32)
+        start_model(file, 32, frames=32)

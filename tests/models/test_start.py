@@ -1,4 +1,4 @@
-"""A network begins from a file: every name is accounted for, shapes are checked, and no code of the file is run."""
+"""Initial weights from a file: names and shapes are checked, and no code of the file is executed."""
 
 from __future__ import annotations
 
@@ -35,25 +35,25 @@ def spec(**init_from: Any) -> ModelSpec:
     return ModelSpec("model", "mlp", 5, 3, init_from=tuple(sorted(init_from.items())))
 
 
-def other() -> nn.Module:
+def build_other() -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
         return build_model(ModelSpec("model", "mlp", 5, 3))
 
 
-def started(**init_from: Any) -> dict[str, Tensor]:
+def load_started(**init_from: Any) -> dict[str, Tensor]:
     network = build_model(ModelSpec("model", "mlp", 5, 3))
     start_from_file(network, spec(**init_from))
     return network.state_dict()
 
 
-def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+def assert_equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
     assert a.keys() == b.keys()
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_safetensors_and_checkpoints_of_several_forms(tmp_path: Path) -> None:
-    wanted = other().state_dict()
+def test_safetensors_and_several_forms_of_checkpoints_are_read(tmp_path: Path) -> None:
+    wanted = build_other().state_dict()
     forms: dict[str, Any] = {
         "plain.pt": wanted,
         "nested.pt": {"state_dict": wanted, "epoch": 3, "optimiser": {"state": {0: {"mean": torch.ones(2)}}}},
@@ -65,24 +65,24 @@ def test_safetensors_and_checkpoints_of_several_forms(tmp_path: Path) -> None:
     safetensors.torch.save_file(wanted, tmp_path / "plain.safetensors")
     both = {f"{group}/{name}": value for group in ("model", "local") for name, value in wanted.items()}
     safetensors.torch.save_file({name: value.clone() for name, value in both.items()}, tmp_path / "run.safetensors")
-    equal(started(file=str(tmp_path / "plain.pt")), wanted)
-    equal(started(file=str(tmp_path / "old.pt")), wanted)
-    equal(started(file=str(tmp_path / "nested.pt"), model="state_dict"), wanted)
-    equal(started(file=str(tmp_path / "plain.safetensors")), wanted)
-    equal(started(file=str(tmp_path / "run.safetensors")), wanted)  # of several groups the model's own name
-    equal(started(file=str(tmp_path / "run.safetensors"), model="local"), wanted)
-    equal(started(file=str(tmp_path / "half.pt")), {n: v.bfloat16().float() for n, v in wanted.items()})
+    assert_equal(load_started(file=str(tmp_path / "plain.pt")), wanted)
+    assert_equal(load_started(file=str(tmp_path / "old.pt")), wanted)
+    assert_equal(load_started(file=str(tmp_path / "nested.pt"), model="state_dict"), wanted)
+    assert_equal(load_started(file=str(tmp_path / "plain.safetensors")), wanted)
+    assert_equal(load_started(file=str(tmp_path / "run.safetensors")), wanted)  # the group with the model's name
+    assert_equal(load_started(file=str(tmp_path / "run.safetensors"), model="local"), wanted)
+    assert_equal(load_started(file=str(tmp_path / "half.pt")), {n: v.bfloat16().float() for n, v in wanted.items()})
 
 
-def test_names_are_mapped_kept_and_ignored(tmp_path: Path) -> None:
-    wanted = other().state_dict()
+def test_names_are_renamed_kept_and_ignored(tmp_path: Path) -> None:
+    wanted = build_other().state_dict()
     file = tmp_path / "w.pt"
     torch.save({**{f"module.{n}": v for n, v in wanted.items()}, "extra.bias": torch.ones(2)}, file)
-    equal(started(file=str(file), rename=(("module.", ""),), ignore=("extra.*",)), wanted)
+    assert_equal(load_started(file=str(file), rename=(("module.", ""),), ignore=("extra.*",)), wanted)
     torch.manual_seed(3)
     network = build_model(ModelSpec("model", "mlp", 5, 3))
     before = {name: value.clone() for name, value in network.state_dict().items()}
-    wide = {"module.output.weight": torch.ones(9, 32)}  # a head of other classes is kept, not cut
+    wide = {"module.output.weight": torch.ones(9, 32)}  # a head with another number of classes keeps its initial values
     torch.save({**{f"module.{n}": v for n, v in wanted.items()}, **wide}, file)
     start_from_file(network, spec(file=str(file), rename=(("module.", ""),), keep=("output.*",)))
     after = network.state_dict()
@@ -101,7 +101,7 @@ def test_integer_counters_may_be_missing(tmp_path: Path) -> None:
     assert int(network[0].num_batches_tracked) == 7
 
 
-def test_tied_tensors_need_one_of_their_names(tmp_path: Path) -> None:
+def test_tied_tensors_need_only_one_of_their_names(tmp_path: Path) -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -115,7 +115,7 @@ def test_tied_tensors_need_one_of_their_names(tmp_path: Path) -> None:
 
 
 class Runs:
-    """Writes a file when it is unpickled."""
+    """Object that writes a file when it is unpickled."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -124,8 +124,8 @@ class Runs:
         return open, (self.path, "w")
 
 
-def test_bad_files_are_refused_and_nothing_is_changed(tmp_path: Path) -> None:
-    good = other().state_dict()
+def test_bad_files_are_rejected_without_changing_the_network(tmp_path: Path) -> None:
+    good = build_other().state_dict()
     whole, safe = tmp_path / "whole.pt", tmp_path / "whole.safetensors"
     torch.save(good, whole)
     safetensors.torch.save_file(good, safe)
@@ -151,26 +151,26 @@ def test_bad_files_are_refused_and_nothing_is_changed(tmp_path: Path) -> None:
         "missing.pt": "there is no file .*missing.pt",
         "half.pt": "damaged checkpoint",
         "half.safetensors": "damaged safetensors file",
-        "mislabelled.safetensors": r"a checkpoint file under the name of another kind; name it .pt",
-        "mislabelled.pt": r"a safetensors file under the name of another kind; name it .safetensors",
-        "text.pt": "neither safetensors nor a PyTorch checkpoint, but begins with b'version '",
-        "empty.pt": "empty.pt is empty; fetch it again",
-        "code.pt": r"would load \S*open and could run code. Save the tensors alone",
-        "module.pt": r"would load torch.nn.modules.linear.Linear and could run code",
+        "mislabelled.safetensors": r"is a checkpoint file with a wrong suffix. Rename it to .pt",
+        "mislabelled.pt": r"is a safetensors file with a wrong suffix. Rename it to .safetensors",
+        "text.pt": "neither safetensors nor a PyTorch checkpoint: it starts with b'version '",
+        "empty.pt": "empty.pt is empty. Download it again",
+        "code.pt": r"would load \S*open and could execute code. Save only the tensors",
+        "module.pt": r"would load torch.nn.modules.linear.Linear and could execute code",
         "names.pt": r"lacks 'hidden.bias', 'output.weight', 'output.bias' of the network \(nearest: 'hidden.weight'\) and has "
-        r"'outptu.weight', which the network has not \(nearest: 'output.weight'\); map",
-        "shape.pt": r"'output.bias' is \[4\], the network has it as \[3\], and no tensor is cut",
-        "nan.pt": "'output.bias' holds numbers that are not finite",
-        "type.pt": "'output.bias' is torch.int64, the network has it as torch.float32",
-        "groups.pt": r"several groups of tensors \('a', 'b'\); say with model",
-        "none.pt": "holds no tensors",
+        r"'outptu.weight', unknown to the network \(nearest: 'output.weight'\). Map",
+        "shape.pt": r"'output.bias' has the shape \[4\], but \[3\] in the network. Use the options",
+        "nan.pt": "'output.bias' has values that are not finite",
+        "type.pt": "'output.bias' is torch.int64, but torch.float32 in the network",
+        "groups.pt": r"several groups of tensors \('a', 'b'\). Choose a group with model",
+        "none.pt": "contains no tensors",
     }
     network = build_model(ModelSpec("model", "mlp", 5, 3))
     before = {name: value.clone() for name, value in network.state_dict().items()}
     for name, message in messages.items():
         with pytest.raises(ConfigError, match=r"^models\.model\.init_from.*" + message):
             start_from_file(network, spec(file=str(tmp_path / name)))
-    equal(network.state_dict(), before)
+    assert_equal(network.state_dict(), before)
     assert not (tmp_path / "ran").exists()
     for settings, message in (
         ({"model": "c"}, r"has no 'c'"),
@@ -179,14 +179,17 @@ def test_bad_files_are_refused_and_nothing_is_changed(tmp_path: Path) -> None:
             r"keep: 'outptu.\*' matches no tensor of the network \(nearest: 'output",
         ),
         ({"model": "a", "ignore": ("x*",)}, r"ignore: 'x\*' matches no tensor of the file"),
-        ({"model": "a", "rename": (("module.", ""),)}, r"rename: no name in .* begins with 'module.'"),
-        ({"model": "a", "rename": (("output.weight", "output.bias"),)}, r"two tensors the name 'output.bias'"),
+        ({"model": "a", "rename": (("module.", ""),)}, r"rename: no name in .* starts with 'module.'"),
+        (
+            {"model": "a", "rename": (("output.weight", "output.bias"),)},
+            r"two tensors would have the name 'output.bias'",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             start_from_file(network, spec(file=str(tmp_path / "groups.pt"), **settings))
 
 
-def test_a_run_begins_from_what_another_has_exported(tiny: Tiny) -> None:
+def test_a_run_starts_from_the_export_of_another_run(tiny: Tiny) -> None:
     first = run(tiny("run.name=first", "train.rounds=1")).run_dir
     file = first / "model.safetensors"
     settings = [f"models.model.init_from={file}", "run.name=second"]
@@ -194,12 +197,12 @@ def test_a_run_begins_from_what_another_has_exported(tiny: Tiny) -> None:
     assert config.digest() != tiny("run.name=second").digest()
     start_server(config).close()
     store = RunStore(Path(config.run.dir) / "second")
-    began = store.load(store.commits()[0]).state.tensors["global"]
-    ended = final_state(first).tensors["global"]
-    equal(dict(began), dict(ended))
+    initial = store.load(store.commits()[0]).state.tensors["global"]
+    final = final_state(first).tensors["global"]
+    assert_equal(dict(initial), dict(final))
 
 
-def test_the_digest_is_of_the_content_and_a_changed_file_stops_a_resume(tiny: Tiny, tmp_path: Path) -> None:
+def test_the_digest_depends_on_the_content_and_a_changed_file_prevents_resuming(tiny: Tiny, tmp_path: Path) -> None:
     network = f"models.model={{name: {NETWORKS}:FrozenStem, init_from: {tmp_path / 'a.pt'}}}"
     moved = f"models.model={{name: {NETWORKS}:FrozenStem, init_from: {tmp_path / 'b.pt'}}}"
     plain = tiny(f"models.model={NETWORKS}:FrozenStem", "train.rounds=1")
@@ -216,26 +219,26 @@ def test_the_digest_is_of_the_content_and_a_changed_file_stops_a_resume(tiny: Ti
     )
     stop_after(config, 1)
     run_dir = Path(config.run.dir) / "started"
-    # The fixed stem is in no commit: it comes from the file again.
-    kept = (tmp_path / "a.pt").read_bytes()
+    # Checkpoints do not contain the frozen stem, so a resumed run reads it from the file again.
+    original = (tmp_path / "a.pt").read_bytes()
     weights["stem.0.weight"] += 1
     torch.save(weights, tmp_path / "a.pt")
     with pytest.raises(RunDirectoryError, match=r"models.model.init_from.file of .*whose content is not what it was"):
         resume(run_dir)
-    (tmp_path / "a.pt").write_bytes(kept)
+    (tmp_path / "a.pt").write_bytes(original)
     assert not differ(reference, read_tensors(resume(run_dir).run_dir))
 
 
-def test_bad_settings_end_before_the_first_round(tiny: Tiny, tmp_path: Path) -> None:
+def test_bad_settings_are_rejected_before_the_first_round(tiny: Tiny, tmp_path: Path) -> None:
     torch.save({"x": torch.ones(2)}, tmp_path / "w.pt")
     for text, message in (
         ("nowhere.pt", r"models.model.init_from.file: there is no file .*/nowhere.pt"),
-        (f"{{file: {tmp_path / 'w.pt'}, modle: x}}", r"models.model.init_from.modle"),
+        (f"{{file: {tmp_path / 'w.pt'}, modle: x}}", r"models.model.init_from: unknown key 'modle'"),
         ("{model: x}", r"models.model.init_from.file"),
     ):
         with pytest.raises(ConfigError, match=message):
             tiny(f"models.model.init_from={text}")
-    with pytest.raises(ConfigError, match=r"lacks .* of the network.* and has 'x', which the network has not"):
+    with pytest.raises(ConfigError, match=r"lacks .* of the network.* and has 'x', unknown to the network"):
         run(tiny(f"models.model.init_from={tmp_path / 'w.pt'}"))
 
 

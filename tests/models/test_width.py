@@ -1,4 +1,4 @@
-"""Networks with a share of their channels are parts of whole ones."""
+"""Networks with a fraction of their channels, compared with whole networks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raydfl.core.cuts import Cut, cut_tensors
 from raydfl.core.errors import ConfigError
 from raydfl.core.tensors import FlatTensors
 from raydfl.core.types import ModelSpec
-from raydfl.models import build_model, cuts_of, narrow
+from raydfl.models import build_model, make_cuts, narrow
 
 FRAMES, IMAGE = 20, (1, 12, 12)
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -25,18 +25,18 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def specification(kind: str, **options: Any) -> ModelSpec:
-    inputs, own = KINDS[kind]
-    return ModelSpec("model", kind, inputs, 3, tuple(sorted({**own, **options}.items())))
+def make_spec(kind: str, **options: Any) -> ModelSpec:
+    inputs, preset = KINDS[kind]
+    return ModelSpec("model", kind, inputs, 3, tuple(sorted({**preset, **options}.items())))
 
 
 def outputs(kind: str, share: float) -> tuple[Tensor, Tensor]:
-    """Of a network made of some channels, and of the whole one in which all that belongs to the others is 0."""
+    """Compute the outputs of a narrow network, and of the whole network with its removed channels set to 0."""
     torch.manual_seed(1)
-    spec = specification(kind)
+    spec = make_spec(kind)
     small = narrow(spec, share)
     rng = np.random.default_rng(2)
-    cuts = cuts_of(small, lambda group, channels, kept: np.sort(rng.choice(channels, kept, replace=False)))
+    cuts = make_cuts(small, lambda group, channels, kept: np.sort(rng.choice(channels, kept, replace=False)))
     whole, part = build_model(spec).eval(), build_model(small).eval()
     state = {f"model/{name}": tensor for name, tensor in whole.state_dict().items()}
     slices = cut_tensors(FlatTensors.of(state), cuts, "")
@@ -54,55 +54,55 @@ def outputs(kind: str, share: float) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["crnn", "crnn_tiny", "cnn", "mlp"])
-def test_a_part_computes_what_the_whole_does_without_the_other_channels(kind: str) -> None:
+def test_a_narrow_network_equals_the_whole_network_without_the_removed_channels(kind: str) -> None:
     part, whole = outputs(kind, 0.5)
     torch.testing.assert_close(part, whole)
-    assert float(whole.std()) > 0.01  # it is no constant
+    assert float(whole.std()) > 0.01  # not constant
 
 
-def test_behind_group_norm_a_part_is_another_function() -> None:
-    """A channel that is 0 still counts in the mean and variance of its group, and one that is not there does not."""
+def test_a_narrow_network_with_group_norm_differs_from_the_whole_network() -> None:
+    """A channel of zeros counts in the mean and variance of its group, but a removed channel does not."""
     part, whole = outputs("split_cnn", 0.5)
     assert float((part - whole).abs().max()) > 0.05
     torch.testing.assert_close(*outputs("split_cnn", 1))
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
-def test_the_share_is_that_of_every_group_of_channels(kind: str) -> None:
+def test_the_width_applies_to_every_group_of_channels(kind: str) -> None:
     counts: dict[str, tuple[int, int]] = {}
 
     def choose(group: str, channels: int, kept: int) -> np.ndarray:
         counts[group] = channels, kept
         return np.arange(kept)
 
-    cuts_of(narrow(specification(kind), 0.5), choose)
-    # Rounded up: to whole channels, and here to pairs for the groups that are normalised together.
+    make_cuts(narrow(make_spec(kind), 0.5), choose)
+    # Rounded up to whole channels, or to pairs for networks with two groups.
     multiple = 2 if kind == "split_cnn" else 1
     assert counts
     assert all(kept == -(-channels // (2 * multiple)) * multiple for channels, kept in counts.values())
-    assert narrow(specification(kind), 1) == specification(kind)
-    assert cuts_of(specification(kind), choose) == {}
+    assert narrow(make_spec(kind), 1) == make_spec(kind)
+    assert make_cuts(make_spec(kind), choose) == {}
 
 
-def test_a_width_of_a_width() -> None:
-    spec = specification("mlp", width=0.5)
-    cuts = cuts_of(narrow(spec, 0.5), lambda group, channels, kept: np.array([channels, kept]) - 1)
+def test_widths_multiply() -> None:
+    spec = make_spec("mlp", width=0.5)
+    cuts = make_cuts(narrow(spec, 0.5), lambda group, channels, kept: np.array([channels, kept]) - 1)
     assert [list(kept) for kept in cuts["model/hidden.bias"].indices if kept is not None] == [[4, 2]]  # 9, 5, 3
 
 
 @pytest.mark.parametrize("kind", ["cnn", "crnn", "split_cnn"])
-def test_scaling_makes_up_for_inputs_that_are_not_there_while_training(kind: str) -> None:
-    """One convolution: what comes after ReLU is divided by the width, so twice the next layer's weights do the same."""
+def test_scaling_compensates_for_removed_inputs_during_training(kind: str) -> None:
+    """Outputs of a convolution are divided by the width, which equals doubling the weights of the next layer."""
     filters = (8,) if kind == "split_cnn" else (6,)
     plain, scaled = (
-        build_model(specification(kind, filters=filters, dropout=0.0, width=0.5, scaled=on)) for on in (False, True)
+        build_model(make_spec(kind, filters=filters, dropout=0.0, width=0.5, scaled=on)) for on in (False, True)
     )
     scaled.load_state_dict(plain.state_dict())
     x = torch.randn(2, *(IMAGE if kind == "cnn" else (FRAMES, 6)), generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(plain.eval()(x), scaled.eval()(x))
     assert not torch.allclose(plain.train()(x), scaled.train()(x), atol=1e-7)
     if kind == "split_cnn":
-        return  # normalisation takes the scale away again, but for its epsilon
+        return  # normalisation removes the scale, except for its epsilon
     with torch.no_grad():
         (plain.hidden.weight if kind == "cnn" else plain.gru.weight_ih_l0).mul_(2)  # type: ignore[union-attr, operator]
         if kind == "crnn":
@@ -122,32 +122,32 @@ class Odd(nn.Module):
         self.output = nn.Linear(units, classes if fault != "outputs" else 2 * units)
 
     def channels(self) -> dict[str, tuple[tuple[str, ...], ...]]:
-        found: dict[str, tuple[tuple[str, ...], ...]] = {
+        groups: dict[str, tuple[tuple[str, ...], ...]] = {
             "first.weight": (("first",), ()),
             "first.bias": (("first",),),
             "output.weight": ((), ("first",)),
         }
         if self.fault == "forgotten":
-            del found["output.weight"]
-        return {**found, "last.weight": ((),)} if self.fault == "name" else found
+            del groups["output.weight"]
+        return {**groups, "last.weight": ((),)} if self.fault == "name" else groups
 
 
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ("name", "channels.. says .* of 'last.weight', which is no tensor"),
+        ("name", "channels.. returns .* for 'last.weight', but the tensor is unknown"),
         (
             "forgotten",
-            r"by channels\(\), 'output.weight' of the narrower network should be \(3, 8\), and it is \(3, 4\)",
+            r"according to channels\(\), 'output.weight' of the narrower network has the shape \(3, 8\), but it is \(3, 4\)",
         ),
-        ("outputs", r"'output.weight' of the narrower network should be \(16, 4\), and it is \(8, 4\)"),
+        ("outputs", r"'output.weight' of the narrower network has the shape \(16, 4\), but it is \(8, 4\)"),
     ],
 )
-def test_channels_that_do_not_fit_the_network_are_refused(fault: str, message: str) -> None:
+def test_channels_that_do_not_fit_the_network_are_rejected(fault: str, message: str) -> None:
     spec = ModelSpec("model", f"{__file__}:Odd", 6, 3, (("fault", fault),))
     with pytest.raises(ConfigError, match=message):
         narrow(spec, 0.5)
-    with pytest.raises(ConfigError, match="linear has no channels that could be left out"):
+    with pytest.raises(ConfigError, match="linear has no removable channels"):
         narrow(ModelSpec("model", "linear", 6, 3), 0.5)
 
 

@@ -1,4 +1,4 @@
-"""Data sets for tests of objectives, written as a user would: machines that hum, and chords of several tones."""
+"""User-defined data sets for tests of objectives: humming machines, and chords of tones."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ RATE = 8000
 PITCHES = {"low": 300.0, "middle": 900.0, "high": 2400.0, "top": 3300.0}
 
 
-def hum(clip: str, strange: bool, seconds: float = 0.25) -> np.ndarray:
-    """A machine's hum; a strange one whines besides."""
+def hum(clip: str, anomalous: bool, seconds: float = 0.25) -> np.ndarray:
+    """Synthesise the hum of a machine. Anomalous machines also whine."""
     rng = generator(0, 0, clip, "hum")
     time = np.arange(int(seconds * RATE)) / RATE
     wave = 0.3 * np.sin(2 * np.pi * 220 * (1 + 0.02 * rng.standard_normal()) * time)
-    if strange:
+    if anomalous:
         wave += 0.2 * np.sin(2 * np.pi * 2600 * time)
     return (wave + 0.05 * rng.standard_normal(len(time))).astype(np.float32)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machines(Dataset):
-    """Anomalous clips are in the test only."""
+    """Machines with anomalous clips in the test only."""
 
     machines: int = 4
     takes: int = 6
@@ -58,7 +58,7 @@ class Machines(Dataset):
 
 @dataclass(frozen=True, kw_only=True)
 class Chords(Dataset):
-    """A label names the tones of a chord, which may have none. With ``late`` the test has a chord that nobody trains on."""
+    """Chords, labelled with their tones (or none). With ``late`` the test has a chord without training clips."""
 
     players: int = 4
     late: bool = False

@@ -1,4 +1,4 @@
-"""A data set for tests with every kind of view, none of it in files: tones, a second microphone, and pictures."""
+"""Synthetic data set with every kind of view: tones, a second microphone, and images."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RATE = 8000
 
 @dataclass(frozen=True, kw_only=True)
 class Seen(Dataset):
-    """Three classes that differ in pitch and in brightness; four clients, six clips of each class."""
+    """Three classes with different pitch and brightness, four clients, and six clips of each class."""
 
     def manifest(self) -> pa.Table:
         rows = [
@@ -39,7 +39,7 @@ class Seen(Dataset):
         return str(row[column])
 
     def read(self, row: Mapping[str, Any]) -> tuple[np.ndarray, int]:
-        """Samples of the microphone in the row's path; the second one is on for longer."""
+        """Synthesise the microphone in the row's path. The second microphone records for longer."""
         _, label, take = row["clip"].split("/")
         seconds = 0.3 if row["path"] == "second" else 0.25
         time = np.arange(int(seconds * RATE)) / RATE

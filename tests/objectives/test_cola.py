@@ -1,4 +1,4 @@
-"""COLA: contrast, with the shards of a folder as clients. One shard is centralised training."""
+"""COLA: contrastive pretraining with shards of a folder as clients. A single shard is centralised training."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ SETTINGS = (
 )
 
 
-def test_one_shard_is_a_bare_loop(tiny: Tiny) -> None:
-    """The same weights as a loop over all clips with PyTorch's own Adam, layer norm and cross-entropy."""
+def test_one_shard_equals_a_plain_training_loop(tiny: Tiny) -> None:
+    """The weights equal a loop over all clips with PyTorch's Adam, layer norm and cross-entropy."""
     config = tiny(
         *SETTINGS, "data.partition={by: iid, clients: 1}", "train.optimiser={name: adam, lr: 0.01, eps: 0.001}"
     )
@@ -47,7 +47,7 @@ def test_one_shard_is_a_bare_loop(tiny: Tiny) -> None:
     x = clips.batch(np.arange(len(clips))).x
     network: Any = build_models(config.parts.method, Clients(population, config)[0].models, config.run.seed)["model"]
 
-    def projected(rows: np.ndarray) -> torch.Tensor:
+    def project(rows: np.ndarray) -> torch.Tensor:
         begin = (uniform(len(rows), x.device) * (x.shape[1] - FRAMES + 1)).floor().long().tolist()
         crops = torch.stack([x[row, first : first + FRAMES] for row, first in zip(rows, begin, strict=True)])
         norm = network.objective.norm
@@ -61,9 +61,9 @@ def test_one_shard_is_a_bare_loop(tiny: Tiny) -> None:
         for number, start in enumerate(range(0, len(clips), BATCH)):
             rows = order[start : start + BATCH]
             with random_state(seed_of_step(seed, number)):
-                one, other = projected(rows), projected(rows)
+                first, second = project(rows), project(rows)
             optimiser.zero_grad()
-            F.cross_entropy(one @ network.objective.weight @ other.T, torch.arange(len(rows))).backward()
+            F.cross_entropy(first @ network.objective.weight @ second.T, torch.arange(len(rows))).backward()
             optimiser.step()
     trained = final_state(folder).tensors["global"]
     assert len(clips) > 2 * BATCH
@@ -71,8 +71,8 @@ def test_one_shard_is_a_bare_loop(tiny: Tiny) -> None:
         torch.testing.assert_close(trained[f"model/{name}"], tensor, rtol=0, atol=5e-6)
 
 
-def test_a_federation_begins_with_its_encoder(tiny: Tiny) -> None:
-    """All but the last layer, which has another width, and the similarity."""
+def test_a_federation_starts_from_the_pretrained_encoder(tiny: Tiny) -> None:
+    """The new federation loads all tensors except the last layer, whose width differs, and the similarity."""
     cola = tiny(*SETTINGS, "run.name=cola")
     stop_after(cola, ROUNDS)
     (file,) = export(Path(cola.run.dir) / "cola", cola)

@@ -1,4 +1,4 @@
-"""What objectives compute, against closed forms, NumPy and PyTorch's own functions."""
+"""Formulas of objectives, compared with closed forms, NumPy and PyTorch."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from raydfl.data.label_sets import sets_of
 from raydfl.models.dense import MeanLinear
 from raydfl.objectives import Objective, find_objective
 from raydfl.objectives._reference import distances
-from raydfl.objectives.reconstruct import in_bins
+from raydfl.objectives.reconstruct import average_bins
 from raydfl.testing import make_batch
 
 BATCH, FRAMES, BANDS, CLASSES = 6, 8, 5, 3
 
 
-def made(name: str, **options: Any) -> tuple[Objective, nn.Module, Any]:
+def make_objective(name: str, **options: Any) -> tuple[Objective, nn.Module, Any]:
     torch.manual_seed(0)
     objective = find_objective({"name": name, **options})
     spec = ModelSpec("model", "linear", BANDS, CLASSES, outputs=objective.outputs(CLASSES))
@@ -48,16 +48,16 @@ WEIGHT = torch.tensor([1.0, 1, 1, 1, 1, 0])
 REAL = slice(0, 5)
 
 
-def test_multi_label_is_binary_cross_entropy() -> None:
-    objective, network, step = made("multi_label")
+def test_multi_label_equals_binary_cross_entropy() -> None:
+    objective, network, step = make_objective("multi_label")
     y = (torch.arange(BATCH * CLASSES).view(BATCH, CLASSES) % 2).float()
     given = batch(y=y, weight=WEIGHT)
     expected = F.binary_cross_entropy_with_logits(network(given.x)[REAL], y[REAL])
     assert float(objective.loss(step, "model", given).detach()) == pytest.approx(float(expected.detach()), rel=1e-6)
 
 
-def test_compact_is_the_variance_about_the_batchs_mean() -> None:
-    objective, network, step = made("compact", size=4, momentum=0.5)
+def test_compact_equals_the_variance_around_the_mean_of_the_batch() -> None:
+    objective, network, step = make_objective("compact", size=4, momentum=0.5)
     given = batch(weight=WEIGHT)
     z = F.normalize(network(given.x), dim=1)[REAL]
     value = objective.loss(step, "model", given)
@@ -66,12 +66,12 @@ def test_compact_is_the_variance_about_the_batchs_mean() -> None:
     torch.testing.assert_close(centres.sums[0], z.sum(dim=0).detach())
     assert float(centres.counts) == 5
     objective.loss(step, "model", given)
-    assert float(centres.counts) == 7.5  # half of what was, and the batch's
+    assert float(centres.counts) == 7.5  # half of the previous count, plus the batch
     score = objective.predictor(network)(given.x)
     torch.testing.assert_close(score[REAL, 0], (z - z.mean(dim=0)).square().sum(dim=1))
 
 
-def test_distances_from_a_clients_own_training_clips_are_scikit_learns() -> None:
+def test_distances_from_training_clips_equal_scikit_learn() -> None:
     rng = np.random.default_rng(0)
     reference, z = rng.normal(size=(30, 3)) * [1, 2, 0.5] + 4, rng.normal(size=(5, 3))
     given = torch.from_numpy(z), torch.from_numpy(reference)
@@ -79,15 +79,15 @@ def test_distances_from_a_clients_own_training_clips_are_scikit_learns() -> None
     np.testing.assert_allclose(distances("mahalanobis", *given), covariance.mahalanobis(z), rtol=1e-4)
     nearest = NearestNeighbors(n_neighbors=1).fit(reference).kneighbors(z)[0][:, 0]
     np.testing.assert_allclose(distances("nearest", *given), nearest**2, rtol=1e-6)
-    others = distances("nearest", given[1], given[1], torch.eye(30, dtype=torch.bool))
-    assert float(others.min()) > 0  # each but itself
+    to_neighbours = distances("nearest", given[1], given[1], torch.eye(30, dtype=torch.bool))
+    assert float(to_neighbours.min()) > 0  # a clip is not its own neighbour
     np.testing.assert_allclose(distances("own_centre", *given), ((z - reference.mean(axis=0)) ** 2).sum(axis=1))
-    assert torch.isfinite(distances("mahalanobis", given[0], given[1][:1])).all()  # of one clip
+    assert torch.isfinite(distances("mahalanobis", given[0], given[1][:1])).all()  # a reference of one clip
 
 
-def test_spread_is_the_variance_term_of_vicreg_for_points_of_length_1() -> None:
-    objective, network, step = made("compact", size=4, spread=0.7)
-    plain, *_ = made("compact", size=4)
+def test_spread_equals_the_variance_term_of_vicreg_on_the_unit_sphere() -> None:
+    objective, network, step = make_objective("compact", size=4, spread=0.7)
+    plain, *_ = make_objective("compact", size=4)
     given = batch(weight=WEIGHT)
     z = F.normalize(network(given.x), dim=1)[REAL]
     term = (1 - (4 * z.var(dim=0) + 1e-4).sqrt()).clamp_min(0).mean()
@@ -96,8 +96,8 @@ def test_spread_is_the_variance_term_of_vicreg_for_points_of_length_1() -> None:
 
 
 @pytest.mark.parametrize("spread", [0.0, 2.0])
-def test_without_spread_all_clips_become_one_point(spread: float) -> None:
-    objective, network, step = made("compact", size=4, spread=spread)
+def test_all_clips_collapse_to_one_point_without_spread(spread: float) -> None:
+    objective, network, step = make_objective("compact", size=4, spread=spread)
     given = batch()
     optimiser = torch.optim.Adam(network.parameters(), lr=0.02)
     for _ in range(150):
@@ -109,33 +109,33 @@ def test_without_spread_all_clips_become_one_point(spread: float) -> None:
     assert distance < 0.01 if not spread else distance > 0.2, distance
 
 
-def test_compact_by_class_takes_the_nearest_known_centre() -> None:
-    objective, network, step = made("compact", size=4, by="class")
-    given = batch(weight=torch.tensor([1.0, 1, 1, 1, 0, 1]))  # nobody of class 2
+def test_compact_by_class_uses_the_nearest_known_centre() -> None:
+    objective, network, step = make_objective("compact", size=4, by="class")
+    given = batch(weight=torch.tensor([1.0, 1, 1, 1, 0, 1]))  # no example of class 2
     z = F.normalize(network(given.x), dim=1)
-    own = [z[[0, 3]].mean(dim=0), z[[1, 2, 5]].mean(dim=0)]
-    expected = sum((z[i] - own[c]).square().sum() for i, c in ((0, 0), (3, 0), (1, 1), (2, 1), (5, 1))) / 5
+    centres = [z[[0, 3]].mean(dim=0), z[[1, 2, 5]].mean(dim=0)]
+    expected = sum((z[i] - centres[c]).square().sum() for i, c in ((0, 0), (3, 0), (1, 1), (2, 1), (5, 1))) / 5
     assert float(objective.loss(step, "model", given).detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
     score = objective.predictor(network)(given.x)[:, 0]
-    away = torch.stack([(z - centre).square().sum(dim=1) for centre in own])
-    torch.testing.assert_close(score, away.amin(dim=0))
+    squares = torch.stack([(z - centre).square().sum(dim=1) for centre in centres])
+    torch.testing.assert_close(score, squares.amin(dim=0))
 
 
 @pytest.mark.parametrize("frames", [8, 6])
-def test_bins_are_means_of_equal_parts(frames: int) -> None:
+def test_bins_are_means_of_equal_intervals(frames: int) -> None:
     x = torch.randn(2, 8, BANDS)
-    x[1, frames:] = 1e6  # what lies beyond an example's length does not count
+    x[1, frames:] = 1e6  # frames beyond the length of an example do not count
     lengths = torch.tensor([8, frames])
-    found = in_bins(x, lengths, 2)
+    found = average_bins(x, lengths, 2)
     torch.testing.assert_close(found[1], x[1, :frames].view(2, frames // 2, BANDS).mean(dim=1))
-    # Three parts of eight frames: the frame on an edge counts by its share.
-    third = in_bins(x, lengths, 3)[0, 0]
+    # With three intervals of eight frames, a frame on an edge counts by its fraction.
+    third = average_bins(x, lengths, 3)[0, 0]
     torch.testing.assert_close(third, (x[0, 0] + x[0, 1] + x[0, 2] * 2 / 3) / (8 / 3))
-    torch.testing.assert_close(in_bins(x[:1], None, 8)[0], x[0])
+    torch.testing.assert_close(average_bins(x[:1], None, 8)[0], x[0])
 
 
-def test_reconstruct_is_the_decoders_error() -> None:
-    objective, network, step = made("reconstruct", size=4, bins=2)
+def test_reconstruct_equals_the_error_of_the_decoder() -> None:
+    objective, network, step = make_objective("reconstruct", size=4, bins=2)
     given = batch(weight=WEIGHT)
     decoded = cast(Any, network).objective(network(given.x)).view(BATCH, 2, BANDS)
     target = given.x.view(BATCH, 2, FRAMES // 2, BANDS).mean(dim=2)
@@ -144,8 +144,8 @@ def test_reconstruct_is_the_decoders_error() -> None:
     torch.testing.assert_close(objective.predictor(network)(given.x)[:, 0], error)
 
 
-def test_contrast_is_cross_entropy_over_the_batch() -> None:
-    objective, network, step = made("contrast", size=4, frames=3)
+def test_contrast_equals_cross_entropy_over_the_batch() -> None:
+    objective, network, step = make_objective("contrast", size=4, frames=3)
     given = batch(weight=WEIGHT)
     crops: list[Tensor] = []
 
@@ -167,12 +167,12 @@ def test_contrast_is_cross_entropy_over_the_batch() -> None:
     assert float(value) == pytest.approx(float(expected_value), rel=1e-5)
 
 
-def test_random_numbers_are_uniform_and_a_row_is_its_own() -> None:
+def test_random_numbers_are_uniform_and_independent_of_padding() -> None:
     with random_state(torch.tensor(3)):
         many, again = uniform(20_000, torch.device("cpu")), uniform(20_000, torch.device("cpu"))
     with random_state(torch.tensor(3)):
         few = uniform(7, torch.device("cpu"))
-    assert torch.equal(few, many[:7])  # rows of padding after it change nothing
+    assert torch.equal(few, many[:7])  # rows of padding have no effect
     assert float(many.min()) >= 0
     assert float(many.max()) < 1
     edges = torch.histc(many, 10, 0, 1) / len(many)
@@ -181,26 +181,26 @@ def test_random_numbers_are_uniform_and_a_row_is_its_own() -> None:
 
 
 def examples(labels: list[int], clips: list[int], names: tuple[str, ...], sets: np.ndarray | None = None) -> Any:
-    found = SimpleNamespace(labels=np.array(labels), clips=np.array(clips), classes=names, sets=sets, columns={})
-    found.targets = lambda some: sets[some].astype(np.float32)
-    return found
+    result = SimpleNamespace(labels=np.array(labels), clips=np.array(clips), classes=names, sets=sets, columns={})
+    result.targets = lambda labels: sets[labels].astype(np.float32)
+    return result
 
 
-def test_a_clips_anomaly_score_is_the_mean_over_its_segments() -> None:
+def test_the_anomaly_score_of_a_clip_is_the_mean_over_its_segments() -> None:
     objective = find_objective({"name": "reconstruct", "normal": ["a", "c"]})
     outputs = torch.tensor([[1.0], [3.0], [10.0], [4.0]])
     found = objective.metrics(outputs, examples([0, 0, 1, 2], [7, 7, 3, 9], ("a", "b", "c")))
     scores = cast(Scores, found["scores"])
-    assert scores.values.tolist() == [10, 2, 4]  # in the order of the clips' numbers
+    assert scores.values.tolist() == [10, 2, 4]  # in ascending order of clips
     assert scores.truth.tolist() == [True, False, False]
-    assert found["loss"] == Ratio(6.0, 2)  # of the normal clips
+    assert found["loss"] == Ratio(6.0, 2)  # over normal clips
     unknown = find_objective({"name": "reconstruct"}).metrics(
         outputs, examples([0, 0, 1, 2], [7, 7, 3, 9], ("a", "b", "c"))
     )
     assert dict(unknown) == {"loss": Ratio(16.0, 3)}
 
 
-def test_multi_label_measures_clips() -> None:
+def test_multi_label_averages_the_segments_of_clips() -> None:
     objective = find_objective({"name": "multi_label"})
     names, sets = sets_of(["dog|rain", "rain", "|"], "|")
     assert names == ["dog", "rain"]
@@ -213,7 +213,7 @@ def test_multi_label_measures_clips() -> None:
     expected = -(y * np.log(p) + (1 - y) * np.log(1 - p)).mean(axis=1).sum()
     assert cast(Ratio, found["loss"]).total == pytest.approx(expected)
     summary = summarise(found)
-    assert summary["map"].value == summary["auc"].value == summary["macro_f1"].value == 1.0  # all ranked right
+    assert summary["map"].value == summary["auc"].value == summary["macro_f1"].value == 1.0  # perfect ranking
 
 
 @pytest.mark.parametrize(
@@ -229,15 +229,15 @@ def test_multi_label_measures_clips() -> None:
         ({"name": "contrast", "frames": 9}, ("a",), 9, r"objective.frames is 9, but clips have 9 frames"),
     ],
 )
-def test_options_that_do_not_fit_the_data_are_refused(
+def test_options_that_do_not_fit_the_data_are_rejected(
     setting: dict[str, Any], classes: tuple[str, ...], length: int, match: str
 ) -> None:
     with pytest.raises(ConfigError, match=match):
         find_objective(setting).check(classes, length)
 
 
-def test_a_network_that_uses_the_name_itself_is_refused() -> None:
-    objective, network, _ = made("compact", size=4)
+def test_a_network_with_an_attribute_objective_is_rejected() -> None:
+    objective, network, _ = make_objective("compact", size=4)
     with pytest.raises(ConfigError, match="has an attribute 'objective'"):
         objective.extend(copy.deepcopy(network), ModelSpec("model", "x", BANDS, CLASSES, outputs=4))
     assert dataclasses.is_dataclass(objective)

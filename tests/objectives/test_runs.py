@@ -1,4 +1,4 @@
-"""Runs with every objective: which methods take which, what is recorded, predicted and exported, and what is refused."""
+"""Runs with every objective: supported methods, metrics, predictions, exports and errors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from raydfl.testing import assert_same_bits, read_tensors, start_server
 HERE = Path(__file__).parent
 MACHINES, CHORDS = (f"data.name={HERE / 'machines.py'}:{name}" for name in ("Machines", "Chords"))
 LOUDNESS = "data.features.normalise=group"
-"""Each band is compared with the training clips: normalised by itself, a clip that is alike all the time says nothing."""
+"""Normalise each band over the training clips. Normalisation by clip would erase a stationary sound."""
 SETTINGS: dict[str, tuple[str, ...]] = {
     "classify": ("objective=classify",),
     "multi_label": (CHORDS, "data.label_sets={}", "objective=multi_label"),
@@ -59,7 +59,7 @@ def accepts(method: str, objective: str) -> bool:
 
 
 SEEN = f"data.name={HERE / 'seen.py'}:Seen"
-OF_SEEN: dict[str, tuple[str, ...]] = {
+SEEN_SETTINGS: dict[str, tuple[str, ...]] = {
     **SETTINGS,
     "multi_label": ("data.label_sets={}", "objective=multi_label"),
     "compact": ("objective={name: compact, size: 4, normal: [a]}",),
@@ -76,14 +76,14 @@ NETWORKS = {
     "image": ["{name: cnn_small, hidden: 8}"],
     "further": ["{name: crnn_tiny, hidden: 8, filters: [4], view: second}"],
 }
-"""On "further" the last of a method's models reads the second microphone, which has other bands and frames than the first."""
+"""With "further" the last model of a method reads the second microphone, whose bands and frames differ from the first."""
 
 
 def table() -> list[Any]:
-    """Methods by objectives by views.
+    """List methods x objectives x views.
 
-    In the fast suite, of a view beside the first, each method and each objective once; and methods whose clients do FedAvg's work
-    learn classes only.
+    The fast suite runs each method and each objective once with a further view. Methods with FedAvg's client work run only
+    with classification.
     """
     cases = []
     at_server = {
@@ -100,12 +100,12 @@ def table() -> list[Any]:
 
 
 @pytest.mark.parametrize(("method", "objective", "view"), table())
-def test_every_method_learns_every_objective_that_it_takes_from_every_view_and_refuses_the_others(
+def test_every_method_learns_its_objectives_from_every_view_and_rejects_unsupported_objectives(
     tiny: Tiny, method: str, objective: str, view: str
 ) -> None:
     rounds = 2 if view == "first" else 1
     given = [
-        *(SETTINGS if view == "first" else OF_SEEN)[objective],
+        *(SETTINGS if view == "first" else SEEN_SETTINGS)[objective],
         f"train.rounds={rounds}",
         f"evaluate.every={rounds}",
     ]
@@ -136,10 +136,10 @@ def test_every_method_learns_every_objective_that_it_takes_from_every_view_and_r
     scores = [row for row in rows if row["metric"].rpartition("/")[2] == HEADLINES[objective] and row["count"]]
     assert {row["split"] for row in scores} & {"test", "validation"}
     assert all(np.isfinite(row["value"]) for row in scores)
-    assert all(row["array"] is None for row in rows if row["client"])  # what a client reports holds no clip
+    assert all(row["array"] is None for row in rows if row["client"])  # reports of clients contain no clips
 
 
-def test_only_methods_that_need_class_probabilities_refuse() -> None:
+def test_only_methods_with_class_probabilities_reject_objectives() -> None:
     refusing = {m for m in registry.names("raydfl.methods") if not accepts(m, "compact")}
     of_views = {"multifl", "unifl", "harmony", "modality_mirror"}
     assert refusing == {
@@ -156,8 +156,8 @@ def test_only_methods_that_need_class_probabilities_refuse() -> None:
     }
 
 
-def test_an_anomaly_detector_is_measured_as_scikit_learn_does(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raydfl.data.shards._SHARD", 5)  # several shards, which must not matter
+def test_the_metrics_of_an_anomaly_detector_equal_scikit_learn(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raydfl.data.shards._SHARD", 5)  # several shards must not change the result
     config = tiny(
         *SETTINGS["reconstruct"],
         LOUDNESS,
@@ -179,14 +179,14 @@ def test_an_anomaly_detector_is_measured_as_scikit_learn_does(tiny: Tiny, monkey
         roc_auc_score(truth, scores, max_fpr=0.1), abs=1e-9
     )
     assert record.curves["test", "model/loss"].last == pytest.approx(scores[~truth].mean(), rel=1e-5)
-    assert expected > 0.9  # a whine is not to be missed
+    assert expected > 0.9  # the whine is easy to detect
     page = (folder / "report.html").read_text()
     assert "AUC of model, test data" in page
     assert "equal error rate" in page
 
 
-def test_scores_against_own_clips_are_those_of_the_clients_segments(tiny: Tiny) -> None:
-    """Training clips are cut as test clips are, and the anomalous ones among them are no reference."""
+def test_scores_relative_to_training_clips_use_segments(tiny: Tiny) -> None:
+    """Training clips are segmented like test clips, and anomalous training clips are not part of the reference."""
     config = tiny(
         MACHINES,
         "objective={name: compact, size: 4, normal: [normal], score: own_centre}",
@@ -208,14 +208,14 @@ def test_scores_against_own_clips_are_those_of_the_clients_segments(tiny: Tiny) 
     assert 0 < len(normal) < len(train)
     network = step.models["model"].eval()
 
-    def unit(examples: Examples, at: int) -> torch.Tensor:
-        parts = [examples.first_view.store.frames[s + at : s + at + 10] for s in examples.first_view.starts]
+    def embed(examples: Examples, at: int) -> torch.Tensor:
+        segments = [examples.first_view.store.frames[s + at : s + at + 10] for s in examples.first_view.starts]
         with torch.no_grad():
-            return torch.nn.functional.normalize(network(torch.from_numpy(np.stack(parts))).double(), dim=1)
+            return torch.nn.functional.normalize(network(torch.from_numpy(np.stack(segments))).double(), dim=1)
 
-    centre = torch.cat([unit(normal, at) for at in (0, 8, 16)]).mean(dim=0)  # of 26 frames
+    centre = torch.cat([embed(normal, at) for at in (0, 8, 16)]).mean(dim=0)  # segments of 26 frames
     test = step.data.test
-    scores = (unit(test, 0) - centre).square().sum(dim=1).numpy()  # its examples are segments
+    scores = (embed(test, 0) - centre).square().sum(dim=1).numpy()  # test examples are segments
     clips = [scores[test.clips == clip].mean() for clip in np.unique(test.clips)]
     found = federation.method.objective.evaluate(step, "model", test, 64)["scores"]
     np.testing.assert_allclose(found.values, clips, rtol=1e-4)  # type: ignore[union-attr]
@@ -223,7 +223,7 @@ def test_scores_against_own_clips_are_those_of_the_clients_segments(tiny: Tiny) 
     assert {row["split"] for row in rows if row["metric"] == "model/auc"} == {"client_test"}
 
 
-def test_sets_of_classes_are_learnt_and_measured_as_scikit_learn_does(tiny: Tiny, tmp_path: Path) -> None:
+def test_multi_label_metrics_equal_scikit_learn(tiny: Tiny, tmp_path: Path) -> None:
     config = tiny(
         *SETTINGS["multi_label"],
         LOUDNESS,
@@ -234,7 +234,7 @@ def test_sets_of_classes_are_learnt_and_measured_as_scikit_learn_does(tiny: Tiny
     folder = run(config).run_dir
     population = Population.load(folder / "population")
     assert population.classes == ("high", "low", "middle")
-    # Each of four players: two of three clips of six chords trained on, or one of them held out.
+    # Each of four players has three clips of six chords, of which some are held out.
     clips = sum(population.label_counts()[:, population.classes.index("low")])
     batch = population.test.batch(np.arange(len(population.test)))
     assert batch.y.shape == (24, 3)
@@ -247,7 +247,7 @@ def test_sets_of_classes_are_learnt_and_measured_as_scikit_learn_does(tiny: Tiny
 
 
 @pytest.mark.parametrize("objective", ["compact", "contrast", "multi_label"])
-def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(tiny: Tiny, objective: str) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_run_to_the_bit(tiny: Tiny, objective: str) -> None:
     whole, parts = (tiny(*SETTINGS[objective], "train.rounds=4", f"run.name={name}") for name in ("whole", "parts"))
     first = start_server(whole)
     for _ in range(4):
@@ -263,7 +263,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(tiny: Tiny, obje
     assert_same_bits(read_tensors(Path(whole.run.dir) / "whole"), read_tensors(Path(parts.run.dir) / "parts"))
 
 
-def test_classification_is_not_in_the_digest_and_other_objectives_are(tiny: Tiny) -> None:
+def test_the_digest_contains_every_objective_except_classification(tiny: Tiny) -> None:
     assert tiny().digest() == tiny("objective=classify").digest()
     others = [
         tiny(setting).digest()
@@ -272,7 +272,7 @@ def test_classification_is_not_in_the_digest_and_other_objectives_are(tiny: Tiny
     assert len({tiny().digest(), *others}) == 3
 
 
-def test_sweeps_and_searches_compare_the_headline_unless_told_otherwise(tiny: Tiny, tmp_path: Path) -> None:
+def test_studies_compare_the_headline_metric_by_default(tiny: Tiny, tmp_path: Path) -> None:
     detector = tiny(*SETTINGS["compact"])
     file = tmp_path / "search.yaml"
     space = {"train.optimiser.lr": {"uniform": [0.01, 0.1]}}
@@ -337,21 +337,21 @@ def test_predict_prints_sets(tiny: Tiny, recordings: list[Path], capsys: pytest.
     folder = run(config).run_dir
     raydfl = Raydfl(capsys)
     said = raydfl("predict", folder, *recordings, "--json", "--top", 2).events
-    assert [item["labels"] for item in said] == [["high", "low", "middle"]] * 2  # all above such a threshold
+    assert [item["labels"] for item in said] == [["high", "low", "middle"]] * 2  # every class exceeds this threshold
     assert all(len(item["top"]) == 2 for item in said)
     rows = list(csv.DictReader(io.StringIO(raydfl("predict", folder, *recordings, "--csv").out)))
     assert [row["labels"] for row in rows] == ["high|low|middle"] * 2
     assert "high, low, middle" in raydfl("predict", folder, *recordings).out
 
 
-def test_predict_refuses_what_answers_nothing(
+def test_predict_rejects_an_objective_without_answers(
     tiny: Tiny, recordings: list[Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = run(tiny(*SETTINGS["contrast"], "train.rounds=1")).run_dir
     Raydfl(capsys)("predict", folder, *recordings).refuses("objective that says nothing of a recording")
 
 
-# -- a user's own ------------------------------------------------------------------------------------------------------
+# -- user-defined objectives -------------------------------------------------------------------------------------------
 
 OWN = """
 import torch
@@ -380,7 +380,7 @@ class Nothing(Objective):
 """
 
 
-def test_an_objective_of_ones_own_is_a_class_in_a_file(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_user_defined_objective_is_loaded_from_its_file(tiny: Tiny, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(OWN)
     config = tiny(f"objective={{name: '{tmp_path}/mine.py:Margin', margin: 0.5}}", "train.rounds=2")
     folder = run(config).run_dir
@@ -389,7 +389,7 @@ def test_an_objective_of_ones_own_is_a_class_in_a_file(tiny: Tiny, tmp_path: Pat
     assert config.digest() != tiny().digest()
     with pytest.raises(ConfigError, match="method 'fedkad' needs objective=classify"):
         tiny(f"objective={tmp_path}/mine.py:Margin", method="fedkad")
-    with pytest.raises(ConfigError, match=r"mine.py:Nothing' has no loss\(\); write it in the class Nothing"):
+    with pytest.raises(ConfigError, match=r"mine.py:Nothing' has no loss\(\). Define it in the class Nothing"):
         tiny(f"objective={tmp_path}/mine.py:Nothing")
 
 
@@ -399,9 +399,12 @@ BAD: dict[str, tuple[tuple[str, ...], str]] = {
     "unknown": (("objective=clasify",), "unknown objective 'clasify'; did you mean 'classify'"),
     "option": (("objective={name: contrast, frame: 3}",), "unknown key 'frame' for Contrast; did you mean 'frames'"),
     "range": (("objective={name: compact, momentum: 1}",), "objective.momentum: Input should be less than 1"),
-    "no name": (("objective={frames: 3}",), "objective: a name is missing; known: classify, compact"),
+    "no name": (("objective={frames: 3}",), "objective: the name is missing. Choose one of classify, compact"),
     "sets for classes": (("data.label_sets={}",), "needs one label for each clip, but data.label_sets makes sets"),
-    "top k": (("objective={name: classify, top_k: 3}",), "objective.top_k is 3, and there are 3 classes"),
+    "top k": (
+        ("objective={name: classify, top_k: 3}",),
+        "objective.top_k is 3, but with 3 classes every answer would be correct",
+    ),
     "classes for sets": (("objective=multi_label",), "needs a set of classes for each clip, but a label is one class"),
     "wrong labels of sets": (
         (CHORDS, "data.label_sets={}", "objective=multi_label", "data.corrupt.labels={clients: 0.5, rate: 0.5}"),
@@ -433,7 +436,7 @@ BAD: dict[str, tuple[tuple[str, ...], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_refused_before_the_first_round(
+def test_bad_input_is_rejected_before_the_first_round(
     tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str
 ) -> None:
     overrides, message = BAD[case]

@@ -1,4 +1,4 @@
-"""What anomaly detectors say at the client: a threshold from its normal training clips, and who is left out of what."""
+"""Thresholds of anomaly detectors from the clients' normal training clips, and remarks about the clients' data."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ def data(more: str = "", split: str = SPLIT, machines: str = FAN) -> str:
     return f"data={machines}, {FEATURES}, partition: {{by: group}}, {split}{more}}}"
 
 
-def scores_of(folder: Path, client: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of the client's training and test clips by the model that the run ends with, and which of the latter are anomalous."""
+def compute_scores(folder: Path, client: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Score the client's training and test clips with the final model, and return the mask of anomalous test clips."""
     population = Population.load(folder / "population").use(load_model(folder).data)
-    mine, model = population.data(population.index(client)), load_model(folder)
-    found = []
-    for part in (mine.train.as_tested(), mine.test):
-        batch = part.batch(np.arange(len(part)))
+    client_data, model = population.data(population.index(client)), load_model(folder)
+    scores = []
+    for examples in (client_data.train.as_tested(), client_data.test):
+        batch = examples.batch(np.arange(len(examples)))
         values = model.logits(batch.x, batch.lengths)[:, 0].numpy().astype(float)
-        found.append(np.array([values[part.clips == clip].mean() for clip in np.unique(part.clips)]))
-    first = np.unique(mine.test.clips, return_index=True)[1]
-    return found[0], found[1], np.array(population.classes)[mine.test.labels[first]] == "anomaly"
+        scores.append(np.array([values[examples.clips == clip].mean() for clip in np.unique(examples.clips)]))
+    first = np.unique(client_data.test.clips, return_index=True)[1]
+    return scores[0], scores[1], np.array(population.classes)[client_data.test.labels[first]] == "anomaly"
 
 
 @pytest.mark.parametrize(
     "transforms", ["", ", transforms: [{name: random_crop, size: 6, test: segments}]"], ids=["whole", "segments"]
 )
-def test_the_threshold_is_the_quantile_of_training_scores_and_f1_is_that_at_it(tiny: Tiny, transforms: str) -> None:
+def test_the_threshold_is_the_quantile_of_training_scores_and_determines_f1(tiny: Tiny, transforms: str) -> None:
     config = tiny(*HERE, data(transforms), "objective.quantile=0.8")
     server = start_server(config)
     server.round()
@@ -62,7 +62,7 @@ def test_the_threshold_is_the_quantile_of_training_scores_and_f1_is_that_at_it(t
     rows = [row for row in read_rows(folder).to_pylist() if row["split"] == "client_test"]
     for client in ("fan_00", "fan_01", "fan_02"):
         own = {row["metric"]: row["value"] for row in rows if row["client"] == client}
-        train, test, truth = scores_of(folder, client)
+        train, test, truth = compute_scores(folder, client)
         threshold = np.quantile(train, 0.8)
         assert own["model/threshold"] == pytest.approx(threshold, rel=1e-5)
         assert own["model/f1"] == pytest.approx(f1_score(truth, test >= threshold, zero_division=0), abs=1e-9)
@@ -72,7 +72,7 @@ def test_the_threshold_is_the_quantile_of_training_scores_and_f1_is_that_at_it(t
     assert {"model/f1_client_mean", "model/auc_harmonic_mean", "model/threshold"} <= set(pooled)
 
 
-def test_dcases_score_needs_the_columns_of_machines(tiny: Tiny) -> None:
+def test_the_score_of_dcase_uses_the_columns_of_machines(tiny: Tiny) -> None:
     config = tiny(*HERE, data(", columns: [machine, id, domain]", machines=FAN + ", target_clips: 4"))
     server = start_server(config)
     server.round()
@@ -87,37 +87,45 @@ def remarks(config: Config) -> list[str]:
     return list(config.parts.method.objective.remarks(population))
 
 
-def test_clients_whose_test_has_one_condition_are_named_and_few_normal_clips_are_counted(tiny: Tiny) -> None:
+def test_remarks_list_clients_with_one_condition_or_few_normal_clips_in_their_test(tiny: Tiny) -> None:
     few = tiny(*HERE, data(machines=FAN.replace("test_clips: 10", "test_clips: 9")))
     assert remarks(tiny(*HERE, data())) == []
-    (said,) = remarks(few)
-    assert said.startswith("3 of 3 clients have fewer than 10 normal clips in their own test, the fewest 9: ")
-    assert said.endswith("says little: fan_00, fan_01, fan_02")
-    only = "split: {test: null, client_test: {by: condition, values: [anomaly]}}"
-    (said,) = remarks(tiny(*HERE, data(split=only)))
-    assert said.startswith(
-        "3 of 3 clients have no normal clip in their own test and are left out of AUC: fan_00, fan_01"
+    (remark,) = remarks(few)
+    assert remark.startswith(
+        "3 of 3 clients have fewer than 10 normal clips in their own test (minimum 9): fan_00, fan_01"
     )
-    random = "split: {test: null, client_test: {by: clip, fraction: 0.04}}"  # of 32 clips one
-    learnt, without = remarks(tiny(*HERE, data(split=random), "run.seed=2"))[:2]
-    assert "training clips are anomalous, and learnt from like normal ones unless the method says otherwise" in learnt
-    assert "clients have no " in without
+    assert remark.endswith("so their partial AUC is imprecise.")
+    only = "split: {test: null, client_test: {by: condition, values: [anomaly]}}"
+    (remark,) = remarks(tiny(*HERE, data(split=only)))
+    assert remark.startswith(
+        "3 of 3 clients have no normal clip in their own test, so their AUC is undefined: fan_00, fan_01"
+    )
+    random = "split: {test: null, client_test: {by: clip, fraction: 0.04}}"  # 1 of 32 clips
+    about_training, about_tests = remarks(tiny(*HERE, data(split=random), "run.seed=2"))[:2]
+    assert "training clips are anomalous. Most methods learn from them as from normal clips." in about_training
+    assert "clients have no " in about_tests
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("objective.normal=[anomaly]", "client 'fan_00' has no normal clip to train on: its 12 are all anomalous"),
-        ("data.clips=1", "client 'fan_00' has one training clip, which says nothing of how far apart normal clips lie"),
+        (
+            "objective.normal=[anomaly]",
+            "client 'fan_00' has no normal training clip: all of its 12 clips are anomalous",
+        ),
+        (
+            "data.clips=1",
+            "client 'fan_00' has a single training clip, which does not show the variation of normal clips",
+        ),
     ],
 )
-def test_clients_that_cannot_learn_what_is_normal_are_refused(tiny: Tiny, change: str, message: str) -> None:
+def test_clients_without_enough_normal_clips_are_rejected(tiny: Tiny, change: str, message: str) -> None:
     settings = [data(split="split: {test: null, client_test: {by: split, values: [test]}}"), change]
     with pytest.raises(DataError, match=message):
         start_server(tiny(*HERE, *settings))
 
 
-def test_training_scores_are_measured_as_test_scores_are(tiny: Tiny) -> None:
+def test_training_clips_are_segmented_like_test_clips(tiny: Tiny) -> None:
     config = tiny(*HERE, data(", transforms: [{name: random_crop, size: 6, test: segments, stride: 4}]"))
     population = build_population(config.data, 1, labels_needed=False)
     train = population.data(0).train
@@ -130,7 +138,7 @@ def test_training_scores_are_measured_as_test_scores_are(tiny: Tiny) -> None:
     assert torch.equal(x[1], torch.from_numpy(np.array(whole[4:10], np.float32)))
 
 
-def test_a_submission_to_dcase_has_a_file_for_each_machine(
+def test_a_submission_to_dcase_has_files_for_each_machine(
     tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = tiny(*HERE, data())
@@ -163,7 +171,7 @@ def test_a_submission_to_dcase_has_a_file_for_each_machine(
     assert "noise.wav do not say of which machine they are; they must be MACHINE/test/section_NN_...wav" in refused.err
 
 
-def test_the_runs_own_tests_are_scored_clip_by_clip_and_shown(
+def test_predict_scores_the_test_clips_of_a_run_and_the_report_shows_them(
     tiny: Tiny, capsys: pytest.CaptureFixture[str], pictures: object
 ) -> None:
     folder = run(tiny(*HERE, data())).run_dir
@@ -173,7 +181,7 @@ def test_the_runs_own_tests_are_scored_clip_by_clip_and_shown(
     rows = list(csv.DictReader((folder / "scores.csv").open(newline="")))
     assert len(rows) == 3 * 20
     for client in ("fan_00", "fan_02"):
-        _, test, truth = scores_of(folder, client)
+        _, test, truth = compute_scores(folder, client)
         own = [row for row in rows if row["client"] == client]
         assert [float(row["score"]) for row in own] == pytest.approx(sorted(test, reverse=True), rel=1e-5)
         assert sum(row["label"] == "anomaly" for row in own) == truth.sum() == 10

@@ -1,4 +1,4 @@
-"""Everything about sums is tested as it was installed and as it is where nothing could be compiled."""
+"""Fixture that runs the tests of sums with compiled operators and with NumPy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raydfl.core.ops import sums as rows
 
 @pytest.fixture(scope="module", params=["compiled", "numpy"])
 def sums(request: pytest.FixtureRequest) -> Iterator[str]:
-    """How sums are done in the tests of a module, each of which runs twice."""
+    """The implementation of sums. Each test of the module runs once with each."""
     if request.param == "numpy":
         with ops.use("torch"):
             yield "numpy"
@@ -21,5 +21,5 @@ def sums(request: pytest.FixtureRequest) -> Iterator[str]:
     if not rows.sums_are_compiled():
         pytest.skip("the operators in C++ are not compiled here")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(slices, "_FEW", 0)  # small sums too, which NumPy does as a rule
+        patch.setattr(slices, "_FEW", 0)  # compiled even for small sums, which NumPy computes by default
         yield "compiled"

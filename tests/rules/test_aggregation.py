@@ -1,4 +1,4 @@
-"""The means and the machinery that all rules share, against sums written out in NumPy."""
+"""The means and the common code of all rules, compared with NumPy sums."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def update(tensors: Mapping[str, Any], weight: Any = 1.0, **fields: Any) -> Upda
 def mean_by_hand(
     updates: list[Update], current: Mapping[str, Mapping[str, Tensor]]
 ) -> dict[str, dict[str, np.ndarray]]:
-    """One element after another, in Python floats."""
+    """Compute the weighted mean element by element, in Python floats."""
     result = {key: {name: tensor.numpy().copy() for name, tensor in named.items()} for key, named in current.items()}
     for key in {sent.key for sent in updates}:
-        mine = [sent for sent in updates if sent.key == key]
+        of_key = [sent for sent in updates if sent.key == key]
         result.setdefault(key, {})
-        for name in {name for sent in mine for name in sent.tensors}:
-            senders = [sent for sent in mine if name in sent.tensors]
+        for name in {name for sent in of_key for name in sent.tensors}:
+            senders = [sent for sent in of_key if name in sent.tensors]
             shape = tuple(senders[0].tensors[name].shape)
             target = result[key].setdefault(name, np.zeros(shape, np.float32))
             for index in np.ndindex(shape):
@@ -73,7 +73,7 @@ SHAPES = {"net/a.weight": (2, 2), "net/a.bias": (2,), "net/b.weight": ()}
 
 @st.composite
 def federations(draw: st.DrawFn) -> list[Update]:
-    """Clients that send any of three tensors under one of two keys, in any order, with any kind of weight."""
+    """Draw updates with any of three tensors under either of two keys, in any order, with any kind of weight."""
     values = st.floats(-100, 100, width=32)
     weights = st.one_of(st.just(0.0), st.floats(0.001, 1000))
     updates = []
@@ -100,7 +100,7 @@ def federations(draw: st.DrawFn) -> list[Update]:
 
 @FEWER
 @given(updates=federations())
-def test_weighted_mean_is_the_mean_by_hand(updates: list[Update]) -> None:
+def test_the_weighted_mean_equals_the_mean_by_hand(updates: list[Update]) -> None:
     result = WeightedMean()(iter(updates), CURRENT)
     assert_equal(result.tensors, mean_by_hand(updates, CURRENT))
     assert not result.report
@@ -108,14 +108,14 @@ def test_weighted_mean_is_the_mean_by_hand(updates: list[Update]) -> None:
 
 @FEWER
 @given(updates=federations())
-def test_a_collecting_rule_that_keeps_everybody_is_the_weighted_mean_to_the_bit(updates: list[Update]) -> None:
+def test_a_collecting_rule_without_pruning_equals_the_weighted_mean_to_the_bit(updates: list[Update]) -> None:
     result = LayerwisePruning(vl=0, vh=0)(iter(updates), CURRENT)
     assert_equal(result.tensors, mean_by_hand(updates, CURRENT))
 
 
 @FEWER
 @given(updates=federations())
-def test_uniform_mean_is_the_mean_with_weights_of_one(updates: list[Update]) -> None:
+def test_the_uniform_mean_equals_the_mean_with_weights_of_1(updates: list[Update]) -> None:
     def flat(weight: Any) -> Any:
         if isinstance(weight, Mapping):
             return {name: flat(value) for name, value in weight.items()}
@@ -125,8 +125,8 @@ def test_uniform_mean_is_the_mean_with_weights_of_one(updates: list[Update]) -> 
     assert_equal(UniformMean()(iter(updates), CURRENT).tensors, mean_by_hand(ones, CURRENT))
 
 
-def test_the_way_tensors_are_held_does_not_change_a_bit() -> None:
-    """Flat or not, in one order or another, many elements: the same sums."""
+def test_the_storage_of_tensors_does_not_change_the_result() -> None:
+    """Flat and separate tensors, in any order, give the same sums."""
     generator = torch.Generator().manual_seed(1)
     tensors = [
         {"net/a.weight": torch.randn(300, 200, generator=generator), "net/a.bias": torch.randn(7, generator=generator)}
@@ -143,13 +143,13 @@ def test_the_way_tensors_are_held_does_not_change_a_bit() -> None:
 
 
 def test_means_are_summed_in_float64() -> None:
-    """In float32, 2**24 swallows every 1 that is added to it."""
+    """In float32, adding 1 to 2**24 has no effect."""
     updates = [update({"x": [2.0**24]}), *(update({"x": [1.0]}) for _ in range(64))]
     assert WeightedMean()(updates, {}).tensors["global"]["x"].item() == np.float32((2**24 + 64) / 65)
 
 
 @pytest.mark.parametrize(("sent", "most"), [(640, 4), (160, 16), (1, 64)])
-def test_the_mean_holds_four_updates_at_a_time_or_as_many_elements_of_cut_ones(sent: int, most: int) -> None:
+def test_the_mean_stores_at_most_four_updates_or_as_many_elements_of_cut_updates(sent: int, most: int) -> None:
     alive: list[weakref.ref[np.ndarray]] = []
     seen = []
 
@@ -165,14 +165,14 @@ def test_the_mean_holds_four_updates_at_a_time_or_as_many_elements_of_cut_ones(s
     assert max(seen) == most
 
 
-def test_partial_models_average_over_those_who_sent_a_name() -> None:
+def test_partial_models_are_averaged_over_the_clients_with_the_tensor() -> None:
     updates = [update({"audio/w": [1.0], "video/w": [10.0]}, 1.0), update({"audio/w": [4.0]}, 2.0)]
     assert_equal(
         WeightedMean()(updates, {}).tensors, {"global": {"audio/w": np.array([3.0]), "video/w": np.array([10.0])}}
     )
 
 
-def test_masked_elements_that_nobody_trained_keep_their_value() -> None:
+def test_elements_masked_by_all_clients_keep_their_value() -> None:
     current = {"global": {"w": torch.tensor([5.0, 6.0, 7.0])}}
     updates = [
         update({"w": [1.0, 1.0, 1.0]}, {"w": torch.tensor([1.0, 0.0, 0.0])}),
@@ -182,7 +182,7 @@ def test_masked_elements_that_nobody_trained_keep_their_value() -> None:
         assert rule(updates, current).tensors["global"]["w"].tolist() == [2.0, 3.0, 7.0]
 
 
-def test_without_any_weight_the_server_keeps_what_it_has() -> None:
+def test_without_any_weight_the_server_keeps_its_tensors() -> None:
     for rule in (*EVERY, LayerwisePruning(vl=0.4, vh=0.4)):
         updates = [
             update({"net/a.bias": [float(index), 1.0], "new": [3.0]}, 0.0, client_id=str(index)) for index in range(3)
@@ -194,7 +194,7 @@ def test_without_any_weight_the_server_keeps_what_it_has() -> None:
     assert nobody["global"]["net/a.bias"] is CURRENT["global"]["net/a.bias"]
 
 
-def test_names_keep_the_servers_order_and_new_ones_come_last() -> None:
+def test_names_keep_the_order_of_the_server_and_new_names_come_last() -> None:
     sent = [update({"z": [1.0], "net/a.bias": [1.0, 1.0]})]
     for rule in EVERY:
         assert list(rule(sent, CURRENT, np.random.default_rng(0)).tensors["global"]) == [
@@ -204,7 +204,7 @@ def test_names_keep_the_servers_order_and_new_ones_come_last() -> None:
         ]
 
 
-def test_results_are_apart_in_memory_from_each_other_and_from_the_updates() -> None:
+def test_results_share_no_memory_with_each_other_or_with_the_updates() -> None:
     sent = FlatTensors.of({"a.w": torch.ones(3), "b.w": torch.ones(4)})
     for rule in EVERY:
         tensors = rule([Update(sent, 1.0)], {}, np.random.default_rng(0)).tensors["global"]
@@ -214,38 +214,36 @@ def test_results_are_apart_in_memory_from_each_other_and_from_the_updates() -> N
 
 
 @pytest.mark.parametrize("rule", EVERY)
-def test_what_cannot_be_averaged_is_named(rule: Rule) -> None:
+def test_updates_that_cannot_be_averaged_are_rejected(rule: Rule) -> None:
     other = update({"w": [1.0, 2.0]}, client_id="anna")
     cases: list[tuple[Update, str]] = [
         (
             update({"w": [1.0]}, client_id="ben"),
-            r"client 'ben' sent 'w' with shape \(1,\), elsewhere .*'global'.* \(2,\)",
+            r"client 'ben' sent 'w' with shape \(1,\), but .*'global'.* \(2,\)",
         ),
         (
             update({"w": [1.0, 2.0]}, -1.0, client_id="ben"),
-            "client 'ben': the weight of its update is -1.0; it must be from 0 to",
+            "client 'ben': the weight of its update is -1.0. It must be from 0 to",
         ),
         (update({"w": [1.0, 2.0]}, {"v": 1.0}, client_id="ben"), "client 'ben': the weight of 'w' is missing"),
-        (update({"w": [1.0, 2.0]}, {"w": torch.ones(3)}), r"weight of 'w' has shape \(3,\), the tensor has \(2,\)"),
-        (update({"w": [1.0, 2.0]}, {"w": torch.tensor([1.0, -1.0])}), "elements that are not from 0 to"),
+        (update({"w": [1.0, 2.0]}, {"w": torch.ones(3)}), r"weight of 'w' has shape \(3,\), but the tensor has \(2,\)"),
+        (update({"w": [1.0, 2.0]}, {"w": torch.tensor([1.0, -1.0])}), "elements outside 0 to"),
     ]
     for bad, message in cases:
         with pytest.raises(RaydflError, match=message):
             rule([other, bad], {}, np.random.default_rng(0))
-    with pytest.raises(
-        RaydflError, match=r"'net/a.bias' with shape \(3,\), elsewhere under key 'global' it has \(2,\)"
-    ):
+    with pytest.raises(RaydflError, match=r"'net/a.bias' with shape \(3,\), but under the key 'global' it has \(2,\)"):
         rule([update({"net/a.bias": [1.0, 2.0, 3.0]})], CURRENT, np.random.default_rng(0))
 
 
 @pytest.mark.parametrize("weight", [float("nan"), float("inf"), 1e300])
-def test_a_weight_beyond_its_range_is_an_error(weight: float) -> None:
+def test_a_weight_out_of_range_is_an_error(weight: float) -> None:
     for value in (weight, {"w": weight}, {"w": torch.tensor([weight])}):
-        with pytest.raises(RaydflError, match="not from 0 to|must be from 0 to"):
+        with pytest.raises(RaydflError, match="outside 0 to|must be from 0 to"):
             WeightedMean()([update({"w": [1.0]}, value)], {})
 
 
-# Rules of one's own
+# User-defined rules
 
 
 @dataclass(frozen=True)
@@ -254,7 +252,7 @@ class Median(CollectingRule):
         return np.median(group.matrix(), axis=0)
 
 
-def test_a_median_of_two_lines_works_on_partial_models() -> None:
+def test_a_two_line_median_works_on_partial_models() -> None:
     generator = np.random.default_rng(0)
     audio, video = generator.normal(size=(5, 50)).astype(np.float32), generator.normal(size=(5, 7)).astype(np.float32)
     updates = [
@@ -266,7 +264,7 @@ def test_a_median_of_two_lines_works_on_partial_models() -> None:
     np.testing.assert_array_equal(result["video/w"].numpy(), np.median(video[2:], axis=0))
 
 
-def test_a_group_gives_rows_matrices_layers_and_means() -> None:
+def test_a_group_provides_rows_matrices_layers_and_means() -> None:
     generator = np.random.default_rng(0)
     sent = [
         {"a.w": generator.normal(size=(2, 3)), "b.w": generator.normal(size=4), "a.b": generator.normal(size=2)}
@@ -284,7 +282,7 @@ def test_a_group_gives_rows_matrices_layers_and_means() -> None:
             part = group.matrix(["a.b", "b.w"])
             np.testing.assert_array_equal(part, np.concatenate([whole[:, 10:], whole[:, 6:10]], axis=1))
             assert part.flags.c_contiguous
-            part[:] = np.nan  # memory to work in: the rows must not notice
+            part[:] = np.nan  # writing into the matrix must not change the rows
             np.testing.assert_array_equal(np.stack(group.rows), whole)
             assert group.layers("module") == {"a": ["a.w", "a.b"], "b": ["b.w"]}
             assert group.layers("tensor") == {name: [name] for name in ("a.w", "b.w", "a.b")}
@@ -313,7 +311,7 @@ def test_reports_of_groups_and_keys_are_added_up() -> None:
     }
 
 
-def test_the_number_of_threads_changes_no_bit() -> None:
+def test_the_number_of_threads_does_not_change_the_bits() -> None:
     generator = np.random.default_rng(3)
     updates = [update({"w": generator.normal(size=50_000)}, 0.1 + index / 7) for index in range(20)]
     results = []
@@ -368,11 +366,14 @@ def test_a_rule_from_a_file_is_found(tmp_path: Path) -> None:
         ({"name": "lpa", "vi": 0.1}, "rule: unknown key 'vi' for LayerwisePruning; did you mean 'vl'"),
         ({"name": "lpa", "vl": 1.0}, "rule.vl: Input should be less than 1"),
         ({"name": "lpa", "by": "layer"}, "rule.by: Input should be 'module' or 'tensor'"),
-        ({"vl": 0.1}, "rule: name a rule, .* known: bulyan, centred_clipping, dnc, .*, weighted_mean"),
+        (
+            {"vl": 0.1},
+            "rule: the name of the rule is missing.* known: bulyan, centred_clipping, dnc, .*, weighted_mean",
+        ),
         ("nowhere.py:Rule", "there is no file"),
     ],
 )
-def test_settings_that_name_no_rule_are_errors(setting: Any, message: str) -> None:
+def test_settings_without_a_known_rule_are_errors(setting: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         find_rule(setting, WeightedMean())
 

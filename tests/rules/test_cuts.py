@@ -1,4 +1,4 @@
-"""Updates of which tensors are cut: slices at their place, against sums written out one element after another."""
+"""Cut updates, compared with sums written out element by element."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import Tensor
 from raydfl.core.cuts import Cut
 from raydfl.core.errors import RaydflError
 from raydfl.core.types import Update
-from raydfl.rules import RULES, UniformMean, WeightedMean, filled
+from raydfl.rules import RULES, UniformMean, WeightedMean, fill_cuts
 
 SHAPES = {"net/a.weight": (4, 3, 2), "net/a.bias": (4,), "net/b.weight": (2, 4)}
 SERVER = {"global": {name: torch.full(shape, 10.0 + len(shape)) for name, shape in SHAPES.items()}}
 
 
-def drawn_updates(rng: np.random.Generator) -> list[Update]:
-    """Clients that send slices of three tensors, or all of them, in any order of indices, with weights of any kind."""
+def draw_updates(rng: np.random.Generator) -> list[Update]:
+    """Draw updates with slices of three tensors or whole tensors, any order of indices and any kind of weight."""
     updates = []
     for number in range(rng.integers(1, 6)):
         sent: dict[str, Tensor] = {}
@@ -42,8 +42,8 @@ def drawn_updates(rng: np.random.Generator) -> list[Update]:
     return updates
 
 
-def one_by_one(updates: list[Update], *, uniform: bool = False) -> dict[str, np.ndarray]:
-    """Go from the slice's elements to those of the server."""
+def mean_by_element(updates: list[Update], *, uniform: bool = False) -> dict[str, np.ndarray]:
+    """Compute the mean of the updates in loops over the elements of the slices."""
     result = {name: tensor.numpy().copy() for name, tensor in SERVER["global"].items()}
     for name, whole in SHAPES.items():
         total, count = np.zeros(whole), np.zeros(whole)
@@ -53,10 +53,10 @@ def one_by_one(updates: list[Update], *, uniform: bool = False) -> dict[str, np.
             weight = update.weight[name] if isinstance(update.weight, dict) else update.weight
             elements = torch.as_tensor(weight, dtype=torch.float64).broadcast_to(value.shape)
             for index in np.ndindex(*value.shape):
-                there = tuple(i if k is None else int(k[i]) for i, k in zip(index, kept, strict=True))
-                own = float(elements[index] > 0) if uniform else float(elements[index])
-                total[there] += own * float(value[index])
-                count[there] += own
+                target = tuple(i if k is None else int(k[i]) for i, k in zip(index, kept, strict=True))
+                element_weight = float(elements[index] > 0) if uniform else float(elements[index])
+                total[target] += element_weight * float(value[index])
+                count[target] += element_weight
         for index in np.ndindex(*whole):
             if count[index] > 0:
                 result[name][index] = total[index] / count[index]
@@ -64,18 +64,18 @@ def one_by_one(updates: list[Update], *, uniform: bool = False) -> dict[str, np.
 
 
 @pytest.mark.usefixtures("sums")
-def test_means_add_slices_at_their_place() -> None:
+def test_means_add_slices_at_their_position() -> None:
     for seed in range(15):
-        updates = drawn_updates(np.random.default_rng(seed))
+        updates = draw_updates(np.random.default_rng(seed))
         for rule, uniform in ((WeightedMean(), False), (UniformMean(), True)):
             found = rule(iter(updates), SERVER).tensors["global"]
-            for name, expected in one_by_one(updates, uniform=uniform).items():
+            for name, expected in mean_by_element(updates, uniform=uniform).items():
                 np.testing.assert_array_equal(found[name].numpy(), expected)
 
 
 @pytest.mark.usefixtures("sums")
 @pytest.mark.parametrize("kept", [range(40), range(10, 60), [*range(30), *range(50, 80)], range(0, 80, 3)])
-def test_stretches_of_columns_of_any_length_are_added_and_counted(kept: Sequence[int]) -> None:
+def test_runs_of_columns_of_any_length_are_added_and_weighted(kept: Sequence[int]) -> None:
     rng, cut = np.random.default_rng(0), Cut([[1, 2], list(kept), None])
     sent = [rng.normal(size=(2, len(kept), 2)).astype(np.float32) for _ in range(3)]
     updates = [Update({"w": torch.from_numpy(v)}, 1.0 + i, cuts={"w": cut}) for i, v in enumerate(sent)]
@@ -87,15 +87,15 @@ def test_stretches_of_columns_of_any_length_are_added_and_counted(kept: Sequence
 
 
 @pytest.mark.usefixtures("sums")
-def test_a_cut_that_leaves_nothing_changes_nothing() -> None:
+def test_an_empty_cut_changes_nothing() -> None:
     empty = Update({"net/a.weight": torch.zeros(4, 0, 2)}, 3.0, cuts={"net/a.weight": Cut([None, [], None])})
     for rest in ([], [Update({"net/a.weight": torch.ones(SHAPES["net/a.weight"])}, 2.0)]):
         found, expected = (WeightedMean()(iter(each), SERVER).tensors["global"] for each in ([empty, *rest], rest))
         assert torch.equal(found["net/a.weight"], expected["net/a.weight"])
 
 
-def whole_by_hand(update: Update) -> Update:
-    """The same update as a client would send it that knows of no cuts: the server's values, with weight 0 where it has none."""
+def expand_by_hand(update: Update) -> Update:
+    """Expand an update to whole tensors, with the server's values and weight 0 outside the cuts."""
     tensors, weights = {}, {}
     for name, value in update.tensors.items():
         tensors[name], weights[name] = SERVER["global"][name].clone(), torch.zeros(SHAPES[name], dtype=torch.float64)
@@ -111,7 +111,7 @@ def whole_by_hand(update: Update) -> Update:
     return Update(tensors, weights, client_id=update.client_id)
 
 
-def some_updates() -> list[Update]:
+def make_updates() -> list[Update]:
     rng = np.random.default_rng(3)
     updates = []
     for number in range(7):
@@ -130,16 +130,16 @@ def some_updates() -> list[Update]:
 
 
 @pytest.mark.parametrize("name", sorted(RULES))
-def test_every_rule_takes_what_was_not_sent_as_without_weight(name: str) -> None:
-    rule, updates = RULES[name](), some_updates()
+def test_every_rule_gives_elements_outside_a_cut_no_weight(name: str) -> None:
+    rule, updates = RULES[name](), make_updates()
     found = rule(iter(updates), SERVER, np.random.default_rng(1)).tensors
-    expected = rule(map(whole_by_hand, updates), SERVER, np.random.default_rng(1)).tensors
+    expected = rule(map(expand_by_hand, updates), SERVER, np.random.default_rng(1)).tensors
     for key, tensors in expected.items():
         assert all(torch.equal(tensor, found[key][name]) for name, tensor in tensors.items())
 
 
-def test_a_cut_of_everything_is_none_to_the_bit() -> None:
-    plain = [filled(update, SERVER["global"]) for update in some_updates()]
+def test_a_cut_of_all_indices_equals_no_cut_to_the_bit() -> None:
+    plain = [fill_cuts(update, SERVER["global"]) for update in make_updates()]
     plain = [Update(update.tensors, 0.1 * number, client_id=update.client_id) for number, update in enumerate(plain)]
     cuts = {name: Cut([np.arange(size) for size in shape]) for name, shape in SHAPES.items()}
     cut = [Update(u.tensors, u.weight, cuts=cuts if number % 2 else {}) for number, u in enumerate(plain)]
@@ -154,17 +154,17 @@ def test_a_cut_of_everything_is_none_to_the_bit() -> None:
         (Cut([[0, -1]]), "asks for index -1 of dimension 0"),
         (Cut([[1, 1]]), "asks for an index of dimension 0 twice"),
         (Cut([[0, 1], None]), r"has 2 dimensions, the tensor has the shape \(4,\)"),
-        (Cut([[0, 1, 2]]), r"the tensor has the shape \(2,\), the cut leaves \(3,\)"),
+        (Cut([[0, 1, 2]]), r"the tensor has the shape \(2,\), but the cut has \(3,\)"),
     ],
 )
-def test_rules_refuse_a_cut_that_does_not_fit(cut: Cut, message: str) -> None:
+def test_rules_reject_a_cut_that_does_not_fit(cut: Cut, message: str) -> None:
     update = Update({"net/a.bias": torch.ones(2)}, 1.0, client_id="anna", cuts={"net/a.bias": cut})
     for rule in (WeightedMean(), RULES["median"]()):
         with pytest.raises(RaydflError, match=f"client 'anna': the cut of 'net/a.bias' does not fit: .*{message}"):
             rule([update], SERVER)
 
 
-def test_a_cut_is_made_of_whole_numbers() -> None:
+def test_a_cut_needs_integer_indices() -> None:
     for wrong in ([0.5], [[0, 1]], ["a"]):
         with pytest.raises(ValueError, match="a list of whole numbers for each dimension"):
             Cut([wrong])

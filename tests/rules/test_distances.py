@@ -1,4 +1,4 @@
-"""Distances between clients' vectors and their values in order, against the same in longer floats."""
+"""Distances between clients' vectors and sorted values, compared with float64."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def cohort(count: int, elements: int, offset: float = 0.0, seed: int = 0) -> np.
     return (offset + generator.normal(size=(count, elements))).astype(np.float32)
 
 
-def by_hand(matrix: np.ndarray) -> np.ndarray:
+def distances_by_hand(matrix: np.ndarray) -> np.ndarray:
     return cdist(matrix.astype(float), matrix.astype(float), "sqeuclidean")
 
 
@@ -26,7 +26,7 @@ def by_hand(matrix: np.ndarray) -> np.ndarray:
 def test_distances_between_vectors_and_to_a_point(count: int, elements: int) -> None:
     matrix = cohort(count, elements)
     squares = ClientVectors(list(matrix)).pairwise()
-    np.testing.assert_allclose(squares, by_hand(matrix), rtol=1e-5)
+    np.testing.assert_allclose(squares, distances_by_hand(matrix), rtol=1e-5)
     assert np.array_equal(squares, squares.T)
     assert not np.diagonal(squares).any()
     point = cohort(1, elements, seed=1)[0]
@@ -51,49 +51,49 @@ def test_several_blocks_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("offset", [1e3, 1e6])
-def test_a_common_offset_costs_no_precision(offset: float) -> None:
-    """In products of the vectors themselves, 1e6 squared would leave no digit of a distance of some thousands."""
+def test_a_common_offset_does_not_reduce_precision(offset: float) -> None:
+    """Products of vectors around 1e6 would round away distances of some thousands."""
     matrix = cohort(12, 3000, offset)
-    np.testing.assert_allclose(ClientVectors(list(matrix)).pairwise(), by_hand(matrix), rtol=1e-5)
+    np.testing.assert_allclose(ClientVectors(list(matrix)).pairwise(), distances_by_hand(matrix), rtol=1e-5)
 
 
 @pytest.mark.parametrize("distance", [1e3, 1e6, 1e12])
-def test_vectors_far_away_do_not_blur_the_others(distance: float) -> None:
+def test_distant_vectors_do_not_reduce_the_precision_of_small_distances(distance: float) -> None:
     matrix = cohort(12, 3000)
-    matrix[[0, 4, 5, 9]] += np.float32(distance)  # the uniform mean lies far from everybody
+    matrix[[0, 4, 5, 9]] += np.float32(distance)  # the uniform mean is far from all vectors
     close = [index for index in range(12) if index not in (0, 4, 5, 9)]
-    found, expected = ClientVectors(list(matrix)).pairwise(), by_hand(matrix)
+    found, expected = ClientVectors(list(matrix)).pairwise(), distances_by_hand(matrix)
     np.testing.assert_allclose(found[np.ix_(close, close)], expected[np.ix_(close, close)], rtol=1e-5)
     np.testing.assert_allclose(found[0, close], expected[0, close], rtol=1e-5)
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e25, 1e38])
-def test_distances_may_be_beyond_the_squares_of_float32(scale: float) -> None:
+def test_distances_may_exceed_the_square_range_of_float32(scale: float) -> None:
     matrix = (np.clip(cohort(5, 2000), -3, 3) * np.float32(scale)).astype(np.float32)
-    np.testing.assert_allclose(ClientVectors(list(matrix)).pairwise(), by_hand(matrix), rtol=1e-5)
+    np.testing.assert_allclose(ClientVectors(list(matrix)).pairwise(), distances_by_hand(matrix), rtol=1e-5)
     far = ClientVectors(list(matrix)).squared_distances(np.zeros(2000, np.float32))
     np.testing.assert_allclose(far, (matrix.astype(float) ** 2).sum(axis=1), rtol=1e-5)
 
 
-def test_equal_vectors_are_at_no_distance() -> None:
+def test_equal_vectors_have_distance_zero() -> None:
     assert not ClientVectors([np.full(3000, 0.1, np.float32)] * 4).pairwise().any()
 
 
-def test_vectors_without_elements_are_at_no_distance() -> None:
+def test_empty_vectors_have_distance_zero() -> None:
     nothing = ClientVectors([np.empty(0, np.float32)] * 3)
     assert not nothing.pairwise().any()
     assert list(nothing.ordered(range(3))) == []
 
 
-def test_values_are_ordered_over_the_chosen() -> None:
+def test_values_are_sorted_over_the_chosen_clients() -> None:
     matrix = cohort(8, 100)
     ((begin, end, block),) = ClientVectors(list(matrix)).ordered([6, 1, 3])
     assert (begin, end) == (0, 100)
     np.testing.assert_array_equal(block, np.sort(matrix[[6, 1, 3]], axis=0).T)
 
 
-def test_one_thread_or_two_in_the_products_of_a_rule() -> None:
-    """Rules take one thread for them; this only shows what they rely on: equal limits, equal bits."""
+def test_equal_thread_limits_give_equal_bits() -> None:
+    """Rules limit matrix products to one thread and rely on reproducible bits."""
     matrix = cohort(40, 30_000)
     with threadpool_limits(limits=1, user_api="blas"):
         first, second = (ClientVectors(list(matrix)).pairwise() for _ in range(2))

@@ -1,4 +1,4 @@
-"""FoolsGold against the paper's algorithm written out, and what it remembers."""
+"""FoolsGold, compared with the paper's algorithm, and its histories."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rule_cases import call, updates_of, vector
+from rule_cases import call, make_row_updates, vector
 
 from raydfl.core.errors import RaydflError
 from raydfl.core.types import Update
 from raydfl.rules import WeightedMean
-from raydfl.rules.foolsgold import MEMORY, FoolsGold, trust
+from raydfl.rules.foolsgold import MEMORY, FoolsGold, compute_trust
 
 pytestmark = pytest.mark.usefixtures("sums")
 
 
 def naive_trust(histories: np.ndarray, confidence: float) -> list[float]:
-    """Algorithm 1, one client after another."""
+    """Compute algorithm 1 in loops over clients."""
     clients = range(len(histories))
     cosine = [[0.0 for _ in clients] for _ in clients]
     for i in clients:
@@ -42,24 +42,27 @@ def naive_trust(histories: np.ndarray, confidence: float) -> list[float]:
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("confidence", [0.5, 1.0, 3.0])
-def test_trust_is_the_papers(seed: int, confidence: float) -> None:
+def test_trust_follows_the_paper(seed: int, confidence: float) -> None:
     generator = np.random.default_rng(seed)
     histories = generator.normal(size=(9, 6))
     histories[3:5] = histories[2] + 0.3 * generator.normal(size=(2, 6))
-    found = trust(histories, confidence)
+    found = compute_trust(histories, confidence)
     np.testing.assert_allclose(found, naive_trust(histories, confidence), rtol=1e-9, atol=1e-12)
     assert 0 < found.max() <= 1
 
 
-def test_trust_at_its_edges() -> None:
-    assert trust(np.ones((1, 3)), 1.0).tolist() == [1.0]
-    assert trust(np.ones((2, 3)), 1.0).tolist() == [0.0, 0.0]
-    assert trust(np.eye(3), 1.0).tolist() == [1.0, 1.0, 1.0]
-    assert trust(np.array([[1.0, 0], [0, 0]]), 1.0).tolist() == [1.0, 1.0]  # who did nothing resembles nobody
-    assert trust(np.array([[1.0, 0], [-1, 0]]), 1.0).tolist() == [1.0, 1.0]
+def test_trust_in_edge_cases() -> None:
+    assert compute_trust(np.ones((1, 3)), 1.0).tolist() == [1.0]
+    assert compute_trust(np.ones((2, 3)), 1.0).tolist() == [0.0, 0.0]
+    assert compute_trust(np.eye(3), 1.0).tolist() == [1.0, 1.0, 1.0]
+    assert compute_trust(np.array([[1.0, 0], [0, 0]]), 1.0).tolist() == [
+        1.0,
+        1.0,
+    ]  # a client without changes resembles no client
+    assert compute_trust(np.array([[1.0, 0], [-1, 0]]), 1.0).tolist() == [1.0, 1.0]
 
 
-def test_sybils_are_left_out_and_unlike_clients_are_the_weighted_mean_to_the_bit() -> None:
+def test_sybils_are_excluded_and_dissimilar_clients_give_the_weighted_mean_to_the_bit() -> None:
     directions = np.eye(6, 40, dtype=np.float32)
     weights = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     result = call(FoolsGold(), directions, weights, np.zeros(40))
@@ -72,7 +75,7 @@ def test_sybils_are_left_out_and_unlike_clients_are_the_weighted_mean_to_the_bit
     np.testing.assert_array_equal(vector(result), vector(call(WeightedMean(), sybils[:4], weights[:4])))
 
 
-def test_where_all_are_alike_the_server_keeps_its_model() -> None:
+def test_with_identical_clients_the_server_keeps_its_model() -> None:
     result = call(FoolsGold(), np.ones((4, 5)), None, np.full(5, 7.0))
     assert vector(result).tolist() == [7.0] * 5
     assert result.metrics()["rule/left_out"].value == 1  # type: ignore[union-attr]
@@ -96,7 +99,7 @@ def test_histories_are_the_sums_of_the_changes_of_the_last_module_by_client() ->
         result = FoolsGold()(sent, tensors)
         tensors = dict(result.tensors)
         histories = np.stack([expected[client] for client in cohort]).astype(float)
-        np.testing.assert_allclose(result.influence, trust(histories, 1.0), atol=1e-6)
+        np.testing.assert_allclose(result.influence, compute_trust(histories, 1.0), atol=1e-6)
     assert set(tensors) == {"global", MEMORY + "global"}
     assert {name: value.numpy().tolist() for name, value in tensors[MEMORY + "global"].items()} == {
         name: value.tolist() for name, value in expected.items()
@@ -120,8 +123,8 @@ def test_options_choose_the_features_and_the_sharpness() -> None:
     assert memory["0"].shape == (8,)
 
 
-def test_masked_elements_have_not_changed_and_clients_without_weight_are_not_remembered() -> None:
-    sent = updates_of(np.array([[1.0, 9.0, 2.0], [5.0, 1.0, 1.0], [3.0, 3.0, 3.0]]))
+def test_masked_elements_count_as_unchanged_and_clients_without_weight_are_not_stored() -> None:
+    sent = make_row_updates(np.array([[1.0, 9.0, 2.0], [5.0, 1.0, 1.0], [3.0, 3.0, 3.0]]))
     mask = {"net/w": torch.tensor([1.0, 0.0, 1.0])}
     sent = [
         Update(update.tensors, weight, client_id=update.client_id)
@@ -132,12 +135,12 @@ def test_masked_elements_have_not_changed_and_clients_without_weight_are_not_rem
     assert memory == {"c000": [1.0, 0.0, 2.0], "c001": [5.0, 1.0, 1.0]}
 
 
-def test_what_cannot_be_compared_is_named() -> None:
+def test_updates_that_cannot_be_compared_are_rejected() -> None:
     one = Update({"a.w": torch.ones(2), "b.w": torch.ones(2)}, 1.0, client_id="anna")
     other = Update({"a.w": torch.ones(2)}, 1.0, client_id="ben")
-    with pytest.raises(RaydflError, match=r"compares the clients by b\.w, which client 'ben' did not send.*a\.w"):
+    with pytest.raises(RaydflError, match=r"compares clients by b\.w, but client 'ben' did not send.*a\.w"):
         FoolsGold()([one, other], {})
-    with pytest.raises(RaydflError, match=r"by c/, which client 'anna' did not send .*one of a\.w, b\.w"):
+    with pytest.raises(RaydflError, match=r"by c/, but client 'anna' did not send .*one of a\.w, b\.w"):
         FoolsGold(features="c/")([one, other], {})
-    with pytest.raises(RaydflError, match="two updates come from 'anna'; give each"):
+    with pytest.raises(RaydflError, match="two updates come from client 'anna'. Give each"):
         FoolsGold()([one, one], {})

@@ -1,4 +1,4 @@
-"""Layer-wise pruning aggregation, against a loop that follows equations 10 to 14 one client at a time."""
+"""Layer-wise pruning aggregation, compared with a loop over equations 10 to 14."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHAPES = {"net/a.weight": (3, 4), "net/a.bias": (3,), "net/gru.weight_l0": (2, 2
 def lpa_by_hand(
     updates: Sequence[Update], vl: float, vh: float, layers: Sequence[Sequence[str]]
 ) -> tuple[dict[str, np.ndarray], dict[str, float], list[int]]:
-    """The new tensors, each layer's smallest relative gap between deviations, and the number kept."""
+    """Compute the new tensors, each layer's smallest relative gap between deviations, and the number of kept clients."""
     result: dict[str, np.ndarray] = {}
     gaps: dict[str, float] = {}
     numbers: list[int] = []
@@ -69,11 +69,11 @@ def random_updates(clients: int, seed: int) -> list[Update]:
     vh=st.floats(0, 0.99),
     by=st.sampled_from(["module", "tensor"]),
 )
-def test_it_is_the_algorithm_by_hand(clients: int, seed: int, vl: float, vh: float, by: str) -> None:
+def test_pruning_equals_the_algorithm_by_hand(clients: int, seed: int, vl: float, vh: float, by: str) -> None:
     updates = random_updates(clients, seed)
     layers = list(LAYERS.values()) if by == "module" else [(name,) for name in SHAPES]
     expected, gaps, numbers = lpa_by_hand(updates, vl, vh, layers)
-    assume(clients == 1 or min(gaps.values()) > 1e-5)  # closer than that, rounding may choose
+    assume(clients == 1 or min(gaps.values()) > 1e-5)  # below this gap, rounding may change the selection
     result = LayerwisePruning(vl=vl, vh=vh, by=by)(updates, {})  # type: ignore[arg-type]
     for name, values in expected.items():
         np.testing.assert_allclose(result.tensors["global"][name].numpy(), values, rtol=1e-6, atol=1e-6)
@@ -82,8 +82,8 @@ def test_it_is_the_algorithm_by_hand(clients: int, seed: int, vl: float, vh: flo
     assert report == {layer: (clients - kept, clients) for layer, kept in zip(called, numbers, strict=True)}
 
 
-def test_long_layers_are_the_algorithm_in_matrix_form() -> None:
-    """More elements than are worked on at a time, and means far from 0 beside which deviations are small."""
+def test_long_layers_equal_the_algorithm_in_matrix_form() -> None:
+    """The layer has more elements than a block, and its deviations are small compared with the mean."""
     generator = np.random.default_rng(7)
     scale = 1 + np.arange(20)[:, None] % 7 + np.arange(20)[:, None] / 100
     matrix = (30 + 0.01 * scale * generator.normal(size=(20, 100_003))).astype(np.float32)
@@ -112,7 +112,7 @@ def test_the_order_of_clients_does_not_matter(clients: int, seed: int, order: ob
 
 
 @pytest.mark.parametrize(("clients", "share"), [(20, 0.0), (9, 0.1), (1, 0.9)])
-def test_pruning_nobody_is_the_weighted_mean_to_the_bit(clients: int, share: float) -> None:
+def test_pruning_no_client_equals_the_weighted_mean_to_the_bit(clients: int, share: float) -> None:
     updates = random_updates(clients, 5)
     mean = WeightedMean()(updates, {}).tensors["global"]
     result = LayerwisePruning(vl=share, vh=share)(updates, {})
@@ -129,8 +129,8 @@ def test_each_share_moves_the_result(option: dict[str, float]) -> None:
     )  # type: ignore[arg-type]
 
 
-def kept_of(values: Sequence[float], **options: float) -> list[int]:
-    """Which of some clients with one parameter each are kept: read off the mean under weights of 2**client."""
+def find_kept(values: Sequence[float], **options: float) -> list[int]:
+    """Find the kept clients of a one-parameter model from the mean under weights of 2**client."""
     marked = [Update({"m.x": torch.tensor([value])}, 2.0**client) for client, value in enumerate(values)]
     mean = Fraction(LayerwisePruning(**options)(marked, {}).tensors["global"]["m.x"].double().item())  # type: ignore[arg-type]
     fitting = []
@@ -143,33 +143,33 @@ def kept_of(values: Sequence[float], **options: float) -> list[int]:
     return fitting[0]
 
 
-def test_the_smallest_and_the_largest_deviations_go() -> None:
+def test_the_smallest_and_the_largest_deviations_are_excluded() -> None:
     values = [-10.0, 0.5, 1.0, 2.0, 9.5]  # mean 0.6: deviations 10.6, 0.1, 0.4, 1.4, 8.9
-    assert kept_of(values, vl=0.2, vh=0.0) == [0, 2, 3, 4]
-    assert kept_of(values, vl=0.0, vh=0.2) == [1, 2, 3, 4]
-    assert kept_of(values, vl=0.2, vh=0.4) == [2, 3]
+    assert find_kept(values, vl=0.2, vh=0.0) == [0, 2, 3, 4]
+    assert find_kept(values, vl=0.0, vh=0.2) == [1, 2, 3, 4]
+    assert find_kept(values, vl=0.2, vh=0.4) == [2, 3]
 
 
-def test_ties_go_by_client_order() -> None:
+def test_ties_follow_the_client_order() -> None:
     values = [3.0, -3.0, 1.0, -1.0]  # mean 0: deviations 3, 3, 1, 1
-    assert kept_of(values, vl=0.25, vh=0.25) == [0, 3]
+    assert find_kept(values, vl=0.25, vh=0.25) == [0, 3]
     equal = [Update({"x": torch.tensor([2.5, 1.0])}, {"x": 2.0**client}) for client in range(6)]
     result = LayerwisePruning(vl=0.2, vh=0.2)(equal, {})
     assert result.tensors["global"]["x"].tolist() == [2.5, 1.0]
     assert result.report["lpa/pruned/x"].total == 2
 
 
-def test_where_nobody_is_left_the_median_deviation_stays() -> None:
+def test_if_no_client_remains_the_median_deviation_stays() -> None:
     values = [-10.0, 0.5, 1.0, 2.0, 9.5]  # ascending deviation: clients 1, 2, 3, 4, 0
-    assert kept_of(values, vl=0.6, vh=0.6) == [3]
-    assert kept_of(values, vl=0.4, vh=0.6) == [3]
-    assert kept_of(values[:2], vl=0.5, vh=0.5) == [0]  # of two, equally far from their mean, the lower middle
+    assert find_kept(values, vl=0.6, vh=0.6) == [3]
+    assert find_kept(values, vl=0.4, vh=0.6) == [3]
+    assert find_kept(values[:2], vl=0.5, vh=0.5) == [0]  # of two, equally far from their mean, the lower middle
 
 
 @pytest.mark.parametrize(
     ("share", "clients", "pruned"), [(0.29, 100, 29), (0.1, 9, 0), (0.1, 10, 1), (0.2, 5, 1), (0.57, 100, 57)]
 )
-def test_floors_are_those_of_decimal_numbers(share: float, clients: int, pruned: int) -> None:
+def test_shares_are_rounded_down_as_decimal_numbers(share: float, clients: int, pruned: int) -> None:
     updates = [Update({"m.x": torch.tensor([float(client**2)])}, 1.0) for client in range(clients)]
     ratio = LayerwisePruning(vl=share, vh=0)(updates, {}).report["lpa/pruned/m"]
     assert (ratio.total, ratio.count) == (pruned, clients)
@@ -184,7 +184,7 @@ def test_layers_choose_their_clients_independently() -> None:
     assert tensors["a.w"].item() == tensors["b.w"].item() == 1.5
 
 
-def test_a_module_moves_as_one_and_tensors_alone() -> None:
+def test_a_module_is_pruned_as_one_layer_and_tensors_separately() -> None:
     # The weight is off at client 0, the bias, less so, at client 1.
     updates = [
         Update({"m.weight": torch.tensor([w]), "m.bias": torch.tensor([b])}, 1.0)
@@ -197,14 +197,14 @@ def test_a_module_moves_as_one_and_tensors_alone() -> None:
 
 
 @pytest.mark.parametrize("scale", [1e25, 1e37, 1e-25])
-def test_values_beyond_float32s_squares_are_still_sorted(scale: float) -> None:
+def test_values_beyond_the_square_range_of_float32_are_still_sorted(scale: float) -> None:
     values = [scale * value for value in (-3.0, -0.25, 0.0, 0.75, 2.0)]  # mean -0.1: ascending 2, 1, 3, 4 or 0
     updates = [Update({"x": torch.tensor([value], dtype=torch.float32)}, 1.0) for value in values]
     result = LayerwisePruning(vl=0.2, vh=0.2)(updates, {}).tensors["global"]["x"].item()
     assert result == pytest.approx(scale * (-0.25 + 0.75 + 2.0) / 3, rel=1e-6)
 
 
-def test_masks_weigh_the_kept_clients_element_by_element() -> None:
+def test_masks_weight_the_kept_clients_by_element() -> None:
     current = {"global": {"m.x": torch.tensor([70.0, 80.0, 90.0])}}
     updates = [
         Update({"m.x": torch.tensor([1.0, 1.0, 1.0])}, {"m.x": torch.tensor([1.0, 1.0, 0.0])}),
@@ -215,7 +215,7 @@ def test_masks_weigh_the_kept_clients_element_by_element() -> None:
     assert result.tolist() == [1.75, 1.0, 90.0]
 
 
-def test_partial_models_prune_among_those_who_sent_the_layer() -> None:
+def test_partial_models_prune_among_the_clients_with_the_layer() -> None:
     updates = [
         Update(
             {"a.w": torch.tensor([float(client)])} | ({"b.w": torch.tensor([float(client**2)])} if client < 5 else {}),

@@ -1,4 +1,4 @@
-"""The robust rules, each against the paper's formula written out or an implementation that is none of ours."""
+"""Robust rules, each compared with the paper's formula or with an independent implementation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import scipy.stats
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rule_cases import call, honest, kept, updates_of, vector
+from rule_cases import call, honest, kept, make_row_updates, vector
 
 from raydfl.core.errors import ConfigError, RaydflError
 from raydfl.core.types import Ratio, Update
@@ -33,41 +33,41 @@ SIZES = [1, 2, 3, 4, 7, 10, 23]
 
 
 def naive_krum_scores(matrix: np.ndarray, byzantine: int) -> list[float]:
-    """Section 4 of the paper, client by client."""
-    found = []
-    for me, mine in enumerate(matrix):
+    """Compute section 4 of the paper in loops over clients."""
+    scores = []
+    for index, row in enumerate(matrix):
         distances = sorted(
-            float(((mine.astype(float) - other) ** 2).sum()) for you, other in enumerate(matrix) if you != me
+            float(((row.astype(float) - matrix[other]) ** 2).sum()) for other in range(len(matrix)) if other != index
         )
-        found.append(sum(distances[: max(1, len(matrix) - byzantine - 2)]))
-    return found
+        scores.append(sum(distances[: max(1, len(matrix) - byzantine - 2)]))
+    return scores
 
 
 # Coordinate by coordinate
 
 
 @pytest.mark.parametrize("clients", SIZES)
-def test_the_median_is_numpys(clients: int) -> None:
+def test_the_median_equals_numpy(clients: int) -> None:
     matrix = honest(clients, 5000)
     np.testing.assert_array_equal(vector(call(Median(), matrix)), np.median(matrix, axis=0))
 
 
 @pytest.mark.parametrize("clients", SIZES)
 @pytest.mark.parametrize("trim", [0.0, 0.1, 0.29, 0.49])
-def test_the_trimmed_mean_is_scipys(clients: int, trim: float) -> None:
+def test_the_trimmed_mean_equals_scipy(clients: int, trim: float) -> None:
     matrix = honest(clients, 3000)
     expected = scipy.stats.trim_mean(matrix.astype(float), trim + 1e-9, axis=0)
     np.testing.assert_allclose(vector(call(TrimmedMean(trim=trim), matrix)), expected, rtol=2e-7)
 
 
-def test_shares_are_the_decimal_numbers_that_were_written() -> None:
+def test_shares_are_read_as_decimal_numbers() -> None:
     matrix = np.zeros((100, 1))
     matrix[:29] = 1000.0
     assert vector(call(TrimmedMean(trim=0.29), matrix)).tolist() == [0.0]
     assert call(Krum(byzantine=0.29), matrix).report["krum/byzantine"] == Ratio(29, 100)
 
 
-def test_masked_elements_have_no_say_in_median_and_trimmed_mean() -> None:
+def test_the_median_and_the_trimmed_mean_ignore_masked_elements() -> None:
     matrix = honest(9, 40)
     generator = np.random.default_rng(1)
     masks = (generator.random((9, 40)) < 0.6).astype(np.float32)
@@ -86,12 +86,12 @@ def test_masked_elements_have_no_say_in_median_and_trimmed_mean() -> None:
     assert median[1] == trimmed[1] == matrix[0, 1]
 
 
-# Krum and its relatives
+# Krum, Multi-Krum and Bulyan
 
 
 @pytest.mark.parametrize("clients", SIZES)
 @pytest.mark.parametrize("byzantine", [0.0, 0.2, 0.4])
-def test_krum_and_multi_krum_choose_as_the_paper_says(clients: int, byzantine: float) -> None:
+def test_krum_and_multi_krum_follow_the_paper(clients: int, byzantine: float) -> None:
     matrix = honest(clients, 300, seed=clients)
     f = max(0, min(int(byzantine * clients + 1e-9), (clients - 3) // 2))
     scores = naive_krum_scores(matrix, f)
@@ -108,7 +108,7 @@ def test_krum_and_multi_krum_choose_as_the_paper_says(clients: int, byzantine: f
 
 
 @pytest.mark.parametrize(("clients", "byzantine"), [(7, 0.2), (11, 0.2), (15, 0.2), (23, 0.3)])
-def test_bulyan_is_the_papers_two_stages(clients: int, byzantine: float) -> None:
+def test_bulyan_follows_both_stages_of_the_paper(clients: int, byzantine: float) -> None:
     matrix = honest(clients, 200, seed=clients)
     f = min(int(byzantine * clients), (clients - 3) // 4)
     assert f > 0
@@ -127,7 +127,7 @@ def test_bulyan_is_the_papers_two_stages(clients: int, byzantine: float) -> None
     assert result.report == {"bulyan/byzantine": Ratio(f, clients)}
 
 
-def test_with_few_clients_fewer_attackers_are_expected() -> None:
+def test_few_clients_reduce_the_expected_number_of_attackers() -> None:
     for clients, krum, bulyan in ((1, 0, 0), (4, 0, 0), (5, 1, 0), (7, 2, 1), (11, 4, 2)):
         matrix = honest(clients, 10)
         assert call(Krum(byzantine=0.4), matrix).report["krum/byzantine"] == Ratio(krum, clients)
@@ -138,7 +138,7 @@ def test_with_few_clients_fewer_attackers_are_expected() -> None:
 # Geometric median and clipping
 
 
-def test_the_geometric_median_is_the_minimum_that_scipy_finds() -> None:
+def test_the_geometric_median_equals_the_minimum_of_scipy() -> None:
     matrix, weights = honest(9, 6), [1.0, 2.0, 3.0, 1.0, 5.0, 2.0, 1.0, 1.0, 4.0]
 
     def cost(point: np.ndarray) -> float:
@@ -156,7 +156,7 @@ def test_the_geometric_median_is_the_minimum_that_scipy_finds() -> None:
 
 
 @pytest.mark.parametrize("server", [None, 5.0])
-def test_each_step_of_the_geometric_median_is_the_papers(server: float | None) -> None:
+def test_each_step_of_the_geometric_median_follows_the_paper(server: float | None) -> None:
     matrix, weights = honest(6, 40).astype(float), np.array([1.0, 2, 3, 4, 5, 6])
     first = np.zeros(40) if server is None else np.full(40, server)
     lengths = np.linalg.norm(matrix - first, axis=1)
@@ -173,7 +173,7 @@ def test_each_step_of_the_geometric_median_is_the_papers(server: float | None) -
 
 @pytest.mark.parametrize("noise", [0.0, 1e-6, 1e-3])
 @pytest.mark.parametrize("riders", [1, 3])
-def test_free_riders_do_not_hold_the_geometric_median_where_the_server_is(riders: int, noise: float) -> None:
+def test_free_riders_do_not_hold_the_geometric_median_at_the_server_model(riders: int, noise: float) -> None:
     matrix = honest(15, 500) + 0.2
     matrix[:riders] = noise * honest(riders, 500, seed=7)
 
@@ -196,7 +196,7 @@ def test_the_geometric_median_is_where_most_clients_agree() -> None:
 
 @pytest.mark.parametrize("radius", [0.5, 2.0, None])
 @pytest.mark.parametrize("iterations", [1, 3])
-def test_centred_clipping_is_the_papers_formula(radius: float | None, iterations: int) -> None:
+def test_centred_clipping_follows_the_paper(radius: float | None, iterations: int) -> None:
     matrix, server = honest(8, 50).astype(float), np.full(50, 0.2)
     matrix[5] *= 40
     v = np.float32(server).astype(float)
@@ -212,7 +212,7 @@ def test_centred_clipping_is_the_papers_formula(radius: float | None, iterations
 
 
 @pytest.mark.parametrize("norm", [1.0, 7.0, None])
-def test_norm_clipping_is_the_papers_formula(norm: float | None) -> None:
+def test_norm_clipping_follows_the_paper(norm: float | None) -> None:
     matrix, server, weights = honest(8, 50), np.full(50, 0.2, np.float32), np.arange(1.0, 9)
     matrix[5] *= 40
     lengths = np.array([math.dist(row, server) for row in matrix])
@@ -225,8 +225,8 @@ def test_norm_clipping_is_the_papers_formula(norm: float | None) -> None:
     assert result.report["norm_clipping/norm"].value == pytest.approx(lengths.mean(), rel=1e-5)
 
 
-def test_norm_clipping_with_a_number_holds_one_update_at_a_time() -> None:
-    """At most as many as the weighted mean adds at once, however many clients there are."""
+def test_norm_clipping_with_a_constant_norm_streams_the_updates() -> None:
+    """The number of stored updates does not depend on the number of clients."""
     alive: set[int] = set()
 
     class Tracked(np.ndarray):
@@ -250,7 +250,7 @@ def test_norm_clipping_with_a_number_holds_one_update_at_a_time() -> None:
     assert most <= 6
 
 
-def test_norm_clipping_measures_all_that_a_client_sends_for_a_key_but_no_masked_elements() -> None:
+def test_norm_clipping_measures_all_tensors_of_a_key_except_masked_elements() -> None:
     server = {"global": {"a.w": torch.tensor([1.0, 1.0]), "b.w": torch.tensor([0.0])}}
     both = Update(
         {"a.w": torch.tensor([4.0, 9.0]), "b.w": torch.tensor([4.0])}, {"a.w": torch.tensor([1.0, 0.0]), "b.w": 1.0}
@@ -265,14 +265,14 @@ def test_norm_clipping_measures_all_that_a_client_sends_for_a_key_but_no_masked_
 # DnC
 
 
-def test_outlier_scores_are_those_of_numpys_singular_vectors() -> None:
+def test_outlier_scores_equal_projections_on_the_singular_vector_of_numpy() -> None:
     sample = honest(12, 80).astype(float)
     centred = sample - sample.mean(axis=0)
     direction = np.linalg.svd(centred, full_matrices=False)[2][0]
     np.testing.assert_allclose(outlier_scores(sample), (centred @ direction) ** 2, rtol=1e-9)
 
 
-def test_dnc_on_all_elements_is_the_papers_algorithm() -> None:
+def test_dnc_on_all_elements_follows_the_paper() -> None:
     matrix = honest(20, 60)
     matrix[[3, 8, 11, 17]] += np.linspace(1, 2, 60, dtype=np.float32)
     matrix[[3, 8]] *= 1.1
@@ -286,7 +286,7 @@ def test_dnc_on_all_elements_is_the_papers_algorithm() -> None:
     assert not {3, 8, 11, 17} & set(kept(call(DnC(), matrix)))
 
 
-def test_dnc_draws_elements_by_its_generator_and_keeps_who_is_good_every_time() -> None:
+def test_dnc_draws_elements_from_its_generator_and_keeps_clients_good_in_every_iteration() -> None:
     matrix = honest(20, 60)
     generator = np.random.default_rng(5)
     good = set(range(20))
@@ -295,13 +295,13 @@ def test_dnc_draws_elements_by_its_generator_and_keeps_who_is_good_every_time() 
         good &= set(np.argsort(outlier_scores(matrix[:, drawn].astype(float)))[:16].tolist())
     rule = DnC(sample=7, iterations=4)
     assert kept(call(rule, matrix)) == sorted(good)
-    others = [kept(rule(updates_of(matrix), {}, np.random.default_rng(seed))) for seed in range(6)]
+    others = [kept(rule(make_row_updates(matrix), {}, np.random.default_rng(seed))) for seed in range(6)]
     assert len({tuple(those) for those in others}) > 1
     with pytest.raises(RaydflError, match="draws random numbers: call it as rule"):
-        rule(updates_of(matrix), {})
+        rule(make_row_updates(matrix), {})
 
 
-def test_dnc_keeps_somebody() -> None:
+def test_dnc_always_keeps_a_client() -> None:
     matrix = np.random.default_rng(0).normal(size=(10, 400)).astype(np.float32)
     assert len(kept(call(DnC(byzantine=0.4, filter=2, sample=3, iterations=20), matrix))) == 1
     assert kept(call(DnC(byzantine=0.4, filter=9), matrix[:3])) != []
@@ -312,12 +312,12 @@ def test_dnc_keeps_somebody() -> None:
 
 
 @pytest.mark.parametrize("rule", [Krum(), MultiKrum(), Bulyan(), DnC(), CentredClipping()])
-def test_distances_take_masked_elements_as_the_servers(rule: Rule) -> None:
+def test_distances_replace_masked_elements_by_the_values_of_the_server(rule: Rule) -> None:
     matrix, server = honest(12, 40), honest(1, 40, seed=9)[0]
     masks = np.random.default_rng(3).random((12, 40)) < 0.7
     masks[:, 0] = False
     weights = [{"net/w": torch.from_numpy(mask * 2.0)} for mask in masks]
-    result = call(rule, np.where(masks, matrix, 1e9), weights, server)  # what is masked may be anything
+    result = call(rule, np.where(masks, matrix, 1e9), weights, server)  # masked values are arbitrary
     filled = call(rule, np.where(masks, matrix, server), None, server)
     assert result.influence is not None
     np.testing.assert_allclose(result.influence, filled.influence, rtol=1e-6)
@@ -333,7 +333,7 @@ def test_distances_take_masked_elements_as_the_servers(rule: Rule) -> None:
         np.testing.assert_allclose(vector(result), expected, rtol=1e-5)
 
 
-def test_the_geometric_median_weighs_masked_elements_by_themselves() -> None:
+def test_the_geometric_median_weights_masked_elements_separately() -> None:
     matrix, server = honest(12, 40).astype(float), honest(1, 40, seed=9)[0].astype(float)
     weights = np.random.default_rng(3).integers(0, 3, size=(12, 40)).astype(float)
     point = server
@@ -345,17 +345,17 @@ def test_the_geometric_median_weighs_masked_elements_by_themselves() -> None:
     np.testing.assert_allclose(found, point, rtol=1e-5, atol=1e-6)
 
 
-# Laws of all
+# Laws of all robust rules
 
 
 @pytest.mark.parametrize("rule", ROBUST, ids=lambda rule: type(rule).__name__)
 @settings(max_examples=15)
 @given(seed=st.integers(0, 10_000), clients=st.sampled_from([15, 16, 17]))
 def test_the_order_of_the_clients_does_not_matter(rule: Rule, seed: int, clients: int) -> None:
-    # With so many, Krum and Bulyan always look at two neighbours at least. With one, each of the two nearest has the same score.
+    # With this many clients, Krum and Bulyan use at least two neighbours. With one neighbour, the two nearest clients tie.
     matrix = honest(clients, 50, seed)
     order = np.random.default_rng(seed).permutation(clients)
-    sent = updates_of(matrix, np.arange(1.0, clients + 1).tolist())
+    sent = make_row_updates(matrix, np.arange(1.0, clients + 1).tolist())
     first = rule(sent, {}, np.random.default_rng(1))
     second = rule([sent[index] for index in order], {}, np.random.default_rng(1))
     np.testing.assert_allclose(vector(second), vector(first), rtol=1e-4, atol=1e-5)
@@ -379,7 +379,7 @@ TOLERANT = [
 @pytest.mark.parametrize("rule", TOLERANT, ids=lambda rule: type(rule).__name__)
 @pytest.mark.parametrize("distance", [10.0, 1e6, 1e25])
 @pytest.mark.parametrize("together", [True, False])
-def test_far_outliers_do_not_move_the_result_away_from_the_honest_clients(
+def test_distant_outliers_do_not_move_the_result_away_from_the_honest_clients(
     rule: Rule, distance: float, together: bool
 ) -> None:
     matrix = honest(20, 400)
@@ -393,14 +393,14 @@ def test_far_outliers_do_not_move_the_result_away_from_the_honest_clients(
     result = call(rule, sent, None, server)
     furthest = max(math.dist(row, centre) for row in good)
     assert math.dist(vector(result), centre) <= furthest
-    if not isinstance(rule, Bulyan):  # which bounds what those that it chooses can do
+    if not isinstance(rule, Bulyan):  # Bulyan may select outliers, but bounds their effect
         assert result.influence is None or not np.any(result.influence[bad] > 0.8)
     assert math.dist(vector(call(WeightedMean(), sent)), centre) > 10 * furthest
 
 
 @pytest.mark.parametrize("rule", [Krum(), MultiKrum(), Bulyan(byzantine=0.2), GeometricMedian(), CentredClipping()])
-def test_a_large_common_offset_changes_no_choice(rule: Rule) -> None:
-    """float32 near 4096 has steps of 1/2048: what is left of small differences must still decide."""
+def test_a_large_common_offset_does_not_change_the_selection(rule: Rule) -> None:
+    """float32 has steps of 1/2048 near 4096, so small differences must survive rounding."""
     matrix = np.round(honest(15, 500) * 256).astype(np.float32) / 256
     near = call(rule, matrix, None, np.zeros(500))
     far = call(rule, matrix + 4096, None, np.full(500, 4096.0))
@@ -424,7 +424,7 @@ NEUTRAL: list[tuple[Rule, Rule]] = [
 
 @pytest.mark.parametrize(("rule", "simpler"), NEUTRAL, ids=lambda rule: type(rule).__name__)
 @pytest.mark.parametrize("masked", [False, True])
-def test_neutral_options_give_the_simpler_rule_to_the_bit(rule: Rule, simpler: Rule, masked: bool) -> None:
+def test_neutral_options_equal_the_simpler_rule_to_the_bit(rule: Rule, simpler: Rule, masked: bool) -> None:
     matrix, server = honest(11, 300), np.ones(300)
     generator = np.random.default_rng(2)
     weights = [float(index % 4) for index in range(11)]
@@ -432,7 +432,7 @@ def test_neutral_options_give_the_simpler_rule_to_the_bit(rule: Rule, simpler: R
         masks = generator.random((11, 300)) < 0.7
         weights = [{"net/w": torch.from_numpy(mask * 3.0)} for mask in masks]
     ours, theirs = (vector(call(each, matrix, weights, server)) for each in (rule, simpler))
-    if isinstance(rule, TrimmedMean):  # sums run in the order of the values there
+    if isinstance(rule, TrimmedMean):  # which adds values in sorted order
         np.testing.assert_allclose(ours, theirs, rtol=1e-6)
     else:
         np.testing.assert_array_equal(ours, theirs)
@@ -457,7 +457,7 @@ MOVING: list[tuple[Rule, Rule]] = [
 
 
 @pytest.mark.parametrize(("one", "other"), MOVING, ids=repr)
-def test_every_option_matters(one: Rule, other: Rule) -> None:
+def test_every_option_changes_the_result(one: Rule, other: Rule) -> None:
     results = []
     for seed in range(5):  # Krum's choice may be the same by chance
         matrix = np.random.default_rng(seed).standard_t(2, size=(20, 8)).astype(np.float32)
@@ -466,20 +466,20 @@ def test_every_option_matters(one: Rule, other: Rule) -> None:
 
 
 @pytest.mark.parametrize("rule", ROBUST, ids=lambda rule: type(rule).__name__)
-def test_clients_without_weight_have_no_say(rule: Rule) -> None:
+def test_clients_of_weight_0_are_ignored(rule: Rule) -> None:
     matrix = honest(9, 30)
     matrix[[1, 5]] = 1e9
     weights = [0.0 if index in (1, 5) else 2.0 for index in range(9)]
     alone = [index for index in range(9) if index not in (1, 5)]
     server = np.zeros(30)
     if isinstance(rule, NormClipping):
-        rule = NormClipping(norm=1.0)  # its median is over all that sent something
+        rule = NormClipping(norm=1.0)  # a constant, because the median includes clients of weight 0
     got, expected = call(rule, matrix, weights, server), call(rule, matrix[alone], None, server)
     np.testing.assert_allclose(vector(got), vector(expected), rtol=1e-6)
 
 
 @pytest.mark.parametrize("rule", ROBUST, ids=lambda rule: type(rule).__name__)
-def test_partial_models_and_several_keys_are_combined_apart(rule: Rule) -> None:
+def test_partial_models_and_keys_are_combined_separately(rule: Rule) -> None:
     audio, video = honest(8, 30), honest(8, 12, seed=3)
     sent = [
         Update(
@@ -498,12 +498,12 @@ def test_partial_models_and_several_keys_are_combined_apart(rule: Rule) -> None:
         assert result.tensors["one"]["a/w"].shape == (12,)
         return
     for key, name, rows in (("one", "b/w", audio[:6]), ("one", "a/w", video[1:6:2]), ("two", "b/w", audio[6:])):
-        apart = rule(updates_of(rows), {}, generator).tensors["global"]["net/w"]
+        apart = rule(make_row_updates(rows), {}, generator).tensors["global"]["net/w"]
         assert torch.equal(result.tensors[key][name], apart), (key, name)
 
 
 @pytest.mark.parametrize("rule", ROBUST, ids=lambda rule: type(rule).__name__)
-def test_influence_is_between_0_and_1_and_counted_in_the_metrics(rule: Rule) -> None:
+def test_influence_is_from_0_to_1_and_summarised_in_the_metrics(rule: Rule) -> None:
     result = call(rule, honest(10, 30), None, np.zeros(30))
     if result.influence is None:
         assert isinstance(rule, Median | TrimmedMean)
@@ -517,7 +517,7 @@ def test_influence_is_between_0_and_1_and_counted_in_the_metrics(rule: Rule) -> 
     assert metrics["rule/influences"] is result.influence
 
 
-def test_lpa_reports_for_how_much_of_the_model_a_client_was_kept() -> None:
+def test_lpa_reports_the_fraction_of_elements_of_each_client() -> None:
     rows = [{"a.w": [float(i), 0, 0], "b.w": [float(-((i - 3) ** 2))]} for i in range(5)]
     sent = [Update({n: torch.tensor(v) for n, v in row.items()}, 1.0, client_id=str(i)) for i, row in enumerate(rows)]
     result = find_rule({"name": "lpa", "vl": 0.0, "vh": 0.2}, WeightedMean())(sent, {})
@@ -539,6 +539,6 @@ def test_lpa_reports_for_how_much_of_the_model_a_client_was_kept() -> None:
         ({"name": "geometric_median", "smoothing": math.inf}, "rule.smoothing: .*finite"),
     ],
 )
-def test_wrong_options_are_named(setting: dict[str, object], message: str) -> None:
+def test_invalid_options_are_rejected(setting: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         find_rule(setting, WeightedMean())

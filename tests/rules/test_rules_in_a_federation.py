@@ -1,4 +1,4 @@
-"""Every rule through whole tiny federations: chosen in a configuration, recorded, stopped and resumed."""
+"""Every rule in a tiny federation: configured, recorded, stopped and resumed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_any_method_takes_any_rule_by_name(tiny: Tiny, method: str, rule: str) -
 
 
 @pytest.mark.parametrize("rule", ["foolsgold", "{name: dnc, sample: 20}"])
-def test_rules_that_remember_or_draw_resume_to_the_same_bits(tiny: Tiny, rule: str) -> None:
+def test_rules_with_a_memory_or_random_draws_resume_to_the_same_bits(tiny: Tiny, rule: str) -> None:
     setting = [*QUICK, "train.cohort=0.5", "train.rounds=4", f"method.rule={rule}"]
     undisturbed = known(tiny(*setting))
     config = tiny(*setting, "run.name=stopped")
@@ -61,7 +61,7 @@ def test_rules_that_remember_or_draw_resume_to_the_same_bits(tiny: Tiny, rule: s
     assert any(name.startswith("server foolsgold/global ") for name in undisturbed) == (rule == "foolsgold")
 
 
-def test_the_record_says_what_a_rule_left_of_each_client(tiny: Tiny) -> None:
+def test_the_metrics_table_contains_the_influence_of_each_client(tiny: Tiny) -> None:
     config = tiny(*QUICK, "method.rule={name: multi_krum, byzantine: 0.34}")
     train_federation(config)
     rows = [row for row in to_rows(read_rows(Path(config.run.dir) / "tiny")) if row.round == 2]
@@ -85,8 +85,8 @@ def test_the_record_says_what_a_rule_left_of_each_client(tiny: Tiny) -> None:
     assert (by_name["multi_krum/byzantine"].value * 6, by_name["multi_krum/byzantine"].count) == (1, 6)
 
 
-def test_clients_whose_updates_were_rejected_have_no_influence(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever sent something that is not finite is not in the array: the others must keep their own numbers."""
+def test_clients_with_rejected_updates_have_no_influence(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rejected updates are not in the array, and the influences of accepted updates stay with their clients."""
     config = tiny(*QUICK, "run.max_failed=1.0", "method.rule=krum")
     server = start_server(config)
     local = FedAvg.local
@@ -109,7 +109,9 @@ def test_clients_whose_updates_were_rejected_have_no_influence(tiny: Tiny, monke
     assert [sum(of_round.values()) for of_round in found.values()] == [1.0, 1.0]
 
 
-def test_without_influences_nobody_is_named_and_a_torn_record_is_an_error(tiny: Tiny, tmp_path: Path) -> None:
+def test_rules_without_influences_list_no_client_and_a_torn_metrics_table_is_an_error(
+    tiny: Tiny, tmp_path: Path
+) -> None:
     config = tiny(*QUICK, "method.rule=median")
     train_federation(config)
     assert influence.influences(Path(config.run.dir) / "tiny") == {}
@@ -121,7 +123,7 @@ def test_without_influences_nobody_is_named_and_a_torn_record_is_an_error(tiny: 
 
 
 @pytest.mark.parametrize("rule", [name for name, cls in RULES.items() if cls.relative])
-def test_rules_that_start_from_the_server_are_refused_where_changes_are_sent(tiny: Tiny, rule: str) -> None:
+def test_rules_relative_to_the_server_are_rejected_for_methods_that_send_changes(tiny: Tiny, rule: str) -> None:
     with pytest.raises(
         ConfigError,
         match=rf"method.rule: rule {RULES[rule].__name__} needs updates near .*'scaffold' also sends changes",
@@ -130,6 +132,6 @@ def test_rules_that_start_from_the_server_are_refused_where_changes_are_sent(tin
 
 
 @pytest.mark.parametrize("rule", ["median", "multi_krum", "geometric_median", "dnc"])
-def test_other_rules_work_with_control_variates(tiny: Tiny, rule: str) -> None:
+def test_rules_work_with_control_variates(tiny: Tiny, rule: str) -> None:
     mean = known(tiny(*QUICK, method="scaffold"))
     assert differ(mean, train_federation(tiny(*QUICK, "run.name=robust", f"method.rule={rule}", method="scaffold")))

@@ -1,4 +1,4 @@
-"""Sums over clients' vectors, against the same sums written out in float64 or in fractions."""
+"""Sums over clients' vectors, compared with float64 or exact fractions."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ needs_compiled = pytest.mark.skipif(not rows.sums_are_compiled(), reason="the op
 
 
 def vectors(count: int, elements: int, seed: int = 0, mean: float = 0.0) -> list[np.ndarray]:
-    """Read-only vectors, as they come out of the object store."""
+    """Draw read-only vectors, as the object store returns them."""
     generator = np.random.default_rng(seed)
-    made = [generator.normal(mean, 1 + row % 5, elements).astype(np.float32) for row in range(count)]
-    for vector in made:
+    drawn = [generator.normal(mean, 1 + row % 5, elements).astype(np.float32) for row in range(count)]
+    for vector in drawn:
         vector.flags.writeable = False
-    return made
+    return drawn
 
 
-def added_by_hand(total: np.ndarray, parts: list[np.ndarray], weights: list[float]) -> np.ndarray:
+def add_by_hand(total: np.ndarray, parts: list[np.ndarray], weights: list[float]) -> np.ndarray:
     for part, weight in zip(parts, weights, strict=True):
         total = total + weight * part.astype(np.float64)
     return total
@@ -50,9 +50,7 @@ def distances_by_hand(parts: list[np.ndarray]) -> np.ndarray:
     seed=st.integers(0, 2**32 - 1),
     backwards=st.booleans(),
 )
-def test_adding_is_one_product_and_one_sum_after_another(
-    count: int, elements: int, start: int, seed: int, backwards: bool
-) -> None:
+def test_sums_add_one_product_after_another(count: int, elements: int, start: int, seed: int, backwards: bool) -> None:
     generator = np.random.default_rng(seed)
     all_vectors = vectors(count, elements + start + 3, seed)
     chosen = [row for row in range(count) if generator.random() < 0.8][:: -1 if backwards else 1]
@@ -60,13 +58,13 @@ def test_adding_is_one_product_and_one_sum_after_another(
     before = generator.normal(size=elements)
     total = before.copy()
     ClientVectors(all_vectors).add_to(total, weights, chosen, start)
-    wanted = added_by_hand(before, [all_vectors[row][start : start + elements] for row in chosen], weights)
+    wanted = add_by_hand(before, [all_vectors[row][start : start + elements] for row in chosen], weights)
     np.testing.assert_array_equal(total, wanted)
 
 
-def test_long_vectors_are_added_to_the_same_bits_at_once_and_in_turns() -> None:
+def test_one_call_and_several_calls_add_long_vectors_to_the_same_bits() -> None:
     sent, weights = vectors(9, 100_003), [0.1 * row + 0.3 for row in range(9)]
-    wanted = added_by_hand(np.zeros(100_003), sent, weights)
+    wanted = add_by_hand(np.zeros(100_003), sent, weights)
     at_once, in_turns = np.zeros(100_003), np.zeros(100_003)
     ClientVectors(sent).add_to(at_once, weights)
     for vector, weight in zip(sent, weights, strict=True):
@@ -77,14 +75,14 @@ def test_long_vectors_are_added_to_the_same_bits_at_once_and_in_turns() -> None:
 
 @pytest.mark.parametrize(("count", "elements"), [(2, 1), (3, 7), (5, 4099), (12, 70_001), (300, 513)])
 @pytest.mark.parametrize("mean", [0.0, 30.0])
-def test_deviations_are_distances_to_the_mean(count: int, elements: int, mean: float) -> None:
+def test_deviations_equal_distances_to_the_mean(count: int, elements: int, mean: float) -> None:
     sent = vectors(count, elements, mean=mean)
     np.testing.assert_allclose(
         ClientVectors(sent).squared_deviations([(0, elements)]), distances_by_hand(sent), rtol=1e-5
     )
 
 
-def test_deviations_count_the_elements_of_all_parts_and_no_others() -> None:
+def test_deviations_include_exactly_the_elements_of_all_parts() -> None:
     sent = vectors(6, 90_000)
     parts = [(3, 11), (11, 11), (70, 50_001), (89_999, 90_000)]
     wanted = distances_by_hand([np.concatenate([vector[start:stop] for start, stop in parts]) for vector in sent])
@@ -92,8 +90,8 @@ def test_deviations_count_the_elements_of_all_parts_and_no_others() -> None:
     np.testing.assert_array_equal(ClientVectors(sent).squared_deviations([]), np.zeros(6))
 
 
-def test_vectors_close_to_each_other_and_far_from_zero_keep_their_order() -> None:
-    """Squares of the vectors themselves, less that of their mean, would leave nothing of these distances."""
+def test_close_vectors_far_from_zero_keep_their_order() -> None:
+    """Differences of squared norms would round away these distances."""
     generator = np.random.default_rng(2)
     sent = [(1000 + 0.01 * (1 + row) * generator.normal(size=3000)).astype(np.float32) for row in range(20)]
     found, wanted = ClientVectors(sent).squared_deviations([(0, 3000)]), distances_by_hand(sent)
@@ -102,7 +100,7 @@ def test_vectors_close_to_each_other_and_far_from_zero_keep_their_order() -> Non
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e30])
-def test_deviations_may_be_beyond_the_squares_of_float32(scale: float) -> None:
+def test_deviations_may_exceed_the_square_range_of_float32(scale: float) -> None:
     sent = [(vector * np.float32(scale)).astype(np.float32) for vector in vectors(5, 1000)]
     np.testing.assert_allclose(ClientVectors(sent).squared_deviations([(0, 1000)]), distances_by_hand(sent), rtol=1e-6)
 
@@ -115,7 +113,7 @@ def test_equal_vectors_have_equal_deviations() -> None:
 
 
 @needs_compiled
-def test_compiled_deviations_are_those_of_fractions(sums: str) -> None:
+def test_compiled_deviations_equal_exact_fractions(sums: str) -> None:
     if sums == "numpy":
         pytest.skip("NumPy's are rounded to float32 on the way")
     sent = vectors(7, 61, mean=5.0)
@@ -126,7 +124,7 @@ def test_compiled_deviations_are_those_of_fractions(sums: str) -> None:
 
 
 @pytest.mark.parametrize("count", [3, 200])
-def test_an_approximate_sum_keeps_its_bound(count: int) -> None:
+def test_an_approximate_sum_stays_within_its_error_bound(count: int) -> None:
     sent, chosen = vectors(count, 30_000, mean=1.0), list(range(0, count, 2))
     weights = np.random.default_rng(1).uniform(size=len(chosen)) / count
     parts = [(5, 20_001), (29_000, 30_000)]
@@ -137,7 +135,7 @@ def test_an_approximate_sum_keeps_its_bound(count: int) -> None:
     assert np.all(np.abs(found - weights @ np.stack(cut)) <= 1.2e-7 * len(chosen) * magnitudes)
 
 
-def test_vectors_are_read_and_nothing_else() -> None:
+def test_vectors_are_never_modified() -> None:
     sent = vectors(5, 1000)
     before = [vector.copy() for vector in sent]
     with warnings.catch_warnings():
@@ -150,7 +148,7 @@ def test_vectors_are_read_and_nothing_else() -> None:
         np.testing.assert_array_equal(vector, copy)
 
 
-def test_the_number_of_threads_changes_no_bit() -> None:
+def test_the_number_of_threads_does_not_change_the_bits() -> None:
     sent = vectors(30, 60_000)
 
     def results(threads: int) -> list[np.ndarray]:
@@ -165,8 +163,8 @@ def test_the_number_of_threads_changes_no_bit() -> None:
 
 
 @needs_compiled
-def test_rules_give_the_same_compiled_and_not() -> None:
-    """The mean to the bit; pruning leaves out the same clients and rounds its means differently."""
+def test_compiled_and_numpy_rules_agree() -> None:
+    """Means agree to the bit. Pruning excludes the same clients, but rounds its means differently."""
     updates = [
         Update({"a.w": torch.tensor(vector[:700]).view(7, 100), "b.w": torch.tensor(vector[700:])}, 1.0 + row % 3)
         for row, vector in enumerate(vectors(25, 5000, mean=2.0))
@@ -185,7 +183,7 @@ def test_rules_give_the_same_compiled_and_not() -> None:
 
 
 @needs_compiled
-def test_operators_built_from_older_sources_are_left_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operators_built_from_older_sources_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     with ops.use("auto"):
         assert rows.sums_are_compiled()
         monkeypatch.setattr(rows, "_built", lambda: False)
@@ -229,6 +227,6 @@ KEPT, ONE = torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.float64
         (lambda found: found.squared_deviations([ROW], [3], [2]), "a part"),
     ],
 )
-def test_the_operators_refuse_what_would_leave_the_vectors(call: Callable[[object], object], message: str) -> None:
+def test_the_operators_reject_ranges_outside_the_vectors(call: Callable[[object], object], message: str) -> None:
     with pytest.raises(RuntimeError, match=message):
         call(torch.ops.raydfl)
