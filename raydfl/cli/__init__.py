@@ -1,6 +1,6 @@
-"""The command line: words on a terminal.
+"""The command line: argument parsing and terminal output.
 
-Imports every room; no room imports it. Its one door is main.py, the command ``raydfl``. Begin with main.py.
+It imports every room, and no room imports it. The command ``raydfl`` calls :func:`raydfl.cli.main.main`. Read main.py first.
 """
 
 __all__ = ["main"]

@@ -1,4 +1,4 @@
-"""Arguments and options that several commands have."""
+"""Arguments and options shared by several commands."""
 
 from __future__ import annotations
 
@@ -18,44 +18,43 @@ from raydfl.core.errors import ConfigError, InputError
 if TYPE_CHECKING:
     from raydfl.runs import Progress
 
-File = Annotated[Path, typer.Argument(metavar="FILE", help="the configuration, a YAML file", show_default=False)]
+File = Annotated[Path, typer.Argument(metavar="FILE", help="configuration file (YAML)", show_default=False)]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="KEY=VALUE", help="settings to change, e.g. train.rounds=50", show_default=False),
+    typer.Argument(metavar="KEY=VALUE", help="settings to override, e.g. train.rounds=50", show_default=False),
 ]
 
 
 class TakesSettings(TyperCommand):
-    """A command with KEY=VALUE arguments, which says so to users who write a setting as an option."""
+    """A command with KEY=VALUE arguments. It explains this form to users who write a setting as an option."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the words behind the command."""
+        """Parse the arguments of the command."""
         options = [name for parameter in self.params for name in parameter.opts] + ["--help"]
         for word in args:
             name, equals, value = word.partition("=")
-            written = name.startswith("--") and name not in options and (equals or "." in name)
-            if written and not difflib.get_close_matches(name, options):
+            is_setting = name.startswith("--") and name not in options and (equals or "." in name)
+            # A near miss of an option, such as --quite=1, gets the usual message about unknown options.
+            if is_setting and not difflib.get_close_matches(name, options):
                 setting = f"{name.removeprefix('--')}={value or 'VALUE'}"
-                raise ConfigError(
-                    f"there is no option {name}; settings are given without dashes, as key=value: {setting}"
-                )
+                raise ConfigError(f"There is no option {name}. Write settings without dashes, as key=value: {setting}")
         return super().parse_args(ctx, args)
 
 
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="print errors only")]
-Json = Annotated[bool, typer.Option("--json", help="print one JSON object a line, for machines")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="print only errors")]
+Json = Annotated[bool, typer.Option("--json", help="print one JSON object per line, for scripts")]
 
 
 @contextlib.contextmanager
-def progress_of(quiet: bool, as_json: bool) -> Iterator[Progress]:
-    """Show how a command gets on, as the options --quiet and --json say."""
+def show_progress(quiet: bool, as_json: bool) -> Iterator[Progress]:
+    """Show the progress of a command in the form selected by --quiet and --json."""
     from raydfl.runs import Progress
 
     if not as_json:
         with Progress("quiet" if quiet else "auto") as progress:
             yield progress
         return
-    # Standard output is for our events alone: what libraries and Ray's processes print goes to standard error.
+    # Standard output carries only our events, so the output of libraries and Ray processes goes to standard error.
     sys.stdout.flush()
     output = os.dup(1)
     os.dup2(2, 1)
@@ -69,9 +68,9 @@ def progress_of(quiet: bool, as_json: bool) -> Iterator[Progress]:
 
 
 @contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turn a file that cannot be written into an error that names it."""
+def explain_write_errors(path: Path) -> Iterator[None]:
+    """Turn an OSError into an InputError with the file's name and a remedy."""
     try:
         yield
     except OSError as error:
-        raise InputError(f"{path} cannot be written: {error.strerror or error}; name another file") from error
+        raise InputError(f"{path} cannot be written: {error.strerror or error}. Choose another file.") from error

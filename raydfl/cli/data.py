@@ -1,4 +1,4 @@
-"""The commands ``raydfl data ...``: they list data sets, describe one, and show its clients."""
+"""The commands ``raydfl data ...``, which list, describe, import, prepare and plot data sets."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from raydfl.cli._arguments import File, Json, Overrides, Quiet, TakesSettings, progress_of, writing
+from raydfl.cli._arguments import File, Json, Overrides, Quiet, TakesSettings, explain_write_errors, show_progress
 from raydfl.core.errors import ConfigError, DataError, InputError
 
-data_app = typer.Typer(help="Data sets: which there are, what is in them, who gets what.", no_args_is_help=True)
+data_app = typer.Typer(help="List, describe, import, prepare and plot data sets.", no_args_is_help=True)
 
 
 @data_app.command("list")
 def data_list() -> None:
-    """List the data sets that raydfl can read."""
+    """List the supported data sets."""
     from raydfl.data import dataset_names, find_dataset
 
     table = Table("name", "what", "licence", box=None, pad_edge=False)
@@ -27,35 +27,39 @@ def data_list() -> None:
         cls = find_dataset(name)
         table.add_row(name, cls.card.title, cls.card.licence)
     Console(highlight=False).print(table)
-    print("\nMore about one: raydfl data info NAME")  # noqa: T201
+    print("\nFor details: raydfl data info NAME")  # noqa: T201
 
 
 @data_app.command("info", cls=TakesSettings)
 def data_info(
     what: Annotated[
-        str, typer.Argument(metavar="NAME|FILE", help="a data set's name, or a configuration", show_default=False)
+        str, typer.Argument(metavar="NAME|FILE", help="name of a data set, or a configuration file", show_default=False)
     ],
     overrides: Overrides = None,
     step: Annotated[
         str | None,
         typer.Option(
-            "--step", help="print the tables of clips and clients after this step: list, split, partition ..."
+            "--step", help="print the tables of clips and clients after this step (list, split, partition, ...)"
         ),
     ] = None,
 ) -> None:
-    """Describe a data set's layout and options, or who gets what.
+    """Describe a data set, or the clips and clients of a configuration.
 
-    With NAME: layout, licence and options of that data set. With FILE: clips, classes, groups and clients of that configuration,
-    and a split, a partition and settings to begin with.
+    NAME prints the layout, licence and options of a data set. FILE prints the clips, classes, groups and clients of a
+    configuration. It also suggests a split, a partition and settings for a first run.
     """
-    from raydfl.cli.describe import describe_data, describe_dataset, describe_step  # it imports PyTorch
+    from raydfl.cli.describe import (
+        describe_data,
+        describe_dataset,
+        describe_step,
+    )  # imports PyTorch, which takes seconds
 
     if Path(what).suffix in (".yaml", ".yml") or Path(what).is_file():
         from raydfl.cli.proposal import propose
         from raydfl.engine import load_config
 
         config = load_config(Path(what), overrides or [])
-        unfit = None
+        problem = None
         try:
             for part, data in config.data.each.items():
                 if part:
@@ -66,15 +70,17 @@ def data_info(
                 for line in lines:
                     print(line)  # noqa: T201
         except DataError as error:
-            unfit = DataError(f"data.parts.{part}: {error}") if part else error
+            problem = DataError(f"data.parts.{part}: {error}") if part else error
         if config.data.sites or config.data.parts or step is not None:
-            if unfit is not None:
-                raise unfit
+            if problem is not None:
+                raise problem
             return
-        for line in propose(config, [what, *(overrides or [])], unfit):
+        for line in propose(config, [what, *(overrides or [])], problem):
             print(line)  # noqa: T201
     elif overrides:
-        raise ConfigError(f"{overrides[0]!r}: settings go with a configuration file, and {what!r} is none")
+        raise ConfigError(
+            f"{overrides[0]!r}: {what!r} is not a configuration file. Settings need a configuration file before them."
+        )
     else:
         print("\n".join(describe_dataset(what)))  # noqa: T201
 
@@ -82,21 +88,21 @@ def data_info(
 @data_app.command("import", cls=TakesSettings)
 def data_import(
     kind: Annotated[str, typer.Argument(metavar="FORMAT", help="audiofolder, huggingface, lhotse or webdataset")],
-    source: Annotated[str, typer.Argument(metavar="SOURCE", help="the folder or file with the recordings, or a URI")],
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="folder or file with the recordings, or a URI")],
     options: Annotated[
         list[str] | None,
         typer.Argument(metavar="KEY=VALUE", help="options of the format, e.g. label_column=class", show_default=False),
     ] = None,
-    out: Annotated[Path, typer.Option("--out", help="the list to write, CSV or Parquet")] = Path("manifest.parquet"),
+    out: Annotated[Path, typer.Option("--out", help="manifest to write (CSV or Parquet)")] = Path("manifest.parquet"),
     client: Annotated[
         str | None,
-        typer.Option("--client", help="column that names the owner of a clip; none: no owners"),
+        typer.Option("--client", help="column with the owner of each clip; none: clips have no owners"),
     ] = None,
 ) -> None:
-    """Write a list of recordings in another format, for the data set manifest.
+    """Import recordings of another format into a manifest.
 
-    The recordings stay where they are. raydfl data info FORMAT prints the options. A column named group, speaker, client_id or
-    speaker_id names the owners, unless --client names another column.
+    The manifest lists the recordings and does not copy them. Read it with the data set "manifest". raydfl data info FORMAT
+    prints the options. Owners come from a column named group, speaker, client_id or speaker_id. --client selects another column.
     """
     from raydfl.data import import_recordings
     from raydfl.engine import apply_overrides
@@ -108,10 +114,10 @@ def data_import(
 
 @data_app.command("prepare", cls=TakesSettings)
 def data_prepare(file: File, overrides: Overrides = None, quiet: Quiet = False, as_json: Json = False) -> None:
-    """Compute the features that FILE needs.
+    """Compute the features of a configuration.
 
-    In parallel, into the cache that all runs share: by this machine, or by the Ray cluster that ray.address or RAY_ADDRESS names.
-    It may be interrupted: the next call goes on.
+    Features go into the cache shared by all runs. They are computed in parallel on this machine, or on the Ray cluster set by
+    ray.address or RAY_ADDRESS. After an interruption, the same command continues.
     """
     from raydfl.cluster import check_kept
     from raydfl.core.files import default_cache
@@ -120,7 +126,7 @@ def data_prepare(file: File, overrides: Overrides = None, quiet: Quiet = False, 
 
     config = load_config(file, overrides or [])
     check_kept({"data.cache": config.data.cache or default_cache()})
-    with progress_of(quiet, as_json) as progress, contextlib.ExitStack() as stack:
+    with show_progress(quiet, as_json) as progress, contextlib.ExitStack() as stack:
         run_chunks = None
         if config.ray.address or os.environ.get("RAY_ADDRESS"):
             from raydfl.cluster import connected, on_the_cluster
@@ -134,7 +140,7 @@ def data_prepare(file: File, overrides: Overrides = None, quiet: Quiet = False, 
             progress.message(message)
         tested = sum(len(part.test) for part in population.parts.values())
         progress.message(
-            f"features are ready: {len(population)} clients, {tested} test examples, "
+            f"Features are ready: {len(population)} clients, {tested} test examples, "
             f"{len(population.classes)} classes, {len(population.skipped)} clips left out"
         )
 
@@ -143,18 +149,18 @@ def data_prepare(file: File, overrides: Overrides = None, quiet: Quiet = False, 
 def data_plot(
     file: File,
     overrides: Overrides = None,
-    out: Annotated[Path, typer.Option("--out", help="the PNG, SVG or PDF to write")] = Path("partition.png"),
+    out: Annotated[Path, typer.Option("--out", help="image to write (.png, .svg or .pdf)")] = Path("partition.png"),
 ) -> None:
-    """Draw which client has how much of which class."""
+    """Plot the number of clips of each client and class."""
     from raydfl.data import build_population
     from raydfl.engine import load_config
     from raydfl.runs.report import plot_partition
 
     config = load_config(file, overrides or [])
     if out.suffix not in (".png", ".svg", ".pdf"):
-        raise InputError(f"--out {out}: the name must end in .png, .svg or .pdf")
-    with progress_of(quiet=False, as_json=False) as progress:
+        raise InputError(f"--out {out}: the name must end in .png, .svg or .pdf.")
+    with show_progress(quiet=False, as_json=False) as progress:
         population = build_population(config.data, config.run.seed, progress, labels_needed=config.labels_needed)
-    with writing(out):
+    with explain_write_errors(out):
         plot_partition(population, out)
     print(out)  # noqa: T201

@@ -1,4 +1,4 @@
-"""Descriptions of a data set, and of what a configuration makes of it, in lines of text; no recording is opened."""
+"""Text descriptions of data sets and of their clips and clients in a configuration. No recording is opened."""
 
 from __future__ import annotations
 
@@ -29,52 +29,52 @@ from raydfl.data import (
 _WIDTH = 110
 _LABEL = 18
 _MOST_NAMES = 60
-"""Classes and groups that are listed one by one."""
+"""Largest number of classes or groups to list by name."""
 _MOST_ROWS = 20
-"""Rows of a table that are written."""
+"""Largest number of table rows to print."""
 _HIDDEN = ("path", "seconds", "by_id")
-"""Columns of tables that are not written."""
-_KEPT = "\u00a0"
-"""A space at which no line is broken."""
+"""Table columns to omit."""
+_NO_BREAK = "\u00a0"
+"""No-break space, at which textwrap breaks no line."""
 _STANDARD = ("clip", "path", "label", "group", "split", "seconds")
 
 
 def describe_dataset(name: str) -> list[str]:
-    """Describe a data set without opening it: what it is, its layout and licence, its options.
+    """Describe a data set's layout, licence and options without opening it.
 
     Args:
-        name: a built-in set, or ``my_file.py:Class``.
+        name: a built-in data set, or ``my_file.py:Class``.
 
     Raises:
-        ConfigError: there is none; the nearest name is given.
+        ConfigError: the name is unknown. The message suggests the nearest one.
     """
     cls = find_dataset(name)
     card = cls.card
     lines = [f"{name}: {card.title}"]
-    classes = "as many as the recordings have" if card.classes is None else f"{card.classes} by default"
+    classes = "as in the recordings" if card.classes is None else f"{card.classes} by default"
     facts = {"layout": card.layout, "licence": card.licence, "source": card.url, "classes": classes}
     for label, text in facts.items():
         lines += _entry(label, text) if text else []
-    lines += ["", "options, in the group data of a configuration:"]
+    lines += ["", "Options in the group `data` of a configuration:"]
     for option in options_of(cls):
         default = "(required)" if option.required else f"= {json.dumps(option.default)}"
         lines += textwrap.wrap(
             f"{option.name} {default}: {option.meaning}", _WIDTH, initial_indent="  ", subsequent_indent="      "
         )
     required = "".join(f", {option.name}: ..." for option in options_of(cls) if option.required)
-    return [*lines, "", f"for instance: data: {{name: {name}{required}}}"]
+    return [*lines, "", f"Example: data: {{name: {name}{required}}}"]
 
 
 def describe_data(data: DataSettings, seed: int, labels_needed: bool = True) -> Iterator[str]:
-    """Describe the configured recordings and which client gets which, from their list alone: no clip is read.
+    """Describe the recordings and clients of a configuration from the list of clips. No clip is read.
 
     Args:
-        data: the configuration.
-        seed: the run's: it decides split and partition.
-        labels_needed: whether each class has to be learnt, so that one without training clips is a mistake.
+        data: the data settings.
+        seed: seed of the run, which determines split and partition.
+        labels_needed: whether every class needs training clips.
 
     Raises:
-        DataError: the recordings are not there; or, after the lines about them, the split or the partition cannot be had.
+        DataError: the recordings are missing. After the lines about the recordings: the split or the partition is impossible.
     """
     manifest, classes = list_clips(data, seed)
     dataset = data.source.open()
@@ -99,7 +99,7 @@ def describe_data(data: DataSettings, seed: int, labels_needed: bool = True) -> 
     tables = assign_clips(manifest, classes, data, seed, labels_needed, last="hold_out")
     yield ""
     if data.sites:
-        yield f"Without its sites; each of them ({', '.join(data.sites)}) divides clips of its own:"
+        yield f"Without the sites ({', '.join(data.sites)}), which divide their own clips:"
     else:
         yield "With this configuration:"
     yield from _entry(f"clients ({len(tables.ids):,})", _clients(tables, data.partition))
@@ -113,35 +113,35 @@ def describe_data(data: DataSettings, seed: int, labels_needed: bool = True) -> 
     if left_out:
         yield from _entry("left out", f"{left_out:,} clips")
     yield ""
-    yield "Clips that cannot be read are found by: raydfl data prepare FILE"
+    yield "To find unreadable clips: raydfl data prepare FILE"
 
 
 def describe_step(data: DataSettings, seed: int, step: str, attack: Poisoner | None) -> Iterator[str]:
-    """Describe the tables of clips and clients after a step.
+    """Describe the tables of clips and clients after a preparation step.
 
     Args:
         step: one of ``STEPS``.
         attack: the attack of the configuration.
 
     Raises:
-        ConfigError: there is no such step.
-        DataError: the step, or one before it, does not fit the clips.
+        ConfigError: the step is unknown.
+        DataError: the step or an earlier step does not fit the clips.
     """
     if step not in STEPS:
-        raise ConfigError(f"--step {step}: there is no such step; {nearest(step, STEPS)}")
+        raise ConfigError(f"--step {step}: unknown step; {nearest(step, STEPS)}")
     if step == "list":
         data = data.model_copy(update={"leave_out": (), "ungrouped": "keep", "tables": TableSettings()})
     manifest, classes = list_clips(data, seed)
     tables = assign_clips(manifest, classes, data, seed, False, attack=attack, last=step)
     for name, table in (("clips", tables.clips), ("clients", tables.clients)):
         if table.num_rows:
-            yield f"{name} after the step {step}, {table.num_rows:,} rows"
-            yield from _draw_table(table)
+            yield f"{name} after step {step}, {table.num_rows:,} rows"
+            yield from _format_table(table)
     yield from tables.messages
 
 
-def _draw_table(table: pa.RecordBatch) -> Iterator[str]:
-    """Write the first rows of a table as text."""
+def _format_table(table: pa.RecordBatch) -> Iterator[str]:
+    """Yield the first rows of a table as aligned text."""
     shown = table.slice(0, _MOST_ROWS)
     columns = {name: shown.column(name).to_pylist() for name in table.schema.names if name not in _HIDDEN}
     texts = [[name, *("" if value is None else str(value) for value in values)] for name, values in columns.items()]
@@ -153,62 +153,62 @@ def _draw_table(table: pa.RecordBatch) -> Iterator[str]:
 
 
 def _entry(label: str, text: str) -> list[str]:
-    """``label    text``, the text wrapped beside its label."""
+    """Format ``label    text``, wrapped in a column beside the label."""
     start, other = f"  {label:<{_LABEL}}", " " * (_LABEL + 2)
     lines = textwrap.wrap(text, _WIDTH, initial_indent=start, subsequent_indent=other, break_on_hyphens=False)
-    return [line.replace(_KEPT, " ") for line in lines]
+    return [line.replace(_NO_BREAK, " ") for line in lines]
 
 
 def _length(manifest: pa.Table) -> str:
     seconds = manifest.column("seconds").drop_null().to_numpy()
     if not len(seconds):
-        return "not in the list; raydfl data prepare reads it"
-    of = "" if len(seconds) == manifest.num_rows else f", known of {len(seconds):,} clips"
+        return "unknown; raydfl data prepare reads it from the clips"
+    known = "" if len(seconds) == manifest.num_rows else f", known for {len(seconds):,} clips"
     total = f"{seconds.sum() / 3600:.1f} h" if seconds.sum() >= 3600 else f"{seconds.sum() / 60:.1f} min"
     if seconds.min() == seconds.max():
-        return f"{seconds.min():.2f} s each, {total} in all{of}"
-    return f"{seconds.min():.2f} to {seconds.max():.2f} s, median {np.median(seconds):.2f} s, {total} in all{of}"
+        return f"{seconds.min():.2f} s each, {total} in all{known}"
+    return f"{seconds.min():.2f} to {seconds.max():.2f} s, median {np.median(seconds):.2f} s, {total} in all{known}"
 
 
 def _occurrences(manifest: pa.Table, column: str) -> Mapping[str, int]:
-    """Count how often each value of a column occurs; clips without one do not count."""
+    """Count the clips of each value of a column, ignoring nulls."""
     pairs = manifest.column(column).drop_null().value_counts().to_pylist()
     return {pair["values"]: pair["counts"] for pair in pairs}
 
 
 def _counts(manifest: pa.Table, column: str, order: Sequence[str]) -> str:
-    """``yes (300), no (295)``; of many values only how much they differ."""
+    """Format ``yes (300), no (295)``, or a summary of the counts if there are many values."""
     occurrences = _occurrences(manifest, column)
     if len(occurrences) <= _MOST_NAMES:
         shown = (f"{name} ({occurrences[name]:,})" for name in order if name in occurrences)
-        return ", ".join(text.replace(" ", _KEPT) for text in shown)
+        return ", ".join(text.replace(" ", _NO_BREAK) for text in shown)
     return sizes_text(np.array(list(occurrences.values())))
 
 
 def _groups(manifest: pa.Table) -> tuple[str, str]:
-    """Label and text of the line about groups."""
+    """Return label and text of the line about groups."""
     occurrences = _occurrences(manifest, "group")
     if not occurrences:
-        return "groups (0)", "the list does not say whose clips they are"
+        return "groups (0)", "the clips have no known owners"
     without = manifest.column("group").null_count
     text = _counts(manifest, "group", natural_order(list(occurrences)))
     return f"groups ({len(occurrences):,})", text + (f"; {without:,} clips have no group" if without else "")
 
 
 def _conditions(manifest: pa.Table) -> str:
-    """``fan_00: 60 normal, 20 anomaly; fan_01: ...``; of many groups, or of none, only all clips."""
+    """Format ``fan_00: 60 normal, 20 anomaly; fan_01: ...``, or totals if the groups are many or absent."""
     table = manifest.select(["group", "condition"])
     if not 0 < len(_occurrences(manifest, "group")) <= _MOST_NAMES:
         return _counts(manifest, "condition", natural_order(list(_occurrences(manifest, "condition"))))
-    counted: dict[str, list[str]] = {}
+    counts: dict[str, list[str]] = {}
     for row in table.group_by(["group", "condition"]).aggregate([([], "count_all")]).to_pylist():
-        counted.setdefault(str(row["group"]), []).append(f"{row['count_all']:,} {row['condition']}")
-    of_groups = (f"{name}: {', '.join(sorted(counted[name], key=_condition))}" for name in natural_order(list(counted)))
-    return "; ".join(text.replace(" ", _KEPT) for text in of_groups)
+        counts.setdefault(str(row["group"]), []).append(f"{row['count_all']:,} {row['condition']}")
+    texts = (f"{name}: {', '.join(sorted(counts[name], key=_condition_order))}" for name in natural_order(list(counts)))
+    return "; ".join(text.replace(" ", _NO_BREAK) for text in texts)
 
 
-def _condition(count: str) -> tuple[bool, str]:
-    """Sort key: normal clips first."""
+def _condition_order(count: str) -> tuple[bool, str]:
+    """Return the sort key of a condition's count. Normal clips come first."""
     name = count.partition(" ")[2]
     return name != "normal", name
 
@@ -225,7 +225,7 @@ def _clients(tables: Assignment, settings: PartitionSettings) -> str:
 
 
 def _count_server(tables: Assignment, role: str) -> str:
-    """Count the server's clips of a role, and their classes."""
+    """Count the server's clips with a role, and their classes."""
     labels = tables.codes("label")[tables.has_role(role)]
     if not len(labels):
         return "none"

@@ -1,4 +1,4 @@
-"""The example jobs, searches and cluster file that come with raydfl, for ``raydfl init``."""
+"""Example jobs, studies and a cluster file, copied by ``raydfl init``."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from pathlib import Path
 from raydfl.core.errors import InputError
 
 _NAMES = ("cluster.yaml", "jobs", "tune")
-"""The files that are copied, as named in the repository. ``setup.py`` puts the same into a wheel, as ``raydfl/examples``."""
+"""Example files and folders in the repository. ``setup.py`` copies them into a wheel as ``raydfl/examples``."""
 
 
 def write_examples(folder: Path) -> list[Path]:
-    """Copy the examples into a folder; files that are there with the same content are left alone.
+    """Copy the examples into a folder, skipping identical files.
 
     Returns:
-        What was written, relative to ``folder``.
+        The new files, relative to ``folder``.
 
     Raises:
-        InputError: a file is there with other content (nothing is written then), or the folder cannot be written.
+        InputError: a file exists with different content (then nothing is written), or the folder cannot be written.
     """
     examples = _examples()
     source = _source()
@@ -25,8 +25,8 @@ def write_examples(folder: Path) -> list[Path]:
     changed = [path for path in examples if path not in new and not _same(source / path, folder / path)]
     if changed:
         raise InputError(
-            f"{folder} has other files of these names: {', '.join(map(str, changed))}; nothing was written: "
-            "move them away, or name another folder: raydfl init FOLDER"
+            f"{folder} has different files with these names: {', '.join(map(str, changed))}; nothing was written. "
+            "Move these files, or choose another folder: raydfl init FOLDER"
         )
     try:
         for path in new:
@@ -35,24 +35,24 @@ def write_examples(folder: Path) -> list[Path]:
                 file.write((source / path).read_bytes())
     except OSError as error:
         raise InputError(
-            f"{error.filename or folder} cannot be written: {error.strerror or error}; name another folder: raydfl init FOLDER"
+            f"{error.filename or folder} cannot be written: {error.strerror or error}. Choose another folder: raydfl init FOLDER"
         ) from error
     return new
 
 
 def _source() -> Path:
-    """Return the folder with the examples: the wheel's own, or the repository around an editable install."""
+    """Return the folder with the examples: in the wheel, or in the repository of an editable install."""
     package = Path(__file__).parents[1]
     return package / "examples" if (package / "examples").is_dir() else package.parent
 
 
 def _examples() -> list[Path]:
     source = _source()
-    found = [path for name in _NAMES for path in (source / name, *(source / name).rglob("*"))]
-    files = sorted(path.relative_to(source) for path in found if path.is_file() and "__pycache__" not in path.parts)
+    paths = [path for name in _NAMES for path in (source / name, *(source / name).rglob("*"))]
+    files = sorted(path.relative_to(source) for path in paths if path.is_file() and "__pycache__" not in path.parts)
     if not files:
         raise InputError(
-            f"this installation of raydfl, in {Path(__file__).parent}, has no examples; install it from its wheel"
+            f"The installation of raydfl in {Path(__file__).parent} has no examples. Reinstall raydfl from its wheel."
         )
     return files
 

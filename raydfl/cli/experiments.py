@@ -1,4 +1,4 @@
-"""The command ``raydfl study``: the text that it prints."""
+"""Terminal output of the command ``raydfl study``."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from raydfl.core.files import displayed_path
 from raydfl.experiments import Study, StudyResults, best_command, describe_results, full_table, label_of, run_study
 from raydfl.runs import Progress
 
-_NAMED = 10
-"""Runs that are named at the end, at most, and draws of a search that are shown."""
+_MOST_NAMED = 10
+"""Largest number of runs to name at the end, and of draws of a search to show."""
 
 
 def describe_study(study: Study) -> str:
-    """Describe a study that was checked in a few lines."""
+    """Summarise a valid study in a few lines."""
     settings = study.settings
     lines = [settings.title, *filter(None, [settings.question])]
     lines += [f"  {name}: {', '.join(labels)}" for name, labels in settings.axes.items()]
@@ -33,57 +33,62 @@ def describe_study(study: Study) -> str:
             f"searcher {settings.searcher}, scheduler {settings.scheduler.name}, at most {study.rounds} rounds, best: "
             f"{metric.best} of {metric.title}"
         )
-    return "\n".join([*lines, "all configurations are valid"])
+    return "\n".join([*lines, "All configurations are valid."])
 
 
 def do_study(study: Study, progress: Progress, table_only: bool = False) -> int:
-    """Train the runs, unless only the tables are wanted, and write and print the results.
+    """Train the runs of a study, then write and print the results.
+
+    Args:
+        study: the study.
+        progress: display of the progress and the messages.
+        table_only: whether to write and print the results so far without training.
 
     Returns:
-        The command's exit code: 0 when all runs are over (or only the tables were wanted), else 1.
+        The exit code of the command: 0 if all runs are finished or ``table_only`` is true, else 1.
     """
     results = run_study(study, progress, table_only=table_only)
     progress.close()
     if progress.mode in ("bar", "lines"):
         _print(Console(highlight=False, width=None if progress.mode == "bar" else 200), results)
-    _tell(progress, [f"failed: {name}: {reason}" for name, reason in results.failed.items()], "failed")
+    _report(progress, [f"failed: {name}: {reason}" for name, reason in results.failed.items()], "failed")
     if results.failed:
         logs = displayed_path(study.folder / "logs")
-        progress.message(f"the tracebacks of failures are in {logs}; the same command tries these runs again")
+        progress.message(f"The tracebacks of failures are in {logs}. Run the same command to retry these runs.")
     worthless = [f"worthless: {row['run']}: {row['problems']}" for row in results.runs if row.get("worthless")]
-    _tell(progress, worthless, "are worthless")
+    _report(progress, worthless, "are worthless")
     if results.open:
-        progress.message(f"{results.open} runs are not finished; the same command continues them")
+        progress.message(f"{results.open} runs are not finished. Run the same command to continue them.")
     if results.best is not None:
         progress.message(f"best: {results.best.name}: {results.best.trials[0].text}")
-        progress.message(f"to train with it: {best_command(results)}")
+        progress.message(f"to train with these settings: {best_command(results)}")
     progress.message(f"tables: {', '.join(displayed_path(study.output(suffix)) for suffix in ('.md', '.tex', '.csv'))}")
     progress.message(f"next: open {displayed_path(study.output('.html'))}")
     return 0 if table_only or results.complete else 1
 
 
 def _print(console: Console, results: StudyResults) -> None:
-    """Print the table, with a line between groups of the first axes, and the notes."""
+    """Print the table and the notes. Lines separate the values of the leading axes."""
     study = results.study
     headings, lines = full_table(results)
     left = len(study.axes) + (1 + len(study.settings.domains) if study.settings.domains else 0)
     table = Table(title=study.settings.title, title_justify="left")
     for place, name in enumerate(headings):
         table.add_column(Text(name), justify="left" if place < left else "right", overflow="fold")
-    shown = lines[:_NAMED] if study.settings.domains else lines
-    for before, line in zip([shown[0] if shown else [], *shown], shown, strict=False):
+    rows = lines[:_MOST_NAMED] if study.settings.domains else lines
+    for before, line in zip([rows[0] if rows else [], *rows], rows, strict=False):
         if len(study.axes) > 1 and line[: len(study.axes) - 1] != before[: len(study.axes) - 1]:
             table.add_section()
         table.add_row(*(Text(text.replace("**", "")) for text in line))
     console.print(table)
-    if len(lines) > len(shown):
-        console.print(f"and {len(lines) - len(shown)} more draws: {displayed_path(study.output('.csv'))}", markup=False)
+    if len(lines) > len(rows):
+        console.print(f"and {len(lines) - len(rows)} more draws: {displayed_path(study.output('.csv'))}", markup=False)
     for note in describe_results(results):
         console.print(note, markup=False)
 
 
-def _tell(progress: Progress, messages: Sequence[str], what: str) -> None:
-    for message in messages[:_NAMED]:
+def _report(progress: Progress, messages: Sequence[str], what: str) -> None:
+    for message in messages[:_MOST_NAMED]:
         progress.message(message)
-    if len(messages) > _NAMED:
-        progress.message(f"and {len(messages) - _NAMED} more {what}")
+    if len(messages) > _MOST_NAMED:
+        progress.message(f"and {len(messages) - _MOST_NAMED} more {what}")

@@ -1,4 +1,4 @@
-"""Explanations: a resolved configuration as commented YAML, and the methods, rules and networks that there are."""
+"""Resolved configurations as commented YAML, and lists of methods, rules, attacks, objectives and architectures."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ T = TypeVar("T")
 
 
 def explain_config(config: Config) -> str:
-    """YAML that ``raydfl run`` accepts, with every option that was not given; comments say meaning, unit and range."""
+    """Return a configuration with all defaults as YAML, with comments on meaning, unit and range."""
     lines = [
-        "# The whole configuration: what was given, and the defaults of everything else. `raydfl run` takes it as it is.",
+        "# The complete configuration, with all defaults. Run it with `raydfl run`.",
         "",
     ]
     tuning, groups = config.parts.fine_tune, config.parts.former.get("tasks", "none")
@@ -39,11 +39,11 @@ def explain_config(config: Config) -> str:
         if name == "method":
             built = config.parts.method
             lines += _comment(str(field.description), 0)
-            lines += ["method:", *_comment("which method; `raydfl methods` lists them", 1)]
+            lines += ["method:", *_comment("Name of the method. `raydfl methods` lists them.", 1)]
             lines.append(f"  name: {to_yaml(config.method['name'])}")
             options, values = options_of(type(built)), plain(built) | _former(config)
             lines += [
-                f"  {name}: {to_yaml(values[name])}  # of an earlier version"
+                f"  {name}: {to_yaml(values[name])}  # option of an earlier version"
                 for name in sorted(values.keys() - {option.name for option in options})
             ]
             lines += _options(options, values, 1)
@@ -52,13 +52,13 @@ def explain_config(config: Config) -> str:
             lines += _comment(str(field.description), 0)
             lines += [
                 "objective:",
-                *_comment("which objective; `raydfl methods` lists them", 1),
+                *_comment("Name of the objective. `raydfl methods` lists them.", 1),
                 f"  name: {to_yaml(config.objective['name'])}",
             ]
             lines += _options(options_of(type(objective)), plain(objective), 1)
         elif name == "attack":
             attack = config.parts.attack
-            lines += _comment(f"{field.description}; `raydfl methods` lists the attacks", 0)
+            lines += _comment(f"{_as_sentence(field.description)} `raydfl methods` lists the attacks.", 0)
             if config.attack is None or attack is None:
                 lines.append("attack: null")
             else:
@@ -66,7 +66,9 @@ def explain_config(config: Config) -> str:
                 lines += _options(options_of(type(attack)), plain(attack), 1)
         elif name == "models":
             known = ", ".join(architectures())
-            lines += _comment(f"{field.description}. Built in: {known}. Your own class: my_file.py:Class", 0)
+            lines += _comment(
+                f"{_as_sentence(field.description)} Built in: {known}. Your own class: my_file.py:Class", 0
+            )
             lines.append("models:")
             for model, choices in config.parts.models.items():
                 lines.append(f"  {model}: {to_yaml(_as_written(choices, config.parts.chosen_by.get(model)))}")
@@ -77,17 +79,19 @@ def explain_config(config: Config) -> str:
 
 
 def _former(config: Config) -> dict[str, Any]:
-    """Return the options of earlier versions without which the printed configuration would have another digest."""
-    named = registry.find("raydfl.methods", config.method["name"], Method, "method")  # mode=as_run is another one today
+    """Return options of earlier versions that the digest of the configuration depends on."""
+    named = registry.find(
+        "raydfl.methods", config.method["name"], Method, "method"
+    )  # with mode=as_run, the class of today differs
     own, today = ({option.name for option in options_of(cls)} for cls in (named, type(config.parts.method)))
-    former = config.method.keys() - today - {"name", "tasks"}  # tasks are train.groups
+    former = config.method.keys() - today - {"name", "tasks"}  # tasks is train.groups today
     if not former and own == today:
         return {}
     return {name: value for name, value in config.parts.former.items() if name in today | former}
 
 
 def _as_written(choices: Sequence[tuple[str, Mapping[str, Any]]], chosen: tuple[str, Sequence[str]] | None) -> Any:
-    """Return the architectures of a model as short as a configuration may have them."""
+    """Return the architectures of a model in the shortest form of a configuration."""
     items = [{"name": name, **options} if options else name for name, options in choices]
     if chosen is not None:
         return {"by": chosen[0], "choices": dict(zip(chosen[1], items, strict=True))}
@@ -95,7 +99,7 @@ def _as_written(choices: Sequence[tuple[str, Mapping[str, Any]]], chosen: tuple[
 
 
 def _group(name: str, settings: Settings, depth: int) -> list[str]:
-    """Return a group of settings with the groups in it. ``depth`` counts the groups around it."""
+    """Return the lines of a group of settings and its inner groups. ``depth`` counts the enclosing groups."""
     indent = "  " * depth
     lines = [*_comment((type(settings).__doc__ or "").partition("\n")[0], depth), f"{indent}{name}:"]
     schema = type(settings).model_json_schema()["properties"]
@@ -104,7 +108,7 @@ def _group(name: str, settings: Settings, depth: int) -> list[str]:
         if isinstance(value, Settings):
             lines += _group(key, value, depth + 1)
             continue
-        if isinstance(value, Mapping):  # groups by names of the user's
+        if isinstance(value, Mapping):  # groups under names chosen by the user
             value = {
                 name: item.model_dump(mode="json") if isinstance(item, Settings) else item
                 for name, item in value.items()
@@ -114,7 +118,9 @@ def _group(name: str, settings: Settings, depth: int) -> list[str]:
         if inner:
             about += f" Its settings: {', '.join(inner[0].model_fields)}."
         lines += [*_comment(about, depth + 1), f"{indent}  {key}: {to_yaml(plain(value))}"]
-        if isinstance(settings, DataSettings) and key == "name" and settings.name:  # else each of parts has its own
+        if (
+            isinstance(settings, DataSettings) and key == "name" and settings.name
+        ):  # with data.parts, every part has its own data set
             data_set = settings.source.open()
             lines += _options(options_of(type(data_set)), plain(data_set) | settings.uris, depth + 1)
     return lines
@@ -132,17 +138,21 @@ def _comment(text: str, depth: int) -> list[str]:
     return textwrap.wrap(text.strip().replace("``", "`"), _WIDTH, initial_indent=indent, subsequent_indent=indent)
 
 
-# -- what there is ---------------------------------------------------------------------------------------------------
+def _as_sentence(text: object) -> str:
+    return f"{str(text)[:1].upper()}{str(text)[1:].rstrip('.')}."
+
+
+# -- lists of what is built in ---------------------------------------------------------------------------------------------------
 
 
 def methods_as_data(only: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the built-in methods, rules, attacks, objectives, transforms and networks with their options, as plain data.
+    """Return the built-in methods, rules, attacks, objectives, transforms and architectures with their options.
 
     Args:
-        only: names; empty: all.
+        only: names to include. Empty: all.
 
     Raises:
-        ConfigError: nothing of such a name is built in.
+        ConfigError: a name is unknown.
     """
     everything: dict[str, dict[str, Any]] = {
         "methods": {
@@ -193,7 +203,7 @@ _TITLES = {
 
 
 def explain_methods(width: int, only: Sequence[str] = ()) -> str:
-    """Return what :func:`methods_as_data` returns, to be read, in lines of ``width`` characters."""
+    """Format the result of :func:`methods_as_data` as text, in lines of ``width`` characters."""
     return "\n\n\n".join(
         "\n".join([_TITLES[kind], *(_architectures(entries, width) if kind == "models" else _classes(entries, width))])
         for kind, entries in methods_as_data(only).items()
@@ -204,10 +214,10 @@ def explain_methods(width: int, only: Sequence[str] = ()) -> str:
 def _classes(entries: Mapping[str, Mapping[str, Any]], width: int) -> list[str]:
     lines = []
     for name, about in entries.items():
-        lines += ["", *_wrapped(f"{name}: {about['about']}", 0, width)]
+        lines += ["", *_wrap(f"{name}: {about['about']}", 0, width)]
         if "models" in about:
             models = ", ".join(f"{model} ({architecture})" for model, architecture in about["models"].items())
-            lines += _wrapped(f"models, with their default architectures: {models}", 1, width)
+            lines += _wrap(f"models, with their default architectures: {models}", 1, width)
         lines += _option_lines(about["options"], width)
     return lines
 
@@ -216,7 +226,7 @@ def _architectures(entries: Mapping[str, Mapping[str, Any]], width: int) -> list
     lines = [""]
     for name, about in entries.items():
         options = ", ".join(f"{key}: {json.dumps(value)}" for key, value in about["options"].items())
-        lines += _wrapped(f"{name}{': ' if options else ''}{options}", 0, width)
+        lines += _wrap(f"{name}{': ' if options else ''}{options}", 0, width)
     return lines
 
 
@@ -224,10 +234,10 @@ def _option_lines(options: Mapping[str, Mapping[str, Any]], width: int) -> list[
     lines = []
     for name, option in options.items():
         default = "(required)" if option["required"] else f"= {json.dumps(option['default'])}"
-        lines += _wrapped(f"{name} {default}: {option['meaning']}", 1, width)
+        lines += _wrap(f"{name} {default}: {option['meaning']}", 1, width)
     return lines
 
 
-def _wrapped(text: str, depth: int, width: int) -> list[str]:
+def _wrap(text: str, depth: int, width: int) -> list[str]:
     indent = "  " * depth
     return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent + "    ")

@@ -1,4 +1,7 @@
-"""The command line. Exit codes: 0 done, 2 bad configuration or input, also where only the end shows it, 1 anything else."""
+"""The command ``raydfl``.
+
+Exit codes: 0 for success, 2 for a bad configuration, bad input or a worthless run, 1 for any other failure.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from raydfl.cli._arguments import File, Json, Overrides, Quiet, TakesSettings, progress_of, writing
+from raydfl.cli._arguments import File, Json, Overrides, Quiet, TakesSettings, explain_write_errors, show_progress
 from raydfl.cli.data import data_app
 from raydfl.cluster import check_no_token, in_a_job
 from raydfl.core.errors import ClientError, InputError, RaydflError, printable
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
     from raydfl.runs import Result
 
 app = typer.Typer(
-    help="Federated learning for audio on Ray clusters. Start with: raydfl init, then raydfl run jobs/quickstart.yaml",
+    help="Federated learning for audio on Ray. To start: raydfl init, then raydfl run jobs/quickstart.yaml",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -35,7 +38,7 @@ app.add_typer(data_app, name="data")
 
 
 def _run_dir(text: str) -> Path:
-    """Return a run's folder as it was given; one behind a URI is fetched first."""
+    """Return the folder of a run. A run at a URI is downloaded first."""
     if "://" not in text:
         return Path(text)
     from raydfl.engine.storage import local_run
@@ -46,11 +49,11 @@ def _run_dir(text: str) -> Path:
 RunDir = Annotated[
     Path, typer.Argument(metavar="DIR", help="a run directory, or its URI", show_default=False, parser=_run_dir)
 ]
-Trust = Annotated[bool, typer.Option("--trust", help="approve and run the code that the run's configuration names")]
+Trust = Annotated[bool, typer.Option("--trust", help="approve and run the user code named in the run's configuration")]
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         print(f"raydfl {__version__}")  # noqa: T201
         raise typer.Exit
 
@@ -58,18 +61,19 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+        bool, typer.Option("--version", help="print the version and exit", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Handle the options before a command."""
+    """Handle the options that precede a command."""
     if in_a_job():
-        from raydfl.cluster import current_token  # takes gRPC
+        from raydfl.cluster import current_token  # imports gRPC, which is slow
 
         check_no_token(current_token()[0])
 
 
-def _end(result: Result, quiet: bool) -> None:
-    """End with the code of a run: 1 if it was stopped; that of bad input if it is worthless, as it would be once more."""
+def _exit_with(result: Result, quiet: bool) -> None:
+    """Exit with the code of a run: 0 if it is finished, 1 if it was stopped, 2 if it is worthless."""
+    # A worthless run counts as bad input, because the same command would fail again.
     if result.worthless and quiet:
         raise InputError(result.worthless)
     if result.worthless:
@@ -81,35 +85,35 @@ def _end(result: Result, quiet: bool) -> None:
 @app.command("init")
 def init_command(
     folder: Annotated[
-        Path, typer.Argument(metavar="[FOLDER]", help="where to; default: here", show_default=False)
+        Path, typer.Argument(metavar="[FOLDER]", help="destination; default: the working directory", show_default=False)
     ] = Path(),
 ) -> None:
-    """Write example jobs, searches and a cluster file into FOLDER.
+    """Write example jobs, studies and a cluster file into FOLDER.
 
-    They are what the documentation's commands use. No file that is there is changed.
+    The documentation uses these files. Existing files are never changed.
     """
     from raydfl.cli.example_jobs import write_examples
 
     written = write_examples(folder)
-    print(f"files written into {folder.resolve()}: {len(written)}{'' if written else ' (all were there)'}")  # noqa: T201
+    print(f"files written into {folder.resolve()}: {len(written)}{'' if written else ' (all exist)'}")  # noqa: T201
     before = "" if displayed_path(folder) == "." else f"cd {shlex.quote(str(folder))} && "
     print(f"start with: {before}raydfl run jobs/quickstart.yaml")  # noqa: T201
-    print("in seconds, without Ray: raydfl run jobs/tiny.yaml")  # noqa: T201
+    print("or, in seconds and without Ray: raydfl run jobs/tiny.yaml")  # noqa: T201
 
 
 @app.command("run", cls=TakesSettings)
 def run_command(file: File, overrides: Overrides = None, quiet: Quiet = False, as_json: Json = False) -> None:
-    """Train as FILE says.
+    """Train the run configured in FILE.
 
-    With a run.name whose folder exists already, go on with that run. Ctrl-C stops after the round.
+    If the folder of run.name exists, resume that run. Ctrl-C stops after the current round.
     """
     from raydfl.engine import load_config
     from raydfl.runs import run
 
     config = load_config(file, overrides or [])
-    with progress_of(quiet, as_json) as progress:
+    with show_progress(quiet, as_json) as progress:
         result = run(config, progress)
-    _end(result, quiet)
+    _exit_with(result, quiet)
 
 
 @app.command("resume", cls=TakesSettings)
@@ -120,29 +124,30 @@ def resume_command(
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Go on with the run in DIR after its last commit.
+    """Resume the run in DIR from its last commit.
 
-    Settings that do not decide the numbers may be changed: train.rounds, run.stop.patience, ray.*, run.commit_every, track.* ...
+    Settings that do not affect the results of a round may change: train.rounds, run.stop.patience, run.commit_every, ray.*,
+    track.* and more.
     """
     from raydfl.runs import resume
 
-    with progress_of(quiet, as_json) as progress:
+    with show_progress(quiet, as_json) as progress:
         result = resume(directory, overrides or [], progress, trust)
-    _end(result, quiet)
+    _exit_with(result, quiet)
 
 
 @app.command("replay")
 def replay_command(
     directory: RunDir,
-    round_number: Annotated[int, typer.Option("--round", min=1, help="the round, counted from 1")],
-    client: Annotated[str, typer.Option("--client", help="the client's id")],
-    save: Annotated[Path | None, typer.Option("--save", help="write the update to this safetensors file")] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="open the debugger where the method's code fails")] = False,
+    round_number: Annotated[int, typer.Option("--round", min=1, help="number of the round, from 1")],
+    client: Annotated[str, typer.Option("--client", help="id of the client")],
+    save: Annotated[Path | None, typer.Option("--save", help="safetensors file for the client update")] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="open the debugger if the method's code fails")] = False,
     trust: Trust = False,
 ) -> None:
-    """Do one client's work of one round again.
+    """Repeat the local training of one client in one round.
 
-    It is done in this process, from what the run has kept; the run is not changed.
+    The training runs in this process, from the files of the run. The run does not change.
     """
     from raydfl.runs import replay
 
@@ -153,14 +158,14 @@ def replay_command(
         if cause is not None:
             traceback.print_exception(cause)
             if debug:
-                import pdb  # noqa: T100  (asked for)
+                import pdb  # noqa: T100  (the user asked for it)
 
                 pdb.post_mortem(cause.__traceback__)
         raise
     console = Console(highlight=False)
-    who = replayed.client
-    models = ", ".join(f"{spec.name}={spec.architecture}" for spec in who.models)
-    console.print(f"client {who.id!r}: {who.num_examples} examples, {models}", markup=False)
+    client_info = replayed.client
+    models = ", ".join(f"{spec.name}={spec.architecture}" for spec in client_info.models)
+    console.print(f"client {client_info.id!r}: {client_info.num_examples} examples, {models}", markup=False)
     console.print(f"round {replayed.round}, phase {replayed.phase!r}", markup=False)
     for name, value in replayed.metrics.items():
         console.print(f"{name}: {value:.6g}", markup=False)
@@ -177,7 +182,7 @@ def replay_command(
     if save is not None:
         from raydfl.core.tensor_file import to_safetensors
 
-        with writing(save):
+        with explain_write_errors(save):
             save.write_bytes(to_safetensors(replayed.update.tensors))
         console.print(f"update written to {save}", markup=False)
 
@@ -186,13 +191,13 @@ def replay_command(
 def report_command(
     directories: Annotated[
         list[Path],
-        typer.Argument(metavar="DIR...", help="run directories, or their URIs", show_default=False, parser=_run_dir),
+        typer.Argument(metavar="DIR...", help="run directories or their URIs", show_default=False, parser=_run_dir),
     ],
     out: Annotated[
-        Path | None, typer.Option("--out", help="the page to write; default: report.html in the one DIR, or here")
+        Path | None, typer.Option("--out", help="page to write; default: report.html in DIR, or here for several runs")
     ] = None,
 ) -> None:
-    """Write one HTML page about a run, or one that compares several."""
+    """Write an HTML report of one run, or a comparison of several runs."""
     from raydfl.runs.report import read_run, write_page
 
     if out is None:
@@ -205,13 +210,16 @@ def report_command(
 
 
 ModelName = Annotated[
-    str | None, typer.Option("--model", help="which model; default: the shared one, or what --client keeps for itself")
+    str | None,
+    typer.Option("--model", help="name of the model; default: the shared model, or the private model of --client"),
 ]
-ClientId = Annotated[str | None, typer.Option("--client", help="the model of this client, with its private part")]
+ClientId = Annotated[
+    str | None, typer.Option("--client", help="use the model of this client, including its private layers")
+]
 
 
 BestRound = Annotated[
-    bool, typer.Option("--best", help="the models of the best round, which run.best keeps; default: of the last round")
+    bool, typer.Option("--best", help="use the models of the best round (see run.best) instead of the last")
 ]
 
 
@@ -222,32 +230,30 @@ def predict_command(
         list[Path] | None,
         typer.Argument(
             metavar="FILE...",
-            help="recordings or images, folders of them, or *.tar, *.parquet or *.arrow files with them inside",
+            help="recordings or images, their folders, or archives (*.tar, *.parquet, *.arrow)",
             show_default=False,
         ),
     ] = None,
     model: ModelName = None,
     client: ClientId = None,
-    top: Annotated[int, typer.Option("--top", min=1, help="how many classes to show for each recording")] = 1,
-    as_csv: Annotated[bool, typer.Option("--csv", help="print comma-separated values")] = False,
+    top: Annotated[int, typer.Option("--top", min=1, help="number of classes to show per recording")] = 1,
+    as_csv: Annotated[bool, typer.Option("--csv", help="print CSV")] = False,
     as_json: Json = False,
     threshold: Annotated[
         float | None,
-        typer.Option("--threshold", help="the score from which on a recording is anomalous; default: the run's own"),
+        typer.Option("--threshold", help="smallest anomalous score; default: the threshold of the run"),
     ] = None,
     dcase: Annotated[
         Path | None,
         typer.Option(
             "--dcase",
-            help="folder for the files of a submission to DCASE's task 2, in place of what is printed",
+            help="write a DCASE task 2 submission into this folder instead of printing",
             show_default=False,
         ),
     ] = None,
     test: Annotated[
         bool,
-        typer.Option(
-            "--test", help="score the run's own test clips, in place of FILEs, for DIR/scores.csv and the report"
-        ),
+        typer.Option("--test", help="score the run's test clips instead of FILEs; write DIR/scores.csv and the report"),
     ] = False,
     best: BestRound = False,
     view: Annotated[
@@ -255,18 +261,17 @@ def predict_command(
         typer.Option(
             "--view",
             metavar="NAME=PATH",
-            help="with a model of several views (--model fusion): the folder with the files of a further view, named as the "
-            "recordings are",
+            help="folder with the files of another view, for models of several views (--model fusion). File names must "
+            "match those of the recordings.",
             show_default=False,
         ),
     ] = None,
     trust: Trust = False,
 ) -> None:
-    """Classify recordings with a model of the run in DIR, or say of them what else the run's objective answers.
+    """Predict classes, sets of classes or anomaly scores with a model of the run in DIR.
 
-    They go through the run's own front end: wav, flac, ogg, opus, mp3, aiff and others, any rate and number of channels; or images,
-    where the model reads these; or films, with the extra video. Those that cannot be read are named at the end, with exit code 2;
-    all others are classified.
+    Recordings are wav, flac, ogg, opus, mp3, aiff and more, at any sample rate and number of channels. Models of images read
+    images. Videos need the extra "video". Unreadable files are listed at the end, with exit code 2.
     """
     import dataclasses
 
@@ -283,21 +288,21 @@ def predict_command(
     from raydfl.runs.report import write_report
 
     if test != (not files):
-        raise InputError("give either recordings (FILE...) or --test, for the run's own test clips")
+        raise InputError("Name recordings (FILE...), or use --test for the test clips of the run, but not both.")
     files = files or []
     if as_csv and as_json:
-        raise InputError("--csv and --json: choose one")
-    given = None if threshold is None else Threshold(threshold, "given")
+        raise InputError("--csv and --json exclude each other. Remove one of them.")
+    user_threshold = None if threshold is None else Threshold(threshold, "given")
     if test:
         if client is not None or dcase is not None:
-            raise InputError("--test scores each client's clips by its own model; leave out --client and --dcase")
-        scored = score_tests(directory, model, given, trust, best)
+            raise InputError("--test scores the clips of each client with its own model. Remove --client and --dcase.")
+        scored = score_tests(directory, model, user_threshold, trust, best)
         print(scored)  # noqa: T201
         print(write_report([scored.parent], scored.parent))  # noqa: T201
         return
     if dcase is not None:
         written = write_submission(
-            directory, files, dcase, model=model, client=client, threshold=given, trust=trust, best=best
+            directory, files, dcase, model=model, client=client, threshold=user_threshold, trust=trust, best=best
         )
         for path in written:
             print(path)  # noqa: T201
@@ -305,18 +310,18 @@ def predict_command(
     form: Form = "csv" if as_csv else "json" if as_json else "table"
     loaded = open_model(directory, model, client, trust, best, bool(view))
     if isinstance(loaded, RunFusion):
-        if given is not None:
-            raise InputError(f"--model {model}: it gives no scores; leave out --threshold")
-        found = fused_predictions(loaded, files, _files_of_views(view or []))
-        show(found, min(top, len(loaded.student.classes)), form, loaded.description, several=True)
+        if user_threshold is not None:
+            raise InputError(f"--model {model}: this model computes no anomaly scores. Remove --threshold.")
+        fused = fused_predictions(loaded, files, _parse_views(view or []))
+        show(fused, min(top, len(loaded.student.classes)), form, loaded.description, several=True)
         return
-    if given is not None:
+    if user_threshold is not None:
         if loaded.objective.answers != "score":
-            raise InputError(f"--threshold: model {loaded.name!r} gives no scores; leave it out")
-        loaded = dataclasses.replace(loaded, threshold=given)
+            raise InputError(f"--threshold: model {loaded.name!r} computes no anomaly scores. Remove this option.")
+        loaded = dataclasses.replace(loaded, threshold=user_threshold)
     heading = loaded.description
     if loaded.threshold is not None:
-        heading += f"\nanomalous from {loaded.threshold.value:.4g} on ({loaded.threshold.origin})"
+        heading += f"\nanomalous at {loaded.threshold.value:.4g} or above ({loaded.threshold.origin})"
     show(
         predictions(loaded, files),
         min(top, len(loaded.classes)),
@@ -327,14 +332,15 @@ def predict_command(
     )
 
 
-def _files_of_views(given: list[str]) -> dict[str, Path]:
-    found: dict[str, Path] = {}
-    for each in given:
-        name, equals, path = each.partition("=")
+def _parse_views(arguments: list[str]) -> dict[str, Path]:
+    """Convert ``NAME=PATH`` arguments to the folder of each view."""
+    folders: dict[str, Path] = {}
+    for argument in arguments:
+        name, equals, path = argument.partition("=")
         if not (name and equals and path):
-            raise InputError(f"--view {each}: write NAME=PATH, such as --view image=pictures")
-        found[name] = Path(path)
-    return found
+            raise InputError(f"--view {argument}: expected NAME=PATH, such as --view image=pictures.")
+        folders[name] = Path(path)
+    return folders
 
 
 @app.command("export")
@@ -343,27 +349,29 @@ def export_command(
     model: ModelName = None,
     client: ClientId = None,
     out: Annotated[
-        Path | None, typer.Option("--out", help="the .onnx file; default: DIR/export/MODEL.onnx", show_default=False)
+        Path | None, typer.Option("--out", help="file to write; default: DIR/export/MODEL.onnx", show_default=False)
     ] = None,
     best: BestRound = False,
     trust: Trust = False,
-    given: Annotated[
+    graph_input: Annotated[
         Literal["features", "wave"],
-        typer.Option("--input", help="what the graph takes: features, or samples, with the front end inside"),
+        typer.Option("--input", help="input of the graph: features, or samples (includes the front end)"),
     ] = "features",
     quantize: Annotated[
         Literal["int8"] | None,
         typer.Option(
-            "--quantize", help="int8: weights and activations of 8 bits, measured on the test", show_default=False
+            "--quantize",
+            help="int8: 8-bit weights and activations, with the change of the test metric",
+            show_default=False,
         ),
     ] = None,
     streaming: Annotated[
-        bool, typer.Option("--streaming", help="samples come piece by piece, and a state is carried (CRNNs)")
+        bool, typer.Option("--streaming", help="export a CRNN that reads samples in chunks and carries its state")
     ] = False,
 ) -> None:
-    """Write a model of the run in DIR as ONNX, with a JSON file beside it that says how to feed it.
+    """Export a model of the run in DIR as ONNX, with a JSON description of its inputs and outputs.
 
-    The file is compared with PyTorch, or with raydfl predict where it takes samples, before it is written.
+    The export is first compared with PyTorch, or with raydfl predict if its input is samples.
     """
     from raydfl.runs.inference import export_model
 
@@ -374,14 +382,14 @@ def export_command(
         client=client,
         trust=trust,
         best=best,
-        input=given,
+        input=graph_input,
         quantize=quantize,
         streaming=streaming,
     )
     print(exported.path)  # noqa: T201
     print(exported.description_path)  # noqa: T201
     print(f"round {exported.description['round']}{', ' * bool(exported.chosen)}{exported.chosen}")  # noqa: T201
-    against = "PyTorch" if given == "features" and not streaming else "raydfl predict"
+    against = "PyTorch" if graph_input == "features" and not streaming else "raydfl predict"
     print(f"largest difference to {against}: {exported.difference:.1e} ({exported.output})")  # noqa: T201
     if exported.quantised:
         print(exported.quantised)  # noqa: T201
@@ -391,26 +399,29 @@ def export_command(
 @app.command("sweep", cls=TakesSettings)
 @app.command("search", cls=TakesSettings)
 def study_command(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="the study, a YAML file", show_default=False)],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="study file (YAML)", show_default=False)],
     overrides: Overrides = None,
     only: Annotated[
-        list[str] | None, typer.Option("--only", help="AXIS=LABEL,LABEL: leave out the other cells of this axis")
+        list[str] | None, typer.Option("--only", help="AXIS=LABEL,LABEL: run only these cells of the axis")
     ] = None,
     parallel: Annotated[
-        int | None, typer.Option("--parallel", min=1, help="runs at a time; default: what the CPUs and GPUs allow")
+        int | None,
+        typer.Option("--parallel", min=1, help="number of concurrent runs; default: limited by CPUs and GPUs"),
     ] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="check all configurations, and that the data sets exist")
+        bool, typer.Option("--check", help="check all configurations and data sets without training")
     ] = False,
-    table: Annotated[bool, typer.Option("--table", help="write the tables and the page of the results so far")] = False,
+    table: Annotated[
+        bool, typer.Option("--table", help="write the tables and the page from the current results without training")
+    ] = False,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Train all runs of a study side by side, and put their results into tables and one page.
+    """Train the runs of a study in parallel, and summarise their results in tables and one page.
 
-    A study compares settings in a grid (axes), searches good settings (domains), or both; sweep and search are other names of the
-    command. KEY=VALUE also changes the study's own settings (samples=20). Finished runs are never repeated. Ctrl-C lets runs stop
-    after their round; the same command continues them.
+    A study compares settings in a grid (axes), searches for good settings (domains), or both. "sweep" and "search" are aliases
+    of this command. KEY=VALUE also overrides settings of the study itself (samples=20). Finished runs are never repeated. Ctrl-C
+    stops the runs after their current round. The same command continues them.
     """
     from raydfl.cli.experiments import describe_study, do_study  # PyTorch and Ray Tune take seconds
     from raydfl.experiments import check_data_sets, corners, load_study
@@ -420,7 +431,7 @@ def study_command(
         print(describe_study(study))  # noqa: T201
         check_data_sets(study.distinct or [study.at_corner(values) for values in corners(study.settings)])
         return
-    with progress_of(quiet, as_json) as progress:
+    with show_progress(quiet, as_json) as progress:
         code = do_study(study, progress, table_only=table)
     if code:
         raise typer.Exit(code)
@@ -432,13 +443,13 @@ def methods_command(
         list[str] | None,
         typer.Argument(
             metavar="NAME",
-            help="these methods, rules, attacks, objectives or architectures; default: all",
+            help="methods, rules, attacks, objectives, transforms or architectures; default: all",
             show_default=False,
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """List all methods, aggregation rules, attacks, objectives and architectures, with options, ranges and defaults."""
+    """List methods, aggregation rules, attacks, objectives and architectures, with their options."""
     from raydfl.cli.explain import explain_methods, methods_as_data
 
     if as_json:
@@ -449,9 +460,9 @@ def methods_command(
 
 @app.command("config", cls=TakesSettings)
 def config_command(file: File, overrides: Overrides = None) -> None:
-    """Print the resolved configuration, every field explained.
+    """Print the resolved configuration with an explanation of every setting.
 
-    It is FILE with all defaults; comments say meaning, unit and range of each field.
+    The output contains FILE and all defaults, with comments on meaning, unit and range.
     """
     from raydfl.cli.explain import explain_config
     from raydfl.engine import load_config
@@ -460,11 +471,11 @@ def config_command(file: File, overrides: Overrides = None) -> None:
 
 
 _INTERRUPTED = 130
-"""The exit code that Typer gives to Ctrl-C."""
+"""Exit code of Typer after Ctrl-C."""
 
 
 def _check_working_directory() -> None:
-    """Refuse a deleted working directory, in which PyTorch's libraries end the process without a reason."""
+    """Reject a deleted working directory. PyTorch would end the process there without a message."""
     try:
         Path.cwd()
     except OSError as error:
@@ -474,7 +485,7 @@ def _check_working_directory() -> None:
 
 
 def main(arguments: list[str] | None = None) -> Any:
-    """Entry point: turns errors that were raised on purpose into one message and the right exit code."""
+    """Run the command line. Errors of raydfl become one message and an exit code."""
     try:
         _check_working_directory()
         app(arguments, prog_name="raydfl")

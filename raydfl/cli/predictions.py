@@ -1,4 +1,4 @@
-"""Printed predictions: a table, CSV, or one JSON object a line."""
+"""Output of predictions as a table, CSV or JSON lines."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from raydfl.runs.inference import Prediction
 Form = Literal["table", "csv", "json"]
 
 _UNFOLDED = 10_000
-"""Columns of a table that is not printed on a terminal."""
+"""Width of tables outside a terminal, in characters."""
 _LISTED = 10
-"""Recordings that could not be classified, named in the error."""
+"""Largest number of unreadable recordings to name in the error."""
 
 
 def show(
-    found: Iterable[Prediction],
+    results: Iterable[Prediction],
     top: int,
     form: Form,
     heading: str,
@@ -34,19 +34,19 @@ def show(
     answers: str = "class",
     several: bool = False,
 ) -> None:
-    """Print predictions: JSON and CSV as they come, a table at the end.
+    """Print predictions. JSON and CSV stream their rows, a table is printed at the end.
 
     Args:
-        found: the predictions.
-        top: classes to show for each recording, at least 1.
-        form: what is printed.
-        heading: above a table.
-        out: where to; standard output by default.
-        answers: what the predictions say: "class", "set" or "score".
-        several: whether it differs which model answered: then that is shown, of classes.
+        results: the predictions.
+        top: number of classes to show per recording, at least 1.
+        form: output format.
+        heading: text above a table.
+        out: output stream. Standard output by default.
+        answers: type of the predictions: "class", "set" or "score".
+        several: whether to show the model of each prediction. Only for classes.
 
     Raises:
-        InputError: some of the recordings could not be classified; all others have been printed.
+        InputError: some recordings could not be classified. All predictions have been printed.
     """
     out = out or sys.stdout
     failed: list[Prediction] = []
@@ -60,44 +60,50 @@ def show(
     elif several:
         writers |= {"csv": partial(_write_csv, several=True), "table": partial(_write_table, several=True)}
 
-    def counted() -> Iterable[Prediction]:
+    def count_predictions() -> Iterable[Prediction]:
         nonlocal total
-        for prediction in found:
+        for prediction in results:
             total += 1
             if prediction.error:
                 failed.append(prediction)
             yield prediction
 
-    writers[form](counted(), top, heading, out)
+    writers[form](count_predictions(), top, heading, out)
     out.flush()
     if failed:
-        shown = [f"  {shown_name(prediction.file)}: {prediction.error}" for prediction in failed[:_LISTED]]
+        errors = [f"  {shown_name(prediction.file)}: {prediction.error}" for prediction in failed[:_LISTED]]
         more = [f"  and {len(failed) - _LISTED} more"] if len(failed) > _LISTED else []
-        raise InputError("\n".join([f"{len(failed)} of {total} could not be classified:", *shown, *more]))
+        raise InputError("\n".join([f"{len(failed)} of {total} could not be classified:", *errors, *more]))
 
 
 def as_data(prediction: Prediction, top: int) -> dict[str, Any]:
-    """Return a prediction as one JSON object: ``file``, ``label``, ``probability``, ``top``; or ``file`` and ``error``.
+    """Return a prediction as JSON data.
 
-    Of a set of classes ``labels`` takes the place of ``label`` and ``probability``; of a score, ``score`` that of all, with
-    ``decision``, ``threshold`` and ``threshold_origin`` where there is a threshold.
+    Args:
+        prediction: the prediction.
+        top: number of classes in ``top``.
+
+    Returns:
+        ``file``, ``label``, ``probability`` and ``top`` for a class; ``file``, ``labels`` and ``top`` for a set of classes;
+        ``file`` and ``score`` for a score, with ``decision``, ``threshold`` and ``threshold_origin`` if there is a threshold;
+        ``file`` and ``error`` for an unreadable recording.
     """
     if prediction.error:
         return {"file": shown_name(prediction.file), "error": prediction.error}
     if prediction.answers == "score":
-        return {"file": shown_name(prediction.file), "score": prediction.score, **_decided(prediction)}
-    own: dict[str, Any] = {"label": prediction.label, "probability": prediction.probability}
+        return {"file": shown_name(prediction.file), "score": prediction.score, **_describe_decision(prediction)}
+    answer: dict[str, Any] = {"label": prediction.label, "probability": prediction.probability}
     if prediction.answers == "set":
-        own = {"labels": list(prediction.labels)}
+        answer = {"labels": list(prediction.labels)}
     return {
         "file": shown_name(prediction.file),
         **({"model": prediction.model} if prediction.model else {}),
-        **own,
+        **answer,
         "top": [{"label": label, "probability": probability} for label, probability in prediction.top(top)],
     }
 
 
-def _decided(prediction: Prediction) -> dict[str, Any]:
+def _describe_decision(prediction: Prediction) -> dict[str, Any]:
     threshold = prediction.threshold
     if threshold is None:
         return {}
@@ -109,13 +115,13 @@ def _write_json(found: Iterable[Prediction], top: int, _: str, out: TextIO) -> N
 
 
 def _write_csv(found: Iterable[Prediction], top: int, _: str, out: TextIO, several: bool = False) -> None:
-    """Print CSV: a column ``label`` and ``probability`` for each rank, then ``model`` where ``several`` answered, and ``error``."""
+    """Write CSV: ``label`` and ``probability`` for each rank, then ``model`` if ``several``, then ``error``."""
     writer = csv.writer(out, lineterminator="\n")
     ranks = [""] + [f"_{rank}" for rank in range(2, top + 1)]
     model = ["model"] * several
     writer.writerow(["file", *(name + rank for rank in ranks for name in ("label", "probability")), *model, "error"])
     for prediction in found:
-        cells = [cell for pair in _ranked(prediction, top) for cell in pair]
+        cells = [cell for pair in _top_classes(prediction, top) for cell in pair]
         cells = [*cells, *[""] * (2 * top - len(cells)), *[prediction.model] * several]
         writer.writerow([shown_name(prediction.file), *cells, prediction.error])
 
@@ -124,8 +130,8 @@ def _write_score_csv(found: Iterable[Prediction], _: int, __: str, out: TextIO) 
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(["file", "score", "decision", "threshold", "threshold_origin", "error"])
     for prediction in found:
-        score, decided = ("", {}) if prediction.error else (prediction.score, _decided(prediction))
-        cells = [decided.get(name, "") for name in ("decision", "threshold", "threshold_origin")]
+        score, decision = ("", {}) if prediction.error else (prediction.score, _describe_decision(prediction))
+        cells = [decision.get(name, "") for name in ("decision", "threshold", "threshold_origin")]
         writer.writerow([shown_name(prediction.file), score, *cells, prediction.error])
 
 
@@ -139,12 +145,12 @@ def _write_score_table(found: Iterable[Prediction], _: int, heading: str, out: T
 
 
 def _write_set_csv(found: Iterable[Prediction], top: int, _: str, out: TextIO) -> None:
-    """Write a column for the classes that it has, then ``label`` and ``probability`` for each rank, then ``error``."""
+    """Write CSV: the set of classes, then ``label`` and ``probability`` for each rank, then ``error``."""
     writer = csv.writer(out, lineterminator="\n")
     ranks = [""] + [f"_{rank}" for rank in range(2, top + 1)]
     writer.writerow(["file", "labels", *(name + rank for rank in ranks for name in ("label", "probability")), "error"])
     for prediction in found:
-        cells = [cell for pair in _ranked(prediction, top) for cell in pair] or [""] * 2 * top
+        cells = [cell for pair in _top_classes(prediction, top) for cell in pair] or [""] * 2 * top
         writer.writerow([shown_name(prediction.file), "|".join(prediction.labels), *cells, prediction.error])
 
 
@@ -152,12 +158,12 @@ def _write_set_table(found: Iterable[Prediction], top: int, heading: str, out: T
     table = Table("file", "labels", "most probable", box=None, pad_edge=False)
     table.columns[0].overflow = "fold"
     for prediction in found:
-        ranks = ", ".join(f"{label} {probability:.3f}" for label, probability in _ranked(prediction, top))
+        ranks = ", ".join(f"{label} {probability:.3f}" for label, probability in _top_classes(prediction, top))
         table.add_row(*map(Text, (shown_name(prediction.file), ", ".join(prediction.labels) or "-", ranks)))
     _print(table, heading, out)
 
 
-def _ranked(prediction: Prediction, top: int) -> Sequence[tuple[str, float]]:
+def _top_classes(prediction: Prediction, top: int) -> Sequence[tuple[str, float]]:
     return [] if prediction.error else prediction.top(top)
 
 
@@ -169,7 +175,7 @@ def _write_table(found: Iterable[Prediction], top: int, heading: str, out: TextI
         table.add_column("model")
     table.columns[0].overflow = "fold"
     for prediction in found:
-        cells = [f"{label} {probability:.3f}" for label, probability in _ranked(prediction, top)[1:]]
+        cells = [f"{label} {probability:.3f}" for label, probability in _top_classes(prediction, top)[1:]]
         first = ["-", ""] if prediction.error else [prediction.label, f"{prediction.probability:.3f}"]
         table.add_row(
             Text(shown_name(prediction.file)),
@@ -181,7 +187,7 @@ def _write_table(found: Iterable[Prediction], top: int, heading: str, out: TextI
 
 
 def _print(table: Table, heading: str, out: TextIO) -> None:
-    # Long names are folded on a terminal only: elsewhere a line is a recording.
+    # Long names wrap only on a terminal. Elsewhere every recording must stay on one line.
     console = Console(file=out, highlight=False, width=None if out.isatty() else _UNFOLDED)
     console.print(heading, markup=False, soft_wrap=True)
     console.print(table)

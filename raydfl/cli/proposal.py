@@ -1,4 +1,4 @@
-"""Proposals for the data at hand: a split and a partition that fit the list of clips, and settings of a run of ours."""
+"""Proposals for a first run: a split and a partition that fit the clips, and settings of a similar run."""
 
 from __future__ import annotations
 
@@ -29,39 +29,39 @@ from raydfl.engine import Config, apply_values, make_config
 
 _WIDTH = 110
 _LEAST_GROUPS = 3
-"""Groups from which on they can be clients, one of them or more held out."""
+"""Smallest number of groups for holding out whole groups."""
 _FOLDS = ("fold", "session")
-"""Columns by which publishers cross-validate."""
+"""Columns with the publisher's cross-validation folds."""
 _OFFICIAL = {"test": {"by": "split"}}
 _OWNER = re.compile(
     r"(?:speaker|spk|talker|singer|actor|subject|participant|patient|person|user|client|owner|device)(?:_?id|_?name)?",
     re.IGNORECASE,
 )
-"""Names of columns that name the owners of clips."""
+"""Names of columns with the owners of clips."""
 _NORMAL, _ANOMALOUS = re.compile("normal", re.IGNORECASE), re.compile("abnormal|anomal", re.IGNORECASE)
-"""Beginnings of the names of machines' conditions."""
+"""Prefixes of the names of normal and anomalous conditions."""
 _NORMAL_SHARES = (0.25, 0.5)
-"""Shares of a machine's normal clips in its test set."""
+"""Fractions of a machine's normal clips to hold out for its test set."""
 _SHARES = (0.2, 0.3, 0.5)
 _CLIPS_EACH = 20
-"""Training clips of a client where nobody owns the clips, and the numbers of such clients."""
+"""Training clips of each client if clips have no owners. ``_CLIENTS`` limits the number of clients."""
 _CLIENTS = (2, 50)
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """One of our own runs, with what it learned."""
+    """A reference run with its settings and its result."""
 
     what: str
     clients: int
     clips: int
-    """Training clips of a client, about."""
+    """Training clips of a client, approximately."""
     cohort: int
-    """Clients a round."""
+    """Clients per round."""
     local_epochs: int
     batch_size: int
     lr: float
-    """Adam's learning rate."""
+    """Learning rate of Adam."""
     rounds: int
     result: str
 
@@ -79,23 +79,23 @@ STARTS = (
         4,
         0.003,
         15,
-        "10 of 21 test clips of 7 classes, too few to say more",
+        "10 of 21 test clips of 7 classes, too few for a conclusion",
     ),
     Start("Speech Commands' test set, 106 speakers", 106, 3, 21, 2, 4, 0.003, 40, "45 % of 12 classes, still rising"),
 )
-"""FedAvg, its default network, Adam. Each has been run, none is a guess: docs/data.md has the commands."""
+"""Measured runs of FedAvg with its default network and Adam. docs/data.md has the commands."""
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Settings that have been tried on the list of clips."""
+    """Settings that fit the list of clips."""
 
     settings: Mapping[str, Any]
     """Values by setting, such as ``data.split``."""
     sizes: np.ndarray
-    """Clips of each client without its test set, int64 [clients]."""
+    """Clips of each client outside its test set, int64 [clients]."""
     tested: int
-    """Clips in the test sets of server and clients."""
+    """Clips in the test sets of the server and the clients."""
     reasons: Sequence[str]
 
 
@@ -106,25 +106,25 @@ class Conditions:
     column: str
     anomalous: list[str]
     objective: Mapping[str, Any]
-    """The setting ``objective`` by its name; empty if the configured objective stays."""
+    """New value of the setting ``objective``. Empty if the configured objective stays."""
 
 
 def propose(config: Config, given: Sequence[str], problem: DataError | None = None) -> Iterator[str]:
-    """Yield lines with settings to copy into a file, the reasons, and the command of a run. No clip is read.
+    """Yield proposed settings, their reasons and a command as lines of text. No clip is read.
 
     Args:
-        config: the configuration at hand; its split and partition need not fit.
-        given: how the user named it: the file, then the overrides.
-        problem: the reason why the configuration does not fit.
+        config: the configuration. Its split and partition need not fit the clips.
+        given: the user's arguments: the file, then the overrides.
+        problem: the error of the configured split or partition, if any.
 
     Raises:
-        InputError: the recordings are not there.
+        InputError: the recordings are missing.
         DataError: ``problem``, if no proposal solves it.
     """
-    found = find(config)
+    proposal = find_proposal(config)
     yield ""
-    if found is None:
-        yield "No split and partition were found that fit these clips: too few of a class, or of all."
+    if proposal is None:
+        yield "No split and partition fit these clips: there are too few clips, or too few clips of a class."
         if problem is not None:
             raise problem
         return
@@ -137,26 +137,26 @@ def propose(config: Config, given: Sequence[str], problem: DataError | None = No
             break_long_words=False,
         )
     yield (
-        f"To begin with: {len(found.sizes):,} clients, {sizes_text(found.sizes)}; {found.tested:,} test clips. Tried on this "
-        f"list."
+        f"Proposal: {len(proposal.sizes):,} clients, {sizes_text(proposal.sizes)}; {proposal.tested:,} test clips. It fits these "
+        f"clips."
     )
-    for reason in found.reasons:
+    for reason in proposal.reasons:
         yield from textwrap.wrap(reason, _WIDTH, initial_indent="  - ", subsequent_indent="    ")
-    yield f"Beside what is in {given[0]}:"
-    above = None
-    for path, value in found.settings.items():
+    yield f"Add to {given[0]}:"
+    previous = None
+    for path, value in proposal.settings.items():
         group, _, key = path.rpartition(".")
-        if group and group != above:
+        if group and group != previous:
             yield f"  {group}:"
         yield f"{'    ' if group else '  '}{key}: {to_yaml(value)}"
-        above = group
+        previous = group
     yield "next: copy these lines, or set them on the command line:"
-    overrides = [shlex.quote(f"{path}={to_yaml(value)}") for path, value in found.settings.items()]
+    overrides = [shlex.quote(f"{path}={to_yaml(value)}") for path, value in proposal.settings.items()]
     yield " \\\n    ".join(["  raydfl run " + " ".join(map(shlex.quote, given)), *overrides])
 
 
-def find(config: Config) -> Proposal | None:
-    """Return a split and a partition that fit the clips, as a run would divide them; ``None``: nothing does."""
+def find_proposal(config: Config) -> Proposal | None:
+    """Return a split and a partition that fit the clips, or ``None`` if nothing fits."""
     values = config.model_dump(mode="json")
 
     def configure(settings: Mapping[str, Any]) -> Config:
@@ -165,7 +165,7 @@ def find(config: Config) -> Proposal | None:
     settings: dict[str, Any] = {}
     reasons: list[str] = []
     manifest, classes = list_clips(config.data, config.run.seed)
-    for choose in (_owner, _ungrouped):
+    for choose in (_propose_owner, _propose_ungrouped):
         chosen, why = choose(config.data, manifest)
         if chosen:
             settings, reasons = settings | chosen, [*reasons, why]
@@ -178,12 +178,12 @@ def find(config: Config) -> Proposal | None:
             configure(objective)
         except InputError:
             objective["method"] = "fedavg"
-            reasons.append(f"{config.method['name']} needs classes to learn; fedavg does not")
+            reasons.append(f"{config.method['name']} needs labelled classes, fedavg does not")
     replaced = {"test", "as_published"} | ({"client_test", "official_validation"} if conditions is not None else set())
-    own = config.data.split.model_dump(mode="json", exclude_defaults=True, exclude=replaced)
+    configured = config.data.split.model_dump(mode="json", exclude_defaults=True, exclude=replaced)
     tests = [*(_tests(manifest) if conditions is None else _tests_of_machines(manifest, conditions))]
     for kept, strict, (test, why_test), (partition, why_partition) in itertools.product(
-        [own, {}] if own else [{}], (True, False), tests, _partitions(manifest, skewed=conditions is None)
+        [configured, {}] if configured else [{}], (True, False), tests, _partitions(manifest, skewed=conditions is None)
     ):
         tried = {**settings, "data.split": {**kept, **test}, "data.partition": partition, **objective}
         try:
@@ -195,8 +195,8 @@ def find(config: Config) -> Proposal | None:
             if conditions is not None:
                 fits = _suits_machines(tables, conditions, strict)
             else:
-                there = np.unique(tables.codes("label")[tables.has_role("test")])
-                fits = not strict or len(there) == len(classes) or test == _OFFICIAL
+                tested_classes = np.unique(tables.codes("label")[tables.has_role("test")])
+                fits = not strict or len(tested_classes) == len(classes) or test == _OFFICIAL
             if not fits:
                 continue
             train, why_train = _train(len(sizes), float(np.median(sizes)))
@@ -205,13 +205,15 @@ def find(config: Config) -> Proposal | None:
         except InputError:
             continue
         tested = int(tables.has_role("test", "client_test").sum())
-        left_out = ["the other keys of data.split do not fit these clips: they are left out"] if kept != own else []
+        left_out = (
+            ["the configured keys of data.split do not fit these clips and are omitted"] if kept != configured else []
+        )
         return Proposal(tried, sizes, tested, [*reasons, *left_out, why_test, why_partition, why_train])
     return None
 
 
-def _owner(data: DataSettings, manifest: pa.Table) -> tuple[dict[str, Any], str]:
-    """Propose the column that names the owners of clips, if the list has no groups."""
+def _propose_owner(data: DataSettings, manifest: pa.Table) -> tuple[dict[str, Any], str]:
+    """Propose the column with the owners of clips, if no clip has a group."""
     options = [option.name for option in options_of(find_dataset(data.name))]
     if "group_column" not in options or manifest.column("group").null_count < manifest.num_rows:
         return {}, ""
@@ -219,25 +221,25 @@ def _owner(data: DataSettings, manifest: pa.Table) -> tuple[dict[str, Any], str]
         owners = len(manifest.column(column).drop_null().unique()) if _OWNER.fullmatch(column) else 0
         if 1 < owners < manifest.num_rows:
             return {"data.group_column": column}, (
-                f"the column {column} names {owners:,} owners of clips: they become the groups (data.group_column)"
+                f"column {column} has {owners:,} owners of clips, which become the groups (data.group_column)"
             )
     return {}, ""
 
 
-def _ungrouped(data: DataSettings, manifest: pa.Table) -> tuple[dict[str, Any], str]:
-    """Propose what to do with clips that have no group, and why."""
+def _propose_ungrouped(data: DataSettings, manifest: pa.Table) -> tuple[dict[str, Any], str]:
+    """Propose a treatment of clips without a group, with the reason."""
     group = manifest.column("group")
     known = len(group.drop_null().unique())
     if not group.null_count or known < _LEAST_GROUPS or group.null_count > manifest.num_rows / 2:
         return {}, ""
     labels = manifest.filter(group.is_null()).column("label").unique().to_pylist()
     return {"data.ungrouped": "deal"}, (
-        f"{group.null_count:,} clips ({', '.join(map(str, labels[:5]))}) have no group: they are dealt out to the {known:,} groups"
+        f"{group.null_count:,} clips ({', '.join(map(str, labels[:5]))}) have no group; the {known:,} groups get them"
     )
 
 
 def _conditions(config: Config, manifest: pa.Table) -> Conditions | None:
-    """Find the normal and the anomalous clips of machines, by the objective or by the names of labels."""
+    """Find normal and anomalous clips by the objective or by the names of labels."""
     objective = config.parts.method.objective
     detects, named = objective.answers == "score", getattr(objective, "normal", ())
     if detects and named:
@@ -258,10 +260,10 @@ def _conditions(config: Config, manifest: pa.Table) -> Conditions | None:
 
 
 def _tests_of_machines(manifest: pa.Table, conditions: Conditions) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield test sets of clients to try, the best first. None leaves an anomalous clip in training."""
+    """Yield candidate test sets of clients, best first. All keep anomalous clips out of training."""
     names = ", ".join(map(str, conditions.anomalous[:3])) + (" ..." if len(conditions.anomalous) > 3 else "")
-    why = f"the {conditions.column} says which clips are anomalous ({names}): clients test on them and train on the others alone"
-    classify = "To classify normal and anomalous clips instead, keep your objective and choose data.split yourself"
+    why = f"column {conditions.column} marks anomalous clips ({names}): clients test on them and train only on normal clips"
+    classify = "To classify normal and anomalous clips instead, keep your objective and set data.split yourself"
     official = manifest.column("split").unique().to_pylist()
     if "test" in official:
         rest = {"official_validation": "drop"} if "validation" in official else {}
@@ -271,14 +273,19 @@ def _tests_of_machines(manifest: pa.Table, conditions: Conditions) -> Iterator[t
         )
     for share in _NORMAL_SHARES:
         held_out = {"by": conditions.column, "values": conditions.anomalous, "others": share}
-        yield {"test": None, "client_test": held_out}, f"{why}; {share:.0%} of these are tested on too. {classify}"
+        yield (
+            {"test": None, "client_test": held_out},
+            f"{why}; {share:.0%} of the normal clips are in the tests too. {classify}",
+        )
 
 
 def _suits_machines(tables: Assignment, conditions: Conditions, strict: bool) -> bool:
-    """Return whether clients train on normal clips alone, and test on both kinds.
+    """Return whether clients train only on normal clips, and test on normal and anomalous clips.
 
     Args:
-        strict: every client must have both kinds in its test; otherwise one client.
+        tables: the assignment of clips.
+        conditions: the column that marks anomalous clips.
+        strict: whether every client needs both kinds in its test, instead of any client.
     """
     strange = np.isin(tables.texts(conditions.column, "data").astype(str), conditions.anomalous)
     both = np.all([tables.select(mine).sizes("client_test") > 0 for mine in (strange, ~strange)], axis=0)
@@ -287,21 +294,21 @@ def _suits_machines(tables: Assignment, conditions: Conditions, strict: bool) ->
 
 
 def _tests(manifest: pa.Table) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield test sets of the server to try, the best first, and the reason for each."""
-    for test, why in _held_out(manifest):
+    """Yield candidate test sets of the server, best first, with reasons."""
+    for test, why in _candidate_tests(manifest):
         yield {"test": test}, why
 
 
-def _held_out(manifest: pa.Table) -> Iterator[tuple[dict[str, Any] | None, str]]:
+def _candidate_tests(manifest: pa.Table) -> Iterator[tuple[dict[str, Any] | None, str]]:
     if "test" in manifest.column("split").to_pylist():
-        yield {"by": "split"}, "the set has an official split"
+        yield {"by": "split"}, "the data set has an official split"
     groups = manifest.column("group")
     count = len(groups.drop_null().unique())
     if not groups.null_count and count >= _LEAST_GROUPS:
         for share in _SHARES:
             yield (
                 {"by": "group", "fraction": share},
-                f"whole groups are held out, {share:.0%} of {count:,}: the test says what somebody new would get",
+                f"whole groups are held out, {share:.0%} of {count:,}: the test measures accuracy for new users",
             )
     for column in _FOLDS:
         values = manifest.column(column).unique().to_pylist() if column in manifest.column_names else []
@@ -309,39 +316,40 @@ def _held_out(manifest: pa.Table) -> Iterator[tuple[dict[str, Any] | None, str]]
             last = max(values)
             yield (
                 {"by": column, "values": [last]},
-                f"the set has folds for cross-validation: {column} {last} of {len(values)} is held out",
+                f"the data set has cross-validation folds: {column} {last} of {len(values)} is held out",
             )
     if "recording" in manifest.column_names and not manifest.column("recording").null_count:
         for share in _SHARES:
             yield (
                 {"by": "recording", "fraction": share},
-                f"whole recordings are held out, {share:.0%}, so that no part of one is trained on",
+                f"whole recordings are held out, {share:.0%}, so no test recording has clips in training",
             )
     for share in _SHARES:
         yield {"by": "clip", "fraction": share}, f"{share:.0%} of every label's clips are held out"
-    yield None, "nothing can be held out: too few clips of some label; find more before you trust a number"
+    yield None, "no test set: a label has too few clips. Collect more before you trust a result"
 
 
 def _partitions(manifest: pa.Table, skewed: bool) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield partitions to try, the best first, and the reason for each.
+    """Yield candidate partitions, best first, with reasons.
 
     Args:
-        skewed: also partitions with skewed labels.
+        manifest: the list of clips.
+        skewed: whether to include partitions with skewed labels.
     """
     groups = manifest.column("group")
     if not groups.null_count and len(groups.unique()) > 1:
-        yield {"by": "group"}, "every group is a client"
+        yield {"by": "group"}, "every group becomes a client"
     most = int(np.clip(manifest.num_rows // _CLIPS_EACH, *_CLIENTS))
-    why = "nobody owns the clips" if groups.null_count == len(groups) else "not by group"
+    why = "the clips have no owners" if groups.null_count == len(groups) else "the groups are not used"
     for clients in sorted({most, max(2, most // 2), 2}, reverse=True):
         dirichlet = {"by": "dirichlet", "clients": clients, "alpha": 0.5, "minimum": 2}
         if skewed:
-            yield dirichlet, f"{why}: labels are dealt skewed to {clients} clients; alpha 100 deals them evenly"
-        yield {"by": "iid", "clients": clients}, f"{why}: clips are dealt evenly to {clients} clients"
+            yield dirichlet, f"{why}: {clients} clients get skewed labels; alpha 100 makes them even"
+        yield {"by": "iid", "clients": clients}, f"{why}: {clients} clients get clips evenly"
 
 
 def _train(clients: int, clips: float) -> tuple[dict[str, Any], str]:
-    """Settings of the run of ours that is the most like so many clients of so many clips, and what came of it."""
+    """Return the training settings of the reference run with the most similar sizes, with its result."""
     start = min(STARTS, key=lambda run: abs(math.log(run.clips / clips)) + abs(math.log(run.clients / clients)) / 2)
     cohort = min(clients, max(round(clients * start.cohort / start.clients), 5))
     train = {
@@ -352,6 +360,6 @@ def _train(clients: int, clips: float) -> tuple[dict[str, Any], str]:
         "optimiser": {"name": "adam", "lr": start.lr},
     }
     return train, (
-        f"settings of the run of ours that is most like it, not tuned to these clips: {start.what}, {start.clients} clients of "
-        f"{start.clips} clips, {start.cohort} a round, {start.rounds} rounds: {start.result}"
+        f"settings of the most similar reference run, not tuned to these clips: {start.what}, {start.clients} clients with "
+        f"{start.clips} clips, {start.cohort} per round, {start.rounds} rounds: {start.result}"
     )

@@ -238,7 +238,7 @@ def test_data_sets_are_listed_and_described(raydfl: Raydfl) -> None:
     assert "test_takes = 5: takes with a lower number are the test set" in raydfl("data", "info", "fsdd").out
     raydfl("data", "info", "fsd").refuses("unknown data set 'fsd'; did you mean 'fsdd'?")
     raydfl("data", "info", "fsdd", "root=x").refuses(
-        "'root=x': settings go with a configuration file, and 'fsdd' is none"
+        "'root=x': 'fsdd' is not a configuration file. Settings need a configuration file before them."
     )
 
 
@@ -297,7 +297,7 @@ def test_features_are_prepared_once_and_announced(raydfl: Raydfl, tiny: Tiny, tm
     file = written(tiny(f"data.cache={tmp_path / 'cache'}"), tmp_path)
     events = raydfl("data", "prepare", file, "--json").events
     assert {"event": "steps", "description": "computing features", "done": 108, "total": 108} in events
-    ready = "features are ready: 6 clients, 36 test examples, 3 classes, 0 clips left out"
+    ready = "Features are ready: 6 clients, 36 test examples, 3 classes, 0 clips left out"
     assert events[-1] == {"event": "message", "text": ready}
     assert raydfl("data", "prepare", file).out == f"{ready}\n"
     assert raydfl("data", "prepare", file, "--quiet").out == ""

@@ -36,7 +36,7 @@ def test_it_writes_what_the_documentation_uses(raydfl: Raydfl, tmp_path: Path, m
     (tmp_path / "jobs" / "mine.yaml").write_text("mine")
     assert raydfl("init").out.partition("\n")[0].endswith(": 1")  # what is missing comes back, what is there stays
     assert (tmp_path / "jobs" / "mine.yaml").read_text() == "mine"
-    assert ": 0 (all were there)\n" in raydfl("init").out
+    assert ": 0 (all exist)\n" in raydfl("init").out
     assert "cd 'a folder' && raydfl run" in raydfl("init", "a folder").out
     assert _contents(tmp_path / "a folder") == _contents(ROOT)
 
@@ -52,7 +52,7 @@ def test_it_overwrites_nothing(raydfl: Raydfl, tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_made_is_named(raydfl: Raydfl, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    raydfl("init", tmp_path / "file" / "folder").refuses("file/folder", "cannot be written", "name another folder")
+    raydfl("init", tmp_path / "file" / "folder").refuses("file/folder", "cannot be written", "Choose another folder")
 
 
 def _output(command: list[str], folder: Path, **environment: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raydfl.cli.proposal import STARTS, find, propose
+from raydfl.cli.proposal import STARTS, find_proposal, propose
 from raydfl.core.errors import DataError
 from raydfl.core.yaml import parse_yaml
 from raydfl.data import Assignment, assign_clips, list_clips
@@ -31,7 +31,7 @@ def read_back(config: Config) -> tuple[Config, Config, list[str]]:
     """The configurations that the printed YAML and the printed command make, and what was printed."""
     lines = list(propose(config, ["FILE"]))
     text = "\n".join(lines)
-    yaml = text.partition("Beside what is in FILE:\n")[2].partition("next: ")[0]
+    yaml = text.partition("Add to FILE:\n")[2].partition("next: ")[0]
     values = config.model_dump(mode="json")
     beside = parse_yaml(yaml, "the proposal")
     merged = {**values, **beside, **{group: {**values[group], **beside[group]} for group in ("data", "train")}}
@@ -195,7 +195,7 @@ def test_sections_with_conditions_are_machines_too(tmp_path: Path) -> None:
 def test_an_objective_without_classes_stays(tmp_path: Path) -> None:
     config = configure(tmp_path, MACHINES["folders of nobody"][0])
     config = make_config({**config.model_dump(mode="json"), "objective": {"name": "contrast"}})
-    found = find(config)
+    found = find_proposal(config)
     assert found is not None
     assert "objective" not in found.settings
     assert found.settings["data.split"]["client_test"]["values"] == ["abnormal"]
@@ -214,7 +214,7 @@ def test_a_column_with_speakers_names_the_owners(tmp_path: Path, column: str) ->
     assert set(owners) == {f"00{speaker}" for speaker in range(6)}
     assert set(tables.ids) == set(owners[tables.has_role("train")])
     assert set(tables.ids) & set(owners[tables.has_role("test")]) == set()
-    assert any(f"the column {column} names 6 owners" in line for line in lines)
+    assert any(f"column {column} has 6 owners" in line for line in lines)
 
 
 def test_settings_of_the_split_that_do_not_fit_are_left_out(tmp_path: Path) -> None:
@@ -225,16 +225,16 @@ def test_settings_of_the_split_that_do_not_fit_are_left_out(tmp_path: Path) -> N
         in_file, on_line, lines = read_back(config)
         assert in_file.data.split == on_line.data.split
         assert on_line.data.split.validation == kept
-        assert any("other keys of data.split" in line for line in lines) == (kept == 0)
+        assert any("keys of data.split do not fit" in line for line in lines) == (kept == 0)
 
 
 def test_one_clip_is_no_federation(tmp_path: Path) -> None:
     config = configure(tmp_path / "data", ["yes/a.wav"])
-    assert find(config) is None
+    assert find_proposal(config) is None
     assert "too few" in list(propose(config, ["FILE"]))[-1]
 
 
 def test_recordings_that_are_not_there_are_an_error(tmp_path: Path) -> None:
     config = make_config({"method": "fedavg", "data": {"name": "folder", "root": str(tmp_path / "gone")}})
     with pytest.raises(DataError, match="gone"):
-        find(config)
+        find_proposal(config)

@@ -165,7 +165,7 @@ def test_check_names_data_sets_that_are_not_there(grid: StudyFile, raydfl: Raydf
     said = raydfl("sweep", grid(axes={"data": data}), "--check")
     assert "data: here, gone, in parts" in said.out
     assert "3 cells, 6 runs, 0 finished" in said.out
-    assert "all configurations are valid" in said.out
+    assert "All configurations are valid" in said.out
     said.refuses(
         "4 of 6 runs have no recordings", r"gone.*: data.root /nowhere/spoken does not exist. Correct data.root"
     )
@@ -363,7 +363,7 @@ def test_check_names_data_sets_of_a_search_that_are_not_there(
     settings = {"data": {"name": "fsdd", "split": {"validation": 0.2}}}
     file = search_file(settings=settings, domains={"data.root": {"choice": folders}}, searcher=searcher, samples=None)
     said = raydfl("search", file, "--check")
-    assert "all configurations are valid" in said.out
+    assert "All configurations are valid" in said.out
     said.refuses(
         "1 of 2 runs have no recordings", r"trial-.*: data.root /nowhere/spoken does not exist. Correct data.root"
     )

@@ -181,7 +181,7 @@ def test_features_are_prepared_by_the_cluster_and_a_stopped_job_goes_on(
     assert head.status("prepare") == "STOPPED"
     again = head.job("submit", *command, folder=package)
     assert again.returncode == 0, again.stdout + again.stderr
-    assert "features are ready: 24 clients" in events_of(again.stdout)[-1]["text"]  # type: ignore[operator]
+    assert "Features are ready: 24 clients" in events_of(again.stdout)[-1]["text"]  # type: ignore[operator]
     assert len(list((tmp_path / "cache").glob("*/store.json"))) == 1
     lines = [line.split() for line in log.read_text().splitlines()]
     clips = Counter(clip for clip, _ in lines)
@@ -212,7 +212,7 @@ def test_a_sweep_runs_side_by_side_is_stopped_and_goes_on(
     assert head.status("sweep") == "STOPPED"
     texts = [str(event.get("text")) for event in events_of(head.job("logs", "sweep").stdout)]
     assert any(text.startswith("4 runs to do, 3 at a time") for text in texts), texts
-    assert any("runs are not finished; the same command continues them" in text for text in texts), texts
+    assert any("runs are not finished. Run the same command to continue them." in text for text in texts), texts
     again = head.job("submit", *PATIENCE, *command, folder=package)
     assert again.returncode == 0, again.stdout + again.stderr
     assert "continuing after round" in again.stdout

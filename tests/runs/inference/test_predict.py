@@ -389,7 +389,7 @@ def test_models_and_clients_that_are_not_there(raydfl: Raydfl, mutual: Finished,
     )
     raydfl("predict", mutual.folder, file, "--client", "speaker01").refuses("no client 'speaker01'.*did you mean")
     raydfl("predict", mutual.folder, file, "--client", trained[0], "--model", "locl").refuses("did you mean 'local'")
-    raydfl("predict", mutual.folder, file, "--json", "--csv").refuses("--csv and --json: choose one")
+    raydfl("predict", mutual.folder, file, "--json", "--csv").refuses("--csv and --json exclude each other")
     for client in untrained:
         raydfl("predict", mutual.folder, file, "--client", client).refuses(
             f"client '{client}' has no model 'local' of its own yet: it took part in none of the 2 rounds", trained[0]
