@@ -89,8 +89,6 @@ def sent_updates(found: Update, who: str, shared: Callable[[str], bool], fixed: 
 
 def by_servers_names(update: Update, part: str, broadcast: Mapping[str, FlatTensors]) -> Update:
     """Return an update of a part's client with its tensors and their weights under the names that the server has for them."""
-    if not part:
-        return update
     known = broadcast.get(update.key, ())
     weight = update.weight
     return dataclasses.replace(

@@ -59,7 +59,7 @@ class Order:
     attacking: bool = False
     """True where the client attacks in this round."""
     part: str = ""
-    """The client's part of ``data.parts``; empty: there are none."""
+    """The client's part of ``data.parts``; a single data set has no name."""
     place: str = ""
     """The site of the data that it is about; empty: wherever the run is."""
     stage: str = ""

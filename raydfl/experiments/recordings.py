@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from raydfl.core.errors import InputError, ResourcesError
 from raydfl.core.options import path_options
 from raydfl.core.remote import is_uri
-from raydfl.data import build_population, find_dataset
+from raydfl.data import build_population, find_dataset, place_of
 from raydfl.data.features import RunChunks
 from raydfl.engine import Clients
 from raydfl.experiments.files import describe_faults
@@ -64,7 +64,7 @@ def check_data_sets(trials: Sequence[Trial]) -> None:
         if data.sites or (trial.run_dir / "run.json").exists():
             continue  # recordings at sites are checked there; a begun run has its list of clips
         for part, settings in data.each.items():
-            dataset, where = find_dataset(settings.name), f"data.parts.{part}" if part else "data"
+            dataset, where = find_dataset(settings.name), place_of(part)
             for option in path_options(dataset):
                 path = (settings.model_extra or {}).get(option)
                 if path is not None and not is_uri(path) and not os.path.exists(path):  # noqa: PTH110  (pathlib's may raise)
