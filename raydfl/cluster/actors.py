@@ -39,6 +39,8 @@ class _Slot:
     """The time at which to give up waiting for ``ready``; infinite once it has answered."""
     node: str = ""
     """Id of the actor's node, once it has answered."""
+    fallback: str = ""
+    """The reason for training on the CPU despite a share of a GPU; empty: there is none."""
     load: int = 0
     """Calls that it has not answered."""
     work: float = 0.0
@@ -94,8 +96,6 @@ class ActorPool:
         self._slots: dict[Any, _Slot] = {}
         self._numbers: defaultdict[Any, int] = defaultdict(number)
         """Places for actors, by key."""
-        self.fallbacks: dict[Any, str] = {}
-        """Reasons for training on the CPU despite a share of a GPU, by the key of the actor's place."""
         self._pace: dict[tuple[ActorKind, bool], float] = {}
         """Seconds for a unit of cost, lately, by kind of actor: of training (True), and of evaluation."""
         self._failed_starts = 0
@@ -128,9 +128,9 @@ class ActorPool:
 
     def _replace(self, key: Any) -> None:
         """End the actor, if it has not ended yet, and ask for another one in its place."""
-        kind = self._slots[key].kind
+        lost = self._slots[key]
         self._close(key)
-        self._open(key, kind)
+        self._open(key, lost.kind).fallback = lost.fallback  # Until the new actor knows better.
 
     def _replace_gone(self, node: str) -> bool:
         """Ask for others in the places of all actors of a node, if it is gone; actors without work do not tell of their end."""
@@ -145,6 +145,11 @@ class ActorPool:
     def kinds(self) -> list[ActorKind]:
         """Return the kinds of the actors that are there or asked for."""
         return [slot.kind for slot in self._slots.values()]
+
+    @property
+    def fallbacks(self) -> list[str]:
+        """Reasons for training on the CPU despite a share of a GPU, of each actor that does."""
+        return [slot.fallback for slot in self._slots.values() if slot.fallback]
 
     def _there(self) -> list[_Slot]:
         return [slot for slot in self._slots.values() if not slot.starting]
@@ -170,7 +175,7 @@ class ActorPool:
             if slot.ready not in done:
                 continue
             try:
-                slot.node, fallback = ray.get(slot.ready)
+                slot.node, slot.fallback = ray.get(slot.ready)
             except RayTaskError as error:
                 raise task_cause(error) from error
             except LOST as error:
@@ -182,8 +187,6 @@ class ActorPool:
                 slot.deadline = math.inf
                 slot.due = time.monotonic() + slot.limit
                 self._failed_starts = 0
-                if fallback:
-                    self.fallbacks[key] = fallback
 
     def late(self) -> list[Any]:
         """Return the keys of places whose actors should have started by now."""

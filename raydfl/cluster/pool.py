@@ -129,8 +129,8 @@ class RayPool:
         return 0 if self._settings.actors == "per_client" else sum(pool.places() for pool in self._pools.values())
 
     def fallbacks(self) -> list[str]:
-        """Return a reason for each place whose actor trains, or has trained, on the CPU despite a share of a GPU."""
-        return [reason for pool in self._pools.values() for reason in pool.fallbacks.values()]
+        """Return a reason for each actor that trains on the CPU despite a share of a GPU."""
+        return [reason for pool in self._pools.values() for reason in pool.fallbacks]
 
     def ask(self, place: str, job: Callable[[Worker], T], wait: bool = True) -> T | None:
         """Do :meth:`ActorPool.ask` at a place."""

@@ -95,7 +95,7 @@ class Server:
         return self.round_index, self._federation.warnings, self._federation.stopped
 
     def cpu_fallback(self) -> str:
-        """Return the number of actors on the CPU despite a share of a GPU so far, with a reason; empty: none."""
+        """Return the number of actors on the CPU despite a share of a GPU, with a reason; empty: none."""
         reasons = self._pool.fallbacks() if isinstance(self._pool, RayPool) else []
         return f"client actors on the CPU: {len(reasons)}; {reasons[0]}" if reasons else ""
 

@@ -91,17 +91,17 @@ def displayed_path(path: str | os.PathLike[str]) -> str:
 
 
 def content_digest(path: Path) -> str:
-    """Return a digest of a file's content; it is read again only when its size or time of change is another.
+    """Return a digest of a file's content. A process reads the file again only if its status shows a change.
 
     Raises:
         OSError: it cannot be read.
     """
     status = path.stat()
-    return _content_digest(path, status.st_size, status.st_mtime_ns)
+    return _content_digest(path, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
 @functools.lru_cache(maxsize=1024)
-def _content_digest(path: Path, size: int, changed: int) -> str:
+def _content_digest(path: Path, *status: int) -> str:
     return file_digest(path)
 
 

@@ -51,6 +51,8 @@ class Assembler:
         self._trained = np.isin(np.arange(manifest.num_rows), self.clip[self.train])
         self._group = self._statistics_of()
         self.stores: list[FeatureStore] = []
+        self.failures: dict[int, str] = {}
+        """Rows of the list whose clips cannot be read with noise, altered or in their client's channel, with the reasons."""
         self.unread: list[tuple[str, str]] = []
         """Clips without a view of ``data.views``, since its file cannot be read, with the reason."""
         self.messages: list[str] = []
@@ -69,21 +71,20 @@ class Assembler:
 
     def part(
         self,
-        store: FeatureStore,
-        alteration: Alteration | None,
+        found: tuple[np.ndarray, np.ndarray, np.ndarray],
         skipped: Sequence[tuple[str, str]],
         messages: Sequence[str],
     ) -> Part:
         """Return the part.
 
         Args:
-            store: features of all clips, not yet normalised by group.
-            alteration: what attackers do to recordings.
+            found: the result of :meth:`find_features`, without :attr:`failures`.
             skipped: as for :class:`Part`.
             messages: to the user, before those of the tables.
         """
         tables, data, classes = self.tables, self.data, self.tables.classes
-        starts, frames, number = self._find_features(store, alteration)
+        starts, frames, number = found
+        store = self.stores[CLEAN]
         arrays: dict[str, np.ndarray] = {}
         messages = [*messages, *tables.messages]
         if data.features.normalise in BY_TRAINING_CLIPS:
@@ -145,10 +146,14 @@ class Assembler:
             [*messages, *self.messages],
         )
 
-    def _find_features(
+    def find_features(
         self, store: FeatureStore, alteration: Alteration | None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Find the features of all clips. Noisy clips, altered clips and clips of other channels have stores of their own.
+
+        Args:
+            store: features of all clips, not yet normalised by group.
+            alteration: what attackers do to recordings.
 
         Returns:
             First frames, numbers of frames, and positions of the stores.
@@ -161,9 +166,13 @@ class Assembler:
         for code, own in sorted({*zip(kind.tolist(), channel.tolist(), strict=True)} - {(CLEAN, _COMMON)}):
             rows = np.flatnonzero((kind == code) & (channel == own))
             clips, firsts = np.unique(self.clip[rows], return_index=True)
-            self.stores.append(
-                self._changed(clips, self.tables.select(rows[firsts]), alteration if code == ALTERED else None, own)
+            changed = self._changed(
+                clips, self.tables.select(rows[firsts]), alteration if code == ALTERED else None, own
             )
+            if changed.failures:
+                self.failures |= {int(clips[place]): reason for place, reason in changed.failures.items()}
+                continue
+            self.stores.append(self._normalised(changed, clips))
             offsets, place = self.stores[-1].offsets, np.searchsorted(clips, self.clip[rows])
             starts[rows], frames[rows] = offsets[place], np.diff(offsets)[place]
             number[rows] = len(self.stores) - 1
@@ -183,7 +192,7 @@ class Assembler:
     def _changed(
         self, clips: np.ndarray, tables: Assignment, alteration: Alteration | None, channel: int
     ) -> FeatureStore:
-        """Return the features of noisy or altered clips, or of clips of another channel.
+        """Return the features of noisy or altered clips, or of clips of another channel, not yet normalised by group.
 
         Args:
             clips: int [clips], ascending: rows of the list.
@@ -206,12 +215,17 @@ class Assembler:
         if channel != _COMMON:
             features = features.model_copy(update={"channel": channel})
         try:
-            store = self._prepared(self.manifest.take(pa.array(clips)), features, noise=noise, alterations=alterations)
+            return self._prepared(
+                self.manifest.take(pa.array(clips)),
+                features,
+                noise=noise,
+                alterations=alterations,
+                unreadable=self.data.unreadable,
+            )
         except DataError as error:
             if channel == _COMMON:
                 raise
             raise DataError(f"data.device: channel {channel} of {self.data.device!r}: {error}") from error
-        return self._normalised(store, clips)
 
     def _normalised(self, store: FeatureStore, clips: np.ndarray) -> FeatureStore:
         """Return the features of these clips of the list as the settings want them."""

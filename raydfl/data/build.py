@@ -26,7 +26,7 @@ from raydfl.data.steps.leave_out import deal_ungrouped, leave_out_labels
 from raydfl.data.steps.listing import UNLABELLED, Assignment, add_batch_column, make_assignment, natural_order
 from raydfl.data.steps.partition import check_classes, partition_clips
 from raydfl.data.steps.poison import Poisoner, poison
-from raydfl.data.steps.pools import assign_pools
+from raydfl.data.steps.pools import assign_pools, check_pool_names
 from raydfl.data.steps.profile import add_profiles
 from raydfl.data.steps.split import hold_out, split_clips
 from raydfl.data.steps.user_tables import add_clip_columns, keep_named_clips, match_clients, share_clips
@@ -119,6 +119,8 @@ def assign_clips(
     tables = usable = listed if readable is None else listed.select(readable)
     if data.tables.clips is not None:
         tables = add_clip_columns(tables, data.tables.clips)
+        if "pool" in tables.clips.schema.names:
+            check_pool_names(tables.pools, data.views, "data.tables.clips: column 'pool'")
     steps = make_steps(data, seed, attack)
     if "role" in tables.clips.schema.names:
         steps["split"] = steps["hold_out"] = lambda tables: tables
@@ -202,14 +204,20 @@ def _build_part(
             "data.split.as_published: clips that are trained on are tested on too, so scores say how well clips are known, not "
             "how well a failing machine is heard"
         )
-    clips = manifest.column("clip")
-    skipped = [(clips[index].as_py(), reason) for index, reason in sorted(store.failures.items())]
+    clips, failures, found = manifest.column("clip"), dict(store.failures), None
+    while found is None:
+        if failures:
+            if len(failures) == len(clips):
+                first = min(failures)
+                raise DataError(f"none of {len(clips)} clips can be read, the first {clips[first]}: {failures[first]}")
+            tables = assign(readable=~np.isin(np.arange(len(clips)), list(failures)))
+        assembler = Assembler(manifest, tables, data, seed, prepared, complete)
+        found = assembler.find_features(store, None if attack is None else attack.alteration())
+        if assembler.failures:  # Others may be dealt to the clients then.
+            failures, found = failures | assembler.failures, None
+    skipped = [(clips[index].as_py(), reason) for index, reason in sorted(failures.items())]
     if skipped:
-        first = f"the first {skipped[0][0]}"
-        messages.append(f"{len(skipped)} of {len(clips)} clips cannot be read and are left out, {first}")
-        if len(skipped) == len(clips):
-            raise DataError(f"none of {len(clips)} clips can be read, {first}: {skipped[0][1]}")
-        tables = assign(readable=~np.isin(np.arange(len(clips)), list(store.failures)))
-    return Assembler(manifest, tables, data, seed, prepared, complete).part(
-        store, None if attack is None else attack.alteration(), skipped, messages
-    )
+        messages.append(
+            f"{len(skipped)} of {len(clips)} clips cannot be read and are left out, the first {skipped[0][0]}"
+        )
+    return assembler.part(found, skipped, messages)

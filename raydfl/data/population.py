@@ -127,6 +127,13 @@ class Population:
         return cut_shards({split: examples.clips for split, examples in splits.items()})
 
     @property
+    def has_validation(self) -> bool:
+        """Return whether the server has validation data."""
+        if self._part.shards is not None:
+            return any(shard.split == "server_validation" for shard in self._part.shards)
+        return self._part.tables.has("server_validation")
+
+    @property
     def places(self) -> tuple[str, ...]:
         """The places of clients and clips, in the clients' order: names of sites; empty: wherever the run is."""
         return self._tables.places

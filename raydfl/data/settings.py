@@ -33,7 +33,7 @@ from raydfl.data.segment import SegmentSettings
 from raydfl.data.steps.corrupt import CorruptSettings
 from raydfl.data.steps.dealing import PartitionSettings
 from raydfl.data.steps.listing import LABELLED, UNLABELLED
-from raydfl.data.steps.pools import PoolSettings, UnlabelledSettings
+from raydfl.data.steps.pools import PoolSettings, UnlabelledSettings, check_pool_names
 from raydfl.data.steps.profile import KNOWN, ProfileSettings
 from raydfl.data.steps.split import SplitSettings
 from raydfl.data.steps.user_tables import TableSettings
@@ -324,11 +324,8 @@ class DataSettings(Settings):
                 "data.unlabelled hides one class of a clip, but with data.label_sets a clip has a set of them; set one of them to "
                 "null"
             )
-        for name in self.pools if self.unlabelled is None else (LABELLED, UNLABELLED):
-            if not re.fullmatch(r"[A-Za-z0-9_\-]+", name):  # it is in names of the population's arrays
-                raise ConfigError(f"data.pools: the name {name!r} may hold letters, digits, _ and - only")
-            if name in self.views:
-                raise ConfigError(f"data.views: {name!r} is the name of a pool already; give the view another name")
+        names = self.pools if self.unlabelled is None else (LABELLED, UNLABELLED)
+        check_pool_names(names, self.views, "data.pools")
 
     def _check_table(self) -> None:
         """Refuse what needs clips to be one client's, where a table of clients says who has which."""

@@ -15,7 +15,7 @@ from raydfl.engine.overrides import apply_overrides, apply_values
 from raydfl.engine.pool import Pool, SerialPool
 from raydfl.engine.probe import try_models
 from raydfl.engine.recall import Best, best_of
-from raydfl.engine.selection import Leader
+from raydfl.engine.selection import Criterion, Leader, holds_out
 from raydfl.engine.settings import RaySettings, TrackSettings, without_password
 from raydfl.engine.telemetry import TIMELINE, WALL, RoundReport, with_spans
 from raydfl.engine.validation import UpdateChecker
@@ -29,6 +29,7 @@ __all__ = [
     "Best",
     "Clients",
     "Config",
+    "Criterion",
     "Federation",
     "Leader",
     "Order",
@@ -45,6 +46,7 @@ __all__ = [
     "best_of",
     "build_models",
     "fixed_of_whole",
+    "holds_out",
     "in_groups",
     "keys_of",
     "label_entry",

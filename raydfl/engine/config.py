@@ -22,15 +22,15 @@ from raydfl.core.ops import differing_kernels, kernels
 from raydfl.core.options import check_keys, explain, plain
 from raydfl.core.settings import Settings
 from raydfl.core.yaml import read_yaml
-from raydfl.data import KNOWN, DataSettings, ProfileSettings
+from raydfl.data import KNOWN, DataSettings, Population, ProfileSettings
 from raydfl.engine.assembly import ModelChoice, Parts, assemble, split_view, text_of
 from raydfl.engine.digest import deciding, hashed, without_neutral
 from raydfl.engine.named_files import check_encoder, check_same_files, named_files
-from raydfl.engine.needs import check_needs
+from raydfl.engine.needs import check_needs, check_pools
 from raydfl.engine.overrides import apply_overrides
 from raydfl.engine.paths import absolute
 from raydfl.engine.phases import Phases
-from raydfl.engine.selection import Selection, check_begins, check_measured, server_validates
+from raydfl.engine.selection import Selection, check_begins, check_measured, holds_out
 from raydfl.engine.settings import EvaluateSettings, RaySettings, RunSettings, TrackSettings
 from raydfl.models import INIT_FROM, check_model
 from raydfl.training import PhaseSettings, TrainSettings, check_device
@@ -75,8 +75,7 @@ class Config(Settings):
     def _parts_fit(self) -> Config:
         method, rule, attack = self.parts.method, self.parts.rule, self.parts.attack
         phases = [self.train.in_phase(name) for name in self.phases.names]
-        names = self.method["name"], self.objective["name"], str((self.attack or {}).get("name"))
-        check_needs(names, method, attack, rule, self.data, self.train.clients, phases)
+        check_needs(self._names, method, attack, rule, self.data, self.train.clients, phases)
         if self.ray.actors == 0 or self.ray.gpus == 0 or self.ray.cpu_actors:
             check_device(self.train.precision, torch.device("cpu"))
         declared = self.parts.models
@@ -89,9 +88,9 @@ class Config(Settings):
         rates = {f"phases.{phase}.": own.optimiser.models or {} for phase, own in self.train.phases.items()}
         for place, of_models in {"": self.train.optimiser.models, **rates}.items():
             _check_known(of_models, declared, f"train.{place}optimiser.models: {self.method['name']}")
-        for criteria in self.selection.wanted.values():
+        for criteria in self.make_selection().wanted.values():
             for setting, criterion in criteria:
-                check_measured(setting, criterion, self.evaluate, [data.split for data in self.data.each.values()])
+                check_measured(setting, criterion, self.evaluate, self.data.each.values())
         check_begins(self.phases, self.train, self.run.best, self.evaluate.every)
         return self
 
@@ -101,15 +100,33 @@ class Config(Settings):
         return Phases.from_settings(type(self.parts.method).phases, self.train, self.method["name"])
 
     @property
-    def selection(self) -> Selection:
-        """The comparison of rounds that ``run.best`` and ``run.stop`` ask for, before the first of them.
+    def _names(self) -> tuple[str, str, str]:
+        """The names of the method, the objective and the attack."""
+        return self.method["name"], self.objective["name"], str((self.attack or {}).get("name"))
+
+    def check_population(self, population: Population) -> None:
+        """Refuse a population without the pools that the method, the objective or the attack reads.
+
+        Raises:
+            ConfigError: naming the pool.
+        """
+        check_pools(self._names, self.parts.method, self.parts.attack, population)
+
+    def make_selection(self, population: Population | None = None) -> Selection:
+        """Return the comparison of rounds that ``run.best`` and ``run.stop`` ask for, before the first round.
+
+        Args:
+            population: of the run: it shows whether the server has validation data. ``None``: it does if the settings allow it.
 
         Raises:
             ConfigError: they do not fit the method, or it is not known which values are better.
         """
         model, headline = next(iter(self.parts.models), ""), self.parts.method.objective.headline
-        splits = [data.split for data in self.data.each.values()]
-        validation = "server_validation" if self.evaluate.server and server_validates(splits) else "validation"
+        if population is None:
+            validates = any(holds_out(data, "server_validation") for data in self.data.each.values())
+        else:
+            validates = any(part.has_validation for part in population.parts.values())
+        validation = "server_validation" if self.evaluate.server and validates else "validation"
         return Selection.from_settings(self.run, self.phases, model, headline, validation, self.method["name"])
 
     def _models_fit(self, data: DataSettings) -> None:

@@ -89,7 +89,8 @@ class Federation:
         commit, self.warnings = store.open_latest()
         state = make_first_state(config, self.clients, variants) if commit is None else commit.state
         private, begun = (PrivateIndex(), ()) if commit is None else (commit.private, commit.begun)
-        self.checkpoint = Checkpoint(state, private, config.phases.as_begun(begun), config.selection).with_state(state)
+        selection = config.make_selection(population)
+        self.checkpoint = Checkpoint(state, private, config.phases.as_begun(begun), selection).with_state(state)
         if commit is None:
             self._start()
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 from torch import Tensor
 
@@ -18,7 +18,7 @@ def fine_tune(
     objective: Objective,
     epochs: int,
     part: Sequence[str],
-    fixed: Callable[[str, bool], bool],
+    fixed: tuple[str, ...] | None,
     leave_out: Collection[str] = (),
 ) -> Step:
     """Return a step with fine-tuned copies of the models.
@@ -37,7 +37,7 @@ def fine_tune(
     for model, network in models.items():
         for key, parameter in network.named_parameters():
             name = f"{model}/{key}"
-            trains = parameter.requires_grad or (name in step.fixed and fixed(name, True))
+            trains = parameter.requires_grad or (name in step.fixed and name.startswith(fixed or ()))
             parameter.requires_grad_(name.startswith(tuple(part)) if part else trains)
             if parameter.requires_grad:
                 free.add(name)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pyarrow.compute as pc
 
 from raydfl.core.errors import ConfigError
+from raydfl.data import Population
 from raydfl.engine.config import Config
 from raydfl.engine.phases import Phases
 from raydfl.engine.selection import Leader, Selection
@@ -37,7 +38,8 @@ def best_of(run_dir: Path, config: Config) -> Best | None:
     if newest is None or config.run.best is None:
         return None
     phases = config.phases.as_begun(newest.begun)
-    leader = restore_selection(store, config.selection, phases, newest.state.round_index)[0].best
+    selection = config.make_selection(Population.load(run_dir / "population", features=False))
+    leader = restore_selection(store, selection, phases, newest.state.round_index)[0].best
     name = None if leader is None else store.commit_of(leader.round)
     return None if leader is None or name is None or not leader.round else Best(leader, store.load(name))
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from raydfl.core.errors import ConfigError
 from raydfl.core.metrics import HARMONIC_MEAN, HIGHER_IS_BETTER, OF_CLIENTS, base_name
-from raydfl.data import SplitSettings
+from raydfl.data import DataSettings
+from raydfl.engine.needs import may_be_assigned_by_table
 from raydfl.engine.phases import Phases, check_phases
 from raydfl.engine.settings import EvaluateSettings, MetricChoice, RunSettings
 from raydfl.training import TrainSettings
@@ -184,13 +185,19 @@ class Selection:
         return f"no better {metric} since round {since}" if since else f"{metric} was never a finite number"
 
 
-def server_validates(splits: Iterable[SplitSettings]) -> bool:
-    """Return whether the server has clips to choose by."""
-    return any(s.server_validation is not None or s.official_validation == "validation" for s in splits)
+def holds_out(data: DataSettings, split: str) -> bool:
+    """Return whether the settings can hold clips out for a split. A user's table of clips can for every split."""
+    own = data.split
+    held_out = {
+        "validation": bool(own.validation),
+        "client_test": own.tested_by_clients,
+        "server_validation": own.server_validation is not None or own.official_validation == "validation",
+    }
+    return held_out.get(split, True) or may_be_assigned_by_table(data)
 
 
 def check_measured(
-    setting: str, criterion: Criterion, evaluate: EvaluateSettings, splits: Sequence[SplitSettings]
+    setting: str, criterion: Criterion, evaluate: EvaluateSettings, parts: Iterable[DataSettings]
 ) -> None:
     """Refuse a metric on data that nobody holds out, or that are not measured. Which metrics there are a round must show.
 
@@ -198,19 +205,18 @@ def check_measured(
         setting: that asks for it.
         criterion: the metric.
         evaluate: what is measured.
-        splits: of each data set.
+        parts: settings of each part of the data.
 
     Raises:
         ConfigError: naming the setting to change.
     """
     of_clients = criterion.split in ("validation", "client_test")
-    missing = {
-        "validation": ("clients hold nothing out: data.split.validation is 0", any(s.validation for s in splits)),
-        "client_test": ("clients have no test data", any(s.tested_by_clients for s in splits)),
-        "server_validation": ("the server holds nothing out", server_validates(splits)),
-    }
-    reason, there = missing.get(criterion.split, ("", True))
-    if not there:
+    if not any(holds_out(data, criterion.split) for data in parts):
+        reason = {
+            "validation": "clients hold nothing out: data.split.validation is 0",
+            "client_test": "clients have no test data",
+            "server_validation": "the server holds nothing out",
+        }[criterion.split]
         raise ConfigError(
             f"{setting}: {criterion.metric!r} is not measured, because {reason}; set data.split.{criterion.split}, or name a "
             f"metric of other data in {setting}.metric"

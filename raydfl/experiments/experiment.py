@@ -241,17 +241,28 @@ class Experiment:
 
     def _run_config(self, storage: str, name: str, watch: Watch) -> tune.RunConfig:
         given = self._given or tune.RunConfig()
-        retries = (given.failure_config and given.failure_config.max_failures) or self._study.settings.retries
         return tune.RunConfig(
             name=name,
             storage_path=storage,
             storage_filesystem=given.storage_filesystem,
             verbose=0,
             stop=given.stop if isinstance(given, tune.RunConfig) else None,
-            failure_config=tune.FailureConfig(max_failures=retries),
+            failure_config=self._failure_config(),
             checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),  # the run folders have their commits
             callbacks=[watch, *(given.callbacks or [])],
         )
+
+    def _failure_config(self) -> tune.FailureConfig:
+        """Return the failure handling of the given run configuration, or the study's retries.
+
+        Ray gives each run configuration the default ``FailureConfig(max_failures=0)``; a study that sets ``retries`` overrides it.
+        """
+        given = None if self._given is None else self._given.failure_config
+        settings = self._study.settings
+        fast = given.fail_fast if isinstance(given, tune.FailureConfig) else False
+        if given is None or ("retries" in settings.model_fields_set and not given.max_failures and not fast):
+            return tune.FailureConfig(max_failures=settings.retries)
+        return tune.FailureConfig(max_failures=given.max_failures, fail_fast=fast)
 
     def _describe(self, error: Exception) -> Exception:
         """Return the message about a failure of Ray Tune, with its traceback in a log."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from raydfl.core.errors import ConfigError
 from raydfl.core.metrics import HARMONIC_MEAN, HIGHER_IS_BETTER, OF_CLIENTS
 from raydfl.core.remote import is_uri
-from raydfl.engine import apply_overrides
+from raydfl.engine import apply_overrides, holds_out
 from raydfl.experiments.files import (
     check_known,
     check_settings,
@@ -118,7 +118,8 @@ def check_domains(study: Study) -> None:
     every, rounds = config.evaluate.every, study.rounds
     faults = {
         "metric.split is validation, but clients hold nothing out: data.split.validation is 0; set it, or take split: test": (
-            metric.split == "validation" and not any(data.split.validation for data in config.data.each.values())
+            metric.split == "validation"
+            and not any(holds_out(data, "validation") for data in config.data.each.values())
         ),
         "data.sites: scheduler pbt copies run folders, but private models and data stay at the sites; take scheduler asha": (
             bool(config.data.sites) and population is not None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from raydfl.data import DataSettings
+from collections.abc import Iterable
+
+from raydfl.data import DataSettings, Population
 from raydfl.data.features import FeatureSettings, FileFeatures, ImageFeatures, KaldiFeatures, PretrainedFeatures
-from raydfl.engine import Config
+from raydfl.engine import Config, Criterion
 from raydfl.experiments.results import CONFIDENCE, StudyResults
 from raydfl.experiments.settings import label_of
-from raydfl.experiments.study import Study
+from raydfl.experiments.study import Study, Trial
 
 
 def describe_results(results: StudyResults) -> list[str]:
@@ -20,7 +22,7 @@ def describe_results(results: StudyResults) -> list[str]:
     runs = f"n = {counts.pop()}" if len(counts) == 1 and results.complete else "n: runs"
     notes = [f"Headline: {results.headline}{over}; {runs}."]
     if results.summary == "chosen":
-        choosers = {c.metric: c for trial in trials for c in trial.config.selection.for_best.values()}
+        choosers = {c.metric: c for trial in trials for c in _find_choosers(trial)}
         notes += [f"{name} chooses the round ({criterion.chooser})." for name, criterion in choosers.items()]
     if results.summary == "best":
         notes.append("The best evaluation is chosen on the measured data.")
@@ -44,6 +46,13 @@ def describe_results(results: StudyResults) -> list[str]:
     if settings.paper is not None:
         notes.append(f"Paper: {settings.paper.source}.{' ' + settings.paper.note if settings.paper.note else ''}")
     return notes + (_search_notes(study) if settings.domains else [])
+
+
+def _find_choosers(trial: Trial) -> Iterable[Criterion]:
+    """Return the criteria of ``run.best`` with the validation data of the trial's run, if it has begun."""
+    folder, config = trial.run_dir / "population", trial.config
+    population = Population.load(folder, features=False) if folder.exists() else None
+    return config.make_selection(population).for_best.values()
 
 
 def _search_notes(study: Study) -> list[str]:

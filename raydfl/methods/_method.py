@@ -94,21 +94,17 @@ class Method(StrictTypes):
     fine_tuning: ClassVar[int] = 0
     """The passes of fine-tuning at evaluation of a run that leaves ``evaluate.fine_tune`` out."""
 
+    revision: ClassVar[int] = 1
+    """Version of the equations. A run continues only with the revision that it began with, because both have one digest."""
+
     def __init_subclass__(cls) -> None:
         """Let no class inherit ``pure``, and reject members that earlier versions called.
 
         Raises:
-            ConfigError: a user's class has one, or ``additions`` is no tuple of texts.
+            ConfigError: a user's class has one, or ``additions`` or ``fixed`` is no tuple of texts.
         """
         if "pure" not in vars(cls):
             cls.pure = False
-        given = vars(cls).get("additions", ())
-        if isinstance(given, list):
-            cls.additions = tuple(given)
-        elif not isinstance(given, tuple | property):
-            raise ConfigError(
-                f"{cls.__name__}.additions is {given!r:.60}; it must be a tuple of texts, such as ('model/',)"
-            )
         for name, replacement in _REMOVED.items():
             owner = next((owner for owner in cls.__mro__ if name in vars(owner)), Method)
             member = vars(owner).get(name) if is_users(owner.__module__) else None
@@ -118,11 +114,28 @@ class Method(StrictTypes):
                 raise ConfigError(
                     f"{owner.__name__}.{name} is not called in this version of raydfl. Write {replacement}."
                 )
+        for name in ("additions", "fixed"):
+            given = vars(cls).get(name) or ()
+            if isinstance(given, list):
+                setattr(cls, name, tuple(given))
+            elif not isinstance(given, tuple | property):
+                raise ConfigError(
+                    f"{cls.__name__}.{name} is {given!r:.60}; it must be a tuple of texts, such as ('model/',)"
+                )
 
     @property
     def needs(self) -> Needs:
         """The needs of other settings, and what the method excludes; by default nothing."""
         return Needs()
+
+    @property
+    def fixed(self) -> tuple[str, ...] | None:
+        """The beginnings of the names of parameters that are fixed besides those that do not train as they were built.
+
+        Everybody knows a fixed parameter from the run's seed or a file. So it does not train, and is neither sent nor kept.
+        Buffers beside fixed parameters alone are fixed too (raydfl.training.fates). ``None``: nothing is fixed.
+        """
+        return ()
 
     def client_models(self, models: Sequence[ModelSpec], profile: Mapping[str, Any]) -> tuple[ModelSpec, ...]:
         """Return the networks that a client builds in place of those that the server has; by default the same.
@@ -150,18 +163,6 @@ class Method(StrictTypes):
         By default all may but those of :attr:`copies`.
         """
         return name.partition("/")[0] not in type(self).copies
-
-    def fixed(self, name: str, trains: bool) -> bool:
-        """Return whether a parameter is fixed: known to all from the run's seed or a file, so that it need not be sent or kept.
-
-        A fixed parameter does not train, whatever :meth:`shared` says of it. Buffers beside fixed parameters alone are fixed too
-        (raydfl.training.fates).
-
-        Args:
-            name: flat.
-            trains: whether it requires gradients as it was built. By default those that do not are fixed.
-        """
-        return not trains
 
     def init(self, clients: Sequence[Client], models: BuiltModels, rng: np.random.Generator) -> State:
         """Return the state before the first round.
@@ -281,6 +282,7 @@ _REMOVED = {
     "across_parts": "needs = raydfl.Needs(one_class_list=True)",
     "check": "needs = raydfl.Needs(optimiser=..., batch_size=...)",
     "build": "def build(self, models), with models in place of client.models: clients with equal architectures share networks",
+    "fixed": "fixed = ('model/output',), with the beginnings of the parameters' names, or fixed = None for none",
     "models_for": "the class variables models and on_features",
     "logits": "the class variable partial, with the names of models whose outputs are not checked",
     "may_send": "the class variable additions, with the beginnings of the tensors' names",

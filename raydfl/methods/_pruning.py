@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -268,7 +268,7 @@ def take_masks(step: Step) -> dict[str, Tensor]:
     return {name.removeprefix(MASK): step.state.pop(name) for name in names}
 
 
-def layers_by_tensor(models: BuiltModels, fixed: Callable[[str, bool], bool], kinds: Sequence[Kind]) -> dict[str, str]:
+def layers_by_tensor(models: BuiltModels, fixed: tuple[str, ...] | None, kinds: Sequence[Kind]) -> dict[str, str]:
     """Return the names of the layers that can be pruned, by the flat names of their tensors.
 
     Args:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from raydfl.core.needs import Needs
 from raydfl.core.settings import FIRST_VIEW
-from raydfl.core.types import Batch, BuiltModels, Client, Metrics, ModelSpec, Ratio, State, Task, Tensors, view_of
+from raydfl.core.types import Batch, BuiltModels, Client, Metrics, ModelSpec, Ratio, State, Tensors, view_of
 from raydfl.data import Examples
 from raydfl.methods._layers import last_layer
 from raydfl.methods._method import Counted, Method
@@ -86,10 +86,6 @@ class WithViews(Method):
         state = super().init(clients, models, rng)
         kinds = (ALL if any(spec.name == FUSION for spec in client.models) else SOME for client in clients)
         return dataclasses.replace(state, extra={**state.extra, _KINDS: "".join(kinds)})
-
-    def plan_evaluation(self, state: State, clients: Sequence[Client]) -> list[Task]:
-        """Measure what is in ``global``."""
-        return [Task(client, phase="evaluate") for client in ([each.id for each in clients] or [""])]
 
     def evaluate(self, step: Step, examples: Examples, batch_size: int) -> Metrics:
         """Measure the networks that :meth:`measured` names, of those received; ``fusion`` with all encoders."""

@@ -45,6 +45,7 @@ class FedBABU(Method):
         Field(description="beginnings of the names of the head's tensors, which stay as drawn; empty: nothing does"),
     ] = ("model/output",)
 
-    def fixed(self, name: str, trains: bool) -> bool:
-        """Fix the head, and what does not train."""
-        return super().fixed(name, trains) or name.startswith(self.head)
+    @property
+    def fixed(self) -> tuple[str, ...]:
+        """The head."""
+        return self.head

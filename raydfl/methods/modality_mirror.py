@@ -108,6 +108,10 @@ class ModalityMirror(MultiFL):
             for client in drawn(members, rng, min(cohort, len(members)))
         ]
 
+    def plan_evaluation(self, state: State, clients: Sequence[Client]) -> list[Task]:
+        """Measure what is in ``global``, and not the teacher."""
+        return super().plan_evaluation(state, clients) or [Task("", phase="evaluate")]
+
     def local(self, step: Step) -> Update:
         """Do MultiFL's work, or train the student."""
         if step.phase != DISTIL:

@@ -70,6 +70,8 @@ class ProFiLA(Method):
 
     pure: ClassVar[bool] = True
 
+    revision: ClassVar[int] = 2  # In the first, sums that were weighted by full batches kept the client's prototype.
+
     tensor_options: ClassVar[tuple[str, ...]] = ("personal",)
 
     models: ClassVar[Mapping[str, str]] = {"model": "film_cnn"}

@@ -13,7 +13,7 @@ from raydfl.core.tensors import FlatTensors
 from raydfl.core.types import Client, Update
 from raydfl.data import Population
 from raydfl.engine import Config, Federation, UpdateChecker
-from raydfl.engine.storage import RunStore, local_run, round_of, stored_config
+from raydfl.engine.storage import RunStore, check_revision, local_run, round_of, stored_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +44,13 @@ def replay(run_dir: str | Path, round_number: int, client_id: str, trust: bool =
         trust: approves the code that the run's configuration names.
 
     Raises:
-        RunDirectoryError: no commit before that round is kept, or the run has not come that far.
+        RunDirectoryError: no commit before that round is kept, the run has not come that far, or it began with other equations.
         InputError: the client took no part in that round.
         ClientError: the method's code fails again; its cause is the original exception.
     """
     run_dir = local_run(run_dir)
     config = stored_config(run_dir, trust)
+    check_revision(run_dir, config)
     store = RunStore(run_dir)
     latest = store.latest()
     done = 0 if latest is None else round_of(latest)

@@ -243,10 +243,10 @@ def _rounds(
         while True:
             # Actors may start in any round, so the loop asks before each call of the server.
             found = server.cpu_fallback() if config.ray.cpu_fallback else ""
-            if found and found != fallback:
+            if found != fallback:
                 fallback = found
-                progress.message(f"warning: {fallback}")
-                write_about(run_dir, config, {**stored_about(run_dir), "cpu_fallback": fallback})
+                progress.message(f"warning: {fallback}" if fallback else "client actors on the CPU: 0")
+                write_about(run_dir, config, {**stored_about(run_dir), "cpu_fallback": fallback or None})
             last = round_index >= total or bool(ended) or stop.asked
             if last:
                 finished = server.finish(round_index)

@@ -168,6 +168,7 @@ def prepare_run(run_dir: Path, config: Config, progress: Progress) -> None:
         population = build_population(
             config.data, config.run.seed, progress, attack=config.parts.attack, labels_needed=config.labels_needed
         )
+    config.check_population(population)
     _check_ids(config)
     eligible = Clients(population, config).eligible
     for name in config.phases.names:
@@ -229,6 +230,8 @@ def begin(
         "clients": len(population),
         "skipped": [{"clip": clip, "reason": reason} for clip, reason in population.skipped],
     }
+    if type(config.parts.method).revision > 1:
+        about["revision"] = type(config.parts.method).revision
     if remarks:
         about["remarks"] = list(remarks)
     if len(config.phases.names) > 1:

@@ -6,27 +6,28 @@ run's seed or from a file: it is in no message, in no commit and in no client's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 from torch import Tensor, nn
 
-Fixed = Callable[[str, bool], bool]
-"""Method.fixed: of a parameter's flat name, and whether it trains as it was built."""
 
-
-def fixed_tensors(models: Mapping[str, nn.Module], fixed: Fixed) -> frozenset[str]:
+def fixed_tensors(models: Mapping[str, nn.Module], fixed: tuple[str, ...] | None) -> frozenset[str]:
     """Return the flat names of the floating tensors that are fixed.
 
-    Those are the parameters of which ``fixed`` says so, and the buffers that belong to such parameters alone: of the smallest part
-    of a network around a buffer that has parameters, all are fixed.
+    Those are the parameters that do not train, or whose names begin as ``fixed`` says, and the buffers that belong to such
+    parameters alone: of the smallest part of a network around a buffer that has parameters, all are fixed.
 
     Args:
         models: by name, as they were built.
-        fixed: the method's.
+        fixed: the method's; ``None``: nothing is fixed.
     """
+    if fixed is None:
+        return frozenset()
     found: set[str] = set()
     for model_name, model in models.items():
-        parameters = {name: fixed(f"{model_name}/{name}", p.requires_grad) for name, p in _all_parameters(model)}
+        parameters = {
+            name: not p.requires_grad or f"{model_name}/{name}".startswith(fixed) for name, p in _all_parameters(model)
+        }
         if not any(parameters.values()):
             continue
         found.update(f"{model_name}/{name}" for name, is_fixed in parameters.items() if is_fixed)

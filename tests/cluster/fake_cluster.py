@@ -35,6 +35,8 @@ class Node:
     cpus: float
     gpus: float
     alive: bool = True
+    fallback: str = ""
+    """The reason why actors on it train on the CPU."""
     actors: list[Actor] = field(default_factory=list)
 
     def free(self) -> tuple[float, float]:
@@ -61,7 +63,7 @@ class Actor:
     def placed(self, node: Node, now: float) -> None:
         self.node = node
         node.actors.append(self)
-        self.first.at, self.first.value = now + START, (node.name, "")
+        self.first.at, self.first.value = now + START, (node.name, node.fallback)
         self.idle_at = now + START
 
     def _carry_out(self, orders: list[Order], keys: list[str], *tensors: Any) -> Reference:
@@ -109,8 +111,8 @@ class FakeCluster:
 
     # -- what happens to it
 
-    def join(self, name: str, cpus: float, gpus: float = 0.0) -> None:
-        self.nodes.append(Node(name, cpus, gpus))
+    def join(self, name: str, cpus: float, gpus: float = 0.0, fallback: str = "") -> None:
+        self.nodes.append(Node(name, cpus, gpus, fallback=fallback))
         self._place()
 
     def leave(self, name: str) -> None:

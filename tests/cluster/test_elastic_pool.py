@@ -103,6 +103,20 @@ def test_actors_without_work_are_replaced_when_their_node_is_gone(cluster: FakeC
     assert len(cluster.waiting) == 5
 
 
+def test_an_actor_on_the_cpu_counts_until_another_has_taken_its_place(cluster: FakeCluster) -> None:
+    cluster.join("a", 1, fallback="no driver on a")
+    cluster.join("b", 1, fallback="no driver on b")
+    pool = open_pool(cluster, actors=2, min_actors=1)
+    carry_out(pool, [1.0] * 4)
+    assert sorted(pool.fallbacks()) == ["no driver on a", "no driver on b"]
+    cluster.leave("b")
+    carry_out(pool, [1.0] * 8)
+    assert len(pool.fallbacks()) == 2
+    cluster.join("c", 1)
+    carry_out(pool, [1.0] * 8)
+    assert pool.fallbacks() == ["no driver on a"]
+
+
 def test_fewer_than_min_actors_are_waited_for_so_long_and_no_longer(cluster: FakeCluster) -> None:
     cluster.join("a", 1)
     cluster.join("b", 1)

@@ -66,6 +66,28 @@ def test_a_client_has_the_features_of_its_own_channel_and_the_server_of_the_comm
     assert not np.array_equal(inputs(mixed, 1, "train"), inputs(first, 1, "train"))
 
 
+def test_a_clip_without_the_channel_of_its_client_is_left_out_if_it_may_be(
+    stereo: dict[str, Any], tmp_path: Path
+) -> None:
+    """Oracle: the list without the clip."""
+    stereo |= {"profile": {"microphone": CHANNELS}, "device": "microphone", "unreadable": "skip"}
+    clips = build(stereo).data(1).train.clips
+    lines = (tmp_path / "list.csv").read_text().split()
+    name = lines[1 + int(clips[0])].partition(",")[0]
+    soundfile.write(tmp_path / name, np.random.default_rng(1).normal(scale=0.1, size=1600), 8000)
+    partial = build(stereo)
+    assert [clip for clip, _ in partial.skipped] == [name]
+    assert f"1 of 16 clips cannot be read and are left out, the first {name}" in partial.messages
+    (tmp_path / "list.csv").write_text("\n".join(line for line in lines if not line.startswith(name)))
+    without = build(stereo)
+    for client in range(2):
+        for part in ("train", "test"):
+            np.testing.assert_array_equal(inputs(partial, client, part), inputs(without, client, part))
+    (tmp_path / "list.csv").write_text("\n".join(lines))
+    with pytest.raises(InputError, match="data.device: channel 1 of 'microphone': 1 of 6 clips cannot be read"):
+        build({**stereo, "unreadable": "stop"})
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [

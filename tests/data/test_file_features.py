@@ -27,6 +27,7 @@ from raydfl.data.features.model import ModelFeatures
 from raydfl.data.features.pretrained import PretrainedFeatures
 from raydfl.data.features.wave import EPSILON
 from raydfl.data.noise import Noise, noise_for
+from raydfl.data.population import Population
 from raydfl.data.settings import DataSettings
 from raydfl.engine.config import Config, make_config
 from raydfl.experiments import features_text
@@ -147,6 +148,34 @@ def test_a_run_on_a_file_is_the_run_on_its_recordings(tmp_path: Path) -> None:
         equal(a, b)
     assert describe_population(populations[0], False) == describe_population(populations[1], False)
     assert_same_bits(train_federation(read), train_federation(heard))
+
+
+@pytest.mark.parametrize("normalise", ["none", "group"])
+def test_a_clip_without_noisy_features_is_left_out_if_it_may_be(tmp_path: Path, normalise: str) -> None:
+    """Oracle: features without the clip."""
+    noisy, clean = log_mels(), log_mels()
+    noise = {"noise": {"snr_db": 10.0, "clients": 3}}
+
+    def build(name: str) -> Population:
+        paths = {
+            key: str(write_npz(tmp_path / f"{name}-{key}", matrices))
+            for key, matrices in {"path": clean, "noisy_path": noisy}.items()
+        }
+        features = {"kind": "file", **paths, "normalise": normalise}
+        return build_population(configure(tmp_path, features, corrupt=noise, unreadable="skip").data, 1)
+
+    lost = int(build("whole").data(0).train.clips[0])
+    clip = MADE.manifest().column("clip")[lost].as_py()
+    del noisy[clip]
+    partial = build("partial")
+    del clean[clip]
+    assert [name for name, _ in partial.skipped] == [clip]
+    without = build("without")
+    assert len(partial) == len(without) == 3
+    for index in range(3):
+        own, same = (each.data(index).train for each in (partial, without))
+        np.testing.assert_array_equal(own.clips, same.clips)
+        np.testing.assert_array_equal(*(each.batch(np.arange(len(each))).x.numpy() for each in (own, same)))
 
 
 def by_group(folder: Path, features: dict[str, Any]) -> FeatureStore:

@@ -173,7 +173,10 @@ ROLES = ["train"] * 4
             {"clip": CLIPS, "role": ROLES, "pool": ["unlabelled"] * 4},
             "no training clip is in a pool other than 'unlabelled'",
         ),
-        ({"clip": ALL[:129], "role": ["train"] * 129, "pool": ALL[:129]}, "there are 129 pools, at most 128 are poss"),
+        (
+            {"clip": ALL[:129], "role": ["train"] * 129, "pool": [f"p{number}" for number in range(129)]},
+            "there are 129 pools, at most 128 are poss",
+        ),
     ],
 )
 def test_a_table_of_clips_that_cannot_be_used_is_named(
@@ -214,6 +217,35 @@ def test_the_pool_unlabelled_of_a_table_comes_last(made: Make, tmp_path: Path) -
     file = write(tmp_path / "clips.parquet", clip=CLIPS, role=ROLES, pool=["unlabelled", "y", "x", "y"])
     tables = build_population(made(tables={"clips": file}), 1)
     assert list(tables.pools) == ["y", "x", "unlabelled"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "pool", "message"),
+    [
+        ({}, "near by", "data.tables.clips: column 'pool': the name 'near by' may hold letters, digits, _ and - only"),
+        (
+            {"views": {"near": {"column": "path", "features": {"kind": "image", "size": 8}}}},
+            "near",
+            "data.views: 'near' is the name of a pool already; give the view another name",
+        ),
+        (
+            {"pools": {"low": {"column": "label", "values": ["w0"]}}},
+            "near",
+            "data.pools: the column 'pool' of data.tables.clips names the pool of every training clip. Remove data.pools or",
+        ),
+        (
+            {"unlabelled": {"keep": 0.5}},
+            "near",
+            "data.unlabelled: the column 'pool' of data.tables.clips names the pool",
+        ),
+    ],
+)
+def test_pools_of_a_table_that_cannot_be_used_are_named(
+    made: Make, tmp_path: Path, settings: dict[str, Any], pool: str, message: str
+) -> None:
+    file = write(tmp_path / "clips.parquet", clip=CLIPS, role=ROLES, pool=[pool] * 4)
+    with pytest.raises(ConfigError, match=message):
+        build_population(made(tables={"clips": file}, **settings), 1)
 
 
 @pytest.mark.parametrize(

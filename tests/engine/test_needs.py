@@ -93,6 +93,7 @@ def test_a_configuration_that_does_not_meet_a_need_is_refused(tiny: Tiny, tmp_pa
         ("def check(self, train): ...", r"raydfl.Needs\(optimiser=..., batch_size=...\)"),
         ("def build(self, client): ...", r"def build\(self, models\), with models in place of client.models"),
         ("def may_send(self, key, name): ...", "the class variable additions"),
+        ("def fixed(self, name, trains): ...", r"fixed = \('model/output',\)"),
         ("def default_rule(self): ...", r"default_rule = UniformMean\(\)"),
     ],
 )
@@ -138,6 +139,7 @@ def test_needs_that_cannot_be_read_are_refused(
     ("members", "message"),
     [
         ("additions = 'mask/'", r"Mine.additions is 'mask/'; it must be a tuple of texts, such as \('model/',\)"),
+        ("fixed = 'model/'", r"Mine.fixed is 'model/'; it must be a tuple of texts, such as \('model/',\)"),
         (
             "default_rule = 'median'",
             "Mine.default_rule is 'median'; it must be a rule, such as default_rule = UniformMean",

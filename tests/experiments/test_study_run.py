@@ -21,7 +21,7 @@ from ray import train, tune
 from studies import StudyFile, leave
 
 import raydfl as package
-from raydfl.core.errors import InputError, ResourcesError, RunDirectoryError
+from raydfl.core.errors import InputError, RaydflError, ResourcesError, RunDirectoryError
 from raydfl.core.lock import FileLock
 from raydfl.engine.config import Config
 from raydfl.experiments.experiment import Experiment, _make_search
@@ -315,6 +315,37 @@ def test_storage_callbacks_and_failures_are_those_of_rays_run_config(
     more = run_study(load_study(search_file(samples=2, rounds=2)), run_config=trained)
     assert more.complete
     assert len(more.contestants) == 2
+
+
+def test_failures_are_handled_as_rays_run_config_says(
+    grid: StudyFile, ray_session: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, bool | str]] = []
+
+    class Tuner:
+        def __init__(self, *_: Any, run_config: tune.RunConfig, **__: Any) -> None:
+            found = run_config.failure_config
+            assert found is not None
+            asked.append((found.max_failures, found.fail_fast))
+            raise ValueError("nothing is trained here")
+
+        @staticmethod
+        def can_restore(path: str) -> bool:
+            return False
+
+    monkeypatch.setattr(tune, "Tuner", Tuner)
+    never, fast = tune.FailureConfig(max_failures=0), tune.FailureConfig(fail_fast=True)
+    for settings, given in [
+        ({}, None),
+        ({"retries": 2}, None),
+        ({}, tune.RunConfig(failure_config=never)),
+        ({"retries": 2}, tune.RunConfig()),
+        ({"retries": 2}, tune.RunConfig(failure_config=fast)),
+        ({"retries": 2}, train.RunConfig(failure_config=train.FailureConfig(max_failures=5))),
+    ]:
+        with pytest.raises(RaydflError, match="nothing is trained here"):
+            run_study(load_study(grid(**ONE, **settings)), run_config=given)
+    assert asked == [(3, False), (2, False), (0, False), (2, False), (0, True), (5, False)]
 
 
 @pytest.mark.slow

@@ -42,8 +42,7 @@ HEAD = {"model/output.weight", "model/output.bias"}
 class AllSent(Method):
     """Frozen or not, all is sent, as if nothing were fixed."""
 
-    def fixed(self, name: str, trains: bool) -> bool:
-        return False
+    fixed = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +51,7 @@ class CutAndAllSent(FedDrop):
 
     pure: ClassVar[bool] = True
 
-    def fixed(self, name: str, trains: bool) -> bool:
-        return False
+    fixed = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +60,7 @@ class FixedHead(Method):
 
     pure: ClassVar[bool] = True
 
-    def fixed(self, name: str, trains: bool) -> bool:
-        return name.startswith("model/output")
+    fixed = ("model/output",)
 
 
 @dataclass(frozen=True, kw_only=True)

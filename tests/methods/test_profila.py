@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +17,8 @@ from helpers import known, stop_after
 from several_clients import BANDS, CLASSES, make_examples, make_steps
 from torch import nn
 
-from raydfl import read_rows
-from raydfl.core.errors import ConfigError
+from raydfl import read_rows, replay
+from raydfl.core.errors import ConfigError, RunDirectoryError
 from raydfl.core.types import ModelSpec, Ratio, State, Update
 from raydfl.data.examples import ClientData
 from raydfl.engine.config import Config
@@ -246,6 +247,23 @@ def test_a_stopped_run_goes_on_to_the_same_bits_with_kept_moments(tiny: Tiny) ->
     half = tiny(*settings, "run.name=half", method="profila")
     stop_after(half, 2)
     assert_same_bits(reference, read_tensors(resume(Path(half.run.dir) / "half").run_dir))
+
+
+def test_a_run_that_began_with_other_equations_is_not_continued(tiny: Tiny) -> None:
+    """In the first revision, a client's prototype followed short batches by less."""
+    config = tiny("train.rounds=2", "run.name=former", method="profila")
+    stop_after(config, 1)
+    folder = Path(config.run.dir) / "former"
+    about = json.loads((folder / "run.json").read_text())
+    assert about.pop("revision") == 2
+    (folder / "run.json").write_text(json.dumps(about))
+    message = (
+        "began with revision 1 of the equations of method 'profila', .* revision 2. Start the run again under another"
+    )
+    with pytest.raises(RunDirectoryError, match=message):
+        resume(folder)
+    with pytest.raises(RunDirectoryError, match=message):
+        replay(folder, 1, "a")
 
 
 def test_a_clients_private_tensors_do_not_move_while_others_train(tiny: Tiny) -> None:

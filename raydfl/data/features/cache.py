@@ -34,6 +34,7 @@ import pyarrow as pa
 from raydfl.core.errors import DataError
 from raydfl.core.files import (
     CHOOSE_CACHE,
+    content_digest,
     default_cache,
     file_digest,
     free_bytes,
@@ -155,7 +156,7 @@ def open_store(folder: Path, verify: bool = False) -> FeatureStore:
             status = (folder / plain_name(name)).stat()
             if status.st_size != size:
                 raise ValueError(f"{name} has {status.st_size} bytes instead of {size}")
-            if verify and not _has_digest(folder / name, digest):
+            if verify and content_digest(folder / name) != digest:
                 raise ValueError(f"the content of {name} has changed")
         frames, offsets, lengths = (
             np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r")) for name in ("frames", "offsets", "lengths")
@@ -356,19 +357,6 @@ def _open_if_whole(folder: Path) -> FeatureStore | None:
         _log.warning("%s: making them again now", error)
         shutil.rmtree(folder)
         return None
-
-
-_verified: set[tuple[str | int, ...]] = set()
-"""Files that were found to have a digest: that, and what changes when a file does."""
-
-
-def _has_digest(path: Path, digest: str) -> bool:
-    status = path.stat()
-    # The time of change shows who writes, but not that a disk forgets: so each process reads everything once.
-    state = (digest, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-    if state not in _verified and file_digest(path) == digest:
-        _verified.add(state)
-    return state in _verified
 
 
 @dataclass(frozen=True)

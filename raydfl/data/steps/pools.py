@@ -10,12 +10,13 @@ makes a plan of its own (:class:`raydfl.training.plan.Plan`); a method for it dr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 import numpy as np
 from pydantic import Field, model_validator
 
-from raydfl.core.errors import DataError, nearest
+from raydfl.core.errors import ConfigError, DataError, nearest
 from raydfl.core.seeds import generator
 from raydfl.core.settings import Settings
 from raydfl.data.steps.dealing import PartitionSettings
@@ -65,6 +66,23 @@ class PoolSettings(Settings):
     )
 
 
+def check_pool_names(names: Iterable[str], views: Container[str], where: str) -> None:
+    """Refuse names of pools that cannot be used.
+
+    Args:
+        views: names of ``data.views``.
+        where: the setting that names the pools.
+
+    Raises:
+        ConfigError: naming the pool.
+    """
+    for name in names:
+        if not re.fullmatch(r"[A-Za-z0-9_\-]+", name):  # it is in names of the population's arrays
+            raise ConfigError(f"{where}: the name {name!r} may hold letters, digits, _ and - only")
+        if name in views:
+            raise ConfigError(f"data.views: {name!r} is the name of a pool already; give the view another name")
+
+
 def assign_pools(
     tables: Assignment, pools: Mapping[str, PoolSettings], unlabelled: UnlabelledSettings | None, seed: int
 ) -> Assignment:
@@ -76,6 +94,7 @@ def assign_pools(
         seed: the run's.
 
     Raises:
+        ConfigError: both a user's table and the settings make pools.
         DataError: no training clip, too many pools, a column or value that is not there, a pool without clips, a clip in two
             pools, a label of which no clip keeps it, or clips without a label where nothing says what to do with them.
     """
@@ -87,6 +106,12 @@ def assign_pools(
             "data.split differently"
         )
     if "pool" in tables.clips.schema.names:
+        for name, given in (("pools", bool(pools)), ("unlabelled", unlabelled is not None)):
+            if given:
+                raise ConfigError(
+                    f"data.{name}: the column 'pool' of data.tables.clips names the pool of every training clip. Remove "
+                    f"data.{name} or the column"
+                )
         found = {name: np.flatnonzero(tables.codes("pool")[rows] == n) for n, name in enumerate(tables.pools)}
         if not any(len(chosen) for name, chosen in found.items() if name != UNLABELLED):
             raise DataError(

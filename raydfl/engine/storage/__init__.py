@@ -7,6 +7,7 @@ from raydfl.engine.storage import record
 from raydfl.engine.storage.folder import (
     check_about,
     check_begun,
+    check_revision,
     check_same,
     decisive_changes,
     describe_edit,
@@ -32,6 +33,7 @@ __all__ = [
     "approve_code",
     "check_about",
     "check_begun",
+    "check_revision",
     "check_same",
     "code_of",
     "decisive_changes",

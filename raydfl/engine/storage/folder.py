@@ -45,6 +45,7 @@ def stored_config(run_dir: Path, trust: bool = False) -> Config:
     """
     check_begun(run_dir)
     config = _read_config(run_dir, trust)
+    check_revision(run_dir, config)
     check_files(run_dir, config)
     differing = _differing(run_dir, config, trust)
     if differing:
@@ -100,6 +101,7 @@ _ALSO_ABOUT = {
     "config": dict,
     "files": dict,
     "code": dict,
+    "revision": int,
     "site_key": str,
     "mlflow_run_id": str,
     "cpu_fallback": str,
@@ -175,6 +177,20 @@ def check_same(run_dir: Path, config: Config, trust: bool = False) -> None:
     if differing:
         raise RunDirectoryError(
             f"{run_dir} belongs to another configuration ({differing}); give the new run another run.name, or remove the folder"
+        )
+
+
+def check_revision(run_dir: Path, config: Config) -> None:
+    """Refuse a run that began with another revision of its method's equations.
+
+    Raises:
+        RunDirectoryError: naming both revisions.
+    """
+    began, now = stored_about(run_dir).get("revision") or 1, type(config.parts.method).revision
+    if began != now:
+        raise RunDirectoryError(
+            f"{run_dir} began with revision {began} of the equations of method {config.method['name']!r}, and this version of "
+            f"raydfl has revision {now}. Start the run again under another run.name, or continue it in the version that began it"
         )
 
 

@@ -1,0 +1,74 @@
+"""Runs with a user's table of clips: the rows of the table decide what the settings decide otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from raydfl import ConfigError, load_result, run
+from raydfl.data import assign_clips, list_clips
+from raydfl.engine.config import Config
+from raydfl.testing import assert_same_bits, train_federation
+
+Tiny = Callable[..., Config]
+
+
+def write_clips(path: Path, config: Config, **replaced: Callable[[dict[str, Any]], Any]) -> str:
+    """Write the table of clips that the settings make, and return the override that names it.
+
+    Args:
+        replaced: columns to make of a row instead.
+    """
+    tables = assign_clips(*list_clips(config.data, config.run.seed), config.data, config.run.seed)
+    rows = tables.clips.select(["clip", "role", "pool", "client"]).to_pylist()
+    rows = [row | {name: make(row) for name, make in replaced.items()} for row in rows]
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return f"data.tables={{clips: {path}}}"
+
+
+def test_a_method_trains_on_the_pools_of_a_table(tiny: Tiny, tmp_path: Path) -> None:
+    """Oracle: the settings of which the table was made."""
+    settings = tiny(method="fedstar")
+    table = write_clips(tmp_path / "clips.parquet", settings)
+    own = tiny(table, "data.unlabelled=null", "run.name=own", method="fedstar")
+    assert_same_bits(train_federation(own), train_federation(settings))
+
+
+@pytest.mark.parametrize("site", [False, True])
+def test_a_method_is_refused_without_its_pools_in_the_table(tiny: Tiny, tmp_path: Path, site: bool) -> None:
+    table = write_clips(tmp_path / "clips.parquet", tiny(method="fedstar"), pool=lambda row: row["pool"] and "quiet")
+    if site:
+        folder = f"{{folder: {tmp_path}/site, tables: {{clips: {tmp_path}/clips.parquet}}}}"
+        table = f"data.sites={{north: {folder}}}"
+    config = tiny(table, "data.unlabelled=null", method="fedstar")
+    with pytest.raises(ConfigError, match="method 'fedstar' needs the pool 'labelled', but data has quiet"):
+        run(config)
+
+
+@pytest.mark.parametrize(("role", "clients"), [("server_validation", "cohort"), ("client_test", "all")])
+def test_a_table_holds_out_the_clips_that_choose_the_best_round(
+    tiny: Tiny, tmp_path: Path, role: str, clients: str
+) -> None:
+    def name_role(row: dict[str, Any]) -> str:
+        return role if row["role"] == "validation" else str(row["role"])
+
+    def name_client(row: dict[str, Any]) -> str | None:
+        return None if name_role(row) == "server_validation" else row["client"]
+
+    table = write_clips(tmp_path / "clips.parquet", tiny(), role=name_role, client=name_client)
+    best = "{}" if role == "server_validation" else f"{{metric: {role} model/accuracy}}"
+    made = run(tiny(table, "data.split.validation=0", f"evaluate.clients={clients}", f"run.best={best}"))
+    found = load_result(made.run_dir).best
+    assert found is not None
+    assert found.criterion.metric == f"{role} model/accuracy"
+
+
+def test_a_metric_on_clips_that_the_table_does_not_hold_out_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+    table = write_clips(tmp_path / "clips.parquet", tiny())
+    with pytest.raises(ConfigError, match="'client_test model/accuracy' is not measured; what is: test .*, validation"):
+        run(tiny(table, "run.best={metric: client_test model/accuracy}"))
