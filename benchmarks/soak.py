@@ -11,6 +11,7 @@ fifth, and the first 100 rounds, while the process warms up, are left out).
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import json
 import os
@@ -84,7 +85,8 @@ def soak(folder: Path, rounds: int, every: int, overrides: Sequence[str] = ()) -
                 continue
             watched = watched or listed(mark)
             for name, each in watched.items():
-                readings.setdefault(name, []).append((done, each.memory_full_info().uss / 1e6))
+                with contextlib.suppress(psutil.NoSuchProcess):  # a short run may have ended before its rounds are read
+                    readings.setdefault(name, []).append((done, each.memory_full_info().uss / 1e6))
             print(f"round {done}", end="\r", flush=True, file=sys.stderr)
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, command)

@@ -16,6 +16,7 @@ time there. The names are those of the release's code; the files themselves were
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -81,10 +82,10 @@ class SSAST(nn.Module):
         self.head_norm = nn.LayerNorm(embedding)
         self.output = nn.Linear(embedding, classes)
         for table in (self.tokens, self.pos_embed):
-            nn.init.trunc_normal_(table, std=_SPREAD)
+            _draw_weights(table)
         for layer in self.modules():
             if isinstance(layer, nn.Linear):
-                nn.init.trunc_normal_(layer.weight, std=_SPREAD)
+                _draw_weights(layer.weight)
                 nn.init.zeros_(layer.bias)
 
     def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
@@ -175,6 +176,13 @@ _SIZES = ("p_input_fdim", "p_input_tdim")
 _NEEDED = ("v.cls_token", "v.dist_token", "v.pos_embed", *_SIZES)
 _LEFT_OUT = ("mask_embed", "cpredlayer.", "gpredlayer.", "v.head.", "v.head_dist.")
 """Tensors of a file of the release that pre-training alone needs, and DeiT's heads for images."""
+
+
+@torch.no_grad()
+def _draw_weights(tensor: Tensor) -> None:
+    """Draw initial weights from a normal distribution by its inverse."""
+    # Not nn.init.trunc_normal_: it draws other numbers in PyTorch 2.14 than in 2.11, and one seed decides a run.
+    tensor.uniform_(-1.0, 1.0).erfinv_().mul_(_SPREAD * math.sqrt(2.0)).clamp_(-2.0, 2.0)
 
 
 def _named(width: int) -> str:

@@ -12,7 +12,9 @@
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/library.h>
 
+#include <memory>
 #include <tuple>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -230,11 +232,24 @@ void refuse_tangents(const char* name, at::TensorList tensors) {
   for (const Tensor& tensor : tensors) refuse_tangents(name, tensor);
 }
 
+// PyTorch's own pointer to a node: std::shared_ptr in 2.11, c10::intrusive_ptr in later versions.
+using NodePointer = std::decay_t<decltype(std::declval<const Tensor&>().grad_fn())>;
+
+template <typename Type>
+auto own(std::unique_ptr<Type> node) {
+  if constexpr (std::is_same_v<NodePointer, std::shared_ptr<Node>>) {
+    // A generic lambda, because deleteNode is not declared where nodes are intrusive.
+    return std::shared_ptr<Type>(node.release(), [](auto* pointer) { deleteNode(pointer); });
+  } else {
+    return c10::intrusive_ptr<Type>(std::move(node));
+  }
+}
+
 template <typename Type, typename... Arguments>
-std::shared_ptr<Type> node_for(const char* name, const Arguments&... inputs) {
+decltype(own(std::unique_ptr<Type>())) node_for(const char* name, const Arguments&... inputs) {
   (refuse_tangents(name, inputs), ...);
   if (!torch::autograd::compute_requires_grad(inputs...)) return nullptr;
-  std::shared_ptr<Type> node(new Type(), torch::autograd::deleteNode);
+  auto node = own(std::make_unique<Type>());
   node->set_next_edges(torch::autograd::collect_next_edges(inputs...));
   return node;
 }
@@ -367,14 +382,12 @@ Tensor drift_forward_autograd(at::TensorList weights, at::TensorList anchors, at
 }
 
 // A node that refuses: what follows a gradient that was itself recorded.
-std::shared_ptr<Node> refusal(const std::string& name, const variable_list& inputs, const char* instead = nullptr) {
+NodePointer refusal(const std::string& name, const variable_list& inputs, const char* instead = nullptr) {
   if (!torch::autograd::compute_requires_grad(inputs)) return nullptr;
   const std::string use = instead ? instead : name + " of torch.nn in a network";
-  std::shared_ptr<Node> node(new torch::autograd::Error(name + " of raydfl.ops cannot be differentiated twice; use " + use +
-                                                            " whose loss contains gradients",
-                                                        torch::autograd::collect_next_edges(inputs)),
-                             torch::autograd::deleteNode);
-  return node;
+  return own(std::make_unique<torch::autograd::Error>(
+      name + " of raydfl.ops cannot be differentiated twice; use " + use + " whose loss contains gradients",
+      torch::autograd::collect_next_edges(inputs)));
 }
 
 std::tuple<Tensor, Tensor, Tensor> conv_backward_autograd(const Tensor& dy, const Tensor& codes, const Tensor& x,
