@@ -48,10 +48,10 @@ def test_a_population_of_an_earlier_format_is_read_and_replaced_by_tables(
         assert built.is_saved_in(folder)
         found = Population.load(folder, verify=True, verify_features=True)
         assert describe_population(found, attack is not None) == expected
-        recorded, computed = found.statistics(1), built.statistics(1)
-        assert (recorded is None) == (computed is None)
-        if recorded is not None:  # under PyTorch 2.11; the last digits of features differ between kernels
-            np.testing.assert_allclose(recorded, computed, rtol=1e-4)
+        stored, computed = found.statistics(1), built.statistics(1)
+        assert (stored is None) == (computed is None)
+        if stored is not None:  # under PyTorch 2.11; the last digits of features differ between kernels
+            np.testing.assert_allclose(stored, computed, rtol=1e-4)
         upgrade_population(folder)
         assert not list(folder.rglob("population.safetensors"))
         built.save(folder, again=True)  # as where the features had to be made again
