@@ -11,7 +11,6 @@ from collections.abc import Container, Mapping
 from typing import TypeVar
 
 from raydfl.core.errors import ConfigError
-from raydfl.core.tensors import FlatTensors
 
 _MARK = "@"
 
@@ -85,13 +84,6 @@ def of_part(tensors: Mapping[str, T], part: str) -> Mapping[str, T]:
     """Return what a part's clients know of the server's tensors, by plain names."""
     end = _mark(part)
     return {name.removesuffix(end): value for name, value in tensors.items() if _MARK not in name or name.endswith(end)}
-
-
-def received(sent: FlatTensors, part: str) -> FlatTensors:
-    """Return an entry of the server's state as a client of a part receives it."""
-    if not any(_MARK in name for name in sent):
-        return sent
-    return FlatTensors.of(of_part(sent, part))
 
 
 def marked(values: Mapping[str, T], part: str, server: Container[str]) -> dict[str, T]:
