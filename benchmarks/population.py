@@ -34,7 +34,7 @@ from raydfl.data.population import Population
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
 from raydfl.engine.networks import build_models
-from raydfl.engine.storage.private import PrivateIndex, PrivateStore, Records
+from raydfl.engine.storage.private import PrivateIndex, PrivateStore
 from raydfl.engine.storage.store import RunStore
 from raydfl.runs.folder import prepare_run
 from raydfl.runs.progress import Progress
@@ -139,8 +139,8 @@ def age(run_dir: Path, config: Config, private: int, cohort: int) -> None:
             used = np.unique(part[1])
             own = part.copy()
             own[1] = np.searchsorted(used, own[1])
-            records = Records(tuple(names[place] for place in used.tolist()), np.ascontiguousarray(own))
-            index = PrivateIndex(index.base.updated(records)) if not len(index) else PrivateIndex(index.base, records)
+            base = index if len(index) else None
+            index = PrivateIndex(tuple(names[place] for place in used.tolist()), np.ascontiguousarray(own), base)
     RunStore(run_dir).commit(State(rounds, state.tensors, state.extra), index)
     os.sync()
 

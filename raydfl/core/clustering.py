@@ -151,11 +151,11 @@ def purity(labels: Sequence[Hashable], truth: Sequence[Hashable]) -> float:
     >>> purity([1, 1, 1, 2, 2], ["a", "a", "b", "b", "b"])
     0.8
     """
-    counts: dict[Hashable, dict[Hashable, int]] = {}
-    for label, kind in zip(labels, truth, strict=True):
-        of_cluster = counts.setdefault(label, {})
-        of_cluster[kind] = of_cluster.get(kind, 0) + 1
-    return sum(max(of_cluster.values()) for of_cluster in counts.values()) / max(1, len(labels))
+    from sklearn.metrics.cluster import contingency_matrix
+
+    return float(
+        contingency_matrix(list(map(str, truth)), list(map(str, labels))).max(axis=0).sum() / max(1, len(labels))
+    )
 
 
 def adjusted_rand_index(labels: Sequence[Hashable], truth: Sequence[Hashable]) -> float:

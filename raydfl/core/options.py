@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import difflib
 import functools
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args, get_origin
 
@@ -100,69 +100,37 @@ def _schema(cls: type) -> Mapping[str, Any]:
 # -- what is wrong ---------------------------------------------------------------------------------------------------
 
 
-def check_keys(values: Any, annotation: Any, where: str, tree: type[Settings], prefix: str = "") -> None:
-    """Refuse a key that a group of settings, or one within it, does not have.
-
-    Pydantic would too, but without the nearest known one. Groups that also take other keys are left to their own check.
-
-    Args:
-        values: as given; what is no group is left to pydantic.
-        annotation: of the field that they are for.
-        where: the group's place; empty at the top.
-        tree: see :func:`unknown_key`.
-        prefix: see :func:`unknown_key`.
-
-    Raises:
-        ConfigError: naming the first.
-    """
-    if get_origin(annotation) is dict:  # groups by names of the user's
-        for name, group in values.items() if isinstance(values, Mapping) else ():
-            check_keys(group, get_args(annotation)[1], f"{where}.{name}", tree, prefix)
-        return
-    for kind in (annotation, *get_args(annotation)):
-        if isinstance(values, Mapping) and _is_group(kind) and kind.model_config.get("extra") != "allow":
-            for key, value in values.items():
-                if key not in kind.model_fields:
-                    raise unknown_key(str(key), kind.model_fields, where, tree, prefix)
-                check_keys(value, kind.model_fields[key].annotation, f"{where}.{key}" if where else key, tree, prefix)
-
-
-def unknown_key(
-    key: str, known: Iterable[str], where: str, tree: type[Settings], prefix: str = "", of: str = ""
-) -> ConfigError:
-    """Return the error for a key that a group of settings does not have.
-
-    A key that stands in another group is most likely meant for that one: ``rounds`` is ``train.rounds``.
+def unknown_key(key: str, known: Iterable[str], where: str, of: str = "") -> ConfigError:
+    """Return the error for a key that a group of settings does not have, with the nearest setting of all groups.
 
     Args:
         known: the group's keys.
         where: the group's place, ``"train.optimiser"``; empty at the top.
-        tree: the settings to look for the key in, which stand at ``prefix``.
         of: what the keys are of, ``" for data set 'fsdd'"``.
     """
-    same = [path for path in dict.fromkeys(_paths(tree, prefix)) if path.rpartition(".")[2] == key]
-    hint = f"did you mean {' or '.join(same)}?" if 0 < len(same) < 4 else nearest(key, known)
+    known, elsewhere = list(known), dict[str, list[str]]()
+    for place in () if Settings.tree is None else dict.fromkeys(_places(Settings.tree, "")):
+        elsewhere.setdefault(place.rpartition(".")[2], []).append(place)
+    close = difflib.get_close_matches(key, [*known, *elsewhere], n=1, cutoff=0.6)
+    found = elsewhere.get(close[0], []) if close and close[0] not in known else []
+    hint = f"did you mean {' or '.join(found)}?" if 0 < len(found) < 4 else nearest(key, known)
     return ConfigError(f"{where}{': ' if where else ''}unknown key {key!r}{of}; {hint}")
 
 
-def _paths(model: type[BaseModel], prefix: str) -> list[str]:
-    """Return the places of all settings within a group, ``"train.optimiser.lr"``."""
-    paths = []
+def _places(model: type[BaseModel], prefix: str) -> Iterator[str]:
+    """Yield the places of all settings within a group, ``"train.optimiser.lr"``."""
     for name, field in model.model_fields.items():
         place = f"{prefix}.{name}" if prefix else name
+        yield place
         # Groups in a mapping have names of the user's own: their settings have no place that could be named here.
         named = get_origin(field.annotation) in (dict, Mapping)
-        inner = [] if named else [kind for kind in (field.annotation, *get_args(field.annotation)) if _is_group(kind)]
-        paths += [place, *(path for kind in inner for path in _paths(kind, place))]
-    return paths
-
-
-def _is_group(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, Settings)
+        for kind in () if named else (field.annotation, *get_args(field.annotation)):
+            if isinstance(kind, type) and issubclass(kind, Settings):
+                yield from _places(kind, place)
 
 
 def explain(error: ValidationError, where: str, values: Any, cls: Any = None) -> str:
-    """Say what pydantic found in the words of a configuration: place, value, what it must be, and what it means.
+    """Return what pydantic found: for each wrong setting its place, pydantic's words, the value, and what the setting means.
 
     Args:
         where: the place of ``values`` in the configuration, ``"method"``; empty at the top.
@@ -178,16 +146,24 @@ def explain(error: ValidationError, where: str, values: Any, cls: Any = None) ->
         if any(len(other) > len(place) and other[: len(place)] == place for other in problems):
             continue
         name = ".".join(str(part) for part in (where, *place) if str(part)) or "the value"
-        about = _about(cls, place)
-        lines.append(f"{name}{_problem(items, about)}")
-        meaning = describe_field(about)
-        if meaning and not any(item["type"] in _WHOLE for item in items):
+        if items[0]["type"] == "extra_forbidden":
+            known = _about(cls, place[:-1]).get("properties", ())
+            lines.append(str(unknown_key(str(place[-1]), known, name.removesuffix(str(place[-1])).rstrip("."))))
+            continue
+        own = [item for item in items if item["type"] in _OWN]
+        words = [str(item["msg"]).removeprefix("Value error, ") for item in own[:1] or items]
+        value = items[0]["input"]
+        told = items[0]["type"] == "missing" or (own and isinstance(value, Mapping))
+        text = " or ".join(dict.fromkeys(words)).replace(" or Input should be ", " or ")
+        lines.append(f"{name}: {text}{'' if told else f' (got {_show(value)})'}")
+        meaning = "" if own else describe_field(_about(cls, place))
+        if meaning:
             lines.append(f"  {name}: {meaning}")
     return "\n".join(lines)
 
 
-_WHOLE = ("value_error", "assertion_error", "extra_forbidden")
-"""Errors that say all that there is to say."""
+_OWN = ("value_error", "assertion_error")
+"""Errors with a message of ours, which says all that there is to say."""
 
 
 def _place(values: Any, item: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -220,86 +196,14 @@ def _about(cls: Any, place: Sequence[Any]) -> Mapping[str, Any]:
 
 
 def _resolved(node: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a node without references; of a group that may be null, the group."""
-    for part in (node, *node.get("anyOf", ())):
-        if "$ref" in part:
-            found: Mapping[str, Any] = root["$defs"][part["$ref"].rpartition("/")[2]]
-            return found
-    return node
+    """Return a node without references: the group, where it may be null; where it may be one of several, all their settings."""
+    parts = (node, *node.get("anyOf", ()), *node.get("oneOf", ()))
+    groups = [root["$defs"][part["$ref"].rpartition("/")[2]] for part in parts if "$ref" in part]
+    properties = {name: about for group in groups for name, about in group.get("properties", {}).items()}
+    return {**groups[0], "properties": properties} if groups else node
 
 
-def _problem(items: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> str:
-    """Return the rest of a sentence that begins with the setting's name."""
-    first = next((item for item in items if item["type"] in _WHOLE), items[0])
-    value = first["input"]
-    if first["type"] == "missing":
-        return " is missing"
-    if first["type"] == "extra_forbidden":
-        return f": there is no such setting (got {_shown(value)}); take it out, or mend its name"
-    if first["type"] in _WHOLE:
-        return f": {first['ctx']['error']}" + ("" if isinstance(value, Mapping) else f" (got {_shown(value)})")
-    wanted = list(dict.fromkeys(_wanted(item) for item in items))
-    if "a number" in wanted and "a whole number" in wanted:
-        wanted.remove("a whole number")
-    if wanted == ["text"] and isinstance(value, (bool, int, float)):
-        wanted = ["text (put it in quotes)"]
-    if wanted == ["a group of settings"]:
-        wanted[0] += f" ({', '.join(about.get('properties', ()))})"
-    before = _earlier_reading(items)
-    hint = nearest(str(value), [choice for item in items for choice in _choices(item)])
-    text = f" is {_shown(value)}; it must be {' or '.join(wanted)}"
-    if before is not None:
-        return f"{text} (earlier versions read {_shown(before)})"
-    return f"{text}; {hint}" if hint.startswith("did") else text
-
-
-def _earlier_reading(items: Sequence[Mapping[str, Any]]) -> int | float | None:
-    """Return the number or boolean into which earlier versions converted a value of another type; ``None`` if they refused it."""
-    for item in items:
-        kind = {"int_type": int, "float_type": float, "bool_type": bool}.get(item["type"])
-        if kind is not None:
-            with contextlib.suppress(ValidationError):
-                return TypeAdapter(kind).validate_python(item["input"])
-    return None
-
-
-_PLAIN = {
-    r"^Input (should be|is not) ": "",
-    r"^\w+ should have (.*?)( after validation.*)?$": r"\1 long",
-    r"^String should match pattern": "text that matches",
-    r"a valid integer.*": "a whole number",
-    r"a valid number.*": "a number",
-    r"a valid boolean.*": "true or false",
-    r"a valid string": "text",
-    r"a valid path.*": "a path",
-    r"a valid (list|tuple|set|frozenset)": "a list",
-    r"a valid dictionary$": "a group {key: value}",
-    r"a (valid )?dictionary or .*": "a group of settings",
-    r"^None$": "null",
-    r"greater than or equal to": "at least",
-    r"less than or equal to": "at most",
-    r"greater than": "above",
-    r"less than": "below",
-}
-"""Pydantic's words for what a value should be, where a configuration has others."""
-
-
-def _wanted(item: Mapping[str, Any]) -> str:
-    """Return what a value must be, to follow ``it must be``."""
-    choices = _choices(item)
-    if choices:
-        return choices[0] if len(choices) == 1 else f"one of {', '.join(choices)}"
-    text = str(item["msg"])
-    for pattern, words in _PLAIN.items():
-        text = re.sub(pattern, words, text)
-    return text
-
-
-def _choices(item: Mapping[str, Any]) -> list[str]:
-    return re.findall(r"'([^']*)'", item["ctx"]["expected"]) if item["type"] == "literal_error" else []
-
-
-def _shown(value: Any) -> str:
+def _show(value: Any) -> str:
     """Return a value as a configuration writes it."""
     text = json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]} ..."

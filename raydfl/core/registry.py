@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from raydfl.core.errors import ConfigError, nearest
-from raydfl.core.options import explain
+from raydfl.core.options import explain, unknown_key
 from raydfl.core.users_code import FAILURES
 
 T = TypeVar("T")
@@ -205,7 +205,7 @@ def build(cls: type[T], options: Mapping[str, Any], where: str) -> T:
     known = [f.name for f in dataclasses.fields(cls) if f.init] if dataclasses.is_dataclass(cls) else []
     for key in options:
         if key not in known:
-            raise ConfigError(f"{where}: unknown key {key!r} for {cls.__name__}; {nearest(key, known)}")
+            raise unknown_key(key, known, where, f" for {cls.__name__}")
     try:
         # A plain dataclass of a user's is checked as strictly as our own.
         return TypeAdapter(cls).validate_python(dict(options))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
 from pydantic_core import CoreSchema
@@ -47,3 +47,5 @@ class Settings(StrictTypes, BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    tree: ClassVar[type[Settings] | None] = None
+    """The group of all settings, in which the nearest one to an unknown key is looked for."""

@@ -19,13 +19,13 @@ from pydantic import (
 )
 
 from raydfl.core.errors import ConfigError, InputError, nearest
-from raydfl.core.options import check_keys, explain, path_options, unknown_key
+from raydfl.core.options import explain, path_options, unknown_key
 from raydfl.core.remote import check_uri, is_uri
 from raydfl.core.settings import FIRST_VIEW, Settings
 from raydfl.data.dataset import find_dataset
 from raydfl.data.features.extraction import Source
 from raydfl.data.features.file import FileFeatures
-from raydfl.data.features.kinds import AnyFeatures, kind_of, make_features
+from raydfl.data.features.kinds import AnyFeatures, make_features
 from raydfl.data.features.log_mel import FeatureSettings
 from raydfl.data.label_sets import LabelSetSettings
 from raydfl.data.remote import local_copy
@@ -205,12 +205,7 @@ class DataSettings(Settings):
         for key in values:
             if key not in own and key not in options:
                 known, of = [*own, *options], f" for data set {values['name']!r}"
-                raise unknown_key(str(key), known, "data", DataSettings, "data", of)
-        for name, field in cls.model_fields.items():
-            if name == "features" and isinstance(values.get(name), Mapping):
-                check_keys(values[name], kind_of(values[name]), "data.features", DataSettings, "data")
-            elif name != "views":
-                check_keys(values.get(name), field.annotation, f"data.{name}", DataSettings, "data")
+                raise unknown_key(str(key), known, "data", of)
         views = values.get("views")
         if isinstance(views, Mapping):
             values = {**values, "views": {view: _checked_view(view, settings) for view, settings in views.items()}}
@@ -219,7 +214,7 @@ class DataSettings(Settings):
             for key in site if isinstance(site, Mapping) else ():
                 if key not in (*_OF_SITES, *options):
                     known, of = [*_OF_SITES, *options], f" for data set {values['name']!r}"
-                    raise unknown_key(str(key), known, f"data.sites.{name}", SiteSettings, f"data.sites.{name}", of)
+                    raise unknown_key(str(key), known, f"data.sites.{name}", of)
         return values
 
     @model_validator(mode="after")
@@ -424,7 +419,10 @@ class DataSettings(Settings):
                     f"the site's node; give an absolute path"
                 )
         values = self.model_dump(exclude={"sites", "cache", "parts"})
-        return DataSettings.model_validate({**values, **given, "cache": own.folder / "cache"})
+        try:
+            return DataSettings.model_validate({**values, **given, "cache": own.folder / "cache"})
+        except ValidationError as error:
+            raise ConfigError(explain(error, f"data.sites.{site}", given, DataSettings)) from error
 
     @property
     def source(self) -> Source:
@@ -482,7 +480,6 @@ def _checked_view(name: str, settings: Any) -> Any:
         ConfigError: a setting is wrong. The message names the view.
     """
     where = f"data.views.{name}"
-    check_keys(settings, ViewSettings, where, ViewSettings, "data.views")
     if not isinstance(settings, Mapping):
         return settings
     try:

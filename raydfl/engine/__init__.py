@@ -7,7 +7,7 @@ write, storage/ what a run keeps on the disk.
 from raydfl.engine.autotune import remembered
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config, load_config, make_config
-from raydfl.engine.entries import label_entry, received_entries
+from raydfl.engine.evaluation import label_entry, received_entries
 from raydfl.engine.federation import Federation
 from raydfl.engine.networks import build_models, fixed_of_whole
 from raydfl.engine.orders import SERVER, Order, Reply, in_groups, keys_of

@@ -19,16 +19,15 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from raydfl.core.errors import ConfigError, nearest
 from raydfl.core.ops import differing_kernels, kernels
-from raydfl.core.options import check_keys, explain, plain
+from raydfl.core.options import explain, plain
 from raydfl.core.settings import Settings
 from raydfl.core.yaml import read_yaml
 from raydfl.data import KNOWN, DataSettings, Population, ProfileSettings
 from raydfl.engine.assembly import ModelChoice, Parts, assemble, split_view, text_of
 from raydfl.engine.digest import deciding, hashed, without_neutral
-from raydfl.engine.named_files import check_encoder, check_same_files, named_files
+from raydfl.engine.named_files import absolute, check_encoder, check_same_files, named_files
 from raydfl.engine.needs import check_needs, check_pools
 from raydfl.engine.overrides import apply_overrides
-from raydfl.engine.paths import absolute
 from raydfl.engine.phases import Phases
 from raydfl.engine.selection import Selection, check_begins, check_measured, holds_out
 from raydfl.engine.settings import EvaluateSettings, RaySettings, RunSettings, TrackSettings
@@ -255,6 +254,9 @@ class Config(Settings):
         return {**found, "evaluate": self.evaluate.model_dump(mode="json")} if found else {}
 
 
+Settings.tree = Config
+
+
 def _check_known(names: Iterable[str], models: Iterable[str], where: str) -> None:
     """Refuse the name of a model that the method does not have."""
     for name in names:
@@ -304,7 +306,6 @@ def make_config(values: Any, where: str = "configuration") -> Config:
             f"{where} is {'empty' if values is None else f'{str(values)[:60]!r}'}; it must hold the groups "
             f"{', '.join(Config.model_fields)}, of which method and data are needed"
         )
-    check_keys(values, Config, "", Config)
     try:
         checked = absolute(values)
         return Config.model_validate(checked)

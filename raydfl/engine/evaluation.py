@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from raydfl.core import part_names
+from raydfl.core import part_names, seeds
 from raydfl.core.errors import ClientError, ConfigError
 from raydfl.core.metrics import pool as pool_metrics
 from raydfl.core.metrics import summarise
@@ -18,7 +18,7 @@ from raydfl.core.types import Client, Metrics, ModelSpec, Ratio, State, Task, Te
 from raydfl.core.users_code import naming_failures
 from raydfl.data import Shard
 from raydfl.engine.clients import Clients
-from raydfl.engine.entries import label_entry
+from raydfl.engine.config import Config
 from raydfl.engine.orders import SERVER, TRIGGERED, Measurement, Order, Reply, check_server_tasks
 from raydfl.engine.settings import EvaluateSettings
 from raydfl.engine.storage import record
@@ -306,3 +306,29 @@ def _shared_models(method: Method, variants: Variants) -> dict[ModelSpec, dict[s
 def _holds(tensors: Tensors, shapes: Mapping[str, torch.Size]) -> bool:
     """Return whether an entry of the state has tensors of all these names and shapes, and there are some."""
     return bool(shapes) and all(name in tensors and tensors[name].shape == shape for name, shape in shapes.items())
+
+
+def received_entries(config: Config, state: State, clients: Clients, begun: Sequence[int] = ()) -> frozenset[str]:
+    """Return the keys of the entries that a task of the last round or of its evaluation receives, and ``"global"``.
+
+    Args:
+        config: configuration of the run.
+        state: state after that round.
+        clients: all clients of the run. The evaluation is planned for each of them.
+        begun: rounds completed before each phase, if a phase has ended early.
+    """
+    method, last = config.parts.method, max(0, state.round_index - 1)
+    phase = config.phases.as_begun(begun).at(last)
+    # A plan may read a schedule that has no round after the last one, so the last round is planned once more.
+    before = dataclasses.replace(state, round_index=last, phase=phase)
+    cohort = config.train.in_phase(phase).cohort_size(clients.eligible)
+    with naming_failures(method, "plan", f"round {last + 1}"):
+        tasks = [*method.plan(before, clients, seeds.generator(config.run.seed, last, "", "plan"), cohort)]
+    with naming_failures(method, "plan_evaluation", f"the evaluation after round {state.round_index}"):
+        tasks += [*method.plan_evaluation(state, clients), *method.plan_evaluation(state, [])]
+    return frozenset(["global", *(key for task in tasks for key in task.receive)])
+
+
+def label_entry(part: str, key: str) -> list[str]:
+    """Return the words that name an entry of the state in metrics and files: its part, and its key unless it is global."""
+    return [word for word in (part, "" if key == "global" else key) if word]

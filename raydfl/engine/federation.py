@@ -16,8 +16,7 @@ from raydfl.engine.arrivals import Arrivals
 from raydfl.engine.autotune import ask_width
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
-from raydfl.engine.entries import received_entries
-from raydfl.engine.evaluation import Evaluation, pooled
+from raydfl.engine.evaluation import Evaluation, pooled, received_entries
 from raydfl.engine.first_state import make_first_state
 from raydfl.engine.listeners import (
     BestRound,
@@ -98,8 +97,8 @@ class Federation:
             record.discard_rows(store.folder, self.state.round_index)
             self._restore_selection()
         if not store.private_here:
-            segments = store.segments
-            ask_everywhere(pool, population.places, lambda worker: worker.private.retain(segments))
+            named = frozenset[str]().union(*store.files.values())
+            ask_everywhere(pool, population.places, lambda worker: worker.private.retain(named))
 
         def remove(segments: Collection[str]) -> None:
             # A lost request leaves them until the run is next opened.

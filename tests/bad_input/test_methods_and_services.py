@@ -73,12 +73,10 @@ def test_options_of_classes_of_ones_own_are_checked(raydfl: Raydfl, tiny: Tiny, 
     raydfl("run", file, mine, "method.strenght=2").refuses(
         "method: unknown key 'strenght' for Mine; did you mean 'strength'?"
     )
-    raydfl("run", file, mine, "method.strength=strong").refuses('method.strength is "strong"; it must be a number')
+    raydfl("run", file, mine, "method.strength=strong").refuses("method.strength: Input should be a valid number")
     net = f"models.model={{name: '{tmp_path}/mine.py:Net'}}"
     raydfl("run", file, net, "models.model.widht=2").refuses("unknown option 'widht'; did you mean 'width'?")
-    raydfl("run", file, net, "models.model.width=wide").refuses(
-        'mine.py:Net.width is "wide"; it must be a whole number'
-    )
+    raydfl("run", file, net, "models.model.width=wide").refuses("mine.py:Net.width: Input should be a valid integer")
 
 
 def test_a_network_of_ones_own_that_cannot_be_built(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:

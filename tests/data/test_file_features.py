@@ -374,7 +374,11 @@ def test_a_run_keeps_the_number_of_bands_and_absolute_paths(tmp_path: Path, monk
         ({"kind": "mfcc"}, {}, r"data.features.kind is 'mfcc'; known: file, image, kaldi, logmel, model"),
         (3, {}, r"data.features is 3; it must be a group of settings"),
         ({"kind": "file"}, {}, r"data.features.path is missing; it must be a .safetensors file"),
-        ({"kind": "file", "path": "x.npz", "bands": 0}, {}, r"data.features.bands is 0; it must be at least 1"),
+        (
+            {"kind": "file", "path": "x.npz", "bands": 0},
+            {},
+            r"data.features.bands: Input should be greater than or equal to 1",
+        ),
         (
             {"kind": "file", "path": "x.npz", "bands": 2, "frame": 2},
             {},
@@ -398,7 +402,7 @@ def test_a_run_keeps_the_number_of_bands_and_absolute_paths(tmp_path: Path, monk
             "data.corrupt.noise: features from a file come without recordings .* as data.features.noisy_path",
         ),
         ({"kind": "model", "model": "x.py"}, {}, "data.features.model"),
-        ({"kind": "model", "model": "x.py:X"}, {}, "data.features.bands is missing"),
+        ({"kind": "model", "model": "x.py:X"}, {}, "data.features.bands: Field required"),
     ],
 )
 def test_settings_that_cannot_be(features: Any, data: dict[str, Any], message: str) -> None:

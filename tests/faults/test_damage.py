@@ -31,8 +31,8 @@ def damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Pat
         refs = {c: private.append(round_index, {"model:a": torch.full((2,), float(c))}) for c in clients}
         index = index.changed(refs)
         store.commit(state_of(round_index), index, {ref.segment for ref in refs.values()})
-    assert not len(RunStore(whole).load(store.commits()[0]).private.base)
-    assert len(RunStore(whole).load(store.commits()[1]).private.base) == 4
+    assert not RunStore(whole).load(store.commits()[0]).private.base_name
+    assert len(RunStore(whole).load(store.commits()[1]).private.base or ()) == 4
 
     def fresh() -> Path:
         shutil.rmtree(copy, ignore_errors=True)

@@ -245,7 +245,7 @@ def test_a_client_that_cannot_be_evaluated_is_left_out_there(tiny: Tiny) -> None
 
 
 def test_on_error_has_two_values(tiny: Tiny) -> None:
-    with pytest.raises(ConfigError, match=r'run\.on_error is "ignore"; it must be one of stop, drop'):
+    with pytest.raises(ConfigError, match=r"run\.on_error: Input should be 'stop' or 'drop'"):
         tiny("run.on_error=ignore")
 
 
@@ -418,9 +418,9 @@ def test_a_deadline_is_part_of_what_a_run_is(tiny: Tiny) -> None:
     limited.append(tiny("train.deadline=5", "train.late=drop").digest())
     assert len({*digests, *limited}) == 4
     for value in ("0", "-1"):
-        with pytest.raises(ConfigError, match=rf"train\.deadline is {value}; it must be above 0"):
+        with pytest.raises(ConfigError, match=r"train\.deadline: Input should be greater than 0"):
             tiny(f"train.deadline={value}")
-    with pytest.raises(ConfigError, match=r'train\.late is "never"; it must be one of partial, drop'):
+    with pytest.raises(ConfigError, match=r"train\.late: Input should be 'partial' or 'drop'"):
         tiny("train.late=never")
 
 

@@ -161,8 +161,8 @@ PROFILE = "data.profile={capability: {values: [%s]}}"
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["method.share=0"], "method.share is 0; it must be above 0"),
-        (["method.share=1.5"], "method.share is 1.5; it must be at most 1"),
+        (["method.share=0"], "method.share: Input should be greater than 0"),
+        (["method.share=1.5"], "method.share: Input should be less than or equal to 1"),
         (
             ["method.share=capacity", PROFILE % "1"],
             "'feddrop' needs the column 'capacity', but clients have no such column in their profile.",

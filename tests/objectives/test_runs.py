@@ -398,7 +398,7 @@ def test_an_objective_of_ones_own_is_a_class_in_a_file(tiny: Tiny, tmp_path: Pat
 BAD: dict[str, tuple[tuple[str, ...], str]] = {
     "unknown": (("objective=clasify",), "unknown objective 'clasify'; did you mean 'classify'"),
     "option": (("objective={name: contrast, frame: 3}",), "unknown key 'frame' for Contrast; did you mean 'frames'"),
-    "range": (("objective={name: compact, momentum: 1}",), "objective.momentum is 1; it must be below 1"),
+    "range": (("objective={name: compact, momentum: 1}",), "objective.momentum: Input should be less than 1"),
     "no name": (("objective={frames: 3}",), "objective: a name is missing; known: classify, compact"),
     "sets for classes": (("data.label_sets={}",), "needs one label for each clip, but data.label_sets makes sets"),
     "top k": (("objective={name: classify, top_k: 3}",), "objective.top_k is 3, and there are 3 classes"),

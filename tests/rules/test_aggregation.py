@@ -366,8 +366,8 @@ def test_a_rule_from_a_file_is_found(tmp_path: Path) -> None:
     [
         ("weigthed_mean", "unknown rule 'weigthed_mean'; did you mean 'weighted_mean'"),
         ({"name": "lpa", "vi": 0.1}, "rule: unknown key 'vi' for LayerwisePruning; did you mean 'vl'"),
-        ({"name": "lpa", "vl": 1.0}, "rule.vl is 1.0; it must be below 1"),
-        ({"name": "lpa", "by": "layer"}, 'rule.by is "layer"; it must be one of module, tensor'),
+        ({"name": "lpa", "vl": 1.0}, "rule.vl: Input should be less than 1"),
+        ({"name": "lpa", "by": "layer"}, "rule.by: Input should be 'module' or 'tensor'"),
         ({"vl": 0.1}, "rule: name a rule, .* known: bulyan, centred_clipping, dnc, .*, weighted_mean"),
         ("nowhere.py:Rule", "there is no file"),
     ],

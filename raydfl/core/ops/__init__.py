@@ -21,11 +21,10 @@ from __future__ import annotations
 from raydfl.core.ops import spectra
 from raydfl.core.ops._backend import compiled, differing_kernels, kernels, use
 from raydfl.core.ops.conv import Conv1d, conv1d
-from raydfl.core.ops.drift import drift_term
 from raydfl.core.ops.dropout import Dropout, random_state, uniform
 from raydfl.core.ops.gru import GRU, gru
 from raydfl.core.ops.images import Conv2d, conv2d, group_norm, relu_pool
-from raydfl.core.ops.mean import mean_over_time
+from raydfl.core.ops.reductions import drift_term, mean_over_time
 from raydfl.core.ops.slices import Slice, add_elements, add_slices
 from raydfl.core.ops.sums import ClientVectors, Parts, sums_are_compiled
 

@@ -1,7 +1,8 @@
 """The choice of the implementation: the compiled one for float32 on a CPU where it was built, PyTorch's operations for all else.
 
 The compiled operators bring their own rules for autograd and vmap (csrc/transforms.cpp), at a fraction of the time that those
-of a torch.autograd.Function take for each call.
+of a torch.autograd.Function take for each call. The rules of the others share :func:`grouped`: under ``torch.func.vmap`` all
+tensors get the dimension of clients in front.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -118,3 +119,35 @@ def autocast_type(x: Tensor) -> torch.dtype | None:
 def torch_is_better(x: Tensor) -> bool:
     """Return whether PyTorch's own layer is faster: on a GPU, one model at a time (cuDNN); vmap cannot map it."""
     return x.is_cuda and not torch._C._are_functorch_transforms_active()
+
+
+def grouped(clients: int, dims: tuple[Any, ...], values: tuple[Any, ...]) -> list[Any]:
+    """Return the arguments of an operation for all clients at once: every tensor as [clients, ...].
+
+    Args:
+        clients: size of the mapped dimension.
+        dims: for each value, the mapped dimension, or ``None`` where all clients share the value.
+        values: tensors, and others that stay as they are.
+    """
+    stacked = []
+    for value, dim in zip(values, dims, strict=True):
+        if isinstance(value, Tensor):
+            stacked.append(value.expand(clients, *value.shape) if dim is None else value.movedim(dim, 0))
+        else:
+            stacked.append(value)
+    return stacked
+
+
+def once(name: str) -> RuntimeError:
+    """Return the error of an operation that is differentiated twice."""
+    return RuntimeError(
+        f"{name} of raydfl.ops cannot be differentiated twice; use {name} of torch.nn in a network whose loss contains gradients"
+    )
+
+
+def check_group(name: str, x: Tensor) -> None:
+    """Refuse a mapping over what already has a dimension of clients."""
+    if x.dim() != 4:
+        raise RuntimeError(
+            f"{name} of raydfl.ops can be mapped by torch.func.vmap once, over clients, not in two nested ways"
+        )

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from raydfl.core.ops import _torch
-from raydfl.core.ops._backend import autocast_type, compiled_for, torch_is_better
-from raydfl.core.ops._vmap import check_group, grouped, once
+from raydfl.core.ops._backend import autocast_type, check_group, compiled_for, grouped, once, torch_is_better
 
 _LARGEST_POOL = 254  # which frame of its pool a maximum was is kept in a byte
 

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from raydfl.core.ops import _torch
-from raydfl.core.ops._backend import compiled_for
-from raydfl.core.ops._vmap import grouped
+from raydfl.core.ops._backend import compiled_for, grouped
 
 
 class _State:

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from raydfl.core.ops import _torch
-from raydfl.core.ops._backend import autocast_type, compiled_for, torch_is_better
-from raydfl.core.ops._vmap import check_group, grouped, once
+from raydfl.core.ops._backend import autocast_type, check_group, compiled_for, grouped, once, torch_is_better
 
 
 def gru(x: Tensor, weights: Sequence[Tensor], lengths: Tensor | None = None) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -52,11 +53,8 @@ class Committer:
         """Rows of the rounds since the last commit."""
         self._usage = SegmentUsage(private, store.sizes_of_segments())
         self._thread = ThreadPoolExecutor(1, "commit")
-        self._prepared: (
-            tuple[State, PrivateIndex, set[str], set[str], bool, tuple[int, ...], Sequence[MetricRow]] | None
-        ) = None
-        self._under_way: Future[float] | None = None
-        self._rows: Sequence[MetricRow] = ()
+        self._prepared: Callable[[], tuple[float, Sequence[MetricRow]]] | None = None
+        self._under_way: Future[tuple[float, Sequence[MetricRow]]] | None = None
         self._commits = 0
 
     def note_moved(self, former: PrivateIndex, moved: Mapping[int, PrivateRef]) -> None:
@@ -69,9 +67,10 @@ class Committer:
         return private.within(self._usage.sparse()) if self._usage.wasteful else None
 
     def go_back_to(self, private: PrivateIndex) -> None:
-        """Take note that an earlier index counts again. No commit may be under way; that index's one must be kept."""
-        self._usage = self._usage.replaced(SegmentUsage(private, self._store.sizes_of_segments()))
-        self._store.go_back_to(private)
+        """Take note that an earlier index counts again, whose commit must be kept."""
+        written = self._usage.written
+        self._usage = SegmentUsage(private, self._store.sizes_of_segments())
+        self._usage.written = written
 
     def add_rows(self, rows: Sequence[MetricRow]) -> None:
         """Add rows of a round to the next commit."""
@@ -97,37 +96,36 @@ class Committer:
         """
         if self._under_way is not None or self._prepared is not None:
             raise AssertionError("a commit is still under way")
-        self._prepared = (_held(state), private, *self._usage.take(), best, begun, self._pending)
+        segments = self._usage.take()
+        self._prepared = functools.partial(self._write, _held(state), private, segments, best, begun, self._pending)
         self._pending = []
         self.round_index = state.round_index
 
     def begin(self) -> None:
         """Have what is prepared written, if anything is."""
         if self._prepared is not None:
-            self._rows = self._prepared[-1]
-            self._under_way = self._thread.submit(self._write, *self._prepared)
-            self._prepared = None
+            self._under_way, self._prepared = self._thread.submit(self._prepared), None
 
     def _write(
         self,
         state: State,
         private: PrivateIndex,
-        written: set[str],
-        superseded: set[str],
+        segments: tuple[frozenset[str], frozenset[str]],
         best: bool,
         begun: tuple[int, ...],
         rows: Sequence[MetricRow],
-    ) -> float:
+    ) -> tuple[float, Sequence[MetricRow]]:
+        """Write a commit; return the seconds that it took, and its rows."""
         started = time.perf_counter()
         # Rows first: what LATEST names is never without its record.
         record.write_rows(record.rows_path(self._store.folder, state.round_index), rows)
-        self._store.commit(state, private, written, superseded, best, begun)
+        self._store.commit(state, private, *segments, best, begun)
         self._commits += 1
         if self._commits % _MERGE == 0:
             record.compact(self._store.folder, gather=_MERGE)
         if self.mirror is not None:
             self.mirror.push()
-        return time.perf_counter() - started
+        return time.perf_counter() - started, rows
 
     def wait(self) -> Sequence[MetricRow]:
         """Wait until the commit under way, if there is one, is on the disk, and return its rows.
@@ -135,11 +133,11 @@ class Committer:
         Raises:
             ResourcesError: the disk is full, and the commit before still counts; or the mirror cannot be reached.
         """
-        under_way, rows = self._under_way, self._rows
-        self._under_way, self._rows = None, ()
+        under_way, self._under_way = self._under_way, None
+        rows: Sequence[MetricRow] = ()
         if under_way is not None:
             asked = time.perf_counter()
-            self._seconds = under_way.result()
+            self._seconds, rows = under_way.result()
             self._waited += time.perf_counter() - asked
         forgotten = self._store.take_forgotten()
         if forgotten:
@@ -179,13 +177,12 @@ class SegmentUsage:
         """Bytes of all clients' newest records."""
         self.bytes = sum(self._sizes.values())
         """Bytes of the segments that they are in."""
-        self._written: set[str] = set()
-        self._emptied: set[str] = set()
+        self.written: set[str] = set()
+        """The segments that were written since the last commit."""
 
     def move(self, former: PrivateRef | None, ref: PrivateRef) -> None:
         """Note that a client's newest record is now ``ref``."""
-        self._written.add(ref.segment)
-        self._emptied.discard(ref.segment)
+        self.written.add(ref.segment)
         self._live[ref.segment] = self._live.get(ref.segment, 0) + ref.length
         self._sizes[ref.segment] = self._sizes.get(ref.segment, 0) + ref.length
         self.live += ref.length
@@ -197,13 +194,11 @@ class SegmentUsage:
         if not self._live[former.segment]:
             del self._live[former.segment]
             self.bytes -= self._sizes.pop(former.segment)
-            self._emptied.add(former.segment)
 
-    def replaced(self, other: SegmentUsage) -> SegmentUsage:
-        """Return the use of another index's segments, which takes the place of this one's: what only this one uses is emptied."""
-        other._written = self._written & set(other._live)
-        other._emptied = (self._emptied | self._written | set(self._live)) - set(other._live)
-        return other
+    def take(self) -> tuple[frozenset[str], frozenset[str]]:
+        """Return the segments that hold anything that counts, and those that were written since this was last asked."""
+        written, self.written = frozenset(self.written), set()
+        return frozenset(self._live), written
 
     @property
     def wasteful(self) -> bool:
@@ -213,9 +208,3 @@ class SegmentUsage:
     def sparse(self) -> set[str]:
         """Return the segments of which less than half still counts. This looks at all of them."""
         return {segment for segment, live in self._live.items() if 2 * live < self._sizes[segment]}
-
-    def take(self) -> tuple[set[str], set[str]]:
-        """Since this was last asked: the segments that were written, and those that no longer hold anything that counts."""
-        taken = self._written - self._emptied, self._emptied
-        self._written, self._emptied = set(), set()
-        return taken

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import re
 import uuid
@@ -24,9 +25,9 @@ from raydfl.core.files import RESUME, make_private_folder, plain_name, sync, wri
 from raydfl.core.tensor_file import parts_of_safetensors, to_safetensors
 
 _RECENT = 4096
-"""Records that an index may hold beside its base, however small that is."""
+"""Rows that an index may hold beside its base, however small that is."""
 _PART = 16
-"""An index takes its recent records into its base when they are more than one in so many."""
+"""An index makes a new base when its rows are more than one in so many of the base's."""
 _COPIED = 1 << 22
 """Bytes up to which a record is copied into one piece: that takes less time than a call of the system for each tensor."""
 _OURS = re.compile(r"\d{6,}-\S+\.seg|[0-9a-f]{16}\.index|\..+\.part")
@@ -43,74 +44,105 @@ class PrivateRef:
     checksum: int
 
 
-class Records:
-    """The places of the records of some clients. Immutable.
+class PrivateIndex(Mapping[int, PrivateRef]):
+    """The place of the newest record of every client that ever took part, by client index. Immutable.
+
+    A commit holds the rows that have changed since its base, and the name of the base's file. So the time of a round and a commit
+    does not grow with the number of clients: one table of them all takes half of the time of a small round with a million clients.
 
     Args:
         segments: names of the segment files, each of which holds at least one of the records.
         table: int64 [5, clients], by rising client index: client index, position in ``segments``, offset, length, checksum.
+        base: older records, some of them superseded; it has no base itself.
     """
 
-    def __init__(self, segments: tuple[str, ...] = (), table: np.ndarray | None = None) -> None:
+    def __init__(
+        self, segments: tuple[str, ...] = (), table: np.ndarray | None = None, base: PrivateIndex | None = None
+    ) -> None:
         self.segments = segments
         self.table = np.zeros((5, 0), np.int64) if table is None else table
+        self.base = base
 
-    @classmethod
-    def of(cls, refs: Mapping[int, PrivateRef]) -> Records:
-        """Return the records in a mapping by client index."""
+    def changed(self, refs: Mapping[int, PrivateRef]) -> PrivateIndex:
+        """Return the index with these records in place of their clients' former ones."""
+        if not refs:
+            return self
         number = {segment: i for i, segment in enumerate(dict.fromkeys(ref.segment for ref in refs.values()))}
         rows = [(i, number[r.segment], r.offset, r.length, r.checksum) for i, r in sorted(refs.items())]
-        return cls(tuple(number), np.ascontiguousarray(np.array(rows, np.int64).reshape(-1, 5).T))
+        index = self._with_rows(tuple(number), np.array(rows, np.int64).T)
+        older = 0 if self.base is None else self.base.table.shape[1]
+        return index if index.table.shape[1] <= max(_RECENT, older // _PART) else PrivateIndex(base=index.whole)
 
-    def __len__(self) -> int:
-        return int(self.table.shape[1])
-
-    def get(self, client: int) -> PrivateRef | None:
-        """Return one client's record, or ``None``."""
-        place = int(np.searchsorted(self.table[0], client))
-        if place == len(self) or self.table[0, place] != client:
-            return None
-        _, segment, offset, length, checksum = self.table[:, place].tolist()
-        return PrivateRef(self.segments[segment], offset, length, checksum)
-
-    def find(self, clients: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """For each of these clients (int64, rising), its column or the one to insert it before, and whether it is here."""
-        places = np.searchsorted(self.table[0], clients)
-        known = np.zeros(len(clients), bool)
-        inside = places < len(self)
-        known[inside] = self.table[0, places[inside]] == clients[inside]
-        return places, known
-
-    def updated(self, newer: Records) -> Records:
-        """Return these records and ``newer`` ones; of a client in both, the newer one."""
-        number = {segment: i for i, segment in enumerate(dict.fromkeys((*self.segments, *newer.segments)))}
-        columns = newer.table.copy()
-        columns[1] = np.array([number[segment] for segment in newer.segments], np.int64)[columns[1]]
-        places, known = self.find(columns[0])
+    def _with_rows(self, segments: tuple[str, ...], rows: np.ndarray) -> PrivateIndex:
+        """Return the index with a table's rows in place of their clients' former ones. The base stays what it is."""
+        number = {segment: i for i, segment in enumerate(dict.fromkeys((*self.segments, *segments)))}
+        rows = rows.copy()
+        rows[1] = np.array([number[segment] for segment in segments], np.int64)[rows[1]]
+        places = np.searchsorted(self.table[0], rows[0])
+        known = np.append(self.table[0], -1)[places] == rows[0]
         table = self.table.copy()
-        table[:, places[known]] = columns[:, known]
-        table = np.insert(table, places[~known], columns[:, ~known], axis=1)
+        table[:, places[known]] = rows[:, known]
+        table = np.insert(table, places[~known], rows[:, ~known], axis=1)
         used = np.bincount(table[1], minlength=len(number)) > 0
         table[1] = (np.cumsum(used) - 1)[table[1]]
-        return Records(tuple(s for s, in_use in zip(number, used.tolist(), strict=True) if in_use), table)
+        return PrivateIndex(tuple(itertools.compress(number, used.tolist())), table, self.base)
+
+    @property
+    def whole(self) -> PrivateIndex:
+        """The same records in one table, without a base."""
+        return self if self.base is None else self.base._with_rows(self.segments, self.table)
+
+    def bytes_by_segment(self) -> dict[str, int]:
+        """Return the length of the records in each segment that holds any. This looks at all records."""
+        whole = self.whole
+        lengths = np.bincount(whole.table[1], weights=whole.table[3], minlength=len(whole.segments))
+        return dict(zip(whole.segments, lengths.astype(np.int64).tolist(), strict=True))
+
+    def files(self) -> set[str]:
+        """Return the names of the segments and of the base's file that it refers to. This looks at all records."""
+        return {*self.whole.segments, self.base_name} - {""}
+
+    def within(self, segments: Collection[str]) -> PrivateIndex:
+        """Return the records that lie in some segments. This looks at all records."""
+        whole = self.whole
+        chosen = np.array([segment in segments for segment in whole.segments], bool)[whole.table[1]]
+        return PrivateIndex()._with_rows(whole.segments, whole.table[:, chosen])
+
+    def __getitem__(self, client: int) -> PrivateRef:
+        place = int(np.searchsorted(self.table[0], client))
+        if place < self.table.shape[1] and self.table[0, place] == client:
+            _, segment, offset, length, checksum = self.table[:, place].tolist()
+            return PrivateRef(self.segments[segment], offset, length, checksum)
+        if self.base is None:
+            raise KeyError(client)
+        return self.base[client]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.whole.table[0].tolist())
+
+    def __len__(self) -> int:
+        return int(self.whole.table.shape[1])
+
+    @property
+    def base_name(self) -> str:
+        """The name of the base's file; empty without a base."""
+        return "" if self.base is None else self.base.file_name
 
     @cached_property
     def file_name(self) -> str:
-        """Name of the file for :meth:`encode`, which has a checksum of its content; empty if there are no records."""
-        if not len(self):
-            return ""
+        """The name of the file for a table without a base, with a checksum of its content."""
         digest = hashlib.blake2b("\n".join(self.segments).encode(), digest_size=8)
         digest.update(self.table.tobytes())
         return f"{digest.hexdigest()}.index"
 
     def encode(self) -> bytes:
-        """As a safetensors file."""
+        """Return a table without a base as a safetensors file."""
         about = {"segments": "\n".join(self.segments)}
         return to_safetensors({"private": torch.from_numpy(self.table)}, about)
 
     @classmethod
-    def read(cls, path: Path) -> Records:
-        """From a file.
+    def read(cls, path: Path) -> PrivateIndex:
+        """Read a file of :meth:`encode`.
 
         Raises:
             RunDirectoryError: it is missing or damaged.
@@ -120,68 +152,14 @@ class Records:
         try:
             with safetensors.safe_open(path, "numpy") as file:
                 segments = tuple(plain_name(name) for name in file.metadata()["segments"].split("\n"))
-                records = cls(segments, file.get_tensor("private"))
+                index = cls(segments, file.get_tensor("private"))
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
             raise RunDirectoryError(f"{path}, which says where private state lies, cannot be read: {error}") from error
-        if records.file_name != path.name:
+        if index.file_name != path.name:
             raise RunDirectoryError(
                 f"{path}, which says where private state lies, is damaged: its checksum does not fit"
             )
-        return records
-
-
-class PrivateIndex(Mapping[int, PrivateRef]):
-    """The place of the newest record of every client that ever took part, by client index. Immutable: see :meth:`changed`.
-
-    It is a base, which stays what it is for many rounds, and what has changed since: a round and a commit handle only the latter,
-    so that their time does not grow with the number of clients.
-
-    Args:
-        base: the older records; some of them may be superseded by ``recent``.
-        recent: the newer ones.
-    """
-
-    def __init__(self, base: Records | None = None, recent: Records | None = None) -> None:
-        self.base = Records() if base is None else base
-        self.recent = Records() if recent is None else recent
-
-    def changed(self, refs: Mapping[int, PrivateRef]) -> PrivateIndex:
-        """Return the index with these records in place of their clients' former ones."""
-        if not refs:
-            return self
-        recent = self.recent.updated(Records.of(refs))
-        if len(recent) > max(_RECENT, len(self.base) // _PART):
-            return PrivateIndex(self.base.updated(recent))
-        return PrivateIndex(self.base, recent)
-
-    def bytes_by_segment(self) -> dict[str, int]:
-        """Return the length of the records in each segment that holds any. This looks at all records."""
-        records = self.base.updated(self.recent)
-        lengths = np.bincount(records.table[1], weights=records.table[3], minlength=len(records.segments))
-        return dict(zip(records.segments, lengths.astype(np.int64).tolist(), strict=True))
-
-    def files(self) -> set[str]:
-        """Return the names of the segments and of the index file that it refers to. This looks at all records."""
-        return {*self.bytes_by_segment(), *([self.base.file_name] if len(self.base) else [])}
-
-    def within(self, segments: Collection[str]) -> PrivateIndex:
-        """Return the records that lie in some segments. This looks at all records."""
-        records = self.base.updated(self.recent)
-        chosen = np.array([segment in segments for segment in records.segments], bool)[records.table[1]]
-        return PrivateIndex(recent=Records().updated(Records(records.segments, records.table[:, chosen])))
-
-    def __getitem__(self, client: int) -> PrivateRef:
-        ref = self.recent.get(client) or self.base.get(client)
-        if ref is None:
-            raise KeyError(client)
-        return ref
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(np.union1d(self.base.table[0], self.recent.table[0]).tolist())
-
-    def __len__(self) -> int:
-        _, known = self.base.find(self.recent.table[0])
-        return len(self.base) + int(np.count_nonzero(~known))
+        return index
 
 
 class PrivateStore:

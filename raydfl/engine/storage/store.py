@@ -12,18 +12,19 @@
 A commit first makes everything durable that it refers to, then moves LATEST by a rename. Until then nothing of it counts; what a
 crash leaves behind is removed when the run is opened again. A commit's file name carries its checksum.
 
-An index is made anew only when much has changed (raydfl.engine.storage.private.PrivateIndex), and a file in private/ is removed
-when the last kept commit that refers to it is: what a commit costs depends on what was trained since the last, and not on how many
-clients there are.
+An index is made anew only when much has changed (raydfl.engine.storage.private.PrivateIndex): the cost of a commit depends on what
+was trained since the last, and not on how many clients there are. A file in private/ is removed with the last kept commit that
+refers to it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import zlib
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +40,7 @@ from raydfl.core.files import plain_name, remove_parts, write_durably
 from raydfl.core.lock import FileLock
 from raydfl.core.tensor_file import has_a_format, to_safetensors
 from raydfl.core.types import State
-from raydfl.engine.storage.private import PrivateIndex, PrivateStore, Records
+from raydfl.engine.storage.private import PrivateIndex, PrivateStore
 
 _COMMIT = re.compile(r"^(\d{6,})-([0-9a-f]{8})\.safetensors$")
 _FOLDERS = ("commits", "population", "private", "rows")
@@ -82,18 +83,11 @@ class RunStore:
         self.together = 1
         """Clients trained in one computation: a fact of the run, which every commit carries."""
         self._lock = FileLock(folder / ".lock")
-        self._base = ""
         self._forgotten: list[str] = []
-        self.segments: frozenset[str] = frozenset()
-        """Segments that kept commits referred to when the run was opened."""
-        self._superseded: deque[tuple[int, list[str]]] = deque()
-        """Files in private/ to which commits of that round and later do not refer, by rising round."""
+        self.files: dict[str, frozenset[str]] = {}
+        """The files in private/ to which each kept commit refers, by its name, oldest first."""
         self._best = ""
         """Name of the commit of the best round, which is kept beside the newest ones."""
-        self._best_files: set[str] = set()
-        """Files in private/ that it refers to."""
-        self._held: set[str] = set()
-        """Files in private/ to which of all kept commits only that of the best round refers."""
 
     def lock(self, wait: float = 20.0) -> None:
         """Become the one process that may commit; the lock ends with the process.
@@ -120,8 +114,8 @@ class RunStore:
         self,
         state: State,
         private: PrivateIndex,
-        new_segments: Iterable[str] = (),
-        superseded_segments: Iterable[str] = (),
+        segments: frozenset[str] = frozenset(),
+        written: frozenset[str] = frozenset(),
         best: bool = False,
         begun: tuple[int, ...] = (),
     ) -> str:
@@ -129,8 +123,8 @@ class RunStore:
 
         Args:
             private: of every client that ever took part, its newest record.
-            new_segments: segments written since the last commit, to be made durable first.
-            superseded_segments: segments to which this commit no longer refers. They are removed when none that is kept does.
+            segments: to which ``private`` refers. One is removed when no kept commit refers to it.
+            written: segments that were written since the last commit, to be made durable first.
             best: whether it is kept until another one is the best.
             begun: see :attr:`Commit.begun`.
 
@@ -138,29 +132,19 @@ class RunStore:
             ResourcesError: the disk is full; the last commit still counts.
         """
         if self.private_here:
-            PrivateStore(self.private_folder).sync(new_segments)
-        base = private.base.file_name
-        if base and not (self.private_folder / base).exists():
-            write_durably(self.private_folder / base, private.base.encode())
+            PrivateStore(self.private_folder).sync(written & segments)
+        if private.base is not None and not (path := self.private_folder / private.base_name).exists():
+            write_durably(path, private.base.encode())
         data = _encode(state, private, self.together, begun)
         name = f"{state.round_index:06d}-{zlib.crc32(data):08x}.safetensors"
         folder = self.folder / "commits"
         write_durably(folder / name, data)
         write_durably(self.folder / "LATEST", name.encode())
-        superseded = [*superseded_segments, *([self._base] if self._base not in ("", base) else [])]
-        self._superseded.append((state.round_index, superseded))
-        self._base = base
+        self.files[name] = segments | ({private.base_name} - {""})
         if best:
-            self._keep_best(name, private)
-        self._forget(name)
+            self._best = name
+        self._forget(name, written - segments)
         return name
-
-    def _keep_best(self, name: str, private: PrivateIndex) -> None:
-        """Keep a commit, and no longer the one that was the best before it."""
-        self._best, self._best_files = name, private.files() if private else set()
-        released, self._held = self._held - self._best_files, self._held & self._best_files
-        for file in released:
-            self._remove(file)
 
     def keep_best(self, round_index: int) -> None:
         """Keep the commit of a round, if there is one, until another one is the best.
@@ -170,32 +154,21 @@ class RunStore:
         """
         name = self.commit_of(round_index)
         if name is not None:
-            self._keep_best(name, self.load(name).private)
+            self._best = self.load(name).name
 
     def commit_of(self, round_index: int) -> str | None:
         """Return the name of the commit of a round; ``None``: it is not kept."""
         return next((name for name in self.commits() if round_of(name) == round_index), None)
 
-    def go_back_to(self, private: PrivateIndex) -> None:
-        """Take note that the next commits refer to files again to which the newest one does not. None may be under way."""
-        files = private.files() if private else set()
-        self._superseded = deque((r, [name for name in names if name not in files]) for r, names in self._superseded)
-        self._held -= files
-
-    def _forget(self, newest: str) -> None:
-        """Remove commits beyond the kept ones, and what none of the kept ones refers to."""
-        names = self.commits()
-        names = names[: names.index(newest) + 1]
-        for name in names[: -self.keep]:
+    def _forget(self, newest: str, files: frozenset[str]) -> None:
+        """Remove commits beyond the kept ones. Remove their files, and the given ones, to which no kept one refers."""
+        names, gone = self.commits(), files
+        for name in names[: names.index(newest) + 1][: -self.keep]:
             if name != self._best:
                 (self.folder / "commits" / name).unlink(missing_ok=True)
-        oldest = round_of(names[-self.keep :][0])
-        while self._superseded and self._superseded[0][0] <= oldest:
-            for name in self._superseded.popleft()[1]:
-                if name in self._best_files:
-                    self._held.add(name)
-                else:
-                    self._remove(name)
+                gone |= self.files.pop(name, frozenset())
+        for file in gone.difference(*self.files.values()):
+            self._remove(file)
 
     def _remove(self, name: str) -> None:
         """Remove a file in private/, or have the workers do it."""
@@ -260,16 +233,16 @@ class RunStore:
         if match is None or zlib.crc32(data) != int(match.group(2), 16):
             raise RunDirectoryError(f"commit {path} is damaged: its checksum does not fit its content")
         try:
-            state, base, recent, together, begun = _decode(data)
-            for file in (*recent.segments, *([base] if base else [])):
+            state, private, base, together, begun = _decode(data)
+            for file in (*private.segments, *([base] if base else [])):
                 plain_name(file)
         except (SafetensorError, KeyError, ValueError) as error:
             raise RunDirectoryError(f"commit {path} cannot be decoded: {error}") from error
         try:
-            private = PrivateIndex(Records.read(self.private_folder / base) if base else None, recent)
+            older = PrivateIndex.read(self.private_folder / base) if base else None
         except RunDirectoryError as error:
             raise RunDirectoryError(f"commit {path} cannot be used: {error}") from error
-        return Commit(state, private, together, name, begun)
+        return Commit(state, PrivateIndex(private.segments, private.table, older), together, name, begun)
 
     def open_latest(self) -> tuple[Commit | None, list[str]]:
         """Return the newest commit that is whole, and warnings about damaged ones that were passed over.
@@ -307,26 +280,16 @@ class RunStore:
         return commit, warnings
 
     def _clean(self, commit: Commit) -> None:
-        """Remove what no commit up to this one refers to, and find out until when the rest is needed."""
-        for other in self.commits():
-            if round_of(other) >= commit.state.round_index and other != commit.name:
-                (self.folder / "commits" / other).unlink(missing_ok=True)
-        last_needed: dict[str, int] = {}
-        # An index only grows: without private state in this commit there is none in those before it.
-        for name in self.commits() if commit.private else ():
-            try:
-                private = commit.private if name == commit.name else self.load(name).private
-            except RunDirectoryError:
-                continue  # nobody can go back to it
-            last_needed.update(dict.fromkeys(private.files(), round_of(name)))
-        PrivateStore(self.private_folder).retain(last_needed)
-        self.segments = frozenset(name for name in last_needed if name.endswith(".seg"))
-        superseded: dict[int, list[str]] = {}
-        for name, round_index in last_needed.items():
-            if round_index < commit.state.round_index:
-                superseded.setdefault(round_index + 1, []).append(name)
-        self._superseded = deque(sorted(superseded.items()))
-        self._base = commit.private.base.file_name
+        """Remove what no commit up to this one refers to."""
+        self.files = {}
+        for name in self.commits():
+            if round_of(name) >= commit.state.round_index and name != commit.name:
+                (self.folder / "commits" / name).unlink(missing_ok=True)
+            elif commit.private:  # else there is none in earlier commits either: an index only grows
+                with contextlib.suppress(RunDirectoryError):  # nobody can go back to a damaged one
+                    private = (commit if name == commit.name else self.load(name)).private
+                    self.files[name] = frozenset(private.files())
+        PrivateStore(self.private_folder).retain(set().union(*self.files.values()))
 
     def sizes_of_segments(self) -> dict[str, int]:
         """Return the bytes of all private segments on the disk, by name."""
@@ -424,7 +387,7 @@ def _unstorable(value: Any, place: str) -> tuple[str, str] | None:
 
 
 def _encode(state: State, private: PrivateIndex, together: int, begun: tuple[int, ...]) -> bytes:
-    tensors = {"private": torch.from_numpy(private.recent.table)}
+    tensors = {"private": torch.from_numpy(private.table)}
     for place, group in enumerate(state.tensors.values()):
         for name, value in group.items():
             tensors[f"{place}{_SEPARATOR}{name}"] = value
@@ -433,8 +396,8 @@ def _encode(state: State, private: PrivateIndex, together: int, begun: tuple[int
         "round_index": state.round_index,
         "extra": dict(state.extra),
         "keys": {key: list(group) for key, group in state.tensors.items()},
-        "base": private.base.file_name,
-        "segments": private.recent.segments,
+        "base": private.base_name,
+        "segments": private.segments,
         "together": together,
     }
     if begun:
@@ -449,11 +412,11 @@ def _about(data: bytes) -> dict[str, Any]:
     return about
 
 
-def _decode(data: bytes) -> tuple[State, str, Records, int, tuple[int, ...]]:
-    """State, name of the index file, what has changed since, clients trained together, when phases have begun."""
+def _decode(data: bytes) -> tuple[State, PrivateIndex, str, int, tuple[int, ...]]:
+    """Return the state, the private index without its base, the base's file, clients trained together, and begun phases."""
     about = _about(data)
     tensors = safetensors.torch.load(data)
-    recent = Records(tuple(about["segments"]), tensors["private"].numpy())
+    private = PrivateIndex(tuple(about["segments"]), tensors["private"].numpy())
     first = "format" not in about
     groups = {
         key: {name: tensors[f"{key if first else place}{_SEPARATOR}{name}"] for name in names}
@@ -462,8 +425,8 @@ def _decode(data: bytes) -> tuple[State, str, Records, int, tuple[int, ...]]:
     begun = tuple(int(first) for first in about.get("begun", ()))
     return (
         State(int(about["round_index"]), groups, about["extra"]),
+        private,
         about["base"],
-        recent,
         int(about["together"]),
         begun,
     )

@@ -1,4 +1,4 @@
-// What methods against client drift add to a loss (raydfl/core/ops/drift.py), over all of a network's weights in one call.
+// What methods against client drift add to a loss (raydfl/core/ops/reductions.py), over all of a network's weights in one call.
 //
 // It goes at the speed of memory: everything is read once forward and once backward. Sums run in a fixed order, in one thread for
 // each client, and without fused multiply-adds: the bits do not depend on the CPU.

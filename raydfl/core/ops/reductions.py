@@ -1,4 +1,4 @@
-"""The term of a loss by which methods keep clients from drifting apart."""
+"""Reductions: the mean over time that leaves padding out, and the term of a loss that keeps clients from drifting apart."""
 
 from __future__ import annotations
 
@@ -45,3 +45,20 @@ def drift_term(
     if isinstance(pull, Tensor) or pull or not slopes:
         terms.append(pull / 2 * torch.stack([away.square().sum() for away in aways]).sum())
     return torch.stack(terms).sum()
+
+
+def mean_over_time(x: Tensor, lengths: Tensor | None = None) -> Tensor:
+    """Return the mean of x [batch, frames, channels] over the frames that count: [batch, channels].
+
+    Args:
+        x: float, one frame or more.
+        lengths: int64 [batch]: frames that count, from the first on; without any the mean is 0. ``None``: all.
+    """
+    operators = compiled_for(x)
+    if operators is not None and x.dim() == 3:
+        mean: Tensor = operators.mean_forward(x, lengths)
+        return mean
+    if lengths is None:
+        return x.mean(dim=1)
+    outside = torch.arange(x.shape[1], device=x.device) >= lengths.unsqueeze(1)
+    return x.masked_fill(outside.unsqueeze(2), 0.0).sum(dim=1) / lengths.clamp_min(1).unsqueeze(1)
