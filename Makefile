@@ -23,7 +23,7 @@ help:
 	@echo 'make test-versions  laws and a few tests with Ray, with the oldest and the newest packages that raydfl takes'
 	@echo 'make wheel     raydfl as a wheel, in build/wheel'
 	@echo 'make test-wheel  the blocks of README.md and docs/ with an installed wheel, away from the repository'
-	@echo 'make check     style, types, which room imports which, and the links of the documentation'
+	@echo 'make check     style, types, which room imports which, plain words, and the links of the documentation'
 	@echo 'make docs      the documentation as a site, in build/docs; links are checked'
 	@echo 'make gpu-check   whether raydfl is right on this GPU, and how fast: one table, ten minutes (docs/gpu.md)'
 	@echo 'make bench-peers  what benchmarks/rounds.py compares with: Flower, pfl-research, FedJAX; BlazeFL too if Python 3.12 or newer is there'
@@ -77,6 +77,7 @@ check: $(INSTALLED)
 	.venv/bin/ruff format --check
 	.venv/bin/mypy --strict -p raydfl
 	.venv/bin/lint-imports --no-logo --no-cache
+	.venv/bin/python -m pytest tests/laws/test_plain_words.py
 	$(MAKE) docs
 	@echo 'lines by room:'
 	@for room in raydfl/*/; do find $$room -name '*.py' -o -name '*.pyi' -o -name '*.cpp' -o -name '*.h' | xargs -r cat | wc -l | tr '\n' ' '; \

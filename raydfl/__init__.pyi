@@ -30,13 +30,13 @@ from raydfl.engine import make_config as make_config
 from raydfl.engine.storage import final_state as final_state
 from raydfl.engine.storage import influences as influences
 from raydfl.engine.storage import read_rows as read_rows
+from raydfl.experiments import load_search as load_search
 from raydfl.experiments import load_study as load_study
+from raydfl.experiments import load_sweep as load_sweep
+from raydfl.experiments import run_search as run_search
 from raydfl.experiments import run_study as run_study
+from raydfl.experiments import run_sweep as run_sweep
 from raydfl.experiments import trainable as trainable
-from raydfl.experiments.former import load_search as load_search
-from raydfl.experiments.former import load_sweep as load_sweep
-from raydfl.experiments.former import run_search as run_search
-from raydfl.experiments.former import run_sweep as run_sweep
 from raydfl.methods import CuttingMethod as CuttingMethod
 from raydfl.methods import Method as Method
 from raydfl.methods import drawn as drawn

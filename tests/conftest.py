@@ -61,9 +61,9 @@ def drawing() -> Iterator[Callable[..., str]]:
     """What draws a picture. Only tests that ask for ``pictures`` have any drawn: they take most of a tiny run's time."""
     from raydfl.runs.report import page
 
-    draw = page.drawn
+    draw = page.draw
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(page, "drawn", lambda *_: "")
+        patch.setattr(page, "draw", lambda *_: "")
         yield draw
 
 
@@ -78,7 +78,7 @@ def no_power_cuts() -> Iterator[None]:
 @pytest.fixture
 def pictures(drawing: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Has the pictures of this test's reports drawn."""
-    monkeypatch.setattr("raydfl.runs.report.page.drawn", drawing)
+    monkeypatch.setattr("raydfl.runs.report.page.draw", drawing)
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, cast
+from typing import Annotated, Any, cast
 
 import numpy as np
 import torch
@@ -181,8 +181,6 @@ class Leaking(Method):
 class Summing(Method):
     """Keeps several tensors, and adds them to its loss in the order in which its state has them: the last bits depend on it."""
 
-    pure: ClassVar[bool] = True
-
     def loss(self, step: Step, batch: Batch) -> Tensor:
         value = super().loss(step, batch)
         for tensor in step.state.values():
@@ -231,8 +229,6 @@ class Untidy(Method):
 class NearTheReceived(Method):
     """Cross-entropy, and the received model's and this client's previous model's answers as teachers."""
 
-    pure: ClassVar[bool] = True
-
     def loss(self, step: Step, batch: Batch) -> Tensor:
         value = super().loss(step, batch)
         student = F.log_softmax(step.forward("model", batch), dim=1)
@@ -254,7 +250,6 @@ class NearTheReceived(Method):
 class OwnRates(Method):
     """Every client trains with a rate of its own."""
 
-    pure: ClassVar[bool] = True
     rates: tuple[float, ...] = (0.1, 0.05, 0.2, 0.0)
     named: bool = False
 

@@ -10,8 +10,6 @@ WIDTH = 24
 class FrozenStem(nn.Module):
     """An encoder that does not train, with what behaves differently in training: batch normalisation and dropout; and a head."""
 
-    pure = True
-
     def __init__(self, inputs: int, classes: int, frozen: bool = True, dropout: float = 0.5) -> None:
         super().__init__()
         layers = (nn.Linear(inputs, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(), nn.Dropout(dropout))
@@ -27,8 +25,6 @@ class FrozenStem(nn.Module):
 
 class NarrowStem(nn.Module):
     """An encoder of one frozen layer, of which methods can cut channels, and a head."""
-
-    pure = True
 
     def __init__(self, inputs: int, classes: int, width: float = 1.0) -> None:
         super().__init__()
@@ -49,8 +45,6 @@ class NarrowStem(nn.Module):
 
 class FrozenLinear(nn.Module):
     """An encoder of one layer, frozen or not."""
-
-    pure = True
 
     def __init__(self, inputs: int, classes: int, frozen: bool = True) -> None:
         super().__init__()

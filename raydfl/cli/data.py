@@ -80,6 +80,33 @@ def data_info(
         print("\n".join(describe_dataset(what)))  # noqa: T201
 
 
+@data_app.command("import", cls=TakesSettings)
+def data_import(
+    kind: Annotated[str, typer.Argument(metavar="FORMAT", help="audiofolder, huggingface, lhotse or webdataset")],
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="the folder or file with the recordings, or a URI")],
+    options: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="options of the format, e.g. label_column=class", show_default=False),
+    ] = None,
+    out: Annotated[Path, typer.Option("--out", help="the list to write, CSV or Parquet")] = Path("manifest.parquet"),
+    client: Annotated[
+        str | None,
+        typer.Option("--client", help="column that names the owner of a clip; none: no owners"),
+    ] = None,
+) -> None:
+    """Write a list of recordings in another format, for the data set manifest.
+
+    The recordings stay where they are. raydfl data info FORMAT prints the options. A column named group, speaker, client_id or
+    speaker_id names the owners, unless --client names another column.
+    """
+    from raydfl.data import import_recordings
+    from raydfl.engine import apply_overrides
+
+    for message in import_recordings(kind, source, out, client, apply_overrides({}, options or [])):
+        print(message)  # noqa: T201
+    print(out)  # noqa: T201
+
+
 @data_app.command("prepare", cls=TakesSettings)
 def data_prepare(file: File, overrides: Overrides = None, quiet: Quiet = False, as_json: Json = False) -> None:
     """Compute the features that FILE needs.

@@ -96,7 +96,7 @@ def prepare_at(
         chosen = tuple(ids[client] for client in attackers)
         attack = dataclasses.replace(config.parts.attack, clients=chosen, draw="run", start=1, stop=None)
     population = build_population(data.at(site), config.run.seed, attack=attack, classes=classes)
-    config.check_population(population)
+    config.check_needs({part: population.pools})
     population.save(own)
     whole = config.parts.method.objective.answers in ("set", "score")
     return SiteReport.from_population(site, population, data, whole)

@@ -15,6 +15,7 @@ from raydfl.data.examples import Frames as Frames
 from raydfl.data.films import AbsentError as AbsentError
 from raydfl.data.films import has_decoder as has_decoder
 from raydfl.data.films import is_film as is_film
+from raydfl.data.imports import import_recordings as import_recordings
 from raydfl.data.manifest import make_manifest as make_manifest
 from raydfl.data.manifest import remarks_of as remarks_of
 from raydfl.data.manifest import shown_name as shown_name

@@ -28,7 +28,7 @@ _UNKNOWN_SIZE = 0x7FFFF000
 
 
 def read_audio(
-    path: str | os.PathLike[str], start: float = 0.0, stop: float | None = None
+    path: str | os.PathLike[str], start: float = 0.0, stop: float | None = None, channel: int | None = None
 ) -> tuple[npt.NDArray[np.float32], int]:
     """Read the samples of an audio file, or of a film with sound, or of a part of it.
 
@@ -38,6 +38,7 @@ def read_audio(
         path: the file, or an address in a larger file (raydfl.data.packed).
         start: where the part begins, in seconds.
         stop: where it ends; ``None``: with the file.
+        channel: the only channel to return, counted from 0; ``None``: all.
 
     Returns:
         ``(samples, rate)``: float32 [samples, channels], -1..1 (a file of floats keeps its own scale), and the rate in Hz.
@@ -57,7 +58,7 @@ def read_audio(
         with binary(source) as (file, size):
             _check_size(file, size, name)
         if is_film(name):
-            return _of_film(name, start, stop)
+            return _select(*_of_film(name, start, stop), channel, name)
     except FileNotFoundError:
         raise DataError(f"{name}: there is no such file") from None
     except OSError as error:
@@ -74,7 +75,7 @@ def read_audio(
         packed = not isinstance(source, str)  # its name need not say of what kind it is
         foreign = packed or name.lower().endswith(FFMPEG_SUFFIXES)
         if foreign and has_decoder():
-            return _of_film(name, start, stop)
+            return _select(*_of_film(name, start, stop), channel, name)
         if packed:
             raise DataError(
                 f"{name}: cannot be read as audio: {getattr(error, 'error_string', error)} if it is of a kind that libsndfile does "
@@ -90,7 +91,20 @@ def read_audio(
     if len(samples) < promised:
         raise DataError(f"{name}: truncated: its header promises {promised} samples and {len(samples)} can be read")
     check_samples(samples, name)
-    return samples, rate
+    return _select(samples, rate, channel, name)
+
+
+def _select(
+    samples: npt.NDArray[np.float32], rate: int, channel: int | None, name: str
+) -> tuple[npt.NDArray[np.float32], int]:
+    """Return the samples of a channel."""
+    if channel is None:
+        return samples, rate
+    if not (isinstance(channel, int) and 0 <= channel < samples.shape[1]):
+        raise DataError(
+            f"{name}: the clip is of channel {channel!r}, counted from 0, and the file has {samples.shape[1]} channels"
+        )
+    return samples[:, channel : channel + 1], rate
 
 
 def _of_film(name: str, start: float, stop: float | None) -> tuple[npt.NDArray[np.float32], int]:

@@ -1,14 +1,13 @@
-"""Recordings that lie in a larger file: how such a place is written, and what decoders read there.
+"""Recordings inside larger files: the address of each, reading it, and listing the files of a tar archive.
 
-An address stands wherever else the path of a file may stand: in the column ``path`` of a manifest, in that of a view, on
-the command line.
+An address stands wherever the path of a file may stand: in the column ``path`` of a manifest, in the column of a view, on the
+command line.
 
-- ``FILE#NAME@OFFSET+LENGTH``: bytes of a file, such as a tar archive. NAME tells people which recording it is.
+- ``FILE#NAME@OFFSET+LENGTH``: bytes of a file, such as a tar archive. NAME is the recording's name, for people.
 - ``FILE.parquet#COLUMN[ROW]``: a cell of a Parquet file, rows counted from 0. It holds an encoded recording (bytes, or a struct
   with ``bytes``), or samples (a struct with ``array``, floats or int16, [samples] or [channels, samples], and ``sampling_rate``).
 
-Whatever opens a recording asks :func:`readable` first. In memory are one recording, and of a Parquet file one page, which may be
-all of a row group.
+Memory holds one recording and, of a Parquet file, one page, which is at most a row group.
 """
 
 from __future__ import annotations
@@ -17,9 +16,11 @@ import contextlib
 import functools
 import io
 import itertools
+import os
 import re
+import tarfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,17 @@ import pyarrow as pa
 import soundfile
 
 from raydfl.core.errors import DataError
-from raydfl.core.files import check_regular
+from raydfl.core.files import check_regular, open_regular
+from raydfl.data.manifest import shown_name
 
 _SPAN = re.compile(r"(?P<file>.+)#(?P<name>.*)@(?P<offset>\d{1,18})\+(?P<length>\d{1,18})", re.DOTALL)
 _CELL = re.compile(r"(?P<file>.+\.parquet)#(?P<name>.+)\[(?P<row>\d{1,18})\]", re.DOTALL)
 _BUFFER = 1 << 20
 """Bytes of a Parquet file that are read at a time."""
+_COMPRESSED = {b"\x1f\x8b": "gzip -d", b"BZh": "bzip2 -d", b"\xfd7zXZ": "xz -d", b"\x28\xb5\x2f\xfd": "zstd -d"}
+"""First bytes of compressed files, and the command that unpacks each."""
+_BLOCK = 512
+"""Bytes of a header of a tar archive; a block of zeros is its end."""
 
 
 def span_address(file: str, name: str, offset: int, length: int) -> str:
@@ -42,7 +48,7 @@ def span_address(file: str, name: str, offset: int, length: int) -> str:
     >>> span_address("a.tar", "dog.wav", 512, 1044)
     'a.tar#dog.wav@512+1044'
     """
-    return f"{file}#{name}@{offset}+{length}"
+    return f"{file}#{name.replace('#', '_')}@{offset}+{length}"
 
 
 def cell_address(file: str, column: str, row: int) -> str:
@@ -68,6 +74,16 @@ def file_and_place(path: str) -> tuple[str, str | None]:
     if found.re is _CELL:
         return found["file"], path[found.end("file") :]
     return found["file"], path[found.end("name") :]
+
+
+def absolute_path(path: str, folder: Path) -> str:
+    """Return a path, or an address with its file, relative to a folder as an absolute one.
+
+    >>> absolute_path("a/../b.tar#x/../dog.wav@512+1044", Path("/sets"))
+    '/sets/b.tar#x/../dog.wav@512+1044'
+    """
+    file = file_and_place(path)[0]
+    return os.path.normpath(folder / Path(file).expanduser()) + path[len(file) :]
 
 
 def own_name(path: str) -> str:
@@ -124,29 +140,25 @@ def _cell(file: str, column: str, row: int) -> Any:
 
 
 def _encoded(value: Any, path: str) -> bytes:
-    """Return the bytes of a recording of a cell's value; samples become a wav file with the same numbers, float32 or int16.
+    """Return the bytes of the recording in a cell; samples become a wav file with the same numbers, float32 or int16.
 
     Raises:
         DataError: the cell is empty, or of another kind.
     """
     if pa.types.is_struct(value.type):
         fields = {field.name for field in value.type}
-        if value.is_valid and {"array", "sampling_rate"} <= fields and value["array"].is_valid:
-            return _wav(value["array"], value["sampling_rate"].as_py(), path)
+        if value.is_valid and {"array", "sampling_rate"} <= fields and (array := value["array"]).is_valid:
+            nested = pa.types.is_nested(array.values.type)
+            samples = array.as_py() if nested else array.values.to_numpy(zero_copy_only=False)
+            return samples_as_file(samples, value["sampling_rate"].as_py(), path)
         value = value["bytes"] if value.is_valid and "bytes" in fields else pa.scalar(None)
-    if not value.is_valid:
-        raise DataError(f"{path}: the cell holds no recording: neither bytes, nor an array with its sampling_rate")
-    if not isinstance(value, pa.BinaryScalar | pa.LargeBinaryScalar):
-        raise DataError(f"{path}: the cell holds {value.type}, not the bytes of a recording")
+    if not value.is_valid or not isinstance(value, pa.BinaryScalar | pa.LargeBinaryScalar):
+        raise DataError(
+            f"{path}: the cell holds {value.type if value.is_valid else 'nothing'}; a recording is bytes, or an array with its "
+            f"sampling_rate"
+        )
     found: bytes = value.as_py()
     return found
-
-
-def _wav(array: Any, rate: Any, path: str) -> bytes:
-    """Return samples, an Arrow scalar, as a file."""
-    values = array.values
-    nested = pa.types.is_nested(values.type)
-    return samples_as_file(array.as_py() if nested else values.to_numpy(zero_copy_only=False), rate, path)
 
 
 def samples_as_file(samples: Any, rate: Any, where: str) -> bytes:
@@ -228,3 +240,64 @@ def binary(source: str | io.BytesIO) -> Iterator[tuple[Any, int]]:
         source.seek(0)
         yield source, len(source.getbuffer())
         source.seek(0)
+
+
+def tar_members(path: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, str, Callable[[], bytes]]]:
+    """Yield the files in a tar archive, in their order: name, address, and a function that reads the content.
+
+    Only headers are read. The function works until the next file.
+
+    Args:
+        wanted: decides by its name whether a file is listed.
+
+    Raises:
+        DataError: the archive is missing, compressed, truncated, or something else; or a listed file is a link, or has a name
+            that is not UTF-8.
+    """
+    try:
+        with open_regular(path) as file:
+            head = file.read(8)
+            for magic, command in _COMPRESSED.items():
+                if head.startswith(magic):
+                    raise DataError(
+                        f"{path}: it is compressed, so a recording in it cannot be read without everything before it; unpack it "
+                        f"with {command}, the recordings stay packed"
+                    )
+            size = file.seek(0, os.SEEK_END)
+            file.seek(0)
+            with tarfile.open(fileobj=file, mode="r:") as archive:
+                while (info := archive.next()) is not None:
+                    archive.members = []  # type: ignore[attr-defined]  # it would keep all of them
+                    end = info.offset_data + info.size
+                    if end > size:
+                        raise DataError(
+                            f"{path}: truncated: its member {shown_name(info.name)} ends at byte {end}, and the file has {size}"
+                        )
+                    if (info.isreg() or info.issym() or info.islnk()) and not info.issparse() and wanted(info.name):
+                        _check_member(info, path)
+                        address = span_address(str(path), info.name, info.offset_data, info.size)
+                        yield (
+                            info.name,
+                            address,
+                            functools.partial(os.pread, file.fileno(), info.size, info.offset_data),
+                        )
+                file.seek(archive.offset)
+                if file.read(_BLOCK) != bytes(_BLOCK):  # the library takes damage for the end
+                    raise DataError(
+                        f"{path}: truncated or damaged: at byte {archive.offset} stands neither a member nor the end of an archive"
+                    )
+    except tarfile.TarError as error:
+        raise DataError(f"{path}: it is truncated, or no tar archive: {error}") from error
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def _check_member(info: tarfile.TarInfo, path: Path) -> None:
+    name = shown_name(info.name)
+    if name != info.name:
+        raise DataError(f"{path}: the name of its member {name} is not UTF-8; rename it")
+    if not info.isreg():
+        raise DataError(
+            f"{path}: its member {name} is a link to {shown_name(info.linkname)}, and has no content of its own; pack the files "
+            f"again with tar --dereference --hard-dereference"
+        )

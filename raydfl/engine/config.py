@@ -26,7 +26,7 @@ from raydfl.data import KNOWN, DataSettings, Population, ProfileSettings
 from raydfl.engine.assembly import ModelChoice, Parts, assemble, split_view, text_of
 from raydfl.engine.digest import deciding, hashed, without_neutral
 from raydfl.engine.named_files import absolute, check_encoder, check_same_files, named_files
-from raydfl.engine.needs import check_needs, check_pools
+from raydfl.engine.needs import check_needs
 from raydfl.engine.overrides import apply_overrides
 from raydfl.engine.phases import Phases
 from raydfl.engine.selection import Selection, check_begins, check_measured, holds_out
@@ -72,9 +72,7 @@ class Config(Settings):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Config:
-        method, rule, attack = self.parts.method, self.parts.rule, self.parts.attack
-        phases = [self.train.in_phase(name) for name in self.phases.names]
-        check_needs(self._names, method, attack, rule, self.data, self.train.clients, phases)
+        self.check_needs({})
         if self.ray.actors == 0 or self.ray.gpus == 0 or self.ray.cpu_actors:
             check_device(self.train.precision, torch.device("cpu"))
         declared = self.parts.models
@@ -98,18 +96,19 @@ class Config(Settings):
         """The phases of the method, and in which round each begins."""
         return Phases.from_settings(type(self.parts.method).phases, self.train, self.method["name"])
 
-    @property
-    def _names(self) -> tuple[str, str, str]:
-        """The names of the method, the objective and the attack."""
-        return self.method["name"], self.objective["name"], str((self.attack or {}).get("name"))
+    def check_needs(self, pools: Mapping[str, Sequence[str]]) -> None:
+        """Refuse a configuration that does not meet the declared needs.
 
-    def check_population(self, population: Population) -> None:
-        """Refuse a population without the pools that the method, the objective or the attack reads.
+        Args:
+            pools: of parts whose clips are assigned, by the part's name. A user's table of clips may name them.
 
         Raises:
-            ConfigError: naming the pool.
+            ConfigError: naming the first conflict.
         """
-        check_pools(self._names, self.parts.method, self.parts.attack, population)
+        method, rule, attack = self.parts.method, self.parts.rule, self.parts.attack
+        phases = [self.train.in_phase(name) for name in self.phases.names]
+        names = self.method["name"], self.objective["name"], str((self.attack or {}).get("name"))
+        check_needs(names, method, attack, rule, self.data, self.train.clients, phases, pools)
 
     def make_selection(self, population: Population | None = None) -> Selection:
         """Return the comparison of rounds that ``run.best`` and ``run.stop`` ask for, before the first round.
@@ -239,7 +238,6 @@ class Config(Settings):
                 for name, first in zip(self.phases.names, self.phases.first, strict=True)
             ]
             parts |= self._choosing()
-        parts["train"].pop("tape")  # the bits are the same
         if self.train.deadline is None:
             del parts["train"]["late"]  # nobody is
         parts["seed"] = self.run.seed

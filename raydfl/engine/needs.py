@@ -6,13 +6,13 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from raydfl.attacks import Attack
 from raydfl.core.errors import ConfigError, RaydflError, nearest
 from raydfl.core.needs import Needs
 from raydfl.core.users_code import FAILURES, describe
-from raydfl.data import KNOWN, LABELLED, UNLABELLED, DataSettings, Population
+from raydfl.data import KNOWN, LABELLED, UNLABELLED, DataSettings
 from raydfl.methods import Method
 from raydfl.objectives import Objective
 from raydfl.rules import Rule
@@ -30,6 +30,7 @@ def check_needs(
     data: DataSettings,
     clients: ClientSettings | None,
     phases: Sequence[TrainSettings],
+    pools: Mapping[str, Sequence[str]],
 ) -> None:
     """Refuse conflicts between the groups of a configuration.
 
@@ -41,11 +42,18 @@ def check_needs(
         data: of all parts.
         clients: ``train.clients``.
         phases: the training settings of each phase.
+        pools: of parts whose clips are assigned. The settings name those of other parts, unless a user's table does.
 
     Raises:
         ConfigError: naming the first conflict.
     """
-    needs = _declared_needs(names, method, attack)
+    declaring: dict[str, Method | Objective | Attack] = {
+        f"method {names[0]!r}": method,
+        f"objective {names[1]!r}": method.objective,
+    }
+    if attack is not None:
+        declaring[f"attack {names[2]!r}"] = attack
+    needs = {who: _read_needs(who, of) for who, of in declaring.items()}
     needs[f"rule {type(rule).__name__}"] = Needs(new_values=rule.relative)
     if clients is not None:
         needs |= {f"train.clients.{at}": Needs(columns=(name,)) for at, name in clients.columns.items()}
@@ -54,36 +62,10 @@ def check_needs(
             *_method_conflicts(of, method, names),
             *_training_conflicts(of, phases),
             *_parts_conflicts(of, data),
-            *(conflict for part in data.each.values() for conflict in _data_conflicts(of, part)),
+            *(conflict for part, own in data.each.items() for conflict in _data_conflicts(of, own, pools.get(part))),
         )
-        _refuse(who, found)
-
-
-def check_pools(names: tuple[str, str, str], method: Method, attack: Attack | None, population: Population) -> None:
-    """Refuse a population without a pool that is read by name: only its clips show the pools of a user's table.
-
-    Raises:
-        ConfigError: naming the first such pool.
-    """
-    for who, of in _declared_needs(names, method, attack).items():
-        for part in population.parts.values():
-            _refuse(who, _pool_conflicts(of, part.pools) if part.has_clips else ())
-
-
-def _refuse(who: str, conflicts: Iterable[Conflict]) -> None:
-    for place, need, reason, remedy in conflicts:
-        raise ConfigError(f"{place}: {who} needs {need}, but {reason}. {remedy[0].upper()}{remedy[1:]}.")
-
-
-def _declared_needs(names: tuple[str, str, str], method: Method, attack: Attack | None) -> dict[str, Needs]:
-    """Return the needs of a method, its objective and an attack, by their names in messages."""
-    declaring: dict[str, Method | Objective | Attack] = {
-        f"method {names[0]!r}": method,
-        f"objective {names[1]!r}": method.objective,
-    }
-    if attack is not None:
-        declaring[f"attack {names[2]!r}"] = attack
-    return {who: _read_needs(who, of) for who, of in declaring.items()}
+        for place, need, reason, remedy in found:
+            raise ConfigError(f"{place}: {who} needs {need}, but {reason}. {remedy[0].upper()}{remedy[1:]}.")
 
 
 def _read_needs(who: str, of: Method | Objective | Attack) -> Needs:
@@ -141,7 +123,7 @@ def _parts_conflicts(needs: Needs, data: DataSettings) -> Iterator[Conflict]:
         yield "data.heads", "one output for each class of a part", "the outputs are common", remedy
 
 
-def _data_conflicts(needs: Needs, data: DataSettings) -> Iterator[Conflict]:
+def _data_conflicts(needs: Needs, data: DataSettings, pools: Sequence[str] | None) -> Iterator[Conflict]:
     kind = data.features.kind
     if needs.recordings and kind in ("file", "image"):
         remedy = "set it to logmel, or attack with the model that made the features"
@@ -156,11 +138,21 @@ def _data_conflicts(needs: Needs, data: DataSettings) -> Iterator[Conflict]:
     if needs.labels == "sets" and data.label_sets is None:
         remedy = "set data.label_sets.separator to the text between a label's classes, or choose objective=classify"
         yield "data.label_sets", "a set of classes for each clip", "a label is one class", remedy
-    if needs.pools and not may_be_assigned_by_table(data):
-        yield from _pool_conflicts(needs, [*data.pools] if data.unlabelled is None else [LABELLED, UNLABELLED])
-    if UNLABELLED in needs.pools and data.unlabelled is not None and data.unlabelled.use == 0:
-        remedy = "set it above 0, or choose a method that learns from labels alone"
-        yield "data.unlabelled.use", "clips without labels", "none of them is used", remedy
+    if pools is None:
+        named = [*data.pools] if data.unlabelled is None else [LABELLED, UNLABELLED]
+        pools = (
+            needs.pools if needs.pools and may_be_assigned_by_table(data) else named
+        )  # checked once clips are assigned
+    for pool in needs.pools:
+        if pool not in pools:
+            remedy = (
+                "hide labels with data.unlabelled='{keep: 0.1}', or select clips by a column with data.pools or with the column "
+                "pool of data.tables.clips"
+            )
+            yield "data.pools", f"the pool {pool!r}", f"data has {', '.join(pools) or 'none'}", remedy
+        elif pool == UNLABELLED and data.unlabelled is not None and data.unlabelled.use == 0:
+            remedy = "set it above 0, or choose a method that learns from labels alone"
+            yield "data.unlabelled.use", "clips without labels", "none of them is used", remedy
     for view in needs.views:
         if view not in data.views:
             remedy = f"add it, or choose another view ({nearest(view, data.views)})"
@@ -170,16 +162,6 @@ def _data_conflicts(needs: Needs, data: DataSettings) -> Iterator[Conflict]:
             hint = nearest(column, [*data.profile, *KNOWN])
             remedy = f"set data.profile.{column}='{{values: [...]}}', or choose another column ({hint})"
             yield "data.profile", f"the column {column!r}", "clients have no such column in their profile", remedy
-
-
-def _pool_conflicts(needs: Needs, pools: Sequence[str]) -> Iterator[Conflict]:
-    for pool in needs.pools:
-        if pool not in pools:
-            remedy = (
-                "hide labels with data.unlabelled='{keep: 0.1}', or select clips by a column with data.pools or with the column "
-                "pool of data.tables.clips"
-            )
-            yield "data.pools", f"the pool {pool!r}", f"data has {', '.join(pools) or 'none'}", remedy
 
 
 def may_be_assigned_by_table(data: DataSettings) -> bool:

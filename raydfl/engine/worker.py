@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raydfl.attacks import Attack
 from raydfl.core import part_names, seeds
 from raydfl.core.cuts import cut_tensors
 from raydfl.core.errors import ClientError, RaydflError
@@ -239,10 +238,7 @@ class Worker:
             cuts=task.cuts,
             shared=self.method.shared,
             fixed=built.fixed,
-            execution=Execution(
-                recordings=built.recordings if type(self.method).pure and type(self.method.objective).pure else None,
-                networks=built.networks,
-            ),
+            execution=Execution(networks=built.networks),
             clock=Clock()
             if order.measure is not None
             else Clock(training.deadline, training.late == "partial", self.device),
@@ -269,8 +265,6 @@ class Worker:
         bytes_down = received_bytes(order, broadcast, self._lacks(order))
         step.clock.start()
         attack = self.attack if order.attacking else None
-        if attack is not None and type(attack).local is not Attack.local:
-            step.execution.recordings = None  # it may train with a loss of its own
         found = self.method.local(step) if attack is None else attack.local(self.method, step)
         with _malformed(order):
             updates = sent_updates(found, order.subject, self.method.shared, step.fixed)

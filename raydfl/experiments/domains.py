@@ -98,16 +98,11 @@ class Domain(Settings):
         low, high = self.ends()
         if self.kind == "quniform":
             value = _readable(low + self.values[2] * round((value - low) / self.values[2]))
-        return min(high, max(low, value))
+        return min(high, max(low, round(value) if self.kind == "randint" else value))
 
     def contains(self, value: Any) -> bool:
         """Return whether a value is listed, or a step of the range."""
-        if self.listed:
-            return value in self.values
-        low, high = self.ends()
-        step = {"quniform": self.values[-1], "randint": 1}.get(self.kind)
-        steps = (value - low) / step if step else 0.0
-        return bool(low <= value <= high and abs(steps - round(steps)) < 1e-8)
+        return value in self.values if self.listed else math.isclose(self.clip(value), value)
 
     def position(self, value: Any) -> float:
         """Return the place of a value between the ends, 0 to 1: in its logarithm for loguniform, by its index in a list."""

@@ -11,7 +11,7 @@ import os
 import shutil
 import traceback
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,29 +23,26 @@ from ray.tune.search import BasicVariantGenerator
 from raydfl.core.errors import ConfigError, InputError, RaydflError, first_line
 from raydfl.core.version import __version__
 from raydfl.experiments.domains import Domain
-from raydfl.experiments.federation import ROUND, SCORE, WORST, make_trainable
+from raydfl.experiments.federation import ROUND, SCORE, WORST, TrialOrder, make_trainable
 from raydfl.experiments.results import collect
 from raydfl.experiments.settings import AshaScheduler, MedianScheduler
 from raydfl.experiments.state import StudyState
 from raydfl.experiments.study import Study, Trial
-from raydfl.experiments.trial import TrialOrder
-from raydfl.experiments.watch import LIVE, Watch, point_of
+from raydfl.experiments.watch import LIVE, SHORT, Watch, point_of
 from raydfl.runs import Progress, StopSignals
 
 RunConfig = tune.RunConfig | train.RunConfig
 """Ray's own settings of an experiment, for users who start a study from Python."""
-_MESSAGE = 300
-"""Characters of a failure that its message repeats; the log has all."""
 
 
 def _order(study: Study, stop: Path, mlflow: str | None, config: Mapping[str, Any], trial_id: str) -> TrialOrder:
     """Return the order of a trial, in any process."""
     trial = study.trial(point_of(config), trial_id)
-    track = trial.config.track.model_copy(update={"parent": mlflow})
+    track, search = trial.config.track.model_copy(update={"parent": mlflow}), bool(study.settings.domains)
     return TrialOrder(
         trial.config.model_copy(update={"track": track}),
-        judged=bool(study.settings.domains),
-        keys=tuple(trial.keys) if study.settings.domains else (),
+        judged=search,
+        keys=tuple(map(" ".join, trial.keys)) if search else (),
         sign=trial.metric.sign,
         stop=stop,
         log=study.folder / "logs" / f"{trial.run_dir.name}.log",
@@ -57,8 +54,7 @@ def _run_name(study: Study, trial: Any) -> str:
 
 
 def _trial_id(trial: Any) -> str:
-    found: str = trial.trial_id
-    return found
+    return str(trial.trial_id)
 
 
 def _make_scheduler(study: Study) -> TrialScheduler | None:
@@ -117,8 +113,8 @@ def _make_search(study: Study, state: StudyState) -> tuple[Any, dict[str, Any]]:
             ) from error
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         begun = [dict(trial.values) for trial in state.waiting if _fits(trial, settings.domains)]
-        mode = study.first.metric.best
-        found = OptunaSearch(space, metric=SCORE, mode=mode, seed=settings.seed, points_to_evaluate=begun or None)
+        seed, mode = settings.seed + len(state.trials), study.first.metric.best  # the same seed would draw them again
+        found = OptunaSearch(space, metric=SCORE, mode=mode, seed=seed, points_to_evaluate=begun or None)
         for trial, score in collect(study, state).scored:
             if state.is_over(trial) and _fits(trial, settings.domains):
                 worst = -trial.metric.sign * WORST
@@ -129,41 +125,47 @@ def _make_search(study: Study, state: StudyState) -> tuple[Any, dict[str, Any]]:
     return None, {"point": tune.grid_search([trial.point for trial in state.waiting])}
 
 
+@dataclass(frozen=True)
 class Experiment:
     """The study's experiment of Ray Tune."""
 
-    def __init__(
-        self, study: Study, state: StudyState, progress: Progress, run_config: RunConfig | None, parallel: int | None
-    ) -> None:
-        if any(not isinstance(each, tune.Callback) for each in (run_config and run_config.callbacks) or []):
-            raise ConfigError("run_config: its callbacks must be of Ray Tune; give them in a ray.tune.RunConfig")
-        self._study = study
-        self._state = state
-        self._progress = progress
-        self._given = run_config
-        self._parallel = parallel
-        self._logs = study.folder / "logs"
-        self._stop = self._logs / f".stop-{os.getpid()}"
+    study: Study
+    state: StudyState
+    progress: Progress
+    given: RunConfig | None
+    """The user's own settings of it."""
+    parallel: int | None
+
+    @property
+    def _logs(self) -> Path:
+        return self.study.folder / "logs"
+
+    @property
+    def _stop(self) -> Path:
         """A file at whose appearance trials stop after their round."""
+        return self._logs / f".stop-{os.getpid()}"
 
     def fit(self) -> None:
         """Train the trials that are left, those of an interrupted experiment first.
 
         Raises:
+            ConfigError: a callback is not of Ray Tune.
             RaydflError: Ray Tune failed, or the state cannot be written.
         """
+        if any(not isinstance(each, tune.Callback) for each in (self.given and self.given.callbacks) or []):
+            raise ConfigError("run_config: its callbacks must be of Ray Tune; give them in a ray.tune.RunConfig")
         storage, name, owned = self._place()
         self._logs.mkdir(parents=True, exist_ok=True)
         self._stop.unlink(missing_ok=True)
-        signals = StopSignals(self._progress, "runs stop after their round", "them", self._stop.touch)
-        watch = Watch(self._study, self._state, self._progress, signals, self._stop, self._state.left)
+        signals = StopSignals(self.progress, "runs stop after their round", "them", self._stop.touch)
+        watch = Watch(self.state, self.progress, signals, self._stop)
         LIVE.append(watch)
         try:
             with signals:
                 tuner = self._restore(f"{storage}/{name}")
                 if tuner is not None:
                     tuner.fit()
-                if not signals.asked and self._state.left:
+                if not signals.asked and self.state.left:
                     self._make(storage, name, watch).fit()
         except Exception as error:
             raise watch.error or self._describe(error) from error
@@ -177,26 +179,23 @@ class Experiment:
 
     def _place(self) -> tuple[str, str, bool]:
         """Return the storage path and the name of the experiment, and whether its folder is removed at the end."""
-        given, stem = self._given, self._study.file.stem
+        given, study, stem = self.given, self.study, self.study.file.stem
         if given is not None and given.storage_path not in (None, DEFAULT_STORAGE_PATH):
             return str(given.storage_path), given.name or stem, False
-        keys = {"searcher", "scheduler", "samples", "seed", "retries", "actors", "cpus"}
-        described, first = self._study.settings.model_dump(mode="json", include=keys), self._study.first
-        parts: list[Any] = [described, first.identity, [trial.identity for trial in self._study.trials]]
-        parts += [first.keys, first.metric.best, self._parallel, first.config.ray.actors]
-        parts += [
-            {key: domain.model_dump(mode="json") for key, domain in self._study.settings.domains.items()},
-            __version__,
-        ]
-        name = f"{stem}-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:8]}"
-        for other in (self._study.folder / "tune").glob(f"{stem}-????????"):
+        keys = {"searcher", "scheduler", "samples", "seed", "retries", "actors", "cpus", "domains"}
+        trials = (study.first, *study.trials)
+        described: list[Any] = [study.settings.model_dump(mode="json", include=keys), __version__, self.parallel]
+        described += [trial.identity for trial in trials]
+        described += [study.first.keys, study.first.metric.best, study.first.config.ray.actors]
+        name = f"{stem}-{hashlib.sha256(json.dumps(described).encode()).hexdigest()[:8]}"
+        for other in (self.study.folder / "tune").glob(f"{stem}-????????"):
             if other.name != name:  # an interrupted experiment of other trials; their run folders stay
                 shutil.rmtree(other, ignore_errors=True)
-        return str(self._study.folder / "tune"), name, True
+        return str(self.study.folder / "tune"), name, True
 
     def _trainable(self) -> type[tune.Trainable]:
-        study = replace(self._study, trials=())  # each process gets it
-        order = functools.partial(_order, study, self._stop, self._state.mlflow)
+        study = replace(self.study, trials=())  # each process gets it
+        order = functools.partial(_order, study, self._stop, self.state.mlflow)
         return make_trainable(order, study.settings.cpus, copies=study.settings.population is not None)
 
     def _restore(self, path: str) -> tune.Tuner | None:
@@ -206,21 +205,21 @@ class Experiment:
         try:
             return tune.Tuner.restore(path, trainable=self._trainable(), resume_errored=True)
         except Exception as error:  # noqa: BLE001  (whatever it is, the run folders are there)
-            self._progress.message(
+            self.progress.message(
                 f"warning: Ray Tune cannot restore {path} ({first_line(error)}); the trials continue from their run folders"
             )
             return None
 
     def _make(self, storage: str, name: str, watch: Watch) -> tune.Tuner:
-        study, population = self._study, self._study.settings.population
-        if population is not None and self._state.trials:
-            states = [state.status for state in self._state.trials.values()]
-            self._progress.message(
+        study, population = self.study, self.study.settings.population
+        if population is not None and self.state.trials:
+            states = [state.status for state in self.state.trials.values()]
+            self.progress.message(
                 f"a new population begins; {len(states)} members of the last one ({states.count('finished')} finished) leave "
                 f"the study's results, and their run folders stay"
             )
-            self._state.trials.clear()
-        searcher, space = _make_search(study, self._state)
+            self.state.trials.clear()
+        searcher, space = _make_search(study, self.state)
         searched = bool(study.settings.domains)
         return tune.Tuner(
             self._trainable(),
@@ -228,10 +227,10 @@ class Experiment:
             tune_config=tune.TuneConfig(
                 metric=SCORE if searched else None,
                 mode=study.first.metric.best if searched else None,
-                num_samples=self._state.left if study.settings.sequential else 1,
+                num_samples=self.state.left if study.settings.sequential else 1,
                 search_alg=searcher,
                 scheduler=_make_scheduler(study),
-                max_concurrent_trials=None if population is not None else self._parallel,
+                max_concurrent_trials=None if population is not None else self.parallel,
                 reuse_actors=True,
                 trial_name_creator=functools.partial(_run_name, replace(study, trials=())),
                 trial_dirname_creator=_trial_id,
@@ -240,7 +239,7 @@ class Experiment:
         )
 
     def _run_config(self, storage: str, name: str, watch: Watch) -> tune.RunConfig:
-        given = self._given or tune.RunConfig()
+        given = self.given or tune.RunConfig()
         return tune.RunConfig(
             name=name,
             storage_path=storage,
@@ -257,8 +256,8 @@ class Experiment:
 
         Ray gives each run configuration the default ``FailureConfig(max_failures=0)``; a study that sets ``retries`` overrides it.
         """
-        given = None if self._given is None else self._given.failure_config
-        settings = self._study.settings
+        given = None if self.given is None else self.given.failure_config
+        settings = self.study.settings
         fast = given.fail_fast if isinstance(given, tune.FailureConfig) else False
         if given is None or ("retries" in settings.model_fields_set and not given.max_failures and not fast):
             return tune.FailureConfig(max_failures=settings.retries)
@@ -273,6 +272,6 @@ class Experiment:
             log.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
         last = (str(error).strip().splitlines() or [""])[-1]  # of a TuneError, which holds a whole traceback
         return RaydflError(
-            f"Ray Tune failed: {type(error).__name__}: {last[:_MESSAGE]} (in full in {log}). The commits of all runs are kept, and "
+            f"Ray Tune failed: {type(error).__name__}: {last[:SHORT]} (in full in {log}). The commits of all runs are kept, and "
             f"the same command continues."
         )

@@ -1,28 +1,46 @@
-"""Studies are read from their files, and every configuration is checked."""
+"""Studies are read from their files, and every configuration and all recordings are checked before the first run starts."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import replace
+import json
+import os
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
-from raydfl.core.errors import ConfigError
+from raydfl.core.errors import ConfigError, InputError, ResourcesError, nearest
 from raydfl.core.metrics import HARMONIC_MEAN, HIGHER_IS_BETTER, OF_CLIENTS
-from raydfl.core.remote import is_uri
-from raydfl.engine import apply_overrides, holds_out
-from raydfl.experiments.files import (
+from raydfl.core.nested import get_path
+from raydfl.core.options import path_options
+from raydfl.core.remote import check_path, is_uri
+from raydfl.core.yaml import read_yaml
+from raydfl.data import build_population, find_dataset, place_of
+from raydfl.data.features import RunChunks
+from raydfl.engine import Clients, Config, apply_overrides, holds_out
+from raydfl.experiments.settings import (
+    FORMER,
+    StudySettings,
     check_known,
     check_settings,
-    describe_faults,
-    find_folder,
-    read_base,
-    read_groups,
+    label_of,
+    overlay,
+    raise_first,
 )
-from raydfl.experiments.settings import FORMER, StudySettings, label_of
 from raydfl.experiments.study import Study, Trial, corners
-from raydfl.experiments.trial import CHANGEABLE, fits_state
 from raydfl.methods import Method
+from raydfl.runs import Progress
+
+_LISTED = 10
+"""Messages that a message about several runs repeats."""
+_COUNTS = ("train.local_epochs", "train.batch_size")
+CHANGEABLE = (
+    f"it can change train.optimiser.*, {', '.join(_COUNTS)} and those fields of a method that are numbers with a decimal "
+    f"point"
+)
+"""The settings for which :func:`fits_state` holds, in words."""
 
 
 def load_study(file: str | Path, overrides: Sequence[str] = (), only: Sequence[str] = ()) -> Study:
@@ -36,24 +54,65 @@ def load_study(file: str | Path, overrides: Sequence[str] = (), only: Sequence[s
     Raises:
         ConfigError: the file, or a configuration, is not valid; faulty cells are named.
     """
-    file = Path(file)
-    own = [
-        text for text in overrides if text.partition("=")[0].partition(".")[0] in {*StudySettings.model_fields, *FORMER}
-    ]
-    groups = apply_overrides(read_groups(file, StudySettings, FORMER, "jobs/tiny_sweep.yaml"), own)
+    file, known = Path(file), {*StudySettings.model_fields, *FORMER}
+    own = [text for text in overrides if text.partition("=")[0].partition(".")[0] in known]
+    others = tuple(text for text in overrides if text not in own)
+    groups = apply_overrides(_read_groups(file), own)
     if is_uri(groups.get("dir")):
         raise ConfigError(f"dir: {groups['dir']} is a URI, but a study works in one folder; give an absolute path")
     settings = check_settings(groups, StudySettings, file)
-    others = tuple(text for text in overrides if text not in own)
     chosen = _choose(settings, only)
-    folder = find_folder(file, settings.dir, settings.settings, others)
     labels = [axis[label] for name, axis in settings.axes.items() for label in chosen[name]]
     named = {str(part["base"]) for part in (*labels, {"base": settings.base}) if part.get("base")}
-    bases = {name: read_base((file.parent / name).resolve()) for name in named}
-    study = Study(file, settings, folder, others, chosen, bases)
+    bases = {name: _read_base((file.parent / name).resolve()) for name in named}
+    study = Study(file, settings, _find_folder(file, settings, others), others, chosen, bases)
     if settings.domains:
         check_domains(study)
     return replace(study, trials=_make_trials(study))
+
+
+def _read(path: Path, before: str, after: str) -> Any:
+    try:
+        return read_yaml(path)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"{before}{reason}{after}") from error
+
+
+def _read_groups(file: Path) -> dict[str, Any]:
+    """Return the contents of a study's file, whose keys must be fields of the settings."""
+    advice = "; give a YAML file, such as jobs/tiny_sweep.yaml (raydfl init writes it)"
+    values = _read(file, f"cannot read {file}: ", advice)
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file} must hold the groups {', '.join(StudySettings.model_fields)}")
+    for key in values:
+        if key not in (*StudySettings.model_fields, *FORMER):
+            hint = nearest(str(key), StudySettings.model_fields)
+            own = f"; settings of the runs go below settings: or into {key}=... on the command line"
+            raise ConfigError(f"{file}: unknown key {key!r}; {hint}{own if key in Config.model_fields else ''}")
+    return values
+
+
+def _read_base(path: Path) -> dict[str, Any]:
+    values = _read(path, f"the base configuration {path} cannot be read: ", "; correct base")
+    if not isinstance(values, dict):
+        raise ConfigError(f"the base configuration {path} must hold groups of settings")
+    return values
+
+
+def _find_folder(file: Path, settings: StudySettings, overrides: Sequence[str]) -> Path:
+    """Return the folder of a study's runs: run.dir of the command line, dir, run.dir in settings, or runs/ and the file's name."""
+    given = [
+        get_path(apply_overrides({}, overrides), "run.dir"),
+        settings.dir,
+        get_path(overlay({}, settings.settings, "settings"), "run.dir"),
+        Path("runs") / file.stem,
+    ]
+    folder = next(each for each in given if each is not None)
+    check_path(str(folder))
+    if is_uri(folder):
+        raise ConfigError(f"dir: {folder} is a URI, but all runs of {file} are in one folder; give an absolute path")
+    return Path(folder).expanduser().resolve()
 
 
 def _choose(settings: StudySettings, only: Sequence[str]) -> dict[str, list[str]]:
@@ -74,24 +133,51 @@ def _make_trials(study: Study) -> tuple[Trial, ...]:
     """Return the trials of a study that are known beforehand.
 
     Raises:
-        ConfigError: naming the cells whose configurations are not valid.
+        ConfigError: naming the cells that make no valid configuration.
     """
-    if study.settings.searcher == "optuna":
+    if study.settings.sequential:
         return ()
     draws = [study.draw(number) for number in range(study.samples)] if study.settings.domains else [{}]
     found: list[tuple[int, Trial]] = []
-    faults: dict[str, list[str]] = {}
+    faults = defaultdict[str, list[str]](list)
     for labels in study.cells:
         try:
             for (place, repeat), draw in itertools.product(enumerate(study.repeats(labels)), draws):
                 found.append((place, study.trial(study.point(labels, draw, repeat))))
         except ConfigError as error:
-            faults.setdefault(str(error), []).append(", ".join(labels))
+            faults[str(error)].append(", ".join(labels))
     if faults:
         count = sum(map(len, faults.values()))
-        cells = f"{count} cell{'s' if count > 1 else ''}"
-        raise ConfigError(describe_faults(f"{study.file}: {cells} cannot be run; nothing was started", faults, 3))
+        heading = f"{study.file}: {count} cell{'s' if count > 1 else ''} cannot be run; nothing was started"
+        raise ConfigError(_describe_faults(heading, faults, 3))
     return tuple(trial for _, trial in sorted(found, key=lambda pair: pair[0]))
+
+
+def _describe_faults(heading: str, faults: Mapping[str, Sequence[str]], named: int = 1) -> str:
+    """Return what is wrong with several runs in a few lines.
+
+    Args:
+        faults: the names of runs by message.
+        named: how many of them are named.
+    """
+    lines = [heading]
+    for message, names in list(faults.items())[:_LISTED]:
+        more = f" and {len(names) - named} more" if len(names) > named else ""
+        lines.append(f"  {'; '.join(names[:named])}{more}: {message}")
+    if len(faults) > _LISTED:
+        lines.append(f"  and {len(faults) - _LISTED} more messages")
+    return "\n".join(lines)
+
+
+# -- domains ---------------------------------------------------------------------------------------------------------
+
+
+def fits_state(key: str, method: Method) -> bool:
+    """Return whether a setting may change in the middle of a training: the state fits each of its values."""
+    group, _, name = key.partition(".")
+    kinds = {item.name: item.type for item in fields(method)}
+    rate = group == "method" and "float" in str(kinds.get(name, ""))
+    return rate or key in _COUNTS or (key.startswith("train.optimiser.") and key != "train.optimiser.name")
 
 
 def check_domains(study: Study) -> None:
@@ -146,6 +232,61 @@ def check_domains(study: Study) -> None:
             >= rounds,
             f"samples: scheduler pbt needs a population of at least 2, not {study.samples}": study.samples < 2,
         }
-    for message, wrong in faults.items():
-        if wrong:
-            raise ConfigError(f"{study.file}: {message}")
+    raise_first(faults, f"{study.file}: ")
+
+
+# -- recordings ------------------------------------------------------------------------------------------------------
+
+
+def _unprepared(trials: Sequence[Trial]) -> list[Trial]:
+    """Return the trials whose recordings are looked at here: a begun run has its population, and sites prepare their own."""
+    return [each for each in trials if not each.config.data.sites and not (each.run_dir / "run.json").exists()]
+
+
+def prepare(trials: Sequence[Trial], progress: Progress, run_chunks: RunChunks | None = None) -> None:
+    """Compute the features of the trials, each once, and check that recordings and splits suffice.
+
+    Raises:
+        InputError: naming the trials whose recordings cannot be used.
+    """
+    known: dict[str, int] = {}
+    faults = defaultdict[str, list[str]](list)
+    for trial in _unprepared(trials):
+        config = trial.config
+        parts = [each and each.model_dump(mode="json") for each in (config.data, config.train.clients)]
+        key = json.dumps([*parts, config.run.seed], sort_keys=True)
+        try:
+            if key not in known:
+                population = build_population(
+                    config.data, config.run.seed, progress, run_chunks, labels_needed=config.labels_needed
+                )
+                known[key] = Clients(population, config).eligible
+            config.train.cohort_size(known[key])
+        except ResourcesError:
+            raise
+        except InputError as error:
+            faults[str(error)].append(trial.name)
+    if faults:
+        heading = f"{sum(map(len, faults.values()))} of {len(trials)} runs cannot be done; nothing was started"
+        raise InputError(_describe_faults(heading, faults))
+
+
+def check_data_sets(trials: Sequence[Trial]) -> None:
+    """Check that the files and folders of the trials' data sets exist, without reading any. Begun runs and URIs are skipped.
+
+    Raises:
+        InputError: naming the missing paths, each with the trials that need it.
+    """
+    faults = defaultdict[str, list[str]](list)
+    for trial in _unprepared(trials):
+        for part, settings in trial.config.data.each.items():
+            dataset, where = find_dataset(settings.name), place_of(part)
+            for option in path_options(dataset):
+                path = (settings.model_extra or {}).get(option)
+                if path is not None and not is_uri(path) and not os.path.exists(path):  # noqa: PTH110  (pathlib's may raise)
+                    source = f" The set is at {dataset.card.url}." * bool(dataset.card.url)
+                    message = f"{dataset.card.title}: {where}.{option} {path} does not exist. Correct {where}.{option}.{source}"
+                    faults[message].append(trial.name)
+    if faults:
+        count = len(set().union(*faults.values()))
+        raise InputError(_describe_faults(f"{count} of {len(trials)} runs have no recordings", faults))

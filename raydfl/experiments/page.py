@@ -5,22 +5,20 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from markupsafe import Markup, escape
 
 from raydfl.core.files import write_durably
 from raydfl.experiments.domains import Domain
-from raydfl.experiments.importance import FEWEST
-from raydfl.experiments.notes import describe_results
-from raydfl.experiments.results import Contestant, StudyResults, shown
+from raydfl.experiments.results import FEWEST, Contestant, StudyResults, shown
 from raydfl.experiments.study import describe_value
-from raydfl.experiments.tables import Table, full_table, pivot
-from raydfl.runs.report import Picture, Pictures, render
-from raydfl.runs.report import figures as plots
-from raydfl.runs.report.figures import Axis, Bars, Series
+from raydfl.experiments.tables import describe_results, full_table, pivot
+from raydfl.runs.report import Picture, Section, align, render_page
+from raydfl.runs.report.figures import INK, SERIES, SHARES, Axes, Series, curves
 
 _BARS = 48
 """Bars that one figure has room for."""
@@ -36,56 +34,40 @@ def write_page(results: StudyResults) -> Path:
     Raises:
         ResourcesError: the disk is full or the folder cannot be written.
     """
-    study, pictures = results.study, Pictures()
-    settings, best = study.settings, results.best
-    left = results.open + len(results.failed)
-    compared: list[Picture] = []
-    maps: list[Picture] = []
-    curves: list[Picture] = []
-    if not settings.domains:
-        for where, cells in _parts(results, 2 if len(study.axes) > 1 else 1).items():
-            compared += _bars(where, cells, results, pictures)
-            maps += _maps(where, cells, results, pictures)
-    for where, cells in _parts(results, 0 if settings.domains else 1).items():
-        curves += _curves(where, cells, results, pictures)
-    page = render(
-        "study.html.j2",
-        title=settings.title,
-        subtitle=f"{len(results.contestants)} contestants, {study.total} runs · {study.folder}",
-        notes=[f"{left} of {study.total} runs are missing: raydfl study {study.file} continues."] if left else [],
-        text=[text for text in (settings.question, settings.note) if text],
-        search=bool(settings.domains),
-        best=[] if best is None else [[key, describe_value(value)] for key, value in best.values.items()],
-        best_text=""
-        if best is None
-        else f"{best.name}: {results.headline} {best.score(results.summary)} (n: {best.n}).",
-        command=best_command(results),
-        explanations=describe_results(results),
-        pivot=None if settings.domains else _emphasise(pivot(results)),
-        galleries=[
-            ("Comparison", compared),
-            ("Heat maps", maps),
-            ("What mattered", _importance(results, pictures)),
-            ("Settings and scores", _parallel(results, pictures)),
-            ("Learning curves", curves),
-        ],
-        table_of=_emphasise(full_table(results)),
-        runs=[_run_line(row, results) for row in results.runs],
-        left=[*study.axes, *settings.domains],
-        failures=[[name, reason] for name, reason in results.failed.items()],
+    study, settings = results.study, results.study.settings
+    search, left = bool(settings.domains), results.open + len(results.failed)
+    notes, table = describe_results(results), ([], []) if search else pivot(results)
+    parts = [] if search else _parts(results, 2 if len(study.axes) > 1 else 1)
+    cells = _parts(results, 0 if search else 1)
+    sections = [
+        Section("", text=[text for text in (settings.question, settings.note) if text]),
+        _show_best(results),
+        Section("Notes" if search else "Table", headings=table[0], rows=_emphasise(table[1]), notes=notes),
+        Section("Comparison", [picture for part in parts for picture in _bars(part, results)]),
+        Section("Heat maps", [picture for part in parts for picture in _maps(part, results)]),
+        Section("What mattered", list(_importance(results))),
+        Section("Settings and scores", list(_parallel(results))),
+        Section("Learning curves", [picture for part in cells for picture in _curves(part, search)]),
+        Section("Every number", headings=full_table(results)[0], rows=_emphasise(full_table(results)[1])),
+        _show_runs(results),
+        Section("Failures", headings=("trial", "why"), rows=list(results.failed.items())),
+    ]
+    page = render_page(
+        settings.title,
+        f"{len(results.contestants)} contestants, {study.total} runs · {study.folder}",
+        sections,
+        [f"{left} of {study.total} runs are missing: raydfl study {study.file} continues."] if left else [],
     )
     out = study.output(".html")
     write_durably(out, page.encode())
     return out
 
 
-def _emphasise(table: Table) -> tuple[list[str], list[list[Markup]]]:
-    """Turn ``**bold**`` text into HTML."""
-    headings, lines = table
-    bold = r"<strong>\1</strong>"
-    return headings, [
-        [Markup(re.sub(r"\*\*(.+?)\*\*", bold, str(escape(text)))) for text in line] for line in lines
-    ]  # escaped
+def _emphasise(rows: Sequence[Sequence[str]]) -> list[list[Markup]]:
+    """Turn ``**bold**`` text into HTML; all else is escaped."""
+    return [
+        [Markup(re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", str(escape(text)))) for text in row] for row in rows
+    ]
 
 
 def best_command(results: StudyResults) -> str:
@@ -93,52 +75,70 @@ def best_command(results: StudyResults) -> str:
     return f"raydfl run {shlex.quote(str(results.study.output('-best.yaml')))}"
 
 
-def _run_line(row: dict[str, object], results: StudyResults) -> dict[str, object]:
-    study, state = results.study, str(row["state"])
-    if row.get("worthless"):
-        state += f", worthless: {row['problems']}"
-    labels = [describe_value(row[name]) for name in (*study.axes, *study.settings.domains)]
-    page = (study.folder / str(row["run"]) / "report.html").exists()
-    return {"labels": labels, "repeat": row["repeat"], "state": state, "folder": row["run"], "page": page}
+def _show_best(results: StudyResults) -> Section:
+    """Show the best settings of a search."""
+    best, title = results.best, "Best settings"
+    if best is None:
+        return Section(title, text=["No trial has a score yet."] if results.study.settings.domains else [])
+    return Section(
+        title,
+        headings=("setting", "value"),
+        rows=[[key, describe_value(value)] for key, value in best.values.items()],
+        text=[f"{best.name}: {results.headline} {best.score(results.summary)} (n: {best.n}).", "To train with them:"],
+        commands=[best_command(results)],
+    )
 
 
-def _parts(results: StudyResults, inner: int) -> dict[tuple[str, ...], list[Contestant]]:
+def _show_runs(results: StudyResults) -> Section:
+    """Show the state of each run, with a link to its page if there is one."""
+    study, rows = results.study, []
+    names = [*study.axes, *study.settings.domains]
+    for run in results.runs:
+        state = f"{run['state']}, worthless: {run['problems']}" if run.get("worthless") else run["state"]
+        page = Markup('<a href="{0}/report.html">{0}</a>').format(run["run"])
+        link = page if (study.folder / str(run["run"]) / "report.html").exists() else run["run"]
+        rows.append([*(describe_value(run[name]) for name in names), run["repeat"], state, link])
+    headings = (*names, "repeat", "state", "run")
+    return Section("Runs", headings=headings, rows=rows, folded=f"{len(rows)} runs")
+
+
+def _parts(results: StudyResults, inner: int) -> list[list[Contestant]]:
     """Return the contestants of each figure: those with equal labels on all but the ``inner`` last axes."""
     parts: dict[tuple[str, ...], list[Contestant]] = {}
     for each in results.contestants:
         parts.setdefault(each.labels[: len(each.labels) - inner], []).append(each)
-    return parts
+    return list(parts.values())
 
 
-def _curves(
-    where: tuple[str, ...], cells: Sequence[Contestant], results: StudyResults, pictures: Pictures
-) -> list[Picture]:
+def _title(title: str, cells: Sequence[Contestant], inner: int) -> str:
+    """Return the title of a figure with the labels that its contestants share."""
+    return ", ".join((title, *cells[0].labels[: len(cells[0].labels) - inner]))
+
+
+def _curves(cells: Sequence[Contestant], search: bool) -> Iterator[Picture]:
     """Draw the headline over the rounds: a curve for each label of the last axis, or for each draw."""
-    series, search = [], bool(results.study.settings.domains)
+    series = []
     for place, each in enumerate(cells):
         if not each.curves:
             continue
-        rounds = each.curves[0].rounds
-        for curve in each.curves[1:]:
-            rounds = np.intersect1d(rounds, curve.rounds)
-        values = np.array([curve.values[np.searchsorted(curve.rounds, rounds)] for curve in each.curves])
+        rounds, values, _ = align(each.curves)
         mean, low, high = values.mean(axis=0), None, None
         if len(values) > 1:
             spread = values.std(axis=0, ddof=1)
             low, high = mean - spread, mean + spread
+        label, look = "" if search else each.labels[-1], (place, place)
         if search:
-            label = each.draw + ("" if each.complete else f" ({each.states[0]})")
-            look = (place, 0 if each.complete else 1) if place < _NAMED else (6, 0 if each.complete else 1)
-            series.append(Series(label if place < _NAMED else "", rounds, mean, low, high, *look))
-        else:
-            series.append(Series(each.labels[-1], rounds, mean, low, high, place, place))
-    if not series:
-        return []
-    caption = "Bands: mean ± standard deviation." if any(item.low is not None for item in series) else ""
-    if search:
-        caption += f" Dashed: stopped early or not finished. Draws after the best {_NAMED} are grey."
-    title = ", ".join((cells[0].metrics[0].title, *where))
-    return [pictures.add(title, caption.strip(), plots.curves, series[::-1] if search else series, _unit(cells))]
+            look = (min(place, _NAMED), 0 if each.complete else 1)
+            if place < _NAMED:
+                label = each.draw + ("" if each.complete else f" ({each.states[0]})")
+        series.append(Series(label, rounds, mean, low, high, *look))
+    if series:
+        caption = "Bands: mean ± standard deviation." if any(item.low is not None for item in series) else ""
+        if search:
+            caption += f" Dashed: stopped early or not finished. Draws after the best {_NAMED} are grey."
+            series.reverse()
+        title = _title(cells[0].metrics[0].title, cells, 0 if search else 1)
+        yield curves(title, caption.strip(), series, _unit(cells))
 
 
 def _unit(cells: Sequence[Contestant]) -> str:
@@ -153,13 +153,11 @@ def _grid(cells: Sequence[Contestant]) -> tuple[list[str], list[str], dict[tuple
     return list(dict.fromkeys(key[0] for key in by_both)), list(dict.fromkeys(key[1] for key in by_both)), by_both
 
 
-def _bars(
-    where: tuple[str, ...], cells: Sequence[Contestant], results: StudyResults, pictures: Pictures
-) -> list[Picture]:
-    """Draw the headline with its spread, and the paper's results."""
+def _bars(cells: Sequence[Contestant], results: StudyResults) -> Iterator[Picture]:
+    """Draw the headline with its spread, and the paper's results, a colour for each label of the last axis."""
     groups, labels, by_both = _grid(cells)
     if not any(each.done for each in cells) or len(groups) * len(labels) > _BARS:
-        return []
+        return
 
     def numbers(each: Contestant | None) -> tuple[float, float, float]:
         if each is None:
@@ -167,68 +165,130 @@ def _bars(
         score = each.score(results.summary)
         return score.mean, score.std, math.nan if each.paper is None else each.paper[0]
 
-    series = [Bars(label, *np.array([numbers(by_both.get((group, label))) for group in groups]).T) for label in labels]
-    spread = any(np.isfinite(item.spread).any() for item in series)
-    caption = "Lines: standard deviation over the runs." if spread else ""
-    title = ", ".join((_unit(cells), *where))
-    return [pictures.add(title, caption, plots.bars, series, groups, _unit(cells), "paper")]
+    table = np.array([[numbers(by_both.get((group, label))) for group in groups] for label in labels])
+    means, spread, paper = np.moveaxis(table, -1, 0)
+
+    def draw(axes: Axes) -> None:
+        width = 0.8 / len(labels)
+        places = np.arange(len(groups)) + (np.arange(len(labels))[:, None] - (len(labels) - 1) / 2) * width
+        for number, label in enumerate(labels):
+            look: dict[str, Any] = {
+                "color": SERIES[number % len(SERIES)],
+                "alpha": 0.9 if number < len(SERIES) else 0.5,
+            }
+            errors = {"ecolor": INK, "elinewidth": 0.9}
+            heights = np.nan_to_num(means[number])
+            axes.bar(places[number], heights, 0.92 * width, yerr=spread[number], error_kw=errors, label=label, **look)
+        known, half = np.isfinite(paper), 0.46 * width
+        if known.any():
+            at = places[known]
+            axes.hlines(paper[known], at - half, at + half, color=INK, linewidth=1.4, label="paper")
+        axes.set_xticks(range(len(groups)), groups)
+        axes.set_ylabel(_unit(cells))
+        axes.set_ylim(bottom=0)
+
+    caption = "Lines: standard deviation over the runs." if np.isfinite(spread).any() else ""
+    yield Picture(_title(_unit(cells), cells, 2), caption, draw, 3.0 + 0.12 * len(labels))
 
 
-def _maps(
-    where: tuple[str, ...], cells: Sequence[Contestant], results: StudyResults, pictures: Pictures
-) -> list[Picture]:
+def _maps(cells: Sequence[Contestant], results: StudyResults) -> Iterator[Picture]:
     """Draw the headline, its difference and the further metrics, each as a matrix of the last two axes."""
     rows, columns, by_both = _grid(cells)
     if len(rows) < 2 or len(columns) < 2 or not any(each.done for each in cells):
-        return []
+        return
     kinds: dict[str, Callable[[Contestant], float]] = {_unit(cells): lambda each: each.score(results.summary).mean}
     if results.study.settings.control:
         kinds["difference"] = lambda each: math.nan if each.difference is None else each.difference.mean
     for place, metric in enumerate(cells[0].metrics[1:], start=1):
         kinds[metric.title] = lambda each, place=place: each.score(results.summary, place).mean  # type: ignore[misc]
-    made = []
     for title, value in kinds.items():
-        matrix = np.full((len(rows), len(columns)), np.nan)
-        for (row, column), each in by_both.items():
-            matrix[rows.index(row), columns.index(column)] = value(each)
+        found = ((by_both.get((row, column)) for column in columns) for row in rows)
+        matrix = np.array([[math.nan if each is None else value(each) for each in row] for row in found])
         if np.isfinite(matrix).any():
-            names = (results.study.axes[-2], results.study.axes[-1])
-            made.append(pictures.add(", ".join((title, *where)), "", plots.heat_map, matrix, rows, columns, names))
-    return made
+            yield _heat_map(_title(title, cells, 2), matrix, rows, columns, results.study.axes[-2:])
 
 
-def _importance(results: StudyResults, pictures: Pictures) -> list[Picture]:
+def _heat_map(
+    title: str, values: np.ndarray, rows: list[str], columns: list[str], axes_names: Sequence[str]
+) -> Picture:
+    """Draw a matrix: the larger a number among all, the stronger its colour; cells without one are hatched."""
+
+    def draw(axes: Axes) -> None:
+        low, high = np.nanmin(values), np.nanmax(values)
+        strength = 0.05 + 0.9 * (values - low) / (high - low) if high > low else 0.5 + 0 * values
+        edges = (np.arange(len(columns) + 1) - 0.5, np.arange(len(rows) + 1) - 0.5)
+        axes.pcolormesh(*edges, strength, cmap=SHARES, vmin=0, vmax=1)
+        unknown = np.argwhere(~np.isfinite(values)).T
+        axes.bar(unknown[1], 1, 1, unknown[0] - 0.5, fill=False, hatch="//", edgecolor=INK, linewidth=0, alpha=0.3)
+        for (row, column), value in np.ndenumerate(values):
+            if np.isfinite(value):
+                colour = "white" if strength[row, column] > 0.6 else INK
+                axes.text(column, row, f"{value:.1f}", ha="center", va="center", fontsize=8, color=colour)
+        axes.invert_yaxis()
+        axes.grid(visible=False)
+        axes.set_xticks(range(len(columns)), columns, rotation=40, ha="right", rotation_mode="anchor")
+        axes.set_yticks(range(len(rows)), rows)
+        axes.set_ylabel(axes_names[0])
+        axes.set_xlabel(axes_names[1])
+
+    width = min(11.0, max(3.6, 0.75 * len(columns) + 2.2))
+    return Picture(title, "", draw, max(2.4, 0.42 * len(rows) + 1.6), width=width)
+
+
+def _importance(results: StudyResults) -> Iterator[Picture]:
+    """Draw the importance of each setting as lying bars, the largest at the top."""
     if not results.importance:
-        return []
+        return
+
+    def draw(axes: Axes) -> None:
+        shares = dict(sorted(results.importance.items(), key=lambda item: item[1]))
+        axes.barh(list(shares), [100 * share for share in shares.values()], color=SERIES[0], height=0.7)
+        axes.grid(visible=True, axis="x")
+        axes.grid(visible=False, axis="y")
+        axes.set_xlim(left=0)
+        axes.set_xlabel("share (%)")
+
     caption = (
         f"Rise of the squared error of a random forest when one setting is shuffled (permutation importance), as a share of the "
         f"sum. It needs many times more draws than settings. Below {FEWEST} it is left out. Stopped trials count with their last "
         f"score."
     )
-    return [pictures.add("Importance of each setting", caption, plots.shares, results.importance, "share (%)")]
+    yield Picture("Importance of each setting", caption, draw, 0.9 + 0.3 * len(results.importance))
 
 
-def _parallel(results: StudyResults, pictures: Pictures) -> list[Picture]:
+def _parallel(results: StudyResults) -> Iterator[Picture]:
+    """Draw a line for each draw across an upright axis for each setting and the score; the best is drawn strongest."""
     domains = results.study.settings.domains
     ranked = [each for each in results.contestants if math.isfinite(each.score(results.summary).mean)]
     if len(ranked) < 2 or not domains:
-        return []
+        return
     scores = np.array([each.score(results.summary).mean for each in ranked])
     low, high = float(scores.min()), float(scores.max())
     heights = (scores - low) / (high - low or 1.0)
-    strength = 0.999 * (heights if ranked[0].metrics[0].best == "max" else 1 - heights)
-    strength[next(place for place, each in enumerate(ranked) if each is results.best)] = 1.0
-    places = [
-        [*(domain.position(each.values[key]) for key, domain in domains.items()), height]
-        for each, height in zip(ranked, heights, strict=True)
-    ]
-    axes = [Axis(key, _ticks(domain)) for key, domain in domains.items()]
-    axes.append(Axis(_unit(ranked), [(0.0, shown(low)), (1.0, shown(high))]))
+    strength = heights if ranked[0].metrics[0].best == "max" else 1 - heights
+    ticks = [*map(_ticks, domains.values()), [(0.0, shown(low)), (1.0, shown(high))]]
+
+    def draw(axes: Axes) -> None:
+        x = np.arange(len(ticks))
+        for index in sorted(range(len(ranked)), key=lambda index: (ranked[index] is results.best, strength[index])):
+            each = ranked[index]
+            places = [*(domain.position(each.values[key]) for key, domain in domains.items()), heights[index]]
+            best = each is results.best
+            colour, width, alpha = (SERIES[1], 2.0, 1.0) if best else (SERIES[0], 1.0, 0.15 + 0.7 * strength[index])
+            axes.plot(x, places, "-" if each.complete else "--", color=colour, alpha=alpha, linewidth=width)
+        for place, texts in zip(x.tolist(), ticks, strict=True):
+            axes.axvline(place, color=INK, linewidth=0.8)
+            for height, text in texts:
+                axes.text(place + 0.03, height, text, fontsize=7, va="center", ha="left")
+        axes.set_xticks(x, [*domains, _unit(ranked)], rotation=20, ha="right", rotation_mode="anchor")
+        axes.set_yticks([])
+        axes.set_ylim(-0.05, 1.05)
+        axes.set_xlim(-0.2, len(ticks) - 0.5)
+        axes.grid(visible=False)
+        axes.spines["left"].set_visible(False)
+
     caption = "A line for each draw, the best in another colour. Dashed: stopped early or not finished."
-    dashed = [not each.complete for each in ranked]
-    return [
-        pictures.add("Parallel coordinates", caption, plots.parallel_coordinates, places, strength, axes, dashed, "")
-    ]
+    yield Picture("Parallel coordinates", caption, draw, 3.6)
 
 
 def _ticks(domain: Domain) -> list[tuple[float, str]]:

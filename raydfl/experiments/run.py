@@ -7,10 +7,14 @@ trials are over: a study that was interrupted restores it. Schedulers and search
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import os
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import ParamSpec, TypeVar
 
 import joblib
 
@@ -20,13 +24,16 @@ from raydfl.core.files import default_cache
 from raydfl.core.lock import FileLock
 from raydfl.core.nested import flatten
 from raydfl.experiments.experiment import Experiment, RunConfig
+from raydfl.experiments.load import load_study, prepare
 from raydfl.experiments.page import write_page
-from raydfl.experiments.recordings import prepare
 from raydfl.experiments.results import StudyResults, collect
 from raydfl.experiments.state import StudyState
 from raydfl.experiments.study import Study, Trial, corners
 from raydfl.experiments.tables import write_tables
 from raydfl.runs import Progress, Tracker, default_progress, make_tracker
+
+_Given = ParamSpec("_Given")
+_Returned = TypeVar("_Returned")
 
 
 def run_study(
@@ -51,38 +58,32 @@ def run_study(
     if (study.folder / "run.json").exists():
         raise RunDirectoryError(f"{study.folder} is the folder of a run; give the study another folder with dir=...")
     if table_only:
-        return _write(study, _read_state(study, progress), None)
+        return _write(study, StudyState.read(study), progress)
     lock = FileLock(study.output(".lock"))
     lock.acquire(wait=1.0)
     try:
-        state = _read_state(study, progress)
+        state = StudyState.read(study)
         tracker = _start_tracker(study, state, progress)
         try:
             _train(study, state, progress, run_config)
         finally:
-            results = _write(study, state, tracker)
+            results = _write(study, state, progress, tracker)
     finally:
         lock.release()
         study.output(".lock").unlink(missing_ok=True)
     return results
 
 
-def _read_state(study: Study, progress: Progress) -> StudyState:
-    state = StudyState.read(study)
-    if count := len(state.skipped):
-        progress.message(
-            f"skipped: {count} trial{'s' * (count > 1)} of an earlier file, without a value for each of domains"
-        )
-    return state
-
-
-def _write(study: Study, state: StudyState, tracker: Tracker | None) -> StudyResults:
+def _write(study: Study, state: StudyState, progress: Progress, tracker: Tracker | None = None) -> StudyResults:
     results = collect(study, state)
     written = [*write_tables(results), write_page(results)]
     if tracker is not None:
         for path in written:
             tracker.log_artifact(path)
         tracker.finish("FINISHED" if results.complete else "KILLED")
+    if count := len(state.skipped):
+        names = f"{count} trial{'s' * (count > 1)}"
+        progress.message(f"skipped: {names} of an earlier file, without a value for each of domains")
     return results
 
 
@@ -113,9 +114,7 @@ def _train(study: Study, state: StudyState, progress: Progress, run_config: RunC
         on_cluster = on_the_cluster if config.ray.address or os.environ.get("RAY_ADDRESS") else None
         needed = [study.at_corner(values) for values in corners(settings)] if settings.sequential else waiting
         prepare(needed, progress, on_cluster)
-        groups = {
-            tuple(map(str, bundles)): bundles for bundles in (_bundles(study, trial) for trial in needed)
-        }.values()
+        groups = {str(bundles): bundles for bundles in (_bundles(study, trial) for trial in needed)}.values()
         for bundles in groups:
             check_trial_fits(bundles, config.ray.autoscale)
         slots = min(parallel or left, *(room_for(bundles, left) for bundles in groups))
@@ -124,8 +123,8 @@ def _train(study: Study, state: StudyState, progress: Progress, run_config: RunC
         Experiment(study, state, progress, run_config, parallel).fit()
 
 
-def _bundles(study: Study, trial: Trial) -> tuple[Bundle, ...]:
-    return tuple(bundles_of(trial.config, study.settings.cpus, clients=0))
+def _bundles(study: Study, trial: Trial) -> list[Bundle]:
+    return bundles_of(trial.config, study.settings.cpus, clients=0)
 
 
 def _local_cpus(study: Study, parallel: int | None) -> int:
@@ -147,7 +146,7 @@ def _quiet_tune() -> Iterator[None]:
         "TUNE_DISABLE_SIGINT_HANDLER": "1",
         "TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S": "0",
     }
-    before = {name: os.environ[name] for name in own if name in os.environ}
+    before = {name: os.environ.get(name) for name in own}
     levels = {logger: logger.level for logger in map(logging.getLogger, ("ray.tune", "ray.train"))}
     os.environ.update(own)
     for logger in levels:
@@ -157,6 +156,30 @@ def _quiet_tune() -> Iterator[None]:
     finally:
         for logger, level in levels.items():
             logger.setLevel(level)
-        for name in own:
-            del os.environ[name]
-        os.environ.update(before)
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+# -- former names, which warn until the next release -----------------------------------------------------------------
+
+
+def _rename(former: str, function: Callable[_Given, _Returned]) -> Callable[_Given, _Returned]:
+    @functools.wraps(function)
+    def call(*given: _Given.args, **named: _Given.kwargs) -> _Returned:
+        name = f"{former.partition('_')[0]}_study"
+        warnings.warn(f"raydfl.{former} is now raydfl.{name}", FutureWarning, stacklevel=2)
+        return function(*given, **named)
+
+    return call
+
+
+def _run_sweep(
+    sweep: Study, parallel: int | None = None, progress: Progress | None = None, run_config: RunConfig | None = None
+) -> StudyResults:
+    own = {} if parallel is None else {"parallel": parallel}
+    return run_study(replace(sweep, settings=sweep.settings.model_copy(update=own)), progress, run_config)
+
+
+load_sweep, load_search = (_rename(name, load_study) for name in ("load_sweep", "load_search"))
+run_sweep = _rename("run_sweep", _run_sweep)
+run_search = _rename("run_search", run_study)

@@ -3,27 +3,88 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
-from raydfl.core.errors import ConfigError
+from raydfl.core.errors import ConfigError, nearest
 from raydfl.core.metrics import HIGHER_IS_BETTER, base_name
+from raydfl.core.options import explain
 from raydfl.core.settings import Settings
 from raydfl.core.yaml import to_yaml
+from raydfl.engine import apply_values
 from raydfl.experiments.domains import Domain
-from raydfl.experiments.files import check_known
 
 _RENAMED = {"space": "domains", "reference": "control"}
 FORMER = (*_RENAMED, "cells")
 """Keys of earlier versions."""
+_WHOLE_GROUPS = ("train", "evaluate", "ray", "run", "track")
+"""Groups that an axis would hardly mean to replace as a whole."""
+_Checked = TypeVar("_Checked", bound=Settings)
+
+
+def check_known(name: str, known: Iterable[str], what: str) -> None:
+    """Reject a name that is not among the known ones.
+
+    Raises:
+        ConfigError: ``what``, the name, and the nearest known one.
+    """
+    if name not in known:
+        raise ConfigError(f"{what} {name!r}; {nearest(name, known)}")
+
+
+def check_settings(values: Any, settings: type[_Checked], file: Path | str, where: str = "") -> _Checked:
+    """Return values as checked settings.
+
+    Raises:
+        ConfigError: a value is not valid.
+    """
+    try:
+        return settings.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(f"{file}: {explain(error, where, values, settings)}") from error
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from error
+
+
+def raise_first(faults: Mapping[str, object], where: str = "") -> None:
+    """Raise the first message with a true value.
+
+    Raises:
+        ConfigError: the message, after ``where``.
+    """
+    for message, wrong in faults.items():
+        if wrong:
+            raise ConfigError(where + message)
+
+
+def overlay(values: dict[str, Any], part: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Lay settings over ``values`` by the command line's rule: a key is a path, whose value replaces the old one.
+
+    Raises:
+        ConfigError: a key's path leads through a value that is no group, or would replace a whole group.
+    """
+    for key in part:
+        if key in _WHOLE_GROUPS and values.get(key):
+            raise ConfigError(
+                f"{where}: {key} would replace the whole group; write single settings, such as {key}.name: value"
+            )
+    try:
+        return apply_values(values, part)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
 
 
 def label_of(value: Any) -> str:
     """Return a setting's value as a label."""
     return value if isinstance(value, str) else to_yaml(value)
+
+
+def plain_value(value: Any) -> Any:
+    """Return a value of numpy's as Python's."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 class MetricSettings(Settings):
@@ -228,8 +289,7 @@ class StudySettings(Settings):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> StudySettings:
-        if not self.axes and not self.domains:
-            raise ConfigError("give axes (a grid), domains (a search), or both")
+        raise_first({"give axes (a grid), domains (a search), or both": not self.axes and not self.domains})
         if self.repeat is not None:
             check_repeat(self.repeat, "repeat")
         for name, axis in self.axes.items():
@@ -252,35 +312,27 @@ class StudySettings(Settings):
     def _check_search(self) -> None:
         """Reject searchers and schedulers that do not fit the domains."""
         if not self.domains:
-            for key, given in (
-                ("samples", self.samples),
-                ("scheduler", self.scheduler.name != "none"),
-                ("patience", self.patience),
-            ):
-                if given:
-                    raise ConfigError(f"{key} belongs to a search: add domains, or leave {key} out")
+            scheduled = self.scheduler.name != "none"
+            given = {"samples": self.samples, "scheduler": scheduled, "patience": self.patience}
+            raise_first({f"{key} belongs to a search: add domains, or leave {key} out": given[key] for key in given})
             return
-        grids = [key for key, domain in self.domains.items() if domain.kind == "grid"]
-        ranges = [(key, domain.kind) for key, domain in self.domains.items() if not domain.listed]
-        if self.searcher == "grid" and ranges:
-            key, kind = ranges[0]
-            raise ConfigError(
-                f"domains.{key}: searcher grid needs a list of values, {{grid: [...]}}, not {kind}; or take searcher: random"
-            )
-        if self.searcher == "grid" and self.samples is not None:
-            raise ConfigError("samples: searcher grid trains every combination; leave samples out")
-        if grids and self.searcher != "grid":
-            raise ConfigError(
-                f"domains.{grids[0]}: grid needs searcher: grid; for searcher {self.searcher} write {{choice: [...]}}"
-            )
-        if self.population is not None and self.searcher != "random":
-            raise ConfigError(f"searcher: {self.searcher} does not fit scheduler pbt; take searcher: random")
-        if self.population is not None and self.patience is not None:
-            raise ConfigError("patience does not fit scheduler pbt, whose members train for the same rounds")
-        if self.sequential and self.axes:
-            raise ConfigError("axes do not fit searcher optuna and scheduler pbt; search one cell at a time")
-        if self.sequential and any(len(values) > 1 for values in (self.repeat or {}).values()):
-            raise ConfigError("repeat: searcher optuna and scheduler pbt train each trial once; give one value")
+        pbt, grid, optuna = self.population is not None, self.searcher == "grid", self.searcher == "optuna"
+        several = any(len(values) > 1 for values in (self.repeat or {}).values())
+        faults: dict[str, object] = {}
+        for key, domain in self.domains.items():
+            faults |= {
+                f"domains.{key}: searcher grid needs a list of values, {{grid: [...]}}, not {domain.kind}; or searcher: random":
+                grid and not domain.listed,
+                f"domains.{key}: grid needs searcher: grid; for searcher {self.searcher} write {{choice: [...]}}":
+                not grid and domain.kind == "grid",
+            }  # fmt: skip
+        raise_first(faults | {
+            "samples: searcher grid trains every combination; leave samples out": grid and self.samples,
+            f"searcher: {self.searcher} does not fit scheduler pbt; take searcher: random": pbt and (grid or optuna),
+            "patience does not fit scheduler pbt, whose members train for the same rounds": pbt and self.patience,
+            "axes do not fit searcher optuna and scheduler pbt; search one cell at a time": (pbt or optuna) and self.axes,
+            "repeat: searcher optuna and scheduler pbt train each trial once; give one value": (pbt or optuna) and several,
+        })  # fmt: skip
 
     @property
     def population(self) -> PopulationScheduler | None:
@@ -299,37 +351,27 @@ class StudySettings(Settings):
 
     def published(self) -> dict[tuple[str, ...], tuple[float, float | None]]:
         """Return the paper's mean, and its spread where it gives one, by the labels of the cell."""
-        found: dict[tuple[str, ...], tuple[float, float | None]] = {}
-        if self.paper is not None:
-            _collect(self.paper.values, list(self.axes.items()), (), found)
-        return found
+        return {} if self.paper is None else dict(_read_paper(self.paper.values, list(self.axes.items()), ()))
 
 
-def _collect(
-    node: Any,
-    axes: Sequence[tuple[str, Mapping[str, Any]]],
-    labels: tuple[str, ...],
-    found: dict[tuple[str, ...], tuple[float, float | None]],
-) -> None:
+def _read_paper(
+    node: Any, axes: Sequence[tuple[str, Mapping[str, Any]]], labels: tuple[str, ...]
+) -> Iterator[tuple[tuple[str, ...], tuple[float, float | None]]]:
     where = ".".join(("paper.values", *labels))
     if not axes:
-        if node is not None:
-            found[labels] = _number(node, where)
+        number = r"\d+\.?\d*|\.\d+"
+        parts = re.fullmatch(rf"({number})(?: ?(?:±|\+-) ?({number}))?", str(node).strip())
+        if parts is not None:
+            yield labels, (float(parts[1]), None if parts[2] is None else float(parts[2]))
+        elif node is not None:
+            raise ConfigError(f"{where} is {node!r}; it must be a number, or mean and spread such as '80.19±0.53'")
         return
     name, known = axes[0]
     if not isinstance(node, Mapping):
         raise ConfigError(f"{where} is {node!r}; it must be a group with labels of axis {name!r}: {', '.join(known)}")
     for label, inner in node.items():
         check_known(str(label), known, f"{where}: axis {name!r} has no label")
-        _collect(inner, axes[1:], (*labels, str(label)), found)
-
-
-def _number(value: Any, where: str) -> tuple[float, float | None]:
-    number = r"\d+\.?\d*|\.\d+"
-    parts = re.fullmatch(rf"({number})(?: ?(?:±|\+-) ?({number}))?", str(value).strip())
-    if parts is None:
-        raise ConfigError(f"{where} is {value!r}; it must be a number, or mean and spread such as '80.19±0.53'")
-    return float(parts[1]), None if parts[2] is None else float(parts[2])
+        yield from _read_paper(inner, axes[1:], (*labels, str(label)))
 
 
 def check_repeat(repeat: Any, where: str) -> None:

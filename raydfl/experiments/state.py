@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 from raydfl.core.errors import RunDirectoryError
 from raydfl.core.files import write_durably
-from raydfl.experiments.study import Study, Trial
+from raydfl.experiments.study import Study, Trial, distinct
 
-_ADVICE = "make room or make the folder writable; the same command continues"
+Status = Literal["running", "finished", "stopped", "failed"]
 
 
 @dataclass(frozen=True)
@@ -18,9 +18,15 @@ class TrialState:
     """The point and the status of a trial that began."""
 
     point: dict[str, Any]
-    status: Literal["running", "finished", "stopped", "failed"] = "running"
+    status: Status = "running"
     reason: str = ""
     """Why it failed, which scheduler stopped it, or why its result is worthless."""
+
+    def describe(self, done: int) -> str:
+        """Return the state of an unfinished trial with so many rounds in words."""
+        if self.status in ("stopped", "failed"):
+            return f"stopped ({self.reason})" if self.status == "stopped" else "failed"
+        return f"begun: round {done}" if done else "missing"
 
 
 @dataclass
@@ -56,14 +62,11 @@ class StudyState:
             ResourcesError: the disk is full or the folder cannot be written.
         """
         values = {"mlflow": self.mlflow, "trials": {name: asdict(trial) for name, trial in self.trials.items()}}
-        write_durably(self.study.output("-trials.json"), json.dumps(values, indent=1, default=str).encode(), _ADVICE)
+        advice = "make room or make the folder writable; the same command continues"
+        write_durably(self.study.output("-trials.json"), json.dumps(values, indent=1, default=str).encode(), advice)
 
-    def note(self, trial: Trial, status: Literal["running", "finished", "stopped", "failed"], reason: str = "") -> None:
-        """Write down the state of a trial.
-
-        Raises:
-            ResourcesError: the disk is full or the folder cannot be written.
-        """
+    def note(self, trial: Trial, status: Status, reason: str = "") -> None:
+        """Write down the state of a trial, as :meth:`write`."""
         self.trials[trial.run_dir.name] = TrialState(trial.point, status, reason)
         self.write()
 
@@ -86,15 +89,13 @@ class StudyState:
         """The trials of the study: those known beforehand, or with optuna and pbt those that began."""
         if not self.study.settings.sequential:
             return list(self.study.trials)
-        skipped = set(self.skipped)
-        names = [name for name in self.trials if name not in skipped]
+        names = [name for name in self.trials if name not in self.skipped]
         return [self.study.trial(self.trials[name].point, name.removeprefix("trial-")) for name in names]
 
     @property
     def waiting(self) -> list[Trial]:
         """The trials that are left to do, each identity once."""
-        distinct = {trial.identity: trial for trial in reversed(self.known)}
-        return [trial for trial in reversed(distinct.values()) if not self.is_over(trial)]
+        return [trial for trial in distinct(self.known) if not self.is_over(trial)]
 
     @property
     def left(self) -> int:

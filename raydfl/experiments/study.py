@@ -25,11 +25,7 @@ from raydfl.core.errors import ConfigError
 from raydfl.core.nested import get_path
 from raydfl.engine import Config, apply_overrides, make_config
 from raydfl.engine.storage import RunStore, read_rows, round_of, stored_about
-from raydfl.experiments.files import (
-    check_settings,
-    overlay,
-)
-from raydfl.experiments.settings import MetricSettings, StudySettings, label_of
+from raydfl.experiments.settings import MetricSettings, StudySettings, check_settings, label_of, overlay, plain_value
 from raydfl.runs.report import Key
 
 _CORNERS = 32
@@ -67,7 +63,7 @@ class Trial:
     @property
     def text(self) -> str:
         """The draw in one line: ``method.alpha=0.5 method.vl=0.1``."""
-        return describe_values(self.values)
+        return " ".join(f"{key}={describe_value(value)}" for key, value in self.values.items())
 
     @property
     def run_dir(self) -> Path:
@@ -124,7 +120,7 @@ class Study:
     @property
     def distinct(self) -> list[Trial]:
         """The trials to be trained: one for each identity."""
-        return list({trial.identity: trial for trial in reversed(self.trials)}.values())[::-1]
+        return distinct(self.trials)
 
     @cached_property
     def first(self) -> Trial:
@@ -192,7 +188,7 @@ class Study:
             ConfigError: the point makes no valid configuration.
         """
         labels = tuple(str(point[name]) for name in self.axes)
-        values = {key: _plain(point[key]) for key in self.settings.domains}
+        values = {key: plain_value(point[key]) for key in self.settings.domains}
         repeat = str(point.get("repeat") or next(iter(self.repeats(labels))))
         layers = [("settings", self.settings.settings)]
         for (name, axis), label in zip(self.settings.axes.items(), labels, strict=True):
@@ -231,8 +227,7 @@ class Study:
         if actors is None:
             actors = get_path(apply_overrides(explicit, self.overrides), "ray.actors") or 0
         own = {"run.dir": str(self.folder), "run.name": None, "ray.actors": actors}
-        if self.settings.rounds is not None:
-            own["train.rounds"] = self.settings.rounds
+        own |= {} if self.settings.rounds is None else {"train.rounds": self.settings.rounds}
         config = make_config(overlay(values, own, "study"), str(self.file))
         if self.settings.summarised == "chosen" and config.run.best is None:
             raise ConfigError("summary: chosen is the round that run.best chooses; set run.best in settings")
@@ -247,9 +242,11 @@ class Study:
         return self.resolve(check_settings(given, MetricSettings, self.file, where), config)
 
     def resolve(self, metric: MetricSettings, config: Config) -> MetricSettings:
-        """Return a metric with the score and the split that it leaves open."""
-        split = metric.split or ("validation" if self.settings.domains else "test")
-        return for_objective(metric.model_copy(update={"split": split}), config)
+        """Return a metric with the split and the score that it leaves open; the score is the headline of the runs' objective."""
+        own = {"split": metric.split or ("validation" if self.settings.domains else "test")}
+        if "score" not in metric.model_fields_set:
+            own["score"] = config.parts.method.objective.headline
+        return metric.model_copy(update=own)
 
     def _configure_patience(self, config: Config, metric: MetricSettings) -> Config:
         if config.run.stop is not None:
@@ -259,22 +256,14 @@ class Study:
         return make_config(overlay(config.model_dump(mode="json"), {"run.stop": stop}, "patience"), str(self.file))
 
 
+def distinct(trials: Sequence[Trial]) -> list[Trial]:
+    """Return the first trial of each identity."""
+    return list({trial.identity: trial for trial in reversed(trials)}.values())[::-1]
+
+
 def describe_value(value: Any) -> str:
     """Return a value of a domain as text, a number with few digits."""
     return f"{value:.4g}" if isinstance(value, float) else label_of(value)
-
-
-def describe_values(values: Mapping[str, Any]) -> str:
-    """Return values of domains in one line: ``method.alpha=0.5 method.vl=0.1``."""
-    return " ".join(f"{key}={describe_value(value)}" for key, value in values.items())
-
-
-def for_objective(metric: MetricSettings, config: Config) -> MetricSettings:
-    """Return a metric with the headline of a run's objective as its score, where none was given."""
-    headline = config.parts.method.objective.headline
-    if "score" in metric.model_fields_set or metric.score == headline:
-        return metric
-    return metric.model_copy(update={"score": headline})
 
 
 def keys_of(config: Config, metric: MetricSettings) -> list[Key]:
@@ -284,25 +273,18 @@ def keys_of(config: Config, metric: MetricSettings) -> list[Key]:
     return [(metric.split or "test", key) for name in names for key in (f"{name}_client_mean", name)]
 
 
-def _plain(value: Any) -> Any:
-    """Return a value of numpy's as Python's."""
-    return value.tolist() if hasattr(value, "tolist") else value
-
-
 def _identity(config: Config) -> str:
     parts: list[Any] = [config.digest(), config.train.rounds, config.evaluate.model_dump(mode="json")]
-    asked = config.run.model_dump(mode="json", include={"best", "stop"}, exclude_none=True)
-    if asked:
-        parts.append(asked)
+    parts += filter(None, [config.run.model_dump(mode="json", include={"best", "stop"}, exclude_none=True)])
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def _run_name(words: Sequence[str], config: Config, identity: str) -> str:
     """Return a readable name that ends in the identity; a run with another name from an earlier label or version keeps it."""
     folder = Path(config.run.dir)
-    for found in sorted(folder.glob(f"*-{identity}")):
-        if found.is_dir():
-            return found.name
+    found = [each.name for each in sorted(folder.glob(f"*-{identity}")) if each.is_dir()]
+    if found:
+        return found[0]
     former = folder / words[0]  # trial-007, of an earlier version
     if (former / "run.json").is_file() and stored_about(former).get("digest") == config.digest():
         return former.name

@@ -1,11 +1,11 @@
-"""Tables of a study: text for people, and the files of Markdown, LaTeX, CSV and Parquet."""
+"""Tables of a study: text for people, with notes, and the files of Markdown, LaTeX, CSV and Parquet."""
 
 from __future__ import annotations
 
 import io
 import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,12 @@ import pyarrow.parquet
 
 from raydfl.core.files import write_durably
 from raydfl.core.yaml import to_yaml
-from raydfl.experiments.notes import describe_results
-from raydfl.experiments.results import Contestant, StudyResults, shown
+from raydfl.data import DataSettings, Population
+from raydfl.data.features import FeatureSettings, FileFeatures, ImageFeatures, KaldiFeatures, PretrainedFeatures
+from raydfl.engine import Config, Criterion
+from raydfl.experiments.results import CONFIDENCE, Contestant, StudyResults, shown
 from raydfl.experiments.settings import label_of
-from raydfl.experiments.study import describe_value
+from raydfl.experiments.study import Study, Trial, describe_value
 
 _MARK = "*"
 """Mark of cells with another number or interval of evaluations than most cells of the table."""
@@ -32,15 +34,12 @@ Table = tuple[list[str], list[list[str]]]
 
 def full_table(results: StudyResults) -> Table:
     """Return a line for each contestant, with all that is known of it."""
-    texts = _columns(results)
-    domains = results.study.settings.domains
-    left = [*results.study.axes, *(["draw", *domains] if domains else [])]
-    lines = [
-        [*each.labels, *([each.draw, *(describe_value(each.values[key]) for key in domains)] if domains else [])]
-        + [text(each) for text in texts.values()]
-        for each in results.contestants
-    ]
-    return [*left, *texts], lines
+    domains, texts = results.study.settings.domains, _columns(results)
+    lines = []
+    for each in results.contestants:
+        draw = [each.draw, *(describe_value(each.values[key]) for key in domains)] if domains else []
+        lines.append([*each.labels, *draw, *(text(each) for text in texts.values())])
+    return [*results.study.axes, *(["draw", *domains] if domains else []), *texts], lines
 
 
 def _columns(results: StudyResults) -> dict[str, Callable[[Contestant], str]]:
@@ -66,7 +65,7 @@ def _columns(results: StudyResults) -> dict[str, Callable[[Contestant], str]]:
         title = results.contestants[0].metrics[place].title if results.contestants else metric.title
         found[title] = lambda each, place=place: str(each.score(summary, place))  # type: ignore[misc]
     if settings.paper is not None:
-        found["paper"] = paper_text
+        found["paper"] = _paper_text
         if settings.control:
             found["paper's difference"] = lambda each: shown(each.paper_difference, signed=True)
     return found
@@ -76,22 +75,18 @@ def _bold(text: str, contestant: Contestant) -> str:
     return f"**{text}**" if contestant.best else text
 
 
-def paper_text(contestant: Contestant) -> str:
-    """Return the paper's result; ``-`` when it gives none."""
-    if contestant.paper is None:
-        return "-"
-    mean, spread = contestant.paper
+def _paper_text(contestant: Contestant) -> str:
+    mean, spread = contestant.paper or (None, None)
     return shown(mean) + (f" ± {shown(spread)}" if spread is not None else "")
 
 
 def pivot(results: StudyResults, text: Callable[[Contestant], str] | None = None) -> Table:
     """Return the headline as papers print it: the last axis across, the others down."""
     by_labels = {each.labels: each for each in results.contestants}
-    usual = tuple(results.kinds_of_evaluations[:1])
+    usual = results.kinds_of_evaluations[:1]
     text = text or (lambda each: _pivot_text(each, results.summary, usual))
-    across = [
-        label for label in results.study.settings.axes[results.study.axes[-1]] if any(k[-1] == label for k in by_labels)
-    ]
+    last = results.study.settings.axes[results.study.axes[-1]]
+    across = [label for label in last if any(labels[-1] == label for labels in by_labels)]
     lines = []
     for down in dict.fromkeys(labels[:-1] for labels in by_labels):
         cells = [by_labels.get((*down, label)) for label in across]
@@ -99,11 +94,11 @@ def pivot(results: StudyResults, text: Callable[[Contestant], str] | None = None
     return [*results.study.axes[:-1], *across], lines
 
 
-def _pivot_text(each: Contestant, summary: str, usual: tuple[str, ...]) -> str:
+def _pivot_text(each: Contestant, summary: str, usual: Sequence[str]) -> str:
     if not each.done:
         parts = [each.n]
     else:
-        mark = _MARK if each.evaluations not in ((), usual) else ""
+        mark = _MARK if each.evaluations not in ([], usual) else ""
         parts = [_bold(str(each.score(summary)), each) + mark]
         parts += [f"({each.n})"] if not each.complete or each.worthless else []
     parts += [f"({each.difference})"] if each.difference is not None else []
@@ -115,8 +110,7 @@ def markdown(results: StudyResults) -> str:
     """Return the tables and the notes."""
     settings = results.study.settings
     parts = [f"# {settings.title}", *filter(None, (settings.question, settings.note))]
-    if not settings.domains:
-        parts.append(_markdown_table(pivot(results)))
+    parts += [] if settings.domains else [_markdown_table(pivot(results))]
     parts += ["\n".join(f"- {note}" for note in describe_results(results)), _markdown_table(full_table(results))]
     return "\n\n".join(parts) + "\n"
 
@@ -135,41 +129,30 @@ def latex(results: StudyResults) -> str:
 
     The first has the last axis across. The second has a line for each contestant: mean, n, values by repeat, difference.
     """
-    settings, summary = results.study.settings, results.summary
-    notes = [
-        note for note in describe_results(results) if note.startswith(("Headline", "Bold", "Difference", "Runs have"))
-    ]
+    study, settings = results.study, results.study.settings
+    used = ("Headline", "Bold", "Difference", "Runs have")
+    notes = [note for note in describe_results(results) if note.startswith(used)]
     caption = " ".join(filter(None, [f"{settings.title.rstrip('.')}.", settings.question, *notes]))
     caption = caption.replace(f"{_MARK} marks", "An asterisk marks")
-    tables = []
-    if len(results.study.axes) > 1 and not settings.domains:
-        headings, lines = pivot(results, lambda each: _bold(str(each.score(summary)), each))
-        left = len(results.study.axes) - 1
-        tables.append(_latex_table(headings, lines, left, caption, f"tab:{results.study.file.stem}"))
+    tables, label = [], f"tab:{study.file.stem}"
+    if len(study.axes) > 1 and not settings.domains:
+        table = pivot(results, lambda each: _bold(str(each.score(results.summary)), each))
+        tables.append(_latex_table(table, len(study.axes) - 1, caption, label))
     headings, lines = full_table(results)
-    kept = {
-        *results.study.axes,
-        "draw",
-        *settings.domains,
-        "score",
-        results.headline,
-        "n",
-        "difference",
-        "values by repeat",
-    }
+    left = [*study.axes, *(["draw", *settings.domains] if settings.domains else [])]
+    kept = {*left, "score", results.headline, "n", "difference", "values by repeat"}
     places = [place for place, name in enumerate(headings) if name in kept]
     cells = itertools.groupby(zip(results.contestants, lines, strict=True), key=lambda pair: pair[0].labels)
     best = [line for _, pairs in cells for _, line in itertools.islice(pairs, _IN_LATEX)]
     if len(best) < len(lines):
-        caption += f" The table has the best {_IN_LATEX} draws{' of each cell' if results.study.axes else ''}."
-    chosen = [[line[place] for place in places] for line in best]
-    left = len(results.study.axes) + (1 + len(settings.domains) if settings.domains else 0)
-    name = f"tab:{results.study.file.stem}-all"
-    tables.append(_latex_table([headings[place] for place in places], chosen, left, caption, name))
+        caption += f" The table has the best {_IN_LATEX} draws{' of each cell' if study.axes else ''}."
+    table = [headings[place] for place in places], [[line[place] for place in places] for line in best]
+    tables.append(_latex_table(table, len(left), caption, f"{label}-all"))
     return "% \\usepackage{booktabs}\n" + "\n".join(tables)
 
 
-def _latex_table(headings: Sequence[str], lines: Sequence[Sequence[str]], left: int, caption: str, label: str) -> str:
+def _latex_table(table: Table, left: int, caption: str, label: str) -> str:
+    headings, lines = table
     frame = pd.DataFrame([list(map(_in_latex, line)) for line in lines], columns=list(map(_in_latex, headings)))
     text: str = frame.style.hide(axis="index").to_latex(
         hrules=True,
@@ -181,10 +164,10 @@ def _latex_table(headings: Sequence[str], lines: Sequence[Sequence[str]], left: 
     return text
 
 
-_SPECIAL = {
+_SPECIAL = str.maketrans({
     "\\": r"\textbackslash{}", "±": r"$\pm$", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}",
     ">": r"\textgreater{}", **{mark: f"\\{mark}" for mark in "&%$#_{}"},
-}  # fmt: skip
+})  # fmt: skip
 
 
 def _in_latex(text: str) -> str:
@@ -192,7 +175,7 @@ def _in_latex(text: str) -> str:
 
     A first ``[`` or ``*`` is escaped too: at the start of a row LaTeX would read it as an argument of the command before it.
     """
-    escaped = "".join(_SPECIAL.get(character, character) for character in text)
+    escaped = text.translate(_SPECIAL)
     signed = re.sub(r"(?<![\w.])([-+])(?=\d)", r"$\1$", escaped)
     bold = re.sub(r"\*\*(.+?)\*\*", r"\\textbf{\1}", signed)
     return re.sub(r"^(\s*)([\[*])", r"\1{\2}", bold)
@@ -203,7 +186,7 @@ def _in_latex(text: str) -> str:
 
 def records(results: StudyResults) -> list[dict[str, Any]]:
     """Return a flat record of numbers for each contestant; NaN where there is none."""
-    found, nothing = [], float("nan")
+    found, settings, nothing = [], results.study.settings, float("nan")
     for each in results.contestants:
         score, difference = each.score(results.summary), each.difference
         row: dict[str, Any] = dict(zip(results.study.axes, each.labels, strict=True))
@@ -213,50 +196,38 @@ def records(results: StudyResults) -> list[dict[str, Any]]:
         row |= {"evaluations": "; ".join(each.evaluations), "mean": score.mean, "std": score.std}
         for trial in each.trials if len(each.trials) > 1 else ():
             row[trial.repeat] = score.by_repeat.get(trial.repeat, nothing)
-        if results.study.settings.control:
-            names = ("mean", "low", "high", "n")
-            row |= {
-                f"difference {name}": nothing if difference is None else getattr(difference, name) for name in names
-            }
-        if results.study.settings.paper is not None:
+        for name in ("mean", "low", "high", "n") if settings.control else ():
+            row[f"difference {name}"] = getattr(difference, name, nothing)
+        if settings.paper is not None:
             values = (*(each.paper or (None, None)), each.paper_difference)
             titles = ("paper", "paper_std", "paper_difference")
             row |= {name: nothing if value is None else value for name, value in zip(titles, values, strict=True)}
-        for place, metric in enumerate(each.metrics):
-            for summary in results.titles:
-                name = f"{metric.title if place else 'headline'} {summary}"
-                row |= {f"{name} mean": each.score(summary, place).mean, f"{name} std": each.score(summary, place).std}
+        for (place, metric), summary in itertools.product(enumerate(each.metrics), results.titles):
+            name, score = f"{metric.title if place else 'headline'} {summary}", each.score(summary, place)
+            row |= {f"{name} mean": score.mean, f"{name} std": score.std}
         found.append(row)
     return found
 
 
-def to_table(rows: Sequence[dict[str, Any]]) -> pa.Table:
+def _to_table(rows: Sequence[dict[str, Any]]) -> pa.Table:
     """Return rows as a table. Settings that are not numbers in all rows become text."""
     frame = pd.DataFrame(rows)
-    for name in [name for name in frame if frame[name].dtype == object]:
-        known = [None if pd.api.types.is_scalar(value) and pd.isna(value) else value for value in frame[name]]
-        kinds = {type(value) for value in known if value is not None}
-        frame[name] = known if kinds <= {bool} else [None if value is None else label_of(value) for value in known]
+    for name in frame.select_dtypes(exclude=["number", "bool"]):
+        if not frame[name].dropna().map(lambda value: isinstance(value, bool)).all():
+            frame[name] = frame[name].map(label_of, na_action="ignore")
     return pa.Table.from_pandas(frame, preserve_index=False)
 
 
 def _to_bytes(write: Callable[[pa.Table, Any], object], rows: Sequence[dict[str, Any]]) -> bytes:
     buffer = io.BytesIO()
-    write(to_table(rows), buffer)
+    write(_to_table(rows), buffer)
     return buffer.getvalue()
-
-
-def best_config(results: StudyResults) -> dict[str, Any] | None:
-    """Return the configuration of the best draw, with all rounds, for a run of its own; ``None``: there is none yet."""
-    if results.best is None:
-        return None
-    config: dict[str, Any] = results.best.trials[0].config.model_dump(mode="json")
-    config["run"] |= {"name": None, "dir": "runs"}
-    return config
 
 
 def write_tables(results: StudyResults) -> list[Path]:
     """Write the tables into the study's folder: ``.md``, ``.tex``, ``.csv``, ``.parquet``, ``-runs.csv``, ``-best.yaml``.
+
+    The last one is the configuration of the best draw, with all rounds, for a run of its own.
 
     Raises:
         ResourcesError: the disk is full or the folder cannot be written.
@@ -269,9 +240,110 @@ def write_tables(results: StudyResults) -> list[Path]:
         place(".tex"): latex(results).encode(),
         place("-runs.csv"): _to_bytes(pa.csv.write_csv, results.runs),
     }
-    config = best_config(results)
-    if config is not None:
+    if results.best is not None:
+        config = results.best.trials[0].config.model_dump(mode="json")
+        config["run"] |= {"name": None, "dir": "runs"}
         contents[place("-best.yaml")] = to_yaml(config, flow=False).encode()
     for path, content in contents.items():
         write_durably(path, content, _ADVICE)
     return list(contents)
+
+
+# -- notes -----------------------------------------------------------------------------------------------------------
+
+
+def describe_results(results: StudyResults) -> list[str]:
+    """Return the notes that a reader of the tables needs: summary, best, control, features, paper, search."""
+    study, settings = results.study, results.study.settings
+    trials = [trial for each in results.contestants for trial in each.trials]
+    repeats = " or ".join(dict.fromkeys(trial.repeat.partition("=")[0] for trial in trials if trial.repeat))
+    over = f"; mean ± sample standard deviation over {repeats}" if repeats else ""
+    counts = {each.n for each in results.contestants}
+    runs = f"n = {counts.pop()}" if len(counts) == 1 and results.complete else "n: runs"
+    notes = [f"Headline: {results.headline}{over}; {runs}."]
+    if results.summary == "chosen":
+        choosers = {c.metric: c for trial in trials for c in _find_choosers(trial)}
+        notes += [f"{name} chooses the round ({criterion.chooser})." for name, criterion in choosers.items()]
+    if results.summary == "best":
+        notes.append("The best evaluation is chosen on the measured data.")
+    kinds = results.kinds_of_evaluations
+    if len(kinds) > 1 and not settings.domains:
+        notes.append(
+            f"Runs have different evaluations ({'; '.join(kinds)}). * marks cells that differ from {kinds[0]}."
+        )
+    if any(each.best for each in results.contestants):
+        cells = f"of the cells that differ only in {study.axes[-1]}" if study.axes else ""
+        notes.append(
+            f"Bold: the best {('draw of each cell' if study.axes else 'draw') if settings.domains else cells}."
+        )
+    if settings.control:
+        names = ", ".join(f"{name} {label}" for name, label in settings.control.items())
+        notes.append(
+            f"Difference: from the cell with {names}, mean of the differences between runs with equal {repeats or 'seed'}, "
+            f"with the {100 * CONFIDENCE:.0f} % interval of Student's t. It takes two pairs or more."
+        )
+    notes += _describe_features(study)
+    if settings.paper is not None:
+        notes.append(f"Paper: {settings.paper.source}.{' ' + settings.paper.note if settings.paper.note else ''}")
+    if settings.domains:
+        notes.append("Draws are ranked by the headline: finished ones first, worthless ones last.")
+    if settings.domains and study.first.metric.split == "test":
+        notes.append(
+            "The best settings are chosen on the test data: their score is too good an estimate of that on new data."
+        )
+    if settings.scheduler.name != "none":
+        notes.append(
+            f"Scheduler: {label_of(settings.scheduler.model_dump(mode='json'))}. It is Ray Tune's, and so is its memory: an "
+            f"interrupted study compares its trials with those that continued, and may stop others than it would have stopped."
+        )
+    if settings.population is not None:
+        notes.append(
+            "A member of the population has the settings of its last exchange. Its result depends on all settings that it and its "
+            "parents had (branches in its run.json): training with the best settings from the first round is another training."
+        )
+    return notes
+
+
+def _find_choosers(trial: Trial) -> Iterable[Criterion]:
+    """Return the criteria of ``run.best`` with the validation data of the trial's run, if it has begun."""
+    folder, config = trial.run_dir / "population", trial.config
+    population = Population.load(folder, features=False) if folder.exists() else None
+    return config.make_selection(population).for_best.values()
+
+
+def _describe_features(study: Study) -> list[str]:
+    """Return notes on the features that the networks of a study see, with the labels that have them."""
+    described: dict[str, list[tuple[str, ...]]] = {}
+    for labels in study.cells:
+        trial = next((each for each in study.trials if each.labels == labels), study.first)
+        described.setdefault(features_text(trial.config), []).append(labels)
+    if len(described) == 1:
+        return [f"Features: {next(iter(described))}."]
+    for place in range(len(study.axes)):  # one axis may decide alone
+        groups = {text: dict.fromkeys(labels[place] for labels in cells) for text, cells in described.items()}
+        if sum(map(len, groups.values())) == len(set().union(*groups.values())):
+            return [f"Features ({', '.join(labels)}): {text}." for text, labels in groups.items()]
+    return [
+        f"Features ({len(cells)} cells, such as {', '.join(cells[0])}): {text}." for text, cells in described.items()
+    ]
+
+
+def features_text(config: Config) -> str:
+    """Describe the features that a network sees."""
+    return "; ".join(dict.fromkeys(_features_text(data) for data in config.data.each.values()))
+
+
+def _features_text(data: DataSettings) -> str:
+    features = data.features
+    by = {"group": "speaker", "part": "data set"}.get(features.normalise, features.normalise)
+    z_score = "not normalised" if by == "none" else f"z-score by {by}"
+    if isinstance(features, FileFeatures):
+        return f"{features.path.name}, {features.bands} bands, {z_score}"
+    if isinstance(features, ImageFeatures):
+        return f"images of {features.size[0]} x {features.size[1]}, {features.channels} channels"
+    if isinstance(features, KaldiFeatures):
+        return f"Kaldi's filter bank, {features.bands} bands at {features.sample_rate / 1000:g} kHz"
+    if isinstance(features, PretrainedFeatures):
+        return features.title
+    kind = "log-mel" if isinstance(features, FeatureSettings) else features.title
+    return f"{kind}, {features.bands} bands at {features.sample_rate / 1000:g} kHz, {z_score}"

@@ -15,16 +15,15 @@ from raydfl.cluster import Bundle, bundles_of, granted, placement_groups, waitin
 from raydfl.core.errors import ResourcesError
 from raydfl.experiments.federation import FAILED, ROUND, SCORE, STATUS, WORTHLESS
 from raydfl.experiments.state import StudyState
-from raydfl.experiments.study import Study, Trial, rounds_done
+from raydfl.experiments.study import Trial, rounds_done
 from raydfl.runs import Advance, Progress, StopSignals, duration
 
 _QUIET = 10.0
 """Seconds without a running trial after which the user is told what the study waits for."""
 _LOOK = 0.5
 """Seconds between two updates of the progress bars."""
-_MESSAGE = 300
-"""Characters of a failure that a line repeats; the log has all."""
-_LOST = "its process was lost again and again, perhaps for lack of memory"
+SHORT = 300
+"""Characters of a failure that a message repeats; the log has all."""
 
 
 def point_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -44,17 +43,11 @@ def _find_watch() -> Watch:
 class Watch(tune.Callback):
     """Messages and progress bars for the user, the study's state, and an end when trials cannot begin or shall stop."""
 
-    def __init__(
-        self, study: Study, state: StudyState, progress: Progress, signals: StopSignals, stop: Path, left: int
-    ) -> None:
+    def __init__(self, state: StudyState, progress: Progress, signals: StopSignals, stop: Path) -> None:
         self.error: Exception | None = None
-        self._study = study
-        self._state = state
-        self._seconds = study.first.config.ray.ready_timeout
-        self._progress = progress
-        self._signals = signals
-        self._stop = stop
-        self._left = left
+        self._study, self._state, self._left = state.study, state, state.left
+        self._seconds = state.study.first.config.ray.ready_timeout
+        self._progress, self._signals, self._stop = progress, signals, stop
         self._before = placement_groups()
         self._since = self._looked = time.monotonic()
         self._told = self._ending = False
@@ -152,30 +145,25 @@ class Watch(tune.Callback):
         if FAILED in result:
             self._fail(found, result[FAILED])
             return
-        status, reason = "finished", result.get(WORTHLESS, "")
-        if result[STATUS] != "finished":
-            status, reason = "stopped", self._study.settings.scheduler.name
+        stopped = result[STATUS] != "finished"
+        reason = self._study.settings.scheduler.name if stopped else result.get(WORTHLESS, "")
+        status = "stopped" if stopped else "finished"
         self._note(found, status, reason)
         self._over += 1
         took = duration(time.monotonic() - self._started.get(trial.trial_id, time.monotonic()))
-        score = ""
-        if SCORE in result:
-            score = f", {found.metric.title} {found.metric.scale * result[SCORE]:.2f}"
-        why = (
-            f" after round {result[ROUND]} ({reason})"
-            if status == "stopped"
-            else f"; worthless: {reason}" * bool(reason)
-        )
+        searched = bool(self._study.settings.domains)
+        score = f", {found.metric.title} {found.metric.scale * result[SCORE]:.2f}" if searched else ""
+        why = f" after round {result[ROUND]} ({reason})" if stopped else f"; worthless: {reason}" * bool(reason)
         self._progress.message(f"{status}: {found.name}, {took} ({self._over} of {self._left}){score}{why}")
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """Note a trial whose process was lost too often."""
-        self._fail(self._trial(trial), _LOST)
+        self._fail(self._trial(trial), "its process was lost again and again, perhaps for lack of memory")
 
     def _fail(self, trial: Trial, reason: str) -> None:
         self._note(trial, "failed", reason)
         self._over += 1
-        self._progress.message(f"failed: {trial.name}: {(reason.splitlines() or [''])[0][:_MESSAGE]}")
+        self._progress.message(f"failed: {trial.name}: {(reason.splitlines() or [''])[0][:SHORT]}")
 
     def on_experiment_end(self, trials: list[Any], **info: Any) -> None:
         """Remove the progress bars."""

@@ -65,14 +65,6 @@ class Method(StrictTypes):
     changes: ClassVar[tuple[str, ...]] = ()
     """Beginnings of the names of tensors that clients send as changes to something, and not as new values of what they received."""
 
-    pure: ClassVar[bool] = False
-    """A promise about every loss that the method gives to ``fit``, by which its steps may be done from a recording (train.tape).
-
-    The loss does the same tensor operations for equal shapes of its step's and batch's tensors. It looks at no values, has no side
-    effects, and reads nothing that differs between clients or rounds but the step's tensors, ``step.phase``, ``step.options``, and
-    plain values that it captured. Each class says it for itself: it is not inherited, for a subclass may compute something else.
-    """
-
     phases: ClassVar[tuple[str, ...]] = ()
     """Names of the phases that follow one another, where there are several: ``state.phase`` says which it is. ``train.phases`` says
     how many rounds each has and what of the training is different in it."""
@@ -98,13 +90,11 @@ class Method(StrictTypes):
     """Version of the equations. A run continues only with the revision that it began with, because both have one digest."""
 
     def __init_subclass__(cls) -> None:
-        """Let no class inherit ``pure``, and reject members that earlier versions called.
+        """Reject members that earlier versions called.
 
         Raises:
             ConfigError: a user's class has one, or ``additions`` or ``fixed`` is no tuple of texts.
         """
-        if "pure" not in vars(cls):
-            cls.pure = False
         for name, replacement in _REMOVED.items():
             owner = next((owner for owner in cls.__mro__ if name in vars(owner)), Method)
             member = vars(owner).get(name) if is_users(owner.__module__) else None

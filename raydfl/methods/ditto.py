@@ -39,8 +39,6 @@ from raydfl.training import Step, fit
 class Ditto(Method):
     """FedAvg, and at each client a personal model near the global one."""
 
-    pure: ClassVar[bool] = True
-
     default_rule: ClassVar[Rule] = UniformMean()
 
     models: ClassVar[Mapping[str, str]] = {"model": "crnn_base", "personal": "crnn_base"}

@@ -10,7 +10,7 @@ The paper runs it without momentum (beta1 = 0), which is the default here. Buffe
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -22,8 +22,6 @@ from raydfl.methods._adaptive import AdaptiveOptimiser
 @dataclass(frozen=True, kw_only=True)
 class FedAdagrad(AdaptiveOptimiser):
     """FedAvg with Adagrad at the server."""
-
-    pure: ClassVar[bool] = True
 
     beta1: Annotated[float, Field(ge=0, lt=1, description="decay of the first moment; 0: no momentum")] = 0.0
 

@@ -11,7 +11,7 @@ which differs in the bias correction and the defaults, is ``fedopt``.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -23,8 +23,6 @@ from raydfl.methods._adaptive import AdaptiveOptimiser
 @dataclass(frozen=True, kw_only=True)
 class FedAdam(AdaptiveOptimiser):
     """FedAvg with Adam at the server."""
-
-    pure: ClassVar[bool] = True
 
     beta2: Annotated[float, Field(ge=0, lt=1, description="decay of the second moment")] = 0.99
 

@@ -44,8 +44,6 @@ _LAST, _STARTED = "last/", "started"
 class FedALA(Method):
     """FedAvg with adaptive local aggregation."""
 
-    pure: ClassVar[bool] = True
-
     tensor_options: ClassVar[tuple[str, ...]] = ("layers",)
 
     models: ClassVar[Mapping[str, str]] = {"model": "crnn_base", "weights": "crnn_base"}

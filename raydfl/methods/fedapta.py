@@ -77,8 +77,6 @@ _PRUNED = "pruned"
 class FedAPTA(PruningMethod, ByRatio):
     """Pruning by device, recovery, drift correction, and a model for each discovered task."""
 
-    pure: ClassVar[bool] = True
-
     changes: ClassVar[tuple[str, ...]] = (CONTROL, DRIFT)
 
     additions: ClassVar[tuple[str, ...]] = (MASK, DRIFT)

@@ -11,8 +11,6 @@ integer buffers stay behind (the paper's networks have neither).
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from pydantic.dataclasses import dataclass
 
 from raydfl.methods._method import Method
@@ -21,5 +19,3 @@ from raydfl.methods._method import Method
 @dataclass(frozen=True, kw_only=True)
 class FedAvg(Method):
     """Federated averaging."""
-
-    pure: ClassVar[bool] = True

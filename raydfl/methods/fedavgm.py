@@ -13,7 +13,7 @@ momentum on delta divided by the clients' learning rate "FedOPT": that is server
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -25,8 +25,6 @@ from raydfl.methods._server_optimiser import ServerOptimiser
 @dataclass(frozen=True, kw_only=True)
 class FedAvgM(ServerOptimiser):
     """FedAvg with momentum at the server."""
-
-    pure: ClassVar[bool] = True
 
     server_lr: Annotated[
         float, Field(gt=0, description="server learning rate; 1 takes the clients' mean where there is no momentum")

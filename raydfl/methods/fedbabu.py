@@ -34,8 +34,6 @@ from raydfl.methods._method import Method
 class FedBABU(Method):
     """Federated averaging of the body under a head that never changes, and fine-tuning for each client."""
 
-    pure: ClassVar[bool] = True
-
     tensor_options: ClassVar[tuple[str, ...]] = ("head",)
 
     fine_tuning: ClassVar[int] = 5

@@ -13,7 +13,7 @@ of tensors, so that layer and group normalisation can stay, too. A network whose
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import numpy as np
 from pydantic import Field
@@ -28,8 +28,6 @@ from raydfl.methods._method import Method
 @dataclass(frozen=True, kw_only=True)
 class FedBN(Method):
     """Federated averaging of all but the normalisation layers."""
-
-    pure: ClassVar[bool] = True
 
     layers: Annotated[tuple[str, ...], Field(description="words in the names of personal tensors; empty is FedAvg")] = (
         "norm",

@@ -20,7 +20,7 @@ Readings and deviations:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import numpy as np
 from pydantic import Field
@@ -43,8 +43,6 @@ from raydfl.training import Step, fit
 @dataclass(frozen=True, kw_only=True)
 class FedDC(ControlMethod):
     """FedAvg with local drifts and control variates."""
-
-    pure: ClassVar[bool] = True
 
     alpha: Annotated[
         float, Field(ge=0, description="weight of the drift's penalty; 0: control variates and drifts without it")

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import numpy as np
 from pydantic import Field
@@ -34,8 +34,6 @@ _SEED = "channels_seed"
 @dataclass(frozen=True, kw_only=True)
 class FedDrop(CuttingMethod):
     """FedAvg over parts of the network that are drawn anew for each client and round."""
-
-    pure: ClassVar[bool] = True
 
     share: Annotated[
         Share | str,

@@ -41,8 +41,6 @@ _SLOPE, _CHANGE = "slope/", "change"
 class FedDyn(Method):
     """FedAvg with dynamic regularisation."""
 
-    pure: ClassVar[bool] = True
-
     default_rule: ClassVar[Rule] = UniformMean()
 
     alpha: Annotated[

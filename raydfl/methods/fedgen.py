@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Annotated, Any, ClassVar, cast
+from typing import Annotated, Any, cast
 
 import numpy as np
 import torch
@@ -59,8 +59,6 @@ _LEAST = 1e-4
 @dataclass(frozen=True, kw_only=True)
 class FedGen(Method):
     """FedAvg whose clients also learn from features that a generator at the server makes."""
-
-    pure: ClassVar[bool] = True
 
     needs = Needs(objectives=("classify",))
 

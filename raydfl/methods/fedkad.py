@@ -29,7 +29,7 @@ last layer's answer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import numpy as np
 from pydantic import Field
@@ -43,8 +43,6 @@ from raydfl.methods._prototypes import PrototypeMethod
 @dataclass(frozen=True, kw_only=True)
 class FedKAD(PrototypeMethod):
     """Private networks that are drawn to common class means of their top features."""
-
-    pure: ClassVar[bool] = True
 
     size: Annotated[
         int, Field(ge=1, description="features of a class mean; networks of another size are mapped to it")

@@ -19,7 +19,7 @@ Readings and deviations:
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
@@ -40,8 +40,6 @@ _FEWEST = 1e-8
 @dataclass(frozen=True, kw_only=True)
 class FedLC(Method):
     """FedAvg with logits calibrated by the client's own label counts."""
-
-    pure: ClassVar[bool] = True
 
     needs = Needs(objectives=("classify",))
 

@@ -19,7 +19,7 @@ kept.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -40,8 +40,6 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 @dataclass(frozen=True, kw_only=True)
 class FedLPS(ByRatio):
     """One pruning for good, by each client."""
-
-    pure: ClassVar[bool] = True
 
     inputs: Annotated[bool, Field(description="prune what convolutions and linear layers read, too")] = True
     norms: Annotated[bool, Field(description="prune scales of normalisation layers, too")] = True

@@ -56,8 +56,6 @@ _WARM = "warm"
 class FedMLAC(Method):
     """Mutual learning of a private local model and a shared plug-in model."""
 
-    pure: ClassVar[bool] = True
-
     needs = Needs(objectives=("classify",))
 
     models: ClassVar[Mapping[str, str]] = {"plugin": "crnn_lite", "local": "crnn_base"}

@@ -23,7 +23,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, cast
+from typing import Annotated, Any, cast
 
 import numpy as np
 from pydantic import Field
@@ -49,8 +49,6 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 @dataclass(frozen=True, kw_only=True)
 class FedMP(PruningMethod):
     """Pruning ratios that the server learns to choose."""
-
-    pure: ClassVar[bool] = True
 
     ratios: Annotated[
         tuple[Share, ...], Field(min_length=1, description="pruning ratios that the server chooses from; [0] is FedAvg")

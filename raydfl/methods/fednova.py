@@ -37,8 +37,6 @@ STEPS = "steps/"
 class FedNova(Method):
     """FedAvg over changes per local step."""
 
-    pure: ClassVar[bool] = True
-
     needs = Needs(optimiser="sgd")
 
     changes: ClassVar[tuple[str, ...]] = (STEPS,)  # no values near the server's

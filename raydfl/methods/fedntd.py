@@ -11,7 +11,7 @@ No gradient reaches z_g. The factor tau^2, which the authors' code has too, keep
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import torch
 from pydantic import Field
@@ -28,8 +28,6 @@ from raydfl.training import Step
 @dataclass(frozen=True, kw_only=True)
 class FedNTD(Method):
     """FedAvg plus distillation of the received model's answers about the classes that are not true."""
-
-    pure: ClassVar[bool] = True
 
     needs = Needs(objectives=("classify",))
 

@@ -30,8 +30,6 @@ from raydfl.rules import Rule, UniformMean
 class FedOpt(ServerOptimiser):
     """FedAvg with PyTorch's Adam at the server."""
 
-    pure: ClassVar[bool] = True
-
     default_rule: ClassVar[Rule] = UniformMean()
 
     server_lr: Annotated[

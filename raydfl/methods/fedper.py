@@ -21,8 +21,6 @@ from raydfl.methods._method import Method
 class FedPer(Method):
     """Federated averaging of all but the personal layers."""
 
-    pure: ClassVar[bool] = True
-
     tensor_options: ClassVar[tuple[str, ...]] = ("personal",)
 
     personal: Annotated[

@@ -21,8 +21,6 @@ Readings and deviations:
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
@@ -32,8 +30,6 @@ from raydfl.methods._prototypes import PrototypeMethod
 @dataclass(frozen=True, kw_only=True)
 class FedProto(PrototypeMethod):
     """Private networks with features near common class means."""
-
-    pure: ClassVar[bool] = True
 
     def distances(self, away: Tensor) -> Tensor:
         """Return the mean squared difference of each example."""

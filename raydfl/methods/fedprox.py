@@ -15,7 +15,7 @@ mu / 2 on each tensor, however near it is. There mu is 1 and the mean over the c
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import torch
 from pydantic import Field
@@ -31,8 +31,6 @@ from raydfl.training import Step
 @dataclass(frozen=True, kw_only=True)
 class FedProx(Method):
     """FedAvg plus a proximal term."""
-
-    pure: ClassVar[bool] = True
 
     mu: Annotated[float, Field(ge=0, description="weight of the proximal term; 0 is FedAvg; usual 0.001 to 1")] = 0.01
     squared: Annotated[

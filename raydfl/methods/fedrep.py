@@ -13,7 +13,7 @@ the beginnings of its tensors' names, as in FedPer. Without a head it is FedAvg.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -27,8 +27,6 @@ from raydfl.training import Step, computing_with, fit
 @dataclass(frozen=True, kw_only=True)
 class FedRep(FedPer):
     """FedPer with the personal layers trained before the shared layers."""
-
-    pure: ClassVar[bool] = True
 
     head_epochs: Annotated[int, Field(ge=1, description="passes over the data that train the personal layers")] = 10
 

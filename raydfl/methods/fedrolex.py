@@ -22,7 +22,7 @@ momentum 0.9, learning rate 2e-4, weight decay 1e-3, batches of 10, one epoch, g
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import numpy as np
 from pydantic import Field
@@ -35,8 +35,6 @@ from raydfl.methods._cutting import ScaledCutting
 @dataclass(frozen=True, kw_only=True)
 class FedRolex(ScaledCutting):
     """FedAvg over windows of the network's channels that roll on."""
-
-    pure: ClassVar[bool] = True
 
     stride: Annotated[
         int, Field(ge=0, description="channels by which windows move in a round; 0: they stay, as in HeteroFL")

@@ -54,8 +54,6 @@ Threshold = Annotated[float, Field(ge=0)]
 class FedSTAR(Method):
     """Federated self-training."""
 
-    pure: ClassVar[bool] = True
-
     models: ClassVar[Mapping[str, str]] = {"model": "split_cnn"}
 
     beta: Annotated[

@@ -11,7 +11,7 @@ than (1 - beta2) v. Buffers are averaged and see no optimiser.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -23,8 +23,6 @@ from raydfl.methods._adaptive import AdaptiveOptimiser
 @dataclass(frozen=True, kw_only=True)
 class FedYogi(AdaptiveOptimiser):
     """FedAvg with Yogi at the server."""
-
-    pure: ClassVar[bool] = True
 
     beta2: Annotated[
         float, Field(ge=0, lt=1, description="1 minus the share of the squared change that the second moment moves by")

@@ -56,8 +56,6 @@ _GROUPS, _FOLLOWING = "groups", "following"
 class Harmony(WithViews):
     """A federation for each view, then fusion in groups of clients with like modality bias."""
 
-    pure: ClassVar[bool] = True
-
     phases: ClassVar[tuple[str, ...]] = (UNIMODAL, FUSING)
 
     additions: ClassVar[tuple[str, ...]] = (BIAS,)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, ClassVar, cast
+from typing import Annotated, cast
 
 import numpy as np
 import torch
@@ -52,8 +52,6 @@ _OWN, _SEEN, _SHARE, _PRUNED = "own/", "seen", "share", "pruned"
 @dataclass(frozen=True, kw_only=True)
 class Hermes(PruningMethod):
     """Models of one's own, pruned step by step, that share what all have kept."""
-
-    pure: ClassVar[bool] = True
 
     needs = Needs(objectives=("classify",))
 

@@ -16,8 +16,6 @@ client's own classes.
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import numpy as np
 from pydantic.dataclasses import dataclass
 
@@ -28,8 +26,6 @@ from raydfl.methods._cutting import ScaledCutting
 @dataclass(frozen=True, kw_only=True)
 class HeteroFL(ScaledCutting):
     """FedAvg over nested sub-networks of fixed widths."""
-
-    pure: ClassVar[bool] = True
 
     def chosen(self, state: State, client: Client, group: str, channels: int, kept: int) -> np.ndarray:
         """Return the first channels."""

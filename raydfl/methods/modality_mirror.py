@@ -51,8 +51,6 @@ _TAUGHT = "have the teacher"
 class ModalityMirror(MultiFL):
     """MultiFL, then a student of one view learns from the frozen network of all views."""
 
-    pure: ClassVar[bool] = True
-
     phases: ClassVar[tuple[str, ...]] = (MULTIMODAL, DISTIL)
 
     temperature: Annotated[

@@ -18,7 +18,7 @@ FedAvg to the bit. With the head, mu 0 is FedAvg of the larger network, as the p
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, cast
+from typing import Annotated, Any, cast
 
 import torch.nn.functional as F
 from pydantic import Field
@@ -38,8 +38,6 @@ _PREVIOUS = "previous/"
 @dataclass(frozen=True, kw_only=True)
 class Moon(Method):
     """FedAvg plus a contrast of the received model with the client's previous one."""
-
-    pure: ClassVar[bool] = True
 
     needs = Needs(objectives=("classify",))
 

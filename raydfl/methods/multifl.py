@@ -27,7 +27,6 @@ Readings and deviations:
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import ClassVar
 
 import numpy as np
 from pydantic.dataclasses import dataclass
@@ -41,8 +40,6 @@ from raydfl.training import Step, fit
 @dataclass(frozen=True, kw_only=True)
 class MultiFL(WithViews):
     """Encoders averaged over their owners, with a fusion at those who have all views."""
-
-    pure: ClassVar[bool] = True
 
     def local(self, step: Step) -> Update:
         """Train encoders and fusion where all views are there, else each network by itself."""

@@ -37,8 +37,6 @@ from raydfl.training import Step, computing_with, fit
 class PerFedAvg(Method):
     """FedAvg over first-order meta-gradients."""
 
-    pure: ClassVar[bool] = True
-
     needs = Needs(optimiser="sgd", plain_steps=True)
 
     models: ClassVar[Mapping[str, str]] = {"model": "crnn_base", "adapted": "crnn_base"}

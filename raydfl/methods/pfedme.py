@@ -35,8 +35,6 @@ from raydfl.training import Step, fit
 class PFedMe(Method):
     """Federated averaging of Moreau envelopes, and a personal model at each client."""
 
-    pure: ClassVar[bool] = True
-
     default_rule: ClassVar[Rule] = UniformMean()
 
     models: ClassVar[Mapping[str, str]] = {"model": "crnn_base", "personal": "crnn_base"}

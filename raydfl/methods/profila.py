@@ -68,8 +68,6 @@ Share = Annotated[float, Field(ge=0, le=1)]
 class ProFiLA(Method):
     """Prototypes, private adapters, and weights and learning rates by what clients detect."""
 
-    pure: ClassVar[bool] = True
-
     revision: ClassVar[int] = 2  # In the first, sums that were weighted by full batches kept the client's prototype.
 
     tensor_options: ClassVar[tuple[str, ...]] = ("personal",)

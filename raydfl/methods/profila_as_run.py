@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import numpy as np
 import torch
@@ -46,8 +46,6 @@ _LARGE = 1e9
 @dataclass(frozen=True, kw_only=True)
 class ProFiLAAsRun(ProFiLA):
     """ProFiLA with all readings, and with anomalous clips in training."""
-
-    pure: ClassVar[bool] = True
 
     task: Annotated[
         Literal["prototype", "compact"],

@@ -39,8 +39,6 @@ from raydfl.training import Step, fit
 class Scaffold(ControlMethod):
     """Stochastic controlled averaging."""
 
-    pure: ClassVar[bool] = True
-
     default_rule: ClassVar[Rule] = UniformMean()
 
     server_lr: Annotated[

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import ClassVar
 
 import numpy as np
 from pydantic.dataclasses import dataclass
@@ -35,8 +34,6 @@ FUSED = "fused"
 @dataclass(frozen=True, kw_only=True)
 class UniFL(MultiFL):
     """A federation of the clients that have all views, and one of the others."""
-
-    pure: ClassVar[bool] = True
 
     def init(self, clients: Sequence[Client], models: BuiltModels, rng: np.random.Generator) -> State:
         """Return both federations' networks."""

@@ -35,14 +35,6 @@ class Objective(StrictTypes):
     answers: ClassVar[Literal["class", "set", "score", "none"]] = "none"
     """The answer of a network about a recording: the most probable class, a set of classes, how strange it is, or nothing."""
 
-    pure: ClassVar[bool] = False
-    """A promise about :meth:`loss`, as ``Method.pure`` is about a method's. Each class says it for itself."""
-
-    def __init_subclass__(cls) -> None:
-        """Let no class inherit ``pure``."""
-        if "pure" not in vars(cls):
-            cls.pure = False
-
     @property
     def needs(self) -> Needs:
         """The needs of other settings; by default the :attr:`labels`."""

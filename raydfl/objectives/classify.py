@@ -24,7 +24,6 @@ class Classify(Objective):
     labels: ClassVar[Literal["one", "sets", "any"]] = "one"
     headline: ClassVar[str] = "accuracy"
     answers: ClassVar[Literal["class", "set", "score", "none"]] = "class"
-    pure: ClassVar[bool] = True
 
     average: Annotated[
         Average, Field(description="what is averaged over a clip's segments: their probabilities, or their logits")

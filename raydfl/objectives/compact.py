@@ -20,7 +20,7 @@ With ``score`` a client holds its recordings against what its network makes of i
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -41,8 +41,6 @@ _NONE = 1e-6
 @dataclass(frozen=True, kw_only=True)
 class Compact(AnomalyObjective):
     """Clips near each other; a recording's score is its distance to where they are."""
-
-    pure: ClassVar[bool] = True
 
     size: Annotated[int, Field(ge=2, description="numbers that the network gives for a clip")] = 32
     by: Annotated[

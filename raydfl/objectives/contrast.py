@@ -35,7 +35,6 @@ class Contrast(Objective):
     """Two crops of one clip are told from those of other clips."""
 
     headline: ClassVar[str] = "accuracy"
-    pure: ClassVar[bool] = True
 
     frames: Annotated[int, Field(ge=1, description="frames of a crop")] = 96
     size: Annotated[int, Field(ge=2, description="numbers that the network gives for a crop")] = 64

@@ -30,7 +30,6 @@ class MultiLabel(Objective):
     labels: ClassVar[Literal["one", "sets", "any"]] = "sets"
     headline: ClassVar[str] = "map"
     answers: ClassVar[Literal["class", "set", "score", "none"]] = "set"
-    pure: ClassVar[bool] = True
 
     threshold: Annotated[
         float,

@@ -11,7 +11,7 @@ by its share.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, cast
+from typing import Annotated, Any, cast
 
 import torch
 from pydantic import Field
@@ -27,8 +27,6 @@ from raydfl.training import Step
 @dataclass(frozen=True, kw_only=True)
 class Reconstruct(AnomalyObjective):
     """An autoencoder; a recording's score is the error with which it is given back."""
-
-    pure: ClassVar[bool] = True
 
     size: Annotated[int, Field(ge=1, description="numbers that a clip is given back from")] = 32
     bins: Annotated[int, Field(ge=1, description="equal parts of a clip's time whose mean frames are given back")] = 16

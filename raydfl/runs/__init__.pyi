@@ -1,6 +1,7 @@
 """The names of this room that others use, and where each lives; ``__init__.py`` finds them by it."""
 
 from raydfl.runs._replay import replay as replay
+from raydfl.runs._run import iterate_rounds as iterate_rounds
 from raydfl.runs._run import resume as resume
 from raydfl.runs._run import run as run
 from raydfl.runs.folder import create as create

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 
 import pyarrow.compute as pc
@@ -40,6 +40,8 @@ from raydfl.runs.tracking import Status, Tracker, make_tracker
 
 OnRound = Callable[[RoundReport], bool]
 """Called after each round, in order; ``True`` asks the run to stop there."""
+Rounds = Generator[RoundReport, bool, Result]
+"""Yields the report of each round, in order. The answer ``True`` asks the run to stop there."""
 
 
 def run(
@@ -48,20 +50,52 @@ def run(
     """Start the configured run, or go on with it when its named folder already holds it.
 
     Args:
-        on_round: see :func:`execute`.
-        durable: see :func:`execute`.
+        on_round: told of each round; may ask the run to stop. After an evaluation no further round begins before it has answered.
+        durable: whether a round that was evaluated is committed, and nobody writes to the folder, while ``on_round`` is told of it.
 
     Raises:
         InputError: something about the configuration, the data, the folder or the cluster is not as it should be.
     """
-    progress = progress or default_progress()
+    rounds = iterate_rounds(config, progress or default_progress(), on_round is not None, durable)
+    return _complete(rounds, on_round)
+
+
+def iterate_rounds(
+    config: Config, progress: Progress, waits: bool = True, durable: bool = False, signals: bool = True
+) -> Rounds:
+    """Start or resume the configured run, round by round.
+
+    Args:
+        waits: whether no further round begins after an evaluation before its report was answered.
+        durable: whether an evaluated round is committed, and nobody writes to the folder, while its report waits for an answer.
+        signals: whether Ctrl-C and SIGTERM ask the run to stop after its round.
+
+    Raises:
+        InputError: the configuration, the data, the folder or the cluster cannot be used.
+    """
     quiet = progress.mode != "lines"
     at_sites = bool(config.data.sites) and config.ray.actors != 0
     _begin(config, progress)
     run_dir = folder_of(config, progress)
     with driving(run_dir, progress), connected(config.ray.address, quiet) if at_sites else contextlib.nullcontext():
         prepare_run(run_dir, config, progress)
-        return execute(run_dir, config, progress, on_round, durable)
+        return (yield from execute(run_dir, config, progress, waits, durable, signals))
+
+
+def _complete(rounds: Rounds, on_round: OnRound | None = None) -> Result:
+    """Return the result of a run, and tell ``on_round`` of each of its rounds."""
+    try:
+        report = next(rounds)
+        while True:
+            try:
+                asked = on_round is not None and on_round(report)
+            except BaseException as error:
+                rounds.throw(error)
+                raise
+            report = rounds.send(asked)
+    except StopIteration as end:
+        result: Result = end.value
+        return result
 
 
 def resume(
@@ -102,7 +136,7 @@ def resume(
         if mirror is not None:
             mirror.fetch()
         ensure_features(run_dir, config, progress)
-        return execute(run_dir, config, progress)
+        return _complete(execute(run_dir, config, progress))
 
 
 def _begin(config: Config, progress: Progress) -> None:
@@ -117,13 +151,9 @@ _IN_MLFLOW: dict[str, Status] = {"finished": "FINISHED", "stopped": "KILLED", "f
 
 
 def execute(
-    run_dir: Path, config: Config, progress: Progress, on_round: OnRound | None = None, durable: bool = False
-) -> Result:
-    """Do the rounds that are missing, then export the model and write the report.
-
-    Args:
-        on_round: told of each round; may ask the run to stop. After an evaluation no further round begins before it has answered.
-        durable: whether a round that was evaluated is committed, and nobody writes to the folder, while ``on_round`` is told of it.
+    run_dir: Path, config: Config, progress: Progress, waits: bool = False, durable: bool = False, signals: bool = True
+) -> Rounds:
+    """Do the rounds that are missing, as :func:`iterate_rounds`, then export the model and write the report.
 
     Raises:
         InputError: the directory or the cluster is not as it should be.
@@ -142,7 +172,8 @@ def execute(
         )
     if config.ray.gpus == "auto" and config.ray.actors != 0:
         with connected(config.ray.address, quiet):
-            return execute(run_dir, with_share(run_dir, config, progress.message), progress, on_round, durable)
+            shared = with_share(run_dir, config, progress.message)
+            return (yield from execute(run_dir, shared, progress, waits, durable, signals))
     clients = about["clients"]
     with ray_session(config, clients, quiet):
         server = (
@@ -178,7 +209,10 @@ def execute(
                 facts = {**about, "mlflow_run_id": run_id}
                 write_about(run_dir, config, {name: value for name, value in facts.items() if value is not None})
             try:
-                result = _rounds(run_dir, config, server, round_index, ended, tracker, progress, on_round, durable)
+                stop = StopSignals(progress, "stopping after this round", heeded=signals)
+                result = yield from _rounds(
+                    run_dir, config, server, round_index, ended, tracker, progress, stop, waits, durable
+                )
             except BaseException as error:
                 tracker.finish("FAILED")
                 if isinstance(error, KeyboardInterrupt):
@@ -225,9 +259,10 @@ def _rounds(
     ended: str,
     tracker: Tracker,
     progress: Progress,
-    on_round: OnRound | None,
+    stop: StopSignals,
+    waits: bool,
     durable: bool,
-) -> Result:
+) -> Rounds:
     total = max(round_index, config.train.rounds)  # it may have done more than are now asked for
     progress.start(total, round_index, run_dir.name, config.parts.method.objective.headline)
     scores: dict[str, float] = {}
@@ -238,7 +273,7 @@ def _rounds(
         tracker.log_rows(rows)
         scores.update(record.scores(rows))
 
-    with StopSignals(progress, "stopping after this round") as stop:
+    with stop:
         told, fallback = False, ""
         while True:
             # Actors may start in any round, so the loop asks before each call of the server.
@@ -252,7 +287,7 @@ def _rounds(
                 finished = server.finish(round_index)
                 reports = None if finished is None else [finished]
             else:
-                every = config.evaluate.every if on_round is not None else total
+                every = config.evaluate.every if waits else total
                 reports = server.rounds(round_index, min(total, (round_index // every + 1) * every))
                 if durable and reports and reports[-1].scores:
                     finished = server.finish(reports[-1].round)
@@ -274,7 +309,7 @@ def _rounds(
                 if round_index > shown:
                     shown = round_index
                     progress.round(report)
-                    if on_round is not None and on_round(report):
+                    if (yield report):
                         stop.asked = True
     return Result(run_dir, round_index, round_index >= total or bool(ended), scores, ended=ended)
 

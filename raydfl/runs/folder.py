@@ -168,7 +168,7 @@ def prepare_run(run_dir: Path, config: Config, progress: Progress) -> None:
         population = build_population(
             config.data, config.run.seed, progress, attack=config.parts.attack, labels_needed=config.labels_needed
         )
-    config.check_population(population)
+    config.check_needs({name: part.pools for name, part in population.parts.items() if part.has_clips})
     _check_ids(config)
     eligible = Clients(population, config).eligible
     for name in config.phases.names:

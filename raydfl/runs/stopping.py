@@ -34,6 +34,7 @@ class StopSignals:
         them: str = "",
         in_order: Callable[[], None] = lambda: None,
         at_once: Callable[[], None] = interrupt,
+        heeded: bool = True,
     ) -> None:
         """Signals are handled only inside the block, and only in the main thread.
 
@@ -43,6 +44,7 @@ class StopSignals:
             them: what a second Ctrl-C would stop, if not this.
             in_order: called when asked for the first time.
             at_once: called when asked again.
+            heeded: whether signals are handled; else only ``asked`` counts.
         """
         self.asked = False
         self._progress = progress
@@ -50,10 +52,11 @@ class StopSignals:
         self._hint = f" (press Ctrl-C again to stop {them + ' ' if them else ''}at once)"
         self._in_order = in_order
         self._at_once = at_once
+        self._numbers = (signal.SIGINT, signal.SIGTERM) if heeded else ()
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in self._numbers:
             with contextlib.suppress(ValueError):  # not in the main thread: whoever called us handles signals
                 self._before[number] = signal.signal(number, self._ask)
         return self

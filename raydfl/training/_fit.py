@@ -28,7 +28,6 @@ from raydfl.training.plan import Plan, order_of
 from raydfl.training.precision import GradientScale, computing_in
 from raydfl.training.randomness import fit_seed, seed_of_step, step_randomness
 from raydfl.training.step import Loss, Step, computed
-from raydfl.training.tape import recorded
 from raydfl.training.together import lockstep as together
 from raydfl.training.together import signature as alike
 from raydfl.training.together.batches import StackedBatches, batch_of_first
@@ -275,14 +274,13 @@ class _Fit(FitCall):
         seed_of_fit = fit_seed(step)
         seed = torch.tensor(seed_of_fit).to(step.device)
 
-        def by_code(number: int, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        def compute(number: int, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
             optimiser.forget_gradients()
             with step_randomness(seed_of_step(seed, number)), computing_in(precision, step.device):
                 value, reports = computed(losses[number % len(losses)], step, batch)
             (value if scale is None else value * scale.scale).backward()  # type: ignore[no-untyped-call]
             return value.detach(), reports
 
-        compute = recorded(step, losses, trained, seed, by_code)
         values: list[Tensor] = []  # read at the end only: on a GPU reading one would wait for it
         sizes: list[int] = []
         sums: dict[str, Tensor] = {}

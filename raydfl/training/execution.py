@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
@@ -19,8 +18,6 @@ class Execution:
     """Clients in the batched computation of the last training, including this one. 1: unbatched."""
     looped_because: str = ""
     """The reason why the last training could not be batched, where that was tried."""
-    recordings: dict[Hashable, dict[Hashable, Any]] | None = None
-    """Recordings of losses over the networks (tape.py). ``None``: every step runs the loss's code."""
     networks: Networks | None = None
     """The parts of the networks as they were built. ``None``: a user's code can change them."""
 

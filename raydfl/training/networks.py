@@ -1,7 +1,7 @@
 """Networks: what one client's networks are made of, found out once and asked for in the training of every client that they serve.
 
-To walk through a small network's layers takes longer than a step of its training spares by a recording: the objects are many, and
-between two clients the numbers have pushed them out of the caches.
+A walk through a small network's layers costs a noticeable share of a step: the objects are many, and between two clients the
+numbers have pushed them out of the caches.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,8 +53,6 @@ class Replica:
         """Tensors that are neither received nor kept (counters, tables), and their initial values."""
         self.networks = None if users_code else Networks.of(models, fixed)
         """Their parts, if no user's code can change these; else ``None``."""
-        self.recordings: dict[Hashable, dict[Hashable, Any]] = {}
-        """Recordings of losses over these networks (tape.py)."""
 
     @property
     def whole(self) -> bool:

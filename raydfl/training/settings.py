@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from raydfl.core.errors import ConfigError
 from raydfl.core.settings import Settings
@@ -117,6 +117,13 @@ class PhaseSettings(Settings):
         """Return what decides numbers, beside when the phase begins, as plain data: ``begin`` only where it is not the last."""
         return self.model_dump(mode="json", exclude={"rounds"} if self.begin == "best" else {"rounds", "begin"})
 
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_tape(cls, values: Any) -> Any:
+        """Accept ``tape`` of earlier versions. It changed the time of a step, never its bits."""
+        former = isinstance(values, dict) and isinstance(values.get("tape"), bool)
+        return {name: value for name, value in values.items() if name != "tape"} if former else values
+
     @field_validator("cohort")
     @classmethod
     def _share_at_most_one(cls, value: int | float | None) -> int | float | None:
@@ -146,10 +153,6 @@ class TrainSettings(Settings):
     together: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         "auto",
         description="clients trained in one computation; auto: 1 on the CPU, on a GPU measured when the run begins and kept",
-    )
-    tape: bool = Field(
-        True,
-        description="do the steps of methods that are pure (built-in ones are) from a recording: equal bits, less time",
     )
     groups: str | dict[str, Any] | None = Field(
         None,

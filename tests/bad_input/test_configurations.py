@@ -253,7 +253,6 @@ def test_a_file_of_many_runs_is_within_the_same_limits(raydfl: Raydfl, tmp_path:
         "train.optimiser.models={model: true}",
         "train.clients={min_examples: true}",
         "train.together=true",
-        "train.tape=1",
         "ray.actors=true",
         "ray.cpus='1'",
         "evaluate.every=5.0",

@@ -20,7 +20,7 @@ from raydfl.engine.settings import FineTuneSettings
 
 Tiny = Callable[..., Config]
 
-DECIDES_NOTHING = r"evaluate\..*|ray\.(?!threads).*|run\.(?!seed).*|track\..*|train\.(rounds|tape)"
+DECIDES_NOTHING = r"evaluate\..*|ray\.(?!threads).*|run\.(?!seed).*|track\..*|train\.rounds"
 DECIDES_NOTHING += r"|data\.(cache|sites\.(folder|parts))"
 """Where and on what a run is computed, how far it goes, and what is measured and tracked."""
 NAMED = r"(method|models|objective|attack|data\.(name|parts|sites|views|profile|pools))"

@@ -19,9 +19,7 @@ from raydfl.engine.storage.record import MetricRow, read_rows, rows_path, to_row
 from raydfl.engine.telemetry import TIMELINE, WALL, ReplyTimer, with_spans
 from raydfl.runs._run import run
 from raydfl.runs.progress import Progress
-from raydfl.runs.report import write_report
-from raydfl.runs.report.data import read_run
-from raydfl.runs.report.time import parts_of_rounds
+from raydfl.runs.report import parts_of_rounds, read_run, write_report
 
 Tiny = Callable[..., Config]
 

@@ -18,18 +18,18 @@ from studies import StudyFile, leave
 from raydfl.core.errors import RunDirectoryError
 from raydfl.engine.config import load_config
 from raydfl.engine.storage.record import MetricRow, rows_path, write_rows
-from raydfl.experiments import importance, tables
-from raydfl.experiments.importance import FEWEST, measure_importance
+from raydfl.experiments import results as results_module
+from raydfl.experiments import tables
 from raydfl.experiments.load import load_study
-from raydfl.experiments.notes import describe_results
 from raydfl.experiments.page import write_page
-from raydfl.experiments.results import Contestant, Difference, Spread, StudyResults
+from raydfl.experiments.results import FEWEST, Contestant, Difference, Spread, StudyResults, measure_importance
 from raydfl.experiments.results import collect as collect_with
 from raydfl.experiments.settings import MetricSettings
 from raydfl.experiments.state import StudyState
 from raydfl.experiments.study import Study, Trial
-from raydfl.experiments.tables import full_table, latex, markdown, pivot, records, write_tables
-from raydfl.runs.report.figures import Bars, bars, heat_map, to_svg
+from raydfl.experiments.tables import describe_results, full_table, latex, markdown, pivot, records, write_tables
+from raydfl.runs.report import Picture
+from raydfl.runs.report import page as page_builder
 
 ROUNDS = 12
 
@@ -115,9 +115,10 @@ def test_every_number_is_that_of_numpy(results: tuple[StudyResults, dict[str, di
             ("loss", "best"): loss.min(axis=1),
             ("accuracy, validation", "last"): validation[:, -1],
         }
-        for key, values in expected.items():
-            np.testing.assert_allclose(cell.scores[key].mean, values.mean())
-            np.testing.assert_allclose(cell.scores[key].std, values.std(ddof=1))
+        places = {metric.title: place for place, metric in enumerate(cell.metrics)}
+        for (title, summary), values in expected.items():
+            np.testing.assert_allclose(cell.score(summary, places[title]).mean, values.mean())
+            np.testing.assert_allclose(cell.score(summary, places[title]).std, values.std(ddof=1))
         assert (cell.done, cell.n) == (3, "3")
 
 
@@ -310,7 +311,7 @@ def test_a_private_models_number_is_found_by_its_name(grid: StudyFile) -> None:
         leave(run, {"test plugin/accuracy": [0.25] * ROUNDS, "test local/accuracy_client_mean": [0.75] * ROUNDS})
     cell = collect(study).contestants[0]
     assert cell.score("tail").mean == 25
-    assert cell.scores["local accuracy", "tail"].mean == 75
+    assert cell.score("tail", 1).mean == 75
 
 
 def test_the_number_in_the_round_that_validation_chose(grid: StudyFile) -> None:
@@ -331,27 +332,29 @@ def test_spread_of_few_runs() -> None:
     assert MetricSettings(score="macro_f1", model="plugin", split="validation").title == "plugin macro f1, validation"
 
 
-def test_figures_of_a_study() -> None:
-    nothing = float("nan")
-    series = [
-        Bars("one", np.array([1.0, nothing]), np.array([0.1, nothing]), np.array([1.1, nothing])),
-        Bars("two", np.array([2.0, 3.0]), np.array([nothing, 0.2]), np.array([nothing, nothing])),
+def test_figures_of_a_study_show_its_numbers(
+    results: tuple[StudyResults, dict[str, dict[str, list[float]]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pictures: dict[str, Picture] = {}
+    monkeypatch.setattr(page_builder, "draw", lambda picture, _: pictures.setdefault(picture.title, picture) and "")
+    write_page(results[0])
+    means = [each.score("tail").mean for each in results[0].contestants]
+    axes = pictures["accuracy (%)"].figure().axes[0]
+    assert sorted(patch.get_height() for patch in axes.patches) == pytest.approx(sorted(means))
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["clean", "wrong"]
+    assert sorted(axes.get_legend_handles_labels()[1]) == ["FedAvg", "FedProx", "fast", "paper"]
+    bars, matrix = list(pictures.values())[:2]
+    assert (bars.caption, matrix.caption) == ("Lines: standard deviation over the runs.", "")
+    differences = [each.difference.mean for each in results[0].contestants if each.difference]
+    axes = pictures["difference"].figure().axes[0]
+    assert [text.get_text() for text in axes.texts] == [f"{value:.1f}" for value in differences]
+    (cells,) = axes.collections
+    strengths = np.ma.compressed(cells.get_array())[-len(differences) :]
+    assert np.argsort(strengths).tolist() == np.argsort(differences).tolist()
+    assert [(patch.get_hatch(), patch.get_xy()) for patch in axes.patches] == [
+        ("//", (column - 0.5, -0.5)) for column in range(3)
     ]
-    figure = bars(series, ["left", "right"], "accuracy (%)", "paper")
-    axes = figure.axes[0]
-    assert sorted(patch.get_height() for patch in axes.patches) == [0.0, 1.0, 2.0, 3.0]
-    assert [text.get_text() for text in axes.get_xticklabels()] == ["left", "right"]
-    assert sorted(axes.get_legend_handles_labels()[1]) == ["one", "paper", "two"]
-    figure = heat_map([[1.0, nothing], [3.0, 2.0]], ["a", "b"], ["x", "y"], ("rows", "columns"))
-    axes = figure.axes[0]
-    assert sorted(text.get_text() for text in axes.texts) == ["1.0", "2.0", "3.0"]
-    strength = {
-        text.get_text(): patch.get_alpha()
-        for text, patch in zip(axes.texts, [p for p in axes.patches if not p.get_hatch()], strict=True)
-    }
-    assert strength["1.0"] < strength["2.0"] < strength["3.0"]
-    assert len([patch for patch in axes.patches if patch.get_hatch()]) == 1
-    assert "<svg" in to_svg(figure, "map", "a heat map")
+    assert axes.get_xlim() == (-0.5, 2.5)
 
 
 def test_table_only_writes_what_is_there(grid: StudyFile, raydfl: Raydfl, tmp_path: Path) -> None:
@@ -445,8 +448,8 @@ def test_latex_has_the_best_draws_of_every_cell(search_file: StudyFile, monkeypa
 
 @pytest.mark.usefixtures("pictures")
 def test_the_page_of_a_search_shows_it(search_file: StudyFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importance, "_TREES", 50)
-    monkeypatch.setattr(importance, "_SHUFFLES", 8)
+    monkeypatch.setattr(results_module, "_TREES", 50)
+    monkeypatch.setattr(results_module, "_SHUFFLES", 8)
     file = search_file(samples=10, question="Which <mu>?", metric={"score": "loss", "split": "test"})
     study = load_study(file)
     for place, trial in enumerate(study.trials[:-1]):
@@ -463,7 +466,7 @@ def test_the_page_of_a_search_shows_it(search_file: StudyFile, monkeypatch: pyte
 
 
 def test_importance_finds_the_setting_that_mattered(search_file: StudyFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importance, "_TREES", 50)
+    monkeypatch.setattr(results_module, "_TREES", 50)
     study = load_study(search_file(samples=30))
     scored = [(trial.values, math.log(trial.values["method.mu"])) for trial in study.trials]
     shares = measure_importance(study, scored)

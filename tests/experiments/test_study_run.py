@@ -121,6 +121,17 @@ def test_optuna_learns_from_failures_and_not_from_points_outside_the_domains(sea
     assert begun == [0.3]
 
 
+def test_optuna_does_not_draw_again_what_was_trained(search_file: StudyFile) -> None:
+    pytest.importorskip("optuna")
+    study = load_study(search_file(searcher="optuna"))
+    state = StudyState(study)
+    drawn = _make_search(study, state)[0].suggest("first")
+    trial = study.trial(drawn)
+    leave(trial, {"validation model/loss": [0.5] * 4})
+    state.note(trial, "finished")
+    assert _make_search(study, state)[0].suggest("second") != drawn
+
+
 def test_an_experiment_with_other_settings_is_not_restored(search_file: StudyFile) -> None:
     changes: list[dict[str, Any]] = [{"metric": {"score": "accuracy"}}, {"metric": {"score": "loss", "mode": "max"}}]
     changes += [{"parallel": 2}, {"retries": 1}, {"actors": 2}, {"cpus": 2}, {}]

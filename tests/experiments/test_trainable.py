@@ -19,9 +19,8 @@ from helpers import differ
 import raydfl
 from raydfl.core.errors import ConfigError
 from raydfl.engine.config import Config
-from raydfl.experiments.federation import config_of
+from raydfl.experiments.federation import branch, config_of, read_scores
 from raydfl.experiments.study import rounds_done
-from raydfl.experiments.trial import branch, read_scores
 from raydfl.testing import assert_same_bits, read_tensors, train_federation
 
 LR = "train.optimiser.lr"
@@ -190,7 +189,7 @@ def test_trials_of_asha_have_the_bits_of_runs_alone(tiny: Callable[..., Config],
         assert_same_bits(read_tensors(Path(result["checkpoint"])), train_federation(alone))
         assert raydfl.load_model(result["checkpoint"]).round == rounds
         measured = read_scores(Path(alone.run.dir) / f"alone-{lr}", rounds - 1)[rounds]
-        assert result["metrics"]["test model/loss"] == measured["test", "model/loss"]
+        assert result["metrics"]["test model/loss"] == measured["test model/loss"]
 
 
 @pytest.mark.slow
@@ -256,5 +255,5 @@ def test_rays_mlflow_integration_logs_each_trial(
         assert run.info.status == "FINISHED"
         scores = read_scores(Path(results[lr].metrics["run"]), 0)
         history = client.get_metric_history(run.info.run_id, "test model/accuracy")
-        assert [item.value for item in history] == [scores[round_]["test", "model/accuracy"] for round_ in (1, 2)]
+        assert [item.value for item in history] == [scores[round_]["test model/accuracy"] for round_ in (1, 2)]
         assert raydfl.load_model(results[lr].checkpoint.path).round == 2

@@ -18,7 +18,6 @@ from raydfl.engine.storage import record
 from raydfl.runs.folder import create
 from raydfl.runs.progress import Progress
 from raydfl.testing import assert_same_bits, start_server, train_federation
-from raydfl.training import tape
 
 Tiny = Callable[..., Config]
 
@@ -48,17 +47,6 @@ def test_looped_equals_stacked(tiny: Tiny, length: str) -> None:
         assert [row["value"] for row in rows if row["metric"] == "vectorised"] == ([] if together == 1 else [1.0] * 3)
     for name, tensor in ends[1].items():
         torch.testing.assert_close(ends[3][name], tensor, rtol=1e-4, atol=1e-5, msg=name)
-
-
-def test_recorded_equals_by_code(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tape, "FIRST", 1)
-    many = ["train.local_epochs=4", "train.rounds=2"]
-    by_code = train_federation(tiny("run.name=code", "train.tape=false", ON, *many))
-    played: list[object] = []
-    real = tape._Player._play
-    monkeypatch.setattr(tape._Player, "_play", lambda *given: played.append(0) or real(*given))
-    assert_same_bits(by_code, train_federation(tiny("run.name=tape", ON, *many)))
-    assert len(played) > 10
 
 
 def test_stopping_and_resuming_gives_the_same_bits(tiny: Tiny) -> None:

@@ -26,8 +26,6 @@ from raydfl.data import Examples
 from raydfl.data.population import Population
 from raydfl.engine.config import Config
 from raydfl.experiments.load import load_study
-from raydfl.experiments.settings import MetricSettings
-from raydfl.experiments.study import for_objective
 from raydfl.methods import Method
 from raydfl.methods._server_optimiser import ServerOptimiser
 from raydfl.runs.report.data import read_run
@@ -276,16 +274,18 @@ def test_classification_is_not_in_the_digest_and_other_objectives_are(tiny: Tiny
 
 def test_sweeps_and_searches_compare_the_headline_unless_told_otherwise(tiny: Tiny, tmp_path: Path) -> None:
     detector = tiny(*SETTINGS["compact"])
-    assert for_objective(MetricSettings(), detector).score == "auc"
-    assert for_objective(MetricSettings(score="eer"), detector).score == "eer"
-    assert for_objective(MetricSettings(score="accuracy"), detector).score == "accuracy"
-    assert for_objective(MetricSettings(), tiny()) == MetricSettings()
     file = tmp_path / "search.yaml"
     space = {"train.optimiser.lr": {"uniform": [0.01, 0.1]}}
     settings = detector.model_dump(mode="json", exclude={"run"})
     file.write_text(to_yaml({"title": "t", "settings": settings, "space": space}, flow=False))
-    metric = load_study(file, [f"dir={tmp_path}/search"]).first.metric
-    assert (metric.score, metric.best, metric.split) == ("auc", "max", "validation")
+    for overrides, expected in (
+        ([], ("auc", "max", "validation")),
+        (["metric.score=eer"], ("eer", "min", "validation")),
+        (["metric.score=accuracy"], ("accuracy", "max", "validation")),
+        (["objective=classify"], ("accuracy", "max", "validation")),
+    ):
+        metric = load_study(file, [f"dir={tmp_path}/search", *overrides]).first.metric
+        assert (metric.score, metric.best, metric.split) == expected
 
 
 # -- predict and export ------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,11 +19,12 @@ from matplotlib.axis import Axis
 from raydfl.core.errors import InputError, ResourcesError, RunDirectoryError
 from raydfl.core.metrics import worst_decile
 from raydfl.engine.storage.record import MetricRow, compact, rows_path, write_rows
+from raydfl.engine.telemetry import TIMELINE, WALL
+from raydfl.runs.report import compare, figures_of, read_run, write_report
 from raydfl.runs.report import figures as plots
-from raydfl.runs.report import write_report
-from raydfl.runs.report.data import Curve, read_run
-from raydfl.runs.report.figures_time import Work, actors, round_parts
-from raydfl.runs.report.traffic import traffic_rows
+from raydfl.runs.report.cost import show_traffic
+from raydfl.runs.report.data import Curve
+from raydfl.runs.report.scores import show_confusions
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}
 
@@ -338,7 +340,12 @@ def test_each_curve_of_a_comparison_looks_like_no_other(tmp_path: Path, monkeypa
     """Nor does it look different in another figure. With more curves than colours, colour and dashes together are unique."""
     drawn: list[list[plots.Series]] = []
     curves = plots.curves
-    monkeypatch.setattr(plots, "curves", lambda series, *a, **k: drawn.append(list(series)) or curves(series, *a, **k))
+
+    def spy(title: str, caption: str, series: list[plots.Series], unit: str, percent: bool) -> plots.Picture:
+        drawn.append(series)
+        return curves(title, caption, series, unit, percent)
+
+    monkeypatch.setattr(compare, "curves", spy)
     for alpha in range(5):
         rows = make_run(tmp_path / f"{alpha}", config(rounds=5, alpha=alpha))
         # the shared model is measured on the clients' own hold-out too
@@ -377,11 +384,11 @@ def test_two_phases_of_a_round_are_one_curve_and_their_bytes_add_up(tmp_path: Pa
     assert run.total_of("bytes_up") == 50.0
     assert run.curves["server", "bytes_up"].totals.tolist() == [40.0, 10.0]
     assert run.total_of("bytes_down") is None
-    assert traffic_rows(run) == []
+    assert not show_traffic(run)
     own = [("clients", 2.0), ("bytes_down", 3000.0), ("bytes_up", 1000.0)]
     curves = {("server", f"views/video/{name}"): Curve(*np.array([[1, 2, 3], [v] * 3, [v] * 3])) for name, v in own}
     phased = dataclasses.replace(run, curves={**run.curves, **curves}, about={"phases": {"all": 1, "distil": 3}})
-    assert traffic_rows(phased) == [
+    assert show_traffic(phased).rows == [
         ("all", "also video", "4", "6.0 kB", "2.0 kB", "1.5 kB", "500 B"),
         ("distil", "also video", "2", "3.0 kB", "1.0 kB", "1.5 kB", "500 B"),
     ]
@@ -470,15 +477,26 @@ def test_a_run_json_of_another_shape(tmp_path: Path) -> None:
 # -- figures -------------------------------------------------------------------------------------------------------------
 
 
+def figure_of(folder: Path, title: str, rows: dict[int, list[MetricRow]]) -> Any:
+    """The figure of the page of a run with these rows by round, and nothing else."""
+    for number, some in rows.items():
+        write_rows(rows_path(folder, number), some)
+    return figures_of(read_run(folder), title)[title]
+
+
+def server_row(number: int, metric: str, value: float, array: np.ndarray | None = None) -> MetricRow:
+    return MetricRow(number, "train", "", "server", metric, value, 1.0, array)
+
+
 @pytest.mark.usefixtures("pictures")
 def test_every_colour_of_a_figure_follows_the_page() -> None:
     x = np.arange(5.0)
     series = [plots.Series(f"s{i}", x, x / 5 + i, colour=i, dash=i) for i in range(9)]
-    svg = plots.to_svg(plots.curves(series, "accuracy (%)", percent=True), "f", "what it shows")
+    svg = plots.curves("what", "It shows.", series, "accuracy (%)", percent=True).to_svg("f")
     assert set(re.findall(r"#[0-9a-f]{6}\b", svg)) == set()
     assert {f"--series-{i}" for i in range(7)} == set(re.findall(r"--series-\d", svg))
     assert "currentColor" in svg
-    assert 'aria-label="what it shows"' in svg
+    assert 'aria-label="what. It shows."' in svg
     assert "accuracy (%)" in svg
     assert ">round<" in svg
 
@@ -489,54 +507,58 @@ def test_figures_are_the_same_each_time_and_leave_the_settings_of_matplotlib_alo
 
     before = dict(mpl.rcParams)
     x = np.arange(3.0)
-    made = [plots.to_svg(plots.curves([plots.Series("a", x, x)], "u"), "f", "d") for _ in range(2)]
+    made = [plots.curves("t", "c", [plots.Series("a", x, x)], "u").to_svg("f") for _ in range(2)]
     assert made[0] == made[1]
     assert dict(mpl.rcParams) == before
 
 
-def test_bytes_are_added_up_and_get_a_fitting_unit() -> None:
-    series = plots.Series("up", np.array([1.0, 2.0, 3.0]), np.array([1e6, 2e6, 3e6]))
-    (axes,) = plots.cumulative_bytes([series]).axes
+def test_bytes_are_added_up_and_get_a_fitting_unit(tmp_path: Path) -> None:
+    rows = {number: [server_row(number, "bytes_up", number * 1e6)] for number in (1, 2, 3)}
+    (axes,) = figure_of(tmp_path, "bytes sent", rows).axes
     assert axes.lines[0].get_ydata().tolist() == [1.0, 3.0, 6.0]
     assert axes.get_ylabel() == "sent so far (MB)"
 
 
-def test_clients_are_sorted() -> None:
-    (axes,) = plots.client_spread([plots.Series("m", np.arange(3.0), np.array([0.9, 0.1, 0.5]))], "accuracy (%)").axes
+def test_clients_are_sorted(tmp_path: Path) -> None:
+    scores = {"a": 0.9, "b": 0.1, "c": 0.5, "": 0.5}
+    rows = [MetricRow(1, "evaluate", client, "test", "m/accuracy", score, 1.0) for client, score in scores.items()]
+    (axes,) = figure_of(tmp_path, "accuracy of each client", {1: rows}).axes
     assert axes.lines[0].get_ydata().tolist() == [0.1, 0.5, 0.9]
     assert axes.lines[0].get_xdata().tolist() == pytest.approx([1 / 6, 3 / 6, 5 / 6])
 
 
 @pytest.mark.usefixtures("pictures")
-def test_a_large_confusion_matrix_is_readable() -> None:
-    rng = np.random.default_rng(0)
-    figure = plots.confusion(rng.integers(5, size=(200, 200)), [f"class {i}" for i in range(200)])
-    (axes,) = figure.axes
+def test_a_large_confusion_matrix_is_readable(tmp_path: Path) -> None:
+    matrix = np.random.default_rng(0).integers(5, size=(200, 200)).astype(float)
+    row = MetricRow(1, "evaluate", "", "test", "m/confusion", np.nan, matrix.sum(), matrix)
+    (axes,) = figure_of(tmp_path, "m, test data", {1: [row]}).axes
     assert len(axes.get_xticks()) == 50  # every fourth
     assert not axes.texts
-    svg = plots.to_svg(figure, "f", "d")
+    (picture,) = show_confusions(read_run(tmp_path)).pictures
+    svg = picture.to_svg("f")
     assert len(svg) < 200_000
     assert 'href="data:image/png;base64,' in svg
 
 
 @pytest.mark.parametrize("rounds", [[2], [1, 2], [3, 4, 5], [1, 1000]])
-def test_rounds_are_whole_numbers(rounds: list[int]) -> None:
-    x = np.array(rounds, np.float64)
-    series = plots.Series("a", x, x)
-    works = [Work(1, [(actor, "anna", 0, 0.0, 1.0) for actor in range(len(rounds))])]
-    for figure in (
-        plots.curves([series], "u"),
-        plots.cumulative_bytes([series]),
-        plots.failures([series]),
-        plots.pruned({"conv": (x, x)}),
-        round_parts(x, {"fit": x}),
-    ):
+def test_rounds_are_whole_numbers(tmp_path: Path, rounds: list[int]) -> None:
+    names = ("bytes_up", "failed", "lpa/pruned/conv", *(f"seconds/{name}" for name in (*WALL, "round", "fit")))
+    work = np.array([[0.0, actor, 0.0, 1.0] for actor in range(len(rounds))])
+    for number in rounds:
+        rows = [server_row(number, name, 1.0) for name in (*names, "seconds/transfer", "seconds/wait")]
+        write_rows(rows_path(tmp_path, number), [*rows, server_row(number, TIMELINE, np.nan, work)])
+    figures = figures_of(read_run(tmp_path))
+    actors = figures.pop("who worked when")
+    assert list(figures) == [
+        *("layer-wise pruning (LPA)", "updates that were not used"),
+        *("bytes sent", "where the time goes", "other times per round"),
+    ]
+    for figure in figures.values():
         ticks = shown_ticks(figure.axes[-1].xaxis)
         assert ticks
         assert all(tick == int(tick) for tick in ticks)
         assert set(ticks) >= set(rounds) or len(rounds) < rounds[-1]
-    ticks = shown_ticks(actors(works).axes[0].yaxis)
-    assert ticks == list(range(len(rounds)))
+    assert shown_ticks(actors.axes[0].yaxis) == list(range(len(rounds)))
 
 
 def shown_ticks(axis: Axis) -> list[float]:
@@ -550,30 +572,25 @@ def test_curves_of_odd_values(values: list[float]) -> None:
     y = np.array(values)
     series = plots.Series("s", np.arange(float(len(y))), y, y, y)
     for percent_axis in (False, True):
-        assert "<svg" in plots.to_svg(plots.curves([series], "u", percent=percent_axis), "f", "d")
+        assert "<svg" in plots.curves("t", "", [series], "u", percent=percent_axis).to_svg("f")
 
 
 @pytest.mark.usefixtures("pictures")
 def test_the_groups_of_clients_over_rounds(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    make_run(folder, config("fedavg", rounds=2))
-    groups = {1: [[0, 1, 1], [1, 0, 0]], 2: [[2, 1, 1], [1, 0, 0]]}
-    rows = [
-        MetricRow(r, "train", "", "server", "tasks/membership", float("nan"), 0.0, np.array(found, np.float64))
-        for r, found in groups.items()
-    ]
-    rows += [MetricRow(r, "train", "", "server", "tasks/purity", 1.0, 1.0) for r in groups]
-    write_rows(rows_path(folder, 2), rows)
+    make_run(folder, config("fedavg", rounds=3))
+    groups = {1: [[0, 1, 1], [1, 0, 0]], 2: [[2, 1, 1], [1, 0, 0]], 3: [[2, 2, 1], [1, 0, 0]]}
+    rows = [server_row(r, "tasks/membership", np.nan, np.array(found, np.float64)) for r, found in groups.items()]
+    rows += [server_row(r, "tasks/purity", 1.0) for r in groups]
+    write_rows(rows_path(folder, 3), rows)
     shown = page(tmp_path, folder)
     assert shown.has("who is with whom")
-    assert shown.has("Clients in round 2: group 1: 2, group 2: 1.")
+    assert shown.has("Clients in round 3: group 1: 1, group 2: 2.")
     assert shown.has("At the end: purity 1.00.")
     assert {"kind 1", "kind 2", "group 1", "group 2"} <= set(shown.svg_text)
     assert shown.svg_text.count("group 1") == 1
-    assert read_run(folder).memberships[2].tolist() == groups[2]
-
-
-def test_a_client_that_moves_changes_its_colour() -> None:
-    figure = plots.groups_over_rounds(np.array([1.0, 2.0, 3.0]), np.array([[0, 2, 2], [1, 1, 2]]), [])
-    drawn = {collection.get_label(): len(collection.get_paths()) for collection in figure.axes[0].collections}
-    assert drawn == {"_1": 2, "_2": 3}
+    found = read_run(folder)
+    assert found.memberships[3].tolist() == groups[3]
+    # Clients by their kind: the second and third are of kind 1, the first of kind 2.
+    cells = figures_of(found, "who is with whom")["who is with whom"].axes[0].collections[0].get_array()
+    assert cells.filled(0).tolist() == [[1, 1, 2], [1, 1, 1], [0, 2, 2]]

@@ -14,7 +14,6 @@ from pretend_gpu import CUDA, OnGpu, pretended
 from torch import nn
 
 from raydfl.core.ops import GRU, use
-from raydfl.training import tape
 
 CASES = federations.cases(dry=True)
 LINEAR = {"models": {"model": {"name": "mlp", "hidden": 4}}}
@@ -33,10 +32,9 @@ def listed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_gpu_ends_as_the_cpu(
     case: federations.Case, listed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each method, objective, network, transform and attack, clients alone and together; steps are soon recorded."""
+    """Each method, objective, network, transform and attack, clients alone and together."""
     if case.name in federations.SHORT:
         pytest.skip("the made-up GPU has no autocast")
-    monkeypatch.setattr(tape, "FIRST", 1)
     if str(case) == FAST:
         case = federations.Case(case.kind, case.name, {**LINEAR, "train": {"local_epochs": 2, "rounds": 1}})
     expected, _ = federations.trained(federations.configuration(case, listed, tmp_path, "cpu"), "cpu")

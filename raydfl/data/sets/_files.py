@@ -21,6 +21,7 @@ from raydfl.data.audio import AUDIO_SUFFIXES
 from raydfl.data.dataset import Card, Dataset
 from raydfl.data.films import has_decoder
 from raydfl.data.manifest import FFMPEG_SUFFIXES, FILM_SUFFIXES, make_manifest, shown_name
+from raydfl.data.packed import tar_members
 from raydfl.data.pictures import PICTURE_SUFFIXES
 
 _NAMED = 3
@@ -144,20 +145,18 @@ def list_contents(file: Path, pictures: bool = False) -> list[str]:
     Raises:
         DataError: the file cannot be read, or holds none, or a table holds several columns of them.
     """
-    # Every set imports this module: libraries that only this function needs would slow down all of them.
-    from raydfl.data.sets._tables import open_table, readable_table
-    from raydfl.data.sets._tar import members
+    if file.suffix.lower() != ".tar":
+        from raydfl.data.sets._tables import open_table, readable_table  # its libraries start slowly
 
-    if file.suffix.lower() == ".tar":
-        sounds = (*AUDIO_SUFFIXES, *(FFMPEG_SUFFIXES if has_decoder() else ()))
-        wanted = (*PICTURE_SUFFIXES, *FILM_SUFFIXES) if pictures else sounds
-        found = [member.address for member in members(file) if member.name.lower().endswith(wanted)]
-        if not found:
-            raise DataError(f"{file}: there is no {'image' if pictures else 'recording'} of a kind that is read in it")
-        return found
-    table = open_table(file)
-    with readable_table(file):
-        return table.places(table.recordings(None))
+        table = open_table(file)
+        with readable_table(file):
+            return table.places(table.recordings(None))
+    sounds = (*AUDIO_SUFFIXES, *(FFMPEG_SUFFIXES if has_decoder() else ()))
+    wanted = (*PICTURE_SUFFIXES, *FILM_SUFFIXES) if pictures else sounds
+    found = [address for _, address, _ in tar_members(file, lambda name: name.lower().endswith(wanted))]
+    if not found:
+        raise DataError(f"{file}: there is no {'image' if pictures else 'recording'} of a kind that is read in it")
+    return found
 
 
 def check_name(name: str, folder: Path) -> None:

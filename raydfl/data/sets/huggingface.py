@@ -2,10 +2,11 @@
 
 - Parquet files with the recordings in them, as the hub has them: ``data/train-00000-of-00002.parquet``, or other names.
 - What ``save_to_disk`` writes: Arrow files, one folder for each split where there are several.
-- ``audiofolder``: files beside a ``metadata.csv`` or ``metadata.jsonl`` with a column ``file_name``. Without one the set is as
-  :mod:`raydfl.data.sets.folder`.
+- ``audiofolder``: files beside a ``metadata.csv``, ``metadata.jsonl`` or ``metadata.parquet`` with a column ``file_name``. Without
+  a list the set is as :mod:`raydfl.data.sets.folder`.
 
-Recordings stay where they are: a clip's path is an address in the file (:mod:`raydfl.data.packed`).
+Recordings stay where they are: a clip's path is an address in the file (:mod:`raydfl.data.packed`). The library itself would copy
+each recording into its cache, and does not return where a recording is stored.
 """
 
 from __future__ import annotations
@@ -22,12 +23,9 @@ from pydantic.dataclasses import dataclass
 from raydfl.data.audio import AUDIO_SUFFIXES
 from raydfl.data.dataset import Card
 from raydfl.data.sets._files import absolute, find_root, list_files, wrong_layout
-from raydfl.data.sets._shards import PackedSet, find_files, splits_of, with_column
+from raydfl.data.sets._packed import PackedSet, find_files, find_splits, named, with_split
 from raydfl.data.sets._tables import LISTS, open_table, readable_table
 from raydfl.data.sets.folder import Folder
-
-_RESERVED = ("clip", "path", "label", "group")
-"""Names of columns that mean something else here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,18 +66,15 @@ class HuggingFace(PackedSet):
         if not files:
             return Folder(root=root).manifest()
         if PurePosixPath(files[0]).name not in LISTS:
-            return self.join(root, files)
+            return self.read_files(root, files)
         # The folders of the recordings state the splits; a list may name recordings of several.
-        where, tables = f"{self.card.title} in {root}", [self.clips(root, file) for file in files]
+        tables = [self.clips(root, file) for file in files]
         folders = [[f"{PurePosixPath(clip).parent}/" for clip in table["clip"].to_pylist()] for table in tables]
-        distinct = list(dict.fromkeys(itertools.chain(*folders)))
-        splits, kept = splits_of(distinct, self.splits, where)
-        split, keep = dict(zip(distinct, splits, strict=True)), dict(zip(distinct, kept, strict=True))
+        splits = find_splits(itertools.chain(*folders), self.splits, f"{self.card.title} in {root}")
         for number, own in enumerate(folders):
-            if any(splits):
-                tables[number] = with_column(tables[number], "split", [split[folder] for folder in own])
-            tables[number] = tables[number].filter(pa.array([keep[folder] for folder in own], pa.bool_()))
-        return self.finish(tables, where)
+            table = tables[number].filter(pa.array([folder in splits for folder in own], pa.bool_()))
+            tables[number] = with_split(table, [splits[folder] for folder in own if folder in splits])
+        return self.join(tables, root)
 
     def _files(self) -> tuple[Path, list[str]]:
         """Return the folder, and the files with recordings in them, or the lists of recordings; none: folders are classes."""
@@ -102,22 +97,13 @@ class HuggingFace(PackedSet):
     def clips(self, root: Path, file: str) -> pa.Table:
         """See :class:`PackedSet`."""
         table = open_table(root / file)
-        audio, label = table.recordings(self.audio_column), table.labels(self.label_column)
-        group = "group" if "group" in table.schema.names else None
-        if self.group_column is not None:
-            group = table.check(self.group_column, "group_column")
-        own = [name for name in table.plain() if name not in (*_RESERVED, label, group, *table.media)]
+        audio, label = table.recordings(self.audio_column), self.label_column or table.class_column()
+        group = self.group_column or ("group" if "group" in table.schema.names else None)
         with readable_table(root / file):
-            places = table.places(audio)
-            columns = {name: pa.array(table.places(name), pa.string()) for name in table.media if name != audio}
-            values = table.read(list(dict.fromkeys([label, *([group] if group else []), *own])))
+            columns = {name: pa.array(table.places(name), pa.string()) for name in (audio, *table.media)}
+            values = named(table.read(label, group), label, group, str(root / file))
+        places = columns.pop(audio).to_pylist()
         listed = PurePosixPath(file).name in LISTS
         clips = [os.path.relpath(path, root) if listed else f"{file}/{row}" for row, path in enumerate(places)]
         columns |= {"clip": pa.array(clips, pa.string()), "path": pa.array(places, pa.string())}
-        columns["label"] = table.texts(label, values.column(label))
-        if group is not None:
-            columns["group"] = table.texts(group, values.column(group))
-        for name in own:
-            named = table.features.get(name, {}).get("names") is not None
-            columns[name] = table.texts(name, values.column(name)) if named else values.column(name)
-        return pa.table(columns)
+        return pa.table(columns | dict(zip(values.column_names, values.columns, strict=True)))

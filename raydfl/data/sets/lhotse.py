@@ -8,6 +8,7 @@ several channels, features without a recording, transforms (speed, resampling), 
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import math
 import os
@@ -25,10 +26,12 @@ from raydfl.core.errors import DataError
 from raydfl.data.audio import read_audio
 from raydfl.data.dataset import Card
 from raydfl.data.sets._files import absolute
-from raydfl.data.sets._shards import PackedSet, is_plain, named, table_of
+from raydfl.data.sets._packed import PackedSet, is_plain, named, table_of
 
 _SAID = ("text", "speaker", "language", "gender")
 """Fields of a supervision that become columns, besides those of its own (``custom``)."""
+_SEVERAL = "\0several"
+"""In place of a value that the supervisions of a cut do not agree on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +65,7 @@ class Lhotse(PackedSet):
     def clips(self, root: Path, file: str) -> pa.Table:
         """See :class:`PackedSet`."""
         folder = root if self.recordings is None else absolute(self.recordings)
-        rows = [_Cut(cut, place).row(folder) for cut, place in _cuts(root / file)]
+        rows = list(_read_cuts(root / file, folder))
         if not rows:
             raise DataError(f"{root / file}: it has no cuts")
         return table_of(rows)
@@ -81,15 +84,7 @@ class Lhotse(PackedSet):
 
     def read(self, row: Mapping[str, Any]) -> tuple[npt.NDArray[np.float32], int]:
         """Read the part of the file, and its channel."""
-        samples, rate = read_audio(row["path"], row["start"] or 0.0, row["stop"])
-        channel = row["channel"]
-        if channel is None:
-            return samples, rate
-        if channel >= samples.shape[1]:
-            raise DataError(
-                f"{row['path']}: the cut {row['clip']} is of its channel {channel}, counted from 0, and it has {samples.shape[1]}"
-            )
-        return samples[:, channel : channel + 1], rate
+        return read_audio(row["path"], row["start"] or 0.0, row["stop"], row["channel"])
 
     def part(self, row: Mapping[str, Any]) -> str | None:
         """Return ``@start-stop#channel``, if it is not all of the file."""
@@ -98,98 +93,79 @@ class Lhotse(PackedSet):
         return f"@{row['start'] or 0.0!r}-{row['stop']!r}#{row['channel']}"
 
 
-def _cuts(file: Path) -> Iterator[tuple[Mapping[str, Any], str]]:
-    """Yield the objects of a file of JSON lines, and how messages call them."""
+def _read_cuts(file: Path, folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a list of cuts.
+
+    Args:
+        folder: where relative paths of recordings start.
+    """
+    place = str(file)
     try:
         with (gzip.open if file.suffix == ".gz" else open)(file, "rt", encoding="utf-8") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
-                    found = json.loads(line)
                     place = f"{file}: line {number}"
-                    if not isinstance(found, Mapping):
-                        raise DataError(f"{place} is no cut but {type(found).__name__}")
-                    yield found, place
-    except (OSError, EOFError, ValueError) as error:
+                    cut = json.loads(line)
+                    place += f" (cut {cut.get('id')!r})"
+                    yield _row(cut, folder)
+    except (OSError, EOFError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         reason = (isinstance(error, OSError) and error.strerror) or error
-        raise DataError(f"{file}: it is damaged, truncated, or no list of cuts: {reason}") from error
+        if isinstance(error, LookupError | TypeError | AttributeError):
+            reason = f"it is not as Lhotse writes one: {type(error).__name__}: {error}"
+        raise DataError(
+            f"{place} cannot be read: {reason}. raydfl reads cuts of one channel (MonoCut) of recordings in files, without "
+            f"transforms; CutSet.save_audios writes such recordings"
+        ) from error
 
 
-_SEVERAL = "\0several"
-"""In place of a value that the supervisions of a cut do not agree on."""
+def _row(cut: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return the row of a cut.
+
+    Raises:
+        ValueError: it is a cut that Lhotse would compute or fetch.
+    """
+    kind, recording, channel = cut.get("type", "MonoCut"), cut.get("recording"), cut.get("channel", 0)
+    if kind not in ("MonoCut", "Cut") or not isinstance(channel, int):
+        raise ValueError(f"it is a {kind} of the channels {channel}")
+    if not recording:
+        raise ValueError("it has no recording, only features or nothing")
+    if recording.get("transforms"):
+        raise ValueError(f"its recording has the transforms {json.dumps(recording['transforms'])}")
+    rate, length = int(recording["sampling_rate"]), int(recording["num_samples"])
+    first, count = _samples(cut["start"], rate), _samples(cut["duration"], rate)
+    if first < 0 or count < 1 or rate < 1:
+        raise ValueError(f"it begins at sample {first}, and has {count} samples at {rate} Hz")
+    sources = [source for source in recording["sources"] if channel in source["channels"]]
+    if not sources or sources[0]["type"] != "file":
+        raise ValueError(
+            f"its recording has no file with channel {channel}, but {json.dumps(recording['sources'])[:200]}"
+        )
+    channels = sources[0]["channels"]
+    whole = first == 0 and count >= length
+    return {
+        **_said(cut),
+        "clip": str(cut["id"]),
+        "path": os.path.normpath(folder / Path(str(sources[0]["source"])).expanduser()),
+        "seconds": count / rate,
+        "start": None if whole else first / rate,
+        "stop": None if whole else (first + count) / rate,
+        "channel": None if len(channels) == 1 else channels.index(channel),
+        "recording": str(recording["id"]),
+    }
 
 
-class _Cut:
-    """A cut as Lhotse writes it."""
-
-    def __init__(self, values: Mapping[str, Any], where: str) -> None:
-        self._values = values
-        self._name = f"{where} (cut {values.get('id')!r})"
-        kind = values.get("type", "Cut")
-        if kind not in ("MonoCut", "Cut") or "id" not in values or "start" not in values:
-            what = (
-                kind if kind != "Cut" or "start" in values else "something else, such as a recording or a supervision"
-            )
-            raise DataError(f"{self._name} is {what}; raydfl reads cuts of one recording and one channel (MonoCut)")
-        if not values.get("recording"):
-            raise DataError(f"{self._name} has no recording, only features or nothing; raydfl reads recordings")
-
-    def row(self, folder: Path) -> dict[str, Any]:
-        """Return the cut's row.
-
-        Args:
-            folder: where relative paths start.
-        """
-        recording = self._values["recording"]
-        try:
-            if recording.get("transforms"):
-                raise DataError(
-                    f"{self._name}: its recording is to be transformed first, by {json.dumps(recording['transforms'])}; save the "
-                    f"changed recordings (CutSet.save_audios) and list those"
-                )
-            rate, length = int(recording["sampling_rate"]), int(recording["num_samples"])
-            first, count = _samples(self._values["start"], rate), _samples(self._values["duration"], rate)
-            if first < 0 or count < 1 or rate < 1:
-                raise ValueError(f"it begins at sample {first}, and has {count}")
-            path, channel = self._source(recording, self._values.get("channel", 0))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise DataError(f"{self._name} is not as Lhotse writes one: {type(error).__name__}: {error}") from error
-        whole = first == 0 and count >= length
-        part = {"start": None, "stop": None} if whole else {"start": first / rate, "stop": (first + count) / rate}
-        given: dict[str, Any] = {
-            "clip": str(self._values["id"]),
-            "path": os.path.normpath(folder / Path(path).expanduser()),
-        }
-        given |= {"seconds": count / rate, **part, "channel": channel, "recording": str(recording["id"])}
-        return {**self._said(), **given}
-
-    def _source(self, recording: Mapping[str, Any], channel: Any) -> tuple[str, int | None]:
-        """Return the path of the file with a channel of the recording, and the channel's place in it; ``None``: it has no other."""
-        if not isinstance(channel, int):
-            raise DataError(f"{self._name} is of the channels {channel}; raydfl reads cuts of one channel")
-        for source in recording["sources"]:
-            if channel in source["channels"]:
-                if source["type"] != "file":
-                    raise DataError(
-                        f"{self._name}: its recording comes from a source of the type {source['type']!r}, which raydfl does not "
-                        f"read; save the recordings as files (CutSet.save_audios)"
-                    )
-                place = source["channels"].index(channel)
-                return str(source["source"]), None if len(source["channels"]) == 1 else place
-        raise DataError(f"{self._name} is of channel {channel}, and its recording has no such channel")
-
-    def _said(self) -> dict[str, Any]:
-        """Return what the supervisions say, where they agree, and the cut's own fields."""
-        own = self._values.get("custom") or {}
-        found: dict[str, Any] = {key: value for key, value in own.items() if is_plain(value)}
-        each = [
-            {name: said[name] for name in _SAID if said.get(name) is not None} | dict(said.get("custom") or {})
-            for said in self._values.get("supervisions") or ()
-        ]
-        for name in dict.fromkeys(key for said in each for key in said):
-            values = [said[name] for said in each if name in said]
-            if is_plain(values[0]):
-                found[name] = values[0] if all(value == values[0] for value in values) else _SEVERAL
-        return found
+def _said(cut: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a cut's own fields, and of its supervisions where these agree."""
+    found: dict[str, Any] = {key: value for key, value in (cut.get("custom") or {}).items() if is_plain(value)}
+    each = [
+        {name: said[name] for name in _SAID if said.get(name) is not None} | dict(said.get("custom") or {})
+        for said in cut.get("supervisions") or ()
+    ]
+    for name in dict.fromkeys(itertools.chain.from_iterable(each)):
+        values = [said[name] for said in each if name in said]
+        if is_plain(values[0]):
+            found[name] = values[0] if all(value == values[0] for value in values) else _SEVERAL
+    return found
 
 
 def _samples(seconds: float, rate: int) -> int:

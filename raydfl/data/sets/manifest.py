@@ -1,8 +1,8 @@
 """Your own recordings, listed in a CSV or Parquet file: which file, which class, and if known whose it is and which split.
 
 Relative paths are taken from the folder of the list, or from ``root``. The files are of any kind that libsndfile decodes, of any
-rate and channel count, or films (extra ``video``). With the columns ``start`` and ``stop`` (seconds) a clip is a part of its file.
-Further columns are kept.
+rate and channel count, or films (extra ``video``). With the columns ``start`` and ``stop`` (seconds) a clip is a part of its file,
+with ``file_channel`` (counted from 0) a channel of it. Further columns are kept.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ from raydfl.data.audio import read_audio
 from raydfl.data.csv_file import read_csv
 from raydfl.data.dataset import Card, Dataset
 from raydfl.data.manifest import make_manifest
-from raydfl.data.packed import file_and_place
+from raydfl.data.packed import absolute_path, file_and_place
 from raydfl.data.pictures import read_image
 from raydfl.data.sets._files import SPLIT_OF, absolute, known_splits
 
 _PART = ("start", "stop")
+CHANNEL = "file_channel"
+"""Column with the only channel of the file that belongs to the clip, counted from 0."""
 _RESERVED = ("clip", "path", "label", "group", "split", *_PART)
 
 
@@ -87,12 +89,13 @@ class Manifest(Dataset):
         columns = {name: table.column(column) for name, column in mapped.items()}
         paths = self._paths(columns["path"].to_pylist(), file, root)
         columns["path"] = pa.array(paths, pa.string())
+        channels = table.column(CHANNEL).to_pylist() if CHANNEL in table.column_names else [None] * len(paths)
         clips = [_clip(path, root) for path in paths]
         parts = [name for name in _PART if name in table.column_names]
         if parts:
             starts, stops = (_seconds(table, name, file) for name in _PART)
             for row, (start, stop) in enumerate(zip(starts, stops, strict=True)):
-                clips[row] += _place(start, stop)
+                clips[row] += _place(start, stop, None)
                 if stop is not None and stop <= (start or 0.0):
                     raise DataError(
                         f"{file}: row {row + 1} stops at {stop:g} s, which is not after its start at {start or 0.0:g} s"
@@ -102,7 +105,8 @@ class Manifest(Dataset):
             ]
             columns["seconds"] = pa.array(lengths, pa.float64())
             columns |= {name: pa.array({"start": starts, "stop": stops}[name], pa.float64()) for name in parts}
-        columns["clip"] = pa.array(clips, pa.string())
+        named = (clip + _place(None, None, channel) for clip, channel in zip(clips, channels, strict=True))
+        columns["clip"] = pa.array(named, pa.string())
         if "split" in columns:
             splits = known_splits(columns["split"].to_pylist(), lambda row: f"{file}: row {row + 1}")
             columns["split"] = pa.array(splits, pa.string())
@@ -113,11 +117,11 @@ class Manifest(Dataset):
         """See :class:`Dataset`: relative paths begin where those of the recordings do."""
         root = absolute(self.file).parent if self.root is None else absolute(self.root)
         value = row[column]
-        return os.path.normpath(root / Path(str(value)).expanduser()) if value else None
+        return absolute_path(str(value), root) if value else None
 
     def read(self, row: Mapping[str, Any]) -> tuple[npt.NDArray[np.float32], int]:
-        """Read the file, or the part of it."""
-        return read_audio(row["path"], row.get("start") or 0.0, row.get("stop"))
+        """Read the file, or the part and the channel of it."""
+        return read_audio(row["path"], row.get("start") or 0.0, row.get("stop"), row.get(CHANNEL))
 
     def image(self, row: Mapping[str, Any]) -> npt.NDArray[np.uint8]:
         """Read the image, or the middle of the film or of the part of it."""
@@ -125,8 +129,8 @@ class Manifest(Dataset):
         return image
 
     def part(self, row: Mapping[str, Any]) -> str | None:
-        """Return ``@start-stop``, if that is given."""
-        return _place(row.get("start"), row.get("stop")) or None
+        """Return ``@start-stop#channel``, as far as that is given."""
+        return _place(row.get("start"), row.get("stop"), row.get(CHANNEL)) or None
 
     def _read(self, file: Path) -> pa.Table:
         try:
@@ -153,7 +157,7 @@ class Manifest(Dataset):
         for number, value in enumerate(values, start=1):
             if not isinstance(value, str) or not value or "\0" in value:
                 raise DataError(f"{file}: row {number} has no path (column {self.path_column!r} is {value!r})")
-        paths = [os.path.normpath(root / Path(str(value)).expanduser()) for value in values]
+        paths = [absolute_path(str(value), root) for value in values]
         if paths and not any(os.path.exists(file_and_place(path)[0]) for path in paths):  # noqa: PTH110  (pathlib's raises where it may not look)
             raise DataError(
                 f"{file}: not one of its {len(paths)} files exists, the first is {paths[0]}; set root to the folder that the paths "
@@ -185,11 +189,10 @@ def _seconds(table: pa.Table, name: str, file: Path) -> list[float | None]:
     return values
 
 
-def _place(start: float | None, stop: float | None) -> str:
-    """Return what a clip's id says about its place in the file: nothing for all of it."""
-    if not start and stop is None:
-        return ""
-    return f"@{_number(start or 0.0)}-{'' if stop is None else _number(stop)}"
+def _place(start: float | None, stop: float | None, channel: int | None) -> str:
+    """Return the part of a clip's id after the file; empty for all of the file."""
+    part = f"@{_number(start or 0.0)}-{'' if stop is None else _number(stop)}" if start or stop is not None else ""
+    return part if channel is None else f"{part}#{channel}"
 
 
 def _number(value: float) -> str:

@@ -2,7 +2,7 @@
 
 A file belongs to the sample that its path names up to the first dot of the file's name: ``dog/0001.wav``, ``dog/0001.cls`` and
 ``dog/0001.left.wav`` are of the sample ``dog/0001``. What follows that dot is the field. Recordings stay in the archive: a clip's
-path is an address in it (:mod:`raydfl.data.packed`).
+path is an address in it (:mod:`raydfl.data.packed`). The library itself reads archives as streams, without the places of files.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -22,10 +22,9 @@ from raydfl.core.errors import DataError
 from raydfl.data.audio import AUDIO_SUFFIXES
 from raydfl.data.dataset import Card
 from raydfl.data.manifest import FFMPEG_SUFFIXES
-from raydfl.data.packed import own_name
+from raydfl.data.packed import own_name, tar_members
 from raydfl.data.pictures import PICTURE_SUFFIXES
-from raydfl.data.sets._shards import PackedSet, is_plain, named, table_of, with_column
-from raydfl.data.sets._tar import members
+from raydfl.data.sets._packed import PackedSet, is_plain, named, table_of, with_texts
 
 _NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]+)", re.DOTALL)
 _TEXTS = ("txt", "text", "transcript", "cls", "cls2", "class", "count", "index", "inx", "id")
@@ -75,7 +74,7 @@ class WebDataset(PackedSet):
 
     def clips(self, root: Path, file: str) -> pa.Table:
         """See :class:`PackedSet`."""
-        rows = [self._clip(root / file, file, name, parts) for name, parts in _samples(root / file)]
+        rows = [self._clip(root / file, file, name, sample) for name, sample in _samples(root / file)]
         if not rows:
             raise DataError(f"{root / file} has no samples; expected {self.card.layout}")
         return table_of(rows)
@@ -85,82 +84,71 @@ class WebDataset(PackedSet):
         label = self.label_column or ("cls" if "cls" in table.column_names else "label")
         group = self.group_column or ("group" if "group" in table.column_names else None)
         table = named(table, label, group, where)
-        return table if self.names is None else with_column(table, "label", self._labels(table, self.names, where))
+        if self.names is None:
+            return table
+        names = {None: None} | {str(number): name for number, name in enumerate(self.names)}
+        labels = table.column("label").to_pylist()
+        for row, label in enumerate(labels):
+            if label not in names:
+                raise DataError(
+                    f"{where}: {table.column('clip')[row]} has the class {label!r}, and data.names has {len(self.names)} names: "
+                    f"give one for each number"
+                )
+        return with_texts(table, "label", [names[label] for label in labels])
 
     def _clip(self, path: Path, file: str, name: str, sample: Mapping[str, str | bytes]) -> dict[str, Any]:
-        """Return what is known of a sample: where its files lie, and what its texts say."""
-        media = {field: value for field, value in sample.items() if isinstance(value, str)}
-        chosen = self._recording(media, sample, name, path)
-        row: dict[str, Any] = {"clip": f"{file}/{own_name(media[chosen])}", "path": media[chosen]}
-        row |= {field: address for field, address in media.items() if field != chosen}
-        for field, content in sample.items():
-            if isinstance(content, bytes):
-                said = _said(field, content, f"{path}: {name}.{field}")
-                row |= {key: value for key, value in said.items() if key not in media}
-        return row
-
-    def _recording(self, media: Mapping[str, str], sample: Mapping[str, str | bytes], name: str, path: Path) -> str:
-        """Return the field that holds the recording."""
+        """Return the row of a sample: where its files are, and the values in its texts."""
+        media = {field: address for field, address in sample.items() if isinstance(address, str)}
+        found = [field for field in media if f".{field}".endswith(_SOUNDS)] or list(media)
         if self.audio_field is not None:
             found = [field for field in media if field == self.audio_field.lower()]
-        else:
-            found = [field for field in media if f".{field}".endswith(_SOUNDS)] or list(media)
-        if len(found) == 1:
-            return found[0]
-        wanted = "recording" if self.audio_field is None else f"file {name}.{self.audio_field}"
-        there = ", ".join(sample)
-        if not found:
-            raise DataError(
-                f"{path}: the sample {name} has no {wanted}; its fields: {there}. data.audio_field names that of recordings"
+        if len(found) != 1:
+            problem = (
+                f"has several recordings: {', '.join(found)}" if found else f"has no {self.audio_field or 'recording'}"
             )
-        raise DataError(
-            f"{path}: the sample {name} has several recordings: {', '.join(found)}; choose one with data.audio_field"
-        )
-
-    def _labels(self, table: pa.Table, names: Sequence[str], where: str) -> list[str | None]:
-        """Return the names of the classes whose numbers are the labels."""
-        found = table.column("label").to_pylist()
-        for row, label in enumerate(found):
-            if label is not None and not (label.isdecimal() and int(label) < len(names)):
-                raise DataError(
-                    f"{where}: {table.column('clip')[row]} has the class {label!r}, and data.names has {len(names)} names: give "
-                    f"one for each number"
-                )
-        return [None if label is None else names[int(label)] for label in found]
+            raise DataError(
+                f"{path}: the sample {name} {problem}; choose a field with data.audio_field, there are {', '.join(sample)}"
+            )
+        row: dict[str, Any] = {"clip": f"{file}/{own_name(media[found[0]])}", "path": media[found[0]]}
+        row |= {field: address for field, address in media.items() if field != found[0]}
+        for field, content in sample.items():
+            if isinstance(content, bytes):
+                values = _parse(field, content, f"{path}: {name}.{field}")
+                row |= {key: value for key, value in values.items() if key not in media}
+        return row
 
 
 def _samples(path: Path) -> Iterator[tuple[str, dict[str, str | bytes]]]:
-    """Yield the samples of a shard: by field the address of a recording or image, or the content of what is a text."""
-    for name, group in itertools.groupby(_fields(path), lambda each: each[0]):
+    """Yield the samples of a shard: by field the address of a recording or image, or the content of a text."""
+    found = (
+        (*_split(name), address, read) for name, address, read in tar_members(path, lambda name: _split(name)[1] != "")
+    )
+    for name, group in itertools.groupby(found, lambda each: each[0]):
         sample: dict[str, str | bytes] = {}
-        for _, field, value in group:
+        for _, field, address, read in group:
             if field in sample:
                 raise DataError(f"{path}: the sample {name} has two files {name}.{field}; names must differ")
-            sample[field] = value
+            sample[field] = address if f".{field}".endswith(_MEDIA) else read()
         yield name, sample
 
 
-def _fields(path: Path) -> Iterator[tuple[str, str, str | bytes]]:
-    """Yield the files of a shard that mean something: sample, field, and address or content."""
-    for member in members(path):
-        found = _NAME.fullmatch(member.name)
-        if found is None or found[1].rpartition("/")[2].startswith("__"):
-            continue
-        field = found[2].lower()
-        if f".{field}".endswith(_MEDIA):
-            yield found[1], field, member.address
-        elif field in (*_TEXTS, *_JSON):
-            yield found[1], field, member.content()
+def _split(name: str) -> tuple[str, str]:
+    """Return the sample and the field of a file; an empty field: the file means nothing."""
+    found = _NAME.fullmatch(name)
+    if found is None or found[1].rpartition("/")[2].startswith("__"):
+        return name, ""
+    field = found[2].lower()
+    return found[1], field if f".{field}".endswith(_MEDIA) or field in (*_TEXTS, *_JSON) else ""
 
 
-def _said(field: str, content: bytes, where: str) -> dict[str, Any]:
-    """Return what a text says: one value, or those of a JSON object that are text, numbers, truth values, or lists of them."""
+def _parse(field: str, content: bytes, where: str) -> dict[str, Any]:
+    """Return the value of a text, or those values of a JSON object that can be in a column."""
     try:
         text = content.decode("utf-8-sig")
         if field not in _JSON:
             return {field: text.strip()}
         values = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{where} cannot be read as {'JSON' if field in _JSON else 'UTF-8 text'}: {error}") from error
     if not isinstance(values, dict):
         raise DataError(f"{where} is no JSON object, but {type(values).__name__}")

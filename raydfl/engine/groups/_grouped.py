@@ -58,7 +58,7 @@ def add_groups(method: Method, rule: GroupRule) -> Method:
             f"train.groups: clients choose among the models of all groups, but method {cls.__name__.lower()!r} has several phases, "
             f"in which groups have different entries; take train.groups=hdbscan, cfl or known"
         )
-    names = {name: getattr(cls, name) for name in ("pure", "__module__", "__qualname__", "__doc__")}
+    names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
     made = cast(Method, object.__new__(type(cls.__name__, (Grouped, cls), names)))
     vars(made).update(vars(method), ungrouped=method, discovery=rule)
     return made

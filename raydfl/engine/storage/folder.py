@@ -218,7 +218,7 @@ def _differing(run_dir: Path, config: Config, trust: bool) -> str:
 
 _LISTED = 5
 """Settings that a message names."""
-_FREE = ("evaluate.", "ray.", "run.", "track.", "train.rounds", "train.tape", "data.cache", "data.root")
+_FREE = ("evaluate.", "ray.", "run.", "track.", "train.rounds", "data.cache", "data.root")
 """Beginnings of settings that decide no numbers, but for some that are decisive all the same."""
 _CHOOSING = ("run.stop", "run.best", "evaluate.")
 """Beginnings of settings that decide numbers where a phase ends, or begins with an earlier round, because of what was measured."""

@@ -9,26 +9,28 @@ from raydfl.core.errors import InputError
 from raydfl.core.files import write_atomically, writing
 from raydfl.runs.report import figures
 from raydfl.runs.report.compare import comparison_page
-from raydfl.runs.report.data import Curve, Key, RunRecord, read_run
+from raydfl.runs.report.cost import parts_of_rounds
+from raydfl.runs.report.data import Curve, Key, RunRecord, align, read_run
 from raydfl.runs.report.diagnosis import problems_of
-from raydfl.runs.report.page import Picture, Pictures, render
+from raydfl.runs.report.figures import Picture
+from raydfl.runs.report.page import Section, render_page
 from raydfl.runs.report.partition import plot_partition
 from raydfl.runs.report.run import figures_of, single_page
-from raydfl.runs.report.time import parts_of_rounds
 
 __all__ = [
     "Curve",
     "Key",
     "Picture",
-    "Pictures",
     "RunRecord",
+    "Section",
+    "align",
     "figures",
     "figures_of",
     "parts_of_rounds",
     "plot_partition",
     "problems_of",
     "read_run",
-    "render",
+    "render_page",
     "write_page",
     "write_report",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -204,10 +205,16 @@ class RunRecord:
         }
         return pd.DataFrame(columns).sort_index().rename_axis("round")
 
-    def total_of(self, metric: str) -> float | None:
-        """Return the sum of a metric's totals over all rounds; ``None`` when it was not recorded."""
-        found = [curve.totals.sum() for (_, name), curve in self.curves.items() if name == metric]
-        return float(sum(found)) if found else None
+    def totals(self, metric: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return the rounds in which a metric was recorded, and its totals in them over all splits."""
+        found = [curve for (_, name), curve in self.curves.items() if name == metric] or [Curve(*np.empty((3, 0)))]
+        rounds, places = np.unique(np.concatenate([curve.rounds for curve in found]), return_inverse=True)
+        return rounds, np.bincount(places, np.concatenate([curve.totals for curve in found])).astype(np.float64)
+
+    def total_of(self, *metrics: str) -> float | None:
+        """Return the sum of metrics' totals over all rounds; ``None`` when none of them was recorded."""
+        found = [totals for _, totals in map(self.totals, metrics) if len(totals)]
+        return float(np.concatenate(found).sum()) if found else None
 
 
 def read_run(folder: Path) -> RunRecord:
@@ -336,6 +343,14 @@ def _about(text: str) -> Any:
     if isinstance(about, Mapping):
         check_about(about)
     return about
+
+
+def align(curves: Sequence[Curve]) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    """Return the rounds that all curves have, and their values and totals [curves, rounds] in these."""
+    rounds = functools.reduce(np.intersect1d, (curve.rounds for curve in curves))
+    places = [np.searchsorted(curve.rounds, rounds) for curve in curves]
+    pairs = list(zip(curves, places, strict=True))
+    return rounds, np.array([c.values[i] for c, i in pairs]), np.array([c.totals[i] for c, i in pairs])
 
 
 def place(item: str, order: Sequence[str]) -> tuple[int, str]:

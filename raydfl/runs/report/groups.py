@@ -1,46 +1,43 @@
-"""Pictures of who is with whom over the rounds, where clients are grouped (``train.groups``)."""
+"""The groups of clients over the rounds (``train.groups``): members, and agreement with the truth where that is known."""
 
 from __future__ import annotations
 
 import numpy as np
+from matplotlib.colors import ListedColormap, to_rgba
+from numpy.typing import NDArray
 
-from raydfl.runs.report import figures as plots
 from raydfl.runs.report.data import RunRecord
-from raydfl.runs.report.figures import Series
-from raydfl.runs.report.page import Picture, Pictures
+from raydfl.runs.report.figures import INK, SERIES, Axes, Picture, Series, curves, label_rounds
+from raydfl.runs.report.page import Section
 
 
-def group_pictures(run: RunRecord, pictures: Pictures) -> list[Picture]:
-    """Return a picture of the groups' members, and one of how well they agree with the truth where that is known."""
+def show_groups(run: RunRecord) -> Section:
+    """Show which group each client is in, and how well the groups agree with the truth."""
     if not run.memberships:
-        return []
+        return Section("Groups of clients")
     rounds = np.array(sorted(run.memberships), np.float64)
     tables = [run.memberships[int(round_index)] for round_index in rounds]
     truth = tables[-1][1]
-    order = np.argsort(truth, kind="stable")
-    groups = np.stack([table[0][order] for table in tables], axis=1)
+    groups = np.stack([table[0][np.argsort(truth, kind="stable")] for table in tables], axis=1)
     kinds = _kinds(run, truth)
-    sizes = [
-        f"group {number}: {(groups[:, -1] == number).sum()}"
-        for number in np.unique(groups[:, -1]).astype(int)
-        if number
-    ]
-    alone = int((groups[:, -1] == 0).sum())
-    caption = f"Clients in round {rounds[-1]:.0f}: {', '.join(sizes)}" + (f", in none: {alone}." if alone else ".")
+    counts = dict(zip(*np.unique(groups[:, -1].astype(int), return_counts=True), strict=True))
+    alone = counts.pop(0, 0)
+    sizes = [f"group {number}: {count}" for number, count in counts.items()] + [f"in none: {alone}"] * bool(alone)
+    caption = f"Clients in round {rounds[-1]:.0f}: {', '.join(sizes)}."
     if kinds:
         caption += " Lines divide the clients by what they truly are, which the server is not told."
-    made = [pictures.add("who is with whom", caption, plots.groups_over_rounds, rounds, groups, kinds)]
-    curves = {name: run.curves.get(("server", f"tasks/{name}")) for name in ("purity", "rand_index")}
+    pictures = [_members(caption, rounds, groups, kinds)]
     labels = {"purity": "purity", "rand_index": "adjusted Rand index"}
+    found = {label: run.curves.get(("server", f"tasks/{name}")) for name, label in labels.items()}
     series = [
-        Series(labels[name], curve.rounds, curve.values, colour=place, dash=place)
-        for place, (name, curve) in enumerate(curves.items())
+        Series(label, curve.rounds, curve.values, colour=place, dash=place)
+        for place, (label, curve) in enumerate(found.items())
         if curve is not None
     ]
     if series:
         ends = ", ".join(f"{item.label} {item.y[-1]:.2f}" for item in series)
-        made.append(pictures.add("agreement with the truth", f"At the end: {ends}.", plots.curves, series, "agreement"))
-    return made
+        pictures.append(curves("agreement with the truth", f"At the end: {ends}.", series, "agreement"))
+    return Section("Groups of clients", pictures)
 
 
 def _kinds(run: RunRecord, truth: np.ndarray) -> list[tuple[str, int]]:
@@ -53,3 +50,28 @@ def _kinds(run: RunRecord, truth: np.ndarray) -> list[tuple[str, int]]:
         (names[number] if known else f"kind {number + 1}", int(count))
         for number, count in zip(numbers.tolist(), counts.tolist(), strict=True)
     ]
+
+
+def _members(
+    caption: str, rounds: NDArray[np.float64], groups: NDArray[np.float64], kinds: list[tuple[str, int]]
+) -> Picture:
+    """Draw a line for each client, a colour for each group; a group holds until the next round."""
+    clients, last = len(groups), max(1, int(groups.max(initial=0)))
+    colours = [to_rgba(SERIES[n % len(SERIES)], 0.85 / (1 + n // len(SERIES))) for n in range(last)]
+
+    def draw(axes: Axes) -> None:
+        edges = [*rounds, rounds[-1] + (rounds[-1] - rounds[-2] if len(rounds) > 1 else 1)]
+        cells = np.ma.masked_equal(groups, 0)
+        axes.pcolormesh(edges, range(clients + 1), cells, cmap=ListedColormap(colours), vmin=0.5, vmax=last + 0.5)
+        for number in np.unique(groups[groups > 0]).astype(int).tolist():
+            axes.plot([], [], color=colours[number - 1], linewidth=5, label=f"group {number}")
+        axes.set_ylim(clients, 0)
+        axes.grid(visible=False)
+        axes.set_ylabel("clients")
+        ends = np.cumsum([0, *(count for _, count in kinds)])
+        axes.set_yticks((ends[1:] + ends[:-1]) / 2, [name for name, _ in kinds])
+        for end in ends[1:-1].tolist():
+            axes.axhline(end, color=INK, linewidth=0.8)
+        label_rounds(axes)
+
+    return Picture("who is with whom", caption, draw, min(8.0, max(2.2, 0.12 * clients + 1.2)))

@@ -11,20 +11,43 @@ from raydfl.core.errors import RunDirectoryError
 from raydfl.core.metrics import model_name
 from raydfl.engine.storage import Commit, RunStore
 from raydfl.runs.report.data import SPLITS, RunRecord, place
+from raydfl.runs.report.page import Section, value_text
 from raydfl.runs.words import size
 
 
-def about_models(run: RunRecord) -> tuple[list[str], list[str]]:
-    """Return a few sentences on each model, and the commands that use them.
+def show_models(run: RunRecord) -> Section:
+    """Show each model's architectures, with a few sentences and the commands that use it.
 
     There are no sentences without run.json or a commit, and no commands before the first round.
     """
-    commit = _last_commit(run.folder)
-    if commit is None:
-        return [], []
-    known = {name: [kind for kind in kinds if "shared" in kind] for name, kinds in run.architectures.items()}
-    kinds = {name: described for name, described in known.items() if described}
-    return [_explain(run, commit, name, described) for name, described in kinds.items()], _commands(run, commit, kinds)
+    commit, sentences, commands = _last_commit(run.folder), [], []
+    if commit is not None:
+        known = {name: [kind for kind in kinds if "shared" in kind] for name, kinds in run.architectures.items()}
+        kinds = {name: described for name, described in known.items() if described}
+        sentences = [_explain(run, commit, name, described) for name, described in kinds.items()]
+        commands = _commands(run, commit, kinds)
+    if commands:
+        client = " (ID: a client, for its own model)" * commands[-1].endswith("--client ID")
+        sentences.append(f"To classify recordings, or to write a model as ONNX{client}:")
+    return Section(
+        "Models",
+        headings=("model", "architecture", "parameters", "its weights", ""),
+        rows=[_row(name, dict(kind)) for name, kinds in run.architectures.items() for kind in kinds],
+        text=sentences,
+        commands=commands,
+    )
+
+
+def _row(name: str, about: dict[str, Any]) -> list[str]:
+    """Return the table's line of an architecture, from run.json."""
+    shared, parameters = about.pop("shared", None), about.pop("parameters", None)
+    return [
+        name,
+        value_text(about.pop("architecture", "")),
+        f"{parameters:,}" if isinstance(parameters, int) else "",
+        "" if shared is None else ("sent and averaged" if shared else "stays with the client"),
+        value_text(about),
+    ]
 
 
 def _commands(run: RunRecord, commit: Commit, kinds: Mapping[str, list[Mapping[str, Any]]]) -> list[str]:

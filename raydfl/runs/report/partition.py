@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import ListedColormap, LogNorm, Normalize
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, StrMethodFormatter
 
 from raydfl.data import Population, sizes_text
 
@@ -21,16 +21,12 @@ _AT_ONCE = 1_000_000
 """Clients whose clips are counted at a time."""
 
 
+@mpl.rc_context({"text.parse_math": False})  # a name with dollar signs is a name
 def plot_partition(population: Population, path: Path) -> None:
     """Draw training clips by client and class, and clips by client, as an image (by ``path``'s ending: png, svg, pdf).
 
     Up to 400 clients are drawn in the population's order. Of more, some are drawn at even distances in the order of their size.
     """
-    with mpl.rc_context({"text.parse_math": False}):  # a name with dollar signs is a name
-        _plot(population, path)
-
-
-def _plot(population: Population, path: Path) -> None:
     clients, classes = len(population), len(population.classes)
     parts = (slice(start, start + _AT_ONCE) for start in range(0, clients, _AT_ONCE))
     sizes = np.concatenate([population.label_counts(clients=part).sum(axis=1) for part in parts])
@@ -75,15 +71,19 @@ def _draw_cells(figure: Figure, axes: Axes, counts: np.ndarray) -> None:
             if value:
                 dark = float(scale(float(value))) > 0.55
                 axes.text(column, row, f"{value}", ha="center", va="center", fontsize=6, color="w" if dark else "k")
-    bar = figure.colorbar(image, ax=axes, location="top", shrink=0.6, pad=0.01, aspect=40)
+    ticks = LogLocator(subs=(1, 2, 5)) if isinstance(scale, LogNorm) else MaxNLocator(integer=True)
+    bar = figure.colorbar(
+        image,
+        ax=axes,
+        location="top",
+        shrink=0.6,
+        pad=0.01,
+        aspect=40,
+        ticks=ticks,
+        format=StrMethodFormatter("{x:,.0f}"),
+    )
     bar.set_label("clips of a class", fontsize=8)
-    if isinstance(scale, LogNorm):
-        ticks = [step * 10**power for power in range(7) for step in (1, 2, 5) if least <= step * 10**power <= most]
-        bar.set_ticks(ticks, labels=[f"{tick:,}" for tick in ticks])
-        bar.minorticks_off()
-    else:
-        bar.locator = MaxNLocator(integer=True)
-        bar.update_ticks()
+    bar.minorticks_off()
     bar.ax.tick_params(labelsize=7)
 
 

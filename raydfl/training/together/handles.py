@@ -102,11 +102,10 @@ class Unavailable:
 
     Args:
         name: the field of the step.
-        same: for what all it would have to be the same.
     """
 
-    def __init__(self, name: str, same: str = "all clients") -> None:
-        object.__setattr__(self, "_reason", f"the loss reads step.{name}, which is not the same for {same}")
+    def __init__(self, name: str) -> None:
+        object.__setattr__(self, "_reason", f"the loss reads step.{name}, which is not the same for all clients")
 
     def _refuse(self, *_: object) -> NoReturn:
         raise NotBatchableError(object.__getattribute__(self, "_reason"))

@@ -115,7 +115,7 @@ def architecture(models: Mapping[str, nn.Module]) -> Hashable:
     )
 
 
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 _RECURRENT = {"_flat_weights", "_flat_weights_names", "_flat_weight_refs", "_all_weights"}
@@ -127,7 +127,7 @@ def _layer(path: str, layer: nn.Module) -> Hashable:
     content = vars(layer)
     attributes = ((name, identity(value)) for name, value in content.items() if name not in _TORCHS_OWN)
     # A hook is a user's code that may hold on to this one client's tensors.
-    hooked = id(layer) if any(content[hooks] for hooks in HOOKS) else None
+    hooked = id(layer) if any(content[hooks] for hooks in _HOOKS) else None
     tensors = (
         (name, None if t is None else (t.shape, t.dtype, t.requires_grad))
         for group in (layer._parameters, layer._buffers)

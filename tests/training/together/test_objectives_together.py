@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +12,6 @@ import several_clients
 import torch
 import torch.nn.functional as F
 from several_clients import BANDS, CLASSES, both, make_steps
-from test_recorded_steps import assert_same_bits, recorded_early, refused, rounds, taped
 from torch import Tensor, nn
 
 from raydfl.core import registry
@@ -24,8 +23,6 @@ from raydfl.models.crnn import CRNN
 from raydfl.objectives import Objective, find_objective
 from raydfl.training._fit import fit
 from raydfl.training.step import Step
-
-assert recorded_early  # a fixture of every test here
 
 OBJECTIVES: dict[str, list[dict[str, Any]]] = {
     "classify": [{}],
@@ -77,18 +74,8 @@ def test_several_clients_learn_it_together_as_alone(setting: dict[str, Any], len
     both(given(FedProx(mu=0.1), objective), networks(objective, dropout=0.2), lengths=lengths)
 
 
-@pytest.mark.parametrize("setting", CASES)
-def test_a_recording_of_it_has_the_bits_of_its_code(setting: dict[str, Any]) -> None:
-    objective = find_objective(setting)
-    assert_same_bits(given(FedAvg(), objective), networks(objective, dropout=0.2), lengths=True)
-    assert taped()
-    assert not refused()
-
-
 class Reporting(FedAvg):
     """Counts what a pseudo-label method would: how many examples are sure, and how sure those are, as a sum over some."""
-
-    pure: ClassVar[bool] = True
 
     def loss(self, step: Step, batch: Batch) -> Any:
         logits = step.forward("model", batch)
@@ -103,12 +90,8 @@ class Reporting(FedAvg):
         }
 
 
-def test_what_a_loss_reports_is_the_same_by_code_recording_and_stack() -> None:
-    build = networks(find_objective({"name": "classify"}))
-    assert_same_bits(Reporting(), build)
-    assert taped()
-    assert not refused()
-    both(Reporting(), build)
+def test_a_loss_reports_the_same_batched_and_unbatched() -> None:
+    both(Reporting(), networks(find_objective({"name": "classify"})))
 
 
 def test_reports_are_added_up_over_all_batches() -> None:
@@ -133,30 +116,6 @@ def test_a_report_that_cannot_be_one_is_refused(report: dict[str, Any]) -> None:
     step = make_steps(FedAvg(), networks(find_objective({"name": "classify"})), sizes=(3,))[0]
     with pytest.raises(ValueError, match=r"give a pair \(sum, count\), under another name"):
         fit(step, lambda step, batch: (step.forward("model", batch).mean(), report))
-
-
-class Collecting(FedAvg):
-    """Declares itself pure and fills a list: from a recording the list would miss most batches."""
-
-    pure: ClassVar[bool] = True
-    seen: ClassVar[list[Tensor]] = []
-
-    def loss(self, step: Step, batch: Batch) -> Tensor:
-        value = super().loss(step, batch)
-        self.seen.append(value.detach())
-        return value
-
-
-def test_a_list_that_a_loss_fills_is_not_lost_in_recordings() -> None:
-    """It goes on by its code, so that the list has every batch."""
-    Collecting.seen.clear()
-    rounds(Collecting(), networks(find_objective({"name": "classify"})), True)
-    assert refused()
-    assert not taped()
-    everything = len(Collecting.seen)
-    Collecting.seen.clear()
-    rounds(Collecting(), networks(find_objective({"name": "classify"})), False)
-    assert everything >= len(Collecting.seen) > 0  # what was tried to be recorded was computed once more
 
 
 def test_the_crops_of_every_step_are_new() -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,11 +12,9 @@ from several_clients import BANDS, CLASSES, both, make_steps
 from torch import Tensor, nn
 
 from raydfl.core.errors import ConfigError
-from raydfl.engine.config import Config
 from raydfl.methods import Method
 from raydfl.models.crnn import CRNN
 from raydfl.models.dense import MeanMLP
-from raydfl.testing import assert_same_bits, train_federation
 
 
 class Recurrent(nn.Module):
@@ -92,16 +88,3 @@ def test_stacked_is_looped(family: Callable[[], dict[str, nn.Module]], old: bool
         draw = torch.Generator().manual_seed(4)
         states = [{f"previous/{n}": torch.randn(p.shape, generator=draw) for n, p in names.items()} for _ in range(9)]
     both(NearTheReceived(), family, states=states)
-
-
-def test_recorded_is_by_code(tiny: Callable[..., Config], caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "raydfl.training.tape")
-    settings = [
-        f"method.name={Path(__file__).parents[2]}/extra_methods.py:NearTheReceived",
-        "train.rounds=3",
-        "train.cohort=1.0",
-    ]
-    settings += ["train.local_epochs=12", "train.batch_size=4"]
-    by_code = train_federation(tiny(*settings, "run.name=code", "train.tape=false"))
-    assert_same_bits(by_code, train_federation(tiny(*settings, "run.name=tape")))
-    assert not [line for line in caplog.messages if "runs by its code" in line]

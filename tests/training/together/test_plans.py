@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
-from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -21,7 +19,7 @@ from raydfl.methods._method import Method
 from raydfl.methods.fedstar import FedSTAR
 from raydfl.models.crnn import CRNN
 from raydfl.models.dense import MeanLinear
-from raydfl.training import fit, tape
+from raydfl.training import fit
 from raydfl.training.plan import POOL, Plan
 from raydfl.training.step import Step
 
@@ -109,8 +107,6 @@ def test_a_plan_that_cannot_be_is_refused(plan: object, message: str) -> None:
 class Guessing(Method):
     """Half a loss on labels, half on the entropy of what has none."""
 
-    pure: ClassVar[bool] = True
-
     def loss(self, step: Step, batch: Batch) -> Tensor:
         logits = step.forward("model", batch)
         labelled = (batch.columns[POOL] == 0).float()
@@ -145,16 +141,3 @@ def test_planned_clients_train_together_as_one_after_another(monkeypatch: pytest
 
     monkeypatch.setattr("several_clients.make_steps", steps_with_pools)
     both(method, networks if isinstance(method, Guessing) else convolutional)
-
-
-def test_a_planned_loss_is_recorded_with_the_bits_of_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tape, "FIRST", 1)
-    results = []
-    for recordings in (None, {}):
-        (step,) = make_steps(Guessing(), networks, sizes=(5,), epochs=8)
-        step.data, step.execution.recordings = pooled(4, 9), recordings
-        results.append(dataclasses.replace(step.update(Guessing().local(step).metrics), metrics={}))
-    played = [one.played for kinds in recordings.values() for one in kinds.values()]  # type: ignore[union-attr]
-    assert sum(played) > 10
-    for name, tensor in results[0].tensors.items():
-        assert torch.equal(tensor, results[1].tensors[name])

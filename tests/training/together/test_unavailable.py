@@ -27,5 +27,5 @@ from raydfl.training.together.lockstep import NotBatchableError
     ],
 )
 def test_every_use_says_which_field_it_was(use: Callable[[Any, Any], Any]) -> None:
-    with pytest.raises(NotBatchableError, match=r"reads step.round_index, which is not the same for all steps"):
-        use(Unavailable("round_index", "all steps"), 0.9)
+    with pytest.raises(NotBatchableError, match=r"reads step.round_index, which is not the same for all clients"):
+        use(Unavailable("round_index"), 0.9)

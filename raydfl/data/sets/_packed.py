@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -40,47 +40,49 @@ class PackedSet(Dataset):
 
     def manifest(self) -> pa.Table:
         """List the clips, file by file."""
-        return self.join(*find_files(self.root, self.files or "", self.card))
+        return self.read_files(*find_files(self.root, self.files or "", self.card))
 
-    def join(self, root: Path, files: Sequence[str]) -> pa.Table:
-        """Return the manifest of some files; a column that one of them does not have is null there.
-
-        Raises:
-            DataError: they disagree about what a column holds, there are no clips, or a split's name is unknown.
-        """
-        where = f"{self.card.title} in {root}"
-        splits, kept = splits_of(files, self.splits, where)
-        tables = []
-        for file, split, keep in zip(files, splits, kept, strict=True):
-            if keep:
-                table = self.clips(root, file)
-                tables.append(table if split is None else with_column(table, "split", [split] * table.num_rows))
-        return self.finish(tables, where)
+    def read_files(self, root: Path, files: Sequence[str]) -> pa.Table:
+        """Return the manifest of some files below the root."""
+        splits = find_splits(files, self.splits, f"{self.card.title} in {root}")
+        return self.join([with_split(self.clips(root, file), [split]) for file, split in splits.items()], root)
 
     def clips(self, root: Path, file: str) -> pa.Table:
         """Return the clips of one file, with columns of their own names."""
         raise NotImplementedError(f"{type(self).__name__} must read a file in clips()")
 
-    def finish(self, tables: Sequence[pa.Table], where: str) -> pa.Table:
-        """Return the manifest of the clips of several files; ``where`` is the set's name in messages."""
+    def name_columns(self, table: pa.Table, where: str) -> pa.Table:
+        """Return the clips with columns ``label`` and, if it is known, ``group``."""
+        return table
+
+    def join(self, tables: Sequence[pa.Table], root: Path) -> pa.Table:
+        """Return the manifest of the clips of several files; a column that a file does not have is null there.
+
+        Raises:
+            DataError: the files disagree about what a column holds, there are no clips, or a split's name is unknown.
+        """
+        where = f"{self.card.title} in {root}"
         try:
             table = self.name_columns(pa.concat_tables(tables, promote_options="permissive"), where)
         except (pa.ArrowException, TypeError) as error:
             raise DataError(f"{where}: its files disagree about what a column holds: {error}") from error
         if "split" in table.column_names:
             splits = known_splits(table["split"].to_pylist(), lambda row: f"{where}: {table['clip'][row]}")
-            table = with_column(table, "split", splits)
+            table = with_texts(table, "split", splits)
         return make_manifest(table, where)
 
-    def name_columns(self, table: pa.Table, where: str) -> pa.Table:
-        """Return the clips with columns ``label`` and, if it is known, ``group``."""
-        return table
 
-
-def with_column(table: pa.Table, name: str, values: Sequence[str | None]) -> pa.Table:
+def with_texts(table: pa.Table, name: str, values: Sequence[str | None]) -> pa.Table:
     """Return a table with a column of text, which replaces one of the same name."""
     columns = dict(zip(table.column_names, table.columns, strict=True))
     return pa.table(columns | {name: pa.array(values, pa.string())})
+
+
+def with_split(table: pa.Table, splits: Sequence[str | None]) -> pa.Table:
+    """Return clips with their splits, or with the split of all; clips of no split keep a column of their own."""
+    if len(splits) == 1:
+        splits = [*splits] * table.num_rows
+    return with_texts(table, "split", splits) if any(splits) else table
 
 
 def find_files(root: Path, pattern: str, card: Card) -> tuple[Path, list[str]]:
@@ -192,39 +194,35 @@ def named(table: pa.Table, label: str, group: str | None, where: str) -> pa.Tabl
     return pa.table(columns)
 
 
-def splits_of(files: Sequence[str], given: Mapping[str, str] | None, where: str) -> tuple[list[str | None], list[bool]]:
-    """Return the split of each file, all ``None`` where they are of fewer than two; and whether it belongs to the set.
+def find_splits(sources: Iterable[str], given: Mapping[str, str] | None, where: str) -> dict[str, str | None]:
+    """Return the split of each file or folder that belongs to the set, ``None`` for all if there are fewer than two splits.
 
     A split's name is that of the file without its number and ending (``train.clean.100-00000-of-00014.parquet``), or a folder's.
 
     Args:
-        files: paths below the root.
+        sources: paths below the root.
         given: the option ``splits``.
         where: what messages call the set.
 
     Raises:
         DataError: a split in ``given`` that there is not, or a file of no known split among others.
     """
-    names = [_names(file) for file in files]
-    if given is not None:
-        there = dict.fromkeys(itertools.chain.from_iterable(names))
-        for name in given:
-            if name not in there:
-                raise DataError(f"data.splits: {where} has no files of a split {name!r}; {nearest(name, there)}")
-        found = [next((given[name] for name in each if name in given), None) for each in names]
-        kept = [split is not None for split in found]
-    else:
-        found = [next((split for name in each if (split := _split_named(name))), None) for each in names]
-        kept = [True] * len(found)
-        if None in found and any(found):
-            place = found.index(None)
-            example = next(iter(names[place]), "NAME")
-            raise DataError(
-                f"{where}: nothing says of which split {files[place]} is, while others are of one; name them all, as in "
-                f"data.splits='{{{example}: train, ...}}'"
-            )
-    several = len({split for split in found if split is not None}) > 1
-    return [split if several else None for split in found], kept
+    names = {source: _names(source) for source in sources}
+    there = list(itertools.chain.from_iterable(names.values()))
+    for name in given or ():
+        if name not in there:
+            raise DataError(f"data.splits: {where} has no files of a split {name!r}; {nearest(name, there)}")
+    find = _split_named if given is None else given.get
+    splits = {source: next(filter(None, map(find, own)), None) for source, own in names.items()}
+    unknown = [source for source, split in splits.items() if split is None]
+    known = len({*splits.values()} - {None})
+    if given is None and unknown and known:
+        raise DataError(
+            f"{where}: nothing says of which split {unknown[0]} is, while others are of one; name them all, as in "
+            f"data.splits='{{{next(iter(names[unknown[0]]), 'NAME')}: train, ...}}'"
+        )
+    kept = {source: split for source, split in splits.items() if given is None or split is not None}
+    return kept if known > 1 else dict.fromkeys(kept)
 
 
 def _names(file: str) -> list[str]:

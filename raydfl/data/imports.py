@@ -1,0 +1,130 @@
+"""The import of recordings in other formats: a list for the data set ``manifest``. The recordings stay where they are."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv
+import pyarrow.parquet as pq
+
+from raydfl.core.errors import DataError, InputError, nearest
+from raydfl.core.files import write_atomically
+from raydfl.core.registry import build
+from raydfl.core.remote import is_uri
+from raydfl.data.dataset import Dataset, find_dataset
+from raydfl.data.manifest import remarks_of
+from raydfl.data.remote import fetch_recordings
+from raydfl.data.sets._files import absolute, list_files
+from raydfl.data.sets._tables import LISTS
+from raydfl.data.sets.manifest import CHANNEL
+from raydfl.data.steps.listing import STANDARD
+
+FORMATS = ("audiofolder", "huggingface", "lhotse", "webdataset")
+"""The formats that can be imported. All but ``audiofolder`` are data sets of the same name."""
+OWNERS = ("speaker", "client_id", "speaker_id")
+"""Columns that commonly name the owner of a clip."""
+NOBODY = "none"
+"""In place of such a column: nobody owns the clips."""
+
+
+def import_recordings(
+    kind: str, source: str, out: Path, client: str | None = None, options: Mapping[str, Any] | None = None
+) -> list[str]:
+    """Write a list of recordings that are stored in another format.
+
+    Args:
+        kind: one of :data:`FORMATS`.
+        source: a folder, a file, or a URI, which is copied into the cache first.
+        out: the list to write, ``*.csv`` or ``*.parquet``.
+        client: column that names the owner of a clip. ``None``: the only known one. :data:`NOBODY`: none.
+        options: options of the data set that reads the format.
+
+    Returns:
+        Messages to the user.
+
+    Raises:
+        InputError: an argument cannot be used, or the recordings cannot be listed.
+    """
+    if kind not in FORMATS:
+        raise InputError(f"unknown format {kind!r}; {nearest(kind, FORMATS)}")
+    if out.suffix not in (".csv", ".parquet"):
+        raise InputError(f"--out {out}: the name must end in .csv or .parquet")
+    if out.exists():
+        raise InputError(f"--out {out}: the file exists already. Remove it, or choose another name")
+    root = fetch_recordings(source, None) if is_uri(source) else absolute(Path(source))
+    given: dict[str, Any] = {"root": root} | dict(options or {})
+    if client not in (None, NOBODY):
+        given["group_column"] = client
+    dataset = _find_reader(kind, root, given)
+    try:
+        table = dataset.manifest()
+    except DataError as error:  # it names the options as they are in a configuration
+        text = re.sub(rf"\bdata\.(?={'|'.join(dataset.__dataclass_fields__)})", "", str(error))
+        raise DataError(text.replace("group_column", "--client")) from error
+    remarks = remarks_of(table)
+    table, choice = _choose_owners(table, client, "speaker" if kind == "lhotse" else "group")
+    classes, clients = (pc.count_distinct(table.column(name)).as_py() for name in ("label", "group"))
+    if kind == "lhotse":
+        table = table.rename_columns([CHANNEL if name == "channel" else name for name in table.column_names])
+    _write(table, absolute(out))
+    return [*remarks, f"{table.num_rows:,} clips of {classes:,} classes and {clients:,} clients", choice]
+
+
+def _find_reader(kind: str, root: Path, options: dict[str, Any]) -> Dataset:
+    """Return the data set that reads a format."""
+    if kind == "audiofolder":
+        lists = {PurePosixPath(name).name for name in list_files(root)} & {*LISTS} if root.is_dir() else ()
+        if lists:
+            options = {"files": f"**/{{{','.join(sorted(lists))}}}"} | options
+        kind = "huggingface" if lists else "folder"
+    dataset: Dataset = build(find_dataset(kind), options, "import")
+    return dataset
+
+
+def _choose_owners(table: pa.Table, client: str | None, default: str) -> tuple[pa.Table, str]:
+    """Return the clips with their owners, and a message about the choice.
+
+    Args:
+        default: the column that the data set takes by itself.
+
+    Raises:
+        InputError: several columns may name the owners.
+    """
+    known = [name for name in OWNERS if name in table.column_names]
+    place = table.column_names.index("group")
+    if client == NOBODY or (client is None and not known and table.column("group").null_count == table.num_rows):
+        names = ", ".join(sorted({*table.column_names} - {*STANDARD}))
+        table = table.set_column(place, "group", pa.nulls(table.num_rows, pa.string()))
+        return (
+            table,
+            f"no clip has an owner; --client COLUMN takes the owners from one of {names or 'no further columns'}",
+        )
+    if client is None and table.column("group").null_count == table.num_rows:
+        if len(known) > 1:
+            raise InputError(
+                f"the columns {', '.join(known)} may all name the owner of a clip: choose one with --client COLUMN, or none with "
+                f"--client {NOBODY}"
+            )
+        client = known[0]
+        table = table.set_column(place, "group", table.column(client).cast(pa.string()))
+    return table, f"clients are taken from {client or default}; --client COLUMN chooses another, --client {NOBODY} none"
+
+
+def _write(table: pa.Table, out: Path) -> None:
+    """Write the list; paths below its folder are relative to that, so that both can be moved together."""
+    prefix = f"{out.parent}/".replace("//", "/")
+    columns = dict(zip(table.column_names, table.columns, strict=True))
+    for name, values in columns.items():
+        if pa.types.is_string(values.type) and pc.all(pc.starts_with(values, prefix), min_count=1).as_py():
+            columns[name] = pc.utf8_slice_codeunits(values, len(prefix))
+    kept = pa.table(
+        {name: values for name, values in columns.items() if name == "label" or values.null_count < len(values)}
+    )
+    write = pq.write_table if out.suffix == ".parquet" else pa.csv.write_csv
+    write_atomically(out, functools.partial(write, kept))

@@ -1,0 +1,99 @@
+"""Omissions of a run: layers and updates that were not averaged, clients that failed or were late, clips that cannot be read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from raydfl.runs.report.data import RunRecord
+from raydfl.runs.report.figures import SERIES, Axes, Picture, label_rounds, whole_numbers
+from raydfl.runs.report.page import Section
+
+_PRUNED = "lpa/pruned/"
+_LISTED = 200
+"""Lines of a folded table on a page."""
+
+
+def show_aggregation(run: RunRecord) -> Section:
+    """Show the clients that layer-wise pruning left out of each layer, and the updates that were not used, over the rounds."""
+    return Section("Aggregation", [*_pruning(run), *_failures(run)])
+
+
+def _pruning(run: RunRecord) -> Iterator[Picture]:
+    layers = {
+        metric.removeprefix(_PRUNED): curve
+        for (_, metric), curve in sorted(run.curves.items())
+        if metric.startswith(_PRUNED)
+    }
+    if not layers:
+        return
+
+    def draw(*strips: Axes) -> None:
+        top = max(float(curve.totals.max()) for curve in layers.values())
+        for axes, (layer, curve) in zip(strips, layers.items(), strict=True):
+            axes.step(curve.rounds, curve.totals, where="mid", color=SERIES[0], linewidth=1.2)
+            axes.set_ylim(0, max(1.0, top * 1.15))
+            axes.yaxis.set_major_locator(whole_numbers(2))
+            axes.set_title(layer, loc="left", fontsize=8, pad=2)
+        label_rounds(strips[-1])
+
+    means = ", ".join(f"{layer} {curve.totals.mean():.3g}" for layer, curve in layers.items())
+    caption = f"Mean number of clients a round that the layer was averaged without: {means}."
+    height = 0.7 + 0.55 * len(layers)
+    yield Picture("layer-wise pruning (LPA)", caption, draw, height, len(layers), label="clients left out")
+
+
+def _failures(run: RunRecord) -> Iterator[Picture]:
+    kinds = {
+        name: (rounds, lost) for name in ("failed", "rejected") for rounds, lost in [run.totals(name)] if lost.sum()
+    }
+    if not kinds:
+        return
+
+    def draw(axes: Axes) -> None:
+        x = np.unique(np.concatenate([rounds for rounds, _ in kinds.values()]))
+        width = float(np.clip(300 / (x[-1] - x[0] + 1), 1, 12))  # in points: the axes are some 400 wide
+        below = np.zeros(len(x))
+        for number, (name, (rounds, lost)) in enumerate(kinds.items()):
+            above = below + np.bincount(np.searchsorted(x, rounds), lost, len(x))
+            some = above > below
+            axes.vlines(
+                *(x[some], below[some], above[some]), color=SERIES[number], linewidth=width, capstyle="butt", label=name
+            )
+            below = above
+        axes.set_xlim(x[0] - 1, x[-1] + 1)
+        axes.set_ylim(0, None)
+        axes.set_ylabel("updates not used")
+        axes.yaxis.set_major_locator(whole_numbers())
+        label_rounds(axes)
+
+    caption = ", ".join(f"{name}: {lost.sum():.0f}" for name, (_, lost) in kinds.items()) + "."
+    yield Picture("updates that were not used", caption, draw, 2.6)
+
+
+def show_incidents(run: RunRecord) -> Section:
+    """List the clients that were left out of a round or stopped early, with the reasons."""
+    count = len(run.incidents)
+    return Section(
+        "Clients left out or late",
+        headings=("round", "phase", "client", "", "why"),
+        rows=[(str(round_index), *words) for round_index, *words in run.incidents[-_LISTED:]],
+        folded=f"{count} time{'s' * (count != 1)} a client was left out of a round, or cut short by the deadline",
+        notes=[f"The last {_LISTED} of {count}; all are in the record, in the column note."] * (count > _LISTED),
+    )
+
+
+def show_skipped(run: RunRecord) -> Section:
+    """List the clips that could not be read, with the reasons."""
+    listed = run.about.get("skipped")
+    clips = listed if isinstance(listed, list) else []
+    count = len(clips)
+    pairs = [clip if isinstance(clip, dict) else {"clip": clip} for clip in clips[:_LISTED]]
+    return Section(
+        "Skipped clips",
+        headings=("clip", "reason"),
+        rows=[(str(pair.get("clip", "")), str(pair.get("reason", ""))) for pair in pairs],
+        folded=f"{count} clip{'s' * (count != 1)} could not be read and were left out, or lack the view that is named",
+        notes=[f"The first {_LISTED} of {count}; all are in run.json."] * (count > _LISTED),
+    )

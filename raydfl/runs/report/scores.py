@@ -1,0 +1,204 @@
+"""The scores of a run: learning curves, results, the spread over clients, confusion matrices; and scores in words."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raydfl.core.metrics import HARMONIC_MEAN, OF_CLIENTS, OF_FIT, SCORES, base_name, model_name, worst_decile
+from raydfl.runs.report.data import SPLITS, Curve, Key, RunRecord, place
+from raydfl.runs.report.figures import INK, SHARES, Axes, Picture, Series, curves, plot, scale_percent
+from raydfl.runs.report.page import Section
+
+UNITS = {name: f"{score.title} ({score.unit})" for name, score in SCORES.items() if score.drawn}
+"""The scores that are drawn over the rounds, with the titles of their axes."""
+_REPORTED = 40
+"""Figures of reported numbers on a page. To draw one takes a tenth of a second, and clients choose how many there are."""
+
+
+def split_name(split: str) -> str:
+    """Return the name of a split of the record in a report."""
+    return SPLITS.get(split, split)
+
+
+def model_label(metric: str) -> str:
+    """Return the model that a metric belongs to; ``-`` when it names none."""
+    return model_name(metric) or "-"
+
+
+def score_text(base: str, value: float | None) -> str:
+    """Return a score as a page shows it: shares in per cent, losses as they are."""
+    if value is None or not np.isfinite(value):
+        return "-" if value is None else str(value)
+    if not SCORES[base].share:
+        return f"{value:.3f}" if abs(value) < 1e6 else f"{value:.4g}"
+    return f"{100 * value:.1f} %"
+
+
+def shown_curve(run: RunRecord, key: Key) -> Curve:
+    """Return the curve of a score; of one that clients measured, their mean, each client counting once."""
+    return run.curves.get((key[0], f"{key[1]}_client_mean"), run.curves[key])
+
+
+def show_learning(run: RunRecord) -> Section:
+    """Show a figure for each score, with a curve for each model and split, and one for each number that losses report."""
+    return Section("Learning curves", [*_score_curves(run), *_reported_curves(run)])
+
+
+def _score_curves(run: RunRecord) -> Iterator[Picture]:
+    for base, unit in UNITS.items():
+        series = [_series(run, key) for key in run.ordered(base)]
+        if series:
+            bands = any(item.low is not None for item in series)
+            caption = "Bands: mean of the clients plus and minus their standard deviation." if bands else ""
+            yield curves(SCORES[base].title, caption, series, unit, percent=SCORES[base].share)
+
+
+def _reported_curves(run: RunRecord) -> Iterator[Picture]:
+    reported = {
+        name: Series(name, curve.rounds, curve.values)
+        for (split, name), curve in run.curves.items()
+        if split == "train" and not _is_of_engine(name)
+    }
+    caption = "Reported by the losses in training, over all clients of a round."
+    if len(reported) > _REPORTED:
+        caption += f" Of {len(reported):,} numbers the page draws the first {_REPORTED}; all are in the record."
+    for name, series in itertools.islice(reported.items(), _REPORTED):
+        yield curves(name, caption, [series], name)
+
+
+def _is_of_engine(name: str) -> bool:
+    """Return whether a metric of training is none that a loss reports."""
+    return name in OF_FIT or name.endswith((*OF_CLIENTS, HARMONIC_MEAN)) or base_name(name) in SCORES or "/" in name
+
+
+def _look(run: RunRecord, key: Key) -> tuple[str, int, int]:
+    """Return label, colour (the model's) and dashes (the split's) of a curve, the same in all figures of a page."""
+    split, metric = key
+    splits = sorted({split for split, _ in run.scores()}, key=lambda name: place(name, list(SPLITS)))
+    label = f"{model_name(metric)}, {split_name(split)}" if model_name(metric) else split_name(split)
+    return label, run.models.index(model_name(metric)), splits.index(split)
+
+
+def _series(run: RunRecord, key: Key) -> Series:
+    split, metric = key
+    label, colour, dash = _look(run, key)
+    curve, low, high = run.curves[key], None, None
+    mean, deviation = (run.curves.get((split, metric + end)) for end in OF_CLIENTS[:2])
+    if mean is not None and deviation is not None and split != "train":
+        curve, low, high = mean, mean.values - deviation.values, mean.values + deviation.values
+        if SCORES[base_name(metric)].share:
+            low, high = np.clip(low, 0, 1), np.clip(high, 0, 1)
+        label += " (mean of clients)"
+    return Series(label, curve.rounds, curve.values, low, high, colour, dash)
+
+
+def show_results(run: RunRecord) -> Section:
+    """Show the last, mean and best value of each score."""
+    return Section(
+        "Results",
+        headings=(
+            *("model", "data", "score", "last", "mean of the last", "best"),
+            *("clients, mean ± std", "clients, worst tenth"),
+        ),
+        rows=[_result_row(run, key) for key in run.ordered()],
+        hint="Last, best and the mean of the last measurements, at most ten, are over all examples together; in the last two "
+        "columns each client counts once.",
+    )
+
+
+def _result_row(run: RunRecord, key: Key) -> list[str]:
+    split, metric = key
+    base, curve = base_name(metric), run.curves[key]
+    sign = 1 if SCORES[base].higher_is_better else -1
+    best = int(np.where(np.isfinite(curve.values), sign * curve.values, -np.inf).argmax())
+    mean, deviation, worst = (
+        found and score_text(base, found.last)
+        for found in (run.curves.get((split, metric + end)) for end in OF_CLIENTS)
+    )
+    return [
+        *(model_label(metric), split_name(split), SCORES[base].title),
+        f"{score_text(base, curve.last)} (round {curve.rounds[-1]:.0f})",
+        f"{score_text(base, curve.tail)} ({curve.tail_text})",
+        f"{score_text(base, float(curve.values[best]))} (round {curve.rounds[best]:.0f})",
+        f"{mean} ± {deviation}" if mean and deviation else "-",
+        worst or "-",
+    ]
+
+
+def show_clients(run: RunRecord) -> Section:
+    """Show the clients' scores, sorted: how uneven the federation is."""
+    score = run.headline
+    series, captions = [], []
+    for key in run.ordered(score):
+        round_index, values = run.clients.get(key, (0, np.empty(0)))
+        if count := len(values):
+            label, colour, dash = _look(run, key)
+            x = (np.arange(count) + 0.5) / count
+            series.append(Series(label, x, np.sort(values), colour=colour, dash=dash))
+            captions.append(
+                f"{label} (round {round_index}): {count} clients, mean {score_text(score, values.mean())}, "
+                f"worst tenth {score_text(score, worst_decile(values, SCORES[score].higher_is_better))}."
+            )
+
+    def draw(axes: Axes) -> None:
+        axes.axvspan(0, 0.1, color=INK, alpha=0.08, linewidth=0)
+        transform = axes.get_xaxis_transform()
+        axes.text(0.05, 1.01, "worst\ntenth", transform=transform, ha="center", va="bottom", fontsize=7)
+        plot(axes, series)
+        scale_percent(axes, series)
+        axes.set_xlim(0, 1)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{100 * value:.3g}")
+        axes.set_xlabel("clients from the worst to the best (%)")
+        axes.set_ylabel(UNITS[score])
+
+    title, height = f"{SCORES[score].title} of each client", 2.9 + 0.16 * len(series)
+    return Section("Clients", [Picture(title, " ".join(captions), draw, height)] if series else [])
+
+
+def show_confusions(run: RunRecord) -> Section:
+    """Show the last confusion matrix of each model and split."""
+    models, pictures = run.models, []
+    ordered = sorted(run.confusions, key=lambda key: (place(key[0], list(SPLITS)), place(model_name(key[1]), models)))
+    for split, metric in ordered:
+        round_index, matrix = run.confusions[split, metric]
+        known = run.classes_of(metric)
+        classes = known if len(known) == len(matrix) else [str(number) for number in range(len(matrix))]
+        if matrix.sum():
+            caption = f"Round {round_index}, {matrix.sum():,.0f} examples. Colour: share of the true class."
+            pictures.append(_confusion(f"{model_label(metric)}, {split_name(split)}", caption, matrix, classes))
+    return Section("Confusion", pictures)
+
+
+def _confusion(title: str, caption: str, counts: NDArray[np.float64], classes: Sequence[str]) -> Picture:
+    """Draw a matrix with counts where there is room: the larger a cell's share of its row, the stronger its colour."""
+    number = len(counts)
+    # To the power of 0.6, so that one confusion in fifty is still seen.
+    strength = (counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)) ** 0.6
+
+    def draw(axes: Axes) -> None:
+        edges = np.arange(number + 1) - 0.5
+        # A large matrix is one image instead of thousands of shapes, at the price of the same blue on light and dark pages.
+        axes.pcolormesh(
+            edges, edges, np.ma.masked_equal(strength, 0), cmap=SHARES, vmin=0, vmax=1, rasterized=number > 40
+        )
+        if number <= 14:
+            for row, column in np.argwhere(counts > 0):
+                colour = "white" if strength[row, column] > 0.6 else INK
+                axes.text(column, row, f"{counts[row, column]:.0f}", ha="center", va="center", fontsize=7, color=colour)
+        axes.invert_yaxis()
+        axes.set_aspect("equal")
+        axes.grid(visible=False)
+        every = max(1, -(-number // 60))  # more labels than that would overlap
+        ticks = range(0, number, every)
+        size = 8 if number <= 20 else max(4, 160 / (number / every))
+        axes.set_xticks(ticks, classes[::every], rotation=90, fontsize=size)
+        axes.set_yticks(ticks, classes[::every], fontsize=size)
+        axes.set_xlabel("predicted class")
+        axes.set_ylabel("true class")
+
+    side = min(6.4, max(3.2, 0.34 * number + 1.2))
+    return Picture(title, caption, draw, side, width=side)
