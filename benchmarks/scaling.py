@@ -34,6 +34,7 @@ from raydfl.data.build import build_population
 from raydfl.data.client_ids import ClientIds
 from raydfl.data.dataset import Dataset
 from raydfl.data.manifest import make_manifest
+from raydfl.data.part import Part
 from raydfl.data.population import Population
 from raydfl.data.tables import Tables, clips_table
 from raydfl.engine.clients import Clients
@@ -144,11 +145,8 @@ def enlarge(population: Population, clients: int, examples: int) -> Population:
         "frames": (store.offsets[clip + 1] - store.offsets[clip]).astype(np.int32),
     }
     ids = ClientIds.from_strings(f"client_{index:06d}" for index in range(clients))
-    return Population(
-        Tables(clips_table(columns, ("train",), {}), pa.record_batch(ids.columns())),
-        population.classes,
-        population.views,
-    )
+    tables = Tables(clips_table(columns), pa.record_batch(ids.columns()))
+    return Population({"": Part(tables, population.classes, dict(population.views))})
 
 
 def age(run_dir: Path, config: Config, population: Population) -> None:

@@ -13,6 +13,7 @@ from raydfl.core.settings import FIRST_VIEW
 from raydfl.data import (
     ClientIds,
     DataSettings,
+    Part,
     Population,
     Shard,
     StoredView,
@@ -97,15 +98,15 @@ class SiteReport:
         )
 
 
-def join_sites(reports: Sequence[SiteReport], classes: Sequence[str], separator: str | None = None) -> Population:
-    """Join the reports of all sites to a population without clips.
+def join_sites(reports: Sequence[SiteReport], classes: Sequence[str], separator: str | None = None) -> Part:
+    """Join the reports of all sites to a part without clips.
 
     Clients are called ``site/number``, in the order of the reports.
 
     Args:
         reports: of one part, by each site.
         classes: the labels of all sites' clips.
-        separator: as for :class:`Population`.
+        separator: as for :class:`Part`.
     """
     shards = [
         Shard(split, *bounds, report.site)
@@ -138,13 +139,14 @@ def join_sites(reports: Sequence[SiteReport], classes: Sequence[str], separator:
     ]
     views = {FIRST_VIEW: StoredView(lengths.pop() if len(lengths) == 1 else None, bands=reports[0].bands)}
     views |= {view: StoredView(_common_length([own.views[view] for own in reports])) for view in reports[0].views}
-    return Population(
-        Tables(no_clips(columns), pa.record_batch(clients)),
+    return Part(
+        Tables(no_clips(), pa.record_batch(clients)),
         classes,
         views,
+        columns=columns,
+        separator=separator,
         messages=messages,
         shards=shards,
-        separator=separator,
     )
 
 

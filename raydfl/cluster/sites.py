@@ -28,14 +28,14 @@ from raydfl.core.progress import Progress
 from raydfl.core.users_code import naming_failures
 from raydfl.data import (
     DataSettings,
+    Part,
     Population,
     build_population,
-    join_parts,
     kept_labels,
     list_clips,
     natural_order,
     part_folder,
-    with_place,
+    with_part,
 )
 from raydfl.engine import Config, SerialPool, Worker
 from raydfl.engine.storage import PrivateStore, stored_about
@@ -194,36 +194,35 @@ def prepare_sites(config: Config, run_dir: Path, progress: Progress) -> Populati
         try:
             parts[part], written[part] = _prepare_part(config, part, data, run_dir, progress)
         except (ConfigError, DataError) as error:
-            raise with_place(error, f"data.parts.{part}") if part else error from error
-    content = written.get("", {"parts": written})
-    write_durably(run_dir / "sites.json", json.dumps(content, indent=2).encode())
-    return join_parts(parts)
+            raise with_part(error, part) from error
+    write_durably(run_dir / "sites.json", json.dumps({"parts": written}, indent=2).encode())
+    return Population(parts)
 
 
 def _prepare_part(
     config: Config, part: str, data: DataSettings, run_dir: Path, progress: Progress
-) -> tuple[Population, dict[str, Any]]:
-    """Have the sites of a part prepare their data; return the part's population, and the reports for ``sites.json``."""
+) -> tuple[Part, dict[str, Any]]:
+    """Have the sites of a part prepare their data; return the part, and the reports for ``sites.json``."""
     sites = list(data.sites)
-    found = _everywhere(config, list_classes_at, [(site, part) for site in sites], progress)
-    classes = kept_labels(natural_order(sorted({label for labels in found for label in labels})), data.leave_out)
+    listed = _everywhere(config, list_classes_at, [(site, part) for site in sites], progress)
+    classes = kept_labels(natural_order(sorted({label for labels in listed for label in labels})), data.leave_out)
     separator = None if data.label_sets is None else data.label_sets.separator
     work: list[tuple[Any, ...]] = [(site, part, folder_at(config, run_dir, site), classes) for site in sites]
     reports: list[SiteReport] = _everywhere(config, prepare_at, work, progress)
-    population, attack = join_sites(reports, classes, separator), config.parts.attack
+    found, attack = join_sites(reports, classes, separator), config.parts.attack
     if attack is not None:
         with naming_failures(attack, "check", kind="attack"):
             attack.check(classes, data.features)
         with naming_failures(attack, "candidates", kind="attack"):
-            attackers = np.flatnonzero(attack.candidates(population.ids, config.run.seed))
+            attackers = np.flatnonzero(attack.candidates(found.tables.ids, config.run.seed))
         if attack.poisons:  # only now are all clients known, of whom attackers are drawn
             places = np.cumsum([0, *(len(report.examples) for report in reports)]).tolist()
             own = [attackers[(attackers >= first) & (attackers < stop)] - first for first, stop in pairwise(places)]
             work = [(*call, chosen.tolist()) for call, chosen in zip(work, own, strict=True)]
             reports = _everywhere(config, prepare_at, work, progress)
-            population = join_sites(reports, classes, separator)
+            found = join_sites(reports, classes, separator)
     trained = {label for report in reports for label in report.trained}
-    for label in population.classes if config.labels_needed and data.unseen == "stop" else ():
+    for label in found.classes if config.labels_needed and data.unseen == "stop" else ():
         if label not in trained:
             raise DataError(
                 f"no client of any site has a training clip of label {label!r}; choose data.split or data.partition "
@@ -235,7 +234,7 @@ def _prepare_part(
                 f"data.views.{view}.column: no training example of any site has a file in the column "
                 f"{data.views[view].column!r}"
             )
-    return population, {"classes": classes, "sites": [dataclasses.asdict(report) for report in reports]}
+    return found, {"classes": classes, "sites": [dataclasses.asdict(report) for report in reports]}
 
 
 def _everywhere(

@@ -1,4 +1,4 @@
-"""Names of tensors in a federation of several parts (``data.parts``), each with classes of its own.
+"""Names in a federation of several parts (``data.parts``), each with classes of its own. A single unnamed part marks nothing.
 
 What fits all parts (the trunk of a network) the server has once. What depends on a part's classes (its last layer) it has for each
 part, under the tensor's name with the part's behind it: ``"model/output.weight@digits"``. A client knows only plain names: on the
@@ -11,11 +11,24 @@ from collections.abc import Container, Mapping
 from typing import TypeVar
 
 from raydfl.core.errors import ConfigError
-from raydfl.core.tensors import FlatTensors
 
 _MARK = "@"
 
 T = TypeVar("T")
+
+
+def qualify(part: str, separator: str, name: str) -> str:
+    """Name something of a part, such as a client or a score, for the whole federation.
+
+    >>> qualify("digits", "/", "george"), qualify("", "/", "george")
+    ('digits/george', 'george')
+    """
+    return f"{part}{separator}{name}" if part else name
+
+
+def describe_part(part: str) -> dict[str, str]:
+    """Return the part's entry in the profiles of its clients; an unnamed part has none."""
+    return {"part": part} if part else {}
 
 
 def own_name(name: str, part: str) -> str:
@@ -27,16 +40,20 @@ def own_name(name: str, part: str) -> str:
     >>> own_name("model/output.weight", "digits")
     'model/output.weight@digits'
     """
-    return f"{check_name(name)}{_MARK}{part}"
+    return check_name(name, part) + _mark(part)
 
 
-def check_name(name: str) -> str:
-    """Return the name of a tensor in a federation of several parts.
+def _mark(part: str) -> str:
+    return f"{_MARK}{part}" if part else ""
+
+
+def check_name(name: str, part: str) -> str:
+    """Return the name of a tensor that clients of a part have.
 
     Raises:
-        ConfigError: it holds an @.
+        ConfigError: it holds an @, and the part is named.
     """
-    if _MARK in name:
+    if _MARK in name and _mark(part):
         raise ConfigError(
             f"the name {name!r} of a tensor holds {_MARK!r}, which with data.parts stands before a part's name; rename it in the "
             f"network or the method, or do without data.parts"
@@ -64,18 +81,9 @@ def beside(name: str, tensor: str) -> str:
 
 
 def of_part(tensors: Mapping[str, T], part: str) -> Mapping[str, T]:
-    """Return what a part's clients know of the server's tensors, by plain names; all of them where ``part`` is empty."""
-    if not part:
-        return tensors
-    end = f"{_MARK}{part}"
+    """Return what a part's clients know of the server's tensors, by plain names."""
+    end = _mark(part)
     return {name.removesuffix(end): value for name, value in tensors.items() if _MARK not in name or name.endswith(end)}
-
-
-def received(sent: FlatTensors, part: str) -> FlatTensors:
-    """Return an entry of the server's state as a client of a part receives it."""
-    if not part or not any(_MARK in name for name in sent):
-        return sent
-    return FlatTensors.of(of_part(sent, part))
 
 
 def marked(values: Mapping[str, T], part: str, server: Container[str]) -> dict[str, T]:
@@ -83,12 +91,10 @@ def marked(values: Mapping[str, T], part: str, server: Container[str]) -> dict[s
 
     Args:
         values: by plain names.
-        part: the client's; empty: the federation has no parts.
+        part: the client's.
         server: the names that the server has; what it does not know plainly is the part's own.
 
     Raises:
         ConfigError: a name holds an @.
     """
-    if not part:
-        return dict(values)
-    return {name if check_name(name) in server else own_name(name, part): value for name, value in values.items()}
+    return {name if check_name(name, part) in server else own_name(name, part): value for name, value in values.items()}

@@ -16,7 +16,7 @@ from raydfl.data.features.digests import rows_of
 from raydfl.data.features.statistics import group_numbers, normalise_groups, statistics_of
 from raydfl.data.features.wave import BY_TRAINING_CLIPS
 from raydfl.data.noise import NOISELESS, Noise, noise_for
-from raydfl.data.population import CLEAN, Population, StoredView
+from raydfl.data.part import CLEAN, Part, StoredView
 from raydfl.data.segment import segments
 from raydfl.data.settings import DataSettings, with_place
 from raydfl.data.steps.corrupt import ALTERED
@@ -31,7 +31,7 @@ _COMMON = -1
 
 
 class Assembler:
-    """The way from assigned clips and their features to the tables of a population, with a row for each example."""
+    """The way from assigned clips and their features to the tables of a part, with a row for each example."""
 
     def __init__(
         self,
@@ -69,17 +69,17 @@ class Assembler:
         numbers[self.clip[owned]] = self.client[owned]
         return numbers
 
-    def population(
+    def part(
         self,
         found: tuple[np.ndarray, np.ndarray, np.ndarray],
         skipped: Sequence[tuple[str, str]],
         messages: Sequence[str],
-    ) -> Population:
-        """Return the population.
+    ) -> Part:
+        """Return the part.
 
         Args:
             found: the result of :meth:`find_features`, without :attr:`failures`.
-            skipped: as for :class:`Population`.
+            skipped: as for :class:`Part`.
             messages: to the user, before those of the tables.
         """
         tables, data, classes = self.tables, self.data, self.tables.classes
@@ -135,15 +135,16 @@ class Assembler:
             if name == "start":
                 cut["start"] += first
                 cut["frames"] = length.astype(np.int32)
-        population = Population(
-            Tables(clips_table(cut, pools, meanings), self._clients(row), arrays),
+        return Part(
+            Tables(clips_table(cut), self._clients(row), arrays),
             classes,
             views,
+            pools,
+            meanings,
+            None if data.label_sets is None else data.label_sets.separator,
             [*skipped, *self.unread],
             [*messages, *self.messages],
-            separator=None if data.label_sets is None else data.label_sets.separator,
         )
-        return population.use(data)
 
     def find_features(
         self, store: FeatureStore, alteration: Alteration | None

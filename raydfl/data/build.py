@@ -17,10 +17,10 @@ from raydfl.data.assembly import Assembler
 from raydfl.data.features.cache import prepare
 from raydfl.data.features.extraction import RunChunks
 from raydfl.data.manifest import remarks_of
-from raydfl.data.parts import join_parts
+from raydfl.data.part import Part
 from raydfl.data.population import Population
 from raydfl.data.remote import fetch_recordings
-from raydfl.data.settings import DataSettings, with_place
+from raydfl.data.settings import DataSettings, with_part
 from raydfl.data.steps.corrupt import corrupt, remove_views
 from raydfl.data.steps.leave_out import deal_ungrouped, leave_out_labels
 from raydfl.data.steps.listing import UNLABELLED, Assignment, add_batch_column, make_assignment, natural_order
@@ -158,10 +158,25 @@ def build_population(
         DataError: recordings that cannot be used, or a split or partition that they do not allow.
         ResourcesError: no room for the features.
     """
-    if data.parts:
-        return join_parts(
-            {name: _part(name, part, seed, progress, run_chunks, labels_needed) for name, part in data.each.items()}
-        )
+    parts = {}
+    for name, own in data.each.items():
+        try:
+            parts[name] = _build_part(own, seed, progress, run_chunks, attack, classes, labels_needed)
+        except (ConfigError, DataError) as error:
+            raise with_part(error, name) from error
+    return Population(parts).use(data)
+
+
+def _build_part(
+    data: DataSettings,
+    seed: int,
+    progress: Progress | None,
+    run_chunks: RunChunks | None,
+    attack: Poisoner | None,
+    classes: Sequence[str] | None,
+    labels_needed: bool,
+) -> Part:
+    """Build one data set of the federation, see :func:`build_population`."""
     complete = classes is None
     manifest, own = list_clips(data, seed, progress, complete)
     classes = own if classes is None else classes
@@ -205,19 +220,4 @@ def build_population(
         messages.append(
             f"{len(skipped)} of {len(clips)} clips cannot be read and are left out, the first {skipped[0][0]}"
         )
-    return assembler.population(found, skipped, messages)
-
-
-def _part(
-    name: str,
-    data: DataSettings,
-    seed: int,
-    progress: Progress | None,
-    run_chunks: RunChunks | None,
-    labels_needed: bool,
-) -> Population:
-    """Return the population of one of ``data.parts``; messages about its recordings name the part."""
-    try:
-        return build_population(data, seed, progress, run_chunks, labels_needed=labels_needed)
-    except (ConfigError, DataError) as error:
-        raise with_place(error, f"data.parts.{name}") from error
+    return assembler.part(found, skipped, messages)

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from raydfl.core.errors import RunDirectoryError
+from raydfl.core.part_names import qualify
 from raydfl.core.sequences import OnDemand
 
 
@@ -61,6 +62,13 @@ class ClientIds(OnDemand[str]):
     def columns(self) -> dict[str, pa.Array]:
         """Return the columns of a table of clients that hold the ids."""
         return {"client": self.column} | ({} if self.by_id is None else {"by_id": pa.array(self.by_id)})
+
+    def in_part(self, part: str) -> pa.LargeStringArray:
+        """Return the ids as a federation of several parts has them: ``digits/george``."""
+        prefix, large = qualify(part, "/", ""), pa.large_string()
+        if not prefix:  # millions of ids are not copied
+            return self.column
+        return pc.binary_join_element_wise(pa.scalar(prefix, large), self.column, pa.scalar("", large))
 
     def find_duplicate(self) -> str | None:
         """Return an id that occurs twice, ``None`` if all are distinct."""

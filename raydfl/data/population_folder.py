@@ -15,10 +15,12 @@ import pyarrow as pa
 
 from raydfl.core.errors import RunDirectoryError
 from raydfl.core.files import RESUME, write_atomically, writing
+from raydfl.core.settings import FIRST_VIEW
 from raydfl.data import population_v1
-from raydfl.data.tables import Tables, encode
+from raydfl.data.client_ids import to_numbers
+from raydfl.data.tables import Tables, encode, join_tables
 
-FORMAT = 2
+FORMAT = 3
 _FACTS, _CLIPS, _CLIENTS = "population.json", "clips.arrow", "clients.arrow"
 _CHUNK = 1 << 22
 
@@ -28,18 +30,21 @@ def part_folder(folder: Path, part: str) -> Path:
     return folder / f"part-{part}" if part else folder
 
 
-def write(folder: Path, facts: Mapping[str, Any], tables: Tables | None) -> None:
+def write(folder: Path, parts: Mapping[str, Any], tables: Tables, again: bool = False) -> None:
     """Write a population. The facts are written last.
 
     Args:
-        facts: plain values by name.
-        tables: ``None``: those in the folder are kept.
+        parts: facts about each part, plain values.
+        tables: of all parts.
+        again: the folder holds equal tables; only the facts are written.
 
     Raises:
         ResourcesError: the disk is full or the folder cannot be written.
     """
-    arrays = {} if tables is None else tables.arrays
-    batches = {} if tables is None else {_CLIPS: tables.clips, _CLIENTS: tables.clients}
+    kept = _read_facts(folder) if again else {}
+    again = kept.get("format") == FORMAT
+    arrays = {} if again else tables.arrays
+    batches = {} if again else {_CLIPS: tables.clips, _CLIENTS: tables.clients}
     needed = sum(each.nbytes for each in (*batches.values(), *arrays.values()))
     with writing(folder, needed, "the files of the population", RESUME):
         for name, batch in batches.items():
@@ -48,15 +53,15 @@ def write(folder: Path, facts: Mapping[str, Any], tables: Tables | None) -> None
             write_atomically(folder / f"{name}.npy", functools.partial(_save_array, array))
         names = [*batches, *(f"{name}.npy" for name in arrays)]
         files = {name: [(folder / name).stat().st_size, digest_file(folder / name)] for name in names}
-        if tables is None:
-            files = _read_facts(folder)["files"]
-        text = json.dumps({"format": FORMAT, **facts, "files": files})
+        if again:
+            files = kept["files"]
+        text = json.dumps({"format": FORMAT, "parts": parts, "files": files})
         content = json.dumps({"facts": text, "digest": _digest(text)})
         write_atomically(folder / _FACTS, lambda path: path.write_text(content))
 
 
 def read(folder: Path, verify: bool = False) -> tuple[dict[str, Any], Tables]:
-    """Map the tables of a population, and read its facts.
+    """Map the tables of a population, and read the facts about each part.
 
     Args:
         verify: compare the files with their digests.
@@ -65,7 +70,7 @@ def read(folder: Path, verify: bool = False) -> tuple[dict[str, Any], Tables]:
         OSError, ValueError, KeyError, TypeError, AttributeError: a file is missing or damaged, or of another format.
     """
     if population_v1.is_in(folder) and not (folder / _FACTS).exists():
-        return _with_places(*population_v1.convert(folder, verify))
+        return _convert(folder, verify, *population_v1.convert(folder, verify))
     facts = _read_facts(folder)
     for name, (size, digest) in facts["files"].items():
         found = (folder / name).stat().st_size
@@ -78,24 +83,52 @@ def read(folder: Path, verify: bool = False) -> tuple[dict[str, Any], Tables]:
         for name in facts["files"]
         if name.endswith(".npy")
     }
-    return _with_places(facts, Tables(map_table(folder / _CLIPS), map_table(folder / _CLIENTS), arrays))
+    tables = Tables(map_table(folder / _CLIPS), map_table(folder / _CLIENTS), arrays)
+    if facts["format"] < FORMAT:
+        return _convert(folder, verify, facts, tables)
+    return facts["parts"], tables
 
 
-def _with_places(facts: dict[str, Any], tables: Tables) -> tuple[dict[str, Any], Tables]:
-    """Convert the sites of early versions (name, first client, stop, ranges of shards by split)."""
-    if "shards" in facts:
-        return facts, tables
-    sites = facts.pop("sites")
-    shards = [(split, *bounds, name) for name, _, _, of in sites for split, parts in of.items() for bounds in parts]
-    codes = np.repeat(np.arange(len(sites), dtype=np.int32), [stop - first for _, first, stop, _ in sites])
-    if sites:
-        place = encode(codes, [name for name, *_ in sites])
-        tables = Tables(tables.clips, tables.clients.append_column("place", place), tables.arrays)
-    return {**facts, "shards": shards if sites else None}, tables
+def _convert(folder: Path, verify: bool, facts: dict[str, Any], tables: Tables) -> tuple[dict[str, Any], Tables]:
+    """Convert a population of format 1 or 2, in which each part has a folder of its own."""
+    found: dict[str, Any] = {}
+    parts: dict[str, Tables] = {}
+    for name, *_ in facts["parts"]:
+        own, parts[name] = read(part_folder(folder, name), verify)
+        (found[name],) = own.values()
+        parts[name] = parts[name].split()[""]
+    if not found:
+        found[""], parts[""] = _convert_part(facts, tables)
+    return found, join_tables(parts)
+
+
+def _convert_part(facts: dict[str, Any], tables: Tables) -> tuple[dict[str, Any], Tables]:
+    """Convert facts and tables of a population of one part. The names of pools and values were in the tables."""
+    clips = dict(zip(tables.clips.schema.names, tables.clips.columns, strict=True))
+    listed = {name: own for name, own in clips.items() if pa.types.is_dictionary(own.type) and name != "role"}
+    values = {name.removeprefix("column:"): column.dictionary.to_pylist() for name, column in listed.items()}
+    clips |= {name: pa.array(to_numbers(column)) for name, column in listed.items()}
+    clients, shards = tables.clients, facts.get("shards")
+    if sites := facts.get("sites"):  # of early versions: name, first client, stop, ranges of shards by split
+        shards = [(split, *bounds, name) for name, _, _, of in sites for split, own in of.items() for bounds in own]
+        codes = np.repeat(np.arange(len(sites), dtype=np.int32), [stop - first for _, first, stop, _ in sites])
+        clients = clients.append_column("place", encode(codes, [name for name, *_ in sites]))
+    views = {FIRST_VIEW: {name: facts[name] for name in ("length", "stores", "bands")}}
+    for name, (store, length) in facts["views"].items():
+        views[name] = {"length": length, "stores": [] if store is None else [store], "bands": None}
+    found = {
+        "labels": facts["classes"],
+        "views": views,
+        "pools": values.pop("pool", ["train"]),
+        "columns": values,
+        "shards": shards,
+        **{name: facts[name] for name in ("separator", "skipped", "messages")},
+    }
+    return found, Tables(pa.record_batch(clips), clients, tables.arrays)
 
 
 def upgrade_population(folder: Path) -> None:
-    """Replace the file of format 1, and those of parts, by tables.
+    """Replace the files of format 1 by tables.
 
     Raises:
         RunDirectoryError: the file is damaged.
@@ -104,11 +137,9 @@ def upgrade_population(folder: Path) -> None:
     with refusing_damage(folder):
         if not population_v1.is_in(folder):
             return
-        facts, tables = read(folder, verify=True)
-    for name, *_ in facts["parts"]:
-        upgrade_population(part_folder(folder, name))
-    write(folder, {name: value for name, value in facts.items() if name != "files"}, tables)
-    population_v1.remove(folder)
+        write(folder, *read(folder, verify=True))
+    for file in [folder, *folder.glob("part-*")]:
+        population_v1.remove(file)
 
 
 @contextmanager
@@ -132,7 +163,7 @@ def refusing_damage(folder: Path) -> Iterator[None]:
 def _read_facts(folder: Path) -> dict[str, Any]:
     stored = json.loads((folder / _FACTS).read_text())
     facts: dict[str, Any] = json.loads(stored["facts"])
-    if facts["format"] != FORMAT:
+    if facts["format"] not in (2, FORMAT):
         raise ValueError(f"it is of format {facts['format']}, this version of raydfl reads {FORMAT}")
     if _digest(stored["facts"]) != stored["digest"]:
         raise ValueError(f"the content of {_FACTS} has changed")

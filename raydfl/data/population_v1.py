@@ -14,7 +14,7 @@ import safetensors
 import safetensors.numpy
 
 from raydfl.data.client_ids import ClientIds
-from raydfl.data.tables import POOLED, ROLES, Tables, clips_table, encode, no_clips
+from raydfl.data.tables import POOLED, ROLES, Tables, encode, no_clips
 
 _FILE = "population.safetensors"
 _OWNED = ("train", "validation", "client_test", "attack")
@@ -28,11 +28,11 @@ def is_in(folder: Path) -> bool:
 
 def remove(folder: Path) -> None:
     """Remove the file of format 1."""
-    (folder / _FILE).unlink()
+    (folder / _FILE).unlink(missing_ok=True)
 
 
 def convert(folder: Path, verify: bool) -> tuple[dict[str, Any], Tables]:
-    """Return facts and tables as raydfl.data.population_folder has them.
+    """Return facts and tables as format 2 had them.
 
     Args:
         verify: compare the arrays with their digest.
@@ -106,7 +106,10 @@ def _clips(arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any]) -> pa.Rec
                 block[f"view:{view}:frames"] = arrays[f"{base}{mark}@{view}/counts"]
             blocks.append(block)
     joined = {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]}
-    return clips_table(joined, pools, columns)
+    values = {"role": ROLES, "pool": pools, **{f"column:{name}": own for name, own in columns.items()}}
+    return pa.record_batch(
+        {name: encode(own, values[name]) if name in values else pa.array(own) for name, own in joined.items()}
+    )
 
 
 def _clients(arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any]) -> pa.RecordBatch:

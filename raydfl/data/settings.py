@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     BeforeValidator,
@@ -447,7 +447,20 @@ _OF_SITES = ("folder", "parts", "partition", "tables")
 """Keys of a site that are no options of a data set."""
 
 
-def with_place(error: InputError, where: str) -> InputError:
+_E = TypeVar("_E", bound=InputError)
+
+
+def place_of(part: str) -> str:
+    """Return the place of a part's settings in the configuration."""
+    return f"data.parts.{part}" if part else "data"
+
+
+def with_part(error: _E, part: str) -> _E:
+    """Return an error with the settings of ``data`` in its message replaced by those of a part (:func:`with_place`)."""
+    return with_place(error, place_of(part)) if part else error
+
+
+def with_place(error: _E, where: str) -> _E:
     """Return an error with the settings of ``data`` in its message replaced by those of a part or a view.
 
     Args:

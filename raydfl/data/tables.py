@@ -25,10 +25,10 @@ place                   dictionary   site of the client's data; without the colu
 group                   dictionary   group of which the client was made
 noisy, label_errors     bool         whether its training data are corrupted; without the column nobody's are
 first, stop             int32        range of the client's rows of the first pool, where clients share clips
-statistics              int32        index of the client's statistics (see :meth:`Population.statistics`)
+statistics              int32        index of the client's statistics in its part (see :meth:`Population.statistics`)
 profile:NAME            dictionary   ``data.profile``, if its source is a column
-examples                int64        number of training examples, where the clips are elsewhere (sites, parts)
-has:VIEW                bool         whether the client has a view, where the clips are elsewhere
+examples                int64        number of training examples, where the clips are at sites
+has:VIEW                bool         whether the client has a view, where the clips are at sites
 ======================= ============ ==============================================================================
 """
 
@@ -40,6 +40,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pyarrow as pa
 
+from raydfl.core.part_names import qualify
 from raydfl.core.settings import FIRST_VIEW
 from raydfl.data.client_ids import ClientIds, to_numbers
 
@@ -49,31 +50,17 @@ POOLED = ("train", "attack")
 """Roles whose examples are in pools."""
 
 
-def clips_table(
-    columns: Mapping[str, np.ndarray], pools: Sequence[str], further: Mapping[str, Sequence[str]]
-) -> pa.RecordBatch:
-    """Make a table of clips.
-
-    Args:
-        columns: by name; ``role``, ``pool`` and further columns as codes.
-        pools: names of the pools.
-        further: values of the further columns by name.
-    """
-    values = {"role": ROLES, "pool": pools, **{f"column:{name}": own for name, own in further.items()}}
+def clips_table(columns: Mapping[str, np.ndarray]) -> pa.RecordBatch:
+    """Make a table of clips of columns by name, ``role`` as codes."""
     return pa.record_batch(
-        {name: encode(own, values[name]) if name in values else pa.array(own) for name, own in columns.items()}
+        {name: encode(own, ROLES) if name == "role" else pa.array(own) for name, own in columns.items()}
     )
 
 
-def no_clips(further: Mapping[str, Sequence[str]] | None = None) -> pa.RecordBatch:
-    """Make a table without clips, for a federation whose clips are elsewhere.
-
-    Args:
-        further: values of the further columns by name.
-    """
-    values = further or {}
-    kinds = {"role": np.int8, "pool": np.int8, "client": np.int32} | {f"column:{name}": np.int32 for name in values}
-    return clips_table({name: np.zeros(0, kind) for name, kind in kinds.items()}, ("train",), values)
+def no_clips() -> pa.RecordBatch:
+    """Make a table without clips, for a federation whose clips are elsewhere."""
+    kinds = {"role": np.int8, "pool": np.int8, "client": np.int32}
+    return clips_table({name: np.zeros(0, kind) for name, kind in kinds.items()})
 
 
 def view_column(view: str, name: str) -> str:
@@ -104,41 +91,54 @@ _T = TypeVar("_T")
 
 
 class Tables:
-    """The tables of clips and clients, and arrays by name: ``statistics``, and tables of transforms (:func:`table_prefix`)."""
+    """The tables of clips and clients, and arrays by name: ``statistics``, and tables of transforms (:func:`table_prefix`).
+
+    Queries of clips are for the tables of one part, see :meth:`split`.
+
+    Args:
+        clips: a row for each example.
+        clients: a row for each client.
+        arrays: by name; those of several parts begin with ``PART.``.
+        first: number of the first client in the column ``client`` of clips.
+    """
 
     def __init__(
-        self, clips: pa.RecordBatch, clients: pa.RecordBatch, arrays: Mapping[str, np.ndarray] | None = None
+        self,
+        clips: pa.RecordBatch,
+        clients: pa.RecordBatch,
+        arrays: Mapping[str, np.ndarray] | None = None,
+        first: int = 0,
     ) -> None:
-        self.clips, self.clients, self.arrays = clips, clients, dict(arrays or {})
+        self.clips, self.clients, self.arrays, self._first = clips, clients, dict(arrays or {}), first
         self.ids = ClientIds.from_table(clients)
-        self.pools: tuple[str, ...] = tuple(clips.column("pool").dictionary.to_pylist())
-        """Names of the pools of training examples."""
-        self.values: dict[str, tuple[str, ...]] = {
-            name.removeprefix("column:"): tuple(clips.column(name).dictionary.to_pylist())
-            for name in clips.schema.names
-            if name.startswith("column:")
-        }
-        """The values of further columns by name."""
         self._known: dict[str, Any] = {}
-        self._blocks = self._find_blocks()
 
-    def block(self, role: str, pool: str | None = None) -> slice:
-        """Return the rows of a role, and of its training examples those of a pool (``None``: the first)."""
-        return self._blocks[role, self.pools[0] if pool is None and role in POOLED else pool]
+    def split(self) -> dict[str, Tables]:
+        """Return the tables of each part, without a copy. Positions of clients count from the part's first."""
+        found: dict[str, Tables] = {}
+        names = self.clients.column("part").dictionary.to_pylist()
+        clips, clients = (_find_parts(table, len(names)) for table in (self.clips, self.clients))
+        by_id = self.read_clients("by_id")
+        for name, rows, own in zip(names, clips, clients, strict=True):
+            columns = _known_columns(self.clients, own)
+            if by_id is not None:
+                columns["by_id"] = pa.array(by_id[(by_id >= own.start) & (by_id < own.stop)] - np.int32(own.start))
+            prefix = qualify(name, ".", "")
+            arrays = {key.removeprefix(prefix): a for key, a in self.arrays.items() if key.startswith(prefix)}
+            own_clips = pa.record_batch(_known_columns(self.clips, rows))
+            found[name] = Tables(own_clips, pa.record_batch(columns), arrays, own.start)
+        return found
 
-    def _find_blocks(self) -> dict[tuple[str, str | None], slice]:
-        bounds = np.searchsorted(self.read_clips("role"), np.arange(len(ROLES) + 1, dtype=np.int8)).tolist()
-        blocks: dict[tuple[str, str | None], slice] = {}
-        for role, first, stop in zip(ROLES, bounds, bounds[1:], strict=False):
-            if role not in POOLED:
-                blocks[role, None] = slice(first, stop)
-                continue
-            codes = self.read_clips("pool", slice(first, stop))
-            inner = np.searchsorted(codes, np.arange(len(self.pools) + 1, dtype=codes.dtype)) + first
-            blocks |= {
-                (role, pool): slice(*inner[number : number + 2].tolist()) for number, pool in enumerate(self.pools)
-            }
-        return blocks
+    def block(self, role: str, pool: int = 0) -> slice:
+        """Return the rows of a role, and of its training examples those of a pool."""
+        return self.remember(f"block {role} {pool}", lambda: self._find_block(role, pool))
+
+    def _find_block(self, role: str, pool: int) -> slice:
+        rows = slice(*_find_code(self.read_clips("role"), ROLES.index(role)))
+        if role not in POOLED:
+            return rows
+        first, stop = _find_code(self.read_clips("pool", rows), pool)
+        return slice(rows.start + first, rows.start + stop)
 
     def remember(self, key: str, make: Callable[[], _T]) -> _T:
         """Return the result of a query, which is computed once."""
@@ -175,44 +175,52 @@ class Tables:
         codes = self.read_clients("place")
         return self.places[0 if codes is None else int(codes[client])]
 
-    def with_clips(self, own: Tables, place: str) -> Tables:
+    def is_at(self, place: str) -> np.ndarray:
+        """Return which clients are at a place: bool [clients]."""
+        found: np.ndarray = np.asarray(self.read_clients("place")) == self.places.index(place)
+        return found
+
+    def with_clips(self, own: Tables, place: str, columns: Mapping[str, np.ndarray]) -> Tables:
         """Return these clients with the clips of one place.
 
         Args:
             own: the clips, and their owners' ranges if clients share clips. Its clients are those of the place, in order.
             place: name of the place.
+            columns: further columns of the clips.
         """
-        first = int(np.argmax(self.read_clients("place") == self.places.index(place)))
-        client = own.read_clips("client")
-        columns = dict(zip(own.clips.schema.names, own.clips.columns, strict=True))
-        columns["client"] = pa.array(np.where(client < 0, client, client + first))
-        for name, values in self.values.items():  # numbers stand for the values of all places
-            codes = np.array([values.index(value) for value in own.values[name]], np.int32)
-            columns[f"column:{name}"] = encode(codes[own.read_clips(f"column:{name}")], values)
+        first = int(np.argmax(self.is_at(place)))
+        client = own.owners_of()
+        further = {f"column:{name}": pa.array(codes) for name, codes in columns.items()}
+        clips = dict(zip(own.clips.schema.names, own.clips.columns, strict=True)) | further
+        clips["client"] = pa.array(np.where(client < 0, client, client + first))
         clients = self.clients
         for name, bound in zip(("first", "stop"), own.ranges or (), strict=False):
             whole = np.zeros(len(self.ids), bound.dtype)
             whole[first : first + len(bound)] = bound
             clients = clients.append_column(name, pa.array(whole))
-        return Tables(pa.record_batch(columns), clients, own.arrays)
+        return Tables(pa.record_batch(clips), clients, own.arrays)
 
-    def rows(self, role: str, client: int, pool: str | None = None) -> slice:
+    def owners_of(self, rows: slice = slice(None)) -> np.ndarray:
+        """Return the positions of the clients of some clips; negative where there is none."""
+        return self.read_clips("client", rows) - np.int32(self._first)
+
+    def rows(self, role: str, client: int, pool: int = 0) -> slice:
         """Return the rows of a client's clips: see :meth:`block`."""
         block = self.block(role, pool)
         if self.ranges is not None:
             first, stop = (int(bound[client]) + block.start for bound in self.ranges)
             return slice(first, stop) if role == "train" else slice(0, 0)
-        wanted = np.array([client, client + 1], np.int32)  # of the column's type, or searchsorted copies the column
-        first, stop = (np.searchsorted(self.read_clips("client", block), wanted) + block.start).tolist()
-        return slice(first, stop)
+        first, stop = _find_code(self.read_clips("client", block), self._first + client)
+        return slice(block.start + first, block.start + stop)
 
     def has(self, role: str) -> bool:
         """Return whether there are clips with a role."""
-        return any(rows.start < rows.stop for (name, _), rows in self._blocks.items() if name == role)
+        first, stop = _find_code(self.read_clips("role"), ROLES.index(role))
+        return first < stop
 
-    def num_examples(self, client: int, pool: str | None = None) -> int:
-        """Return how many training examples a client has in a pool; ``None``: the first."""
-        examples = None if pool is not None else self.read_clients("examples")
+    def num_examples(self, client: int, pool: int = 0) -> int:
+        """Return how many training examples a client has in a pool."""
+        examples = self.read_clients("examples")
         if examples is not None:
             return int(examples[client])
         rows = self.rows("train", client, pool)
@@ -227,7 +235,7 @@ class Tables:
             sizes: np.ndarray = self.ranges[1].astype(np.int64)
             sizes -= self.ranges[0]  # in place: there may be millions of clients
             return sizes
-        return np.bincount(self.read_clips("client", self.block("train")), minlength=len(self.ids))
+        return np.bincount(self.owners_of(self.block("train")), minlength=len(self.ids))
 
     def owners(self, view: str) -> np.ndarray:
         """Return which clients have a view of any of their training examples: bool [clients]."""
@@ -235,25 +243,26 @@ class Tables:
         return self.remember(f"owners {view}", lambda: self._find_owners(view)) if stored is None else stored
 
     def _find_owners(self, view: str) -> np.ndarray:
-        train = slice(self.block("train").start, self.block("train", self.pools[-1]).stop)
+        train = slice(*_find_code(self.read_clips("role"), ROLES.index("train")))
         present = self.read_clips(view_column(view, "frames"), train) > 0
         if self.ranges is not None:
             before = np.r_[0, np.cumsum(present)]
             shared: np.ndarray = before[self.ranges[1]] > before[self.ranges[0]]
             return shared
-        return np.bincount(self.read_clips("client", train)[present], minlength=len(self.ids)) > 0
+        return np.bincount(self.owners_of(train)[present], minlength=len(self.ids)) > 0
 
-    def profile(self, client: int, views: Sequence[str]) -> dict[str, Any]:
+    def profile(self, client: int, views: Sequence[str], pools: Sequence[str]) -> dict[str, Any]:
         """Return the profile of a client.
 
         Args:
             views: names of ``data.views``.
+            pools: names of the pools.
         """
         names = [name.removeprefix("profile:") for name in self.clients.schema.names if name.startswith("profile:")]
         columns = {name: self.column(name, views) for name in ("group", "noisy", "label_errors", "views", *names)}
         facts = {name: values[int(of[client])] for name, (values, of) in columns.items() if of[client] >= 0}
-        if len(self.pools) > 1 and "examples" not in self.clients.schema.names:
-            facts["pools"] = {name: self.num_examples(client, name) for name in self.pools}
+        if len(pools) > 1 and "examples" not in self.clients.schema.names:
+            facts["pools"] = {name: self.num_examples(client, number) for number, name in enumerate(pools)}
         return facts
 
     def column(self, name: str, views: Sequence[str]) -> Column:
@@ -290,7 +299,7 @@ class Tables:
                 before = np.concatenate([[0], np.cumsum(begins & (label == number))])
                 counts[:, number] = before[stop] - before[first]
             return counts
-        client = self.read_clips("client", block).astype(np.int64)
+        client = self.owners_of(block).astype(np.int64)
         begins[1:] |= client[1:] != client[:-1]
         begins &= label >= 0
         cells = np.bincount(client[begins] * labels + label[begins], minlength=len(self.ids) * labels)
@@ -335,18 +344,78 @@ def _texts(column: pa.DictionaryArray) -> list[str]:
 def join_columns(columns: Sequence[Column]) -> Column:
     """Concatenate the columns of several parts."""
     values: list[Any] = []
-    places = []
+    codes = []
     for own, of in columns:
-        places.append(np.where(of < 0, -1, of.astype(np.int64) + len(values)))
+        kind = np.min_scalar_type(-len(values) - len(own) - 1)  # small: there may be millions of clients
+        codes.append(np.where(of < 0, kind.type(-1), of.astype(kind) + kind.type(len(values))))
         values += own
-    return values, np.concatenate(places)
+    return values, np.concatenate(codes)
 
 
-def join_counts(blocks: Sequence[np.ndarray]) -> np.ndarray:
-    """Place int64 matrices along the diagonal of a matrix of zeros."""
-    whole = np.zeros(np.sum([block.shape for block in blocks], axis=0), np.int64)
-    row = column = 0
-    for block in blocks:
-        whole[row : row + block.shape[0], column : column + block.shape[1]] = block
-        row, column = row + block.shape[0], column + block.shape[1]
-    return whole
+def join_tables(parts: Mapping[str, Tables]) -> Tables:
+    """Join the tables of all parts, in the order given. A client is called by its part and its id there: ``digits/george``."""
+    kind = np.min_scalar_type(-len(parts))
+    clips, clients, arrays = [], [], dict[str, np.ndarray]()
+    order: dict[str, np.ndarray] = {}
+    first = 0
+    for number, (name, own) in enumerate(parts.items()):
+        tables = own.clips, own.clients
+        of_clips, of_clients = (encode(np.full(each.num_rows, number, kind), [*parts]) for each in tables)
+        client = own.owners_of()
+        client = np.where(client < 0, np.int32(-1), client + np.int32(first))
+        clips.append(pa.table({"part": of_clips, **_columns(own.clips), "client": pa.array(client)}))
+        ids = own.ids.in_part(name)
+        columns = {name: column for name, column in _columns(own.clients).items() if name != "by_id"}
+        clients.append(pa.table({"part": of_clients, **columns, "client": ids}))
+        arrays |= {qualify(name, ".", key): array for key, array in own.arrays.items()}
+        by_id = np.arange(len(ids), dtype=np.int32) if own.ids.by_id is None else own.ids.by_id
+        order[qualify(name, "/", "")] = by_id + np.int32(first)
+        first += len(ids)
+    joined = _join(clients)
+    by_id = np.concatenate([order[prefix] for prefix in sorted(order, key=str.encode)])
+    if not np.array_equal(by_id, np.arange(first, dtype=np.int32)):
+        joined = joined.add_column(2, "by_id", pa.array(by_id))
+    return Tables(_join(clips), joined, arrays)
+
+
+def _join(tables: Sequence[pa.Table]) -> pa.RecordBatch:
+    """Join tables. Missing columns are null, and a dictionary with values of several types becomes text."""
+    kinds: dict[str, set[pa.DataType]] = {}
+    for table in tables:
+        for field in table.schema:
+            if pa.types.is_dictionary(field.type):
+                kinds.setdefault(field.name, set()).add(field.type.value_type)
+    for name in (name for name, types in kinds.items() if len(types) > 1):
+        tables = [_with_text(table, name) if name in table.schema.names else table for table in tables]
+    joined = pa.concat_tables(tables, promote_options="permissive").unify_dictionaries().combine_chunks()
+    return next(iter(joined.to_batches()), pa.RecordBatch.from_pylist([], joined.schema))
+
+
+def _with_text(table: pa.Table, name: str) -> pa.Table:
+    column = table.column(name).combine_chunks()
+    place = table.schema.get_field_index(name)
+    return table.set_column(place, name, encode(to_numbers(column), [*map(str, column.dictionary.to_pylist())]))
+
+
+def _columns(table: pa.RecordBatch) -> dict[str, pa.Array]:
+    return dict(zip(table.schema.names, table.columns, strict=True))
+
+
+def _known_columns(table: pa.RecordBatch, rows: range) -> dict[str, pa.Array]:
+    """Return the columns that a part has, in its rows."""
+    own = table.slice(rows.start, len(rows))
+    unknown = {name for name, column in _columns(own).items() if len(own) and column.null_count == len(own)}
+    return {name: column for name, column in _columns(own).items() if name not in {"part", *unknown}}
+
+
+def _find_parts(table: pa.RecordBatch, number: int) -> list[range]:
+    """Return the rows of each part."""
+    codes = to_numbers(table.column("part"))
+    stops = np.searchsorted(codes, np.arange(number, dtype=codes.dtype), "right").tolist()
+    return [*map(range, [0, *stops], stops)]
+
+
+def _find_code(codes: np.ndarray, code: int) -> tuple[int, int]:
+    """Return the first row of a code in ascending codes, and the row behind its last."""
+    wanted = codes.dtype.type(code)  # of the column's type, or searchsorted copies the column
+    return int(np.searchsorted(codes, wanted)), int(np.searchsorted(codes, wanted, "right"))

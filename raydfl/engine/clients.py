@@ -170,6 +170,10 @@ class Clients(OnDemand[Client]):
             for specs, drawn in zip(self._specs[self._population.part_of(position)], self._drawn, strict=True)
         )
 
+    def classes_of(self, part: str) -> tuple[str, ...]:
+        """Return the names of a part's classes."""
+        return self._population.parts[part].classes
+
     def of_part(self, part: str) -> Sequence[Client]:
         """Return the clients of one part, made on demand."""
         return _Section(self, self._population.spans[part])
@@ -179,7 +183,7 @@ class Clients(OnDemand[Client]):
         return list(dict.fromkeys(specs for variants in self.variants_of_parts().values() for specs in variants))
 
     def variants_of_parts(self) -> dict[str, list[tuple[ModelSpec, ...]]]:
-        """Return each part's distinct combinations of architectures, as the server has them; under no name without parts."""
+        """Return each part's distinct combinations of architectures, as the server has them."""
         return {part: self._variants(positions) for part, positions in self._population.spans.items()}
 
     def _variants(self, positions: range) -> list[tuple[ModelSpec, ...]]:

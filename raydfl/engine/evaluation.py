@@ -37,7 +37,7 @@ class Evaluation:
         settings: ``evaluate`` of the configuration.
         method: of the run.
         clients: all of them.
-        shards: of each part's data at the server; under no name where there are no parts.
+        shards: of each part's data at the server.
         variants: of each part.
         part: ``evaluate.fine_tune.part``.
         order: makes orders of tasks that measure something.
@@ -228,7 +228,7 @@ def pooled(
             if weight:
                 means.setdefault(part, _PartMean()).add(scores, weight)
         for part, mean in means.items():
-            found = {(f"{part}:" if part else "") + name: value for name, value in mean.scores().items()}
+            found = {part_names.qualify(part, ":", name): value for name, value in mean.scores().items()}
             rows += record.rows_from_metrics(round_index, "evaluate", "", split, found)
     for split, of_clients in clients.items():
         rows += record.rows_from_clients(round_index, "evaluate", split, of_clients)

@@ -73,10 +73,10 @@ def join_states(states: Mapping[str, State], wider: State, common: bool = False)
         ConfigError: a tensor's name could be taken for a part's.
     """
     first = next(iter(states.values()))
-    for state in states.values():
+    for part, state in states.items():
         for tensors in state.tensors.values():
             for name in tensors:
-                check_name(name)
+                check_name(name, part)
     joined: dict[str, dict[str, Tensor]] = {}
     for part, state in states.items():
         for key, tensors in state.tensors.items():

@@ -30,7 +30,14 @@ def received(order: Order, broadcast: Mapping[str, FlatTensors], lacks: frozense
 
 
 def _of_part(order: Order, broadcast: Mapping[str, FlatTensors], lacks: frozenset[str]) -> dict[str, FlatTensors]:
-    return {key: _without_models(part_names.received(broadcast[key], order.part), lacks) for key in order.task.receive}
+    return {key: _without_models(_own_tensors(broadcast[key], order.part), lacks) for key in order.task.receive}
+
+
+def _own_tensors(sent: FlatTensors, part: str) -> FlatTensors:
+    """Return an entry of the server's state as a client of a part receives it."""
+    if all(part_names.plain_name(name) == name for name in sent):
+        return sent
+    return FlatTensors.of(part_names.of_part(sent, part))
 
 
 def _without_models(tensors: FlatTensors, models: frozenset[str]) -> FlatTensors:
@@ -45,7 +52,7 @@ def received_bytes(order: Order, broadcast: Mapping[str, FlatTensors], lacks: fr
     for key in order.task.receive:
         if key in order.task.has:
             continue
-        layout = part_names.received(broadcast[key], order.part).layout
+        layout = _own_tensors(broadcast[key], order.part).layout
         if lacks:
             shapes = zip(layout.names, layout.shapes, strict=True)
             layout = Layout.of_shapes({name: shape for name, shape in shapes if name.partition("/")[0] not in lacks})
@@ -89,8 +96,6 @@ def sent_updates(found: Update, who: str, shared: Callable[[str], bool], fixed: 
 
 def by_servers_names(update: Update, part: str, broadcast: Mapping[str, FlatTensors]) -> Update:
     """Return an update of a part's client with its tensors and their weights under the names that the server has for them."""
-    if not part:
-        return update
     known = broadcast.get(update.key, ())
     weight = update.weight
     return dataclasses.replace(

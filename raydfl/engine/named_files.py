@@ -18,7 +18,7 @@ from raydfl.core.nested import get_path
 from raydfl.core.options import path_options
 from raydfl.core.pretrained import encoder_digest
 from raydfl.core.remote import check_path, is_uri
-from raydfl.data import DataSettings, find_dataset, find_transform
+from raydfl.data import DataSettings, find_dataset, find_transform, place_of
 from raydfl.data.features import AnyFeatures, PretrainedFeatures, kind_of
 from raydfl.engine.assembly import Parts
 from raydfl.methods import Method
@@ -156,7 +156,7 @@ def named_files(parts: Parts, data: DataSettings) -> dict[str, tuple[str, str]]:
             if issubclass(find_architecture(architecture, place)[0], Pretrained) and options.get("folder"):
                 encoders[f"{place}.folder"] = Path(options["folder"])
     for part, settings in data.each.items():
-        place = f"data.parts.{part}" if part else "data"
+        place = place_of(part)
         for view in settings.all_views.values():
             if isinstance(view.features, PretrainedFeatures):
                 encoders[f"{place}{view.where.removeprefix('data')}.features.folder"] = view.features.folder

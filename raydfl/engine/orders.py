@@ -58,7 +58,7 @@ class Order:
     attacking: bool = False
     """Whether the client attacks in this round."""
     part: str = ""
-    """The client's part of ``data.parts``; empty: no parts."""
+    """The client's part of ``data.parts``. A single data set has no name."""
     place: str = ""
     """Site of the data; empty: the run's own machines."""
     stage: str = ""

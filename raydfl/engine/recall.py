@@ -38,7 +38,7 @@ def best_of(run_dir: Path, config: Config) -> Best | None:
     if newest is None or config.run.best is None:
         return None
     phases = config.phases.as_begun(newest.begun)
-    selection = config.make_selection(Population.load(run_dir / "population", bands=config.data.features.bands))
+    selection = config.make_selection(Population.load(run_dir / "population", features=False))
     leader = restore_selection(store, selection, phases, newest.state.round_index)[0].best
     name = None if leader is None else store.commit_of(leader.round)
     return None if leader is None or name is None or not leader.round else Best(leader, store.load(name))

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raydfl.core import seeds
+from raydfl.core import part_names, seeds
 from raydfl.core.cuts import cut_tensors
 from raydfl.core.errors import ClientError, RaydflError
 from raydfl.core.memory import keep_freed_memory
@@ -255,7 +255,7 @@ class Worker:
         if order.task.client_id == SERVER:
             test = self._test("test", order.part)
             nothing = test.take(np.zeros(0, np.int64))
-            client = Client(SERVER, -1, 0, order.server_models, {"part": order.part} if order.part else {})
+            client = Client(SERVER, -1, 0, order.server_models, part_names.describe_part(order.part))
             return client, ClientData({"train": nothing}, validation=nothing, test=test)
         client = self.clients.by_id(order.task.client_id)
         return client, self.population.data(client.index, order.attacking)

@@ -17,7 +17,7 @@ from raydfl.core.nested import get_path
 from raydfl.core.options import path_options
 from raydfl.core.remote import check_path, is_uri
 from raydfl.core.yaml import read_yaml
-from raydfl.data import build_population, find_dataset
+from raydfl.data import build_population, find_dataset, place_of
 from raydfl.data.features import RunChunks
 from raydfl.engine import Clients, Config, apply_overrides, holds_out
 from raydfl.experiments.settings import (
@@ -280,7 +280,7 @@ def check_data_sets(trials: Sequence[Trial]) -> None:
     faults = defaultdict[str, list[str]](list)
     for trial in _unprepared(trials):
         for part, settings in trial.config.data.each.items():
-            dataset, where = find_dataset(settings.name), f"data.parts.{part}" if part else "data"
+            dataset, where = find_dataset(settings.name), place_of(part)
             for option in path_options(dataset):
                 path = (settings.model_extra or {}).get(option)
                 if path is not None and not is_uri(path) and not os.path.exists(path):  # noqa: PTH110  (pathlib's may raise)

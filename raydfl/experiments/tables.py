@@ -307,7 +307,7 @@ def describe_results(results: StudyResults) -> list[str]:
 def _find_choosers(trial: Trial) -> Iterable[Criterion]:
     """Return the criteria of ``run.best`` with the validation data of the trial's run, if it has begun."""
     folder, config = trial.run_dir / "population", trial.config
-    population = Population.load(folder, bands=config.data.features.bands) if folder.exists() else None
+    population = Population.load(folder, features=False) if folder.exists() else None
     return config.make_selection(population).for_best.values()
 
 

@@ -195,7 +195,7 @@ def _check_ids(config: Config) -> None:
 def _remarks(config: Config, population: Population) -> list[str]:
     """Return what the objective says of the clients' data, of each part."""
     of_parts = {part: config.parts.method.objective.remarks(each) for part, each in population.parts.items()}
-    return [f"{part}: {text}" if part else text for part, texts in of_parts.items() for text in texts]
+    return [part_names.qualify(part, ": ", text) for part, texts in of_parts.items() for text in texts]
 
 
 def begin(
@@ -323,7 +323,7 @@ def export(run_dir: Path, config: Config) -> list[Path]:
     is in the file of each key that has tensors of the model. With ``run.best`` those of the best round are beside them, in
     ``model-best.safetensors`` and ``model-best-<key>.safetensors``, which also say by which metric and value.
     """
-    population = Population.load(run_dir / "population", bands=config.data.features.bands)
+    population = Population.load(run_dir / "population", features=False)
     clients = Clients(population, config)
     paths = _export(run_dir, config, clients, final_commit(run_dir), "model", {})
     best = best_of(run_dir, config)
@@ -369,12 +369,11 @@ def _export(
             "round": str(state.round_index),
             "method": json.dumps(config.method),
             "models": json.dumps(about["models"]),
-            "classes": json.dumps(about["parts"][part] if part else about["classes"]),
+            "classes": json.dumps(clients.classes_of(part)),
             "features": data.features.model_dump_json(),
             **more,
+            **part_names.describe_part(part),
         }
-        if part:
-            metadata["part"] = part
         write_durably(path, to_safetensors(models, metadata))
         paths.append(path)
     return paths

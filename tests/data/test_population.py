@@ -21,7 +21,8 @@ from raydfl.data.examples import Examples
 from raydfl.data.features.cache import FeatureStore
 from raydfl.data.features.extractor import FeatureExtractor
 from raydfl.data.noise import add_noise, noise_for
-from raydfl.data.population import Population, StoredView
+from raydfl.data.part import Part, StoredView
+from raydfl.data.population import Population
 from raydfl.data.settings import DataSettings
 from raydfl.data.steps.corrupt import wrong_labels
 from raydfl.data.tables import Tables, clips_table
@@ -299,8 +300,8 @@ def test_damaged_files_are_named(made: Make, tmp_path: Path, name: str, damage: 
 def test_a_later_format_is_refused(made: Make, tmp_path: Path) -> None:
     build_population(made(), 1).save(tmp_path)
     path = tmp_path / "population.json"
-    path.write_text(path.read_text().replace('\\"format\\": 2', '\\"format\\": 9'))
-    with pytest.raises(RunDirectoryError, match="it is of format 9, this version of raydfl reads 2"):
+    path.write_text(path.read_text().replace('\\"format\\": 3', '\\"format\\": 9'))
+    with pytest.raises(RunDirectoryError, match="it is of format 9, this version of raydfl reads 3"):
         Population.load(tmp_path)
 
 
@@ -344,8 +345,8 @@ def many_clients(clients: int, store: FeatureStore) -> Population:
         "frames": np.full(len(owner), 21, np.int32),
     }
     ids = ClientIds.from_strings(f"speaker-{i}" for i in range(clients))
-    tables = Tables(clips_table(columns, ("train",), {}), pa.record_batch(ids.columns()))
-    return Population(tables, ["w0", "w1", "w2", "w3"], {FIRST_VIEW: StoredView(21, (store,))})
+    tables = Tables(clips_table(columns), pa.record_batch(ids.columns()))
+    return Population({"": Part(tables, ["w0", "w1", "w2", "w3"], {FIRST_VIEW: StoredView(21, (store,))})})
 
 
 def test_100000_clients_cost_next_to_nothing(made: Make, tmp_path: Path) -> None:

@@ -212,7 +212,7 @@ def test_sites_with_views_compute_what_one_place_does(tiny: Tiny, folder: Path) 
     config = federation(tiny, folder, f"data.sites={{{', '.join(sites)}}}", "train.cohort=6", "train.rounds=1")
     train_federation(config)
     run_dir = Path(config.run.dir) / "tiny"
-    told = json.loads((run_dir / "sites.json").read_text())["sites"]
+    told = json.loads((run_dir / "sites.json").read_text())["parts"][""]["sites"]
     assert [site["views"]["picture"] for site in told] == [
         {"examples": 15, "length": 8, "clients": [True] * 3},
         {"examples": 0, "length": None, "clients": [False] * 3},

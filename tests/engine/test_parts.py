@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 import torch
 
@@ -17,7 +19,9 @@ from raydfl.core.settings import FIRST_VIEW
 from raydfl.core.types import State
 from raydfl.core.yaml import parse_yaml
 from raydfl.data.build import build_population
+from raydfl.data.client_ids import ClientIds
 from raydfl.data.population import Population
+from raydfl.data.tables import Tables, encode, join_tables, no_clips
 from raydfl.engine.clients import Clients
 from raydfl.engine.first_state import join_states
 from raydfl.methods import Method
@@ -69,7 +73,34 @@ def test_a_population_of_parts_is_read_back(tiny: Tiny, tmp_path: Any) -> None:
     assert back.data(5).train.labels.tolist() == population.data(5).train.labels.tolist()
     assert population.is_saved_in(tmp_path)
     assert not build_population(tiny(PARTS.replace("speakers: 3", "speakers: 2")).data, 1).is_saved_in(tmp_path)
-    assert [each.views[FIRST_VIEW].bands for each in Population.load(tmp_path, bands=16).parts.values()] == [16, 16]
+    unread = Population.load(tmp_path, features=False).parts.values()
+    assert [(each.views[FIRST_VIEW].bands, each.stores) for each in unread] == [(16, ()), (16, ())]
+
+
+def test_all_parts_have_one_table_of_clips_and_one_of_clients(tiny: Tiny, tmp_path: Any) -> None:
+    read = "profile: {power: {column: group}}"
+    population = build_population(tiny(PARTS.replace("speakers: 4", f"speakers: 4, {read}")).data, 1)
+    population.save(tmp_path)
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
+    clips, clients = (pa.ipc.open_file(tmp_path / f"{name}.arrow").read_all() for name in ("clips", "clients"))
+    assert clients["part"].to_pylist() == ["low"] * 4 + ["high"] * 3
+    assert clients["client"].to_pylist() == [*population.ids]
+    assert [population.index(client) for client in population.ids] == [*range(7)], "high is before low in the alphabet"
+    owned = clips.filter(pc.greater_equal(clips["client"], 0))
+    assert clients["part"].take(owned["client"]).to_pylist() == owned["part"].to_pylist()
+    assert clients["profile:power"].null_count == 3
+    assert "power" in population.profile(0)
+    assert "power" not in population.profile(4)
+
+
+def test_a_profile_of_numbers_in_one_part_and_text_in_another_is_text() -> None:
+    def tables(*values: Any) -> Tables:
+        codes = np.arange(len(values), dtype=np.int32)
+        ids = ClientIds.from_strings(f"c{code}" for code in codes)
+        return Tables(no_clips(), pa.record_batch({**ids.columns(), "profile:room": encode(codes, values)}))
+
+    joined = join_tables({"a": tables(1, 2), "b": tables("hall", "2")})
+    assert joined.clients["profile:room"].to_pylist() == ["1", "2", "hall", "2"]
 
 
 def test_the_trunk_is_everybodys_mean_and_a_head_its_parts(tiny: Tiny) -> None:
@@ -190,7 +221,7 @@ def test_what_is_sent_comes_back_under_the_same_names() -> None:
     server = {"a": 1, "b@x": 2, "b@y": 3, "m/b@x": 4}
     assert of_part(server, "x") == {"a": 1, "b": 2, "m/b": 4}
     assert marked(of_part(server, "x"), "x", server) == {"a": 1, "b@x": 2, "m/b@x": 4}
-    assert of_part(server, "") is server
+    assert of_part(server, "") == server
 
 
 def test_only_what_a_part_comes_to_is_in_the_digest(tiny: Tiny) -> None:

@@ -20,7 +20,6 @@ from raydfl import Batch, Config, Method, Plan, Step, Update, fit, make_manifest
 from raydfl.core.errors import ConfigError
 from raydfl.data.client_ids import to_numbers
 from raydfl.data.population import Population
-from raydfl.data.tables import encode
 from raydfl.runs.folder import create
 from raydfl.runs.progress import Progress
 from raydfl.testing import assert_same_bits, start_server, train_federation
@@ -54,7 +53,7 @@ def run_with(config: Config, change: Callable[[np.ndarray], np.ndarray]) -> dict
     assert len(set(hidden[hidden >= 0].tolist())) == 3
     hidden[hidden >= 0] = change(hidden[hidden >= 0])
     place = clips.schema.get_field_index(column)
-    population._tables.clips = clips.set_column(place, column, encode(hidden, clips.column(column).dictionary))
+    population._tables.clips = clips.set_column(place, column, pa.array(hidden))
     population.save(run_dir / "population")
     return finish_in(run_dir, config)
 

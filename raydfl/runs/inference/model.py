@@ -202,7 +202,7 @@ class _Run:
         self.config: Config = stored_config(run_dir, trust)
         self.commit, self.chosen = _best_commit(run_dir, self.config) if best else (_last_commit(run_dir), "")
         self.method: Method = self.config.parts.method
-        self.population = Population.load(run_dir / "population", bands=self.config.data.features.bands)
+        self.population = Population.load(run_dir / "population", features=False)
         self.clients = Clients(self.population, self.config)
 
     def shared_model(self, model: str | None) -> RunModel:

@@ -19,7 +19,8 @@ from raydfl.cluster.site_reports import SiteReport, join_sites
 from raydfl.cluster.sites import folder_at
 from raydfl.core.errors import ConfigError, DataError, ResourcesError, RunDirectoryError
 from raydfl.core.settings import FIRST_VIEW
-from raydfl.data.population import Population, StoredView
+from raydfl.data.part import StoredView
+from raydfl.data.population import Population
 from raydfl.data.shards import Shard
 from raydfl.engine.config import Config, make_config
 from raydfl.engine.listeners import Compaction
@@ -62,7 +63,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 def test_a_population_of_reports_has_their_clients_and_nothing_else() -> None:
     north = SiteReport("north", (3, 5), 16, 40, {"test": [(0, 7)], "triggered": []}, 2, ("a",))
     south = SiteReport("south", (4,), 16, 40, {"test": [], "triggered": []}, 0, ("b",))
-    population = join_sites([north, south], ["a", "b"])
+    population = Population({"": join_sites([north, south], ["a", "b"])})
     assert list(population.ids) == ["north/0", "north/1", "south/0"]
     assert [population.num_examples(index) for index in range(3)] == [3, 5, 4]
     assert [population.place_of(index) for index in range(3)] == ["north", "north", "south"]
@@ -80,7 +81,7 @@ def test_lengths_that_differ_between_sites_are_no_common_length() -> None:
 def test_what_sites_tell_is_written_down_word_for_word(silos: Silos) -> None:
     config = silos()
     population = Population.load(create(config, Progress("quiet")) / "population")
-    told = json.loads((folder_of(config) / "sites.json").read_text())
+    told = json.loads((folder_of(config) / "sites.json").read_text())["parts"][""]
     assert told["classes"] == ["tone0", "tone1", "tone2"]
     assert [site["site"] for site in told["sites"]] == ["north", "south"]
     assert set(told["sites"][0]) == {
