@@ -40,6 +40,7 @@ from raydfl.experiments import trainable as trainable
 from raydfl.methods import CuttingMethod as CuttingMethod
 from raydfl.methods import Method as Method
 from raydfl.methods import drawn as drawn
+from raydfl.methods import sample_clients as sample_clients
 from raydfl.objectives import Objective as Objective
 from raydfl.rules import CollectingRule as CollectingRule
 from raydfl.rules import Rule as Rule

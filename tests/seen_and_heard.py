@@ -14,7 +14,7 @@ from raydfl.core.needs import Needs
 from raydfl.core.types import Client, State, Task
 from raydfl.engine.config import Config
 from raydfl.methods import Method
-from raydfl.methods._method import drawn
+from raydfl.methods._method import sample_clients
 
 OF_KIND = f"{__file__}:OfKind"
 RATE = 8000
@@ -96,4 +96,4 @@ class OfKind(Method):
     def plan(self, state: State, clients: Sequence[Client], rng: np.random.Generator, cohort: int) -> list[Task]:
         """Draw from those clients."""
         chosen = [client for client in clients if client.profile["views"] == self.views]
-        return [Task(client.id, phase=self.phase) for client in drawn(chosen, rng, min(cohort, len(chosen)))]
+        return [Task(client.id, phase=self.phase) for client in sample_clients(chosen, rng, min(cohort, len(chosen)))]

@@ -1,11 +1,11 @@
-"""The adaptive server optimisers of one paper, which differ in their second moment only.
+"""Adaptive server optimisers, without the rule of their second moment.
 
 S. Reddi, Z. Charles, M. Zaheer, Z. Garrett, K. Rush, J. Konecny, S. Kumar, H. B. McMahan, Adaptive Federated Optimization,
 ICLR 2021, algorithm 2:
 
     delta = mean_k (w_k) - w        (the mean of the clients' models under the aggregation rule, minus the server's)
     m <- beta1 m + (1 - beta1) delta
-    v <- the subclass's, of v and delta^2
+    v <- the subclass's function of v and delta^2
     w <- w + server_lr m / (sqrt(v) + tau),        m_0 = 0, v_0 = tau^2, no bias correction
 """
 
@@ -24,20 +24,25 @@ from raydfl.methods._server_optimiser import ServerOptimiser
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptiveOptimiser(ServerOptimiser, ABC):
-    """Algorithm 2 without its second moment."""
+    """Base of FedAdagrad, FedAdam and FedYogi: algorithm 2 without its second moment."""
 
     server_lr: Annotated[
-        float, Field(gt=0, description="server learning rate; the paper tries 0.001 to 0.1 and more")
+        float, Field(gt=0, description="Server learning rate. The paper tries 0.001 to 0.1 and more.")
     ] = 0.01
-    beta1: Annotated[float, Field(ge=0, lt=1, description="decay of the first moment; 0: no momentum")] = 0.9
-    tau: Annotated[float, Field(gt=0, description="adaptivity: the larger, the more like plain averaging")] = 1e-3
+    beta1: Annotated[float, Field(ge=0, lt=1, description="Decay of the first moment. 0: no momentum.")] = 0.9
+    tau: Annotated[float, Field(gt=0, description="Adaptivity. Large values approach plain averaging.")] = 1e-3
 
     @abstractmethod
     def second_moment(self, v: Tensor, squared: Tensor) -> Tensor:
-        """V after a change whose square is ``squared``, element by element."""
+        """Return the second moment after a change.
+
+        Args:
+            v: The second moment, of any shape.
+            squared: The squared change of each element, of the same shape.
+        """
 
     def moments(self) -> Mapping[str, float]:
-        """Both moments."""
+        """Return the initial values of both moments."""
         return {"m": 0.0, "v": self.tau**2}
 
     def move(

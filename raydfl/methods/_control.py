@@ -21,7 +21,7 @@ from raydfl.core.needs import Needs
 from raydfl.core.ops import drift_term
 from raydfl.core.part_names import beside
 from raydfl.core.types import BuiltModels, Client, Metrics, State, Task, Tensors, Update
-from raydfl.methods._method import CLIENTS, Counted, Method
+from raydfl.methods._method import CLIENTS, Method, UpdateCounter
 from raydfl.methods._pruning import MASK
 from raydfl.training import Step
 
@@ -52,7 +52,7 @@ def zero_controls(state: State, models: BuiltModels) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, kw_only=True)
 class ControlMethod(Method, ABC):
-    """FedAvg with control variates. The server's move by the mean change times the share of the clients in the round."""
+    """FedAvg with control variates. The server's change by the mean change times the cohort's fraction of the clients."""
 
     needs = Needs(optimiser="sgd")
 
@@ -66,19 +66,19 @@ class ControlMethod(Method, ABC):
 
     def aggregate(self, state: State, updates: Iterable[Update], rng: np.random.Generator) -> tuple[State, Metrics]:
         """Average the models, and move the control variate by the cohort's share."""
-        arriving = Counted(updates)
+        arriving = UpdateCounter(updates)
         averaged, report = super().aggregate(state, arriving, rng)
         tensors = {**averaged.tensors, "global": move_controls(state, averaged, arriving.senders)}
         return dataclasses.replace(averaged, tensors=tensors), report
 
 
 def move_controls(state: State, averaged: State, senders: Mapping[str, int]) -> dict[str, Tensor]:
-    """Return the global tensors after a round, with c + |S| / N times the mean change as control variates.
+    """Return the global tensors after a round, with the control variates c + |S| / N times their mean change.
 
     Args:
-        state: before the round. Its entry ``clients`` is N.
-        averaged: after the rule, with the mean changes of the control variates.
-        senders: |S|, the number of clients that sent a tensor, by name.
+        state: The state before the round. Its extra ``clients`` is N.
+        averaged: The aggregated state, with the mean changes of the control variates.
+        senders: |S|, the number of senders of each tensor, by name.
     """
     old, new = state.tensors["global"], dict(averaged.tensors["global"])
     for name, number in senders.items():
@@ -88,7 +88,7 @@ def move_controls(state: State, averaged: State, senders: Mapping[str, int]) -> 
 
 
 def effective_steps(steps: float, momentum: float) -> float:
-    """Return the number of plain steps that moves a constant gradient as far as these steps of SGD with momentum."""
+    """Return the number of plain SGD steps equivalent to steps with momentum, for a constant gradient."""
     return float((steps - momentum * (1 - momentum**steps) / (1 - momentum)) / (1 - momentum))
 
 
@@ -110,7 +110,7 @@ def put_drift_terms(step: Step, alpha: float) -> None:
 
 
 def drift_penalty(step: Step, parameters: Tensors) -> Tensor:
-    """Return FedDC's terms of the loss, a scalar, for parameters that may be masked."""
+    """Return FedDC's terms of the loss for (possibly masked) parameters, a scalar."""
     anchors, slopes = ([step.state[prefix + name] for name in parameters] for prefix in (_ANCHOR, _SLOPE))
     return drift_term(list(parameters.values()), step.state[_PULL], anchors, slopes) - step.state[_OFFSET]
 
@@ -119,10 +119,10 @@ def renew_drifts(step: Step, trained: Tensors, masks: Tensors, controls: bool = 
     """Renew the client's drift and control variate after training, and return the tensors to send.
 
     Args:
-        step: of the client.
-        trained: its parameters by flat name.
-        masks: of pruned parameters, by flat name.
-        controls: False: the client keeps a drift only.
+        step: The client's step.
+        trained: The client's trained parameters, by flat name.
+        masks: Masks of pruned parameters, by flat name.
+        controls: Whether to keep a control variate besides the drift.
 
     Returns:
         The new drift, and the change of the control variate divided by the client's scale.
@@ -136,7 +136,7 @@ def renew_drifts(step: Step, trained: Tensors, masks: Tensors, controls: bool = 
             moved *= masks[name]
         step.state[DRIFT + name] = sent[DRIFT + name] = moved + step.state.get(DRIFT + name, zero)
         if controls:
-            # Now moved becomes the change of the control variate, over the scale.
+            # Reuse moved in place for the change of the control variate, divided by the scale.
             moved /= -_pace(step) * client_scale(step)
             moved -= step.reference(CONTROL + name)
             sent[CONTROL + name] = moved
@@ -147,7 +147,7 @@ def renew_drifts(step: Step, trained: Tensors, masks: Tensors, controls: bool = 
 
 
 def client_scale(step: Step) -> float:
-    """Return the mean number of examples of all clients, divided by this client's."""
+    """Return s_i, the mean number of examples of all clients divided by this client's."""
     return float(step.options[MEAN_EXAMPLES]) / max(1, step.client.num_examples)
 
 
@@ -158,7 +158,7 @@ def _pace(step: Step) -> float:
     return settings.models.get("model", settings.lr) * effective_steps(steps, settings.momentum)
 
 
-def tell_mean_examples(tasks: Sequence[Task], clients: Sequence[Client]) -> list[Task]:
+def add_mean_examples(tasks: Sequence[Task], clients: Sequence[Client]) -> list[Task]:
     """Add the mean number of examples of all clients to the options of tasks."""
     mean = sum(client.num_examples for client in clients) / len(clients)
     return [dataclasses.replace(task, options={**task.options, MEAN_EXAMPLES: mean}) for task in tasks]

@@ -1,4 +1,4 @@
-"""Copies of a network: retained between participations in ``step.state`` under a prefix, or in another model of the client."""
+"""Copies of a network, retained in ``step.state`` under a prefix or in a second model of the client."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from raydfl.training import Step
 
 
 def retain(step: Step, prefix: str, tensors: Tensors) -> None:
-    """Retain a copy of some tensors, in place of the last copy."""
+    """Retain a copy of some tensors, and replace the previous copy."""
     step.state.update({prefix + name: value.clone() for name, value in tensors.items()})
 
 

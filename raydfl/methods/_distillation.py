@@ -1,4 +1,4 @@
-"""The divergence of two networks' softened answers, which methods with a teacher learn from."""
+"""The divergence of two networks' softened outputs, for methods with a teacher."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def softened_divergences(first: Tensor, second: Tensor, temperature: float = 1.0) -> Tensor:
+def compute_divergences(first: Tensor, second: Tensor, temperature: float = 1.0) -> Tensor:
     """Return KL(softmax(first / temperature) || softmax(second / temperature)) of each example: float32 [batch].
 
     Args:
-        first: logits [batch, classes].
-        second: logits [batch, classes].
-        temperature: above 0. A higher temperature makes both distributions more uniform.
+        first: Logits, float32 [batch, classes].
+        second: Logits, float32 [batch, classes].
+        temperature: Positive. A higher temperature makes both distributions more uniform.
     """
     log_first, log_second = F.log_softmax(first / temperature, dim=1), F.log_softmax(second / temperature, dim=1)
     # Not F.kl_div, which PyTorch cannot compute for several clients at once.

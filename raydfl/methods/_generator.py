@@ -1,8 +1,8 @@
-"""FedGen's generator: from a label and noise to what a network's last layer could see of an example of that class.
+"""FedGen's generator: maps a label and noise to input features of a network's last layer.
 
     G(y, e) = W_2 relu(N(W_1 [e, onehot(y)] + b_1)) + b_2,     N batch normalisation
 
-It is one vector of float32, so that it can be an entry of the server's state and, with several ``data.parts``, each part's own.
+A generator is one float32 vector, so that it fits into an entry of the server's state. Each of several ``data.parts`` has its own.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from raydfl.core.types import State, Tensors
 MODULE, MOMENTS = "generator", "generator/moments"
 """Keys of the server's state."""
 VECTOR, FIRST, SECOND = "generator/vector", "moments/first", "moments/second"
-"""Names of the vector and of Adam's moments under these keys: float32 [elements]. The vector's end is not trained."""
+"""Names of the vector and of Adam's moments under these keys, float32 [elements]. The vector ends with running statistics."""
 STEPS = "generator_steps"
-"""Name of the number of steps in the state's extra facts."""
+"""Key of ``State.extra`` for the number of Adam steps."""
 
 MOMENTUM, EPSILON = 0.1, 1e-5
-"""Of batch normalisation, PyTorch's defaults."""
+"""PyTorch's defaults for batch normalisation."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Generator:
-    """The sizes of a generator, and what can be done with the vectors of such generators."""
+    """The sizes of a generator, and operations on its parameter vector."""
 
     noise: int
     hidden: int
     width: int
-    """Outputs: the features that a network's last layer sees."""
+    """Number of outputs, equal to the inputs of the network's last layer."""
     classes: int
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of its tensors by name, in the order in which they lie in the vector; the last two are statistics."""
+        """Return the shapes of the generator's tensors by name, in the vector's order. The last two are running statistics."""
         return {
             "of_noise": (self.hidden, self.noise),
             "of_label": (self.classes, self.hidden),
@@ -54,11 +54,11 @@ class Generator:
 
     @property
     def trained(self) -> int:
-        """Elements that are trained; behind them stand the running statistics of batch normalisation."""
+        """Number of trained elements. The running statistics of batch normalisation follow them in the vector."""
         return sum(int(np.prod(shape)) for shape in self.shapes().values()) - 2 * self.hidden
 
     def initial(self, rng: np.random.Generator) -> Tensor:
-        """Draw a new one, as PyTorch draws its linear layers: float32 [elements]."""
+        """Draw the vector of a new generator with PyTorch's initialisation of linear layers: float32 [elements]."""
         first, second = 1 / np.sqrt(self.noise + self.classes), 1 / np.sqrt(self.hidden)
         ranges = {"of_noise": first, "of_label": first, "bias": first, "output": second, "output_bias": second}
         parts = []
@@ -75,33 +75,39 @@ class Generator:
         return {MODULE: {VECTOR: self.initial(rng)}, MOMENTS: {FIRST: first, SECOND: second}}
 
     def tensors(self, vector: Tensor) -> Mapping[str, Tensor]:
-        """Return the tensors of a vector by name, views of it."""
+        """Return the tensors of a vector by name, as views of the vector."""
         parts = torch.split(vector, [int(np.prod(shape)) for shape in self.shapes().values()])
         return {name: part.view(shape) for part, (name, shape) in zip(parts, self.shapes().items(), strict=True)}
 
     def features(self, vector: Tensor, labels: Tensor, noise: Tensor, training: bool = False) -> tuple[Tensor, Tensor]:
-        """Return generated features, float32 [batch, width], and the running statistics after them, float32 [2 * hidden].
+        """Generate features of some classes.
 
         Args:
-            vector: of a generator.
-            labels: int64 [batch], in training of two examples or more.
+            vector: The generator's vector, float32 [elements].
+            labels: int64 [batch]. Training needs at least two.
             noise: float32 [batch, noise].
-            training: normalise by the batch's statistics, and not by the running ones.
+            training: Normalise by the batch's statistics instead of the running ones.
+
+        Returns:
+            Features, float32 [batch, width], and the new running statistics, float32 [2 * hidden].
         """
-        own = self.tensors(vector)
-        hidden = noise @ own["of_noise"].T + own["of_label"][labels] + own["bias"]
-        mean, variance = own["mean"], own["variance"]
+        tensors = self.tensors(vector)
+        hidden = noise @ tensors["of_noise"].T + tensors["of_label"][labels] + tensors["bias"]
+        mean, variance = tensors["mean"], tensors["variance"]
         running = torch.cat([mean, variance]).detach()
         if training:
             variance, mean = torch.var_mean(hidden, dim=0, correction=0)
-            seen = torch.cat([mean, variance * len(labels) / (len(labels) - 1)]).detach()
-            running = running + MOMENTUM * (seen - running)
-        normalised = (hidden - mean) * (variance + EPSILON).rsqrt() * own["scale"] + own["shift"]
-        return normalised.relu() @ own["output"].T + own["output_bias"], running
+            # Like PyTorch, normalise by the biased variance but track the unbiased one.
+            batch = torch.cat([mean, variance * len(labels) / (len(labels) - 1)]).detach()
+            running = running + MOMENTUM * (batch - running)
+        normalised = (hidden - mean) * (variance + EPSILON).rsqrt() * tensors["scale"] + tensors["shift"]
+        return normalised.relu() @ tensors["output"].T + tensors["output_bias"], running
 
 
 def similarity(noise: Tensor, features: Tensor) -> Tensor:
-    """Return how alike is what different noise gives: exp(-mean over pairs of ||e_i - e_j||^2 / n * ||z_i - z_j||_1 / d), a scalar.
+    """Return the similarity of features from different noise (the term D of FedGen), a scalar in [0, 1].
+
+    D = exp(-mean over pairs of ||e_i - e_j||^2 / n * ||z_i - z_j||_1 / d)
 
     Args:
         noise: float32 [batch, n].
@@ -113,7 +119,7 @@ def similarity(noise: Tensor, features: Tensor) -> Tensor:
 
 
 class ServerGenerator:
-    """The generator of one part in the server's state, and its optimiser."""
+    """A generator in the server's state, with its Adam optimiser."""
 
     def __init__(self, state: State, name: str) -> None:
         self.vector = state.tensors[MODULE][name]
@@ -123,12 +129,12 @@ class ServerGenerator:
         self._name = name
 
     def train(self, loss: Callable[[Tensor], tuple[Tensor, Tensor]], lr: float, weight_decay: float) -> None:
-        """Take one step.
+        """Take one step of Adam.
 
         Args:
-            loss: returns the loss of a vector, and the new end of the vector.
-            lr: learning rate.
-            weight_decay: added to the gradient, times the vector.
+            loss: Maps a vector to its loss and the new running statistics.
+            lr: Learning rate.
+            weight_decay: Factor of the vector in the gradient.
         """
         first, second = self.moments
         trained = self.vector[: len(first)]
@@ -145,7 +151,7 @@ class ServerGenerator:
         self.vector = torch.cat([trained - lr / (1 - 0.9**self.steps) * first / deviation, end])
 
     def store(self, tensors: dict[str, dict[str, Tensor]], extra: dict[str, object]) -> None:
-        """Put the generator into the tensors and the extra facts of a new state."""
+        """Put the generator into the tensors and the ``extra`` of a new state."""
         tensors[MODULE][self._name] = self.vector
         for moment, value in zip((FIRST, SECOND), self.moments, strict=True):
             tensors[MOMENTS][beside(moment, self._name)] = value

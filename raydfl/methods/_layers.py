@@ -1,4 +1,4 @@
-"""Layers of a network, as methods ask for them: named ones, the features that the last one sees, and the last one itself."""
+"""Access to a network's layers by name prefix, to its features, and to its last layer."""
 
 from __future__ import annotations
 
@@ -11,52 +11,54 @@ from raydfl.core.types import BuiltModels
 
 
 def check_prefixes(models: BuiltModels, prefixes: Sequence[str], option: str) -> None:
-    """Refuse prefixes that name no tensor, with which a method would silently be another.
+    """Reject name prefixes without a tensor, because they would silently change the method.
 
     Args:
-        models: of every combination of architectures, by name.
-        prefixes: beginnings of tensors' names.
-        option: that has them, for the message.
+        models: Models by name, one set for each combination of architectures.
+        prefixes: Name prefixes of tensors.
+        option: Name of the option, for the message.
 
     Raises:
-        ConfigError: no tensor's name begins with one of them.
+        ConfigError: A prefix matches no tensor.
     """
     names = [f"{n}/{k}" for built in models for n, m in built.items() for k in m.state_dict()]
     for prefix in prefixes:
         if not any(name.startswith(prefix) for name in names):
             layers = sorted({name.rpartition(".")[0] for name in names})
-            raise ConfigError(f"{option}: no tensor's name begins with {prefix!r}; layers: {', '.join(layers)}")
+            raise ConfigError(
+                f"{option}: no tensor's name begins with {prefix!r}. Choose among these layers: {', '.join(layers)}."
+            )
 
 
 def check_features(network: nn.Module, method: str) -> None:
-    """Refuse a network of which the features that its last layer sees cannot be had.
+    """Reject a network without access to the features before its last layer.
 
     Args:
-        network: of the model ``model``.
-        method: its name, for the message.
+        network: The network of the model ``model``.
+        method: The method's name, for the message.
 
     Raises:
-        ConfigError: it has no ``embed``, or no ``output``.
+        ConfigError: The network has no ``embed``, or no ``output``.
     """
     for part in ("embed", "output"):
         if not callable(getattr(network, part, None)):
             raise ConfigError(
-                f"models.model: {method} needs the features that a network's last layer sees, but {type(network).__name__} has no "
-                f"{part!r}; give it embed(x, lengths=None) -> [batch, width] and a last layer self.output"
+                f"models.model: {method} needs the features before the last layer, but {type(network).__name__} has no {part!r}. "
+                f"Add a method embed(x, lengths=None) -> [batch, width] and a last layer self.output."
             )
 
 
 def last_layer(network: nn.Module, method: str) -> nn.Linear:
-    """Return the last layer of a network with features.
+    """Return the linear last layer of a network.
 
     Raises:
-        ConfigError: the network has no features, or the layer is not linear.
+        ConfigError: The network has no ``embed`` or ``output``, or the layer is not linear.
     """
     check_features(network, method)
     layer = network.output
     if not isinstance(layer, nn.Linear):
         raise ConfigError(
-            f"models.model: {method} needs a linear last layer, but that of {type(network).__name__} is a {type(layer).__name__}; "
-            f"let self.output be a torch.nn.Linear"
+            f"models.model: {method} needs a linear last layer, but {type(network).__name__}.output is a "
+            f"{type(layer).__name__}. Make self.output a torch.nn.Linear."
         )
     return layer

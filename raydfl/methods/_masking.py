@@ -14,70 +14,71 @@ from torch import Tensor
 from raydfl.core.types import Batch, BuiltModels, Client, Metrics, State
 from raydfl.methods._method import Method
 from raydfl.methods._profiles import read_number
-from raydfl.methods._pruning import MASK, Kind, PrunableLayer, masked, put_masks, take_masks
+from raydfl.methods._pruning import MASK, Kind, PrunableLayer, apply_masks, put_masks, take_masks
 from raydfl.training import Step, fit
 
 
 @dataclass(frozen=True, kw_only=True)
 class MaskingMethod(Method, ABC):
-    """FedAvg over masked networks; a subclass prunes in ``local``."""
+    """FedAvg over masked networks. A subclass prunes in ``local``."""
 
     def loss(self, step: Step, batch: Batch) -> Tensor:
         """Return the objective's loss of the masked network."""
-        with masked(step, "model"):
+        with apply_masks(step, "model"):
             return super().loss(step, batch)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PruningMethod(MaskingMethod, ABC):
-    """Masking of whole units, anew in each round. Clients send their masks."""
+    """Masking of whole units, with new masks in each round. Clients send their masks."""
 
     additions: ClassVar[tuple[str, ...]] = (MASK,)
 
     prune: Annotated[
-        tuple[Kind, ...], Field(description="layers that are pruned; linear: hidden ones, the last one never")
+        tuple[Kind, ...],
+        Field(description="Types of layers to prune. linear: hidden layers only, never the last layer."),
     ] = ("convolution", "recurrent")
 
     def train_masked(
         self, step: Step, layers: Sequence[PrunableLayer], masks: Mapping[str, Tensor]
     ) -> tuple[Metrics, dict[str, Tensor]]:
-        """Train with masks, by layer; return the metrics and the masked shared tensors."""
+        """Train with masks by layer name. Return the metrics and the masked shared tensors."""
         put_masks(step, layers, masks)
         metrics = fit(step, self.loss)
         return metrics, self.take_masked(step)[0]
 
     def take_masked(self, step: Step) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Remove the masks from ``step.state``; return the masked shared tensors, and the masks, by tensor name."""
+        """Remove the masks from ``step.state``. Return the masked shared tensors and the masks, by tensor name."""
         masks = take_masks(step)
         tensors = {name: value for name, value in step.floating_state().items() if self.shared(name)}
         return tensors | {name: tensors[name] * mask for name, mask in masks.items()}, masks
 
 
 @dataclass(frozen=True, kw_only=True)
-class ByRatio(MaskingMethod, ABC):
-    """Masking of a share of the weights, which the clients' profile may tell."""
+class RatioMasking(MaskingMethod, ABC):
+    """Masking of a fraction of the weights, equal for all clients or read from their profiles."""
 
     ratio: Annotated[
-        float, Field(ge=0, lt=1, description="share that every client prunes in each layer; 0 is FedAvg")
+        float, Field(ge=0, lt=1, description="Fraction of each layer that every client prunes. 0 is FedAvg.")
     ] = 0.5
     ratio_from: Annotated[
-        str | None, Field(description="name in the clients' profile that says each client's ratio, in place of ratio")
+        str | None, Field(description="Profile column with each client's ratio. null: ratio for all clients.")
     ] = None
 
     @property
     def prunes(self) -> bool:
-        """True where any client may prune."""
+        """Whether any client may prune."""
         return self.ratio > 0 or self.ratio_from is not None
 
     def ratio_for(self, client: Client) -> float:
         """Return a client's pruning ratio.
 
         Raises:
-            ConfigError: its profile has none.
+            ConfigError: The client's profile has no valid ratio.
         """
         if self.ratio_from is None:
             return self.ratio
-        meaning = "the share of weights that is pruned, from 0 to below 1"
+        meaning = "the fraction of weights to prune, from 0 to below 1"
         who = f"client {client.id!r}"
         return read_number(client.profile, self.ratio_from, "ratio_from", meaning, lambda ratio: 0 <= ratio < 1, who)
 
@@ -85,7 +86,7 @@ class ByRatio(MaskingMethod, ABC):
         """Return FedAvg's state.
 
         Raises:
-            ConfigError: a client's profile has no ratio.
+            ConfigError: A client's profile has no valid ratio.
         """
         for client in clients if self.ratio_from is not None else ():
             self.ratio_for(client)

@@ -1,9 +1,9 @@
-"""Method: the override points of a federated method and their defaults, which together are FedAvg.
+"""Method: the override points of a federated method. Their defaults implement FedAvg.
 
 B. McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data, AISTATS 2017.
 
-A method is a frozen dataclass: its fields are its hyperparameters. It holds no state; what the server knows is in
-:class:`~raydfl.core.types.State`, what a client keeps is in ``step.state`` and in the tensors that ``shared`` keeps private.
+A method is a frozen dataclass. Its fields are its hyperparameters. It holds no state: the server's state is a
+:class:`~raydfl.core.types.State`, and a client's is ``step.state`` and the tensors for which ``shared`` returns False.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import inspect
 import types
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar
@@ -34,66 +35,65 @@ from raydfl.rules import Rule, WeightedMean, find_rule
 from raydfl.training import Step, fit, fixed_tensors
 
 CLIENTS = "clients"
-"""The key of the state's ``extra`` for the number of clients, where a method's equations have it. With ``train.groups`` the engine
-sets it to the number of a group's members, and ``clients@PART`` to that of its members in a part."""
+"""Key of ``State.extra`` for the number of clients, N in many equations. With ``train.groups`` the engine sets it to the size of
+a group, and ``clients@PART`` to the number of the group's members in a part."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Method(StrictTypes):
-    """Base of every method. Override what differs from FedAvg and nothing else."""
+    """Base class of all methods. The defaults are FedAvg: override only the differences."""
 
     rule: Annotated[
         str | dict[str, Any] | None,
-        Field(description="aggregation rule by name, or {name, options ...}; null: the method's own"),
+        Field(description="Aggregation rule: a name, or {name, options ...}. null: the method's default."),
     ] = None
 
     objective: Objective = dataclasses.field(default=Classify(), init=False)
-    """The run's ``objective``, what is learnt; no option of the method. :meth:`loss` and :meth:`evaluate` ask it by default."""
+    """The run's ``objective``, set by the engine. The default :meth:`loss` and :meth:`evaluate` use it."""
 
     models: ClassVar[Mapping[str, str]] = {"model": "crnn_base"}
-    """Names of the models that a client has, in building order, with the architecture to use when none is configured."""
+    """A client's models by name, in building order, with their default architectures."""
 
     on_features: ClassVar[tuple[str, ...]] = ()
-    """Names of models that read no view, but features that others compute: :meth:`build` says how many."""
+    """Models that read other models' features instead of a view. :meth:`build` sets their number of inputs."""
 
     partial: ClassVar[tuple[str, ...]] = ()
-    """Names of models that do not learn the objective by themselves. Their outputs are not checked before the first round."""
+    """Models without an objective of their own. The engine does not check their outputs before the first round."""
 
     copies: ClassVar[Mapping[str, str]] = {}
-    """Names of models that are copies of another one, and that one's: they have its architecture and begin with its weights."""
+    """Copies of models, by name, with their originals. A copy has the original's architecture and initial weights."""
 
     changes: ClassVar[tuple[str, ...]] = ()
-    """Beginnings of the names of tensors that clients send as changes to something, and not as new values of what they received."""
+    """Name prefixes of tensors that clients send as changes rather than as new values."""
 
     phases: ClassVar[tuple[str, ...]] = ()
-    """Names of the phases that follow one another, where there are several: ``state.phase`` says which it is. ``train.phases`` says
-    how many rounds each has and what of the training is different in it."""
+    """Names of successive training phases. ``state.phase`` is the current one. ``train.phases`` sets each phase's rounds and
+    training options."""
 
     default_rule: ClassVar[Rule] = WeightedMean()
-    """The aggregation rule of a configuration that names none."""
+    """The aggregation rule if the configuration sets no ``method.rule``."""
 
     additions: ClassVar[tuple[str, ...]] = ()
-    """Beginnings of the names of tensors that clients may send although the server has none of the name. Others are rejected,
-    because a client could add anything to the state."""
+    """Name prefixes of tensors that clients may send without a counterpart at the server. All others are rejected, so that no
+    client can add arbitrary tensors to the state."""
 
     tensor_options: ClassVar[tuple[str, ...]] = ()
-    """Names of options that hold beginnings of tensors' names. One that names no tensor is rejected: the method would silently be
-    another."""
+    """Options with name prefixes of tensors. A prefix without a tensor is rejected, because it would silently change the method."""
 
     grouping: ClassVar[str] = "none"
-    """The discovery rule of a run that leaves ``train.groups`` out."""
+    """Default of ``train.groups``."""
 
     fine_tuning: ClassVar[int] = 0
-    """The passes of fine-tuning at evaluation of a run that leaves ``evaluate.fine_tune`` out."""
+    """Default number of epochs of ``evaluate.fine_tune``."""
 
     revision: ClassVar[int] = 1
-    """Version of the equations. A run continues only with the revision that it began with, because both have one digest."""
+    """Version of the equations. A run resumes only with its initial revision, because both revisions have one digest."""
 
     def __init_subclass__(cls) -> None:
-        """Reject members that earlier versions called.
+        """Reject a subclass with members of earlier versions.
 
         Raises:
-            ConfigError: a user's class has one, or ``additions`` or ``fixed`` is no tuple of texts.
+            ConfigError: A user's class has such a member, or ``additions`` or ``fixed`` is not a tuple of strings.
         """
         for name, replacement in _REMOVED.items():
             owner = next((owner for owner in cls.__mro__ if name in vars(owner)), Method)
@@ -105,52 +105,52 @@ class Method(StrictTypes):
                     f"{owner.__name__}.{name} is not called in this version of raydfl. Write {replacement}."
                 )
         for name in ("additions", "fixed"):
-            given = vars(cls).get(name) or ()
-            if isinstance(given, list):
-                setattr(cls, name, tuple(given))
-            elif not isinstance(given, tuple | property):
+            prefixes = vars(cls).get(name) or ()
+            if isinstance(prefixes, list):
+                setattr(cls, name, tuple(prefixes))
+            elif not isinstance(prefixes, tuple | property):
                 raise ConfigError(
-                    f"{cls.__name__}.{name} is {given!r:.60}; it must be a tuple of texts, such as ('model/',)"
+                    f"{cls.__name__}.{name} is {prefixes!r:.60}. It must be a tuple of strings, such as ('model/',)."
                 )
 
     @property
     def needs(self) -> Needs:
-        """The needs of other settings, and what the method excludes; by default nothing."""
+        """Requirements on other settings. The default has none."""
         return Needs()
 
     @property
     def fixed(self) -> tuple[str, ...] | None:
-        """The beginnings of the names of parameters that are fixed besides those that do not train as they were built.
+        """Name prefixes of fixed parameters. Parameters built without gradients are fixed anyway.
 
-        Everybody knows a fixed parameter from the run's seed or a file. So it does not train, and is neither sent nor kept.
-        Buffers beside fixed parameters alone are fixed too (raydfl.training.fates). ``None``: nothing is fixed.
+        Server and clients know a fixed parameter from the run's seed or a file. It is neither trained, nor sent, nor stored.
+        Buffers of layers with only fixed parameters are fixed too (raydfl.training.fates). ``None``: nothing is fixed.
         """
         return ()
 
     def client_models(self, models: Sequence[ModelSpec], profile: Mapping[str, Any]) -> tuple[ModelSpec, ...]:
-        """Return the networks that a client builds in place of those that the server has; by default the same.
+        """Return the architectures that a client builds. The default is the server's.
 
         Args:
-            models: that the configuration gives the client.
-            profile: of the client, but only the columns that :meth:`needs` names.
+            models: The client's architectures by the configuration.
+            profile: The client's profile, restricted to the columns in :meth:`needs`.
 
         Raises:
-            ConfigError: there is no such network for this profile.
+            ConfigError: No architecture fits this profile.
         """
         return tuple(models)
 
     def build(self, models: Sequence[ModelSpec]) -> dict[str, nn.Module]:
-        """Build the models by name, freshly initialised, of clients for which these architectures were chosen; no :attr:`copies`.
+        """Build freshly initialised models by name, without :attr:`copies`.
 
-        All those clients share one built network, re-loaded in place. The engine seeds PyTorch before, equally for all, so equal
-        architectures start from equal weights.
+        Clients with these architectures share the built networks, reloaded in place. The engine seeds PyTorch equally before
+        each call, so equal architectures start from equal weights.
         """
         return {spec.name: build_model(spec) for spec in models}
 
     def shared(self, name: str) -> bool:
-        """Return whether the tensor of that flat name may leave the client. Others are kept for the client between rounds.
+        """Return whether the tensor with this flat name is sent to the server. The client keeps all others between rounds.
 
-        By default all may but those of :attr:`copies`.
+        By default all tensors are shared except those of :attr:`copies`.
         """
         return name.partition("/")[0] not in type(self).copies
 
@@ -158,19 +158,19 @@ class Method(StrictTypes):
         """Return the state before the first round.
 
         Args:
-            clients: the population; over several ``data.parts`` the clients of one, for it is asked for each part.
-            models: freshly built models, one set for each distinct ``client.models``.
-            rng: seeded by the run seed.
+            clients: The population. With several ``data.parts`` the engine calls this once per part, with its clients.
+            models: Freshly built models, one set for each distinct ``client.models``.
+            rng: Generator seeded by the run's seed.
 
         Returns:
-            By default one key, ``"global"``, with every shared tensor of any client's models that is not fixed.
+            By default one key, ``"global"``, with the shared tensors of all clients' models, except fixed ones.
 
         Raises:
-            ConfigError: clients have different architectures for a shared model, or an option names no tensor.
+            ConfigError: Clients have different architectures for a shared model, or an option names no tensor.
         """
         for option in type(self).tensor_options:
-            own = [{n: model for n, model in built.items() if n not in type(self).copies} for built in models]
-            check_prefixes(own, getattr(self, option) or (), f"method.{option}")
+            originals = [{n: model for n, model in built.items() if n not in type(self).copies} for built in models]
+            check_prefixes(originals, getattr(self, option) or (), f"method.{option}")
         tensors: dict[str, Tensor] = {}
         for built in models:
             fixed = fixed_tensors(built, self.fixed)
@@ -181,82 +181,91 @@ class Method(StrictTypes):
                         if name in tensors and tensors[name].shape != value.shape:
                             raise ConfigError(
                                 f"models.{model_name} is shared between the clients, so all must have one architecture, but "
-                                f"{key} is {tuple(tensors[name].shape)} here and {tuple(value.shape)} there"
+                                f"{key} has the shapes {tuple(tensors[name].shape)} and {tuple(value.shape)}. Configure one "
+                                f"architecture."
                             )
                         tensors.setdefault(name, value.detach().clone())
         return State(round_index=0, tensors={"global": tensors})
 
     def begin_phase(self, state: State) -> State:
-        """Return the state with which a phase begins, ``state.phase``; asked after the last round of the phase before."""
+        """Return the initial state of the phase ``state.phase``, from the last state of the previous phase."""
         return state
 
     def plan(self, state: State, clients: Sequence[Client], rng: np.random.Generator, cohort: int) -> list[Task]:
-        """Plan the tasks of the next round; by default ``cohort`` clients drawn uniformly without replacement.
+        """Plan the tasks of the next round. By default ``cohort`` clients are sampled without replacement.
 
-        A client may appear once in a round.
+        Each client may have at most one task in a round.
         """
-        return [Task(client.id) for client in drawn(clients, rng, cohort)]
+        return [Task(client.id) for client in sample_clients(clients, rng, cohort)]
 
     def loss(self, step: Step, batch: Batch) -> Tensor:
-        """Return the training loss of a batch, a scalar; by default the objective's, of the method's first model."""
+        """Return the training loss of a batch, a scalar. The default is the objective's loss of the first model."""
         return self.objective.loss(step, next(iter(step.models)), batch)
 
     def local(self, step: Step) -> Update:
-        """Do the client's work for one task; by default train on its data with :meth:`loss`.
+        """Compute a client's update. The default trains on the client's data with :meth:`loss`.
 
-        Where it changes several entries of the server's state, the updates to the others are the first one's ``further``.
+        To update several entries of the server's state, put the further updates into ``further`` of the first.
         """
         return step.update(fit(step, self.loss))
 
     @functools.cached_property
     def built_rule(self) -> Rule:
-        """The aggregation rule: the configured one, or :attr:`default_rule`; built once.
+        """The aggregation rule: ``method.rule``, or :attr:`default_rule`.
 
         Raises:
-            ConfigError: there is no such rule, or an option of it is unknown, of the wrong type or out of range.
+            ConfigError: The rule is unknown, or one of its options is unknown, of the wrong type or out of range.
         """
         default: object = self.default_rule
         if not isinstance(default, Rule):
             raise ConfigError(
-                f"{type(self).__name__}.default_rule is {default!r:.60}; it must be a rule, such as default_rule = UniformMean()"
+                f"{type(self).__name__}.default_rule is {default!r:.60}. It must be a rule, such as default_rule = UniformMean()."
             )
         return find_rule(self.rule, default, "method.rule")
 
     def complete(self, state: State, update: Update) -> Update:
-        """Fill in the tensors that a client left out, so that updates can be compared; by default nothing is left out.
+        """Fill in the tensors missing from a client update. By default none are missing.
 
-        With ``train.groups`` the engine does it before groups are found: :meth:`aggregate` gets completed updates.
+        With ``train.groups`` the engine completes updates before it clusters them, so :meth:`aggregate` receives complete ones.
 
         Args:
-            state: from which the client was sent its task.
-            update: as the client sent it, or completed already.
+            state: The state from which the client received its task.
+            update: The client's update, possibly complete already.
         """
         return update
 
     def aggregate(self, state: State, updates: Iterable[Update], rng: np.random.Generator) -> tuple[State, Metrics]:
-        """Make the next state from this round's updates, which come one after another in client order, each with its metrics.
+        """Aggregate a round's client updates into the next state.
+
+        The default applies the rule to each tensor of each entry, over its senders. A tensor without senders keeps its value.
+
+        Args:
+            state: The state before the round.
+            updates: Client updates with their metrics, in client order. They can be iterated over once.
+            rng: The round's generator.
 
         Returns:
-            The state (its round is counted by the engine), and what is to be recorded about the aggregation. By default the rule
-            per key and tensor name over those who sent it; what nobody sent keeps its value.
+            The next state, and metrics of the aggregation. The engine increments the state's round.
         """
         result = self.built_rule(updates, state.tensors, rng)
         return dataclasses.replace(state, tensors=merge(state.tensors, result.tensors)), result.metrics()
 
     def plan_evaluation(self, state: State, clients: Sequence[Client]) -> list[Task]:
-        """Choose which entries of the state the given clients receive when their models are measured; by default ``"global"``.
+        """Plan the evaluation tasks of some clients. By default each client receives ``"global"``.
 
-        The method may also plan what the server measures, by tasks with the client id ``""``: models load from the entries that
-        such a task receives, and its options may name ``models`` (by default all of which the server has every tensor), the
-        ``split`` (by default every one) and ``parts`` (by default every one): a mapping of the names of parts of ``data.parts`` to
-        how much the entry's scores count in the part's mean, such as the number of clients that have the model; a federation
-        without parts is one of the name ``""``. Scores carry the name of the first entry. Without such a task the server measures
-        each entry by itself. It is asked for these with no clients.
+        Tasks with the client id ``""`` are the server's own evaluation. The engine asks for them with an empty ``clients``. Their
+        models load from the received entries, and scores carry the name of the first entry. Without such a task the server
+        measures each entry by itself. A server task accepts these options:
+
+        - ``models``: names of the models to measure. Default: all models with every tensor at the server.
+        - ``split``: the data split to measure on. Default: all splits.
+        - ``parts``: weights of the entry's scores in each part's mean, by the part's name in ``data.parts``, such as numbers of
+          clients. A federation without parts has the single part ``""``. Default: all parts.
         """
         return [Task(client.id, phase="evaluate") for client in clients]
 
     def evaluate(self, step: Step, examples: Examples, batch_size: int) -> Metrics:
-        """Measure on some examples what the objective measures, for every model in ``step.models``: ``<model>/loss`` ..."""
+        """Return the objective's metrics of every model in ``step.models``, under names such as ``<model>/loss``."""
         return {
             f"{name}/{metric}": value
             for name in step.models
@@ -272,64 +281,76 @@ _REMOVED = {
     "across_parts": "needs = raydfl.Needs(one_class_list=True)",
     "check": "needs = raydfl.Needs(optimiser=..., batch_size=...)",
     "build": "def build(self, models), with models in place of client.models: clients with equal architectures share networks",
-    "fixed": "fixed = ('model/output',), with the beginnings of the parameters' names, or fixed = None for none",
+    "fixed": "fixed = ('model/output',), with name prefixes of parameters, or fixed = None for none",
     "models_for": "the class variables models and on_features",
     "logits": "the class variable partial, with the names of models whose outputs are not checked",
-    "may_send": "the class variable additions, with the beginnings of the tensors' names",
+    "may_send": "the class variable additions, with name prefixes of tensors",
     "default_rule": "the class variable default_rule, such as default_rule = UniformMean()",
-    "default_model": "nothing: the only shared model is used where none is named, or the first of a method with on_features",
+    "default_model": "nothing: the default is the only shared model, or the first model of a method with on_features",
 }
-"""Members of earlier versions, and their replacements."""
+"""Replacements of members of earlier versions, by name."""
 
 
-def drawn(clients: Sequence[Client], rng: np.random.Generator, cohort: int) -> list[Client]:
-    """Return ``cohort`` clients, drawn without replacement, in their order; fewer where fewer take part.
+def sample_clients(clients: Sequence[Client], rng: np.random.Generator, cohort: int) -> list[Client]:
+    """Sample a cohort without replacement, uniformly or by the weights and strata of ``train.clients``.
 
-    They are drawn uniformly, or as ``train.clients`` says: those with a weight of 0 never, the others one after another with
-    probabilities that are proportional to their weights, and of each group its share of the cohort. What is left when shares are
-    rounded down goes to groups that are drawn, with probabilities in proportion to what they lack.
+    Clients with weight 0 are never sampled. The others are sampled in turn, with probabilities proportional to their weights.
+    Each stratum has its share of the cohort, rounded down. The remaining places go to random strata, with probabilities
+    proportional to the rounding errors.
 
     Args:
-        clients: the population, or some of it.
-        rng: of the round.
-        cohort: how many, at most as many as there are.
+        clients: The population, or a part of it.
+        rng: The round's generator.
+        cohort: Number of clients, at most ``len(clients)``.
+
+    Returns:
+        The sampled clients in their original order. Fewer than ``cohort`` if fewer have a positive weight.
     """
-    if hasattr(clients, "draw"):  # the whole population, which knows it without making its clients
-        how = clients.draw
-        chances, strata = (np.ones(0), np.zeros(0)) if how is None else (how.chances, how.strata)
+    if hasattr(clients, "draw"):  # The whole population knows its weights without making its clients.
+        draw = clients.draw
+        chances, strata = (np.ones(0), np.zeros(0)) if draw is None else (draw.chances, draw.strata)
     else:
         chances = np.array([client.chance for client in clients])
         strata = np.array([client.stratum for client in clients])
     if (chances == 1).all() and (strata == 0).all():
         chosen = np.sort(rng.choice(len(clients), size=cohort, replace=False))
         return [clients[int(index)] for index in chosen]
-    able = np.flatnonzero(chances)
-    groups = [able[strata[able] == stratum] for stratum in np.unique(strata[able])]
-    shares = _shares(np.array([len(group) for group in groups]), min(cohort, len(able)), rng)
-    each = [
+    positive = np.flatnonzero(chances)
+    groups = [positive[strata[positive] == stratum] for stratum in np.unique(strata[positive])]
+    shares = _divide_cohort(np.array([len(group) for group in groups]), min(cohort, len(positive)), rng)
+    samples = [
         rng.choice(group, size=share, replace=False, p=chances[group] / chances[group].sum())
         for group, share in zip(groups, shares, strict=True)
     ]
-    return [clients[int(index)] for index in np.sort(np.concatenate(each))] if each else []
+    return [clients[int(index)] for index in np.sort(np.concatenate(samples))] if samples else []
 
 
-def _shares(sizes: np.ndarray, total: int, rng: np.random.Generator) -> np.ndarray:
-    """Divide ``total`` in proportion to sizes: int [groups], none larger than its size."""
+def drawn(clients: Sequence[Client], rng: np.random.Generator, cohort: int) -> list[Client]:
+    """Sample a cohort. Deprecated alias of :func:`sample_clients`."""
+    warnings.warn("raydfl.drawn is deprecated. Use raydfl.sample_clients.", DeprecationWarning, stacklevel=2)
+    return sample_clients(clients, rng, cohort)
+
+
+def _divide_cohort(sizes: np.ndarray, total: int, rng: np.random.Generator) -> np.ndarray:
+    """Divide ``total`` in proportion to sizes: int64 [groups], at most each group's size."""
     exact = total * sizes / sizes.sum()
-    shares: np.ndarray = np.floor(exact + 1e-9).astype(np.int64)
-    lacking = np.maximum(exact - shares, 0)
+    shares: np.ndarray = np.floor(exact + 1e-9).astype(np.int64)  # A rounding error must not cost a place.
+    remainders = np.maximum(exact - shares, 0)
     if left := total - int(shares.sum()):
-        shares[rng.choice(len(sizes), size=left, replace=False, p=lacking / lacking.sum())] += 1
+        shares[rng.choice(len(sizes), size=left, replace=False, p=remainders / remainders.sum())] += 1
     return shares
 
 
 def merge(tensors: Mapping[str, Tensors], changed: Mapping[str, Tensors]) -> dict[str, Tensors]:
-    """Return ``tensors`` with those of ``changed`` in their place, key by key and name by name."""
+    """Return the entries of a state with changed tensors replaced."""
     return {key: {**tensors.get(key, {}), **changed.get(key, {})} for key in {**tensors, **changed}}
 
 
-class Counted(Iterable[Update]):
-    """Updates to be read once; afterwards ``clients`` says whose they were, and ``senders`` by tensor name how many had it."""
+class UpdateCounter(Iterable[Update]):
+    """Iterate over updates once, and count them.
+
+    Afterwards ``clients`` lists the senders in order, and ``senders`` has the number of senders by tensor name.
+    """
 
     def __init__(self, updates: Iterable[Update]) -> None:
         self.clients: list[str] = []

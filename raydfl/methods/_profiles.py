@@ -1,4 +1,4 @@
-"""Numbers in the clients' profiles, which an option names by their column."""
+"""Numeric columns of the clients' profiles."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def read_number(
     """Return the number in a column of a client's profile.
 
     Args:
-        profile: of the client.
-        column: the column.
-        option: the option that names it, for the message.
-        meaning: the number with its range, for the message.
-        is_valid: whether a number is in the range.
-        who: the client, for the message.
+        profile: The client's profile.
+        column: Name of the column.
+        option: The method's option with this name, for the message.
+        meaning: The number's meaning and range, for the message.
+        is_valid: Returns whether a number is in the range.
+        who: The client, for the message.
 
     Raises:
-        ConfigError: there is no number in the range.
+        ConfigError: The column has no number, or a number out of range.
     """
     value = profile.get(column)
     try:
@@ -37,7 +37,7 @@ def read_number(
         number = math.nan
     if not is_valid(number):
         raise ConfigError(
-            f"method.{option}: the profile of {who} has {value!r} under {column!r}; it must be {meaning}. Set "
-            f"data.profile='{{{column}: {{values: [...]}}}}'"
+            f"method.{option}: the profile of {who} has {value!r} under {column!r}. It must be {meaning}. Set "
+            f"data.profile='{{{column}: {{values: [...]}}}}'."
         )
     return number

@@ -1,4 +1,4 @@
-"""Methods whose clients exchange the mean features of each class."""
+"""Methods that exchange class means of features (prototypes)."""
 
 from __future__ import annotations
 
@@ -24,38 +24,38 @@ from raydfl.methods._method import Method
 from raydfl.training import Step, fit, predict
 
 MEANS, COUNTS = "prototypes/means", "prototypes/counts"
-"""float32 [classes, size] and [classes]. At a client: of its training data. At the server: K, and the mean number of examples of
-those who held the class when somebody last did; 0: it is not known yet."""
+"""Names of class means, float32 [classes, size], and example counts, float32 [classes]. A client computes them on its training
+data. The server's counts are means over the class's last senders. A count of 0 means that the class mean is unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrototypeMethod(Method, ABC):
-    """Networks drawn to common class means. Subclasses may share more, and change the size of the means."""
+    """Training with a distance to common class means. Subclasses may share more tensors, and set the means' size."""
 
     needs = Needs(objectives=("classify",), one_class_list=True)
 
     lam: Annotated[
-        float, Field(ge=0, description="weight of the distance to the class means; 0: every client trains for itself")
+        float, Field(ge=0, description="Weight of the distance to the class means. 0: every client trains alone.")
     ] = 1.0
 
     @property
     def projected_size(self) -> int | None:
-        """Features of a class mean. None: as many as the networks have."""
+        """Number of features of a class mean. None: the networks' own number."""
         return None
 
     def shared(self, name: str) -> bool:
-        """Share the class means and counts alone."""
+        """Share only the class means and counts."""
         return not name.startswith("model/")
 
     def distances(self, away: Tensor) -> Tensor:
-        """Return the distances from the class means, float32 [batch], of differences [batch, size]."""
+        """Return the distances from the class means, float32 [batch], for differences float32 [batch, size]."""
         return away.square().sum(dim=1)
 
     def init(self, clients: Sequence[Client], models: BuiltModels, rng: np.random.Generator) -> State:
-        """Return FedAvg's state of the shared tensors, with class means of 0 and no examples.
+        """Return FedAvg's state of the shared tensors, with unknown class means.
 
         Raises:
-            ConfigError: a network has no ``embed``, or its features are not as many as another network's.
+            ConfigError: A network has no ``embed``, or networks differ in their number of features.
         """
         name = type(self).__name__.lower()
         for built in models:
@@ -67,18 +67,18 @@ class PrototypeMethod(Method, ABC):
         return dataclasses.replace(state, tensors={"global": {**state.tensors["global"], **nothing}})
 
     def loss(self, step: Step, batch: Batch) -> Tensor:
-        """Cross-entropy plus the distance to the class means that are known."""
+        """Return cross-entropy plus the distance to the known class means."""
         network = cast(Any, step.models["model"])
         features = network.embed(*batch.input_of(network))
         value = batch.cross_entropy(network.output(features))
         if self.lam == 0:
             return value
         known = (step.reference(COUNTS) > 0).to(features.dtype)
-        away = _projected(features, self.projected_size) - step.reference(MEANS)[batch.y]
+        away = _project(features, self.projected_size) - step.reference(MEANS)[batch.y]
         return value + self.lam * batch.mean(known[batch.y] * self.distances(away))
 
     def local(self, step: Step) -> Update:
-        """Train; send the class means of the training data, and with ``weights`` the network."""
+        """Train, then send the class means of the training data and the shared tensors."""
         metrics = fit(step, self.loss)
         tensors = {name: value for name, value in step.floating_state().items() if self.shared(name)}
         means, counts = step.reference(MEANS).cpu().double(), torch.zeros(len(step.reference(COUNTS)))
@@ -91,36 +91,36 @@ class PrototypeMethod(Method, ABC):
         return step.update(metrics, tensors={**tensors, MEANS: means.float(), COUNTS: counts})
 
     def aggregate(self, state: State, updates: Iterable[Update], rng: np.random.Generator) -> tuple[State, Metrics]:
-        """Apply the rule; a client's class mean weighs as much as its examples of the class."""
-        new, report = super().aggregate(state, map(_weighted_by_class, updates), rng)
+        """Aggregate, with each class mean weighted by the client's examples of the class."""
+        new, report = super().aggregate(state, map(_weight_by_class, updates), rng)
         before, after = state.tensors["global"][COUNTS], new.tensors["global"][COUNTS]
-        # A rule that ignores weights may find no examples of a class that few hold; what is known stays known.
+        # A rule without weights, such as a median, may count 0 for a rare class. Known means stay known.
         counts = torch.where(after > 0, after, before)
         return dataclasses.replace(
             new, tensors={**new.tensors, "global": {**new.tensors["global"], COUNTS: counts}}
         ), report
 
     def evaluate(self, step: Step, examples: Examples, batch_size: int) -> Metrics:
-        """Measure ``prototypes/accuracy`` and ``prototypes/confusion`` too, of the nearest class mean among those known."""
+        """Also measure ``prototypes/accuracy`` and ``prototypes/confusion`` of predicting the nearest known class mean."""
         measured = dict(super().evaluate(step, examples, batch_size))
         known = step.reference(COUNTS).cpu() > 0
         if "model" in step.models and bool(known.any()):
             away = self._features(step, examples, batch_size)[:, None] - step.reference(MEANS).cpu()
             scores = (-away.square().sum(dim=2)).masked_fill(~known, -torch.inf)
             for name, value in self.objective.metrics(scores, examples).items():
-                if name != "loss":  # infinite for a clip of a class that is not known
+                if name != "loss":  # The loss is infinite for a clip of an unknown class.
                     measured[f"prototypes/{name}"] = value
         return measured
 
     def _features(self, step: Step, examples: Examples, batch_size: int = 64) -> Tensor:
-        """g(x) of some examples, in evaluation mode: float32 [examples, size], on the CPU."""
+        """Return g(x) in evaluation mode, float32 [examples, size], on the CPU."""
         network = step.models["model"]
         up_to_top: dict[str, nn.Module] = {"model": same_view(_TopFeatures(network, self.projected_size), network)}
         return predict(dataclasses.replace(step, models=up_to_top), "model", examples, batch_size)
 
 
 class _TopFeatures(nn.Module):
-    """A network up to its last layer, as a network whose outputs are the features of the common size."""
+    """A network without its last layer. Its outputs are the features, projected to a common size."""
 
     def __init__(self, network: nn.Module, size: int | None) -> None:
         super().__init__()
@@ -128,38 +128,38 @@ class _TopFeatures(nn.Module):
         self.size = size
 
     def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
-        return _projected(cast(Any, self.network).embed(x, lengths), self.size)
+        return _project(cast(Any, self.network).embed(x, lengths), self.size)
 
 
 def _common_width(networks: Sequence[nn.Module], method: str) -> int:
-    """Return the number of features of some networks.
+    """Return the common number of features of some networks.
 
     Raises:
-        ConfigError: it differs between the networks.
+        ConfigError: The networks have different numbers of features.
     """
     widths = sorted({last_layer(network, method).in_features for network in networks})
     if len(widths) > 1:
         raise ConfigError(
-            f"models.model: {method} compares features, so all networks must have equally many, but they have "
+            f"models.model: {method} compares features, so all networks need the same number of them, but they have "
             f"{', '.join(map(str, widths))}. Choose networks with the same width, or the method fedkad."
         )
     return widths[0]
 
 
-def _projected(features: Tensor, size: int | None) -> Tensor:
-    """Features [batch, width] as [batch, size]: themselves where the sizes are equal."""
+def _project(features: Tensor, size: int | None) -> Tensor:
+    """Project features [batch, width] to [batch, size]. Equal sizes leave them unchanged."""
     width = features.shape[1]
     return features if size in (None, width) else features @ _projection(width, size, features.device)
 
 
 @functools.cache
 def _projection(width: int, size: int, device: torch.device) -> Tensor:
-    """P transposed, with orthonormal columns or, where ``width`` is the smaller, rows: float32 [width, size]."""
+    """Return P transposed, float32 [width, size], with orthonormal columns (rows if ``width < size``)."""
     rng = generator(0, 0, "", f"fedkad projection {width} to {size}")
     vectors: list[np.ndarray] = []
-    for drawn in rng.normal(size=(min(width, size), max(width, size))):
-        vector = drawn
-        # Gram-Schmidt, twice for precision. A library's QR rounds differently with another number of threads.
+    for row in rng.normal(size=(min(width, size), max(width, size))):
+        vector = row
+        # Gram-Schmidt, twice for precision. A library's QR rounds differently with a different number of threads.
         for other in vectors * 2:
             vector = vector - (vector * other).sum() * other
         vectors.append(vector / np.sqrt((vector * vector).sum()))
@@ -167,9 +167,9 @@ def _projection(width: int, size: int, device: torch.device) -> Tensor:
     return (smaller_first if width < size else smaller_first.T).contiguous().to(device)
 
 
-def _weighted_by_class(update: Update) -> Update:
-    """Return the update with its class means weighted by its own counts (not negative, whatever it claims)."""
-    counts = update.tensors[COUNTS].clamp_min(0)
+def _weight_by_class(update: Update) -> Update:
+    """Return the update with its class means weighted by its example counts."""
+    counts = update.tensors[COUNTS].clamp_min(0)  # An attacker may send negative counts.
     by_class = {MEANS: counts[:, None].expand_as(update.tensors[MEANS]), COUNTS: counts.sign()}
     rest = {name: cast(float, update.weight) for name in update.tensors if name not in by_class}
     return dataclasses.replace(update, weight={**rest, **by_class})

@@ -1,11 +1,11 @@
-"""The common part of methods with an optimiser at the server.
+"""Base of methods with an optimiser at the server.
 
-The clients train as in FedAvg and the rule averages their models; the change from the server's model to that mean takes the place
-of a gradient (with the opposite sign: the server steps along it). What the optimiser keeps lies in the entry ``"moments"`` of the
-server's state, which no client receives: ``"m/model/gru.weight_ih_l0"`` is what it calls ``m`` of that parameter.
+The clients train as in FedAvg, and the rule averages their models. The change from the server's model to this mean is the negative
+gradient of the optimiser. The entry ``"moments"`` of the server's state has the optimiser's moments, such as
+``"m/model/gru.weight_ih_l0"``. No client receives it.
 
-Buffers are averaged and see no optimiser. A round in which nothing arrived moves nothing, momentum included; over several
-data.parts that holds for what each part has of its own, whose steps are counted by themselves.
+Buffers are averaged without the optimiser. A round without updates leaves all parameters and moments unchanged. With several
+data.parts, the optimiser counts the steps of each part's private tensors separately.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from torch import Tensor
 from raydfl.core.part_names import beside
 from raydfl.core.types import BuiltModels, Client, Metrics, State, Update
 from raydfl.methods._control import global_parameters
-from raydfl.methods._method import Counted, Method
+from raydfl.methods._method import Method, UpdateCounter
 
 _STEPS = "server_steps"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptimiser(Method, ABC):
-    """FedAvg with an optimiser at the server; a subclass says what it keeps and how it moves one parameter."""
+    """FedAvg with an optimiser at the server. A subclass defines its moments and its step."""
 
     @abstractmethod
     def moments(self) -> Mapping[str, float]:
-        """Return what is kept for every element of a parameter: name -> its first value."""
+        """Return the initial value of each moment, by name."""
 
     @abstractmethod
     def move(
@@ -42,17 +42,17 @@ class ServerOptimiser(Method, ABC):
         """Take one step of one parameter.
 
         Args:
-            old: the server's, float32 of any shape.
-            mean: the clients', of that shape.
-            moments: what is kept, by the names of :meth:`moments`, each of that shape.
-            number: of this step; the first is 1.
+            old: The server's value, float32 of any shape.
+            mean: The clients' mean, of the same shape.
+            moments: The moments by name, of the same shape.
+            number: Number of this step, from 1.
 
         Returns:
-            The server's new value, and what is kept from now on.
+            The server's new value, and the new moments.
         """
 
     def init(self, clients: Sequence[Client], models: BuiltModels, rng: np.random.Generator) -> State:
-        """FedAvg's state and the moments of every parameter."""
+        """Return FedAvg's state with the initial moments of every parameter."""
         state = super().init(clients, models, rng)
         moments = {
             f"{moment}/{name}": torch.full_like(value, first)
@@ -63,16 +63,16 @@ class ServerOptimiser(Method, ABC):
 
     def aggregate(self, state: State, updates: Iterable[Update], rng: np.random.Generator) -> tuple[State, Metrics]:
         """Take one step of every parameter along the clients' mean change."""
-        arriving = Counted(updates)
+        arriving = UpdateCounter(updates)
         averaged, report = super().aggregate(state, arriving, rng)
         weights, kept = dict(averaged.tensors["global"]), dict(state.tensors["moments"])
         steps: dict[str, int] = {}
         for name, old in state.tensors["global"].items():
-            own = {moment: kept[f"{moment}/{name}"] for moment in self.moments() if f"{moment}/{name}" in kept}
-            if own and name in arriving.senders:  # else it is a buffer, or nobody of its part was in the round
+            moments = {moment: kept[f"{moment}/{name}"] for moment in self.moments() if f"{moment}/{name}" in kept}
+            if moments and name in arriving.senders:  # Otherwise it is a buffer, or no client of its part sent it.
                 counter = beside(_STEPS, name)
                 steps[counter] = state.extra.get(counter, 0) + 1
-                weights[name], moved = self.move(old, weights[name], own, steps[counter])
+                weights[name], moved = self.move(old, weights[name], moments, steps[counter])
                 kept.update({f"{moment}/{name}": value for moment, value in moved.items()})
         tensors = {**averaged.tensors, "global": weights, "moments": kept}
         return dataclasses.replace(averaged, tensors=tensors, extra={**averaged.extra, **steps}), report

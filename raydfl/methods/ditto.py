@@ -1,22 +1,22 @@
-"""Ditto: each client has a personal model that is drawn to the global one, which is trained as in FedAvg.
+"""Ditto: FedAvg, and at each client a personal model regularised towards the global one.
 
 T. Li, S. Hu, A. Beirami, V. Smith, Ditto: Fair and Robust Federated Learning Through Personalization, ICML 2021, algorithm 1. A
-client that takes part receives w and does:
+client of the cohort receives w and computes:
 
     global     w_k   <- local training from w, sent back
     personal   v_k   <- local training from v_k on  F_k(v) + (lam / 2) ||v - w||^2,   so the gradient gains lam (v - w)
-    server     w     <- mean of the w_k, all clients counting the same
+    server     w     <- uniform mean of the w_k
 
-v_k stays with the client and begins as w_0 did.
+v_k stays with the client. Its initial value is w_0.
 
 Readings and deviations:
 
-- The global model is trained first and the personal one after it, each on batches of its own, so that the global model is FedAvg's
-  to the bit. The paper's code takes both steps on each batch.
-- Both models are trained for ``train.local_epochs``; ``personal_epochs`` sets another number for v_k.
-- Clients count the same, as in the paper; ``rule: weighted_mean`` counts examples. lam is not chosen by the clients' hold-outs, as
-  one variant of the paper has it.
-- Both models are measured, the global one at the server and at the clients, the personal ones at theirs.
+- The global model is trained before the personal one, on separate batches, so that it equals FedAvg's to the bit. The paper's code
+  takes both steps on each batch.
+- Both models are trained for ``train.local_epochs``. ``personal_epochs`` overrides it for v_k.
+- The mean is uniform, as in the paper. ``rule: weighted_mean`` weights by examples. One variant of the paper selects lam on the
+  clients' held-out examples; here lam is fixed.
+- The global model is measured at the server and the clients, the personal models at their clients.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from raydfl.training import Step, fit
 
 @dataclass(frozen=True, kw_only=True)
 class Ditto(Method):
-    """FedAvg, and at each client a personal model near the global one."""
+    """FedAvg with a personal model at each client."""
 
     default_rule: ClassVar[Rule] = UniformMean()
 
@@ -46,10 +46,10 @@ class Ditto(Method):
     copies: ClassVar[Mapping[str, str]] = {"personal": "model"}
 
     lam: Annotated[
-        float, Field(ge=0, description="weight of the distance to the global model; 0: personal models learn alone")
+        float, Field(ge=0, description="Weight of the distance to the global model. 0: personal models train alone.")
     ] = 1.0
     personal_epochs: Annotated[
-        int | None, Field(ge=1, description="passes over the data for the personal model; null: train.local_epochs")
+        int | None, Field(ge=1, description="Epochs of the personal model. null: train.local_epochs.")
     ] = None
 
     def personal_loss(self, step: Step, batch: Batch) -> Tensor:

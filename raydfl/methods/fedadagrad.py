@@ -1,11 +1,11 @@
-"""FedAdagrad: the server's steps shrink where the clients' mean changes have been large so far.
+"""FedAdagrad: Adagrad at the server, on the clients' mean change.
 
 S. Reddi, Z. Charles, M. Zaheer, Z. Garrett, K. Rush, J. Konecny, S. Kumar, H. B. McMahan, Adaptive Federated Optimization,
-ICLR 2021, algorithm 2 (:mod:`raydfl.methods._adaptive` has all of it):
+ICLR 2021, algorithm 2 (complete in :mod:`raydfl.methods._adaptive`):
 
     v <- v + delta^2
 
-The paper runs it without momentum (beta1 = 0), which is the default here. Buffers are averaged and see no optimiser.
+The default beta1 = 0 is the paper's: no momentum. Buffers are averaged without the optimiser.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from raydfl.methods._adaptive import AdaptiveOptimiser
 class FedAdagrad(AdaptiveOptimiser):
     """FedAvg with Adagrad at the server."""
 
-    beta1: Annotated[float, Field(ge=0, lt=1, description="decay of the first moment; 0: no momentum")] = 0.0
+    beta1: Annotated[float, Field(ge=0, lt=1, description="Decay of the first moment. 0: no momentum.")] = 0.0
 
     def second_moment(self, v: Tensor, squared: Tensor) -> Tensor:
-        """Return the sum of the squares."""
+        """Add the squared change."""
         return v + squared

@@ -1,12 +1,12 @@
-"""FedAdam: the server takes Adam steps along the clients' mean change.
+"""FedAdam: Adam at the server, on the clients' mean change.
 
 S. Reddi, Z. Charles, M. Zaheer, Z. Garrett, K. Rush, J. Konecny, S. Kumar, H. B. McMahan, Adaptive Federated Optimization,
-ICLR 2021, algorithm 2 (:mod:`raydfl.methods._adaptive` has all of it):
+ICLR 2021, algorithm 2 (complete in :mod:`raydfl.methods._adaptive`):
 
     v <- beta2 v + (1 - beta2) delta^2
 
-Buffers are averaged and see no optimiser. With beta1 = 0 and tau -> infinity at server_lr = tau it is FedAvg. PyTorch's Adam,
-which differs in the bias correction and the defaults, is ``fedopt``.
+Buffers are averaged without the optimiser. With beta1 = 0 and server_lr = tau -> infinity it is FedAvg. ``fedopt`` is PyTorch's
+Adam, with bias correction and different defaults.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from raydfl.methods._adaptive import AdaptiveOptimiser
 class FedAdam(AdaptiveOptimiser):
     """FedAvg with Adam at the server."""
 
-    beta2: Annotated[float, Field(ge=0, lt=1, description="decay of the second moment")] = 0.99
+    beta2: Annotated[float, Field(ge=0, lt=1, description="Decay of the second moment.")] = 0.99
 
     def second_moment(self, v: Tensor, squared: Tensor) -> Tensor:
-        """Return the mean of the squares, decaying."""
+        """Update the decaying mean of squared changes."""
         return self.beta2 * v + (1 - self.beta2) * squared

@@ -1,20 +1,20 @@
-"""FedALA: a client begins its training from a mixture of its last model and the global one, with learnt weights.
+"""FedALA: clients start training from a learnt mixture of their last model and the global one.
 
 J. Zhang, Y. Hua, H. Wang, T. Song, Z. Xue, R. Ma, H. Guan, FedALA: Adaptive Local Aggregation for Personalized Federated Learning,
-AAAI 2023, algorithm 1 and equations 4 and 5. With the client's last model w_i, the received one w, and weights W_i, 1 at the
-beginning, elementwise:
+AAAI 2023, algorithm 1 and equations 4 and 5. With the client's last model w_i, the received model w, and weights W_i, initially 1,
+elementwise:
 
     start   v = w_i + (w - w_i) W_i    in the upper layers, v = w in the others                          (4)
     learn   W_i <- clip(W_i - eta grad of F_i(v) for W_i, 0, 1)                                          (5)
     client  w_i <- local training from v, sent back;      server   w <- sum_i n_i w_i / sum_i n_i
 
-W_i is learnt in ``start_epochs`` passes when the client takes part for the second time, and in one pass from then on. In its first
-time v = w. Clients are measured with w (``model``) and v (``personal``).
+At a client's first participation v = w. At the second, W_i is learnt for ``start_epochs`` epochs, and later for one epoch.
+Clients are measured with w (``model``) and v (``personal``).
 
 Readings and deviations:
 
-- The upper layers are named by the beginnings of their tensors' names. Without any it is FedAvg.
-- Weights are clipped after all passes, and mixed as if clipped before. The released code clips them after every batch, passes until
+- Name prefixes of tensors select the upper layers. Without upper layers it is FedAvg.
+- Weights are clipped after all epochs, and mixed as if clipped before. The released code clips them after every batch, trains until
   the loss settles, and uses 80 % of the data.
 - The run's optimiser learns W_i, with the rate eta.
 """
@@ -51,13 +51,13 @@ class FedALA(Method):
     copies: ClassVar[Mapping[str, str]] = {"weights": "model"}
 
     layers: Annotated[
-        tuple[str, ...], Field(description="beginnings of the names of the upper layers' tensors; empty is FedAvg")
+        tuple[str, ...], Field(description="Name prefixes of the upper layers' tensors. Empty is FedAvg.")
     ] = ("model/output",)
-    eta: Annotated[float, Field(gt=0, description="learning rate of the weights")] = 1.0
-    start_epochs: Annotated[int, Field(ge=1, description="passes over the data that first learn the weights")] = 10
+    eta: Annotated[float, Field(gt=0, description="Learning rate of the mixing weights.")] = 1.0
+    start_epochs: Annotated[int, Field(ge=1, description="Epochs of the first training of the mixing weights.")] = 10
 
     def mixing_loss(self, step: Step, batch: Batch) -> Tensor:
-        """Return the objective's loss of the mixture, with gradients for the weights alone."""
+        """Return the objective's loss of the mixture, with gradients only for the weights."""
         tensors = {name: value.detach() for name, value in step.parameters("model").items()} | self._mix(step)
         with computing_with("model", step.models["model"], tensors):
             return self.loss(step, batch)
@@ -65,11 +65,13 @@ class FedALA(Method):
     def _mix(self, step: Step) -> dict[str, Tensor]:
         """Return the upper layers of v, or nothing before the first participation."""
         mixed: dict[str, Tensor] = {}
-        for of_weight, weight in step.parameters("weights").items():
-            name = "model/" + of_weight.removeprefix("weights/")
+        for weight_name, weight in step.parameters("weights").items():
+            name = "model/" + weight_name.removeprefix("weights/")
             if name.startswith(self.layers) and _LAST + name in step.state:
                 last = step.state[_LAST + name]
-                clipped = weight + (weight.clamp(0, 1) - weight).detach()  # so that it can come back from beyond
+                clipped = (
+                    weight + (weight.clamp(0, 1) - weight).detach()
+                )  # Straight-through: keep the gradient outside 0..1.
                 mixed[name] = last + (step.reference(name) - last) * clipped
         return mixed
 
@@ -95,7 +97,7 @@ class FedALA(Method):
         return step.update(metrics)
 
     def evaluate(self, step: Step, examples: Examples, batch_size: int) -> Metrics:
-        """Measure the global model, and v as ``personal``."""
+        """Measure the global model, and the mixture v as ``personal``."""
         models = {name: model for name, model in step.models.items() if name != "weights"}
         if "weights" in step.models:
             models["personal"] = self._personal(step)
@@ -103,7 +105,7 @@ class FedALA(Method):
 
     @torch.no_grad()
     def _personal(self, step: Step) -> nn.Module:
-        """Return a network with v."""
+        """Return a network with the mixture v."""
         network, mixed = copy.deepcopy(step.models["weights"]), self._mix(step)
         received = next(iter(step.received.values()))
         for key, value in network.state_dict().items():

@@ -1,12 +1,12 @@
-"""FedAvg: local training and the mean of the models, weighted by the clients' examples.
+"""FedAvg: local training, and the mean of the clients' models weighted by examples.
 
 B. McMahan, E. Moore, D. Ramage, S. Hampson, B. Aguera y Arcas, Communication-Efficient Learning of Deep Networks from
 Decentralized Data, AISTATS 2017, algorithm 1:
 
     w_{t+1} = sum_{k in S_t} (n_k / sum_{j in S_t} n_j) w_{t+1}^k
 
-It is what :class:`raydfl.Method` does by default, so nothing is overridden. Floating buffers are averaged like parameters,
-integer buffers stay behind (the paper's networks have neither).
+These are the defaults of :class:`raydfl.Method`, so the class overrides nothing. Floating-point buffers are averaged like
+parameters, and integer buffers are not shared (the paper's networks have neither).
 """
 
 from __future__ import annotations

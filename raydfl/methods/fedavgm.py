@@ -6,8 +6,8 @@ T.-M. H. Hsu, H. Qi, M. Brown, Measuring the Effects of Non-Identical Data Distr
     velocity <- momentum velocity + delta
     w        <- w + server_lr velocity,        velocity_0 = 0
 
-With momentum = 0 and server_lr = 1 it is FedAvg. Buffers are averaged and see no optimiser. (Some audio benchmarks call server
-momentum on delta divided by the clients' learning rate "FedOPT": that is server_lr divided by that rate.)
+With momentum = 0 and server_lr = 1 it is FedAvg. Buffers are averaged without the optimiser. (Some audio benchmarks divide delta by
+the clients' learning rate and call it "FedOPT". Divide server_lr by this rate for the same result.)
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class FedAvgM(ServerOptimiser):
     """FedAvg with momentum at the server."""
 
     server_lr: Annotated[
-        float, Field(gt=0, description="server learning rate; 1 takes the clients' mean where there is no momentum")
+        float, Field(gt=0, description="Server learning rate. 1 takes the clients' mean if momentum is 0.")
     ] = 1.0
     momentum: Annotated[
-        float, Field(ge=0, lt=1, description="share of the last step that is kept; 0 (at server_lr 1) is FedAvg")
+        float, Field(ge=0, lt=1, description="Decay of the velocity. 0 with server_lr 1 is FedAvg.")
     ] = 0.9
 
     def moments(self) -> Mapping[str, float]:
-        """Return the velocity."""
+        """Return the velocity's initial value."""
         return {"velocity": 0.0}
 
     def move(
@@ -42,5 +42,5 @@ class FedAvgM(ServerOptimiser):
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Take a step of heavy-ball momentum."""
         delta, before = mean - old, self.momentum * moments["velocity"]
-        # old + server_lr (before + delta), in the form that at neutral values is the mean itself, without rounding.
+        # Equals old + server_lr (before + delta). In this form, neutral values return the mean without a rounding error.
         return mean + (self.server_lr - 1) * delta + self.server_lr * before, {"velocity": before + delta}

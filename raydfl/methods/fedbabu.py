@@ -1,23 +1,23 @@
-"""FedBABU: the body of the network is trained and averaged, the head stays as it was drawn; each client fine-tunes for itself.
+"""FedBABU: clients train and average the body under a fixed random head, and fine-tune for evaluation.
 
 J. Oh, S. Kim, S.-Y. Yun, FedBABU: Toward Enhanced Representation for Federated Image Classification, ICLR 2022, algorithm 1:
 
-    clients    train the body with the head of the first model, which never changes; send the body
+    clients    train the body with the fixed initial head, and send the body
     server     w_body <- sum_k n_k w_k,body / sum_k n_k
-    personal   a client's model after some passes over its training data, from the server's body and the head
+    personal   a client's model after some epochs on its training data, from the server's body and the fixed head
 
-The head is fixed: everybody knows it from the run's seed, so it is in no message and no commit. The server measures the body with
-that head. A client is measured so too (``model/...``), and after fine-tuning (``personal/...``): ``evaluate.fine_tune``, here 5
-epochs by default.
+Server and clients know the fixed head from the run's seed, so no payload and no checkpoint contains it. The server measures the
+body with this head. A client measures the same model (``model/...``), and the fine-tuned one (``personal/...``).
+``evaluate.fine_tune`` is 5 epochs by default here.
 
 Readings and deviations:
 
-- The paper fine-tunes once, after the last round; here each evaluation of clients (``evaluate.every``) does, by the run's optimiser
-  at the round's learning rate, restarted.
-- The head is the network's last layer, named by the beginnings of its tensors' names. ``head: []`` and
+- The paper fine-tunes once, after the last round. Here each evaluation of clients (``evaluate.every``) fine-tunes, with a new
+  optimiser at the round's learning rate.
+- The head is the network's last layer, selected by name prefixes of its tensors. ``head: []`` and
   ``evaluate.fine_tune: {epochs: 0}`` are FedAvg.
-- The paper's code counts all clients the same (``rule: uniform_mean``), its algorithm their examples.
-- FedAPTA describes FedBABU as learning representations by attention; there is no attention in it.
+- The paper's algorithm weights clients by examples, its code uniformly (``rule: uniform_mean``).
+- FedAPTA describes FedBABU as learning representations by attention. FedBABU has no attention.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from raydfl.methods._method import Method
 
 @dataclass(frozen=True, kw_only=True)
 class FedBABU(Method):
-    """Federated averaging of the body under a head that never changes, and fine-tuning for each client."""
+    """Federated averaging of the body under a fixed head, with fine-tuning at each client."""
 
     tensor_options: ClassVar[tuple[str, ...]] = ("head",)
 
@@ -40,10 +40,10 @@ class FedBABU(Method):
 
     head: Annotated[
         tuple[str, ...],
-        Field(description="beginnings of the names of the head's tensors, which stay as drawn; empty: nothing does"),
+        Field(description="Name prefixes of the head's tensors, fixed at their initial values. Empty: no fixed head."),
     ] = ("model/output",)
 
     @property
     def fixed(self) -> tuple[str, ...]:
-        """The head."""
+        """Name prefixes of the head."""
         return self.head

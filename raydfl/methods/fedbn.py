@@ -3,11 +3,11 @@
 X. Li, M. Jiang, X. Zhang, M. Kamp, Q. Dou, FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, ICLR 2021,
 algorithm 1:
 
-    server   w_l <- sum_k n_k w_k,l / sum_k n_k    for each layer l that is no batch normalisation
+    server   w_l <- sum_k n_k w_k,l / sum_k n_k    for each layer l except batch normalisation
     client   keeps scales, shifts and running statistics of its batch normalisation
 
-Deviations: the paper's mean over clients is uniform (``rule: uniform_mean``). Normalisation layers are found by words in the names
-of tensors, so that layer and group normalisation can stay, too. A network whose batch normalisation has other names is rejected.
+Deviations: the paper's mean over clients is uniform (``rule: uniform_mean``). Words in tensors' names select the normalisation
+layers, so that layer and group normalisation can be personal, too. Networks with a shared batch normalisation are rejected.
 """
 
 from __future__ import annotations
@@ -27,22 +27,24 @@ from raydfl.methods._method import Method
 
 @dataclass(frozen=True, kw_only=True)
 class FedBN(Method):
-    """Federated averaging of all but the normalisation layers."""
+    """Federated averaging with personal normalisation layers."""
 
-    layers: Annotated[tuple[str, ...], Field(description="words in the names of personal tensors; empty is FedAvg")] = (
+    layers: Annotated[
+        tuple[str, ...], Field(description="Words in the names of personal tensors. Empty is FedAvg.")
+    ] = (
         "norm",
         "bn",
     )
 
     def shared(self, name: str) -> bool:
-        """Share all but the normalisation layers."""
+        """Share all tensors except normalisation layers."""
         return not any(word in name for word in self.layers)
 
     def init(self, clients: Sequence[Client], models: BuiltModels, rng: np.random.Generator) -> State:
         """Return FedAvg's state without the normalisation layers.
 
         Raises:
-            ConfigError: no tensor is personal, or a batch normalisation is not.
+            ConfigError: No tensor is personal, or a batch normalisation is shared.
         """
         tensors = [f"{n}/{key}" for built in models for n, model in built.items() for key in model.state_dict()]
         norms = [

@@ -1,7 +1,7 @@
-"""FedDC: each client tracks its drift from the global model, and sends its model without it.
+"""FedDC: each client tracks its drift from the global model, and sends its drift-corrected model.
 
 L. Gao, H. Fu, L. Li, Y. Chen, M. Xu, C. Xu, FedDC: Federated Learning with Non-IID Data via Local Drift Decoupling and Correction,
-CVPR 2022, algorithm 1. With the drift h_i, the control variates g_i and g, all 0 at the beginning, and s_i = mean(n) / n_i:
+CVPR 2022, algorithm 1. With the drift h_i, the control variates g_i and g, all initially 0, and s_i = mean(n) / n_i:
 
     loss     CE + (s_i alpha / 2) ||v - (w - h_i)||^2 + <v, s_i g - g_i>
     client   D_i = w_i - w,    h_i <- h_i + D_i,    g_i <- g_i - s_i g - D_i / (lr E ceil(mean(n) / B))
@@ -9,12 +9,12 @@ CVPR 2022, algorithm 1. With the drift h_i, the control variates g_i and g, all 
 
 Readings and deviations:
 
-- Scales s_i and g_i are those of the released code. With equal clients s_i is 1. Its means over clients are uniform
-  (``rule: uniform_mean``). It adds the mean drift of all clients, in the cohort or not, to the cohort's mean model; algorithm 1
-  has all clients in each round. Here both means are the cohort's.
-- A client sends w_i + h_i in place of both: the same mean for half the bytes.
-- The last term is written with v - w, which has the same gradient. With momentum E ceil(mean(n) / B) is replaced by the effective
-  number of steps. Other optimisers than SGD are rejected. Buffers are averaged.
+- Scales s_i and g_i follow the released code. With equal clients s_i is 1. The code's means over clients are uniform
+  (``rule: uniform_mean``), and it adds the mean drift of all clients to the cohort's mean model. In algorithm 1 the cohort is the
+  whole population. Here both means are over the cohort.
+- A client sends the sum w_i + h_i. The mean is the same, for half the bytes.
+- The last term has v - w instead of v, with the same gradient. With momentum, the effective number of steps replaces
+  E ceil(mean(n) / B). Only SGD is supported. Buffers are averaged.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from raydfl.methods._control import (
     CONTROL,
     DRIFT,
     ControlMethod,
+    add_mean_examples,
     drift_penalty,
     put_drift_terms,
     renew_drifts,
-    tell_mean_examples,
 )
 from raydfl.training import Step, fit
 
@@ -45,12 +45,13 @@ class FedDC(ControlMethod):
     """FedAvg with local drifts and control variates."""
 
     alpha: Annotated[
-        float, Field(ge=0, description="weight of the drift's penalty; 0: control variates and drifts without it")
+        float,
+        Field(ge=0, description="Weight of the drift's penalty. 0: drifts and control variates without a penalty."),
     ] = 0.1
 
     def plan(self, state: State, clients: Sequence[Client], rng: np.random.Generator, cohort: int) -> list[Task]:
         """Plan FedAvg's tasks with the mean number of examples."""
-        return tell_mean_examples(super().plan(state, clients, rng, cohort), clients)
+        return add_mean_examples(super().plan(state, clients, rng, cohort), clients)
 
     def loss(self, step: Step, batch: Batch) -> Tensor:
         """Return the objective's loss plus the penalty and the correction."""

@@ -1,17 +1,17 @@
-"""Federated Dropout: every round each client trains a network made of other channels, drawn at random.
+"""Federated Dropout: each client trains a sub-network of random channels, resampled in every round.
 
 S. Caldas, J. Konecny, H. B. McMahan, A. Talwalkar, Expanding the Reach of Federated Learning by Reducing Client Resource
 Requirements, 2018, section 2.2:
 
-    client    keeps a fixed share of the filters of each convolution and of the units of each fully connected layer, drawn anew in
-              each round, and trains the small dense network that is left
-    server    puts what comes back into its place; each element is averaged over those who had it, what nobody had stays
+    client    samples a fixed fraction of each convolution's filters and each fully connected layer's units in every round, and
+              trains the smaller dense network
+    server    averages each element over its senders. Elements without senders keep their values
 
-What comes in and what goes out stays whole: the inputs of the first layer and the outputs of the last one. The paper keeps the same
-share at all clients, 0.5 to 0.9, of which 0.75 is common there; here a profile may say each client's own (as FedAPTA compares it).
+The inputs of the first layer and the outputs of the last layer stay complete. The paper uses one fraction for all clients, 0.5 to
+0.9, often 0.75. Here a profile may set each client's own fraction, as in FedAPTA's comparison.
 
-Deviations: the paper draws one set of channels for all clients of a round; here each client has its own. GRUs lose units (a unit
-with its three gates, in each direction by itself), which the paper has not. Nothing is scaled while training, as in the paper.
+Deviations: the paper samples one set of channels for all clients of a round. Here each client has its own. GRUs, absent from the
+paper, lose units (with their three gates, separately for each direction). As in the paper, training does not rescale outputs.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ _SEED = "channels_seed"
 
 @dataclass(frozen=True, kw_only=True)
 class FedDrop(CuttingMethod):
-    """FedAvg over parts of the network that are drawn anew for each client and round."""
+    """FedAvg over random sub-networks, resampled for each client and round."""
 
     share: Annotated[
         Share | str,
         Field(
-            description="share of its channels that a client keeps, above 0 and at most 1, or the name under which its profile "
-            "says so (data.profile); 1: FedAvg"
+            description="Fraction of each layer's channels at a client, in (0, 1], or a profile column with the fraction "
+            "(data.profile). 1: FedAvg."
         ),
     ] = 0.75
 
     def init(self, clients: Sequence[Client], models: BuiltModels, rng: np.random.Generator) -> State:
-        """FedAvg's state, and what channels are drawn by."""
+        """Return FedAvg's state with the seed of the channels."""
         state = super().init(clients, models, rng)
         return state if self.share == 1 else dataclasses.replace(state, extra={_SEED: int(rng.integers(2**53))})
 
     def chosen(self, state: State, client: Client, group: str, channels: int, kept: int) -> np.ndarray:
-        """Draw them, without replacement."""
+        """Sample the channels without replacement."""
         rng = generator(state.extra[_SEED], state.round_index, client.id, f"channels/{group}")
         return np.sort(rng.choice(channels, size=kept, replace=False))

@@ -1,7 +1,7 @@
-"""FedDyn: each client's loss has a linear and a quadratic term, by which local optima agree with the global one.
+"""FedDyn: a linear and a quadratic term in each client's loss align local optima with the global one.
 
 D. A. E. Acar, Y. Zhao, R. Matas Navarro, M. Mattina, P. N. Whatmough, V. Saligrama, Federated Learning Based on Dynamic
-Regularization, ICLR 2021, equation 1 and algorithm 1. With m clients, the cohort P and g_k = 0, h = 0 at the beginning:
+Regularization, ICLR 2021, equation 1 and algorithm 1. With m clients, the cohort P and initially g_k = 0, h = 0:
 
     client   w_k <- local training from w on  F_k(v) - <g_k, v> + (alpha / 2) ||v - w||^2         (equation 1)
              g_k <- g_k - alpha (w_k - w)
@@ -10,8 +10,8 @@ Regularization, ICLR 2021, equation 1 and algorithm 1. With m clients, the cohor
 A client keeps -g_k. The server keeps -h / alpha, the sum of all clients' changes divided by m, so that alpha = 0 is FedAvg with a
 uniform mean.
 
-Deviations: equation 1 is minimised by ``train.local_epochs`` of the run's optimiser. Buffers are averaged. The released code also
-divides alpha by a client's share of the examples.
+Deviations: ``train.local_epochs`` of the run's optimiser minimise equation 1. Buffers are averaged. The released code also divides
+alpha by a client's fraction of the examples.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from raydfl.core.ops import drift_term
 from raydfl.core.part_names import beside
 from raydfl.core.types import Batch, BuiltModels, Client, Metrics, State, Update
 from raydfl.methods._control import global_parameters
-from raydfl.methods._method import CLIENTS, Counted, Method
+from raydfl.methods._method import CLIENTS, Method, UpdateCounter
 from raydfl.rules import Rule, UniformMean
 from raydfl.training import Step, fit
 
@@ -44,11 +44,11 @@ class FedDyn(Method):
     default_rule: ClassVar[Rule] = UniformMean()
 
     alpha: Annotated[
-        float, Field(ge=0, description="weight of the regularisation; 0 is FedAvg with a uniform mean")
+        float, Field(ge=0, description="Weight of the regularisation. 0 is FedAvg with a uniform mean.")
     ] = 0.1
 
     def init(self, clients: Sequence[Client], models: BuiltModels, rng: np.random.Generator) -> State:
-        """Return FedAvg's state and the clients' summed changes, zero."""
+        """Return FedAvg's state with the clients' summed changes, initially zero."""
         state = super().init(clients, models, rng)
         change = {name: torch.zeros_like(value) for name, value in global_parameters(state, models, tied=True).items()}
         return dataclasses.replace(state, tensors={**state.tensors, _CHANGE: change}, extra={CLIENTS: len(clients)})
@@ -64,7 +64,7 @@ class FedDyn(Method):
         return value + drift_term(list(parameters.values()), self.alpha, received, slopes)
 
     def local(self, step: Step) -> Update:
-        """Train, then move the client's gradient."""
+        """Train, then update the client's gradient g_k."""
         for name in step.parameters():
             step.state.setdefault(_SLOPE + name, torch.zeros_like(step.reference(name)))
         metrics = fit(step, self.loss)
@@ -74,8 +74,8 @@ class FedDyn(Method):
         return step.update(metrics)
 
     def aggregate(self, state: State, updates: Iterable[Update], rng: np.random.Generator) -> tuple[State, Metrics]:
-        """Add all clients' changes so far to the cohort's mean."""
-        arriving = Counted(updates)
+        """Average the cohort's models, and add all clients' past changes."""
+        arriving = UpdateCounter(updates)
         averaged, report = super().aggregate(state, arriving, rng)
         if self.alpha == 0:
             return averaged, report

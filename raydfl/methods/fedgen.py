@@ -43,7 +43,7 @@ from raydfl.core.needs import Needs
 from raydfl.core.ops import uniform
 from raydfl.core.part_names import beside
 from raydfl.core.types import Batch, BuiltModels, Client, Metrics, Ratio, State, Task, Update
-from raydfl.methods._distillation import softened_divergences
+from raydfl.methods._distillation import compute_divergences
 from raydfl.methods._generator import MODULE, STEPS, VECTOR, Generator, ServerGenerator, similarity
 from raydfl.methods._layers import last_layer
 from raydfl.methods._method import Method
@@ -109,7 +109,7 @@ class FedGen(Method):
             return tasks
         return [dataclasses.replace(task, receive=(*task.receive, MODULE)) for task in tasks]
 
-    def generated_loss(self, step: Step, batch: Batch) -> Tensor:
+    def loss_with_generator(self, step: Step, batch: Batch) -> Tensor:
         """Return cross-entropy plus what is learnt from generated features."""
         network = cast(Any, step.models["model"])
         logits = network.output(network.embed(*batch.input_of(network)))
@@ -121,7 +121,7 @@ class FedGen(Method):
         if self.beta:
             with torch.no_grad():
                 target = network.output(self._features(step, batch.y))
-            value = value + beta * batch.mean(softened_divergences(target, logits))
+            value = value + beta * batch.mean(compute_divergences(target, logits))
         return value
 
     def _features(self, step: Step, labels: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ class FedGen(Method):
         metrics: dict[str, Any] = {}
         if with_generator:
             step.state[_WEIGHTS] = self._weights(step).to(step.device)
-            metrics = dict(fit(step, self.generated_loss, epochs=with_generator))
+            metrics = dict(fit(step, self.loss_with_generator, epochs=with_generator))
             del step.state[_WEIGHTS]
         if with_generator < epochs:
             plain = fit(step, self.loss, epochs=epochs - with_generator)

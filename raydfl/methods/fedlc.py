@@ -1,20 +1,20 @@
-"""FedLC: clients train on logits that are shifted by how rare each class is among their own examples.
+"""FedLC: clients train on logits shifted by the rarity of each class in their own data.
 
 J. Zhang, Z. Li, B. Li, J. Xu, S. Wu, S. Ding, C. Wu, Federated Learning with Label Distribution Skew via Logits Calibration,
 ICML 2022. With n_c the number of a client's own training examples of class c:
 
-    s_c   z_c - tau n_c^{-1/4},     with max(n_c, 1e-8) in the place of n_c
+    s_c   z_c - tau n_c^{-1/4},     with max(n_c, 1e-8) instead of n_c
     loss  mean of  -s_y + log sum_{c in D} exp(s_c)
 
-D is all classes (``denominator: all``, cross-entropy of the shifted logits), or all but y (``others``), as the paper prints it.
+D is all classes (``denominator: all``, cross-entropy of the shifted logits), or all classes except y (``others``), as printed.
 
 Readings and deviations:
 
-- As printed, the loss has no lower bound: once an example is classified well, its logits go on growing. What others have run of the
-  method is cross-entropy, which is the default.
-- A class that a client does not hold has an infinite shift. With 1e-8 it is 100 tau, so that the class hardly counts.
-- The counts are the client's own; sums over all clients, as some code has them, shift the classes of balanced sets all alike.
-- Outputs are shifted in training alone.
+- As printed, the loss has no lower bound: the logits of a correctly classified example grow without limit. Published
+  implementations use cross-entropy, the default here.
+- A class without local examples would have an infinite shift. With 1e-8 the shift is 100 tau, so that the class hardly counts.
+- The counts are the client's own. Some code sums them over all clients, and thereby shifts all classes of balanced data equally.
+- Logits are shifted only in training.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from raydfl.training import Step, fit
 
 _SHIFT = "shift"
 _FEWEST = 1e-8
-"""Examples that a class counts as which the client does not hold."""
+"""Example count of a class without local examples."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,13 +45,13 @@ class FedLC(Method):
 
     tau: Annotated[
         float,
-        Field(
-            ge=0, description="how much rare classes are shifted; 0 (with denominator all) is FedAvg; usual 0.1 to 1"
-        ),
+        Field(ge=0, description="Size of the shift. 0 with denominator all is FedAvg. Usual values are 0.1 to 1."),
     ] = 1.0
     denominator: Annotated[
         Literal["all", "others"],
-        Field(description="classes that a logit is held against: all, or all others, as the paper prints it"),
+        Field(
+            description="Classes in the loss's denominator. all: all classes. others: all except the true class, as printed in the paper."
+        ),
     ] = "all"
 
     def loss(self, step: Step, batch: Batch) -> Tensor:
@@ -61,9 +61,9 @@ class FedLC(Method):
             logits = logits - step.state[_SHIFT]
         if self.denominator == "all":
             return batch.cross_entropy(logits)
-        own = batch.y.unsqueeze(1)
-        others = logits.scatter(1, own, -torch.inf).logsumexp(dim=1)
-        return batch.mean(others - logits.gather(1, own).squeeze(1))
+        labels = batch.y.unsqueeze(1)
+        others = logits.scatter(1, labels, -torch.inf).logsumexp(dim=1)
+        return batch.mean(others - logits.gather(1, labels).squeeze(1))
 
     def local(self, step: Step) -> Update:
         """Count the client's labels, then train."""
@@ -74,11 +74,11 @@ class FedLC(Method):
         return step.update(metrics)
 
     def shift(self, labels: np.ndarray, classes: int) -> Tensor:
-        """Return what is taken from each class's logit: float32 [classes].
+        """Return the shift of each class's logit, float32 [classes].
 
         Args:
-            labels: int64 [examples], of a client's training examples.
-            classes: of the data.
+            labels: Labels of a client's training examples, int64 [examples].
+            classes: Number of classes.
         """
         counts = np.bincount(labels, minlength=classes).clip(_FEWEST)
         return torch.from_numpy(self.tau * counts**-0.25).float()

@@ -1,19 +1,18 @@
-"""FedLPS: each client prunes once, after its first training, and trains on with what it kept.
+"""FedLPS: each client prunes once, after its first training, and keeps its masks.
 
 Y. Jia, X. Zhang, A. Beheshti, W. Dou, FedLPS: Heterogeneous Federated Learning for Multiple Tasks with Local Parameter Sharing,
-AAAI 2024, as its code has it. In the first round of client k, after the training, with its share p:
+AAAI 2024, following its code. After the training in its first round, client k prunes these fractions p:
 
-    convolutions    the share p of input channels of least L1 (not in the first one), then the share p of filters of least L1
-    linear layers   the share p of inputs of least L2
-    normalisation   the share p of scales of least magnitude
-    from then on    the client computes with these masks, which stay
-    server          w <- sum_k n_k w_k / sum_k n_k of the tensors under the masks
+    convolutions    p of the input channels with the smallest L1 norm (not in the first layer), then p of the filters
+    linear layers   p of the inputs with the smallest L2 norm
+    normalisation   p of the scales with the smallest magnitude
+    later rounds    the client computes with the same masks
+    server          w <- sum_k n_k w_k / sum_k n_k of the unmasked tensors
 
-What is masked has no gradient, so a client sends it as it got it; as in the code, weight decay moves it all the same. All layers
-lose the same share. The frozen, shared encoder is an option of the network (``freeze``), or a stem that does not train.
+Masked weights get no gradient, so a client returns the received values. As in the code, weight decay still changes them. All layers
+lose the same fraction. The frozen, shared encoder is an option of the network (``freeze``), or a stem without training.
 
-Deviations: hidden units of recurrent layers are pruned too, which the paper does not have. In each place at least one channel is
-kept.
+Deviations: hidden units of recurrent layers, absent from the paper, are pruned too. Each layer keeps at least one channel.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from torch import Tensor, nn
 
 from raydfl.core.errors import ConfigError
 from raydfl.core.types import BuiltModels, Client, State, Update
-from raydfl.methods._masking import ByRatio
-from raydfl.methods._pruning import MASK, mask_of, prunable_layers, spread_masks
+from raydfl.methods._masking import RatioMasking
+from raydfl.methods._pruning import MASK, find_prunable_layers, make_mask, spread_masks
 from raydfl.training import Step, fit, fixed_tensors
 
 _NORMS = (nn.GroupNorm, nn.LayerNorm, nn.BatchNorm1d, nn.BatchNorm2d)
@@ -38,29 +37,29 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedLPS(ByRatio):
-    """One pruning for good, by each client."""
+class FedLPS(RatioMasking):
+    """One permanent pruning at each client."""
 
-    inputs: Annotated[bool, Field(description="prune what convolutions and linear layers read, too")] = True
-    norms: Annotated[bool, Field(description="prune scales of normalisation layers, too")] = True
+    inputs: Annotated[bool, Field(description="Also prune inputs of convolutions and linear layers.")] = True
+    norms: Annotated[bool, Field(description="Also prune scales of normalisation layers.")] = True
 
     def init(self, clients: Sequence[Client], models: BuiltModels, rng: np.random.Generator) -> State:
-        """FedAvg's state.
+        """Return FedAvg's state.
 
         Raises:
-            ConfigError: there is nothing to prune, or a client's ratio is none.
+            ConfigError: A network has no prunable layer, or a client's profile has no valid ratio.
         """
         for built in models if self.prunes else ():
             if not self._masks(built, fixed_tensors(built, self.fixed), 0.5):
-                made = sorted({type(layer).__name__ for layer in built["model"].modules()})
+                names = sorted({type(layer).__name__ for layer in built["model"].modules()})
                 raise ConfigError(
-                    f"fedlps: there is nothing to prune in a network of {', '.join(made)}; take one with convolutions, recurrent "
-                    f"or linear layers that train, or method.ratio=0"
+                    f"models.model: fedlps finds nothing to prune in a network of {', '.join(names)}. Choose a network with "
+                    f"trainable convolutions, recurrent or linear layers, or set method.ratio=0."
                 )
         return super().init(clients, models, rng)
 
     def local(self, step: Step) -> Update:
-        """Train; after the first training prune."""
+        """Train. After the first training, prune."""
         metrics = fit(step, self.loss)
         ratio = self.ratio_for(step.client)
         if ratio > 0 and not any(name.startswith(MASK) for name in step.state):
@@ -69,12 +68,12 @@ class FedLPS(ByRatio):
         return step.update(metrics)
 
     def _masks(self, models: Mapping[str, nn.Module], fixed: frozenset[str], ratio: float) -> dict[str, Tensor]:
-        """Return masks by tensor name, in forms that broadcast."""
+        """Return masks that broadcast against the network's tensors, by tensor name."""
         found: dict[str, Tensor] = {}
         model = models["model"]
         tensors = {f"model/{name}": value.detach() for name, value in model.named_parameters()}
-        recurrent = prunable_layers({"model": model}, fixed, ("recurrent",))
-        of_units = {layer.name: mask_of(layer.magnitudes(tensors), ratio) for layer in recurrent}
+        recurrent = find_prunable_layers({"model": model}, fixed, ("recurrent",))
+        of_units = {layer.name: make_mask(layer.magnitudes(tensors), ratio) for layer in recurrent}
         found.update(spread_masks(recurrent, of_units, tensors))
         first = True
         for path, layer in model.named_modules():
@@ -85,16 +84,16 @@ class FedLPS(ByRatio):
             if isinstance(layer, _CONVOLUTIONS):
                 mask = torch.ones(values.shape[:2])
                 if self.inputs and not first:
-                    mask = mask * mask_of(_norms(values, 1, 1), ratio)
+                    mask = mask * make_mask(_norms(values, 1, 1), ratio)
                 shape = (*values.shape[:2], *[1] * (values.ndim - 2))
-                units = mask_of(_norms(values * mask.view(shape), 0, 1), ratio)
+                units = make_mask(_norms(values * mask.view(shape), 0, 1), ratio)
                 found[weight], first = (mask * units[:, None]).view(shape), False
                 if bias in tensors:
                     found[bias] = units
             elif isinstance(layer, nn.Linear) and self.inputs:
-                found[weight] = mask_of(_norms(values, 1, 2), ratio)[None]
+                found[weight] = make_mask(_norms(values, 1, 2), ratio)[None]
             elif isinstance(layer, _NORMS) and self.norms:
-                found[weight] = mask_of(values.abs().flatten().numpy(), ratio).view(values.shape)
+                found[weight] = make_mask(values.abs().flatten().numpy(), ratio).view(values.shape)
         return found
 
 

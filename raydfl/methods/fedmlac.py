@@ -41,7 +41,7 @@ from torch import Tensor
 
 from raydfl.core.needs import Needs
 from raydfl.core.types import Batch, Update
-from raydfl.methods._distillation import softened_divergences
+from raydfl.methods._distillation import compute_divergences
 from raydfl.methods._method import Method
 from raydfl.rules import LayerwisePruning, Rule, find_rule
 from raydfl.training import Step, fit
@@ -147,4 +147,4 @@ class FedMLAC(Method):
     def _divergence(self, teacher: Tensor, student: Tensor, batch: Batch) -> Tensor:
         """T^2 KL(softmax(teacher / T) || softmax(student / T)), mean over the batch; no gradient reaches the teacher."""
         t = self.temperature
-        return t * t * batch.mean(softened_divergences(teacher.detach(), student, t))
+        return t * t * batch.mean(compute_divergences(teacher.detach(), student, t))

@@ -34,10 +34,10 @@ from raydfl.methods._masking import PruningMethod
 from raydfl.methods._profiles import read_number
 from raydfl.methods._pruning import (
     MASK,
-    layers_by_tensor,
-    prunable_layers,
-    pruned_masks,
-    recovered,
+    find_prunable_layers,
+    make_masks,
+    map_prunable_tensors,
+    recover_pruned,
 )
 from raydfl.training import Step
 
@@ -79,7 +79,7 @@ class FedMP(PruningMethod):
         if not self.prunes:
             return state
         extra: dict[str, Any] = {**state.extra, _BANDIT: {}, _LOSS: None}
-        extra[_PRUNED] = layers_by_tensor(models, self.fixed, self.prune)
+        extra[_PRUNED] = map_prunable_tensors(models, self.fixed, self.prune)
         if self.speed_from is not None:
             extra[_SPEEDS] = {client.id: self._speed(client, self.speed_from) for client in clients}
         return dataclasses.replace(state, extra=extra)
@@ -114,8 +114,8 @@ class FedMP(PruningMethod):
         """Prune as the server chose, train, and send what is left with the masks."""
         if not self.prunes:
             return super().local(step)
-        layers = prunable_layers(step.models, step.fixed, self.prune)
-        masks = pruned_masks(layers, step.parameters(), float(step.options[_RATIO]), "uniform")
+        layers = find_prunable_layers(step.models, step.fixed, self.prune)
+        masks = make_masks(layers, step.parameters(), float(step.options[_RATIO]), "uniform")
         metrics, tensors = self.train_masked(step, layers, masks)
         return step.update(metrics, tensors={**tensors, **{MASK + name: mask for name, mask in masks.items()}})
 
@@ -147,7 +147,7 @@ class FedMP(PruningMethod):
             loss, ratio = update.metrics.get("loss"), self.ratios[self._choice(chosen.get(update.client_id, {}))]
             value = loss.value if isinstance(loss, Ratio) else math.nan
             came[update.client_id] = value, cast(float, update.weight), ratio
-            yield recovered(update, state.tensors[update.key], state.extra[_PRUNED])
+            yield recover_pruned(update, state.tensors[update.key], state.extra[_PRUNED])
 
     def _rewarded(
         self, state: State, progress: float, came: Mapping[str, tuple[float, float, float]]

@@ -26,7 +26,7 @@ from pydantic.dataclasses import dataclass
 from raydfl.core.needs import Needs
 from raydfl.core.types import BuiltModels, Client, Metrics, Ratio, State, Update
 from raydfl.methods._control import effective_steps, global_parameters
-from raydfl.methods._method import Counted, Method
+from raydfl.methods._method import Method, UpdateCounter
 from raydfl.training import Step, fit
 
 STEPS = "steps/"
@@ -60,7 +60,7 @@ class FedNova(Method):
 
     def aggregate(self, state: State, updates: Iterable[Update], rng: np.random.Generator) -> tuple[State, Metrics]:
         """Move along the mean change per step, by the mean number of steps."""
-        arriving = Counted(updates)
+        arriving = UpdateCounter(updates)
         averaged, report = super().aggregate(state, arriving, rng)
         old, new = state.tensors["global"], dict(averaged.tensors["global"])
         for name in arriving.senders:

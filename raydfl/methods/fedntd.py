@@ -20,7 +20,7 @@ from torch import Tensor
 
 from raydfl.core.needs import Needs
 from raydfl.core.types import Batch
-from raydfl.methods._distillation import softened_divergences
+from raydfl.methods._distillation import compute_divergences
 from raydfl.methods._method import Method
 from raydfl.training import Step
 
@@ -45,7 +45,7 @@ class FedNTD(Method):
         with step.teacher("model", next(iter(step.received.values()))):
             taught = step.forward("model", batch)
         others = _others(batch.y, logits.shape[1])
-        away = softened_divergences(taught.gather(1, others), logits.gather(1, others), self.tau)
+        away = compute_divergences(taught.gather(1, others), logits.gather(1, others), self.tau)
         return value + self.beta * self.tau**2 * batch.mean(away)
 
 

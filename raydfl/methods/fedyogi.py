@@ -1,12 +1,12 @@
-"""FedYogi: FedAdam whose second moment moves by the size of the squared change, not by a share of the distance to it.
+"""FedYogi: Yogi at the server. Unlike in FedAdam, the step size of the second moment depends only on the squared change.
 
 S. Reddi, Z. Charles, M. Zaheer, Z. Garrett, K. Rush, J. Konecny, S. Kumar, H. B. McMahan, Adaptive Federated Optimization,
-ICLR 2021, algorithm 2 (:mod:`raydfl.methods._adaptive` has all of it):
+ICLR 2021, algorithm 2 (complete in :mod:`raydfl.methods._adaptive`):
 
     v <- v - (1 - beta2) delta^2 sign(v - delta^2)
 
-So v grows where it is below delta^2 and shrinks where it is above, by the same amount, and it stays positive: it shrinks by less
-than (1 - beta2) v. Buffers are averaged and see no optimiser.
+v grows below delta^2 and shrinks above it, by the same amount. It stays positive, because it shrinks by less than (1 - beta2) v.
+Buffers are averaged without the optimiser.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ class FedYogi(AdaptiveOptimiser):
     """FedAvg with Yogi at the server."""
 
     beta2: Annotated[
-        float, Field(ge=0, lt=1, description="1 minus the share of the squared change that the second moment moves by")
+        float,
+        Field(ge=0, lt=1, description="1 minus the step of the second moment, as a fraction of the squared change."),
     ] = 0.99
 
     def second_moment(self, v: Tensor, squared: Tensor) -> Tensor:
-        """Towards the square, by a share of the square."""
+        """Move the second moment towards the squared change, by a fraction of this square."""
         return v - (1 - self.beta2) * squared * (v - squared).sign()

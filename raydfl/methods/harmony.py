@@ -40,8 +40,8 @@ from raydfl.core.clustering import match
 from raydfl.core.types import Client, Metrics, Ratio, State, Task, Update
 from raydfl.data import Examples
 from raydfl.methods._copies import retain
-from raydfl.methods._method import Counted, drawn
-from raydfl.methods._views import ALL, FUSION, GLOBAL, WithViews, encoders_of, of_kind
+from raydfl.methods._method import UpdateCounter, sample_clients
+from raydfl.methods._views import ALL, FUSION, GLOBAL, WithViews, list_encoders, select_clients
 from raydfl.training import Step, fit
 
 UNIMODAL, FUSING = "unimodal", "fusion"
@@ -68,22 +68,22 @@ class Harmony(WithViews):
         """Draw from all clients; in the second phase from those that have all views, with their group's classifier."""
         if state.phase != FUSING:
             return super().plan(state, clients, rng, cohort)
-        members = of_kind(state, clients, ALL)
+        members = select_clients(state, clients, ALL)
         return [
             Task(client.id, phase=FUSING, receive=_keys(state, client.id))
-            for client in drawn(members, rng, min(cohort, len(members)))
+            for client in sample_clients(members, rng, min(cohort, len(members)))
         ]
 
     def local(self, step: Step) -> Update:
         """Train each network by itself; or the fusion, with encoders of the client's own."""
         if step.phase != FUSING:
-            metrics = self.apart(step)
-            sent = step.floating_state(*encoders_of(step))
+            metrics = self.train_views(step)
+            sent = step.floating_state(*list_encoders(step))
             return step.update(metrics, tensors={name: value for name, value in sent.items() if self.shared(name)})
         self._load_encoders(step)
-        metrics = fit(step, self.together)
+        metrics = fit(step, self.fusion_loss)
         tensors = {name: value for name, value in step.floating_state(FUSION).items() if self.shared(name)}
-        for name in encoders_of(step):
+        for name in list_encoders(step):
             own = _encoder(step, name)
             retain(step, _ENCODER, own)
             tensors[BIAS + name] = _bias(own, {key: step.received[GLOBAL][key] for key in own})
@@ -92,14 +92,14 @@ class Harmony(WithViews):
     def _load_encoders(self, step: Step) -> None:
         """Put the client's own encoders in the place of those that it received, where it has some."""
         with torch.no_grad():
-            for name in encoders_of(step):
+            for name in list_encoders(step):
                 for key, value in _encoder(step, name).items():
                     value.copy_(step.state.get(_ENCODER + key, value))
 
     def aggregate(self, state: State, updates: Iterable[Update], rng: np.random.Generator) -> tuple[State, Metrics]:
         """Average each view's network; in the second phase find the groups, and average their classifiers."""
         if state.phase != FUSING:
-            arriving = Counted(updates)
+            arriving = UpdateCounter(updates)
             new, report = super().aggregate(state, arriving, rng)
             return new, {**report, "clients/trained": Ratio(len(arriving.clients), 1)}
         sent = list(updates)

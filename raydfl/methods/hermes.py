@@ -37,9 +37,9 @@ from raydfl.methods._masking import PruningMethod
 from raydfl.methods._pruning import (
     MASK,
     PrunableLayer,
-    layers_by_tensor,
-    mask_of,
-    prunable_layers,
+    find_prunable_layers,
+    make_mask,
+    map_prunable_tensors,
 )
 from raydfl.training import Step
 
@@ -72,11 +72,11 @@ class Hermes(PruningMethod):
         state = super().init(clients, models, rng)
         if self.target == 0:
             return state
-        layer_of = layers_by_tensor(models, self.fixed, self.prune)
+        layer_of = map_prunable_tensors(models, self.fixed, self.prune)
         layers = [
             layer
             for built in models
-            for layer in prunable_layers(built, (), self.prune)
+            for layer in find_prunable_layers(built, (), self.prune)
             if layer.name in layer_of.values()
         ]
         rounds = {ROUND + layer.name: torch.zeros(layer.units) for layer in layers}
@@ -87,13 +87,13 @@ class Hermes(PruningMethod):
         """Bring the client's own model up to date, prune it further if it is good enough, train it, and send what is kept."""
         if self.target == 0:
             return super().local(step)
-        layers = prunable_layers(step.models, step.fixed, self.prune)
+        layers = find_prunable_layers(step.models, step.fixed, self.prune)
         self._take_over(step, layers)
         share = float(step.state.get(_SHARE, torch.zeros(())))
         if share < self.target and self._accuracy(step) >= self.threshold:
             share = min(self.target, share + self.step)
         parameters = step.parameters()
-        masks = {layer.name: mask_of(layer.magnitudes(parameters), share) for layer in layers}
+        masks = {layer.name: make_mask(layer.magnitudes(parameters), share) for layer in layers}
         metrics, tensors = self.train_masked(step, layers, masks)
         retain(step, _OWN, tensors)
         step.state[_SHARE], step.state[_SEEN] = torch.tensor(share), torch.tensor(float(step.round_index))
@@ -112,7 +112,7 @@ class Hermes(PruningMethod):
                 continue  # the last mean, which is what was received
             layer = layer_of[name]
             # What it pruned it does not get back: those are the units of its own model that are 0.
-            kept = mask_of(layer.magnitudes(own), share).to(value.device)
+            kept = make_mask(layer.magnitudes(own), share).to(value.device)
             newer = (step.reference(ROUND + layer.name) > step.state[_SEEN]) & (kept > 0)
             live[name].copy_(torch.where(layer.spread(newer, name, value), live[name], value))
 
@@ -124,7 +124,7 @@ class Hermes(PruningMethod):
 
     def evaluate(self, step: Step, examples: Examples, batch_size: int) -> Metrics:
         """Measure the client's own model where it has one."""
-        self._take_over(step, prunable_layers(step.models, step.fixed, self.prune))
+        self._take_over(step, find_prunable_layers(step.models, step.fixed, self.prune))
         return super().evaluate(step, examples, batch_size)
 
     def aggregate(self, state: State, updates: Iterable[Update], rng: np.random.Generator) -> tuple[State, Metrics]:

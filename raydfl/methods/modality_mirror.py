@@ -34,9 +34,9 @@ from torch import Tensor
 
 from raydfl.core.errors import ConfigError
 from raydfl.core.types import Batch, BuiltModels, Client, Metrics, State, Task, Update
-from raydfl.methods._distillation import softened_divergences
-from raydfl.methods._method import Counted, drawn
-from raydfl.methods._views import ALL, GLOBAL, fused, of_kind, teaching
+from raydfl.methods._distillation import compute_divergences
+from raydfl.methods._method import UpdateCounter, sample_clients
+from raydfl.methods._views import ALL, GLOBAL, compute_fusion, select_clients, use_teacher
 from raydfl.methods.multifl import MultiFL
 from raydfl.training import Step, fit
 
@@ -72,7 +72,7 @@ class ModalityMirror(MultiFL):
             ConfigError: no client has all views, so that nobody could be taught.
         """
         state = super().init(clients, models, rng)
-        if not of_kind(state, clients, ALL):
+        if not select_clients(state, clients, ALL):
             views = ", ".join(sorted({spec.view for built in clients[:1] for spec in built.models if spec.view}))
             raise ConfigError(
                 "method 'modality_mirror': no client has all views that its models read, so nobody can take part in the phase "
@@ -98,12 +98,12 @@ class ModalityMirror(MultiFL):
         """Draw from all clients; in the second phase from those that have all views."""
         if state.phase != DISTIL:
             return super().plan(state, clients, rng, cohort)
-        members = of_kind(state, clients, ALL)
+        members = select_clients(state, clients, ALL)
         taught = set(cast(Sequence[str], state.extra[_TAUGHT]))
         keys = (GLOBAL, TEACHER) if self.kd_weight else (GLOBAL,)
         return [
             Task(client.id, phase=DISTIL, receive=keys, has=keys[1:] if client.id in taught else ())
-            for client in drawn(members, rng, min(cohort, len(members)))
+            for client in sample_clients(members, rng, min(cohort, len(members)))
         ]
 
     def plan_evaluation(self, state: State, clients: Sequence[Client]) -> list[Task]:
@@ -123,20 +123,20 @@ class ModalityMirror(MultiFL):
         """Return cross-entropy of the student plus its divergence from the teacher."""
         student = next(iter(step.models))
         if self.kd_weight == 0:
-            return self.alone(step, student, batch)
+            return self.view_loss(step, student, batch)
         logits = step.forward(student, batch)
         value = batch.cross_entropy(logits)
-        with teaching(step, step.received[TEACHER]):
-            teacher = fused(step.models, batch)
+        with use_teacher(step, step.received[TEACHER]):
+            teacher = compute_fusion(step.models, batch)
         t = self.temperature
         first, second = (teacher, logits) if self.divergence == "standard" else (logits, teacher)
-        return value + self.kd_weight * t * t * batch.mean(softened_divergences(first, second, t))
+        return value + self.kd_weight * t * t * batch.mean(compute_divergences(first, second, t))
 
     def aggregate(self, state: State, updates: Iterable[Update], rng: np.random.Generator) -> tuple[State, Metrics]:
         """Average over those who sent; note who has the teacher now."""
         if state.phase != DISTIL:
             return super().aggregate(state, updates, rng)
-        arriving = Counted(updates)
+        arriving = UpdateCounter(updates)
         new, report = super().aggregate(state, arriving, rng)
         taught = dict.fromkeys([*cast(Sequence[str], state.extra[_TAUGHT]), *arriving.clients])
         return dataclasses.replace(new, extra={**new.extra, _TAUGHT: [*taught]}), report

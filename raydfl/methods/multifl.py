@@ -32,8 +32,8 @@ import numpy as np
 from pydantic.dataclasses import dataclass
 
 from raydfl.core.types import Metrics, State, Update
-from raydfl.methods._method import Counted
-from raydfl.methods._views import FUSION, WithViews, encoders_and_fusion, kinds_counted
+from raydfl.methods._method import UpdateCounter
+from raydfl.methods._views import FUSION, WithViews, collect_fusion_tensors, count_kinds
 from raydfl.training import Step, fit
 
 
@@ -44,11 +44,11 @@ class MultiFL(WithViews):
     def local(self, step: Step) -> Update:
         """Train encoders and fusion where all views are there, else each network by itself."""
         if FUSION in step.models:
-            return step.update(fit(step, self.together), tensors=encoders_and_fusion(step))
-        return step.update(self.apart(step))
+            return step.update(fit(step, self.fusion_loss), tensors=collect_fusion_tensors(step))
+        return step.update(self.train_views(step))
 
     def aggregate(self, state: State, updates: Iterable[Update], rng: np.random.Generator) -> tuple[State, Metrics]:
         """Average over those who sent, and record how many of each kind did."""
-        arriving = Counted(updates)
+        arriving = UpdateCounter(updates)
         new, report = super().aggregate(state, arriving, rng)
-        return new, {**report, **kinds_counted(arriving)}
+        return new, {**report, **count_kinds(arriving)}

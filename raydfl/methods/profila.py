@@ -49,7 +49,7 @@ from raydfl.core.needs import Needs
 from raydfl.core.spool import Spool
 from raydfl.core.types import Batch, BuiltModels, Client, Metrics, ModelSpec, Ratio, Scores, State, Update
 from raydfl.data import Examples
-from raydfl.methods._method import Counted, Method
+from raydfl.methods._method import Method, UpdateCounter
 from raydfl.training import Plan, Step, fit, predict
 
 PROTOTYPE = "model/prototype"
@@ -277,7 +277,7 @@ class ProFiLA(Method):
     def aggregate(self, state: State, updates: Iterable[Update], rng: np.random.Generator) -> tuple[State, Metrics]:
         """Average by clips and performance (equation 4), and move the common prototype."""
         extra = dict(state.extra)
-        arriving = Counted(self._weighted(updates, extra) if self.beta and self.steers else updates)
+        arriving = UpdateCounter(self._weighted(updates, extra) if self.beta and self.steers else updates)
         averaged, report = super().aggregate(state, arriving, rng)
         tensors = dict(averaged.tensors["global"])
         if arriving.senders[PROTOTYPE] and self.prototype_momentum < 1:

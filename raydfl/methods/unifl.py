@@ -22,8 +22,8 @@ import numpy as np
 from pydantic.dataclasses import dataclass
 
 from raydfl.core.types import BuiltModels, Client, State, Task
-from raydfl.methods._method import drawn
-from raydfl.methods._views import ALL, FUSION, GLOBAL, SOME, of_kind
+from raydfl.methods._method import sample_clients
+from raydfl.methods._views import ALL, FUSION, GLOBAL, SOME, select_clients
 from raydfl.methods.multifl import MultiFL
 from raydfl.training import Step
 
@@ -46,8 +46,10 @@ class UniFL(MultiFL):
         """Draw from each population."""
         tasks: list[Task] = []
         for kind, key in ((SOME, GLOBAL), (ALL, FUSED)):
-            members = of_kind(state, clients, kind)
-            tasks += [Task(client.id, receive=(key,)) for client in drawn(members, rng, min(cohort, len(members)))]
+            members = select_clients(state, clients, kind)
+            tasks += [
+                Task(client.id, receive=(key,)) for client in sample_clients(members, rng, min(cohort, len(members)))
+            ]
         return tasks
 
     def plan_evaluation(self, state: State, clients: Sequence[Client]) -> list[Task]:

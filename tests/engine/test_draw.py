@@ -20,7 +20,7 @@ from raydfl.data import Population
 from raydfl.engine import Clients
 from raydfl.engine.config import Config
 from raydfl.engine.storage import read_rows, to_rows
-from raydfl.methods import drawn
+from raydfl.methods import sample_clients
 from raydfl.runs.folder import create
 from raydfl.runs.progress import Progress
 from raydfl.testing import assert_same_bits, train_federation
@@ -48,7 +48,7 @@ def test_weights_are_probabilities() -> None:
     weights = [1.0, 0.0, 2.0, 5.0]
     rng, counts = np.random.default_rng(1), np.zeros(4)
     for _ in range(4000):
-        counts[drawn(people(weights), rng, 1)[0].index] += 1
+        counts[sample_clients(people(weights), rng, 1)[0].index] += 1
     assert counts[1] == 0
     assert chisquare(counts[[0, 2, 3]], [500, 1000, 2500]).pvalue > 0.01
 
@@ -57,7 +57,9 @@ def test_each_group_has_its_share_of_every_round() -> None:
     """Six of 7, 5 and 3 clients: 2.8, 2 and 1.2 on average, never more than one away."""
     clients = people([1.0] * 15, [0] * 7 + [1] * 5 + [2] * 3)
     rng = np.random.default_rng(1)
-    shares = np.array([np.bincount([c.stratum for c in drawn(clients, rng, 6)], minlength=3) for _ in range(2000)])
+    shares = np.array(
+        [np.bincount([c.stratum for c in sample_clients(clients, rng, 6)], minlength=3) for _ in range(2000)]
+    )
     assert (shares.sum(axis=1) == 6).all()
     assert (np.abs(shares - [2.8, 2.0, 1.2]) < 1).all()
     assert shares.mean(axis=0) == pytest.approx([2.8, 2.0, 1.2], abs=0.05)
@@ -65,8 +67,8 @@ def test_each_group_has_its_share_of_every_round() -> None:
 
 def test_fewer_come_where_fewer_take_part() -> None:
     some = people([0.0, 1.0, 0.0, 2.0])
-    assert [client.index for client in drawn(some, np.random.default_rng(1), 3)] == [1, 3]
-    assert drawn(people([0.0, 0.0]), np.random.default_rng(1), 1) == []
+    assert [client.index for client in sample_clients(some, np.random.default_rng(1), 3)] == [1, 3]
+    assert sample_clients(people([0.0, 0.0]), np.random.default_rng(1), 1) == []
 
 
 def test_settings_that_ask_for_nothing_leave_the_draw_as_it_was(tiny: Tiny) -> None:
@@ -164,7 +166,7 @@ def test_bad_settings(asked: str, message: str, tiny: Tiny) -> None:
 def test_methods_that_draw_from_some_of_the_clients_do_as_they_are_told(tiny: Tiny) -> None:
     config = tiny(DEVICES, "run.name=some", "train.cohort=1.0", "train.clients={where: {device: watch}}")
     clients = Clients(Population.load(create(config, Progress("quiet")) / "population"), config, planning=True)
-    some = drawn(list(clients)[1:], np.random.default_rng(1), 4)
+    some = sample_clients(list(clients)[1:], np.random.default_rng(1), 4)
     assert some
     assert {client.profile["device"] for client in some} == {"watch"}
     with pytest.raises(ConfigError, match=r"train\.clients\.min_examples"):

@@ -102,7 +102,7 @@ def test_the_former_options_of_fedbabu_mean_the_same(tiny: Tiny) -> None:
         (
             ["evaluate.fine_tune={epochs: 1, part: [model/top]}"],
             "fedavg",
-            "evaluate.fine_tune.part: no tensor's name begins with 'model/top'; layers: model/convolutions.0",
+            "evaluate.fine_tune.part: no tensor's name begins with 'model/top'. Choose among these layers: model/convolutions.0",
         ),
         (["evaluate.fine_tune={part: [model/output]}"], "fedavg", "evaluate.fine_tune.epochs"),
         (["evaluate.fine_tune={epochs: -1}"], "fedavg", "evaluate.fine_tune.epochs"),

@@ -138,13 +138,13 @@ def test_needs_that_cannot_be_read_are_refused(
 @pytest.mark.parametrize(
     ("members", "message"),
     [
-        ("additions = 'mask/'", r"Mine.additions is 'mask/'; it must be a tuple of texts, such as \('model/',\)"),
-        ("fixed = 'model/'", r"Mine.fixed is 'model/'; it must be a tuple of texts, such as \('model/',\)"),
+        ("additions = 'mask/'", r"Mine.additions is 'mask/'. It must be a tuple of strings, such as \('model/',\)"),
+        ("fixed = 'model/'", r"Mine.fixed is 'model/'. It must be a tuple of strings, such as \('model/',\)"),
         (
             "default_rule = 'median'",
-            "Mine.default_rule is 'median'; it must be a rule, such as default_rule = UniformMean",
+            "Mine.default_rule is 'median'. It must be a rule, such as default_rule = UniformMean",
         ),
-        ("default_rule = raydfl.rules.UniformMean", "Mine.default_rule is <class .*it must be a rule, such as"),
+        ("default_rule = raydfl.rules.UniformMean", "Mine.default_rule is <class .*It must be a rule, such as"),
         ("on_features = ('head',)", "Mine.on_features: there is no model 'head' in Mine.models; "),
     ],
 )

@@ -79,8 +79,8 @@ def test_a_teacher_is_in_evaluation_mode_and_gets_no_gradient() -> None:
     step, batch = first_step(FedNTD(), lambda: {"model": mlp(dropout=True)})
     network = step.models["model"].train()
     network.output.eval()
-    with step.teacher("model", step.received["global"]) as teaching:
-        assert teaching is network
+    with step.teacher("model", step.received["global"]) as use_teacher:
+        assert use_teacher is network
         one, other = step.forward("model", batch), step.forward("model", batch)
     assert torch.equal(one, other)
     assert not one.requires_grad
@@ -172,7 +172,7 @@ def test_moons_head_leaves_the_body_as_it_is_drawn_and_refuses_networks_that_it_
     assert network.output.classify.weight.shape == (CLASSES, 5)
     with pytest.raises(ConfigError, match="moon needs the features .* Linear has no 'embed'"):
         add_projection(nn.Linear(2, 2), 4)
-    with pytest.raises(ConfigError, match="moon needs a linear last layer, but that of MeanMLP is a _Projected"):
+    with pytest.raises(ConfigError, match="moon needs a linear last layer, but MeanMLP.output is a _Projected"):
         add_projection(network, 4)
 
 

@@ -19,7 +19,7 @@ from raydfl.core.errors import ConfigError
 from raydfl.core.types import Batch, Client, ModelSpec, State, Task, Update
 from raydfl.engine.groups import add_groups, find_group_rule
 from raydfl.engine.groups._membership import Membership
-from raydfl.methods._pruning import prunable_layers, pruned_masks
+from raydfl.methods._pruning import find_prunable_layers, make_masks
 from raydfl.methods.fedapta import FedAPTA
 from raydfl.models import build_model
 from raydfl.testing import make_batch, start_server
@@ -123,8 +123,8 @@ def by_hand(
                 losses[-1] += (kept * (own[name] - w[name]) * (scale * g[name] - g_i[name])).sum()
                 total = total + 0.1 * scale * (own[name] - (w[name] - h[name])) + scale * g[name] - g_i[name]
             own[name] -= RATE * (total * mask.get(name, 1.0) + DECAY * own[name])
-    recovered = {n: own[n] * mask.get(n, 1.0) + w[n] * (1 - mask.get(n, 1.0)) for n in own}
-    return recovered, mask, float(np.mean(losses))
+    recover_pruned = {n: own[n] * mask.get(n, 1.0) + w[n] * (1 - mask.get(n, 1.0)) for n in own}
+    return recover_pruned, mask, float(np.mean(losses))
 
 
 DISCOVERED = {"name": "hdbscan", "min_cluster_size": 3, "min_samples": 1}
@@ -247,8 +247,8 @@ def test_the_ratio_is_that_of_the_profile_and_masks_follow_the_received_model(ti
         orders = federation.plan()
         received = federation.state.tensors["global"]
         network_ = build_model(ModelSpec("model", "crnn_tiny", 16, 3, (("filters", (4,)), ("hidden", 8))))
-        layers = prunable_layers({"model": network_}, (), ("convolution", "recurrent"))
-        expected = pruned_masks(layers, received, 0.5)
+        layers = find_prunable_layers({"model": network_}, (), ("convolution", "recurrent"))
+        expected = make_masks(layers, received, 0.5)
         for order, result in zip(orders, federation._send(orders), strict=True):
             assert result.update is not None
             for name, mask in expected.items():
@@ -269,7 +269,7 @@ def test_the_ratio_is_that_of_the_profile_and_masks_follow_the_received_model(ti
             ["method.ratio_from=share", "data.profile={share: {values: [0.2, 1.0]}}"],
             "has 1.0 under 'share'; it must be the share of weights that is pruned, from 0 to below 1",
         ),
-        (["models.model=linear"], "there is nothing of that to prune: the network is made of Linear, MeanLinear"),
+        (["models.model=linear"], "but the network .Linear, MeanLinear. has no such layer to prune"),
         (["train.optimiser.name=adam"], "needs train.optimiser.name=sgd"),
     ],
 )

@@ -37,6 +37,6 @@ def test_fine_tuning_changes_no_model_and_the_server_measures_body_and_head(tiny
 
 def test_a_head_that_is_not_there_is_refused() -> None:
     with pytest.raises(
-        ConfigError, match=r"method.head: no tensor's name begins with 'model/top'; layers: model/hidden"
+        ConfigError, match=r"method.head: no tensor's name begins with 'model/top'\. Choose .* model/hidden"
     ):
         FedBABU(head=("model/top",)).init([Client("a", 0, 1)], [build()], np.random.default_rng(0))

@@ -152,7 +152,7 @@ def test_clients_learn_from_generated_features(alpha: float, beta: float) -> Non
     step.state["fedgen/weights"] = method._weights(step)
     generator = Reference(vector()).eval()
     torch.manual_seed(3)
-    found = method.generated_loss(step, batch)
+    found = method.loss_with_generator(step, batch)
     torch.manual_seed(3)
     logits = network(batch.x)
     expected = F.cross_entropy(logits, batch.y)

@@ -305,7 +305,7 @@ def test_fedper_keeps_what_it_names_and_refuses_names_of_nothing() -> None:
     method = FedPer(personal=("model/1",))
     state = method.init([CLIENT], [models], np.random.default_rng(0))
     assert set(state.tensors["global"]) == {"model/0.weight", "model/0.bias"}
-    with pytest.raises(ConfigError, match=r"no tensor's name begins with 'model/head'; layers: model/0, model/1"):
+    with pytest.raises(ConfigError, match=r"no tensor's name begins with 'model/head'\. Choose .* model/0, model/1"):
         FedPer(personal=("model/head",)).init([CLIENT], [models], np.random.default_rng(0))
 
 

@@ -11,9 +11,9 @@ from raydfl.core.types import ModelSpec
 from raydfl.methods._pruning import (
     PrunableLayer,
     Solver,
-    prunable_layers,
-    pruned_masks,
-    shares,
+    allocate_ratio,
+    find_prunable_layers,
+    make_masks,
     spread_masks,
 )
 from raydfl.models import build_model
@@ -30,7 +30,7 @@ def network(architecture: str, inputs: int | tuple[int, int, int] = 16, **option
 @pytest.mark.parametrize("ratio", [0.0, 0.2, 0.4, 0.6, 0.8, 0.97])
 def test_shares_keep_to_the_budget(solver: Solver, ratio: float) -> None:
     importances = [0.3, 0.1, 0.5, 0.5, 0.05, 0.2]
-    found = shares(WEIGHTS, importances, ratio, solver)
+    found = allocate_ratio(WEIGHTS, importances, ratio, solver)
     assert float(found @ WEIGHTS) == pytest.approx(ratio * sum(WEIGHTS), rel=1e-6, abs=1e-6)
     assert ((found >= 0) & (found < 1)).all()
     by_importance = found[np.argsort(-np.array(importances), kind="stable")]
@@ -40,7 +40,7 @@ def test_shares_keep_to_the_budget(solver: Solver, ratio: float) -> None:
 
 
 def test_a_ramp_of_equal_layers_is_the_straight_line() -> None:
-    found = shares([100] * 5, [5, 4, 3, 2, 1], 0.4, "ramp")
+    found = allocate_ratio([100] * 5, [5, 4, 3, 2, 1], 0.4, "ramp")
     np.testing.assert_allclose(found, [0.2, 0.3, 0.4, 0.5, 0.6], atol=1e-9)
 
 
@@ -48,7 +48,7 @@ def test_what_can_be_pruned_of_each_network() -> None:
     """Names of layers, and units; nothing of a normalisation or a last layer."""
 
     def found(model: nn.Module, *kinds: str) -> dict[str, int]:
-        return {layer.name: layer.units for layer in prunable_layers({"model": model}, (), kinds)}  # type: ignore[arg-type]
+        return {layer.name: layer.units for layer in find_prunable_layers({"model": model}, (), kinds)}  # type: ignore[arg-type]
 
     base = network("crnn_base")
     assert found(base, "convolution") == {"model/convolutions.0": 64, "model/convolutions.1": 64}
@@ -63,15 +63,15 @@ def test_what_can_be_pruned_of_each_network() -> None:
     assert found(network("linear"), "convolution", "recurrent", "linear") == {}
     base.convolutions[0].requires_grad_(False)
     assert "model/convolutions.0" not in found(base, "convolution")
-    assert not prunable_layers({"model": network("mlp")}, {"model/hidden.weight"}, ("linear",))
+    assert not find_prunable_layers({"model": network("mlp")}, {"model/hidden.weight"}, ("linear",))
 
 
 def test_masks_take_the_smallest_filters_and_silence_them() -> None:
     """Masked units of convolutions and GRUs give 0 exactly; without them, and what reads them, it is the same function."""
     model = network("crnn", filters=(6, 8), hidden=10, dropout=0.0).eval()
-    layers = prunable_layers({"model": model}, (), ("convolution", "recurrent"))
+    layers = find_prunable_layers({"model": model}, (), ("convolution", "recurrent"))
     tensors = {f"model/{name}": value for name, value in model.state_dict().items()}
-    masks = pruned_masks(layers, tensors, 0.4, "uniform")
+    masks = make_masks(layers, tensors, 0.4, "uniform")
     assert {name: int((mask == 0).sum()) for name, mask in masks.items()} == {
         "model/convolutions.0": 2,
         "model/convolutions.1": 3,
@@ -98,9 +98,9 @@ def test_masks_take_the_smallest_filters_and_silence_them() -> None:
 def test_one_filter_is_always_kept_and_halves_are_rounded_up() -> None:
     layer = PrunableLayer("model/conv", 3, {"model/conv.weight": 1})
     tensors = {"model/conv.weight": torch.tensor([[3.0], [-1.0], [2.0]])}
-    assert pruned_masks([layer], tensors, 0.99)["model/conv"].tolist() == [1.0, 0.0, 0.0]
-    assert pruned_masks([layer], tensors, 0.5)["model/conv"].tolist() == [1.0, 0.0, 0.0]  # 1.5 filters
-    assert pruned_masks([layer], tensors, 0.16)["model/conv"].tolist() == [1.0, 1.0, 1.0]
+    assert make_masks([layer], tensors, 0.99)["model/conv"].tolist() == [1.0, 0.0, 0.0]
+    assert make_masks([layer], tensors, 0.5)["model/conv"].tolist() == [1.0, 0.0, 0.0]  # 1.5 filters
+    assert make_masks([layer], tensors, 0.16)["model/conv"].tolist() == [1.0, 1.0, 1.0]
 
 
 def test_importance_by_sum_ranks_large_layers_first_and_by_mean_not() -> None:
@@ -108,7 +108,7 @@ def test_importance_by_sum_ranks_large_layers_first_and_by_mean_not() -> None:
     tensors = {"a.weight": torch.full((10, 2), 0.5), "b.weight": torch.full((10, 200), 0.1)}
     pruned = {
         importance: {
-            k: int((m == 0).sum()) for k, m in pruned_masks([small, large], tensors, 0.3, "ramp", importance).items()
+            k: int((m == 0).sum()) for k, m in make_masks([small, large], tensors, 0.3, "ramp", importance).items()
         }  # type: ignore[arg-type]
         for importance in ("mean", "sum")
     }

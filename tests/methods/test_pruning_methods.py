@@ -197,6 +197,6 @@ def test_hermes_averages_what_all_have_kept_and_the_rest_stays_each_clients() ->
 
 
 def _layers(method: Hermes, step: Step) -> list[object]:
-    from raydfl.methods._pruning import prunable_layers
+    from raydfl.methods._pruning import find_prunable_layers
 
-    return prunable_layers(step.models, step.fixed, method.prune)  # type: ignore[return-value]
+    return find_prunable_layers(step.models, step.fixed, method.prune)  # type: ignore[return-value]
