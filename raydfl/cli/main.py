@@ -274,7 +274,7 @@ def predict_command(
     from raydfl.runs.inference import (
         RunFusion,
         Threshold,
-        fused_predictions,
+        predict_fused,
         open_model,
         predictions,
         score_tests,
@@ -307,7 +307,7 @@ def predict_command(
     if isinstance(loaded, RunFusion):
         if given is not None:
             raise InputError(f"--model {model}: it gives no scores; leave out --threshold")
-        found = fused_predictions(loaded, files, _files_of_views(view or []))
+        found = predict_fused(loaded, files, _files_of_views(view or []))
         show(found, min(top, len(loaded.student.classes)), form, loaded.description, several=True)
         return
     if given is not None:
