@@ -279,7 +279,7 @@ def predict_command(
     from raydfl.runs.inference import (
         RunFusion,
         Threshold,
-        fused_predictions,
+        predict_fused,
         open_model,
         predictions,
         score_tests,
@@ -312,7 +312,7 @@ def predict_command(
     if isinstance(loaded, RunFusion):
         if user_threshold is not None:
             raise InputError(f"--model {model}: this model computes no anomaly scores. Remove --threshold.")
-        fused = fused_predictions(loaded, files, _parse_views(view or []))
+        fused = predict_fused(loaded, files, _parse_views(view or []))
         show(fused, min(top, len(loaded.student.classes)), form, loaded.description, several=True)
         return
     if user_threshold is not None:

@@ -233,11 +233,11 @@ def test_the_fusion_predicts_where_both_views_are_there_and_the_student_elsewher
     np.testing.assert_array_equal(seen.probabilities, file.probabilities)
     assert load_model(run_dir).name == "audio"
     assert load_model(run_dir, "teacher:video").spec.view == "video"
-    with pytest.raises(InputError, match="model 'fusion' reads what other models .* choose one of audio, video"):
+    with pytest.raises(InputError, match="model 'fusion' reads the outputs of other models.* choose one of audio, video"):
         load_model(run_dir, "fusion")
     with pytest.raises(InputError, match="reads no view 'depth'; it reads video"):
         classify(run_dir, tests, model="fusion", views={"depth": tmp_path})
-    with pytest.raises(InputError, match="goes with a model that reads several views"):
+    with pytest.raises(InputError, match="needs a model of several views"):
         classify(run_dir, tests, views={"video": tmp_path})
 
 

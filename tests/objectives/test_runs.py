@@ -348,7 +348,7 @@ def test_predict_rejects_an_objective_without_answers(
     tiny: Tiny, recordings: list[Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = run(tiny(*SETTINGS["contrast"], "train.rounds=1")).run_dir
-    Raydfl(capsys)("predict", folder, *recordings).refuses("objective that says nothing of a recording")
+    Raydfl(capsys)("predict", folder, *recordings).refuses("objective without predictions")
 
 
 # -- user-defined objectives -------------------------------------------------------------------------------------------

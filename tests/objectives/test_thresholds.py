@@ -168,7 +168,7 @@ def test_a_submission_to_dcase_has_files_for_each_machine(
     (clips / "noise.wav").touch()
     refused = raydfl("predict", folder, clips, "--dcase", tmp_path / "out")
     assert refused.code == 2
-    assert "noise.wav do not say of which machine they are; they must be MACHINE/test/section_NN_...wav" in refused.err
+    assert "noise.wav do not identify a machine. Name files MACHINE/test/section_NN_...wav" in refused.err
 
 
 def test_predict_scores_the_test_clips_of_a_run_and_the_report_shows_them(

@@ -1,10 +1,10 @@
-"""Uses of a trained model: classify recordings, write it as ONNX, write a submission to DCASE.
+"""Inference with trained models: classify recordings, export to ONNX, write a DCASE submission.
 
-Begin with model.py and recordings.py; fused.py is for models of several views. What onnx.py writes is made in network.py (features
-in), wave.py (samples in), streaming.py (samples piece by piece) and int8.py.
+Start reading with model.py and recordings.py; fused.py handles models of several views. onnx.py exports graphs from network.py
+(features as input), wave.py (samples as input), streaming.py (samples in pieces) and int8.py.
 """
 
-from raydfl.runs.inference.fused import classify, fused_predictions
+from raydfl.runs.inference.fused import classify, predict_fused
 from raydfl.runs.inference.model import RunFusion, RunModel, load_model, open_model
 from raydfl.runs.inference.onnx import export_model
 from raydfl.runs.inference.recordings import Prediction, predictions
@@ -19,9 +19,9 @@ __all__ = [
     "Threshold",
     "classify",
     "export_model",
-    "fused_predictions",
     "load_model",
     "open_model",
+    "predict_fused",
     "predictions",
     "score_tests",
     "write_submission",

@@ -1,6 +1,6 @@
-"""The numbers of a run's front end, complete enough to write it again in any language.
+"""Description of a run's front end, complete enough to reimplement it in any language.
 
-``docs/using.md`` explains them by a reimplementation in NumPy, which a test compares with :mod:`raydfl.data.features`.
+``docs/using.md`` has a reimplementation in NumPy. A test compares it with :mod:`raydfl.data.features`.
 """
 
 from __future__ import annotations
@@ -27,12 +27,15 @@ from raydfl.data.transforms import RandomCrop
 def describe_front_end(
     view: View, statistics: np.ndarray | None = None, average: str = "probabilities"
 ) -> dict[str, Any]:
-    """Describe how a recording becomes the input of a network: one entry for each step, in the order of the steps.
+    """Describe the steps from a recording to the network's input, one entry per step, in order.
 
     Args:
-        view: that the network reads.
-        statistics: of ``normalise: group``, float64 [2, bands]: mean and deviation. ``None``: not known, or not needed.
-        average: the output of the network that is averaged over the segments of a recording.
+        view: The view that the network reads.
+        statistics: Mean and standard deviation for ``normalise: group``, float64 [2, bands]. ``None``: unknown or unused.
+        average: Name of the output to average over the segments of a recording.
+
+    Returns:
+        Values for JSON.
     """
     settings = view.features
     if isinstance(settings, ImageFeatures):

@@ -1,11 +1,11 @@
-"""The answers of a model that fuses several views, such as sound and picture, for what there is of each recording.
+"""Predictions of models that fuse several views, such as sound and images, with a student for missing views.
 
-A recording is the file of ``data.features``. Its file of a view of ``data.views`` is
+A recording is the file of ``data.features``. Its file for a view of ``data.views`` is
 
-- the recording itself, if that is a film and the view reads images, or if both are sound and of one column;
-- else the file in the folder given for the view whose name is the recording's, but for the ending.
+- the recording itself, if it is a video and the view reads images, or if both are sound from the same column;
+- otherwise the file with the recording's stem in the folder of the view.
 
-Where a recording has all views the fusion answers, where it lacks one the student. Which of them it was stands in the prediction.
+The fusion model predicts recordings with all views, the student the rest. ``Prediction.model`` names the model.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from raydfl.runs.inference.recordings import (
     name_of,
     predictions,
     recordings,
-    without_name,
+    remove_name,
 )
 
 
@@ -48,28 +48,30 @@ def classify(
     best: bool = False,
     views: Mapping[str, str | Path] | None = None,
 ) -> list[Prediction]:
-    """Classify recordings with a trained model of a run; one result for each file, also for those that cannot be read.
+    """Classify recordings with a trained model of a run.
 
     Args:
-        run_dir: the run's folder.
-        files: recordings of any kind that libsndfile decodes (wav, flac, ogg, opus, mp3, aiff ...), of any rate and number of
+        run_dir: Run folder.
+        files: Audio files that libsndfile decodes (wav, flac, ogg, opus, mp3, aiff ...), of any sample rate and number of
             channels, and folders of them.
-        model: by default the shared one, or with ``client`` the one that the client does not share.
-        client: whose model; by default the server's.
-        trust: approves the code that the run's configuration names.
-        best: whether it is the best round's, by ``run.best``; by default the last round's.
-        views: with a model that reads several views, by name the file or the folder of theirs: see
-            :func:`fused_predictions`.
+        model: Name of the model. Default: the shared model, or with ``client`` the client's private model.
+        client: Id of the client whose model is used. Default: the server's model.
+        trust: Approve the code named by the run's configuration.
+        best: Use the best round by ``run.best`` instead of the last round.
+        views: File or folder of each further view by name, for a model of several views.
+
+    Returns:
+        One prediction per file. ``error`` is set for unreadable files.
 
     Raises:
-        RunDirectoryError: no run directory, or no round is completed yet.
-        InputError: no such model or client, views for a model that reads one, or the run keeps no best round.
+        RunDirectoryError: ``run_dir`` is not a run directory, or has no completed round.
+        InputError: Unknown model or client, ``views`` for a model of one view, or a run without ``run.best``.
     """
-    given = [Path(file) for file in files]
+    paths = [Path(file) for file in files]
     opened = open_model(run_dir, model, client, trust, best, bool(views))
     if isinstance(opened, RunModel):
-        return list(predictions(opened, given))
-    return list(fused_predictions(opened, given, {name: Path(path) for name, path in (views or {}).items()}))
+        return list(predictions(opened, paths))
+    return list(predict_fused(opened, paths, {name: Path(path) for name, path in (views or {}).items()}))
 
 
 def classify_arrays(
@@ -83,59 +85,62 @@ def classify_arrays(
     best: bool = False,
     trust: bool = False,
 ) -> list[Prediction]:
-    """Return a prediction for each recording in memory, also for those of which nothing can be said.
+    """Classify recordings in memory with a trained model of a run.
 
     Args:
-        run_dir: the run's folder.
-        arrays: recordings, float32 [samples] or [samples, channels], -1..1; where the model reads images, uint8 [rows, columns] or
+        run_dir: Run folder.
+        arrays: Recordings, float32 [samples] or [samples, channels] in -1..1. For models of images: uint8 [rows, columns] or
             [rows, columns, 3].
-        rate: of the recordings in Hz; of images none.
-        views: with a model that reads several views, by name an array for each recording; ``None``: absent.
-        model: by default the shared one, or with ``client`` the one that the client does not share.
-        client: whose model; by default the server's.
-        best: whether it is the best round's, by ``run.best``; by default the last round's.
-        trust: approves the code that the run's configuration names.
+        rate: Sample rate in Hz. Unused for images.
+        views: Arrays of each further view by name, one per recording. ``None``: the view is missing.
+        model: Name of the model. Default: the shared model, or with ``client`` the client's private model.
+        client: Id of the client whose model is used. Default: the server's model.
+        best: Use the best round by ``run.best`` instead of the last round.
+        trust: Approve the code named by the run's configuration.
+
+    Returns:
+        One prediction per recording. ``error`` is set where prediction fails.
 
     Raises:
-        RunDirectoryError: no run directory, or no round is completed yet.
-        InputError: no such model, client or view; arrays that are no recordings; or no rate.
+        RunDirectoryError: ``run_dir`` is not a run directory, or has no completed round.
+        InputError: Unknown model, client or view, arrays of a wrong shape or dtype, or a missing rate.
     """
     fusion = open_model(run_dir, model, client, trust, best, bool(views))
     if isinstance(fusion, RunModel):
-        return list(predictions(fusion, [_recording(fusion, *each, rate) for each in enumerate(arrays)]))
-    given = {FIRST_VIEW: arrays, **(views or {})}
+        return list(predictions(fusion, [_recording(fusion, *pair, rate) for pair in enumerate(arrays)]))
+    arrays_by_view = {FIRST_VIEW: arrays, **(views or {})}
     ends = front_ends(fusion, views or ())
     sources: list[dict[str, Recording | None]] = [{} for _ in arrays]
     for encoder in fusion.encoders:
         name = encoder.spec.view
-        values = given.get(name, [None] * len(arrays))
+        values = arrays_by_view.get(name, [None] * len(arrays))
         if len(values) != len(arrays):
             raise InputError(
-                f"view {name!r}: {len(values)} arrays for {len(arrays)} recordings; give None where it is absent"
+                f"view {name!r}: {len(values)} arrays for {len(arrays)} recordings. Pass None for each missing array."
             )
         for index, array in enumerate(values):
             absent = array is None and name != FIRST_VIEW
             sources[index][name] = None if absent else _recording(encoder, index, array, rate)
-    return [fused_prediction(fusion, each, ends) for each in sources]
+    return [_predict_recording(fusion, source, ends) for source in sources]
 
 
-def fused_predictions(model: RunFusion, files: Sequence[Path], views: Mapping[str, Path]) -> Iterator[Prediction]:
-    """Yield the predictions for these recordings and those in these folders, one after another in the order given.
+def predict_fused(model: RunFusion, files: Sequence[Path], views: Mapping[str, Path]) -> Iterator[Prediction]:
+    """Yield the predictions of a fusion model for recordings, in order.
 
     Args:
-        model: it answers where all views are there; else its student does.
-        files: of the first view: recordings, and folders of them.
-        views: by name a folder in which a view's files lie, with the recordings' names, or a file.
+        model: Fusion model. Its student predicts recordings with missing views.
+        files: Recordings of the first view, and folders of them.
+        views: Folder with the files of each further view by name, or a single file. File stems match the recordings'.
 
     Raises:
-        InputError: a view that the model does not read, or one whose normalisation is not known.
+        InputError: Unknown view, missing file or folder, or a view with unknown normalisation statistics.
     """
     ends = front_ends(model, views)
     for name, path in views.items():
         if not path.exists():
             raise InputError(f"view {name!r}: there is no file or folder {path}")
-    others = {
-        encoder.spec.view: _Files(encoder, views.get(encoder.spec.view))
+    further = {
+        encoder.spec.view: _ViewFiles(encoder, views.get(encoder.spec.view))
         for encoder in model.encoders
         if encoder.spec.view != FIRST_VIEW
     }
@@ -145,22 +150,22 @@ def fused_predictions(model: RunFusion, files: Sequence[Path], views: Mapping[st
         yield Prediction(file, first.classes, np.zeros(0), reason)
     for file in listed:
         try:
-            sources = {FIRST_VIEW: file, **{name: view.of(file) for name, view in others.items()}}
+            sources = {FIRST_VIEW: file, **{name: view.find_file(file) for name, view in further.items()}}
         except DataError as error:
             yield Prediction(file, first.classes, np.zeros(0), str(error))
             continue
-        yield fused_prediction(model, sources, ends)
+        yield _predict_recording(model, sources, ends)
 
 
 def front_ends(model: RunFusion, views: Iterable[str]) -> dict[str, FrontEnd]:
-    """Return the way into the model of each view that it reads.
+    """Build the front end of each view of a fusion model.
 
     Args:
-        model: it answers.
-        views: names of views of which something is given.
+        model: Fusion model.
+        views: Names of the views with files or arrays.
 
     Raises:
-        InputError: a view that the model does not read, or one whose normalisation is not known.
+        InputError: Unknown view, or a view with unknown normalisation statistics.
     """
     known = [encoder.spec.view for encoder in model.encoders if encoder.spec.view != FIRST_VIEW]
     for name in views:
@@ -169,8 +174,8 @@ def front_ends(model: RunFusion, views: Iterable[str]) -> dict[str, FrontEnd]:
     for encoder in model.encoders:
         if encoder.view.features.normalise in BY_TRAINING_CLIPS and encoder.statistics is None:
             raise InputError(
-                f"model {model.name!r}: this run does not know with which statistics a recording is normalised "
-                f"(normalise: {encoder.view.features.normalise}); choose one model with --model"
+                f"model {model.name!r}: the normalisation statistics of this run are unknown "
+                f"(normalise: {encoder.view.features.normalise}). Choose a model of one view with --model."
             )
     return {encoder.spec.view: FrontEnd(encoder) for encoder in model.encoders}
 
@@ -180,54 +185,54 @@ def _first(model: RunFusion) -> RunModel:
     return next(encoder for encoder in model.encoders if encoder.spec.view == FIRST_VIEW)
 
 
-class _Files:
+class _ViewFiles:
     """The files of a view of ``data.views``."""
 
-    def __init__(self, encoder: RunModel, given: Path | None) -> None:
+    def __init__(self, encoder: RunModel, path: Path | None) -> None:
         self._images = isinstance(encoder.view.features, ImageFeatures)
         self._same = encoder.view.column == "path"
         self._files: dict[str, list[Path]] | None = None
-        self._one = given if given is not None and not given.is_dir() else None
-        if given is not None and self._one is None:
+        self._single = path if path is not None and not path.is_dir() else None
+        if path is not None and self._single is None:
             self._files = {}
-            for file in recordings([given], self._images)[0]:
+            for file in recordings([path], self._images)[0]:
                 self._files.setdefault(file.stem, []).append(file)
 
-    def of(self, file: Path) -> Path | None:
-        """Return the file of a recording, or ``None`` where it has none.
+    def find_file(self, file: Path) -> Path | None:
+        """Return the view's file for a recording, or ``None`` if the recording lacks the view.
 
         Raises:
-            DataError: several have its name.
+            DataError: Several files have the recording's stem.
         """
-        if self._one is not None:
-            return self._one
+        if self._single is not None:
+            return self._single
         if self._files is None:
             return file if (is_film(str(file)) if self._images else self._same) else None
-        found = self._files.get(file.stem, [])
-        if len(found) > 1:
-            raise DataError(f"several files have its name: {', '.join(map(str, found[:3]))}")
-        return found[0] if found else None
+        candidates = self._files.get(file.stem, [])
+        if len(candidates) > 1:
+            raise DataError(f"several files have its name: {', '.join(map(str, candidates[:3]))}")
+        return candidates[0] if candidates else None
 
 
-def fused_prediction(
+def _predict_recording(
     model: RunFusion, sources: Mapping[str, Source | None], ends: Mapping[str, FrontEnd]
 ) -> Prediction:
-    """Return the prediction for one recording: the fusion's, or that of its student where a view is absent.
+    """Predict one recording with the fusion model, or with its student if a view is missing.
 
     Args:
-        model: it answers.
-        sources: by view; ``None``: absent.
-        ends: see :func:`front_ends`.
+        model: Fusion model.
+        sources: File or array by view. ``None``: the view is missing.
+        ends: Front end by view, from :func:`front_ends`.
     """
-    given, first = sources[FIRST_VIEW], _first(model)
-    assert given is not None  # noqa: S101 - nobody asks about nothing
-    file = name_of(given)
+    main, first = sources[FIRST_VIEW], _first(model)
+    assert main is not None  # noqa: S101 - the first view is never missing
+    file = name_of(main)
     matrices: dict[str, np.ndarray] = {}
     for name, source in sources.items():
         matrix = None if source is None else _matrix(ends[name], source, optional=name != FIRST_VIEW)
         if source is None or matrix is None:
-            (found,) = predictions(model.student, [given])
-            return dataclasses.replace(found, model=model.student.name)
+            (prediction,) = predictions(model.student, [main])
+            return dataclasses.replace(prediction, model=model.student.name)
         if isinstance(matrix, str):
             where = f"view {name}: {name_of(source)}: " if name != FIRST_VIEW else ""
             return Prediction(file, first.classes, np.zeros(0), where + matrix)
@@ -239,27 +244,27 @@ def fused_prediction(
 
 
 def _matrix(end: FrontEnd, source: Source, optional: bool) -> np.ndarray | str | None:
-    """Return the features of a file or array, why there are none, or ``None`` where a film lacks what is ``optional``."""
+    """Return the features of a file or array, an error text, or ``None`` if a video lacks an optional view."""
     path = name_of(source)
     try:
         matrix: np.ndarray | str = end.matrix(source)
     except AbsentError as error:
-        return None if optional else without_name(error, path)
+        return None if optional else remove_name(error, path)
     except RaydflError as error:
-        return without_name(error, path)
-    return end.normalised({path: matrix})[path]
+        return remove_name(error, path)
+    return end.normalise({path: matrix})[path]
 
 
 def _batches(matrices: Mapping[str, np.ndarray], ends: Mapping[str, FrontEnd]) -> Iterator[Batch]:
-    """Yield a recording's segments of the first view, each with the whole of the others."""
-    others = {name: _only(ends[name].inputs(matrix)) for name, matrix in matrices.items() if name != FIRST_VIEW}
+    """Yield the segments of the first view, each with the complete input of every further view."""
+    further = {name: _only(ends[name].inputs(matrix)) for name, matrix in matrices.items() if name != FIRST_VIEW}
     for x, lengths in ends[FIRST_VIEW].inputs(matrices[FIRST_VIEW]):
-        count, of_first = len(x), {} if lengths is None else {FIRST_VIEW: lengths}
+        count, first_lengths = len(x), {} if lengths is None else {FIRST_VIEW: lengths}
         yield Batch(
-            {FIRST_VIEW: x, **{name: own.expand(count, *own.shape[1:]) for name, (own, _) in others.items()}},
+            {FIRST_VIEW: x, **{name: view.expand(count, *view.shape[1:]) for name, (view, _) in further.items()}},
             torch.zeros(count, dtype=torch.int64),
-            {**of_first, **{name: own.expand(count) for name, (_, own) in others.items() if own is not None}},
-            {name: torch.ones(count, dtype=torch.bool) for name in others},
+            {**first_lengths, **{name: size.expand(count) for name, (_, size) in further.items() if size is not None}},
+            {name: torch.ones(count, dtype=torch.bool) for name in further},
         )
 
 
@@ -269,24 +274,25 @@ def _only(values: Iterable[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tenso
 
 
 def _recording(model: RunModel, index: int, array: ArrayLike | None, rate: int | None) -> Recording:
-    """Return one array, checked, for a model of its view."""
+    """Check an array, and wrap it as a recording for the model's view."""
     name, values = Path(f"array-{index}"), np.asarray(array)
     if isinstance(model.view.features, ImageFeatures):
-        return Recording(name, values)  # of what shape it is the features check
+        return Recording(name, values)  # ImageFeatures checks the shape later
     if rate is None:
-        raise InputError("the rate of the recordings is missing; give it in Hz: rate=16000")
+        raise InputError("the rate of the recordings is missing. Pass it in Hz, for example rate=16000.")
     if values.ndim not in (1, 2) or not np.issubdtype(values.dtype, np.floating):
         advice = (
-            "divide whole numbers by 2 ** (bits - 1)"
+            "Divide integers by 2 ** (bits - 1)."
             if np.issubdtype(values.dtype, np.integer)
-            else "several are a list"
+            else "Pass several recordings as a list."
         )
         raise InputError(
-            f"a recording is float32 [samples] or [samples, channels], -1..1, not {values.dtype} {list(values.shape)}; {advice}"
+            f"a recording must be float32 [samples] or [samples, channels] in -1..1, not {values.dtype} {list(values.shape)}. "
+            f"{advice}"
         )
     if values.ndim == 2 and values.shape[1] > values.shape[0]:
         raise InputError(
-            f"an array {list(values.shape)} would be {values.shape[0]} samples of {values.shape[1]} channels; several recordings "
-            f"are a list: list(array), and channels come last: array.T"
+            f"an array {list(values.shape)} would be {values.shape[0]} samples of {values.shape[1]} channels. Pass several "
+            f"recordings as list(array), and put channels last with array.T."
         )
     return Recording(name, values.astype(np.float32, copy=False), rate)

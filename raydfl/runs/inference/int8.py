@@ -1,9 +1,8 @@
-"""A network with weights and activations of 8 bits, by ONNX Runtime's quantiser, and what that costs on the test.
+"""Static int8 quantisation of a network by ONNX Runtime, and its effect on held-out scores.
 
-Convolutions and products with matrices are quantised, weights by channel. What the activations' ranges are is learnt from training
-clips (static quantisation): a convolution is then one operation on integers, while with ranges found anew in each call (dynamic
-quantisation) it is slower than in floats. GRUs stay in floats, for the quantiser knows none; so do a front end, normalisation and
-softmax.
+Convolutions and matrix products are quantised, with one scale per output channel of the weights. Ranges of activations are
+calibrated on training clips (static quantisation). Dynamic quantisation would be slower than float32, because it measures ranges in
+every call. The quantiser does not support GRUs. They stay in float32, like the front end, normalisation and softmax.
 """
 
 from __future__ import annotations
@@ -29,50 +28,53 @@ from raydfl.runs.inference.network import Graph, open_session, quiet
 from raydfl.runs.inference.recordings import LEAST_FRAMES
 
 QUANTISED = ("Conv", "Gemm", "MatMul")
-"""Operators whose weights and inputs become int8."""
+"""Operators with int8 weights and inputs."""
 _CALIBRATION = 128
-"""Training examples from which ranges are learnt."""
+"""Number of training examples for calibration."""
 _BATCH = 16
 
 
 def quantise(model: RunModel, graph: Graph) -> tuple[Graph, dict[str, Any]]:
-    """Return a graph in int8, and its description: what was quantised, and its score beside that in floats on held-out clips.
+    """Quantise a graph to int8, and compare its score with float32 on held-out clips.
 
     Args:
-        model: of the run.
-        graph: its network in floats, from features.
+        model: Model of a run.
+        graph: Its network in float32, with features as input.
+
+    Returns:
+        The int8 graph, and a description for JSON with the number of quantised operators and both scores.
 
     Raises:
-        InputError: there are no training clips here to learn ranges from, or nothing in the network can be quantised.
+        InputError: Training clips for calibration are missing here, or the network has no quantisable operator.
     """
     train, held_out, split = _examples(model)
     chosen = np.sort(np.random.default_rng(0).permutation(len(train))[:_CALIBRATION])
-    content, operators = _static(graph.content, list(_given(model, graph, train.take(chosen))))
+    content, operators = _quantise_static(graph.content, list(_feeds(model, graph, train.take(chosen))))
     if not operators:
         raise InputError(
-            f"--quantize int8: model {model.name!r} ({model.spec.architecture}) has no convolution and no linear layer that could "
-            f"be quantised; leave it out"
+            f"--quantize int8: model {model.name!r} ({model.spec.architecture}) has no convolution and no linear layer to "
+            f"quantise. Omit the option."
         )
-    found, measured = replace(graph, content=content), None
+    quantised, measured = replace(graph, content=content), None
     if len(held_out) and type(model.objective).metrics is not Objective.metrics:
         clips = len(np.unique(held_out.clips))
-        scores = {kind: _score(model, each, held_out) for kind, each in (("float32", graph), ("int8", found))}
+        scores = {dtype: _score(model, form, held_out) for dtype, form in (("float32", graph), ("int8", quantised))}
         measured = {"metric": model.objective.headline, "split": split, "clips": clips, **scores}
     facts = {"type": "int8", "operators": operators, "calibration_examples": len(chosen), "measured": measured}
-    return found, facts
+    return quantised, facts
 
 
 def _examples(model: RunModel) -> tuple[Examples, Examples, str]:
-    """Return training examples and held-out ones: those that the run measures the model on, and what they are called.
+    """Return the model's training examples, its held-out examples, and the name of the held-out split.
 
     Raises:
-        InputError: there are none here.
+        InputError: The examples are not on this machine.
     """
     folder = model.run_dir / "population"
     try:
         population = Population.load(folder).use(model.data)
     except (DataError, RunDirectoryError) as error:
-        raise InputError(f"--quantize int8 learns ranges from the run's training clips: {error}") from error
+        raise InputError(f"--quantize int8 needs the run's training clips for calibration: {error}") from error
     if model.client:
         data = population.data(population.index(model.client))
         train, held_out, split = data.train, data.validation, "validation"
@@ -80,22 +82,25 @@ def _examples(model: RunModel) -> tuple[Examples, Examples, str]:
             held_out, split = data.test, "client_test"
     else:
         part = population.parts.get(model.name.partition(":")[0], population)
-        found = part.first_examples(int(part.sizes().sum()))
-        if found is None:
+        examples = part.first_examples(int(part.sizes().sum()))
+        if examples is None:
             raise InputError(
-                f"--quantize int8 learns ranges from training clips, and those of {model.run_dir} lie at its sites (data.sites); "
-                f"leave it out"
+                f"--quantize int8 needs training clips for calibration, but the clips of {model.run_dir} are at its sites "
+                f"(data.sites). Omit the option."
             )
-        train, held_out, split = found, part.test, "test"
+        train, held_out, split = examples, part.test, "test"
         if not len(held_out):
             held_out, split = part.validation, "validation"
     if not len(train):
-        raise InputError(f"--quantize int8 learns ranges from training clips, and client {model.client!r} has none")
+        raise InputError(
+            f"--quantize int8 needs training clips for calibration, but client {model.client!r} has no training clip. "
+            f"Choose another client."
+        )
     return train.seen_by(model.spec.view), held_out.seen_by(model.spec.view), split
 
 
-def _given(model: RunModel, graph: Graph, examples: Examples) -> Iterator[dict[str, np.ndarray]]:
-    """Yield what the graph's inputs are given for some examples, batch by batch."""
+def _feeds(model: RunModel, graph: Graph, examples: Examples) -> Iterator[dict[str, np.ndarray]]:
+    """Yield the graph's inputs by name, batch by batch."""
     for batch in examples.batches(_BATCH, None):
         x, lengths = batch.x, batch.lengths
         if not graph.lengths:
@@ -109,39 +114,39 @@ def _given(model: RunModel, graph: Graph, examples: Examples) -> Iterator[dict[s
 
 
 def _score(model: RunModel, graph: Graph, examples: Examples) -> float:
-    """Return the objective's headline score of a graph."""
+    """Compute the objective's headline score of a graph."""
     session, name = open_session(graph.content), model.output_names[0]
-    outputs = np.concatenate([session.run([name], given)[0] for given in _given(model, graph, examples)])
+    outputs = np.concatenate([session.run([name], feed)[0] for feed in _feeds(model, graph, examples)])
     metrics = summarise(model.objective.metrics(torch.from_numpy(outputs), examples))
     return metrics[model.objective.headline].value
 
 
 class _Clips(CalibrationDataReader):  # type: ignore[misc]
-    """Batches of training clips, as the quantiser asks for them."""
+    """Calibration batches in the quantiser's interface."""
 
     def __init__(self, batches: list[dict[str, np.ndarray]]) -> None:
-        self._left = iter(batches)
+        self._batches = iter(batches)
 
     def get_next(self) -> dict[str, np.ndarray] | None:
-        return next(self._left, None)
+        return next(self._batches, None)
 
 
-def _static(content: bytes, batches: list[dict[str, np.ndarray]]) -> tuple[bytes, int]:
-    """Return an ONNX model in int8, and how many operators became that."""
+def _quantise_static(content: bytes, batches: list[dict[str, np.ndarray]]) -> tuple[bytes, int]:
+    """Return an ONNX model in int8, and the number of quantised operators."""
     with tempfile.TemporaryDirectory(prefix="raydfl-int8-") as name, quiet(""):
         folder = Path(name)
-        given, prepared, quantised = (folder / f"{part}.onnx" for part in ("given", "prepared", "int8"))
-        given.write_bytes(content)
-        quant_pre_process(given, prepared, skip_symbolic_shape=True)
-        wanted = [node.name for node in onnx.load(prepared).graph.node if node.op_type in QUANTISED]
+        original, prepared, quantised = (folder / f"{stem}.onnx" for stem in ("original", "prepared", "int8"))
+        original.write_bytes(content)
+        quant_pre_process(original, prepared, skip_symbolic_shape=True)
+        operators = [node.name for node in onnx.load(prepared).graph.node if node.op_type in QUANTISED]
         quantize_static(
             prepared,
             quantised,
             _Clips(batches),
             op_types_to_quantize=list(QUANTISED),
             per_channel=True,
-            reduce_range=True,  # else products overflow on processors without VNNI
+            reduce_range=True,  # otherwise products overflow on processors without VNNI
             activation_type=QuantType.QUInt8,
             weight_type=QuantType.QInt8,
         )
-        return quantised.read_bytes(), len(wanted)
+        return quantised.read_bytes(), len(operators)

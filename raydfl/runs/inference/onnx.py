@@ -1,4 +1,4 @@
-"""Exporting a model of a run: ``MODEL.onnx``, and ``MODEL.json`` beside it, which says how to feed it and what comes out."""
+"""Export of a run's model to ``MODEL.onnx``, with a description of inputs and outputs in ``MODEL.json``."""
 
 from __future__ import annotations
 
@@ -25,45 +25,45 @@ _MEANINGS: Mapping[tuple[str, str], Mapping[str, str]] = {
     ("class", "probabilities"): {"what": "softmax of the logits"},
     ("set", "logits"): {},
     ("set", "probabilities"): {"what": "sigmoid of the logits, each class by itself"},
-    ("score", "score"): {"what": "the higher the stranger; of a recording in segments the mean over them"},
-    ("none", "outputs"): {"what": "what the network gives for a recording; they have no meaning one by one"},
+    ("score", "score"): {"what": "anomaly score (higher is more anomalous); the mean over the segments of a recording"},
+    ("none", "outputs"): {"what": "outputs of the network for a recording, without individual meanings"},
 }
-"""What the outputs of a graph are, by what the objective answers."""
+"""Description of each output, by the kind of the objective's answer and the output's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """The files that an export has written."""
+    """The files of an export."""
 
     path: Path
     """The ONNX file."""
     description_path: Path
-    """The JSON file beside it."""
+    """The JSON file with the description."""
     description: dict[str, Any]
-    """Its content."""
+    """Content of the JSON file."""
     difference: float
-    """Largest difference of an output between ONNX Runtime and PyTorch: of logits or scores; of answers where samples come in."""
+    """Largest absolute difference between ONNX Runtime and PyTorch, of logits or scores. For samples as input: of answers."""
     output: str = "logits"
-    """Name of the first output, of which that is told."""
+    """Name of the first output, the subject of :attr:`difference`."""
 
     @property
     def chosen(self) -> str:
-        """By what its round was chosen, where it is the best one; empty: it is the last."""
+        """Description of the best round's choice. Empty: the model is of the last round."""
         return str(self.description.get("chosen", ""))
 
     @property
     def quantised(self) -> str:
-        """One line on what int8 costs; empty: the network is in floats."""
-        said = self.description.get("quantised")
-        if said is None:
+        """Summary of int8 in one line, with the scores before and after. Empty: the network is in float32."""
+        facts = self.description.get("quantised")
+        if facts is None:
             return ""
-        measured = said["measured"]
-        made = f"int8: {said['operators']} operators, ranges of {said['calibration_examples']} training examples"
+        measured = facts["measured"]
+        summary = f"int8: {facts['operators']} operators, ranges of {facts['calibration_examples']} training examples"
         if measured is None:
-            return f"{made}; not measured, for the run holds nothing out here"
+            return f"{summary}; not measured, because this machine has no held-out clips of the run"
         return (
-            f"{made}; {measured['metric']} on {measured['split']} ({measured['clips']} clips): float32 {measured['float32']:.4f}, "
-            f"int8 {measured['int8']:.4f}"
+            f"{summary}; {measured['metric']} on {measured['split']} ({measured['clips']} clips): "
+            f"float32 {measured['float32']:.4f}, int8 {measured['int8']:.4f}"
         )
 
 
@@ -79,31 +79,31 @@ def export_model(
     quantize: Literal["int8"] | None = None,
     streaming: bool = False,
 ) -> Exported:
-    """Write a model of a run as ONNX, with a JSON file beside it that says how to feed it.
+    """Export a model of a run to ONNX, with a description of its inputs and outputs as JSON.
 
     Args:
-        run_dir: the run's folder.
-        out: the ONNX file; by default ``export/MODEL.onnx`` in the run's folder (``MODEL-CLIENT.onnx`` of a client's, and then
-            ``-best``, ``-wave`` or ``-streaming``, and ``-int8`` where these are asked for).
-        model: by default the shared one, or with ``client`` the one that the client does not share.
-        client: whose model; by default the server's.
-        trust: approves the code that the run's configuration names.
-        best: whether it is the best round's, by ``run.best``; by default the last round's.
-        input: what the graph takes: features, or samples at the run's rate, with the front end inside and the answer coming out.
-        quantize: the type of weights and activations; ``None``: float32. It needs the run's training clips.
-        streaming: whether the graph takes samples piece by piece and carries a state; CRNNs in one direction alone.
+        run_dir: Run folder.
+        out: ONNX file. Default: ``export/MODEL.onnx`` in the run folder, or ``MODEL-CLIENT.onnx`` for a client's model.
+            ``-best``, ``-wave`` or ``-streaming``, and ``-int8`` are appended to the stem for these options.
+        model: Name of the model. Default: the shared model, or with ``client`` the client's private model.
+        client: Id of the client whose model is exported. Default: the server's model.
+        trust: Approve the code named by the run's configuration.
+        best: Export the best round by ``run.best`` instead of the last round.
+        input: Input of the graph. ``"wave"``: samples at the run's sample rate; the graph then includes the front end.
+        quantize: Type of weights and activations. ``None``: float32. int8 needs the run's training clips.
+        streaming: Accept samples in pieces and carry a state between calls. Supports unidirectional CRNNs only.
 
     Raises:
-        RunDirectoryError: no run directory, or no round is completed yet.
-        InputError: no such model or client, a package is missing, the network cannot be exported, or the ONNX graph computes
-            something else; nothing is written then.
-        ResourcesError: the disk is full or the folder cannot be written.
+        RunDirectoryError: ``run_dir`` is not a run directory, or has no completed round.
+        InputError: Unknown model or client, a missing package, a network that cannot be exported, or a graph with different
+            results. Nothing is written.
+        ResourcesError: The disk is full, or the folder is not writable.
     """
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise InputError(
-            f"raydfl export needs the packages {', '.join(_PACKAGES)}, of which {', '.join(missing)} cannot be found: "
-            f"pip install 'raydfl[onnx]', or in the repository pip install -c constraints.txt -e '.[onnx]'"
+            f"raydfl export needs the packages {', '.join(_PACKAGES)}, but cannot find {', '.join(missing)}. Install them with "
+            f"pip install 'raydfl[onnx]', or in the repository with pip install -c constraints.txt -e '.[onnx]'."
         )
     _check_form(input, quantize, streaming)
     form = "streaming" if streaming else input
@@ -112,29 +112,29 @@ def export_model(
     if path.suffix != ".onnx":
         raise InputError(f"--out {path}: the name must end in .onnx")
     content, difference, more = _make(loaded, form, quantize is not None)
-    described = _describe(loaded, content, path.name, difference, more)
-    text, beside = json.dumps(described, indent=1), path.with_suffix(".json")
+    description = _describe(loaded, content, path.name, difference, more)
+    text, description_path = json.dumps(description, indent=1), path.with_suffix(".json")
     properties = {"raydfl": text}
-    if "sample_rate" in described:
-        properties |= {"sample_rate": str(described["sample_rate"]), "classes": json.dumps(list(loaded.classes))}
-    write_durably(path, _with_properties(content, properties), "make room or name another file with --out")
-    write_durably(beside, text.encode(), "make room or name another file with --out")
-    return Exported(path, beside, json.loads(text), difference, next(iter(described["onnx"]["outputs"])))
+    if "sample_rate" in description:
+        properties |= {"sample_rate": str(description["sample_rate"]), "classes": json.dumps(list(loaded.classes))}
+    write_durably(path, _set_properties(content, properties), "make room or name another file with --out")
+    write_durably(description_path, text.encode(), "make room or name another file with --out")
+    return Exported(path, description_path, json.loads(text), difference, next(iter(description["onnx"]["outputs"])))
 
 
-def _check_form(given: str, quantize: str | None, streaming: bool) -> None:
-    """Refuse what cannot be asked for, or not together."""
-    if given not in ("features", "wave"):
-        raise InputError(f"--input {given}: choose features or wave")
+def _check_form(input_form: str, quantize: str | None, streaming: bool) -> None:
+    """Reject unknown options and unsupported combinations."""
+    if input_form not in ("features", "wave"):
+        raise InputError(f"--input {input_form}: choose features or wave")
     if quantize not in (None, "int8"):
-        raise InputError(f"--quantize {quantize}: choose int8, or leave it out for float32")
+        raise InputError(f"--quantize {quantize}: choose int8, or omit the option for float32")
     if streaming and quantize:
-        raise InputError("--streaming: a stream is computed in float32; leave --quantize out")
+        raise InputError("--streaming: streams support float32 only. Omit --quantize.")
 
 
 def _make(model: RunModel, form: str, int8: bool) -> tuple[bytes, float, dict[str, Any]]:
-    """Return the ONNX model in one of its forms (features, wave or streaming), its difference, and what else describes it."""
-    # These need the extra onnx, which predict and the report can do without.
+    """Build the ONNX model in a form (features, wave or streaming), and return it with its difference and further facts."""
+    # These need the extra onnx. predict and the report work without it.
     from raydfl.runs.inference import network, streaming, wave
 
     if form == "features":
@@ -145,16 +145,16 @@ def _make(model: RunModel, form: str, int8: bool) -> tuple[bytes, float, dict[st
         content = streaming.stream_graph(model)
         stream = streaming.Stream(network.open_session(content), 2)
         return content, streaming.largest_difference(stream.hear, model), rate
-    wave.Answer(model, model.logits)  # refuses early what cannot be exported
+    wave.Answer(model, model.logits)  # rejects unsupported models before the slow export of the network
     graph, more = _make_network(model, int8, wave.takes_lengths(model))
     content = wave.answer_graph(model, graph)
     session = network.open_session(content)
-    difference = wave.largest_difference(lambda given: session.run(None, {"samples": given})[0], model, tolerant=int8)
+    difference = wave.largest_difference(lambda waves: session.run(None, {"samples": waves})[0], model, tolerant=int8)
     return content, difference, {**rate, **more}
 
 
 def _make_network(model: RunModel, int8: bool, with_lengths: bool | None) -> tuple[Any, dict[str, Any]]:
-    """Return the network's graph, and what it costs to have it in int8."""
+    """Export the network, and return it with the facts about its quantisation."""
     from raydfl.runs.inference import int8 as quantiser  # needs the extra onnx, as above
     from raydfl.runs.inference import network
 
@@ -172,12 +172,12 @@ def _default_path(model: RunModel, form: str, quantize: str | None) -> Path:
 
 
 def _describe_values(model: RunModel, content: bytes, rate: int | None) -> dict[str, dict[str, Any]]:
-    """Return types, shapes and meanings of the graph's inputs and outputs.
+    """Describe types, shapes and meanings of the graph's inputs and outputs.
 
     Args:
-        model: of the run.
-        content: the ONNX model.
-        rate: of samples in Hz; ``None``: the graph takes features.
+        model: Model of a run.
+        content: ONNX model.
+        rate: Sample rate in Hz. ``None``: the graph takes features.
     """
     import onnx
 
@@ -186,35 +186,35 @@ def _describe_values(model: RunModel, content: bytes, rate: int | None) -> dict[
     facts: dict[str, dict[str, Any]] = {
         "samples": {
             "sample_rate": rate,
-            "what": "one channel, -1..1, at that rate; the front end from there on is in the graph",
+            "what": "one channel, -1..1, at this sample rate; the graph includes the rest of the front end",
         },
         "x": {"what": "images" if isinstance(model.spec.inputs, tuple) else "features"},
-        "lengths": {"what": "frames that count, at least 1"},
+        "lengths": {"what": "number of frames without padding, at least 1"},
     }
     if "lengths" in names:
-        padded = "features, each followed by frames of zeros up to the longest of the batch and to least_frames"
+        padded = "features, zero-padded to the longest example of the batch and to at least least_frames"
         facts["x"] = {"what": padded, "least_frames": LEAST_FRAMES}
     for name in names:
         if name not in facts:
-            facts |= {name: {"begins": 0}, f"next_{name}": {"what": f"{name} of the next call"}}
+            facts |= {name: {"begins": 0}, f"next_{name}": {"what": f"{name} for the next call"}}
     for name in model.output_names:
         facts[name] = dict(_MEANINGS[model.objective.answers, name])
 
     def describe(value: Any) -> dict[str, Any]:
-        kind = value.type.tensor_type
-        sizes = [size.dim_param or size.dim_value for size in kind.shape.dim]
+        tensor = value.type.tensor_type
+        sizes = [size.dim_param or size.dim_value for size in tensor.shape.dim]
         return {
-            "dtype": "int64" if kind.elem_type == onnx.TensorProto.INT64 else "float32",
+            "dtype": "int64" if tensor.elem_type == onnx.TensorProto.INT64 else "float32",
             "shape": ["any" if size == "frames" else size for size in sizes],
             **facts[value.name],
         }
 
     values = {"inputs": graph.input, "outputs": graph.output}
-    return {kind: {value.name: describe(value) for value in found} for kind, found in values.items()}
+    return {side: {value.name: describe(value) for value in infos} for side, infos in values.items()}
 
 
 def _describe(model: RunModel, content: bytes, file: str, difference: float, more: Mapping[str, Any]) -> dict[str, Any]:
-    of_set = getattr(model.objective, "threshold", None) if model.objective.answers == "set" else None
+    set_threshold = getattr(model.objective, "threshold", None) if model.objective.answers == "set" else None
     against = "predict" if "sample_rate" in more else "pytorch"
     return {
         "format": 1,
@@ -245,7 +245,7 @@ def _describe(model: RunModel, content: bytes, file: str, difference: float, mor
                 }
             }
         ),
-        **({"has_class_from": of_set} if of_set is not None else {}),
+        **({"has_class_from": set_threshold} if set_threshold is not None else {}),
         "front_end": describe_front_end(
             model.view,
             model.statistics,
@@ -254,8 +254,8 @@ def _describe(model: RunModel, content: bytes, file: str, difference: float, mor
     }
 
 
-def _with_properties(content: bytes, properties: dict[str, str]) -> bytes:
-    """Return the ONNX file with properties in its metadata; the description is ``raydfl``, so the file alone is enough."""
+def _set_properties(content: bytes, properties: dict[str, str]) -> bytes:
+    """Add properties to the metadata of an ONNX file. ``raydfl`` has the description, so the file is self-contained."""
     import onnx
 
     proto = onnx.load_from_string(content)

@@ -1,7 +1,7 @@
-"""The files that DCASE's task 2 has submitted and its evaluator reads: scores and decisions of each machine's test clips.
+"""Submission files for DCASE Task 2: scores and decisions for the test clips of each machine.
 
-``anomaly_score_{machine}_section_{nn}_test.csv`` and ``decision_result_{machine}_section_{nn}_test.csv``, of 2020's clips
-``..._id_{nn}.csv``. A line is a file's name and its score, or its name and 0 (normal) or 1; there is no header.
+The files are ``anomaly_score_{machine}_section_{nn}_test.csv`` and ``decision_result_{machine}_section_{nn}_test.csv``. For clips
+of 2020 the names end in ``_id_{nn}.csv``. Each line has a file name and its score or decision (0 normal, 1 anomaly). There is no header.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from raydfl.runs.inference.threshold import Threshold
 _NAME = re.compile(r"(?:section_(?P<section>\d+)|(?:normal_|anomaly_)?id_(?P<id>\d+))_.+\.wav")
 _SPLITS = ("train", "test", "source_test", "target_test")
 _NAMED = 3
-"""Files that a message names."""
+"""Maximum number of files in a message."""
 
 
 def write_submission(
@@ -37,25 +37,28 @@ def write_submission(
     trust: bool = False,
     best: bool = False,
 ) -> list[Path]:
-    """Write the files of a submission, and return their paths.
+    """Write the files of a DCASE submission.
 
-    Each machine's clips are scored by the model of the client that is called as it (``fan_00``), with that client's threshold; by
-    the shared model where there is no such client.
+    The client with a machine's name (``fan_00``) scores the machine's clips, with its own threshold. Machines without a client use
+    the shared model.
 
     Args:
-        run_dir: the run's folder.
-        files: recordings ``MACHINE/test/section_NN_...wav`` or ``MACHINE/test/..._id_NN_...wav``, and folders of them.
-        folder: where to write.
-        model: see :func:`raydfl.runs.inference.load_model`.
-        client: whose model to take for all machines; ``None``: each one's own.
-        threshold: for all machines; ``None``: the recorded ones.
-        trust: see :func:`raydfl.runs.inference.load_model`.
-        best: see :func:`raydfl.runs.inference.load_model`.
+        run_dir: Run folder.
+        files: Recordings ``MACHINE/test/section_NN_...wav`` or ``MACHINE/test/..._id_NN_...wav``, and folders of them.
+        folder: Output folder.
+        model: Name of the model, as in :func:`raydfl.runs.inference.load_model`.
+        client: Id of the client whose model scores all machines. ``None``: each machine's client.
+        threshold: Threshold for all machines. ``None``: the recorded thresholds.
+        trust: Approve the code named by the run's configuration.
+        best: Use the best round by ``run.best`` instead of the last round.
+
+    Returns:
+        Paths of the files.
 
     Raises:
-        RunDirectoryError: no run directory, or no round is completed yet.
-        InputError: a file's name does not say of what machine it is, one cannot be read, or no threshold is known.
-        ResourcesError: the disk is full or the folder cannot be written.
+        RunDirectoryError: ``run_dir`` is not a run directory, or has no completed round.
+        InputError: A file name without a machine, an unreadable file, or an unknown threshold.
+        ResourcesError: The disk is full, or the folder is not writable.
     """
     listed, failures = recordings(files)
     for file, reason in failures.items():
@@ -69,9 +72,9 @@ def write_submission(
     written = []
     for name, ((machine, word, number), clips) in zip(names, machines.items(), strict=True):
         ending = f"{machine}_{word}_{number}" + ("_test" if word == "section" else "")
-        scores, decisions = _scored(_with(models[name], threshold), clips)
-        for kind, rows in (("anomaly_score", scores), ("decision_result", decisions)):
-            path = folder / f"{kind}_{ending}.csv"
+        scores, decisions = _score_clips(_set_threshold(models[name], threshold), clips)
+        for prefix, rows in (("anomaly_score", scores), ("decision_result", decisions)):
+            path = folder / f"{prefix}_{ending}.csv"
             text = io.StringIO()
             csv.writer(text, lineterminator="\n").writerows(rows)
             write_durably(path, text.getvalue().encode(), "make room or name another folder with --dcase")
@@ -80,45 +83,45 @@ def write_submission(
 
 
 def _machines(files: Sequence[Path]) -> dict[tuple[str, str, str], list[Path]]:
-    """Return recordings by type of machine, "section" or "id", and its number."""
-    found: dict[tuple[str, str, str], list[Path]] = {}
+    """Group recordings by machine type, "section" or "id", and number."""
+    machines: dict[tuple[str, str, str], list[Path]] = {}
     unknown = []
     for file in files:
-        name, above = _NAME.fullmatch(file.name), file.absolute().parent
-        machine = above.parent.name if above.name in _SPLITS else above.name
+        name, folder = _NAME.fullmatch(file.name), file.absolute().parent
+        machine = folder.parent.name if folder.name in _SPLITS else folder.name
         if name is None:
             unknown.append(file)
         else:
             word = "section" if name["section"] else "id"
-            found.setdefault((machine, word, name[word]), []).append(file)
+            machines.setdefault((machine, word, name[word]), []).append(file)
     if unknown:
         more = f" and {len(unknown) - _NAMED} more" if len(unknown) > _NAMED else ""
         raise InputError(
-            f"--dcase: the names of {', '.join(shown_name(file) for file in unknown[:_NAMED])}{more} do not say of which machine "
-            f"they are; they must be MACHINE/test/section_NN_...wav, or ..._id_NN_...wav"
+            f"--dcase: the names of {', '.join(shown_name(file) for file in unknown[:_NAMED])}{more} do not identify a machine. "
+            f"Name files MACHINE/test/section_NN_...wav, or ..._id_NN_...wav."
         )
-    return found
+    return machines
 
 
-def _with(model: RunModel, threshold: Threshold | None) -> RunModel:
+def _set_threshold(model: RunModel, threshold: Threshold | None) -> RunModel:
     if model.objective.answers != "score":
         raise InputError(
-            f"--dcase: model {model.name!r} of {model.run_dir} gives no scores; choose an anomaly objective"
+            f"--dcase: model {model.name!r} of {model.run_dir} returns no scores. Train with an anomaly objective."
         )
     threshold = model.threshold if threshold is None else threshold
     if threshold is None:
         raise InputError(
-            f"--dcase: no threshold of {model.description} is recorded, because clients were not measured; give one with "
-            f"--threshold"
+            f"--dcase: no threshold of {model.description} is recorded, because clients were not evaluated. Pass a threshold "
+            f"with --threshold."
         )
     return replace(model, threshold=threshold)
 
 
-def _scored(model: RunModel, files: Sequence[Path]) -> tuple[list[tuple[str, float]], list[tuple[str, int]]]:
+def _score_clips(model: RunModel, files: Sequence[Path]) -> tuple[list[tuple[str, float]], list[tuple[str, int]]]:
     scores, decisions = [], []
-    for found in predictions(model, files):
-        if found.error:
-            raise InputError(f"{shown_name(found.file)}: {found.error}")
-        scores.append((found.file.name, found.score))
-        decisions.append((found.file.name, int(found.decision == "anomaly")))
+    for prediction in predictions(model, files):
+        if prediction.error:
+            raise InputError(f"{shown_name(prediction.file)}: {prediction.error}")
+        scores.append((prediction.file.name, prediction.score))
+        decisions.append((prediction.file.name, int(prediction.decision == "anomaly")))
     return sorted(scores), sorted(decisions)

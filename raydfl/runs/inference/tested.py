@@ -1,7 +1,7 @@
-"""Scores of a run's own test clips, one by one, for those who may see them: the record holds no clip of a client's.
+"""Scores of a run's own test clips, written to ``scores.csv`` in the run folder for the report.
 
-They need the recordings' list and the cached features, so they are made where a run's data lie, when asked for. The file
-``scores.csv`` in the run's folder has them; the report shows it.
+The metrics table has no values of single clips, for privacy. Scoring needs the list of recordings and the feature cache, so it runs
+on request on a machine with the data.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _BATCH = 64
 
 @dataclass(frozen=True, slots=True)
 class TestedClip:
-    """A test clip and what a model says of it."""
+    """A test clip with its anomaly score and decision."""
 
     client: str
-    """Whose; empty: the server's."""
+    """Id of the client. Empty for the server's test clips."""
     clip: str
-    """Its name in the list of recordings."""
+    """Name in the list of recordings."""
     label: str
     score: float
     threshold: float | None
-    """From which score on it is anomalous; ``None``: not known."""
+    """Scores of at least this value are anomalous. ``None``: unknown."""
     decision: str
-    """``"anomaly"``, ``"normal"``, or empty where there is no threshold."""
+    """``"anomaly"`` or ``"normal"``. Empty without a threshold."""
 
 
 def score_tests(
@@ -49,32 +49,32 @@ def score_tests(
     trust: bool = False,
     best: bool = False,
 ) -> Path:
-    """Score the test clips of a run, each client's by the client's model and the server's by the shared one; write ``scores.csv``.
+    """Score the test clips of a run with the clients' and the shared model, and write ``scores.csv``.
 
     Args:
-        run_dir: the run's folder.
-        model: see :func:`raydfl.runs.inference.load_model`.
-        threshold: of all; ``None``: the recorded ones.
-        trust: see :func:`raydfl.runs.inference.load_model`.
-        best: see :func:`raydfl.runs.inference.load_model`.
+        run_dir: Run folder.
+        model: Name of the model, as in :func:`raydfl.runs.inference.load_model`.
+        threshold: Threshold for all clips. ``None``: the recorded thresholds.
+        trust: Approve the code named by the run's configuration.
+        best: Use the best round by ``run.best`` instead of the last round.
 
     Returns:
-        The file. Its rows are those of :class:`TestedClip`, the highest score of each client first.
+        Path of the file. Its rows have the fields of :class:`TestedClip`, sorted by falling score within each client.
 
     Raises:
-        RunDirectoryError: no run directory, or no round is completed yet.
-        InputError: the run gives no scores, has no test clips here, or its data lie at sites.
-        DataError: recordings or features are no longer there.
+        RunDirectoryError: ``run_dir`` is not a run directory, or has no completed round.
+        InputError: The objective has no scores, the run has no test clips, or its data are at sites.
+        DataError: Recordings or features are missing.
     """
     folder = local_run(run_dir)
     run = _Run(folder, trust, best)
     if run.method.objective.answers != "score":
-        raise InputError(f"{folder} was not trained for an objective that gives scores; leave out --test")
+        raise InputError(f"{folder} was trained for an objective without scores. Omit --test.")
     if run.config.data.sites:
-        raise InputError(f"the test clips of {folder} lie at its sites (data.sites); score them there")
-    clips = list(_scored(run, model, threshold))
+        raise InputError(f"the test clips of {folder} are at its sites (data.sites). Score them there.")
+    clips = list(_score_clips(run, model, threshold))
     if not clips:
-        raise InputError(f"{folder} has no test clips; hold some out with data.split.client_test or data.split.test")
+        raise InputError(f"{folder} has no test clips. Hold some out with data.split.client_test or data.split.test.")
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([field.name for field in fields(TestedClip)])
@@ -85,7 +85,7 @@ def score_tests(
 
 
 def read_scores(run_dir: Path) -> list[TestedClip]:
-    """Return what :func:`score_tests` wrote; nothing where it was not asked for."""
+    """Read the scores written by :func:`score_tests`, or return an empty list."""
     path = run_dir / SCORES_FILE
     if not path.exists():
         return []
@@ -103,28 +103,28 @@ def read_scores(run_dir: Path) -> list[TestedClip]:
         ]
 
 
-def _scored(run: _Run, model: str | None, threshold: Threshold | None) -> Iterator[TestedClip]:
+def _score_clips(run: _Run, model: str | None, threshold: Threshold | None) -> Iterator[TestedClip]:
     population = Population.load(run.run_dir / "population").use(run.config.data)
     first = 0
     for part, data in run.config.data.each.items():
-        of_part = population.parts[part]
+        clients = population.parts[part]
         names = list_clips(data, run.config.run.seed)[0].column("clip").to_pylist()
-        for number in range(len(of_part)):
-            test = of_part.data(number).test
+        for number in range(len(clients)):
+            test = clients.data(number).test
             if len(test):
                 client = population.ids[first + number]
-                yield from _of_model(run.clients_model(model, client), test, names, client, threshold)
-        first += len(of_part)
-        if len(of_part.test):
+                yield from _apply_model(run.clients_model(model, client), test, names, client, threshold)
+        first += len(clients)
+        if len(clients.test):
             shared = f"{part}:{model or next(iter(type(run.method).models))}" if part else model
-            yield from _of_model(run.shared_model(shared), of_part.test, names, "", threshold)
+            yield from _apply_model(run.load_shared(shared), clients.test, names, "", threshold)
 
 
-def _of_model(
+def _apply_model(
     model: RunModel, test: Examples, names: Sequence[str], client: str, threshold: Threshold | None
 ) -> Iterator[TestedClip]:
-    """Yield the clips of one test, the highest score first."""
-    used = model.threshold if threshold is None else threshold
+    """Yield the scored clips of one test set, the highest score first."""
+    limit = model.threshold if threshold is None else threshold
     outputs = torch.cat([model.logits(batch.x, batch.lengths) for batch in test.batches(_BATCH, None)]).double()
     numbers, first = np.unique(test.clips, return_index=True)
     scores = [
@@ -138,6 +138,6 @@ def _of_model(
             names[int(numbers[place])],
             labels[place],
             score,
-            None if used is None else used.value,
-            "" if used is None else used.decision(score),
+            None if limit is None else limit.value,
+            "" if limit is None else limit.decision(score),
         )

@@ -1,4 +1,4 @@
-"""Threshold from which on a score is called anomalous: the one that the run recorded, or one that is given."""
+"""Thresholds of anomaly scores, recorded by a run or chosen by the user."""
 
 from __future__ import annotations
 
@@ -11,42 +11,45 @@ import pyarrow.compute as pc
 from raydfl.engine.storage import record
 
 _SPLITS = ("client_test", "validation")
-"""Splits beside whose scores it is recorded, the first that has one is read."""
+"""Splits with a recorded threshold, in order of preference."""
 
 
 @dataclass(frozen=True, slots=True)
 class Threshold:
-    """A threshold of scores."""
+    """A threshold of anomaly scores."""
 
     value: float
-    """A score of at least this is anomalous."""
+    """Scores of at least this value are anomalous."""
     origin: str
-    """Its origin, in words."""
+    """Description of the origin."""
 
     def decision(self, score: float) -> str:
         """Return ``"anomaly"`` or ``"normal"``."""
         return "anomaly" if score >= self.value else "normal"
 
 
-def recorded_threshold(run_dir: Path, model: str, client: str, until_round: int) -> Threshold | None:
-    """Return the threshold that was recorded last for a model, of a client's scores or the mean over clients.
+def read_threshold(run_dir: Path, model: str, client: str, until_round: int) -> Threshold | None:
+    """Read the newest threshold of a model from the metrics table.
 
     Args:
-        run_dir: the run's folder.
-        model: its name in the record.
-        client: whose; empty: the mean over the clients that were measured.
-        until_round: the last committed round.
+        run_dir: Run folder.
+        model: Name of the model in the metrics table.
+        client: Id of the client. Empty: the mean over the evaluated clients.
+        until_round: The last committed round.
+
+    Returns:
+        The threshold, or ``None`` if no threshold is recorded.
     """
     names = [f"{model}/threshold", f"{model.rpartition(':')[2]}/threshold"]
     where = pc.field("metric").isin(names) & (pc.field("client") == client) & (pc.field("phase") == "evaluate")
-    found: dict[str, dict[str, Any]] = {}
+    newest: dict[str, dict[str, Any]] = {}
     for row in record.read_rows(run_dir, until_round, where=where).to_pylist():
         if row["count"]:
-            found[row["split"]] = row  # by rising rounds
-    row = next((found[split] for split in _SPLITS if split in found), None)
+            newest[row["split"]] = row  # rows are sorted by round
+    row = next((newest[split] for split in _SPLITS if split in newest), None)
     if row is None:
         return None
-    whose = f"of {client}" if client else f"of each of {row['count']:.0f} clients, their mean"
+    owner = f"of {client}" if client else f"of each of {row['count']:.0f} clients, their mean"
     return Threshold(
-        float(row["value"]), f"objective.quantile of the scores of normal training clips {whose}, round {row['round']}"
+        float(row["value"]), f"objective.quantile of the scores of normal training clips {owner}, round {row['round']}"
     )

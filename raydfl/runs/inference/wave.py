@@ -1,7 +1,7 @@
-"""A model of a run as a module that takes samples and returns the answer: front end, network, mean over segments.
+"""Export of models with samples as input: front end, network and mean over segments in one ONNX graph.
 
-The module repeats the steps of :mod:`raydfl.runs.inference.recordings` that follow resampling. Lengths are free in an export. The
-graph is compared with ``raydfl predict`` before it is written. All recordings of a batch are equally long.
+The module repeats the steps of :mod:`raydfl.runs.inference.recordings` after resampling. The length of a batch is free; its
+recordings are equally long. Before writing, the export compares the graph with ``raydfl predict``.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from raydfl.runs.inference.network import Graph, compare, trace
 from raydfl.runs.inference.recordings import LEAST_FRAMES, FrontEnd
 
 _SECONDS = (0.004, 0.31, 1.0, 2.37)
-"""Lengths of the recordings on which graph and raydfl are compared."""
+"""Lengths of the recordings for the comparison with raydfl predict."""
 
 Network = Callable[[Tensor, Tensor | None], Tensor]
-"""From x and lengths to the outputs that are averaged over segments."""
+"""Function from ``x`` and ``lengths`` to the outputs to average over segments."""
 
 
 def read_settings(model: RunModel) -> FeatureSettings | KaldiFeatures:
-    """Return the settings of the features that a model's view is stored with.
+    """Return the settings of a model's stored features.
 
     Raises:
-        InputError: the features are of another kind.
+        InputError: raydfl does not compute such features from samples.
     """
     settings = model.view.stored_features
     if isinstance(settings, FeatureSettings | KaldiFeatures):
         return settings
     raise InputError(
-        f"--input wave: the features of model {model.name!r} are of the kind {settings.kind}, which raydfl does not compute of "
-        f"samples itself; leave --input out, and give the network such features"
+        f"--input wave: raydfl does not compute features of the kind {settings.kind} (model {model.name!r}) from samples. Omit "
+        f"--input, and feed the network with features."
     )
 
 
 class Features(nn.Module):
-    """A model's features with everything that a run's cache has: normalisation, padding and rounding."""
+    """The front end of a run's features, with the normalisation, padding and rounding of its feature cache."""
 
     mean: Tensor
     deviation: Tensor
@@ -54,7 +54,7 @@ class Features(nn.Module):
         """Build the portable form of the run's front end.
 
         Raises:
-            InputError: features of another kind, or unknown statistics of training clips.
+            InputError: Unsupported features, or unknown statistics of the training clips.
         """
         super().__init__()
         self.settings = settings = read_settings(model)
@@ -63,57 +63,57 @@ class Features(nn.Module):
         statistics = model.statistics if settings.normalise in BY_TRAINING_CLIPS else np.array([[0.0], [1.0 - EPSILON]])
         if statistics is None:
             raise InputError(
-                f"--input wave: {model.run_dir} does not know the statistics of its training clips (data.features.normalise: "
-                f"{settings.normalise}): its data lie at sites, or an earlier version made it; leave --input out"
+                f"--input wave: the statistics of the training clips of {model.run_dir} are unknown (data.features.normalise: "
+                f"{settings.normalise}), because its data are at sites or an early version wrote it. Omit --input."
             )
         mean, deviation = torch.from_numpy(statistics + np.array([[0.0], [EPSILON]])).float()
         self.register_buffer("mean", mean, persistent=False)
         self.register_buffer("deviation", deviation, persistent=False)
 
     def forward(self, samples: Tensor) -> tuple[Tensor, int]:
-        """Return features float32 [batch, frames, bands] of recordings, and the number of frames that are no padding."""
+        """Compute features, float32 [batch, frames, bands], and return them with the number of frames before padding."""
         x, settings = self.front_end(samples), self.settings
         if settings.normalise == "clip":
             x = z_scores(x)
-        x, sounding = self.normalised(x), x.shape[1]
+        x, sounding = self.normalise(x), x.shape[1]
         if settings.frames is not None:
             x = take(torch.cat([x, x.new_zeros(x.shape[0], settings.frames, settings.bands)], 1), 0, settings.frames)
         return x, sounding
 
-    def normalised(self, x: Tensor) -> Tensor:
-        """Return features normalised by training clips and rounded as in the run's cache."""
+    def normalise(self, x: Tensor) -> Tensor:
+        """Normalise features by the training clips' statistics, and round them as in the feature cache."""
         if self.settings.normalise in BY_TRAINING_CLIPS:
             x = (x - self.mean) / self.deviation
         return x.half().float() if self.settings.dtype == "float16" else x
 
 
 class Answer(nn.Module):
-    """From samples float32 [batch, samples] to the answers float32 [batch, answers] of ``raydfl predict``."""
+    """Module from samples float32 [batch, samples] to the answers of ``raydfl predict``, float32 [batch, answers]."""
 
     def __init__(self, model: RunModel, network: Network) -> None:
-        """Take a model of a run.
+        """Combine the front end and the network of a run's model.
 
         Args:
-            model: of the run.
-            network: gives the outputs that are averaged over the segments of a recording.
+            model: Model of a run.
+            network: Function that computes the outputs to average over the segments of a recording.
 
         Raises:
-            InputError: a front end that cannot be exported, or an objective with its own answer for a recording's segments.
+            InputError: The front end cannot be exported, or the objective overrides ``answer_of_clip``.
         """
         super().__init__()
         objective = model.objective
-        own = type(objective).answer_of_clip is not Objective.answer_of_clip
-        if own or (objective.averages_logits() and not isinstance(objective, Classify)):
+        overridden = type(objective).answer_of_clip is not Objective.answer_of_clip
+        if overridden or (objective.averages_logits() and not isinstance(objective, Classify)):
             raise InputError(
-                f"--input wave: {type(objective).__name__} answers for a recording in a way of its own, which ONNX does not know; "
-                f"leave --input out, and do with the outputs for its segments what the objective does"
+                f"--input wave: {type(objective).__name__} combines the segments of a recording in Python, which ONNX cannot "
+                f"express. Omit --input, and combine the outputs for segments in your application."
             )
         self.features, self.network, self.objective = Features(model), network, objective
         self.segment, self.pipeline = model.view.test_segments, model.view.pipeline
         self.with_lengths = takes_lengths(model)
 
     def forward(self, samples: Tensor) -> Tensor:
-        """Return the answers."""
+        """Compute the answers."""
         parts = self.parts(*self.features(samples))
         batch, count, size = parts.shape[:3]
         x, lengths = parts.flatten(0, 1), None
@@ -125,11 +125,11 @@ class Answer(nn.Module):
         return self.objective.answer(mean) if self.objective.averages_logits() else mean
 
     def parts(self, x: Tensor, sounding: int) -> Tensor:
-        """Cut recordings into the segments or crops that the network sees: float32 [batch, segments, frames, bands].
+        """Cut recordings into the network's segments or crops, float32 [batch, segments, frames, bands].
 
         Args:
-            x: float32 [batch, frames, bands].
-            sounding: frames that are no padding.
+            x: Features, float32 [batch, frames, bands].
+            sounding: Number of frames before padding.
         """
         segment, cut, late = self.segment, self.pipeline.cut, self.pipeline.late
         size, count, stride = x.shape[1], 1, 1
@@ -138,7 +138,7 @@ class Answer(nn.Module):
             beyond = larger(size - segment.frames, 0)
             if segment.keep_last:
                 count = beyond // stride + 1
-            else:  # rounded, halves to even: a half is rounded up if the whole number below it is odd
+            else:  # round half to even, as raydfl.data.segment does
                 odd = beyond // stride % 2
                 count = larger((2 * beyond + stride - 1 + odd) // (2 * stride), 1)
             size = smaller(size, segment.frames)
@@ -154,28 +154,28 @@ class Answer(nn.Module):
 
 
 def answer_graph(model: RunModel, network: Graph) -> bytes:
-    """Return the ONNX model from ``samples`` float32 [batch, samples] to the answer float32 [batch, answers].
+    """Build the ONNX model from ``samples`` float32 [batch, samples] to answers float32 [batch, answers].
 
     Args:
-        model: of the run.
-        network: its network as a graph, from features.
+        model: Model of a run.
+        network: Graph of its network, with features as input. It replaces a placeholder node.
 
     Raises:
-        InputError: see :class:`Answer`; a node of it gives way to the network's graph.
+        InputError: The front end or the objective cannot be exported.
     """
     inner = onnx.load_from_string(network.content)
     averaged = model.output_names[0 if model.objective.averages_logits() else -1]
     module = Answer(model, _Placeholder(len(model.classes))).eval()
     content = trace(module, {"samples": torch.randn(2, 12_000)}, [{0: "batch", 1: "samples"}], [model.output_names[-1]])
     proto = onnx.load_from_string(content)
-    constants = [onnx.helper.make_node("Constant", [], [each.name], value=each) for each in inner.graph.initializer]
+    constants = [onnx.helper.make_node("Constant", [], [item.name], value=item) for item in inner.graph.initializer]
     names = [value.name for value in inner.graph.input]
     nodes = [*constants, *inner.graph.node]
     proto.functions.append(
         onnx.helper.make_function("raydfl", "Network", names, [averaged], nodes, [*inner.opset_import])
     )
     proto = onnx.inliner.inline_local_functions(proto)
-    operators = [each for each in proto.opset_import if not each.domain]
+    operators = [opset for opset in proto.opset_import if not opset.domain]
     del proto.opset_import[:]
     proto.opset_import.extend(operators)
     whole: bytes = proto.SerializeToString()
@@ -183,31 +183,31 @@ def answer_graph(model: RunModel, network: Graph) -> bytes:
 
 
 class _Placeholder(nn.Module):
-    """The node whose place the network's graph takes."""
+    """Placeholder node for the network's graph."""
 
     def __init__(self, answers: int) -> None:
         super().__init__()
         self.answers = answers
 
     def forward(self, x: Tensor, lengths: Tensor | None) -> Tensor:
-        given = (x,) if lengths is None else (x, lengths)
+        inputs = (x,) if lengths is None else (x, lengths)
         shape = (x.shape[0], self.answers)
-        return torch.onnx.ops.symbolic("raydfl::Network", given, dtype=x.dtype, shape=shape, version=1)
+        return torch.onnx.ops.symbolic("raydfl::Network", inputs, dtype=x.dtype, shape=shape, version=1)
 
 
 def takes_lengths(model: RunModel) -> bool:
-    """Return whether the network is told how many frames count: where recordings keep their length."""
+    """Return whether the network needs lengths, because recordings have different numbers of frames."""
     return model.length is None or model.view.stored_features.frames is None
 
 
 def z_scores(x: Tensor, real: Tensor | None = None) -> Tensor:
-    """Return z-scores of each band over the frames.
+    """Compute z-scores of each band over the frames.
 
     Args:
-        x: float32 [..., frames, bands].
-        real: float32, broadcast to ``x``: 1 for frames, 0 for padding, which becomes 0. ``None``: there is no padding.
+        x: Features, float32 [..., frames, bands].
+        real: 1 for frames and 0 for padding, float32, broadcast to ``x``. Padding becomes 0. ``None``: no padding.
     """
-    # A band that never changes becomes exactly 0, without rounding errors, if one of its frames is subtracted first.
+    # Subtracting a frame first makes constant bands exactly 0, without rounding errors.
     x = x - x[..., :1, :]
     if real is None:
         real = torch.ones_like(x[..., :1])
@@ -217,15 +217,15 @@ def z_scores(x: Tensor, real: Tensor | None = None) -> Tensor:
 
 
 def largest_difference(answer: Callable[[np.ndarray], np.ndarray], model: RunModel, tolerant: bool = False) -> float:
-    """Return the largest difference of an answer to that of ``raydfl predict``, on recordings of several lengths.
+    """Return the largest absolute difference from the answers of ``raydfl predict``, on recordings of several lengths.
 
     Args:
-        answer: from samples float32 [batch, samples] to the answers.
-        model: of the run.
-        tolerant: accept any difference, as of a network in int8.
+        answer: Function from samples float32 [batch, samples] to answers.
+        model: Model of a run.
+        tolerant: Accept any difference, as for int8.
 
     Raises:
-        InputError: the difference is larger than 1e-4 (relative to scores above 1).
+        InputError: The difference exceeds 1e-4, relative to the largest answer if it is above 1.
     """
     front_end, rate, differences = FrontEnd(model), read_settings(model).sample_rate, [0.0]
     for seconds in _SECONDS:
@@ -238,12 +238,13 @@ def largest_difference(answer: Callable[[np.ndarray], np.ndarray], model: RunMod
 
 
 def predict_waves(front_end: FrontEnd, waves: np.ndarray, rate: int) -> np.ndarray | None:
-    """Return the answers of ``raydfl predict`` for recordings float32 [batch, samples]: float64 [batch, answers].
+    """Compute the answers of ``raydfl predict`` for recordings float32 [batch, samples].
 
-    ``None``: the recordings are shorter than the network takes.
+    Returns:
+        Answers, float64 [batch, answers], or ``None`` if the recordings are too short for the network.
 
     Raises:
-        RaydflError: an output of the network is not finite.
+        RaydflError: An output of the network is not finite.
     """
     try:
         return np.stack([front_end.answer_to(wave, rate) for wave in waves])
@@ -252,9 +253,9 @@ def predict_waves(front_end: FrontEnd, waves: np.ndarray, rate: int) -> np.ndarr
 
 
 def make_sounds(samples: int, rate: int) -> np.ndarray:
-    """Return a rising tone in noise and a falling one, float32 [2, samples]."""
+    """Synthesise a rising and a falling tone in noise, float32 [2, samples]."""
     random = np.random.default_rng(samples)
     time = np.arange(samples) / rate
     pitch = np.array([[200.0], [900.0]]) + np.array([[300.0], [-200.0]]) * time
-    found = 0.3 * np.sin(2 * np.pi * pitch * time) + 0.02 * random.standard_normal((2, samples))
-    return found.astype(np.float32)
+    waves = 0.3 * np.sin(2 * np.pi * pitch * time) + 0.02 * random.standard_normal((2, samples))
+    return waves.astype(np.float32)

@@ -336,7 +336,7 @@ def test_a_graph_that_disagrees_is_not_written(
     monkeypatch.setattr("raydfl.runs.inference.network._reordered", lambda gates: gates)  # the mistake to be found
     with pytest.raises(
         InputError,
-        match=r"the ONNX graph of model 'plugin' \(crnn_tiny\) answers otherwise than raydfl predict, by .*nothing was written",
+        match=r"the ONNX graph of model 'plugin' \(crnn_tiny\) differs from raydfl predict by .*nothing was written",
     ):
         export_model(mutual.folder, tmp_path / "x.onnx")
     assert list(tmp_path.iterdir()) == []
@@ -348,7 +348,7 @@ def test_refusals(
     from raydfl.runs.inference.network import Graph
 
     raydfl("export", mutual.folder, "--out", tmp_path / "x.pt").refuses(r"x\.pt: the name must end in \.onnx")
-    raydfl("export", mutual.folder, "--quantize", "int8", "--streaming").refuses("a stream is computed in float32")
+    raydfl("export", mutual.folder, "--quantize", "int8", "--streaming").refuses("streams support float32 only")
     raydfl("export", mutual.folder, "--streaming").refuses("over the whole clip .data.features.normalise: clip")
     with pytest.raises(InputError, match="--input samples: choose features or wave"):
         export_model(mutual.folder, input="samples")  # type: ignore[arg-type]
@@ -360,7 +360,7 @@ def test_refusals(
         export_model(mutual.folder, tmp_path / "file" / "x.onnx")
     find = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "onnxruntime" else find(name))
-    raydfl("export", mutual.folder).refuses(r"of which onnxruntime cannot be found: pip install 'raydfl\[onnx\]'")
+    raydfl("export", mutual.folder).refuses(r"cannot find onnxruntime. Install them with pip install 'raydfl\[onnx\]'")
 
 
 @pytest.mark.slow

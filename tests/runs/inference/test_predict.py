@@ -205,7 +205,7 @@ def test_partly_shared_networks(tmp_path: Path) -> None:
     client = run.trained()[0]
     agrees(run, model="model", client=client)
     with pytest.raises(
-        InputError, match=rf"no model of this run is shared as a whole.*--client; clients that have one: .*{client}"
+        InputError, match=rf"no model of this run is shared as a whole.*--client; clients with a model: .*{client}"
     ):
         load_model(run.folder)
 
@@ -218,7 +218,7 @@ def test_one_of_several_shared_models(tmp_path: Path) -> None:
         method={"name": f"{method}:TwoStates"},
         models={"model": {"name": "linear"}},
     )
-    with pytest.raises(InputError, match="several shared models; choose one with --model: even:model, odd:model"):
+    with pytest.raises(InputError, match="several shared models\. Choose one with --model: even:model, odd:model"):
         load_model(run.folder)
     networks = {name: load_model(run.folder, name).network for name in ("even:model", "odd:model")}
     for name, network in networks.items():
@@ -236,7 +236,7 @@ def test_a_run_that_is_not_finished(mutual: Finished, tmp_path: Path) -> None:
     config = configure(tmp_path, mutual.recordings)
     run_dir = create(config, Progress("quiet"))
     for at in ("before", "round 0"):
-        with pytest.raises(RunDirectoryError, match=r"has completed no round yet.*raydfl resume"):
+        with pytest.raises(RunDirectoryError, match=r"has no completed round.*raydfl resume"):
             load_model(run_dir)
         if at == "before":
             RunStore(run_dir).commit(*_first_state(mutual))
@@ -257,7 +257,7 @@ def test_folders_are_searched_and_nothing_is_taken_twice(mutual: Finished, tmp_p
     (tmp_path / "empty").mkdir()
     listed, failures = recordings([tmp_path / "a", tmp_path / "a" / "2.wav", tmp_path / "3.ogg", tmp_path / "empty"])
     assert [file.relative_to(tmp_path).as_posix() for file in listed] == ["a/2.wav", "a/b/1.FLAC", "3.ogg"]
-    assert failures == {tmp_path / "empty": "there is no recording of a kind that is read in this folder"}
+    assert failures == {tmp_path / "empty": "the folder has no recording in a supported format"}
 
 
 def test_top_is_ordered_and_equals_go_to_the_first_class() -> None:
@@ -311,7 +311,7 @@ def test_unreadable_recordings_are_named_and_the_others_classified(
         "3 of 4 could not be classified",
         r"noise\.wav: cannot be read as audio",
         r"a\[bold\]\.wav: there is no such file",
-        "nothing: there is no recording of a kind that is read in this folder",
+        "nothing: the folder has no recording in a supported format",
     )
     assert {event["file"]: event.get("label", "") for event in said.events} == {
         str(tmp_path / "noise.wav"): "",
@@ -385,14 +385,14 @@ def test_models_and_clients_that_are_not_there(raydfl: Raydfl, mutual: Finished,
     trained, untrained = mutual.trained(), mutual.untrained()
     assert trained
     raydfl("predict", mutual.folder, file, "--model", "local").refuses(
-        "model 'local' of this run is not shared as a whole", f"--client; clients that have one: {trained[0]}"
+        "model 'local' of this run is not shared as a whole", f"--client; clients with a model: {trained[0]}"
     )
     raydfl("predict", mutual.folder, file, "--client", "speaker01").refuses("no client 'speaker01'.*did you mean")
     raydfl("predict", mutual.folder, file, "--client", trained[0], "--model", "locl").refuses("did you mean 'local'")
     raydfl("predict", mutual.folder, file, "--json", "--csv").refuses("--csv and --json exclude each other")
     for client in untrained:
         raydfl("predict", mutual.folder, file, "--client", client).refuses(
-            f"client '{client}' has no model 'local' of its own yet: it took part in none of the 2 rounds", trained[0]
+            f"client '{client}' has no model 'local' yet, because it took part in none of the 2 completed rounds", trained[0]
         )
         assert load_model(mutual.folder, "plugin", client).round == 2  # what it would be sent
 
@@ -402,7 +402,7 @@ def test_a_client_without_a_model_of_its_own(tmp_path: Path) -> None:
     run = finished(tmp_path, train=train)
     assert len(run.untrained()) == 2
     with pytest.raises(
-        InputError, match=f"took part in none of the 1 rounds.*clients that have one: {run.trained()[0]}$"
+        InputError, match=rf"took part in none of the 1 rounds.*clients with a model: {run.trained()[0]}\.$"
     ):
         load_model(run.folder, client=run.untrained()[0])
 
@@ -455,9 +455,9 @@ def test_arrays_are_answered_as_files_are(mutual: Finished) -> None:
         result.predict(np.full(800, np.nan, np.float32), RATE)
     for given, rate, said in [
         (sounds[0], None, "rate of the recordings is missing"),
-        ((sounds[0] * 2**15).astype(np.int16), RATE, r"not int16 \[2000, 1\]; divide whole numbers"),
+        ((sounds[0] * 2**15).astype(np.int16), RATE, r"not int16 \[2000, 1\]. Divide integers"),
         (np.zeros((3, 2000), np.float32), RATE, r"\[3, 2000\] would be 3 samples of 2000 channels"),
-        (np.zeros((3, 2000, 1), np.float32), RATE, "several are a list"),
+        (np.zeros((3, 2000, 1), np.float32), RATE, "several recordings as a list"),
         ([0.1, 0.2], RATE, r"not float64 \[\]"),
     ]:
         with pytest.raises(InputError, match=said):

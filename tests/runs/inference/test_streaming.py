@@ -40,13 +40,13 @@ UNEVEN = (3.0, 71.0, 1.25, 33.0)
 def test_pieces_say_what_the_whole_says(case: str, pieces_ms: tuple[float, ...], by: str) -> None:
     from raydfl.runs.inference.network import open_session
     from raydfl.runs.inference.recordings import FrontEnd
-    from raydfl.runs.inference.streaming import Stream, Streaming, stream_graph, unbounded
+    from raydfl.runs.inference.streaming import Stream, Streaming, remove_limits, stream_graph
     from raydfl.runs.inference.wave import make_sounds
 
     features, options = CASES[case]
     model = untrained("crnn", options=options, features=features)
     rate = features["sample_rate"]
-    waves, front_end = make_sounds(round(0.45 * rate), rate), FrontEnd(unbounded(model))
+    waves, front_end = make_sounds(round(0.45 * rate), rate), FrontEnd(remove_limits(model))
     if by == "PyTorch":
         module = Streaming(model)
         state, end = module.start(len(waves)), 0
@@ -71,11 +71,11 @@ def test_pieces_say_what_the_whole_says(case: str, pieces_ms: tuple[float, ...],
 @pytest.mark.parametrize(
     ("architecture", "changes", "said"),
     [
-        ("linear", {}, "only CRNNs that classify can"),
-        ("crnn_base", {}, "begins at the end of a recording; train one with bidirectional: false"),
+        ("linear", {}, "Use a CRNN classifier"),
+        ("crnn_base", {}, "needs the end of a recording. Train with bidirectional: false"),
         ("crnn_tiny", {"features": {**PART, "normalise": "clip"}}, "over the whole clip .*normalise: part, group"),
         ("crnn_tiny", {"features": {**PART, "wave": "unit_norm"}}, "divided by the loudness of the whole clip"),
-        ("crnn_tiny", {"segment": {"frames": 20, "stride": 10}}, "asked about segments or crops"),
+        ("crnn_tiny", {"segment": {"frames": 20, "stride": 10}}, "reads segments or crops"),
     ],
 )
 def test_what_cannot_stream_is_refused(architecture: str, changes: dict[str, Any], said: str) -> None:
