@@ -1,4 +1,4 @@
-"""Sets whose images are stored in arrays, thousands in one file."""
+"""Data sets that store thousands of images in one array file."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from raydfl.data.sets._files import FileDataset, wrong_layout
 
 T = TypeVar("T")
 _REMEMBERED = 8
-"""Files whose content a process keeps."""
+"""Number of files that a process caches."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArraySet(FileDataset):
-    """Base of sets whose images are stored in arrays; nobody owns them. Extra column: ``number`` (int64), of the image in its file.
+    """Base class of sets with images in array files, without owners. Extra column: ``number`` (int64), the index in the file.
 
-    The split is official if there are files of both.
+    The official split applies if files of both splits exist.
     """
 
     images: ClassVar[bool] = True
     parts: ClassVar[Mapping[str, str]] = {}
-    """Beginnings of the files' names, and the split of each. The options stand in braces. Files of one split belong together."""
+    """Split by stem of the file. Braces contain options. Either all files of a split exist, or none."""
     endings: ClassVar[tuple[str, ...]] = ("",)
-    """Endings of the names of files with images; one is enough."""
+    """Accepted suffixes of files with images."""
     below: ClassVar[tuple[str, ...]] = ()
-    """Folders below the root that may hold the files as well: torchvision's."""
+    """Alternative folders below the root, as torchvision creates them."""
     published: ClassVar[Sequence[str]] = ()
-    """Names of the classes, in the order of their numbers; empty: the numbers."""
+    """Class names in the order of the class indices. Empty: use the indices."""
 
     names: Annotated[
         tuple[str, ...] | None,
         Field(
-            description="names of the classes, in the order of their numbers; null: the published names, or the numbers"
+            description="Class names in the order of the class indices. null: the published names, or the indices."
         ),
     ] = None
 
@@ -47,21 +47,21 @@ class ArraySet(FileDataset):
         """Read a file with images.
 
         Returns:
-            Images, uint8 [images, rows, columns] or [images, rows, columns, 3], and the numbers of their classes, int [images].
+            Images, uint8 [images, rows, columns] or [images, rows, columns, 3], and class indices, int [images].
 
         Raises:
-            DataError: a file is missing, truncated, or something else.
+            DataError: a file is missing, truncated, or has another format.
         """
-        raise NotImplementedError(f"{type(self).__name__} must read a file in read_arrays()")
+        raise NotImplementedError(f"{type(self).__name__} must implement read_arrays()")
 
     def class_names(self) -> Sequence[str]:
-        """Return the names of the classes, in the order of their numbers; empty: the numbers."""
+        """Return the class names in the order of the class indices, or an empty sequence to use the indices."""
         return self.published if self.names is None else self.names
 
     def rows(self, root: Path) -> list[dict[str, Any]]:
         """List the images, file by file."""
-        found = ([*self._files(root / name)] for name in ("", *self.below))
-        files = next(filter(None, found), None)
+        candidates = ([*self._files(root / name)] for name in ("", *self.below))
+        files = next(filter(None, candidates), None)
         if files is None:
             raise wrong_layout(root, self.card, "there is no file of images")
         official = len({split for *_, split in files}) > 1
@@ -70,8 +70,7 @@ class ArraySet(FileDataset):
             images, labels = self.read_arrays(file)
             if len(labels) != len(images):
                 raise DataError(
-                    f"{file} holds {len(images)} images and its labels are {len(labels)}: they do not belong together; fetch the "
-                    f"set again"
+                    f"{file} has {len(images)} images, but its label file has {len(labels)} labels. Download both files again."
                 )
             names = {label: self._name(label, file) for label in np.unique(labels).tolist()}
             rows += [
@@ -87,18 +86,18 @@ class ArraySet(FileDataset):
         return rows
 
     def _files(self, folder: Path) -> Iterator[tuple[Path, str, str]]:
-        """Yield the files with images in a folder, their parts and splits."""
-        there: dict[str, Path | None] = {}
+        """Yield path, stem and split of the files with images in a folder."""
+        paths_by_stem: dict[str, Path | None] = {}
         for part, split in self.parts.items():
             stem = part.format_map(vars(self))
-            paths = (folder / f"{stem}{ending}" for ending in self.endings)
-            there[stem] = next((path for path in paths if path.is_file()), None)
-            if (path := there[stem]) is not None:
+            candidates = (folder / f"{stem}{ending}" for ending in self.endings)
+            paths_by_stem[stem] = next((path for path in candidates if path.is_file()), None)
+            if (path := paths_by_stem[stem]) is not None:
                 yield path, stem, split
         for split in set(self.parts.values()):
-            own = [stem for stem, other in zip(there, self.parts.values(), strict=True) if other == split]
-            missing = [stem for stem in own if there[stem] is None]
-            if 0 < len(missing) < len(own):
+            stems = [stem for stem, of_stem in zip(paths_by_stem, self.parts.values(), strict=True) if of_stem == split]
+            missing = [stem for stem in stems if paths_by_stem[stem] is None]
+            if 0 < len(missing) < len(stems):
                 raise wrong_layout(folder, self.card, f"there is no {missing[0]}")
 
     def _name(self, label: int, file: Path) -> str:
@@ -108,58 +107,61 @@ class ArraySet(FileDataset):
         if not 0 <= label < len(names):
             known = "the set" if self.names is None else "data.names"
             raise DataError(
-                f"{file} has the label {label}, and {known} has {len(names)} names; give one for each class"
+                f"{file} has the label {label}, but {known} has {len(names)} class names. Name every class in data.names."
             )
         return names[label]
 
     def image(self, row: Mapping[str, Any]) -> np.ndarray:
-        """See :class:`Dataset`."""
+        """Read one image: uint8 [rows, columns] or [rows, columns, 3]."""
         image: np.ndarray = self.read_arrays(Path(row["path"]))[0][row["number"]]
         return image
 
     def part(self, row: Mapping[str, Any]) -> str | None:
-        """See :class:`Dataset`."""
+        """Return the index of the image in its file."""
         return str(row["number"])
 
 
 def read_once(read: Callable[..., T], path: Path, *options: int) -> T:
-    """Return ``read(path, *options)``, remembered for the last files as long as these do not change.
+    """Return ``read(path, *options)``, cached for recently read and unchanged files.
 
     Raises:
         DataError: the file cannot be opened.
     """
     try:
-        found: T = _remembered(read, path, path.stat().st_mtime_ns, *options)
+        content: T = _read_cached(read, path, path.stat().st_mtime_ns, *options)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
-    return found
+    return content
 
 
 @functools.lru_cache(maxsize=_REMEMBERED)
-def _remembered(read: Callable[..., Any], path: Path, changed: int, *options: int) -> Any:
+def _read_cached(read: Callable[..., Any], path: Path, changed: int, *options: int) -> Any:
     return read(path, *options)
 
 
 def check_arrays(path: Path, images: Any, labels: Any, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Return images, read-only, and labels, int64 [images].
+    """Validate images and labels of a file.
 
     Args:
-        path: their file, for messages.
-        images: bytes [images, *shape].
-        labels: an array or a list of whole numbers.
+        path: the file, for messages.
+        images: uint8 [images, *shape].
+        labels: integers [images], as an array or a list.
         shape: shape of one image.
 
+    Returns:
+        Read-only images, and labels as int64 [images].
+
     Raises:
-        DataError: they are something else.
+        DataError: wrong type, dtype or shape.
     """
     if not isinstance(images, np.ndarray) or images.dtype != np.uint8 or images.shape[1:] != shape:
         what = f"{images.dtype} {list(images.shape)}" if isinstance(images, np.ndarray) else type(images).__name__
         raise DataError(
-            f"{path}: its images are {what}, not bytes [images, {', '.join(map(str, shape))}]; fetch it again"
+            f"{path}: its images are {what}, not bytes [images, {', '.join(map(str, shape))}]. Download the file again."
         )
     if isinstance(labels, list) and all(isinstance(label, int) for label in labels):
         labels = np.asarray(labels)
     if not isinstance(labels, np.ndarray) or labels.dtype.kind not in "iu" or labels.ndim != 1:
-        raise DataError(f"{path}: its labels are no list of whole numbers; fetch it again")
+        raise DataError(f"{path}: the labels are not a list of integers. Download the file again.")
     images.flags.writeable = False
     return images, labels.astype(np.int64)
