@@ -279,8 +279,8 @@ def predict_command(
     from raydfl.runs.inference import (
         RunFusion,
         Threshold,
-        predict_fused,
         open_model,
+        predict_fused,
         predictions,
         score_tests,
         write_submission,

@@ -259,7 +259,9 @@ def test_what_does_not_fit_is_refused(tiny: Tiny, root: Path) -> None:
         federation(tiny, root, "data.transforms=[{name: random_crop, size: 12}]")
     with pytest.raises(ConfigError, match="too small for 2 times 2 x 2 pooling"):
         federation(tiny, root, "data.transforms=[{name: random_crop, size: 3}]")
-    with pytest.raises(ConfigError, match="noise acts on features of the kind logmel, but the view has features of the kind image"):
+    with pytest.raises(
+        ConfigError, match="noise acts on features of the kind logmel, but the view has features of the kind image"
+    ):
         federation(tiny, root, "data.transforms=[noise]")
     with pytest.raises(ConfigError, match="is noise in recordings"):
         federation(tiny, root, "data.corrupt={noise: {snr_db: 3, clients: 1}}")

@@ -233,7 +233,9 @@ def test_the_fusion_predicts_where_both_views_are_there_and_the_student_elsewher
     np.testing.assert_array_equal(seen.probabilities, file.probabilities)
     assert load_model(run_dir).name == "audio"
     assert load_model(run_dir, "teacher:video").spec.view == "video"
-    with pytest.raises(InputError, match="model 'fusion' reads the outputs of other models.* choose one of audio, video"):
+    with pytest.raises(
+        InputError, match="model 'fusion' reads the outputs of other models.* choose one of audio, video"
+    ):
         load_model(run_dir, "fusion")
     with pytest.raises(InputError, match="reads no view 'depth'; it reads video"):
         classify(run_dir, tests, model="fusion", views={"depth": tmp_path})

@@ -38,9 +38,7 @@ class ArraySet(FileDataset):
 
     names: Annotated[
         tuple[str, ...] | None,
-        Field(
-            description="Class names in the order of the class indices. null: the published names, or the indices."
-        ),
+        Field(description="Class names in the order of the class indices. null: the published names, or the indices."),
     ] = None
 
     def read_arrays(self, file: Path) -> tuple[np.ndarray, np.ndarray]:

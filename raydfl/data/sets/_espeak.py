@@ -88,7 +88,8 @@ def speak(
     samples = np.frombuffer(b"".join(pieces), np.int16).astype(np.float32) / np.float32(32768)
     if not samples.any():
         raise ConfigError(
-            f"eSpeak NG is silent for {text!r} in {language!r}. Use the spelling of this language, or choose a language with a dictionary."
+            f"eSpeak NG is silent for {text!r} in {language!r}. Use the spelling of this language, or a language "
+            f"with a dictionary."
         )
     return samples
 
@@ -145,8 +146,8 @@ def _c_library() -> ctypes.CDLL:
 def _set_voice(library: ctypes.CDLL, language: str, variant: str) -> None:
     """Choose language and variant.
 
-    Given a language's name, eSpeak first reads all voice files (3 ms). Given its file, eSpeak copies the lower-case path, "+!v/" and
-    the variant into a buffer of 40 bytes without a bounds check. The path of the open file in /proc is short enough. Without /proc,
+    Given a language's name, eSpeak first reads all voice files (3 ms). Given its file, eSpeak copies the lower-case path, "+!v/"
+    and the variant into a buffer of 40 bytes without a bounds check. The path of the open file in /proc is short enough. Without /proc,
     the name is used. Both ways give the same samples.
 
     Raises:

@@ -45,7 +45,7 @@ SPLIT_OF = {
 """Split by name in lower case."""
 
 
-def known_splits(values: Sequence[object], where: Callable[[int], str]) -> list[str | None]:
+def parse_splits(values: Sequence[object], where: Callable[[int], str]) -> list[str | None]:
     """Translate the split names of a list to ``train``, ``validation`` and ``test``.
 
     Args:
@@ -185,7 +185,9 @@ def _describe_skipped(folder: Path, skipped: Sequence[str], listed: Iterable[str
     counts = [f"{count} {shown_name(suffix) or 'without an ending'}" for suffix, count in kinds[:_KINDS]]
     counts += [f"{sum(count for _, count in kinds[_KINDS:])} of other kinds"] if len(kinds) > _KINDS else []
     names = ", ".join(shown_name(name) for name in skipped[:_NAMED]) + (", ..." if len(skipped) > _NAMED else "")
-    remark = f"skipped in {folder}, not {what} in a supported format: {', '.join(counts)} ({len(skipped)} in all: {names})"
+    remark = (
+        f"skipped in {folder}, not {what} in a supported format: {', '.join(counts)} ({len(skipped)} in all: {names})"
+    )
     decoded = {_stem(name) for name in listed}
     foreign = {
         Path(name).suffix.lower()
@@ -320,7 +322,7 @@ class FileDataset(Dataset):
     codes: ClassVar[Mapping[str, Mapping[str, Any] | Callable[[str], Any]]] = {}
     """Decoding of a column: a table, or a function such as ``int``."""
     files: ClassVar[str] = f".*({'|'.join(map(re.escape, AUDIO_SUFFIXES))})"
-    """Regular expression for the paths of the set's files. All of them must match ``pattern``; remaining files are skipped. The case is
+    """Regular expression for the paths of the set's files. All must match ``pattern``; remaining files are skipped. The case is
     ignored unless the two expressions are equal."""
 
     root: Annotated[Path, Field(description="Folder with the files of the set.")]

@@ -71,7 +71,8 @@ class SectionSet(MachineSet):
         attributes = [_parse_pairs(row["attributes"]) if self.pairs else {} for row in rows]
         common = [name for name in attributes[0] if all(name in pairs for pairs in attributes)]
         return [
-            row | {f"attribute_{name}": pairs[name] for name in common} for row, pairs in zip(rows, attributes, strict=True)
+            row | {f"attribute_{name}": pairs[name] for name in common}
+            for row, pairs in zip(rows, attributes, strict=True)
         ]
 
 

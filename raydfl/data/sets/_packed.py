@@ -17,7 +17,7 @@ from pydantic.dataclasses import dataclass
 from raydfl.core.errors import DataError, nearest
 from raydfl.data.dataset import Card, Dataset
 from raydfl.data.manifest import make_manifest
-from raydfl.data.sets._files import SPLIT_OF, absolute, check_name, find_root, parse_splits, list_files, wrong_layout
+from raydfl.data.sets._files import SPLIT_OF, absolute, check_name, find_root, list_files, parse_splits, wrong_layout
 
 _MARKS = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
 _MOST = 100_000

@@ -114,7 +114,8 @@ class Table:
                 return [name_of(item, row) for item in value]
             if not isinstance(value, str) and value not in known:
                 raise DataError(
-                    f"{self.path}: row {row} has the class {value} in column {column!r}, but the column has {len(known) - 2} class names"
+                    f"{self.path}: row {row} has the class {value} in column {column!r}, but the column has "
+                    f"{len(known) - 2} class names"
                 )
             return known.get(value, value)
 

@@ -49,7 +49,8 @@ class ActivityNet(FileDataset):
     clips: Annotated[
         Literal["segments", "films"],
         Field(
-            description="`segments`: each marked activity is a clip. `films`: each video is a clip with the class of its first activity."
+            description="segments: each marked activity is a clip. films: each video is a clip with the class of its first "
+            "activity."
         ),
     ] = "segments"
 

@@ -46,7 +46,9 @@ class AmbientContexts(FileDataset):
                 file = file.rpartition("/")[2].strip()
                 if len(matches := places[file]) != 1:
                     where = (
-                        f"present {len(matches)} times: {', '.join(row['clip'] for row in matches[:3])}" if matches else "missing"
+                        f"present {len(matches)} times: {', '.join(row['clip'] for row in matches[:3])}"
+                        if matches
+                        else "missing"
                     )
                     raise DataError(
                         f"{self.card.title}: {file!r} of {name} is {where}. Put it once below {root}, named {_FORM}."

@@ -51,16 +51,15 @@ class CremaD(FileDataset):
     codes: ClassVar = {"label": _EMOTIONS}
 
     labels: Annotated[
-        Literal["acted", "voted"], Field(description="acted: the intended emotion. voted: the majority vote of the raters.")
+        Literal["acted", "voted"],
+        Field(description="acted: the intended emotion. voted: the majority vote of the raters."),
     ] = "acted"
     emotions: Annotated[
         tuple[Emotion, ...] | None, Field(min_length=1, description="Classes to load. null: all six.")
     ] = None
     test_folds: Annotated[
         tuple[int, ...],
-        Field(
-            description="Folds of actors (1 to 5) in the test set. Empty: no split."
-        ),
+        Field(description="Folds of actors (1 to 5) in the test set. Empty: no split."),
     ] = ()
 
     def rows(self, root: Path) -> list[dict[str, Any]]:

@@ -39,9 +39,7 @@ class ESC(FileDataset):
     codes: ClassVar = {"fold": int}
 
     esc10_only: Annotated[bool, Field(description="Load only the ten classes of ESC-10.")] = False
-    test_folds: Annotated[
-        tuple[int, ...], Field(description="Folds (1 to 5) in the test set. Empty: no split.")
-    ] = ()
+    test_folds: Annotated[tuple[int, ...], Field(description="Folds (1 to 5) in the test set. Empty: no split.")] = ()
 
     def rows(self, root: Path) -> list[dict[str, Any]]:
         """List the clips of either layout."""
@@ -54,7 +52,9 @@ class ESC(FileDataset):
             if self.esc10_only and row["esc10"].lower() != "true":
                 continue
             if not row["fold"].isdigit():
-                raise DataError(f"{self.card.title}: {row['filename']} has the invalid fold {row['fold']!r} in {_TABLE}")
+                raise DataError(
+                    f"{self.card.title}: {row['filename']} has the invalid fold {row['fold']!r} in {_TABLE}"
+                )
             clip = {"clip": f"audio/{row['filename']}", "label": row["category"], "fold": int(row["fold"])}
             rows.append({**clip, "recording": row["src_file"], "take": row["take"]})
         return sorted(rows, key=lambda row: str(row["clip"]))

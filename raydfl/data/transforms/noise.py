@@ -19,7 +19,7 @@ from raydfl.core.ops import spectra
 from raydfl.core.seeds import generator
 from raydfl.data.features.kinds import AnyFeatures
 from raydfl.data.features.log_mel import FeatureSettings
-from raydfl.data.transforms._recordings import make_power_extractor, to_power, read_waves
+from raydfl.data.transforms._recordings import make_power_extractor, read_waves, to_power
 from raydfl.data.transforms._transform import Transform
 from raydfl.data.transforms._values import Range
 

@@ -218,7 +218,7 @@ def test_one_of_several_shared_models(tmp_path: Path) -> None:
         method={"name": f"{method}:TwoStates"},
         models={"model": {"name": "linear"}},
     )
-    with pytest.raises(InputError, match="several shared models\. Choose one with --model: even:model, odd:model"):
+    with pytest.raises(InputError, match=r"several shared models\. Choose one with --model: even:model, odd:model"):
         load_model(run.folder)
     networks = {name: load_model(run.folder, name).network for name in ("even:model", "odd:model")}
     for name, network in networks.items():
@@ -392,7 +392,8 @@ def test_models_and_clients_that_are_not_there(raydfl: Raydfl, mutual: Finished,
     raydfl("predict", mutual.folder, file, "--json", "--csv").refuses("--csv and --json exclude each other")
     for client in untrained:
         raydfl("predict", mutual.folder, file, "--client", client).refuses(
-            f"client '{client}' has no model 'local' yet, because it took part in none of the 2 completed rounds", trained[0]
+            f"client '{client}' has no model 'local' yet, because it took part in none of the 2 completed rounds",
+            trained[0],
         )
         assert load_model(mutual.folder, "plugin", client).round == 2  # what it would be sent
 
