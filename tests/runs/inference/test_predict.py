@@ -218,7 +218,7 @@ def test_one_of_several_shared_models(tmp_path: Path) -> None:
         method={"name": f"{method}:TwoStates"},
         models={"model": {"name": "linear"}},
     )
-    with pytest.raises(InputError, match="several shared models\. Choose one with --model: even:model, odd:model"):
+    with pytest.raises(InputError, match=r"several shared models\. Choose one with --model: even:model, odd:model"):
         load_model(run.folder)
     networks = {name: load_model(run.folder, name).network for name in ("even:model", "odd:model")}
     for name, network in networks.items():
@@ -392,7 +392,8 @@ def test_models_and_clients_that_are_not_there(raydfl: Raydfl, mutual: Finished,
     raydfl("predict", mutual.folder, file, "--json", "--csv").refuses("--csv and --json: choose one")
     for client in untrained:
         raydfl("predict", mutual.folder, file, "--client", client).refuses(
-            f"client '{client}' has no model 'local' yet, because it took part in none of the 2 completed rounds", trained[0]
+            f"client '{client}' has no model 'local' yet, because it took part in none of the 2 completed rounds",
+            trained[0],
         )
         assert load_model(mutual.folder, "plugin", client).round == 2  # what it would be sent
 
@@ -402,7 +403,7 @@ def test_a_client_without_a_model_of_its_own(tmp_path: Path) -> None:
     run = finished(tmp_path, train=train)
     assert len(run.untrained()) == 2
     with pytest.raises(
-        InputError, match=rf"took part in none of the 1 rounds.*clients with a model: {run.trained()[0]}\.$"
+        InputError, match=rf"took part in none of the 1 completed rounds.*clients with a model: {run.trained()[0]}\.$"
     ):
         load_model(run.folder, client=run.untrained()[0])
 
@@ -462,5 +463,5 @@ def test_arrays_are_answered_as_files_are(mutual: Finished) -> None:
     ]:
         with pytest.raises(InputError, match=said):
             result.predict(given, rate)
-    with pytest.raises(InputError, match="model that reads several views"):
+    with pytest.raises(InputError, match="needs a model of several views"):
         result.predict(sounds[0], RATE, views={"image": np.zeros((8, 8), np.uint8)})
