@@ -147,8 +147,8 @@ def _set_voice(library: ctypes.CDLL, language: str, variant: str) -> None:
     """Choose language and variant.
 
     Given a language's name, eSpeak first reads all voice files (3 ms). Given its file, eSpeak copies the lower-case path, "+!v/"
-    and the variant into a buffer of 40 bytes without a bounds check. The path of the open file in /proc is short enough. Without /proc,
-    the name is used. Both ways give the same samples.
+    and the variant into a buffer of 40 bytes without a bounds check. The path of the open file in /proc is short enough. Without
+    /proc, the name is used. Both ways give the same samples.
 
     Raises:
         ConfigError: eSpeak cannot load the voice.

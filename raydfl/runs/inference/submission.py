@@ -1,7 +1,8 @@
 """Submission files for DCASE Task 2: scores and decisions for the test clips of each machine.
 
 The files are ``anomaly_score_{machine}_section_{nn}_test.csv`` and ``decision_result_{machine}_section_{nn}_test.csv``. For clips
-of 2020 the names end in ``_id_{nn}.csv``. Each line has a file name and its score or decision (0 normal, 1 anomaly).
+of 2020 the names end in ``_id_{nn}.csv``. Each line has a file name and its score or decision (0 normal, 1 anomaly). There is no
+header.
 """
 
 from __future__ import annotations

@@ -333,7 +333,7 @@ def test_networks_of_ones_own(mutual: Finished, capfd: pytest.CaptureFixture[str
 def test_a_graph_that_disagrees_is_not_written(
     mutual: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("raydfl.runs.inference.network._reordered", lambda gates: gates)  # the mistake to be found
+    monkeypatch.setattr("raydfl.runs.inference.network._reorder_gates", lambda gates: gates)  # the mistake to be found
     with pytest.raises(
         InputError,
         match=r"the ONNX graph of model 'plugin' \(crnn_tiny\) differs from raydfl predict by .*nothing was written",

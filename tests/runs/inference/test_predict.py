@@ -403,7 +403,7 @@ def test_a_client_without_a_model_of_its_own(tmp_path: Path) -> None:
     run = finished(tmp_path, train=train)
     assert len(run.untrained()) == 2
     with pytest.raises(
-        InputError, match=rf"took part in none of the 1 rounds.*clients with a model: {run.trained()[0]}\.$"
+        InputError, match=rf"took part in none of the 1 completed rounds.*clients with a model: {run.trained()[0]}\.$"
     ):
         load_model(run.folder, client=run.untrained()[0])
 
@@ -463,5 +463,5 @@ def test_arrays_are_answered_as_files_are(mutual: Finished) -> None:
     ]:
         with pytest.raises(InputError, match=said):
             result.predict(given, rate)
-    with pytest.raises(InputError, match="model that reads several views"):
+    with pytest.raises(InputError, match="needs a model of several views"):
         result.predict(sounds[0], RATE, views={"image": np.zeros((8, 8), np.uint8)})
