@@ -169,7 +169,7 @@ def check_take_part(tasks: Sequence[Task], clients: Clients, round_number: int, 
         if clients.by_id(task.client_id).chance == 0:
             raise ConfigError(
                 f"train.clients: method {method!r} plans client {task.client_id!r}, which does not take part; its plan() must draw "
-                f"with raydfl.drawn, or leave train.clients out"
+                f"with raydfl.sample_clients, or leave train.clients out"
             )
 
 
