@@ -169,7 +169,7 @@ def check_take_part(tasks: Sequence[Task], clients: Clients, round_number: int, 
         if clients.by_id(task.client_id).chance == 0:
             raise ConfigError(
                 f"train.clients: method {method!r} plans client {task.client_id!r}, which the setting excludes. Draw with "
-                f"raydfl.drawn in plan(), or remove train.clients"
+                f"raydfl.sample_clients in plan(), or remove train.clients"
             )
 
 

@@ -50,8 +50,7 @@ class FedLC(Method):
     denominator: Annotated[
         Literal["all", "others"],
         Field(
-            description="Classes in the loss's denominator. all: all classes. others: all except the true class, as printed "
-            "in the paper."
+            description="Classes in the denominator. all: all classes. others: all except the true class, as printed."
         ),
     ] = "all"
 

@@ -169,11 +169,11 @@ PROFILE = "data.profile={capability: {values: [%s]}}"
         ),
         (
             ["method.share=capability", PROFILE % "0.5, 0"],
-            "profile of a client has 0 under 'capability'; it must be the share",
+            "profile of a client has 0 under 'capability'. It must be the client's fraction",
         ),
         (
             ["method.share=capability", PROFILE % "low"],
-            "profile of a client has 'low' under 'capability'; it must be the share",
+            "profile of a client has 'low' under 'capability'. It must be the client's fraction",
         ),
         (["models.model=linear"], "linear has no removable channels"),
     ],

@@ -267,7 +267,7 @@ def test_the_ratio_is_that_of_the_profile_and_masks_follow_the_received_model(ti
         (["method.ratio_from=share"], "method.ratio_from: the profile of client 's0' has None under 'share'"),
         (
             ["method.ratio_from=share", "data.profile={share: {values: [0.2, 1.0]}}"],
-            "has 1.0 under 'share'; it must be the share of weights that is pruned, from 0 to below 1",
+            "has 1.0 under 'share'. It must be the fraction of weights to prune, from 0 to below 1",
         ),
         (["models.model=linear"], "but the network .Linear, MeanLinear. has no such layer to prune"),
         (["train.optimiser.name=adam"], "needs train.optimiser.name=sgd"),

@@ -288,7 +288,7 @@ class Headless(nn.Module):
 
 def test_a_network_without_features_and_averaged_weights_of_several_are_refused() -> None:
     with pytest.raises(
-        ConfigError, match=r"models.model: fedkad needs .* but Headless has no 'embed'; give it embed\(x"
+        ConfigError, match=r"models.model: fedkad needs .* but Headless has no 'embed'. Add a method embed\(x"
     ):
         FedKAD().init([client()], [{"model": Headless(BANDS, CLASSES)}], RNG(0))
     # Deeper networks hold all tensors of shallower ones, so that shapes alone would not tell.
