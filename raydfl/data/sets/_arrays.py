@@ -1,4 +1,4 @@
-"""Data sets that store thousands of images in one array file."""
+"""Sets whose images are stored in arrays, thousands in one file."""
 
 from __future__ import annotations
 
@@ -16,50 +16,52 @@ from raydfl.data.sets._files import FileDataset, wrong_layout
 
 T = TypeVar("T")
 _REMEMBERED = 8
-"""Number of files that a process caches."""
+"""Files whose content a process keeps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArraySet(FileDataset):
-    """Base class of sets with images in array files, without owners. Extra column: ``number`` (int64), the index in the file.
+    """Base of sets whose images are stored in arrays; nobody owns them. Extra column: ``number`` (int64), of the image in its file.
 
-    The official split applies if files of both splits exist.
+    The split is official if there are files of both.
     """
 
     images: ClassVar[bool] = True
     parts: ClassVar[Mapping[str, str]] = {}
-    """Split by stem of the file. Braces contain options. Either all files of a split exist, or none."""
+    """Beginnings of the files' names, and the split of each. The options stand in braces. Files of one split belong together."""
     endings: ClassVar[tuple[str, ...]] = ("",)
-    """Accepted suffixes of files with images."""
+    """Endings of the names of files with images; one is enough."""
     below: ClassVar[tuple[str, ...]] = ()
-    """Alternative folders below the root, as torchvision creates them."""
+    """Folders below the root that may hold the files as well: torchvision's."""
     published: ClassVar[Sequence[str]] = ()
-    """Class names in the order of the class indices. Empty: use the indices."""
+    """Names of the classes, in the order of their numbers; empty: the numbers."""
 
     names: Annotated[
         tuple[str, ...] | None,
-        Field(description="Class names in the order of the class indices. null: the published names, or the indices."),
+        Field(
+            description="names of the classes, in the order of their numbers; null: the published names, or the numbers"
+        ),
     ] = None
 
     def read_arrays(self, file: Path) -> tuple[np.ndarray, np.ndarray]:
         """Read a file with images.
 
         Returns:
-            Images, uint8 [images, rows, columns] or [images, rows, columns, 3], and class indices, int [images].
+            Images, uint8 [images, rows, columns] or [images, rows, columns, 3], and the numbers of their classes, int [images].
 
         Raises:
-            DataError: a file is missing, truncated, or has another format.
+            DataError: a file is missing, truncated, or something else.
         """
-        raise NotImplementedError(f"{type(self).__name__} must implement read_arrays()")
+        raise NotImplementedError(f"{type(self).__name__} must read a file in read_arrays()")
 
     def class_names(self) -> Sequence[str]:
-        """Return the class names in the order of the class indices, or an empty sequence to use the indices."""
+        """Return the names of the classes, in the order of their numbers; empty: the numbers."""
         return self.published if self.names is None else self.names
 
     def rows(self, root: Path) -> list[dict[str, Any]]:
         """List the images, file by file."""
-        candidates = ([*self._files(root / name)] for name in ("", *self.below))
-        files = next(filter(None, candidates), None)
+        found = ([*self._files(root / name)] for name in ("", *self.below))
+        files = next(filter(None, found), None)
         if files is None:
             raise wrong_layout(root, self.card, "there is no file of images")
         official = len({split for *_, split in files}) > 1
@@ -68,7 +70,8 @@ class ArraySet(FileDataset):
             images, labels = self.read_arrays(file)
             if len(labels) != len(images):
                 raise DataError(
-                    f"{file} has {len(images)} images, but its label file has {len(labels)} labels. Download both files again."
+                    f"{file} holds {len(images)} images and its labels are {len(labels)}: they do not belong together; fetch the "
+                    f"set again"
                 )
             names = {label: self._name(label, file) for label in np.unique(labels).tolist()}
             rows += [
@@ -84,18 +87,18 @@ class ArraySet(FileDataset):
         return rows
 
     def _files(self, folder: Path) -> Iterator[tuple[Path, str, str]]:
-        """Yield path, stem and split of the files with images in a folder."""
-        paths_by_stem: dict[str, Path | None] = {}
+        """Yield the files with images in a folder, their parts and splits."""
+        there: dict[str, Path | None] = {}
         for part, split in self.parts.items():
             stem = part.format_map(vars(self))
-            candidates = (folder / f"{stem}{ending}" for ending in self.endings)
-            paths_by_stem[stem] = next((path for path in candidates if path.is_file()), None)
-            if (path := paths_by_stem[stem]) is not None:
+            paths = (folder / f"{stem}{ending}" for ending in self.endings)
+            there[stem] = next((path for path in paths if path.is_file()), None)
+            if (path := there[stem]) is not None:
                 yield path, stem, split
         for split in set(self.parts.values()):
-            stems = [stem for stem, of_stem in zip(paths_by_stem, self.parts.values(), strict=True) if of_stem == split]
-            missing = [stem for stem in stems if paths_by_stem[stem] is None]
-            if 0 < len(missing) < len(stems):
+            own = [stem for stem, other in zip(there, self.parts.values(), strict=True) if other == split]
+            missing = [stem for stem in own if there[stem] is None]
+            if 0 < len(missing) < len(own):
                 raise wrong_layout(folder, self.card, f"there is no {missing[0]}")
 
     def _name(self, label: int, file: Path) -> str:
@@ -105,61 +108,58 @@ class ArraySet(FileDataset):
         if not 0 <= label < len(names):
             known = "the set" if self.names is None else "data.names"
             raise DataError(
-                f"{file} has the label {label}, but {known} has {len(names)} class names. Name every class in data.names."
+                f"{file} has the label {label}, and {known} has {len(names)} names; give one for each class"
             )
         return names[label]
 
     def image(self, row: Mapping[str, Any]) -> np.ndarray:
-        """Read one image: uint8 [rows, columns] or [rows, columns, 3]."""
+        """See :class:`Dataset`."""
         image: np.ndarray = self.read_arrays(Path(row["path"]))[0][row["number"]]
         return image
 
     def part(self, row: Mapping[str, Any]) -> str | None:
-        """Return the index of the image in its file."""
+        """See :class:`Dataset`."""
         return str(row["number"])
 
 
 def read_once(read: Callable[..., T], path: Path, *options: int) -> T:
-    """Return ``read(path, *options)``, cached for recently read and unchanged files.
+    """Return ``read(path, *options)``, remembered for the last files as long as these do not change.
 
     Raises:
         DataError: the file cannot be opened.
     """
     try:
-        content: T = _read_cached(read, path, path.stat().st_mtime_ns, *options)
+        found: T = _remembered(read, path, path.stat().st_mtime_ns, *options)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
-    return content
+    return found
 
 
 @functools.lru_cache(maxsize=_REMEMBERED)
-def _read_cached(read: Callable[..., Any], path: Path, changed: int, *options: int) -> Any:
+def _remembered(read: Callable[..., Any], path: Path, changed: int, *options: int) -> Any:
     return read(path, *options)
 
 
 def check_arrays(path: Path, images: Any, labels: Any, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Validate images and labels of a file.
+    """Return images, read-only, and labels, int64 [images].
 
     Args:
-        path: the file, for messages.
-        images: uint8 [images, *shape].
-        labels: integers [images], as an array or a list.
+        path: their file, for messages.
+        images: bytes [images, *shape].
+        labels: an array or a list of whole numbers.
         shape: shape of one image.
 
-    Returns:
-        Read-only images, and labels as int64 [images].
-
     Raises:
-        DataError: wrong type, dtype or shape.
+        DataError: they are something else.
     """
     if not isinstance(images, np.ndarray) or images.dtype != np.uint8 or images.shape[1:] != shape:
         what = f"{images.dtype} {list(images.shape)}" if isinstance(images, np.ndarray) else type(images).__name__
         raise DataError(
-            f"{path}: its images are {what}, not bytes [images, {', '.join(map(str, shape))}]. Download the file again."
+            f"{path}: its images are {what}, not bytes [images, {', '.join(map(str, shape))}]; fetch it again"
         )
     if isinstance(labels, list) and all(isinstance(label, int) for label in labels):
         labels = np.asarray(labels)
     if not isinstance(labels, np.ndarray) or labels.dtype.kind not in "iu" or labels.ndim != 1:
-        raise DataError(f"{path}: the labels are not a list of integers. Download the file again.")
+        raise DataError(f"{path}: its labels are no list of whole numbers; fetch it again")
     images.flags.writeable = False
     return images, labels.astype(np.int64)

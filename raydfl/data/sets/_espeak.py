@@ -1,9 +1,10 @@
-"""Deterministic speech synthesis with eSpeak NG through ctypes: equal arguments give equal samples.
+"""eSpeak NG through ctypes: a word in, samples out, the same samples for the same arguments whatever was said before.
 
-eSpeak keeps state between utterances (position in the pitch flutter table, roughness cycle, gain, random numbers). No call of its
-interface resets all of it. Therefore the library is loaded for every utterance, seeded, and unloaded afterwards. This costs 0.5 ms.
+eSpeak keeps state from one utterance to the next (the place in its pitch flutter table, the cycle that its roughness counts, gain,
+random numbers), some of it in variables that no call of its interface resets. So the library is loaded for each utterance and
+unloaded after it, which costs half a millisecond, and its random numbers are seeded.
 
-The optional package ``espeakng-loader`` provides the library and its voices (GPL-3). raydfl contains no part of them.
+The library and its voices come with the package ``espeakng-loader`` (eSpeak NG is GPL-3: an extra, nothing of it is in raydfl).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import numpy.typing as npt
 from raydfl.core.errors import ConfigError, nearest
 
 SAMPLE_RATE = 22050
-"""Sample rate of eSpeak's built-in voices in Hz."""
+"""Hz, of all of eSpeak's own voices."""
 
 _SYNCHRONOUS = 2
 _PARAMETERS = {"rate": 1, "pitch": 3, "pitch_range": 4}
@@ -31,29 +32,29 @@ _CHARACTERS = 1
 _UTF8 = 1
 _OPENED = "/proc/self/fd"
 _CALLBACK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
-# The library and C's random numbers are global in a process.
+# The library is one for the whole process, and so are C's random numbers.
 _lock = threading.Lock()
 
 
 def speak(
     text: str, language: str, variant: str, rate: int = 175, pitch: int = 50, pitch_range: int = 50, seed: int = 1
 ) -> npt.NDArray[np.float32]:
-    """Synthesise a text.
+    """Say a text.
 
     Args:
-        text: words in the spelling of the language.
+        text: what to say, spelt in the language.
         language: a name of :func:`languages`.
         variant: a name of :func:`variants`.
         rate: words a minute, 80..450.
-        pitch: 0..99; 50 is the pitch of the variant.
+        pitch: 0..99, 50 is the variant's own.
         pitch_range: liveliness, 0 (monotone)..99.
-        seed: seed of breath and noise in the voice, 0..2**31 - 1.
+        seed: of breath and other noise in the voice, 0..2**31 - 1.
 
     Returns:
         float32 [samples] at :data:`SAMPLE_RATE`, -1..1.
 
     Raises:
-        ConfigError: eSpeak NG is not installed or fails, or the language or variant is unknown.
+        ConfigError: eSpeak NG is not installed or does not work, or it has no such language or variant.
     """
     if language not in languages():
         raise ConfigError(f"eSpeak NG has no language {language!r}; {nearest(language, languages())}")
@@ -88,15 +89,14 @@ def speak(
     samples = np.frombuffer(b"".join(pieces), np.int16).astype(np.float32) / np.float32(32768)
     if not samples.any():
         raise ConfigError(
-            f"eSpeak NG is silent for {text!r} in {language!r}. Use the spelling of this language, or a language "
-            f"with a dictionary."
+            f"eSpeak NG says nothing for {text!r} in {language!r}; spell it in that language, or choose one that has a dictionary"
         )
     return samples
 
 
 @functools.cache
 def languages() -> dict[str, Path]:
-    """Return eSpeak's language and accent files by lower-case name: ``en-us``, ``en-gb-x-rp``, ``de``, ``cmn`` ...
+    """Return the files of eSpeak's languages and accents by name in lower case: ``en-us``, ``en-gb-x-rp``, ``de``, ``cmn`` ...
 
     Raises:
         ConfigError: eSpeak NG is not installed.
@@ -118,7 +118,7 @@ def variants() -> tuple[str, ...]:
 
 @functools.cache
 def version() -> str:
-    """Return the version of ``espeakng-loader``. Samples depend on it.
+    """Return the version of the package that brings the library: another one may say the same word with other samples.
 
     Raises:
         ConfigError: eSpeak NG is not installed.
@@ -144,14 +144,14 @@ def _c_library() -> ctypes.CDLL:
 
 
 def _set_voice(library: ctypes.CDLL, language: str, variant: str) -> None:
-    """Choose language and variant.
+    """Chooses language and variant.
 
-    Given a language's name, eSpeak first reads all voice files (3 ms). Given its file, eSpeak copies the lower-case path, "+!v/"
-    and the variant into a buffer of 40 bytes without a bounds check. The path of the open file in /proc is short enough. Without
-    /proc, the name is used. Both ways give the same samples.
+    By a language's name, eSpeak first reads the files of all voices (3 ms). By its file it does not, but it turns the path to
+    lower case and writes path, "+!v/" and variant into 40 bytes without looking at their length: hence a path through the
+    opened file, which is short. Where there is no /proc, it is done by name; the samples are the same either way.
 
     Raises:
-        ConfigError: eSpeak cannot load the voice.
+        ConfigError: neither way works.
     """
     path = languages()[language]
     with path.open("rb") as file:
@@ -169,15 +169,15 @@ def _unload(library: ctypes.CDLL) -> None:
     close(library._handle)
     if _is_loaded(library._name):
         warnings.warn(
-            "another part of this process uses eSpeak NG, so its state persists between words. Clips of the built-in spoken corpus "
-            "may depend on the order of synthesis. Prepare the data in a process of its own.",
+            "eSpeak NG stays in memory between words, since something else in this process uses it: clips of the built-in spoken "
+            "corpus may then depend on the order in which they are made",
             RuntimeWarning,
             stacklevel=3,
         )
 
 
 def _is_loaded(path: str) -> bool:
-    """Return whether the process has loaded a library."""
+    """Return whether a library is in memory, without loading it."""
     find = _c_library().dlopen
     find.argtypes = [ctypes.c_char_p, ctypes.c_int]
     find.restype = ctypes.c_void_p

@@ -25,11 +25,11 @@ from raydfl.data.packed import tar_members
 from raydfl.data.pictures import PICTURE_SUFFIXES
 
 _NAMED = 3
-"""Maximum number of files in a message."""
+"""Files that a message names."""
 _KINDS = 8
-"""Maximum number of file kinds in a message."""
+"""Kinds of files that it counts."""
 PACKED_SUFFIXES = (".tar", ".parquet", ".arrow")
-"""Suffixes of files that contain recordings."""
+"""Endings of files that hold recordings."""
 
 SPLIT_OF = {
     "train": "train",
@@ -45,15 +45,15 @@ SPLIT_OF = {
 """Split by name in lower case."""
 
 
-def parse_splits(values: Sequence[object], where: Callable[[int], str]) -> list[str | None]:
-    """Translate the split names of a list to ``train``, ``validation`` and ``test``.
+def known_splits(values: Sequence[object], where: Callable[[int], str]) -> list[str | None]:
+    """Return the splits that a list's words mean; ``None``: no split.
 
     Args:
-        values: names in any case, such as ``dev``; ``None``: no split.
-        where: returns the location of a row, for messages.
+        values: words of any case, such as ``dev``.
+        where: the beginning of the message about a row.
 
     Raises:
-        DataError: a name is unknown.
+        DataError: a word means none.
     """
     known: dict[object, str | None] = {None: None}
     for row, value in enumerate(values):
@@ -66,10 +66,10 @@ def parse_splits(values: Sequence[object], where: Callable[[int], str]) -> list[
 
 
 def absolute(path: Path) -> Path:
-    """Resolve links and ``~`` in a path. The path need not exist.
+    """Return the path without links in it, which need not exist.
 
     Raises:
-        DataError: circular links, or ``~NAME`` of an unknown user.
+        DataError: links that lead in a circle, or ``~NAME`` of nobody.
     """
     try:
         return path.expanduser().resolve()
@@ -78,34 +78,34 @@ def absolute(path: Path) -> Path:
 
 
 def find_root(root: Path, card: Card) -> Path:
-    """Resolve the root folder of a set.
+    """Find the set's root as an absolute path.
 
     Raises:
-        DataError: the folder does not exist.
+        DataError: there is no such folder.
     """
     folder = absolute(root)
-    if not os.path.isdir(folder):  # noqa: PTH112  (pathlib raises if a parent folder is not readable)
-        what = "is a file" if os.path.exists(folder) else "does not exist"  # noqa: PTH110  (as above)
-        source = f" Download the set from {card.url} and set data.root=FOLDER" if card.url else ""
+    if not os.path.isdir(folder):  # noqa: PTH112  (pathlib's raises where a folder above is not readable)
+        what = "is a file" if os.path.exists(folder) else "does not exist"  # noqa: PTH110  (likewise)
+        source = f" The set is at {card.url}; data.root=FOLDER says where you have it" if card.url else ""
         raise DataError(f"{card.title}: the root {folder} {what}. Expected a folder with {card.layout}.{source}")
     return folder
 
 
 def wrong_layout(folder: Path, card: Card, detail: str) -> DataError:
-    """Create the error for an unexpected layout, with the expected layout and the entries of the folder."""
+    """Return the error for a root with another layout; it names the expected layout and the entries found."""
     entries = sorted(shown_name(entry.name) + ("/" if _is_folder(entry) else "") for entry in _entries(str(folder)))
     shown = ", ".join(entries[:8]) + (f", ... ({len(entries)} entries)" if len(entries) > 8 else "")
     return DataError(f"{card.title}: {detail} in {folder}. Expected {card.layout}. Found: {shown or 'an empty folder'}")
 
 
 def list_audio(folder: Path, suffixes: tuple[str, ...] = (".wav",)) -> list[str]:
-    """List the files below a folder with one of the suffixes (in lower case), as sorted relative POSIX paths.
+    """List files with one of these endings (in lower case) at any depth below ``folder``: sorted POSIX paths relative to it.
 
-    Hidden files and folders are skipped, because unpacking on a Mac leaves ``._name.wav`` files without sound. Symbolic links to
-    folders are followed.
+    Hidden files and folders are left out: unpacking on a Mac leaves ``._name.wav`` files that hold no sound. Symbolic links
+    to folders are followed.
 
     Raises:
-        DataError: a folder cannot be opened, a link points to a parent folder, or a name is not UTF-8.
+        DataError: a folder that cannot be opened, a link to a folder that it lies in, or a name that is not UTF-8.
     """
     names = [name for name in list_files(folder) if name.lower().endswith(suffixes)]
     for name in names:
@@ -114,91 +114,86 @@ def list_audio(folder: Path, suffixes: tuple[str, ...] = (".wav",)) -> list[str]
 
 
 def list_recordings(folder: Path, pictures: bool = False, films: bool = False) -> tuple[list[str], str]:
-    """List the decodable files below a folder, and describe the skipped files.
+    """List all files that can be decoded, as :func:`list_audio`, with any name; and describe the other files there.
 
     Args:
-        pictures: list images instead of recordings.
-        films: also list videos without a listed file of the same stem beside them.
-
-    Returns:
-        Sorted relative POSIX paths, and a remark about skipped files (empty: none).
+        pictures: list images in place of recordings.
+        films: list films too, but those beside which a file of the same name is listed.
 
     Raises:
-        DataError: a folder cannot be opened, or a link points to a parent folder.
+        DataError: a folder that cannot be opened, or a link to a folder that it lies in.
     """
     names = list_files(folder)
-    suffixes = PICTURE_SUFFIXES if pictures else AUDIO_SUFFIXES
-    media = [name for name in names if name.lower().endswith(suffixes)]
+    wanted = PICTURE_SUFFIXES if pictures else AUDIO_SUFFIXES
+    found = [name for name in names if name.lower().endswith(wanted)]
     if films:
-        stems = {_stem(name) for name in media}
-        media = sorted(
-            media + [name for name in names if name.lower().endswith(FILM_SUFFIXES) and _stem(name) not in stems]
+        stems = {_stem(name) for name in found}
+        found = sorted(
+            found + [name for name in names if name.lower().endswith(FILM_SUFFIXES) and _stem(name) not in stems]
         )
-    listed = set(media)
-    skipped = [name for name in names if name not in listed]
-    return media, _describe_skipped(folder, skipped, media, "images" if pictures else "recordings")
+    listed = set(found)
+    others = [name for name in names if name not in listed]
+    return found, _left_out(folder, others, found, "images" if pictures else "recordings")
 
 
 def list_contents(file: Path, pictures: bool = False) -> list[str]:
-    """List the addresses of the recordings in a tar archive, or in a Parquet or Arrow file, in file order.
+    """List the recordings in a tar archive, or in a Parquet or Arrow file, by their addresses, in their order.
 
     Args:
-        pictures: list the images of a tar archive instead of its recordings.
+        pictures: list the images of a tar archive in place of its recordings.
 
     Raises:
-        DataError: the file cannot be read, has no recordings, or has several columns of recordings.
+        DataError: the file cannot be read, or holds none, or a table holds several columns of them.
     """
     if file.suffix.lower() != ".tar":
-        from raydfl.data.sets._tables import open_table, readable_table  # slow to import
+        from raydfl.data.sets._tables import open_table, readable_table  # its libraries start slowly
 
         table = open_table(file)
         with readable_table(file):
             return table.places(table.recordings(None))
     sounds = (*AUDIO_SUFFIXES, *(FFMPEG_SUFFIXES if has_decoder() else ()))
-    suffixes = (*PICTURE_SUFFIXES, *FILM_SUFFIXES) if pictures else sounds
-    addresses = [address for _, address, _ in tar_members(file, lambda name: name.lower().endswith(suffixes))]
-    if not addresses:
-        raise DataError(f"{file}: the archive has no {'image' if pictures else 'recording'} in a supported format")
-    return addresses
+    wanted = (*PICTURE_SUFFIXES, *FILM_SUFFIXES) if pictures else sounds
+    found = [address for _, address, _ in tar_members(file, lambda name: name.lower().endswith(wanted))]
+    if not found:
+        raise DataError(f"{file}: there is no {'image' if pictures else 'recording'} of a kind that is read in it")
+    return found
 
 
 def check_name(name: str, folder: Path) -> None:
-    """Check that a file name is valid UTF-8, as manifests and messages require.
+    """Refuse the name of a file that no list and no message could hold.
 
     Raises:
-        DataError: the name is not UTF-8.
+        DataError: it is not UTF-8.
     """
     try:
         name.encode()
     except UnicodeEncodeError:
         raise DataError(
-            f"the name of {shown_name(name)} in {folder} is not UTF-8. Rename it, or rename all files with: "
+            f"the name of {shown_name(name)} in {folder} is not UTF-8; rename it, or all there with: "
             f"convmv -f latin1 -t utf8 -r --notest {shlex.quote(str(folder))}"
         ) from None
 
 
-def _describe_skipped(folder: Path, skipped: Sequence[str], listed: Iterable[str], what: str) -> str:
-    """Describe the skipped files of a folder; return an empty string if all files are listed."""
-    if not skipped:
+def _left_out(folder: Path, others: Sequence[str], found: Iterable[str], what: str) -> str:
+    """Describe files in a folder that are no recordings (``what``), or none that can be decoded; empty when there are none."""
+    if not others:
         return ""
-    kinds = Counter(Path(name).suffix.lower() for name in skipped).most_common()
+    kinds = Counter(Path(name).suffix.lower() for name in others).most_common()
     counts = [f"{count} {shown_name(suffix) or 'without an ending'}" for suffix, count in kinds[:_KINDS]]
     counts += [f"{sum(count for _, count in kinds[_KINDS:])} of other kinds"] if len(kinds) > _KINDS else []
-    names = ", ".join(shown_name(name) for name in skipped[:_NAMED]) + (", ..." if len(skipped) > _NAMED else "")
-    remark = (
-        f"skipped in {folder}, not {what} in a supported format: {', '.join(counts)} ({len(skipped)} in all: {names})"
-    )
-    decoded = {_stem(name) for name in listed}
+    names = ", ".join(shown_name(name) for name in others[:_NAMED]) + (", ..." if len(others) > _NAMED else "")
+    said = f"left out of {folder}, as no {what} of a kind that is read: {', '.join(counts)} ({len(others)} in all: {names})"
+    decoded = {_stem(name) for name in found}
     foreign = {
         Path(name).suffix.lower()
-        for name in skipped
+        for name in others
         if name.lower().endswith(FFMPEG_SUFFIXES) and _stem(name) not in decoded
     }
     if not foreign or what != "recordings":
-        return remark
+        return said
     tests = " -o ".join(f"-iname '*{suffix}'" for suffix in sorted(foreign))
     return (
-        f"{remark}. Convert {', '.join(sorted(foreign))} to wav with ffmpeg:\n"
+        f"{said}. ffmpeg makes wav files of {', '.join(sorted(foreign))}, which are then read:\n"
         f"find {shlex.quote(str(folder))} -type f \\( {tests} \\) "
         """-exec sh -c 'for file; do ffmpeg -nostdin -i "$file" "${file%.*}.wav"; done' sh {} +"""
     )
@@ -209,21 +204,21 @@ def _stem(name: str) -> str:
 
 
 def list_files(folder: Path) -> list[str]:
-    """List all files below a folder except hidden ones, as sorted relative POSIX paths.
+    """List all files at any depth below a folder but hidden ones, with any name: sorted POSIX paths relative to it.
 
     Raises:
-        DataError: a folder cannot be opened, or a link points to a parent folder.
+        DataError: a folder that cannot be opened, or a link to a folder that it lies in.
     """
     return sorted(_walk(str(folder), "", frozenset()))
 
 
 def _walk(folder: str, prefix: str, above: frozenset[tuple[int, int]]) -> Iterator[str]:
-    """Yield the files below a folder. ``above`` has device and inode of the parent folders, to detect circular links."""
+    """Files below a folder; ``above`` has the device and number of the folders that one went through."""
     entries = _entries(folder)
     status = Path(folder).stat()
     here = (status.st_dev, status.st_ino)
     if here in above:
-        raise DataError(f"{shown_name(folder)} is a link to one of its parent folders. Remove the link.")
+        raise DataError(f"{shown_name(folder)} is a link to a folder that it lies in itself; remove the link")
     for entry in entries:
         if entry.name.startswith("."):
             continue
@@ -239,12 +234,12 @@ def _entries(folder: str) -> list[os.DirEntry[str]]:
             return list(entries)
     except OSError as error:
         raise DataError(
-            f"the folder {shown_name(folder)} cannot be opened: {error.strerror}. Make it readable, or move it elsewhere."
+            f"the folder {shown_name(folder)} cannot be opened: {error.strerror}; make it readable, or move it elsewhere"
         ) from error
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
-    """Return whether an entry is a folder or a link to a folder. Broken links count as files."""
+    """Return whether an entry is a folder, or a link to one; a link to itself is none."""
     try:
         return entry.is_dir()
     except OSError:
@@ -255,7 +250,7 @@ def read_rows(root: Path, name: str, needed: tuple[str, ...], card: Card) -> lis
     """Read the rows of a set's CSV file, all values as text.
 
     Raises:
-        DataError: the file is missing, cannot be read, or lacks a column in ``needed``.
+        DataError: it is missing, cannot be read, or lacks one of the columns ``needed``.
     """
     path = root / name
     reader = csv.DictReader(read_text(root, name, card).splitlines(keepends=True))
@@ -273,10 +268,10 @@ def read_rows(root: Path, name: str, needed: tuple[str, ...], card: Card) -> lis
 
 
 def read_text(root: Path, name: str, card: Card) -> str:
-    """Read a text file of a set.
+    """Read one of a set's lists.
 
     Raises:
-        DataError: the file is missing or cannot be read.
+        DataError: it is missing or cannot be read.
     """
     path = root / name
     if not path.exists():
@@ -288,25 +283,26 @@ def read_text(root: Path, name: str, card: Card) -> str:
 
 
 def hold_out(rows: list[dict[str, Any]], column: str, values: Collection[int], card: Card) -> list[dict[str, Any]]:
-    """Assign clips with the given column values to the test set and the rest to the training set. No values: no split.
+    """Make the clips with these values of a column the test set, and all others the training set; without values no split.
 
     Raises:
-        DataError: a value does not occur.
+        DataError: no clip has one of the values.
     """
     if not values:
         return rows
-    known = sorted({row[column] for row in rows})
+    there = sorted({row[column] for row in rows})
     for value in values:
-        if value not in known:
+        if value not in there:
             raise DataError(
-                f"{card.title}: no clip has the test {column} {value}. Choose from {', '.join(map(str, known))}."
+                f"{card.title}: no clip is of {column} {value}, which is to be tested on; there are "
+                f"{', '.join(map(str, there))}"
             )
     return [row | {"split": "test" if row[column] in values else "train"} for row in rows]
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileDataset(Dataset):
-    r"""Base class of data sets in a folder. A pattern parses the file names.
+    r"""Base of data sets in a folder, whose file names a pattern explains.
 
     A complete set::
 
@@ -314,22 +310,22 @@ class FileDataset(Dataset):
             pattern = r"(?P<group>\w+)/(?P<label>[AN])(?P<take>\d+)\.wav"
             codes = {"label": {"A": "anger", "N": "neutral"}, "take": int}
 
-    A set with separate lists or tables overrides :meth:`rows`.
+    A set with lists or tables beside its recordings overrides :meth:`rows`.
     """
 
     pattern: ClassVar[str] = ""
-    """Regular expression for a path below the root. Named groups become columns: ``label``, ``group``, ``split``, extra columns."""
+    """Regular expression for a path below the root. Its named groups become columns: ``label``, ``group``, ``split``, others."""
     codes: ClassVar[Mapping[str, Mapping[str, Any] | Callable[[str], Any]]] = {}
-    """Decoding of a column: a table, or a function such as ``int``."""
+    """Meanings of the codes in a column: a table, or a function such as ``int``."""
     files: ClassVar[str] = f".*({'|'.join(map(re.escape, AUDIO_SUFFIXES))})"
-    """Regular expression for the paths of the set's files. All must match ``pattern``; remaining files are skipped. The case is
-    ignored unless the two expressions are equal."""
+    """Regular expression for the paths that must match ``pattern``, in either case unless it is the pattern itself. Other files are
+    left out."""
 
-    root: Annotated[Path, Field(description="Folder with the files of the set.")]
+    root: Annotated[Path, Field(description="folder that holds the set's files")]
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        re.compile(cls.pattern)  # fails while the user's file is loaded, not later
+        re.compile(cls.pattern)  # a mistake in it is reported with the user's file
         if cls.card is Dataset.card:
             cls.card = Card(cls.__name__, f"files whose paths match {cls.pattern}")
 
@@ -337,7 +333,7 @@ class FileDataset(Dataset):
         """List the clips.
 
         Raises:
-            DataError: the root is missing or has another layout, or a file name does not match.
+            DataError: the root is missing or laid out in another way, or a file has another name.
         """
         root = find_root(self.root, self.card)
         rows = [{"path": str(root / row["clip"]), **row} for row in self.rows(root)]
@@ -346,10 +342,10 @@ class FileDataset(Dataset):
         return make_manifest(rows, f"{self.card.title} in {root}")
 
     def rows(self, root: Path) -> list[dict[str, Any]]:
-        """List the clips: ``clip`` (path below ``root``) and the columns of the pattern.
+        """Return a row for each clip: ``clip``, the path below ``root``, and the columns of the pattern.
 
         Raises:
-            DataError: the set has no files, or a file name does not match.
+            DataError: there is no file of the set, or a file has another name.
         """
         case = re.NOFLAG if self.files == self.pattern else re.IGNORECASE
         rows, wanted = [], re.compile(self.files, case | re.DOTALL)
@@ -361,18 +357,18 @@ class FileDataset(Dataset):
         return rows
 
     def _columns(self, name: str) -> dict[str, Any]:
-        """Parse a file name into decoded columns."""
-        match = re.fullmatch(self.pattern, name, re.DOTALL)
+        """Return what the pattern and the codes say of a file."""
+        found = re.fullmatch(self.pattern, name, re.DOTALL)
         try:
-            if match is None:
+            if found is None:
                 raise ValueError
-            columns: dict[str, Any] = match.groupdict()
+            columns: dict[str, Any] = found.groupdict()
             for column, codes in self.codes.items():
                 if columns.get(column) is not None:
                     columns[column] = (codes.__getitem__ if isinstance(codes, Mapping) else codes)(columns[column])
         except (KeyError, ValueError):
             raise DataError(
-                f"{self.card.title}: the file name {name!r} does not fit the layout {self.card.layout}. Rename or "
-                f"remove the file."
+                f"{self.card.title}: the file name {name!r} does not fit the layout {self.card.layout}; rename or "
+                f"remove the file"
             ) from None
         return columns

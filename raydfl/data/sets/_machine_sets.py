@@ -1,4 +1,4 @@
-"""Base classes for sets of machine sounds, including DCASE's file names by section (since 2021)."""
+"""Common parts of sets of machines' sounds: the two conditions, and files named by section as DCASE has it since 2021."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ SECTION_FORM = "section_{nn}_{source|target}_{train|test}_{normal|anomaly}_{nnnn
 
 @dataclass(frozen=True, kw_only=True)
 class MachineSet(FileDataset):
-    """Base class of sets of machine sounds. Patterns name ``machine`` (its type), ``id`` or ``section``, and ``label``.
+    """Base of sets of machines' sounds. Patterns name ``machine`` (its type), ``id`` or ``section``, and ``label``.
 
-    Labels are ``normal`` and ``anomaly``. A group is a machine: a type with an id or section. The column ``condition`` repeats
-    the label, for pools and held-out sets. ``domain`` is ``source`` if file names do not contain it.
+    Labels are ``normal`` and ``anomaly``. A group is a machine: a type with an id or section. The column ``condition`` is the label
+    again, for pools and hold-outs. ``domain`` is ``source`` if no file name states it.
     """
 
     machines: Annotated[
-        tuple[str, ...], Field(description="Machine types to load, such as fan. Empty: all types.")
+        tuple[str, ...], Field(description="only these types of machines, fan ...; none: all that are there")
     ] = ()
 
     def rows(self, root: Path) -> list[dict[str, Any]]:
         """List the clips of the chosen types of machines."""
         rows = super().rows(root)
-        known = sorted({row["machine"] for row in rows})
+        there = sorted({row["machine"] for row in rows})
         for name in self.machines:
-            if name not in known:
+            if name not in there:
                 raise DataError(
-                    f"{self.card.title}: {root} has no machines of the type {name!r}. Choose from {', '.join(known)}."
+                    f"{self.card.title}: {root} has no machines of the type {name!r}; there are {', '.join(there)}"
                 )
         return [
             {
@@ -51,14 +51,14 @@ class MachineSet(FileDataset):
 
 @dataclass(frozen=True, kw_only=True)
 class SectionSet(MachineSet):
-    """Base class of sets with sections in file names and an official split. A section of a machine type is a group.
+    """Base of sets whose files are named by section; a section of a type of machine is a group. Official split.
 
-    Extra columns: ``condition``, ``machine``, ``section``, ``domain`` (source or target), ``attributes`` (as in the file name, or
-    null) and ``attribute_NAME`` for each attribute of all clips.
+    Extra columns: ``condition``, ``machine``, ``section``, ``domain`` (source or target), ``attributes`` (as in the file name, null
+    without) and ``attribute_NAME`` for each attribute that all clips have.
     """
 
     pairs: ClassVar[bool] = True
-    """True if attributes are pairs of name and value, as in ``vel_9_loc_A``."""
+    """True where attributes are pairs of a name and a value, as ``vel_9_loc_A``."""
     pattern: ClassVar = (
         r"(?:.*/)?(?P<machine>[^/]+)/(?:train|test|source_test|target_test)/section_(?P<section>\d+)_"
         r"(?P<domain>source|target)_(?P<split>train|test)_(?P<label>normal|anomaly)_\d+(?:_(?P<attributes>.+))?\.wav"
@@ -68,14 +68,13 @@ class SectionSet(MachineSet):
     def rows(self, root: Path) -> list[dict[str, Any]]:
         """List the clips with their attributes."""
         rows = super().rows(root)
-        attributes = [_parse_pairs(row["attributes"]) if self.pairs else {} for row in rows]
-        common = [name for name in attributes[0] if all(name in pairs for pairs in attributes)]
+        given = [_pairs(row["attributes"]) if self.pairs else {} for row in rows]
+        common = [name for name in given[0] if all(name in pairs for pairs in given)]
         return [
-            row | {f"attribute_{name}": pairs[name] for name in common}
-            for row, pairs in zip(rows, attributes, strict=True)
+            row | {f"attribute_{name}": pairs[name] for name in common} for row, pairs in zip(rows, given, strict=True)
         ]
 
 
-def _parse_pairs(attributes: str | None) -> dict[str, str]:
+def _pairs(attributes: str | None) -> dict[str, str]:
     words = (attributes or "").split("_")
-    return dict(zip(words[::2], words[1::2], strict=False))  # a single word at the end has no value
+    return dict(zip(words[::2], words[1::2], strict=False))  # a word that stands alone at the end is part of no pair

@@ -1,6 +1,6 @@
-"""Tables of the library ``datasets``: Parquet and Arrow files with recordings in cells, and lists of files.
+"""Tables of the library ``datasets``: Parquet and Arrow files with recordings in their cells, and lists of files.
 
-Recordings are not read here. Only their addresses are.
+All columns are read but those with recordings: of these only where each recording is.
 """
 
 from __future__ import annotations
@@ -25,44 +25,44 @@ from raydfl.core.files import check_regular
 from raydfl.data.packed import cell_address, span_address
 
 LISTS = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
-"""Names of tables that list the files in their folder."""
+"""Names of tables that list the files beside them."""
 _FILE_NAME = "file_name"
-"""Column of file names in a list."""
+"""Column of such a table with the names of the files."""
 _RESERVED = ("clip", "path", "label", "group")
-"""Column names with another meaning in manifests."""
+"""Names of columns that mean something else here."""
 _MAGIC = b"ARROW1"
-"""First bytes of an Arrow file with a footer."""
+"""The beginning of an Arrow file with a footer."""
 _PLAIN = (pa.types.is_string, pa.types.is_large_string, pa.types.is_boolean, pa.types.is_integer, pa.types.is_floating)
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A Parquet or Arrow file with recordings in cells, or a list of files."""
+    """A Parquet or Arrow file with recordings in its cells, or a list of files."""
 
     path: Path
     schema: pa.Schema
     features: Mapping[str, Mapping[str, Any]]
-    """Column types in the notation of ``datasets``: ``_type``, ``names`` ..."""
+    """Types of its columns as the library describes them: ``_type``, ``names`` ..."""
     load: Callable[[list[str]], pa.Table]
-    """Reads columns by name. Columns of an Arrow file are views of its memory map."""
+    """Read some columns; of an Arrow file they are parts of a map of it."""
     whole: pa.Buffer | None = None
-    """Memory map of an Arrow file."""
+    """The map of an Arrow file."""
 
     @property
     def media(self) -> list[str]:
-        """The columns of recordings or images."""
+        """The columns that hold files: recordings or images."""
         if self.path.name in LISTS:
             return [name for name in self.schema.names if name == _FILE_NAME or name.endswith(f"_{_FILE_NAME}")]
         return [field.name for field in self.schema if _is_media(field.type)]
 
     def recordings(self, given: str | None) -> str:
-        """Return the name of the column of recordings.
+        """Return the name of the column with the recordings.
 
         Args:
             given: the option ``audio_column``.
 
         Raises:
-            DataError: the column does not exist, or several columns qualify.
+            DataError: there is no such column, or there are several.
         """
         typed = [name for name in self.media if self.features.get(name, {}).get("_type") == "Audio"]
         found = typed or [name for name in self.media if name == "audio"] or self.media
@@ -73,18 +73,18 @@ class Table:
             if given is not None:
                 problem = f"column {given!r} has no recordings"
             raise DataError(
-                f"{self.path}: {problem} (bytes, or a struct with bytes or with array and sampling_rate). Set data.audio_column to "
-                f"one of the columns: {', '.join(self.schema.names) or 'none'}"
+                f"{self.path}: {problem} (bytes, a struct with bytes, or one with array and sampling_rate). Choose a column with "
+                f"data.audio_column; there are {', '.join(self.schema.names) or 'none'}"
             )
         return found[0]
 
     def class_column(self) -> str:
-        """Return the name of the class column: the only ``ClassLabel`` column, or ``label``."""
+        """Return the name of the column with the classes: ``label``, or the only one that the library describes as such."""
         typed = [name for name in self.schema.names if self.features.get(name, {}).get("_type") == "ClassLabel"]
         return typed[0] if len(typed) == 1 and "label" not in self.schema.names else "label"
 
     def read(self, *chosen: str | None) -> pa.Table:
-        """Read plain columns (text, numbers, booleans), and the chosen columns as text or lists, with class names.
+        """Read the columns of text, numbers and truth values, and the chosen ones as text or lists, with the names of classes.
 
         Raises:
             DataError: a class has no name.
@@ -96,13 +96,13 @@ class Table:
             or (field.name not in (*_RESERVED, *self.media) and any(kind(field.type) for kind in _PLAIN))
         ]
         table = self.load(wanted)
-        columns = {name: self._decode_classes(name, table.column(name)) for name in wanted}
+        columns = {name: self._with_names(name, table.column(name)) for name in wanted}
         for name in set(chosen) & set(wanted):
             if not pa.types.is_nested(columns[name].type):
                 columns[name] = columns[name].cast(pa.string())
         return pa.table(columns)
 
-    def _decode_classes(self, column: str, values: pa.ChunkedArray) -> pa.ChunkedArray | pa.Array:
+    def _with_names(self, column: str, values: pa.ChunkedArray) -> pa.ChunkedArray | pa.Array:
         about = self.features.get(column, {})
         about = about["feature"] if isinstance(about.get("feature"), Mapping) else about
         if about.get("names") is None:
@@ -111,23 +111,22 @@ class Table:
 
         def name_of(value: Any, row: int) -> Any:
             if isinstance(value, list):
-                return [name_of(item, row) for item in value]
+                return [name_of(each, row) for each in value]
             if not isinstance(value, str) and value not in known:
                 raise DataError(
-                    f"{self.path}: row {row} has the class {value} in column {column!r}, but the column has "
-                    f"{len(known) - 2} class names"
+                    f"{self.path}: row {row} has the class {value} in column {column!r}, which has {len(known) - 2} names"
                 )
             return known.get(value, value)
 
         nested = pa.types.is_nested(values.type)
-        names = [name_of(value, row) for row, value in enumerate(values.to_pylist())]
-        return pa.array(names, pa.list_(pa.string()) if nested else pa.string())
+        named_values = [name_of(value, row) for row, value in enumerate(values.to_pylist())]
+        return pa.array(named_values, pa.list_(pa.string()) if nested else pa.string())
 
     def places(self, column: str) -> list[str]:
-        """Return the location of each recording: an address in this file, or the path of a separate file.
+        """Return where the recording of each row is: an address in this file, or the path of a file that the row names.
 
         Raises:
-            DataError: a row has neither bytes nor a path, or an Arrow file stores samples.
+            DataError: a row has neither bytes nor a path; or an Arrow file holds samples.
         """
         packed = self.path.suffix.lower() == ".parquet" and self.path.name not in LISTS
         if packed:
@@ -139,13 +138,13 @@ class Table:
             fields = {field.name for field in values.type} if pa.types.is_struct(values.type) else set()
             if "array" in fields and "bytes" not in fields:
                 raise DataError(
-                    f"{self.path}: column {column!r} has samples, not encoded bytes. Save the set as Parquet instead."
+                    f"{self.path}: column {column!r} holds samples, not bytes; save the set as Parquet, of which these are read"
                 )
             content = values.field("bytes") if "bytes" in fields else values
             spans = self._spans(content, column, len(places)) if _is_binary(content.type) else [None] * len(values)
             if fields:
                 spans = [
-                    span if valid else None for span, valid in zip(spans, values.is_valid().to_pylist(), strict=True)
+                    span if there else None for span, there in zip(spans, values.is_valid().to_pylist(), strict=True)
                 ]
             texts = values.field("path") if "path" in fields else None if fields else values
             paths = (
@@ -158,24 +157,24 @@ class Table:
         return places
 
     def _spans(self, content: pa.Array, column: str, first: int) -> list[str | None]:
-        """Return the addresses of the bytes in a batch of an Arrow file. ``first`` is the file row of its first row."""
+        """Return the addresses of the bytes in a batch of an Arrow file, whose first row has this number in the file."""
         _, offsets, data = content.buffers()
         width = np.int64 if pa.types.is_large_binary(content.type) else np.int32
         bounds = np.frombuffer(offsets, width)[content.offset : content.offset + len(content) + 1].astype(np.int64)
         bounds += 0 if data is None or self.whole is None else data.address - self.whole.address
         spans = enumerate(itertools.pairwise(bounds.tolist()), start=first)
-        valid = content.is_valid().to_pylist()
+        there = content.is_valid().to_pylist()
         return [
-            span_address(str(self.path), f"{column}[{row}]", start, stop - start) if valid[row - first] else None
+            span_address(str(self.path), f"{column}[{row}]", start, stop - start) if there[row - first] else None
             for row, (start, stop) in spans
         ]
 
 
 def open_table(path: Path) -> Table:
-    """Open a Parquet file, an Arrow file or a list of files.
+    """Open a Parquet or an Arrow file, or a list of files, by its name.
 
     Raises:
-        DataError: the file is damaged, truncated, or has another format.
+        DataError: it is damaged, truncated, or something else.
     """
     with readable_table(path):
         check_regular(path.stat())
@@ -193,12 +192,12 @@ def open_table(path: Path) -> Table:
 
 @contextlib.contextmanager
 def readable_table(path: Path) -> Iterator[None]:
-    """Convert errors while reading a file to a DataError with its path."""
+    """Turn what goes wrong with a file into a DataError that names it."""
     try:
         yield
     except (OSError, ValueError, TypeError, AttributeError, RecursionError, pa.ArrowException) as error:
         reason = (isinstance(error, OSError) and error.strerror) or error
-        raise DataError(f"{path}: the file is damaged, truncated, or has another format: {reason}") from error
+        raise DataError(f"{path}: it is damaged, truncated, or something else: {reason}") from error
 
 
 def _read_list(path: Path) -> pa.Table:
@@ -214,7 +213,7 @@ def _arrow_reader(whole: pa.Buffer) -> Any:
 
 
 def _read_arrow(path: Path, whole: pa.Buffer, columns: list[str]) -> pa.Table:
-    """Read columns of an Arrow file as views of its memory map."""
+    """Return columns of an Arrow file as parts of a map of it."""
     reader = _arrow_reader(whole)
     stream = isinstance(reader, pa.RecordBatchReader)
     batches = []
@@ -223,13 +222,13 @@ def _read_arrow(path: Path, whole: pa.Buffer, columns: list[str]) -> pa.Table:
         for buffer in itertools.chain.from_iterable(column.buffers() for column in batches[-1]):
             if buffer is not None and buffer.size and not 0 <= buffer.address - whole.address < whole.size:
                 raise DataError(
-                    f"{path}: the file is compressed, so single recordings have no address. Save it without compression."
+                    f"{path}: it is compressed, so a recording in it cannot be reached by itself; save it without compression"
                 )
     return pa.Table.from_batches(batches, pa.schema([reader.schema.field(name) for name in columns]))
 
 
 def _bytes_are_missing(metadata: Any, column: str) -> bool:
-    """Return whether a Parquet file has paths but no bytes, according to the statistics of its row groups."""
+    """Return whether no row of a Parquet file has bytes but may have a path, by the statistics of its row groups."""
     for group in map(metadata.row_group, range(metadata.num_row_groups)):
         chunks = {chunk.path_in_schema: chunk for chunk in map(group.column, range(group.num_columns))}
         about = chunks[f"{column}.bytes"].statistics if f"{column}.path" in chunks else None
@@ -239,13 +238,13 @@ def _bytes_are_missing(metadata: Any, column: str) -> bool:
 
 
 def _features(path: Path, schema: pa.Schema) -> Mapping[str, Mapping[str, Any]]:
-    """Read the column types of ``datasets`` from the file or from ``dataset_info.json``."""
+    """Return the library's description of the columns, in the file or beside it."""
     text, beside = (schema.metadata or {}).get(b"huggingface"), path.parent / "dataset_info.json"
     if text is not None:
-        info = json.loads(text).get("info", {})
+        found = json.loads(text).get("info", {})
     else:
-        info = json.loads(beside.read_text("utf-8")) if beside.is_file() else {}
-    return {name: kind for name, kind in (info.get("features") or {}).items() if isinstance(kind, Mapping)}
+        found = json.loads(beside.read_text("utf-8")) if beside.is_file() else {}
+    return {name: each for name, each in (found.get("features") or {}).items() if isinstance(each, Mapping)}
 
 
 def _is_media(kind: pa.DataType) -> bool:

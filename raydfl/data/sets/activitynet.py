@@ -1,10 +1,10 @@
-"""ActivityNet 1.3: web videos with time marks of 200 human activities.
+"""ActivityNet 1.3: films from the web with 200 human activities, marked in time.
 
 F. Caba Heilbron, V. Escorcia, B. Ghanem, J. C. Niebles, ActivityNet: A Large-Scale Video Benchmark for Human Activity
 Understanding, CVPR 2015.
 
-Layout: ``activity_net.v1-3.min.json`` and, at any depth, videos ``v_{id}.mp4`` (or another video suffix). The published
-validation set is used as the test set. The published test set is skipped, because its labels are not public.
+Layout: ``activity_net.v1-3.min.json`` and, at any depth, films ``v_{id}.mp4`` (or another ending of films). The published
+validation set is the test set here, for the labels of the published test set are not public: its films are left out.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _SPLIT_OF = {"training": "train", "validation": "test"}
 
 @dataclass(frozen=True, kw_only=True)
 class ActivityNet(FileDataset):
-    """Videos of human activities. A group is a video.
+    """Films of human activities. A group is a film.
 
-    Extra columns: ``start`` and ``stop`` (float64, seconds; null: the whole video).
+    Extra columns: ``start`` and ``stop`` (float64, seconds; null: the whole film).
     """
 
     card: ClassVar[Card] = Card(
@@ -49,13 +49,12 @@ class ActivityNet(FileDataset):
     clips: Annotated[
         Literal["segments", "films"],
         Field(
-            description="segments: each marked activity is a clip. films: each video is a clip with the class of its first "
-            "activity."
+            description="`segments`: each marked activity is a clip; `films`: each film is, of its first activity's class"
         ),
     ] = "segments"
 
     def rows(self, root: Path) -> list[dict[str, Any]]:
-        """List the clips of the available videos."""
+        """List the clips of the films that are there."""
         database = self._database(root)
         films = {Path(name).stem.removeprefix("v_"): name for name in list_audio(root, FILM_SUFFIXES)}
         rows = [
@@ -65,7 +64,7 @@ class ActivityNet(FileDataset):
             for row in self._clips(films[film], about)
         ]
         if not rows:
-            raise wrong_layout(root, self.card, f"there is no video with activities in {_LIST}")
+            raise wrong_layout(root, self.card, f"there is no film of those that {_LIST} marks activities in")
         return rows
 
     def _clips(self, name: str, about: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -73,7 +72,7 @@ class ActivityNet(FileDataset):
             marks = [(mark["label"], *map(float, mark["segment"])) for mark in about["annotations"]]
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(
-                f"{self.card.title}: {_LIST} has invalid activities for {name}: {error}. Download the list again."
+                f"{self.card.title}: {_LIST} marks activities of {name} in another way than published: {error}"
             ) from error
         if self.clips == "films":
             marks = [(label, 0.0, math.inf) for label, *_ in marks[:1]]
@@ -93,16 +92,16 @@ class ActivityNet(FileDataset):
         start, stop = row["start"], row["stop"]
         if start is None:
             return samples, rate
-        # Marks may end a little after a re-encoded video.
+        # Marks may end a little after a film that was encoded anew.
         part = samples[round(start * rate) : max(round(start * rate) + 1, round(stop * rate))]
         if not len(part):
             raise DataError(
-                f"{row['path']}: the activity starts at {start:g} s, but the video is {len(samples) / rate:g} s long"
+                f"{row['path']}: the activity begins at {start:g} s, and the film is {len(samples) / rate:g} s long"
             )
         return part, rate
 
     def image(self, row: Mapping[str, Any]) -> npt.NDArray[np.uint8]:
-        """Read the middle frame of the segment."""
+        """Read the middle of the segment."""
         image: npt.NDArray[np.uint8] = read_image(row["path"], row["start"] or 0.0, row["stop"])
         return image
 
@@ -111,13 +110,13 @@ class ActivityNet(FileDataset):
         return None if row["start"] is None else f"@{row['start']!r}-{row['stop']!r}"
 
     def _database(self, root: Path) -> Mapping[str, Mapping[str, Any]]:
-        """Read the published list: annotations by video id."""
+        """Return what the published list says of each film, by its id."""
         try:
-            database = json.loads(read_text(root, _LIST, self.card))["database"]
-            if not isinstance(database, dict) or not all(isinstance(about, dict) for about in database.values()):
-                raise TypeError("the entry database is not a table of videos")
+            found = json.loads(read_text(root, _LIST, self.card))["database"]
+            if not isinstance(found, dict) or not all(isinstance(about, dict) for about in found.values()):
+                raise TypeError("the entry database is no table of films")
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(
                 f"{self.card.title}: {root / _LIST} cannot be read: {type(error).__name__}: {error}"
             ) from error
-        return database
+        return found

@@ -1,8 +1,8 @@
-"""Ambient Acoustic Contexts (C. Park et al., MobileHCI 2020): sounds of everyday places, cut from videos in segments of 1 s.
+"""Ambient Acoustic Contexts (C. Park et al., MobileHCI 2020): sounds of everyday places, cut from videos in pieces of 1 s.
 
-The layout follows FedSTAR's lists. Each line of ``train_split.txt`` and ``test_split.txt`` names a file and its class. The files
-``id_{video}_{begin}_{end}_{second}.wav`` may be anywhere below the root, usually in ``Data/Train`` and ``Data/Test``. The published
-lists name 3,936 and 697 files of nine classes; the paper reports ten classes. Clips have no owners (group is null).
+Laid out as FedSTAR's lists have it: ``train_split.txt`` and ``test_split.txt`` name a file and its class in each line, and the
+files ``id_{video}_{begin}_{end}_{second}.wav`` lie anywhere below the root, as a rule in ``Data/Train`` and ``Data/Test``. The
+published lists name 3,936 and 697 files of nine classes, where the paper says ten. Nobody owns a clip (group is null).
 """
 
 from __future__ import annotations
@@ -44,14 +44,12 @@ class AmbientContexts(FileDataset):
                 if not label.strip():
                     raise DataError(f"{self.card.title}: {root / name}: {line!r} is not a file, a tab and a class")
                 file = file.rpartition("/")[2].strip()
-                if len(matches := places[file]) != 1:
+                if len(there := places[file]) != 1:
                     where = (
-                        f"present {len(matches)} times: {', '.join(row['clip'] for row in matches[:3])}"
-                        if matches
-                        else "missing"
+                        f"{len(there)} times: {', '.join(row['clip'] for row in there[:3])}" if there else "not there"
                     )
                     raise DataError(
-                        f"{self.card.title}: {file!r} of {name} is {where}. Put it once below {root}, named {_FORM}."
+                        f"{self.card.title}: {file!r} of {name} is {where}; below {root} it must be once, named {_FORM}"
                     )
-                rows.append({"clip": matches[0]["clip"], "label": label.strip(), "split": split, **matches[0]})
+                rows.append({"clip": there[0]["clip"], "label": label.strip(), "split": split, **there[0]})
         return sorted(rows, key=lambda row: str(row["clip"]))

@@ -1,7 +1,7 @@
 """CIFAR-10 (A. Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009), the version for Python: small photographs.
 
-There are five pickles of 10,000 training images each, and a test pickle. Either split may be missing. Reading them executes no code
-from the pickles.
+Five pickles of 10,000 images each for training and one for the test; the five, or the one, may be missing. They are read without
+executing code that they name.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PLANES, _SIDE = 3, 32
 
 
 class CIFAR10(ArraySet):
-    """Photographs of animals and vehicles, without owners."""
+    """Photographs of animals and vehicles; nobody owns them."""
 
     card: ClassVar[Card] = Card(
         title="CIFAR-10",
@@ -39,44 +39,44 @@ class CIFAR10(ArraySet):
     )
 
     def read_arrays(self, file: Path) -> tuple[np.ndarray, np.ndarray]:
-        """Read a batch file."""
+        """See :class:`ArraySet`."""
         return read_once(_read, file)
 
 
 def _read(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Read images, uint8 [images, 32, 32, 3], and labels, int64 [images]."""
+    """Return images uint8 [images, 32, 32, 3] and labels int64 [images]."""
     file = io.BytesIO(read_regular(path))
     try:
         content = _Interpreter(file, encoding="bytes").load()
         found = {name.decode() if isinstance(name, bytes) else name: value for name, value in content.items()}
     except _ForeignError as error:
         raise DataError(
-            f"{path}: the pickle has more than arrays, numbers and texts: {error}. It could run code. Download the file again "
-            f"from the page of the set."
+            f"{path}: it holds more than arrays, numbers and texts: {error}. Such a pickle could run code. Fetch the file again "
+            f"from the set's own page"
         ) from None
     except Exception as error:  # damaged bytes can fail anywhere
         raise DataError(
-            f"{path}: not a pickle, or truncated or damaged ({type(error).__name__}: {error!s:.200}). Download the file again."
+            f"{path}: this is no pickle, or it is truncated or damaged ({type(error).__name__}: {error!s:.200}); fetch it again"
         ) from error
     for name in ("data", "labels"):
         if name not in found:
-            raise DataError(f"{path}: the batch has no {name!r}. Download the file again.")
+            raise DataError(f"{path}: the batch has no {name!r}; fetch it again")
     data, labels = (value.values if isinstance(value, _Array) else value for value in (found["data"], found["labels"]))
     images, numbers = check_arrays(path, data, labels, (_PLANES * _SIDE * _SIDE,))
     return images.reshape(-1, _PLANES, _SIDE, _SIDE).transpose(0, 2, 3, 1), numbers
 
 
 class _ForeignError(Exception):
-    """Raised for pickles with more than arrays, containers, numbers and texts."""
+    """The pickle holds more than arrays, containers, numbers and texts."""
 
 
 class _DataType:
-    """Safe replacement of a NumPy dtype. The original could dereference addresses in the file."""
+    """Stand-in for a data type of NumPy, whose own state could make it follow addresses in the file."""
 
     def __init__(self, kind: Any, *_: Any) -> None:
         name = kind.decode("latin-1") if isinstance(kind, bytes) else kind
         if name not in ("b1", "u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f4", "f8"):
-            raise _ForeignError("it has an array with a non-numeric data type")
+            raise _ForeignError("it has an array of another data type than numbers")
         self.dtype = np.dtype(name)
 
     def __setstate__(self, state: Any) -> None:
@@ -85,7 +85,7 @@ class _DataType:
 
 
 class _Array:
-    """Safe replacement of a NumPy array."""
+    """Stand-in for an array of NumPy."""
 
     values: np.ndarray | None = None
 
@@ -113,13 +113,13 @@ class _Dispatch(dict[int, Any]):
 
 
 class _Interpreter(pickle._Unpickler):
-    """Unpickler for a few opcodes that calls only the replacements in this file.
+    """Interpreter of few opcodes that calls nothing but this file's own stand-ins.
 
-    It extends the unpickler in pure Python, because the C version allocates any size that a damaged file requests.
+    It extends Python's unpickler that is written in Python. The one in C reserves as much memory as a damaged file asks for.
     """
 
     def load_build(self) -> None:
-        """Set the state of a replacement."""
+        """Set the state of a stand-in."""
         if not isinstance(cast(Any, self).stack[-2], _Array | _DataType):
             raise _ForeignError("it changes the state of an object")
         pickle._Unpickler.dispatch[pickle.BUILD[0]](cast(Any, self))
@@ -132,10 +132,10 @@ class _Interpreter(pickle._Unpickler):
     def __init__(self, file: io.BytesIO, **options: Any) -> None:
         super().__init__(file, **options)
         self._left = file.getbuffer().nbytes
-        """Remaining characters to encode. The limit stops files that encode a text for hours."""
+        """Characters that may still be encoded: a text that is encoded again and again takes hours."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the replacement of a function or class in the pickle."""
+        """Return the stand-in of a function or class that the pickle names."""
         match f"{module}.{name}":
             case "numpy.core.multiarray._reconstruct" | "numpy._core.multiarray._reconstruct" | "numpy.ndarray":
                 return _Array
@@ -146,7 +146,7 @@ class _Interpreter(pickle._Unpickler):
         raise _ForeignError(f"it names {module}.{name}"[:90])
 
     def _encode(self, text: str, encoding: str) -> bytes:
-        """Decode bytes in Python 3's pickle format for Python 2."""
+        """Return bytes that Python 3 wrote for Python 2."""
         self._left -= len(text)
         if encoding != "latin1" or self._left < 0:
             raise _ForeignError("it has bytes in an unknown encoding")

@@ -1,7 +1,7 @@
 """ESC-50 and ESC-10 (K. Piczak, ACM Multimedia 2015): environmental sounds of 5 s in five folds, in both published layouts.
 
-ESC-50 has ``meta/esc50.csv`` and ``audio/*.wav``, and contains ESC-10 (``esc10_only``). The older ESC-10 is a separate set,
-``{nnn - Class}/{fold}-{freesound id}-{take}.ogg``. Clips have no owners (group is null): partition by label or by recording.
+ESC-50 is ``meta/esc50.csv`` with ``audio/*.wav``, and holds ESC-10 (``esc10_only``); before that ESC-10 was a set of its own,
+``{nnn - Class}/{fold}-{freesound id}-{take}.ogg``. Nobody owns a clip (group is null): partition by label or by recording.
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ class ESC(FileDataset):
     pattern: ClassVar = r"\d{3} - (?P<label>[^/]+)/(?P<fold>\d)-(?P<recording>\d+)-(?P<take>[A-Z])\.(?:ogg|wav)"
     codes: ClassVar = {"fold": int}
 
-    esc10_only: Annotated[bool, Field(description="Load only the ten classes of ESC-10.")] = False
-    test_folds: Annotated[tuple[int, ...], Field(description="Folds (1 to 5) in the test set. Empty: no split.")] = ()
+    esc10_only: Annotated[bool, Field(description="only the ten classes of ESC-10")] = False
+    test_folds: Annotated[
+        tuple[int, ...], Field(description="these folds (1 to 5) are the test set; none: no split")
+    ] = ()
 
     def rows(self, root: Path) -> list[dict[str, Any]]:
         """List the clips of either layout."""
@@ -52,9 +54,7 @@ class ESC(FileDataset):
             if self.esc10_only and row["esc10"].lower() != "true":
                 continue
             if not row["fold"].isdigit():
-                raise DataError(
-                    f"{self.card.title}: {row['filename']} has the invalid fold {row['fold']!r} in {_TABLE}"
-                )
+                raise DataError(f"{self.card.title}: {row['filename']} is of fold {row['fold']!r} in {_TABLE}")
             clip = {"clip": f"audio/{row['filename']}", "label": row["category"], "fold": int(row["fold"])}
             rows.append({**clip, "recording": row["src_file"], "take": row["take"]})
         return sorted(rows, key=lambda row: str(row["clip"]))

@@ -23,7 +23,7 @@ from pydantic.dataclasses import dataclass
 from raydfl.data.audio import AUDIO_SUFFIXES
 from raydfl.data.dataset import Card
 from raydfl.data.sets._files import absolute, find_root, list_files, wrong_layout
-from raydfl.data.sets._packed import PackedSet, find_files, find_splits, rename_columns, set_split
+from raydfl.data.sets._packed import PackedSet, find_files, find_splits, named, with_split
 from raydfl.data.sets._tables import LISTS, open_table, readable_table
 from raydfl.data.sets.folder import Folder
 
@@ -73,7 +73,7 @@ class HuggingFace(PackedSet):
         splits = find_splits(itertools.chain(*folders), self.splits, f"{self.card.title} in {root}")
         for number, own in enumerate(folders):
             table = tables[number].filter(pa.array([folder in splits for folder in own], pa.bool_()))
-            tables[number] = set_split(table, [splits[folder] for folder in own if folder in splits])
+            tables[number] = with_split(table, [splits[folder] for folder in own if folder in splits])
         return self.join(tables, root)
 
     def _files(self) -> tuple[Path, list[str]]:
@@ -101,7 +101,7 @@ class HuggingFace(PackedSet):
         group = self.group_column or ("group" if "group" in table.schema.names else None)
         with readable_table(root / file):
             columns = {name: pa.array(table.places(name), pa.string()) for name in (audio, *table.media)}
-            values = rename_columns(table.read(label, group), label, group, str(root / file))
+            values = named(table.read(label, group), label, group, str(root / file))
         places = columns.pop(audio).to_pylist()
         listed = PurePosixPath(file).name in LISTS
         clips = [os.path.relpath(path, root) if listed else f"{file}/{row}" for row, path in enumerate(places)]

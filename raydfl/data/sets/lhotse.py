@@ -26,7 +26,7 @@ from raydfl.core.errors import DataError
 from raydfl.data.audio import read_audio
 from raydfl.data.dataset import Card
 from raydfl.data.sets._files import absolute
-from raydfl.data.sets._packed import PackedSet, is_plain, make_table, rename_columns
+from raydfl.data.sets._packed import PackedSet, is_plain, named, table_of
 
 _SAID = ("text", "speaker", "language", "gender")
 """Fields of a supervision that become columns, besides those of its own (``custom``)."""
@@ -68,7 +68,7 @@ class Lhotse(PackedSet):
         rows = list(_read_cuts(root / file, folder))
         if not rows:
             raise DataError(f"{root / file}: it has no cuts")
-        return make_table(rows)
+        return table_of(rows)
 
     def name_columns(self, table: pa.Table, where: str) -> pa.Table:
         """See :class:`PackedSet`."""
@@ -80,7 +80,7 @@ class Lhotse(PackedSet):
                     f"{where}: the cut {table.column('clip')[values.index(_SEVERAL)]} has supervisions with different values of "
                     f"{field!r}; make a cut of each (CutSet.trim_to_supervisions)"
                 )
-        return rename_columns(table, self.label_column, group, where)
+        return named(table, self.label_column, group, where)
 
     def read(self, row: Mapping[str, Any]) -> tuple[npt.NDArray[np.float32], int]:
         """Read the part of the file, and its channel."""

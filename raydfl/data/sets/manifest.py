@@ -28,7 +28,7 @@ from raydfl.data.dataset import Card, Dataset
 from raydfl.data.manifest import make_manifest
 from raydfl.data.packed import absolute_path, file_and_place
 from raydfl.data.pictures import read_image
-from raydfl.data.sets._files import SPLIT_OF, absolute, parse_splits
+from raydfl.data.sets._files import SPLIT_OF, absolute, known_splits
 
 _PART = ("start", "stop")
 CHANNEL = "file_channel"
@@ -108,7 +108,7 @@ class Manifest(Dataset):
         named = (clip + _place(None, None, channel) for clip, channel in zip(clips, channels, strict=True))
         columns["clip"] = pa.array(named, pa.string())
         if "split" in columns:
-            splits = parse_splits(columns["split"].to_pylist(), lambda row: f"{file}: row {row + 1}")
+            splits = known_splits(columns["split"].to_pylist(), lambda row: f"{file}: row {row + 1}")
             columns["split"] = pa.array(splits, pa.string())
         extra = {name: table.column(name) for name in table.column_names if name not in {*mapped.values(), *_RESERVED}}
         return make_manifest(extra | columns, str(file))

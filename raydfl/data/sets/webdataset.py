@@ -24,7 +24,7 @@ from raydfl.data.dataset import Card
 from raydfl.data.manifest import FFMPEG_SUFFIXES
 from raydfl.data.packed import own_name, tar_members
 from raydfl.data.pictures import PICTURE_SUFFIXES
-from raydfl.data.sets._packed import PackedSet, is_plain, make_table, rename_columns, set_text_column
+from raydfl.data.sets._packed import PackedSet, is_plain, named, table_of, with_texts
 
 _NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]+)", re.DOTALL)
 _TEXTS = ("txt", "text", "transcript", "cls", "cls2", "class", "count", "index", "inx", "id")
@@ -77,13 +77,13 @@ class WebDataset(PackedSet):
         rows = [self._clip(root / file, file, name, sample) for name, sample in _samples(root / file)]
         if not rows:
             raise DataError(f"{root / file} has no samples; expected {self.card.layout}")
-        return make_table(rows)
+        return table_of(rows)
 
     def name_columns(self, table: pa.Table, where: str) -> pa.Table:
         """See :class:`PackedSet`."""
         label = self.label_column or ("cls" if "cls" in table.column_names else "label")
         group = self.group_column or ("group" if "group" in table.column_names else None)
-        table = rename_columns(table, label, group, where)
+        table = named(table, label, group, where)
         if self.names is None:
             return table
         names = {None: None} | {str(number): name for number, name in enumerate(self.names)}
@@ -94,7 +94,7 @@ class WebDataset(PackedSet):
                     f"{where}: {table.column('clip')[row]} has the class {label!r}, and data.names has {len(self.names)} names: "
                     f"give one for each number"
                 )
-        return set_text_column(table, "label", [names[label] for label in labels])
+        return with_texts(table, "label", [names[label] for label in labels])
 
     def _clip(self, path: Path, file: str, name: str, sample: Mapping[str, str | bytes]) -> dict[str, Any]:
         """Return the row of a sample: where its files are, and the values in its texts."""

@@ -1,6 +1,6 @@
-"""Transforms: random augmentations of training examples, redrawn for every batch. Each file defines one transform.
+"""Transforms: what is done to training examples, anew in every batch; one file for each.
 
-Start reading at ``_transform.py`` (the base class) and ``_pipeline.py`` (the order of the steps from stored features to a batch).
+Begin with ``_transform.py`` (what a transform is) and ``_pipeline.py`` (in which order batches are made of stored features).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Pipeline: the steps from stored features to a batch.
+"""Pipeline: what becomes of stored features on their way into a batch.
 
-The steps are a random crop, transforms of power, logarithm and normalisation, and all remaining transforms. Without a transform of
-power, the cache already holds normalised features. Evaluation runs the same steps without randomness: the crop is the middle.
+In this order: a random crop, transforms of power, the logarithm and normalisation that had to wait for these, all other transforms.
+Where no transform acts on power, features come normalised from the cache. Examples that are measured on take the same way without
+anything random: the crop is the middle.
 """
 
 from __future__ import annotations
@@ -34,27 +35,27 @@ class LateNormalisation:
     """The last steps from power to features, after the transforms: the logarithm, and the z-score of each band."""
 
     of_log_power: float
-    """Factor of the natural logarithm of power, as in FeatureSettings."""
+    """See FeatureSettings."""
     least: float
-    """Floor of the power; smaller values are raised to it."""
+    """The power that smaller power is taken for."""
     z_score: bool
 
     def to_power(self, x: Tensor, frames: Tensor) -> Tensor:
-        """Convert features to power in place of ``x``: float32, same shape, 0 in padding."""
+        """Return the power of features: float32, of the shape of ``x``, which is overwritten; 0 in padding."""
         return spectra.to_power(x, frames, self.least, self.of_log_power).mul_(spectra.inside(x, frames))
 
-    def to_features(self, power: Tensor, frames: Tensor) -> Tensor:
-        """Convert power, float32 [..., frames, bands], to features and overwrite it."""
-        return self.normalise(spectra.to_logarithm(power, frames, self.least, self.of_log_power), frames)
+    def of_power(self, power: Tensor, frames: Tensor) -> Tensor:
+        """Return the features of power float32 [..., frames, bands], which is overwritten."""
+        return self.normalised(spectra.to_logarithm(power, frames, self.least, self.of_log_power), frames)
 
-    def normalise(self, x: Tensor, frames: Tensor) -> Tensor:
-        """Normalise features if the cache holds them unnormalised, and overwrite ``x``."""
+    def normalised(self, x: Tensor, frames: Tensor) -> Tensor:
+        """Return features normalised, where that had to wait; ``x`` is overwritten."""
         return spectra.to_z_scores(x, frames, EPSILON) if self.z_score else x
 
 
 @dataclass(frozen=True)
 class Pixels:
-    """The conversion of stored rows of bytes to normalised images."""
+    """The way of stored rows of bytes to images."""
 
     rows: int
     columns: int
@@ -63,15 +64,15 @@ class Pixels:
     deviation: tuple[float, ...]
 
     def images(self, x: Tensor) -> Tensor:
-        """Convert bytes, float32 [..., rows, columns * channels], to images, float32 [..., channels, rows, columns]."""
+        """Return float32 [..., channels, rows, columns] of bytes float32 [..., rows, columns * channels]."""
         x = x.view(*x.shape[:-1], self.columns, self.channels).movedim(-1, -3) / 255.0
-        return self._standardise(x).contiguous()
+        return self._scaled(x).contiguous()
 
     def black(self, device: torch.device) -> Tensor:
-        """Return the normalised value of a black pixel: float32 [channels, 1, 1]."""
-        return self._standardise(torch.zeros(self.channels, 1, 1, device=device))
+        """Return what a pixel of 0 becomes: float32 [channels, 1, 1]."""
+        return self._scaled(torch.zeros(self.channels, 1, 1, device=device))
 
-    def _standardise(self, x: Tensor) -> Tensor:
+    def _scaled(self, x: Tensor) -> Tensor:
         mean, deviation = (
             torch.tensor(values, device=x.device)[:, None, None] for values in (self.mean, self.deviation)
         )
@@ -80,38 +81,38 @@ class Pixels:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The steps of a view's examples from the cache to a batch."""
+    """The way of a view's examples from the cache into a batch."""
 
     crop: RandomCrop | None = None
     transforms: tuple[Transform, ...] = ()
-    """All transforms except the crop. Transforms of power come first."""
+    """All but the crop, those of power first."""
     late: LateNormalisation | None = None
-    """``None``: the cache holds normalised features."""
+    """``None``: features come normalised from the cache."""
     pixels: Pixels | None = None
     """``None``: features, not images."""
     tables: Mapping[int, np.ndarray] = field(default_factory=dict, compare=False)
-    """External data of transforms (for example recordings of noise), by position in ``transforms``."""
+    """The data that transforms need from elsewhere (recordings of noise, say), by their position."""
 
     @property
     def all(self) -> tuple[Transform, ...]:
-        """The transforms in configuration order, including the crop."""
+        """The transforms in the order in which they were given."""
         return (*(() if self.crop is None else (self.crop,)), *self.transforms)
 
     @property
     def plain(self) -> bool:
-        """True if a batch holds the stored features unchanged."""
+        """True where a batch holds what is stored, as it is."""
         return self.crop is None and self.late is None and self.pixels is None and not self.transforms
 
     @property
     def cut(self) -> int | None:
-        """Maximum number of frames after the crop; ``None``: unlimited."""
+        """Frames that longer examples are cut to; ``None``: none are."""
         return None if self.crop is None or self.pixels is not None else self.crop.size
 
     def shape(self, bands: int) -> int | tuple[int, int, int]:
-        """Return the input shape of a network: bands of a frame, or an image's channels, rows and columns.
+        """Return what a network gets: bands of a frame; of images channels, rows and columns.
 
         Args:
-            bands: stored bands of a frame.
+            bands: stored.
         """
         if self.pixels is None:
             return bands
@@ -121,25 +122,25 @@ class Pipeline:
         return self.pixels.channels, rows, columns
 
     def check_size(self, frames: int, bands: int, where: str) -> None:
-        """Reject transforms larger than the longest example.
+        """Refuse transforms that are larger than the examples.
 
         Args:
-            frames: stored frames of the longest example.
-            bands: stored bands of a frame.
+            frames: stored, of the longest.
+            bands: stored.
             where: ``"data.transforms"``, for the message.
 
         Raises:
-            ConfigError: a transform needs more frames or bands.
+            ConfigError: one is.
         """
-        units = ("frames", "bands")
+        what = ("frames", "bands")
         if self.pixels is not None:
-            frames, bands, units = self.pixels.rows, self.pixels.columns, ("rows", "columns")
+            frames, bands, what = self.pixels.rows, self.pixels.columns, ("rows", "columns")
         for transform in self.all:
-            for least, size, unit in zip(transform.least(), (frames, bands), units, strict=True):
-                if least > size:
+            for wanted, there, name in zip(transform.least(), (frames, bands), what, strict=True):
+                if wanted > there:
                     raise ConfigError(
-                        f"{where}: {_name(transform)} needs examples of at least {least} {unit}, but the longest example has "
-                        f"{size}. Choose smaller values, or use longer clips."
+                        f"{where}: {_name(transform)} needs examples of at least {wanted} {name}, and here the longest has "
+                        f"{there}; give it smaller values, or take longer clips"
                     )
             if transform is self.crop:
                 frames = min(frames, self.crop.size) if self.pixels is None else self.crop.size
@@ -148,7 +149,7 @@ class Pipeline:
     def window(
         self, starts: np.ndarray, counts: np.ndarray, drawn: Drawn | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the first frame and the frame count of each example after the crop. Without ``drawn``, crop the middle."""
+        """Return first frames and numbers of frames of some examples after the crop: in the middle where nothing is drawn."""
         if self.cut is None:
             return starts, counts
         free = np.maximum(counts - self.cut, 0)
@@ -161,74 +162,70 @@ class Pipeline:
         bands: int,
         sounding: Callable[[Drawn], np.ndarray] | None = None,
     ) -> dict[str, np.ndarray]:
-        """Draw the random numbers of one batch.
+        """Draw what is random about one batch.
 
         Args:
-            key: seed of the local training, index of the batch, index of the view.
-            counts: stored frames of each example, int [examples].
-            bands: stored bands of a frame.
-            sounding: returns the frames without padding after the drawn crop; ``None``: no frame is padding.
-
-        Returns:
-            Arrays [examples, ...] by name. The name of a transform's array starts with its position.
+            key: seed of the fit, number of the batch in it, number of the view.
+            counts: int [examples]: stored frames of each example.
+            bands: stored numbers of a frame.
+            sounding: gives the frames that are no padding after the crop that was drawn; ``None``: all are not.
         """
         if self.crop is None and not self.transforms:
             return {}
         rng = np.random.default_rng(tuple(key))
-        numbers: dict[str, np.ndarray] = {}
+        found: dict[str, np.ndarray] = {}
         counts = np.asarray(counts, np.int64)
         if self.pixels is not None:
             counts, bands = np.full(len(counts), self.pixels.rows), self.pixels.columns
             if self.crop is not None:
-                numbers = self.crop.corners(rng, len(counts), self.pixels.rows, self.pixels.columns)
+                found = self.crop.corners(rng, len(counts), self.pixels.rows, self.pixels.columns)
                 counts, bands = np.full(len(counts), self.crop.size), self.crop.size
         else:
             if self.cut is not None:
-                numbers[_CROP] = rng.integers(0, np.maximum(counts - self.cut, 0) + 1)
+                found[_CROP] = rng.integers(0, np.maximum(counts - self.cut, 0) + 1)
                 counts = np.minimum(counts, self.cut)
             if sounding is not None:
-                counts = np.maximum(sounding(numbers), 1)
+                counts = np.maximum(sounding(found), 1)
         for place, transform in enumerate(self.transforms):
             drawn = transform.draw(rng, counts, bands, self.tables.get(place))
-            numbers |= {f"{place}/{name}": array for name, array in drawn.items()}
-        return numbers
+            found |= {f"{place}/{name}": array for name, array in drawn.items()}
+        return found
 
     def apply(self, x: Tensor, frames: Tensor, drawn: Mapping[str, Tensor] | None) -> Tensor:
-        """Turn cropped stored features into the examples of a batch, and overwrite ``x``.
+        """Make the examples of a batch of what is stored of them; ``x`` is overwritten.
 
         Args:
-            x: cropped features, float32 [..., examples, frames, bands].
-            frames: frames without padding, int64 [..., examples].
-            drawn: random numbers from :meth:`draw`; ``None``: apply no random transform.
+            x: float32 [..., examples, frames, bands], cropped already.
+            frames: int64 [..., examples]: frames that are no padding.
+            drawn: see :meth:`draw`; ``None``: nothing random is done.
         """
         if self.pixels is not None:
             x = self.pixels.images(x)
             if self.crop is not None:
                 black = self.pixels.black(x.device) if self.crop.pad_with == "black" else None
                 x = self.crop.cut_images(x, drawn, black)
-            return x if drawn is None else self._apply_all(x, frames, drawn, False)
+            return x if drawn is None else self._transformed(x, frames, drawn, False)
         if self.late is not None:
             if drawn is not None:
                 x = self.late.to_power(x, frames)
-                x = self._apply_all(x, frames, drawn, True)
-                x = self.late.to_features(x, frames)
+                x = self._transformed(x, frames, drawn, True)
+                x = self.late.of_power(x, frames)
             else:
-                x = self.late.normalise(x, frames)
+                x = self.late.normalised(x, frames)
         if drawn is not None:
-            x = self._apply_all(x, frames, drawn, False)
+            x = self._transformed(x, frames, drawn, False)
         return x.mul_(spectra.inside(x, frames))
 
-    def _apply_all(self, x: Tensor, frames: Tensor, drawn: Mapping[str, Tensor], power: bool) -> Tensor:
+    def _transformed(self, x: Tensor, frames: Tensor, drawn: Mapping[str, Tensor], power: bool) -> Tensor:
         for place, transform in enumerate(self.transforms):
             if transform.power is power:
-                numbers = {name.partition("/")[2]: t for name, t in drawn.items() if name.startswith(f"{place}/")}
-                x = transform.apply(x, frames, numbers, self._table(place, x.device))
+                own = {name.partition("/")[2]: t for name, t in drawn.items() if name.startswith(f"{place}/")}
+                x = transform.apply(x, frames, own, self._table(place, x.device))
         return x
 
     def _table(self, place: int, device: torch.device) -> Tensor | None:
         if place not in self.tables:
             return None
-        # A table is copied to a device once, not for every batch.
         if (place, device) not in self._moved:
             self._moved[place, device] = torch.from_numpy(np.array(self.tables[place])).to(device)
         return self._moved[place, device]
@@ -238,32 +235,29 @@ class Pipeline:
         return {}
 
     def with_tables(self, arrays: Mapping[str, np.ndarray], prefix: str) -> Pipeline:
-        """Return a copy with the tables stored under ``prefix`` in a population."""
+        """Return this pipeline with the tables that a population keeps under ``prefix``."""
         tables = {int(name.removeprefix(prefix)): array for name, array in arrays.items() if name.startswith(prefix)}
         return Pipeline(self.crop, self.transforms, self.late, self.pixels, tables)
 
     def make_tables(self, features: AnyFeatures, seed: int, prefix: str) -> dict[str, np.ndarray]:
-        """Read the external data of the transforms.
-
-        Returns:
-            float32 tables for the population, named by ``prefix`` and position.
+        """Return what the transforms need of the outside world, as a population keeps it.
 
         Raises:
-            DataError: a recording cannot be read.
+            DataError: that cannot be read.
         """
-        tables = {place: transform.table(features, seed) for place, transform in enumerate(self.transforms)}
-        return {f"{prefix}{place}": table for place, table in tables.items() if table is not None}
+        found = {place: transform.table(features, seed) for place, transform in enumerate(self.transforms)}
+        return {f"{prefix}{place}": table for place, table in found.items() if table is not None}
 
 
 PLAIN = Pipeline()
-"""The empty pipeline: a batch holds the stored features."""
+"""The pipeline that changes nothing: a batch holds what is stored."""
 
 
 def find_transform(name: str) -> type[Transform]:
     """Find the transform called ``name``: a built-in, or the user's ``my_file.py:Class`` or ``my_module:Class``.
 
     Raises:
-        ConfigError: no transform has this name. The message suggests the nearest name.
+        ConfigError: there is none; the nearest name is given.
     """
     return registry.find(_PACKAGE, name, Transform, "transform")
 
@@ -272,12 +266,12 @@ def make_transforms(values: Sequence[Mapping[str, Any]], features: AnyFeatures, 
     """Build and check the transforms of a view.
 
     Args:
-        values: name and options of each transform.
-        features: feature settings of the view.
+        values: name and options of each.
+        features: of the view.
         where: ``"data.transforms"``, for the messages.
 
     Raises:
-        ConfigError: an unknown name or option, a value out of range, a wrong order, or unsupported features.
+        ConfigError: an unknown name or option, a value out of range, a wrong order, or features that one cannot act on.
     """
     built: list[Transform] = []
     for number, value in enumerate(values):
@@ -289,8 +283,8 @@ def make_transforms(values: Sequence[Mapping[str, Any]], features: AnyFeatures, 
         transform = registry.build(find_transform(name), options, f"{place}: {name}")
         if features.kind not in transform.kinds:
             raise ConfigError(
-                f"{place}: {name} acts on features of the kind {' or '.join(transform.kinds)}, but the view has features of the "
-                f"kind {features.kind}. Remove {name}."
+                f"{place}: {name} acts on features of the kind {' or '.join(transform.kinds)}, these are of the kind "
+                f"{features.kind}; leave it out"
             )
         try:
             transform.check(features)
@@ -300,22 +294,22 @@ def make_transforms(values: Sequence[Mapping[str, Any]], features: AnyFeatures, 
     ranks = [0 if isinstance(transform, RandomCrop) else 1 if transform.power else 2 for transform in built]
     if ranks != sorted(ranks) or ranks.count(0) > 1:
         raise ConfigError(
-            f"{where}: wrong order {', '.join(str(value['name']) for value in values)}. List at most one random_crop first, then "
-            f"transforms of power (gain, noise, reverberation), then all remaining transforms."
+            f"{where}: the order is one random_crop, then what acts on power (gain, noise, reverberation), then the others; "
+            f"here it is {', '.join(str(value['name']) for value in values)}"
         )
     crop = next((transform for transform in built if isinstance(transform, RandomCrop)), None)
-    transforms = tuple(transform for transform in built if transform is not crop)
+    others = tuple(transform for transform in built if transform is not crop)
     late = None
-    if any(transform.power for transform in transforms):
+    if any(transform.power for transform in others):
         late = _late(features, where)
-    pipeline = Pipeline(crop, transforms, late, _pixels(features))
+    found = Pipeline(crop, others, late, _pixels(features))
     if features.frames is not None:
-        pipeline.check_size(features.frames, features.bands, where)
-    return pipeline
+        found.check_size(features.frames, features.bands, where)
+    return found
 
 
 def _name(transform: Transform) -> str:
-    """Return the name of a built-in transform in configurations, or the class name of a user's transform."""
+    """Return what a configuration calls it; of a user's own the class."""
     package, _, name = type(transform).__module__.rpartition(".")
     return name if package == _PACKAGE else type(transform).__name__
 
@@ -330,8 +324,8 @@ def _late(features: AnyFeatures, where: str) -> LateNormalisation:
     assert isinstance(features, FeatureSettings)  # noqa: S101 - of the kinds that transforms of power act on
     if features.normalise in BY_TRAINING_CLIPS:
         raise ConfigError(
-            f"{where}: gain, noise and reverberation act before normalisation, but normalise: {features.normalise} is applied "
-            f"in the feature cache. Set data.features.normalise to clip or none, or remove these transforms."
+            f"{where}: what acts on power comes before normalisation, and normalise: {features.normalise} is done once for all; "
+            f"take data.features.normalise clip or none, or leave gain, noise and reverberation out"
         )
     least = features.least if features.spectrum == "power" else features.least**2
     return LateNormalisation(features.of_log_power, least, features.normalise == "clip")

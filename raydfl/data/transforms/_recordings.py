@@ -1,4 +1,4 @@
-"""Recordings for transforms: noise, and impulse responses of rooms."""
+"""Recordings that transforms use: noise, and impulse responses of rooms."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from raydfl.data.features.log_mel import FeatureSettings
 from raydfl.data.sets import list_recordings
 
 
-def make_power_extractor(features: FeatureSettings) -> FeatureExtractor:
-    """Build an extractor of log-mel features without cutting and normalisation."""
+def extractor_of_power(features: FeatureSettings) -> FeatureExtractor:
+    """Return what computes log-mel features that are neither cut nor normalised."""
     neutral = {"normalise": "none", "seconds": None, "wave": "as_is", "dtype": "float32"}
     return FeatureExtractor(features.model_copy(update=neutral))
 
 
-def to_power(features: FeatureSettings, logarithms: np.ndarray) -> np.ndarray:
-    """Convert unnormalised log-mel features to the power in bands: float32, same shape."""
+def power_of(features: FeatureSettings, logarithms: np.ndarray) -> np.ndarray:
+    """Return the power in bands, of features that are not normalised: float32, of the same shape."""
     result: np.ndarray = np.exp(logarithms / features.of_log_power).astype(np.float32)
     return result
 
 
-def read_waves(folder: Path, extractor: FeatureExtractor, what: str) -> Iterator[np.ndarray]:
-    """Yield the recordings below a folder in the order of their names: float32 [samples] at the features' rate.
+def waves_in(folder: Path, extractor: FeatureExtractor, what: str) -> Iterator[np.ndarray]:
+    """Yield the recordings in a folder, at any depth, in the order of their names: float32 [samples] at the features' rate.
 
     Args:
-        what: purpose of the recordings, for messages.
+        what: they are, for the messages.
 
     Raises:
-        DataError: the folder is missing or has no recordings, or a recording cannot be read.
+        DataError: there is no such folder, none is in it, or one cannot be read.
     """
     if not folder.is_dir():
-        raise DataError(f"{what}: there is no folder {folder}. Name a folder of recordings.")
+        raise DataError(f"{what}: there is no folder {folder}; name a folder of recordings")
     names, _ = list_recordings(folder)
     if not names:
-        raise DataError(f"{what}: no recording is in {folder}. Put recordings there (.wav, .flac, .ogg ...).")
+        raise DataError(f"{what}: no recording is in {folder}; it must hold recordings (.wav, .flac, .ogg ...)")
     for name in sorted(names):
         try:
             yield extractor.wave(*read_audio(folder / name))

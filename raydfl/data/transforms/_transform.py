@@ -1,8 +1,9 @@
-"""Transform: the base class of random augmentations.
+"""Transform: the base of everything that changes training examples at random.
 
-Random numbers are drawn on the CPU, a few for each example. Every batch has its own generator, seeded by the state of the client's
-generator before local training and by the index of the batch. The augmentation itself consists of tensor operations on any device
-and with any number of leading dimensions. A client's examples are therefore the same in batched and unbatched training.
+What is random is drawn on the CPU, a few numbers for each example, from a generator of its own for each batch: a function of where
+the client's generator stands at the beginning of its training, and of the number of the batch. The change itself is tensor
+operations on any device and for any number of leading dimensions. So a client's examples are the same whoever computes it, alone or
+together with others.
 """
 
 from __future__ import annotations
@@ -23,62 +24,53 @@ Drawn = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True, kw_only=True)
 class Transform(StrictTypes):
-    """Base class of transforms. The fields of a subclass (a frozen pydantic dataclass) are its options."""
+    """Base of every transform. The fields of a subclass (a frozen pydantic dataclass) are its options."""
 
     power: ClassVar[bool] = False
-    """True if the transform acts on the power in bands. Features are then normalised after it, in every batch."""
+    """True where it acts on the power in bands: then features are normalised after it, as each batch is made."""
 
     kinds: ClassVar[tuple[str, ...]] = ("logmel", "kaldi", "file", "model")
-    """Supported kinds of features."""
+    """Kinds of features that it can act on."""
 
     def least(self) -> tuple[int, int]:
-        """Return the smallest supported example: frames and bands, or rows and columns of an image."""
+        """Return the frames and bands (of images: rows and columns) that an example must have for it to make sense."""
         return 1, 1
 
     def check(self, features: AnyFeatures) -> None:
-        """Raise a ConfigError if the transform does not support the features."""
+        """Refuse features that it is not defined for, with a ConfigError."""
 
     def table(self, features: AnyFeatures, seed: int) -> np.ndarray | None:
-        """Read external data, such as recordings of noise, into a float32 table stored with the population.
+        """Return what it needs of the outside world (recordings of noise, say), kept with the population: float32.
 
         Args:
-            features: feature settings of the view.
-            seed: seed of the run.
-
-        Returns:
-            The table, or ``None`` if the transform needs no data.
+            features: of the view that it acts on.
+            seed: the run's.
 
         Raises:
-            DataError: a recording cannot be read.
+            DataError: that cannot be read.
         """
         return None
 
     def draw(
         self, rng: np.random.Generator, frames: np.ndarray, bands: int, table: np.ndarray | None
     ) -> dict[str, np.ndarray]:
-        """Draw the random numbers of a batch, a few for each example.
+        """Draw what is random about the examples of a batch: a few numbers for each.
 
         Args:
-            frames: frames of each example without padding, or rows of images, int64 [examples].
-            bands: bands of a frame, or columns of an image.
-            table: the result of :meth:`table`.
-
-        Returns:
-            Arrays [examples, ...] by name.
+            frames: int64 [examples]: frames that each example has, padding left out; of images rows.
+            bands: of a frame; of images columns.
+            table: see :meth:`table`.
         """
-        raise NotImplementedError(f"{type(self).__name__} must implement draw()")
+        raise NotImplementedError(f"{type(self).__name__} must draw, in draw(), what apply() is to do")
 
     def apply(self, x: Tensor, frames: Tensor, drawn: Mapping[str, Tensor], table: Tensor | None) -> Tensor:
-        """Augment the examples of a batch. ``x`` may be overwritten.
+        """Return the changed examples; ``x`` may be overwritten.
 
         Args:
-            x: features, float32 [..., examples, frames, bands], or images [..., examples, channels, rows, columns]. With ``power``,
-                the power in bands: non-negative, and 0 in padding.
-            frames: frames without padding, int64 [..., examples]. The caller resets padding to 0 afterwards.
-            drawn: random numbers from :meth:`draw`, [..., examples, ...] each.
-            table: the result of :meth:`table`.
-
-        Returns:
-            Tensor of the shape of ``x``.
+            x: float32 [..., examples, frames, bands]: features, or with ``power`` the power in bands (not negative, 0 in padding);
+                of images [..., examples, channels, rows, columns].
+            frames: int64 [..., examples]: frames that are no padding; what is changed in padding is made 0 again.
+            drawn: see :meth:`draw`: [..., examples, ...] each.
+            table: see :meth:`table`.
         """
-        raise NotImplementedError(f"{type(self).__name__} must implement apply()")
+        raise NotImplementedError(f"{type(self).__name__} must change the examples in apply()")

@@ -1,4 +1,4 @@
-"""Option types shared by several transforms."""
+"""Values that several transforms need: types of options."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from typing import Annotated
 from pydantic import AfterValidator
 
 
-def _check_ascending(value: tuple[float, float]) -> tuple[float, float]:
+def _ascending(value: tuple[float, float]) -> tuple[float, float]:
     if not value[0] <= value[1]:
-        raise ValueError(
-            f"the range is reversed: give the lowest value ({value[1]:g}) first, then the highest ({value[0]:g})"
-        )
+        raise ValueError(f"the lowest, {value[0]:g}, comes first and then the highest, {value[1]:g}")
     return value
 
 
-Range = Annotated[tuple[float, float], AfterValidator(_check_ascending)]
-"""Lowest and highest value of a uniform draw."""
+Range = Annotated[tuple[float, float], AfterValidator(_ascending)]
+"""Lowest and highest value of what is drawn."""

@@ -1,7 +1,7 @@
-"""Cutout: set a square of each example to 0.
+"""Cutout: a square of each example is 0.
 
-T. DeVries, G. W. Taylor, Improved Regularization of Convolutional Neural Networks with Cutout, arXiv:1708.04552, section 3.
-The centre of the square is uniform over all positions. Part of the square may be outside the example.
+T. DeVries, G. W. Taylor, Improved Regularization of Convolutional Neural Networks with Cutout, arXiv:1708.04552, section 3: the
+middle of the square is drawn evenly among all places, so that a part of it may lie outside.
 """
 
 from __future__ import annotations
@@ -20,36 +20,33 @@ from raydfl.data.transforms._transform import Transform
 
 @dataclass(frozen=True, kw_only=True)
 class Cutout(Transform):
-    """Set a random square of an image, or of frames and bands, to 0."""
+    """A square of an image, or as many frames and bands, becomes 0."""
 
     kinds: ClassVar[tuple[str, ...]] = ("logmel", "kaldi", "file", "model", "image")
 
-    size: Annotated[
-        int,
-        Field(ge=1, description="Side of the square: rows and columns of an image, or frames and bands of features."),
-    ]
+    size: Annotated[int, Field(ge=1, description="Rows and columns of the square; of features its frames and bands.")]
 
     def least(self) -> tuple[int, int]:
-        """Return the smallest supported example."""
+        """See :class:`Transform`."""
         return self.size, 1
 
     def draw(
         self, rng: np.random.Generator, frames: np.ndarray, bands: int, table: np.ndarray | None
     ) -> dict[str, np.ndarray]:
-        """Draw the row and the column of each square's centre, int64 [examples]."""
+        """See :class:`Transform`: row and column of the square's middle, int64 [examples]."""
         return {"row": rng.integers(0, frames), "column": rng.integers(0, bands, len(frames))}
 
     def apply(self, x: Tensor, frames: Tensor, drawn: Mapping[str, Tensor], table: Tensor | None) -> Tensor:
-        """Set the drawn squares to 0."""
+        """See :class:`Transform`."""
         rows, columns = (
-            _mask_around(drawn[name], self.size, size) for name, size in (("row", x.shape[-2]), ("column", x.shape[-1]))
+            _within(drawn[name], self.size, size) for name, size in (("row", x.shape[-2]), ("column", x.shape[-1]))
         )
         square = rows.unsqueeze(-1) & columns.unsqueeze(-2)
         return x.masked_fill(square.unsqueeze(-3) if x.ndim > frames.ndim + 2 else square, 0.0)
 
 
-def _mask_around(middle: Tensor, length: int, size: int) -> Tensor:
-    """Return a mask, bool [..., size], of the ``length`` positions around ``middle``."""
+def _within(middle: Tensor, length: int, size: int) -> Tensor:
+    """Return which of ``size`` places lie in a stretch of that length around the middle: bool [..., size]."""
     first = (middle - length // 2).unsqueeze(-1)
     place = spectra.places(size, middle.device)
     return (place >= first) & (place < first + length)

@@ -1,4 +1,4 @@
-"""Flip: mirror images horizontally."""
+"""Flip: an image's mirror image."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from raydfl.data.transforms._transform import Transform
 
 @dataclass(frozen=True, kw_only=True)
 class Flip(Transform):
-    """Mirror random images horizontally."""
+    """Left and right are exchanged."""
 
     kinds: ClassVar[tuple[str, ...]] = ("image",)
 
-    share: Annotated[float, Field(ge=0, le=1, description="Probability of flipping an image. 0 disables it.")] = 0.5
+    share: Annotated[float, Field(ge=0, le=1, description="Share of the images that are flipped, drawn anew.")] = 0.5
 
     def draw(
         self, rng: np.random.Generator, frames: np.ndarray, bands: int, table: np.ndarray | None
     ) -> dict[str, np.ndarray]:
-        """Draw the images to flip, bool [examples]."""
+        """See :class:`Transform`: bool [examples]."""
         return {"flipped": rng.random(len(frames)) < self.share}
 
     def apply(self, x: Tensor, frames: Tensor, drawn: Mapping[str, Tensor], table: Tensor | None) -> Tensor:
-        """Mirror the drawn images."""
+        """See :class:`Transform`."""
         return torch.where(drawn["flipped"][..., None, None, None], x.flip(-1), x)

@@ -1,4 +1,4 @@
-"""Gain: make an example louder or softer."""
+"""Gain: an example is louder or softer."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from raydfl.data.transforms._values import Range
 
 @dataclass(frozen=True, kw_only=True)
 class Gain(Transform):
-    """Multiply the power of each example by a random factor."""
+    """A factor on an example's power."""
 
     power: ClassVar[bool] = True
     kinds: ClassVar[tuple[str, ...]] = ("logmel",)
 
-    db: Annotated[Range, Field(description="Lowest and highest gain in dB. Gains are uniform in this range.")] = (
+    db: Annotated[Range, Field(description="Lowest and highest gain in dB, between which it is drawn evenly.")] = (
         -6.0,
         6.0,
     )
 
     def check(self, features: AnyFeatures) -> None:
-        """Reject features with a z-score per clip, because normalisation cancels every gain."""
+        """See :class:`Transform`: a z-score of the clip takes every gain back."""
         if features.normalise == "clip":
             raise ConfigError(
-                "data.features.normalise: clip cancels every gain, so this transform has no effect. Remove it, or set "
-                "data.features.normalise to none."
+                "data.features.normalise: clip takes any gain back, so it would change nothing; leave it out, or take "
+                "normalise none"
             )
 
     def draw(
         self, rng: np.random.Generator, frames: np.ndarray, bands: int, table: np.ndarray | None
     ) -> dict[str, np.ndarray]:
-        """Draw the factors of power, float32 [examples]."""
+        """See :class:`Transform`: the factor on power, float32 [examples]."""
         return {"factor": (10 ** (rng.uniform(*self.db, len(frames)) / 10)).astype(np.float32)}
 
     def apply(self, x: Tensor, frames: Tensor, drawn: Mapping[str, Tensor], table: Tensor | None) -> Tensor:
-        """Multiply power by the drawn factors."""
+        """See :class:`Transform`."""
         return x.mul_(drawn["factor"][..., None, None])

@@ -1,4 +1,4 @@
-"""Random crop: cut a random part of each example."""
+"""Random crop: a part of each example, at another place in every epoch."""
 
 from __future__ import annotations
 
@@ -19,57 +19,54 @@ from raydfl.data.transforms._transform import Transform
 
 @dataclass(frozen=True, kw_only=True)
 class RandomCrop(Transform):
-    """Cut a random part of each example. Shorter clips stay whole."""
+    """Part of an example, drawn anew for each batch; clips that are shorter stay whole."""
 
     kinds: ClassVar[tuple[str, ...]] = ("logmel", "kaldi", "file", "model", "image")
 
-    size: Annotated[int, Field(ge=1, description="Length of the part in frames, or its side in pixels for images.")]
-    pad: Annotated[int, Field(ge=0, description="Pixels added on each side of an image before cropping.")] = 0
+    size: Annotated[int, Field(ge=1, description="Frames of the part; of images its rows and columns.")]
+    pad: Annotated[int, Field(ge=0, description="Of images: rows and columns put around each before it is cut.")] = 0
     pad_with: Annotated[
         Literal["zero", "black"],
-        Field(
-            description="Value of the added pixels. zero: 0 after normalisation (the mean). black: 0 before normalisation."
-        ),
+        Field(description="What these are: zero after mean and deviation, so the mean; or black, zero before."),
     ] = "zero"
     test: Annotated[
         Literal["centre", "segments"],
         Field(
-            description="Crop for evaluation. centre: the middle. segments: consecutive parts; their predictions are averaged."
+            description="What is cut of an example that is measured on. centre: its middle. segments: parts from its beginning on, "
+            "of whose predictions the mean is taken."
         ),
     ] = "centre"
     stride: Annotated[
-        int | None, Field(ge=1, description="Frames between the starts of two segments. null: the length of a segment.")
+        int | None, Field(ge=1, description="Frames from one segment to the next. null: as long as a segment.")
     ] = None
 
     def least(self) -> tuple[int, int]:
-        """Return the smallest supported example."""
+        """See :class:`Transform`."""
         return max(1, self.size - 2 * self.pad), max(1, self.size - 2 * self.pad) if self.pad else 1
 
     def check(self, features: AnyFeatures) -> None:
-        """Reject options without effect on the features."""
+        """See :class:`Transform`."""
         if features.kind == "image" and (self.test != "centre" or self.stride is not None):
-            raise ConfigError(
-                "test: segments and stride apply to clips only. Remove them: images are cropped at the centre."
-            )
+            raise ConfigError("test: segments and stride are for clips; of images the middle is taken")
         if features.kind != "image" and self.pad:
-            raise ConfigError("pad is for images, because shorter clips stay whole. Remove pad.")
+            raise ConfigError("pad is for images; clips that are shorter than the part stay whole")
         if self.pad_with != "zero" and not self.pad:
-            raise ConfigError("pad_with has no effect, because pad is 0. Set pad, or remove pad_with.")
+            raise ConfigError("pad_with says what is put around images, and pad is 0; set pad, or leave pad_with out")
         if self.stride is not None and self.test != "segments":
-            raise ConfigError("stride applies to test: segments only. Remove stride, or set test to segments.")
+            raise ConfigError("stride is for test: segments; leave it out")
 
     def corners(self, rng: np.random.Generator, count: int, rows: int, columns: int) -> dict[str, np.ndarray]:
-        """Draw the first row and the first column of the part of ``count`` padded images, int64 [count]."""
+        """Draw the first row and column of the part of each of ``count`` padded images."""
         bounds = {"top": rows + 2 * self.pad - self.size, "left": columns + 2 * self.pad - self.size}
         return {f"crop/{name}": rng.integers(0, free + 1, count) for name, free in bounds.items()}
 
     def cut_images(self, x: Tensor, drawn: Mapping[str, Tensor] | None, black: Tensor | None) -> Tensor:
-        """Cut parts [..., images, channels, size, size] out of images. Without ``drawn``, cut the middle.
+        """Return the parts [..., images, channels, size, size] of images; their middles where nothing is drawn.
 
         Args:
-            x: images, float32 [..., images, channels, rows, columns].
-            drawn: random numbers from :meth:`corners`.
-            black: normalised value of a black pixel, float32 [channels, 1, 1], for ``pad_with: black``.
+            x: float32 [..., images, channels, rows, columns].
+            drawn: see :meth:`corners`.
+            black: float32 [channels, 1, 1]: what a pixel of 0 has become, where ``pad_with`` needs it.
         """
         around = (self.pad, self.pad, self.pad, self.pad)
         pad = torch.nn.functional.pad

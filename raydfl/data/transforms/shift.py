@@ -1,4 +1,4 @@
-"""Shift: move an example in time."""
+"""Shift: an example begins earlier or later."""
 
 from __future__ import annotations
 
@@ -16,25 +16,24 @@ from raydfl.data.transforms._transform import Transform
 
 @dataclass(frozen=True, kw_only=True)
 class Shift(Transform):
-    """Rotate the frames of an example by a random offset."""
+    """Frames move to later or earlier places; what is moved out at one end comes in at the other."""
 
     frames: Annotated[
-        int,
-        Field(ge=0, description="Largest shift in frames, in both directions. Shifts are uniform. 0 disables them."),
+        int, Field(ge=0, description="Most frames of a shift; it is drawn evenly from minus that to plus that.")
     ] = 10
 
     def least(self) -> tuple[int, int]:
-        """Return the smallest supported example."""
+        """See :class:`Transform`."""
         return self.frames + 1, 1
 
     def draw(
         self, rng: np.random.Generator, frames: np.ndarray, bands: int, table: np.ndarray | None
     ) -> dict[str, np.ndarray]:
-        """Draw the shift of each example in frames, int64 [examples]."""
+        """See :class:`Transform`: frames by which it moves, int64 [examples]."""
         return {"by": rng.integers(-self.frames, self.frames + 1, len(frames))}
 
     def apply(self, x: Tensor, frames: Tensor, drawn: Mapping[str, Tensor], table: Tensor | None) -> Tensor:
-        """Rotate the frames by the drawn shifts."""
+        """See :class:`Transform`."""
         place = spectra.places(x.shape[-2], x.device)
         source = (place - drawn["by"].unsqueeze(-1)) % frames.clamp_min(1).unsqueeze(-1)
         return x.gather(-2, source.unsqueeze(-1).expand(x.shape))
