@@ -1,4 +1,4 @@
-"""Names in a federation of several parts (``data.parts``), each with classes of its own. A single unnamed part marks nothing.
+"""Names in a federation of several parts (``data.parts``), each with its own classes. A single unnamed part adds no mark.
 
 What fits all parts (the trunk of a network) the server has once. What depends on a part's classes (its last layer) it has for each
 part, under the tensor's name with the part's behind it: ``"model/output.weight@digits"``. A client knows only plain names: on the
@@ -27,7 +27,7 @@ def qualify(part: str, separator: str, name: str) -> str:
 
 
 def describe_part(part: str) -> dict[str, str]:
-    """Return the part's entry in the profiles of its clients; an unnamed part has none."""
+    """Return the part's entry in the profiles of its clients: empty for an unnamed part."""
     return {"part": part} if part else {}
 
 
@@ -48,15 +48,15 @@ def _mark(part: str) -> str:
 
 
 def check_name(name: str, part: str) -> str:
-    """Return the name of a tensor that clients of a part have.
+    """Check the name of a tensor at clients of a part, and return it.
 
     Raises:
-        ConfigError: it holds an @, and the part is named.
+        ConfigError: the name contains an @, and the part is named.
     """
     if _MARK in name and _mark(part):
         raise ConfigError(
-            f"the name {name!r} of a tensor holds {_MARK!r}, which with data.parts stands before a part's name; rename it in the "
-            f"network or the method, or do without data.parts"
+            f"the name {name!r} of a tensor contains {_MARK!r}, the mark of a part's name in data.parts. Rename the tensor in the "
+            f"network or the method, or remove data.parts"
         )
     return name
 
@@ -71,7 +71,7 @@ def plain_name(name: str) -> str:
 
 
 def beside(name: str, tensor: str) -> str:
-    """Return the name of something that a tensor's part has of its own; unchanged where the tensor is no part's own.
+    """Qualify a name by the part of a tensor. Tensors of all parts leave it unchanged.
 
     >>> beside("clients", "model/output.weight@digits"), beside("clients", "model/gru.weight")
     ('clients@digits', 'clients')
@@ -81,20 +81,20 @@ def beside(name: str, tensor: str) -> str:
 
 
 def of_part(tensors: Mapping[str, T], part: str) -> Mapping[str, T]:
-    """Return what a part's clients know of the server's tensors, by plain names."""
+    """Select the server's tensors for clients of a part, by plain names."""
     end = _mark(part)
     return {name.removesuffix(end): value for name, value in tensors.items() if _MARK not in name or name.endswith(end)}
 
 
 def marked(values: Mapping[str, T], part: str, server: Container[str]) -> dict[str, T]:
-    """Return what a client of a part sends, by the server's names.
+    """Rename a payload of a client of a part to the server's names.
 
     Args:
-        values: by plain names.
-        part: the client's.
-        server: the names that the server has; what it does not know plainly is the part's own.
+        values: the payload by plain names.
+        part: the client's part.
+        server: the server's names. Names that are missing here belong to the part.
 
     Raises:
-        ConfigError: a name holds an @.
+        ConfigError: a name contains an @.
     """
     return {name if check_name(name, part) in server else own_name(name, part): value for name, value in values.items()}

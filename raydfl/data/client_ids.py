@@ -63,7 +63,7 @@ class ClientIds(OnDemand[str]):
         """Return the columns of a table of clients that hold the ids."""
         return {"client": self.column} | ({} if self.by_id is None else {"by_id": pa.array(self.by_id)})
 
-    def in_part(self, part: str) -> pa.LargeStringArray:
+    def select_part(self, part: str) -> pa.LargeStringArray:
         """Return the ids as a federation of several parts has them: ``digits/george``."""
         prefix, large = qualify(part, "/", ""), pa.large_string()
         if not prefix:  # millions of ids are not copied

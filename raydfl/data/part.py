@@ -129,7 +129,7 @@ class Part:
             self._held[role] = self.examples(self.tables.block(role))
         return self._held[role]
 
-    def by_class(self, counts: np.ndarray) -> np.ndarray:
+    def sum_by_class(self, counts: np.ndarray) -> np.ndarray:
         """Return int64 [..., classes], made of int64 [..., labels]."""
         return counts if self.sets is None else counts @ self.sets.astype(np.int64)
 

@@ -170,7 +170,7 @@ class Population:
                 ]
                 for key, values in part.columns.items()  # numbers stand for the values of all places
             }
-            tables = part.tables.with_clips(own.tables, place, columns)
+            tables = part.tables.fill_clips(own.tables, place, columns)
             parts[name] = dataclasses.replace(part, tables=tables, views=views, pools=own.pools)
         return Population(parts, self._tables)
 
@@ -292,7 +292,7 @@ class Population:
     def class_counts(self) -> np.ndarray:
         """Return int64 [classes]: training clips of all clients together by class, a clip once for each client that has it."""
         return np.concatenate(
-            [part.by_class(part.tables.count_labels(len(part.labels))) for part in self._parts.values()]
+            [part.sum_by_class(part.tables.count_labels(len(part.labels))) for part in self._parts.values()]
         )
 
     def label_counts(
@@ -312,7 +312,7 @@ class Population:
         for part, span in zip(self._parts.values(), self.spans.values(), strict=True):
             own = np.flatnonzero((wanted >= span.start) & (wanted < span.stop))
             found = part.tables.label_counts(of, len(part.labels), wanted[own] - span.start)
-            counts[own, column : column + len(part.classes)] = part.by_class(found)
+            counts[own, column : column + len(part.classes)] = part.sum_by_class(found)
             column += len(part.classes)
         return counts
 

@@ -180,7 +180,7 @@ class Tables:
         found: np.ndarray = np.asarray(self.read_clients("place")) == self.places.index(place)
         return found
 
-    def with_clips(self, own: Tables, place: str, columns: Mapping[str, np.ndarray]) -> Tables:
+    def fill_clips(self, own: Tables, place: str, columns: Mapping[str, np.ndarray]) -> Tables:
         """Return these clients with the clips of one place.
 
         Args:
@@ -364,7 +364,7 @@ def join_tables(parts: Mapping[str, Tables]) -> Tables:
         client = own.owners_of()
         client = np.where(client < 0, np.int32(-1), client + np.int32(first))
         clips.append(pa.table({"part": of_clips, **_columns(own.clips), "client": pa.array(client)}))
-        ids = own.ids.in_part(name)
+        ids = own.ids.select_part(name)
         columns = {name: column for name, column in _columns(own.clients).items() if name != "by_id"}
         clients.append(pa.table({"part": of_clients, **columns, "client": ids}))
         arrays |= {qualify(name, ".", key): array for key, array in own.arrays.items()}

@@ -1,6 +1,6 @@
 """Federated methods: one module per paper, named as in the configuration.
 
-This room imports objectives, training, rules, models, data and core, and never engine. Start with fedavg.py, fedprox.py (a new
+Imports objectives, training, rules, models, data and core, and never engine. Begin with fedavg.py, fedprox.py (a new
 loss) and scaffold.py (state at server and clients). To add a method, subclass :class:`Method`.
 """
 

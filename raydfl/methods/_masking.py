@@ -67,7 +67,7 @@ class RatioMasking(MaskingMethod, ABC):
 
     @property
     def prunes(self) -> bool:
-        """Whether any client may prune."""
+        """True if any client may prune."""
         return self.ratio > 0 or self.ratio_from is not None
 
     def ratio_for(self, client: Client) -> float:

@@ -577,7 +577,7 @@ def test_a_run_on_a_file_cannot_predict_and_says_what_it_takes(tmp_path: Path) -
     train_federation(config)
     run = tmp_path / "runs" / "run"
     with pytest.raises(
-        InputError, match=r"run was trained on features from a file \(apc.npz\): nothing .* raydfl export"
+        InputError, match=r"run was trained on features from a file \(apc.npz\), so .* Use raydfl export"
     ):
         classify(run, [tmp_path / "some.wav"])
     said = describe_front_end(load_model(run).view)

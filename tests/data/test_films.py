@@ -129,9 +129,7 @@ def test_a_silent_film_a_broken_one_and_no_decoder(job: Path, raydfl: Raydfl, mo
         len(raydfl("predict", folder / "runs/x", folder / "0.mkv", *more, "--csv").out.splitlines())
         for more in ((), ("--model", "video"))
     ] == [2, 2]
-    raydfl("predict", folder / "runs/x", folder / "0.mkv", "--view", "video=x").refuses(
-        "--view goes with .*--model fusion"
-    )
+    raydfl("predict", folder / "runs/x", folder / "0.mkv", "--view", "video=x").refuses("--view needs .*--model fusion")
     with monkeypatch.context() as without:  # sound and pictures are in the cache
         without.setitem(sys.modules, "av", None)
         assert raydfl("data", "prepare", job, "data.unreadable=skip").code == 0

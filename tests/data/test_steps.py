@@ -294,12 +294,12 @@ def test_the_command_line_prints_the_tables_after_a_step(raydfl: Raydfl, tmp_pat
     job = tmp_path / "job.yaml"
     job.write_text(f"method: fedavg\ndata: {{name: '{Path(__file__).parent}/tiny_sets.py:Made', columns: [take]}}\n")
     text = raydfl("data", "info", job, "--step", "split", "data.leave_out=[w1]").out
-    assert "clips after the step split, 90 rows" in text
+    assert "clips after step split, 90 rows" in text
     assert "... and 70 more" in text
     assert [line.split() for line in text.splitlines() if line.startswith("w0/g0/1 ")] == [
         ["w0/g0/1", "w0", "g0", "validation", "1", "r0-0", "1", "train"]
     ]
-    raydfl("data", "info", job, "--step", "spilt").refuses("--step spilt: there is no such step; did you mean 'split'?")
+    raydfl("data", "info", job, "--step", "spilt").refuses("--step spilt: unknown step; did you mean 'split'?")
 
 
 def test_tables_of_sites_are_named_at_the_sites(made: Make, tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ def test_an_entry_that_no_task_receives_is_no_model(tiny: Tiny) -> None:
         (["method.options={splt: test}"], r"it has the option 'splt'; did you mean 'split'"),
         (["method.options={split: tset}"], r"there is no split 'tset'; did you mean 'test'"),
         (["method.options={models: [modle]}"], r"no whole model 'modle'; did you mean 'model'"),
-        (["method.options={models: model}"], r"models is 'model'; give a list"),
+        (["method.options={models: model}"], r"models is 'model'. Set it to a list"),
         (["method.receive=[[best], [best]]"], r"'model' of 'best' is measured twice on the split 'test'"),
         (
             ["method.receive=[[head]]", "method.options={models: [model]}"],

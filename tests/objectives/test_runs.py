@@ -426,7 +426,7 @@ BAD: dict[str, tuple[tuple[str, ...], str]] = {
     "untrained label": ((MACHINES,), "no client has a clip of label 'anomalous'"),
     "untrained class": (
         (*SETTINGS["multi_label"], "data.late=true"),
-        "no client has a clip of class 'top'; choose data.split",
+        "no client has a clip of class 'top'. Change data.split",
     ),
     "no class": (
         (*SETTINGS["multi_label"], "data.leave_out=[low, high, middle|low, 'low|high', high|middle]"),

@@ -192,4 +192,4 @@ def test_predict_scores_the_test_clips_of_a_run_and_the_report_shows_them(
     assert "normal scores over rounds" in page
     both = raydfl("predict", folder, "x.wav", "--test")
     assert both.code == 2
-    assert "give either recordings (FILE...) or --test" in both.err
+    assert "Name recordings (FILE...), or use --test" in both.err

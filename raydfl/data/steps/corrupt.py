@@ -86,7 +86,7 @@ def corrupt(tables: Assignment, settings: CorruptSettings, seed: int) -> Assignm
     noise = train & (client >= 0)
     noise[noise] = noisy[client[noise]]
     flags = {name: pa.array(flag) for name, flag in (("noisy", noisy), ("label_errors", wrong)) if flag.any()}
-    return replace(tables, clients=set_columns(tables.clients, flags)).with_clips(
+    return replace(tables, clients=set_columns(tables.clients, flags)).set_clips(
         label=encode(label, tables.classes),
         store=encode(noise.astype(np.int8), STORES),
         noise=pa.array(noise),
@@ -131,7 +131,7 @@ def remove_views(tables: Assignment, missing: Mapping[str, float], seed: int) ->
         number = math.floor(round(share * tables.clients.num_rows, 9) + 0.5)
         rng = generator(seed, 0, "", f"missing {view}")
         without = draw_clients(tables.ids, number, rng, f"data.missing.{view}", "without")
-        tables = tables.with_clips(**{f"lacks:{view}": pa.array((client >= 0) & without[client])})
+        tables = tables.set_clips(**{f"lacks:{view}": pa.array((client >= 0) & without[client])})
     return tables
 
 

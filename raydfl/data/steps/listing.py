@@ -125,7 +125,7 @@ class Assignment:
         clips = self.clips.filter(chosen) if rows.dtype == bool else self.clips.take(chosen)
         return replace(self, clips=clips)
 
-    def with_clips(self, **columns: pa.Array) -> Assignment:
+    def set_clips(self, **columns: pa.Array) -> Assignment:
         """Return the tables with columns of clips added or replaced."""
         return replace(self, clips=set_columns(self.clips, columns))
 
@@ -174,7 +174,7 @@ def add_batch_column(tables: Assignment, name: str) -> Assignment:
     values = natural_order(list(set(texts.tolist())))
     code = {value: number for number, value in enumerate(values)}
     codes = np.array([code[text] for text in texts], np.int32)
-    return tables.with_clips(**{f"batch:{name}": encode(codes, values)})
+    return tables.set_clips(**{f"batch:{name}": encode(codes, values)})
 
 
 def sizes_text(sizes: np.ndarray) -> str:

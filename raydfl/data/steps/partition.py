@@ -62,7 +62,7 @@ def partition_clips(
         deal[rows] = number
     order = np.lexsort((deal, np.where(client < 0, len(ids), client)))
     kept = (client >= 0) | tables.has_role("server_validation", "test")
-    tables = replace(tables, clients=pa.record_batch(columns)).with_clips(client=encode(client, index.column))
+    tables = replace(tables, clients=pa.record_batch(columns)).set_clips(client=encode(client, index.column))
     if not kept.all():
         tables = tables.with_message(f"{(~kept).sum()} training clips belong to no client: {reason}")
     return tables.select(order[kept[order]])

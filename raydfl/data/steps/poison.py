@@ -83,4 +83,4 @@ def poison(tables: Assignment, attack: Poisoner, seed: int) -> Assignment:
         for name, end in ends.items()
     }
     changed = np.concatenate([np.zeros(len(label), bool), altered, np.ones(len(triggered), bool)])
-    return tables.select(rows).with_clips(altered=pa.array(changed), **columns)
+    return tables.select(rows).set_clips(altered=pa.array(changed), **columns)

@@ -138,7 +138,7 @@ def assign_pools(
         pool[rows[chosen]] = number
     if unlabelled is None and (idle := int((pool[rows] < 0).sum())):
         tables = tables.with_message(f"{idle} training clips are in no pool, so nobody trains on them")
-    return tables.with_clips(pool=encode(pool, [*found])).select(np.where(train, pool >= 0, ~without))
+    return tables.set_clips(pool=encode(pool, [*found])).select(np.where(train, pool >= 0, ~without))
 
 
 def _select_by_column(tables: Assignment, pools: Mapping[str, PoolSettings]) -> dict[str, np.ndarray]:

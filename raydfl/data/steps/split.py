@@ -158,7 +158,7 @@ def split_clips(tables: Assignment, settings: SplitSettings, seed: int) -> Assig
         if _is_by_value(how):
             rows = np.flatnonzero(role == 0)
             role[rows[with_values(tables.select(rows), how, seed, f"data.split.{name}")]] = ROLES.index(name)
-    return tables.with_clips(role=encode(role, ROLES)).select(role >= 0)
+    return tables.set_clips(role=encode(role, ROLES)).select(role >= 0)
 
 
 def hold_out(tables: Assignment, settings: SplitSettings, seed: int) -> Assignment:
@@ -177,7 +177,7 @@ def hold_out(tables: Assignment, settings: SplitSettings, seed: int) -> Assignme
                 mine = first + np.flatnonzero((role[first:stop] == 0) & (pool[first:stop] == number))
                 role[mine[_draw(how, label[mine], rng)]] = ROLES.index(name)
     pool = np.where(role == 0, pool, -1).astype(np.int8)
-    return tables.with_clips(role=encode(role, ROLES), pool=encode(pool, tables.pools))
+    return tables.set_clips(role=encode(role, ROLES), pool=encode(pool, tables.pools))
 
 
 PURPOSES = {"client_test": "test", "validation": "validation"}

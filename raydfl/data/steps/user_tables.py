@@ -124,7 +124,7 @@ def add_clip_columns(tables: Assignment, path: Path) -> Assignment:
         columns["pool"] = encode(pool[rows], pools)
     if _CLIENT in texts:
         columns[_CLIENT] = texts[_CLIENT].take(pa.array(rows))
-    return tables.with_clips(**columns)
+    return tables.set_clips(**columns)
 
 
 def match_clients(tables: Assignment, path: Path, columns: Iterable[str]) -> Assignment:
@@ -154,7 +154,7 @@ def match_clients(tables: Assignment, path: Path, columns: Iterable[str]) -> Ass
     if "group" in tables.clients.schema.names:
         clients["group"] = tables.clients.column("group").take(pa.array(np.argsort(place)))
     clients |= _further(table, [name for name in table.column_names if name != _CLIENT], path, where)
-    found = replace(tables, clients=pa.record_batch(clients)).with_clips(client=encode(client, ids.column))
+    found = replace(tables, clients=pa.record_batch(clients)).set_clips(client=encode(client, ids.column))
     return found.select(order)
 
 
@@ -199,7 +199,7 @@ def share_clips(tables: Assignment, path: Path, where: str, minimum: int, profil
     clients |= _further(table, profiles, path, where)
     order = np.concatenate([np.flatnonzero(trained)[owned], np.flatnonzero(~trained)])
     found = replace(tables.select(order), clients=pa.record_batch(clients))
-    found = found.with_clips(client=encode(np.full(len(order), -1, np.int32), ids.column))
+    found = found.set_clips(client=encode(np.full(len(order), -1, np.int32), ids.column))
     if owned.all():
         return found
     return found.with_message(f"{(~owned).sum()} training clips belong to no client: none of {path} has them")

@@ -202,7 +202,7 @@ class SegmentUsage:
 
     @property
     def wasteful(self) -> bool:
-        """Whether the segments exceed about twice the size of their live records."""
+        """True if the segments exceed about twice the size of their live records."""
         return self.bytes > 2 * self.live + _SLACK
 
     def sparse(self) -> set[str]:

@@ -519,5 +519,5 @@ def test_an_option_that_no_file_system_has_is_told_at_once(monkeypatch: pytest.M
 
 
 def test_actors_that_have_to_be_there_need_ray(tiny: Tiny) -> None:
-    with pytest.raises(ConfigError, match=r"leave ray\.min_actors out"):
+    with pytest.raises(ConfigError, match=r"Remove ray\.min_actors"):
         tiny("ray.min_actors=1", "ray.actors=0")
