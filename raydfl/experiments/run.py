@@ -180,6 +180,7 @@ def _run_sweep(
     return run_study(replace(sweep, settings=sweep.settings.model_copy(update=own)), progress, run_config)
 
 
-load_sweep, load_search = (_rename(name, load_study) for name in ("load_sweep", "load_search"))
+load_sweep = _rename("load_sweep", load_study)
+load_search = _rename("load_search", load_study)
 run_sweep = _rename("run_sweep", _run_sweep)
 run_search = _rename("run_search", run_study)
