@@ -101,10 +101,8 @@ def _choose_owners(table: pa.Table, client: str | None, default: str) -> tuple[p
     if client == NOBODY or (client is None and not known and table.column("group").null_count == table.num_rows):
         names = ", ".join(sorted({*table.column_names} - {*STANDARD}))
         table = table.set_column(place, "group", pa.nulls(table.num_rows, pa.string()))
-        return (
-            table,
-            f"no clip has an owner; --client COLUMN takes the owners from one of {names or 'no further columns'}",
-        )
+        hint = f" Use --client with one of {names} to name them." if names else ""
+        return table, f"no clip has an owner.{hint}"
     if client is None and table.column("group").null_count == table.num_rows:
         if len(known) > 1:
             raise InputError(
