@@ -186,7 +186,7 @@ def test_the_command_trains_four_runs_side_by_side_and_survives_ctrl_c(
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=300)
     assert process.returncode == 1, out
-    assert "the same command continues them" in out
+    assert "Run the same command to continue them" in out
     assert list((tmp_path / "runs" / "tune").glob("grid-*/experiment_state-*.json"))
     before = {run.name for run in load_study(file).trials if run.finished}
     assert len(before) < 4
