@@ -1,4 +1,4 @@
-"""Files that are whole or absent, whatever happens, and what is said when the disk is full."""
+"""Atomic writing of files, and errors for full disks and unwritable folders."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _UNWRITABLE = (
     *(errno.EACCES, errno.EPERM, errno.EROFS),
     *(errno.ENOTDIR, errno.EEXIST, errno.ENOENT, errno.ELOOP, errno.ENAMETOOLONG),
 )
-"""What the system says of folders in which nothing can be written, or that cannot be made."""
+"""Error codes for folders that are unwritable or cannot be created."""
 
 
 def plain_name(name: object) -> str:

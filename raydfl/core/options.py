@@ -1,4 +1,4 @@
-"""Options of a class or of a group of settings, and messages that say what is wrong with those that were given."""
+"""Options of a class or of a group of settings, and error messages for their values."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def explain(error: ValidationError, where: str, values: Any, cls: Any = None) ->
 
 
 _OWN = ("value_error", "assertion_error")
-"""Errors with a message of ours, which says all that there is to say."""
+"""Types of errors whose messages are raydfl's own and complete."""
 
 
 def _place(values: Any, item: Mapping[str, Any]) -> tuple[Any, ...]:

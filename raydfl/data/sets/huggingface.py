@@ -57,7 +57,7 @@ class HuggingFace(PackedSet):
         str | None, Field(description="column with the classes; null: label, or the only one of the type ClassLabel")
     ] = None
     group_column: Annotated[
-        str | None, Field(description="column that says whose clip it is; null: group if there is one")
+        str | None, Field(description="column with the owner of a clip; null: group, if present")
     ] = None
 
     def manifest(self) -> pa.Table:

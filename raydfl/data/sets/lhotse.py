@@ -59,7 +59,7 @@ class Lhotse(PackedSet):
         ),
     ] = "label"
     group_column: Annotated[
-        str | None, Field(description="what says whose clip it is, likewise; null: speaker if there is one")
+        str | None, Field(description="owner of a clip, chosen like the label; null: speaker, if present")
     ] = None
 
     def clips(self, root: Path, file: str) -> pa.Table:

@@ -53,7 +53,7 @@ class Manifest(Dataset):
     path_column: Annotated[str, Field(description="column with the paths")] = "path"
     label_column: Annotated[str, Field(description="column with the classes")] = "label"
     group_column: Annotated[
-        str | None, Field(description="column that says whose clip it is; null: 'group' if there is one")
+        str | None, Field(description="column with the owner of a clip; null: 'group', if present")
     ] = None
     split_column: Annotated[
         str | None,
