@@ -1,7 +1,9 @@
-"""One run, from its folder to its page: starting, resuming, progress, tracking, reports and inference.
+"""One run, from its folder to its report: starting, resuming, progress, tracking, reports and inference.
 
-Imports cluster and every room below it; it alone uses matplotlib, jinja2, MLflow and ONNX. Begin with _run.py, then folder.py.
-report/ writes pages, inference/ uses trained models. Names of this room are imported when they are first used: a page needs no Ray.
+The room imports cluster and every room below it. It alone uses matplotlib, jinja2, MLflow and ONNX. Read _run.py first, then folder.py.
+report/ writes reports, and inference/ uses trained models. Names of this room are imported on first use, so a report needs no Ray.
+
+A run's *metrics table* is the Parquet files in ``rows/``. The *report* is the HTML page ``report.html``.
 """
 
 from raydfl.core.lazy import lazy_names

@@ -1,4 +1,4 @@
-"""The names of this room that others use, and where each lives; ``__init__.py`` finds them by it."""
+"""Public names of this room and the modules that define them. ``__init__.py`` imports names from this table."""
 
 from raydfl.runs._replay import replay as replay
 from raydfl.runs._run import iterate_rounds as iterate_rounds

@@ -1,4 +1,4 @@
-"""Numbers in words: durations and sizes."""
+"""Durations and sizes as text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 
 def duration(seconds: float) -> str:
-    """Return a number of seconds in words; ``?`` when they are not known.
+    """Format a duration in seconds. NaN and infinities become ``?``.
 
     >>> duration(5), duration(200), duration(7300)
     ('5 s', '3 min 20 s', '2 h 1 min')
@@ -22,7 +22,7 @@ def duration(seconds: float) -> str:
 
 
 def size(number_of_bytes: float) -> str:
-    """Return a number of bytes in words, in powers of 1000.
+    """Format a number of bytes in powers of 1000.
 
     >>> size(999), size(1500), size(2.5e9)
     ('999 B', '1.5 kB', '2.5 GB')

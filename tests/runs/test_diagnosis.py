@@ -162,7 +162,7 @@ def test_pages_say_it_first(tmp_path: Path) -> None:
     ("overrides", "kind", "text"),
     [
         (["train.optimiser.lr=1e20"], "diverged", "worthless: the training diverged: the loss on the test data is "),
-        (["data.classes=1"], "one class", "worthless: there is one class only, 'tone0'"),
+        (["data.classes=1"], "one class", "worthless: the data have a single class, 'tone0'"),
     ],
 )
 def test_a_worthless_run_is_said_and_has_the_code_of_bad_input(

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from raydfl.engine.telemetry import RoundReport
-from raydfl.runs.progress import Mode, Progress, scores_text
+from raydfl.runs.progress import Mode, Progress, format_scores
 from raydfl.runs.result import Result
 from raydfl.runs.words import duration, size
 
@@ -240,9 +240,9 @@ def test_sizes(count: float, words: str) -> None:
 
 
 def test_without_an_accuracy_the_first_scores_are_shown() -> None:
-    assert scores_text({"a/loss": 1.0, "b/own": 0.5}) == "a/loss 1.000  b/own 0.500"
-    assert scores_text({}) == ""
+    assert format_scores({"a/loss": 1.0, "b/own": 0.5}) == "a/loss 1.000  b/own 0.500"
+    assert format_scores({}) == ""
     measured = {"a/loss_client_mean": 1.0, "a/loss": 2.0, "a/dice": 3.0, "a/loss_worst_decile": 4.0}
-    assert scores_text(measured, "dice") == "a/dice 3.000"
-    assert scores_text(measured, "loss") == "a/loss 2.000"
-    assert scores_text(measured) == "a/loss 2.000  a/dice 3.000"
+    assert format_scores(measured, "dice") == "a/dice 3.000"
+    assert format_scores(measured, "loss") == "a/loss 2.000"
+    assert format_scores(measured) == "a/loss 2.000  a/dice 3.000"

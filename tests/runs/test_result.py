@@ -50,7 +50,7 @@ def test_the_figures_are_the_pages(tmp_path: Path) -> None:
     assert isinstance(shown, Figure)
     assert shown.get_facecolor() == (1, 1, 1, 1)
     assert shown._repr_png_().startswith(b"\x89PNG")
-    with pytest.raises(InputError, match=r"has no figure 'acuracy'; there are 'accuracy', .*'bytes sent'"):
+    with pytest.raises(InputError, match=r"has no figure 'acuracy'. Choose one of 'accuracy', .*'bytes sent'"):
         result.plot("acuracy")
 
 
@@ -59,7 +59,7 @@ def test_before_the_first_round(tmp_path: Path) -> None:
     result = Result(tmp_path / "run", 0, finished=False)
     assert result.history.empty
     assert result.figures() == {}
-    with pytest.raises(InputError, match="none yet"):
+    with pytest.raises(InputError, match="No round is recorded yet"):
         result.plot()
     with pytest.raises(RunDirectoryError, match="no such|no run|is not a run"):
         load_result(tmp_path / "elsewhere")
