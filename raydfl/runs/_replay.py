@@ -89,7 +89,10 @@ def replay(run_dir: str | Path, round_number: int, client_id: str, trust: bool =
         rounds_only = config.model_copy(update={"evaluate": evaluation, "run": run_settings})
         population = Population.load(run_dir / "population", verify=True, verify_features=True)
         pool = open_serial_pool(run_dir, config, population, scratch / "private")
-        with contextlib.closing(pool), contextlib.closing(Federation(rounds_only, population, copy, pool)) as federation:
+        with (
+            contextlib.closing(pool),
+            contextlib.closing(Federation(rounds_only, population, copy, pool)) as federation,
+        ):
             while federation.state.round_index < round_number - 1:
                 federation.round()
             orders = federation.plan()
@@ -101,12 +104,15 @@ def replay(run_dir: str | Path, round_number: int, client_id: str, trust: bool =
                     f"{cohort}{' ...' if len(orders) > 12 else ''}."
                 )
             order = matching[0]
-            group = [other for other in orders if other is order or (other.group == order.group and order.group >= 0)]
-            received = federation.broadcast({key for other in group for key in other.task.receive})
+            # Clients of a group train in one batched computation, so the whole group is repeated.
+            group = [
+                member for member in orders if member is order or (member.group == order.group and order.group >= 0)
+            ]
+            received = federation.broadcast({key for member in group for key in member.task.receive})
             # Without a deadline and with `on_error: stop`, an exception in the client's code reaches the user.
             strict = open_serial_pool(run_dir, _make_strict(config), population, scratch / "private")
             with contextlib.closing(strict):
-                result = next(each for each in strict.run(group, received) if each.position == order.position)
+                result = next(reply for reply in strict.run(group, received) if reply.position == order.position)
             measured = result.measured.get("train", {})
             checker = UpdateChecker(federation.state.tensors, federation.method.additions)
             misfit = next(filter(None, (checker.misfit(update, update.metrics) for update in result.updates)), "")

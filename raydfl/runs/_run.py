@@ -29,11 +29,19 @@ from raydfl.engine.storage import (
     stored_config,
     write_config,
 )
-from raydfl.runs.folder import driving, ensure_features, export, folder_of, note_resume, prepare_run, write_about
+from raydfl.runs.folder import (
+    ensure_features,
+    export,
+    locate_run_dir,
+    lock_run_dir,
+    prepare_run,
+    record_resume,
+    write_about,
+)
 from raydfl.runs.progress import Progress, default_progress
 from raydfl.runs.report import write_page
 from raydfl.runs.report.data import read_run
-from raydfl.runs.report.diagnosis import problems_of
+from raydfl.runs.report.diagnosis import find_problems
 from raydfl.runs.result import Result
 from raydfl.runs.stopping import StopSignals
 from raydfl.runs.tracking import Status, Tracker, make_tracker
@@ -80,8 +88,11 @@ def iterate_rounds(
     quiet = progress.mode != "lines"
     at_sites = bool(config.data.sites) and config.ray.actors != 0
     _check_actors(config, progress)
-    run_dir = folder_of(config, progress)
-    with driving(run_dir, progress), connected(config.ray.address, quiet) if at_sites else contextlib.nullcontext():
+    run_dir = locate_run_dir(config, progress)
+    with (
+        lock_run_dir(run_dir, progress),
+        connected(config.ray.address, quiet) if at_sites else contextlib.nullcontext(),
+    ):
         prepare_run(run_dir, config, progress)
         return (yield from execute(run_dir, config, progress, waits, durable, signals))
 
@@ -122,7 +133,7 @@ def resume(
         overrides = [f"run.dir={parted(str(run_dir))[0]}", *overrides]
     run_dir = local_run(run_dir, overrides)
     check_begun(run_dir)
-    with driving(run_dir, progress):
+    with lock_run_dir(run_dir, progress):
         config = stored = stored_config(run_dir, trust)
         if overrides:
             config = make_config(apply_overrides(stored.model_dump(mode="json"), overrides), f"{run_dir}/config.yaml")
@@ -203,7 +214,7 @@ def execute(
                 config.track, local_runs(config.run.dir, config.data.cache), run_dir, progress.message
             )
             if 0 < round_index < config.train.rounds and not ended:
-                note_resume(run_dir, config, about, round_index, progress)
+                record_resume(run_dir, config, about, round_index, progress)
             run_id = tracker.start(
                 about["id"],
                 flatten(config.model_dump(mode="json")),
@@ -215,7 +226,7 @@ def execute(
                 write_about(run_dir, config, {name: value for name, value in facts.items() if value is not None})
             try:
                 stop = StopSignals(progress, "stopping after this round", enabled=signals)
-                result = yield from _rounds(
+                result = yield from _run_rounds(
                     run_dir, config, server, round_index, ended, tracker, progress, stop, waits, durable
                 )
             except BaseException as error:
@@ -231,7 +242,9 @@ def execute(
             tracker.log_artifact(path)
     done = read_run(run_dir.resolve())
     best = best_of(run_dir, config)
-    result = dataclasses.replace(result, problems=tuple(problems_of(done)), best=None if best is None else best.leader)
+    result = dataclasses.replace(
+        result, problems=tuple(find_problems(done)), best=None if best is None else best.leader
+    )
     report = write_page([done], run_dir / "report.html")
     for path in (run_dir / "config.yaml", report):
         tracker.log_artifact(path)
@@ -258,7 +271,7 @@ def _explain_completion(config: Config, name: str, round_index: int, ended: str)
     return f"stopped in round {round_index}: {ended}. To continue: raydfl resume {name} {more}, or run.stop=null"
 
 
-def _rounds(
+def _run_rounds(
     run_dir: Path,
     config: Config,
     server: Server | RemoteServer,
@@ -299,7 +312,9 @@ def _rounds(
                 if durable and reports and reports[-1].scores:
                     finished = server.finish(reports[-1].round)
                     reports = None if finished is None else [*reports[:-1], _append_rows(reports[-1], finished)]
-            if reports is None:  # The server was lost. Its committed rounds are read from the folder, the later ones repeated.
+            if (
+                reports is None
+            ):  # The server was lost. Its committed rounds are read from the folder, the later ones repeated.
                 round_index, _, ended = server.open()
                 log_rows(record.to_rows(record.read_rows(run_dir, round_index, where=pc.field("client") == "")))
                 continue

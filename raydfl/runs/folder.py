@@ -79,7 +79,7 @@ _PATIENCE = 20.0
 
 
 @contextlib.contextmanager
-def driving(run_dir: Path, progress: Progress) -> Iterator[None]:
+def lock_run_dir(run_dir: Path, progress: Progress) -> Iterator[None]:
     """Lock a run's folder while this process prepares the run, requests its rounds and writes the report.
 
     The committing process (with Ray, a different one) also holds the RunStore's lock. A new folder is removed if the run fails
@@ -114,7 +114,7 @@ def driving(run_dir: Path, progress: Progress) -> Iterator[None]:
         lock.release()
 
 
-def folder_of(config: Config, progress: Progress) -> Path:
+def locate_run_dir(config: Config, progress: Progress) -> Path:
     """Return the local folder of the configured run. It may not exist yet. Without ``run.name``, each call returns a new name.
 
     Raises:
@@ -125,17 +125,15 @@ def folder_of(config: Config, progress: Progress) -> Path:
         progress.message(
             "run.name is not set, so submitting this job again starts a new run. Set it to resume the run instead."
         )
-    name = (
-        config.run.name
-        or f"{_short(config.method['name'])}-{_short(config.data.title)}-{datetime.now().astimezone():%Y%m%d-%H%M%S-%f}"
-    )
+    method, data = _simplify_name(config.method["name"]), _simplify_name(config.data.title)
+    name = config.run.name or f"{method}-{data}-{datetime.now().astimezone():%Y%m%d-%H%M%S-%f}"
     return local_runs(config.run.dir, config.data.cache) / name
 
 
 def create(config: Config, progress: Progress) -> Path:
     """Create the configured run's folder, or check that an existing one can be resumed. :func:`prepare_run` has the errors."""
-    run_dir = folder_of(config, progress)
-    with driving(run_dir, progress):
+    run_dir = locate_run_dir(config, progress)
+    with lock_run_dir(run_dir, progress):
         prepare_run(run_dir, config, progress)
     return run_dir
 
@@ -153,7 +151,7 @@ def prepare_run(run_dir: Path, config: Config, progress: Progress) -> None:
     mirror = mirror_of(config.run.dir, run_dir)
     if mirror is not None and mirror.fetch():
         progress.message(f"the run was fetched from {mirror.uri} to {run_dir}")
-    if (run_dir / "run.json").exists() and not _forget_unbegun(run_dir, config):
+    if (run_dir / "run.json").exists() and not _remove_unstarted_run(run_dir, config):
         check_same(run_dir, config)
         write_config(run_dir, config)
         if remember_code(run_dir, config.model_dump(mode="json")):
@@ -248,7 +246,7 @@ def write_new_run(
     write_durably(run_dir / "run.json", json.dumps(about, indent=2).encode())
 
 
-def note_resume(run_dir: Path, config: Config, about: dict[str, Any], round_index: int, progress: Progress) -> None:
+def record_resume(run_dir: Path, config: Config, about: dict[str, Any], round_index: int, progress: Progress) -> None:
     """Record a resume with this machine's kernels in ``run.json``, and warn if the kernels differ from the last start or resume.
 
     Args:
@@ -281,7 +279,7 @@ def _format_now() -> str:
     return datetime.now().astimezone().isoformat(timespec="seconds")
 
 
-def _forget_unbegun(run_dir: Path, config: Config) -> bool:
+def _remove_unstarted_run(run_dir: Path, config: Config) -> bool:
     """Remove a run of another configuration without a completed round from the folder. Return whether the folder had one.
 
     A failed start (too few CPUs, an option that the method rejects) must not block the corrected run.
@@ -318,7 +316,7 @@ def _build_fixed_tensors(config: Config, variants: Sequence[tuple[ModelSpec, ...
     return {name: tensor for name, tensor in tensors.items() if name.partition("/")[0] not in unequal}
 
 
-def _short(name: str) -> str:
+def _simplify_name(name: str) -> str:
     return name.rpartition(":")[2].lower()
 
 
@@ -347,12 +345,14 @@ def _export(
     clients: Clients,
     commit: Commit,
     stem: str,
-    more: Mapping[str, str],
+    extra: Mapping[str, str],
 ) -> list[Path]:
-    """Write the shared models of one round to files named after ``stem``, with ``more`` metadata."""
+    """Write the shared models of one round to files named after ``stem``, with ``extra`` metadata."""
     about, state, fixed = stored_about(run_dir), commit.state, _collect_fixed_tensors(config, clients)
     names = tuple(f"{name}/" for name in config.parts.models)
-    keys = [key for key, each in state.tensors.items() if any(part_names.plain_name(n).startswith(names) for n in each)]
+    keys = [
+        key for key, entry in state.tensors.items() if any(part_names.plain_name(n).startswith(names) for n in entry)
+    ]
     if len(keys) > 1:
         received = received_entries(config, state, clients, commit.begun)
         keys = [key for key in keys if key in received]
@@ -373,7 +373,7 @@ def _export(
             "models": json.dumps(about["models"]),
             "classes": json.dumps(clients.classes_of(part)),
             "features": data.features.model_dump_json(),
-            **more,
+            **extra,
             **part_names.describe_part(part),
         }
         write_durably(path, to_safetensors(models, metadata))

@@ -25,7 +25,7 @@ from raydfl.core.metrics import HARMONIC_MEAN, OF_CLIENTS, SHOWN, base_name
 from raydfl.engine import Leader, RoundReport
 from raydfl.runs.notebook import NotebookBars, is_notebook
 from raydfl.runs.result import Result
-from raydfl.runs.words import duration, size
+from raydfl.runs.words import format_duration, format_size
 
 Mode = Literal["auto", "bar", "notebook", "lines", "quiet", "json"]
 Advance = Callable[..., None]
@@ -72,8 +72,8 @@ class Progress:
     """Progress display of a command. As a context manager, it always restores the terminal on exit.
 
     Args:
-        mode: ``"auto"`` means ``"notebook"`` in a notebook, ``"bar"`` on a terminal and ``"lines"`` elsewhere. ``"json"`` prints one
-            JSON object per line with an ``event`` (start, round, steps, message, finish). ``"quiet"`` prints nothing.
+        mode: ``"auto"`` means ``"notebook"`` in a notebook, ``"bar"`` on a terminal and ``"lines"`` elsewhere. ``"json"`` prints
+            one JSON object per line with an ``event`` (start, round, steps, message, finish). ``"quiet"`` prints nothing.
         stream: Output stream. Defaults to the standard output.
         clock: Returns the time in seconds, for the remaining time.
     """
@@ -164,10 +164,15 @@ class Progress:
                 seconds_left=left,
             )
         elif self.live and self._task is not None:
-            parts = [report.phase, _format_loss(report.loss), format_scores(self._scores, self._headline), *_format_work(report)]
+            parts = [
+                report.phase,
+                _format_loss(report.loss),
+                format_scores(self._scores, self._headline),
+                *_format_work(report),
+            ]
             bar = self._show_bar()
             bar.below = printable("  ".join(part for part in parts if part))
-            status = f"round {report.round}/{self._total}  {duration(left)} left"
+            status = f"round {report.round}/{self._total}  {format_duration(left)} left"
             bar.update(TaskID(self._task), completed=report.round, status=status)
         else:
             number = f"round {report.round:{len(str(self._total))}d}/{self._total}"
@@ -176,9 +181,9 @@ class Progress:
                 format_scores(scores, self._headline),
                 f"{report.used} clients",
                 *_format_work(report),
-                f"{size(report.bytes_down)} down",
+                f"{format_size(report.bytes_down)} down",
             ]
-            parts += [f"{size(report.bytes_up)} up", f"{duration(left)} left"]
+            parts += [f"{format_size(report.bytes_up)} up", f"{format_duration(left)} left"]
             self._print_line("  ".join(part for part in parts if part))
 
     def message(self, text: str) -> None:
@@ -213,7 +218,9 @@ class Progress:
             )
             return
         scores = f": {format_scores(result.scores, self._headline)}" if result.scores else ""
-        self._print_line(f"{result.status} after {result.round} of {self._total} rounds, {duration(seconds)}{scores}")
+        self._print_line(
+            f"{result.status} after {result.round} of {self._total} rounds, {format_duration(seconds)}{scores}"
+        )
         if result.ended:
             self._print_line(f"stopped in round {result.round}: {result.ended}")
         if result.best is not None:
@@ -329,7 +336,7 @@ class Progress:
 
 
 def default_progress() -> Progress:
-    """Return what shows a run that Python starts, where nothing else is said: a notebook sees it, a program prints nothing."""
+    """Return the default display of a run started from Python: bars in a notebook, no output elsewhere."""
     return Progress("notebook" if is_notebook() else "quiet")
 
 

@@ -76,9 +76,9 @@ class Result:
 
     def figures(self) -> dict[str, Figure]:
         """Return the figures of the run's report by title."""
-        from raydfl.runs.report import figures_of, read_run
+        from raydfl.runs.report import draw_figures, read_run
 
-        return figures_of(read_run(self.run_dir))
+        return draw_figures(read_run(self.run_dir))
 
     def plot(self, title: str = "") -> Figure:
         """Return one figure of the run's report.
@@ -90,10 +90,10 @@ class Result:
             InputError: The report has no figure with this title, or no round is recorded yet.
         """
         from raydfl.core.metrics import SCORES
-        from raydfl.runs.report import figures_of, read_run
+        from raydfl.runs.report import draw_figures, read_run
 
         run = read_run(self.run_dir)
-        (figure,) = figures_of(run, title or SCORES[run.headline].title).values()
+        (figure,) = draw_figures(run, title or SCORES[run.headline].title).values()
         return figure
 
     @overload
@@ -196,7 +196,7 @@ def load_result(run_dir: str | Path, trust: bool = False) -> Result:
     Raises:
         RunDirectoryError: The run does not exist, is damaged, or is not trusted.
     """
-    from raydfl.runs.report import problems_of, read_run  # imports matplotlib
+    from raydfl.runs.report import find_problems, read_run  # imports matplotlib
 
     folder = local_run(run_dir)
     check_begun(folder)
@@ -208,7 +208,7 @@ def load_result(run_dir: str | Path, trust: bool = False) -> Result:
         run.done,
         run.done >= config.train.rounds or bool(run.stopped),
         record.scores(record.to_rows(record.read_rows(folder, run.done, where=where))),
-        tuple(problems_of(run)),
+        tuple(find_problems(run)),
         run.stopped,
         None if best is None else best.leader,
     )

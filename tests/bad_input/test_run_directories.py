@@ -324,7 +324,7 @@ def test_a_damaged_file_of_rows(raydfl: Raydfl, run_dir: Path) -> None:
 
 def test_a_missing_file_of_rows(raydfl: Raydfl, tiny: Tiny) -> None:
     run_dir = run(tiny("train.rounds=4")).run_dir
-    sentence = "the files in rows/ of rounds 3 to 4 are missing"
+    sentence = "The files in rows/ of rounds 3 to 4 are missing"
     assert sentence not in (run_dir / "report.html").read_text()
     record.discard_rows(run_dir, 2)
     said = raydfl("resume", run_dir, "train.rounds=5")
@@ -361,7 +361,8 @@ def test_rounds_without_a_run_json_are_not_mixed_with_a_new_run(raydfl: Raydfl, 
     (outcome.run_dir / "run.json").unlink()
     said = raydfl("run", written(tiny("train.rounds=2", "run.seed=7"), tmp_path))
     said.refuses(
-        "contains rounds of a run, but its run.json is missing", "give the new run another `run.name`, or remove the folder"
+        "contains rounds of a run, but its run.json is missing",
+        "give the new run another `run.name`, or remove the folder",
     )
 
 
@@ -547,7 +548,7 @@ def test_what_cannot_be_replayed(raydfl: Raydfl, tiny: Tiny) -> None:
     early = raydfl("replay", run_dir, "--round", 1, "--client", "s0")
     early.refuses(
         "round 1 .* cannot be replayed: the commit before it is no longer kept[.] Choose round 4 or later",
-        "set run.keep",
+        "set `run.keep`",
     )
     late = raydfl("replay", run_dir, "--round", 6, "--client", "s0")
     late.refuses("round 6 of .* cannot be replayed: the last commit is of round 4")

@@ -15,7 +15,7 @@ import pytest
 from raydfl.engine.telemetry import RoundReport
 from raydfl.runs.progress import Mode, Progress, format_scores
 from raydfl.runs.result import Result
-from raydfl.runs.words import duration, size
+from raydfl.runs.words import format_duration, format_size
 
 
 class Terminal(io.StringIO):
@@ -229,14 +229,14 @@ def test_a_first_round_without_time() -> None:
     ],
 )
 def test_durations(seconds: float, words: str) -> None:
-    assert duration(seconds) == words
+    assert format_duration(seconds) == words
 
 
 @pytest.mark.parametrize(
     ("count", "words"), [(0, "0 B"), (1000, "1.0 kB"), (999_960, "1.0 MB"), (1.5e9, "1.5 GB"), (2e13, "20.0 TB")]
 )
 def test_sizes(count: float, words: str) -> None:
-    assert size(count) == words
+    assert format_size(count) == words
 
 
 def test_without_an_accuracy_the_first_scores_are_shown() -> None:

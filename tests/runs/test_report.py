@@ -20,7 +20,7 @@ from raydfl.core.errors import InputError, ResourcesError, RunDirectoryError
 from raydfl.core.metrics import worst_decile
 from raydfl.engine.storage.record import MetricRow, compact, rows_path, write_rows
 from raydfl.engine.telemetry import TIMELINE, WALL
-from raydfl.runs.report import compare, figures_of, read_run, write_report
+from raydfl.runs.report import compare, draw_figures, read_run, write_report
 from raydfl.runs.report import figures as plots
 from raydfl.runs.report.cost import show_traffic
 from raydfl.runs.report.data import Curve
@@ -178,7 +178,9 @@ def test_no_pruning_no_failures_no_clients(tmp_path: Path) -> None:
 def test_an_unfinished_run(tmp_path: Path) -> None:
     make_run(tmp_path / "run", done=7)
     shown = page(tmp_path, tmp_path / "run")
-    assert shown.has(f"This run is not finished: 7 of 20 rounds are done. Resume it with: raydfl resume {tmp_path / 'run'}")
+    assert shown.has(
+        f"This run is not finished: 7 of 20 rounds are done. Resume it with: raydfl resume {tmp_path / 'run'}"
+    )
     assert shown.table("model", "data", "score")[0][3].endswith("(round 5)")
 
 
@@ -444,7 +446,9 @@ def test_no_run_directory(tmp_path: Path) -> None:
     with pytest.raises(RunDirectoryError, match="there is no run directory .*nowhere[.] Give the folder"):
         write_report([tmp_path / "nowhere"], tmp_path / "page.html")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(RunDirectoryError, match="empty is not a run directory: it has no config.yaml, run.json or rows/"):
+    with pytest.raises(
+        RunDirectoryError, match="empty is not a run directory: it has no config.yaml, run.json or rows/"
+    ):
         write_report([tmp_path / "empty"], tmp_path / "page.html")
     with pytest.raises(InputError, match="no run directory is given"):
         write_report([], tmp_path / "page.html")
@@ -453,7 +457,9 @@ def test_no_run_directory(tmp_path: Path) -> None:
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     make_run(tmp_path / "run", config(rounds=1))
     (tmp_path / "file").write_text("x")
-    with pytest.raises(ResourcesError, match=r"the report cannot be written to .*file: .*; make room or choose another"):
+    with pytest.raises(
+        ResourcesError, match=r"the report cannot be written to .*file: .*; make room or choose another"
+    ):
         write_report([tmp_path / "run"], tmp_path / "file" / "page.html")
 
 
@@ -481,7 +487,7 @@ def figure_of(folder: Path, title: str, rows: dict[int, list[MetricRow]]) -> Any
     """The figure of the page of a run with these rows by round, and nothing else."""
     for number, some in rows.items():
         write_rows(rows_path(folder, number), some)
-    return figures_of(read_run(folder), title)[title]
+    return draw_figures(read_run(folder), title)[title]
 
 
 def server_row(number: int, metric: str, value: float, array: np.ndarray | None = None) -> MetricRow:
@@ -547,7 +553,7 @@ def test_rounds_are_whole_numbers(tmp_path: Path, rounds: list[int]) -> None:
     for number in rounds:
         rows = [server_row(number, name, 1.0) for name in (*names, "seconds/transfer", "seconds/wait")]
         write_rows(rows_path(tmp_path, number), [*rows, server_row(number, TIMELINE, np.nan, work)])
-    figures = figures_of(read_run(tmp_path))
+    figures = draw_figures(read_run(tmp_path))
     actors = figures.pop("who worked when")
     assert list(figures) == [
         *("layer-wise pruning (LPA)", "updates that were not used"),
@@ -592,5 +598,5 @@ def test_the_groups_of_clients_over_rounds(tmp_path: Path) -> None:
     found = read_run(folder)
     assert found.memberships[3].tolist() == groups[3]
     # Clients by their kind: the second and third are of kind 1, the first of kind 2.
-    cells = figures_of(found, "who is with whom")["who is with whom"].axes[0].collections[0].get_array()
+    cells = draw_figures(found, "who is with whom")["who is with whom"].axes[0].collections[0].get_array()
     assert cells.filled(0).tolist() == [[1, 1, 2], [1, 1, 1], [0, 2, 2]]

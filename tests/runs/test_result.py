@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -169,3 +170,20 @@ def test_a_run_in_a_notebook(page: Page, tiny: Tiny, capsys: pytest.CaptureFixtu
     assert page.shown[-1][-1]["text/plain"].splitlines()[0].endswith("round 2/2  0 s left")
     assert len(capsys.readouterr().out.splitlines()) <= 4
     assert result.finished
+
+
+@pytest.mark.parametrize(
+    ("module", "former", "name"),
+    [
+        ("raydfl", "parts_of_rounds", "split_round_times"),
+        ("raydfl.runs", "duration", "format_duration"),
+        ("raydfl.runs", "driving", "lock_run_dir"),
+        ("raydfl.runs.report", "problems_of", "find_problems"),
+        ("raydfl.runs.report", "figures_of", "draw_figures"),
+    ],
+)
+def test_former_names_warn(module: str, former: str, name: str) -> None:
+    package = importlib.import_module(module)
+    with pytest.warns(DeprecationWarning, match=f"{former} is now named {name}"):
+        assert getattr(package, former) is getattr(package, name)
+    assert former not in dir(package)

@@ -275,7 +275,9 @@ def test_a_run_that_the_store_lost_is_made_anew_from_the_record(place: Place) ->
 def test_a_deleted_experiment_is_named(place: Place) -> None:
     place.tracker(experiment="gone").start("r", {}, {})
     place.client().delete_experiment(place.client().get_experiment_by_name("gone").experiment_id)
-    with pytest.raises(InputError, match="experiment 'gone' is deleted in .*[.] Restore it, or set track.experiment to another name"):
+    with pytest.raises(
+        InputError, match="experiment 'gone' is deleted in .*[.] Restore it, or set track.experiment to another name"
+    ):
         place.tracker(experiment="gone").start("r", {}, {})
 
 

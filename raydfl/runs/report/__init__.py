@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from raydfl.core.deprecation import alias_former_names
 from raydfl.core.errors import InputError
 from raydfl.core.files import write_atomically, writing
 from raydfl.runs.report import figures
 from raydfl.runs.report.compare import comparison_page
-from raydfl.runs.report.cost import parts_of_rounds
+from raydfl.runs.report.cost import split_round_times
 from raydfl.runs.report.data import Curve, Key, RunRecord, align, read_run
-from raydfl.runs.report.diagnosis import problems_of
+from raydfl.runs.report.diagnosis import find_problems
 from raydfl.runs.report.figures import Picture
 from raydfl.runs.report.page import Section, render_page
 from raydfl.runs.report.partition import plot_partition
-from raydfl.runs.report.run import figures_of, single_page
+from raydfl.runs.report.run import draw_figures, single_page
 
 __all__ = [
     "Curve",
@@ -24,16 +25,22 @@ __all__ = [
     "RunRecord",
     "Section",
     "align",
+    "draw_figures",
     "figures",
-    "figures_of",
-    "parts_of_rounds",
+    "find_problems",
     "plot_partition",
-    "problems_of",
     "read_run",
     "render_page",
+    "split_round_times",
     "write_page",
     "write_report",
 ]
+
+
+alias_former_names(
+    __name__,
+    {"figures_of": "draw_figures", "parts_of_rounds": "split_round_times", "problems_of": "find_problems"},
+)
 
 
 def write_report(run_dirs: Sequence[Path], out: Path) -> Path:
@@ -54,7 +61,7 @@ def write_report(run_dirs: Sequence[Path], out: Path) -> Path:
     """
     folders = list(dict.fromkeys(folder.resolve() for folder in run_dirs))
     if not folders:
-        raise InputError("no run directory is given. Give at least one, such as runs/<name>.")
+        raise InputError("no run directory is given. Name at least one, such as runs/<name>.")
     return write_page([read_run(folder) for folder in folders], out)
 
 

@@ -13,9 +13,9 @@ from raydfl.core.metrics import SCORES, base_name, model_name
 from raydfl.core.nested import flatten, get_path
 from raydfl.runs.report.data import SPLITS, Key, RunRecord, align, place
 from raydfl.runs.report.figures import Picture, Series, curves
-from raydfl.runs.report.page import Section, render_page, value_text
-from raydfl.runs.report.run import notes_of, sent_and_time
-from raydfl.runs.report.scores import UNITS, model_label, score_text, shown_curve, split_name
+from raydfl.runs.report.page import Section, format_value, render_page
+from raydfl.runs.report.run import format_cost, list_notes
+from raydfl.runs.report.scores import UNITS, format_score, model_label, select_curve, split_name
 
 Groups = Mapping[str, Sequence[RunRecord]]
 """Runs grouped by configuration without the seed, by a label of the configuration."""
@@ -38,7 +38,7 @@ def comparison_page(runs: Sequence[RunRecord]) -> str:
             _show_differences(groups),
             _show_runs(groups),
         ],
-        [f"{run.id}: {note}" for run in runs for note in notes_of(run)],
+        [f"{run.id}: {note}" for run in runs for note in list_notes(run)],
     )
 
 
@@ -63,7 +63,9 @@ def _label_group(run: RunRecord, firsts: Sequence[RunRecord]) -> str:
     settings = flatten(_select_settings(run))
     rivals = [flatten(_select_settings(rival)) for rival in firsts if rival.config and rival.method == run.method]
     differing = [key for key in settings if any(rival.get(key) != settings[key] for rival in rivals)]
-    words = [f"{key.removeprefix('method.')}={format_value(settings[key])}" for key in differing if key != "method.name"]
+    words = [
+        f"{key.removeprefix('method.')}={format_value(settings[key])}" for key in differing if key != "method.name"
+    ]
     return " ".join([run.method or run.id, *words[:4]])
 
 
@@ -82,7 +84,7 @@ def _draw_curves(groups: Groups, keys: Sequence[Key]) -> Iterator[Picture]:
         series = []
         metrics = [metric for name, metric in keys if name == split and base_name(metric) == base]
         for (label, runs), metric in itertools.product(groups.items(), metrics):
-            selected = [shown_curve(run, (split, metric)) for run in runs if (split, metric) in run.curves]
+            selected = [select_curve(run, (split, metric)) for run in runs if (split, metric) in run.curves]
             if not selected:
                 continue
             rounds, values, _ = align(selected)
@@ -130,8 +132,8 @@ def _score_rows(groups: Groups, key: Key, bases: Sequence[str]) -> Iterator[list
             # A backdoor's success is measured on copies of the test data, so it is shown in their row.
             source = "triggered" if (split, base) == ("test", "attack_success") else split
             score = (source, metric.removesuffix(headline) + base)
-            scores.append(_format_range(base, [shown_curve(run, score).last for run in runs if score in run.curves]))
-        curves = [shown_curve(run, key) for run in runs]
+            scores.append(_format_range(base, [select_curve(run, score).last for run in runs if score in run.curves]))
+        curves = [select_curve(run, key) for run in runs]
         averaged = "; ".join(dict.fromkeys(curve.tail_text for curve in curves))
         worst = [run.curves.get((split, f"{metric}_worst_decile")) for run in runs]
         yield [
@@ -145,19 +147,21 @@ def _format_range(base: str, values: Sequence[float]) -> str:
     """Format mean and range: ``81.2 % (79.0 to 83.5)``, or ``81.2 %`` for one value, or ``-`` without values."""
     if not values:
         return "-"
-    mean = score_text(base, float(np.mean(values)))
-    low, high = (score_text(base, edge).removesuffix(" %") for edge in (min(values), max(values)))
+    mean = format_score(base, float(np.mean(values)))
+    low, high = (format_score(base, edge).removesuffix(" %") for edge in (min(values), max(values)))
     return mean if len(values) == 1 else f"{mean} ({low} to {high})"
 
 
 def _show_differences(groups: Groups) -> Section:
     """Show the settings that differ between groups, with each group's value."""
-    settings = [flatten(_decisive(runs[0])) for runs in groups.values()]
+    settings = [flatten(_select_settings(runs[0])) for runs in groups.values()]
     rows = [
-        [key, *(value_text(values[key]) if key in values else "-" for values in settings)]
+        [key, *(format_value(values[key]) if key in values else "-" for values in settings)]
         for key in dict.fromkeys(itertools.chain(*settings))
     ]
-    return Section("Different settings", headings=("setting", *groups), rows=[row for row in rows if len(set(row[1:])) > 1])
+    return Section(
+        "Different settings", headings=("setting", *groups), rows=[row for row in rows if len(set(row[1:])) > 1]
+    )
 
 
 def _show_runs(groups: Groups) -> Section:
@@ -165,6 +169,6 @@ def _show_runs(groups: Groups) -> Section:
     for label, run in ((label, run) for label, runs in groups.items() for run in runs):
         seed = get_path(run.config, "run.seed")
         rounds = f"{run.done} of {run.total}" if run.total else str(run.done)
-        rows.append((run.id, label, "-" if seed is None else str(seed), rounds, *sent_and_time(run), str(run.folder)))
+        rows.append((run.id, label, "-" if seed is None else str(seed), rounds, *format_cost(run), str(run.folder)))
     headings = ("run", "configuration", "seed", "rounds", "sent", "time in rounds", "folder")
     return Section("Runs", headings=headings, rows=rows)

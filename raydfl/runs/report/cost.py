@@ -16,7 +16,7 @@ from raydfl.engine import WALL
 from raydfl.runs.report.data import RunRecord, align
 from raydfl.runs.report.figures import INK, SERIES, Axes, Picture, Series, curves, label_rounds, whole_numbers
 from raydfl.runs.report.page import Section
-from raydfl.runs.words import size
+from raydfl.runs.words import format_size
 
 _ACTORS = ("transfer", "wait")
 _WORDS = {
@@ -42,15 +42,13 @@ _VIEWS = "views/"
 
 def show_cost(run: RunRecord) -> Section:
     """Show bytes and times. Runs of older versions have only total times."""
-    return Section(
-        "Cost", [*_draw_bytes(run), *_draw_round_times(run), *_draw_timelines(run), *_draw_other_times(run)]
-    )
+    return Section("Cost", [*_draw_bytes(run), *_draw_round_times(run), *_draw_timelines(run), *_draw_other_times(run)])
 
 
 def _draw_bytes(run: RunRecord) -> Iterator[Picture]:
     sent = _make_series(run, {"bytes_down": "to the clients", "bytes_up": "from the clients"})
     if sent:
-        parts = [f"{item.label} {size(float(item.y.sum()))}" for item in sent]
+        parts = [f"{item.label} {format_size(float(item.y.sum()))}" for item in sent]
         sums = [np.cumsum(np.nan_to_num(item.y)) for item in sent]
         largest = max(float(total[-1]) for total in sums)
         unit, scale = next(((u, s) for u, s in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if largest >= s), ("bytes", 1.0))
@@ -65,7 +63,7 @@ def _make_series(run: RunRecord, labels: Mapping[str, str]) -> list[Series]:
     return [Series(*values, colour=index, dash=index) for index, values in enumerate(recorded)]
 
 
-def parts_of_rounds(run: RunRecord) -> tuple[NDArray[np.float64], dict[str, NDArray[np.float64]]] | None:
+def split_round_times(run: RunRecord) -> tuple[NDArray[np.float64], dict[str, NDArray[np.float64]]] | None:
     """Split each round's wall-clock time ``seconds/round`` into steps.
 
     Returns:
@@ -89,7 +87,7 @@ def parts_of_rounds(run: RunRecord) -> tuple[NDArray[np.float64], dict[str, NDAr
 
 
 def _draw_round_times(run: RunRecord) -> Iterator[Picture]:
-    parts = parts_of_rounds(run)
+    parts = split_round_times(run)
     if parts is None:
         return
     rounds, seconds = parts
@@ -164,7 +162,7 @@ def _shorten(name: str, most: int) -> str:
 
 
 def _draw_other_times(run: RunRecord) -> Iterator[Picture]:
-    parts = parts_of_rounds(run) is not None
+    parts = split_round_times(run) is not None
     drawn = {"train_and_aggregate", "clients", "round", *WALL, *_ACTORS} if parts else set()
     names = sorted({metric[8:] for _, metric in run.curves if metric.startswith("seconds/")} - drawn)
     lines = _make_series(run, {f"seconds/{name}": name.replace("_", " ") for name in names})
@@ -185,7 +183,17 @@ def show_traffic(run: RunRecord) -> Section:
             tasks, down, up = (float(totals[(rounds >= first) & (rounds <= last)].sum()) for rounds, totals in metrics)
             if tasks:
                 views = "only the first view" if kind == "none" else f"also {kind.replace('+', ', ')}"
-                rows.append((phase, views, f"{tasks:.0f}", size(down), size(up), size(down / tasks), size(up / tasks)))
+                rows.append(
+                    (
+                        phase,
+                        views,
+                        f"{tasks:.0f}",
+                        format_size(down),
+                        format_size(up),
+                        format_size(down / tasks),
+                        format_size(up / tasks),
+                    )
+                )
     return Section(
         "Bytes by kind of client",
         headings=("phase", "clients with", "tasks", "bytes down", "bytes up", "down per task", "up per task"),

@@ -36,7 +36,7 @@ _NAMED = 5
 """Maximum number of classes named in a message."""
 
 
-def problems_of(run: RunRecord) -> list[Problem]:
+def find_problems(run: RunRecord) -> list[Problem]:
     """Return the problems of a run's recorded rounds, the worst first."""
     names = run.about.get("classes")
     classes = [str(name) for name in names] if isinstance(names, list) else []

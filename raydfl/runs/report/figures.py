@@ -102,7 +102,7 @@ class Picture:
 
         It uses no global state of pyplot, so any thread can draw figures.
         """
-        with _style():
+        with _apply_style():
             figure = ShownFigure(figsize=(self.width, self.height), layout="constrained")
             FigureCanvasAgg(figure)
             axes = figure.subplots(self.rows, 1, sharex=True, squeeze=False)[:, 0]
@@ -123,7 +123,7 @@ class Picture:
         """
         buffer = io.StringIO()
         figure = self.figure()
-        with _style({"svg.hashsalt": name}):
+        with _apply_style({"svg.hashsalt": name}):
             no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
             figure.savefig(buffer, format="svg", metadata=no_metadata)
         text = buffer.getvalue()
@@ -224,13 +224,13 @@ def scale_percent(axes: Axes, series: Sequence[Series]) -> None:
 
 
 @contextmanager
-def _style(more: dict[str, Any] | None = None) -> Iterator[None]:
+def _apply_style(extra: dict[str, Any] | None = None) -> Iterator[None]:
     """Set the report's style and silence warnings about missing glyphs."""
     # Names may contain letters missing in matplotlib's font. The page's fonts have them.
     logger = logging.getLogger("matplotlib.font_manager")
     level = logger.level
     # The reset ignores the user's matplotlibrc.
-    with matplotlib.style.context(_STYLE | (more or {}), after_reset=True), warnings.catch_warnings():
+    with matplotlib.style.context(_STYLE | (extra or {}), after_reset=True), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
         logger.setLevel(logging.ERROR)
         yield

@@ -11,8 +11,8 @@ from raydfl.core.errors import RunDirectoryError
 from raydfl.core.metrics import model_name
 from raydfl.engine.storage import Commit, RunStore
 from raydfl.runs.report.data import SPLITS, RunRecord, place
-from raydfl.runs.report.page import Section, value_text
-from raydfl.runs.words import size
+from raydfl.runs.report.page import Section, format_value
+from raydfl.runs.words import format_size
 
 
 def show_models(run: RunRecord) -> Section:
@@ -43,10 +43,10 @@ def _row(name: str, about: dict[str, Any]) -> list[str]:
     shared, parameters = about.pop("shared", None), about.pop("parameters", None)
     return [
         name,
-        value_text(about.pop("architecture", "")),
+        format_value(about.pop("architecture", "")),
         f"{parameters:,}" if isinstance(parameters, int) else "",
         "" if shared is None else ("shared" if shared else "private"),
-        value_text(about),
+        format_value(about),
     ]
 
 
@@ -96,7 +96,7 @@ def _describe_files(folder: Path) -> str:
     files = sorted(folder.glob("model*.safetensors"))
     if not files:
         return ", stored in the last commit until the end of the run writes model.safetensors"
-    return f": {', '.join(f'{file.name}, {size(file.stat().st_size)}' for file in files)}"
+    return f": {', '.join(f'{file.name}, {format_size(file.stat().st_size)}' for file in files)}"
 
 
 def _load_last_commit(folder: Path) -> Commit | None:

@@ -59,7 +59,11 @@ def _draw_failures(run: RunRecord) -> Iterator[Picture]:
             above = below + np.bincount(np.searchsorted(x, rounds), lost, len(x))
             nonzero = above > below
             axes.vlines(
-                *(x[nonzero], below[nonzero], above[nonzero]), color=SERIES[number], linewidth=width, capstyle="butt", label=name
+                *(x[nonzero], below[nonzero], above[nonzero]),
+                color=SERIES[number],
+                linewidth=width,
+                capstyle="butt",
+                label=name,
             )
             below = above
         axes.set_xlim(x[0] - 1, x[-1] + 1)

@@ -1,4 +1,4 @@
-"""Builds HTML pages from a title, notes and sections. Empty sections are omitted."""
+"""HTML pages made of a title, notes and sections. Empty sections are omitted."""
 
 from __future__ import annotations
 
@@ -86,14 +86,14 @@ def _template() -> Any:
     ).get_template("page.html.j2")
 
 
-def value_text(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Format a setting's value in one line, without passwords."""
     if value is None:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, (list, tuple)):
-        return ", ".join(value_text(item) for item in value)
+        return ", ".join(format_value(item) for item in value)
     if isinstance(value, Mapping):
-        return ", ".join(f"{key}: {value_text(inner)}" for key, inner in value.items())
+        return ", ".join(f"{key}: {format_value(inner)}" for key, inner in value.items())
     return without_password(str(value))

@@ -11,28 +11,28 @@ from raydfl.core.metrics import SCORES, base_name
 from raydfl.core.nested import flatten, get_path
 from raydfl.runs.report.cost import show_cost, show_traffic
 from raydfl.runs.report.data import RunRecord
-from raydfl.runs.report.diagnosis import problems_of
+from raydfl.runs.report.diagnosis import find_problems
 from raydfl.runs.report.groups import show_groups
 from raydfl.runs.report.machines import show_machines, show_strangest
 from raydfl.runs.report.models import show_models
 from raydfl.runs.report.omissions import show_aggregation, show_incidents, show_skipped
-from raydfl.runs.report.page import Section, render_page, value_text
+from raydfl.runs.report.page import Section, format_value, render_page
 from raydfl.runs.report.scores import (
+    format_score,
     model_label,
-    score_text,
+    select_curve,
     show_clients,
     show_confusions,
     show_learning,
     show_results,
-    shown_curve,
     split_name,
 )
-from raydfl.runs.words import duration, size
+from raydfl.runs.words import format_duration, format_size
 
 
 def show_settings(run: RunRecord) -> Section:
     """Show all settings."""
-    rows = [(key, value_text(value)) for key, value in flatten(run.config).items()]
+    rows = [(key, format_value(value)) for key, value in flatten(run.config).items()]
     return Section("Configuration", headings=("setting", "value"), rows=rows, folded=f"{len(rows)} settings")
 
 
@@ -46,11 +46,11 @@ _SECTIONS = (*_WITH_FIGURES, show_traffic, show_skipped, show_incidents, show_mo
 
 def single_page(run: RunRecord) -> str:
     """Return the report about one run as an HTML page."""
-    notes = [*notes_of(run), *run.remarks]
+    notes = [*list_notes(run), *run.remarks]
     return render_page(run.id, _format_subtitle(run), [show(run) for show in _SECTIONS], notes, _make_tiles(run))
 
 
-def figures_of(run: RunRecord, title: str = "") -> dict[str, Figure]:
+def draw_figures(run: RunRecord, title: str = "") -> dict[str, Figure]:
     """Draw the figures of a run's report on white.
 
     Args:
@@ -73,7 +73,7 @@ def figures_of(run: RunRecord, title: str = "") -> dict[str, Figure]:
     return figures
 
 
-def notes_of(run: RunRecord) -> list[str]:
+def list_notes(run: RunRecord) -> list[str]:
     """Return remarks on a run's progress, its best round, its problems and its missing files."""
     resume, notes = f"Resume it with: raydfl resume {run.folder}", []
     if not run.curves:
@@ -88,20 +88,20 @@ def notes_of(run: RunRecord) -> list[str]:
         file = " Its models are in model-best.safetensors." if (run.folder / "model-best.safetensors").exists() else ""
         _, best, reason = run.facts["best_round"]
         scores = [
-            f"{split_name(split)}, {metric} {score_text(base_name(metric), float(curve.values[curve.rounds == best][0]))}"
+            f"{split_name(split)}, {metric} {format_score(base_name(metric), float(curve.values[curve.rounds == best][0]))}"
             for split, metric in run.ordered(run.headline)
-            if split != "train" and best in (curve := shown_curve(run, (split, metric))).rounds
+            if split != "train" and best in (curve := select_curve(run, (split, metric))).rounds
         ]
         notes.append(f"Best: {reason}.{' Scores of this round: ' * bool(scores)}{'; '.join(scores)}.{file}")
-    problems = problems_of(run)
+    problems = find_problems(run)
     notes += [f"{'Worthless' if problem.worthless else 'Warning'}: {problem.text}." for problem in problems]
     return [*notes, *run.missing]
 
 
-def sent_and_time(run: RunRecord) -> tuple[str, str]:
+def format_cost(run: RunRecord) -> tuple[str, str]:
     """Format the bytes sent in both directions and the time of all rounds. Missing values become ``-``."""
     sent, seconds = run.total_of("bytes_down", "bytes_up"), run.total_of("seconds/round")
-    return "-" if sent is None else size(sent), "-" if seconds is None else duration(seconds)
+    return "-" if sent is None else format_size(sent), "-" if seconds is None else format_duration(seconds)
 
 
 def _format_subtitle(run: RunRecord) -> str:
@@ -127,18 +127,18 @@ def _make_tiles(run: RunRecord) -> list[tuple[str, str]]:
     """Return the run's most important values with their meanings."""
     tiles = [
         (
-            score_text(run.headline, shown_curve(run, key).last),
+            format_score(run.headline, select_curve(run, key).last),
             f"{SCORES[run.headline].title} of {model_label(key[1])}, {split_name(key[0])}",
         )
         for key in run.ordered(run.headline)
         if key[0] != "train"
     ][:4]
     tiles += [
-        (score_text("attack_success", shown_curve(run, key).last), f"attack success on {model_label(key[1])}")
+        (format_score("attack_success", select_curve(run, key).last), f"attack success on {model_label(key[1])}")
         for key in run.ordered("attack_success")
     ][:2]
     attackers = run.curves.get(("server", "attackers"))
-    sent, time = sent_and_time(run)
+    sent, time = format_cost(run)
     unused = run.total_of("failed", "rejected")
     tiles += [
         ("" if attackers is None else f"{attackers.values.mean():.3g}", "simulated attackers per round (mean)"),

@@ -29,7 +29,7 @@ def model_label(metric: str) -> str:
     return model_name(metric) or "-"
 
 
-def score_text(base: str, value: float | None) -> str:
+def format_score(base: str, value: float | None) -> str:
     """Format a score: fractions in per cent, losses as numbers, missing scores as ``-``."""
     if value is None or not np.isfinite(value):
         return "-" if value is None else str(value)
@@ -38,7 +38,7 @@ def score_text(base: str, value: float | None) -> str:
     return f"{100 * value:.1f} %"
 
 
-def shown_curve(run: RunRecord, key: Key) -> Curve:
+def select_curve(run: RunRecord, key: Key) -> Curve:
     """Return the curve of a score. If clients measured the score, return their unweighted mean."""
     return run.curves.get((key[0], f"{key[1]}_client_mean"), run.curves[key])
 
@@ -116,14 +116,14 @@ def _make_result_row(run: RunRecord, key: Key) -> list[str]:
     sign = 1 if SCORES[base].higher_is_better else -1
     best = int(np.where(np.isfinite(curve.values), sign * curve.values, -np.inf).argmax())
     mean, deviation, worst = (
-        curve and score_text(base, curve.last)
+        curve and format_score(base, curve.last)
         for curve in (run.curves.get((split, metric + end)) for end in OF_CLIENTS)
     )
     return [
         *(model_label(metric), split_name(split), SCORES[base].title),
-        f"{score_text(base, curve.last)} (round {curve.rounds[-1]:.0f})",
-        f"{score_text(base, curve.tail)} ({curve.tail_text})",
-        f"{score_text(base, float(curve.values[best]))} (round {curve.rounds[best]:.0f})",
+        f"{format_score(base, curve.last)} (round {curve.rounds[-1]:.0f})",
+        f"{format_score(base, curve.tail)} ({curve.tail_text})",
+        f"{format_score(base, float(curve.values[best]))} (round {curve.rounds[best]:.0f})",
         f"{mean} ± {deviation}" if mean and deviation else "-",
         worst or "-",
     ]
@@ -140,8 +140,8 @@ def show_clients(run: RunRecord) -> Section:
             x = (np.arange(count) + 0.5) / count
             series.append(Series(label, x, np.sort(values), colour=colour, dash=dash))
             captions.append(
-                f"{label} (round {round_index}): {count} clients, mean {score_text(score, values.mean())}, "
-                f"worst tenth {score_text(score, worst_decile(values, SCORES[score].higher_is_better))}."
+                f"{label} (round {round_index}): {count} clients, mean {format_score(score, values.mean())}, "
+                f"worst tenth {format_score(score, worst_decile(values, SCORES[score].higher_is_better))}."
             )
 
     def draw(axes: Axes) -> None:

@@ -33,7 +33,9 @@ class WandbTracker(FilesTracker):
         shutil.rmtree(self.run_dir / "wandb", ignore_errors=True)
         identity = hashlib.sha256(repr((run_name, sorted(tags.items()))).encode()).hexdigest()[:16]
         # Only the run's metrics are copied, not measurements of the machine or the user's code.
-        wandb_settings = wandb.Settings(silent=True, console="off", disable_git=True, disable_code=True, x_disable_stats=True)
+        wandb_settings = wandb.Settings(
+            silent=True, console="off", disable_git=True, disable_code=True, x_disable_stats=True
+        )
         self._run = wandb.init(
             project=self.project,
             name=run_name,

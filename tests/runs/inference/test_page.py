@@ -14,7 +14,7 @@ import raydfl as package
 from raydfl.runs.folder import create, export
 from raydfl.runs.progress import Progress
 from raydfl.runs.report import write_report
-from raydfl.runs.words import size
+from raydfl.runs.words import format_size
 
 
 def models_section(folder: Path, out: Path) -> str:
@@ -55,7 +55,7 @@ def test_the_file_of_the_shared_model_is_named_with_its_size(tmp_path: Path) -> 
     run = finished(tmp_path, method={"name": "fedavg"}, models={"model": {"name": "linear"}})
     (path,) = export(run.folder, run.config)
     text = models_section(run.folder, tmp_path)
-    assert f"It is the run's result: model.safetensors, {size(path.stat().st_size)}." in text
+    assert f"It is the run's result: model.safetensors, {format_size(path.stat().st_size)}." in text
     assert "--client" not in text
 
 
