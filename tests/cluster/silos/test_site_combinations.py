@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from raydfl import Config, make_config, read_rows, resume, run
-from raydfl.cluster.sites import folder_at
+from raydfl.cluster.sites import place_folder
 from raydfl.core.errors import ConfigError
 from raydfl.data import Population, build_population
 from raydfl.runs import Progress, create
@@ -23,15 +23,17 @@ PARTS = "data.parts={low: {}, high: {classes: 3, first: 20}}"
 SOUTH_ALONE = {"north": {"parts": {"low": {}}}}
 
 
-def locate_run_dir(config: Config) -> Path:
+def folder_of(config: Config) -> Path:
     return Path(config.run.dir) / str(config.run.name)
 
 
 def open_sites(config: Config) -> tuple[Population, dict[str, Population]]:
     """Return a run's population as the server has it, and as each site has it."""
-    run_dir = locate_run_dir(config)
+    run_dir = folder_of(config)
     known = pickle.loads(pickle.dumps(Population.load(run_dir / "population")))  # as an actor at a site gets it
-    return known, {site: known.at(site, folder_at(config, run_dir, site) / "population") for site in config.data.sites}
+    return known, {
+        site: known.at(site, place_folder(config, run_dir, site) / "population") for site in config.data.sites
+    }
 
 
 def assert_has_clips(known: Population, at_site: Population, site: str, alone: Population, part: str = "") -> None:
@@ -75,7 +77,7 @@ def test_attackers_are_drawn_among_all_clients_and_poison_their_data_at_their_si
     attack = "attack={name: label_flip, clients: 0.5}"
     config = silos(attack, "train.rounds=1", "train.cohort=9", method="fedavg")
     run(config)
-    rows = read_rows(locate_run_dir(config)).to_pylist()
+    rows = read_rows(folder_of(config)).to_pylist()
     recorded = {row["client"] for row in rows if row["metric"] == "attacker"}
     known, at_sites = open_sites(config)
     assert config.parts.attack is not None
@@ -113,9 +115,7 @@ def test_a_part_may_be_at_some_sites_and_a_resumed_run_has_the_same_bits(silos: 
     stopped = silos(*settings, "run.name=stopped", "train.rounds=1", **SOUTH_ALONE)
     resume(run(stopped).run_dir, ["train.rounds=2"])
     found = [
-        read_tensors(
-            locate_run_dir(config), *(folder_at(config, locate_run_dir(config), s) / "private" for s in at_sites)
-        )
+        read_tensors(folder_of(config), *(place_folder(config, folder_of(config), s) / "private" for s in at_sites))
         for config in (whole, stopped)
     ]
     assert_same_bits(*found)
@@ -169,7 +169,7 @@ def test_a_class_that_nobody_trains_names_its_part(silos: Silos) -> None:
 def test_the_report_of_a_site_names_no_client(silos: Silos) -> None:
     config = silos(PARTS, **SOUTH_ALONE)
     create(config, Progress("quiet"))
-    told = json.loads((locate_run_dir(config) / "sites.json").read_text())["parts"]
+    told = json.loads((folder_of(config) / "sites.json").read_text())["parts"]
     assert [site["site"] for site in told["low"]["sites"]] == ["north", "south"]
     assert [site["site"] for site in told["high"]["sites"]] == ["south"]
     assert "s20" not in json.dumps(told)

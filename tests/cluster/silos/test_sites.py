@@ -16,7 +16,7 @@ from helpers import differ
 from sklearn.metrics import average_precision_score
 
 from raydfl.cluster.site_reports import SiteReport, join_sites
-from raydfl.cluster.sites import folder_at
+from raydfl.cluster.sites import place_folder
 from raydfl.core.errors import ConfigError, DataError, ResourcesError, RunDirectoryError
 from raydfl.core.settings import FIRST_VIEW
 from raydfl.data.part import StoredView
@@ -41,16 +41,16 @@ from raydfl.testing import assert_same_bits, read_tensors, start_server
 Silos = Callable[..., Config]
 
 
-def locate_run_dir(config: Config) -> Path:
+def folder_of(config: Config) -> Path:
     return Path(config.run.dir) / str(config.run.name)
 
 
 def at(config: Config, site: str) -> Path:
-    return folder_at(config, locate_run_dir(config), site)
+    return place_folder(config, folder_of(config), site)
 
 
 def whole(config: Config) -> dict[str, bytes]:
-    return read_tensors(locate_run_dir(config), *(at(config, site) / "private" for site in config.data.sites))
+    return read_tensors(folder_of(config), *(at(config, site) / "private" for site in config.data.sites))
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -81,7 +81,7 @@ def test_lengths_that_differ_between_sites_are_no_common_length() -> None:
 def test_what_sites_tell_is_written_down_word_for_word(silos: Silos) -> None:
     config = silos()
     population = Population.load(create(config, Progress("quiet")) / "population")
-    told = json.loads((locate_run_dir(config) / "sites.json").read_text())["parts"][""]
+    told = json.loads((folder_of(config) / "sites.json").read_text())["parts"][""]
     assert told["classes"] == ["tone0", "tone1", "tone2"]
     assert [site["site"] for site in told["sites"]] == ["north", "south"]
     assert set(told["sites"][0]) == {
@@ -118,7 +118,7 @@ def test_the_runs_folder_holds_nothing_of_a_sites_data(silos: Silos) -> None:
     assert len({name.split()[1] for name in names}) == 9  # every client has private tensors
     secret.update({name: whole(config)[name][:64] for name in names})
     speakers = {f"s{number}/c".encode() for number in (*range(5), *range(10, 14))}
-    for path, content in files_of(locate_run_dir(config)).items():
+    for path, content in files_of(folder_of(config)).items():
         assert not [name for name, value in secret.items() if value in content], path
         assert not [name for name in speakers if name in content], path
     at_sites = b"".join(content for site in config.data.sites for content in files_of(at(config, site)).values())
@@ -132,7 +132,7 @@ def test_it_trains_and_measures_at_all_sites(silos: Silos) -> None:
     config = silos("train.cohort=9", "evaluate.clients=all")
     outcome = runs.run(config)
     assert outcome.finished
-    run = read_run(locate_run_dir(config))
+    run = read_run(folder_of(config))
     tests = [len(Population.load(at(config, site) / "population").test) for site in config.data.sites]
     _, confusion = run.confusions["test", "plugin/confusion"]
     assert confusion.sum() == sum(tests)
@@ -159,7 +159,7 @@ def test_sets_of_classes_at_sites_are_numbered_alike_and_measured_where_they_are
         "train.cohort=8",
     )
     runs.run(config)
-    model, weighted, clips = load_model(locate_run_dir(config)), 0.0, 0
+    model, weighted, clips = load_model(folder_of(config)), 0.0, 0
     assert model.classes == ("high", "low", "middle")
     for site, written in chords.items():
         own = Population.load(at(config, site) / "population")
@@ -172,7 +172,7 @@ def test_sets_of_classes_at_sites_are_numbered_alike_and_measured_where_they_are
         clips += len(batch.y)
     rows = [
         row
-        for row in read_rows(locate_run_dir(config)).to_pylist()
+        for row in read_rows(folder_of(config)).to_pylist()
         if row["metric"] == "model/map" and row["split"] == "test"
     ]
     assert (rows[-1]["count"], rows[-1]["value"]) == (clips, pytest.approx(weighted / clips, abs=1e-6))
@@ -266,7 +266,7 @@ def test_a_stopped_run_goes_on_to_the_same_bits(silos: Silos) -> None:
     server.close()
     orphan = at(stopped, "north") / "private" / "000003-north@00000000.seg"
     orphan.write_bytes(b"of a call whose result was lost")
-    runs.resume(locate_run_dir(stopped))
+    runs.resume(folder_of(stopped))
     assert_same_bits(whole(undisturbed), whole(stopped))
     assert not orphan.exists()
 
@@ -277,7 +277,7 @@ def test_superseded_private_state_is_removed_at_the_sites(silos: Silos) -> None:
     for site in config.data.sites:
         segments = sorted(path.name for path in (at(config, site) / "private").glob("*.seg"))
         assert {int(name[:6]) for name in segments} <= {6, 7, 8}
-    assert not list(locate_run_dir(config).rglob("*.seg"))
+    assert not list(folder_of(config).rglob("*.seg"))
 
 
 @pytest.mark.slow  # tests/engine has it for clients of one place
@@ -307,7 +307,7 @@ def test_a_client_of_a_site_can_be_replayed_where_its_data_are(silos: Silos) -> 
     config = silos("train.rounds=3", "train.cohort=9")
     runs.run(config)
     before = files_of(at(config, "south"))
-    replayed = replay(locate_run_dir(config), 2, "south/1")
+    replayed = replay(folder_of(config), 2, "south/1")
     assert replayed.update is not None
     assert replayed.client.id == "south/1"
     assert files_of(at(config, "south")) == before
@@ -319,17 +319,17 @@ def test_a_client_of_a_site_can_be_replayed_where_its_data_are(silos: Silos) -> 
 def test_a_site_whose_folder_is_gone_is_named(silos: Silos) -> None:
     config = silos()
     create(config, Progress("quiet"))
-    key = locate_run_dir(config) / "sites.key"
+    key = folder_of(config) / "sites.key"
     kept = key.read_text()
     key.write_text("../../x")
     with pytest.raises(
         RunDirectoryError, match=r"sites.key is missing or damaged \('../../x' is not the name of a file"
     ):
-        runs.resume(locate_run_dir(config))
+        runs.resume(folder_of(config))
     key.write_text(kept)
     shutil.rmtree(config.data.sites["south"].folder)
     with pytest.raises(RunDirectoryError, match="site 'south'"):
-        runs.resume(locate_run_dir(config))
+        runs.resume(folder_of(config))
 
 
 def test_recordings_that_cannot_be_used_are_told_of(silos: Silos) -> None:
