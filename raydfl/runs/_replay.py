@@ -68,9 +68,9 @@ def replay(run_dir: str | Path, round_number: int, client_id: str, trust: bool =
         )
     newest = store.newest()
     begun = () if newest is None else newest.begun
-    phases = config.phases.as_begun(begun)
-    own = config.train.phases.get(phases.at(round_number - 1))
-    first = phases.first[phases.number(phases.at(round_number - 1)) - 1]
+    phases = config.phases.replace_first(begun)
+    own = config.train.phases.get(phases.find(round_number - 1))
+    first = phases.first[phases.number(phases.find(round_number - 1)) - 1]
     if own is not None and own.begin == "best" and round_of(before[-1]) < first:
         raise RunDirectoryError(
             f"round {round_number} of {run_dir} cannot be replayed: its phase began with the models of an earlier round "

@@ -16,7 +16,7 @@ from raydfl.core import ops
 from raydfl.core.files import displayed_path
 from raydfl.core.nested import flatten
 from raydfl.core.remote import is_uri, parted
-from raydfl.engine import Config, RoundReport, apply_overrides, best_of, make_config
+from raydfl.engine import Config, RoundReport, apply_overrides, find_best, make_config
 from raydfl.engine.storage import (
     check_begun,
     check_same,
@@ -225,7 +225,7 @@ def execute(
         for path in export(run_dir, config):
             tracker.log_artifact(path)
     done = read_run(run_dir.resolve())
-    best = best_of(run_dir, config)
+    best = find_best(run_dir, config)
     result = dataclasses.replace(result, problems=tuple(problems_of(done)), best=None if best is None else best.leader)
     report = write_page([done], run_dir / "report.html")
     for path in (run_dir / "config.yaml", report):

@@ -393,7 +393,7 @@ def test_the_former_name_of_a_setting_means_the_same(tiny: Tiny) -> None:
     assert tiny("train.groups=none").digest() == tiny("method.tasks=none").digest() == tiny().digest()
     assert tiny("train.groups=hdbscan", method="fedapta").digest() == tiny(method="fedapta").digest()
     assert tiny("method.tasks=none", method="fedapta").digest() != tiny(method="fedapta").digest()
-    with pytest.raises(ConfigError, match="remove method.tasks, which is the former name of train.groups"):
+    with pytest.raises(ConfigError, match="Remove method.tasks, the former name of train.groups"):
         tiny(f"method.tasks={setting}", "train.groups=hdbscan")
 
 

@@ -175,14 +175,16 @@ def test_a_changed_encoder_is_rejected_by_workers_and_on_resume(tiny: Tiny, fold
     Worker(run, pickle.loads(sent), PrivateStore(run / "private"))
     write_encoder(folder, "hubert", seed=1)
     assert config.digest() != digest
-    with pytest.raises(ConfigError, match=re.escape(f"models.model.folder: {folder} on ") + ".*holds something else"):
+    with pytest.raises(
+        ConfigError, match=re.escape(f"models.model.folder: {folder} on ") + ".*differs from its content"
+    ):
         Worker(run, pickle.loads(sent), PrivateStore(run / "private"))
     with pytest.raises(RunDirectoryError, match=r"models\.model\.folder"):
         resume(run)
-    with pytest.raises(ConfigError, match=r"data\.features\.folder: .* holds something else"):
+    with pytest.raises(ConfigError, match=r"data\.features\.folder: .* differs from its content"):
         config.data.features.check_content("another")
     shutil.rmtree(folder)
-    with pytest.raises(ConfigError, match="is not there as where the run was started"):
+    with pytest.raises(ConfigError, match="does not exist as it does on the machine that started the run"):
         Worker(run, pickle.loads(sent), PrivateStore(run / "private"))
 
 
