@@ -36,8 +36,8 @@ from raydfl.engine.storage import (
     final_commit,
     local_runs,
     mirror_of,
+    read_about,
     remember_code,
-    stored_about,
     write_config,
 )
 from raydfl.runs.progress import Progress
@@ -279,7 +279,7 @@ def _forget_unbegun(run_dir: Path, config: Config) -> bool:
     A start that failed (too few CPUs, an option that the method refuses) must not stand in the way of the corrected one.
     """
     store = RunStore(run_dir)
-    if any(store.rounds()) or stored_about(run_dir)["digest"] == config.digest():
+    if any(store.rounds()) or read_about(run_dir)["digest"] == config.digest():
         return False
     store.lock(wait=1.0)
     try:
@@ -348,7 +348,7 @@ def _export(
         stem: of the files' names.
         more: metadata.
     """
-    about, state, fixed = stored_about(run_dir), commit.state, _fixed_tensors(config, clients)
+    about, state, fixed = read_about(run_dir), commit.state, _fixed_tensors(config, clients)
     names = tuple(f"{name}/" for name in config.parts.models)
     keys = [key for key, each in state.tensors.items() if any(part_names.plain_name(n).startswith(names) for n in each)]
     if len(keys) > 1:

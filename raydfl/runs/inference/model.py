@@ -33,7 +33,7 @@ from raydfl.engine import (
     find_received_entries,
     label_entry,
 )
-from raydfl.engine.storage import Commit, PrivateStore, RunStore, local_run, stored_config
+from raydfl.engine.storage import Commit, PrivateStore, RunStore, local_run, read_config
 from raydfl.methods import Method, compute_logits
 from raydfl.objectives import Classify, Objective
 from raydfl.runs.inference.threshold import Threshold, read_threshold
@@ -152,7 +152,7 @@ def open_model(
         InputError: A client's fusion model, or further views for a model of one view.
     """
     folder = local_run(run_dir)
-    if model is not None and model.rpartition(":")[2] in type(stored_config(folder, trust).parts.method).on_features:
+    if model is not None and model.rpartition(":")[2] in type(read_config(folder, trust).parts.method).on_features:
         if client is not None:
             raise InputError(f"model {model!r} exists only on the server. Omit the client.")
         return _Run(folder, trust, best).fusion(model)
@@ -200,7 +200,7 @@ class _Run:
 
     def __init__(self, run_dir: Path, trust: bool, best: bool = False) -> None:
         self.run_dir = run_dir
-        self.config: Config = stored_config(run_dir, trust)
+        self.config: Config = read_config(run_dir, trust)
         self.commit, self.chosen = _best_commit(run_dir, self.config) if best else (_last_commit(run_dir), "")
         self.method: Method = self.config.parts.method
         self.population = Population.load(run_dir / "population", features=False)
