@@ -341,7 +341,7 @@ def test_a_file_that_is_there_is_not_proposed_instead_of_itself(raydfl: Raydfl, 
     said = raydfl("run", tmp_path / "bin.yaml")
     said.refuses("bin.yaml: it is not UTF-8 text. Give a readable text file")
     assert "did you mean" not in said.err
-    raydfl("run", tmp_path / "bim.yaml").refuses("No such file or directory; did you mean 'bin.yaml'")
+    raydfl("run", tmp_path / "bim.yaml").refuses("No such file or directory. Did you mean 'bin.yaml'")
     (tmp_path / "circle").symlink_to("circle")
     raydfl("run", ROOT / "jobs/fsdd.yaml", f"data.root={tmp_path}/circle").refuses(
         "circle' cannot be found: Symlink loop"

@@ -20,7 +20,7 @@ UNMET: dict[str, tuple[str, tuple[str, ...], str]] = {
     "objectives": (
         "('compact',)",
         (),
-        "objective: {} needs objective=compact, but the objective is 'classify'. Choose one",
+        "objective: {} needs objective=compact, but the objective is 'classify'. Choose a",
     ),
     "labels": ("'sets'", (), "objective: {} needs an objective that learns sets of classes, but the objective is"),
     "optimiser": (

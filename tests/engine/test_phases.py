@@ -38,11 +38,11 @@ def test_the_last_phase_has_what_is_left() -> None:
     assert begins(9, a=1) == (0, 1, 4)
     assert begins(9, a=5, b=4) == (0, 5, 9)
     found = Phases.from_settings(("a", "b"), TrainSettings(rounds=4), "some")
-    assert [found.at(done) for done in range(5)] == ["a", "a", "b", "b", "b"]
-    assert Phases().at(7) == ""
+    assert [found.find(done) for done in range(5)] == ["a", "a", "b", "b", "b"]
+    assert Phases().find(7) == ""
     with pytest.raises(ConfigError, match="'c' would begin after round 10, but train.rounds is 9"):
         begins(9, a=5, b=5)
-    with pytest.raises(ConfigError, match=r"train.phases.c.rounds: 2; the last phase has what is left"):
+    with pytest.raises(ConfigError, match=r"train.phases.c.rounds is 2, but the last phase always has the rest"):
         begins(9, c=2)
     with pytest.raises(ConfigError, match="no phase 'd'"):
         begins(9, d=2)

@@ -104,7 +104,7 @@ def test_parts_may_deal_different_values(tiny: Tiny) -> None:
             r"models.local.choices: no architecture for capability 'high'; did you mean 'hihg'",
         ),
         ([BY_TURN.replace("high", "low"), CHOICES], r"models.local.choices: no client has capability 'high'"),
-        ([BY_TURN, "models.local={by: capability}"], r"models.local: .*by profile is \{by: NAME, choices"),
+        ([BY_TURN, "models.local={by: capability}"], r"models.local: .*by profile. Write {by: COLUMN, choices"),
         ([BY_TURN, CHOICES.replace("crnn_tiny", "crnn_tyni")], r"unknown architecture 'crnn_tyni'"),
     ],
 )

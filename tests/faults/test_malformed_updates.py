@@ -229,4 +229,4 @@ def test_further_tensors_have_one_shape(tiny: Tiny) -> None:
         *sent(3)
     )
     assert checker.misfit(*sent(2, 3)) == ""
-    assert "does not have under 'global'" in UpdateChecker(server, ()).misfit(*sent(3))
+    assert "the server has no such tensor under 'global'" in UpdateChecker(server, ()).misfit(*sent(3))
