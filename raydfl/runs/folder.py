@@ -26,7 +26,7 @@ from raydfl.core.tensor_file import to_safetensors
 from raydfl.core.types import ModelSpec
 from raydfl.core.version import __version__
 from raydfl.data import Population, build_population, upgrade_population
-from raydfl.engine import Clients, Config, best_of, build_models, label_entry, received_entries, try_models
+from raydfl.engine import Clients, Config, build_models, find_best, find_received_entries, label_entry, try_models
 from raydfl.engine.storage import (
     Commit,
     RunStore,
@@ -37,8 +37,8 @@ from raydfl.engine.storage import (
     final_commit,
     local_runs,
     mirror_of,
+    read_about,
     remember_code,
-    stored_about,
     write_config,
 )
 from raydfl.runs.progress import Progress
@@ -285,7 +285,7 @@ def _remove_unstarted_run(run_dir: Path, config: Config) -> bool:
     A failed start (too few CPUs, an option that the method rejects) must not block the corrected run.
     """
     store = RunStore(run_dir)
-    if any(store.rounds()) or stored_about(run_dir)["digest"] == config.digest():
+    if any(store.rounds()) or read_about(run_dir)["digest"] == config.digest():
         return False
     store.lock(wait=1.0)
     try:
@@ -331,7 +331,7 @@ def export(run_dir: Path, config: Config) -> list[Path]:
     population = Population.load(run_dir / "population", features=False)
     clients = Clients(population, config)
     paths = _export(run_dir, config, clients, final_commit(run_dir), "model", {})
-    best = best_of(run_dir, config)
+    best = find_best(run_dir, config)
     if best is not None:
         leader = best.leader
         chosen = {"metric": leader.criterion.metric, "value": leader.value, "chosen_by": leader.criterion.chooser}
@@ -348,13 +348,13 @@ def _export(
     extra: Mapping[str, str],
 ) -> list[Path]:
     """Write the shared models of one round to files named after ``stem``, with ``extra`` metadata."""
-    about, state, fixed = stored_about(run_dir), commit.state, _collect_fixed_tensors(config, clients)
+    about, state, fixed = read_about(run_dir), commit.state, _collect_fixed_tensors(config, clients)
     names = tuple(f"{name}/" for name in config.parts.models)
     keys = [
         key for key, entry in state.tensors.items() if any(part_names.plain_name(n).startswith(names) for n in entry)
     ]
     if len(keys) > 1:
-        received = received_entries(config, state, clients, commit.begun)
+        received = find_received_entries(config, state, clients, commit.begun)
         keys = [key for key in keys if key in received]
     paths = []
     for key, (part, data) in itertools.product(keys, config.data.each.items()):
