@@ -95,7 +95,7 @@ def prepare_at(
         ids = Population.load(own).ids
         chosen = tuple(ids[client] for client in attackers)
         attack = dataclasses.replace(config.parts.attack, clients=chosen, draw="run", start=1, stop=None)
-    population = build_population(data.at(site), config.run.seed, attack=attack, classes=classes)
+    population = build_population(data.select_site(site), config.run.seed, attack=attack, classes=classes)
     config.check_needs({part: population.pools})
     population.save(own)
     whole = config.parts.method.objective.answers in ("set", "score")
@@ -135,7 +135,7 @@ def open_worker(
             f"run again under another run.name (ray.actors=0 and raydfl replay need the folders of all sites on one machine)"
         )
     elif population is not None:
-        population = population.at(place, folder / "population")
+        population = population.load_place(place, folder / "population")
     private = PrivateStore(folder / "private", durable=durable or bool(place))
     if scratch is not None:
         private = PrivateStore(scratch, [folder / "private"])

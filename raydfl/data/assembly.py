@@ -18,7 +18,7 @@ from raydfl.data.features.wave import BY_TRAINING_CLIPS
 from raydfl.data.noise import NOISELESS, Noise, noise_for
 from raydfl.data.part import CLEAN, Part, StoredView
 from raydfl.data.segment import segments
-from raydfl.data.settings import DataSettings, with_place
+from raydfl.data.settings import DataSettings, relocate_error
 from raydfl.data.steps.corrupt import ALTERED
 from raydfl.data.steps.listing import NO_LABEL, UNLABELLED, Assignment
 from raydfl.data.steps.pools import HIDDEN_LABEL
@@ -122,7 +122,7 @@ class Assembler:
                 views[name], view_starts, view_frames = self._view(name, view)
                 arrays |= view.pipeline.make_tables(view.features, self.seed, table_prefix(name))
             except (ConfigError, DataError) as error:
-                raise with_place(error, view.where) from error
+                raise relocate_error(error, view.where) from error
             examples[view_column(name, "start")], present = view_starts[self.clip], view_frames[self.clip]
             if name in data.missing:
                 present[tables.codes(f"lacks:{name}")] = 0

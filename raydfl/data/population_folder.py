@@ -134,7 +134,7 @@ def upgrade_population(folder: Path) -> None:
         RunDirectoryError: the file is damaged.
         ResourcesError: the disk is full or the folder cannot be written.
     """
-    with refusing_damage(folder):
+    with translate_damage(folder):
         if not population_v1.is_in(folder):
             return
         write(folder, *read(folder, verify=True))
@@ -143,7 +143,7 @@ def upgrade_population(folder: Path) -> None:
 
 
 @contextmanager
-def refusing_damage(folder: Path) -> Iterator[None]:
+def translate_damage(folder: Path) -> Iterator[None]:
     """Turn an error of :func:`read` into a message about the population in the folder.
 
     Raises:

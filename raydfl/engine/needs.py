@@ -128,7 +128,7 @@ def _data_conflicts(needs: Needs, data: DataSettings, pools: Sequence[str] | Non
     if needs.recordings and kind in ("file", "image"):
         remedy = "set it to logmel, or attack with the model that made the features"
         yield "data.features.kind", "recordings", f"features of the kind {kind} have none", remedy
-    partitions = [data.partition, *(data.at(site).partition for site in data.sites)] if needs.own_clips else []
+    partitions = [data.partition, *(data.select_site(site).partition for site in data.sites)] if needs.own_clips else []
     if any(partition.by == "table" for partition in partitions):
         remedy = "take another partition, or an attack on updates (sign_flip, gaussian_noise ...)"
         yield "data.partition.by", "clips that belong to one client", "clients of a table may share clips", remedy
@@ -166,4 +166,4 @@ def _data_conflicts(needs: Needs, data: DataSettings, pools: Sequence[str] | Non
 
 def may_be_assigned_by_table(data: DataSettings) -> bool:
     """Return whether a user's table of clips may have their roles and pools, here or at a site."""
-    return any(own.tables.clips is not None for own in (data, *(data.at(site) for site in data.sites)))
+    return any(own.tables.clips is not None for own in (data, *(data.select_site(site) for site in data.sites)))

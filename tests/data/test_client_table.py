@@ -208,7 +208,7 @@ def test_a_file_that_is_no_table_is_named(made: Make, tmp_path: Path) -> None:
     ],
 )
 def test_what_needs_clips_of_ones_own_is_refused(made: Make, more: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="needs clips that are one client's"):
+    with pytest.raises(ConfigError, match="needs a single owner of each clip"):
         made(partition={"by": "table", "file": "x.arrow"}, **more)
 
 
