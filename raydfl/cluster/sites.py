@@ -69,7 +69,7 @@ def folder_at(config: Config, run_dir: Path, place: str) -> Path:
 
 def list_classes_at(config: Config, site: str, part: str) -> list[str]:
     """List the classes of a site's clips of a part, also those to be left out."""
-    data = config.data.each[part].at(site).model_copy(update={"leave_out": (), "ungrouped": "keep"})
+    data = config.data.each[part].select_site(site).model_copy(update={"leave_out": (), "ungrouped": "keep"})
     return list_clips(data, config.run.seed)[1]
 
 

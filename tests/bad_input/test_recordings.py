@@ -149,7 +149,7 @@ def test_skipped_clips_are_no_reason_to_train_on_nothing(training: Train, record
     for path in (recordings / "wav").iterdir():
         path.write_bytes(b"")
     training("data.unreadable=skip").refuses(
-        f"none of {GOOD} clips can be read, the first wav/anna-left-0.wav: .*is empty"
+        f"none of {GOOD} clips is readable. The first is wav/anna-left-0.wav: .*is empty"
     )
 
 

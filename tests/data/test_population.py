@@ -251,7 +251,7 @@ def test_no_clip_can_be_read(tmp_path: Path) -> None:
     root = write_folder(tmp_path / "data")
     for path in root.iterdir():
         path.write_bytes(b"")
-    with pytest.raises(DataError, match=r"none of 18 clips can be read, the first w0_g0_0.wav: .*empty"):
+    with pytest.raises(DataError, match=r"none of 18 clips is readable. The first is w0_g0_0.wav: .*empty"):
         build_population(folder_settings(root, tmp_path / "cache", unreadable="skip"), 1)
 
 
@@ -292,7 +292,7 @@ def test_damaged_files_are_named(made: Make, tmp_path: Path, name: str, damage: 
     else:
         content[20 if damage == "header" else -10] ^= 1
         path.write_bytes(content)
-    message = r"the population in .* is missing or damaged \(.*start the run again"
+    message = r"the population in .* is missing or damaged \(.*restart the run"
     with pytest.raises(RunDirectoryError, match=message):
         Population.load(folder, verify=damage in ("flipped", "header"))
 
@@ -301,7 +301,7 @@ def test_a_later_format_is_refused(made: Make, tmp_path: Path) -> None:
     build_population(made(), 1).save(tmp_path)
     path = tmp_path / "population.json"
     path.write_text(path.read_text().replace('\\"format\\": 3', '\\"format\\": 9'))
-    with pytest.raises(RunDirectoryError, match="it is of format 9, this version of raydfl reads 3"):
+    with pytest.raises(RunDirectoryError, match="its format is 9, but this version of raydfl reads format 3"):
         Population.load(tmp_path)
 
 
