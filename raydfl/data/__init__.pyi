@@ -12,9 +12,7 @@ from raydfl.data.dataset import find_dataset as find_dataset
 from raydfl.data.examples import ClientData as ClientData
 from raydfl.data.examples import Examples as Examples
 from raydfl.data.examples import Frames as Frames
-from raydfl.data.films import AbsentError as AbsentError
-from raydfl.data.films import has_decoder as has_decoder
-from raydfl.data.films import is_film as is_film
+from raydfl.data.images import read_image as read_image
 from raydfl.data.imports import import_recordings as import_recordings
 from raydfl.data.manifest import make_manifest as make_manifest
 from raydfl.data.manifest import remarks_of as remarks_of
@@ -23,7 +21,6 @@ from raydfl.data.noise import add_noise as add_noise
 from raydfl.data.packed import samples_as_file as samples_as_file
 from raydfl.data.part import Part as Part
 from raydfl.data.part import StoredView as StoredView
-from raydfl.data.pictures import read_image as read_image
 from raydfl.data.population import Population as Population
 from raydfl.data.population_folder import part_folder as part_folder
 from raydfl.data.population_folder import upgrade_population as upgrade_population
@@ -55,4 +52,7 @@ from raydfl.data.tables import encode as encode
 from raydfl.data.tables import no_clips as no_clips
 from raydfl.data.transforms import Drawn as Drawn
 from raydfl.data.transforms import find_transform as find_transform
+from raydfl.data.video import AbsentError as AbsentError
+from raydfl.data.video import has_decoder as has_decoder
+from raydfl.data.video import is_video as is_video
 from raydfl.data.views import View as View

@@ -53,9 +53,9 @@ _SUFFIXES = {
 }
 """Endings of recordings, by libsndfile's name of their format. Not here: what mostly is something else (.mat, .htk, .mpc, .xi), and
 RAW, which says neither rate nor channels."""
-FILM_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".wmv", ".mpg", ".mpeg", ".m4v", ".flv", ".ogv")
+VIDEO_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".wmv", ".mpg", ".mpeg", ".m4v", ".flv", ".ogv")
 """Endings of films."""
-FFMPEG_SUFFIXES = (".m4a", ".m4b", ".aac", ".wma", ".amr", ".3gp", ".ape", ".wv", ".ac3", ".mka", *FILM_SUFFIXES)
+FFMPEG_SUFFIXES = (".m4a", ".m4b", ".aac", ".wma", ".amr", ".3gp", ".ape", ".wv", ".ac3", ".mka", *VIDEO_SUFFIXES)
 """Endings of recordings, and of films with sound, that libsndfile does not decode and ffmpeg does."""
 _REMARKS = b"raydfl remarks"
 

@@ -25,9 +25,9 @@ from raydfl.core.errors import DataError
 from raydfl.data.audio import read_audio
 from raydfl.data.csv_file import read_csv
 from raydfl.data.dataset import Card, Dataset
+from raydfl.data.images import read_image
 from raydfl.data.manifest import make_manifest
 from raydfl.data.packed import absolute_path, file_and_place
-from raydfl.data.pictures import read_image
 from raydfl.data.sets._files import SPLIT_OF, absolute, known_splits
 
 _PART = ("start", "stop")

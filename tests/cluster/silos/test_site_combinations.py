@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from raydfl import Config, make_config, read_rows, resume, run
-from raydfl.cluster.sites import folder_at
+from raydfl.cluster.sites import place_folder
 from raydfl.core.errors import ConfigError
 from raydfl.data import Population, build_population
 from raydfl.runs import Progress, create
@@ -32,7 +32,7 @@ def open_sites(config: Config) -> tuple[Population, dict[str, Population]]:
     run_dir = folder_of(config)
     known = pickle.loads(pickle.dumps(Population.load(run_dir / "population")))  # as an actor at a site gets it
     return known, {
-        site: known.load_place(site, folder_at(config, run_dir, site) / "population") for site in config.data.sites
+        site: known.load_place(site, place_folder(config, run_dir, site) / "population") for site in config.data.sites
     }
 
 
@@ -115,7 +115,7 @@ def test_a_part_may_be_at_some_sites_and_a_resumed_run_has_the_same_bits(silos: 
     stopped = silos(*settings, "run.name=stopped", "train.rounds=1", **SOUTH_ALONE)
     resume(run(stopped).run_dir, ["train.rounds=2"])
     found = [
-        read_tensors(folder_of(config), *(folder_at(config, folder_of(config), s) / "private" for s in at_sites))
+        read_tensors(folder_of(config), *(place_folder(config, folder_of(config), s) / "private" for s in at_sites))
         for config in (whole, stopped)
     ]
     assert_same_bits(*found)
