@@ -15,10 +15,10 @@ from raydfl.data.examples import Frames as Frames
 from raydfl.data.images import read_image as read_image
 from raydfl.data.imports import import_recordings as import_recordings
 from raydfl.data.manifest import make_manifest as make_manifest
-from raydfl.data.manifest import remarks_of as remarks_of
+from raydfl.data.manifest import read_remarks as read_remarks
 from raydfl.data.manifest import shown_name as shown_name
 from raydfl.data.noise import add_noise as add_noise
-from raydfl.data.packed import samples_as_file as samples_as_file
+from raydfl.data.packed import encode_wav as encode_wav
 from raydfl.data.part import Part as Part
 from raydfl.data.part import StoredView as StoredView
 from raydfl.data.population import Population as Population

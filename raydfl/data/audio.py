@@ -12,8 +12,8 @@ import numpy.typing as npt
 import soundfile
 
 from raydfl.core.errors import DataError
-from raydfl.data.manifest import _SUFFIXES, FFMPEG_SUFFIXES, _part, shown_name
-from raydfl.data.packed import binary, readable
+from raydfl.data.manifest import _SUFFIXES, FFMPEG_SUFFIXES, _find_samples, shown_name
+from raydfl.data.packed import open_binary, load_source
 from raydfl.data.video import has_decoder, is_video, read_sound
 
 AUDIO_SUFFIXES = tuple(
@@ -54,8 +54,8 @@ def read_audio(
     except UnicodeEncodeError:
         raise DataError(f"{shown_name(name)}: the file's name is not UTF-8. Rename the file") from None
     try:
-        source = readable(name)
-        with binary(source) as (file, size):
+        source = load_source(name)
+        with open_binary(source) as (file, size):
             _check_size(file, size, name)
         if is_video(name):
             return _select_channel(*_decode(name, start, stop), channel, name)
@@ -66,7 +66,7 @@ def read_audio(
     try:
         with soundfile.SoundFile(source) as sound:
             rate = int(sound.samplerate)
-            first, last = _part(start, stop, len(sound), rate, name)
+            first, last = _find_samples(start, stop, len(sound), rate, name)
             promised = last - first
             lead_in = min(first, rate)  # decoders of mp3 and opus need the preceding second
             sound.seek(first - lead_in)
@@ -113,7 +113,7 @@ def _select_channel(
 def _decode(name: str, start: float, stop: float | None) -> tuple[npt.NDArray[np.float32], int]:
     """Read the sound of a file with PyAV (:func:`read_audio`)."""
     samples, rate = read_sound(name)
-    first, last = _part(start, stop, len(samples), rate, name)
+    first, last = _find_samples(start, stop, len(samples), rate, name)
     check_samples(samples[first:last], name)
     return samples[first:last], rate
 

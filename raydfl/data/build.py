@@ -16,7 +16,7 @@ from raydfl.core.users_code import naming_failures
 from raydfl.data.assembly import Assembler
 from raydfl.data.features.cache import prepare
 from raydfl.data.features.extraction import RunChunks
-from raydfl.data.manifest import remarks_of
+from raydfl.data.manifest import read_remarks
 from raydfl.data.part import Part
 from raydfl.data.population import Population
 from raydfl.data.remote import fetch_recordings
@@ -210,7 +210,7 @@ def _build_part(
         prepare, data.source, cache=data.cache, progress=progress, run_chunks=run_chunks
     )
     store = prepare_features(manifest, data.first_view.stored_features, unreadable=data.unreadable)
-    messages = remarks_of(manifest)
+    messages = read_remarks(manifest)
     if data.split.as_published is not None:
         messages.append(
             "data.split.as_published: training clips are also test clips. Scores measure memorisation of clips, not anomaly "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from raydfl.core.errors import DataError
-from raydfl.data.packed import readable
+from raydfl.data.packed import load_source
 from raydfl.data.video import is_video, read_frame
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".pgm", ".ppm")
@@ -32,7 +32,7 @@ def read_image(path: str, start: float = 0.0, stop: float | None = None) -> np.n
     from PIL import Image, UnidentifiedImageError
 
     try:
-        with Image.open(readable(path)) as image:
+        with Image.open(load_source(path)) as image:
             grey = image.mode in ("1", "L", "I", "I;16", "F", "LA")
             return np.asarray(image.convert("L" if grey else "RGB"))
     except UnidentifiedImageError as error:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from raydfl.core.errors import ConfigError, DataError
 from raydfl.data.manifest import VIDEO_SUFFIXES
-from raydfl.data.packed import own_name, readable
+from raydfl.data.packed import own_name, load_source
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -118,7 +118,7 @@ def _import_decoder() -> ModuleType:
 def _open(path: str) -> Iterator[Any]:
     """Open a video, and convert errors of the decoder to errors with its path."""
     av = _import_decoder()
-    source = readable(path)
+    source = load_source(path)
     if isinstance(source, str) and not Path(source).is_file():
         raise DataError(f"{path}: there is no such file")
     try:

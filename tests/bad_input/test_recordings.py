@@ -85,7 +85,7 @@ def relist(recordings: Path, change: Callable[[list[str]], list[str]]) -> None:
 
 BROKEN = {
     "empty": "the file is empty (0 bytes)",
-    "truncated": "truncated: its header promises 6400 bytes of samples and the file holds",
+    "truncated": "truncated: its header promises 6400 bytes of samples, but the file has",
     "header": "truncated: a wav header without samples",
     "zero length": "the clip has no samples (zero length)",
     "nan": "1 of 1600 samples are NaN or infinite, the first at sample 7",
@@ -211,7 +211,7 @@ def test_parts_of_a_file_are_clips_that_are_learnt_from_as_files_of_their_own_ar
     relist(recordings, lambda lines: [*lines[:-1], lines[-1].replace("4.5,4.7", "4.5,5.7")])
     training(split, "run.name=beyond").refuses(
         f"1 of {GOOD} clips cannot be read",
-        r"long\.wav: the clip's stop, 5\.7 s, lies behind the end of the file: it is 4\.8 s",
+        r"long\.wav: the clip's stop, 5\.7 s, is after the end of the file, which is 4\.8 s",
     )
 
 

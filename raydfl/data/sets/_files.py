@@ -21,7 +21,7 @@ from raydfl.data.audio import AUDIO_SUFFIXES
 from raydfl.data.dataset import Card, Dataset
 from raydfl.data.images import IMAGE_SUFFIXES
 from raydfl.data.manifest import FFMPEG_SUFFIXES, VIDEO_SUFFIXES, make_manifest, shown_name
-from raydfl.data.packed import tar_members
+from raydfl.data.packed import list_tar
 from raydfl.data.video import has_decoder
 
 _NAMED = 3
@@ -153,7 +153,7 @@ def list_contents(file: Path, pictures: bool = False) -> list[str]:
             return table.places(table.recordings(None))
     sounds = (*AUDIO_SUFFIXES, *(FFMPEG_SUFFIXES if has_decoder() else ()))
     wanted = (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES) if pictures else sounds
-    found = [address for _, address, _ in tar_members(file, lambda name: name.lower().endswith(wanted))]
+    found = [address for _, address, _ in list_tar(file, lambda name: name.lower().endswith(wanted))]
     if not found:
         raise DataError(f"{file}: there is no {'image' if pictures else 'recording'} of a kind that is read in it")
     return found
