@@ -13,7 +13,7 @@ import soundfile
 
 from raydfl.core.errors import DataError
 from raydfl.data.manifest import _SUFFIXES, FFMPEG_SUFFIXES, _find_samples, shown_name
-from raydfl.data.packed import open_binary, load_source
+from raydfl.data.packed import load_source, open_binary
 from raydfl.data.video import has_decoder, is_video, read_sound
 
 AUDIO_SUFFIXES = tuple(

@@ -121,7 +121,9 @@ def load_source(path: str) -> str | io.BytesIO:
 def _read_span(path: str, file: Path, offset: int, length: int) -> bytes:
     missing = offset + length - file.stat().st_size
     if missing > 0:  # before reading, because Python allocates memory for the length in the address
-        raise DataError(f"{path}: truncated: {file} ends {missing} bytes before the recording does. Copy the file again")
+        raise DataError(
+            f"{path}: truncated: {file} ends {missing} bytes before the recording does. Copy the file again"
+        )
     with file.open("rb") as opened:
         opened.seek(offset)
         return opened.read(length)
@@ -207,7 +209,9 @@ class _ColumnReader:
             DataError: the row does not exist.
         """
         if not 0 <= row < self._starts[-1]:
-            raise DataError(f"the Parquet file has {self._starts[-1]} rows, no row {row}. Correct the row, counted from 0")
+            raise DataError(
+                f"the Parquet file has {self._starts[-1]} rows, no row {row}. Correct the row, counted from 0"
+            )
         group = int(np.searchsorted(self._starts, row, "right")) - 1
         if group != self._group or row < self._next:
             pa.default_memory_pool().release_unused()  # frees the last page, which may have a hundred megabytes

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from raydfl.core.errors import ConfigError, DataError
 from raydfl.data.manifest import VIDEO_SUFFIXES
-from raydfl.data.packed import own_name, load_source
+from raydfl.data.packed import load_source, own_name
 
 if TYPE_CHECKING:
     from types import ModuleType

@@ -124,7 +124,7 @@ def test_a_silent_film_a_broken_one_and_no_decoder(job: Path, raydfl: Raydfl, mo
     heard, unseen, silent = said.events
     assert unseen["model"] == "audio"
     assert (heard["model"], heard["label"] in "ab") == ("fusion", True)
-    assert "silent" in silent["error"]
+    assert "has no sound" in silent["error"]
     assert [
         len(raydfl("predict", folder / "runs/x", folder / "0.mkv", *more, "--csv").out.splitlines())
         for more in ((), ("--model", "video"))

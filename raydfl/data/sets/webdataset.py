@@ -23,7 +23,7 @@ from raydfl.data.audio import AUDIO_SUFFIXES
 from raydfl.data.dataset import Card
 from raydfl.data.images import IMAGE_SUFFIXES
 from raydfl.data.manifest import FFMPEG_SUFFIXES
-from raydfl.data.packed import own_name, list_tar
+from raydfl.data.packed import list_tar, own_name
 from raydfl.data.sets._packed import PackedSet, is_plain, named, table_of, with_texts
 
 _NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]+)", re.DOTALL)

@@ -61,7 +61,10 @@ def test_labels_that_are_numbers_become_text() -> None:
         ),
         ([row("a", seconds="long")], r"column 'seconds' cannot be read as double"),
         ([row("a", label=[1, 2])], r"column 'label' cannot be read as string"),
-        ([row("a", take=1), row("b", take="x")], r"here: the manifest has values of several types, or of unequal number"),
+        (
+            [row("a", take=1), row("b", take="x")],
+            r"here: the manifest has values of several types, or of unequal number",
+        ),
     ],
 )
 def test_what_is_no_manifest_is_refused(rows: list[dict[str, object]], message: str) -> None:

@@ -23,7 +23,7 @@ from raydfl.core.registry import build
 from raydfl.data.audio import read_audio
 from raydfl.data.build import build_population
 from raydfl.data.dataset import Dataset, find_dataset
-from raydfl.data.packed import cell_address, split_address, own_name, span_address
+from raydfl.data.packed import cell_address, own_name, span_address, split_address
 from raydfl.data.sets import list_contents
 from raydfl.data.sets._packed import find_splits
 from raydfl.data.sets.huggingface import HuggingFace
