@@ -15,7 +15,7 @@ from raydfl.data.features.cache import FeatureStore
 from raydfl.data.features.digests import rows_of
 from raydfl.data.features.statistics import group_numbers, normalise_groups, statistics_of
 from raydfl.data.features.wave import BY_TRAINING_CLIPS
-from raydfl.data.noise import NOISELESS, Noise, noise_for
+from raydfl.data.noise import NOISELESS, Noise, seed_noise
 from raydfl.data.part import CLEAN, Part, StoredView
 from raydfl.data.segment import segments
 from raydfl.data.settings import DataSettings, relocate_error
@@ -214,7 +214,7 @@ class Assembler:
         names, noise, alterations = tables.clips.column("clip").to_pylist(), None, None
         noisy, altered = tables.codes("noise"), tables.codes("altered")
         if self.data.corrupt.noise is not None and noisy.any():
-            drawn = noise_for(names, self.data.corrupt.noise.snr_db, self.seed)
+            drawn = seed_noise(names, self.data.corrupt.noise.snr_db, self.seed)
             seeds = (seed if yes else NOISELESS for seed, yes in zip(drawn.seeds, noisy, strict=True))
             noise = Noise(drawn.snr_db, tuple(seeds))
         if alteration is not None:

@@ -13,8 +13,7 @@ split     string  "train", "validation" or "test"; null in all rows if the set h
 seconds   float64 duration; null if unknown without opening the file
 ========= ======= =====================================================================================================
 
-Further columns (fold, session, recording, take) follow. The manifest's remarks are messages about the set as a whole, such as ignored
-files.
+Further columns (fold, session, recording, take) follow. Remarks are messages about the set, such as ignored files.
 """
 
 from __future__ import annotations

@@ -266,8 +266,8 @@ def list_tar(path: Path, accept: Callable[[str], bool]) -> Iterator[tuple[str, s
             for magic, command in _COMPRESSED.items():
                 if head.startswith(magic):
                     raise DataError(
-                        f"{path}: it is compressed, so each access would unpack the preceding recordings. Unpack it with {command}; "
-                        f"the recordings may stay in the tar archive"
+                        f"{path}: it is compressed, so each access would unpack earlier recordings. Unpack it with {command}; "
+                        f"the tar archive itself may stay"
                     )
             size = file.seek(0, os.SEEK_END)
             file.seek(0)

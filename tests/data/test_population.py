@@ -20,7 +20,7 @@ from raydfl.data.client_ids import ClientIds
 from raydfl.data.examples import Examples
 from raydfl.data.features.cache import FeatureStore
 from raydfl.data.features.extractor import FeatureExtractor
-from raydfl.data.noise import add_noise, noise_for
+from raydfl.data.noise import add_noise, seed_noise
 from raydfl.data.part import Part, StoredView
 from raydfl.data.population import Population
 from raydfl.data.settings import DataSettings
@@ -167,7 +167,7 @@ def test_noise_is_in_the_training_clips_of_the_chosen_clients_only(made: Make) -
         for position, clip in enumerate(theirs.train.clips):
             x = theirs.train.batch(np.array([position])).x[0].numpy()
             if i in (1, 4):
-                seed = noise_for([rows[clip]["clip"]], 5.0, 1).seeds[0]
+                seed = seed_noise([rows[clip]["clip"]], 5.0, 1).seeds[0]
                 wave = add_noise(extractor.wave(*dataset.read(rows[clip])), 5.0, seed)
                 np.testing.assert_array_equal(x, extractor.features(wave))
             else:

@@ -409,7 +409,7 @@ def test_one_missing_file_is_found_when_it_is_read(clips: Path) -> None:
 
 def test_a_missing_list_and_other_kinds_of_file(clips: Path) -> None:
     (clips / "latin.csv").write_bytes(b"p\xe9th,label\na,x\n")
-    with pytest.raises(DataError, match=r"latin\.csv is not UTF-8 text; save it as UTF-8"):
+    with pytest.raises(DataError, match=r"latin\.csv is not UTF-8 text. Save it as UTF-8"):
         Manifest(file=clips / "latin.csv").manifest()
     with pytest.raises(DataError, match=r"row 1 has no path \(column 'path' is 'a\\x00b\.wav'\)"):
         Manifest(file=write(clips / "null.csv", "path,label\na\0b.wav,x\nclips/a.wav,x\n")).manifest()
