@@ -26,7 +26,7 @@ from raydfl.data.features import cache as cache_module
 from raydfl.data.features import extraction as chunks_module
 from raydfl.data.features.alteration import Alterations
 from raydfl.data.features.cache import FeatureStore, open_store, prepare
-from raydfl.data.features.digests import content_digests
+from raydfl.data.features.digests import digest_clips
 from raydfl.data.features.extraction import Chunk, ChunkReport, Source, chunk_bounds, run_locally
 from raydfl.data.features.extractor import FeatureExtractor
 from raydfl.data.features.log_mel import FeatureSettings
@@ -195,7 +195,7 @@ def test_parts_of_a_file_are_known_by_the_file_and_their_place(tmp_path: Path, m
         looked.clear()
         (tmp_path / "list.csv").write_text("\n".join(["path,label,start,stop", *(f"a.wav,x,{part}" for part in parts)]))
         dataset = Manifest(file=tmp_path / "list.csv")
-        found, unreadable = content_digests(dataset, dataset.manifest(), tmp_path / "cache", Silent())
+        found, unreadable = digest_clips(dataset, dataset.manifest(), tmp_path / "cache", Silent())
         assert not unreadable
         return found
 

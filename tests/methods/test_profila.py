@@ -53,13 +53,13 @@ def test_the_alignments_weight_over_the_rounds() -> None:
     given: dict[str, Any] = {"lam": (1.0, 2.0), "warm_rounds": 4, "total_rounds": 10}
     rising, literal = made(**given), made(ProFiLAAsRun, **given, schedule="literal")
     for method in (rising, literal):
-        assert [method.weight_in(r) for r in range(4)] == pytest.approx([1.25, 1.5, 1.75, 2.0])  # t = 1 ... 4
-    assert rising.weight_in(6) == pytest.approx(2 * (0.8 + 0.2 * (1 - math.cos(math.pi / 4))))  # t = 7, half-way
-    assert literal.weight_in(6) == pytest.approx(2 * (0.8 + 0.2 * math.cos(math.pi / 4)))
-    assert rising.weight_in(50) == pytest.approx(2.0)
-    assert literal.weight_in(50) == pytest.approx(1.6)
-    assert made(ProFiLAAsRun, **given, schedule="constant").weight_in(6) == 2.0
-    assert made(ProFiLAAsRun, **given, first_round=0).weight_in(0) == 1.0
+        assert [method.compute_weight(r) for r in range(4)] == pytest.approx([1.25, 1.5, 1.75, 2.0])  # t = 1 ... 4
+    assert rising.compute_weight(6) == pytest.approx(2 * (0.8 + 0.2 * (1 - math.cos(math.pi / 4))))  # t = 7, half-way
+    assert literal.compute_weight(6) == pytest.approx(2 * (0.8 + 0.2 * math.cos(math.pi / 4)))
+    assert rising.compute_weight(50) == pytest.approx(2.0)
+    assert literal.compute_weight(50) == pytest.approx(1.6)
+    assert made(ProFiLAAsRun, **given, schedule="constant").compute_weight(6) == 2.0
+    assert made(ProFiLAAsRun, **given, first_round=0).compute_weight(0) == 1.0
 
 
 # -- the loss ----------------------------------------------------------------------------------------------------------
@@ -285,9 +285,12 @@ def test_a_clients_private_tensors_do_not_move_while_others_train(tiny: Tiny) ->
     ("options", "message"),
     [
         (["method.personal=[model/adaptor]"], "no tensor's name begins with 'model/adaptor'"),
-        (["method.personal=[model/prototype]"], "is the common prototype and must be shared"),
-        (["objective={name: compact, size: 4, by: class}"], "has one prototype a client, and objective.by is class"),
-        (["method.alpha=0", "method.beta=0"], "both 0, so that no client counts"),
+        (["method.personal=[model/prototype]"], "is the common prototype and must be shared. Remove it"),
+        (
+            ["objective={name: compact, size: 4, by: class}"],
+            "has one prototype per client, but objective.by is class. Set objective.by=all",
+        ),
+        (["method.alpha=0", "method.beta=0"], "both 0, so all clients have weight 0. Raise either"),
         (["method.mode=as_run"], "the pool 'normal'"),
         (["method.mode=as_run", "train.batch_size=1"], "at least 2"),
         (["method.mode=asrun"], "it is as_run or normal"),
@@ -302,7 +305,7 @@ def test_what_cannot_be_is_refused(tiny: Tiny, options: list[str], message: str)
 def test_a_network_with_a_prototype_of_its_own_is_refused() -> None:
     network = MeanLinear(BANDS, CLASSES)
     network.own_prototype = nn.Linear(1, 1)
-    with pytest.raises(ConfigError, match="MeanLinear has an attribute 'own_prototype', .*; rename it"):
+    with pytest.raises(ConfigError, match="MeanLinear has an attribute 'own_prototype', .* Rename it"):
         add_prototype(network, CLASSES)
 
 
