@@ -57,7 +57,7 @@ def ensure_features(run_dir: Path, config: Config, progress: Progress) -> None:
         Population.load(folder, verify_features=True)
         return
     except DataError as error:
-        lost = str(error).partition("; ")[0]
+        lost = str(error).partition(" Make them again")[0].rstrip(".")
     progress.message(f"{lost}: they are made again")
     try:
         population = build_population(
