@@ -86,7 +86,9 @@ class FedMLAC(Method):
     ] = 0.1
     layer: Annotated[
         Literal["module", "tensor"],
-        Field(description="Unit of pruning. module: weight and bias together. tensor: each tensor."),
+        Field(
+            description="Unit of pruning. module: weight and bias together, a GRU is one layer. tensor: each tensor."
+        ),
     ] = "module"
     form: Annotated[
         Literal["literal", "supervised"] | Annotated[float, Field(ge=0)],

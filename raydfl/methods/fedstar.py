@@ -75,7 +75,9 @@ class FedSTAR(Method):
             description="Confidence threshold for pseudo-labels in the first and the last round. Values above 1 reject all of them."
         ),
     ] = (0.5, 0.9)
-    rising_rounds: Annotated[int, Field(ge=1, description="Rounds until the threshold reaches its last value.")] = 100
+    rising_rounds: Annotated[
+        int, Field(ge=1, description="Rounds until the threshold reaches its last value, along half a cosine.")
+    ] = 100
     kernel_decay: Annotated[
         float, Field(ge=0, description="Weight of the sum of squares of all convolution kernels. 0 disables it.")
     ] = 1e-4

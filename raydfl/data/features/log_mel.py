@@ -42,8 +42,8 @@ class FeatureSettings(Settings):
     ] = "logmel"
     sample_rate: SampleRate = 16_000
     bands: Annotated[int, Field(ge=1, le=512, description="Mel bands, 1 to 512.")] = 64
-    window_ms: Annotated[float, Field(gt=0, le=500, description="Length of the Hann window in ms, at most 500.")] = 25.0
-    hop_ms: Annotated[float, Field(gt=0, le=500, description="Time between frames in ms, at most 500.")] = 10.0
+    window_ms: Annotated[float, Field(gt=0, le=500, description="Length of the Hann window in ms.")] = 25.0
+    hop_ms: Annotated[float, Field(gt=0, le=500, description="Time between frames in ms.")] = 10.0
     fft: Annotated[
         int | None,
         Field(
@@ -62,8 +62,8 @@ class FeatureSettings(Settings):
         Field(
             gt=0,
             le=3_600,
-            description="Length of all clips, 1 + seconds / hop frames. Longer clips are cut, and shorter clips get zero frames "
-            "after the normalisation. null: clips keep their lengths.",
+            description="Length of all clips in seconds, 1 + seconds / hop frames. Longer clips are cut, and shorter clips get "
+            "zero frames after the normalisation. null: clips keep their lengths.",
         ),
     ] = None
     least_seconds: Annotated[
@@ -71,8 +71,8 @@ class FeatureSettings(Settings):
         Field(
             gt=0,
             le=3_600,
-            description="Minimum length of clips. Shorter clips get equal silence on both sides before unit_norm, and its frames "
-            "count. null: no minimum.",
+            description="Minimum length of clips in seconds. Shorter clips get equal silence on both sides before unit_norm, and "
+            "its frames count. null: no minimum.",
         ),
     ] = None
     channel: Channel = "first"
@@ -91,7 +91,8 @@ class FeatureSettings(Settings):
         ),
     ] = True
     spectrum: Annotated[
-        Literal["power", "magnitude"], Field(description="Spectrum in the mel bands. magnitude: the root of the power.")
+        Literal["power", "magnitude"],
+        Field(description="Spectrum in the mel bands. power: squared magnitude. magnitude: its root."),
     ] = "power"
     mel: Annotated[
         Literal["htk", "slaney"],

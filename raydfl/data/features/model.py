@@ -51,7 +51,7 @@ class ModelFeatures(Settings):
         Field(
             gt=0,
             le=3_600,
-            description="Maximum length of clips, at most 3600. Longer clips are cut. null: no limit.",
+            description="Maximum length of clips in seconds. Longer clips are cut. null: no limit.",
         ),
     ] = None
     frames: Frames = None

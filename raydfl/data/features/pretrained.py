@@ -54,7 +54,7 @@ class PretrainedFeatures(Settings):
         Field(
             gt=0,
             le=3_600,
-            description="Length of clips, at most 3600. Longer clips are cut. Shorter clips are padded with zeros if the folder's "
+            description="Length of clips in seconds. Longer clips are cut. Shorter clips are padded with zeros if the folder's "
             "extractor returns no mask. null: clips keep their lengths.",
         ),
     ] = None
