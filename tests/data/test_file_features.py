@@ -1,9 +1,7 @@
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
-import sys
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +13,6 @@ import safetensors.numpy
 from tiny_sets import Folder, Made, write_folder
 
 from raydfl.core.errors import ConfigError, DataError, InputError
-from raydfl.core.options import options_of
 from raydfl.data.build import build_population
 from raydfl.data.features.cache import FeatureStore, prepare
 from raydfl.data.features.extraction import Chunk, ChunkReport, Source, chunk_bounds
@@ -24,7 +21,6 @@ from raydfl.data.features.file import FileFeatures
 from raydfl.data.features.kinds import AnyFeatures
 from raydfl.data.features.log_mel import FeatureSettings
 from raydfl.data.features.model import ModelFeatures
-from raydfl.data.features.pretrained import PretrainedFeatures
 from raydfl.data.features.wave import EPSILON
 from raydfl.data.noise import Noise, noise_for
 from raydfl.data.population import Population
@@ -387,8 +383,8 @@ def test_a_run_keeps_the_number_of_bands_and_absolute_paths(tmp_path: Path, monk
         (
             {"kind": "file", "path": "x.npz", "hop_ms": 10},
             {},
-            r"data.features: 'hop_ms' is a setting of the kind logmel, not of file with the settings kind, path, noisy_path, bands, "
-            r"frames, normalise, dtype. Set the whole group: data.features='\{kind: file, ...\}'",
+            r"data.features: 'hop_ms' is a setting of the kind logmel, not of file with the settings kind, path, noisy_path, "
+            r"bands, frames, normalise, dtype. Set the whole group: data.features='\{kind: file, ...\}'",
         ),
         ({"path": "x.npz"}, {}, "'path' is a setting of the kind file, not of logmel"),
         (
@@ -616,30 +612,3 @@ def test_a_model_is_named_in_the_front_end_and_in_tables(tmp_path: Path) -> None
     }
     json.dumps(said)
     assert features_text(config) == "own_features.py:Frames (apc.pt), 5 bands at 8 kHz, not normalised"
-
-
-def test_the_tables_of_the_documentation_are_complete_and_right() -> None:
-    spec = importlib.util.spec_from_file_location("pages_of_docs", HERE.parent / "docs" / "pages.py")
-    assert spec is not None
-    assert spec.loader is not None
-    pages = importlib.util.module_from_spec(spec)
-    sys.modules["pages_of_docs"] = pages  # where its dataclass looks for the module
-    spec.loader.exec_module(pages)
-    docs = pages.ROOT / "docs"
-    tables = pages.option_tables(docs / "data.md") | pages.option_tables(docs / "pretrained.md")
-    known = {(FileFeatures, "bands"), (PretrainedFeatures, "bands"), (PretrainedFeatures, "sample_rate")}
-    for heading, cls in (
-        ("Features from a file", FileFeatures),
-        ("Features by a network of your own", ModelFeatures),
-        ("data.features of the kind pretrained", PretrainedFeatures),
-    ):
-        documented = dict(tables[heading])
-        assert documented.pop("kind") == "required"
-        for option in options_of(cls):
-            if option.name == "kind":
-                continue
-            said = documented.pop(option.name)
-            required = option.required and (cls, option.name) not in known  # the file or folder knows them
-            default = {"null": None, "{}": None if option.default is None else {}}.get(said, said)
-            assert said == "required" if required else str(default) == str(option.default), option.name
-        assert not documented

@@ -114,14 +114,14 @@ def test_a_batch_moves_the_clients_prototype_by_1_minus_momentum(
     batch = dataclasses.replace(step.data.train.batch(np.arange(clips)), columns={"pool": pool})
     before = unit(F.normalize(network(step.data.train.batch(np.arange(6)).x), dim=1).detach().mean(dim=0))
     with torch.no_grad():
-        method._renew(step, first=True)
+        method._update_prototype(step, first=True)
         network.output.weight.neg_()
         network.output.bias.add_(1.0)
         z = F.normalize(network(batch.x), dim=1)[pool == 0]
         step.state["lambda"] = torch.tensor(0.0)
         method.loss(step, batch)
     mean = z.mean(dim=0) if len(z) else before
-    torch.testing.assert_close(method.prototype(network), unit(momentum * before + (1 - momentum) * mean))
+    torch.testing.assert_close(method.get_prototype(network), unit(momentum * before + (1 - momentum) * mean))
 
 
 def test_the_alignments_gradient_reaches_the_network() -> None:
@@ -218,7 +218,7 @@ def test_performance_is_the_mean_of_the_last_rounds() -> None:
 def test_learning_rates_follow_performance() -> None:
     method = made(lr_min=0.05, lr_max=0.13)
     step = make_steps(method, networks)[0]  # its rate is 0.1
-    assert method._rate(step) is None
+    assert method._adapt_rate(step) is None
     step.state["best"] = torch.tensor(0.8)
     for auc, rate, best in (
         (0.6, 0.12, 0.8),  # below 0.7: raised
@@ -227,7 +227,7 @@ def test_learning_rates_follow_performance() -> None:
         (0.9, 0.13 * 0.99, 0.9),  # the best so far: lowered
     ):
         step.state["auc"] = torch.tensor(auc)
-        assert method._rate(step) == pytest.approx(rate, rel=1e-6)
+        assert method._adapt_rate(step) == pytest.approx(rate, rel=1e-6)
         assert float(step.state["best"]) == pytest.approx(best)
 
 

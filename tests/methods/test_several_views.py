@@ -252,8 +252,8 @@ def test_groups_of_like_bias() -> None:
     # The server groups whoever sends: no bias, or none that is a number, is none that has moved.
     sent: list[dict[str, torch.Tensor]] = [{"bias/a": torch.tensor(0.5)}, {}, {"bias/a": torch.zeros(3)}]
     updates = [Update(tensors, 1.0) for tensors in sent]
-    assert Harmony(groups=2)._labels(updates, np.random.default_rng(0)) == [0, 1, 1]
-    assert Harmony(groups=2)._labels(updates[1:2] * 3, np.random.default_rng(0)) == [0] * 3
+    assert Harmony(groups=2)._cluster(updates, np.random.default_rng(0)) == [0, 1, 1]
+    assert Harmony(groups=2)._cluster(updates[1:2] * 3, np.random.default_rng(0)) == [0] * 3
 
 
 def test_harmonys_groups_have_a_classifier_each_and_encoders_stay(tiny: Tiny, folder: Path) -> None:
