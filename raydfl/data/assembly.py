@@ -12,8 +12,8 @@ from raydfl.core.errors import ConfigError, DataError, nearest
 from raydfl.core.seeds import seed_for
 from raydfl.data.features.alteration import UNALTERED, Alteration, Alterations
 from raydfl.data.features.cache import FeatureStore
-from raydfl.data.features.digests import rows_of
-from raydfl.data.features.statistics import group_numbers, normalise_groups, statistics_of
+from raydfl.data.features.digests import iterate_rows
+from raydfl.data.features.statistics import load_statistics, normalise_groups, number_groups
 from raydfl.data.features.wave import BY_TRAINING_CLIPS
 from raydfl.data.noise import NOISELESS, Noise, seed_noise
 from raydfl.data.part import CLEAN, Part, StoredView
@@ -72,7 +72,7 @@ class Assembler:
         if self.data.features.normalise == "part":
             return np.zeros(self.manifest.num_rows, np.int64)
         if self.data.features.normalise != "client":
-            return group_numbers(self.manifest)
+            return number_groups(self.manifest)
         without_owner = (
             self.tables.clients.num_rows
         )  # a group without training clips uses the statistics of all of them
@@ -99,7 +99,7 @@ class Assembler:
         arrays: dict[str, np.ndarray] = {}
         messages = [*messages, *tables.messages]
         if data.features.normalise in BY_TRAINING_CLIPS:
-            arrays["statistics"] = statistics_of(self.stores[CLEAN])
+            arrays["statistics"] = load_statistics(self.stores[CLEAN])
             messages += self._describe_untrained_groups()
         (first_name, first_view), *additional_views = data.all_views.items()
         if self.train.any():
@@ -285,7 +285,7 @@ class Assembler:
                 rows = rows[np.argsort(self.client[rows], kind="stable")]
                 ends = np.searchsorted(self.client[rows], np.arange(clients.num_rows + 1))
                 bounds = (ends[:-1], ends[1:])
-            overall = statistics_of(self.stores[CLEAN]).shape[1] - 1
+            overall = load_statistics(self.stores[CLEAN]).shape[1] - 1
             columns["statistics"] = pa.array(_find_statistics(overall, self._group[self.clip[rows]], *bounds))
         order = ("client", "by_id", "group", "first", "stop", "noisy", "label_errors", "statistics")
         return pa.record_batch({name: columns[name] for name in [*order, *columns] if name in columns})
@@ -302,7 +302,7 @@ class Assembler:
             hint = nearest(view.column, manifest.column_names)
             raise DataError(f"{where}.column: the manifest has no column {view.column!r}; {hint}")
         dataset = self.data.source.open()
-        paths = [dataset.file_of(row, view.column) for row in rows_of(manifest)]
+        paths = [dataset.file_of(row, view.column) for row in iterate_rows(manifest)]
         rows = np.array([row for row, path in enumerate(paths) if path is not None], np.int64)
         if not len(rows) and self._complete:  # further sites may have files
             raise DataError(
