@@ -75,7 +75,7 @@ def write(folder: Path, takes: int = 4, bare: tuple[int, ...] = ()) -> Path:
 def federation(
     tiny: Callable[..., Config], folder: Path, method: str, *overrides: str, views: tuple[str, ...] = ("video",)
 ) -> Config:
-    """Configure a federation of :data:`CLIENTS` clients on the files of :func:`write`, with a network for each view and for the fusion."""
+    """Configure a federation of :data:`CLIENTS` clients on the files of :func:`write`, with networks for views and fusion."""
     of_views = ", ".join(f"{name}: {{column: {name}, features: {SEEN}}}" for name in views)
     listed = f"name: manifest, file: {folder / 'list.csv'}, features: {FEATURES}"
     data = f"data={{{listed}, views: {{{of_views}}}, partition: {{by: group}}}}"
