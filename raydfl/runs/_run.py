@@ -313,9 +313,8 @@ def _run_rounds(
                 if durable and reports and reports[-1].scores:
                     finished = server.finish(reports[-1].round)
                     reports = None if finished is None else [*reports[:-1], _append_rows(reports[-1], finished)]
-            if (
-                reports is None
-            ):  # The server was lost. It continues after its last commit, so rows are read from the folder.
+            if reports is None:
+                # The server was lost. It continues after its last commit, so rows are read from the folder.
                 round_index, _, ended = server.open()
                 log_rows(record.to_rows(record.read_rows(run_dir, round_index, where=pc.field("client") == "")))
                 continue
