@@ -1,4 +1,4 @@
-"""Packages whose names are imported when they are first used, so that opening the door costs nothing of what lies behind it."""
+"""Lazy imports: a package imports a name's module when the name is first used."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from typing import Any
 
 
 def lazy_names(package: str, file: str) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
-    """Return ``__all__``, ``__getattr__`` and ``__dir__`` of a package whose names stand in the ``__init__.pyi`` beside it.
+    """Return ``__all__``, ``__getattr__`` and ``__dir__`` for a package with a stub ``__init__.pyi``.
 
-    That stub is the one table: each of its lines is ``from MODULE import NAME as NAME``. Type checkers read it in place of the
-    ``__init__.py``.
+    The stub lists all names, one line each: ``from MODULE import NAME as NAME``. Type checkers read it instead of ``__init__.py``.
 
     Args:
         package: the package's ``__name__``.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from raydfl.core.errors import DataError
 from raydfl.core.files import CHOOSE_CACHE, default_cache, write_durably, writing
-from raydfl.core.lock import locked
+from raydfl.core.lock import hold_lock
 from raydfl.core.progress import Progress, Silent
 from raydfl.core.remote import RemoteFolder, parted
 
@@ -47,7 +47,7 @@ def fetch_recordings(uri: str, cache: Path | None, progress: Progress | None = N
         copy.parent.mkdir(parents=True, exist_ok=True)
         lock = copy.parent / ".lock"
         lock.touch()
-    with locked(lock):
+    with hold_lock(lock):
         if not complete.exists():
             files = _copy(uri, copy, progress or Silent())
             write_durably(complete, json.dumps({"uri": uri, "files": files}, indent=1).encode(), CHOOSE_CACHE)

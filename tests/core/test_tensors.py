@@ -131,9 +131,9 @@ def test_flat_tensors_pickle_as_one_buffer_out_of_band() -> None:
 
 def test_errors_say_what_is_needed() -> None:
     layout, vector = flatten(example())
-    with pytest.raises(ValueError, match=r"a vector of 9 elements is needed, this one has shape \(8,\)"):
+    with pytest.raises(ValueError, match=r"the vector has shape \(8,\), not \(9,\)"):
         layout.views(vector[:8])
-    with pytest.raises(ValueError, match=r"contiguous float32 vector of 9 elements is needed, this one is float64"):
+    with pytest.raises(ValueError, match=r"contiguous float32 vector of 9 elements is needed, not float64"):
         FlatTensors(layout, vector.astype(np.float64))
     with pytest.raises(ValueError, match=r"contiguous float32 vector of 9 elements"):
         FlatTensors(layout, np.zeros(18, np.float32)[::2])

@@ -43,7 +43,7 @@ from raydfl.core.files import (
     write_atomically,
     writing,
 )
-from raydfl.core.lock import locked
+from raydfl.core.lock import hold_lock
 from raydfl.core.progress import Progress, Silent
 from raydfl.data.features.alteration import Alterations
 from raydfl.data.features.digests import content_digests, rows_of
@@ -295,7 +295,7 @@ def found_or_made(folder: Path, needed: int, make: Callable[[], None]) -> Featur
     def waiting() -> None:
         _log.warning("another process is preparing the same features (%s); waiting for it", lock)
 
-    with writing(folder.parent, needed, _WHAT, CHOOSE_CACHE), locked(lock, waiting):
+    with writing(folder.parent, needed, _WHAT, CHOOSE_CACHE), hold_lock(lock, waiting):
         store = _open_if_whole(folder)
         if store is None:
             if free_bytes(folder.parent) < needed:

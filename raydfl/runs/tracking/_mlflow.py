@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow.compute as pc
 
 from raydfl.core.errors import InputError, first_line
-from raydfl.core.lock import locked
+from raydfl.core.lock import hold_lock
 from raydfl.engine import TrackSettings, without_password
 from raydfl.engine.storage import MetricRow, read_rows, to_rows
 from raydfl.runs.tracking._tracker import KEY_LENGTH, SERVER, WORK, Status, Tracker, metric_name
@@ -158,7 +158,7 @@ class MlflowTracker(Tracker):
         lock: AbstractContextManager[None] = contextlib.nullcontext()
         if self._settings.uri is None:  # two runs that start at once must not both make the tables of the default store
             self._runs_dir.mkdir(parents=True, exist_ok=True)
-            lock = locked(self._runs_dir / ".mlflow.lock")
+            lock = hold_lock(self._runs_dir / ".mlflow.lock")
         with lock:
             client = MlflowClient(tracking_uri=self._uri)
             client.search_experiments(max_results=1)  # makes the tables of a new database
