@@ -154,7 +154,7 @@ def test_what_lies_on_a_gpu_is_joined_there_and_read_once() -> None:
         "d": nn.Parameter(torch.randn(())),
         "e": torch.empty(0, 3),
     }
-    joined = tensors_module._joined(list(tensors.values()))
+    joined = tensors_module._concatenate(list(tensors.values()))
     assert (joined.dtype, joined.requires_grad) == (torch.float32, False)
     np.testing.assert_array_equal(joined.numpy(), flatten(tensors)[1])
 
