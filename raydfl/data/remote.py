@@ -12,7 +12,7 @@ from raydfl.core.errors import DataError
 from raydfl.core.files import CHOOSE_CACHE, default_cache, write_durably, writing
 from raydfl.core.lock import hold_lock
 from raydfl.core.progress import Progress, Silent
-from raydfl.core.remote import RemoteFolder, parted
+from raydfl.core.remote import RemoteFolder, split_uri
 
 _AT_ONCE = 16
 """Files that are copied at a time: each of many small ones mostly waits for its answer."""
@@ -24,7 +24,7 @@ def local_copy(uri: str, cache: Path | None) -> Path:
     """Return where the copy of a folder, or of a file, lies or will lie."""
     folder = (default_cache() if cache is None else cache).expanduser().absolute()
     digest = hashlib.blake2b(uri.encode(), digest_size=8).hexdigest()
-    return folder / "recordings" / digest / parted(uri)[1]
+    return folder / "recordings" / digest / split_uri(uri)[1]
 
 
 def fetch_recordings(uri: str, cache: Path | None, progress: Progress | None = None) -> Path:

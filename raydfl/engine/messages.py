@@ -37,7 +37,7 @@ def _own_tensors(sent: FlatTensors, part: str) -> FlatTensors:
     """Return an entry of the server's state as a client of a part receives it."""
     if all(part_names.plain_name(name) == name for name in sent):
         return sent
-    return FlatTensors.of(part_names.of_part(sent, part))
+    return FlatTensors.of(part_names.select_part(sent, part))
 
 
 def _without_models(tensors: FlatTensors, models: frozenset[str]) -> FlatTensors:
@@ -100,7 +100,7 @@ def by_servers_names(update: Update, part: str, broadcast: Mapping[str, FlatTens
     weight = update.weight
     return dataclasses.replace(
         update,
-        tensors=part_names.marked(update.tensors, part, known),
-        weight=part_names.marked(weight, part, known) if isinstance(weight, Mapping) else weight,
-        cuts=part_names.marked(update.cuts, part, known),
+        tensors=part_names.mark_names(update.tensors, part, known),
+        weight=part_names.mark_names(weight, part, known) if isinstance(weight, Mapping) else weight,
+        cuts=part_names.mark_names(update.cuts, part, known),
     )

@@ -23,7 +23,7 @@ from raydfl.core import part_names, seeds
 from raydfl.core.cuts import cut_tensors
 from raydfl.core.errors import ClientError, RaydflError
 from raydfl.core.memory import keep_freed_memory
-from raydfl.core.metrics import attack_success, reduced
+from raydfl.core.metrics import attack_success, reduce_scores
 from raydfl.core.tensors import FlatTensors, OwnTensors
 from raydfl.core.types import Client, Metrics
 from raydfl.core.users_code import FAILURES, describe, is_users
@@ -268,7 +268,7 @@ class Worker:
         found = self.method.local(step) if attack is None else attack.local(self.method, step)
         with _malformed(order):
             updates = sent_updates(found, order.subject, self.method.shared, step.fixed)
-            measured = [reduced(checked_metrics(update.metrics, order.subject)) for update in updates]
+            measured = [reduce_scores(checked_metrics(update.metrics, order.subject)) for update in updates]
             together = {name: value for metrics in measured for name, value in metrics.items()}
             check_number(together, order.subject)
         updates = [by_servers_names(update, order.part, broadcast) for update in updates]
@@ -348,7 +348,7 @@ class Worker:
         found = self.method.evaluate(step, examples, self.config.evaluate.batch_size)
         with _malformed(order):
             metrics = checked_metrics(found, order.subject)
-            return reduced(metrics) if order.task.client_id != SERVER or order.place else metrics
+            return reduce_scores(metrics) if order.task.client_id != SERVER or order.place else metrics
 
     def _examples(self, step: Step, measurement: Measurement, part: str) -> Examples:
         if measurement.split == "validation":

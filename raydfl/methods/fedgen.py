@@ -41,7 +41,7 @@ from torch import Tensor, nn
 
 from raydfl.core.needs import Needs
 from raydfl.core.ops import uniform
-from raydfl.core.part_names import beside
+from raydfl.core.part_names import mark_like
 from raydfl.core.types import Batch, BuiltModels, Client, Metrics, Ratio, State, Task, Update
 from raydfl.methods._distillation import compute_divergences
 from raydfl.methods._generator import MODULE, STEPS, VECTOR, Generator, ServerGenerator, similarity
@@ -104,7 +104,7 @@ class FedGen(Method):
     def plan(self, state: State, clients: Sequence[Client], rng: np.random.Generator, cohort: int) -> list[Task]:
         """Plan FedAvg's tasks; the generator goes along once it has been trained."""
         tasks = super().plan(state, clients, rng, cohort)
-        trained = all(state.extra[beside(STEPS, name)] for name in state.tensors[MODULE])
+        trained = all(state.extra[mark_like(STEPS, name)] for name in state.tensors[MODULE])
         if not trained:
             return tasks
         return [dataclasses.replace(task, receive=(*task.receive, MODULE)) for task in tasks]
@@ -162,7 +162,7 @@ class FedGen(Method):
         tensors = {key: dict(of_key) for key, of_key in new.tensors.items()}
         extra, losses = dict(new.extra), list[float]()
         for name in state.tensors[MODULE]:  # one, or one for each part
-            counts = beside(COUNTS, name)
+            counts = mark_like(COUNTS, name)
             tensors["global"][counts] = before = state.tensors["global"][counts]
             heads = seen.heads(name)
             if heads is None:
@@ -230,7 +230,7 @@ class _Seen(Iterable[Update]):
 
     def heads(self, of: str) -> _Heads | None:
         """Return those that belong to a generator, by its name; ``None``: nobody with examples of such classes sent any."""
-        names = [beside(name, of) for name in (_HEAD, _HEAD_BIAS, COUNTS)]
+        names = [mark_like(name, of) for name in (_HEAD, _HEAD_BIAS, COUNTS)]
         found = [kept for kept in self._kept if names[2] in kept and bool((kept[names[2]] > 0).any())]
         if not found:
             return None

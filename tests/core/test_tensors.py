@@ -177,4 +177,4 @@ def test_the_vector_is_moved_to_a_device_once() -> None:
     ("device", "asked", "same"), [("cuda:0", "cuda", True), ("cuda:1", "cuda:0", False), ("cpu", "cuda", False)]
 )
 def test_a_device_without_a_number_is_any_of_its_kind(device: str, asked: str, same: bool) -> None:
-    assert tensors_module._is(torch.device(device), torch.device(asked)) == same
+    assert tensors_module._is_on(torch.device(device), torch.device(asked)) == same

@@ -294,7 +294,7 @@ class _Run:
 
     def _select_entries(self, keys: Iterable[str], part: str) -> dict[str, Tensors]:
         """Return entries of the server's state with the tensor names of a part's clients."""
-        return {key: part_names.of_part(self.commit.state.tensors[key], part) for key in keys}
+        return {key: part_names.select_part(self.commit.state.tensors[key], part) for key in keys}
 
     def _find_shared(self) -> dict[str, tuple[Specs, str, str, str]]:
         """Return (specs, model, key, part) of each shared model by its name in the metrics table."""
