@@ -280,27 +280,27 @@ def ranking_metrics(scores: Scores, only: Collection[str] | None = None) -> dict
     values, truth = scores.values, scores.truth.astype(bool)
     clips = len(values)
     columns = values.reshape(clips, -1).shape[1]
-    some = [column for column in range(columns) if 0 < np.count_nonzero(truth.reshape(clips, -1)[:, column]) < clips]
+    mixed = [column for column in range(columns) if 0 < np.count_nonzero(truth.reshape(clips, -1)[:, column]) < clips]
     several = values.ndim > 1
     names = ["map", "auc"] if several else ["auc", "pauc", "eer", "oracle_f1"]
     names += [] if scores.threshold is None else ["macro_f1" if several else "f1"]
     names += [] if scores.groups is None else ["dcase"]
     names = [name for name in names if only is None or name in only]
-    if not some or not np.isfinite(values).all():
-        return {name: Ratio(float("nan") if some else 0.0, clips if some else 0) for name in names}
+    if not mixed or not np.isfinite(values).all():
+        return {name: Ratio(float("nan") if mixed else 0.0, clips if mixed else 0) for name in names}
     threshold, groups = scores.threshold, scores.groups
-    chosen, ranked = (truth[:, some], values[:, some]) if several else (truth, values)
-    known: dict[str, Callable[[], float]] = {
-        "map": lambda: sklearn_metrics.average_precision_score(chosen, ranked, average="macro"),
-        "auc": lambda: sklearn_metrics.roc_auc_score(chosen, ranked, average="macro"),
-        "macro_f1": lambda: sklearn_metrics.f1_score(chosen, ranked >= threshold, average="macro", zero_division=0),
-        "pauc": lambda: sklearn_metrics.roc_auc_score(chosen, ranked, max_fpr=MAX_FALSE_POSITIVES),
-        "eer": lambda: _equal_error_rate(*sklearn_metrics.roc_curve(chosen, ranked, drop_intermediate=False)[:2]),
-        "oracle_f1": lambda: _largest_f1(*sklearn_metrics.precision_recall_curve(chosen, ranked)[:2]),
-        "f1": lambda: sklearn_metrics.f1_score(chosen, ranked >= threshold, zero_division=0),
+    targets, ranked = (truth[:, mixed], values[:, mixed]) if several else (truth, values)
+    functions: dict[str, Callable[[], float]] = {
+        "map": lambda: sklearn_metrics.average_precision_score(targets, ranked, average="macro"),
+        "auc": lambda: sklearn_metrics.roc_auc_score(targets, ranked, average="macro"),
+        "macro_f1": lambda: sklearn_metrics.f1_score(targets, ranked >= threshold, average="macro", zero_division=0),
+        "pauc": lambda: sklearn_metrics.roc_auc_score(targets, ranked, max_fpr=MAX_FALSE_POSITIVES),
+        "eer": lambda: _equal_error_rate(*sklearn_metrics.roc_curve(targets, ranked, drop_intermediate=False)[:2]),
+        "oracle_f1": lambda: _largest_f1(*sklearn_metrics.precision_recall_curve(targets, ranked)[:2]),
+        "f1": lambda: sklearn_metrics.f1_score(targets, ranked >= threshold, zero_division=0),
         "dcase": lambda: math.nan if groups is None else dcase_score(values, truth, groups),
     }
-    results = {name: float(known[name]()) for name in names}
+    results = {name: float(functions[name]()) for name in names}
     undefined = Ratio(0.0, 0)  # no machine has clips of both kinds
     return {name: undefined if np.isnan(value) else Ratio(value * clips, clips) for name, value in results.items()}
 

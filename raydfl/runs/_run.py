@@ -165,7 +165,7 @@ def execute(
     folder = shlex.quote(display_path(run_dir))
     name = folder if mirror is None else shlex.quote(mirror.uri)
     quiet = progress.mode != "lines"
-    if config.ray.gpus == 0 and not ops.compiled():
+    if config.ray.gpus == 0 and not ops.is_compiled():
         progress.message(
             "raydfl's operators are not compiled here: training on the CPU takes about twice as long; to compile them, install a "
             "C++ compiler and then raydfl again, by make or with pip's --no-build-isolation"
