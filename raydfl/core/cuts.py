@@ -122,7 +122,7 @@ def cut_tensors(tensors: FlatTensors, cuts: Cuts, whose: str) -> FlatTensors:
             if misfit:
                 raise ConfigError(f"{whose}: {name!r} cannot be cut as the method planned: {misfit}")
             shapes[name] = cuts[name].shape(shape)
-    layout = Layout.of_shapes(shapes)
+    layout = Layout.from_shapes(shapes)
     vector = np.empty(layout.size, np.float32)
     for name, shape in shapes.items():
         whole = tensors.vector[tensors.layout.columns(name)].reshape(

@@ -28,7 +28,7 @@ class Spool:
 
     def add(self, update: Update) -> None:
         """Append an update."""
-        flat = FlatTensors.of(update.tensors)
+        flat = FlatTensors.from_tensors(update.tensors)
         self._bytes += flat.vector.nbytes
         if self._bytes <= self._largest:
             self._updates.append((dataclasses.replace(update, tensors=flat), None))

@@ -41,14 +41,14 @@ class Layout:
             raise ValueError(f"Layout: it names each tensor once, but names has duplicates: {self.names}.")
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor]) -> Layout:
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Layout:
         """Return the layout of a mapping of tensors, in its order."""
         if isinstance(tensors, FlatTensors):
             return tensors.layout
         return _layout(tuple(tensors), tuple(tuple(tensor.shape) for tensor in tensors.values()))
 
     @classmethod
-    def of_shapes(cls, shapes: Mapping[str, Sequence[int]]) -> Layout:
+    def from_shapes(cls, shapes: Mapping[str, Sequence[int]]) -> Layout:
         """Return the layout of a mapping of names to shapes, in its order."""
         return _layout(tuple(shapes), tuple(tuple(shape) for shape in shapes.values()))
 
@@ -119,7 +119,7 @@ class FlatTensors(Mapping[str, Tensor]):
         self._moved: Tensor | None = None
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor]) -> FlatTensors:
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> FlatTensors:
         """Flatten a mapping of tensors. Returns ``tensors`` itself if it is flat already."""
         return tensors if isinstance(tensors, cls) else cls(*flatten(tensors))
 
@@ -131,7 +131,7 @@ class FlatTensors(Mapping[str, Tensor]):
         """The vector as a tensor that shares its memory (see the module's warning)."""
         return _as_tensor(self.vector)
 
-    def on(self, device: torch.device) -> Tensor:
+    def to(self, device: torch.device) -> Tensor:
         """Return the vector as a read-only tensor on a device. The copy is cached for all clients of the process."""
         if device.type == "cpu":
             return self.whole
@@ -169,7 +169,7 @@ class OwnTensors(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         if self._views is None:
-            self._views = self._source.layout.views(self._source.on(self._device).clone())
+            self._views = self._source.layout.views(self._source.to(self._device).clone())
         return self._views[name]
 
     def __contains__(self, name: object) -> bool:
@@ -196,7 +196,7 @@ def flatten(tensors: Mapping[str, Tensor]) -> tuple[Layout, np.ndarray]:
     """
     if isinstance(tensors, FlatTensors):
         return tensors.layout, tensors.vector
-    layout = Layout.of(tensors)
+    layout = Layout.from_tensors(tensors)
     block = _block(list(tensors.values()), layout)
     if block is not None:
         return layout, block.numpy().copy()

@@ -86,7 +86,7 @@ class Adversary:
             return _colluding(attack, whole, attacking, about, reference, round_index)
 
         def attacked(update: Update) -> Update:
-            flat = FlatTensors.of(update.tensors)
+            flat = FlatTensors.from_tensors(update.tensors)
             start = reference(update, flat.layout) if not update.cuts else self._cut_reference(update, current)
             honest = flat.vector - start.astype(np.float64)
             rng = seeds.generator(self._seed, round_index, update.client_id, "attack")
@@ -107,10 +107,10 @@ class Adversary:
     def _cut_reference(self, update: Update, current: Mapping[str, Tensors]) -> np.ndarray:
         """Return what the server has where an update that is cut comes from: float32 [elements of the update]."""
         known = current.get(update.key, {})
-        whole = FlatTensors.of({name: known[name] for name in update.cuts})
+        whole = FlatTensors.from_tensors({name: known[name] for name in update.cuts})
         parts = cut_tensors(whole, update.cuts, f"client {update.client_id!r}")
         rest = {name: value for name, value in known.items() if name not in update.cuts}
-        return self._reference(Layout.of(update.tensors), {**rest, **parts})
+        return self._reference(Layout.from_tensors(update.tensors), {**rest, **parts})
 
 
 def _colluding(
@@ -123,7 +123,7 @@ def _colluding(
 ) -> Iterator[Update]:
     """Yield the updates with the attackers' replaced: one change for all attackers whose updates have the same key and layout."""
     updates = list(updates)
-    flat = [FlatTensors.of(update.tensors) for update in updates]
+    flat = [FlatTensors.from_tensors(update.tensors) for update in updates]
     kinds = [(update.key, tensors.layout) for update, tensors in zip(updates, flat, strict=True)]
     changes: dict[tuple[str, Layout], np.ndarray] = {}
     for update, tensors, kind in zip(updates, flat, kinds, strict=True):

@@ -37,13 +37,17 @@ def _own_tensors(sent: FlatTensors, part: str) -> FlatTensors:
     """Return an entry of the server's state as a client of a part receives it."""
     if all(part_names.plain_name(name) == name for name in sent):
         return sent
-    return FlatTensors.of(part_names.select_part(sent, part))
+    return FlatTensors.from_tensors(part_names.select_part(sent, part))
 
 
 def _without_models(tensors: FlatTensors, models: frozenset[str]) -> FlatTensors:
     """Return tensors but those of some models."""
     names = [name for name in tensors if name.partition("/")[0] not in models] if models else ()
-    return tensors if not models or len(names) == len(tensors) else FlatTensors.of({n: tensors[n] for n in names})
+    return (
+        tensors
+        if not models or len(names) == len(tensors)
+        else FlatTensors.from_tensors({n: tensors[n] for n in names})
+    )
 
 
 def received_bytes(order: Order, broadcast: Mapping[str, FlatTensors], lacks: frozenset[str]) -> int:
@@ -55,7 +59,7 @@ def received_bytes(order: Order, broadcast: Mapping[str, FlatTensors], lacks: fr
         layout = _own_tensors(broadcast[key], order.part).layout
         if lacks:
             shapes = zip(layout.names, layout.shapes, strict=True)
-            layout = Layout.of_shapes({name: shape for name, shape in shapes if name.partition("/")[0] not in lacks})
+            layout = Layout.from_shapes({name: shape for name, shape in shapes if name.partition("/")[0] not in lacks})
         total += cut_size(layout, order.task.cuts)
     return 4 * total
 

@@ -44,10 +44,10 @@ def build_models(method: Method, models: Sequence[ModelSpec], run_seed: int) -> 
 def fixed_of_whole(method: Method, models: Sequence[ModelSpec], run_seed: int) -> FlatTensors:
     """Return the fixed tensors of the whole networks that a client's networks are parts of; none if it has no such parts."""
     if all(spec.whole is None for spec in models):
-        return FlatTensors.of({})
+        return FlatTensors.from_tensors({})
     built = build_models(method, [spec.whole or spec for spec in models], run_seed)
     states = {f"{name}/{key}": value for name, model in built.items() for key, value in model.state_dict().items()}
-    return FlatTensors.of({name: states[name] for name in sorted(fixed_tensors(built, method.fixed))})
+    return FlatTensors.from_tensors({name: states[name] for name in sorted(fixed_tensors(built, method.fixed))})
 
 
 class BuiltNetworks:

@@ -203,14 +203,14 @@ class UpdateChecker:
 
     def _compared(self, update: Update) -> tuple[str, dict[str, str]]:
         """Return what does not fit the server's tensors, and the kinds of those that it does not have."""
-        layout = Layout.of(update.tensors)
+        layout = Layout.from_tensors(update.tensors)
         if update.cuts:
             known = self._shapes.get(update.key, {})
             shapes = dict(zip(layout.names, layout.shapes, strict=True))
             misfit = cut_misfit(update, shapes, known)
             if misfit:
                 return misfit, {}
-            layout = Layout.of_shapes({**shapes, **{name: known[name] for name in update.cuts}})
+            layout = Layout.from_shapes({**shapes, **{name: known[name] for name in update.cuts}})
         kind = (update.key, layout)
         if kind not in self._found:
             added: dict[str, str] = {}

@@ -272,7 +272,7 @@ class Worker:
             together = {name: value for metrics in measured for name, value in metrics.items()}
             check_number(together, order.subject)
         updates = [by_servers_names(update, order.part, broadcast) for update in updates]
-        sent = [FlatTensors.of(update.tensors) for update in updates]
+        sent = [FlatTensors.from_tensors(update.tensors) for update in updates]
         updates = [
             dataclasses.replace(update, tensors=flat, client_id=step.client.id, metrics=metrics)
             for update, flat, metrics in zip(updates, sent, measured, strict=True)
