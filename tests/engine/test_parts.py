@@ -286,8 +286,10 @@ def test_a_part_without_clips_is_named(tiny: Tiny) -> None:
 
 def test_a_tensor_whose_name_could_be_taken_for_a_parts_is_refused() -> None:
     """Else a client of one part could change the head of another, and a network's own x@y would get lost on its way."""
-    with pytest.raises(ConfigError, match=r"'model/output.weight@high' of a tensor contains '@', .*Rename the tensor"):
+    with pytest.raises(
+        ConfigError, match=r"the tensor name 'model/output.weight@high' contains '@', .*Rename the tensor"
+    ):
         mark_names({"model/output.weight@high": torch.zeros(1)}, "low", {"model/output.weight@high"})
     state = State(0, {"global": {"model/x@y": torch.zeros(1)}})
-    with pytest.raises(ConfigError, match="'model/x@y' of a tensor contains '@'"):
+    with pytest.raises(ConfigError, match="the tensor name 'model/x@y' contains '@'"):
         join_states({"low": state, "high": state}, state)

@@ -166,5 +166,5 @@ def test_rules_reject_a_cut_that_does_not_fit(cut: Cut, message: str) -> None:
 
 def test_a_cut_needs_integer_indices() -> None:
     for wrong in ([0.5], [[0, 1]], ["a"]):
-        with pytest.raises(ValueError, match="a list of whole numbers for each dimension"):
+        with pytest.raises(ValueError, match="a list of integers for each dimension"):
             Cut([wrong])

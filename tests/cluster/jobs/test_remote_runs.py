@@ -508,7 +508,7 @@ def test_a_run_has_one_folder(tiny: Tiny, name: str) -> None:
 
 
 def test_a_uri_with_one_slash_is_no_path(tiny: Tiny) -> None:
-    with pytest.raises(ConfigError, match="a URI is written s3://bucket/runs"):
+    with pytest.raises(ConfigError, match="If you mean a URI, write s3://bucket/runs"):
         tiny("run.dir=s3:/bucket/runs")
 
 
