@@ -36,7 +36,7 @@ def plain_name(name: object) -> str:
         ValueError: the name could lead out of the folder, or is not a file name.
     """
     if not isinstance(name, str) or name in ("", ".", "..") or any(c in "/\\" or c < " " for c in name):
-        raise ValueError(f"{name!r} is not a plain file name. Use a name without slashes and control characters.")
+        raise ValueError(f"{name!r} is not the name of a file in the folder")
     return name
 
 
