@@ -55,6 +55,7 @@ def distances(vectors: Sequence[Mapping[str, Tensor]], kind: Distance) -> np.nda
         scale = float(pairs.mean()) if len(pairs) else 0.0
         blocks = [(positions, matrix / scale if scale > 0 else matrix) for positions, matrix in blocks]
     for positions, matrix in blocks:
+        # Rounding makes matrix products slightly asymmetric and negative, but HDBSCAN needs proper distances.
         result[np.ix_(positions, positions)] = (matrix + matrix.T) / 2
     np.fill_diagonal(result, 0)
     return np.asarray(np.maximum(result, 0))
@@ -96,7 +97,7 @@ def hdbscan_labels(
     model = HDBSCAN(
         metric="precomputed",
         min_cluster_size=min_cluster_size,
-        min_samples=min(min_samples, len(matrix) - 1),
+        min_samples=min(min_samples, len(matrix) - 1),  # HDBSCAN needs more points than neighbours
         cluster_selection_method=selection,
         cluster_selection_epsilon=float(epsilon),
         allow_single_cluster=single,

@@ -120,7 +120,7 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
         write: called with a temporary path in the same folder, to write the content.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.part")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.part")  # unique: writers may compete
     try:
         temporary.touch(mode=0o666 & path.parent.stat().st_mode)  # in a private folder every file is private
         write(temporary)

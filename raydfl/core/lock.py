@@ -38,7 +38,7 @@ class FileLock:
             try:
                 file = self.path.open("ab+")
             except FileNotFoundError:  # a run that failed to start has just removed its folder
-                if time.monotonic() > deadline + 1:
+                if time.monotonic() > deadline + 1:  # also with wait=0 the folder may vanish between mkdir and open
                     raise
                 continue
             try:

@@ -156,6 +156,7 @@ def classification_metrics(
         "accuracy": Ratio(float(np.trace(confusion)), len(truth)),
     }
     if top_k is not None:
+        # A stable sort prefers the lower class index in ties, as argmax does.
         most_probable = np.argsort(-log_probabilities, axis=1, kind="stable")[:, :top_k]
         metrics["top_k_accuracy"] = Ratio(float((most_probable == truth[:, None]).any(axis=1).sum()), len(truth))
     return {**metrics, "confusion": confusion.astype(np.int64)}
@@ -356,6 +357,7 @@ def _largest_f1(precision: NDArray[np.float64], recall: NDArray[np.float64]) -> 
 
 
 def _from_confusion(confusion: NDArray[Any]) -> tuple[Ratio, Ratio]:
+    """Compute macro-F1 and average recall from a confusion matrix."""
     right = np.diag(confusion).astype(np.float64)
     truth, predicted = confusion.sum(axis=1), confusion.sum(axis=0)
     occurs = (truth + predicted) > 0

@@ -23,8 +23,8 @@ class Silent:
 
     @contextlib.contextmanager
     def steps(self, description: str, total: int | None) -> Iterator[Callable[..., None]]:
-        """Does nothing."""
+        """Do nothing."""
         yield lambda count=1: None
 
     def message(self, text: str) -> None:
-        """Does nothing."""
+        """Do nothing."""

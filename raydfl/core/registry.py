@@ -65,7 +65,7 @@ def load_file(path: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except BaseException:
-        del sys.modules[name]
+        del sys.modules[name]  # so that the corrected file can be loaded later
         raise
     return module
 

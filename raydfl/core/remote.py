@@ -150,7 +150,7 @@ class RemoteFolder:
                         f"{first_line(error)}; {self._advice}"
                     ) from error
                 time.sleep(pause)
-        raise AssertionError
+        raise AssertionError  # unreachable: the last try returns or raises
 
     def is_file(self) -> bool:
         """Return whether the URI names a file and not a folder.
@@ -225,7 +225,7 @@ class RemoteFolder:
     def _put(self, name: str, blocks: Iterable[bytes]) -> None:
         system, path = self._opened[0], self._path(name)
         temporary = path
-        if not self._keeps_objects:
+        if not self._keeps_objects:  # object stores show complete objects only; file systems need a rename
             folder, _, last = path.rpartition("/")
             temporary = f"{folder}/.{last}.part"
             system.create_dir(folder, recursive=True)

@@ -25,7 +25,7 @@ def seed_for(run_seed: int, round_index: int, client_id: str, purpose: str) -> i
     8
     """
     text = f"{run_seed}\x1f{round_index}\x1f{client_id}\x1f{purpose}".encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1  # fits torch's signed seeds
 
 
 def generator(run_seed: int, round_index: int, client_id: str, purpose: str) -> np.random.Generator:

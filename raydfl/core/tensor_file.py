@@ -43,7 +43,7 @@ def parts_of_safetensors(
         value = tensors[name]
         header[name] = {"dtype": _format(value.dtype), "shape": list(value.shape), "data_offsets": list(offsets)}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # the library aligns tensors to 8 bytes
     return [len(text).to_bytes(8, "little") + text, *(_memory(tensors[name]) for name in names)]
 
 

@@ -198,7 +198,7 @@ def flatten(tensors: Mapping[str, Tensor]) -> tuple[Layout, np.ndarray]:
         return tensors.layout, tensors.vector
     layout = Layout.from_tensors(tensors)
     block = _block(list(tensors.values()), layout)
-    if block is not None:
+    if block is not None:  # a single copy, as for a network whose parameters are views of one vector
         return layout, block.numpy().copy()
     for name, tensor in tensors.items():
         if tensor.is_complex():

@@ -243,7 +243,7 @@ class Batch:
         """Average values over the examples without padding ([batch] -> scalar). Use it as the last step of every loss."""
         if self.weight is None:
             return values.mean()
-        return (values * self.weight).sum() / self.weight.sum().clamp_min(1.0)
+        return (values * self.weight).sum() / self.weight.sum().clamp_min(1.0)  # 0 for a batch of padding alone
 
     def cross_entropy(self, logits: Tensor) -> Tensor:
         """Compute the mean cross-entropy of logits over the examples without padding ([batch, classes] -> scalar)."""

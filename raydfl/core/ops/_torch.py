@@ -129,8 +129,8 @@ def gru_forward(x: Tensor, lengths: Tensor | None, weights: Sequence[Tensor]) ->
     bias = b_ih + torch.nn.functional.pad(b_hh[:, : 2 * hidden], (0, hidden))
     steps = _to_steps(x, directions).reshape(group, frames * batch, inputs)
     gates = x.new_empty(group, frames, batch, 4 * hidden)
-    of_input = gates.view(group, frames * batch, 4 * hidden)[..., : 3 * hidden]
-    torch.baddbmm(bias.unsqueeze(1), steps, w_ih.transpose(1, 2), out=of_input)
+    input_gates = gates.view(group, frames * batch, 4 * hidden)[..., : 3 * hidden]
+    torch.baddbmm(bias.unsqueeze(1), steps, w_ih.transpose(1, 2), out=input_gates)
     valid = None if lengths is None else _valid_steps(lengths, frames, directions).flatten(0, 1)
     states = x.new_empty(group, frames, batch, hidden)
     state = x.new_zeros(group, batch, hidden)
@@ -184,20 +184,21 @@ def gru_backward(
         total = torch.add(dstates[:, step], carry, out=totals[:, step])
         dgate = torch.mul(factors[:, step], total.unsqueeze(2), out=dgates[:, step])
         carry = torch.baddbmm(dgate[:, :, 3], dgate[:, :, :3].flatten(2), w_hh)
-    of_state = dgates.view(group, frames * batch, 4 * hidden)[..., : 3 * hidden]
-    of_input = torch.cat([dgates[..., :2, :], (totals * to_n).unsqueeze(3)], dim=3).view(
+    state_gradients = dgates.view(group, frames * batch, 4 * hidden)[..., : 3 * hidden]
+    input_gradients = torch.cat([dgates[..., :2, :], (totals * to_n).unsqueeze(3)], dim=3).view(
         group, frames * batch, 3 * hidden
     )
     steps = _to_steps(x, directions).reshape(group, frames * batch, inputs)
-    dw_ih = of_input.transpose(1, 2) @ steps
-    dw_hh = of_state.transpose(1, 2) @ before.reshape(group, frames * batch, hidden)
+    dw_ih = input_gradients.transpose(1, 2) @ steps
+    dw_hh = state_gradients.transpose(1, 2) @ before.reshape(group, frames * batch, hidden)
     kinds = [
-        torch.unflatten(part, 0, (clients, directions)) for part in (dw_ih, dw_hh, of_input.sum(1), of_state.sum(1))
+        torch.unflatten(part, 0, (clients, directions))
+        for part in (dw_ih, dw_hh, input_gradients.sum(1), state_gradients.sum(1))
     ]
     dweights = [kind[:, d] for d in range(directions) for kind in kinds]
     if not needed:
         return [x.new_empty(clients, 0), *dweights]
-    dsteps = (of_input @ w_ih).view(clients, directions, frames, batch, inputs)
+    dsteps = (input_gradients @ w_ih).view(clients, directions, frames, batch, inputs)
     dx = dsteps[:, 0] + dsteps[:, 1].flip(1) if directions == 2 else dsteps[:, 0]
     return [dx.transpose(1, 2), *dweights]
 
@@ -207,14 +208,15 @@ def gru_backward(
 _32_BITS = 0xFFFFFFFF
 
 
-def _signed(value: int) -> int:
+def _to_int64(value: int) -> int:
     """Reinterpret an unsigned 64-bit integer as int64."""
     return value - 2**64 if value >= 2**63 else value
 
 
 def _scramble(bits: Tensor, shift: int, factor: int) -> Tensor:
     """Apply a round of splitmix64: xor with the shifted bits, then multiply modulo 2**64."""
-    product: Tensor = (bits ^ ((bits >> shift) & (2 ** (64 - shift) - 1))) * _signed(factor)
+    # Shifts of int64 copy the sign bit, so the mask clears it.
+    product: Tensor = (bits ^ ((bits >> shift) & (2 ** (64 - shift) - 1))) * _to_int64(factor)
     return product
 
 
@@ -227,7 +229,8 @@ def random_bits(seed: Tensor, call: int, rows: int, columns: int) -> Tensor:
         rows: number of rows.
         columns: number of columns.
     """
-    bits = seed + _signed((call + 1) * 0x9E3779B97F4A7C15 % 2**64)
+    # splitmix64 turns seed and call into two 32-bit keys. Each element then hashes its position with the keys.
+    bits = seed + _to_int64((call + 1) * 0x9E3779B97F4A7C15 % 2**64)
     bits = _scramble(_scramble(bits, 30, 0xBF58476D1CE4E5B9), 27, 0x94D049BB133111EB)
     bits = bits ^ ((bits >> 31) & (2**33 - 1))
     first, second = (part.reshape(*seed.shape, 1, 1) for part in (bits & _32_BITS, (bits >> 32) & _32_BITS))

@@ -51,7 +51,7 @@ def conv1d(
             weight, bias = weight.to(dtype), bias.to(dtype)
             return conv1d(x.to(dtype), weight, bias, padding, pool=pool, lengths=lengths)
     operators = select_operators(x)
-    forward = _Convolution.apply if operators is None else operators.conv_forward
+    forward = _ConvolutionFunction.apply if operators is None else operators.conv_forward
     output: Tensor = forward(x, weight, bias, lengths, padding, pool or 0)[0]  # type: ignore[no-untyped-call]
     return output
 
@@ -92,7 +92,7 @@ class Conv1d(nn.Conv1d):
         )
 
 
-class _Convolution(torch.autograd.Function):
+class _ConvolutionFunction(torch.autograd.Function):
     forward = staticmethod(_torch.conv_forward)
 
     @staticmethod
@@ -100,7 +100,7 @@ class _Convolution(torch.autograd.Function):
         x, weight, _, lengths, ctx.padding, ctx.pool = inputs
         codes = output[1]
         ctx.mark_non_differentiable(codes)
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # otherwise autograd would allocate zero gradients for codes
         ctx.save_for_backward(codes, x, weight, lengths)
 
     @staticmethod
@@ -118,7 +118,7 @@ class _Convolution(torch.autograd.Function):
     def vmap(info: Any, in_dims: tuple[int | None, ...], *values: Any) -> tuple[Any, Any]:
         stacked = stack_clients(info.batch_size, in_dims, values)
         check_group("Conv1d", stacked[0])
-        return _Convolution.apply(*stacked), (0, 0)  # type: ignore[no-untyped-call]
+        return _ConvolutionFunction.apply(*stacked), (0, 0)  # type: ignore[no-untyped-call]
 
 
 class _ConvolutionBackward(torch.autograd.Function):

@@ -77,6 +77,7 @@ def uniform(rows: int, device: torch.device) -> Tensor:
     if state is None:
         return torch.rand(rows, device=device)
     call, state.calls = state.calls, state.calls + 1
+    # 24 bits are exact in float32; 32 bits could round to 1.
     return (_torch.random_bits(state.seed, call, rows, 1).squeeze(-1) >> 8).float() / 2**24
 
 

@@ -55,6 +55,7 @@ class Encoder(nn.Module):
         self.stem = stem if begin is None else None
         first = begin or 0
         self.layers = nn.ModuleDict({str(n): layer for n, layer in enumerate(transformer.layers) if first <= n < end})
+        # If begin equals end, the inputs are tokens after all layers, and the cached features include the norm.
         self.norm = norm if end == folder.layers and begin != end else None
         self._uses_lengths = folder.takes_waves
         for part in self.modules():
@@ -120,6 +121,7 @@ class _WaveStem(nn.Module):
         frames, count = x.transpose(1, 2), lengths
         for layer, (kernel, stride) in zip(self.feature_extractor.conv_layers, self._sizes, strict=True):
             if count is not None:
+                # At least a frame: attention over no tokens would be NaN.
                 count = (torch.div(count - kernel, stride, rounding_mode="floor") + 1).clamp_min(1)
             norm = getattr(layer, "layer_norm", None)
             if count is None or not isinstance(norm, nn.GroupNorm):
@@ -128,7 +130,7 @@ class _WaveStem(nn.Module):
                 frames = layer.activation(_normalise(layer.conv(frames), norm, inside(count, self._length(x))))
         projected = self.feature_projection(frames.transpose(1, 2))
         tokens = projected[0] if isinstance(projected, tuple) else projected
-        if count is not None:
+        if count is not None:  # the position embeddings are a convolution, so padding must be 0
             tokens = tokens.masked_fill(~inside(count, tokens.shape[1]).unsqueeze(2), 0.0)
         tokens = tokens + self.pos_conv_embed(tokens)
         return self.dropout(tokens if self.layer_norm is None else self.layer_norm(tokens)), count

@@ -191,7 +191,7 @@ def read_encoder_folder(folder: Path) -> EncoderFolder:
     return _read(folder, tuple((file.name, file.stat().st_mtime_ns) for file in _files(folder)))
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=8)  # the stamp of names and times invalidates the cache when a file changes
 def _read(folder: Path, _stamp: tuple[tuple[str, int], ...]) -> EncoderFolder:
     about = _read_json(folder, _ABOUT)
     kind = str(about.get("model_type"))
