@@ -72,7 +72,7 @@ def points_of_wandb(folder: Path) -> Points:
 
 
 @pytest.mark.parametrize("name", ["tensorboard", pytest.param("wandb", marks=pytest.mark.slow)])
-def test_its_files_hold_the_record_once_also_after_a_resume(name: str, tiny: Tiny) -> None:
+def test_files_have_each_row_once_after_a_resume(name: str, tiny: Tiny) -> None:
     pytest.importorskip({"tensorboard": "tensorboardX", "wandb": "wandb"}[name])
     read = {"tensorboard": points_of_tensorboard, "wandb": points_of_wandb}[name]
     settings = ["run.name=watched", "ray.actors=0", "evaluate.every=1", f"track={{mlflow: false, also: [{name}]}}"]
@@ -88,7 +88,7 @@ def test_its_files_hold_the_record_once_also_after_a_resume(name: str, tiny: Tin
         assert found[key] == [(step, pytest.approx(value, rel=1e-6, nan_ok=True)) for step, value in sorted(points)]
 
 
-def test_one_that_fails_is_told_once_and_the_run_goes_on(tiny: Tiny, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failed_tracker_warns_once_and_the_run_continues(tiny: Tiny, capsys: pytest.CaptureFixture[str]) -> None:
     also = f"track={{mlflow: false, also: ['{__file__}:Failing', tensorboard]}}"
     outcome = run(tiny("run.name=failing", "ray.actors=0", "train.rounds=4", also), Progress("lines"))
     said = capsys.readouterr()
@@ -97,7 +97,7 @@ def test_one_that_fails_is_told_once_and_the_run_goes_on(tiny: Tiny, capsys: pyt
     assert max(step for step, _ in points_of_tensorboard(outcome.run_dir / "tensorboard")["work/clients"]) == 4
 
 
-def test_a_name_that_there_is_not(tmp_path: Path) -> None:
+def test_unknown_tracker_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="unknown tracker 'tensorbord'; did you mean 'tensorboard'"):
         make_tracker(TrackSettings(mlflow=False, also=["tensorbord"]), tmp_path, tmp_path)
     with pytest.raises(ConfigError, match=r"tracker '.*:MlflowTracker' is not a subclass of raydfl.FilesTracker"):

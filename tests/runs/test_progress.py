@@ -58,7 +58,7 @@ def shown(mode: Mode, stream: io.StringIO) -> str:
     return stream.getvalue()
 
 
-def test_a_log_gets_one_line_a_round() -> None:
+def test_log_has_one_line_per_round() -> None:
     assert shown("auto", io.StringIO()).splitlines() == [
         "features [red]: 30 of 30",
         "fedmlac on fsdd: 20 rounds, 5 of them done",
@@ -84,7 +84,7 @@ KEYS_OF_A_ROUND = [
 """Programs read them."""
 
 
-def test_json_is_one_valid_object_a_line() -> None:
+def test_json_is_one_valid_object_per_line() -> None:
     lines = [json.loads(line) for line in shown("json", io.StringIO()).splitlines()]
     assert [line["event"] for line in lines] == ["steps", "start", "round", "message", "round", "finish"]
     assert lines[0] == {"event": "steps", "description": "features [red]", "done": 30, "total": 30}
@@ -108,7 +108,7 @@ def test_json_is_one_valid_object_a_line() -> None:
     assert lines[5]["status"] == "stopped"
 
 
-def test_json_has_no_not_a_number() -> None:
+def test_json_replaces_nan_by_null() -> None:
     stream = io.StringIO()
     progress = Progress("json", stream)
     progress.round(RoundReport(1, scores={"m/accuracy": math.inf}))  # not started: no time left is known either
@@ -129,7 +129,7 @@ def test_json_on_a_terminal_is_json() -> None:
         json.loads(line)
 
 
-def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_terminal_shows_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TERM", "xterm")
     stream = Terminal()
@@ -145,7 +145,7 @@ def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("mode", ["lines", "bar", "json"])
-def test_what_clients_say_cannot_steer_the_terminal(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_characters_of_clients_are_escaped(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor turn letters round, nor be beyond what a stream can encode; JSON stays JSON that says what was said."""
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "200")
@@ -166,7 +166,7 @@ def test_what_clients_say_cannot_steer_the_terminal(mode: Mode, monkeypatch: pyt
         assert text.count(r"\x1b]0;owned\x07 \x9b2J \u202eabc \udcff \x7f\r") >= 2
 
 
-def test_the_terminal_is_given_back_after_an_error() -> None:
+def test_terminal_is_restored_after_an_error() -> None:
     stream = Terminal()
     with contextlib.suppress(KeyboardInterrupt), Progress("bar", stream) as progress:
         progress.start(20, 0, "x")
@@ -185,7 +185,7 @@ def test_steps_within_rounds_share_the_bar() -> None:
         assert [task.description for task in progress._bar.tasks] == ["x"]
 
 
-def test_long_steps_are_shown_now_and_then() -> None:
+def test_long_steps_are_shown_at_intervals() -> None:
     clock, stream = Clock(), io.StringIO()
     with Progress("lines", stream, clock).steps("features", 100) as advance:
         for _ in range(100):
@@ -198,7 +198,7 @@ def test_long_steps_are_shown_now_and_then() -> None:
     ]
 
 
-def test_steps_of_unknown_number_and_by_several() -> None:
+def test_steps_with_unknown_total() -> None:
     stream = io.StringIO()
     with Progress("lines", stream).steps("clips", None) as advance:
         advance(5)
@@ -206,7 +206,7 @@ def test_steps_of_unknown_number_and_by_several() -> None:
     assert stream.getvalue() == "clips: 7\n"
 
 
-def test_a_first_round_without_time() -> None:
+def test_first_round_without_elapsed_time() -> None:
     stream = io.StringIO()
     progress = Progress("lines", stream)
     progress.start(20, 0, "x")
@@ -239,7 +239,7 @@ def test_sizes(count: float, words: str) -> None:
     assert format_size(count) == words
 
 
-def test_without_an_accuracy_the_first_scores_are_shown() -> None:
+def test_first_scores_are_shown_without_an_accuracy() -> None:
     assert format_scores({"a/loss": 1.0, "b/own": 0.5}) == "a/loss 1.000  b/own 0.500"
     assert format_scores({}) == ""
     measured = {"a/loss_client_mean": 1.0, "a/loss": 2.0, "a/dice": 3.0, "a/loss_worst_decile": 4.0}

@@ -168,7 +168,7 @@ def test_confusion_matrix_and_pruning_in_the_figures(tmp_path: Path) -> None:
     assert shown.has("plugin/gru 2.5")
 
 
-def test_no_pruning_no_failures_no_clients(tmp_path: Path) -> None:
+def test_sections_without_content_are_omitted(tmp_path: Path) -> None:
     make_run(tmp_path / "run", config("fedavg", rounds=2))
     shown = page(tmp_path, tmp_path / "run")
     assert not shown.has("pruning")
@@ -184,7 +184,7 @@ def test_an_unfinished_run(tmp_path: Path) -> None:
     assert shown.table("model", "data", "score")[0][3].endswith("(round 5)")
 
 
-def test_rounds_that_were_not_committed_do_not_count(tmp_path: Path) -> None:
+def test_uncommitted_rounds_are_ignored(tmp_path: Path) -> None:
     make_run(tmp_path / "run", done=7)
     (tmp_path / "run" / "LATEST").write_text("000006-00000000.safetensors")
     assert page(tmp_path, tmp_path / "run").has("6 of 20 rounds are done")
@@ -198,14 +198,14 @@ def test_a_run_before_its_first_round(tmp_path: Path) -> None:
     assert ["method.name", "fedmlac"] in shown.table("setting")
 
 
-def test_a_compacted_run_gives_the_same_page(tmp_path: Path) -> None:
+def test_compacted_run_has_the_same_report(tmp_path: Path) -> None:
     make_run(tmp_path / "run")
     before = page(tmp_path, tmp_path / "run").source
     compact(tmp_path / "run")
     assert page(tmp_path, tmp_path / "run").source == before
 
 
-def test_missing_files_are_named_and_left_out(tmp_path: Path) -> None:
+def test_missing_files_are_named(tmp_path: Path) -> None:
     make_run(tmp_path / "run")
     for name in ("config.yaml", "run.json", "LATEST"):
         (tmp_path / "run" / name).unlink()
@@ -224,7 +224,7 @@ def test_skipped_clips_are_listed(tmp_path: Path) -> None:
     assert shown.has("The first 200 of 251. All are in run.json.")
 
 
-def test_hostile_names_stay_text(tmp_path: Path) -> None:
+def test_html_in_names_is_escaped(tmp_path: Path) -> None:
     evil = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>$\\frac{{{% raw %}"
     settings = config(rounds=5)
     settings["data"]["name"] = evil
@@ -322,7 +322,7 @@ def test_several_runs(tmp_path: Path) -> None:
     assert "fedmlac alpha=0.9: plugin" in shown.svg_text
 
 
-def test_several_runs_of_which_some_are_not_finished(tmp_path: Path) -> None:
+def test_comparison_of_finished_and_unfinished_runs(tmp_path: Path) -> None:
     make_run(tmp_path / "done", config(rounds=10))
     make_run(tmp_path / "half", config(rounds=10, seed=2), done=7)
     make_run(tmp_path / "none", config(rounds=10, seed=3), done=0)
@@ -338,7 +338,7 @@ def test_several_runs_of_which_some_are_not_finished(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("pictures")
-def test_each_curve_of_a_comparison_looks_like_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_curves_of_a_comparison_look_different(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does it look different in another figure. With more curves than colours, colour and dashes together are unique."""
     drawn: list[list[plots.Series]] = []
     draw = plots.plot_curves
@@ -365,17 +365,17 @@ def test_each_curve_of_a_comparison_looks_like_no_other(tmp_path: Path, monkeypa
             assert len({looks[item.label][0] for item in series}) == len(series)
 
 
-def test_the_same_run_twice_is_one(tmp_path: Path) -> None:
+def test_duplicate_runs_are_shown_once(tmp_path: Path) -> None:
     make_run(tmp_path / "run", config(rounds=1))
     assert page(tmp_path, tmp_path / "run", tmp_path / "x" / ".." / "run").has("method fedmlac")
 
 
-def test_a_folder_gets_a_file(tmp_path: Path) -> None:
+def test_output_folder_gets_report_html(tmp_path: Path) -> None:
     make_run(tmp_path / "run", config(rounds=1))
     assert write_report([tmp_path / "run"], tmp_path / "run") == tmp_path / "run" / "report.html"
 
 
-def test_two_phases_of_a_round_are_one_curve_and_their_bytes_add_up(tmp_path: Path) -> None:
+def test_phases_of_a_round_are_one_curve_with_added_bytes(tmp_path: Path) -> None:
     rows = [
         MetricRow(1, "stage one", "", "server", "bytes_up", 10.0, 3.0),
         MetricRow(1, "stage two", "", "server", "bytes_up", 5.0, 2.0),
@@ -396,7 +396,7 @@ def test_two_phases_of_a_round_are_one_curve_and_their_bytes_add_up(tmp_path: Pa
     ]
 
 
-def test_only_the_last_measurement_of_each_client_score_is_taken(tmp_path: Path) -> None:
+def test_only_the_last_client_scores_are_read(tmp_path: Path) -> None:
     rows = [
         MetricRow(1, "evaluate", "a", "validation", "m/accuracy", 0.1, 5),
         MetricRow(1, "evaluate", "b", "validation", "m/accuracy", 0.2, 5),
@@ -442,7 +442,7 @@ def test_damaged_files_are_named(tmp_path: Path, name: str, content: bytes, mess
     assert not (tmp_path / "page.html").exists()
 
 
-def test_no_run_directory(tmp_path: Path) -> None:
+def test_missing_run_directory_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(RunDirectoryError, match="there is no run directory .*nowhere[.] Give the folder"):
         write_report([tmp_path / "nowhere"], tmp_path / "page.html")
     (tmp_path / "empty").mkdir()
@@ -454,7 +454,7 @@ def test_no_run_directory(tmp_path: Path) -> None:
         write_report([], tmp_path / "page.html")
 
 
-def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+def test_unwritable_output_is_an_error(tmp_path: Path) -> None:
     make_run(tmp_path / "run", config(rounds=1))
     (tmp_path / "file").write_text("x")
     with pytest.raises(
@@ -464,7 +464,7 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("pictures")
-def test_a_run_json_of_another_shape(tmp_path: Path) -> None:
+def test_run_json_with_other_types(tmp_path: Path) -> None:
     """Whatever the parts hold, a page comes out."""
     make_run(tmp_path / "run", config(rounds=5))
     about = {
@@ -495,7 +495,7 @@ def server_row(number: int, metric: str, value: float, array: np.ndarray | None 
 
 
 @pytest.mark.usefixtures("pictures")
-def test_every_colour_of_a_figure_follows_the_page() -> None:
+def test_colours_of_a_figure_are_css_variables() -> None:
     x = np.arange(5.0)
     series = [plots.Series(f"s{i}", x, x / 5 + i, colour=i, dash=i) for i in range(9)]
     svg = plots.plot_curves("what", "It shows.", series, "accuracy (%)", percent=True).to_svg("f")
@@ -508,7 +508,7 @@ def test_every_colour_of_a_figure_follows_the_page() -> None:
 
 
 @pytest.mark.usefixtures("pictures")
-def test_figures_are_the_same_each_time_and_leave_the_settings_of_matplotlib_alone() -> None:
+def test_figures_are_reproducible_and_keep_matplotlib_settings() -> None:
     import matplotlib as mpl
 
     before = dict(mpl.rcParams)
@@ -518,7 +518,7 @@ def test_figures_are_the_same_each_time_and_leave_the_settings_of_matplotlib_alo
     assert dict(mpl.rcParams) == before
 
 
-def test_bytes_are_added_up_and_get_a_fitting_unit(tmp_path: Path) -> None:
+def test_bytes_are_cumulative_with_a_suitable_unit(tmp_path: Path) -> None:
     rows = {number: [server_row(number, "bytes_up", number * 1e6)] for number in (1, 2, 3)}
     (axes,) = figure_of(tmp_path, "bytes sent", rows).axes
     assert axes.lines[0].get_ydata().tolist() == [1.0, 3.0, 6.0]
@@ -547,7 +547,7 @@ def test_a_large_confusion_matrix_is_readable(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rounds", [[2], [1, 2], [3, 4, 5], [1, 1000]])
-def test_rounds_are_whole_numbers(tmp_path: Path, rounds: list[int]) -> None:
+def test_ticks_of_rounds_are_whole_numbers(tmp_path: Path, rounds: list[int]) -> None:
     names = ("bytes_up", "failed", "lpa/pruned/conv", *(f"seconds/{name}" for name in (*WALL, "round", "fit")))
     work = np.array([[0.0, actor, 0.0, 1.0] for actor in range(len(rounds))])
     for number in rounds:
@@ -574,7 +574,7 @@ def shown_ticks(axis: Axis) -> list[float]:
 
 @pytest.mark.parametrize("values", [[np.nan, np.nan], [np.inf, 1.0], []])
 @pytest.mark.usefixtures("pictures")
-def test_curves_of_odd_values(values: list[float]) -> None:
+def test_curves_with_extreme_values(values: list[float]) -> None:
     y = np.array(values)
     series = plots.Series("s", np.arange(float(len(y))), y, y, y)
     for percent_axis in (False, True):
@@ -582,7 +582,7 @@ def test_curves_of_odd_values(values: list[float]) -> None:
 
 
 @pytest.mark.usefixtures("pictures")
-def test_the_groups_of_clients_over_rounds(tmp_path: Path) -> None:
+def test_groups_of_clients_over_rounds(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     make_run(folder, config("fedavg", rounds=3))
     groups = {1: [[0, 1, 1], [1, 0, 0]], 2: [[2, 1, 1], [1, 0, 0]], 3: [[2, 2, 1], [1, 0, 0]]}

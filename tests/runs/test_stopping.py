@@ -32,7 +32,7 @@ class Told(Progress):
         (signal.SIGTERM, "stopping"),  # a job's log is no keyboard
     ],
 )
-def test_the_first_signal_asks_and_the_second_ends(number: signal.Signals, said: str) -> None:
+def test_first_signal_requests_a_stop_and_second_interrupts(number: signal.Signals, said: str) -> None:
     before, told = signal.getsignal(number), Told()
     with StopSignals(told, "stopping") as stop:
         assert not stop.asked
@@ -63,7 +63,7 @@ class Pipe(io.RawIOBase):
 
 
 @pytest.mark.parametrize("mode", ["json", "lines", "bar"])
-def test_a_signal_in_the_middle_of_a_line_is_told_after_it(mode: Mode) -> None:
+def test_signal_during_a_line_prints_after_it(mode: Mode) -> None:
     pipe = Pipe()
     with io.TextIOWrapper(io.BufferedWriter(pipe)) as stream, Progress(mode, stream) as progress:
         with StopSignals(progress, "stopping") as stop:
@@ -76,7 +76,7 @@ def test_a_signal_in_the_middle_of_a_line_is_told_after_it(mode: Mode) -> None:
     assert told == ["one", "stopping (press Ctrl-C again to stop at once)", "two"]
 
 
-def test_what_is_done_can_be_chosen() -> None:
+def test_actions_of_signals_are_configurable() -> None:
     done: list[str] = []
     told = Told()
     with StopSignals(told, "runs stop", "them", lambda: done.append("file"), lambda: done.append("kill")) as stop:
@@ -87,7 +87,7 @@ def test_what_is_done_can_be_chosen() -> None:
     assert told.messages == ["runs stop (press Ctrl-C again to stop them at once)"]
 
 
-def test_in_another_thread_signals_are_left_alone() -> None:
+def test_other_threads_do_not_handle_signals() -> None:
     before = signal.getsignal(signal.SIGINT)
     seen: list[object] = []
 

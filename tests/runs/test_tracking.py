@@ -82,7 +82,7 @@ def expected(rounds: range) -> list[tuple[int, float]]:
     return [(r, r / 10) for r in rounds]
 
 
-def test_a_run_read_back(place: Place) -> None:
+def test_tracked_run_is_read_back(place: Place) -> None:
     tracker = place.tracker(experiment="my experiment")
     params = {"train.rounds": 3, "method.name": "fedmlac", "track.uri": "https://anna:secret@host", "long": "x" * 7000}
     run_id = tracker.start("first", params, {"kind": "test"})
@@ -115,7 +115,7 @@ def test_a_run_read_back(place: Place) -> None:
     assert not place.warnings
 
 
-def test_many_numbers_in_one_round(place: Place) -> None:
+def test_round_with_many_metrics(place: Place) -> None:
     """More than MLflow takes in one call."""
     tracker = place.tracker()
     run_id = tracker.start("r", {f"p{i}": i for i in range(230)}, {})
@@ -125,14 +125,14 @@ def test_many_numbers_in_one_round(place: Place) -> None:
     assert run.data.metrics == {f"test/m{i}": float(i) for i in range(2300)}
 
 
-def test_not_a_number_is_kept(place: Place) -> None:
+def test_nan_is_tracked(place: Place) -> None:
     tracker = place.tracker()
     run_id = tracker.start("r", {}, {})
     tracker.log_rows([MetricRow(1, "train", "", "train", "loss", math.nan, 1.0)])
     assert math.isnan(place.client().get_metric_history(run_id, "train/loss")[0].value)
 
 
-def test_rounds_are_mirrored_once(place: Place) -> None:
+def test_rounds_are_tracked_once(place: Place) -> None:
     tracker = place.tracker()
     run_id = tracker.start("r", {"a": 1}, {})
     tracker.log_rows(place.commit(of_round(1)))
@@ -149,7 +149,7 @@ def test_rounds_are_mirrored_once(place: Place) -> None:
 
 
 @pytest.mark.parametrize("dies_at", ["log_batch", "set_tag"])
-def test_a_crash_around_a_commit(place: Place, monkeypatch: pytest.MonkeyPatch, dies_at: str) -> None:
+def test_crash_around_a_commit(place: Place, monkeypatch: pytest.MonkeyPatch, dies_at: str) -> None:
     """Before the metrics, or between the metrics and the tag: the resumed run completes the mirror from its rows."""
     from mlflow import MlflowClient
 
@@ -199,7 +199,7 @@ class Weather:
 
 
 @pytest.mark.parametrize("failure", ["down", "answers get lost"])
-def test_a_failure_in_the_middle_is_made_up_for(place: Place, monkeypatch: pytest.MonkeyPatch, failure: str) -> None:
+def test_rounds_missed_in_a_failure_are_tracked_later(place: Place, monkeypatch: pytest.MonkeyPatch, failure: str) -> None:
     weather = Weather(monkeypatch)
     monkeypatch.setattr(track, "_RETRY_SECONDS", 0.0)
     tracker = place.tracker()
@@ -221,7 +221,7 @@ def test_a_failure_in_the_middle_is_made_up_for(place: Place, monkeypatch: pytes
     assert len(place.warnings) == 2
 
 
-def test_a_store_that_is_down_is_left_alone_for_a_while_and_tried_once_more_at_the_end(
+def test_failed_store_is_retried_after_a_pause_and_at_the_end(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weather = Weather(monkeypatch)
@@ -242,7 +242,7 @@ def test_a_store_that_is_down_is_left_alone_for_a_while_and_tried_once_more_at_t
     assert [item.path for item in place.client().list_artifacts(run_id)] == ["note.txt"]
 
 
-def test_what_is_still_missing_at_the_end_is_said_and_follows_with_a_resumed_run(
+def test_rounds_missing_at_the_end_are_tracked_after_a_resume(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weather = Weather(monkeypatch)
@@ -259,7 +259,7 @@ def test_what_is_still_missing_at_the_end_is_said_and_follows_with_a_resumed_run
     assert place.history(run_id, "test/plugin/accuracy") == expected(range(1, 3))
 
 
-def test_a_run_that_the_store_lost_is_made_anew_from_the_record(place: Place) -> None:
+def test_lost_run_is_restored_from_the_metrics_table(place: Place) -> None:
     tracker = place.tracker()
     first = tracker.start("r", {}, {})
     tracker.log_rows(place.commit(of_round(1)))
@@ -272,7 +272,7 @@ def test_a_run_that_the_store_lost_is_made_anew_from_the_record(place: Place) ->
     assert place.tracker().start("r", {}, {}, "0" * 32) != second
 
 
-def test_a_deleted_experiment_is_named(place: Place) -> None:
+def test_deleted_experiment_is_an_error(place: Place) -> None:
     place.tracker(experiment="gone").start("r", {}, {})
     place.client().delete_experiment(place.client().get_experiment_by_name("gone").experiment_id)
     with pytest.raises(
@@ -281,7 +281,7 @@ def test_a_deleted_experiment_is_named(place: Place) -> None:
         place.tracker(experiment="gone").start("r", {}, {})
 
 
-def test_a_database_that_is_none(tmp_path: Path) -> None:
+def test_damaged_database_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "mlflow.db").write_text("this is a text, not a database\n" * 100)
     tracker = MlflowTracker(TrackSettings(), tmp_path, tmp_path)
     with pytest.raises(InputError, match=r"mlflow.db cannot be used: .*or set track.mlflow=false"):
@@ -289,7 +289,7 @@ def test_a_database_that_is_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_runs_that_start_at_once_on_a_new_store(tmp_path: Path) -> None:
+def test_two_runs_start_at_once_on_a_new_store(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path\n"
         "from raydfl.engine import TrackSettings; from raydfl.runs.tracking import MlflowTracker\n"
@@ -305,7 +305,7 @@ def test_two_runs_that_start_at_once_on_a_new_store(tmp_path: Path) -> None:
     assert sorted(run.info.run_name for run in client.search_runs([experiment])) == ["a", "b"]
 
 
-def test_nothing_listens(tmp_path: Path) -> None:
+def test_unreachable_server_is_an_error(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -341,12 +341,12 @@ def other_server() -> Iterator[str]:
     server.server_close()
 
 
-def test_something_else_answers(tmp_path: Path, other_server: str) -> None:
+def test_server_without_mlflow_is_an_error(tmp_path: Path, other_server: str) -> None:
     with pytest.raises(InputError, match=f"MLflow at {other_server} cannot be used: "):
         MlflowTracker(TrackSettings(uri=other_server), tmp_path, tmp_path).start("r", {}, {})
 
 
-def test_without_mlflow_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_mlflow_package_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mlflow", None)
     with pytest.raises(InputError, match="Install mlflow, or set track.mlflow=false"):
         MlflowTracker(TrackSettings(), tmp_path, tmp_path).start("r", {}, {})
@@ -378,12 +378,12 @@ def test_the_null_tracker_does_nothing(tmp_path: Path) -> None:
         ("sqlite:///mlflow.db", "relative database path is lost"),
     ],
 )
-def test_stores_that_would_lose_runs_are_refused(uri: str, message: str) -> None:
+def test_stores_that_lose_runs_are_rejected(uri: str, message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         TrackSettings(uri=uri)
 
 
-def test_stores_that_keep_runs() -> None:
+def test_persistent_stores_are_accepted() -> None:
     for uri in (None, "http://host:5000", "https://host", "sqlite:////srv/mlflow.db", "postgresql://host/db"):
         assert TrackSettings(uri=uri).uri == uri
 
@@ -402,7 +402,7 @@ def test_names_in_mlflow(row: MetricRow, name: str) -> None:
     assert metric_name(row) == name
 
 
-def test_the_charts_of_mlflow_begin_with_the_accuracy() -> None:
+def test_accuracy_comes_first_in_mlflow_charts() -> None:
     """Its pages sort them by what stands before the last slash of their names, and then by their names."""
     measured = [
         ("server", "seconds/round"),
@@ -417,7 +417,7 @@ def test_the_charts_of_mlflow_begin_with_the_accuracy() -> None:
     assert charts[-2:] == ["work/bytes_up", "work/seconds/round"]
 
 
-def test_curves_of_a_run_begun_by_an_earlier_version_go_on(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_curves_of_earlier_versions_continue(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     def seconds(round_index: int) -> list[MetricRow]:
         return [MetricRow(round_index, "train", "", "server", "seconds/round", round_index / 10, 1.0)]
 
@@ -433,7 +433,7 @@ def test_curves_of_a_run_begun_by_an_earlier_version_go_on(place: Place, monkeyp
     assert place.history(run_id, "server/seconds/round") == expected(range(2))
 
 
-def test_names_that_mlflow_refuses_become_valid_and_stay_different() -> None:
+def test_invalid_mlflow_names_become_valid_and_stay_unique() -> None:
     from mlflow.utils.validation import _validate_metric_name
 
     metrics = ["größe", "grÖße", "a//b", "../up", "x" * 400, "x" * 401, "a(b)", "a[b]", "'; drop", "tab\there", "/root"]
