@@ -1,4 +1,4 @@
-"""The result of a run: its history, figures and page for a notebook are the record's; it is the same when it is loaded again."""
+"""The result of a run: history, figures and notebook output match the metrics table, and a loaded result is equal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from fake_run import config, make_run
 from matplotlib.figure import Figure
-from test_progress import Clock, a_round, ended
+from test_progress import Clock, make_report, make_result
 
 from raydfl import Result, load_result, run
 from raydfl.core.errors import InputError, RunDirectoryError
@@ -90,7 +90,7 @@ def test_notebook_escapes_names(tmp_path: Path) -> None:
 
 
 class Page(ModuleType):
-    """What stands below a cell, by IPython's interface."""
+    """Displays below a notebook's cell, recorded through IPython's interface."""
 
     def __init__(self) -> None:
         super().__init__("IPython")
@@ -127,9 +127,9 @@ def test_notebook_overwrites_one_display(page: Page, capsys: pytest.CaptureFixtu
     progress.start(1000, 0, "fedavg <on> fsdd")
     for index in range(1, 1001):
         clock.now = index / 64
-        progress.round(a_round(index, scores={"test m/accuracy": 0.75}))
+        progress.round(make_report(index, scores={"test m/accuracy": 0.75}))
     progress.message("client [bold]anna[/bold] was slow")
-    progress.finish(ended(Path("runs/x")), 10.0)
+    progress.finish(make_result(Path("runs/x")), 10.0)
     (states,) = page.shown
     assert len(states) == 1 + 1000 // 13 + 1  # at the start, after each fifth of a second, at the end
     assert states[-1]["text/plain"].splitlines()[0] == "fedavg <on> fsdd  round 1000/1000  0 s left"

@@ -1,4 +1,4 @@
-"""Asking long work to stop: once in order, and then at once."""
+"""Signals that stop long work: the first after the current step, the second at once."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from raydfl.runs.progress import Mode, Progress
 from raydfl.runs.stopping import StopSignals
 
 
-class Told(Progress):
-    """Keeps its messages."""
+class RecordingProgress(Progress):
+    """Progress that records its messages."""
 
     def __init__(self) -> None:
         super().__init__("quiet")
@@ -33,19 +33,19 @@ class Told(Progress):
     ],
 )
 def test_first_signal_requests_a_stop_and_second_interrupts(number: signal.Signals, said: str) -> None:
-    before, told = signal.getsignal(number), Told()
-    with StopSignals(told, "stopping") as stop:
+    before, recorder = signal.getsignal(number), RecordingProgress()
+    with StopSignals(recorder, "stopping") as stop:
         assert not stop.asked
         signal.raise_signal(number)
         assert stop.asked
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(number)
-    assert told.messages == [said]
+    assert recorder.messages == [said]
     assert signal.getsignal(number) is before
 
 
 class Pipe(io.RawIOBase):
-    """Ctrl-C comes in the middle of the first write."""
+    """Stream that raises SIGINT during the first write."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -70,21 +70,21 @@ def test_signal_during_a_line_prints_after_it(mode: Mode) -> None:
             progress.message("one")
             assert stop.asked
             progress.message("two")
-        told = pipe.text.splitlines()
+        recorder = pipe.text.splitlines()
     if mode == "json":
-        told = [json.loads(line)["text"] for line in told]
-    assert told == ["one", "stopping (press Ctrl-C again to stop at once)", "two"]
+        recorder = [json.loads(line)["text"] for line in recorder]
+    assert recorder == ["one", "stopping (press Ctrl-C again to stop at once)", "two"]
 
 
 def test_actions_of_signals_are_configurable() -> None:
     done: list[str] = []
-    told = Told()
-    with StopSignals(told, "runs stop", "them", lambda: done.append("file"), lambda: done.append("kill")) as stop:
+    recorder = RecordingProgress()
+    with StopSignals(recorder, "runs stop", "them", lambda: done.append("file"), lambda: done.append("kill")) as stop:
         for _ in range(3):
             signal.raise_signal(signal.SIGINT)
         assert stop.asked
     assert done == ["file", "kill", "kill"]
-    assert told.messages == ["runs stop (press Ctrl-C again to stop them at once)"]
+    assert recorder.messages == ["runs stop (press Ctrl-C again to stop them at once)"]
 
 
 def test_other_threads_do_not_handle_signals() -> None:
@@ -92,7 +92,7 @@ def test_other_threads_do_not_handle_signals() -> None:
     seen: list[object] = []
 
     def work() -> None:
-        with StopSignals(Told(), "stopping"):
+        with StopSignals(RecordingProgress(), "stopping"):
             seen.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=work)
