@@ -31,7 +31,7 @@ from raydfl.data import (
     Part,
     Population,
     build_population,
-    kept_labels,
+    exclude_labels,
     list_clips,
     natural_order,
     part_folder,
@@ -205,7 +205,7 @@ def _prepare_part(
     """Have the sites of a part prepare their data; return the part, and the reports for ``sites.json``."""
     sites = list(data.sites)
     listed = _everywhere(config, list_classes_at, [(site, part) for site in sites], progress)
-    classes = kept_labels(natural_order(sorted({label for labels in listed for label in labels})), data.leave_out)
+    classes = exclude_labels(natural_order(sorted({label for labels in listed for label in labels})), data.leave_out)
     separator = None if data.label_sets is None else data.label_sets.separator
     work: list[tuple[Any, ...]] = [(site, part, folder_at(config, run_dir, site), classes) for site in sites]
     reports: list[SiteReport] = _everywhere(config, prepare_at, work, progress)

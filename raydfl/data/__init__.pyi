@@ -34,10 +34,10 @@ from raydfl.data.settings import place_of as place_of
 from raydfl.data.settings import with_part as with_part
 from raydfl.data.shards import Shard as Shard
 from raydfl.data.steps.corrupt import Share as Share
+from raydfl.data.steps.corrupt import check_share as check_share
 from raydfl.data.steps.corrupt import draw_clients as draw_clients
-from raydfl.data.steps.corrupt import share_in_range as share_in_range
 from raydfl.data.steps.dealing import PartitionSettings as PartitionSettings
-from raydfl.data.steps.leave_out import kept_labels as kept_labels
+from raydfl.data.steps.leave_out import exclude_labels as exclude_labels
 from raydfl.data.steps.listing import LABELLED as LABELLED
 from raydfl.data.steps.listing import NO_LABEL as NO_LABEL
 from raydfl.data.steps.listing import UNLABELLED as UNLABELLED
@@ -47,7 +47,7 @@ from raydfl.data.steps.listing import sizes_text as sizes_text
 from raydfl.data.steps.poison import Poisoner as Poisoner
 from raydfl.data.steps.profile import KNOWN as KNOWN
 from raydfl.data.steps.profile import ProfileSettings as ProfileSettings
-from raydfl.data.steps.profile import dealt as dealt
+from raydfl.data.steps.profile import deal_values as deal_values
 from raydfl.data.steps.split import SplitSettings as SplitSettings
 from raydfl.data.steps.user_tables import TableSettings as TableSettings
 from raydfl.data.tables import Tables as Tables

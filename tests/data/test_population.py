@@ -24,7 +24,7 @@ from raydfl.data.noise import add_noise, noise_for
 from raydfl.data.part import Part, StoredView
 from raydfl.data.population import Population
 from raydfl.data.settings import DataSettings
-from raydfl.data.steps.corrupt import wrong_labels
+from raydfl.data.steps.corrupt import draw_labels
 from raydfl.data.tables import Tables, clips_table
 
 Make = Callable[..., DataSettings]
@@ -190,7 +190,7 @@ def test_wrong_labels_are_in_the_training_clips_of_the_chosen_clients_only(made:
         assert mine.train.clips.tolist() == theirs.train.clips.tolist()
         expected = mine.train.labels
         if i in chosen:
-            expected = wrong_labels(expected, 4, 0.8, 1, wrong.ids[i])
+            expected = draw_labels(expected, 4, 0.8, 1, wrong.ids[i])
             assert (expected != mine.train.labels).any()
         assert theirs.train.labels.tolist() == expected.tolist()
         assert columns(mine.validation) == columns(theirs.validation)
@@ -265,13 +265,15 @@ def test_what_cannot_be_divided_fails_before_features_are_made(made: Make, tmp_p
 def test_dropped_clients_are_mentioned(made: Make) -> None:
     population = build_population(made(partition={"shards": 10, "minimum": 2, "smaller": "drop"}), 1)
     assert len(population) == 36  # 16 clips in 10 shards: 6 of them have 2
-    assert population.messages == ("24 training clips belong to no client: theirs would have fewer than 2 clips",)
+    assert population.messages == (
+        "24 training clips belong to no client: their clients would have fewer than 2 clips",
+    )
 
 
 def test_unknown_client(made: Make) -> None:
     population = build_population(made(), 1)
     assert population.index("g3") == 3
-    with pytest.raises(DataError, match="there is no client 'g33' among 6; did you mean 'g3'"):
+    with pytest.raises(DataError, match="unknown client 'g33' among 6; did you mean 'g3'"):
         population.index("g33")
 
 

@@ -25,10 +25,10 @@ _EMOTIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class RAVDESS(FileDataset):
-    """Eight acted emotions in speech (six in song); a group is an actor.
+    """Eight acted emotions in speech (six in song). A group is an actor.
 
     Extra columns: ``channel`` (speech or song), ``intensity`` (normal or strong), ``statement`` and ``repetition`` (1 or 2, int64).
-    There is no official split.
+    The set has no official split.
     """
 
     card: ClassVar[Card] = Card(
@@ -53,7 +53,7 @@ class RAVDESS(FileDataset):
     }
 
     channel: Annotated[
-        Literal["speech", "song", "both"], Field(description="which recordings, where the root has both")
+        Literal["speech", "song", "both"], Field(description="Recordings to read: speech, song or both.")
     ] = "speech"
 
     def rows(self, root: Path) -> list[dict[str, Any]]:

@@ -65,7 +65,7 @@ def test_the_group_is_what_the_pattern_finds_below_the_class(tree: Path) -> None
 
 @pytest.mark.parametrize(
     ("pattern", "message"),
-    [("(?P<group>", "is no regular expression"), (r"(\w+)_\d", r"has no part named group, as in '\(\?P<group>")],
+    [("(?P<group>", "is not a regular expression"), (r"(\w+)_\d", r"needs a group named group, as in '\(\?P<group>")],
 )
 def test_a_pattern_that_cannot_work_is_refused_at_once(pattern: str, message: str) -> None:
     with pytest.raises(ConfigError, match=f"data.group_pattern: .*{message}"):
@@ -88,11 +88,13 @@ def test_a_class_called_test_is_no_split_unless_there_is_a_train(tmp_path: Path,
     write_audio("tree/test/a.wav")
     write_audio("tree/dog/a.wav")
     assert facts(Folder(root=tmp_path / "tree"), "label", "split") == [("dog", None), ("test", None)]
-    with pytest.raises(DataError, match="'dog/a.wav' lies in no class's folder; move it into one"):
+    with pytest.raises(DataError, match="'dog/a.wav' is outside the folders of the classes; move it into one"):
         Folder(root=tmp_path / "tree", split_folders=True).manifest()
     write_audio("tree/dog/deeper/a.wav")
     (tmp_path / "tree/dog/a.wav").unlink()
-    with pytest.raises(DataError, match="split_folders is true and 'dog' is no split; known names: train, training, "):
+    with pytest.raises(
+        DataError, match="split_folders is true, but 'dog' is not the name of a split. Use one of train, training, "
+    ):
         Folder(root=tmp_path / "tree", split_folders=True).manifest()
 
 
@@ -147,9 +149,7 @@ def test_the_command_for_what_is_not_decoded_makes_it_readable(tmp_path: Path, m
 
 def test_a_link_to_a_folder_above_is_refused(tree: Path) -> None:
     (tree / "dog/again").symlink_to(tree)
-    with pytest.raises(
-        DataError, match=r"tree/dog/again is a link to a folder that it lies in itself; remove the link"
-    ):
+    with pytest.raises(DataError, match=r"tree/dog/again is a link to one of its parent folders. Remove the link"):
         Folder(root=tree).manifest()
 
 
@@ -195,7 +195,9 @@ def test_a_name_that_is_not_utf8_is_refused(tree: Path) -> None:
 
 def test_a_file_outside_the_classes_is_named(tree: Path, write_audio: WriteAudio) -> None:
     write_audio("tree/stray.wav")
-    with pytest.raises(DataError, match=r"'stray\.wav' lies in no class's folder; move it into one in .*Found: dog/, "):
+    with pytest.raises(
+        DataError, match=r"'stray\.wav' is outside the folders of the classes; move it into one in .*Found: dog/, "
+    ):
         Folder(root=tree).manifest()
 
 
@@ -362,9 +364,9 @@ def test_a_clip_outside_the_root_keeps_its_path(clips: Path) -> None:
         (
             "path,label,path\nclips/a.wav,x,b\n",
             {},
-            r"more than one column 'path'; its columns: path, label, path. Rename",
+            r"several columns 'path'; its columns: path, label, path. Rename",
         ),
-        ("path,label,n,n\nclips/a.wav,x,1,2\n", {}, r"more than one column 'n'; .* Rename or remove one"),
+        ("path,label,n,n\nclips/a.wav,x,1,2\n", {}, r"several columns 'n'; .* Rename or remove one"),
         (
             "path,label,start\nclips/a.wav,x,noon\n",
             {},
@@ -376,9 +378,9 @@ def test_a_clip_outside_the_root_keeps_its_path(clips: Path) -> None:
         (
             "path,label,start,stop\nclips/a.wav,x,,\nclips/a.wav,x,2,1.5\n",
             {},
-            r"row 2 stops at 1\.5 s, which is not after its start at 2 s",
+            r"row 2 stops at 1\.5 s, not after its start at 2 s",
         ),
-        ("path,label,stop\nclips/a.wav,x,0\n", {}, r"row 1 stops at 0 s, which is not after its start at 0 s"),
+        ("path,label,stop\nclips/a.wav,x,0\n", {}, r"row 1 stops at 0 s, not after its start at 0 s"),
         (
             "path,label,start,stop\nclips/a.wav,x,1,2\nclips/a.wav,y,1.0,2.0\n",
             {},
@@ -389,7 +391,7 @@ def test_a_clip_outside_the_root_keeps_its_path(clips: Path) -> None:
         (
             "path,label\nq/a.wav,x\nq/b.wav,x\n",
             {},
-            r"not one of its 2 files exists, the first is .*/q/a\.wav; set root to",
+            r"none of its 2 files exists, the first is .*/q/a\.wav\. Set root to",
         ),
     ],
 )

@@ -156,7 +156,7 @@ def test_the_test_archive_takes_the_place_of_the_testing_list(tree: Path, archiv
     [
         ({"task": "keywords", "keywords": ("yess",)}, r"no folder for the keyword 'yess'; did you mean 'yes'\?"),
         ({"test_root": "."}, "test_root is not the test archive: no _unknown_ or _silence_"),
-        ({}, r"there is no testing_list\.txt in .*/v2\. Expected one folder for each word with .*Found: README\.md, "),
+        ({}, r"there is no testing_list\.txt in .*/v2\. Expected a folder for each word with .*Found: README\.md, "),
     ],
 )
 def test_a_tree_that_does_not_fit(tree: Path, options: dict[str, Any], message: str) -> None:
