@@ -57,16 +57,20 @@ def path_options(cls: type) -> list[str]:
 
 
 def describe_field(about: Mapping[str, Any]) -> str:
-    """Return the meaning and the range of a field, from its JSON schema; a range that the meaning names already is not repeated."""
-    text = str(about.get("description", "")).replace("\n", " ")
-    limits = []
+    """Return the meaning and the range of a field, from its JSON schema. A range within the meaning is not repeated."""
+    text = str(about.get("description", "")).replace("\n", " ").strip()
+    ranges, choices = [], []
     for part in (about, *about.get("anyOf", ())):
         phrase = _range(part)
         if phrase and phrase not in text.lower():
-            limits.append(phrase)
+            ranges.append(phrase)
         values = [str(value) for value in part.get("enum", ())]
         if not all(value in text for value in values):
-            limits.append("one of " + ", ".join(values))
+            choices.append(f"one of {', '.join(values)}")
+    limits = [*ranges, *choices]
+    if limits and text.endswith("."):
+        sentences = (f"Range: {limit}." if limit[0].isdigit() else f"{limit.capitalize()}." for limit in limits)
+        return " ".join([text, *sentences])
     return f"{text} ({'; '.join(limits)})".lstrip() if limits else text
 
 

@@ -44,7 +44,7 @@ def test_the_printed_configuration_explains_the_attack_and_can_be_run(tiny: Tiny
         config = tiny(*overrides)
         text = explain_config(config)
         assert make_config(parse_yaml(text, "printed")).digest() == config.digest()
-    assert "# Fraction of an attacker's training clips with the trigger. 0: none. (0 to 1)\n  share: 0.25" in text
+    assert "# Fraction of an attacker's training clips with the trigger. 0: none. Range: 0 to 1.\n  share: 0.25" in text
     assert "  clients: 0.2" in text
 
 

@@ -38,6 +38,7 @@ def test_ranges_in_words(limits: dict[str, Any], words: str) -> None:
 
 def test_a_range_that_the_meaning_names_is_not_repeated() -> None:
     assert describe_field({"description": "Hz. 1 to 512.", "minimum": 1, "maximum": 512}) == "Hz. 1 to 512."
+    assert describe_field({"description": "Rate in Hz.", "minimum": 1}) == "Rate in Hz. At least 1."
     assert describe_field({"description": "first or mean", "enum": ["first", "mean"]}) == "first or mean"
 
 

@@ -101,23 +101,3 @@ def anchor(heading: str) -> str:
 def links(page: Path) -> list[str]:
     """The targets of a page's links."""
     return re.findall(r"\]\(([^)\s]+)\)", without_blocks(page))
-
-
-def option_tables(page: Path) -> dict[str, dict[str, str]]:
-    """By heading the tables with the columns option, default, meaning: option -> default, as written.
-
-    An option may be ``key`` or ``group.key``: it is what stands between the first backticks.
-    """
-    tables: dict[str, dict[str, str]] = {}
-    heading, inside = "", False
-    for line in without_blocks(page).splitlines():
-        if line.startswith("#"):
-            heading = line.lstrip("#").strip().replace("`", "")
-        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] if line.startswith("|") else []
-        if cells[:3] == ["option", "default", "meaning"]:
-            inside = True
-        elif not cells:
-            inside = False
-        elif inside and cells[0].startswith("`"):
-            tables.setdefault(heading, {})[cells[0].strip("`")] = cells[1].strip("`").replace(r"\|", "|")
-    return tables

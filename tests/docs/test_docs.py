@@ -25,17 +25,16 @@ from typing import Any
 import pytest
 import torch
 from commands import Raydfl
-from pages import PAGES, RECORDINGS, ROOT, Block, anchor, blocks, headings, links, option_tables, without_blocks
+from option_tables import fill_tables, find_classes, read_tables
+from pages import PAGES, RECORDINGS, ROOT, Block, anchor, blocks, headings, links, without_blocks
 
 import raydfl as package
-from raydfl import Attack, Config, Method, Objective, Step, Transform, find_dataset, load_config, make_config
+from raydfl import Method, Objective, Step, load_config, make_config
 from raydfl.core import registry
-from raydfl.core.options import options_of, plain
-from raydfl.core.settings import Settings
+from raydfl.core.options import options_of
 from raydfl.core.types import ModelSpec
 from raydfl.core.yaml import parse_yaml
 from raydfl.data.dataset import dataset_names
-from raydfl.engine.groups import GroupRule
 from raydfl.models import architectures, build_model, find_architecture, model_options
 from raydfl.rules import RULES
 
@@ -230,79 +229,32 @@ def test_block(block: Block, run_block: Callable[[Block], None]) -> None:
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
-def _groups(model: type[Settings], place: str = "") -> dict[str, type[Settings]]:
-    """Every group of settings by its place, those that may be null included; of one that several groups have the first place."""
-    found: dict[str, type[Settings]] = {place: model} if place else {}
-    for name, field in model.model_fields.items():
-        candidates = [field.annotation, *getattr(field.annotation, "__args__", ())]
-        for kind in candidates:
-            if isinstance(kind, type) and issubclass(kind, Settings):
-                inner = _groups(kind, f"{place}.{name}" if place else name)
-                found |= {key: cls for key, cls in inner.items() if cls not in found.values()}
-    return found
-
-
 def _page(name: str) -> Path:
     return next(page for page in PAGES if page.name == name)
 
 
-def _same(documented: Mapping[str, str], cls: type, leave_out: set[str] = frozenset()) -> None:
-    """The table has every option of the class once, with its default."""
-    actual = {option.name: option for option in options_of(cls) if option.name not in leave_out}
-    assert set(documented) == set(actual)
-    for name, text in documented.items():
-        if actual[name].required:
-            assert text == "required", name
-            continue
-        default = actual[name].default
-        if issubclass(cls, Settings):  # a factory's default is not in the options
-            default = plain(cls.model_fields[name].get_default(call_default_factory=True))
-        assert parse_yaml(text, name) == default, name
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_tables_of_options_are_complete(page: Path) -> None:
+    tables = read_tables(page.read_text())
+    for heading, (cls, omitted) in find_classes(page.name).items():
+        names = {option.name for option in options_of(cls)} - omitted
+        assert sorted(tables.get(heading, [])) == sorted(names), heading
 
 
-def test_tables_of_settings_are_complete_and_right() -> None:
-    places = _groups(Config)
-    inner = {
-        place: {name.rpartition(".")[2] for name in places if name.rpartition(".")[0] == place} for place in places
-    }
-    groups = {place: cls for place, cls in places.items() if set(cls.model_fields) != inner[place]}
-    tables = {
-        **option_tables(_page("configuration.md")),
-        **option_tables(_page("data.md")),
-        **option_tables(_page("views.md")),
-    }
-    documented = {heading: table for heading, table in tables.items() if heading in groups}
-    assert set(documented) == set(groups)
-    for place, cls in groups.items():
-        _same(documented[place], cls, leave_out=inner[place])
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_tables_of_options_have_the_defaults_and_meanings_of_the_code(page: Path) -> None:
+    assert page.read_text() == fill_tables(page), "run tests/docs/option_tables.py"
 
 
-def test_tables_of_data_sets_are_complete_and_right() -> None:
-    tables = option_tables(_page("data.md"))
-    assert {heading for heading in tables if heading in dataset_names()} == set(dataset_names())
-    for name in dataset_names():
-        _same(tables[name], find_dataset(name))
+def test_every_method_rule_and_objective_has_a_section() -> None:
+    for page, names in {
+        "methods.md": [*registry.names("raydfl.methods"), *registry.names("raydfl.engine.groups"), *RULES],
+        "objectives.md": registry.names("raydfl.objectives"),
+    }.items():
+        assert set(names) <= set(headings(_page(page))), page
 
 
-def test_tables_of_methods_and_rules_are_complete_and_right() -> None:
-    tables = option_tables(_page("methods.md"))
-    names = registry.names("raydfl.methods")
-    assert set(names) <= set(headings(_page("methods.md")))
-    for name in names:
-        cls = registry.find("raydfl.methods", name, Method, "method")
-        _same(tables.get(name, {}), cls, leave_out={"rule"})
-    for name in registry.names("raydfl.engine.groups"):
-        _same(tables[name], registry.find("raydfl.engine.groups", name, GroupRule, "rule"))
-    for name, rule in RULES.items():
-        assert name in headings(_page("methods.md"))
-        _same(tables.get(name, {}), rule)
-
-
-def test_tables_of_objectives_are_complete_and_right() -> None:
-    tables = option_tables(_page("objectives.md"))
-    for name in registry.names("raydfl.objectives"):
-        assert name in headings(_page("objectives.md"))
-        _same(tables.get(name, {}), registry.find("raydfl.objectives", name, Objective, "objective"))
+def test_every_override_point_of_an_objective_is_described() -> None:
     text = _page("objectives.md").read_text()
     points = [name for name in vars(Objective) if not name.startswith("_") and callable(getattr(Objective, name))]
     assert len(points) >= 11
@@ -321,22 +273,6 @@ def test_the_table_of_methods_says_which_objectives_each_takes() -> None:
         for n in registry.names("raydfl.methods")
     }
     assert said == {name: ", ".join(names) or "any" for name, names in accepted.items()}
-
-
-def test_tables_of_attacks_are_complete_and_right() -> None:
-    tables = option_tables(_page("attacks.md"))
-    common = tables["Who attacks, and when"]
-    _same(common, Attack)
-    for name in registry.names("raydfl.attacks"):
-        _same(tables[name], registry.find("raydfl.attacks", name, Attack, "attack"), leave_out=set(common))
-
-
-def test_tables_of_transforms_are_complete_and_right() -> None:
-    tables = option_tables(_page("transforms.md"))
-    names = registry.names("raydfl.data.transforms")
-    assert set(names) == set(tables)
-    for name in names:
-        _same(tables[name], registry.find("raydfl.data.transforms", name, Transform, "transform"))
 
 
 def test_every_architecture_is_described_with_its_options() -> None:
