@@ -131,7 +131,9 @@ class Machines(Dataset):
     ] = get_args(Anomaly)
     strength_db: Annotated[
         float | None,
-        Field(ge=-60, le=10, description="Power of an anomaly over the machine's power, in dB. null: inaudible."),
+        Field(
+            ge=-60, le=10, description="Power of an anomaly over the machine's power in dB, -60 to 10. null: inaudible."
+        ),
     ] = -10.0
     snr_db: Annotated[
         tuple[float, float] | None,

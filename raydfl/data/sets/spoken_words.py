@@ -91,7 +91,7 @@ class SpokenWords(Dataset):
         int | None,
         Field(
             ge=1,
-            description="Total number of clips, with log-normal numbers for the speakers (at least 1). null: use takes.",
+            description="Total number of clips, dealt to the speakers in log-normal numbers. null: use takes.",
         ),
     ] = None
     seconds: Annotated[
@@ -104,11 +104,11 @@ class SpokenWords(Dataset):
         ),
     ] = (5.0, 25.0)
     test_speakers: Annotated[
-        float, Field(ge=0, lt=1, description="Fraction of the speakers in the test set. Above 0, at least one speaker.")
+        float, Field(ge=0, lt=1, description="Fraction of the speakers in the test set: none, or at least one speaker.")
     ] = 0.2
     validation_speakers: Annotated[
         float,
-        Field(ge=0, lt=1, description="Fraction of the speakers in the validation set. Above 0, at least one speaker."),
+        Field(ge=0, lt=1, description="Fraction of the speakers in the validation set: none, or at least one speaker."),
     ] = 0.0
     seed: Annotated[int, Field(ge=0, description="Seed of the voices, takes and noise.")] = 0
 

@@ -82,7 +82,9 @@ class PartitionSettings(Settings):
     )
     classes: int | None = Field(None, ge=1, description="classes: number of labels of each client.")
     variance: float = Field(
-        0.0, ge=0, description="classes: variance of each client's number of labels, drawn from a normal. 0: all equal."
+        0.0,
+        ge=0,
+        description="classes: variance of each client's number of labels (normal distribution, rounded down). 0: all equal.",
     )
     file: Path | None = Field(
         None,

@@ -19,7 +19,7 @@ from raydfl.data.tables import encode
 
 
 def partition_clips(
-    tables: Assignment, settings: PartitionSettings, own: Mapping[str, PartitionSettings | None], seed: int
+    tables: Assignment, settings: PartitionSettings, overrides: Mapping[str, PartitionSettings | None], seed: int
 ) -> Assignment:
     """Add the column ``client``, make the table of clients, and sort the clips by client and pool.
 
@@ -27,7 +27,7 @@ def partition_clips(
 
     Args:
         settings: ``data.partition``.
-        own: each pool's own partition, by name; ``None`` or absent: ``settings``.
+        overrides: partitions of single pools, by name; ``None``: as in ``settings``.
         seed: the run's.
 
     Raises:
@@ -38,7 +38,7 @@ def partition_clips(
         owners = _take_owners(tables)
         reason = "data.tables.clips names no client for them"
     else:
-        owners = _deal_all(tables, deals, settings, own, seed)
+        owners = _deal_all(tables, deals, settings, overrides, seed)
         reason = f"their clients would have fewer than {settings.minimum} clips"
     ids, client = owners.ids, owners.owner.astype(np.int32)
     counts = np.bincount(client[client >= 0], minlength=len(ids))
@@ -81,13 +81,13 @@ def _deal_all(
     tables: Assignment,
     deals: Mapping[str, np.ndarray],
     settings: PartitionSettings,
-    own: Mapping[str, PartitionSettings | None],
+    overrides: Mapping[str, PartitionSettings | None],
     seed: int,
 ) -> Owners:
     """Carry out all deals and merge their owners."""
     single, parts = [*deals] == [TRAIN], []
     for number, (name, rows) in enumerate(deals.items()):
-        partition = own.get(name) or settings
+        partition = overrides.get(name) or settings
         if not single:
             partition = partition.model_copy(update={"minimum": 0})  # the sum of all deals must reach it
         if len(rows):

@@ -35,7 +35,7 @@ class UnlabelledSettings(Settings):
         None,
         gt=0,
         le=1,
-        description="Fraction of each label's training clips with a visible label, rounded down. Above 0; 1 hides none.",
+        description="Fraction of each label's training clips with a visible label, rounded down. 1 hides none.",
     )
     keep_clips: int | None = Field(
         None, ge=1, description="Number of training clips of each label with a visible label, in place of keep."

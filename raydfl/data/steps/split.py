@@ -30,7 +30,7 @@ class HoldOutSettings(Settings):
         description="Hold out the clips with any of these values in the column, such as [1] of folds.",
     )
     fraction: float | None = Field(
-        None, gt=0, lt=1, description="Fraction of the column's values, or of the clips, to draw. Between 0 and 1."
+        None, gt=0, lt=1, description="Fraction of the column's values, or of the clips, to draw."
     )
 
     @model_validator(mode="after")
@@ -61,7 +61,7 @@ class ClientHoldOutSettings(HoldOutSettings):
         None,
         gt=0,
         lt=1,
-        description="With values: also hold out this fraction of each client's remaining clips. Between 0 and 1. null: no more.",
+        description="With values: also hold out this fraction of each client's remaining clips. null: none.",
     )
 
     def _check(self) -> None:
@@ -107,8 +107,8 @@ class SplitSettings(Settings):
     )
     validation: Annotated[float, Field(ge=0, lt=1)] | ClientHoldOutSettings = Field(
         0.0,
-        description="Fraction of each client's clips for its local validation, rounded, from 0 up to 1. At least one clip "
-        "stays in training. Or a group of settings like client_test.",
+        description="Fraction of each client's clips for its local validation, rounded. One clip always stays in training. "
+        "Or a group of settings like client_test.",
     )
     as_published: Annotated[
         PublishedSettings | None,
