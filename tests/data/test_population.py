@@ -237,7 +237,7 @@ def test_a_label_that_no_client_has(tmp_path: Path, made: Make) -> None:
             (root / f"w1_g{group}_{take}.wav").write_bytes(b"")
     message = (
         r"no client has a clip of label 'w1': of its 6 clips 2 can be read, 2 are in the test set and 0 in the server's "
-        r"validation set; choose data.split"
+        r"validation set. Change data.split"
     )
     with pytest.raises(DataError, match=message):
         build_population(folder_settings(root, tmp_path / "cache", unreadable="skip"), 1)
@@ -273,7 +273,7 @@ def test_dropped_clients_are_mentioned(made: Make) -> None:
 def test_unknown_client(made: Make) -> None:
     population = build_population(made(), 1)
     assert population.index("g3") == 3
-    with pytest.raises(DataError, match="unknown client 'g33' among 6; did you mean 'g3'"):
+    with pytest.raises(DataError, match="there is no client 'g33' among 6; did you mean 'g3'"):
         population.index("g33")
 
 

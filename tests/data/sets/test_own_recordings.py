@@ -121,7 +121,7 @@ def test_every_kind_of_recording_is_read_and_the_other_files_are_counted(
         )
     (remark,) = remarks_of(manifest)
     assert "2 .m4a, 1 without an ending, 1 .wma, 1 .txt (5 in all: README, dog/a.wma, dog/b.m4a, ...)" in remark
-    assert "ffmpeg makes wav files of .m4a, which" in remark, "a.wma is there as a.wav and more already"
+    assert "Convert .m4a to wav files with ffmpeg" in remark, "a.wma is there as a.wav and more already"
     assert remarks_of(manifest.slice(1)) == [remark]
 
 
@@ -177,7 +177,7 @@ def test_a_folder_that_cannot_be_opened_is_named(tree: Path, monkeypatch: pytest
 
     monkeypatch.setattr(os, "scandir", refusing(os.scandir))
     with pytest.raises(
-        DataError, match="the folder .*/dog/outside cannot be opened: Permission denied; make it readable"
+        DataError, match="the folder .*/dog/outside cannot be opened: Permission denied. Make it readable"
     ):
         Folder(root=tree).manifest()
     monkeypatch.setattr(os, "stat", refusing(os.stat))
@@ -189,7 +189,7 @@ def test_a_name_that_is_not_utf8_is_refused(tree: Path) -> None:
     (tree / "dog" / os.fsdecode(b"caf\xe9.txt")).touch()
     assert "(2 in all: dog/caf\\xe9.txt, dog/notes.txt)" in remarks_of(Folder(root=tree).manifest())[0]
     (tree / "dog" / os.fsdecode(b"caf\xe9.wav")).touch()
-    with pytest.raises(DataError, match=r"the name of dog/caf\\xe9\.wav in .* is not UTF-8; rename it, .*convmv"):
+    with pytest.raises(DataError, match=r"the name of dog/caf\\xe9\.wav in .* is not UTF-8. Rename the file, .*convmv"):
         Folder(root=tree).manifest()
 
 
@@ -370,11 +370,11 @@ def test_a_clip_outside_the_root_keeps_its_path(clips: Path) -> None:
         (
             "path,label,start\nclips/a.wav,x,noon\n",
             {},
-            r"row 1 has the start 'noon'; it must be a number of seconds .* rename it",
+            r"row 1 has the start 'noon'. Write the number of seconds .* rename",
         ),
-        ("path;label;stop\nclips/a.wav;x;0,5\n", {}, r"row 1 has the stop '0,5'; it must be a number .* such as 1\.5"),
-        ("path,label,start\nclips/a.wav,x,-1\n", {}, r"row 1 has the start '-1'; it must be a number of seconds"),
-        ("path,label,stop\nclips/a.wav,x,nan\n", {}, r"row 1 has the stop 'nan'; it must be a number of seconds"),
+        ("path;label;stop\nclips/a.wav;x;0,5\n", {}, r"row 1 has the stop '0,5'. Write the number .* such as 1\.5"),
+        ("path,label,start\nclips/a.wav,x,-1\n", {}, r"row 1 has the start '-1'. Write the number of seconds"),
+        ("path,label,stop\nclips/a.wav,x,nan\n", {}, r"row 1 has the stop 'nan'. Write the number of seconds"),
         (
             "path,label,start,stop\nclips/a.wav,x,,\nclips/a.wav,x,2,1.5\n",
             {},
@@ -415,7 +415,7 @@ def test_a_missing_list_and_other_kinds_of_file(clips: Path) -> None:
         Manifest(file=clips / "latin.csv").manifest()
     with pytest.raises(DataError, match=r"row 1 has no path \(column 'path' is 'a\\x00b\.wav'\)"):
         Manifest(file=write(clips / "null.csv", "path,label\na\0b.wav,x\nclips/a.wav,x\n")).manifest()
-    with pytest.raises(DataError, match=r"no list of recordings .*/none\.csv; expected a CSV \(header line, UTF-8"):
+    with pytest.raises(DataError, match=r"no list of recordings .*/none\.csv\. Expected a CSV \(header line, UTF-8"):
         Manifest(file=clips / "none.csv").manifest()
     with pytest.raises(DataError, match=r"list\.xlsx is neither \*\.csv nor \*\.parquet"):
         Manifest(file=write(clips / "list.xlsx", "x")).manifest()

@@ -398,7 +398,7 @@ def write_compressed(path: Path) -> None:
         ("json", r"a\.tar: a\.json cannot be read as JSON: "),
         ("deep", r"a\.tar: a\.json cannot be read as JSON: "),
         ("no label", r"no clip has a field 'label' \(data\.label_column\); .*txt"),
-        ("no name", r"a\.tar/a\.wav has the class '2', and data\.names has 2 names"),
+        ("no name", r"a\.tar/a\.wav has the class '2', but data\.names has 2 names"),
         ("twice", r"a\.tar: the sample a has two files a\.wav\. Give them different names"),
         ("link", r"a\.tar: its member b\.cls is a link to a\.cls, .*tar --dereference --hard-dereference"),
         ("hard link", r"a\.tar: its member b\.cls is a link to a\.cls"),
@@ -414,7 +414,7 @@ def write_compressed(path: Path) -> None:
         ("empty", r"the manifest is empty"),
         ("own split", r"rows\.parquet/0 has the unknown split 'fold1'"),
         ("arrow", r"a\.arrow: the file is damaged, truncated, or of another type: "),
-        ("compressed", r"a\.arrow: it is compressed, .* save it without compression"),
+        ("compressed", r"a\.arrow: the file is compressed, .* Save it without compression"),
     ],
 )
 def test_what_cannot_be_used_is_named(tmp_path: Path, kind: str, message: str) -> None:
@@ -445,11 +445,11 @@ RECORDING: dict[str, Any] = CUT["recording"]  # type: ignore[assignment]
     [
         (
             {"type": "MixedCut"},
-            r"line 1 \(cut 'c1'\) cannot be read: it is a MixedCut .*\. raydfl reads cuts of one channel",
+            r"line 1 \(cut 'c1'\) cannot be read: it is a MixedCut .*\. raydfl reads single-channel cuts",
         ),
         ({"type": "PaddingCut"}, r"it is a PaddingCut"),
         ({"type": "MultiCut", "channel": [0, 1]}, r"it is a MultiCut of the channels \[0, 1\]"),
-        ({"recording": None, "features": {"type": "fbank"}}, r"has no recording, only features or nothing"),
+        ({"recording": None, "features": {"type": "fbank"}}, r"has no recording, at most features"),
         (
             {"recording": RECORDING | {"transforms": [{"name": "Speed", "kwargs": {"factor": 0.9}}]}},
             r"has the transforms .*Speed",

@@ -362,14 +362,14 @@ def test_a_set_in_its_layout(
         ),
         (
             *("ambient_contexts", AMBIENT | {"Data/id__x_0_9_00.wav": 0.05}, {}),
-            "'id__x_0_9_00.wav' of test_split.txt is 2 times: Data/Test/id__x_0_9_00.wav, Data/id__x",
+            "'id__x_0_9_00.wav' of test_split.txt is there 2 times: Data/Test/id__x_0_9_00.wav, Data/id__x",
         ),
         (
             *("ambient_contexts", AMBIENT | {"test_split.txt": "id__x_0_9_00.wav\n"}, {}),
             "is not a file, a tab and a class",
         ),
         ("voxforge", VOXFORGE, {"languages": ("ru",)}, "there is no folder ru/ with recordings"),
-        ("voxforge", VOXFORGE | {"test_split.txt": "en/absent.wav\n"}, {}, "none of the recordings in .* is on "),
+        ("voxforge", VOXFORGE | {"test_split.txt": "en/absent.wav\n"}, {}, "no recording in .* is on "),
         (
             *("fsd50k", {name: FSD50K[name] for name in [*FSD50K][:4]}, {}),
             r"there is no FSD50K.ground_truth/eval.csv in ",
@@ -405,7 +405,7 @@ def test_a_set_in_its_layout(
         ),
         (
             *("iemocap", IEMOCAP | {[*IEMOCAP][2]: f"{HEADER}[5.0 - 6.0] Ses05M_impro07_F011\n"}, {}),
-            r"line 3 of .*Ses05M_impro07\.txt is no '\[start - end\] turn emotion",
+            r"line 3 of .*Ses05M_impro07\.txt is not '\[start - end\] turn emotion",
         ),
         (
             *("iemocap", {name: IEMOCAP[name] for name in [*IEMOCAP][:3]}, {}),
@@ -442,7 +442,7 @@ def test_a_set_in_its_layout(
             "ucf101",
             {f"UCF-101/{FILMS[2]}": ""},
             {},
-            "the 1 videos in .* are of classes without sound; .*data.classes=all",
+            "the 1 videos in .* are of classes without sound. .*data.classes=all",
         ),
         ("toyadmos", TOYS, {"microphone": 3}, "has no clips of microphone 3. Choose from 1, 2"),
     ],

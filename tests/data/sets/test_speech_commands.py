@@ -193,6 +193,6 @@ def test_silence_is_left_out_or_dealt_to_speakers(archive: Path, tmp_path: Path)
 
     assert sizes(leave_out=["_silence_"]) == {"0a1b2c3d": 3, "ffffffff": 2}
     assert sizes(ungrouped="deal") == {"0a1b2c3d": 4, "ffffffff": 3}
-    message = "2 of 7 training clips have no 'group'.*deal them out with data.ungrouped=deal, leave .* data.leave_out"
+    message = "2 of 7 training clips have no 'group'.*deal them to the groups with data.ungrouped=deal, leave .* data.leave_out"
     with pytest.raises(DataError, match=message):
         sizes()
