@@ -23,7 +23,7 @@ import pyarrow.compute as pc
 from ray import tune
 from ray.tune.result import DONE, SHOULD_CHECKPOINT
 
-from raydfl.cluster import bundles_of
+from raydfl.cluster import make_bundles
 from raydfl.core.errors import ConfigError, InputError, RaydflError
 from raydfl.core.files import write_durably
 from raydfl.core.remote import is_uri
@@ -165,7 +165,7 @@ class _Federation(tune.Trainable):
             raise ConfigError(
                 "ray.actors: per_client: how many actors a trial needs must be known before it starts; give their number"
             )
-        return tune.PlacementGroupFactory(bundles_of(checked, cls.cpus, clients=0), strategy="PACK")
+        return tune.PlacementGroupFactory(make_bundles(checked, cls.cpus, clients=0), strategy="PACK")
 
     def setup(self, config: dict[str, Any]) -> None:
         """Make the configuration; nothing is loaded before the first step."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pyarrow.compute as pc
 
-from raydfl.cluster import RemoteServer, Server, check_without_actors, connected, ray_session, with_share
+from raydfl.cluster import RemoteServer, Server, check_without_actors, connect_ray, ray_session, resolve_gpu_share
 from raydfl.core import ops
 from raydfl.core.files import displayed_path
 from raydfl.core.nested import flatten
@@ -77,7 +77,7 @@ def iterate_rounds(
     at_sites = bool(config.data.sites) and config.ray.actors != 0
     _begin(config, progress)
     run_dir = folder_of(config, progress)
-    with driving(run_dir, progress), connected(config.ray.address, quiet) if at_sites else contextlib.nullcontext():
+    with driving(run_dir, progress), connect_ray(config.ray.address, quiet) if at_sites else contextlib.nullcontext():
         prepare_run(run_dir, config, progress)
         return (yield from execute(run_dir, config, progress, waits, durable, signals))
 
@@ -171,8 +171,8 @@ def execute(
             "C++ compiler and then raydfl again, by make or with pip's --no-build-isolation"
         )
     if config.ray.gpus == "auto" and config.ray.actors != 0:
-        with connected(config.ray.address, quiet):
-            shared = with_share(run_dir, config, progress.message)
+        with connect_ray(config.ray.address, quiet):
+            shared = resolve_gpu_share(run_dir, config, progress.message)
             return (yield from execute(run_dir, shared, progress, waits, durable, signals))
     clients = about["clients"]
     with ray_session(config, clients, quiet):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raydfl.cluster import check_kept, in_a_job, prepare_sites
+from raydfl.cluster import check_persistent, is_job, prepare_sites
 from raydfl.core import ops, part_names
 from raydfl.core.errors import ConfigError, DataError, RunDirectoryError, printable
 from raydfl.core.files import default_cache, write_durably
@@ -117,8 +117,8 @@ def folder_of(config: Config, progress: Progress) -> Path:
     Raises:
         ConfigError: what the run writes would be lost.
     """
-    check_kept({"run.dir": config.run.dir, "data.cache": config.data.cache or default_cache()})
-    if config.run.name is None and in_a_job():
+    check_persistent({"run.dir": config.run.dir, "data.cache": config.data.cache or default_cache()})
+    if config.run.name is None and is_job():
         progress.message(
             "run.name is not set, so the same job submitted again will not go on with this run but start another"
         )

@@ -453,13 +453,13 @@ def test_a_clock_counts_a_clients_own_time(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_how_long_an_actor_has(tiny: Tiny) -> None:
-    patience = StragglerPolicy.of(tiny("train.deadline=5", "ray.grace=2", "run.on_error=drop"))
+    patience = StragglerPolicy.from_config(tiny("train.deadline=5", "ray.grace=2", "run.on_error=drop"))
     assert [patience.limit(clients) for clients in (1, 3)] == [7.0, 17.0]
-    assert [patience.tries(retries) for retries in (0, 1, 3)] == [1, 1, 3]
-    usual = StragglerPolicy.of(tiny())
+    assert [patience.max_losses(retries) for retries in (0, 1, 3)] == [1, 1, 3]
+    usual = StragglerPolicy.from_config(tiny())
     assert usual == StragglerPolicy(grace=30.0)
     assert usual.limit(1) == float("inf")
-    assert usual.tries(0) == 0
+    assert usual.max_losses(0) == 0
 
 
 # -- what is said ------------------------------------------------------------------------------------------------------

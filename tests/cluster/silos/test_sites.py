@@ -16,7 +16,7 @@ from helpers import differ
 from sklearn.metrics import average_precision_score
 
 from raydfl.cluster.site_reports import SiteReport, join_sites
-from raydfl.cluster.sites import folder_at
+from raydfl.cluster.sites import place_folder
 from raydfl.core.errors import ConfigError, DataError, ResourcesError, RunDirectoryError
 from raydfl.core.settings import FIRST_VIEW
 from raydfl.data.part import StoredView
@@ -46,7 +46,7 @@ def folder_of(config: Config) -> Path:
 
 
 def at(config: Config, site: str) -> Path:
-    return folder_at(config, folder_of(config), site)
+    return place_folder(config, folder_of(config), site)
 
 
 def whole(config: Config) -> dict[str, bytes]:
