@@ -9,4 +9,12 @@ from raydfl.core.deprecation import alias_former_names
 from raydfl.core.lazy import lazy_names
 
 __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)
-alias_former_names(__name__, {"dealt": "deal_values", "kept_labels": "exclude_labels", "share_in_range": "check_share"})
+alias_former_names(
+    __name__,
+    {
+        "dealt": "deal_values",
+        "kept_labels": "exclude_labels",
+        "share_in_range": "check_share",
+        "sizes_text": "describe_sizes",
+    },
+)

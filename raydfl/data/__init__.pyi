@@ -42,8 +42,8 @@ from raydfl.data.steps.listing import LABELLED as LABELLED
 from raydfl.data.steps.listing import NO_LABEL as NO_LABEL
 from raydfl.data.steps.listing import UNLABELLED as UNLABELLED
 from raydfl.data.steps.listing import Assignment as Assignment
+from raydfl.data.steps.listing import describe_sizes as describe_sizes
 from raydfl.data.steps.listing import natural_order as natural_order
-from raydfl.data.steps.listing import sizes_text as sizes_text
 from raydfl.data.steps.poison import Poisoner as Poisoner
 from raydfl.data.steps.profile import KNOWN as KNOWN
 from raydfl.data.steps.profile import ProfileSettings as ProfileSettings

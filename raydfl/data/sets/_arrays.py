@@ -12,7 +12,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from raydfl.core.errors import DataError
-from raydfl.data.sets._files import FileDataset, wrong_layout
+from raydfl.data.sets._files import FileDataset, make_layout_error
 
 T = TypeVar("T")
 _CACHE_SIZE = 8
@@ -64,7 +64,7 @@ class ArraySet(FileDataset):
         candidates = ([*self._find_files(root / name)] for name in ("", *self.below))
         files = next(filter(None, candidates), None)
         if files is None:
-            raise wrong_layout(root, self.card, "there is no file of images")
+            raise make_layout_error(root, self.card, "there is no file of images")
         official = len({split for *_, split in files}) > 1
         rows: list[dict[str, Any]] = []
         for file, part, split in files:
@@ -97,7 +97,7 @@ class ArraySet(FileDataset):
             stems = [stem for stem, name in zip(paths, self.parts.values(), strict=True) if name == split]
             missing = [stem for stem in stems if paths[stem] is None]
             if 0 < len(missing) < len(stems):
-                raise wrong_layout(folder, self.card, f"there is no {missing[0]}")
+                raise make_layout_error(folder, self.card, f"there is no {missing[0]}")
 
     def _get_name(self, label: int, file: Path) -> str:
         names = self.class_names()

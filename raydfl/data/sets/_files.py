@@ -91,7 +91,7 @@ def find_root(root: Path, card: Card) -> Path:
     return folder
 
 
-def wrong_layout(folder: Path, card: Card, detail: str) -> DataError:
+def make_layout_error(folder: Path, card: Card, detail: str) -> DataError:
     """Make the error for an unexpected layout. It names the expected layout and the folder's entries."""
     entries = sorted(
         shown_name(entry.name) + ("/" if _is_folder(entry) else "") for entry in _list_entries(str(folder))
@@ -289,14 +289,16 @@ def read_text(root: Path, name: str, card: Card) -> str:
     """
     path = root / name
     if not path.exists():
-        raise wrong_layout(root, card, f"there is no {name}")
+        raise make_layout_error(root, card, f"there is no {name}")
     try:
         return read_regular(path).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{card.title}: {path} cannot be read: {error}") from error
 
 
-def hold_out(rows: list[dict[str, Any]], column: str, values: Collection[int], card: Card) -> list[dict[str, Any]]:
+def add_test_split(
+    rows: list[dict[str, Any]], column: str, values: Collection[int], card: Card
+) -> list[dict[str, Any]]:
     """Put the clips with these values of a column into the test set, and all remaining clips into the training set.
 
     Args:
@@ -353,7 +355,9 @@ class FileDataset(Dataset):
         root = find_root(self.root, self.card)
         rows = [{"path": str(root / row["clip"]), **row} for row in self.rows(root)]
         if rows and not any(Path(row["path"]).is_file() for row in rows):
-            raise wrong_layout(root, self.card, f"none of the {len(rows)} listed files, such as {rows[0]['clip']}, is")
+            raise make_layout_error(
+                root, self.card, f"none of the {len(rows)} listed files, such as {rows[0]['clip']}, is"
+            )
         return make_manifest(rows, f"{self.card.title} in {root}")
 
     def rows(self, root: Path) -> list[dict[str, Any]]:
@@ -368,7 +372,7 @@ class FileDataset(Dataset):
             check_name(name, root)
             rows.append({"clip": name, **self._parse_name(name)})
         if not rows:
-            raise wrong_layout(root, self.card, "there is no file of the set")
+            raise make_layout_error(root, self.card, "there is no file of the set")
         return rows
 
     def _parse_name(self, name: str) -> dict[str, Any]:

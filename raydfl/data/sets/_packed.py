@@ -22,9 +22,9 @@ from raydfl.data.sets._files import (
     check_name,
     find_root,
     list_files,
+    make_layout_error,
     parse_splits,
     resolve_path,
-    wrong_layout,
 )
 
 _WILDCARDS = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
@@ -116,7 +116,7 @@ def find_files(root: Path, pattern: str, card: Card) -> tuple[Path, list[str]]:
         expression = _compile_wildcards(expanded)
         matching = [name for name in names if expression.fullmatch(name)]
         if not matching:
-            raise wrong_layout(folder, card, f"there is no file {expanded} (data.files)")
+            raise make_layout_error(folder, card, f"there is no file {expanded} (data.files)")
         matches.update(matching)
     for name in matches:
         check_name(name, folder)

@@ -25,7 +25,7 @@ from raydfl.data.audio import read_audio
 from raydfl.data.dataset import Card
 from raydfl.data.manifest import FILM_SUFFIXES
 from raydfl.data.pictures import read_image
-from raydfl.data.sets._files import FileDataset, list_audio, read_text, wrong_layout
+from raydfl.data.sets._files import FileDataset, list_audio, make_layout_error, read_text
 
 _LIST = "activity_net.v1-3.min.json"
 _SPLIT_OF = {"training": "train", "validation": "test"}
@@ -64,7 +64,7 @@ class ActivityNet(FileDataset):
             for row in self._list_clips(videos[video], entry)
         ]
         if not rows:
-            raise wrong_layout(root, self.card, f"there is no video with activities in {_LIST}")
+            raise make_layout_error(root, self.card, f"there is no video with activities in {_LIST}")
         return rows
 
     def _list_clips(self, name: str, entry: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

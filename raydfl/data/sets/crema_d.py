@@ -19,7 +19,7 @@ from pydantic.dataclasses import dataclass
 
 from raydfl.core.errors import DataError
 from raydfl.data.dataset import Card
-from raydfl.data.sets._files import FileDataset, hold_out, read_rows, wrong_layout
+from raydfl.data.sets._files import FileDataset, add_test_split, make_layout_error, read_rows
 
 _EMOTIONS = {"ANG": "anger", "DIS": "disgust", "FEA": "fear", "HAP": "happy", "NEU": "neutral", "SAD": "sad"}
 _NO_SOUND = "AudioWAV/1076_MTI_SAD_XX.wav"
@@ -66,7 +66,7 @@ class CremaD(FileDataset):
         """List the clips of the chosen emotions."""
         rows = [row for row in super().rows(root) if row["clip"] != _NO_SOUND]
         if self.labels == "voted":
-            votes = self._votes(root)
+            votes = self._read_votes(root)
             for row in rows:
                 name = Path(row["clip"]).stem
                 if name not in votes:
@@ -77,13 +77,13 @@ class CremaD(FileDataset):
         ranges = np.array_split(sorted({row["group"] for row in rows}), _FOLDS)
         folds = {actor: fold for fold, actors in enumerate(ranges, start=1) for actor in actors.tolist()}
         rows = [row | {"fold": folds[row["group"]]} for row in rows]
-        return hold_out(rows, "fold", self.test_folds, self.card)
+        return add_test_split(rows, "fold", self.test_folds, self.card)
 
-    def _votes(self, root: Path) -> dict[str, str | None]:
+    def _read_votes(self, root: Path) -> dict[str, str | None]:
         """Read the winning emotion by file name without suffix; ``None`` for a tie."""
         emotions = {emotion[0].upper(): emotion for emotion in _EMOTIONS.values()}
         for name in _TABLES:
             if (root / name).is_file():
                 rows = read_rows(root, name, ("FileName", "MultiModalVote"), self.card)
                 return {row["FileName"]: emotions.get(row["MultiModalVote"]) for row in rows}
-        raise wrong_layout(root, self.card, f"labels: voted needs {_TABLES[0]}, but the file is missing")
+        raise make_layout_error(root, self.card, f"labels: voted needs {_TABLES[0]}, but the file is missing")

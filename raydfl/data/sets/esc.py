@@ -15,7 +15,7 @@ from pydantic.dataclasses import dataclass
 
 from raydfl.core.errors import DataError
 from raydfl.data.dataset import Card
-from raydfl.data.sets._files import FileDataset, hold_out, read_rows
+from raydfl.data.sets._files import FileDataset, add_test_split, read_rows
 
 _TABLE = "meta/esc50.csv"
 _COLUMNS = ("filename", "fold", "category", "esc10", "src_file", "take")
@@ -45,7 +45,7 @@ class ESC(FileDataset):
     def rows(self, root: Path) -> list[dict[str, Any]]:
         """List the clips of either layout."""
         rows = self._list_esc50(root) if (root / _TABLE).is_file() else super().rows(root)
-        return hold_out(rows, "fold", self.test_folds, self.card)
+        return add_test_split(rows, "fold", self.test_folds, self.card)
 
     def _list_esc50(self, root: Path) -> list[dict[str, Any]]:
         rows = []

@@ -19,7 +19,7 @@ from raydfl.core.errors import DataError
 from raydfl.data.audio import AUDIO_SUFFIXES
 from raydfl.data.dataset import Card, Dataset
 from raydfl.data.manifest import make_manifest
-from raydfl.data.sets._files import SPLIT_OF, check_name, find_root, list_recordings, wrong_layout
+from raydfl.data.sets._files import SPLIT_OF, check_name, find_root, list_recordings, make_layout_error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class Folder(Dataset):
         root = find_root(self.root, self.card)
         files, unlisted = list_recordings(root)
         if not files:
-            error = wrong_layout(root, self.card, f"there are no {', '.join(AUDIO_SUFFIXES)} files")
+            error = make_layout_error(root, self.card, f"there are no {', '.join(AUDIO_SUFFIXES)} files")
             raise DataError(f"{error}. {unlisted}") if unlisted else error
         splits = self._has_splits({name.split("/")[0] for name in files if "/" in name})
         depth = 2 if splits else 1
@@ -76,7 +76,9 @@ class Folder(Dataset):
             check_name(name, root)
             parts = name.split("/", depth)
             if len(parts) <= depth:
-                raise wrong_layout(root, self.card, f"{name!r} is outside the folders of the classes; move it into one")
+                raise make_layout_error(
+                    root, self.card, f"{name!r} is outside the folders of the classes; move it into one"
+                )
             rows.append(
                 {
                     "clip": name,

@@ -14,7 +14,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from raydfl.data.dataset import Card
-from raydfl.data.sets._files import SPLIT_OF, FileDataset, read_rows, wrong_layout
+from raydfl.data.sets._files import SPLIT_OF, FileDataset, make_layout_error, read_rows
 
 _PARTS = {"dev": ("fname", "labels", "split"), "eval": ("fname", "labels")}
 
@@ -42,7 +42,7 @@ class FSD50K(FileDataset):
             folder = f"FSD50K.{part}_audio"
             table = read_rows(root, f"FSD50K.ground_truth/{part}.csv", _PARTS[part], self.card)
             if not any((root / folder / f"{row['fname']}.wav").is_file() for row in table):
-                raise wrong_layout(root, self.card, f"{folder}/ has none of the files of {part}.csv")
+                raise make_layout_error(root, self.card, f"{folder}/ has none of the files of {part}.csv")
             for row in table:
                 split = SPLIT_OF.get(row["split"].lower(), "train") if part == "dev" else "test"
                 clip = {"clip": f"{folder}/{row['fname']}.wav", "label": row["labels"]}

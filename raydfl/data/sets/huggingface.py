@@ -22,7 +22,7 @@ from pydantic.dataclasses import dataclass
 
 from raydfl.data.audio import AUDIO_SUFFIXES
 from raydfl.data.dataset import Card
-from raydfl.data.sets._files import find_root, list_files, resolve_path, wrong_layout
+from raydfl.data.sets._files import find_root, list_files, make_layout_error, resolve_path
 from raydfl.data.sets._packed import PackedSet, find_files, find_splits, name_label_and_group, set_split
 from raydfl.data.sets._tables import LISTS, open_table, readable_table
 from raydfl.data.sets.folder import Folder
@@ -93,7 +93,7 @@ class HuggingFace(PackedSet):
             or [name for name in names if PurePosixPath(name).name in LISTS]
         )
         if not files and not any(name.lower().endswith(AUDIO_SUFFIXES) for name in names):
-            raise wrong_layout(root, self.card, "there are no recordings, and no files with recordings in them,")
+            raise make_layout_error(root, self.card, "there are no recordings, and no files with recordings in them,")
         return root, files
 
     def clips(self, root: Path, file: str) -> pa.Table:

@@ -17,7 +17,7 @@ from pydantic.dataclasses import dataclass
 
 from raydfl.core.errors import DataError
 from raydfl.data.dataset import Card
-from raydfl.data.sets._files import FileDataset, hold_out, wrong_layout
+from raydfl.data.sets._files import FileDataset, add_test_split, make_layout_error
 
 _TURN = re.compile(
     r"\[(?P<start>[\d.]+) - (?P<end>[\d.]+)\]\s+"
@@ -58,9 +58,9 @@ class IEMOCAP(FileDataset):
             file for file in root.glob("Session[1-5]/dialog/EmoEvaluation/*.txt") if not file.name.startswith(".")
         )
         if not reports:
-            raise wrong_layout(root, self.card, "there is no Session{1-5}/dialog/EmoEvaluation with txt files")
+            raise make_layout_error(root, self.card, "there is no Session{1-5}/dialog/EmoEvaluation with txt files")
         rows = [row for report in reports for row in self._list_turns(report)]
-        return hold_out(rows, "session", self.test_sessions, self.card)
+        return add_test_split(rows, "session", self.test_sessions, self.card)
 
     def _list_turns(self, report: Path) -> Iterator[dict[str, Any]]:
         """Yield the turns of a dialogue with chosen emotions."""

@@ -20,7 +20,7 @@ from raydfl.core.errors import DataError
 from raydfl.core.files import read_regular
 from raydfl.data.dataset import Card
 from raydfl.data.sets._arrays import ArraySet, read_cached
-from raydfl.data.sets._files import wrong_layout
+from raydfl.data.sets._files import make_layout_error
 
 _IMAGES, _LABELS = "-images-idx3-ubyte", "-labels-idx1-ubyte"
 _UNSIGNED_BYTES = 8
@@ -46,7 +46,7 @@ class MNIST(ArraySet):
         for labels in (file.with_name(name), file.with_name(f"{name}.gz")):
             if labels.is_file():
                 return read_idx(file, 3), read_idx(labels, 1)
-        raise wrong_layout(file.parent, self.card, f"there is no {name} next to the images")
+        raise make_layout_error(file.parent, self.card, f"there is no {name} next to the images")
 
 
 def read_idx(path: Path, dimensions: int) -> np.ndarray:

@@ -9,7 +9,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from raydfl.data.dataset import Card
-from raydfl.data.sets._files import FileDataset, wrong_layout
+from raydfl.data.sets._files import FileDataset, make_layout_error
 
 _EMOTIONS = {
     "01": "neutral",
@@ -61,5 +61,5 @@ class RAVDESS(FileDataset):
         rows = super().rows(root)
         chosen = [row for row in rows if self.channel in (row["channel"], "both")]
         if not chosen:
-            raise wrong_layout(root, self.card, f"none of the {len(rows)} files is {self.channel}")
+            raise make_layout_error(root, self.card, f"none of the {len(rows)} files is {self.channel}")
         return chosen

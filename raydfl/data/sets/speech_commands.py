@@ -24,7 +24,7 @@ from raydfl.core.errors import DataError, nearest
 from raydfl.core.files import content_digest
 from raydfl.data.audio import audio_seconds, read_audio
 from raydfl.data.dataset import Card
-from raydfl.data.sets._files import FileDataset, find_root, list_audio, read_text, wrong_layout
+from raydfl.data.sets._files import FileDataset, find_root, list_audio, make_layout_error, read_text
 
 KEYWORDS = ("yes", "no", "up", "down", "left", "right", "on", "off", "stop", "go")
 """The ten commands of the 12-class task."""
@@ -100,7 +100,9 @@ class SpeechCommands(FileDataset):
         if self.test_root is not None:
             archive = find_root(self.test_root, self.card)
             if not _is_test_archive(archive):
-                raise wrong_layout(archive, self.card, f"test_root is not the test archive: no {UNKNOWN} or {SILENCE}")
+                raise make_layout_error(
+                    archive, self.card, f"test_root is not the test archive: no {UNKNOWN} or {SILENCE}"
+                )
             rows = [row for row in rows if row["split"] != "test"]
             rows += [row | {"clip": f"test_root/{row['clip']}"} for row in self._list_words(archive, {}, "test")]
         return rows

@@ -17,7 +17,7 @@ from pydantic.dataclasses import dataclass
 from raydfl.core.errors import DataError
 from raydfl.data.audio import audio_seconds
 from raydfl.data.dataset import Card
-from raydfl.data.sets._files import FileDataset, hold_out, read_rows
+from raydfl.data.sets._files import FileDataset, add_test_split, read_rows
 
 _TABLE = "metadata/UrbanSound8K.csv"
 _COLUMNS = ("slice_file_name", "fsID", "fold", "classID")
@@ -63,4 +63,4 @@ class UrbanSound8K(FileDataset):
                 seconds = audio_seconds(root / clip)
             if seconds is None or seconds >= self.shortest_seconds:
                 rows.append({"clip": clip, "label": label, "seconds": seconds, "fold": fold, "recording": row["fsID"]})
-        return hold_out(sorted(rows, key=lambda row: str(row["clip"])), "fold", self.test_folds, self.card)
+        return add_test_split(sorted(rows, key=lambda row: str(row["clip"])), "fold", self.test_folds, self.card)

@@ -16,7 +16,7 @@ from pydantic.dataclasses import dataclass
 
 from raydfl.core.errors import DataError
 from raydfl.data.dataset import Card
-from raydfl.data.sets._files import FileDataset, read_text, wrong_layout
+from raydfl.data.sets._files import FileDataset, make_layout_error, read_text
 
 _LIST = "test_split.txt"
 
@@ -48,7 +48,7 @@ class VoxForge(FileDataset):
         rows = [row for row in super().rows(root) if not self.languages or row["label"] in self.languages]
         for language in self.languages:
             if not any(row["label"] == language for row in rows):
-                raise wrong_layout(root, self.card, f"there is no folder {language}/ with recordings")
+                raise make_layout_error(root, self.card, f"there is no folder {language}/ with recordings")
         for row in rows:
             row["group"] = f"{row['label']}/{row['group']}"
         if (root / _LIST).is_file():

@@ -98,7 +98,7 @@ class PartitionSettings(Settings):
     )
 
     @model_validator(mode="after")
-    def _fields_belong(self) -> PartitionSettings:
+    def _check_fields(self) -> PartitionSettings:
         may, must = _USES[self.by]
         absent = sorted(name for name in must if getattr(self, name) is None)
         if absent:
@@ -305,7 +305,7 @@ def _deal_skewed_sizes(count: int, settings: PartitionSettings, clients: int, rn
     return rng.permutation(owner)
 
 
-def _bound_sizes(count: int, clients: int, spread: float) -> tuple[int, int]:
+def _compute_bounds(count: int, clients: int, spread: float) -> tuple[int, int]:
     mean = count / clients
     deviation = int(spread * mean + 1e-9)
     # Bounds below the rounded-up mean would leave clips without a client.
@@ -314,7 +314,7 @@ def _bound_sizes(count: int, clients: int, spread: float) -> tuple[int, int]:
 
 def _draw_sizes(count: int, clients: int, spread: float, rng: np.random.Generator) -> np.ndarray:
     """Draw sizes by FedSTAR's rule: int64 [clients]."""
-    least, most = _bound_sizes(count, clients, spread)
+    least, most = _compute_bounds(count, clients, spread)
     sizes = np.full(clients, least, np.int64)
     while (left := count - int(sizes.sum())) > 0:
         # Equal to single draws: clips above a client's bound are drawn again.

@@ -180,7 +180,7 @@ def add_batch_column(tables: Assignment, name: str) -> Assignment:
     return tables.set_clips(**{f"batch:{name}": encode(codes, values)})
 
 
-def sizes_text(sizes: np.ndarray) -> str:
+def describe_sizes(sizes: np.ndarray) -> str:
     """Describe sizes: ``18 to 24 clips each, median 21``."""
     if sizes.min() == sizes.max():
         return f"{sizes.min():,} clips each"

@@ -48,7 +48,7 @@ class UnlabelledSettings(Settings):
     )
 
     @model_validator(mode="after")
-    def _one_way(self) -> UnlabelledSettings:
+    def _check_one_way(self) -> UnlabelledSettings:
         if self.keep is not None and self.keep_clips is not None:
             raise ValueError("give either keep (a fraction) or keep_clips (a number for each label)")
         return self

@@ -40,7 +40,7 @@ class ProfileSettings(Settings):
     )
 
     @model_validator(mode="after")
-    def _one_source(self) -> ProfileSettings:
+    def _check_source(self) -> ProfileSettings:
         if bool(self.values) == (self.column is not None):
             raise ValueError("give either values to deal, or a column of the manifest")
         return self

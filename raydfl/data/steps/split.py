@@ -34,7 +34,7 @@ class HoldOutSettings(Settings):
     )
 
     @model_validator(mode="after")
-    def _consistent(self) -> Self:
+    def _check_consistency(self) -> Self:
         self._check()
         return self
 
@@ -120,7 +120,7 @@ class SplitSettings(Settings):
     ] = None
 
     @model_validator(mode="after")
-    def _consistent(self) -> SplitSettings:
+    def _check_consistency(self) -> SplitSettings:
         if self.server_validation is not None and self.server_validation.others is not None:
             raise ValueError(
                 "server_validation.others: only clients can hold out a fraction of each client's clips. Remove it"
