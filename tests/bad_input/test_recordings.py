@@ -308,7 +308,7 @@ def test_what_is_there_is_told_even_if_it_cannot_be_divided(raydfl: Raydfl, trai
         "data", "info", recordings / "own.yaml", f"data.file={recordings}/clips.csv", "data.split.test={by: split}"
     )
     assert "anna (12), bert (12)" in said.out
-    assert "does not fit the clips: no clip has 'test' in column 'split'" in said.out
+    assert "does not fit the clips: data.split.test: no clip has 'test' in column 'split'" in said.out
     assert (said.code, said.err) == (0, "")
 
 

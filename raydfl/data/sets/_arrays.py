@@ -162,5 +162,5 @@ def check_arrays(path: Path, images: Any, labels: Any, shape: tuple[int, ...]) -
         labels = np.asarray(labels)
     if not isinstance(labels, np.ndarray) or labels.dtype.kind not in "iu" or labels.ndim != 1:
         raise DataError(f"{path}: its labels are not a list of integers. Download the file again")
-    images.flags.writeable = False
+    images.flags.writeable = False  # read_cached shares the array between its callers
     return images, labels.astype(np.int64)

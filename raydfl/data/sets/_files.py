@@ -343,7 +343,7 @@ class FileDataset(Dataset):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         re.compile(cls.pattern)  # report a mistake when the user's file is loaded
-        if cls.card is Dataset.card:
+        if cls.card is Dataset.card:  # a user's own set needs no card
             cls.card = Card(cls.__name__, f"files whose paths match {cls.pattern}")
 
     def manifest(self) -> pa.Table:

@@ -238,7 +238,7 @@ def find_splits(sources: Iterable[str], option: Mapping[str, str] | None, where:
             f"data.splits='{{{next(iter(names[unknown[0]]), 'NAME')}: train, ...}}'"
         )
     used = {source: split for source, split in splits.items() if option is None or split is not None}
-    return used if known > 1 else dict.fromkeys(used)
+    return used if known > 1 else dict.fromkeys(used)  # a single split leaves the division to data.split
 
 
 def _list_split_names(file: str) -> list[str]:

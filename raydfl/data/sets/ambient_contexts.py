@@ -44,7 +44,7 @@ class AmbientContexts(FileDataset):
                 file, _, label = line.partition("\t")
                 if not label.strip():
                     raise DataError(f"{self.card.title}: {root / name}: {line!r} is not a file, a tab and a class")
-                file = file.rpartition("/")[2].strip()
+                file = file.rpartition("/")[2].strip()  # the lists' folders need not match the root's
                 if len(matches := rows_of[file]) != 1:
                     clips = ", ".join(row["clip"] for row in matches[:3])
                     problem = f"is there {len(matches)} times: {clips}" if matches else "is missing"

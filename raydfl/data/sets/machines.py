@@ -254,7 +254,7 @@ class Machines(Dataset):
         return sound + flow * (rms(sound) / rms(flow) * 10 ** (flow_db / 20)), shaft
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=4096)  # every clip of a machine needs its properties
 def _draw_machine(seed: int, kind: str, number: str, snr_db: tuple[float, float] | None) -> _Machine:
     make, random = _MAKES[kind], generator(seed, 0, f"{kind}_{number}", "machine")
     decay = random.uniform(*make.decay)

@@ -261,7 +261,7 @@ def _format_speaker(index: int) -> str:
     return f"speaker_{index:04d}"
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=4096)  # every clip of a speaker needs its properties
 def _draw_speaker(seed: int, languages: tuple[str, ...], snr_db: tuple[float, float] | None, index: int) -> _Speaker:
     variants = espeak.list_variants()
     random = generator(seed, 0, _format_speaker(index), "voice")

@@ -151,7 +151,9 @@ def make_assignment(manifest: pa.Table, classes: Sequence[str]) -> Assignment:
     for name in manifest.column_names:
         columns[name if name in STANDARD else f"column:{name}"] = manifest.column(name).combine_chunks()
     rows = np.arange(manifest.num_rows, dtype=np.int32)
-    columns["clip"] = pa.DictionaryArray.from_arrays(pa.array(rows), columns["clip"])
+    columns["clip"] = pa.DictionaryArray.from_arrays(
+        pa.array(rows), columns["clip"]
+    )  # codes survive a selection of rows
     labels = pc.index_in(columns["label"], value_set=pa.array(classes, pa.string()))
     columns["label"] = encode(to_numbers(labels.fill_null(-1)), classes)
     return Assignment(pa.record_batch(columns), pa.record_batch({"client": pa.array([], pa.large_string())}))

@@ -60,7 +60,7 @@ def partition_clips(
     deal = np.full(len(client), len(deals))
     for number, rows in enumerate(deals.values()):
         deal[rows] = number
-    order = np.lexsort((deal, np.where(client < 0, len(ids), client)))
+    order = np.lexsort((deal, np.where(client < 0, len(ids), client)))  # the server's clips last
     used = (client >= 0) | tables.has_role("server_validation", "test")
     tables = replace(tables, clients=pa.record_batch(columns)).set_clips(client=encode(client, index.column))
     if not used.all():

@@ -56,6 +56,7 @@ def poison(tables: Assignment, attack: Poisoner, seed: int) -> Assignment:
     ids, classes = tables.ids, tables.classes
     with naming_failures(attack, "candidates", kind="attack"):
         attackers = attack.candidates(ids, seed)
+    # Attacks get the labels of examples, with NO_LABEL in place of -1.
     altered, labels = np.zeros(len(train), bool), np.where(label < 0, NO_LABEL, label)[train].astype(np.int64)
     for number in np.flatnonzero(attackers).tolist():
         clips = slice(bounds[number], bounds[number + 1])

@@ -154,7 +154,7 @@ def split_clips(tables: Assignment, settings: SplitSettings, seed: int) -> Assig
         role[chosen] = ROLES.index("server_validation")
     if not (role == 0).any():
         raise DataError(
-            f"no clips are left to train on: {test.sum()} of {len(role)} are the test set and "
+            f"data.split: no clips are left to train on: {test.sum()} of {len(role)} are the test set and "
             f"{validation.sum()} the official validation set; {suggest_split(tables)}"
         )
     if settings.as_published is not None:  # clients test on all their clips, so a training clip gets a second row
@@ -336,7 +336,7 @@ def _choose_test(tables: Assignment, settings: HoldOutSettings, seed: int) -> np
     values = tables.texts(settings.by, where)
     present = sorted({value for value in values if value is not None})
     if settings.fraction is None:
-        wanted = _check_values(settings, present, "no clip", f"; {suggest_split(tables)}")
+        wanted = _check_values(settings, present, f"{where}: no clip", f"; {suggest_split(tables)}")
     else:
         missing = tables.clips.column("clip").filter(pa.array(values == None)).to_pylist()  # noqa: E711
         if missing:

@@ -29,6 +29,7 @@ def suggest_split(tables: Assignment) -> str:
             splits.append(f"{{by: {name}, fraction: {_FRACTION}}}")
     least = find_least_fraction(labels)
     if least is not None:
+        # Second, so that a message with few suggestions includes it.
         splits.insert(1, f"{{by: clip, fraction: {max(_FRACTION, least):g}}}")
     text = "choose data.split.test differently"
     if splits:
