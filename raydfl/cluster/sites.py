@@ -38,7 +38,7 @@ from raydfl.data import (
     with_part,
 )
 from raydfl.engine import Config, SerialPool, Worker
-from raydfl.engine.storage import PrivateStore, stored_about
+from raydfl.engine.storage import PrivateStore, read_about
 
 SHARE = 0.001
 """Amount of the Ray resource ``site:NAME`` that each task or actor at the site reserves. The site's node offers 1."""
@@ -61,7 +61,7 @@ def place_folder(config: Config, run_dir: Path, place: str) -> Path:
         return run_dir
     path = run_dir / _KEY
     try:
-        key = plain_name(path.read_text() if path.exists() else str(stored_about(run_dir)["site_key"]))
+        key = plain_name(path.read_text() if path.exists() else str(read_about(run_dir)["site_key"]))
     except (OSError, ValueError, KeyError) as error:
         raise RunDirectoryError(f"{path} is missing or damaged ({error}). Restore it from a copy.") from error
     return config.data.sites[place].folder / "runs" / key / place

@@ -204,7 +204,7 @@ def test_who_names_the_code_in_a_configuration_of_ones_own_is_not_asked(
     (own / "own.py").write_text((own / "own.py").read_text() + "# changed\n")
     said = raydfl("run", written(config, tmp_path), "train.rounds=2")
     assert said.code == 0
-    assert "code of your own has changed since the run began" in said.out
+    assert "your own code has changed since the run began" in said.out
     assert code_digest(own / "own.py") in json.loads((folder / "run.json").read_text())["code"]
 
 
