@@ -15,12 +15,9 @@ def alias_former_names(module: str, names: Mapping[str, str]) -> None:
         module: ``__name__`` of the module that has the attributes.
         names: new name of each former name.
     """
-    import_name = vars(sys.modules[module]).get("__getattr__")  # of a package with lazy names
 
     def get_attribute(name: str) -> Any:
         if name not in names:
-            if import_name is not None:
-                return import_name(name)
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         warnings.warn(f"{module}.{name} is now named {names[name]}", DeprecationWarning, stacklevel=2)
         return getattr(sys.modules[module], names[name])

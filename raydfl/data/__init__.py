@@ -5,12 +5,11 @@ clients. steps/ has one file for each step on that way, sets/ one for each built
 Names of this room are imported when they are first used: processes that only compute features need no PyTorch.
 """
 
-from raydfl.core.deprecation import alias_former_names
 from raydfl.core.lazy import lazy_names
 
-__all__, __getattr__, __dir__ = lazy_names(__name__, __file__)
-alias_former_names(
+__all__, __getattr__, __dir__ = lazy_names(
     __name__,
+    __file__,
     {
         "dealt": "deal_values",
         "kept_labels": "exclude_labels",
