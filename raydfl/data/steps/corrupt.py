@@ -107,11 +107,11 @@ def corrupt(tables: Assignment, settings: CorruptSettings, seed: int) -> Assignm
 _PURPOSES = {"noisy": "noise", "label_errors": "labels"}
 
 
-def choose_clients(tables: Assignment, wanted: Share | None, name: str, seed: int) -> np.ndarray:
+def choose_clients(tables: Assignment, share: Share | None, name: str, seed: int) -> np.ndarray:
     """Choose the clients with corrupted data, by a column of the user's table or by a draw: bool [clients].
 
     Args:
-        wanted: setting of the corruption; ``None``: off.
+        share: setting of the corruption; ``None``: off.
         name: ``noisy`` or ``label_errors``, the column's name. It also seeds the draw.
 
     Raises:
@@ -120,15 +120,15 @@ def choose_clients(tables: Assignment, wanted: Share | None, name: str, seed: in
     column = f"column:{name}"
     if column in tables.clients.schema.names:
         chosen = to_numbers(tables.clients.column(column))
-        if chosen.any() and wanted is None:
+        if chosen.any() and share is None:
             raise DataError(
                 f"data.tables.clients: column {name!r} marks clients. Set data.corrupt.{_PURPOSES[name]} too, or remove the column"
             )
         return chosen
-    if wanted is None:
+    if share is None:
         return np.zeros(tables.clients.num_rows, bool)
     rng = generator(seed, 0, "", f"corrupt {_PURPOSES[name]}")
-    return draw_clients(tables.ids, wanted, rng, "data.corrupt", "corrupted")
+    return draw_clients(tables.ids, share, rng, "data.corrupt", "corrupted")
 
 
 def remove_views(tables: Assignment, missing: Mapping[str, float], seed: int) -> Assignment:
@@ -145,12 +145,12 @@ def remove_views(tables: Assignment, missing: Mapping[str, float], seed: int) ->
         # 0.29 of 50 clients is 14.5, but 14.499... in floating point
         number = math.floor(round(fraction * tables.clients.num_rows, 9) + 0.5)
         rng = generator(seed, 0, "", f"missing {view}")
-        without = draw_clients(tables.ids, number, rng, f"data.missing.{view}", "without")
-        tables = tables.set_clips(**{f"lacks:{view}": pa.array((client >= 0) & without[client])})
+        affected = draw_clients(tables.ids, number, rng, f"data.missing.{view}", "without")
+        tables = tables.set_clips(**{f"lacks:{view}": pa.array((client >= 0) & affected[client])})
     return tables
 
 
-def draw_clients(ids: Sequence[str], wanted: Share, rng: np.random.Generator, where: str, what: str) -> np.ndarray:
+def draw_clients(ids: Sequence[str], share: Share, rng: np.random.Generator, where: str, what: str) -> np.ndarray:
     """Resolve a fraction, a count or a list of ids to a mask over clients: bool [clients].
 
     Args:
@@ -161,13 +161,13 @@ def draw_clients(ids: Sequence[str], wanted: Share, rng: np.random.Generator, wh
         DataError: a count above the number of clients, or an unknown id.
     """
     chosen = np.zeros(len(ids), bool)
-    if isinstance(wanted, tuple):
-        for name in wanted:
+    if isinstance(share, tuple):
+        for name in share:
             if name not in ids:
                 raise DataError(f"{where}: unknown client {name!r}; {nearest(name, ids)}")
             chosen[ids.index(name)] = True
         return chosen
-    number = wanted if isinstance(wanted, int) else int(np.floor(wanted * len(ids) + 0.5))
+    number = share if isinstance(share, int) else int(np.floor(share * len(ids) + 0.5))
     if number > len(ids):
         raise DataError(
             f"{where}: {number} clients are to be {what}, but the federation has {len(ids)}. Lower the number"

@@ -327,23 +327,23 @@ def _draw_sizes(count: int, clients: int, spread: float, rng: np.random.Generato
 def _deal_few_labels(
     labels: np.ndarray, settings: PartitionSettings, clients: int, rng: np.random.Generator
 ) -> np.ndarray:
-    wanted = cast(int, settings.classes)
+    per_client = cast(int, settings.classes)
     present = np.unique(labels)
-    if wanted > len(present):
+    if per_client > len(present):
         raise DataError(
-            f"data.partition.classes {wanted} is more than the {len(present)} labels of the training clips. Set at most this number"
+            f"data.partition.classes {per_client} is more than the {len(present)} labels of the training clips. Lower it"
         )
-    if clients * wanted < len(present):
+    if clients * per_client < len(present):
         raise DataError(
-            f"data.partition: {clients} clients with {wanted} classes each cannot hold all {len(present)} labels. Set at least "
-            f"{-(-len(present) // wanted)} clients or {-(-len(present) // clients)} classes"
+            f"data.partition: {clients} clients with {per_client} classes each cannot hold all {len(present)} labels. Set at least "
+            f"{-(-len(present) // per_client)} clients or {-(-len(present) // clients)} classes"
         )
     members = [np.flatnonzero(labels == label) for label in present]
 
     def draw() -> np.ndarray:
-        numbers = np.full(clients, wanted)
+        numbers = np.full(clients, per_client)
         if settings.variance:
-            values = rng.normal(wanted, settings.variance**0.5, clients).astype(np.int64)
+            values = rng.normal(per_client, settings.variance**0.5, clients).astype(np.int64)
             numbers = np.clip(values, 1, len(present))
         has = _draw_holders(len(present), numbers, rng)
         owner = np.empty(len(labels), np.int64)
@@ -354,7 +354,7 @@ def _deal_few_labels(
 
     hint = "Take fewer clients or classes, or lower minimum"
     return _draw_until_sufficient(
-        settings.minimum, clients, draw, len(labels) + 10 * clients, f"with {wanted} classes each", hint
+        settings.minimum, clients, draw, len(labels) + 10 * clients, f"with {per_client} classes each", hint
     )
 
 

@@ -270,12 +270,12 @@ def select_values(tables: Assignment, settings: ClientHoldOutSettings, seed: int
     values = tables.texts(settings.by, where)
     present = sorted({value for value in values if value is not None})
     if settings.fraction is None:
-        wanted = _check_values(settings, present, f"{where}: no remaining clip", "")
+        held_out = _check_values(settings, present, f"{where}: no remaining clip", "")
     else:
         number = max(1, _round_half_up(settings.fraction * len(present)))
         order = generator(seed, 0, "", where).permutation(len(present))
-        wanted = [present[index] for index in order[:number]]
-    chosen = np.array([value in wanted for value in values], bool)
+        held_out = [present[index] for index in order[:number]]
+    chosen = np.array([value in held_out for value in values], bool)
     if chosen.all():
         raise DataError(
             f"{where}: by: {settings.by} holds out all {len(values)} clips and leaves none to train on. Choose fewer values"
@@ -290,12 +290,12 @@ def _check_values(settings: HoldOutSettings, present: list[str], what: str, reme
         what: the subject of the message, such as "no clip".
         remedy: the end of the message.
     """
-    wanted = ["test"] if settings.values is None else [*map(str, settings.values)]
-    for value in wanted:
+    held_out = ["test"] if settings.values is None else [*map(str, settings.values)]
+    for value in held_out:
         if value not in present:
             hint = nearest(value, present) if present else "the column is empty"
             raise DataError(f"{what} has {value!r} in column {settings.by!r} ({hint}){remedy}")
-    return wanted
+    return held_out
 
 
 def draw_published(tables: Assignment, settings: PublishedSettings, seed: int) -> np.ndarray:
@@ -336,7 +336,7 @@ def _choose_test(tables: Assignment, settings: HoldOutSettings, seed: int) -> np
     values = tables.texts(settings.by, where)
     present = sorted({value for value in values if value is not None})
     if settings.fraction is None:
-        wanted = _check_values(settings, present, f"{where}: no clip", f"; {suggest_split(tables)}")
+        held_out = _check_values(settings, present, f"{where}: no clip", f"; {suggest_split(tables)}")
     else:
         missing = tables.clips.column("clip").filter(pa.array(values == None)).to_pylist()  # noqa: E711
         if missing:
@@ -350,8 +350,8 @@ def _choose_test(tables: Assignment, settings: HoldOutSettings, seed: int) -> np
                 f"{where}.fraction {settings.fraction} of {len(present)} values of column {settings.by!r} leaves none to "
                 f"train on; {suggest_split(tables)}"
             )
-        wanted = [present[index] for index in rng.permutation(len(present))[:number]]
-    return np.array([value in wanted for value in values], bool)
+        held_out = [present[index] for index in rng.permutation(len(present))[:number]]
+    return np.array([value in held_out for value in values], bool)
 
 
 def _draw_test_clips(labels: np.ndarray, fraction: float, rng: np.random.Generator) -> np.ndarray:

@@ -71,7 +71,7 @@ def keep_named_clips(manifest: pa.Table, path: Path) -> pa.Table:
     Raises:
         DataError: the table is invalid, has a clip twice, or has a clip outside the list.
     """
-    table = _read(path, _CLIPS_FILE, {"clip": _CLIPS_FILE}, ())
+    table = _read_table(path, _CLIPS_FILE, {"clip": _CLIPS_FILE}, ())
     names = _to_text(table.column("clip"), "clip", path, _CLIPS_FILE)
     known = manifest.column("clip").combine_chunks().cast(pa.large_string())
     position = to_numbers(pc.index_in(names, value_set=known).fill_null(-1))
@@ -99,7 +99,7 @@ def add_clip_columns(tables: Assignment, path: Path) -> Assignment:
     Raises:
         DataError: the table is invalid.
     """
-    table = _read(path, _CLIPS_FILE, {"clip": _CLIPS_FILE}, ("role", "pool", _CLIENT))
+    table = _read_table(path, _CLIPS_FILE, {"clip": _CLIPS_FILE}, ("role", "pool", _CLIENT))
     texts = {name: _to_text(table.column(name), name, path, _CLIPS_FILE) for name in table.column_names}
     for name in [name for name in ("pool", _CLIENT) if name in texts]:
         empty = to_numbers(pc.equal(texts[name], "").fill_null(False))
@@ -137,7 +137,7 @@ def match_clients(tables: Assignment, path: Path, columns: Iterable[str]) -> Ass
         DataError: the table is invalid, or its clients differ from the partition's.
     """
     where = _CLIENTS_FILE
-    table = _read(path, where, {_CLIENT: where}, (*_FLAGS, *columns))
+    table = _read_table(path, where, {_CLIENT: where}, (*_FLAGS, *columns))
     ids, former_ids = _read_ids(table, path, where), tables.ids
     for names, known, problem in (
         (former_ids, ids, f"{path} has no row for client {{!r}}"),
@@ -180,7 +180,7 @@ def share_clips(tables: Assignment, path: Path, where: str, minimum: int, profil
     _check_shareable(_CLIPS_FILE, ["column 'pool'"] if tables.pools != [TRAIN] else held_out)
     flags = _FLAGS if where == _CLIENTS_FILE else ()  # data.partition.file may have any columns
     rows, listed = tables.codes("clip")[trained], len(tables.clips.column("clip").dictionary)
-    table = _read(path, where, {_FIRST: where, _CLIPS: where, **profiles}, (_CLIENT, *flags))
+    table = _read_table(path, where, {_FIRST: where, _CLIPS: where, **profiles}, (_CLIENT, *flags))
     _check_shareable(where, [f"column {name!r}" for name in flags if name in table.column_names])
     before = np.searchsorted(rows, np.arange(listed + 1)).astype(np.int32)
     first, stop = (before[bound] for bound in _find_ranges(table, listed, path, where))
@@ -225,7 +225,7 @@ def _get_columns(table: pa.Table, names: Iterable[str], path: Path, where: str) 
     return {f"column:{name}": table.column(name).combine_chunks() for name in names}
 
 
-def _read(path: Path, where: str, needed: Mapping[str, str], optional: Iterable[str]) -> pa.Table:
+def _read_table(path: Path, where: str, needed: Mapping[str, str], optional: Iterable[str]) -> pa.Table:
     """Read columns of a table.
 
     Args:
@@ -235,7 +235,7 @@ def _read(path: Path, where: str, needed: Mapping[str, str], optional: Iterable[
         optional: columns to read if the file has them.
     """
     kind, row_of = path.suffix.lower(), "clip" if where == _CLIPS_FILE else "client"
-    wanted = [*dict.fromkeys([*needed, *optional])]
+    requested = [*dict.fromkeys([*needed, *optional])]
     if kind not in _KINDS:
         raise DataError(
             f"{where}: {path} has an unknown ending. Write the table of {row_of}s to a file that ends in {', '.join(_KINDS)}"
@@ -244,12 +244,12 @@ def _read(path: Path, where: str, needed: Mapping[str, str], optional: Iterable[
         if kind == ".parquet":
             file = pa.parquet.ParquetFile(path, memory_map=True)
             names = file.schema_arrow.names
-            table = file.read([name for name in wanted if name in names])
+            table = file.read([name for name in requested if name in names])
         elif kind == ".csv":
             table = read_csv(path, ["clip", "role", "pool", _CLIENT])
             names = table.column_names
         else:
-            table, names = _map(path, wanted)
+            table, names = _map_columns(path, requested)
     except (OSError, pa.ArrowException) as error:
         reason = (isinstance(error, OSError) and error.strerror) or str(error)
         raise DataError(
@@ -257,7 +257,7 @@ def _read(path: Path, where: str, needed: Mapping[str, str], optional: Iterable[
         ) from error
     if not table.num_rows:
         raise DataError(f"{where}: {path} has no rows. Write a row for each {row_of}")
-    present = [name for name in wanted if name in needed or name in names]
+    present = [name for name in requested if name in needed or name in names]
     for name in present:
         setting = needed.get(name, where)
         if names.count(name) != 1:
@@ -272,11 +272,11 @@ def _read(path: Path, where: str, needed: Mapping[str, str], optional: Iterable[
     return table.select(present)
 
 
-def _map(path: Path, wanted: Iterable[str]) -> tuple[pa.Table, list[str]]:
+def _map_columns(path: Path, requested: Iterable[str]) -> tuple[pa.Table, list[str]]:
     """Memory-map columns of an Arrow file, and return the names of all its columns."""
     with pa.memory_map(str(path)) as file, pa.ipc.open_file(file) as reader:
         names: list[str] = reader.schema.names
-        chosen = [number for number, name in enumerate(names) if name in wanted]
+        chosen = [number for number, name in enumerate(names) if name in requested]
         # read_all would copy, and reading by batch decompresses a single batch at a time.
         batches = [reader.get_batch(number).select(chosen) for number in range(reader.num_record_batches)]
         return pa.Table.from_batches(batches, pa.schema([reader.schema.field(number) for number in chosen])), names
@@ -337,8 +337,8 @@ def _to_text(column: pa.ChunkedArray, name: str, path: Path, where: str) -> pa.L
     kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
     texts = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
     if not texts and not (name == _CLIENT and pa.types.is_integer(kind)):
-        wanted = "strings or integers" if name == _CLIENT else "strings"
-        raise DataError(f"{where}: column {name!r} of {path} has the type {column.type}; write {wanted}")
+        expected = "strings or integers" if name == _CLIENT else "strings"
+        raise DataError(f"{where}: column {name!r} of {path} has the type {column.type}; write {expected}")
     column = column.cast(kind).cast(pa.large_string())
     # combine_chunks would copy even a single chunk.
     return column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays(column.chunks)
