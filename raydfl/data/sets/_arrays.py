@@ -133,7 +133,7 @@ def read_cached(read: Callable[..., T], path: Path, *options: int) -> T:
     return content
 
 
-@functools.lru_cache(maxsize=_CACHE_SIZE)
+@functools.lru_cache(maxsize=_CACHE_SIZE)  # the time of modification is part of the key
 def _read_modified(read: Callable[..., Any], path: Path, modified: int, *options: int) -> Any:
     return read(path, *options)
 

@@ -41,7 +41,7 @@ class MachineSet(FileDataset):
             {
                 "condition": row["label"],
                 **row,
-                "group": f"{row['machine']}_{row.get('id') or row['section']}",
+                "group": f"{row['machine']}_{row.get('id') or row['section']}",  # ids repeat between types
                 "domain": row.get("domain", "source"),
             }
             for row in rows

@@ -163,6 +163,7 @@ def make_table(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
 
 def _make_column(values: list[Any]) -> pa.Array:
     if not any(isinstance(value, list) for value in values):
+        # Values of different types and integers beyond 64 bits become text.
         with contextlib.suppress(pa.ArrowException, TypeError, OverflowError):
             return pa.array(values)
     return pa.array([to_text(value) for value in values], pa.string())

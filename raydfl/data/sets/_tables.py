@@ -172,6 +172,7 @@ class Table:
         _, offsets, data = content.buffers()
         width = np.int64 if pa.types.is_large_binary(content.type) else np.int32
         bounds = np.frombuffer(offsets, width)[content.offset : content.offset + len(content) + 1].astype(np.int64)
+        # Bounds count from the start of a buffer, addresses from the start of the file.
         bounds += 0 if data is None or self.mapping is None else data.address - self.mapping.address
         spans = enumerate(itertools.pairwise(bounds.tolist()), start=first)
         valid = content.is_valid().to_pylist()

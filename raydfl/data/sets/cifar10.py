@@ -63,7 +63,7 @@ def _read(path: Path) -> tuple[np.ndarray, np.ndarray]:
             raise DataError(f"{path}: the batch has no {name!r}. Download the file again")
     data, labels = (value.values if isinstance(value, _Array) else value for value in (batch["data"], batch["labels"]))
     images, numbers = check_arrays(path, data, labels, (_PLANES * _SIDE * _SIDE,))
-    return images.reshape(-1, _PLANES, _SIDE, _SIDE).transpose(0, 2, 3, 1), numbers
+    return images.reshape(-1, _PLANES, _SIDE, _SIDE).transpose(0, 2, 3, 1), numbers  # stored by colour plane
 
 
 class _ForeignError(Exception):

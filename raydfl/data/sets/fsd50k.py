@@ -41,6 +41,7 @@ class FSD50K(FileDataset):
         for part in _PARTS if self.subset == "all" else (self.subset,):
             folder = f"FSD50K.{part}_audio"
             table = read_rows(root, f"FSD50K.ground_truth/{part}.csv", _PARTS[part], self.card)
+            # A single missing file is an unreadable clip, but a missing folder is a wrong layout.
             if not any((root / folder / f"{row['fname']}.wav").is_file() for row in table):
                 raise make_layout_error(root, self.card, f"{folder}/ has none of the files of {part}.csv")
             for row in table:

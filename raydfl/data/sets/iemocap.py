@@ -65,6 +65,7 @@ class IEMOCAP(FileDataset):
     def _list_turns(self, report: Path) -> Iterator[dict[str, Any]]:
         """Yield the turns of a dialogue with chosen emotions."""
         labels = _FOUR if self.emotions == "four" else _ALL
+        # Latin-1 decodes any byte, and the parsed fields are ASCII.
         for number, line in enumerate(report.read_text("latin-1").splitlines(), start=1):
             if not line.startswith("["):
                 continue  # the header or a rater's vote

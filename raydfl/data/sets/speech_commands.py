@@ -133,6 +133,7 @@ class SpeechCommands(FileDataset):
             clip, unknown_word = row["clip"], row.pop("other")
             folder = clip.split("/")[0]
             folders.add(folder)
+            # In the test archive all unknown words share a folder, so the file's name has the word.
             unknown = self.task == "keywords" and folder not in (*self.keywords, SILENCE)
             row |= {"label": UNKNOWN if unknown else folder, "word": unknown_word if folder == UNKNOWN else row["word"]}
             row |= {"path": str(root / clip), "split": split_of.get(clip, default), "start": None}

@@ -76,6 +76,7 @@ class SpokenAndWritten(FSDD):
                     f"{self.pictures} has {len(candidates)} images of digit {label}, but {reserved} test recordings and the "
                     f"training recordings need different images. Add images, or lower data.test_takes"
                 )
+            # The first images of a digit are reserved for the test.
             position = number if test else reserved + number % (len(candidates) - reserved)
             chosen.append(candidates[position])
             used[label, test] += 1

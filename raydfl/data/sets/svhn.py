@@ -54,4 +54,4 @@ def _read(path: Path) -> tuple[np.ndarray, np.ndarray]:
             raise DataError(f"{path}: the file has no {name!r} (X: images, y: labels). Download it again")
     x, y = content["X"], content["y"].ravel()
     images, labels = check_arrays(path, np.ascontiguousarray(np.moveaxis(x, -1, 0)) if x.ndim == 4 else x, y, _SIZE)
-    return images, labels % 10
+    return images, labels % 10  # class 10 is the digit 0

@@ -69,7 +69,7 @@ class UCF101(FileDataset):
         split_of = self._read_lists(root)
         for row in rows:
             video = row["clip"].removeprefix(f"{_VIDEOS}/")
-            row["group"] = f"{row['label']}/g{row['group']}"
+            row["group"] = f"{row['label']}/g{row['group']}"  # numbers repeat between classes
             if split_of is not None:
                 if video not in split_of:
                     raise DataError(

@@ -50,7 +50,7 @@ class VoxForge(FileDataset):
             if not any(row["label"] == language for row in rows):
                 raise make_layout_error(root, self.card, f"there is no folder {language}/ with recordings")
         for row in rows:
-            row["group"] = f"{row['label']}/{row['group']}"
+            row["group"] = f"{row['label']}/{row['group']}"  # names repeat between languages
         if (root / _LIST).is_file():
             lines = read_text(root, _LIST, self.card).splitlines()
             listed = {line.partition("\t")[0].strip() for line in lines}

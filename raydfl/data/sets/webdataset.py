@@ -125,6 +125,7 @@ def _read_samples(path: Path) -> Iterator[tuple[str, dict[str, str | bytes]]]:
         (*_split_name(name), address, read)
         for name, address, read in tar_members(path, lambda name: _split_name(name)[1] != "")
     )
+    # The files of a sample are in sequence, so memory holds the texts of a single sample.
     for name, group in itertools.groupby(members, lambda member: member[0]):
         sample: dict[str, str | bytes] = {}
         for _, field, address, read in group:

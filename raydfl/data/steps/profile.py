@@ -114,6 +114,7 @@ def _find_values(tables: Assignment, column: str, where: str) -> tuple[pa.Dictio
     client, ids = tables.codes("client"), tables.ids
     client = client[client >= 0]  # the clips are sorted by client
     codes, bounds = to_numbers(encoded)[: len(client)], np.searchsorted(client, np.arange(len(ids) + 1))
+    # A client's clips agree if their least and greatest codes are equal.
     least, most = (extreme.reduceat(codes, bounds[:-1]) for extreme in (np.minimum, np.maximum))
     for number in np.flatnonzero((least < 0) | (least < most))[:1].tolist():
         values = encoded[bounds[number] : bounds[number + 1]].to_pylist()

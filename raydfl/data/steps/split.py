@@ -185,6 +185,7 @@ def hold_out(tables: Assignment, settings: SplitSettings, seed: int) -> Assignme
     labelled = [number for number, name in enumerate(tables.pools) if name != UNLABELLED]
     for client_id, first, stop in zip(ids, bounds[:-1], bounds[1:], strict=True):
         for name, held_out in draws.items():
+            # A generator of its own makes a client's draw independent of the number and order of clients.
             rng = generator(seed, 0, client_id, f"local {PURPOSES[name]}")
             for number in labelled:
                 rows = first + np.flatnonzero((role[first:stop] == 0) & (pool[first:stop] == number))

@@ -314,7 +314,7 @@ def _read_ids(table: pa.Table, path: Path, where: str) -> ClientIds:
     if _CLIENT not in table.column_names:
         large = pa.large_string()
         numbers = pa.array(np.arange(len(table))).cast(large)
-        width = len(str(len(table) - 1))
+        width = len(str(len(table) - 1))  # padding gives text and numbers the same order
         padded = pc.utf8_lpad(numbers, width, "0")
         return ClientIds.from_strings(
             pc.binary_join_element_wise(pa.scalar("client", large), padded, pa.scalar("-", large))
