@@ -19,10 +19,10 @@ from raydfl.core.errors import DataError, nearest
 from raydfl.core.files import read_regular
 from raydfl.data.audio import AUDIO_SUFFIXES
 from raydfl.data.dataset import Card, Dataset
-from raydfl.data.films import has_decoder
-from raydfl.data.manifest import FFMPEG_SUFFIXES, FILM_SUFFIXES, make_manifest, shown_name
-from raydfl.data.packed import tar_members
-from raydfl.data.pictures import PICTURE_SUFFIXES
+from raydfl.data.images import IMAGE_SUFFIXES
+from raydfl.data.manifest import FFMPEG_SUFFIXES, VIDEO_SUFFIXES, make_manifest, shown_name
+from raydfl.data.packed import list_tar
+from raydfl.data.video import has_decoder
 
 _MOST_NAMES = 3
 """Largest number of files named in a message."""
@@ -130,11 +130,11 @@ def list_recordings(folder: Path, pictures: bool = False, films: bool = False) -
         DataError: an unreadable folder, or a link to a parent folder.
     """
     names = list_files(folder)
-    suffixes = PICTURE_SUFFIXES if pictures else AUDIO_SUFFIXES
+    suffixes = IMAGE_SUFFIXES if pictures else AUDIO_SUFFIXES
     listed = [name for name in names if name.lower().endswith(suffixes)]
     if films:
         stems = {_remove_suffix(name) for name in listed}
-        videos = [name for name in names if name.lower().endswith(FILM_SUFFIXES)]
+        videos = [name for name in names if name.lower().endswith(VIDEO_SUFFIXES)]
         listed = sorted(listed + [name for name in videos if _remove_suffix(name) not in stems])
     unlisted = sorted(set(names) - set(listed))
     return listed, _describe_unlisted(folder, unlisted, listed, "images" if pictures else "recordings")
@@ -157,8 +157,8 @@ def list_contents(file: Path, pictures: bool = False) -> list[str]:
         with readable_table(file):
             return table.list_addresses(table.find_audio_column(None))
     sounds = (*AUDIO_SUFFIXES, *(FFMPEG_SUFFIXES if has_decoder() else ()))
-    suffixes = (*PICTURE_SUFFIXES, *FILM_SUFFIXES) if pictures else sounds
-    addresses = [address for _, address, _ in tar_members(file, lambda name: name.lower().endswith(suffixes))]
+    suffixes = (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES) if pictures else sounds
+    addresses = [address for _, address, _ in list_tar(file, lambda name: name.lower().endswith(suffixes))]
     if not addresses:
         raise DataError(f"{file}: the archive has no {'image' if pictures else 'recording'} of a supported type")
     return addresses

@@ -25,9 +25,9 @@ from raydfl.core.errors import DataError
 from raydfl.data.audio import read_audio
 from raydfl.data.csv_file import read_csv
 from raydfl.data.dataset import Card, Dataset
+from raydfl.data.images import read_image
 from raydfl.data.manifest import make_manifest
-from raydfl.data.packed import absolute_path, file_and_place
-from raydfl.data.pictures import read_image
+from raydfl.data.packed import resolve_address, split_address
 from raydfl.data.sets._files import SPLIT_OF, parse_splits, resolve_path
 
 _SEGMENT = ("start", "stop")
@@ -118,7 +118,7 @@ class Manifest(Dataset):
         """Return the path of another file in a row. Relative paths start at the same folder as the recordings' paths."""
         root = resolve_path(self.file).parent if self.root is None else resolve_path(self.root)
         value = row[column]
-        return absolute_path(str(value), root) if value else None
+        return resolve_address(str(value), root) if value else None
 
     def read(self, row: Mapping[str, Any]) -> tuple[npt.NDArray[np.float32], int]:
         """Read the file, or a segment or channel of it."""
@@ -160,8 +160,8 @@ class Manifest(Dataset):
                 raise DataError(
                     f"{file}: row {number} has no path (column {self.path_column!r} is {value!r}). Fill the column"
                 )
-        paths = [absolute_path(str(value), root) for value in values]
-        if paths and not any(os.path.exists(file_and_place(path)[0]) for path in paths):  # noqa: PTH110  (pathlib's version raises below an unreadable folder)
+        paths = [resolve_address(str(value), root) for value in values]
+        if paths and not any(os.path.exists(split_address(path)[0]) for path in paths):  # noqa: PTH110  (pathlib's version raises below an unreadable folder)
             raise DataError(
                 f"{file}: none of its {len(paths)} files exists, the first is {paths[0]}. Set root to the base folder of the paths"
             )

@@ -26,7 +26,7 @@ from raydfl.core.errors import ConfigError, nearest
 from raydfl.core.seeds import generator
 from raydfl.data.dataset import Card, Dataset
 from raydfl.data.manifest import make_manifest
-from raydfl.data.noise import coloured_noise, rms
+from raydfl.data.noise import draw_noise, rms
 from raydfl.data.sets import _espeak as espeak
 from raydfl.data.sets.speech_commands import KEYWORDS, SILENCE, UNKNOWN, WORDS
 
@@ -188,7 +188,7 @@ class SpokenWords(Dataset):
         clip[start : start + len(speech)] = speech
         level_db = min(speaker.level_db + random.normal(0, 1.5), -0.5)
         if self.snr_db is not None:
-            noise = coloured_noise(self._samples, speaker.rumble, random)
+            noise = draw_noise(self._samples, speaker.rumble, random)
             clip += noise * np.float32(rms(speech) / rms(noise) * 10 ** (-speaker.snr_db / 20))
         clip *= np.float32(10 ** (level_db / 20) / np.abs(clip).max())
         return clip[:, None], espeak.SAMPLE_RATE
@@ -210,7 +210,7 @@ class SpokenWords(Dataset):
 
     def _make_silence(self, speaker: _Speaker, random: np.random.Generator) -> npt.NDArray[np.float32]:
         """Generate the noise of the speaker's room, at its level in clips with speech: float32 [samples, 1]."""
-        noise = coloured_noise(self._samples, speaker.rumble, random)
+        noise = draw_noise(self._samples, speaker.rumble, random)
         level_db = speaker.level_db - speaker.snr_db + random.normal(0, 1.5)
         noise *= np.float32(min(10 ** (level_db / 20), 0.9) / np.abs(noise).max())
         return noise[:, None]

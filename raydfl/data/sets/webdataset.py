@@ -22,9 +22,9 @@ from pydantic.dataclasses import dataclass
 from raydfl.core.errors import DataError
 from raydfl.data.audio import AUDIO_SUFFIXES
 from raydfl.data.dataset import Card
+from raydfl.data.images import IMAGE_SUFFIXES
 from raydfl.data.manifest import FFMPEG_SUFFIXES
-from raydfl.data.packed import own_name, tar_members
-from raydfl.data.pictures import PICTURE_SUFFIXES
+from raydfl.data.packed import list_tar, own_name
 from raydfl.data.sets._packed import PackedSet, is_plain, make_table, name_label_and_group, set_texts
 
 _NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]+)", re.DOTALL)
@@ -32,7 +32,7 @@ _TEXTS = ("txt", "text", "transcript", "cls", "cls2", "class", "count", "index",
 """The library's fields of text."""
 _JSON = ("json", "jsn")
 _SOUNDS = (*AUDIO_SUFFIXES, *FFMPEG_SUFFIXES)
-_MEDIA = (*_SOUNDS, *PICTURE_SUFFIXES)
+_MEDIA = (*_SOUNDS, *IMAGE_SUFFIXES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +123,7 @@ def _read_samples(path: Path) -> Iterator[tuple[str, dict[str, str | bytes]]]:
     """Yield the samples of a shard: by field, the address of a recording or image, or the content of a text."""
     members = (
         (*_split_name(name), address, read)
-        for name, address, read in tar_members(path, lambda name: _split_name(name)[1] != "")
+        for name, address, read in list_tar(path, lambda name: _split_name(name)[1] != "")
     )
     # The files of a sample are in sequence, so memory holds the texts of a single sample.
     for name, group in itertools.groupby(members, lambda member: member[0]):

@@ -355,7 +355,7 @@ def test_two_that_write_to_one_place_are_told(far: Tiny, remote: Path, tmp_path:
         (remote / "far" / "LATEST").write_text("000007-00000000.safetensors")
         server.round()
         with pytest.raises(
-            RunDirectoryError, match=r"another process has committed to file://.*far since this one began"
+            RunDirectoryError, match=r"another process has committed to file://.*far since the start of this process"
         ):
             server.finish()
     finally:
