@@ -192,18 +192,18 @@ def test_a_table_of_clips_that_cannot_be_used_is_named(
     ("clips", "clients", "message"),
     [
         ({"client": list("aabb")}, {}, "data.tables.clips: its column 'client' and data.partition.by: table both"),
-        ({"pool": list("xyxy")}, {}, "data.tables.clips: its column 'pool' needs clips with a single client"),
+        ({"pool": list("xyxy")}, {}, "data.tables.clips: its column 'pool' needs a single owner of each clip"),
         (
             {"role": [*ROLES[:3], "client_test"]},
             {},
-            "data.tables.clips: its role 'client_test' needs clips with a single",
+            "data.tables.clips: its role 'client_test' needs a single owner",
         ),
         (
             {"role": [*ROLES[:3], "validation"]},
             {},
-            "data.tables.clips: its role 'validation' needs clips with a single",
+            "data.tables.clips: its role 'validation' needs a single owner",
         ),
-        ({}, {"noisy": [True, False]}, "data.tables.clients: its column 'noisy' needs clips with a single client"),
+        ({}, {"noisy": [True, False]}, "data.tables.clients: its column 'noisy' needs a single owner of each clip"),
         ({}, {"label_errors": [True, False]}, "data.tables.clients: its column 'label_errors' needs clips"),
     ],
 )

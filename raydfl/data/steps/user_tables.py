@@ -211,8 +211,8 @@ def _check_shareable(where: str, obstacles: Sequence[str]) -> None:
     """Raise an error for the first column or role that excludes shared clips."""
     if obstacles:
         raise DataError(
-            f"{where}: its {obstacles[0]} needs clips with a single client, but data.partition.by: table lets clients share "
-            f"clips; leave it out, or choose another partition"
+            f"{where}: its {obstacles[0]} needs a single owner of each clip, but clients may share clips with data.partition.by: "
+            f"table. Remove it, or choose another partition"
         )
 
 
