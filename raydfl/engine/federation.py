@@ -232,7 +232,7 @@ class Federation:
         report, best = done.report, self.checkpoint.selection.best
         self._committer.note_moved(done.before.private, done.get_moves(self.clients.index_of))
         if done.went_back:
-            self._committer.go_back_to(self.checkpoint.private)
+            self._committer.restore(self.checkpoint.private)
         is_best = best is not None and best.round == report.round
         due = report.round % self.config.run.commit_every == 0 or report.round == self.config.train.rounds
         if due or is_best or done.went_back or report.stopped:
@@ -338,7 +338,7 @@ class Federation:
 
     def broadcast(self, keys: set[str]) -> dict[str, FlatTensors]:
         """Return entries of the server's state, with flat tensors, to send to clients."""
-        return {key: FlatTensors.of(self.state.tensors[key]) for key in sorted(keys)}
+        return {key: FlatTensors.from_tensors(self.state.tensors[key]) for key in sorted(keys)}
 
     def _aggregate(self, current: Round, sent: Iterator[Update]) -> State:
         """Return the state that the method aggregates from the clients' updates."""

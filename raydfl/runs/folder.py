@@ -358,7 +358,7 @@ def _export(
         keys = [key for key in keys if key in received]
     paths = []
     for key, (part, data) in itertools.product(keys, config.data.each.items()):
-        tensors = part_names.of_part(state.tensors[key], part)
+        tensors = part_names.select_part(state.tensors[key], part)
         models = {n: t.contiguous() for n, t in tensors.items() if n.startswith(names)}
         if not models:
             continue

@@ -19,7 +19,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from raydfl.core.clustering import Distance, distances, hdbscan_labels, with_noise
+from raydfl.core.clustering import Distance, assign_noise, distances, hdbscan_labels
 from raydfl.core.errors import ConfigError, nearest
 from raydfl.core.part_names import plain_name
 from raydfl.core.types import Client, Ratio, Tensors
@@ -27,7 +27,7 @@ from raydfl.engine.groups._membership import Membership
 from raydfl.engine.groups._rule import DiscoveryRule, Division, Sent, name_clusters
 
 
-def _layers_of(tensors: Iterable[str]) -> list[str]:
+def _list_layers(tensors: Iterable[str]) -> list[str]:
     """Return the names of the tensors' layers, in order."""
     return list(dict.fromkeys(plain_name(name).rpartition(".")[0] for name in tensors))
 
@@ -84,7 +84,7 @@ class Hdbscan(DiscoveryRule):
         """
         names = list(tensors)
         if isinstance(self.layers, int):
-            modules = _layers_of(names)[-self.layers :]
+            modules = _list_layers(names)[-self.layers :]
             return [name for name in names if plain_name(name).rpartition(".")[0] in modules]
         selected = [name for name in names if plain_name(name).startswith(self.layers)]
         if not selected:
@@ -95,7 +95,7 @@ class Hdbscan(DiscoveryRule):
 
     def check(self, clients: Sequence[Client], tensors: Sequence[str]) -> None:
         """Reject more layers than the clients share, and unknown names."""
-        shared = len(_layers_of(tensors))
+        shared = len(_list_layers(tensors))
         if isinstance(self.layers, int) and self.layers > shared:
             raise ConfigError(
                 f"train.groups.layers is {self.layers}, but the clients share only {shared} layers. Set it to at most {shared}"
@@ -115,7 +115,7 @@ class Hdbscan(DiscoveryRule):
             matrix, self.min_cluster_size, self.min_samples, self.selection, self.epsilon, self.single
         )
         threshold = self.threshold if self.noise == "attach" else 0.0
-        return with_noise(clusters, matrix, threshold), int((clusters < 0).sum()), bool((clusters < 0).all())
+        return assign_noise(clusters, matrix, threshold), int((clusters < 0).sum()), bool((clusters < 0).all())
 
     def divide(self, membership: Membership, sent: Iterable[Sent], kept: Tensors) -> Division:
         """Cluster the clients of the round, and with ``accumulate`` also the clients of earlier rounds."""
