@@ -68,7 +68,11 @@ class ServerOptimiser(Method, ABC):
         weights, all_moments = dict(averaged.tensors["global"]), dict(state.tensors["moments"])
         steps: dict[str, int] = {}
         for name, old in state.tensors["global"].items():
-            moments = {moment: all_moments[f"{moment}/{name}"] for moment in self.moments() if f"{moment}/{name}" in all_moments}
+            moments = {
+                moment: all_moments[f"{moment}/{name}"]
+                for moment in self.moments()
+                if f"{moment}/{name}" in all_moments
+            }
             if moments and name in counter.senders:  # Otherwise it is a buffer, or no client of its part sent it.
                 key = mark_like(_STEPS, name)
                 steps[key] = state.extra.get(key, 0) + 1
