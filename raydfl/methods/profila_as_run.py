@@ -41,7 +41,7 @@ NORMAL, ANOMALOUS = "normal", "anomalous"
 """The pools of a batch."""
 
 _LARGE = 1e9
-"""Stands for infinity in masked logits. With infinity, an example without pairs would give NaN."""
+"""Replacement of infinity in masked logits, where infinity gives NaN for an example without pairs."""
 
 
 @dataclass(frozen=True, kw_only=True)
