@@ -204,7 +204,7 @@ def test_a_table_of_clips_that_cannot_be_used_is_named(
             "data.tables.clips: its role 'validation' needs a single owner",
         ),
         ({}, {"noisy": [True, False]}, "data.tables.clients: its column 'noisy' needs a single owner of each clip"),
-        ({}, {"label_errors": [True, False]}, "data.tables.clients: its column 'label_errors' needs clips"),
+        ({}, {"label_errors": [True, False]}, "data.tables.clients: its column 'label_errors' needs a single owner"),
     ],
 )
 def test_a_column_for_clips_of_one_client_is_refused_where_clients_share_clips(
