@@ -22,7 +22,7 @@ from raydfl.cluster.sites import open_serial_pool
 from raydfl.core.errors import ConfigError, ResourcesError
 from raydfl.core.files import default_cache
 from raydfl.data import Population
-from raydfl.engine import Config, Federation, RaySettings, keys_of, remembered
+from raydfl.engine import Config, Federation, RaySettings, keys_of, measure_once
 from raydfl.engine.storage import RunStore
 
 CONTEXT = 512 << 20
@@ -198,7 +198,7 @@ def measure_memory(run_dir: Path, config: Config, device: CudaDevice, where: str
                 f"Lower train.batch_size, evaluate.batch_size or train.together."
             ) from error
 
-    return Memory(device.name(), device.total(), remembered(path, kind, measure_peak))
+    return Memory(device.name(), device.total(), measure_once(path, kind, measure_peak))
 
 
 def _run_heaviest(run_dir: Path, config: Config, where: str) -> None:
@@ -213,7 +213,7 @@ def _run_heaviest(run_dir: Path, config: Config, where: str) -> None:
         population = Population.load(run_dir / "population")
         pool = open_serial_pool(run_dir, config, population, Path(name) / "private", where)
         with contextlib.closing(pool), contextlib.closing(Federation(config, population, scratch, pool)) as federation:
-            for orders in federation.heaviest():
+            for orders in federation.find_heaviest():
                 list(pool.run(orders, federation.broadcast(keys_of(orders))))
 
 

@@ -28,11 +28,11 @@ from raydfl.core.errors import ConfigError, InputError, RaydflError
 from raydfl.core.files import write_durably
 from raydfl.core.remote import is_uri
 from raydfl.engine import Config, RoundReport, load_config, make_config
-from raydfl.engine.storage import RunStore, decisive_changes, read_rows, stored_about, write_config
+from raydfl.engine.storage import RunStore, decisive_changes, read_about, read_rows, write_config
 from raydfl.experiments.load import CHANGEABLE, fits_state
 from raydfl.experiments.settings import overlay, plain_value
 from raydfl.experiments.study import count_rounds
-from raydfl.runs import Progress, Result, driving, iterate_rounds
+from raydfl.runs import Progress, Result, iterate_rounds, lock_run_dir
 
 ROUND, SCORE, STATUS, FAILED, WORTHLESS = "round", "score", "status", "failed", "worthless"
 """Keys of a result in addition to the scores."""
@@ -314,7 +314,7 @@ def branch(parent: Path, folder: Path, config: Config) -> None:
     """
     if (folder / "run.json").exists():
         return
-    about, temporary = stored_about(parent), folder.with_name(f".{folder.name}.part")
+    about, temporary = read_about(parent), folder.with_name(f".{folder.name}.part")
     if _list_changes(about, config):
         before = {"run": about["id"], "digest": about["digest"], "round": count_rounds(parent)}
         about["branches"] = [*about.get("branches", []), before]
@@ -342,7 +342,7 @@ def take_over(checkpoint: Path, folder: Path, config: Config) -> None:
         ConfigError: The configuration does not fit the state.
         RunDirectoryError: A process is working in the folder.
     """
-    for change in _list_changes(stored_about(checkpoint), config):
+    for change in _list_changes(read_about(checkpoint), config):
         key = change.partition(": ")[0]
         if not fits_state(key, config.parts.method):
             raise ConfigError(
@@ -361,7 +361,7 @@ def clear(folder: Path) -> None:
     if not folder.exists():
         return
     store = RunStore(folder)
-    with driving(folder, Progress("quiet")):
+    with lock_run_dir(folder, Progress("quiet")):
         store.lock()
         try:
             shutil.rmtree(folder)

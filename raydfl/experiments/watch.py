@@ -16,7 +16,7 @@ from raydfl.core.errors import ResourcesError
 from raydfl.experiments.federation import FAILED, ROUND, SCORE, STATUS, WORTHLESS
 from raydfl.experiments.state import StudyState
 from raydfl.experiments.study import Trial, count_rounds
-from raydfl.runs import Advance, Progress, StopSignals, duration
+from raydfl.runs import Advance, Progress, StopSignals, format_duration
 
 _QUIET = 10.0
 """Seconds without a running trial before a message about missing resources."""
@@ -154,7 +154,7 @@ class Watch(tune.Callback):
         status = "stopped" if stopped else "finished"
         self._record(completed, status, reason)
         self._over += 1
-        took = duration(time.monotonic() - self._started.get(trial.trial_id, time.monotonic()))
+        took = format_duration(time.monotonic() - self._started.get(trial.trial_id, time.monotonic()))
         searched = bool(self._study.settings.domains)
         metric = completed.metric
         score = f", {metric.title} {metric.scale * result[SCORE]:.2f}" if searched else ""

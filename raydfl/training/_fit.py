@@ -116,7 +116,7 @@ def predict(step: Step, model: str, examples: Examples, batch_size: int = 64) ->
     Only the view that the model reads is read from the disk.
     """
     if isinstance(examples, Examples):
-        examples = examples.seen_by(view_of(step.models[model]))
+        examples = examples.select_view(view_of(step.models[model]))
     with step.clock.waiting():
         return cast(Tensor, together.answer(_Predict(step, model, examples, batch_size)))
 
@@ -180,7 +180,9 @@ def _transformed(data: Examples, order: Sequence[np.ndarray], first: int, seed: 
         tensors = data.batch(np.concatenate(part), drawn=joined).tensors()
         place = 0
         for index in part:
-            yield _trimmed(Batch.of({name: tensor[place : place + len(index)] for name, tensor in tensors.items()}))
+            yield _trimmed(
+                Batch.from_tensors({name: tensor[place : place + len(index)] for name, tensor in tensors.items()})
+            )
             place += len(index)
 
 

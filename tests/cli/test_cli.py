@@ -357,7 +357,7 @@ def test_resume_goes_on_with_more_rounds(raydfl: Raydfl, tiny: Tiny, tmp_path: P
     short = tmp_path / "runs/short"
     done = raydfl("resume", short)
     assert done.code == 0
-    assert "all 2 rounds are done; for more: raydfl resume " in done.out
+    assert "all 2 rounds are done. To add rounds: raydfl resume " in done.out
     assert done.out.partition("all 2 rounds")[2].splitlines()[0].endswith("runs/short train.rounds=4")
     said = raydfl("resume", short, "train.rounds=4")
     assert "short: 4 rounds, 2 of them done" in said.out
@@ -400,7 +400,7 @@ def test_a_replay_of_a_failing_method_shows_its_own_traceback(raydfl: Raydfl, ti
     assert "client 's2' failed in round 2, phase 'train': ZeroDivisionError: a method's own mistake" in failed.err
     assert "Traceback" not in failed.err
     line = failed.err.strip().splitlines()[-1]
-    assert line.startswith("look at it with: raydfl replay ")
+    assert line.startswith("Inspect it with: raydfl replay ")
     again = raydfl(*line.partition("raydfl ")[2].split())
     assert again.code == 1
     assert "Traceback" in again.err
@@ -411,7 +411,7 @@ def test_a_run_says_that_operators_are_not_compiled(
     raydfl: Raydfl, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = written(tiny("train.rounds=1"), tmp_path)
-    monkeypatch.setattr("raydfl.core.ops.compiled", lambda: False)
+    monkeypatch.setattr("raydfl.core.ops.is_compiled", lambda: False)
     said = raydfl("run", file)
     assert said.code == 0
     assert "operators are not compiled here" in said.out + said.err

@@ -237,7 +237,9 @@ def test_files_of_several_sizes_and_colours(tmp_path: Path, tiny: Tiny) -> None:
             f"data={{{place}, features: {{kind: image, {features}}}}}", "models={model: cnn_small}", "train.cohort=2"
         )
 
-    with pytest.raises(DataError, match="8 rows and 9 columns, not 8 and 8; images of several sizes need"):
+    with pytest.raises(
+        DataError, match="8 rows and 9 columns, not 8 and 8. Set resize: true for images of several sizes"
+    ):
         create(of("size: 8"), Progress("quiet"))
     population = Population.load(create(of("size: 8, resize: true, channels: 3"), Progress("quiet")) / "population")
     assert population.views[FIRST_VIEW].bands == 24
@@ -253,7 +255,7 @@ def test_what_does_not_fit_is_refused(tiny: Tiny, root: Path) -> None:
         federation(tiny, root, "models={}")
     with pytest.raises(ConfigError, match="cnn reads images, but the data are features"):
         tiny("models={model: cnn}")
-    with pytest.raises(ConfigError, match="holds images, and data.features.kind is logmel"):
+    with pytest.raises(ConfigError, match="contains images, but data.features.kind is logmel"):
         tiny(f"data={{name: mnist, root: {root}}}")
     with pytest.raises(ConfigError, match="at least 12 rows, and here the longest has 6"):
         federation(tiny, root, "data.transforms=[{name: random_crop, size: 12}]")
@@ -261,7 +263,7 @@ def test_what_does_not_fit_is_refused(tiny: Tiny, root: Path) -> None:
         federation(tiny, root, "data.transforms=[{name: random_crop, size: 3}]")
     with pytest.raises(ConfigError, match="noise acts on features of the kind logmel, these are of the kind image"):
         federation(tiny, root, "data.transforms=[noise]")
-    with pytest.raises(ConfigError, match="is noise in recordings"):
+    with pytest.raises(ConfigError, match="data.corrupt.noise needs recordings"):
         federation(tiny, root, "data.corrupt={noise: {snr_db: 3, clients: 1}}")
     with pytest.raises(ConfigError, match="needs recordings"):
         federation(tiny, root, "attack={name: corrupt_recordings, clients: 1}")

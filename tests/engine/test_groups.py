@@ -17,7 +17,7 @@ from several_clients import BANDS, CLASSES, make_steps
 from torch import nn
 
 from raydfl import Config, final_state, read_rows, resume
-from raydfl.core.clustering import Distance, distances, hdbscan_labels, match, purity, with_noise
+from raydfl.core.clustering import Distance, assign_noise, distances, hdbscan_labels, match, purity
 from raydfl.core.errors import ConfigError
 from raydfl.core.spool import Spool
 from raydfl.core.types import Client, Ratio, State, Update
@@ -59,10 +59,10 @@ def test_noise_is_attached_to_the_nearest_cluster_or_alone() -> None:
     points = np.array([0.0, 0.1, 0.2, 5.0, 5.1, 5.2, 1.0, 9.0])
     matrix = np.abs(points[:, None] - points)
     labels = np.array([0, 0, 0, 1, 1, 1, -1, -1])
-    assert with_noise(labels, matrix, 1.0).tolist() == [0, 0, 0, 1, 1, 1, 0, 2]
-    assert with_noise(labels, matrix, 0.0).tolist() == [0, 0, 0, 1, 1, 1, 2, 3]
-    assert with_noise(labels, matrix, 9.0).tolist() == [0, 0, 0, 1, 1, 1, 0, 1]
-    assert with_noise(np.full(8, -1), matrix, 1.0).tolist() == [0] * 8
+    assert assign_noise(labels, matrix, 1.0).tolist() == [0, 0, 0, 1, 1, 1, 0, 2]
+    assert assign_noise(labels, matrix, 0.0).tolist() == [0, 0, 0, 1, 1, 1, 2, 3]
+    assert assign_noise(labels, matrix, 9.0).tolist() == [0, 0, 0, 1, 1, 1, 0, 1]
+    assert assign_noise(np.full(8, -1), matrix, 1.0).tolist() == [0] * 8
     assert hdbscan_labels(matrix[:6, :6], 3, 2, "eom", 0.0, False).tolist() in ([0, 0, 0, 1, 1, 1], [1, 1, 1, 0, 0, 0])
 
 
@@ -246,13 +246,13 @@ def test_known_tasks_are_the_mean_of_their_own_clients_and_resume_to_the_bit(tin
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
-        ("dbscan", "train.groups: 'dbscan'; write cfl, hdbscan, ifca, known, none"),
+        ("dbscan", "train.groups: unknown rule 'dbscan'. Choose one of cfl, hdbscan, ifca, known, none"),
         ({"name": "hdbscan", "distance": "euclid"}, "train.groups.distance"),
         ({"name": "hdbscan", "min_cluster_size": 1}, "train.groups.min_cluster_size"),
-        ({"name": "known", "by": "task"}, "clients have no 'task' in their profile"),
+        ({"name": "known", "by": "task"}, "the clients' profiles have no column 'task'"),
         (
             {"name": "hdbscan", "layers": 99},
-            r"train.groups.layers is 99, but the clients share \d layers; take at most \d",
+            r"train.groups.layers is 99, but the clients share only \d layers. Set it to at most \d",
         ),
         ({"name": "hdbscan", "layers": ["model/head"]}, "no tensor's name begins with model/head"),
         ({"name": "cfl", "min_size": 5}, "train.groups.min_size is 5, but 8 clients cannot be split"),
@@ -393,14 +393,18 @@ def test_the_former_name_of_a_setting_means_the_same(tiny: Tiny) -> None:
     assert tiny("train.groups=none").digest() == tiny("method.tasks=none").digest() == tiny().digest()
     assert tiny("train.groups=hdbscan", method="fedapta").digest() == tiny(method="fedapta").digest()
     assert tiny("method.tasks=none", method="fedapta").digest() != tiny(method="fedapta").digest()
-    with pytest.raises(ConfigError, match="remove method.tasks, which is the former name of train.groups"):
+    with pytest.raises(ConfigError, match="Remove method.tasks, the former name of train.groups"):
         tiny(f"method.tasks={setting}", "train.groups=hdbscan")
 
 
 @pytest.mark.parametrize(
     ("settings", "method", "message"),
     [
-        (["train.groups={name: ifca, groups: 9}"], "fedavg", "train.groups.groups is 9, but there are 6 clients"),
+        (
+            ["train.groups={name: ifca, groups: 9}"],
+            "fedavg",
+            "train.groups.groups is 9, but the population has 6 clients",
+        ),
         (["train.groups={name: ifca, groups: 1}"], "fedavg", "train.groups.groups"),
         (["train.groups=ifca"], "harmony", "method 'harmony' has several phases"),
         (
@@ -412,7 +416,7 @@ def test_the_former_name_of_a_setting_means_the_same(tiny: Tiny) -> None:
             "fedavg",
             "no client of group 'b' takes part in training",
         ),
-        (["train.groups={name: known, by: device}"], "fedavg", "clients have no 'device' in their profile"),
+        (["train.groups={name: known, by: device}"], "fedavg", "the clients' profiles have no column 'device'"),
         (["train.groups=5"], "fedavg", "train.groups"),
     ],
 )

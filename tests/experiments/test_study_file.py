@@ -69,7 +69,9 @@ def test_the_folder_may_be_among_the_settings(grid: StudyFile, tmp_path: Path, m
     assert {run.run_dir.parent for run in study.trials} == {tmp_path / "set"}
     assert load_study(grid(settings=settings)).folder == tmp_path / "runs"
     assert load_study(grid(settings=settings), [f"run.dir={tmp_path}/line"]).folder == tmp_path / "line"
-    with pytest.raises(ConfigError, match=r"dir: s3://bucket/runs is a URI, but all runs of .*grid.yaml need a local folder"):
+    with pytest.raises(
+        ConfigError, match=r"dir: s3://bucket/runs is a URI, but all runs of .*grid.yaml need a local folder"
+    ):
         load_study(grid(dir=None, settings={"run.dir": "s3://bucket/runs"}))
 
 
@@ -337,7 +339,7 @@ def test_a_wrong_search_is_explained(
         ("metric.model=plugn", r"metric\.model: there is no model 'plugn'"),
         ("data.split.validation=0", r"metric\.split is validation, but data\.split\.validation is 0"),
         ("dir=s3://bucket/x", r"dir: s3://bucket/x is a URI"),
-        ("dir=s3:/bucket/x", r"a URI is written s3://bucket/x"),
+        ("dir=s3:/bucket/x", r"If you mean a URI, write s3://bucket/x"),
         ("scheduler={name: asha, grase: 2}", r"scheduler: unknown key 'grase'; did you mean 'grace'"),
     ],
 )

@@ -172,7 +172,7 @@ def test_moons_head_leaves_the_body_as_it_is_drawn_and_refuses_networks_that_it_
     assert network.output.classify.weight.shape == (CLASSES, 5)
     with pytest.raises(ConfigError, match="moon needs the features .* Linear has no 'embed'"):
         add_projection(nn.Linear(2, 2), 4)
-    with pytest.raises(ConfigError, match="moon needs a linear last layer, but MeanMLP.output is a _Projected"):
+    with pytest.raises(ConfigError, match="moon needs a linear last layer, but MeanMLP.output is a _ProjectionHead"):
         add_projection(network, 4)
 
 
@@ -219,7 +219,8 @@ def test_a_copy_has_its_originals_architecture_and_first_weights(tiny: Tiny) -> 
     assert built["personal"].output.weight.data_ptr() != built["model"].output.weight.data_ptr()
     assert tiny("models.personal={name: crnn_tiny, hidden: 8, filters: [4]}", method="ditto").digest()
     with pytest.raises(
-        ConfigError, match="models.personal: 'mlp'; it is a copy of models.model .* leave models.personal out"
+        ConfigError,
+        match="models.personal is 'mlp', but it must have the architecture of models.model .* Remove models.personal",
     ):
         tiny("models.personal=mlp", method="ditto")
 

@@ -400,7 +400,10 @@ BAD: dict[str, tuple[tuple[str, ...], str]] = {
     "option": (("objective={name: contrast, frame: 3}",), "unknown key 'frame' for Contrast; did you mean 'frames'"),
     "range": (("objective={name: compact, momentum: 1}",), "objective.momentum: Input should be less than 1"),
     "no name": (("objective={frames: 3}",), "objective: the name is missing. Choose one of classify, compact"),
-    "sets for classes": (("data.label_sets={}",), "needs one label for each clip, but data.label_sets makes sets"),
+    "sets for classes": (
+        ("data.label_sets={}",),
+        "needs one label for each clip, but data.label_sets splits labels into sets",
+    ),
     "top k": (
         ("objective={name: classify, top_k: 3}",),
         "objective.top_k is 3, but with 3 classes every answer would be correct",
@@ -408,7 +411,7 @@ BAD: dict[str, tuple[tuple[str, ...], str]] = {
     "classes for sets": (("objective=multi_label",), "needs a set of classes for each clip, but a label is one class"),
     "wrong labels of sets": (
         (CHORDS, "data.label_sets={}", "objective=multi_label", "data.corrupt.labels={clients: 0.5, rate: 0.5}"),
-        "data.corrupt.labels puts one class in another's place",
+        "data.corrupt.labels replaces the class of a clip",
     ),
     "attack": (
         (*SETTINGS["compact"], "attack={name: label_flip}"),
@@ -430,7 +433,7 @@ BAD: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "no class": (
         (*SETTINGS["multi_label"], "data.leave_out=[low, high, middle|low, 'low|high', high|middle]"),
-        "data.label_sets: no label names a class; the separator is '|'",
+        "data.label_sets: no label has a class with the separator '[|]'",
     ),
 }
 

@@ -228,7 +228,7 @@ class _StackedView:
 
 def batch_of_first(batch: Batch) -> Batch:
     """Return the first client's batch, which has no padding."""
-    return Batch.of({name: tensor[0] for name, tensor in batch.tensors().items()})
+    return Batch.from_tensors({name: tensor[0] for name, tensor in batch.tensors().items()})
 
 
 class _Transforms:
@@ -255,7 +255,7 @@ class _Transforms:
         self._random = drawn[0][0] is not None if drawn[0] else False
         for client, (own, each, random) in enumerate(zip(views, windows, drawn, strict=True)):
             for step, (starts, counts) in enumerate(each):
-                tables[""][step, client, : len(starts)] = own.sounding(starts, counts)
+                tables[""][step, client, : len(starts)] = own.count_valid_frames(starts, counts)
                 for name, values in (random[step] or {}).items():
                     if name not in tables:
                         tables[name] = np.zeros((*shape, *values.shape[1:]), values.dtype)

@@ -25,7 +25,7 @@ from raydfl.data.shards import Shard
 from raydfl.engine.config import Config, make_config
 from raydfl.engine.listeners import Compaction
 from raydfl.engine.rounds import Checkpoint
-from raydfl.engine.storage.folder import stored_config
+from raydfl.engine.storage.folder import read_config
 from raydfl.engine.storage.private import PrivateStore
 from raydfl.engine.storage.record import read_rows
 from raydfl.experiments import prepare
@@ -370,7 +370,7 @@ def test_settings_of_sites_are_checked(tiny: Silos, sites: str, message: str) ->
 def test_configurations_without_sites_keep_their_digest(tiny: Silos) -> None:
     config = tiny()
     assert config.digest() == tiny("data.sites={}").digest()
-    assert stored_config(create(config, Progress("quiet"))).data.sites == {}
+    assert read_config(create(config, Progress("quiet"))).data.sites == {}
 
 
 def test_a_site_that_no_node_is_is_named(silos: Silos, ray_session: None) -> None:
