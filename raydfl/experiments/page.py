@@ -18,7 +18,7 @@ from raydfl.experiments.results import FEWEST, Contestant, StudyResults, format_
 from raydfl.experiments.study import describe_value
 from raydfl.experiments.tables import describe_results, make_full_table, pivot
 from raydfl.runs.report import Picture, Section, align, render_page
-from raydfl.runs.report.figures import INK, SERIES, SHARES, Axes, Series, curves
+from raydfl.runs.report.figures import INK, SERIES, SHARES, Axes, Series, plot_curves
 
 _BARS = 48
 """Maximum bars in a figure."""
@@ -140,8 +140,13 @@ def _draw_curves(cells: Sequence[Contestant], search: bool) -> Iterator[Picture]
         if search:
             caption += f" Dashed: stopped early or unfinished. All draws except the best {_NAMED} are grey."
             series.reverse()
+<<<<<<< HEAD
         title = _make_title(cells[0].metrics[0].title, cells, 0 if search else 1)
         yield curves(title, caption.strip(), series, _make_unit(cells))
+=======
+        title = _title(cells[0].metrics[0].title, cells, 0 if search else 1)
+        yield plot_curves(title, caption.strip(), series, _unit(cells))
+>>>>>>> main
 
 
 def _make_unit(cells: Sequence[Contestant]) -> str:
