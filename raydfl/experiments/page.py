@@ -140,13 +140,8 @@ def _draw_curves(cells: Sequence[Contestant], search: bool) -> Iterator[Picture]
         if search:
             caption += f" Dashed: stopped early or unfinished. All draws except the best {_NAMED} are grey."
             series.reverse()
-<<<<<<< HEAD
         title = _make_title(cells[0].metrics[0].title, cells, 0 if search else 1)
-        yield curves(title, caption.strip(), series, _make_unit(cells))
-=======
-        title = _title(cells[0].metrics[0].title, cells, 0 if search else 1)
-        yield plot_curves(title, caption.strip(), series, _unit(cells))
->>>>>>> main
+        yield plot_curves(title, caption.strip(), series, _make_unit(cells))
 
 
 def _make_unit(cells: Sequence[Contestant]) -> str:
