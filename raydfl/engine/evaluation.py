@@ -24,7 +24,7 @@ from raydfl.engine.settings import EvaluateSettings
 from raydfl.engine.storage import record
 from raydfl.engine.validation import Kinds, kinds_of, left_out, shown_reason
 from raydfl.methods import Method, check_prefixes
-from raydfl.training import fixed_tensors
+from raydfl.training import find_fixed_tensors
 
 Variants = Sequence[tuple[Sequence[ModelSpec], Mapping[str, nn.Module]]]
 """Each combination of architectures that clients have, with models built of it."""
@@ -289,7 +289,7 @@ def _shared_models(method: Method, variants: Variants) -> dict[ModelSpec, dict[s
     """
     found: dict[str, tuple[ModelSpec, dict[str, torch.Size]]] = {}
     for specs, models in variants:
-        fixed = fixed_tensors(models, method.fixed)
+        fixed = find_fixed_tensors(models, method.fixed)
         for spec in specs:
             if spec.name in models and spec.name not in found:
                 state = models[spec.name].state_dict()
@@ -321,7 +321,7 @@ def received_entries(config: Config, state: State, clients: Clients, begun: Sequ
     phase = config.phases.as_begun(begun).at(last)
     # A plan may read a schedule that has no round after the last one, so the last round is planned once more.
     before = dataclasses.replace(state, round_index=last, phase=phase)
-    cohort = config.train.in_phase(phase).cohort_size(clients.eligible)
+    cohort = config.train.resolve_phase(phase).cohort_size(clients.eligible)
     with naming_failures(method, "plan", f"round {last + 1}"):
         tasks = [*method.plan(before, clients, seeds.generator(config.run.seed, last, "", "plan"), cohort)]
     with naming_failures(method, "plan_evaluation", f"the evaluation after round {state.round_index}"):

@@ -41,7 +41,7 @@ from raydfl.engine.storage import (
     write_config,
 )
 from raydfl.runs.progress import Progress
-from raydfl.training import fixed_tensors
+from raydfl.training import find_fixed_tensors
 
 
 def ensure_features(run_dir: Path, config: Config, progress: Progress) -> None:
@@ -172,7 +172,7 @@ def prepare_run(run_dir: Path, config: Config, progress: Progress) -> None:
     _check_ids(config)
     eligible = Clients(population, config).eligible
     for name in config.phases.names:
-        config.train.in_phase(name).cohort_size(eligible)
+        config.train.resolve_phase(name).cohort_size(eligible)
     models = try_models(config, population)
     remarks = _remarks(config, population)
     if config.train.clients is not None:
@@ -302,7 +302,7 @@ def _fixed_of_all(config: Config, variants: Sequence[tuple[ModelSpec, ...]]) -> 
     found: dict[str, Tensor] = {}
     unlike: set[str] = set()
     for models in built:
-        for name in sorted(fixed_tensors(models, config.parts.method.fixed)):
+        for name in sorted(find_fixed_tensors(models, config.parts.method.fixed)):
             model, _, key = name.partition("/")
             tensor = models[model].state_dict()[key].detach().contiguous()
             if not torch.equal(found.setdefault(name, tensor), tensor):

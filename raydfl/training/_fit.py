@@ -21,12 +21,12 @@ from raydfl.core.errors import ConfigError, nearest
 from raydfl.core.types import Batch, Metrics, Ratio, view_of
 from raydfl.data import Examples
 from raydfl.training.call import FitCall
-from raydfl.training.fates import begin_training
 from raydfl.training.moments import begin_with_kept, keep
 from raydfl.training.optimiser import Optimiser, torch_optimiser
+from raydfl.training.ownership import begin_training
 from raydfl.training.plan import Plan, order_of
 from raydfl.training.precision import GradientScale, computing_in
-from raydfl.training.randomness import fit_seed, seed_of_step, step_randomness
+from raydfl.training.randomness import derive_step_seed, fit_seed, use_step_seed
 from raydfl.training.step import Loss, Step, computed
 from raydfl.training.together import lockstep as together
 from raydfl.training.together import signature as alike
@@ -276,7 +276,7 @@ class _Fit(FitCall):
 
         def compute(number: int, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
             optimiser.forget_gradients()
-            with step_randomness(seed_of_step(seed, number)), computing_in(precision, step.device):
+            with use_step_seed(derive_step_seed(seed, number)), computing_in(precision, step.device):
                 value, reports = computed(losses[number % len(losses)], step, batch)
             (value if scale is None else value * scale.scale).backward()  # type: ignore[no-untyped-call]
             return value.detach(), reports

@@ -24,19 +24,19 @@ def fit_seed(step: Step) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def seed_of_step(seed: Tensor, number: int) -> Tensor:
+def derive_step_seed(seed: Tensor, number: int) -> Tensor:
     """Return the seed of a fit's optimiser step ``number`` (from 0): int64, of the shape of ``seed``, computed without waiting."""
     offset = number * _STRIDE % 2**64
     return seed + (offset - 2**64 if offset >= 2**63 else offset)
 
 
-def step_randomness(seed: Tensor | None) -> AbstractContextManager[None]:
+def use_step_seed(seed: Tensor | None) -> AbstractContextManager[None]:
     """Inside, ``raydfl.ops.Dropout`` draws from this seed (int64 scalar); ``None``: as everywhere else."""
     return contextlib.nullcontext() if seed is None else random_state(seed)
 
 
 @contextlib.contextmanager
-def preserved(unless_done: bool = False) -> Iterator[None]:
+def preserve_generators(unless_done: bool = False) -> Iterator[None]:
     """Leave PyTorch's generators as they were.
 
     Args:

@@ -113,7 +113,7 @@ class PhaseSettings(Settings):
     local_epochs: int | None = Field(None, ge=1, description="passes over a client's training data in a round")
     optimiser: PhaseOptimiserSettings = PhaseOptimiserSettings()
 
-    def deciding(self) -> dict[str, Any]:
+    def dump_deciding(self) -> dict[str, Any]:
         """Return what decides numbers, beside when the phase begins, as plain data: ``begin`` only where it is not the last."""
         return self.model_dump(mode="json", exclude={"rounds"} if self.begin == "best" else {"rounds", "begin"})
 
@@ -183,7 +183,7 @@ class TrainSettings(Settings):
     def _share_at_most_one(cls, value: int | float) -> int | float:
         return _checked_cohort(value)
 
-    def in_phase(self, name: str) -> TrainSettings:
+    def resolve_phase(self, name: str) -> TrainSettings:
         """Return the settings of one phase; these themselves where it has none of its own."""
         own = self.phases.get(name)
         if own is None:

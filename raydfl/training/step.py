@@ -20,7 +20,7 @@ from raydfl.training.clock import Clock
 from raydfl.training.execution import Execution
 from raydfl.training.replica import check_shape
 from raydfl.training.settings import TrainSettings
-from raydfl.training.substitute import computing_with, evaluating
+from raydfl.training.substitute import evaluating, substitute_tensors
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class Step:
     shared: Callable[[str], bool] = lambda name: True
     """The method's ``shared``: which tensors leave the client."""
     fixed: frozenset[str] = frozenset()
-    """Flat names of the tensors that never change and are neither sent nor kept (raydfl.training.fates)."""
+    """Flat names of the tensors that never change and are neither sent nor kept (raydfl.training.ownership)."""
     moments: dict[str, Tensor] = field(default_factory=dict)
     """The optimiser's moments that ``fit`` keeps for this client with ``train.optimiser.keep``. They never leave the client."""
     clock: Clock = field(default_factory=Clock)
@@ -74,7 +74,7 @@ class Step:
             ConfigError: none of ``tensors`` is of this model, or one has another shape.
         """
         network = self.models[model]
-        with contextlib.nullcontext() if tensors is None else computing_with(model, network, tensors):
+        with contextlib.nullcontext() if tensors is None else substitute_tensors(model, network, tensors):
             logits = cast(Tensor, network(*batch.input_of(network)))
         return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
 
@@ -93,7 +93,7 @@ class Step:
             ConfigError: none of ``tensors`` is of this model, or one has another shape.
         """
         network = self.models[model]
-        with torch.no_grad(), computing_with(model, network, tensors), evaluating(network):
+        with torch.no_grad(), substitute_tensors(model, network, tensors), evaluating(network):
             yield network
 
     def parameters(self, *models: str) -> dict[str, Tensor]:

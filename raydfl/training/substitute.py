@@ -13,7 +13,7 @@ from raydfl.training.replica import check_shape
 
 
 @contextlib.contextmanager
-def computing_with(model: str, network: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+def substitute_tensors(model: str, network: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
     """Inside, a network computes with other tensors, where there is one of its name; a tied tensor has all its places.
 
     Args:

@@ -34,7 +34,13 @@ from raydfl.training.moments import Moments, begin_with_kept, keep
 from raydfl.training.optimiser import Optimiser
 from raydfl.training.plan import order_of
 from raydfl.training.precision import GradientScale, computing_in
-from raydfl.training.randomness import fit_seed, generator_states, preserved, seed_of_step, set_generator_states
+from raydfl.training.randomness import (
+    derive_step_seed,
+    fit_seed,
+    generator_states,
+    preserve_generators,
+    set_generator_states,
+)
 from raydfl.training.step import Loss, Step, computed
 from raydfl.training.together import signature as alike
 from raydfl.training.together.batches import StackedBatches, batch_of_first
@@ -94,7 +100,7 @@ def fit_together(calls: Sequence[FitCall]) -> list[Metrics]:
             if kind not in _sources:
                 if len(_sources) >= _REMEMBERED:
                     _sources.clear()
-                with _failures(kind, remember=True), preserved():
+                with _failures(kind, remember=True), preserve_generators():
                     _try(group, losses, batches.batch(0), seed)
                 _sources[kind] = group.sources
             ordered = [calls[i].rates for i in order]
@@ -197,7 +203,7 @@ def _complete(group: StackedClients, kind: Hashable, computation: Callable[[], A
     while True:
         group.start()
         try:
-            with preserved(unless_done=True):
+            with preserve_generators(unless_done=True):
                 return computation()
         except MoreSourcesError:
             _sources[kind] = group.sources
@@ -255,7 +261,7 @@ def _train(
             optimiser.forget_gradients()
             with computing_in(precision, first.device):
                 value, reports = group.compute(
-                    functools.partial(computed, loss), batch, seed_of_step(seeds, number * len(losses) + position)
+                    functools.partial(computed, loss), batch, derive_step_seed(seeds, number * len(losses) + position)
                 )
             if value.shape != (clients,):
                 raise NotBatchableError(f"the loss is not a scalar but {tuple(value.shape[1:])}")

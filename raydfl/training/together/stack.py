@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from raydfl.core.types import Batch
 from raydfl.training.execution import Execution
-from raydfl.training.fates import begin_training
-from raydfl.training.randomness import step_randomness
+from raydfl.training.ownership import begin_training
+from raydfl.training.randomness import use_step_seed
 from raydfl.training.step import Step
 from raydfl.training.together.handles import Source, TensorHandle, Unavailable, UnlikeError
 from raydfl.training.together.lockstep import NotBatchableError
@@ -205,7 +205,7 @@ class StackedClients:
             self._given.update(self._same)
             self._given.update((source, next(given)) for source in own_sources)
             own = Batch.of({**fields, **{name: next(given) for name in own_fields}})
-            with step_randomness(next(given, None)), self.tensors[0].replaced(installed):
+            with use_step_seed(next(given, None)), self.tensors[0].replaced(installed):
                 return function(self._shown, own)
 
         given = [*self._same.values(), *own_sources.values(), *fields.values()]

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from torch import Tensor, nn
 
 
-def fixed_tensors(models: Mapping[str, nn.Module], fixed: tuple[str, ...] | None) -> frozenset[str]:
+def find_fixed_tensors(models: Mapping[str, nn.Module], fixed: tuple[str, ...] | None) -> frozenset[str]:
     """Return the flat names of the floating tensors that are fixed.
 
     Those are the parameters that do not train, or whose names begin as ``fixed`` says, and the buffers that belong to such
