@@ -68,7 +68,7 @@ class BuiltNetworks:
     def build(self, specs: tuple[ModelSpec, ...], place: int) -> Replica:
         """Return networks of these architectures. Clients of one group have different places."""
         built = self.replicas.get((specs, place))
-        if built is None or not built.whole:
+        if built is None or not built.intact:
             models = build_models(self._method, specs, self._seed)
             for model in models.values():
                 model.to(self._device)

@@ -215,7 +215,7 @@ def test_a_method_may_fix_what_could_train(tiny: Tiny) -> None:
 
 def test_training_or_sending_it_is_refused(tiny: Tiny) -> None:
     for name, message in (
-        ("Thawing", r"'stem.0.weight' of model 'model' is to train, but it did not when the model was built"),
+        ("Thawing", r"'stem.0.weight' of model 'model' requires gradients, but is fixed"),
         ("Sending", r"the update holds tensors that are fixed, because they do not train: model/stem.0.weight"),
     ):
         server = start_server(tiny(STEM, f"method.name={HERE}:{name}", f"run.name={name}"))

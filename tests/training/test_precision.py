@@ -179,7 +179,9 @@ def test_what_a_loss_gets_is_float32(tiny: Tiny, tmp_path: Path) -> None:
 
 
 def test_float16_is_refused_on_the_cpu(tiny: Tiny) -> None:
-    refused = r"train.precision: float16 needs a GPU, but here the CPU works on clients: give every client actor a share of a GPU"
+    refused = (
+        r"train.precision: float16 needs a GPU, but clients train on the CPU. Give every client actor a share of a GPU"
+    )
     for settings in ([], ["ray.actors=2"], ["ray.actors=2", "ray.gpus=0.5", "ray.cpu_actors=1"], ["ray.gpus=0.5"]):
         with pytest.raises(ConfigError, match=refused):
             tiny("train.precision=float16", *settings)
@@ -213,7 +215,7 @@ def trained(settings: OptimiserSettings, scaled: bool, overflows: set[int], clip
     optimiser = Optimiser({"model": list(layer.parameters())}, settings, 0)
     scale = GradientScale((), torch.device("cpu"))
     for number in range(5):
-        optimiser.forget_gradients()
+        optimiser.clear_gradients()
         value = F.cross_entropy(layer(torch.randn(6, 4)), torch.arange(6) % 3)
         if number in overflows:
             if not scaled:

@@ -164,7 +164,7 @@ class Remembering(nn.Module):
 @pytest.mark.parametrize(
     ("network", "reason"),
     [
-        (Remembering, "stores something in its forward(), in its attribute 'mean'"),
+        (Remembering, "stores a value in its forward(), in its attribute 'mean'"),
         (lambda: extra_methods.WithBuffers(BANDS, CLASSES), "batch normalisation"),
         (Replacing, "a model replaces a buffer"),
         (Recurrent, "aten::gru"),
