@@ -1,4 +1,4 @@
-"""Local training of one client: the step that a method sees, the training loop, the optimiser.
+"""Local training of a client: the step of a method's code, the training loop, the optimiser.
 
 Imports data and core. Begin with step.py and _fit.py. together/ trains several clients in one batched computation.
 

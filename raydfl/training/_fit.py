@@ -22,7 +22,7 @@ from raydfl.core.types import Batch, Metrics, Ratio, view_of
 from raydfl.data import Examples
 from raydfl.training.call import FitCall
 from raydfl.training.moments import restore_moments, save_moments
-from raydfl.training.optimiser import Optimiser, torch_optimiser
+from raydfl.training.optimiser import Optimiser, make_torch_optimiser
 from raydfl.training.ownership import set_training_mode
 from raydfl.training.plan import Plan, draw_order
 from raydfl.training.precision import GradientScale, computing_in
@@ -37,7 +37,7 @@ def make_optimiser(step: Step, models: tuple[str, ...] = ()) -> torch.optim.Opti
     """Create the configured optimiser of the named models (all by default), with the learning rates of this round."""
     trainable = _list_trainable(step, models or tuple(step.models))
     parameters = {name: [*tensors.values()] for name, tensors in trainable.items()}
-    return torch_optimiser(parameters, step.training.optimiser, step.round_index)
+    return make_torch_optimiser(parameters, step.training.optimiser, step.round_index)
 
 
 def _list_trainable(step: Step, models: Sequence[str]) -> dict[str, dict[str, Tensor]]:
@@ -128,7 +128,7 @@ def predict(step: Step, model: str, examples: Examples, batch_size: int = 64) ->
 
 
 def _make_common_key(step: Step) -> Hashable:
-    """Return the part of the key of calls that ``fit`` and ``predict`` share."""
+    """Return the common part of the keys of ``fit`` and ``predict``."""
     return (
         step.device,
         step.phase,
@@ -198,7 +198,7 @@ def _transform_batches(data: Examples, order: Sequence[np.ndarray], first: int, 
 
 
 def _trim_padding(batch: Batch) -> Batch:
-    """Cut frames that are padding in all examples of the batch."""
+    """Remove frames beyond the longest example of the batch."""
     views = dict(batch.views)
     for name, lengths in batch.view_lengths.items():
         views[name] = views[name][:, : max(1, int(lengths.max()))].contiguous()
@@ -215,7 +215,7 @@ def _run_clocks(steps: Sequence[Step]) -> Iterator[None]:
 
 
 _DIFFERENT_LOSSES = (
-    "the losses given to fit() captured something that differs between clients, or a mutable value (a tensor, a list, an object). "
+    "the losses given to fit() captured values that differ between clients, or are mutable (a tensor, a list, an object). "
     "Put tensors into step.state, and small values equal for all clients into step.options."
 )
 

@@ -19,7 +19,7 @@ class DeadlineExceededError(Exception):
 
 
 class Clock:
-    """Stopwatch of one client's training: its own code and its batched computations.
+    """Stopwatch of a client's training: its own code and its batched computations.
 
     Waiting for the rest of the group does not count. The full time of a batched computation counts for each of its clients.
     """

@@ -12,10 +12,10 @@ from raydfl.training.networks import Networks
 
 @dataclass(slots=True)
 class Execution:
-    """The executor's notes on one step: networks for ``fit`` to reuse, and the way of the last call of ``fit``."""
+    """Notes of the executor on a step: reusable networks, and whether the last ``fit`` was batched."""
 
     together: int = 1
-    """Clients in the batched computation of the last training, including this one. 1: unbatched."""
+    """Number of clients in the batched computation of the last training. 1: unbatched."""
     looped_because: str = ""
     """Reason why the last training could not be batched. Empty if it was batched, or batching was not tried."""
     networks: Networks | None = None

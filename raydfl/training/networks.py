@@ -16,7 +16,7 @@ from raydfl.core.users_code import is_users
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Networks:
-    """Parts of networks that are used by raydfl's code only. It changes values and modes but replaces no part."""
+    """Parts of networks without a user's code. raydfl's code changes values and modes but replaces no part."""
 
     models: Mapping[str, nn.Module]
     """Networks by name."""
@@ -26,7 +26,7 @@ class Networks:
     parameters: Mapping[str, Mapping[str, nn.Parameter]]
     """Parameters by model and flat name. Tied parameters appear once."""
     floating: Mapping[str, Mapping[str, Tensor]]
-    """Live floating-point tensors of the ``state_dict`` by model and flat name, without fixed ones."""
+    """Live floating-point tensors of the ``state_dict`` by model and flat name. Fixed tensors are omitted."""
 
     @classmethod
     def from_models(cls, models: Mapping[str, nn.Module], fixed: frozenset[str]) -> Networks | None:

@@ -1,4 +1,4 @@
-"""The clients' optimiser, for the parameters of one client or the stacked parameters of several.
+"""The clients' optimiser, for a client's parameters or the stacked parameters of several clients.
 
 All algorithms are element-wise. On stacked parameters, each client's result is therefore the same as unbatched.
 
@@ -44,7 +44,7 @@ class Optimiser:
 
     @torch.no_grad()
     def advance(self) -> None:
-        """Take one step, equal to ``step`` of :func:`torch_optimiser`. Parameters without a gradient do not change."""
+        """Take a step, equal to ``step`` of :func:`make_torch_optimiser`. Parameters without a gradient do not change."""
         settings = self.settings
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
@@ -137,7 +137,7 @@ class Optimiser:
                 parameter.grad = None
 
 
-def torch_optimiser(
+def make_torch_optimiser(
     parameters: Mapping[str, Sequence[Tensor]], settings: OptimiserSettings, round_index: int
 ) -> torch.optim.Optimizer:
     """Create the equivalent torch.optim optimiser, for a method's own training loop.
@@ -164,7 +164,7 @@ def torch_optimiser(
 
 
 def _expand_like(values: Tensor, stacked: Tensor) -> Tensor:
-    """Add trailing dimensions to values [clients], so that they broadcast against a stacked parameter."""
+    """Add trailing dimensions to values [clients] for broadcasting against a stacked parameter."""
     return values.view(-1, *[1] * (stacked.ndim - 1))
 
 

@@ -24,7 +24,7 @@ some of a client's few steps, because each participation starts with this scale.
 
 
 def check_device(precision: Precision, device: torch.device) -> None:
-    """Check that a device supports a precision.
+    """Check the support of a precision by a device.
 
     Raises:
         ConfigError: float16 without a CUDA device.
@@ -99,7 +99,7 @@ class GradientScale:
         self.scale = torch.where(finite, self.scale, self.scale / 2)
 
     def _expand_like(self, values: Tensor, parameter: Tensor) -> Tensor:
-        """Add trailing dimensions to values [clients], so that they broadcast against a parameter."""
+        """Add trailing dimensions to values [clients] for broadcasting against a parameter."""
         return values.view(*values.shape, *[1] * (parameter.ndim - values.ndim))
 
 

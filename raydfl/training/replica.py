@@ -1,4 +1,4 @@
-"""Replica: built networks that serve one client after another. Resetting and loading them takes only a few operations."""
+"""Replica: built networks, reused for many clients. Resetting and loading them takes only a few operations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _Origin = tuple[str | None, int]
 
 
 class Replica:
-    """Reusable networks of one client at a time.
+    """Reusable networks for a single client at a time.
 
     If possible, all floating-point tensors are views of one vector. Loading the received tensors then takes one copy for each
     contiguous block, instead of several operations for each tensor. Reading the update takes one copy (``flatten``).
@@ -122,7 +122,7 @@ class Replica:
 
 
 def check_shape(name: str, given: Sequence[int], expected: Sequence[int], whose: str) -> None:
-    """Check that a tensor has the shape of the network's tensor.
+    """Check the shape of a tensor against the network's tensor.
 
     Args:
         name: flat name, ``"model/layer.weight"``.
@@ -213,7 +213,7 @@ def _content(holder: Any) -> object:
 
 
 class _Vector:
-    """All floating-point tensors of the models as views of one vector."""
+    """Vector of all floating-point tensors of the models, as views."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         floating = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
@@ -229,7 +229,7 @@ class _Vector:
 
     @classmethod
     def from_models(cls, models: Mapping[str, nn.Module]) -> _Vector | None:
-        """Move the models' tensors into one vector, or return ``None`` if this is impossible.
+        """Move the models' tensors into a vector, or return ``None`` if this is impossible.
 
         Unsupported are types except float32, tied tensors, tensors that appear in the ``state_dict`` only, and layers with
         their own weight memory (cuDNN's recurrent layers).

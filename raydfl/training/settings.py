@@ -57,7 +57,7 @@ class OptimiserSettings(Settings):
 
 
 class PhaseOptimiserSettings(Settings):
-    """Learning rates of one phase. null: as in ``train.optimiser``."""
+    """Learning rates of a phase. null: as in ``train.optimiser``."""
 
     lr: float | None = Field(None, gt=0, description="Learning rate of all models. null: as in train.optimiser.")
     models: dict[str, Annotated[float, Field(gt=0)]] | None = Field(
@@ -108,7 +108,7 @@ class ClientSettings(Settings):
 
 
 class PhaseSettings(Settings):
-    """One phase of a multi-phase method. null: as in ``train``."""
+    """Phase of a multi-phase method. null: as in ``train``."""
 
     rounds: int | None = Field(
         None,
@@ -117,7 +117,7 @@ class PhaseSettings(Settings):
     )
     begin: Literal["last", "best"] = Field(
         "last",
-        description="Round of the previous phase with the initial models and private state: its last round, or its best by "
+        description="Starting point of the phase: models and private state of the previous phase's last round, or of its best by "
         "run.best.",
     )
     cohort: int | float | None = Field(

@@ -1,4 +1,4 @@
-"""Step: the context of a method's code for one client and one task.
+"""Step: the context of a method's code during a client's task.
 
 It gives no access to the server, the stores or further clients.
 """
@@ -28,7 +28,7 @@ from raydfl.training.substitute import substitute_tensors, use_eval_mode
 
 @dataclass(slots=True)
 class Step:
-    """Context of one task of one client: models, data, state, settings."""
+    """Context of a client's task: models, data, state, settings."""
 
     client: Client
     models: dict[str, nn.Module]
@@ -48,7 +48,7 @@ class Step:
     options: Mapping[str, Any] = field(default_factory=dict)
     """The task's options."""
     cuts: Cuts = field(default_factory=dict)
-    """The task's cuts: tensors of which this client has a slice only."""
+    """The task's cuts: this client's slices of the server's tensors, by flat name."""
     shared: Callable[[str], bool] = lambda name: True
     """``Method.shared``: whether a tensor leaves the client."""
     fixed: frozenset[str] = frozenset()
@@ -103,7 +103,7 @@ class Step:
             yield network
 
     def parameters(self, *models: str) -> dict[str, Tensor]:
-        """Return the live parameters of the named models (all by default) by flat name, without fixed ones."""
+        """Return the live parameters of the named models (all by default) by flat name, except fixed parameters."""
         return {
             key: parameter
             for name in (models or self.models)
@@ -112,7 +112,7 @@ class Step:
         }
 
     def named_parameters(self, model: str) -> Mapping[str, Tensor]:
-        """Return the live parameters of one model by flat name, including fixed ones."""
+        """Return all live parameters of a model by flat name, including fixed parameters."""
         known = self.execution.find_networks(self.models)
         if known is not None:
             return known.parameters[model]

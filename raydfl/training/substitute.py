@@ -68,6 +68,6 @@ def use_eval_mode(network: nn.Module) -> Iterator[None]:
 
 
 def _refresh_flat_weights(layer: nn.RNNBase) -> None:
-    """Update the list of weights that PyTorch's recurrent layers compute with to the layer's current attributes."""
+    """Rebuild a recurrent layer's private list of weights from its current attributes."""
     for number, name in enumerate(layer._flat_weights_names):
         layer._flat_weights[number] = getattr(layer, name)

@@ -277,7 +277,7 @@ def test_of_stacked_clients_only_the_one_that_overflows_waits(settings: Optimise
     assert scale.scale.tolist() == [1024.0, 512.0, 1024.0]
     for client in range(3):
         torch.testing.assert_close(leaves.detach()[client], alone(client))
-    scale.keep(2)
+    scale.truncate(2)
     assert scale.scale.tolist() == [1024.0, 512.0]
 
 

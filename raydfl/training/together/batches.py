@@ -33,7 +33,7 @@ def move_frames(store: FeatureStore, device: torch.device) -> Tensor | None:
 
 
 def _get_free_memory(device: torch.device) -> float:
-    """Return the bytes of a device that this process may still allocate. The CPU has no limit."""
+    """Return the remaining memory of a device for this process, in bytes. The CPU has no limit."""
     if device.type != "cuda":
         return float("inf")
     free, total = torch.cuda.mem_get_info(device)
@@ -81,7 +81,7 @@ class ResidentFrames:
         self._time = torch.arange(self._longest, device=device)
 
     def cut(self, step: int, clients: int, width: int, frames: int) -> Tensor:
-        """Cut one step's features of the first clients: float32 [clients, width, frames, bands], 0 in padding."""
+        """Cut the features of a step for the first clients: float32 [clients, width, frames, bands], 0 in padding."""
         starts, counts = (table[step, :clients, :width, None] for table in (self._starts, self._counts))
         inside = self._time[:frames] < counts
         rows = torch.where(inside, starts + self._time[:frames], 0)
@@ -154,7 +154,7 @@ class StackedBatches:
         return int(np.count_nonzero(self.sizes[step]))
 
     def batch(self, step: int) -> Batch:
-        """Assemble the batch of one step: views [clients, batch, frames, bands], everything else [clients, batch, ...].
+        """Assemble the batch of a step: views [clients, batch, frames, bands], everything else [clients, batch, ...].
 
         ``weight`` is ``None`` without padding.
         """
@@ -216,7 +216,7 @@ class _StackedView:
         self._resident = ResidentFrames(views, plans, self._windows, shape[2], device) if device.type != "cpu" else None
 
     def features(self, step: int, clients: int, width: int) -> Tensor:
-        """Assemble one step's features of the first clients: float32 [clients, width, frames, bands]."""
+        """Assemble the features of a step for the first clients: float32 [clients, width, frames, bands]."""
         frames = int(self._longest[step])
         if self._resident is not None:
             x = self._resident.cut(step, clients, width, frames)
@@ -270,7 +270,7 @@ class _Transforms:
         self._tables = {name: torch.from_numpy(table).to(device) for name, table in tables.items()}
 
     def apply(self, x: Tensor, step: int, clients: int, width: int) -> Tensor:
-        """Transform one step's features [clients, width, ...]."""
+        """Transform the features [clients, width, ...] of a step."""
         values = {name: table[step, :clients, :width] for name, table in self._tables.items()}
         frames = values.pop("")
         return self._pipeline.apply(x, frames, values if self._random else None)

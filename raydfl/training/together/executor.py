@@ -50,13 +50,13 @@ from raydfl.training.together.lockstep import NotBatchableError
 from raydfl.training.together.stack import MissingSourcesError, StackedClients
 
 _MOST_KINDS = 1000
-"""Largest number of kinds in the caches below. A loss that captures the round's number is a new kind in every round."""
+"""Largest number of kinds in the caches below. A loss with a captured round number is a new kind in every round."""
 
 _refused: dict[Hashable, str] = {}
 """Reasons why computations of a kind cannot be batched."""
 
 _sources: dict[Hashable, tuple[TensorSource, ...]] = {}
-"""Tensors of the step that losses of a kind read. Only these are stacked."""
+"""Sources of losses by kind: the tensors of the step to stack."""
 
 
 def fit_batched(calls: Sequence[FitCall]) -> list[Metrics]:
@@ -209,7 +209,7 @@ def _convert_failures(kind: Hashable, remember: bool) -> Iterator[None]:
 
 
 def _compute_with_sources(group: StackedClients, kind: Hashable, computation: Callable[[], Any]) -> Any:
-    """Run a computation, and repeat it with more stacked tensors while its loss reads unstacked ones."""
+    """Run a computation, and repeat it with more stacked tensors while its loss reads further tensors."""
     group.sources = _sources[kind]
     while True:
         group.start()
@@ -301,7 +301,7 @@ def _stack_rates(rates: Sequence[float], device: torch.device) -> float | Tensor
 
 
 def _shrink_optimiser(optimiser: Optimiser, group: StackedClients) -> None:
-    """Replace the optimiser's parameters and moments by those of the active clients, a prefix of the former ones."""
+    """Reduce the optimiser's parameters and moments to the active clients."""
     leaves = [[group.live[name] for name in names] for names in group.leaves.values() if names]
     for param_group, new in zip(optimiser.param_groups, leaves, strict=True):
         for old, leaf in zip(param_group["params"], new, strict=True):
@@ -341,7 +341,7 @@ def _to_metrics(values: Sequence[Tensor], sizes: np.ndarray, losses: int) -> lis
 
 
 def _check_padding(group: StackedClients, losses: Sequence[Loss], batch: Batch, seeds: Tensor) -> None:
-    """Check that losses can be batched and do not depend on padding.
+    """Check the batched losses: padding must not change them.
 
     Compare the losses of a batch with and without an additional example of weight 0 (and additional frames, if lengths mark
     the valid ones). The parameters are perturbed first, because a network initialised with zeros depends on no input.

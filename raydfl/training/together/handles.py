@@ -98,7 +98,7 @@ class TensorHandle(Mapping[str, Tensor]):
 
 
 class Unavailable:
-    """Stand-in for a field that differs between clients and is not a tensor. Any use of it ends the batched computation.
+    """Stand-in for a field without a batched form. Any use of it ends the batched computation.
 
     Args:
         name: name of the field of the step.

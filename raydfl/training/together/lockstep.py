@@ -26,23 +26,23 @@ T = TypeVar("T")
 
 
 class Call(Protocol):
-    """A client's request for a computation that supports batching."""
+    """A client's request for a batchable computation."""
 
     def key(self) -> Hashable | None:
-        """Return the key of batching: calls with equal keys are computed in one batch. ``None``: never batch this call."""
+        """Return the batching key. Calls with equal keys are computed in one batch. ``None``: never batch this call."""
 
     def compute(self) -> Any:
         """Compute the answer of this client, unbatched."""
 
     def compute_batched(self, others: Sequence[Any]) -> list[Any]:
-        """Compute the answers of this call and further calls with an equal key, this one first.
+        """Compute the answers of this call and of further calls with an equal key, in this order.
 
         Raises:
             NotBatchableError: batching is impossible. No client has changed; compute each call unbatched.
         """
 
     def note_unequal_keys(self, others: Sequence[Any]) -> None:
-        """Record that all keys of a round of calls differ, so that all clients are computed unbatched."""
+        """Record the reason if the keys of all waiting calls differ and no call is batched."""
 
 
 class NotBatchableError(Exception):

@@ -23,7 +23,7 @@ from raydfl.training.together.lockstep import NotBatchableError
 
 
 class MissingSourcesError(Exception):
-    """A loss read tensors of its step that were not stacked."""
+    """A loss read unstacked tensors of its step."""
 
 
 class _ModelTensors:
@@ -40,7 +40,7 @@ class _ModelTensors:
         """Tensors of ``own`` with equal values for all clients."""
         self.buffers: list[str] = []
         self.trainable: dict[str, list[str]] = {name: [] for name in models}
-        """Names of the parameters that require gradients, by model."""
+        """Names of the trainable parameters by model."""
         self._places: list[tuple[dict[str, Any], str, str]] = []
         self._attributes: list[dict[str, Any]] = []
         """Live attributes of every layer."""
@@ -67,7 +67,7 @@ class _ModelTensors:
 
     @contextlib.contextmanager
     def install(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-        """Compute with these tensors inside a ``with`` block.
+        """Compute with the given tensors inside a ``with`` block.
 
         Raises:
             NotBatchableError: a model replaced a buffer or set an attribute. The change would be lost.
@@ -148,7 +148,7 @@ class StackedClients:
         self._visible_step = self._make_visible_step()
 
     def _make_visible_step(self) -> Step:
-        """Create the step that a batched loss sees."""
+        """Create the step for batched losses, with stand-ins for unavailable fields."""
         first = self.steps[0]
         received = {
             key: TensorHandle(key, [s.received.get(key, {}) for s in self.steps], self._available, self._requested)
@@ -232,7 +232,7 @@ class StackedClients:
 
 
 def _is_same_everywhere(source: TensorSource, values: Sequence[Tensor]) -> bool:
-    """Return whether a source has the same value for all clients, so that one copy suffices."""
+    """Return whether a source has the same value for all clients. A single copy then suffices."""
     first = values[0]
     if all(value is first for value in values):
         return True

@@ -221,7 +221,7 @@ def scaled(scale: float, step: Step, batch: Batch) -> Tensor:
 )
 def test_losses_that_capture_something_of_their_client_are_not_mixed(make: Callable[[Step], Loss]) -> None:
     steps = compare(With(make=make))
-    assert all("captured something that differs" in step.execution.looped_because for step in steps)
+    assert all("captured values that differ" in step.execution.looped_because for step in steps)
 
 
 def test_losses_that_capture_the_same_are_computed_together() -> None:
