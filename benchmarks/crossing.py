@@ -99,7 +99,7 @@ def listening() -> Iterator[Traffic]:
 
 def private_things(config: Any, run_dir: Path) -> dict[str, list[bytes]]:
     """By kind, pieces of all that must not leave a site: of every client's every training clip, and of every private tensor."""
-    from raydfl.cluster.sites import folder_at
+    from raydfl.cluster.sites import place_folder
     from raydfl.data import list_clips
     from raydfl.data.population import Population
 
@@ -111,7 +111,7 @@ def private_things(config: Any, run_dir: Path) -> dict[str, list[bytes]]:
         "private tensors": [],
     }
     for site in config.data.sites:
-        settings, folder = config.data.at(site), folder_at(config, run_dir, site)
+        settings, folder = config.data.at(site), place_folder(config, run_dir, site)
         manifest, _ = list_clips(settings, 1)
         source = settings.source.open()
         own = Population.load(folder / "population")

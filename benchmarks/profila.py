@@ -253,7 +253,7 @@ class Bench:
             own = federation.state.tensors["global"]
             given = {name: tensors.get(name.removeprefix("model/"), value) for name, value in own.items()}
             state = dataclasses.replace(federation.state, tensors={"global": given})
-            federation.checkpoint = federation.checkpoint.with_state(state)
+            federation.checkpoint = federation.checkpoint.replace_state(state)
             return _machines(server, config)
 
 

@@ -19,7 +19,7 @@ from gpu.federations import Case, configuration, opened, tensors_of, trained
 from gpu.greedy import Greedy
 from gpu.lines import Line, Watch, tried
 from raydfl.cluster.client import choose_device
-from raydfl.cluster.gpu import CudaDevice, cap, gigabytes, measure
+from raydfl.cluster.gpu import CudaDevice, compute_memory_fraction, format_gib, measure_memory
 from raydfl.core.errors import ClientError
 from raydfl.engine.storage.store import RunStore
 from raydfl.runs import run
@@ -37,18 +37,18 @@ GREEDY = Case("method", "fedavg", {"models": {"model": {"name": "gpu.greedy:Gree
 def the_cap_holds(device: str) -> str:
     """Allocate what a share allows, and then more; return what was seen."""
     if device == "cpu":
-        return f"dry run: {cap(SHARE, MADE_UP):.4f} of {gigabytes(MADE_UP)} by arithmetic alone"
+        return f"dry run: {compute_memory_fraction(SHARE, MADE_UP):.4f} of {format_gib(MADE_UP)} by arithmetic alone"
     found = choose_device(SHARE)
     total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-    allowed, known = cap(SHARE, total), torch.cuda.get_per_process_memory_fraction()
+    allowed, known = compute_memory_fraction(SHARE, total), torch.cuda.get_per_process_memory_fraction()
     if found != "cuda" or abs(known - allowed) > 1e-6:
         raise AssertionError(f"an actor computes on {found} with a cap of {known}, not {allowed}")
     below = torch.empty(int(0.9 * allowed * total), dtype=torch.uint8, device="cuda")
     try:
         torch.empty(int(0.2 * allowed * total), dtype=torch.uint8, device="cuda")
     except torch.OutOfMemoryError:
-        return f"{gigabytes(below.nbytes)} could be had, 1.1 of the cap of {gigabytes(allowed * total)} could not"
-    raise AssertionError(f"more than the cap of {gigabytes(allowed * total)} could be had")
+        return f"{format_gib(below.nbytes)} could be had, 1.1 of the cap of {format_gib(allowed * total)} could not"
+    raise AssertionError(f"more than the cap of {format_gib(allowed * total)} could be had")
 
 
 def a_client_that_needs_more_is_named(device: str, clips: str, folder: str) -> str:
@@ -95,9 +95,9 @@ def the_measured_share(device: str, clips: str, folder: str) -> tuple[float, str
     """Measure what an actor needs; return the share of a GPU that it gets with ``ray.gpus: auto``, and words."""
     config = configuration(FEDAVG, Path(clips), Path(folder), "measured")
     run_dir = create(config, Progress("quiet"))
-    memory = measure(run_dir, config, CudaDevice() if device != "cpu" else _Processor(), device)
+    memory = measure_memory(run_dir, config, CudaDevice() if device != "cpu" else _Processor(), device)
     share = int(10_000 / memory.slots) / 10_000
-    return share, f"{gigabytes(memory.peak)} of {gigabytes(memory.total)}: {memory.slots} actors fit"
+    return share, f"{format_gib(memory.peak)} of {format_gib(memory.total)}: {memory.slots} actors fit"
 
 
 def fits_into(device: str, clips: str, folder: str, share: float) -> None:

@@ -120,20 +120,20 @@ def data_prepare(file: File, overrides: Overrides = None, quiet: Quiet = False, 
     Features go into the cache shared by all runs. They are computed in parallel on this machine, or on the Ray cluster set by
     ray.address or RAY_ADDRESS. After an interruption, the same command continues.
     """
-    from raydfl.cluster import check_kept
+    from raydfl.cluster import check_persistent
     from raydfl.core.files import default_cache
     from raydfl.data import build_population
     from raydfl.engine import load_config
 
     config = load_config(file, overrides or [])
-    check_kept({"data.cache": config.data.cache or default_cache()})
+    check_persistent({"data.cache": config.data.cache or default_cache()})
     with show_progress(quiet, as_json) as progress, contextlib.ExitStack() as stack:
         run_chunks = None
         if config.ray.address or os.environ.get("RAY_ADDRESS"):
-            from raydfl.cluster import connected, on_the_cluster
+            from raydfl.cluster import compute_on_cluster, connect_ray
 
-            stack.enter_context(connected(config.ray.address, quiet=True))
-            run_chunks = on_the_cluster
+            stack.enter_context(connect_ray(config.ray.address, quiet=True))
+            run_chunks = compute_on_cluster
         population = build_population(
             config.data, config.run.seed, progress, run_chunks, config.parts.attack, labels_needed=config.labels_needed
         )

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from raydfl.cli._arguments import File, Json, Overrides, Quiet, TakesSettings, explain_write_errors, show_progress
 from raydfl.cli.data import data_app
-from raydfl.cluster import check_no_token, in_a_job
+from raydfl.cluster import check_no_token, is_job
 from raydfl.core.errors import ClientError, InputError, RaydflError, printable
 from raydfl.core.files import displayed_path
 from raydfl.core.version import __version__
@@ -65,7 +65,7 @@ def _options(
     ] = False,
 ) -> None:
     """Handle the options that precede a command."""
-    if in_a_job():
+    if is_job():
         from raydfl.cluster import current_token  # imports gRPC, which is slow
 
         check_no_token(current_token()[0])

@@ -1,7 +1,10 @@
-"""All that needs Ray, but for Ray Tune: the server and client actors, their pools, sites, nodes, GPUs, resources, jobs.
+"""The server and client actors on Ray: pools, sites, nodes, GPUs, resources and jobs. Ray Tune is in ``experiments``.
 
-Imports engine and every room below it. Begin with server.py and pool.py, then actors.py, which hands out the work of one site's
-actors, and client.py, one of them. Names of this room are imported when they are first used: ``raydfl --help`` needs no Ray.
+A *pool* holds client actors. An *order* is a task for one client. A *site* is a node with data that never leave it, and a *place*
+is a site or, with an empty name, the whole cluster.
+
+Imports engine and every room below it. Read server.py and pool.py first, then actors.py, which schedules the client actors of a
+place, and client.py, the actor itself. Names are imported at their first use, so that ``raydfl --help`` needs no Ray.
 """
 
 from raydfl.core.lazy import lazy_names

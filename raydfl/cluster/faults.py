@@ -1,4 +1,4 @@
-"""Failures of actors: their meaning, and how long to wait for a late answer."""
+"""Failures of actors: their causes, and the policy for lost and late clients."""
 
 from __future__ import annotations
 
@@ -15,51 +15,62 @@ from raydfl.engine import Config, Order, Reply
 
 @dataclass(frozen=True, slots=True)
 class StragglerPolicy:
-    """The treatment of clients whose actor is lost or does not answer."""
+    """The policy for clients with a lost or late actor."""
 
     drop_lost: bool = False
-    """True: a client whose actor is lost again and again is left out of the round; False: the run stops."""
+    """Drop a client from the round after too many losses of its actor. False: stop the run."""
     deadline: float | None = None
-    """Seconds that a client may train; ``None``: an actor is waited for as long as it lives."""
+    """Time limit for a client's training in seconds. ``None``: no limit."""
     grace: float = 0.0
-    """Seconds beyond the deadline after which an actor that has not answered is ended."""
+    """Seconds between the deadline and the end of a silent actor."""
 
     @classmethod
-    def of(cls, config: Config) -> StragglerPolicy:
-        """Return the configured policy."""
+    def from_config(cls, config: Config) -> StragglerPolicy:
+        """Create the configured policy."""
         return cls(config.run.on_error == "drop", config.train.deadline, config.ray.grace)
 
     def limit(self, clients: int) -> float:
-        """Return the seconds until the answer of an actor is due that trains so many clients, perhaps one after another."""
+        """Return the time limit in seconds of a call that trains ``clients`` clients, possibly in sequence."""
         return math.inf if self.deadline is None else clients * self.deadline + self.grace
 
-    def tries(self, retries: int) -> int:
-        """Return the number of losses of its actor that a client's work survives.
+    def max_losses(self, retries: int) -> int:
+        """Return the number of lost actors after which a client's order is still sent again.
 
-        Where clients are dropped it is at least one: when an actor is lost whose calls held the work of several clients, each is
-        tried again by itself, so that nobody is left out for what another one did.
+        If clients are dropped, it is at least 1: an actor may be lost with the orders of several clients. Each of them is tried
+        again alone, so that only the cause of the loss is dropped.
         """
         return max(1, retries) if self.drop_lost else retries
 
 
 LOST = (RayActorError, OutOfMemoryError, ObjectLostError)
-"""Exceptions of a lost actor, process, node or reply. OutOfMemoryError is no RayActorError."""
+"""Exceptions of a lost actor, process, node or reply. OutOfMemoryError does not derive from RayActorError."""
 
 
-def task_cause(error: RayTaskError) -> BaseException:
-    """Return the exception that an actor raised, without Ray's wrapping when it is one of ours."""
+def unwrap_error(error: RayTaskError) -> BaseException:
+    """Return the cause of an actor's error if raydfl raised it, and otherwise Ray's error."""
     cause = error.cause
     return cause if isinstance(cause, RaydflError) else error
 
 
-def why_ended(error: BaseException) -> str:
-    """Return why an actor ended, in one line. Of one that raised when it was made: what it raised, which comes last."""
+def explain_end(error: BaseException) -> str:
+    """Return the reason for an actor's end in one line."""
     lines = str(error).strip().splitlines() or [""]
+    # The last line has the error of a constructor, the first line any other reason.
     return lines[-1 if getattr(error, "actor_init_failed", False) else 0]
 
 
 def leave_out(group: list[Order], wait: Callable[[list[Order]], None], reason: str, retried: int = 0) -> list[Reply]:
-    """Leave a client out; of several that were trained together let each wait by itself first: it may be another's doing."""
+    """Reject the client of a lost or late order; queue the clients of a larger group separately first.
+
+    Args:
+        group: Orders of clients that were trained together.
+        wait: Queues a group.
+        reason: Reason of the rejection.
+        retried: Lost calls of the order before the last.
+
+    Returns:
+        The rejecting reply; empty for a larger group, because any of its clients may be the cause.
+    """
     if len(group) > 1:
         for order in group:
             wait([dataclasses.replace(order, group=-1)])

@@ -1,4 +1,4 @@
-"""Features computed by all CPUs of the Ray cluster that this process is connected to."""
+"""Computation of features on all CPUs of the connected Ray cluster."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 import ray
 from ray.exceptions import RayTaskError
 
-from raydfl.cluster.faults import task_cause
+from raydfl.cluster.faults import unwrap_error
 from raydfl.data.features import Chunk, ChunkReport
 
 
-def on_the_cluster(function: Callable[[Chunk], ChunkReport], chunks: Sequence[Chunk]) -> Iterator[ChunkReport]:
-    """Do each chunk as a Ray task on one CPU; reports come in order of completion. What is lost with a node is done again."""
+def compute_on_cluster(function: Callable[[Chunk], ChunkReport], chunks: Sequence[Chunk]) -> Iterator[ChunkReport]:
+    """Process each chunk as a Ray task with one CPU, and yield reports in order of completion. Ray retries lost tasks."""
     task = ray.remote(num_cpus=1)(function)
     pending = [task.remote(chunk) for chunk in chunks]
     try:
@@ -21,8 +21,8 @@ def on_the_cluster(function: Callable[[Chunk], ChunkReport], chunks: Sequence[Ch
             try:
                 report = ray.get(done[0])
             except RayTaskError as error:
-                raise task_cause(error) from error
+                raise unwrap_error(error) from error
             yield report
-    finally:  # an error in one of them ends the preparation: the others need not go on
+    finally:  # After an error, the remaining tasks are useless.
         for reference in pending:
             ray.cancel(reference)

@@ -1,4 +1,4 @@
-"""Metrics of a round for Ray's own metrics agent."""
+"""Metrics of rounds for Ray's metrics agent."""
 
 from __future__ import annotations
 
@@ -8,28 +8,30 @@ from collections.abc import Sequence
 from raydfl.engine import RoundReport
 
 _FLUSH = 1.0
-"""Seconds between two updates of Ray's metrics, which are collected every 10 s or so."""
+"""Seconds between two updates of Ray's metrics. Ray collects them about every 10 s."""
 
 
 class RayMetrics:
-    """The sums of a run's rounds as metrics of Ray, in the process that makes them; Ray's agent of the node shows them."""
+    """Ray metrics with totals over a run's rounds. Ray's agent on the node exports them."""
 
     def __init__(self, run: str, method: str) -> None:
-        """Make the metrics. Their tags are the run's and the method's name and a handful of kinds: nothing about clients."""
+        """Create the metrics. Tags contain the names of run and method, but nothing about clients."""
         from ray.util.metrics import Counter, Gauge, Histogram
 
         tags = {"run": run, "method": method}
 
         def counter(name: str, description: str, kind: str = "") -> Counter:
-            made = Counter(f"raydfl_{name}", description, tag_keys=("run", "method", *([kind] if kind else [])))
-            made.set_default_tags(tags)
-            return made
+            metric = Counter(f"raydfl_{name}", description, tag_keys=("run", "method", *([kind] if kind else [])))
+            metric.set_default_tags(tags)
+            return metric
 
-        self._rounds = counter("rounds", "Rounds computed, those computed again after a crash included.")
-        self._clients = counter("clients", "Clients' work done for training.")
+        self._rounds = counter("rounds", "Rounds computed, including rounds repeated after a crash.")
+        self._clients = counter("clients", "Client updates computed.")
         self._bytes = counter("bytes", "Bytes of tensors sent in training.", "direction")
-        self._failures = counter("failures", "Updates rejected, and orders given to another actor.", "kind")
-        self._seconds = counter("seconds", "Seconds by part of the rounds; those of actors add up over actors.", "part")
+        self._failures = counter("failures", "Updates rejected, and orders sent again to another actor.", "kind")
+        self._seconds = counter(
+            "seconds", "Seconds by part of a round. Seconds of actors are summed over actors.", "part"
+        )
         self._round = Gauge("raydfl_round", "Rounds completed.", tag_keys=("run", "method"))
         self._round.set_default_tags(tags)
         bounds = [0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000]
@@ -39,13 +41,13 @@ class RayMetrics:
         self._flushed = -_FLUSH
 
     def observe(self, reports: Sequence[RoundReport]) -> None:
-        """Take note of rounds; they show after the next call that comes a second or more after the last that did."""
+        """Add rounds to the metrics, and update Ray at most once a second."""
         self._waiting += reports
         if time.monotonic() - self._flushed >= _FLUSH:
             self.flush()
 
     def flush(self) -> None:
-        """Hand everything that was observed to Ray."""
+        """Pass all observed rounds to Ray."""
         reports, self._waiting = self._waiting, []
         if not reports:
             return
@@ -68,6 +70,6 @@ class RayMetrics:
 
 
 def _add(counter: object, value: float, **tags: str) -> None:
-    """Count something; Ray refuses to count nothing."""
-    if value > 0:
+    """Increase a counter."""
+    if value > 0:  # Ray rejects an increase of 0.
         counter.inc(value, tags or None)  # type: ignore[attr-defined]

@@ -1,53 +1,53 @@
-"""The nodes of a cluster: which there are, how many client actors they have room for, and a line when one joins or leaves."""
+"""The nodes of a cluster: messages about joining and leaving nodes, and about a wait for the autoscaler."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from raydfl.cluster.resources import ActorKind, alive_nodes, nodes_text, room, wanted_text
+from raydfl.cluster.resources import ActorKind, count_fitting, format_kinds, format_nodes, list_alive_nodes
 
 
 class NodeWatch:
-    """A watch over the cluster's nodes: it says when a run waits for some, and when they join or leave."""
+    """A watch over the cluster's nodes that reports changes."""
 
     def __init__(
         self,
         kinds: Sequence[ActorKind],
         needed: int,
         tell: Callable[[str], None],
-        look: Callable[[], Mapping[str, Mapping[str, float]]] = alive_nodes,
+        look: Callable[[], Mapping[str, Mapping[str, float]]] = list_alive_nodes,
         every: float = 1.0,
     ) -> None:
-        """Begin with the nodes that are there.
+        """Read the current nodes.
 
         Args:
-            kinds: of the client actors wanted.
-            needed: of them for rounds to begin.
-            tell: shows a message.
-            look: the nodes that are alive, by id.
-            every: seconds between two looks.
+            kinds: Kinds of all client actors of the run.
+            needed: Number of client actors that rounds need.
+            tell: Shows a message.
+            look: Returns the resources of all live nodes by node id.
+            every: Seconds between two updates.
         """
         self._kinds, self._needed, self._tell, self._look, self._every = kinds, needed, tell, look, every
         self._looked = time.monotonic()
         self._nodes: Mapping[str, Mapping[str, float]] = look()
 
-    def waits(self, seconds: float) -> None:
-        """Say once what is waited for, if it is not there.
+    def announce_wait(self, seconds: float) -> None:
+        """Report a wait for the autoscaler, if the nodes have no room for the needed actors.
 
         Args:
-            seconds: for how long at most.
+            seconds: Time limit of the wait.
         """
-        there = list(self._nodes.values())
-        fitting = room(there, self._kinds)
+        nodes = list(self._nodes.values())
+        fitting = count_fitting(nodes, self._kinds)
         if fitting < self._needed:
             self._tell(
-                f"waiting for the autoscaler: room for {fitting} of {self._needed} client actors, needs "
-                f"{wanted_text(self._kinds)}; there: {nodes_text(there)}; waiting up to {seconds:g} s"
+                f"Waiting for the autoscaler: room for {fitting} of {self._needed} client actors. The run needs "
+                f"{format_kinds(self._kinds)}, the cluster has {format_nodes(nodes)}. The wait ends after {seconds:g} s."
             )
 
-    def look(self) -> None:
-        """Say which nodes have joined or left since the last look, unless that was just now."""
+    def report_changes(self) -> None:
+        """Report nodes that joined or left, at most once per interval."""
         if time.monotonic() < self._looked + self._every:
             return
         self._looked = time.monotonic()
@@ -56,8 +56,8 @@ class NodeWatch:
         self._nodes = now
         if joined or left:
             parts = [f"{number} {word}" for number, word in ((joined, "joined"), (left, "left")) if number]
-            there = list(now.values())
+            nodes = list(now.values())
             self._tell(
-                f"nodes: {', '.join(parts)}; there: {nodes_text(there)}, room for {room(there, self._kinds)} of {len(self._kinds)} "
-                f"client actors"
+                f"Nodes: {', '.join(parts)}. The cluster has {format_nodes(nodes)}, room for {count_fitting(nodes, self._kinds)} "
+                f"of {len(self._kinds)} client actors."
             )

@@ -1,4 +1,4 @@
-"""RayPool: the client actors of a whole run, at all its places."""
+"""RayPool: the client actors of a run at all its places."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from ray.actor import ActorHandle
 from raydfl.cluster.actors import ActorPool
 from raydfl.cluster.client import ClientActor
 from raydfl.cluster.faults import StragglerPolicy
-from raydfl.cluster.resources import ActorKind, free_resources, wanted_text
+from raydfl.cluster.resources import ActorKind, format_free_resources, format_kinds
 from raydfl.core.errors import ResourcesError
 from raydfl.core.tensors import FlatTensors
 from raydfl.engine import Order, RaySettings, Reply, Worker, keys_of
 
 _LOOK = 5.0
-"""Seconds between two looks at what has not started."""
+"""Maximum seconds between two checks of starting actors."""
 T = TypeVar("T")
 
 
 class RayPool:
-    """Client actors at each place, and one loop that waits for all their answers.
+    """Client actors at each place, with a common loop that waits for their replies.
 
-    All actors are asked for at once, so that a cluster that grows sees what is wanted; each gets work from when it is there, in the
-    middle of a round too.
+    All actors are requested at once, so that an autoscaler sees the full demand. An actor receives orders as soon as it has
+    started, also in the middle of a round.
     """
 
     apart = True
@@ -40,34 +40,34 @@ class RayPool:
         patience: StragglerPolicy | None = None,
         places: Sequence[str] = ("",),
     ) -> None:
-        """Open it.
+        """Start all actors, and wait until enough of them are running.
 
         Args:
-            start_actor: starts one more client actor at a place, of a kind.
-            settings: number of actors (at each place) and their resources.
-            patience: with clients whose actor is lost or does not answer; by default a loss too many ends the run, and an
-                answer is waited for as long as the actor lives.
-            places: names of the sites that have the data; an empty name stands for the whole cluster.
+            start_actor: Starts a client actor of a kind at a place.
+            settings: Number of actors (at each place) and their resources.
+            patience: Policy for clients with a lost or late actor. By default, too many losses end the run, and calls have no time
+                limit.
+            places: Names of the sites with the data. An empty name means the whole cluster.
 
         Raises:
-            ResourcesError: too few actors have started in time.
+            ResourcesError: Too few actors started in time.
         """
         patience, number = patience or StragglerPolicy(), itertools.count().__next__
         starts = {place: functools.partial(start_actor, place) for place in places}
         self._pools = {place: ActorPool(start, settings, patience, number) for place, start in starts.items()}
         self._settings = settings
         self._few_since: float | None = None
-        """Since when there are fewer actors than there have to be (time.monotonic)."""
+        """Start of the current shortage of actors (time.monotonic)."""
         if settings.actors != "per_client":
-            wanted = len(self._kinds())
-            self._await_actors(min(settings.min_actors or wanted, wanted))
+            total = len(self._kinds())
+            self._await_actors(min(settings.min_actors or total, total))
 
     def _kinds(self) -> list[ActorKind]:
-        """Return the kinds of all actors that are there or asked for."""
+        """Return the kinds of all actors, running or starting."""
         return [kind for pool in self._pools.values() for kind in pool.kinds]
 
     def _await_actors(self, needed: int) -> None:
-        """Wait for the actors that the first round needs."""
+        """Wait until the first round can start."""
         until = time.monotonic() + self._settings.ready_timeout
         while not self._enough(needed):
             left = until - time.monotonic()
@@ -76,31 +76,31 @@ class RayPool:
             self._wait(min(left, _LOOK))
 
     def _wait(self, seconds: float) -> list[Any]:
-        """Wait for an answer, of an actor that starts or to a call, and return the references to those that have come."""
+        """Wait for a reply or a started actor, and return the finished references."""
         pools = self._pools.values()
-        awaited = [each for pool in pools for each in pool.awaited()]
-        # All that have come already: one at a time would look at all that are awaited for each.
-        done, _ = ray.wait(awaited, num_returns=len(awaited), timeout=0)
+        pending = [reference for pool in pools for reference in pool.list_pending()]
+        # Take all finished references at once: each ray.wait goes through all pending references.
+        done, _ = ray.wait(pending, num_returns=len(pending), timeout=0)
         if not done:
-            done, _ = ray.wait(awaited, num_returns=1, timeout=seconds)
+            done, _ = ray.wait(pending, num_returns=1, timeout=seconds)
         for pool in pools:
-            pool.note_started()
+            pool.update_started()
         return done
 
     def _enough(self, needed: int) -> bool:
-        """Return whether so many actors are there, and one at each place."""
-        there = [pool.places() for pool in self._pools.values()]
-        return sum(there) >= needed and all(there)
+        """Return whether enough actors are running, with at least one at each place."""
+        running = [pool.places() for pool in self._pools.values()]
+        return sum(running) >= needed and all(running)
 
     def _check_enough(self) -> None:
-        """Give up actors that do not start, where the cluster stays as it is.
+        """Give up actors that do not start, if the cluster does not grow.
 
         Raises:
-            ResourcesError: for too long there have been fewer actors than there have to be.
+            ResourcesError: Too few actors have been running for ``ray.ready_timeout``.
         """
         now, settings = time.monotonic(), self._settings
         if settings.actors == "per_client":
-            if any(pool.late() for pool in self._pools.values()):
+            if any(pool.list_late() for pool in self._pools.values()):
                 raise self._not_started(len(self._kinds()))
             return
         if not settings.autoscale and settings.min_actors is None:
@@ -115,25 +115,25 @@ class RayPool:
             raise self._not_started(needed)
 
     def _not_started(self, needed: int) -> ResourcesError:
-        there = sum(pool.places() for pool in self._pools.values())
-        away = sorted(site for site, pool in self._pools.items() if site and not pool.places())
-        where = f", none at site {', '.join(away)}, each of which has to have one" if away else ""
+        running = sum(pool.places() for pool in self._pools.values())
+        empty = sorted(site for site, pool in self._pools.items() if site and not pool.places())
+        where = f", none at site {', '.join(empty)}, but each site needs at least one actor" if empty else ""
         return ResourcesError(
-            f"{there} of {needed} client actors started within {self._settings.ready_timeout:g} s{where}; asked for: "
-            f"{wanted_text(self._kinds())}, free in the cluster: {free_resources()}; lower ray.actors, ray.cpus or ray.gpus, or "
-            f"raise ray.ready_timeout if nodes are still starting"
+            f"{running} of {needed} client actors started within {self._settings.ready_timeout:g} s{where}. Requested: "
+            f"{format_kinds(self._kinds())}. Free in the cluster: {format_free_resources()}. Lower ray.actors, ray.cpus or "
+            f"ray.gpus, or raise ray.ready_timeout if nodes are still starting."
         )
 
     def places(self) -> int:
-        """Return the number of client actors that are there; 0: each client has one."""
+        """Return the number of running client actors; 0 with ``per_client``, where each client has an actor of its own."""
         return 0 if self._settings.actors == "per_client" else sum(pool.places() for pool in self._pools.values())
 
     def fallbacks(self) -> list[str]:
-        """Return a reason for each actor that trains on the CPU despite a share of a GPU."""
+        """List the reasons of all actors that train on the CPU despite a share of a GPU."""
         return [reason for pool in self._pools.values() for reason in pool.fallbacks]
 
     def ask(self, place: str, job: Callable[[Worker], T], wait: bool = True) -> T | None:
-        """Do :meth:`ActorPool.ask` at a place."""
+        """Run a job on a running actor of a place; ``None`` without an actor or after its loss."""
         return self._pools[place].ask(job, wait)
 
     def close(self) -> None:
@@ -142,15 +142,15 @@ class RayPool:
             pool.close()
 
     def run(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> Iterator[Reply]:
-        """Hand out the first orders and return; the replies come in order of completion.
+        """Send the first orders, and return an iterator over replies in order of completion.
 
-        Raises, when replies are asked for:
-            ClientError: a method's code failed.
-            ResourcesError: an order's actor was lost more often than ``ray.retries``, or no actor can be started any more.
+        The iterator raises:
+            ClientError: A method's code failed.
+            ResourcesError: An order's actor was lost more often than ``ray.retries``, or actors cannot be started.
         """
         references: dict[str, Any] = {key: ray.put(broadcast[key]) for key in sorted(keys_of(orders))}
         for place, pool in self._pools.items():
-            pool.begin([order for order in orders if order.place == place], references)
+            pool.start([order for order in orders if order.place == place], references)
         return self._replies()
 
     def _replies(self) -> Iterator[Reply]:
@@ -161,8 +161,8 @@ class RayPool:
             self._check_enough()
             overdue = due <= time.monotonic()
             for pool in pools:
-                found = pool.end_silent(done) if overdue else []
+                replies = pool.replace_late(done) if overdue else []
                 for reference in done:
-                    found += pool.replies(reference)
-                pool.hand_out()  # first: whoever gets the replies may work on them for long
-                yield from found
+                    replies += pool.take_replies(reference)
+                pool.hand_out()  # Before the yield, because the caller may work on the replies for long.
+                yield from replies

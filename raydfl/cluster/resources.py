@@ -1,4 +1,4 @@
-"""Resources of a run: what its processes need, and whether the cluster has it."""
+"""Resources of a run and of the cluster: placement groups, checks and messages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raydfl.core.errors import ResourcesError
 from raydfl.engine import Config, RaySettings
 
 Bundle = dict[str, float]
-"""Resources by Ray's names, of a node or wanted of one: ``CPU``, ``GPU``."""
+"""Amounts of Ray resources (``CPU``, ``GPU``) by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,66 +22,66 @@ class ActorKind:
 
     cpus: float
     gpus: float
-    """Share of a GPU; 0: it computes on the CPU."""
+    """Share of a GPU; 0: train on the CPU."""
 
     def __str__(self) -> str:
         return _text({"CPU": self.cpus, "GPU": self.gpus})
 
 
 def actor_kinds(settings: RaySettings, clients: int) -> list[ActorKind]:
-    """Return the kind of every client actor that the settings ask for, at one site; those with a GPU first.
+    """Return the kind of each client actor of a place. Actors with a share of a GPU are first.
 
     Args:
-        settings: as configured.
-        clients: of the population; with ``actors: per_client`` each has one.
+        settings: Number of actors and their resources.
+        clients: Number of clients, for ``actors: per_client``.
     """
     number = clients if settings.actors == "per_client" else int(settings.actors)
     with_gpu, without = ActorKind(settings.cpus, settings.gpu_share), ActorKind(settings.cpus, 0.0)
     return [with_gpu] * number + [without] * settings.cpu_actors
 
 
-def wanted_kinds(config: Config, clients: int) -> list[ActorKind]:
-    """Return the kinds of all client actors of a run, at all its sites.
+def run_actor_kinds(config: Config, clients: int) -> list[ActorKind]:
+    """Return the kinds of all client actors of a run at all its sites.
 
     Args:
-        config: of the run.
-        clients: of the population.
+        config: Configuration of the run.
+        clients: Number of clients, for ``actors: per_client``.
     """
-    each_site = config.ray.actors != "per_client"
-    return actor_kinds(config.ray, clients) * (max(1, len(config.data.sites)) if each_site else 1)
+    per_site = config.ray.actors != "per_client"
+    return actor_kinds(config.ray, clients) * (max(1, len(config.data.sites)) if per_site else 1)
 
 
-def bundles_of(config: Config, cpus: float, clients: int) -> list[Bundle]:
-    """Return a trial's placement group: its own process with the server, then a bundle for each client actor.
+def make_bundles(config: Config, cpus: float, clients: int) -> list[Bundle]:
+    """Make the bundles of a trial's placement group: its own process with the server, then one per client actor.
 
     Args:
-        config: of the trial.
-        cpus: of the trial's own process.
-        clients: of the population, for ``ray.actors: per_client``.
+        config: Configuration of the trial.
+        cpus: CPUs of the trial's own process.
+        clients: Number of clients, for ``ray.actors: per_client``.
     """
-    if config.data.sites:  # the actors are on the sites' nodes, which no placement group keeps
+    if config.data.sites:  # The actors run on the sites' nodes, outside the placement group.
         return [{"CPU": cpus}]
     kinds = [ActorKind(cpus, 0.0), *actor_kinds(config.ray, clients)]
-    # Ray refuses bundles of nothing; an actor that asks for nothing finds room in any.
-    wanted = [{"CPU": kind.cpus, "GPU": kind.gpus} for kind in kinds if kind.cpus or kind.gpus]
-    return [{name: amount for name, amount in bundle.items() if amount} for bundle in wanted]
+    # Ray rejects empty bundles. An actor without resources fits into any bundle.
+    bundles = [{"CPU": kind.cpus, "GPU": kind.gpus} for kind in kinds if kind.cpus or kind.gpus]
+    return [{name: amount for name, amount in bundle.items() if amount} for bundle in bundles]
 
 
-def alive_nodes() -> dict[str, Mapping[str, float]]:
-    """Return what each node that is alive has in all, by the node's id."""
+def list_alive_nodes() -> dict[str, Mapping[str, float]]:
+    """Return the total resources of each live node by node id."""
     return {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}  # type: ignore[no-untyped-call]
 
 
 _EXACT = 1e-6
-"""Ray's resources are floats with four decimals."""
+"""Tolerance for rounding errors. Ray rounds resources to four decimals."""
 
 
-def room(nodes: Iterable[Mapping[str, float]], kinds: Sequence[ActorKind]) -> int:
-    """Return how many of these actors the nodes can hold at once, the largest first, when nobody else uses them.
+def count_fitting(nodes: Iterable[Mapping[str, float]], kinds: Sequence[ActorKind]) -> int:
+    """Count the actors that fit on otherwise unused nodes, placing the largest actors first.
 
     Args:
-        nodes: what each node has in all: ``CPU``, ``GPU``.
-        kinds: of the actors wanted; some may be without a share of a GPU, all others have the same.
+        nodes: Total ``CPU`` and ``GPU`` of each node.
+        kinds: Kinds of the actors. All nonzero shares of a GPU are equal.
     """
     free = [[node.get("CPU", 0.0), node.get("GPU", 0.0)] for node in nodes]
     placed = 0
@@ -100,112 +100,118 @@ def _times(has: float, each: float) -> float:
 
 
 def _on_devices(has: float, each: float) -> float:
-    """Return how often a share fits; one of less than 1 is of one device."""
+    """Return how often a share of GPUs fits. A share below 1 must be on a single device."""
     return _times(has, each) if each >= 1 or each == 0 else int(has) * ((1 + _EXACT) // each)
 
 
-def wanted_text(kinds: Sequence[ActorKind]) -> str:
-    """Return what client actors need, for messages.
+def format_kinds(kinds: Sequence[ActorKind]) -> str:
+    """Format the resources of client actors for messages.
 
-    >>> wanted_text([ActorKind(1, 0.5), ActorKind(1, 0.5), ActorKind(1, 0)])
+    >>> format_kinds([ActorKind(1, 0.5), ActorKind(1, 0.5), ActorKind(1, 0)])
     '2 with 1 CPU and 0.5 GPU each, 1 with 1 CPU each'
     """
     counts = Counter(str(kind) for kind in kinds)
     return ", ".join(f"{number} with {kind} each" for kind, number in counts.items())
 
 
-def nodes_text(nodes: Sequence[Mapping[str, float]]) -> str:
-    """Return how many nodes there are and what they have together, for messages.
+def format_nodes(nodes: Sequence[Mapping[str, float]]) -> str:
+    """Format the number of nodes and their total resources for messages.
 
-    >>> nodes_text([{"CPU": 4.0, "GPU": 1.0}, {"CPU": 2.0}])
+    >>> format_nodes([{"CPU": 4.0, "GPU": 1.0}, {"CPU": 2.0}])
     '2 nodes with 6 CPU and 1 GPU'
     """
-    cpus, gpus = (sum(node.get(what, 0.0) for node in nodes) for what in ("CPU", "GPU"))
+    cpus, gpus = (sum(node.get(name, 0.0) for node in nodes) for name in ("CPU", "GPU"))
     return f"{len(nodes)} {'node' if len(nodes) == 1 else 'nodes'} with {cpus:g} CPU and {gpus:g} GPU"
 
 
-def free_resources() -> str:
-    """Return the free CPUs and GPUs of the cluster, for messages."""
+def format_free_resources() -> str:
+    """Format the free CPUs and GPUs of the cluster for messages."""
     free = ray.available_resources()  # type: ignore[no-untyped-call]
     return f"{free.get('CPU', 0):g} CPU, {free.get('GPU', 0):g} GPU"
 
 
 def check_resources(config: Config, clients: int, grows: bool) -> None:
-    """Refuse a configuration that the cluster can never hold.
+    """Reject a configuration with more actors than the cluster can hold.
 
     Args:
-        config: with the actors wanted, and how many of them have to be there.
-        clients: of the population.
-        grows: whether the cluster may have nodes later that it does not have now; then nothing is refused.
+        config: Number of actors, the minimum number, and their resources.
+        clients: Number of clients, for ``actors: per_client``.
+        grows: Whether the cluster may grow. If so, nothing is rejected.
 
     Raises:
-        ResourcesError: with what is needed and what is there.
+        ResourcesError: The nodes have no room for the minimum number of actors.
     """
     if grows:
         return
     settings = config.ray
-    kinds = wanted_kinds(config, clients)
+    kinds = run_actor_kinds(config, clients)
     needed = min(settings.min_actors or len(kinds), len(kinds))
-    nodes = list(alive_nodes().values())
+    nodes = list(list_alive_nodes().values())
     if needed == len(kinds):
-        for what, shares in (
+        for resource, shares in (
             ("CPU", [kind.cpus for kind in kinds]),
             ("GPU", [kind.gpus for kind in kinds if kind.gpus]),
         ):
-            has = sum(node.get(what, 0.0) for node in nodes)
+            has = sum(node.get(resource, 0.0) for node in nodes)
             if sum(shares) > has + _EXACT:
                 raise ResourcesError(
-                    f"{len(shares)} client actors with {shares[0]:g} {what} each need {sum(shares):g} {what}, the cluster has "
-                    f"{has:g}; lower ray.actors or ray.{what.lower()}s, or set ray.autoscale=true if the cluster grows by itself"
+                    f"{len(shares)} client actors with {shares[0]:g} {resource} each need {sum(shares):g} {resource}, but the "
+                    f"cluster has {has:g}. Lower ray.actors or ray.{resource.lower()}s, or set ray.autoscale=true if the cluster "
+                    f"can grow."
                 )
-    fitting = room(nodes, kinds)
+    fitting = count_fitting(nodes, kinds)
     if fitting < needed:
         raise ResourcesError(
-            f"{needed} client actors have to be there, the nodes have room for {fitting}: wanted are {wanted_text(kinds)}, there "
-            f"are {nodes_text(nodes)}, and an actor's share must be of one node and one GPU; lower ray.cpus, ray.gpus, ray.actors "
-            f"or ray.min_actors, or set ray.autoscale=true if the cluster grows by itself"
+            f"the run needs {needed} client actors, but the nodes have room for {fitting}. Requested: {format_kinds(kinds)}. "
+            f"Available: {format_nodes(nodes)}. An actor's share must fit on a single node and GPU. Lower ray.cpus, ray.gpus, "
+            f"ray.actors or ray.min_actors, or set ray.autoscale=true if the cluster can grow."
         )
 
 
 def check_trial_fits(bundles: Sequence[Bundle], autoscale: bool) -> None:
-    """Refuse what the cluster can never hold, even with nothing else in it; all of it is there with ``ray.autoscale``, in time.
+    """Reject a trial that does not fit on the empty cluster, unless ``ray.autoscale`` lets the cluster grow.
 
     Raises:
-        ResourcesError: with what is needed, what is there and what is free.
+        ResourcesError: The nodes have no room for the trial's placement group.
     """
     if autoscale:
         return
-    nodes = alive_nodes().values()
-    if room(nodes, _kinds_of(bundles)) == len(bundles):
+    nodes = list_alive_nodes().values()
+    if count_fitting(nodes, _to_kinds(bundles)) == len(bundles):
         return
-    there = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    total = ray.cluster_resources()  # type: ignore[no-untyped-call]
     free = ray.available_resources()  # type: ignore[no-untyped-call]
     actors = len(bundles) - 1
     raise ResourcesError(
-        f"a trial needs {_text(_total(bundles))} (its own process{f' and {actors} client actors' if actors else ''}), the cluster "
-        f"has {_text(there)} on {len(nodes)} node{'s' if len(nodes) != 1 else ''}, of which {_text(free)} are free; lower "
-        f"ray.actors, in a sweep cells.actors (0: a trial's clients train in its own process), ray.cpus, ray.gpus or cpus, or "
-        f"set ray.autoscale=true if the cluster grows by itself"
+        f"a trial needs {_text(_total(bundles))} (its own process{f' and {actors} client actors' if actors else ''}), but the "
+        f"cluster has {_text(total)} on {len(nodes)} node{'s' if len(nodes) != 1 else ''}, {_text(free)} of it free. Lower "
+        f"ray.actors (in a sweep: cells.actors; 0 trains clients in the trial's own process), ray.cpus, ray.gpus or cpus, or set "
+        f"ray.autoscale=true if the cluster can grow."
     )
 
 
-def room_for(bundles: Sequence[Bundle], most: int) -> int:
-    """Return how many trials with such bundles the cluster holds at a time, ``most`` at most, at least one."""
-    nodes, kinds = alive_nodes().values(), _kinds_of(bundles)
-    return next((count for count in range(most, 1, -1) if room(nodes, kinds * count) == len(kinds) * count), 1)
+def count_parallel(bundles: Sequence[Bundle], most: int) -> int:
+    """Count the trials with these bundles that fit on the cluster at a time, from 1 to ``most``."""
+    nodes, kinds = list_alive_nodes().values(), _to_kinds(bundles)
+    return next((count for count in range(most, 1, -1) if count_fitting(nodes, kinds * count) == len(kinds) * count), 1)
 
 
-def _kinds_of(bundles: Sequence[Bundle]) -> list[ActorKind]:
-    return [ActorKind(each.get("CPU", 0.0), each.get("GPU", 0.0)) for each in bundles]
+def _to_kinds(bundles: Sequence[Bundle]) -> list[ActorKind]:
+    return [ActorKind(bundle.get("CPU", 0.0), bundle.get("GPU", 0.0)) for bundle in bundles]
 
 
-def placement_groups() -> set[str]:
-    """Return the ids of all placement groups of the cluster, past ones among them."""
+def list_placement_groups() -> set[str]:
+    """List the ids of all placement groups of the cluster, including removed groups."""
     return set(ray.util.placement_group_table())
 
 
-def granted(bundles: Sequence[Bundle], before: set[str]) -> bool:
-    """Return whether a placement group of these bundles, which was not there ``before``, has its resources."""
+def is_granted(bundles: Sequence[Bundle], before: set[str]) -> bool:
+    """Return whether a new placement group with these bundles has its resources.
+
+    Args:
+        bundles: Bundles of the placement group.
+        before: Ids of older placement groups.
+    """
     table = ray.util.placement_group_table()
     return any(
         key not in before and group["state"] == "CREATED" and list(group["bundles"].values()) == list(bundles)
@@ -213,11 +219,11 @@ def granted(bundles: Sequence[Bundle], before: set[str]) -> bool:
     )
 
 
-def waiting_text(bundles: Sequence[Bundle]) -> str:
-    """Return what a trial needs and what is free now, for messages."""
+def format_shortage(bundles: Sequence[Bundle]) -> str:
+    """Format a trial's resources and the free resources of the cluster for messages."""
     free = ray.available_resources()  # type: ignore[no-untyped-call]
-    there = ray.cluster_resources()  # type: ignore[no-untyped-call]
-    return f"a trial needs {_text(_total(bundles))}; the cluster has {_text(there)}, free are {_text(free)}"
+    total = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    return f"a trial needs {_text(_total(bundles))}, and {_text(free)} of the cluster's {_text(total)} are free"
 
 
 def _total(bundles: Sequence[Bundle]) -> Bundle:

@@ -1,7 +1,7 @@
-"""The next calls to client actors, planned from costs and expected times alone.
+"""The schedule of calls to client actors, computed from costs and expected times alone.
 
-A *piece* is the work of one order, or of one group of orders. A *call* carries one or more pieces to an actor. Pieces have
-positions in client order, in which the server uses their results.
+A *piece* is the work of an order, or of a group of orders. A *call* carries one or more pieces to an actor. The server uses
+results in the order of the pieces' positions, which is client order.
 """
 
 from __future__ import annotations
@@ -16,40 +16,41 @@ from dataclasses import dataclass
 from typing import Any
 
 WORTH = 0.2
-"""Seconds of work that one call to an actor should carry: a call costs some milliseconds of two processes' time."""
+"""Minimum work of a call in seconds. A call costs some milliseconds in two processes."""
 _WINDOW = 6
-"""Calls for each actor that the window holds. With 4, calls of short pieces are too small: simulated rounds took 3 % longer."""
+"""Size of the window in calls per actor. With 4, calls of short pieces are too small: simulated rounds took 3 % longer."""
 _LONG = 0.5
-"""A piece is long if one actor needs this share of the time that all actors need for the rest. With 1, simulated rounds took up to
-10 % longer. With 0.25, the server held twice as many results."""
+"""A piece is long if its time on an actor exceeds this fraction of the remaining time on all actors. With 1, simulated rounds took
+up to 10 % longer. With 0.25, the server held twice as many results."""
 _AHEAD = 2
-"""Calls that an actor has at most: one in progress and one next."""
+"""Maximum calls of an actor: a running call and its successor."""
 _LONGEST = 1.0
-"""Seconds of work of one call at most: with more, results wait, take memory, and are lost together."""
+"""Maximum work of a call in seconds. In longer calls, results wait, take memory, and are lost together."""
 _MOST = 8
-"""Pieces in a call while nothing is known about how long they take."""
+"""Maximum pieces of a call while the pace is unknown."""
 
 
 @dataclass(slots=True)
 class Lane:
-    """An actor: its calls, the time at which it will have answered them, and its pace."""
+    """An actor's calls, expected end of work, and pace."""
 
     key: Any
     load: int
-    """Calls."""
+    """Number of unanswered calls."""
     free_at: float
-    """Seconds, on the same clock as ``now``."""
+    """Expected end of all calls in seconds, on the clock of ``now``."""
     pace: float
     """Expected seconds for a unit of cost; 0: unknown."""
 
 
 class Backlog:
-    """Pieces that wait, and a window over the pieces of a round.
+    """Waiting pieces, and a window over the pieces of a round.
 
-    The window begins at the first piece without a result. Pieces behind it wait: the server could not use their results yet.
+    The window starts at the first piece without a result. Pieces behind the window wait, because the server cannot use their
+    results yet.
 
     Args:
-        pieces: position and cost of each, by rising position.
+        pieces: Position and cost of each piece, by increasing position.
     """
 
     def __init__(self, pieces: Iterable[tuple[int, float]] = ()) -> None:
@@ -58,25 +59,25 @@ class Backlog:
         self._sums = list(itertools.accumulate(self._costs.values(), initial=0.0))
         self._done: set[int] = set()
         self._begin = 0
-        # Heaps, which may hold pieces that are taken already.
+        # Heaps, which may still contain removed pieces.
         self._first = list(self._positions)
         self._longest = [(-cost, position) for position, cost in self._costs.items()]
         heapq.heapify(self._longest)
         self.left = self._sums[-1]
-        """The cost of all pieces that wait."""
+        """Total cost of the waiting pieces."""
 
     def __len__(self) -> int:
         return len(self._costs)
 
     def add(self, position: int, cost: float) -> None:
-        """Let a further piece wait."""
+        """Add a waiting piece."""
         self._costs[position] = cost
         self.left += cost
         heapq.heappush(self._first, position)
         heapq.heappush(self._longest, (-cost, position))
 
     def take(self, position: int) -> float:
-        """Remove a piece; return its cost."""
+        """Remove a piece, and return its cost."""
         cost = self._costs.pop(position)
         self.left = self.left - cost if self._costs else 0.0
         return cost
@@ -88,13 +89,13 @@ class Backlog:
         return self._first[0]
 
     def longest(self) -> int:
-        """Return the position of the longest piece, of equal ones the first."""
+        """Return the position of the longest piece. Among equal pieces, the lowest position wins."""
         while self._longest[0][1] not in self._costs:
             heapq.heappop(self._longest)
         return self._longest[0][1]
 
     def sort_by_cost(self) -> list[tuple[int, float]]:
-        """Return position and cost of all pieces, the longest first."""
+        """Return position and cost of all pieces by decreasing cost."""
         return sorted(self._costs.items(), key=operator.itemgetter(1), reverse=True)
 
     def cost(self, position: int) -> float:
@@ -102,40 +103,40 @@ class Backlog:
         return self._costs[position]
 
     def note_result(self, position: int) -> None:
-        """Note that the result of a piece is there; the window may move on."""
+        """Record the result of a piece, and move the window."""
         self._done.add(position)
         while self._begin < len(self._positions) and self._positions[self._begin] in self._done:
             self._begin += 1
 
     def end(self, calls: int, cost: float) -> float:
-        """Return the position at which the window ends.
+        """Return the position after the window.
 
         Args:
-            calls: that the window holds, each of one piece at least.
-            cost: of the pieces in a call.
+            calls: Size of the window in calls, each with at least one piece.
+            cost: Total cost of the pieces in a call.
         """
         end = max(self._begin + calls, bisect_left(self._sums, self._sums[self._begin] + calls * cost))
         return self._positions[end] if end < len(self._positions) else math.inf
 
 
 class _Kind:
-    """Lanes of one pace."""
+    """Lanes with the same pace."""
 
     def __init__(self, pace: float) -> None:
         self.pace = pace
         self.lanes: list[tuple[float, int, int, Lane]] = []
-        """Those that may get a call, as a heap: seconds until the lane is free, its load, its number."""
+        """Heap of lanes that accept a call: seconds until the lane is free, its load, its number."""
         self.full = math.inf
-        """Seconds until the first of the others is free."""
+        """Seconds until the first fully loaded lane is free."""
 
     def put(self, lane: Lane, most: float, number: int, now: float) -> None:
-        """Place a lane.
+        """Add a lane.
 
         Args:
-            lane: of this pace.
-            most: calls that it may have.
-            number: decides between equal lanes.
-            now: the time.
+            lane: A lane with this pace.
+            most: Maximum number of its calls.
+            number: Decides between equal lanes.
+            now: The current time.
         """
         busy = max(lane.free_at - now, 0.0)
         if lane.load < most:
@@ -149,7 +150,7 @@ class _Kind:
 
 
 def _kinds(lanes: Sequence[Lane], most: float, now: float) -> list[_Kind]:
-    """Return the lanes by pace, the fastest first."""
+    """Group lanes by pace, the fastest first."""
     kinds: dict[float, _Kind] = {}
     for number, lane in enumerate(lanes):
         kinds.setdefault(lane.pace, _Kind(lane.pace)).put(lane, most, number, now)
@@ -157,63 +158,63 @@ def _kinds(lanes: Sequence[Lane], most: float, now: float) -> list[_Kind]:
 
 
 def schedule(backlog: Backlog, alone: Backlog, lanes: Sequence[Lane], now: float) -> list[tuple[Any, list[int]]]:
-    """Return the calls to make now; pieces in none of them wait until a call returns.
+    """Schedule the calls to make now. The remaining pieces wait until a call returns.
 
-    While much work is left, the actor that is free first gets a part of it, a smaller part each time: pieces in client order, up to
-    the end of the window. An actor without work gets pieces behind the window too. A long piece goes out first, wherever it is.
-    When one call for each actor is left, all pieces are dealt, the longest first, each to the actor that finishes it first.
-    An actor gets nothing if the others finish everything before it finishes one piece.
+    While much work is left, the first free actor gets a decreasing fraction of it: pieces in client order, up to the end of the
+    window. An idle actor gets pieces behind the window too. A long piece is scheduled first at any position. When at most one
+    call per actor is left, pieces are dealt by decreasing cost to the actor with the earliest end. An actor gets nothing if the
+    rest of the actors finish all work before it finishes a piece.
 
     Args:
-        backlog: pieces that may share a call; those of the calls are taken from it.
-        alone: pieces of which each goes in a call of its own, likewise.
-        lanes: all actors; updated for the calls returned.
-        now: the time.
+        backlog: Pieces that may share a call. Scheduled pieces are removed.
+        alone: Pieces that need a call of their own. Scheduled pieces are removed.
+        lanes: All actors, updated for the returned calls.
+        now: The current time.
 
     Returns:
-        Keys of lanes with the positions of the pieces that they get.
+        Pairs of a lane's key and the positions of the pieces in its call.
     """
     calls: list[tuple[Any, list[int]]] = []
     known = bool(lanes) and all(lane.pace > 0 for lane in lanes)
     speed = sum(1 / lane.pace for lane in lanes) if known else len(lanes)
 
-    def give(lane: Lane, pieces: list[int], cost: float) -> None:
+    def add_call(lane: Lane, pieces: list[int], cost: float) -> None:
         calls.append((lane.key, pieces))
         lane.load += 1
         lane.free_at = max(lane.free_at, now) + lane.pace * cost
 
-    def next_for(lane: Lane, pieces: Backlog) -> int:
+    def next_position(lane: Lane, pieces: Backlog) -> int:
         longest = pieces.longest()
         long = pieces.cost(longest) * (lane.pace if known else 1) >= _LONG * pieces.left / speed
         return longest if long else pieces.first()
 
-    # Only idle actors get a piece that goes alone, and no call waits behind it: that call would be lost with it.
+    # A piece of `alone` needs an idle actor, and no call waits behind it, because both calls could be lost together.
     for kind in _kinds(lanes, 1, now) if alone else ():
         while alone and kind.lanes:
             lane = heapq.heappop(kind.lanes)[-1]
-            position = next_for(lane, alone)
-            give(lane, [position], alone.take(position))
+            position = next_position(lane, alone)
+            add_call(lane, [position], alone.take(position))
             lane.load = _AHEAD
     if alone or not backlog:
         return calls
 
     kinds = _kinds(lanes, _AHEAD, now)
     end = backlog.end(_WINDOW * len(lanes), WORTH * speed / len(lanes) if known else 0.0)
-    # The cost of all calls, those under way and those to come: a plan does not change it.
+    # Total cost of running and future calls, which scheduling does not change.
     work = backlog.left + sum(max(lane.free_at - now, 0.0) / lane.pace for lane in lanes) if known else 0.0
     while backlog and any(kind.lanes for kind in kinds):
         seconds = backlog.left / speed if known else 0.0
         if 0 < seconds <= WORTH:
             for lane, pieces in _deal(backlog, lanes, now):
-                if lane.load < _AHEAD:  # the shares of busy actors wait
-                    give(lane, pieces, sum(map(backlog.take, pieces)))
+                if lane.load < _AHEAD:  # The shares of fully loaded actors wait.
+                    add_call(lane, pieces, sum(map(backlog.take, pieces)))
             break
-        willing = _helpful(kinds, backlog.cost(backlog.first()), work, speed) if len(kinds) > 1 else kinds
-        if not willing:
+        helpful = _select_helpful(kinds, backlog.cost(backlog.first()), work, speed) if len(kinds) > 1 else kinds
+        if not helpful:
             break
-        kind = min(willing, key=lambda kind: kind.lanes[0][:3])
+        kind = min(helpful, key=lambda kind: kind.lanes[0][:3])
         _, _, number, lane = heapq.heappop(kind.lanes)
-        position = next_for(lane, backlog)
+        position = next_position(lane, backlog)
         if lane.load and position >= end:
             break
         part = max(min(seconds / 2, _LONGEST), WORTH)
@@ -225,27 +226,27 @@ def schedule(backlog: Backlog, alone: Backlog, lanes: Sequence[Lane], now: float
                 break
             pieces.append(position)
             cost += backlog.take(position)
-        give(lane, pieces, cost)
+        add_call(lane, pieces, cost)
         kind.put(lane, _AHEAD, number, now)
     return calls
 
 
-def _helpful(kinds: Sequence[_Kind], cost: float, work: float, speed: float) -> list[_Kind]:
-    """Return the kinds whose first lane does one piece before the other lanes have done all else."""
+def _select_helpful(kinds: Sequence[_Kind], cost: float, work: float, speed: float) -> list[_Kind]:
+    """Select kinds with a lane that finishes a piece before the remaining lanes finish all other work."""
     first = min(kind.soonest() + kind.pace * cost for kind in kinds)
-    found = []
+    helpful = []
     for kind in kinds:
         if not kind.lanes:
             continue
         busy = kind.lanes[0][0]
         done = busy + kind.pace * cost
         if done <= max(first, (work - busy / kind.pace) / (speed - 1 / kind.pace)):
-            found.append(kind)
-    return found
+            helpful.append(kind)
+    return helpful
 
 
 def _deal(backlog: Backlog, lanes: Sequence[Lane], now: float) -> list[tuple[Lane, list[int]]]:
-    """Deal each piece, the longest first, to the lane that will have done it first; of several, to that with the fewest calls."""
+    """Deal pieces by decreasing cost, each to the lane with the earliest end, or among equal lanes with the fewest calls."""
     kinds = _kinds(lanes, math.inf, now)
     shares: list[list[int]] = [[] for _ in lanes]
     for position, cost in backlog.sort_by_cost():

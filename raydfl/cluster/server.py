@@ -1,6 +1,7 @@
-"""The server: holds the federation's state, aggregates, commits. In this process, or as an actor that restarts from its commits.
+"""The server: it holds the federation's state, aggregates and commits. It runs in this process or as an actor.
 
-Whoever drives a run asks either for the same: open, rounds, finish, close (:class:`Server`, :class:`RemoteServer`).
+:class:`Server` and :class:`RemoteServer` have a common interface for the driver: open, rounds, finish, close. The actor restarts
+from the last commit after a loss.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from ray.util.placement_group import get_current_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raydfl.cluster.client import start_client_actor
-from raydfl.cluster.faults import LOST, StragglerPolicy, task_cause, why_ended
+from raydfl.cluster.faults import LOST, StragglerPolicy, explain_end, unwrap_error
 from raydfl.cluster.gpu import hide_gpus
 from raydfl.cluster.job import check_visible
 from raydfl.cluster.metrics import RayMetrics
 from raydfl.cluster.nodes import NodeWatch
 from raydfl.cluster.pool import RayPool
-from raydfl.cluster.resources import wanted_kinds
+from raydfl.cluster.resources import run_actor_kinds
 from raydfl.cluster.sites import open_serial_pool
 from raydfl.core.errors import ResourcesError
 from raydfl.core.memory import keep_freed_memory
@@ -34,18 +35,18 @@ from raydfl.engine import Config, Federation, Pool, RoundReport
 from raydfl.engine.storage import RunStore, mirror_of
 
 _AT_ONCE = 0.6
-"""Seconds of rounds that are asked for in one call: so much later may a run stop that is asked to."""
+"""Seconds of rounds in a call to the server actor. A request to stop takes effect after this time at the latest."""
 
 
 class Server:
-    """A federation opened on a run directory: in a ServerActor with client actors, or in this process with none."""
+    """A federation opened on a run directory, in a ServerActor with client actors or in this process without actors."""
 
     def __init__(self, run_dir: Path, config: Config) -> None:
         """Lock the directory, start the pool and open the newest commit.
 
         Raises:
-            RunDirectoryError: the directory is in use, or no commit of it is whole.
-            ResourcesError: the client actors cannot be started.
+            RunDirectoryError: The directory is in use, or has no intact commit.
+            ResourcesError: The client actors cannot be started.
         """
         check_visible(run_dir)
         store = RunStore(run_dir, config.run.keep, private_here=not config.data.sites)
@@ -57,7 +58,7 @@ class Server:
             pool: Pool = (
                 open_serial_pool(run_dir, config, population)
                 if config.ray.actors == 0
-                else RayPool(start, config.ray, StragglerPolicy.of(config), population.places)
+                else RayPool(start, config.ray, StragglerPolicy.from_config(config), population.places)
             )
             opened.callback(pool.close)
             self._pool = pool
@@ -70,11 +71,11 @@ class Server:
             self._failed: Exception | None = None
 
     @contextlib.contextmanager
-    def _sound(self) -> Iterator[Federation]:
-        """Give the federation, as long as nothing has failed: after that it may be in the midst of a round, which must not count.
+    def _guard(self) -> Iterator[Federation]:
+        """Provide the federation until a first failure, because a failed round may leave an inconsistent state.
 
         Raises:
-            Exception: what has failed inside, now or before.
+            Exception: The first error inside the context, on every later use too.
         """
         if self._failed is not None:
             raise self._failed
@@ -86,37 +87,36 @@ class Server:
 
     @property
     def round_index(self) -> int:
-        """Return the rounds completed."""
-        with self._sound() as federation:
+        """Number of completed rounds."""
+        with self._guard() as federation:
             return federation.state.round_index
 
     def open(self) -> tuple[int, list[str], str]:
-        """Return rounds completed, what was found damaged and passed over, and why ``run.stop`` has ended the training, if so."""
+        """Return the number of completed rounds, warnings about damaged files, and the reason of ``run.stop`` or ""."""
         return self.round_index, self._federation.warnings, self._federation.stopped
 
     def cpu_fallback(self) -> str:
-        """Return the number of actors on the CPU despite a share of a GPU, with a reason; empty: none."""
+        """Return the number of actors on the CPU despite a share of a GPU, with a reason; "" without such actors."""
         reasons = self._pool.fallbacks() if isinstance(self._pool, RayPool) else []
         return f"client actors on the CPU: {len(reasons)}; {reasons[0]}" if reasons else ""
 
     def round(self) -> RoundReport:
-        """Do Federation.round. One that fails may be asked for again, where :meth:`rounds` is not what the server is asked for."""
+        """Compute a round. The caller may repeat a failed round, unless it uses :meth:`rounds`."""
         return self._federation.round()
 
     def rounds(self, round_index: int, until: int, seconds: float = 0.0) -> list[RoundReport] | None:
-        """Do at least one round, and more as long as they fit into some time.
+        """Compute at least one round, and more rounds while they fit into a time limit.
 
         Args:
-            round_index: rounds that the caller knows to be completed.
-            until: rounds completed at which to stop in any case.
-            seconds: for all of them together.
+            round_index: Completed rounds according to the caller.
+            until: Stop after this number of completed rounds.
+            seconds: Time limit for all rounds together.
 
         Returns:
-            What they did; ``None``, if this server stands elsewhere, because it was restarted from a commit.
+            Reports of the rounds. ``None`` if ``round_index`` is wrong, because this server was restarted from a commit.
 
         Raises:
-            Exception: as Federation.round, of the first round; where a later one fails, those before it are returned, and whatever
-                is asked for next raises.
+            Exception: The first round failed. If a later round fails, earlier reports are returned and the next call raises.
         """
         if self.round_index != round_index:
             return None
@@ -124,42 +124,42 @@ class Server:
         reports: list[RoundReport] = []
         while True:
             try:
-                with self._sound() as federation:
+                with self._guard() as federation:
                     reports.append(federation.round(ahead=True))
             except Exception:
                 if not reports:
                     raise
                 return reports
-            taken = time.perf_counter() - started
-            if reports[-1].round >= until or reports[-1].stopped or taken * (1 + 1 / len(reports)) > seconds:
+            elapsed = time.perf_counter() - started
+            if reports[-1].round >= until or reports[-1].stopped or elapsed * (1 + 1 / len(reports)) > seconds:
                 return reports
 
     def finish(self, round_index: int | None = None) -> RoundReport | None:
-        """Commit what is not committed yet and wait until it is on the disk.
+        """Commit all uncommitted rounds and wait until the commit is on the disk.
 
         Args:
-            round_index: rounds that the caller knows to be completed; ``None``: whatever they are.
+            round_index: Completed rounds according to the caller; ``None``: any number.
 
         Returns:
-            A report with the rows; ``None``, if this server stands elsewhere, because it was restarted from a commit.
+            A report with the rows. ``None`` if ``round_index`` is wrong, because this server was restarted from a commit.
         """
         report = RoundReport(self.round_index)
         if round_index not in (None, report.round):
             return None
-        with self._sound() as federation:
+        with self._guard() as federation:
             federation.finish(report)
         return report
 
     def close(self) -> None:
-        """Let a commit under way end, end the pool and unlock the directory."""
+        """Wait for a running commit, close the pool and unlock the directory."""
         self._opened.close()
 
 
 class ServerActor:
-    """A Server in a process of its own. Ray restarts it when that is lost; it then goes on from the last commit."""
+    """A Server in an actor. Ray restarts a lost actor, which resumes from the last commit."""
 
     def __init__(self, run_dir: str, config: Config) -> None:
-        # What is raised here reaches the driver without its type, as the loss of an actor: all that may fail is left to _open.
+        # Ray reports an error of a constructor as a lost actor, without its type. So _open does all work that may fail.
         self._run_dir, self._config = Path(run_dir), config
         self._server: Server | None = None
 
@@ -170,28 +170,28 @@ class ServerActor:
             hide_gpus()
             keep_freed_memory()
             torch.set_num_threads(self._config.ray.threads)
-            sys.setswitchinterval(5e-4)  # the thread that commits shall not keep clients waiting
-            # A method of the user's own is called by its class alone: tags are seen by whoever reaches the node's metrics.
+            sys.setswitchinterval(5e-4)  # The committing thread must not delay clients.
+            # Without the path of a user's method, because everyone on the network can read the node's metrics.
             self._metrics = RayMetrics(self._run_dir.name, self._config.method["name"].rpartition("/")[2])
             self._server = Server(self._run_dir, self._config)
         return self._server
 
     def open(self) -> tuple[int, list[str], str]:
-        """Do Server.open."""
+        """Open the server if necessary, and return its state."""
         return self._open().open()
 
     def cpu_fallback(self) -> str:
-        """Do Server.cpu_fallback."""
+        """Return the number of actors on the CPU despite a share of a GPU, with a reason."""
         return self._open().cpu_fallback()
 
     def rounds(self, round_index: int, until: int, seconds: float) -> list[RoundReport] | None:
-        """Do Server.rounds, and tell Ray's metrics of them."""
+        """Compute rounds, and add them to Ray's metrics."""
         reports = self._open().rounds(round_index, until, seconds)
         self._metrics.observe(reports or [])
         return reports
 
     def finish(self, round_index: int) -> RoundReport | None:
-        """Do Server.finish."""
+        """Commit all uncommitted rounds, and update Ray's metrics."""
         server = self._open()
         self._metrics.flush()
         return server.finish(round_index)
@@ -204,24 +204,24 @@ class ServerActor:
 
 
 class _ServerLostError(Exception):
-    """The server ended before it answered; Ray starts it again."""
+    """The server was lost during a call. Ray restarts it."""
 
 
 class RemoteServer:
-    """The server as an actor, followed over its restarts: what the driver's loop asks, as it asks :class:`Server`."""
+    """The server as an actor, across restarts, with the interface of :class:`Server`."""
 
     _RESTARTS = 10
 
     def __init__(self, run_dir: Path, config: Config, clients: int, tell: Callable[[str], None]) -> None:
         self._tell = tell
-        kinds = wanted_kinds(config, clients)
+        kinds = run_actor_kinds(config, clients)
         self._watch = NodeWatch(kinds, config.ray.min_actors or len(kinds), tell)
         if config.ray.autoscale:
-            self._watch.waits(config.ray.ready_timeout)
+            self._watch.announce_wait(config.ray.ready_timeout)
         options: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0, "max_restarts": self._RESTARTS, "max_task_retries": 0}
-        # Beside the driver, not on whatever node Ray picks, which may be one that leaves. Not a soft wish: those Ray overlooks for
-        # an actor that reserves nothing. And without the driver's node there is no run that a server elsewhere could go on with.
-        # A trial's placement group keeps the server by itself, and a strategy would take it, and all it starts, out of the group.
+        # On the driver's node, because a node of Ray's choice may leave. Not soft: Ray ignores soft affinity of actors without
+        # resources, and without the driver's node the run cannot continue anyway.
+        # A strategy would move the server and its actors out of a trial's placement group, which already contains the server.
         if get_current_placement_group() is None:
             here = ray.get_runtime_context().get_node_id()
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(here, soft=False)
@@ -230,52 +230,53 @@ class RemoteServer:
         self._lost = 0
 
     def _get(self, reference: Any) -> Any:
-        """Return the result of a call of the server, or raise its error.
+        """Return the result of a call to the server, or raise its error.
 
         Raises:
-            _ServerLostError: it was lost before it answered.
+            _ServerLostError: The server was lost during the call.
         """
         while not ray.wait([reference], timeout=1.0)[0]:
-            self._watch.look()
-        self._watch.look()
+            self._watch.report_changes()
+        self._watch.report_changes()
         try:
             return ray.get(reference)
-        except RayTaskError as error:  # first: where its cause is a loss of something else, it is of both kinds
-            raise task_cause(error) from error
+        except RayTaskError as error:  # Before LOST: an error about a lost actor inside the server has both types.
+            raise unwrap_error(error) from error
         except LOST as error:
             self._note_loss(error)
             raise _ServerLostError from error
-        except RayError as error:  # its environment cannot be made, its node has gone ...
+        except RayError as error:  # For example a failed runtime environment or a lost node.
             raise ResourcesError(
-                f"the server actor cannot be reached: {type(error).__name__}: {why_ended(error)}; resume the run when it can"
+                f"the server actor cannot be reached: {type(error).__name__}: {explain_end(error)}. Check its node, then resume "
+                f"the run."
             ) from error
 
     def open(self) -> tuple[int, list[str], str]:
-        """Do Server.open; also after a restart, which may take a moment."""
+        """Open the server and return its state, waiting for a restart after a loss."""
         while True:
             with contextlib.suppress(_ServerLostError):
-                stand: tuple[int, list[str], str] = self._get(self._actor.open.remote())
-                return stand
+                state: tuple[int, list[str], str] = self._get(self._actor.open.remote())
+                return state
 
     def cpu_fallback(self) -> str:
-        """Do Server.cpu_fallback."""
+        """Return the number of actors on the CPU despite a share of a GPU, with a reason."""
         while True:
             with contextlib.suppress(_ServerLostError):
                 reason: str = self._get(self._actor.cpu_fallback.remote())
                 return reason
 
     def rounds(self, round_index: int, until: int) -> list[RoundReport] | None:
-        """Do one more round, or several short ones; ``None`` when the server was lost and stands elsewhere now."""
+        """Compute a round, or several short rounds. ``None`` if a lost server was restarted from an earlier round."""
         reports: list[RoundReport] | None = self._answer(self._actor.rounds.remote(round_index, until, _AT_ONCE))
         return reports
 
     def finish(self, round_index: int) -> RoundReport | None:
-        """Commit everything up to this round; ``None`` when the server was lost and stands elsewhere now."""
+        """Commit everything up to this round. ``None`` if a lost server was restarted from an earlier round."""
         report: RoundReport | None = self._answer(self._actor.finish.remote(round_index))
         return report
 
     def _answer(self, reference: Any) -> Any:
-        """Return what the server did; ``None``: see :meth:`rounds`."""
+        """Return the result of a call, or ``None`` if the server was lost."""
         try:
             return self._get(reference)
         except _ServerLostError:
@@ -285,20 +286,20 @@ class RemoteServer:
         self._lost += 1
         if getattr(error, "actor_init_failed", False):
             raise ResourcesError(
-                f"the server actor cannot start: {why_ended(error)}; every node needs the same raydfl, and what the run's "
-                f"files import"
+                f"the server actor cannot start: {explain_end(error)}. Check that every node has the same raydfl and the modules "
+                f"of the run."
             ) from error
         if self._lost > 5 * self._RESTARTS or "ActorDied" in type(error).__name__:
             raise ResourcesError(
-                f"the server actor was lost and could not be restarted: {type(error).__name__}: {why_ended(error)}; "
-                f"check memory, then resume the run"
+                f"the server actor was lost and could not be restarted: {type(error).__name__}: {explain_end(error)}. Check the "
+                f"node's memory, then resume the run."
             ) from error
         if self._lost == 1:
-            self._tell("the server was lost; it is restarted from the last commit")
+            self._tell("The server was lost. It restarts from the last commit.")
         time.sleep(0.5)
 
     def close(self) -> None:
-        """End the server, its client actors with it."""
+        """End the server and its client actors."""
         with contextlib.suppress(*LOST, GetTimeoutError, RayTaskError):
             ray.get(self._actor.close.remote(), timeout=20)
         ray.kill(self._actor)

@@ -1,4 +1,4 @@
-"""Connections to Ray. A cluster is first asked whether it takes our token: Ray itself tries for long and does not say why."""
+"""Connections to Ray. The token is checked first, because Ray retries a refused token for long without a reason."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from raydfl.engine import Config, RaySettings
 
 _SECONDS = 10
 _METHOD = "/ray.rpc.NodeInfoGcsService/GetClusterId"
-"""A question without arguments that every cluster answers to those who may ask."""
+"""A call without arguments that every cluster answers to authorised clients."""
 _REFUSED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 
 _TOKEN_FILE = (".ray", "auth_token")
@@ -27,17 +27,17 @@ _TOKEN_FILE = (".ray", "auth_token")
 
 
 def check_access(address: str) -> None:
-    """Ask the cluster at ``host:port`` (or ``ray://host:port``); of any other form of address nothing is known here.
+    """Check that the cluster at ``host:port`` (or ``ray://host:port``) grants access. Skip other forms of addresses.
 
     Raises:
-        OSError: nobody listens there.
-        ResourcesError: the cluster wants a token, and there is none, or it is not the cluster's.
+        OSError: The address refuses connections.
+        ResourcesError: The token is missing or wrong.
     """
-    found = re.fullmatch(r"(ray://)?(.+):(\d+)", address)
-    if found is None:
+    match = re.fullmatch(r"(ray://)?(.+):(\d+)", address)
+    if match is None:
         return
-    socket.create_connection((found[2].strip("[]"), int(found[3])), timeout=_SECONDS).close()
-    if found[1] is None:
+    socket.create_connection((match[2].strip("[]"), int(match[3])), timeout=_SECONDS).close()
+    if match[1] is None:
         _check_token(address)
 
 
@@ -53,17 +53,17 @@ def _check_token(address: str) -> None:
             if error.code() in _REFUSED:
                 raise ResourcesError(
                     f"the Ray cluster at {address} refused access: "
-                    + (f"the token in {place} is not the cluster's" if token else f"it wants a token, and {place}")
-                    + "; set RAY_AUTH_TOKEN to its token, or RAY_AUTH_TOKEN_PATH to a file with it, and RAY_AUTH_MODE=token"
+                    + (f"the token in {place} is not the cluster's" if token else f"it requires a token, but {place}")
+                    + ". Set RAY_AUTH_TOKEN to its token, or RAY_AUTH_TOKEN_PATH to a file with it, and RAY_AUTH_MODE=token."
                 ) from error
-            # With TLS, or whatever else: Ray itself knows better.
+            # Any other error, for example of TLS, is left to Ray.
 
 
 def _check_mode(path: Path) -> None:
-    """Refuse a token that other users of this machine can read.
+    """Reject a token file that other users of this machine can read.
 
     Raises:
-        ResourcesError: naming the file and the command that repairs it.
+        ResourcesError: Others have rights to the file.
     """
     mode = path.stat().st_mode & 0o777
     if mode & 0o077:
@@ -73,42 +73,49 @@ def _check_mode(path: Path) -> None:
         )
 
 
-def _sends_unasked() -> bool:
-    """Tell whether this Ray looks for a token where RAY_AUTH_MODE is not set; those before it do not, and have no word for it."""
+def _sends_by_default() -> bool:
+    """Return whether this version of Ray sends a token if RAY_AUTH_MODE is not set. Older versions do not."""
     try:
         from ray._private.authentication import authentication_token_setup as setup
-    except ImportError:  # not a public module: a later Ray may have it elsewhere
+    except ImportError:  # The module is private, so that a later Ray may move it.
         return True
     return hasattr(setup, "maybe_enable_token_auth_if_token_available")
 
 
 def current_token() -> tuple[str, str]:
-    """Return the token that Ray would send, empty if nothing, and where it stands or why there is none. The order is Ray's."""
+    """Return the token that Ray would send, and its source.
+
+    Returns:
+        The token and the name of its variable or file. Without a token: "" and the reason.
+    """
     mode = os.environ.get("RAY_AUTH_MODE")
-    if mode is None and not _sends_unasked():
+    if mode is None and not _sends_by_default():
         return "", f"Ray {ray.__version__} sends none as long as RAY_AUTH_MODE is not set"
     if mode is not None and mode.lower() != "token":
         return "", f"RAY_AUTH_MODE={mode} sends none"
     if token := os.environ.get("RAY_AUTH_TOKEN", "").strip():
         return token, "RAY_AUTH_TOKEN"
-    named = os.environ.get("RAY_AUTH_TOKEN_PATH")
-    path = Path(named) if named else Path.home().joinpath(*_TOKEN_FILE)
+    variable = os.environ.get("RAY_AUTH_TOKEN_PATH")
+    path = Path(variable) if variable else Path.home().joinpath(*_TOKEN_FILE)
     try:
         token = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
         token = ""
-    return token, str(path) if token else f"there is none in {path}"
+    return token, str(path) if token else f"{path} contains none"
 
 
 _INLINE = 1 << 20
-"""Bytes up to which what an actor returns comes with its answer; by way of the object store two more processes are asked."""
+"""Maximum bytes of an actor's result that is sent inline. The object store would involve two more processes."""
 
 
 def start_local_ray(**options: Any) -> None:
-    """Start a Ray of this process alone, which ends with it; options as for ``ray.init``."""
-    os.environ.setdefault(
-        "RAY_max_direct_call_object_size", str(_INLINE)
-    )  # read by every process of Ray when it starts
+    """Start a local Ray that ends with this process.
+
+    Args:
+        options: Options of ``ray.init``.
+    """
+    # Every process of Ray reads this variable at its start.
+    os.environ.setdefault("RAY_max_direct_call_object_size", str(_INLINE))
     ray.init("local", include_dashboard=False, **options)
 
 
@@ -116,47 +123,51 @@ def check_without_actors(settings: RaySettings) -> None:
     """Reject settings that have no effect without client actors.
 
     Raises:
-        ConfigError: a GPU is asked for, or a cluster.
+        ConfigError: The settings request a GPU or a cluster.
     """
     if settings.actors != 0:
         return
     if settings.gpus != 0:
         raise ConfigError(
-            f"ray.gpus={settings.gpus}: with ray.actors=0 clients train in this process, on the CPU; set ray.gpus=0, or "
-            f"ray.actors to at least 1"
+            f"ray.gpus={settings.gpus}: with ray.actors=0 clients train in this process, on the CPU. Set ray.gpus=0, or "
+            f"ray.actors to at least 1."
         )
-    if settings.address and not ray.is_initialized():  # a trial of a search is in the cluster already
+    if settings.address and not ray.is_initialized():  # A trial of a search already runs on the cluster.
         raise ConfigError(
-            f"ray.address={settings.address}: with ray.actors=0 clients train in this process, without Ray; set ray.address=null, "
-            f"or ray.actors to at least 1"
+            f"ray.address={settings.address}: with ray.actors=0 clients train in this process, without Ray. Set ray.address=null, "
+            f"or ray.actors to at least 1."
         )
 
 
 @contextlib.contextmanager
 def ray_session(config: Config, clients: int, quiet: bool = False) -> Iterator[None]:
-    """Have Ray for one run: the cluster that this process is in, the one configured, or a local one that ends with the block.
+    """Connect to Ray for a run, and check that the cluster can hold its actors. Without actors, do nothing.
 
     Raises:
-        ResourcesError: the cluster cannot be reached, or can never hold the configured actors.
+        ResourcesError: The cluster cannot be reached, or has no room for the configured actors.
     """
     if config.ray.actors == 0:
         yield
         return
-    own = not (ray.is_initialized() or config.ray.address or os.environ.get("RAY_ADDRESS"))
-    with connected(config.ray.address, quiet):
-        check_resources(config, clients, grows=config.ray.autoscale and not own)
+    local = not (ray.is_initialized() or config.ray.address or os.environ.get("RAY_ADDRESS"))
+    with connect_ray(config.ray.address, quiet):
+        check_resources(config, clients, grows=config.ray.autoscale and not local)
         yield
 
 
 @contextlib.contextmanager
-def connected(address: str | None, quiet: bool = False, local_cpus: int | None = None) -> Iterator[None]:
-    """Have the Ray that this process is in, the one at ``address`` or ``$RAY_ADDRESS``, or a local one that ends with the block.
+def connect_ray(address: str | None, quiet: bool = False, local_cpus: int | None = None) -> Iterator[None]:
+    """Connect to Ray for the duration of a block.
+
+    It uses an existing connection of this process, else the cluster at ``address`` or ``$RAY_ADDRESS``, else a local Ray.
 
     Args:
-        local_cpus: CPUs of a local one; ``None``: those of the machine.
+        address: Address of the cluster.
+        quiet: Do not print logs of the cluster's processes.
+        local_cpus: CPUs of a local Ray; ``None``: all CPUs of the machine.
 
     Raises:
-        ResourcesError: the cluster cannot be reached, or wants another token.
+        ResourcesError: The cluster cannot be reached, or refuses the token.
     """
     started = False
     if not ray.is_initialized():
@@ -171,18 +182,18 @@ def connected(address: str | None, quiet: bool = False, local_cpus: int | None =
                 start_local_ray(num_cpus=local_cpus, **options)
         except ResourcesError:
             raise
-        except Exception as error:  # Ray raises many kinds here
+        except Exception as error:  # Ray raises many types here.
             where = f"the Ray cluster at {address}" if address else "a local Ray"
             first = first_line(error)
             reason = error.strerror or first if isinstance(error, OSError) else f"{type(error).__name__}: {first}"
             advice = (
-                "check the address (ray.address, or RAY_ADDRESS), and that RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH holds the "
+                "Check the address (ray.address, or RAY_ADDRESS), and that RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH contains the "
                 "cluster's token"
                 if address
-                else "the machine may be too busy or short of memory: try again"
+                else "The machine may be too busy or short of memory. Try again"
             )
             raise ResourcesError(
-                f"cannot reach {where}: {reason}; {advice}, or set ray.actors=0 for a single run without Ray"
+                f"cannot reach {where}: {reason}. {advice}, or set ray.actors=0 for a single run without Ray."
             ) from error
         started = True
     try:

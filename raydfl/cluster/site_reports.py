@@ -1,4 +1,4 @@
-"""Reports of sites about their data, and the population that is made of them."""
+"""Reports of sites about their data, and the population built from these reports."""
 
 from __future__ import annotations
 
@@ -26,56 +26,59 @@ from raydfl.data import (
 
 @dataclass(frozen=True)
 class ViewReport:
-    """All that a site tells about a view of ``data.views``."""
+    """A site's report about a view of ``data.views``."""
 
     examples: int
-    """Training examples that have it."""
+    """Number of training examples with the view."""
     length: int | None
-    """Frames of each, ``None`` when they differ or there is none."""
+    """Frames of each example. ``None`` if lengths differ or no example has the view."""
     clients: tuple[bool, ...]
-    """Its clients in their order: true for those that have it."""
+    """Whether each client has the view, in client order."""
 
 
 @dataclass(frozen=True)
 class SiteReport:
-    """All that a site tells about its data, besides the names of its classes. Plain values: it is also written as JSON."""
+    """A site's report about its data: plain values, which can be written as JSON.
+
+    Together with the names of its classes, it is all information about the data that leaves a site.
+    """
 
     site: str
     examples: tuple[int, ...]
-    """Training examples of each client."""
+    """Number of training examples of each client."""
     bands: int
     """Features of a frame."""
     length: int | None
-    """Frames of every example, ``None`` when they differ."""
+    """Frames of each example. ``None`` if lengths differ."""
     shards: Mapping[str, Sequence[tuple[int, int]]]
     """Ranges of the server's examples by split."""
     left_out: int
-    """Clips that cannot be read."""
+    """Number of unreadable clips."""
     trained: tuple[str, ...]
-    """Names of the classes of which some client has training examples."""
+    """Classes with at least one training example."""
     views: Mapping[str, ViewReport] = field(default_factory=dict)
-    """Those of ``data.views``, by name."""
+    """Reports about the views of ``data.views``, by name."""
     columns: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Values of ``data.columns``, by name."""
+    """Values of each column of ``data.columns``."""
     profile: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    """Value of each client, by name in ``data.profile``, if its source is a column."""
+    """Clients' values of each entry of ``data.profile`` that reads a column."""
 
     @classmethod
     def from_population(cls, name: str, population: Population, data: DataSettings, whole: bool) -> SiteReport:
-        """Report about the population of a site.
+        """Create the report about a site's population.
 
         Args:
-            name: of the site.
-            population: the site's own.
-            data: settings of the part.
-            whole: measure the server's data in one piece, because scores are made of all of it.
+            name: Name of the site.
+            population: The site's population.
+            data: Settings of the part.
+            whole: Join the shards of each split, because its metrics need all examples at once.
         """
         shards: dict[str, list[tuple[int, int]]] = {split: [] for split in ("test", "triggered", "server_validation")}
         for shard in population.shards:
             shards[shard.split].append((shard.start, shard.stop))
         if whole:
             shards = {split: [(parts[0][0], parts[-1][1])] if parts else [] for split, parts in shards.items()}
-        columns = {each: population.column(each) for each, own in data.profile.items() if own.column is not None}
+        columns = {key: population.column(key) for key, entry in data.profile.items() if entry.column is not None}
         first = population.views[FIRST_VIEW]
         return cls(
             name,
@@ -94,19 +97,19 @@ class SiteReport:
                 for view in data.views
             },
             {column: population.columns[column] for column in data.columns},
-            {each: [values[code] for code in of.tolist()] for each, (values, of) in columns.items()},
+            {key: [values[code] for code in codes.tolist()] for key, (values, codes) in columns.items()},
         )
 
 
 def join_sites(reports: Sequence[SiteReport], classes: Sequence[str], separator: str | None = None) -> Part:
     """Join the reports of all sites to a part without clips.
 
-    Clients are called ``site/number``, in the order of the reports.
+    Client ids are ``site/number``, in the order of the reports.
 
     Args:
-        reports: of one part, by each site.
-        classes: the labels of all sites' clips.
-        separator: as for :class:`Part`.
+        reports: A part's report from each site.
+        classes: Classes of all sites.
+        separator: Separator of several labels, see :class:`Part`.
     """
     shards = [
         Shard(split, *bounds, report.site)
@@ -134,11 +137,11 @@ def join_sites(reports: Sequence[SiteReport], classes: Sequence[str], separator:
     lengths = {report.length for report in reports}
     messages = [
         f"site {report.site}: {len(report.examples)} clients with {sum(report.examples)} training examples"
-        + (f", {report.left_out} clips cannot be read and are left out" if report.left_out else "")
+        + (f". {report.left_out} clips cannot be read and are skipped" if report.left_out else "")
         for report in reports
     ]
     views = {FIRST_VIEW: StoredView(lengths.pop() if len(lengths) == 1 else None, bands=reports[0].bands)}
-    views |= {view: StoredView(_common_length([own.views[view] for own in reports])) for view in reports[0].views}
+    views |= {view: StoredView(_common_length([report.views[view] for report in reports])) for view in reports[0].views}
     return Part(
         Tables(no_clips(), pa.record_batch(clients)),
         classes,
@@ -151,7 +154,7 @@ def join_sites(reports: Sequence[SiteReport], classes: Sequence[str], separator:
 
 
 def _encode_mixed(values: Sequence[Any]) -> pa.DictionaryArray:
-    """Make a dictionary column of values in the order of their text; values of several types become text."""
+    """Encode values as a dictionary column, sorted as text. Values of mixed types become text."""
     if len({type(value) for value in values}) > 1:
         values = list(map(str, values))
     known = sorted(set(values), key=str)
@@ -159,6 +162,6 @@ def _encode_mixed(values: Sequence[Any]) -> pa.DictionaryArray:
 
 
 def _common_length(reports: Sequence[ViewReport]) -> int | None:
-    """Return the frames of a view at all sites that have any of it; ``None`` where they differ."""
+    """Return the frames of a view at all sites with examples of it, or ``None`` if they differ."""
     lengths = {report.length for report in reports if report.examples}
     return lengths.pop() if len(lengths) == 1 else None

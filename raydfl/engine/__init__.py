@@ -1,22 +1,23 @@
-"""The round, and what is kept of it: configuration, federation, worker and storage. No Ray and no terminal.
+"""The round and its results: configuration, federation, worker and storage. No Ray and no terminal.
 
-Imports attacks, methods, training, rules, models, data and core. Begin with federation.py and worker.py; config.py has what users
-write, storage/ what a run keeps on the disk.
+Imports attacks, methods, training, rules, models, data and core. Read federation.py and worker.py first. config.py has the settings
+of users, and storage/ the files of a run.
 """
 
-from raydfl.engine.autotune import remembered
+from raydfl.core.deprecation import alias_former_names
+from raydfl.engine.autotune import measure_once
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config, load_config, make_config
-from raydfl.engine.evaluation import label_entry, received_entries
+from raydfl.engine.evaluation import find_received_entries, label_entry
 from raydfl.engine.federation import Federation
-from raydfl.engine.networks import build_models, fixed_of_whole
+from raydfl.engine.networks import build_fixed_tensors, build_models
 from raydfl.engine.orders import SERVER, Order, Reply, keys_of, split_groups
 from raydfl.engine.overrides import apply_overrides, apply_values
 from raydfl.engine.pool import Pool, SerialPool
 from raydfl.engine.probe import try_models
-from raydfl.engine.recall import Best, best_of
+from raydfl.engine.recall import Best, find_best
 from raydfl.engine.selection import Criterion, Leader, holds_out
-from raydfl.engine.settings import RaySettings, TrackSettings, without_password
+from raydfl.engine.settings import RaySettings, TrackSettings, hide_passwords
 from raydfl.engine.telemetry import TIMELINE, WALL, RoundReport, add_spans
 from raydfl.engine.validation import UpdateChecker
 from raydfl.engine.worker import KEPT_MODEL, Worker
@@ -44,17 +45,28 @@ __all__ = [
     "add_spans",
     "apply_overrides",
     "apply_values",
-    "best_of",
+    "build_fixed_tensors",
     "build_models",
-    "fixed_of_whole",
+    "find_best",
+    "find_received_entries",
+    "hide_passwords",
     "holds_out",
     "keys_of",
     "label_entry",
     "load_config",
     "make_config",
-    "received_entries",
-    "remembered",
+    "measure_once",
     "split_groups",
     "try_models",
-    "without_password",
 ]
+
+alias_former_names(
+    __name__,
+    {
+        "best_of": "find_best",
+        "fixed_of_whole": "build_fixed_tensors",
+        "received_entries": "find_received_entries",
+        "remembered": "measure_once",
+        "without_password": "hide_passwords",
+    },
+)

@@ -1,4 +1,4 @@
-"""The engine's side of an attack: who attacks in a round, and what the server gets from them in place of honest updates."""
+"""Simulation of attacks: selection of a round's attackers, and replacement of their updates."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 
 class Adversary:
-    """The attackers of a federation.
+    """Attackers of a federation.
 
     Args:
-        attack: what they do; ``None``: there are none.
-        changes: prefixes of the tensors that the method sends as changes already.
-        ids: of all clients of the federation.
-        seed: the run's.
+        attack: The attack; ``None``: no attackers.
+        changes: Prefixes of the tensors that the method sends as changes instead of new values.
+        ids: Ids of all clients.
+        seed: Seed of the run.
     """
 
     def __init__(self, attack: Attack | None, changes: tuple[str, ...], ids: Sequence[str], seed: int) -> None:
@@ -36,21 +36,21 @@ class Adversary:
         self._drawn: tuple[int, np.ndarray] | None = None
 
     def attacks(self, client: int, round_index: int) -> bool:
-        """Return whether a client (by its index) attacks in the round after ``round_index`` completed ones."""
+        """Return whether the client with an index attacks in the round after ``round_index`` completed rounds."""
         if self.attack is None:
             return False
         attack = self.attack
         now = round_index
-        # The same in all rounds are drawn once: there may be millions of clients.
+        # Attackers of the whole run are drawn only once, because a population may have millions of clients.
         if attack.draw == "run" and type(attack).attackers is Attack.attackers:
-            begun, over = attack.start <= round_index + 1, attack.stop is not None and attack.stop < round_index + 1
-            now = -1 if begun and not over else -2
+            started, over = attack.start <= round_index + 1, attack.stop is not None and attack.stop < round_index + 1
+            now = -1 if started and not over else -2
         if self._drawn is None or self._drawn[0] != now:
             with naming_failures(attack, "attackers", f"round {round_index + 1}", kind="attack"):
                 self._drawn = now, attack.attackers(self._ids, self._seed, round_index)
         return bool(self._drawn[1][client])
 
-    def sent(
+    def replace_updates(
         self,
         updates: Iterable[Update],
         examples: Mapping[str, float],
@@ -58,16 +58,17 @@ class Adversary:
         current: Mapping[str, Tensors],
         round_index: int,
     ) -> Iterator[Update]:
-        """Yield the updates of a round, in their order, the attackers' as they send them.
+        """Yield the round's updates in client order, with attackers' updates replaced.
 
-        Where nobody colludes each is passed on before the next is read. Those who collude see cut updates as whole ones, which have
-        not changed what they did not send.
+        Without collusion, each update is yielded before the next is read. Colluding attackers see cut updates as complete updates,
+        with unchanged values outside the cut.
 
         Args:
-            updates: of the whole cohort, as honestly computed.
-            examples: training examples of each client of the round, by id.
-            attacking: the ids of those that attack.
-            current: what the server has, by key.
+            updates: Honest updates of the whole cohort.
+            examples: Number of training examples of each client of the round, by id.
+            attacking: Ids of the attackers.
+            current: Server's tensors by key.
+            round_index: Number of completed rounds.
         """
         attack = self.attack
         if not attacking or not isinstance(attack, (UpdateAttack, ColludingAttack)):
@@ -85,19 +86,19 @@ class Adversary:
             whole = (fill_cuts(update, current.get(update.key, {})) for update in updates)
             return _colluding(attack, whole, attacking, about, reference, round_index)
 
-        def attacked(update: Update) -> Update:
+        def replace(update: Update) -> Update:
             flat = FlatTensors.of(update.tensors)
             start = reference(update, flat.layout) if not update.cuts else self._cut_reference(update, current)
             honest = flat.vector - start.astype(np.float64)
             rng = seeds.generator(self._seed, round_index, update.client_id, "attack")
             with naming_failures(attack, "change", f"round {round_index + 1}", kind="attack"):
                 change = attack.change(honest, about, rng)
-            return update if change is honest else _with(update, flat.layout, start, change)
+            return update if change is honest else _replace_values(update, flat.layout, start, change)
 
-        return (attacked(update) if update.client_id in attacking else update for update in updates)
+        return (replace(update) if update.client_id in attacking else update for update in updates)
 
     def _reference(self, layout: Layout, current: Tensors) -> np.ndarray:
-        """float32 [layout.size]: what the server has; 0 for what it does not have and for what is sent as a change."""
+        """Return the server's values, float32 [layout.size]. 0 for unknown tensors, and for tensors sent as changes."""
         vector = np.zeros(layout.size, np.float32)
         for name in layout.names:
             if name in current and not name.startswith(self._changes):
@@ -105,7 +106,7 @@ class Adversary:
         return vector
 
     def _cut_reference(self, update: Update, current: Mapping[str, Tensors]) -> np.ndarray:
-        """Return what the server has where an update that is cut comes from: float32 [elements of the update]."""
+        """Return the server's values at the elements of a cut update, float32 [elements of the update]."""
         known = current.get(update.key, {})
         whole = FlatTensors.of({name: known[name] for name in update.cuts})
         parts = cut_tensors(whole, update.cuts, f"client {update.client_id!r}")
@@ -121,7 +122,7 @@ def _colluding(
     reference: Callable[[Update, Layout], np.ndarray],
     round_index: int,
 ) -> Iterator[Update]:
-    """Yield the updates with the attackers' replaced: one change for all attackers whose updates have the same key and layout."""
+    """Yield the updates with attackers' updates replaced. Attackers with the same key and layout send the same change."""
     updates = list(updates)
     flat = [FlatTensors.of(update.tensors) for update in updates]
     kinds = [(update.key, tensors.layout) for update, tensors in zip(updates, flat, strict=True)]
@@ -132,17 +133,18 @@ def _colluding(
             continue
         start = reference(update, tensors.layout)
         if kind not in changes:
-            alike = [position for position, other in enumerate(kinds) if other == kind]
+            alike = [position for position, of_update in enumerate(kinds) if of_update == kind]
             honest = [position for position in alike if updates[position].client_id not in attacking]
-            seen = honest if attack.knowledge == "all" else []
+            visible = honest if attack.knowledge == "all" else []
             own = [position for position in alike if updates[position].client_id in attacking]
-            known = HonestUpdates([flat[position].vector for position in seen or own], start)
+            known = HonestUpdates([flat[position].vector for position in visible or own], start)
             with naming_failures(attack, "together", f"round {round_index + 1}", kind="attack"):
                 changes[kind] = attack.together(known, cohort)
-        yield _with(update, tensors.layout, start, changes[kind])
+        yield _replace_values(update, tensors.layout, start, changes[kind])
 
 
-def _with(update: Update, layout: Layout, reference: np.ndarray, change: np.ndarray) -> Update:
-    """Return the update with the server's values plus ``change``, as near as float32 can say: attackers send finite numbers."""
+def _replace_values(update: Update, layout: Layout, reference: np.ndarray, change: np.ndarray) -> Update:
+    """Return the update with the server's values plus ``change`` in float32."""
+    # Clipped, because a server would reject an update that is not finite.
     vector = np.clip(reference + change, -_LARGEST, _LARGEST).astype(np.float32)
     return dataclasses.replace(update, tensors=FlatTensors(layout, vector))

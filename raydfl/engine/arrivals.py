@@ -1,4 +1,4 @@
-"""The way home of a round's updates: from the pool, as clients are done, to the aggregation, in client order."""
+"""Receipt of a round's updates, which sorts the pool's replies into client order for the aggregation."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from raydfl.engine.orders import Order, Reply
 from raydfl.engine.storage import record
 from raydfl.engine.storage.private import PrivateRef
 from raydfl.engine.telemetry import TIMELINE, ReplyTimer, RoundReport, RoundRows
-from raydfl.engine.validation import UpdateChecker, left_out, shown_reason
+from raydfl.engine.validation import UpdateChecker, make_printable, reject_misfit
 
 BY_KIND = ("clients", "bytes_down", "bytes_up")
-"""Names of the numbers that are recorded of each kind of client, as ``views/KIND/clients`` and so on."""
+"""Metrics of each kind of client, recorded as ``views/KIND/clients`` and so on."""
 
 
 class Arrivals:
-    """The replies of a round's training: their updates, and what else came with them.
+    """Replies of a round's training, with the statistics of their clients.
 
     Args:
-        orders: of the round.
-        replies: of the pool, in order of completion.
-        report: is told of each reply.
-        on_error: ``"stop"`` or ``"drop"``: what becomes of a client whose update does not fit.
-        kind_of: says by its id which kind a client is of, where bytes are told by kind; ``None``: they are not.
+        orders: Orders of the round.
+        replies: Replies of the pool, in order of completion.
+        report: Report of the round, updated with each reply.
+        on_error: ``"stop"`` or ``"drop"``: response to an update that does not fit.
+        kind_of: Function from a client's id to its kind, for statistics by kind; ``None``: no such statistics.
     """
 
     def __init__(
@@ -37,80 +37,80 @@ class Arrivals:
         kind_of: Callable[[str], str] | None = None,
     ) -> None:
         self.moved: dict[str, PrivateRef] = {}
-        """New places of clients' private state, by client id."""
+        """New locations of clients' private state, by client id."""
         self.largest: dict[str, float] = {}
-        """The largest magnitude that each client sent."""
+        """Largest magnitude in each client's update."""
         self.seconds = 0.0
-        """For which the server was kept waiting."""
+        """Seconds that the server waited for replies."""
         self._orders = orders
         self._replies = replies
         self._early: dict[int, Reply] = {}
-        """Replies that have come and not been passed on, by position."""
+        """Replies ahead of their turn, by position."""
         self._timer = ReplyTimer()
         self._report = report
         self._on_error = on_error
         self._kind_of = kind_of
         self._by_kind: dict[str, list[int]] = {}
-        """Clients of each kind that took part, and the bytes down and up."""
+        """Number of clients of each kind, and their bytes down and up."""
         self._trained: dict[str, Metrics] = {}
         self._fit_seconds = 0.0
         self._vectorised = 0
 
     def updates(self, tensors: Mapping[str, Tensors], additions: tuple[str, ...]) -> Iterator[Update]:
-        """Pass on the updates that count, one after another in client order, whatever the order of arrival.
+        """Yield the accepted updates in client order, regardless of their arrival.
 
         Args:
-            tensors: the server's, by key.
-            additions: Method.additions.
+            tensors: Tensors of the server by key.
+            additions: ``Method.additions``.
         """
-        # The first three updates decide what all have to agree in, so they are there before one of them is passed on.
+        # Kinds of metrics are decided by the majority of the first three updates, so the checker needs them in advance.
         first: list[tuple[Update, Metrics]] = []
         for order in self._orders:
-            reply = self._reply_to(order)
+            reply = self._wait_for(order)
             first += [(update, update.metrics) for update in reply.updates]
             if len(first) >= 3:
                 break
         checker = UpdateChecker(tensors, additions, first[:3])
         first.clear()
         for order in self._orders:
-            reply = self._reply_to(order)
+            reply = self._wait_for(order)
             del self._early[order.position]
-            if self._counts(reply, checker):
+            if self._accept(reply, checker):
                 yield from reply.updates
 
-    def _reply_to(self, order: Order) -> Reply:
-        """Wait for the reply to an order; others that come meanwhile are kept."""
+    def _wait_for(self, order: Order) -> Reply:
+        """Wait for the reply to an order, and store earlier arrivals."""
         while order.position not in self._early:
-            asked = time.perf_counter()
+            start = time.perf_counter()
             try:
                 reply = next(self._replies, None)
             finally:
-                self.seconds += time.perf_counter() - asked
+                self.seconds += time.perf_counter() - start
             if reply is None:
                 raise AssertionError(f"the pool returned no reply to order {order.position}")
             self._timer.note(reply)
             self._early[reply.position] = reply
         return self._early[order.position]
 
-    def _counts(self, reply: Reply, checker: UpdateChecker) -> bool:
-        """Take note of a reply; return whether its update counts."""
+    def _accept(self, reply: Reply, checker: UpdateChecker) -> bool:
+        """Record a reply, and return whether its update is accepted."""
         report, client = self._report, reply.client_id
         report.clients += 1
         report.bytes_down += reply.bytes_down
         report.bytes_up += reply.bytes_up
         if self._kind_of is not None:
-            found = self._by_kind.setdefault(self._kind_of(client), [0, 0, 0])
-            for place, more in enumerate((1, reply.bytes_down, reply.bytes_up)):
-                found[place] += more
+            totals = self._by_kind.setdefault(self._kind_of(client), [0, 0, 0])
+            for place, value in enumerate((1, reply.bytes_down, reply.bytes_up)):
+                totals[place] += value
         report.looped_because = report.looped_because or reply.looped_because
         self._fit_seconds += reply.seconds
         self._vectorised += reply.together > 1
         reason = reply.rejected
         if reply.update is not None:
             misfit = next(filter(None, (checker.misfit(update, update.metrics) for update in reply.updates)), "")
-            reason = left_out(report.round, client, misfit, self._on_error) if misfit else ""
+            reason = reject_misfit(report.round, client, misfit, self._on_error) if misfit else ""
         if reply.update is None or reason:
-            report.rejected[client] = shown_reason(reason)
+            report.rejected[client] = make_printable(reason)
             return False
         if reply.private is not None and reply.private != self._orders[reply.position].private:
             self.moved[client] = reply.private
@@ -121,12 +121,12 @@ class Arrivals:
         return True
 
     def record(self, rows: RoundRows, together: bool, deadline: bool) -> None:
-        """Record what the clients' training gave; every reply must have come.
+        """Record the metrics of the clients' training, after all replies.
 
         Args:
-            rows: of the round.
-            together: whether clients may be trained together.
-            deadline: whether their training has one.
+            rows: Rows of the round, extended in place.
+            together: Whether clients may be trained in batches.
+            deadline: Whether the training has a deadline.
         """
         report = self._report
         loss = pool_metrics(self._trained.values()).get("loss")
@@ -144,9 +144,9 @@ class Arrivals:
                 "seconds/fit": fit,
             }
         )
-        for kind, numbers in sorted(self._by_kind.items()):
-            names = (f"views/{kind}/{what}" for what in BY_KIND)
-            rows.add({name: Ratio(number, 1) for name, number in zip(names, numbers, strict=True)})
+        for kind, totals in sorted(self._by_kind.items()):
+            names = (f"views/{kind}/{metric}" for metric in BY_KIND)
+            rows.add({name: Ratio(total, 1) for name, total in zip(names, totals, strict=True)})
         if together:
             rows.add({"vectorised": Ratio(self._vectorised, max(1, report.clients))})
         rows.add_notes("train", "failed", report.rejected)
@@ -155,20 +155,20 @@ class Arrivals:
             steps = {client: f"{done} steps until train.deadline" for client, done in report.cut.items()}
             rows.add_notes("train", "late", steps)
 
-    def record_work(self, rows: RoundRows, actors: int, began: float, index_of: Callable[[str], int]) -> None:
-        """Record how the actors spent the round's training, and who did what when.
+    def record_work(self, rows: RoundRows, actors: int, start: float, index_of: Callable[[str], int]) -> None:
+        """Record the actors' use of time in the round's training, with a timeline of clients.
 
         Args:
-            rows: of the round.
-            actors: how many there are.
-            began: when the round began.
-            index_of: a client's position in the population, by its id.
+            rows: Rows of the round, extended in place.
+            actors: Number of actors.
+            start: Start of the round, in seconds of ``time.perf_counter``.
+            index_of: Function from a client's id to its index in the population.
         """
         report, timer = self._report, self._timer
         work = timer.work(actors)
         report.work.update(work)
         report.retried = sum(timer.retried.values())
-        rows.add({**{f"seconds/{what}": ratio for what, ratio in work.items()}, "retried": Ratio(report.retried, 1)})
-        rows.add({TIMELINE: timer.timeline(began, {client: index_of(client) for client, _ in timer.spans})})
+        rows.add({**{f"seconds/{use}": ratio for use, ratio in work.items()}, "retried": Ratio(report.retried, 1)})
+        rows.add({TIMELINE: timer.timeline(start, {client: index_of(client) for client, _ in timer.spans})})
         for client, times in timer.retried.items():
             rows.add({"retried": Ratio(times, 1)}, client)

@@ -1,4 +1,4 @@
-"""The number of clients to train in one computation, measured once for a kind of work and a device."""
+"""Number of clients for batched training, measured once for each kind of work and device."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from raydfl.engine.worker import Worker
 logger = logging.getLogger(__name__)
 
 _WORTH = 0.95
-"""A doubled width has to take at most this share of the time for a client, else it is not worth its memory."""
+"""Largest ratio of the times for a client that justifies a doubled width, which needs more memory."""
 
 
 def ask_width(pool: Pool, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> int:
-    """Have a worker at the first order's place choose how many clients to train at once; 1 without orders.
+    """Have a worker at the first order's site choose the number of clients for batched training; 1 without orders.
 
     Raises:
-        ResourcesError: the worker is lost.
+        ResourcesError: The worker is lost.
     """
     if not orders:
         return 1
@@ -40,17 +40,17 @@ def ask_width(pool: Pool, orders: Sequence[Order], broadcast: Mapping[str, FlatT
     width = pool.ask(place, lambda worker: choose_width(worker, own, broadcast))
     if width is None:
         raise ResourcesError(
-            "A client actor was lost while it measured how many clients to train together. Check memory, or set "
-            "train.together to a number"
+            "train.together=auto: a client actor was lost in the measurement, probably for lack of memory. Set train.together to a "
+            "number"
         )
     return width
 
 
 def choose_width(worker: Worker, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> int:
-    """Return how many of these clients to train at once on a worker's device.
+    """Choose the number of clients for batched training on a worker's device.
 
-    On the CPU always 1: there the operations are fused and one client after another is fastest, and a measurement, which is
-    never the same twice, would make equal runs differ. On a GPU it is measured, once for a model and a device.
+    The width is 1 on the CPU, where unbatched training with fused operations is fastest, and where a varying measurement would make
+    equal runs differ. On a GPU, it is measured once for each model and device.
     """
     if worker.device.type == "cpu" or len(orders) < 2:
         return 1
@@ -60,63 +60,65 @@ def choose_width(worker: Worker, orders: Sequence[Order], broadcast: Mapping[str
     work = (worker.method, models, train.batch_size, train.optimiser, train.precision)
     kind = ((*work, worker.config.ray.gpus, device), torch.__version__)
     path = (data.cache or default_cache()) / "widths.json"
-    return remembered(path, kind, lambda: measure_width(worker, orders, broadcast))
+    return measure_once(path, kind, lambda: measure_width(worker, orders, broadcast))
 
 
 def measure_width(worker: Worker, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> int:
-    """Measure how many clients to train at once; nothing that they do meanwhile is kept."""
+    """Measure the fastest number of clients for batched training. The results of the training are discarded."""
     orders = sorted(orders, key=lambda order: -order.cost)
     private = worker.private
 
-    def seconds(width: int) -> float:
+    def measure_seconds(width: int) -> float:
         group = [dataclasses.replace(order, group=0) for order in orders[:width]]
-        return min(worker.carry_out(group, broadcast)[0].seconds for _ in range(3))  # the first warms up
+        return min(worker.carry_out(group, broadcast)[0].seconds for _ in range(3))  # the first includes the warm-up
 
     with tempfile.TemporaryDirectory(prefix="raydfl-width-") as scratch:
         worker.private = PrivateStore(Path(scratch), also_read=[private.folder])
         try:
-            return best_width(seconds, len(orders))
+            return find_best_width(measure_seconds, len(orders))
         finally:
             worker.private.close()
             worker.private = private
             worker.networks.replicas.clear()
 
 
-def best_width(seconds: Callable[[int], float], most: int) -> int:
-    """Return the width beyond which doubling it gains nothing.
+def find_best_width(measure_seconds: Callable[[int], float], most: int) -> int:
+    """Double the width until a client's time no longer falls by at least 5 %, and return the last width with a gain.
 
     Args:
-        seconds: measures a client's time at a width. A failure of it (no memory) ends the search.
-        most: clients that there are.
+        measure_seconds: Function from a width to the seconds for a client. Its failure, such as a lack of memory, ends the search.
+        most: Largest width.
     """
-    best, fastest = 1, seconds(1)
+    best, fastest = 1, measure_seconds(1)
     width = 2
     while width <= most:
         try:
-            took = seconds(width)
+            seconds = measure_seconds(width)
         except (RuntimeError, ClientError) as error:
-            logger.info("%d clients at once do not fit: %s", width, error)
+            logger.info("Batched training of %d clients failed, so the width is %d: %s", width, best, error)
             break
-        if took > _WORTH * fastest:
+        if seconds > _WORTH * fastest:
             break
-        best, fastest = width, took
+        best, fastest = width, seconds
         width *= 2
     return best
 
 
-def remembered(path: Path, kind: Hashable, measure: Callable[[], int]) -> int:
-    """Return what ``measure`` gave the first time for work of this kind; later calls read it from ``path``.
+def measure_once(path: Path, kind: Hashable, measure: Callable[[], int]) -> int:
+    """Measure a number for a kind of work, or read it from the cache of earlier measurements.
 
     Args:
-        kind: what it depends on; equal kinds have equal ``repr``.
+        path: JSON file of the cache.
+        kind: Everything that affects the number. Equal kinds must have an equal ``repr``.
+        measure: Function that measures the number.
     """
     key = hashlib.blake2b(repr(kind).encode(), digest_size=12).hexdigest()
     known: dict[str, int] = {}
-    with contextlib.suppress(OSError, ValueError):  # not there yet, or of an older version: measured again
+    with contextlib.suppress(OSError, ValueError):  # the file is missing, or of an older version
         known = json.loads(path.read_text())
     if isinstance(known.get(key), int):
         return known[key]
-    width = measure()
-    with contextlib.suppress(OSError):  # a cache that cannot be written costs a measurement, not the run
-        write_atomically(path, lambda temporary: temporary.write_text(json.dumps({**known, key: width}, indent=1)))
-    return width
+    number = measure()
+    with contextlib.suppress(OSError):  # without a writable cache, the next run measures again
+        write_atomically(path, lambda temporary: temporary.write_text(json.dumps({**known, key: number}, indent=1)))
+    return number

@@ -1,4 +1,4 @@
-"""The population as a sequence of Client values, made on demand: 100,000 clients cost a few arrays."""
+"""The population as a sequence of clients. Clients are created on demand, so 100,000 of them cost only a few arrays."""
 
 from __future__ import annotations
 
@@ -13,40 +13,40 @@ from raydfl.core.errors import ConfigError, nearest
 from raydfl.core.sequences import OnDemand
 from raydfl.core.types import Client, ModelSpec
 from raydfl.data import DataSettings, Population, dealt
-from raydfl.engine.assembly import split_view, text_of
+from raydfl.engine.assembly import format_value, split_view
 from raydfl.engine.config import Config
 from raydfl.engine.draw import Draw, make_draw
 from raydfl.models import INIT_FROM
 
-_REMEMBERED = 4096
-"""Clients that are kept once made: those of a round are asked for several times."""
-_AT_ONCE = 1 << 20
-"""Clients whose profiles are looked at together."""
+_CACHE_SIZE = 4096
+"""Number of cached clients. A round looks up each client of its cohort several times."""
+_CHUNK = 1 << 20
+"""Number of clients whose profiles are compared at a time."""
 
 
 class Clients(OnDemand[Client]):
-    """Every client of a population with the architectures that its profile says, or that were drawn for it (by the run seed)."""
+    """Clients of a population, each with the architectures that its profile selects or the run seed draws."""
 
     def __init__(self, population: Population, config: Config, planning: bool = False) -> None:
-        """Take note of what each client has.
+        """Read the profiles and draw the architectures.
 
         Args:
-            population: the clients.
-            config: of the run.
-            planning: whether rounds are planned with them, so that each knows its weight in the draw. An actor has no use for it.
+            population: The population.
+            config: Configuration of the run.
+            planning: Whether to set ``Client.chance`` and ``Client.stratum``, which only the planning of rounds needs.
         """
         self._planning = planning
         self._population = population
         objective, settings = config.parts.method.objective, config.data.each
         self._dealt: dict[str, tuple[int, Mapping[str, tuple[Sequence[Any], np.ndarray]]]] = {}
-        """By part: the index of its first client, and by name the values and which of them each client is dealt."""
+        """For each part, the index of its first client, and its ``data.profile``: values, and positions in them [clients]."""
         self._specs: dict[str, list[list[ModelSpec]]] = {}
-        """By part and model: its architectures."""
-        widest = max(len(of.classes) for of in population.parts.values())
-        for part, of in population.parts.items():
-            data, classes = settings[part], len(of.classes)
+        """Architectures by part and model."""
+        widest = max(len(part_data.classes) for part_data in population.parts.values())
+        for part, part_data in population.parts.items():
+            data, classes = settings[part], len(part_data.classes)
             values = {
-                name: (profile.values, dealt(name, profile, len(of), config.run.seed))
+                name: (profile.values, dealt(name, profile, len(part_data), config.run.seed))
                 for name, profile in data.profile.items()
                 if profile.values
             }
@@ -54,29 +54,30 @@ class Clients(OnDemand[Client]):
             outputs = objective.outputs(widest if config.data.heads == "common" else classes)
             width = None if outputs == classes else outputs
             self._specs[part] = [
-                [_spec(name, architecture, options, of, data, width) for architecture, options in choices]
+                [_make_spec(name, architecture, options, part_data, data, width) for architecture, options in choices]
                 for name, choices in config.parts.models.items()
             ]
-        self._drawn: list[np.ndarray | None] = []
+        self._choices: list[np.ndarray | None] = []
+        """For each model, the position of every client's architecture; ``None``: all clients have the same."""
         for name, choices in config.parts.models.items():
             if name in config.parts.chosen_by:
-                self._drawn.append(self._chosen(name, *config.parts.chosen_by[name]))
+                self._choices.append(self._choose(name, *config.parts.chosen_by[name]))
                 continue
             rng = seeds.generator(config.run.seed, 0, "", f"architecture/{name}")
             drawn = rng.integers(len(choices), size=len(population)) if len(choices) > 1 else None
-            self._drawn.append(None if drawn is None else _small(drawn))
-        self._index = functools.lru_cache(_REMEMBERED)(population.index)
+            self._choices.append(None if drawn is None else _shrink(drawn))
+        self._index = functools.lru_cache(_CACHE_SIZE)(population.index)
         self._settings = config.train.clients
-        self._client = functools.lru_cache(_REMEMBERED)(self._make)
+        self._client = functools.lru_cache(_CACHE_SIZE)(self._make)
         self._method = config.parts.method
         self._read = self._method.needs.columns
-        self._own_models = functools.lru_cache(_REMEMBERED)(self._narrowed)
+        self._own_models = functools.lru_cache(_CACHE_SIZE)(self._narrow)
 
     def __len__(self) -> int:
         return len(self._population)
 
     def item(self, position: int) -> Client:
-        """Return a client."""
+        """Return the client at a position of the population."""
         client: Client = self._client(position)
         return client
 
@@ -89,18 +90,18 @@ class Clients(OnDemand[Client]):
             num_examples=self._population.num_examples(position),
             models=self._own_models(self._models(position), read),
             profile=profile,
-            **self._drawn_with(position),
+            **self._find_chance(position),
         )
 
-    def _drawn_with(self, position: int) -> dict[str, Any]:
-        """Return a client's weight and group in the draw, where they differ between clients."""
+    def _find_chance(self, position: int) -> dict[str, Any]:
+        """Return a client's weight and stratum in the sampling of cohorts, unless they are equal for all clients."""
         if not self._planning or self.draw is None:
             return {}
         return {"chance": float(self.draw.chances[position]), "stratum": int(self.draw.strata[position])}
 
     @functools.cached_property
     def draw(self) -> Draw | None:
-        """Every client's weight and group in the draw of a round; ``None``: all are drawn alike.
+        """Weights and strata of all clients in the sampling of cohorts; ``None``: uniform sampling.
 
         Raises:
             ConfigError: ``train.clients`` does not fit the clients.
@@ -109,65 +110,73 @@ class Clients(OnDemand[Client]):
 
     @property
     def eligible(self) -> int:
-        """Clients that may take part in training."""
+        """Number of clients that may take part in training."""
         return len(self) if self.draw is None else self.draw.eligible
 
     def _column(self, name: str) -> tuple[Sequence[Any], np.ndarray]:
-        """Return a column of all profiles, dealt values among them: see :meth:`Population.column`."""
-        known, of = self._population.column(name)
-        values, places = [*known], of.astype(np.int32)
+        """Return a column of all profiles, including ``data.profile``.
+
+        Returns:
+            Values, and the position of each client's value [clients]. -1 means unknown.
+        """
+        known, positions = self._population.column(name)
+        values, places = [*known], positions.astype(np.int32)
         for first, dealt_values in self._dealt.values():
             if name in dealt_values:
-                own, own_of = dealt_values[name]
-                places[first : first + len(own_of)] = own_of.astype(np.int32) + len(values)
+                own, own_places = dealt_values[name]
+                places[first : first + len(own_places)] = own_places.astype(np.int32) + len(values)
                 values += own
         return values, places
 
-    def _narrowed(self, models: tuple[ModelSpec, ...], read: tuple[tuple[str, Any], ...]) -> tuple[ModelSpec, ...]:
+    def _narrow(self, models: tuple[ModelSpec, ...], read: tuple[tuple[str, Any], ...]) -> tuple[ModelSpec, ...]:
         return self._method.client_models(models, dict(read))
 
     def _profile(self, position: int) -> dict[str, Any]:
         first, dealt_values = self._dealt[self._population.part_of(position)]
-        own = {name: values[int(of[position - first])] for name, (values, of) in dealt_values.items()}
+        own = {name: values[int(places[position - first])] for name, (values, places) in dealt_values.items()}
         return {**self._population.profile(position), **own}
 
-    def _chosen(self, model: str, column: str, keys: Sequence[str]) -> np.ndarray:
-        """Return the position of every client's architecture, by what its profile says.
+    def _choose(self, model: str, column: str, keys: Sequence[str]) -> np.ndarray:
+        """Return the position of every client's architecture, selected by a profile column.
 
         Raises:
-            ConfigError: there is no architecture for what it says of a client.
+            ConfigError: A client's value has no architecture.
         """
-        number = {key: place for place, key in enumerate(keys)}
-        places = _places(*self._column(column), number)
+        position_of = {key: place for place, key in enumerate(keys)}
+        places = _map_values(*self._column(column), position_of)
         missing = np.flatnonzero(places < 0)
         if len(missing):
             value = self._profile(int(missing[0])).get(column)
             raise ConfigError(
                 f"models.{model}.choices: no architecture for client {self._population.ids[int(missing[0])]!r}, whose {column} is "
-                f"{value!r}; {nearest(text_of(value), keys)}"
+                f"{value!r}; {nearest(format_value(value), keys)}"
             )
-        return _small(places)
+        return _shrink(places)
 
     def by_id(self, client_id: str) -> Client:
-        """Return the client of that id.
+        """Return the client with this id.
 
         Raises:
-            DataError: there is none.
+            DataError: The id is unknown.
         """
         return self[self._index(client_id)]
 
     def views_of(self, client_id: str) -> str:
-        """Return a client's ``data.views``, as in ``video+depth``; ``none`` if it has none of them."""
+        """Return the ``data.views`` of a client, such as ``video+depth``, or ``none``."""
         return "+".join(self.by_id(client_id).profile["views"]) or "none"
 
     def index_of(self, client_id: str) -> int:
-        """Return the position of a client in the population."""
+        """Return the position of a client in the population.
+
+        Raises:
+            DataError: The id is unknown.
+        """
         return self._index(client_id)
 
     def _models(self, position: int) -> tuple[ModelSpec, ...]:
         return tuple(
-            specs[0] if drawn is None else specs[int(drawn[position])]
-            for specs, drawn in zip(self._specs[self._population.part_of(position)], self._drawn, strict=True)
+            specs[0] if chosen is None else specs[int(chosen[position])]
+            for specs, chosen in zip(self._specs[self._population.part_of(position)], self._choices, strict=True)
         )
 
     def classes_of(self, part: str) -> tuple[str, ...]:
@@ -175,7 +184,7 @@ class Clients(OnDemand[Client]):
         return self._population.parts[part].classes
 
     def of_part(self, part: str) -> Sequence[Client]:
-        """Return the clients of one part, made on demand."""
+        """Return the clients of a part. They are created on demand."""
         return _Section(self, self._population.spans[part])
 
     def variants(self) -> list[tuple[ModelSpec, ...]]:
@@ -183,44 +192,44 @@ class Clients(OnDemand[Client]):
         return list(dict.fromkeys(specs for variants in self.variants_of_parts().values() for specs in variants))
 
     def variants_of_parts(self) -> dict[str, list[tuple[ModelSpec, ...]]]:
-        """Return each part's distinct combinations of architectures, as the server has them."""
+        """Return the distinct combinations of architectures of each part, as the server has them."""
         return {part: self._variants(positions) for part, positions in self._population.spans.items()}
 
     def _variants(self, positions: range) -> list[tuple[ModelSpec, ...]]:
-        return [self._models(position) for position in self._unlike(positions, self._drawn)]
+        return [self._models(position) for position in self._find_distinct(positions, self._choices)]
 
-    def built_in_parts(self) -> dict[str, list[tuple[ModelSpec, ...]]]:
-        """Return what clients of each part build in place of their architectures, where it is another (Method.client_models).
+    def narrow_variants(self) -> dict[str, list[tuple[ModelSpec, ...]]]:
+        """Return the distinct combinations of ``Method.client_models`` of each part that differ from the server's networks.
 
         Raises:
-            ConfigError: there is no such network for a client's profile.
+            ConfigError: The method has no network for a client's profile.
         """
         read = [self._column(name)[1] for name in self._read]
         return {
             part: [
                 own
-                for position in self._unlike(positions, [*self._drawn, *read])
+                for position in self._find_distinct(positions, [*self._choices, *read])
                 if (own := self[position].models) != self._models(position)
             ]
             for part, positions in self._population.spans.items()
         }
 
     @staticmethod
-    def _unlike(positions: range, columns: Sequence[np.ndarray | None]) -> list[int]:
-        """Return the first of some clients with each combination of what columns say."""
+    def _find_distinct(positions: range, columns: Sequence[np.ndarray | None]) -> list[int]:
+        """Return the first client with each combination of values in some columns."""
         if all(column is None for column in columns):
             return [positions.start]
-        given = [column for column in columns if column is not None]
-        found: dict[tuple[int, ...], int] = {}
-        for start in range(positions.start, positions.stop, _AT_ONCE):
-            own = [column[start : min(start + _AT_ONCE, positions.stop)] for column in given]
-            for place in _first_of_kinds(own):
-                found.setdefault(tuple(int(column[place]) for column in own), start + place)
-        return sorted(found.values())
+        varying = [column for column in columns if column is not None]
+        first: dict[tuple[int, ...], int] = {}
+        for start in range(positions.start, positions.stop, _CHUNK):
+            chunk = [column[start : min(start + _CHUNK, positions.stop)] for column in varying]
+            for place in _find_first(chunk):
+                first.setdefault(tuple(int(column[place]) for column in chunk), start + place)
+        return sorted(first.values())
 
 
 class _Section(OnDemand[Client]):
-    """Clients that follow one another in a population, made on demand."""
+    """Consecutive clients of a population, created on demand."""
 
     def __init__(self, clients: Clients, positions: range) -> None:
         self._clients = clients
@@ -230,41 +239,41 @@ class _Section(OnDemand[Client]):
         return len(self._positions)
 
     def item(self, position: int) -> Client:
-        """Return a client."""
+        """Return the client at a position of the section."""
         return self._clients[self._positions[position]]
 
 
-def _small(places: np.ndarray) -> np.ndarray:
-    """Return numbers from 0 on as integers as small as can be: there may be millions of clients."""
+def _shrink(places: np.ndarray) -> np.ndarray:
+    """Convert non-negative integers to the smallest type, because a population may have millions of clients."""
     return places.astype(np.min_scalar_type(int(places.max())))
 
 
-def _first_of_kinds(columns: Sequence[np.ndarray]) -> list[int]:
-    """Return the first place of each combination of numbers in columns of one length, ascending."""
+def _find_first(columns: Sequence[np.ndarray]) -> list[int]:
+    """Return the first row of each combination of integers in columns of equal length, in ascending order."""
     kinds, count = np.zeros(len(columns[0]), np.int64), 1
     for column in columns:
         least = int(column.min())
         pairs = kinds * (int(column.max()) - least + 1) + column.astype(np.int64) - least
-        found, kinds = np.unique(pairs, return_inverse=True)
-        count = len(found)
+        distinct, kinds = np.unique(pairs, return_inverse=True)
+        count = len(distinct)
     first = np.empty(count, np.int64)
-    first[kinds[::-1]] = np.arange(len(kinds) - 1, -1, -1)  # of several written to one place the last counts
+    first[kinds[::-1]] = np.arange(len(kinds) - 1, -1, -1)  # reversed, because the last write to an index wins
     return sorted(first.tolist())
 
 
-def _places(values: Sequence[Any], of: np.ndarray, number: Mapping[str, int]) -> np.ndarray:
-    """Return int32 [clients]: the number of what each client's profile says, -1 where it has none.
+def _map_values(values: Sequence[Any], places: np.ndarray, position_of: Mapping[str, int]) -> np.ndarray:
+    """Map the clients' values of a column to positions, int32 [clients]. -1 means unknown.
 
     Args:
-        values: that the profile may say.
-        of: int [clients]: the position of each client's, -1 for none.
-        number: of each value's text.
+        values: Values of the column.
+        places: Position of each client's value, int [clients]. -1 means unknown.
+        position_of: Position of each value's text.
     """
-    found: np.ndarray = np.array([*(number.get(text_of(value), -1) for value in values), -1], np.int32)[of]
-    return found
+    mapped: np.ndarray = np.array([*(position_of.get(format_value(v), -1) for v in values), -1], np.int32)[places]
+    return mapped
 
 
-def _spec(
+def _make_spec(
     name: str,
     architecture: str,
     options: Mapping[str, Any],
@@ -274,16 +283,16 @@ def _spec(
 ) -> ModelSpec:
     view, own = split_view({key: value for key, value in options.items() if key != INIT_FROM})
     shape = population.shape(view, data)
-    start = _frozen(options.get(INIT_FROM, {}))
-    return ModelSpec(name, architecture, shape, len(population.classes), _frozen(own), width, start, view)
+    start = _freeze(options.get(INIT_FROM, {}))
+    return ModelSpec(name, architecture, shape, len(population.classes), _freeze(own), width, start, view)
 
 
-def _frozen(options: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """Options as a hashable value: lists become tuples, mappings pairs."""
-    return tuple((key, _hashable(value)) for key, value in sorted(options.items()))
+def _freeze(options: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """Convert options to a hashable value, with tuples in place of lists and pairs in place of mappings."""
+    return tuple((key, _freeze_value(value)) for key, value in sorted(options.items()))
 
 
-def _hashable(value: Any) -> Any:
+def _freeze_value(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return _frozen(value)
-    return tuple(map(_hashable, value)) if isinstance(value, list) else value
+        return _freeze(value)
+    return tuple(map(_freeze_value, value)) if isinstance(value, list) else value

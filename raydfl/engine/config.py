@@ -1,8 +1,8 @@
 """The configuration of a run: typed, validated, read from YAML with ``key=value`` overrides.
 
-Options of methods, data sets and models are the fields of their classes, the other groups are in raydfl/training/settings.py,
-raydfl/engine/settings.py and beside what they set. ``raydfl config FILE`` prints the resolved configuration with the meaning, unit
-and range of each field.
+Options of methods, data sets and models are the fields of their classes. The remaining groups are in raydfl/training/settings.py,
+raydfl/engine/settings.py and the rooms that use them. ``raydfl config FILE`` prints the resolved configuration with the meaning,
+unit and range of each field.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from raydfl.core.options import explain, plain
 from raydfl.core.settings import Settings
 from raydfl.core.yaml import read_yaml
 from raydfl.data import KNOWN, DataSettings, Population, ProfileSettings
-from raydfl.engine.assembly import ModelChoice, Parts, assemble, split_view, text_of
+from raydfl.engine.assembly import ModelChoice, Parts, assemble, format_value, split_view
 from raydfl.engine.digest import drop_neutral, hash_values, select_decisive
-from raydfl.engine.named_files import absolute, check_encoder, check_same_files, named_files
+from raydfl.engine.named_files import check_encoder, check_same_files, hash_named_files, resolve_paths
 from raydfl.engine.needs import check_needs
 from raydfl.engine.overrides import apply_overrides
 from raydfl.engine.phases import Phases
@@ -35,29 +35,30 @@ from raydfl.models import INIT_FROM, check_model
 from raydfl.training import PhaseSettings, TrainSettings, check_device
 
 _FILES = "_files_at_start"
-"""Where a configuration that travels holds what :meth:`Config.files` was in the process that it comes from."""
+"""Attribute of a pickled configuration: :meth:`Config.files` of the process that started the run."""
 
 
 _KERNELS = "_kernels_at_start"
-"""Likewise: the kernels of that machine."""
+"""Attribute of a pickled configuration: the kernels of the machine that started the run."""
 _log = logging.getLogger(__name__)
 
 
 class Config(Settings):
-    """Everything that decides a run."""
+    """Configuration of a run: method, models, data, training, evaluation and resources."""
 
-    method: dict[str, Any] = Field(description="name, and the method's own hyperparameters")
+    method: dict[str, Any] = Field(description="Federated method: its name and its hyperparameters.")
     models: dict[str, ModelChoice] = Field(
         default_factory=dict,
-        description="architecture of each model of the method: a name, {name, options ...}, or a list that clients draw from",
+        description="Architecture of each model of the method: a name, {name, options ...}, or a list of architectures that are "
+        "assigned to clients at random.",
     )
     objective: dict[str, Any] = Field(
         default_factory=lambda: {"name": "classify"},
-        description="what is learnt: name (classify ...), and the objective's own options",
+        description="Learning objective: its name (classify ...) and its options.",
     )
     data: DataSettings
     attack: dict[str, Any] | None = Field(
-        None, description="simulated attackers: name, and the attack's own options; null: every client is honest"
+        None, description="Simulated attack: its name and its options. null: every client is honest."
     )
     train: TrainSettings = TrainSettings()
     evaluate: EvaluateSettings = EvaluateSettings()
@@ -67,24 +68,24 @@ class Config(Settings):
 
     @field_validator("method", "objective", "attack", mode="before")
     @classmethod
-    def _by_name(cls, value: Any) -> Any:
+    def _expand_name(cls, value: Any) -> Any:
         return {"name": value} if isinstance(value, str) else value
 
     @model_validator(mode="after")
-    def _parts_fit(self) -> Config:
+    def _check_groups(self) -> Config:
         self.check_needs({})
         if self.ray.actors == 0 or self.ray.gpus == 0 or self.ray.cpu_actors:
             check_device(self.train.precision, torch.device("cpu"))
         declared = self.parts.models
         _check_known(self.models, declared, f"models: {self.method['name']}")
         for data in self.data.each.values():
-            self._models_fit(data)
+            self._check_models(data)
         profiles = [data.profile for data in self.data.each.values()]
         for name, (column, keys) in self.parts.chosen_by.items():
             _check_choices(f"models.{name}", column, keys, profiles, list(self.data.parts))
         rates = {f"phases.{phase}.": own.optimiser.models or {} for phase, own in self.train.phases.items()}
-        for place, of_models in {"": self.train.optimiser.models, **rates}.items():
-            _check_known(of_models, declared, f"train.{place}optimiser.models: {self.method['name']}")
+        for place, models in {"": self.train.optimiser.models, **rates}.items():
+            _check_known(models, declared, f"train.{place}optimiser.models: {self.method['name']}")
         for criteria in self.make_selection().wanted.values():
             for setting, criterion in criteria:
                 check_measured(setting, criterion, self.evaluate, self.data.each.values())
@@ -93,17 +94,17 @@ class Config(Settings):
 
     @property
     def phases(self) -> Phases:
-        """The phases of the method, and in which round each begins."""
+        """The phases of the method with the first round of each."""
         return Phases.from_settings(type(self.parts.method).phases, self.train, self.method["name"])
 
     def check_needs(self, pools: Mapping[str, Sequence[str]]) -> None:
-        """Refuse a configuration that does not meet the declared needs.
+        """Reject a configuration that does not meet the declared needs.
 
         Args:
-            pools: of parts whose clips are assigned, by the part's name. A user's table of clips may name them.
+            pools: Names of the training pools by part, for parts whose clips are assigned. A table of clips may name pools.
 
         Raises:
-            ConfigError: naming the first conflict.
+            ConfigError: A need is not met. The message describes the first conflict.
         """
         method, rule, attack = self.parts.method, self.parts.rule, self.parts.attack
         phases = [self.train.resolve_phase(name) for name in self.phases.names]
@@ -111,13 +112,14 @@ class Config(Settings):
         check_needs(names, method, attack, rule, self.data, self.train.clients, phases, pools)
 
     def make_selection(self, population: Population | None = None) -> Selection:
-        """Return the comparison of rounds that ``run.best`` and ``run.stop`` ask for, before the first round.
+        """Create the selection of ``run.best`` and ``run.stop`` before the first round.
 
         Args:
-            population: of the run: it shows whether the server has validation data. ``None``: it does if the settings allow it.
+            population: Population of the run, to look up whether the server has validation data. ``None``: infer it from the
+                settings.
 
         Raises:
-            ConfigError: they do not fit the method, or it is not known which values are better.
+            ConfigError: A phase does not exist, or the direction of a metric is unknown.
         """
         model, headline = next(iter(self.parts.models), ""), self.parts.method.objective.headline
         if population is None:
@@ -127,8 +129,8 @@ class Config(Settings):
         validation = "server_validation" if self.evaluate.server and validates else "validation"
         return Selection.from_settings(self.run, self.phases, model, headline, validation, self.method["name"])
 
-    def _models_fit(self, data: DataSettings) -> None:
-        """Refuse networks that cannot read their views, and views that nobody reads."""
+    def _check_models(self, data: DataSettings) -> None:
+        """Reject networks that cannot read their view, and views without a model."""
         read, views = set(self.parts.method.needs.views), data.all_views
         for name, choices in self.parts.models.items():
             for architecture, options in choices:
@@ -139,36 +141,36 @@ class Config(Settings):
                 read.add(view)
                 if view not in views:
                     raise ConfigError(
-                        f"models.{name}.view: there is no view {view!r} in data.views (a model without view reads data.features); "
+                        f"models.{name}.view: unknown view {view!r}. Choose one of data.views, or omit it to read data.features; "
                         f"{nearest(str(view), data.views)}"
                     )
-                seen = views[view]
-                frames, cut = seen.features.frames, seen.pipeline.cut
+                source = views[view]
+                frames, cut = source.features.frames, source.pipeline.cut
                 if data.segment is not None:
                     frames = None
                 if frames is not None and cut is not None:
                     frames = min(frames, cut)
-                check_encoder(architecture, own, seen.features, f"models.{name}", f"{seen.where}.features")
-                check_model(architecture, own, seen.pipeline.shape(seen.features.bands), frames, f"models.{name}")
+                check_encoder(architecture, own, source.features, f"models.{name}", f"{source.where}.features")
+                check_model(architecture, own, source.pipeline.shape(source.features.bands), frames, f"models.{name}")
         for name in data.views:
             if name not in read:
                 raise ConfigError(
-                    f"data.views: no model reads the view {name!r}; set models.NAME.view={name}, or leave it out"
+                    f"data.views: no model reads the view {name!r}. Set models.NAME.view={name}, or remove the view"
                 )
 
     @functools.cached_property
     def parts(self) -> Parts:
-        """The objects that this configuration describes, built once in each process.
+        """The objects of this configuration, built once in each process.
 
         Raises:
-            ConfigError: in a process that got a configuration from another one: it cannot load a user's file.
+            ConfigError: A process that received the configuration cannot load a user's file.
         """
         return assemble(
             self.method, self.models, self.attack, self.objective, self.train.groups, self.evaluate.fine_tune
         )
 
     def __getstate__(self) -> dict[Any, Any]:
-        # A description travels; each process loads users' files and builds for itself.
+        # Classes of users' files cannot be unpickled in a process without these files, so each process builds its own parts.
         state = super().__getstate__()
         state["__dict__"] = {key: value for key, value in state["__dict__"].items() if key != "parts"}
         state["__dict__"].setdefault(_FILES, self.files() if "parts" in self.__dict__ else {})
@@ -176,50 +178,50 @@ class Config(Settings):
         return state
 
     def check_files(self) -> None:
-        """Refuse files and folders named by options whose content is not what it is where this configuration comes from.
+        """Verify that this machine has the same content as the starting machine in all files and folders of options.
 
         Raises:
-            ConfigError: naming the first; in a process that got the configuration from another one, on another node it may be.
+            ConfigError: The content of a file or folder differs. The message names the first one.
         """
         if self.__dict__.get(_FILES):
             check_same_files(self.__dict__[_FILES], self.files())
 
     def check_kernels(self) -> None:
-        """Warn if training on a CPU gives other last digits here than on the machine that this configuration comes from."""
+        """Warn if this machine and the starting machine compute different last digits on the CPU."""
         differing = differing_kernels(self.__dict__.get(_KERNELS, {}))
         if differing:
             _log.warning(
-                "raydfl on %s has other kernels than where the run was started (%s): the last digits of the models depend on which "
-                "worker trains a client; use equal CPUs, and install the same raydfl on every node",
+                "raydfl on %s uses different CPU kernels than the machine that started the run (%s). The last digits of the models "
+                "depend on the worker that trains a client. Use equal CPUs, and install the same raydfl on every node",
                 platform.node(),
                 differing,
             )
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """Return a copy with some groups replaced by checked ones."""
+        """Return a copy with validated groups in place of some groups."""
         copied = super().model_copy(update=update, deep=deep)
         if not {"method", "models", "attack", "objective", "train", "evaluate"}.isdisjoint(update or {}):
-            copied.__dict__.pop("parts", None)  # built of what was replaced
+            copied.__dict__.pop("parts", None)  # the cached parts were built from the old groups
         return copied
 
     @property
     def labels_needed(self) -> bool:
-        """True where the objective learns from labels, so that each class has to have training clips."""
+        """Whether the objective learns from labels. If so, each class needs training clips."""
         return self.parts.method.objective.labels != "any"
 
     def files(self) -> dict[str, tuple[str, str]]:
-        """Return the files that options name, and folders of encoders: by the option's place, path and digest of the content."""
-        return named_files(self.parts, self.data)
+        """Return the files and encoder folders of options: path and content digest by the option's place."""
+        return hash_named_files(self.parts, self.data)
 
     def digest(self) -> str:
-        """Identify what decides the numbers of a run: two configurations with equal digests give the same bits.
+        """Hash all settings that affect results. Configurations with equal digests give the same bits.
 
-        Left out: where and on what the run is computed, how far it goes, and what is measured and tracked.
+        The hash excludes resources, the number of rounds, the evaluation and the trackers.
         """
         parts = self.model_dump(mode="json", exclude={"evaluate", "ray", "run", "track"})
-        # With the options that were not given, so that writing a default down changes nothing.
+        # Includes defaults, so that an explicit default gives the same digest.
         parts["method"] = {"name": self.method["name"], **plain(self.parts.method), **self.parts.former}
-        del parts["train"]["groups"]  # it is in parts.former
+        del parts["train"]["groups"]  # parts.former has it under its former name
         parts["models"] = self.parts.models
         parts["objective"] = {
             "name": self.objective["name"],
@@ -237,26 +239,26 @@ class Config(Settings):
                 (name, first, self.train.phases.get(name, PhaseSettings()).dump_deciding())
                 for name, first in zip(self.phases.names, self.phases.first, strict=True)
             ]
-            parts |= self._choosing()
+            parts |= self._dump_phase_criteria()
         if self.train.deadline is None:
-            del parts["train"]["late"]  # nobody is
+            del parts["train"]["late"]  # has no effect without a deadline
         parts["seed"] = self.run.seed
-        parts["threads"] = self.ray.threads
+        parts["threads"] = self.ray.threads  # the order of a parallel sum affects its last bits
         return hash_values(parts, self.files())
 
-    def _choosing(self) -> dict[str, Any]:
-        """Return what decides where phases begin, and with which round's models, where rounds are compared for that."""
+    def _dump_phase_criteria(self) -> dict[str, Any]:
+        """Return the criteria that end phases or select their starting checkpoint, with the evaluation's settings."""
         best = any(phase.begin == "best" for phase in self.train.phases.values())
-        asked = {"stop": self.run.stop, "best": self.run.best if best else None}
-        found = {name: group.model_dump(mode="json") for name, group in asked.items() if group is not None}
-        return {**found, "evaluate": self.evaluate.model_dump(mode="json")} if found else {}
+        groups = {"stop": self.run.stop, "best": self.run.best if best else None}
+        criteria = {name: group.model_dump(mode="json") for name, group in groups.items() if group is not None}
+        return {**criteria, "evaluate": self.evaluate.model_dump(mode="json")} if criteria else {}
 
 
 Settings.tree = Config
 
 
 def _check_known(names: Iterable[str], models: Iterable[str], where: str) -> None:
-    """Refuse the name of a model that the method does not have."""
+    """Reject unknown names of models."""
     for name in names:
         if name not in models:
             raise ConfigError(f"{where} has no model {name!r}; {nearest(name, models)}")
@@ -269,53 +271,65 @@ def _check_choices(
     profiles: Sequence[Mapping[str, ProfileSettings]],
     parts: Sequence[str],
 ) -> None:
-    """Refuse an architecture chosen by a column that clients do not have, or a value of it without an architecture.
+    """Reject a choice of architectures by an unknown profile column, or with missing or unused values.
 
     Args:
-        profiles: of each part.
+        where: Place of the model in the configuration.
+        column: Profile column that selects the architecture.
+        keys: Values of the column with an architecture.
+        profiles: Profile settings of each part.
+        parts: Names of the parts.
 
     Raises:
-        ConfigError: naming it.
+        ConfigError: The column is unknown, a value has no architecture, or an architecture has no client.
     """
     for profile in profiles:
         if column not in profile and column not in KNOWN:
             raise ConfigError(
-                f"{where}.by: clients have no {column!r} in their profile; {nearest(column, [*profile, *KNOWN])}"
+                f"{where}.by: the clients' profiles have no column {column!r}; {nearest(column, [*profile, *KNOWN])}"
             )
     dealt = [profile[column].values if column in profile else () for profile in profiles]
-    values = list(parts) if column == "part" else [text_of(value) for each in dealt for value in each]
+    values = list(parts) if column == "part" else [format_value(value) for group in dealt for value in group]
     for value in values:
         if value not in keys:
             raise ConfigError(f"{where}.choices: no architecture for {column} {value!r}; {nearest(value, keys)}")
-    known = column == "part" or all(dealt)  # what a column of the manifest says is known only when its clients are
+    known = column == "part" or all(dealt)  # the values of a manifest column are known only after its clients are read
     for key in keys if known else ():
         if key not in values:
-            raise ConfigError(f"{where}.choices: no client is dealt {column} {key!r}; {nearest(key, values)}")
+            raise ConfigError(f"{where}.choices: no client has {column} {key!r}; {nearest(key, values)}")
 
 
 def make_config(values: Any, where: str = "configuration") -> Config:
-    """Return a checked configuration from plain data.
+    """Build and validate a configuration from plain data.
+
+    Args:
+        values: Groups of settings, as in a YAML file.
+        where: Source of the values, for messages.
 
     Raises:
-        ConfigError: anything that is not as it should be, with its place, the value and what to do.
+        ConfigError: A setting is unknown, has a wrong type or value, or contradicts another setting.
     """
     if not isinstance(values, Mapping):
         raise ConfigError(
-            f"{where} is {'empty' if values is None else f'{str(values)[:60]!r}'}; it must hold the groups "
-            f"{', '.join(Config.model_fields)}, of which method and data are needed"
+            f"{where} is {'empty' if values is None else f'{str(values)[:60]!r}'}. Write the groups "
+            f"{', '.join(Config.model_fields)}; method and data are required"
         )
     try:
-        checked = absolute(values)
-        return Config.model_validate(checked)
+        resolved = resolve_paths(values)
+        return Config.model_validate(resolved)
     except ValidationError as error:
-        raise ConfigError(explain(error, "", checked, Config)) from error
+        raise ConfigError(explain(error, "", resolved, Config)) from error
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Return the configuration in a YAML file, with overrides.
+    """Load a configuration from a YAML file.
+
+    Args:
+        path: The file.
+        overrides: Settings that replace those of the file, as ``train.rounds=50``.
 
     Raises:
-        ConfigError: the file is missing, unreadable or not a valid configuration.
+        ConfigError: The file is missing, unreadable or not a valid configuration.
     """
     path = Path(path)
     try:
@@ -323,21 +337,21 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         missing = isinstance(error, (FileNotFoundError, IsADirectoryError))
-        advice = _instead_of(path) if missing else "give a text file that you may read, such as jobs/quickstart.yaml"
-        raise ConfigError(f"cannot read the configuration {path}: {reason}; {advice}") from error
+        advice = _suggest_file(path) if missing else "Give a readable text file, such as jobs/quickstart.yaml"
+        raise ConfigError(f"cannot read the configuration {path}: {reason}. {advice}") from error
     return make_config(apply_overrides(values, overrides) if isinstance(values, dict) else values, str(path))
 
 
-def _instead_of(path: Path) -> str:
-    """Say what to do about a configuration that is not there."""
+def _suggest_file(path: Path) -> str:
+    """Suggest a remedy for a missing configuration file."""
     if (path / "config.yaml").exists():
-        return f"it is a run directory, to go on with it: raydfl resume {path}"
+        return f"It is a run directory. Resume it with: raydfl resume {path}"
     if "=" in path.name:
-        return "the first argument must be the file, settings come after it"
-    there = [file.name for file in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
-    hint = nearest(path.name, there) if there else ""
+        return "Give the file as the first argument, and settings after it"
+    files = [file.name for file in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
+    hint = nearest(path.name, files) if files else ""
     return (
-        hint
-        if hint.startswith("did you mean")
-        else "give a YAML file, such as jobs/quickstart.yaml (raydfl init writes it)"
+        f"{hint[0].upper()}{hint[1:]}"
+        if hint.lower().startswith("did you mean")
+        else "Give a YAML file, such as jobs/quickstart.yaml (raydfl init writes it)"
     )

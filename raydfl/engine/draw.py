@@ -1,4 +1,4 @@
-"""The draw of a round's clients: who may take part, with what weight, and evenly over which groups (``train.clients``)."""
+"""Eligibility, weights and strata of clients in the sampling of cohorts (``train.clients``)."""
 
 from __future__ import annotations
 
@@ -10,51 +10,53 @@ import numpy as np
 
 from raydfl.core.errors import ConfigError, DataError, nearest
 from raydfl.data import Population
-from raydfl.engine.assembly import text_of
+from raydfl.engine.assembly import format_value
 from raydfl.training import ClientSettings
 
 _LARGEST = 1e100
-"""Largest weight, and the inverse of the smallest: sums of them and shares of the sums are finite and above 0."""
+"""Largest weight, and inverse of the smallest. With it, sums of weights are finite and fractions of the sums are above 0."""
 
 Column = Callable[[str], tuple[Sequence[Any], np.ndarray]]
-"""A function that gives, for a column's name, its values and int [clients], the position of each client's; -1: none is known."""
+"""Function from a column's name to its values and the position of each client's value, int [clients]. -1 means unknown."""
 
 
 @dataclass(frozen=True)
 class Draw:
-    """Every client's weight and group."""
+    """Weights and strata of all clients in the sampling of cohorts."""
 
     chances: np.ndarray
-    """float64 [clients]: weights; 0: the client does not take part."""
+    """Weights, float64 [clients]. 0 excludes the client."""
     strata: np.ndarray
-    """int [clients]: groups, from 0 on."""
+    """Strata, int [clients], numbered from 0."""
 
     @property
     def eligible(self) -> int:
-        """Clients that may take part."""
+        """Number of clients that may take part."""
         return int(np.count_nonzero(self.chances))
 
 
 def make_draw(settings: ClientSettings, population: Population, column: Column) -> Draw:
-    """Return the draw that the settings ask for.
+    """Apply ``train.clients`` to a population.
 
     Args:
         settings: ``train.clients``.
-        population: the clients.
-        column: what profiles say.
+        population: Clients of the run.
+        column: Columns of the clients' profiles.
 
     Raises:
-        ConfigError: a value that no client has, a client that there is not, a column without numbers, or nobody is left.
+        ConfigError: A value or id has no client, a column has values that are no weights, or no client is left.
     """
     chances = np.ones(len(population))
     for name, wanted in settings.where.items():
         values, places = column(name)
-        accepted = [text_of(value) for value in wanted]
-        fits = np.array([text_of(value) in accepted for value in values] + [False])  # place -1: unknown
+        accepted = [format_value(value) for value in wanted]
+        fits = np.array(
+            [format_value(value) in accepted for value in values] + [False]
+        )  # the last is place -1, unknown
         if not fits.any():
             raise ConfigError(
                 f"train.clients.where.{name}: no client has {' or '.join(accepted)}; "
-                f"{nearest(accepted[0], [*map(text_of, values)])}"
+                f"{nearest(accepted[0], [*map(format_value, values)])}"
             )
         chances[~fits[places]] = 0
     if settings.ids is not None:
@@ -71,33 +73,34 @@ def make_draw(settings: ClientSettings, population: Population, column: Column) 
         if settings.weight == "examples":
             chances *= sizes
     if settings.weight not in (None, "examples"):
-        chances *= _numbers(settings.weight, *column(settings.weight))
+        chances *= _read_weights(settings.weight, *column(settings.weight))
     if not chances.any():
         raise ConfigError(
-            f"train.clients leaves none of {len(population)} clients; take back one of its conditions (where, ids, min_examples), "
-            f"or give somebody a weight above 0"
+            f"train.clients excludes all {len(population)} clients. Remove one of its conditions (where, ids, min_examples), or "
+            f"give a client a weight above 0"
         )
     strata = np.broadcast_to(np.int8(0), len(population))
     if settings.strata is not None:
-        strata = column(settings.strata)[1] + 1  # those of which nothing is known are a group too
+        strata = column(settings.strata)[1] + 1  # clients with an unknown value (-1) are a stratum too
     return Draw(chances, strata)
 
 
-def _numbers(name: str, values: Sequence[Any], places: np.ndarray) -> np.ndarray:
-    """Return a column as weights: float64 [clients], 0 where nothing is known.
+def _read_weights(name: str, values: Sequence[Any], places: np.ndarray) -> np.ndarray:
+    """Convert a column to weights, float64 [clients]. The weight of an unknown value is 0.
 
     Raises:
-        ConfigError: a value is no number, below 0, or so large or small that shares of sums are not numbers.
+        ConfigError: A value is no number, negative, or outside the range of weights.
     """
     for value in values:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
             raise ConfigError(
-                f"train.clients.weight: {name} has {text_of(value)!r}; a weight must be a number from 0 on, or take examples"
+                f"train.clients.weight: {name} has {format_value(value)!r}, but weights must be numbers of at least 0. Choose a "
+                f"numeric column, or examples"
             )
         if value and not 1 / _LARGEST <= value <= _LARGEST:
             raise ConfigError(
-                f"train.clients.weight: {name} has {text_of(value)!r}; a weight must be 0 or from {1 / _LARGEST:g} to "
-                f"{_LARGEST:g}, because only ratios count: divide all of them by the same number"
+                f"train.clients.weight: {name} has {format_value(value)!r}, but weights must be 0 or from {1 / _LARGEST:g} to "
+                f"{_LARGEST:g}. Divide all of them by the same number, because only their ratios matter"
             )
     weights: np.ndarray = np.array([*map(float, values), 0.0])[places]
     return weights

@@ -1,4 +1,4 @@
-"""Measurements after a round: shared models on the server's data, and clients' models on their own hold-out."""
+"""Evaluation after a round: shared models on the server's data, and clients' models on their held-out clips."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from raydfl.engine.config import Config
 from raydfl.engine.orders import SERVER, TRIGGERED, Measurement, Order, Reply, check_server_tasks
 from raydfl.engine.settings import EvaluateSettings
 from raydfl.engine.storage import record
-from raydfl.engine.validation import Kinds, kinds_of, left_out, shown_reason
+from raydfl.engine.validation import Kinds, kinds_of, make_printable, reject_misfit
 from raydfl.methods import Method, check_prefixes
 from raydfl.training import find_fixed_tensors
 
 Variants = Sequence[tuple[Sequence[ModelSpec], Mapping[str, nn.Module]]]
-"""Each combination of architectures that clients have, with models built of it."""
+"""Distinct combinations of the clients' architectures, each with built models by name."""
 
 
 class Evaluation:
-    """Plans what is measured of a state, and pools what was.
+    """Planner of a state's evaluation.
 
     Args:
         settings: ``evaluate`` of the configuration.
-        method: of the run.
-        clients: all of them.
-        shards: of each part's data at the server.
-        variants: of each part.
+        method: Method of the run.
+        clients: All clients.
+        shards: Shards of the server's data by part.
+        variants: Combinations of architectures by part.
         part: ``evaluate.fine_tune.part``.
-        order: makes orders of tasks that measure something.
-        received: returns the keys of a state's entries that clients receive.
+        order: Function that makes orders of tasks and measurements.
+        received: Function that returns the keys of the entries of a state that clients receive.
     """
 
     def __init__(
@@ -55,35 +55,36 @@ class Evaluation:
         order: Callable[[Sequence[Task], tuple[Measurement, ...]], list[Order]],
         received: Callable[[State], Collection[str]],
     ) -> None:
-        for of_part in variants.values():
-            check_prefixes([models for _, models in of_part], part, "evaluate.fine_tune.part")
+        for combinations in variants.values():
+            check_prefixes([models for _, models in combinations], part, "evaluate.fine_tune.part")
         self._settings = settings
         self._method = method
         self._clients = clients
         self._shards = shards
         self._order = order
         self._received = received
-        of_all = (spec.name for of_part in variants.values() for specs, _ in of_part for spec in specs)
-        self._models = tuple(dict.fromkeys(of_all))
-        self._fully_shared = {part: _shared_models(method, of_part) for part, of_part in variants.items()}
+        names = (spec.name for combinations in variants.values() for specs, _ in combinations for spec in specs)
+        self._models = tuple(dict.fromkeys(names))
+        self._fully_shared = {part: _find_shared_models(method, of_part) for part, of_part in variants.items()}
 
-    def orders(self, state: State, cohort: Sequence[str]) -> list[Order]:
-        """Return what to measure of a state: on the server's data first, then at clients.
+    def make_orders(self, state: State, cohort: Sequence[str]) -> list[Order]:
+        """Make the orders of an evaluation: for the server's data first, then for clients.
 
         Args:
-            state: to be measured.
-            cohort: ids of the clients that took part in the round.
+            state: State to evaluate.
+            cohort: Ids of the round's clients.
         """
-        at_server = self.server_orders(state)
-        return at_server + self.client_orders(state, cohort, len(at_server))
+        at_server = self.make_server_orders(state)
+        return at_server + self.make_client_orders(state, cohort, len(at_server))
 
-    def server_orders(self, state: State) -> list[Order]:
-        """Return orders for the shared models, on shards of the server's data.
+    def make_server_orders(self, state: State) -> list[Order]:
+        """Make orders that evaluate the shared models on shards of the server's data.
 
-        What the method planned for the server; else every entry that clients receive and that holds models whole, on every split.
+        The method plans them. Without such a plan, every entry with complete models that clients receive is evaluated on every
+        split.
 
         Raises:
-            ConfigError: what the method planned cannot be measured.
+            ConfigError: The method's plan is invalid.
         """
         if not self._settings.server:
             return []
@@ -96,7 +97,7 @@ class Evaluation:
         for task, part in itertools.product(planned or self._whole_entries(state), self._shards):
             if part not in task.options.get("parts", self._shards):
                 continue
-            specs = self._measured_models(task, state, part)
+            specs = self._select_models(task, state, part)
             if not specs:
                 continue
             for shard in self._shards[part]:
@@ -119,42 +120,48 @@ class Evaluation:
         return orders
 
     def _plan(self, state: State, clients: Sequence[Client]) -> list[Task]:
-        """Return the tasks that the method plans for an evaluation."""
+        """Have the method plan the tasks of an evaluation."""
         with naming_failures(self._method, "plan_evaluation", f"the evaluation after round {state.round_index}"):
             return self._method.plan_evaluation(state, clients)
 
     def _whole_entries(self, state: State) -> list[Task]:
-        """Return a task for each entry that holds a model whole; of several only those that clients receive."""
+        """Return a task for each entry with a complete model. Several entries are limited to those that clients receive."""
         tasks = [Task(SERVER, phase="evaluate", receive=(key,)) for key in state.tensors]
-        whole = [task for task in tasks if any(self._measured_models(task, state, part) for part in self._shards)]
-        if len(whole) < 2:
-            return whole
+        complete = [task for task in tasks if any(self._select_models(task, state, part) for part in self._shards)]
+        if len(complete) < 2:
+            return complete
         received = self._received(state)
-        return [task for task in whole if task.receive[0] in received]
+        return [task for task in complete if task.receive[0] in received]
 
-    def _measured_models(self, task: Task, state: State, part: str) -> tuple[ModelSpec, ...]:
-        """Return the models of a part that a task of the server measures.
+    def _select_models(self, task: Task, state: State, part: str) -> tuple[ModelSpec, ...]:
+        """Select the models of a part that a task of the server evaluates.
 
         Raises:
-            ConfigError: of one that it names, not every tensor is in the entries that the task receives.
+            ConfigError: The task names a model with a tensor that is missing in the received entries.
         """
         tensors: dict[str, Tensor] = {}
         for key in task.receive:
             tensors = {**part_names.of_part(state.tensors[key], part), **tensors}
-        held = {spec.name: spec for spec, shapes in self._fully_shared[part].items() if _holds(tensors, shapes)}
+        available = {spec.name: spec for spec, shapes in self._fully_shared[part].items() if _holds(tensors, shapes)}
         named = task.options.get("models")
         if named is None:
-            return tuple(held.values())
+            return tuple(available.values())
         for name in named:
-            if name not in held:
+            if name not in available:
                 raise ConfigError(
-                    f"plan_evaluation(): the server is to measure the model {name!r} of {', '.join(map(repr, task.receive))}, "
-                    f"where not every tensor of it is"
+                    f"plan_evaluation(): the server cannot evaluate the model {name!r} of {', '.join(map(repr, task.receive))}, "
+                    f"because some of its tensors are missing there. Plan entries with all of its tensors"
                 )
-        return tuple(held[name] for name in dict.fromkeys(named))
+        return tuple(available[name] for name in dict.fromkeys(named))
 
-    def client_orders(self, state: State, cohort: Sequence[str], first_position: int = 0) -> list[Order]:
-        """Return orders for clients' models on their own hold-out, and for private ones on some of the server's test clips."""
+    def make_client_orders(self, state: State, cohort: Sequence[str], first_position: int = 0) -> list[Order]:
+        """Make orders that evaluate clients on their held-out clips, and private models also on the server's test clips.
+
+        Args:
+            state: State to evaluate.
+            cohort: Ids of the round's clients.
+            first_position: Position of the first order.
+        """
         settings, clients = self._settings, self._clients
         if settings.clients == "none":
             return []
@@ -164,34 +171,37 @@ class Evaluation:
         measure = [Measurement("validation", names), Measurement("client_test", names)]
         private = tuple(name for name in names if name not in whole)
         if private and settings.client_test_clips:
-            there = {shard.split for of_part in self._shards.values() for shard in of_part}
+            splits = {shard.split for shards in self._shards.values() for shard in shards}
             measure += [
                 Measurement(split, private, sample=settings.client_test_clips)
                 for split in ("test", TRIGGERED)
-                if split in there
+                if split in splits
             ]
         tasks = [task for task in self._plan(state, chosen) if task.client_id != SERVER]
         orders = self._order(tasks, tuple(measure))
         return [dataclasses.replace(order, position=first_position + order.position) for order in orders]
 
 
-def pooled(
+def pool_replies(
     round_index: int, orders: Sequence[Order], replies: Sequence[Reply], on_error: str
 ) -> tuple[list[record.MetricRow], dict[str, str]]:
-    """Return what was measured, of each client and pooled, and why clients could not be measured, by client id.
+    """Pool the metrics of an evaluation.
 
     Args:
-        round_index: whose state was measured.
-        orders: of the evaluation.
-        replies: of all of them, by position.
-        on_error: ``"stop"`` or ``"drop"``: what becomes of a client whose metrics do not fit those of the others.
+        round_index: Round of the evaluated state.
+        orders: Orders of the evaluation.
+        replies: Replies to all orders, by position.
+        on_error: ``"stop"`` or ``"drop"``: response to a client whose metrics differ in kind from the majority.
+
+    Returns:
+        Rows with the metrics of each client and with the pooled metrics, and the reasons of failed evaluations by client id.
 
     Raises:
-        ClientError: what was measured on the server's data does not fit together, or a client's metrics, where none is left out.
+        ClientError: Metrics on the server's data differ in kind, or a client's metrics do and ``on_error`` is ``"stop"``.
     """
     at_clients = [reply for reply in replies if reply.client_id != SERVER]
     server: dict[str, dict[tuple[str, str, float], list[Metrics]]] = {}
-    """By split, then by prefix, part and how much it counts there."""
+    """By split, then by prefix, part and weight in the part's mean."""
     kinds = Kinds()
     for reply in replies:
         if reply.client_id != SERVER:
@@ -201,9 +211,9 @@ def pooled(
         misfit = kinds.misfit(_kinds(reply, prefix))
         if misfit:
             raise ClientError(f"round {round_index}, the evaluation on the server's data: {misfit}")
-        whose = prefix, order.part, float(order.task.options.get("parts", {}).get(order.part, 0))
+        model = prefix, order.part, float(order.task.options.get("parts", {}).get(order.part, 0))
         for split, metrics in reply.measured.items():
-            server.setdefault(split, {}).setdefault(whose, []).append(metrics)
+            server.setdefault(split, {}).setdefault(model, []).append(metrics)
     clients: dict[str, dict[str, Metrics]] = {}
     unmeasured: dict[str, str] = {}
     prefixes = {reply.client_id: _prefix(orders[reply.position]) for reply in at_clients}
@@ -212,8 +222,8 @@ def pooled(
         prefix = prefixes[reply.client_id]
         misfit = kinds.misfit(_kinds(reply, prefix))
         if misfit or reply.rejected:
-            reason = reply.rejected or left_out(round_index, reply.client_id, misfit, on_error)
-            unmeasured[reply.client_id] = shown_reason(reason)
+            reason = reply.rejected or reject_misfit(round_index, reply.client_id, misfit, on_error)
+            unmeasured[reply.client_id] = make_printable(reason)
             continue
         for split, metrics in reply.measured.items():
             clients.setdefault(split, {})[reply.client_id] = {prefix + name: v for name, v in metrics.items()}
@@ -228,41 +238,41 @@ def pooled(
             if weight:
                 means.setdefault(part, _PartMean()).add(scores, weight)
         for part, mean in means.items():
-            found = {part_names.qualify(part, ":", name): value for name, value in mean.scores().items()}
-            rows += record.rows_from_metrics(round_index, "evaluate", "", split, found)
-    for split, of_clients in clients.items():
-        rows += record.rows_from_clients(round_index, "evaluate", split, of_clients)
+            scores = {part_names.qualify(part, ":", name): value for name, value in mean.scores().items()}
+            rows += record.rows_from_metrics(round_index, "evaluate", "", split, scores)
+    for split, measured_clients in clients.items():
+        rows += record.rows_from_clients(round_index, "evaluate", split, measured_clients)
     return rows, unmeasured
 
 
 class _PartMean:
-    """The scores of a part's clients: the mean of their models' scores, of which each model counts as much as its plan says."""
+    """Mean scores of a part over its models, weighted by ``Task.options["parts"]``."""
 
     def __init__(self) -> None:
         self._ratios: dict[str, list[tuple[Ratio, float]]] = {}
         self._confusions: dict[str, np.ndarray] = {}
 
     def add(self, scores: Metrics, weight: float) -> None:
-        """Add what was measured of one model."""
+        """Add the scores of a model."""
         for name, value in scores.items():
             if isinstance(value, Ratio) and value.count:
                 self._ratios.setdefault(name, []).append((value, weight))
             elif isinstance(value, np.ndarray):
-                added = value * weight
-                self._confusions[name] = self._confusions[name] + added if name in self._confusions else added
+                weighted = value * weight
+                self._confusions[name] = self._confusions[name] + weighted if name in self._confusions else weighted
 
     def scores(self) -> Metrics:
-        """Return the means, and the sum of the weighted confusion matrices."""
-        found: dict[str, Ratio | np.ndarray] = dict(self._confusions)
-        for name, given in self._ratios.items():
-            count = sum(ratio.count for ratio, _ in given)
-            mean = sum(ratio.value * weight for ratio, weight in given) / sum(weight for _, weight in given)
-            found[name] = Ratio(mean * count, count)
-        return found
+        """Return the weighted means, and the sums of the weighted confusion matrices."""
+        scores: dict[str, Ratio | np.ndarray] = dict(self._confusions)
+        for name, weighted in self._ratios.items():
+            count = sum(ratio.count for ratio, _ in weighted)
+            mean = sum(ratio.value * weight for ratio, weight in weighted) / sum(weight for _, weight in weighted)
+            scores[name] = Ratio(mean * count, count)
+        return scores
 
 
 def _kinds(reply: Reply, prefix: str = "") -> dict[str, str]:
-    """Return what kind each of an evaluation's metrics is of."""
+    """Return the kinds of a reply's metrics."""
     kinds: dict[str, str] = {}
     for split, metrics in reply.measured.items():
         kinds |= kinds_of(metrics, f"{split} {prefix}")
@@ -270,9 +280,9 @@ def _kinds(reply: Reply, prefix: str = "") -> dict[str, str]:
 
 
 def _prefix(order: Order) -> str:
-    """Return the prefix of metrics: the part, and at the server the entry of the state; the one global state has none.
+    """Return the prefix of an order's metrics: the part, and on the server the entry of the state.
 
-    Where the plan says how much a model counts in a part, the part's name alone is for the mean.
+    The entry ``global`` has no prefix, unless the plan weights models in a part. The part's name alone then denotes their mean.
     """
     words = [order.part]
     if order.task.client_id == SERVER:
@@ -281,17 +291,19 @@ def _prefix(order: Order) -> str:
     return "".join(f"{word}:" for word in words if word)
 
 
-def _shared_models(method: Method, variants: Variants) -> dict[ModelSpec, dict[str, torch.Size]]:
-    """Return the models that the server can evaluate, because every floating tensor of theirs is shared or fixed.
+def _find_shared_models(method: Method, variants: Variants) -> dict[ModelSpec, dict[str, torch.Size]]:
+    """Find the models that the server can evaluate, because all their floating-point tensors are shared or fixed.
 
-    With each the shapes of its shared tensors; a model that is fixed as a whole has none. One architecture for each name: the
-    first; a model with several architectures cannot be shared as a whole.
+    A name stands for its first architecture, because a model with several architectures cannot be shared completely.
+
+    Returns:
+        Shapes of the shared tensors of each model. A completely fixed model has none.
     """
-    found: dict[str, tuple[ModelSpec, dict[str, torch.Size]]] = {}
+    shared: dict[str, tuple[ModelSpec, dict[str, torch.Size]]] = {}
     for specs, models in variants:
         fixed = find_fixed_tensors(models, method.fixed)
         for spec in specs:
-            if spec.name in models and spec.name not in found:
+            if spec.name in models and spec.name not in shared:
                 state = models[spec.name].state_dict()
                 shapes = {
                     f"{spec.name}/{key}": value.shape
@@ -299,27 +311,27 @@ def _shared_models(method: Method, variants: Variants) -> dict[ModelSpec, dict[s
                     if value.is_floating_point() and f"{spec.name}/{key}" not in fixed
                 }
                 if all(method.shared(name) for name in shapes):
-                    found[spec.name] = (spec, shapes)
-    return dict(found.values())
+                    shared[spec.name] = (spec, shapes)
+    return dict(shared.values())
 
 
 def _holds(tensors: Tensors, shapes: Mapping[str, torch.Size]) -> bool:
-    """Return whether an entry of the state has tensors of all these names and shapes, and there are some."""
+    """Return whether an entry of the state has a tensor with each of the names and shapes. False without names."""
     return bool(shapes) and all(name in tensors and tensors[name].shape == shape for name, shape in shapes.items())
 
 
-def received_entries(config: Config, state: State, clients: Clients, begun: Sequence[int] = ()) -> frozenset[str]:
-    """Return the keys of the entries that a task of the last round or of its evaluation receives, and ``"global"``.
+def find_received_entries(config: Config, state: State, clients: Clients, begun: Sequence[int] = ()) -> frozenset[str]:
+    """Return the keys of the entries that tasks of the last round or of its evaluation receive, and ``"global"``.
 
     Args:
-        config: configuration of the run.
-        state: state after that round.
-        clients: all clients of the run. The evaluation is planned for each of them.
-        begun: rounds completed before each phase, if a phase has ended early.
+        config: Configuration of the run.
+        state: State after the last round.
+        clients: All clients of the run. The evaluation is planned for each of them.
+        begun: Number of completed rounds before each phase, if a phase ended early.
     """
     method, last = config.parts.method, max(0, state.round_index - 1)
-    phase = config.phases.as_begun(begun).at(last)
-    # A plan may read a schedule that has no round after the last one, so the last round is planned once more.
+    phase = config.phases.replace_first(begun).find(last)
+    # The last round is planned again, because a method's schedule may end with it.
     before = dataclasses.replace(state, round_index=last, phase=phase)
     cohort = config.train.resolve_phase(phase).cohort_size(clients.eligible)
     with naming_failures(method, "plan", f"round {last + 1}"):
@@ -330,5 +342,5 @@ def received_entries(config: Config, state: State, clients: Clients, begun: Sequ
 
 
 def label_entry(part: str, key: str) -> list[str]:
-    """Return the words that name an entry of the state in metrics and files: its part, and its key unless it is global."""
+    """Return the name of an entry of the state in metrics and files, as words: its part, and its key unless ``global``."""
     return [word for word in (part, "" if key == "global" else key) if word]

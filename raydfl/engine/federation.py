@@ -16,7 +16,7 @@ from raydfl.engine.arrivals import Arrivals
 from raydfl.engine.autotune import ask_width
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
-from raydfl.engine.evaluation import Evaluation, pooled, received_entries
+from raydfl.engine.evaluation import Evaluation, find_received_entries, pool_replies
 from raydfl.engine.first_state import make_first_state
 from raydfl.engine.listeners import (
     BestRound,
@@ -53,14 +53,21 @@ from raydfl.engine.validation import check_failed, check_overflow
 
 
 class Federation:
-    """A federation that does one round at a time.
+    """A federation that executes one round at a time.
 
-    Its checkpoint is all that changes between rounds. Every commit holds it, so a new Federation in the same folder resumes after
-    the last commit and repeats the same rounds to the same bits.
+    Only its checkpoint changes between rounds. Every commit stores the checkpoint, so a new Federation in the same folder resumes
+    after the last commit and gives the same bits.
     """
 
     def __init__(self, config: Config, population: Population, store: RunStore, pool: Pool) -> None:
-        """Open the newest commit, or begin with round 0. The store must be locked."""
+        """Open the newest commit, or create and commit round 0.
+
+        Args:
+            config: Configuration of the run.
+            population: Clients and their data.
+            store: Run directory. The caller holds its lock.
+            pool: Workers that execute the orders.
+        """
         self.config = config
         self.store = store
         self.pool = pool
@@ -72,24 +79,24 @@ class Federation:
         self._attackers = Adversary(config.parts.attack, type(self.method).changes, population.ids, config.run.seed)
         self._place_of, self._part_of = population.place_of, population.part_of
         variants = {
-            part: [(specs, build_models(self.method, specs, config.run.seed)) for specs in of_part]
-            for part, of_part in self.clients.variants_of_parts().items()
+            part: [(specs, build_models(self.method, specs, config.run.seed)) for specs in combinations]
+            for part, combinations in self.clients.variants_of_parts().items()
         }
         self._evaluation = Evaluation(
             config.evaluate,
             self.method,
             self.clients,
-            {part: of.shards for part, of in population.parts.items()},
+            {part: data.shards for part, data in population.parts.items()},
             variants,
             config.parts.fine_tune.part,
-            self._orders,
-            lambda state: received_entries(config, state, self.clients, self.checkpoint.phases.first),
+            self._make_orders,
+            lambda state: find_received_entries(config, state, self.clients, self.checkpoint.phases.first),
         )
         commit, self.warnings = store.open_latest()
         state = make_first_state(config, self.clients, variants) if commit is None else commit.state
         private, begun = (PrivateIndex(), ()) if commit is None else (commit.private, commit.begun)
         selection = config.make_selection(population)
-        self.checkpoint = Checkpoint(state, private, config.phases.as_begun(begun), selection).with_state(state)
+        self.checkpoint = Checkpoint(state, private, config.phases.replace_first(begun), selection).replace_state(state)
         if commit is None:
             self._start()
         else:
@@ -101,7 +108,7 @@ class Federation:
             ask_everywhere(pool, population.places, lambda worker: worker.private.retain(named))
 
         def remove(segments: Collection[str]) -> None:
-            # A lost request leaves them until the run is next opened.
+            # No wait: segments of a lost request are removed when the run is next opened.
             ask_everywhere(pool, population.places, lambda worker: worker.private.remove(segments), wait=False)
 
         self._committer = Committer(store, self.state, self.checkpoint.private, remove)
@@ -122,37 +129,37 @@ class Federation:
 
     @property
     def stopped(self) -> str:
-        """The reason why ``run.stop`` ends the training; empty: training continues while rounds are left."""
+        """Reason of ``run.stop`` to end the training; empty: training continues until ``train.rounds``."""
         return self.checkpoint.stopped
 
     def round(self, ahead: bool = False) -> RoundReport:
         """Train a cohort, aggregate its updates, evaluate and commit.
 
         Args:
-            ahead: let clients begin the next round before this one is recorded. Their work is lost if nobody asks for that round.
+            ahead: Let clients begin the next round before this round is recorded. Their work is lost if the next round is not run.
 
         Raises:
-            ClientError: a method's code failed, or too many updates were rejected; nothing of the round counts.
+            ClientError: A method's code failed, or too many updates were rejected. The checkpoint remains that of the last round.
         """
         with self._transaction():
-            # 1. Plan the round and 2. send its orders, if clients do not work on it already.
+            # 1. Plan the round and 2. send its orders, unless clients already work on it.
             current = self._ahead.take(self.state.round_index) or self._begin()
             current.read_ahead = ahead
-            # 3. Clients train. Meanwhile the last round is written. 4. The pool replaces lost actors; updates are checked.
+            # 3. Clients train while the last round is written. 4. The pool replaces lost actors, and updates are checked.
             updates = self._receive(current)
             # 5. Aggregate the updates in client order.
             self._accept(current, self._aggregate(current, updates))
-            # 6. Evaluate the new state, if it is time.
+            # 6. Evaluate the new state, if an evaluation is due.
             self._evaluate(current)
             for listener in self._listeners:
                 self.checkpoint = listener.after_round(current, self.checkpoint)
-        # 7. Commit, if it is time.
+        # 7. Commit, if a commit is due.
         self._commit(current)
         return current.report
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
-        """Restore the checkpoint if anything fails inside."""
+        """Restore the checkpoint after any exception."""
         before = self.checkpoint
         try:
             yield
@@ -162,11 +169,11 @@ class Federation:
 
     def _begin(self) -> Round:
         """Plan the next round and send its orders."""
-        begun = Round.from_checkpoint(self.checkpoint)
-        begun.orders = self.plan()
-        begun.replies = self._send(begun.orders)
-        begun.mark("dispatched")
-        return begun
+        current = Round.from_checkpoint(self.checkpoint)
+        current.orders = self.plan()
+        current.replies = self._send(current.orders)
+        current.mark("dispatched")
+        return current
 
     def _send(self, orders: Sequence[Order]) -> Iterator[Reply]:
         """Send orders to the pool and return its replies, in order of completion."""
@@ -183,8 +190,8 @@ class Federation:
             self.clients.views_of if views else None,
         )
         current.mark("resumed")
-        self._committer.begin()  # only now: clients need not wait for the disk
-        return self._attackers.sent(
+        self._committer.begin()  # after the orders, so that clients need not wait for the disk
+        return self._attackers.replace_updates(
             arrivals.updates(self.state.tensors, self.method.additions),
             {order.task.client_id: order.cost for order in current.orders},
             frozenset(current.attackers),
@@ -193,10 +200,10 @@ class Federation:
         )
 
     def _accept(self, current: Round, state: State) -> None:
-        """Check the aggregated state and continue with it.
+        """Check the aggregated state and make it the current one.
 
         Raises:
-            ClientError: too many updates were rejected, or the state overflows.
+            ClientError: Too many updates were rejected, or the state overflows.
         """
         report, arrivals, run = current.report, current.received, self.config.run
         current.mark("aggregated")
@@ -206,24 +213,24 @@ class Federation:
         self.checkpoint = dataclasses.replace(
             self.checkpoint,
             state=dataclasses.replace(state, round_index=report.round),
-            private=self.checkpoint.private.replace(current.moved(self.clients.index_of)),
+            private=self.checkpoint.private.replace(current.get_moves(self.clients.index_of)),
         )
 
     def _evaluate(self, current: Round) -> None:
-        """Measure shared models on the server's data, and clients on their held-out data, if it is time."""
+        """Evaluate shared models on the server's data, and clients on their held-out clips, if an evaluation is due."""
         report = current.report
         current.evaluated = report.round % self.config.evaluate.every == 0 or report.round == self.config.train.rounds
         if current.evaluated:
-            found, report.unmeasured = self._measure(current.cohort)
-            report.scores = record.scores(found)
+            rows, report.unmeasured = self._measure(current.cohort)
+            report.scores = record.scores(rows)
             current.measured.add_notes("evaluate", "failed", report.unmeasured)
-            current.measured += found
+            current.measured += rows
         current.mark("evaluated")
 
     def _commit(self, done: Round) -> None:
-        """Prepare a commit of the round if one is due. It is written when clients have work again, or at the end."""
+        """Prepare a commit of the round, if a commit is due. It is written when clients have work again, or at the end."""
         report, best = done.report, self.checkpoint.selection.best
-        self._committer.note_moved(done.before.private, done.moved(self.clients.index_of))
+        self._committer.note_moved(done.before.private, done.get_moves(self.clients.index_of))
         if done.went_back:
             self._committer.go_back_to(self.checkpoint.private)
         is_best = best is not None and best.round == report.round
@@ -239,14 +246,15 @@ class Federation:
         self._committer.prepare(state, private, best, () if phases == self.config.phases else phases.first)
 
     def _start(self) -> None:
-        """Commit round 0, if the run can be measured as its settings ask.
+        """Check the evaluation's settings, then commit round 0.
 
         Raises:
-            ConfigError: it cannot, or a file of the best round's models would overwrite another one.
+            ConfigError: A planned evaluation or a metric of ``run.best`` or ``run.stop`` is impossible, or the best round's models
+                would overwrite a file.
         """
         names = (*self.state.tensors, *self.config.data.parts)
         check_file_names(self.checkpoint.selection, names)
-        self._evaluation.server_orders(self.state)  # raises for a plan that cannot be measured
+        self._evaluation.make_server_orders(self.state)  # raises ConfigError for an invalid plan, before any training
         self._check_metrics()
         record.discard_rows(self.store.folder, -1)
         together, alone = self.config.train.together, self.config.ray.actors == "per_client"
@@ -257,10 +265,10 @@ class Federation:
         self.store.commit(self.state, self.checkpoint.private)
 
     def _restore_selection(self) -> None:
-        """Restore the comparison of the rounds so far from the metrics table, and keep the commit of the best one.
+        """Restore the comparison of rounds from the metrics table, and keep the commit of the best round.
 
         Raises:
-            ConfigError: a metric by which rounds are compared is not measured.
+            ConfigError: A metric of ``run.best`` or ``run.stop`` is not measured.
         """
         if not self.checkpoint.selection.wanted:
             return
@@ -270,7 +278,7 @@ class Federation:
         self.checkpoint = dataclasses.replace(self.checkpoint, selection=selection)
         if unkept is not None:
             self.warnings.append(
-                f"the best round so far is {unkept.text}, but its models are not kept; run.best compares the rounds from here on"
+                f"the best round so far is {unkept.text}, but its models are not kept. run.best selects among later rounds only"
             )
         if names:
             selection.check(selection.phase, names)
@@ -280,10 +288,10 @@ class Federation:
             self.store.keep_best(selection.best.round)
 
     def _check_metrics(self) -> None:
-        """Evaluate the current state, as if in each phase to come, to check that ``run.best`` and ``run.stop`` find their metric.
+        """Evaluate the current state as if in each later phase, to check the metrics of ``run.best`` and ``run.stop``.
 
         Raises:
-            ConfigError: naming the metric, and those that are measured.
+            ConfigError: A metric is not measured. The message lists the measured metrics.
         """
         before, names = self.checkpoint, self.checkpoint.phases.names
         if not before.selection.wanted:
@@ -293,22 +301,22 @@ class Federation:
                 if phase != self.state.phase:
                     state = begin_phase(self.config, dataclasses.replace(self.state, phase=phase))
                     self.checkpoint = dataclasses.replace(before, state=state)
-                found, _ = self._measure([order.task.client_id for order in self.plan()])
-                before.selection.check(phase, list(record.scores(found)))
+                rows, _ = self._measure([order.task.client_id for order in self.plan()])
+                before.selection.check(phase, list(record.scores(rows)))
         finally:
             self.checkpoint = before
 
     def plan(self) -> list[Order]:
-        """Return the orders of the next round: the same whenever they are asked for."""
+        """Plan the orders of the next round. Repeated calls return equal orders."""
         rng = seeds.generator(self.config.run.seed, self.state.round_index, "", "plan")
         with naming_failures(self.method, "plan", f"round {self.state.round_index + 1}"):
             tasks = self.method.plan(self.state, self.clients, rng, self._cohorts[self.state.phase])
         if self.config.train.clients is not None:
             check_take_part(tasks, self.clients, self.state.round_index + 1, self.config.method["name"])
-        return self._orders(tasks, None)
+        return self._make_orders(tasks, None)
 
-    def _orders(self, tasks: Sequence[Task], measure: tuple[Measurement, ...] | None) -> list[Order]:
-        """Return orders for what a method planned, in client order."""
+    def _make_orders(self, tasks: Sequence[Task], measure: tuple[Measurement, ...] | None) -> list[Order]:
+        """Make orders of a method's tasks, in client order. ``measure`` is ``None`` for training."""
         check_tasks(tasks, self.state.tensors)
         placed = sorted(((self.clients.index_of(t.client_id), t) for t in tasks), key=lambda pair: pair[0])
         orders = [
@@ -329,7 +337,7 @@ class Federation:
         return assign_groups(orders, [self.clients[index].models for index, _ in placed], self.store.together)
 
     def broadcast(self, keys: set[str]) -> dict[str, FlatTensors]:
-        """Return the entries of the state as they are sent."""
+        """Return entries of the server's state, with flat tensors, to send to clients."""
         return {key: FlatTensors.of(self.state.tensors[key]) for key in sorted(keys)}
 
     def _aggregate(self, current: Round, sent: Iterator[Update]) -> State:
@@ -337,56 +345,65 @@ class Federation:
         rng = seeds.generator(self.config.run.seed, self.state.round_index, "", "aggregate")
         elsewhere: list[BaseException] = []
 
-        def arriving() -> Iterator[Update]:
+        def note_failures() -> Iterator[Update]:
             try:
                 yield from sent
             except BaseException as error:
-                elsewhere.append(error)
+                elsewhere.append(
+                    error
+                )  # a client's or the pool's failure, for which the message must not blame aggregate()
                 raise
 
-        updates = arriving()
+        updates = note_failures()
         with naming_failures(self.method, "aggregate", f"round {self.state.round_index + 1}", elsewhere):
             state, current.metrics = self.method.aggregate(self.state, updates, rng)
         for _ in updates:
-            pass  # a rule need not look at every update, but every client's reply counts
+            pass  # a rule may skip updates, but the round must record every client's reply
         return dataclasses.replace(as_stored(state), phase=self.state.phase)
 
     def _measure(self, cohort: Sequence[str]) -> tuple[list[record.MetricRow], dict[str, str]]:
-        """Return what is measured of the state, and why clients could not be measured, by client id."""
+        """Evaluate the state.
+
+        Returns:
+            Rows for the metrics table, and the reasons of failed evaluations by client id.
+        """
         settings, round_index = self.config.run, self.state.round_index
-        stage = self.checkpoint.phases.at(round_index - 1)
-        orders = [dataclasses.replace(order, stage=stage) for order in self._evaluation.orders(self.state, cohort)]
-        # All at once: they are metrics and no tensors.
+        stage = self.checkpoint.phases.find(round_index - 1)
+        orders = [dataclasses.replace(order, stage=stage) for order in self._evaluation.make_orders(self.state, cohort)]
+        # Replies with metrics are small, so the server can hold all of them.
         replies = sort_replies(self._send(orders), len(orders)) if orders else []
-        found, unmeasured = pooled(round_index, orders, replies, settings.on_error)
+        rows, unmeasured = pool_replies(round_index, orders, replies, settings.on_error)
         at_clients = sum(order.task.client_id != SERVER for order in orders)
         check_failed(round_index, unmeasured, at_clients, settings.max_failed)
-        return found, unmeasured
+        return rows, unmeasured
 
-    def heaviest(self) -> list[list[Order]]:
-        """Return what of the next round needs the most memory: the largest client's training with its group, and evaluations."""
+    def find_heaviest(self) -> list[list[Order]]:
+        """Return the orders of the next round with the largest memory footprint.
+
+        These are the training of the largest client with its group, and its evaluations, each in a list for one actor.
+        """
         orders = self.plan()
         largest = max(orders, key=lambda order: order.cost)
         group = [order for order in orders if order is largest or order.group == largest.group >= 0]
-        at_server = self._evaluation.server_orders(self.state)[:1]
-        at_clients = self._evaluation.client_orders(self.state, [largest.task.client_id])
+        at_server = self._evaluation.make_server_orders(self.state)[:1]
+        at_clients = self._evaluation.make_client_orders(self.state, [largest.task.client_id])
         return [group, *([order] for order in (*at_server, *at_clients))]
 
     def copy_to(self, mirror: RunMirror) -> None:
-        """Bring a mirror up to the newest commit, and have every further one copied there.
+        """Upload the newest commit to a mirror, and every later commit too.
 
         Raises:
-            RunDirectoryError: it holds another run, or is ahead of this one.
-            ResourcesError: it cannot be reached.
+            RunDirectoryError: The mirror has another run, or is ahead of this run.
+            ResourcesError: The mirror cannot be reached.
         """
         mirror.sync()
         self._committer.mirror = mirror
 
     def finish(self, report: RoundReport) -> None:
-        """Make everything up to now durable, and wait until it is.
+        """Commit the current round, and wait until the commit is durable.
 
         Raises:
-            ResourcesError: the disk is full; the last commit still counts.
+            ResourcesError: The disk is full. The last commit remains valid.
         """
         if self._committer.round_index != self.state.round_index:
             self._prepare_commit(report)
@@ -394,5 +411,5 @@ class Federation:
         report.rows += self._committer.wait()
 
     def close(self) -> None:
-        """Write what is to be committed, and let the commit under way end."""
+        """Write the prepared commit, and wait for the running one."""
         self._committer.close()

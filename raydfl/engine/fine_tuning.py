@@ -1,4 +1,4 @@
-"""Fine-tuning for a measurement: copies of a client's models learn the run's objective on its training data. Nothing is kept."""
+"""Fine-tuning of copies of a client's models for an evaluation. The copies are discarded afterwards."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ def fine_tune(
     """Return a step with fine-tuned copies of the models.
 
     Args:
-        step: of the client; its models stay as they are.
-        objective: what the models learn.
-        epochs: passes over the client's training data.
-        part: beginnings of the flat names of the parameters that train; empty: all that trained as they were built.
-        fixed: the method's ``fixed``: parameters that only the method fixes train here too.
-        leave_out: names of models that read the features of other ones.
+        step: Step of the client. Its models remain unchanged.
+        objective: Objective of the training.
+        epochs: Passes over the client's training data.
+        part: Prefixes of the parameters to train, such as ``"model/output"``. Empty: all parameters that are trainable without the
+            method's ``fixed``.
+        fixed: The method's ``fixed``.
+        leave_out: Names of models that read features of another model, which are not trained.
     """
     models = {name: copy.deepcopy(network) for name, network in step.models.items()}
     free: set[str] = set()

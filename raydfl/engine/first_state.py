@@ -1,4 +1,4 @@
-"""The state with which a run begins; of several parts (``data.parts``), joined from what the method makes for each of them."""
+"""Initial state of a run, joined from the initial states of its parts (``data.parts``)."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from raydfl.engine.storage.store import as_stored
 
 
 def make_first_state(config: Config, clients: Clients, variants: Mapping[str, Variants]) -> State:
-    """Return the method's initial state, joined over the parts.
+    """Create the method's initial state, joined over the parts.
 
     Args:
-        config: of the run.
-        clients: of all parts.
-        variants: the built networks of each part.
+        config: Configuration of the run.
+        clients: Clients of all parts.
+        variants: Built networks of each part.
 
     Raises:
-        ClientError: the method's code failed.
-        ConfigError: the state has no tensors.
+        ClientError: The method's code failed.
+        ConfigError: The state has no tensors.
     """
     states = {part: _init(config, clients.of_part(part), [m for _, m in built]) for part, built in variants.items()}
     if "" in states:
@@ -38,7 +38,8 @@ def make_first_state(config: Config, clients: Clients, variants: Mapping[str, Va
         state = join_states(states, _init_wider(config, clients, variants), config.data.heads == "common")
     if not state.tensors:
         raise ConfigError(
-            f"method {config.method['name']!r} starts with no tensors at all: its shared() keeps everything private"
+            f"method {config.method['name']!r} has no shared tensors, because its shared() keeps everything private. Share some "
+            f"tensors"
         )
     return as_stored(state)
 
@@ -49,7 +50,7 @@ def _init(config: Config, clients: Sequence[Client], models: Sequence[Mapping[st
 
 
 def _init_wider(config: Config, clients: Clients, variants: Mapping[str, Variants]) -> State:
-    """Return the first part's state with one more class: a tensor that changes its shape depends on the classes."""
+    """Create the first part's state with an additional class. Tensors with a different shape depend on the classes."""
     method = config.parts.method
 
     def widen(spec: ModelSpec) -> ModelSpec:
@@ -61,16 +62,16 @@ def _init_wider(config: Config, clients: Clients, variants: Mapping[str, Variant
 
 
 def join_states(states: Mapping[str, State], wider: State, common: bool = False) -> State:
-    """Return one state: what fits all parts once, what depends on a part's classes or features for each part.
+    """Join the states of parts. Parts share a tensor unless its shape depends on their classes or features.
 
     Args:
-        states: what ``Method.init`` made for each part and its clients, by plain names. What all share is the first part's.
-        wider: the same for the first part with one class more, and for all clients. What it says in ``extra`` holds for the whole
-            federation, what a part's state says there is kept under the part's own name.
-        common: whether parts share what depends on classes too, where it has the same shape in all.
+        states: Result of ``Method.init`` for each part, with plain names. Shared tensors are copied from the first part.
+        wider: Result of ``Method.init`` for the first part with an additional class and for all clients. Its ``extra`` holds for
+            the whole federation. The ``extra`` of a part is stored under the part's name.
+        common: Whether parts also share tensors that depend on the classes, if the shapes are equal.
 
     Raises:
-        ConfigError: a tensor's name could be taken for a part's.
+        ConfigError: A tensor's name has the form of a part's name.
     """
     first = next(iter(states.values()))
     for part, state in states.items():

@@ -1,4 +1,4 @@
-"""Options of methods in earlier versions: what they are today, and what digests have of them."""
+"""Translation of methods' options of earlier versions, and their values in digests."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from raydfl.methods import Method
 
 
 def take_former_options(method: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a method's name and options as they are today, and the options of earlier versions for the digest.
+    """Translate a method's options of earlier versions.
 
-    ``tasks`` is ``train.groups`` today. ``fine_tune_epochs`` and ``fine_tune_part``, of methods that fine-tune, are
-    ``evaluate.fine_tune``.
+    ``tasks`` is now ``train.groups``. ``fine_tune_epochs`` and ``fine_tune_part`` are now ``evaluate.fine_tune``.
+
+    Returns:
+        The current name and options of the method, and the former options for the digest.
     """
     options, former = dict(method), dict[str, Any]()
     name = options.get("name")
@@ -42,17 +44,17 @@ def _find(name: str) -> type[Method]:
 
 
 def _take_form(options: dict[str, Any]) -> dict[str, Any]:
-    """Read FedMLAC's ``plug_ce_weight`` as ``form``.
+    """Translate FedMLAC's ``plug_ce_weight`` into ``form``, in place.
 
     Raises:
-        ConfigError: one of them has a value that it never had.
+        ConfigError: A value was invalid in earlier versions too.
     """
     form, weight = options.get("form", "literal"), options.pop("plug_ce_weight", None)
     if weight is not None:
         if form not in ("literal", "supervised") or type(weight) not in (int, float) or not weight >= 0:
             raise ConfigError(
-                f"method.plug_ce_weight: {weight!r} with method.form={form!r}; it is a number from 0 on with form literal or "
-                f"supervised; write method.form=NUMBER instead"
+                f"method.plug_ce_weight: {weight!r} with method.form={form!r}. The former option takes a number of at least 0, and "
+                f"needs form literal or supervised. Set method.form=NUMBER instead"
             )
         options["form"] = weight
     elif not isinstance(form, str):
@@ -61,11 +63,13 @@ def _take_form(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _take_readings(options: dict[str, Any], own: set[str]) -> dict[str, Any]:
-    """Read ProFiLA's ``mode``, and options that ``profila_as_run`` has alone, as that method's."""
+    """Translate ProFiLA's ``mode``, and move options of ``profila_as_run`` to that method, in place."""
     moved = {option.name: option.default for option in options_of(_find("profila_as_run")) if option.name not in own}
     mode = options.pop("mode", "normal")
     if mode not in ("normal", "as_run"):
-        raise ConfigError(f"method.mode: {mode!r}; it is as_run or normal. Today as_run is method.name=profila_as_run")
+        raise ConfigError(
+            f"method.mode: {mode!r} is neither as_run nor normal. Set method.name=profila_as_run for as_run"
+        )
     if mode == "normal" and moved.keys().isdisjoint(options):
         return {"mode": mode, **moved}
     options["name"] = "profila_as_run"
@@ -77,18 +81,18 @@ def _take_readings(options: dict[str, Any], own: set[str]) -> dict[str, Any]:
 
 
 def find_former_tuning(method: Method, former: Mapping[str, Any]) -> FineTuneSettings:
-    """Return the fine-tuning that a method has by itself, or by its options of earlier versions.
+    """Return a method's default fine-tuning, or the fine-tuning of its former options.
 
     Raises:
-        ConfigError: one of these is out of range.
+        ConfigError: A former option is out of range.
     """
     epochs, part = former.get("fine_tune_epochs", 0), former.get("fine_tune_part", "all")
     if type(epochs) is not int or epochs < 0:
-        raise ConfigError(f"method.fine_tune_epochs: {epochs!r}; it must be a whole number from 0 on")
+        raise ConfigError(f"method.fine_tune_epochs: {epochs!r} is not a whole number of at least 0")
     head = getattr(method, "head", ())
     if part not in ("all", "head") or (part == "head" and epochs and not head):
-        reason = "method.head is empty" if part == "head" else "it must be all or head"
+        reason = "needs names of tensors in method.head" if part == "head" else "is neither all nor head"
         raise ConfigError(
-            f"method.fine_tune_part: {part!r}; {reason}; set evaluate.fine_tune.part to names of tensors instead"
+            f"method.fine_tune_part: {part!r} {reason}. Set evaluate.fine_tune.part to names of tensors instead"
         )
     return FineTuneSettings(epochs=epochs, part=list(head) if part == "head" else [])

@@ -64,7 +64,7 @@ class StopRule:
         report.stopped = checkpoint.stopped
         if report.stopped:
             done.measured.add_fact("stopped", report.round, report.stopped)
-        elif phases.at(report.round) == report.phase:
+        elif phases.find(report.round) == report.phase:
             done.measured.add_fact("phase_stopped", report.round, f"{report.phase}: {reason}")
             return dataclasses.replace(checkpoint, phases=phases.end(report.phase, report.round))
         return checkpoint
@@ -91,7 +91,7 @@ class PhaseChange:
             ClientError: The method's code failed.
             RunDirectoryError: The best round's commit is missing.
         """
-        checkpoint = checkpoint.with_state(checkpoint.state)
+        checkpoint = checkpoint.replace_state(checkpoint.state)
         phase, best = checkpoint.state.phase, checkpoint.selection.best
         if phase == done.report.phase:
             return checkpoint
@@ -112,7 +112,7 @@ class PhaseChange:
             )
         commit = self._store.load(name)
         state = dataclasses.replace(commit.state, round_index=done.report.round)
-        return dataclasses.replace(checkpoint, private=commit.private).with_state(state)
+        return dataclasses.replace(checkpoint, private=commit.private).replace_state(state)
 
 
 class ReadAhead:

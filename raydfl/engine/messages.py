@@ -1,7 +1,7 @@
-"""Messages: what a client receives of the server's tensors, and its updates as they go to the server.
+"""Messages between server and client: the received tensors, and the client's updates.
 
-Neither need be the whole model: a client of a part (``data.parts``) has tensors of its own under the server's names, a client may
-lack models that the method has, and a cut (``Task.cuts``) sends slices.
+A message may lack tensors of the global model. A client of a part (``data.parts``) has only its part's tensors, a client may lack
+some models of the method, and a cut (``Task.cuts``) sends slices.
 """
 
 from __future__ import annotations
@@ -18,41 +18,41 @@ from raydfl.engine.orders import Order
 from raydfl.engine.validation import check_form
 
 
-def received(order: Order, broadcast: Mapping[str, FlatTensors], lacks: frozenset[str]) -> dict[str, FlatTensors]:
-    """Return what the order's client gets of the server's tensors: of those that parts have of their own, its part's; some cut.
+def select_received(
+    order: Order, broadcast: Mapping[str, FlatTensors], lacks: frozenset[str]
+) -> dict[str, FlatTensors]:
+    """Select the tensors that the order's client receives, under the names of its part, and cut them.
 
     Args:
-        lacks: models of the method that the client does not have.
+        order: Order of the client.
+        broadcast: Server's tensors by key.
+        lacks: Models of the method that the client does not have.
     """
-    whole = _of_part(order, broadcast, lacks)
-    cuts, whose = order.task.cuts, order.subject
-    return {key: cut_tensors(tensors, cuts, whose) for key, tensors in whole.items()} if cuts else whole
+    entries = {key: _drop_models(_select_part(broadcast[key], order.part), lacks) for key in order.task.receive}
+    cuts, subject = order.task.cuts, order.subject
+    return {key: cut_tensors(tensors, cuts, subject) for key, tensors in entries.items()} if cuts else entries
 
 
-def _of_part(order: Order, broadcast: Mapping[str, FlatTensors], lacks: frozenset[str]) -> dict[str, FlatTensors]:
-    return {key: _without_models(_own_tensors(broadcast[key], order.part), lacks) for key in order.task.receive}
+def _select_part(entry: FlatTensors, part: str) -> FlatTensors:
+    """Select a part's tensors of an entry of the server's state, under their plain names."""
+    if all(part_names.plain_name(name) == name for name in entry):
+        return entry
+    return FlatTensors.of(part_names.of_part(entry, part))
 
 
-def _own_tensors(sent: FlatTensors, part: str) -> FlatTensors:
-    """Return an entry of the server's state as a client of a part receives it."""
-    if all(part_names.plain_name(name) == name for name in sent):
-        return sent
-    return FlatTensors.of(part_names.of_part(sent, part))
-
-
-def _without_models(tensors: FlatTensors, models: frozenset[str]) -> FlatTensors:
-    """Return tensors but those of some models."""
+def _drop_models(tensors: FlatTensors, models: frozenset[str]) -> FlatTensors:
+    """Return the tensors without those of some models."""
     names = [name for name in tensors if name.partition("/")[0] not in models] if models else ()
     return tensors if not models or len(names) == len(tensors) else FlatTensors.of({n: tensors[n] for n in names})
 
 
-def received_bytes(order: Order, broadcast: Mapping[str, FlatTensors], lacks: frozenset[str]) -> int:
-    """Return the bytes that the order's client gets of the server's tensors, without the entries that it has already."""
+def count_received_bytes(order: Order, broadcast: Mapping[str, FlatTensors], lacks: frozenset[str]) -> int:
+    """Count the bytes that the order's client downloads, without entries that it already has (``Task.has``)."""
     total = 0
     for key in order.task.receive:
         if key in order.task.has:
             continue
-        layout = _own_tensors(broadcast[key], order.part).layout
+        layout = _select_part(broadcast[key], order.part).layout
         if lacks:
             shapes = zip(layout.names, layout.shapes, strict=True)
             layout = Layout.of_shapes({name: shape for name, shape in shapes if name.partition("/")[0] not in lacks})
@@ -60,42 +60,47 @@ def received_bytes(order: Order, broadcast: Mapping[str, FlatTensors], lacks: fr
     return 4 * total
 
 
-def sent_updates(found: Update, who: str, shared: Callable[[str], bool], fixed: Collection[str]) -> list[Update]:
-    """Return what a method's ``local`` returned as a list of updates, each to another key.
+def split_updates(result: Update, who: str, shared: Callable[[str], bool], fixed: Collection[str]) -> list[Update]:
+    """Split the result of a method's ``local`` into one update for each key, and check it.
 
     Args:
-        found: by ``local``.
-        who: the client, for messages.
-        shared: of the method.
-        fixed: names of the fixed tensors.
+        result: Return value of ``local``.
+        who: The client, for messages.
+        shared: The method's ``shared``.
+        fixed: Names of the fixed tensors.
 
     Raises:
-        RaydflError: it is something else, two updates are to one key, or an update holds a tensor that may not be sent.
+        RaydflError: The result is no update, two updates have the same key, or an update has a private or fixed tensor.
     """
-    check_form(found, who)
-    updates = [dataclasses.replace(found, further=()), *found.further]
-    for update in found.further:
+    check_form(result, who)
+    updates = [dataclasses.replace(result, further=()), *result.further]
+    for update in result.further:
         check_form(update, who)
         if update.further:
-            raise RaydflError(f"{who}: a further update has further ones itself; put all of them beside the first")
+            raise RaydflError(
+                f"{who}: an update in `further` has further updates. Put all of them into the first update"
+            )
     keys = [update.key for update in updates]
     for key in keys:
         if keys.count(key) > 1:
-            raise RaydflError(f"{who}: local() returned two updates to the key {key!r}; join their tensors in one")
+            raise RaydflError(
+                f"{who}: local() returned two updates to the key {key!r}. Join their tensors in one update"
+            )
     names = [name for update in updates for name in update.tensors]
-    for kept, why in (
+    for forbidden, reason in (
         ([name for name in names if not shared(name)], "the method's shared() keeps private"),
         ([name for name in names if name in fixed], "are fixed, because they do not train"),
     ):
-        if kept:
+        if forbidden:
             raise RaydflError(
-                f"{who}: the update holds tensors that {why}: {', '.join(kept[:5])}; leave them out of step.update(tensors=...)"
+                f"{who}: the update holds tensors that {reason}: {', '.join(forbidden[:5])}. Omit them from "
+                f"step.update(tensors=...)"
             )
     return updates
 
 
-def by_servers_names(update: Update, part: str, broadcast: Mapping[str, FlatTensors]) -> Update:
-    """Return an update of a part's client with its tensors and their weights under the names that the server has for them."""
+def rename_for_server(update: Update, part: str, broadcast: Mapping[str, FlatTensors]) -> Update:
+    """Rename the tensors and weights of an update of a part's client to the server's names."""
     known = broadcast.get(update.key, ())
     weight = update.weight
     return dataclasses.replace(

@@ -1,4 +1,4 @@
-"""The files and folders that a configuration names: their absolute paths, and what they hold."""
+"""Files and folders in a configuration: absolute paths and content digests."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ _CLASSES: Sequence[tuple[str, str, type[Any]]] = (
     ("objective", "raydfl.objectives", Objective),
     ("attack", "raydfl.attacks", Attack),
 )
-"""Groups that name a class: their places, the packages of the built-in classes, and the base classes."""
+"""Groups with the name of a class: place, package of the built-in classes, and base class."""
 
 
-def absolute(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration as plain data with its paths made absolute; what is not as it should be is left as it is.
+def resolve_paths(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a configuration's plain data with absolute paths. Invalid groups remain unchanged.
 
     Raises:
-        ConfigError: a path that cannot be one, or a class that is named and cannot be found.
+        ConfigError: A path is invalid, or a named class does not exist.
     """
     result: dict[str, Any] = json.loads(json.dumps(values, default=str))
     run = result.setdefault("run", {})
@@ -48,7 +48,7 @@ def absolute(values: Mapping[str, Any]) -> dict[str, Any]:
         _resolve(run, ["dir"])
     for group in ("method", "models", "objective", "data", "attack"):
         if group in result:
-            result[group] = _references_resolved(result[group])
+            result[group] = _resolve_references(result[group])
     for place, package, base in _CLASSES:
         group = get_path(result, place)
         if isinstance(group, dict) and isinstance(group.get("name"), str):
@@ -66,12 +66,12 @@ def absolute(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _resolve_data(data: dict[str, Any], where: str, name: Any = None) -> None:
-    """Make the paths of a group of data settings absolute.
+    """Make the paths of a group of data settings absolute, in place.
 
     Args:
-        data: the group, which is changed.
-        where: its place in the configuration.
-        name: the data set of a group that names none.
+        data: The group.
+        where: Place of the group in the configuration.
+        name: Default name of the data set.
     """
     name = data.get("name", name)
     _resolve(data, ["cache", *(path_options(find_dataset(name)) if isinstance(name, str) and name else ())])
@@ -94,8 +94,8 @@ def _resolve_data(data: dict[str, Any], where: str, name: Any = None) -> None:
 def _resolve_models(models: Mapping[str, Any]) -> None:
     for name, value in models.items():
         choices = value["choices"] if isinstance(value, dict) and isinstance(value.get("choices"), dict) else value
-        several = [*choices.values()] if choices is not value else value if isinstance(value, list) else [value]
-        for choice in (each for each in several if isinstance(each, dict)):
+        items = [*choices.values()] if choices is not value else value if isinstance(value, list) else [value]
+        for choice in (item for item in items if isinstance(item, dict)):
             if isinstance(choice.get("name"), str):
                 _resolve(choice, model_paths(choice["name"], f"models.{name}"))
             if isinstance(choice.get(INIT_FROM), str):
@@ -107,34 +107,34 @@ def _resolve_models(models: Mapping[str, Any]) -> None:
 def _resolve(group: dict[str, Any], keys: Iterable[str]) -> None:
     for key in keys:
         if isinstance(group.get(key), str):
-            group[key] = _resolved(group[key])
+            group[key] = _resolve_path(group[key])
 
 
-def _resolved(text: str) -> str:
+def _resolve_path(text: str) -> str:
     check_path(text)
     try:
         return text if is_uri(text) else str(Path(os.path.expandvars(text)).expanduser().resolve())
-    except (OSError, RuntimeError, ValueError) as error:  # links in a circle, ~NAME of nobody, a null character
+    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, an unknown user in ~NAME, a null character
         raise ConfigError(f"the path {text!r} cannot be found: {error}") from error
 
 
-def _references_resolved(value: Any) -> Any:
-    """``value`` with every ``my_file.py:Class`` in it made absolute."""
+def _resolve_references(value: Any) -> Any:
+    """Return a copy with an absolute path in every ``my_file.py:Class``."""
     if isinstance(value, dict):
-        return {key: _references_resolved(inner) for key, inner in value.items()}
+        return {key: _resolve_references(inner) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_references_resolved(inner) for inner in value]
+        return [_resolve_references(inner) for inner in value]
     if isinstance(value, str) and re.fullmatch(r".+\.py:\w+", value):
         place, _, name = value.rpartition(":")
-        return f"{_resolved(place)}:{name}"
+        return f"{_resolve_path(place)}:{name}"
     return value
 
 
-def named_files(parts: Parts, data: DataSettings) -> dict[str, tuple[str, str]]:
-    """Return the files that options name, and folders of encoders: by the option's place, path and digest of the content.
+def hash_named_files(parts: Parts, data: DataSettings) -> dict[str, tuple[str, str]]:
+    """Return path and content digest of the files and encoder folders of options, by the option's place.
 
-    Options of method, rule, objective, models and attack. What data and features name is not among them, but for the folder
-    of an encoder: the population and the features that come of it are kept with the run.
+    Includes options of method, rule, objective, models and attack. Excludes files of data and features, except encoder folders,
+    because the run keeps its own population and features.
     """
     method = parts.method
     objects: dict[str, object] = {"method": method, "objective": method.objective, "attack": parts.attack}
@@ -160,43 +160,46 @@ def named_files(parts: Parts, data: DataSettings) -> dict[str, tuple[str, str]]:
         for view in settings.all_views.values():
             if isinstance(view.features, PretrainedFeatures):
                 encoders[f"{place}{view.where.removeprefix('data')}.features.folder"] = view.features.folder
-    found = {
+    files = {
         place: (str(path), content_digest(Path(path)))
         for place, path in named.items()
         if isinstance(path, str | Path) and not is_uri(path) and Path(path).is_file()
     }
     folders = {place: folder for place, folder in encoders.items() if folder.is_dir()}
-    return found | {place: (str(folder), encoder_digest(folder)) for place, folder in folders.items()}
+    return files | {place: (str(folder), encoder_digest(folder)) for place, folder in folders.items()}
 
 
 def check_same_files(at_start: Mapping[str, tuple[str, str]], here: Mapping[str, tuple[str, str]]) -> None:
-    """Refuse files and folders whose content is not what it was where the run was started.
+    """Reject files and folders whose content differs from the starting machine's.
 
     Args:
-        at_start: what :func:`named_files` returned there.
-        here: what it returns in this process, which may be on another node.
+        at_start: Result of :func:`hash_named_files` on the starting machine.
+        here: Result of :func:`hash_named_files` in this process.
 
     Raises:
-        ConfigError: naming the first.
+        ConfigError: A file or folder is missing or differs. The message names the first one.
     """
     for place, (path, content) in at_start.items():
         if here.get(place, (path, ""))[1] != content:
-            what = "holds something else than" if place in here else "is not there as"
+            problem = "differs from its content" if place in here else "does not exist as it does"
             raise ConfigError(
-                f"{place}: {path} on {platform.node()} {what} where the run was started; put the same content under that "
-                f"path on every node"
+                f"{place}: {path} on {platform.node()} {problem} on the machine that started the run. Provide the same content "
+                f"under this path on every node"
             )
 
 
 def check_encoder(architecture: str, options: Mapping[str, Any], features: AnyFeatures, where: str, place: str) -> None:
-    """Refuse a pretrained encoder and features that are not of one folder, or do not meet after the same layer.
+    """Reject a pretrained encoder whose features come from another folder or another layer.
 
     Args:
-        architecture: the name of the network.
-        options: its options.
-        features: the features that it reads.
-        where: the place of the network in the configuration.
-        place: that of the features.
+        architecture: Name of the network.
+        options: Options of the network.
+        features: Input features of the network.
+        where: Place of the network in the configuration.
+        place: Place of the features in the configuration.
+
+    Raises:
+        ConfigError: The features are of another kind, folder or layer.
     """
     if not issubclass(find_architecture(architecture, where)[0], Pretrained) or not options.get("folder"):
         return
@@ -204,15 +207,15 @@ def check_encoder(architecture: str, options: Mapping[str, Any], features: AnyFe
     group = f"{{kind: pretrained, folder: {folder}, after: {'null' if after is None else after}}}"
     if not isinstance(features, PretrainedFeatures):
         raise ConfigError(
-            f"{where}: {architecture} reads what the encoder's own front end makes, and the features are of the kind "
-            f"{features.kind}; set {place}='{group}'"
+            f"{where}: {architecture} reads the output of the encoder's own front end, but the features are of the kind "
+            f"{features.kind}. Set {place}='{group}'"
         )
     if features.folder != folder:
         raise ConfigError(
-            f"{where}.folder is {folder}, and the features come from that in {features.folder}; give one folder"
+            f"{where}.folder is {folder}, but the features are computed from {features.folder}. Set both to the same folder"
         )
     if features.after != after:
         raise ConfigError(
-            f"{where}.after is {after}, and the features are those after {features.after} (null: the front end's); set both to one "
-            f"number of layers"
+            f"{where}.after is {after}, but the features are computed after layer {features.after} (null: after the front end). "
+            f"Set both to the same number of layers"
         )

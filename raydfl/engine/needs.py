@@ -1,7 +1,7 @@
-"""The checker of needs: one place and one wording for conflicts between the groups of a configuration.
+"""Checks of declared needs, with a common wording for conflicts between the groups of a configuration.
 
-A method, an objective, an attack and a rule declare their needs (:class:`raydfl.core.needs.Needs`). The other groups must meet
-them.
+A method, an objective, an attack and a rule declare their needs (:class:`raydfl.core.needs.Needs`). The rest of the configuration
+must meet them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from raydfl.rules import Rule
 from raydfl.training import ClientSettings, TrainSettings
 
 Conflict = tuple[str, str, str, str]
-"""The setting in conflict, the need that it does not meet, the reason, and the remedy."""
+"""The setting in conflict, the unmet need, the reason, and the remedy."""
 
 
 def check_needs(
@@ -32,20 +32,21 @@ def check_needs(
     phases: Sequence[TrainSettings],
     pools: Mapping[str, Sequence[str]],
 ) -> None:
-    """Refuse conflicts between the groups of a configuration.
+    """Reject conflicts between the groups of a configuration.
 
     Args:
-        names: of the method, the objective and the attack.
-        method: with its objective.
-        attack: ``None``: every client is honest.
-        rule: with which the method aggregates.
-        data: of all parts.
-        clients: ``train.clients``.
-        phases: the training settings of each phase.
-        pools: of parts whose clips are assigned. The settings name those of other parts, unless a user's table does.
+        names: Names of the method, the objective and the attack.
+        method: Method, with its objective.
+        attack: Attack; ``None``: every client is honest.
+        rule: Aggregation rule of the method.
+        data: Data settings of all parts.
+        clients: Setting ``train.clients``.
+        phases: Training settings of each phase.
+        pools: Names of the training pools by part, for parts whose clips are assigned. For the rest, the settings name the pools,
+            or a user's table of clips does.
 
     Raises:
-        ConfigError: naming the first conflict.
+        ConfigError: A need is not met. The message describes the first conflict.
     """
     declaring: dict[str, Method | Objective | Attack] = {
         f"method {names[0]!r}": method,
@@ -53,55 +54,55 @@ def check_needs(
     }
     if attack is not None:
         declaring[f"attack {names[2]!r}"] = attack
-    needs = {who: _read_needs(who, of) for who, of in declaring.items()}
+    needs = {owner: _read_needs(owner, declarer) for owner, declarer in declaring.items()}
     needs[f"rule {type(rule).__name__}"] = Needs(new_values=rule.relative)
     if clients is not None:
-        needs |= {f"train.clients.{at}": Needs(columns=(name,)) for at, name in clients.columns.items()}
-    for who, of in needs.items():
-        found = (
-            *_method_conflicts(of, method, names),
-            *_training_conflicts(of, phases),
-            *_parts_conflicts(of, data),
-            *(conflict for part, own in data.each.items() for conflict in _data_conflicts(of, own, pools.get(part))),
+        needs |= {f"train.clients.{key}": Needs(columns=(name,)) for key, name in clients.columns.items()}
+    for owner, declared in needs.items():
+        conflicts = (
+            *_find_method_conflicts(declared, method, names),
+            *_find_training_conflicts(declared, phases),
+            *_find_parts_conflicts(declared, data),
+            *(c for part, own in data.each.items() for c in _find_data_conflicts(declared, own, pools.get(part))),
         )
-        for place, need, reason, remedy in found:
-            raise ConfigError(f"{place}: {who} needs {need}, but {reason}. {remedy[0].upper()}{remedy[1:]}.")
+        for place, need, reason, remedy in conflicts:
+            raise ConfigError(f"{place}: {owner} needs {need}, but {reason}. {remedy[0].upper()}{remedy[1:]}.")
 
 
-def _read_needs(who: str, of: Method | Objective | Attack) -> Needs:
-    """Return the needs that a user's class may declare wrongly.
+def _read_needs(owner: str, declarer: Method | Objective | Attack) -> Needs:
+    """Read the needs of a class, which may be a user's.
 
     Raises:
-        ConfigError: they cannot be read, or are something else.
+        ConfigError: The attribute fails, or is not a :class:`Needs`.
     """
-    remedy = "write needs = raydfl.Needs(...), or a property that returns it"
+    remedy = "Write needs = raydfl.Needs(...), or a property that returns it"
     try:
-        found: object = of.needs
+        needs: object = declarer.needs
     except RaydflError:
         raise
     except FAILURES as error:
-        raise ConfigError(f"{who}: needs failed: {describe(error)}; {remedy}") from error
-    if not isinstance(found, Needs):
-        raise ConfigError(f"{who}: needs must be a raydfl.Needs; {remedy}")
-    return found
+        raise ConfigError(f"{owner}: needs failed: {describe(error)}. {remedy}") from error
+    if not isinstance(needs, Needs):
+        raise ConfigError(f"{owner}: needs must be a raydfl.Needs. {remedy}")
+    return needs
 
 
-def _method_conflicts(needs: Needs, method: Method, names: tuple[str, str, str]) -> Iterator[Conflict]:
+def _find_method_conflicts(needs: Needs, method: Method, names: tuple[str, str, str]) -> Iterator[Conflict]:
     name, objective, _ = names
-    given = f"the objective is {objective!r}"
+    reason = f"the objective is {objective!r}"
     if needs.objectives and objective not in needs.objectives:
-        remedy = "choose one that it takes, or a method that takes any objective (fedavg, fedprox, scaffold ...)"
-        yield "objective", f"objective={' or '.join(needs.objectives)}", given, remedy
+        remedy = "choose a supported objective, or a method for any objective (fedavg, fedprox, scaffold ...)"
+        yield "objective", f"objective={' or '.join(needs.objectives)}", reason, remedy
     if needs.labels not in ("any", method.objective.needs.labels):
         remedy = "choose another objective, or an attack on updates (sign_flip, gaussian_noise ...)"
-        learnt = "one class for each clip" if needs.labels == "one" else "sets of classes"
-        yield "objective", f"an objective that learns {learnt}", given, remedy
+        target = "one class for each clip" if needs.labels == "one" else "sets of classes"
+        yield "objective", f"an objective that learns {target}", reason, remedy
     if needs.new_values and method.changes:
         remedy = "choose a rule that compares clients with each other (geometric_median, multi_krum, dnc ...)"
         yield "method.rule", "updates near the server's tensors", f"method {name!r} also sends changes", remedy
 
 
-def _training_conflicts(needs: Needs, phases: Sequence[TrainSettings]) -> Iterator[Conflict]:
+def _find_training_conflicts(needs: Needs, phases: Sequence[TrainSettings]) -> Iterator[Conflict]:
     for train in phases:
         name, size = train.optimiser.name, train.batch_size
         if needs.optimiser not in ("", name):
@@ -115,34 +116,33 @@ def _training_conflicts(needs: Needs, phases: Sequence[TrainSettings]) -> Iterat
             yield "train.batch_size", f"batches of at least {needs.batch_size} clips", f"it is {size}", remedy
 
 
-def _parts_conflicts(needs: Needs, data: DataSettings) -> Iterator[Conflict]:
+def _find_parts_conflicts(needs: Needs, data: DataSettings) -> Iterator[Conflict]:
     if needs.one_class_list and data.parts:
         yield "data.parts", "one list of classes for all clients", "each part has its own", "remove one of the two"
     if needs.own_outputs and data.parts and data.heads == "common":
         remedy = "set it to part, or choose objective=classify"
-        yield "data.heads", "one output for each class of a part", "the outputs are common", remedy
+        yield "data.heads", "one output for each class of a part", "all parts share the outputs", remedy
 
 
-def _data_conflicts(needs: Needs, data: DataSettings, pools: Sequence[str] | None) -> Iterator[Conflict]:
+def _find_data_conflicts(needs: Needs, data: DataSettings, pools: Sequence[str] | None) -> Iterator[Conflict]:
     kind = data.features.kind
     if needs.recordings and kind in ("file", "image"):
-        remedy = "set it to logmel, or attack with the model that made the features"
+        remedy = "set it to logmel, or run the attack with the model that computed the features"
         yield "data.features.kind", "recordings", f"features of the kind {kind} have none", remedy
     partitions = [data.partition, *(data.at(site).partition for site in data.sites)] if needs.own_clips else []
     if any(partition.by == "table" for partition in partitions):
-        remedy = "take another partition, or an attack on updates (sign_flip, gaussian_noise ...)"
-        yield "data.partition.by", "clips that belong to one client", "clients of a table may share clips", remedy
+        remedy = "choose another partition, or an attack on updates (sign_flip, gaussian_noise ...)"
+        yield "data.partition.by", "clips with a single owner", "clients of a table may share clips", remedy
     if needs.labels == "one" and data.label_sets is not None:
         remedy = "choose objective=multi_label, or set data.label_sets to null"
-        yield "data.label_sets", "one label for each clip", "data.label_sets makes sets of classes of them", remedy
+        yield "data.label_sets", "one label for each clip", "data.label_sets splits labels into sets of classes", remedy
     if needs.labels == "sets" and data.label_sets is None:
         remedy = "set data.label_sets.separator to the text between a label's classes, or choose objective=classify"
         yield "data.label_sets", "a set of classes for each clip", "a label is one class", remedy
     if pools is None:
         named = [*data.pools] if data.unlabelled is None else [LABELLED, UNLABELLED]
-        pools = (
-            needs.pools if needs.pools and may_be_assigned_by_table(data) else named
-        )  # checked once clips are assigned
+        # A table may name any pool. The check is repeated after the clips are assigned.
+        pools = needs.pools if needs.pools and has_clip_table(data) else named
     for pool in needs.pools:
         if pool not in pools:
             remedy = (
@@ -151,19 +151,19 @@ def _data_conflicts(needs: Needs, data: DataSettings, pools: Sequence[str] | Non
             )
             yield "data.pools", f"the pool {pool!r}", f"data has {', '.join(pools) or 'none'}", remedy
         elif pool == UNLABELLED and data.unlabelled is not None and data.unlabelled.use == 0:
-            remedy = "set it above 0, or choose a method that learns from labels alone"
-            yield "data.unlabelled.use", "clips without labels", "none of them is used", remedy
+            remedy = "set it above 0, or choose a method without unlabelled clips"
+            yield "data.unlabelled.use", "clips without labels", "it is 0", remedy
     for view in needs.views:
         if view not in data.views:
             remedy = f"add it, or choose another view ({nearest(view, data.views)})"
-            yield "data.views", f"the view {view!r}", "there is no such view", remedy
+            yield "data.views", f"the view {view!r}", "it is not defined", remedy
     for column in needs.columns:
         if column not in data.profile and column not in KNOWN:
             hint = nearest(column, [*data.profile, *KNOWN])
             remedy = f"set data.profile.{column}='{{values: [...]}}', or choose another column ({hint})"
-            yield "data.profile", f"the column {column!r}", "clients have no such column in their profile", remedy
+            yield "data.profile", f"the column {column!r}", "the clients' profiles do not have it", remedy
 
 
-def may_be_assigned_by_table(data: DataSettings) -> bool:
-    """Return whether a user's table of clips may have their roles and pools, here or at a site."""
+def has_clip_table(data: DataSettings) -> bool:
+    """Return whether a user's table of clips may assign roles and pools, here or at a site."""
     return any(own.tables.clips is not None for own in (data, *(data.at(site) for site in data.sites)))

@@ -1,4 +1,4 @@
-"""The networks of clients, built from the run's seed: equal architectures start from equal weights at every client."""
+"""Construction of clients' networks from the run seed."""
 
 from __future__ import annotations
 
@@ -17,14 +17,18 @@ from raydfl.training import Replica, find_fixed_tensors
 
 
 def seed_torch(seed: int, device: torch.device) -> None:
-    """Seed what dropout draws from. ``torch.manual_seed`` would also queue calls for devices that are not there, forever."""
+    """Seed the generators of dropout on the CPU and on ``device``."""
+    # torch.manual_seed would also queue a call for every absent device, and the queue would grow forever.
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.manual_seed(seed)
 
 
 def build_models(method: Method, models: Sequence[ModelSpec], run_seed: int) -> dict[str, nn.Module]:
-    """Build freshly initialised models; equal architectures start from equal weights at every client: the seed's, or a file's."""
+    """Build initialised models by name.
+
+    Equal architectures have equal initial weights at every client. The weights come from the run seed or from a file.
+    """
     with torch.random.fork_rng(devices=[]):
         seed_torch(seeds.seed_for(run_seed, 0, "", "init"), torch.device("cpu"))
         copies = type(method).copies
@@ -32,17 +36,20 @@ def build_models(method: Method, models: Sequence[ModelSpec], run_seed: int) -> 
         built = method.build(originals)
         for spec in originals:
             if not isinstance(built, dict) or not isinstance(built.get(spec.name), nn.Module):
-                continue  # try_models says what is wrong
+                continue  # try_models reports the problem to the user
             method.objective.extend(built[spec.name], spec)
             if spec.init_from:
                 start_from_file(built[spec.name], spec)
         if isinstance(built, dict):
-            built.update({name: copy.deepcopy(built[of]) for name, of in copies.items() if of in built})
+            built.update({name: copy.deepcopy(built[source]) for name, source in copies.items() if source in built})
         return built
 
 
-def fixed_of_whole(method: Method, models: Sequence[ModelSpec], run_seed: int) -> FlatTensors:
-    """Return the fixed tensors of the whole networks that a client's networks are parts of; none if it has no such parts."""
+def build_fixed_tensors(method: Method, models: Sequence[ModelSpec], run_seed: int) -> FlatTensors:
+    """Build the complete networks of which a client has slices, and return their fixed tensors.
+
+    Returns an empty result for a client with complete networks.
+    """
     if all(spec.whole is None for spec in models):
         return FlatTensors.of({})
     built = build_models(method, [spec.whole or spec for spec in models], run_seed)
@@ -51,13 +58,13 @@ def fixed_of_whole(method: Method, models: Sequence[ModelSpec], run_seed: int) -
 
 
 class BuiltNetworks:
-    """The networks of one process, built once for each combination of architectures.
+    """Networks of one process, built once for each combination of architectures.
 
     Args:
-        method: of the run.
-        run_seed: of the run.
-        device: where the networks are.
-        users_code: whether a user's code works with the networks.
+        method: Method of the run.
+        run_seed: Seed of the run.
+        device: Device of the networks.
+        users_code: Whether a user's code may access the networks.
     """
 
     def __init__(self, method: Method, run_seed: int, device: torch.device, users_code: bool) -> None:
@@ -66,7 +73,12 @@ class BuiltNetworks:
         self._fixed: dict[tuple[ModelSpec, ...], FlatTensors] = {}
 
     def build(self, specs: tuple[ModelSpec, ...], place: int) -> Replica:
-        """Return networks of these architectures. Clients of one group have different places."""
+        """Build networks, or return the existing ones.
+
+        Args:
+            specs: Architectures.
+            place: Number of the client in its group. Clients in batched training need networks of their own.
+        """
         built = self.replicas.get((specs, place))
         if built is None or not built.intact:
             models = build_models(self._method, specs, self._seed)
@@ -76,8 +88,8 @@ class BuiltNetworks:
             self.replicas[specs, place] = built
         return built
 
-    def fixed_of_whole(self, specs: tuple[ModelSpec, ...]) -> FlatTensors:
-        """Return the fixed tensors of the networks that these are parts of."""
+    def build_fixed(self, specs: tuple[ModelSpec, ...]) -> FlatTensors:
+        """Return the fixed tensors of the complete networks of which a client has slices."""
         if specs not in self._fixed:
-            self._fixed[specs] = fixed_of_whole(self._method, specs, self._seed)
+            self._fixed[specs] = build_fixed_tensors(self._method, specs, self._seed)
         return self._fixed[specs]

@@ -1,4 +1,4 @@
-"""Phases: which rounds belong to which phase of a method. A method that names none has a single one, without a name."""
+"""Phases of a method and their rounds. A method without phases has a single one with an empty name."""
 
 from __future__ import annotations
 
@@ -11,71 +11,78 @@ from raydfl.training import TrainSettings
 
 @dataclass(frozen=True, slots=True)
 class Phases:
-    """The phases of a run in their order."""
+    """Phases of a run in order."""
 
     names: tuple[str, ...] = ("",)
     first: tuple[int, ...] = (0,)
-    """Rounds that are completed before each begins."""
+    """Number of completed rounds before each phase."""
 
     @classmethod
     def from_settings(cls, names: Sequence[str], train: TrainSettings, method: str) -> Phases:
-        """Return the phases of a run.
+        """Divide the rounds of a run into phases.
 
         Args:
-            names: of the method's phases; empty: a single one.
-            train: how many rounds there are, and how many each phase has.
-            method: its name, for the messages.
+            names: Names of the method's phases; empty: a single phase.
+            train: Training settings, with the number of rounds of the run and of its phases.
+            method: Name of the method, for messages.
 
         Raises:
-            ConfigError: settings of a phase that the method does not have, or rounds of the phases that do not fit.
+            ConfigError: A phase is unknown, or the rounds of the phases exceed ``train.rounds``.
         """
         names = tuple(names) or cls().names
         check_phases(train.phases, names, "train.phases", method)
-        given = [train.phases[name].rounds if name in train.phases else None for name in names]
-        if given[-1] is not None:
+        lengths = [train.phases[name].rounds if name in train.phases else None for name in names]
+        if lengths[-1] is not None:
             raise ConfigError(
-                f"train.phases.{names[-1]}.rounds: {given[-1]}; the last phase has what is left of train.rounds; leave it out"
+                f"train.phases.{names[-1]}.rounds is {lengths[-1]}, but the last phase always has the rest of train.rounds. Remove "
+                f"the setting"
             )
         first = [0]
-        for rounds in given[:-1]:
+        for rounds in lengths[:-1]:
             first.append(first[-1] + (rounds or max(1, train.rounds // len(names))))
-        if any(given) and first[-1] > train.rounds:
+        if any(lengths) and first[-1] > train.rounds:
             raise ConfigError(
-                f"train.phases: {names[-1]!r} would begin after round {first[-1]}, and train.rounds is {train.rounds}; raise "
-                f"train.rounds, or lower the rounds of the phases before"
+                f"train.phases: {names[-1]!r} would begin after round {first[-1]}, but train.rounds is {train.rounds}. Raise "
+                f"train.rounds, or lower the rounds of the earlier phases"
             )
         return cls(names, tuple(first))
 
-    def as_begun(self, first: Sequence[int]) -> Phases:
-        """Return the phases with the rounds in which they really began; ``first`` is empty if none has ended early."""
+    def replace_first(self, first: Sequence[int]) -> Phases:
+        """Return the phases with their actual first rounds. ``first`` is empty if no phase ended early."""
         return Phases(self.names, tuple(first)) if first else self
 
     def end(self, name: str, round_index: int) -> Phases:
-        """Return the phases of a run of which one ends after so many completed rounds: the next begins then.
+        """Return the phases after an early end of one phase: the next phase begins after ``round_index`` rounds.
 
-        Those after that keep their numbers of rounds, and the last has what is left.
+        Later phases keep their numbers of rounds. The last phase has the rest.
         """
         number = self.number(name)
         earlier = self.first[number] - round_index
         return Phases(self.names, (*self.first[:number], *(first - earlier for first in self.first[number:])))
 
-    def at(self, round_index: int) -> str:
-        """Return the phase of the round after so many completed ones."""
+    def find(self, round_index: int) -> str:
+        """Return the phase of the next round after ``round_index`` completed rounds."""
         begun = sum(first <= round_index for first in self.first)
         return self.names[max(begun, 1) - 1]
 
     def number(self, name: str) -> int:
-        """Return the place of a phase, from 1 on."""
+        """Return the number of a phase. The first phase is 1."""
         return self.names.index(name) + 1
 
 
-def check_phases(given: Iterable[str], names: Sequence[str], where: str, method: str) -> None:
-    """Refuse the name of a phase that the method does not have.
+def check_phases(phases: Iterable[str], names: Sequence[str], where: str, method: str) -> None:
+    """Reject unknown names of phases.
+
+    Args:
+        phases: Names to check.
+        names: Names of the method's phases.
+        where: Place of the setting, for the message.
+        method: Name of the method, for the message.
 
     Raises:
-        ConfigError: naming it.
+        ConfigError: A phase is unknown.
     """
-    for name in given:
+    for name in phases:
         if name not in filter(None, names):
-            hint = nearest(name, names) if any(names) else f"it has none; leave {where} out"
-            raise ConfigError(f"{where}: method {method!r} has no phase {name!r}; {hint}")
+            hint = f"; {nearest(name, names)}" if any(names) else f", because it has no phases. Remove {where}"
+            raise ConfigError(f"{where}: method {method!r} has no phase {name!r}{hint}")

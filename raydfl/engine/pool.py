@@ -1,4 +1,4 @@
-"""Pools of workers: the interface, and the pool that works in this process. raydfl.cluster.pool has the pool of Ray actors."""
+"""Interface of worker pools, and the pool in this process. raydfl.cluster.pool has the pool of Ray actors."""
 
 from __future__ import annotations
 
@@ -15,34 +15,39 @@ T = TypeVar("T")
 
 
 class Pool(Protocol):
-    """Workers at one or several places. An order goes to a worker at its place, which alone has the data."""
+    """Workers at one or several sites. An order is executed at its site, where its data is stored."""
 
     apart: bool
-    """True if it works while its caller does something else."""
+    """Whether workers run while the caller continues."""
 
     def run(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> Iterator[Reply]:
-        """Yield the replies to all orders, in order of completion. Work may begin before the first is asked for."""
+        """Yield the replies to all orders, in order of completion. Work may begin before the first iteration."""
         ...
 
     def places(self) -> int:
-        """Return the number of clients (or groups) that can be worked on at a time; 0: as many as are asked for."""
+        """Return the number of clients (or groups) that can be processed concurrently; 0: no limit."""
         ...
 
     def ask(self, place: str, job: Callable[[Worker], T], wait: bool = True) -> T | None:
-        """Have a worker at a place do a job.
+        """Run a function on a worker of a site.
+
+        Args:
+            place: Name of the site; empty: the run's own machines.
+            job: Function of a worker.
+            wait: Whether to wait for the result.
 
         Returns:
-            The result; ``None`` if no worker is there, if the worker is lost, or without ``wait``.
+            The result; ``None`` without ``wait``, if the site has no worker, or if the worker is lost.
         """
         ...
 
     def close(self) -> None:
-        """Free what the pool holds."""
+        """Release the pool's resources."""
         ...
 
 
 class SerialPool:
-    """A worker for each place, all in this process and in the order given: for tests, debuggers and small work."""
+    """Pool in this process, with a worker for each site, for tests, debuggers and small work. Preserves the order."""
 
     apart = False
 
@@ -50,18 +55,18 @@ class SerialPool:
         self.workers = {worker.place: worker for worker in workers}
 
     def run(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> Iterator[Reply]:
-        """Carry out one group of orders after another, each when its replies are asked for."""
+        """Carry out one group of orders after another, at the iteration that needs its replies."""
         for group in split_groups(orders):
-            begun = time.perf_counter()
-            replies = self.workers[group[0].place].carry_out(group, broadcast, begun)
-            yield from add_spans(replies, 0, begun, time.perf_counter())
+            start = time.perf_counter()
+            replies = self.workers[group[0].place].carry_out(group, broadcast, start)
+            yield from add_spans(replies, 0, start, time.perf_counter())
 
     def places(self) -> int:
-        """Return 1: this process."""
+        """Return 1, for this process."""
         return 1
 
     def ask(self, place: str, job: Callable[[Worker], T], wait: bool = True) -> T | None:
-        """Do the job now."""
+        """Run the function immediately."""
         return job(self.workers[place])
 
     def close(self) -> None:
@@ -71,6 +76,6 @@ class SerialPool:
 
 
 def ask_everywhere(pool: Pool, places: Iterable[str], job: Callable[[Worker], object], wait: bool = True) -> None:
-    """Have a worker at each place do a job."""
+    """Run a function on a worker of each site."""
     for place in places:
         pool.ask(place, job, wait)

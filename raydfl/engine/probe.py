@@ -39,7 +39,7 @@ def try_models(config: Config, population: Population) -> dict[str, list[dict[st
     method = config.parts.method
     described: dict[str, dict[ModelSpec, dict[str, Any]]] = {}
     clients = Clients(population, config)
-    variants, narrower = clients.variants_of_parts(), clients.built_in_parts()
+    variants, narrower = clients.variants_of_parts(), clients.narrow_variants()
     for part, data in config.data.each.items():
         of_part = population.parts[part].use(data)
         read = {spec.view: spec.inputs for specs in variants[part] for spec in specs}

@@ -1,4 +1,4 @@
-"""The comparison of a run's rounds, read back from its record."""
+"""Restoration of the best round and of the comparison of rounds from a run's metrics table."""
 
 from __future__ import annotations
 
@@ -21,23 +21,26 @@ from raydfl.engine.storage.store import Commit, RunStore
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The best round of a run by ``run.best``: of the phase that it is in."""
+    """Best round by ``run.best`` in the current phase of a run, with its commit."""
 
     leader: Leader
     commit: Commit
 
 
-def best_of(run_dir: Path, config: Config) -> Best | None:
-    """Return the best round of a run; ``None``: none is asked for, none is evaluated yet, or none is kept.
+def find_best(run_dir: Path, config: Config) -> Best | None:
+    """Find the best round of a run.
+
+    Returns:
+        The best round; ``None`` without ``run.best``, before the first evaluation, or if the best round's commit is lost.
 
     Raises:
-        RunDirectoryError: a file of the record or a commit is damaged.
+        RunDirectoryError: A metrics file or a commit is damaged.
     """
     store = RunStore(run_dir)
     newest = store.newest()
     if newest is None or config.run.best is None:
         return None
-    phases = config.phases.as_begun(newest.begun)
+    phases = config.phases.replace_first(newest.begun)
     selection = config.make_selection(Population.load(run_dir / "population", features=False))
     leader = restore_selection(store, selection, phases, newest.state.round_index)[0].best
     name = None if leader is None else store.commit_of(leader.round)
@@ -47,19 +50,19 @@ def best_of(run_dir: Path, config: Config) -> Best | None:
 def restore_selection(
     store: RunStore, selection: Selection, phases: Phases, round_index: int
 ) -> tuple[Selection, Collection[str], Leader | None]:
-    """Restore the comparison of a run's evaluated rounds. The best round is one whose commit is kept.
+    """Restore the comparison of a run's evaluated rounds. Only a round with a commit can be the best round.
 
     Args:
-        store: of the run.
-        selection: before the first round.
-        phases: as they have begun.
-        round_index: the last committed round.
+        store: Store of the run.
+        selection: Selection before the first round.
+        phases: Phases with their actual first rounds.
+        round_index: Number of the last committed round.
 
     Returns:
-        The selection, the names of what was measured in its phase, and the best round where its commit is not kept.
+        The selection, the measured metrics of its phase, and the best of all rounds if its commit is lost.
 
     Raises:
-        RunDirectoryError: a file of the record is damaged.
+        RunDirectoryError: A metrics file is damaged.
     """
     kept = set(store.rounds())
     where = (pc.field("client") == "") & (pc.field("phase") == "evaluate") & pc.field("shape").is_null()
@@ -67,32 +70,33 @@ def restore_selection(
     scores: dict[int, dict[str, float]] = {}
     for row in read_rows(store.folder, round_index, where=where, columns=columns).to_pylist():
         scores.setdefault(row["round"], {})[f"{row['split']} {row['metric']}"] = row["value"]
-    found, every = selection, selection
+    restored, every = selection, selection
     names: dict[str, None] = {}
     for done, measured in sorted(scores.items()):
-        phase = phases.at(done - 1)
-        if phase != found.phase:
+        phase = phases.find(done - 1)
+        if phase != restored.phase:
             names = {}
         names |= dict.fromkeys(measured)
-        found = found.update(done, phase, measured, done in kept)
+        restored = restored.update(done, phase, measured, done in kept)
         every = every.update(done, phase, measured)
-    lost = every.best if every.best is not None and found.best != every.best and every.best.round not in kept else None
-    return found, names, lost
+    best = every.best
+    lost = best if best is not None and restored.best != best and best.round not in kept else None
+    return restored, names, lost
 
 
 def check_file_names(selection: Selection, names: Iterable[str]) -> None:
-    """Refuse names whose models would be written into the files of the best round.
+    """Reject names whose models would overwrite the files of the best round.
 
     Args:
-        selection: of the run.
-        names: of the state's entries and of parts.
+        selection: Selection of the run.
+        names: Names of the state's entries and of the parts.
 
     Raises:
-        ConfigError: naming the first.
+        ConfigError: A name begins with ``best``.
     """
     for name in names if selection.for_best else ():
         if re.match(r"best($|-)", file_name_of(name)):
             raise ConfigError(
-                f"run.best: the models of {name!r} would be written into model-best.safetensors, which is the best round's; "
-                f"give it another name, or leave run.best out"
+                f"run.best: the models of {name!r} would overwrite those of the best round in model-best.safetensors. Choose "
+                f"another name, or remove run.best"
             )

@@ -1,4 +1,4 @@
-"""The values that change from round to round, and the round under way."""
+"""The checkpoint between rounds, and the current round."""
 
 from __future__ import annotations
 
@@ -18,41 +18,41 @@ from raydfl.engine.telemetry import RoundReport, RoundRows
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The values that change from round to round. A resumed run restores them from a commit and the metrics table."""
+    """Values that change from round to round. A resumed run restores them from a commit and the metrics table."""
 
     state: State
     private: PrivateIndex
-    """The location of each client's private state."""
+    """Location of each client's private state."""
     phases: Phases
-    """The phases with the rounds in which they really begin: ``run.stop`` can end a phase early."""
+    """Phases with their actual first rounds. ``run.stop`` can end a phase early."""
     selection: Selection
 
-    def with_state(self, state: State) -> Checkpoint:
-        """Return this checkpoint with another state, labelled with the phase of its next round."""
-        return dataclasses.replace(self, state=dataclasses.replace(state, phase=self.phases.at(state.round_index)))
+    def replace_state(self, state: State) -> Checkpoint:
+        """Return a copy with another state, labelled with the phase of its next round."""
+        return dataclasses.replace(self, state=dataclasses.replace(state, phase=self.phases.find(state.round_index)))
 
     @property
     def stopped(self) -> str:
-        """The reason why ``run.stop`` ends the training; empty: training continues while rounds are left."""
+        """Reason of ``run.stop`` to end the training; empty: training continues until ``train.rounds``."""
         return self.selection.reason if self.selection.phase == self.phases.names[-1] else ""
 
 
 @dataclass(slots=True)
 class Round:
-    """A round under way: its orders, and the results of the steps so far."""
+    """Current round: its orders, and the results of its finished steps."""
 
     before: Checkpoint
-    """The checkpoint from which the round was planned."""
+    """Checkpoint from which the round was planned."""
     orders: list[Order]
     replies: Iterator[Reply]
-    """The pool's replies to the orders, in order of completion."""
+    """Replies of the pool, in order of completion."""
     times: dict[str, float]
-    """Ends of the steps so far, on the clock of ``time.perf_counter``."""
+    """End of each finished step, in seconds of ``time.perf_counter``."""
     report: RoundReport
     measured: RoundRows
-    """Rows of the evaluation, and of decisions that follow from it."""
+    """Rows of the evaluation, and of decisions based on it."""
     read_ahead: bool = False
-    """Whether clients may begin the next round before this one is recorded."""
+    """Whether clients may begin the next round before this round is recorded."""
     arrivals: Arrivals | None = None
     metrics: Metrics = field(default_factory=dict)
     """Metrics of the aggregation."""
@@ -62,41 +62,41 @@ class Round:
 
     @classmethod
     def from_checkpoint(cls, before: Checkpoint) -> Round:
-        """Return the round after a checkpoint, without orders."""
+        """Create the round after a checkpoint, without orders."""
         number = before.state.round_index + 1
         now = time.perf_counter()
         return cls(before, [], iter(()), {"started": now}, RoundReport(number), RoundRows(number))
 
     def mark(self, step: str) -> None:
-        """Note that a step ends now."""
+        """Record the current time as the end of a step."""
         self.times[step] = time.perf_counter()
 
     @property
     def cohort(self) -> list[str]:
-        """The ids of the clients that train, in client order."""
+        """Ids of the training clients, in client order."""
         return [order.task.client_id for order in self.orders]
 
     @property
     def attackers(self) -> list[str]:
-        """The ids of the clients that attack, in client order."""
+        """Ids of the attackers, in client order."""
         return [order.task.client_id for order in self.orders if order.attacking]
 
     @property
     def received(self) -> Arrivals:
-        """The replies to the orders.
+        """Replies to the orders.
 
         Raises:
-            AssertionError: the round has not received any.
+            AssertionError: The round has no replies yet.
         """
         if self.arrivals is None:
             raise AssertionError("the round has no replies yet")
         return self.arrivals
 
-    def moved(self, index_of: Callable[[str], int]) -> Mapping[int, PrivateRef]:
-        """Return the new locations of private state by a client's position.
+    def get_moves(self, index_of: Callable[[str], int]) -> Mapping[int, PrivateRef]:
+        """Return the new locations of private state by client index.
 
         Args:
-            index_of: a client's position in the population, by its id.
+            index_of: Function from a client's id to its index in the population.
         """
         return {index_of(client): ref for client, ref in self.received.moved.items()}
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from raydfl.core.errors import ConfigError
 from raydfl.core.metrics import HARMONIC_MEAN, HIGHER_IS_BETTER, OF_CLIENTS, base_name
 from raydfl.data import DataSettings
-from raydfl.engine.needs import may_be_assigned_by_table
+from raydfl.engine.needs import has_clip_table
 from raydfl.engine.phases import Phases, check_phases
 from raydfl.engine.settings import EvaluateSettings, MetricChoice, RunSettings
 from raydfl.training import TrainSettings
@@ -196,7 +196,7 @@ def holds_out(data: DataSettings, split: str) -> bool:
         "client_test": own.tested_by_clients,
         "server_validation": own.server_validation is not None or own.official_validation == "validation",
     }
-    return held_out.get(split, True) or may_be_assigned_by_table(data)
+    return held_out.get(split, True) or has_clip_table(data)
 
 
 def check_measured(

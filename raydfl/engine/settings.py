@@ -256,10 +256,10 @@ class TrackSettings(Settings):
         return value
 
 
-def without_password(text: str) -> str:
+def hide_passwords(text: str) -> str:
     """Replace user names and passwords in the URLs of a text by ``***``.
 
-    >>> without_password("https://anna:secret@host/path")
+    >>> hide_passwords("https://anna:secret@host/path")
     'https://***@host/path'
     """
     return re.sub(r"(?<=://)[^/@\s]+@", "***@", text)

@@ -1,7 +1,7 @@
-"""Check what clients send: one client's nonsense costs that client's update, and no more.
+"""Validation of clients' updates and metrics. An invalid update costs only its own client.
 
-What an update says by itself is checked where it is made (:func:`check_form` and those after it). How it fits the server's state
-and the other clients is checked where the updates come together, in client order (:class:`UpdateChecker`).
+The worker checks an update by itself (:func:`check_form`, :func:`check_weights`, :func:`check_metrics`). The server checks it
+against its state and the round's earlier updates, in client order (:class:`UpdateChecker`).
 """
 
 from __future__ import annotations
@@ -24,60 +24,60 @@ from raydfl.core.types import Metric, Metrics, Ratio, Scores, Tensors, Update
 from raydfl.rules import cut_misfit, read_weight
 
 MAX_METRICS = 1_000
-"""Names of metrics that one client may send. Each becomes rows and curves, so without a limit one client could stall the run."""
+"""Largest number of metric names of a client. Each becomes rows and curves, so without a limit one client could stall the run."""
 _REASON = 500
-"""Characters that are kept of why a client was left out."""
+"""Largest number of characters of a recorded reason."""
 _ADVICE = {
-    "not finite": "lower train.optimiser.lr or set train.optimiser.clip_norm, and start afresh",
-    "error": "mend the method, or raise run.max_failed, and resume the run",
-    "late": "raise train.deadline, and start afresh",
-    "lost": "check memory (an out-of-memory kill ends an actor), lower ray.actors or raise ray.retries, then resume the run",
+    "not finite": "Lower train.optimiser.lr or set train.optimiser.clip_norm, then start a new run",
+    "error": "Fix the method, or raise run.max_failed, then resume the run",
+    "late": "Raise train.deadline, then start a new run",
+    "lost": "The actors were probably killed for lack of memory. Lower ray.actors, or raise ray.retries, then resume the run",
 }
-"""What to do, by the kind of failure with which a reason begins."""
+"""Remedies by kind of failure, the prefix of a reason."""
 
 
-def reason_of(text: str) -> str:
-    """Return why a client was left out as it is recorded, in one line."""
+def shorten_reason(text: str) -> str:
+    """Shorten the reason of a rejection to one line of at most 500 characters."""
     return " ".join(text.split())[:_REASON]
 
 
-def shown_reason(reason: str) -> str:
-    """Return why a client was left out as it is recorded and shown: it may have been written by somebody else's process."""
+def make_printable(reason: str) -> str:
+    """Return the reason of a rejection in one line without control characters, because a client's process may have written it."""
     return printable(" ".join(reason.split()))
 
 
 def check_form(update: Any, who: str) -> None:
-    """Check that what a method's ``local`` returned is an update of tensors.
+    """Check that the result of a method's ``local`` is an update of tensors.
 
     Args:
-        update: what it returned.
-        who: the client, for the message.
+        update: Return value of ``local``.
+        who: The client, for the message.
 
     Raises:
-        RaydflError: it is something else.
+        RaydflError: The result is no update, or its key, tensors or cuts have a wrong type.
     """
     if not isinstance(update, Update):
         raise RaydflError(
-            f"{who}: local() returned a {type(update).__name__}, not an Update; end it with: return step.update(metrics)"
+            f"{who}: local() returned a {type(update).__name__}, not an Update. End it with: return step.update(metrics)"
         )
     if not isinstance(update.key, str):
-        raise RaydflError(f"{who}: the update's key is {update.key!r}, not a text")
+        raise RaydflError(f"{who}: the update's key is {update.key!r}, not a string")
     for name, tensor in update.tensors.items():
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
             raise RaydflError(
-                f"{who}: the update holds {name!r}: {type(tensor).__name__}; it is made of tensors by their names"
+                f"{who}: the update holds {name!r}: {type(tensor).__name__}, but only tensors by name are allowed"
             )
     if not isinstance(update.cuts, Mapping) or not all(isinstance(cut, Cut) for cut in update.cuts.values()):
         raise RaydflError(
-            f"{who}: the update's cuts are {update.cuts!r:.80}; give a Cut by the name of each tensor cut"
+            f"{who}: the update's cuts are {update.cuts!r:.80}. Map the names of cut tensors to Cut objects"
         )
 
 
 def check_weights(update: Update, layout: Layout) -> None:
-    """Check that an update's weights are finite, not negative, and fit its tensors.
+    """Check that an update's weights are finite and non-negative, and fit its tensors.
 
     Raises:
-        RaydflError: one does not; it is named.
+        RaydflError: A weight is invalid. The message names it.
     """
     if not isinstance(update.weight, Mapping):
         read_weight(update, update.weight, "", ())
@@ -90,96 +90,100 @@ def check_number(metrics: Collection[str], who: str) -> None:
     """Check that there are at most :data:`MAX_METRICS` metrics.
 
     Args:
-        metrics: their names.
-        who: the client, for the message.
+        metrics: Names of the metrics.
+        who: The client, for the message.
 
     Raises:
-        RaydflError: there are more.
+        RaydflError: There are more metrics.
     """
     if len(metrics) > MAX_METRICS:
         raise RaydflError(
-            f"{who}: {len(metrics):,} metrics; a client may send at most {MAX_METRICS:,} in a round, so send fewer names"
+            f"{who}: {len(metrics):,} metrics exceed the limit of {MAX_METRICS:,} for a client in a round. Use fewer names"
         )
 
 
-def checked_metrics(metrics: Any, who: str) -> Metrics:
-    """Return metrics with plain numbers in their ratios.
+def check_metrics(metrics: Any, who: str) -> Metrics:
+    """Check metrics, and convert the values of ratios to Python floats.
 
     Args:
-        metrics: what a method's ``local`` or ``evaluate`` returned.
-        who: the client, for the message.
+        metrics: Metrics of a method's ``local`` or ``evaluate``.
+        who: The client, for the message.
 
     Raises:
-        RaydflError: one is neither a ratio nor an array of numbers nor scores, a confusion matrix is not square, or there are too
-            many.
+        RaydflError: A metric is neither a ratio, an array of numbers nor scores, a confusion matrix is not square, or there are too
+            many metrics.
     """
     if not isinstance(metrics, Mapping):
         raise RaydflError(
-            f"{who}: the metrics are a {type(metrics).__name__}; give a dict of raydfl.Ratio(total, count)"
+            f"{who}: the metrics are a {type(metrics).__name__}. Return a dict of raydfl.Ratio(total, count)"
         )
     check_number(metrics, who)
-    found: dict[str, Metric] = {}
+    checked: dict[str, Metric] = {}
     for name, value in metrics.items():
         if isinstance(value, Ratio):
             try:
-                found[name] = Ratio(float(value.total), float(value.count))
+                checked[name] = Ratio(float(value.total), float(value.count))
                 continue
             except (TypeError, ValueError, RuntimeError):
-                pass  # as anything else that is no number
+                pass  # raises the error for invalid metrics below
         elif isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
             if base_name(name) == "confusion" and not (value.ndim == 2 and value.shape[0] == value.shape[1]):
                 raise RaydflError(
-                    f"{who}: metric {name!r} is an array {list(value.shape)}; a confusion matrix is square"
+                    f"{who}: metric {name!r} is an array {list(value.shape)}, but a confusion matrix must be square"
                 )
-            found[name] = value
+            checked[name] = value
             continue
         elif isinstance(value, Scores) and value.values.ndim in (1, 2) and value.values.shape == value.truth.shape:
-            found[name] = value
+            checked[name] = value
             continue
         raise RaydflError(
-            f"{who}: metric {name!r} is {value!r:.80}; give a raydfl.Ratio(total, count) of numbers, or a NumPy array of numbers"
+            f"{who}: metric {name!r} is {value!r:.80}. Use a raydfl.Ratio(total, count) of numbers, or a NumPy array of numbers"
         )
-    return found
+    return checked
 
 
 class Kinds:
-    """Kinds in which clients must agree: of each of their metrics, and the shape of what the server does not know.
+    """Kinds of metrics and of added tensors, in which all clients of a round must agree.
 
-    Of the first three that say something, two that agree decide; else, and for what none of them mentions, the first.
+    The majority of the first three clients decides. Without a majority, the first client with the name decides.
 
     Args:
-        voices: what the first three say: kinds by what they are of.
+        voices: Kinds by name of the first three clients.
     """
 
     def __init__(self, voices: Iterable[Mapping[str, str]] = ()) -> None:
-        counted: dict[str, Counter[str]] = {}
+        counts: dict[str, Counter[str]] = {}
         for voice in voices:
-            for what, kind in voice.items():
-                counted.setdefault(what, Counter())[kind] += 1
-        self._known = {what: count.most_common(1)[0][0] for what, count in counted.items()}  # of equal ones the first
+            for name, kind in voice.items():
+                counts.setdefault(name, Counter())[kind] += 1
+        # most_common lists equal counts in the order of insertion, so the first client decides a tie.
+        self._known = {name: count.most_common(1)[0][0] for name, count in counts.items()}
 
-    def misfit(self, said: Mapping[str, str]) -> str:
-        """Return in what a client differs from the others, or nothing. One that differs decides nothing for those after it."""
-        for what, kind in said.items():
-            known = self._known.get(what, kind)
+    def misfit(self, kinds: Mapping[str, str]) -> str:
+        """Describe the first kind of a client that differs from the known kinds; empty: none does.
+
+        Kinds of a misfit are not adopted for later clients.
+        """
+        for name, kind in kinds.items():
+            known = self._known.get(name, kind)
             if known != kind:
-                return f"{what} is {kind}, at other clients it is {known}; all have to be of one kind"
-        self._known.update(said)
+                return f"{name} is {kind}, but {known} at other clients. Use the same kind at all clients"
+        self._known.update(kinds)
         return ""
 
 
 def kinds_of(metrics: Metrics, prefix: str = "") -> dict[str, str]:
-    """Return what kind each metric is of; those of one kind can be added up."""
+    """Return the kind of each metric. Only metrics of the same kind can be added."""
     return {f"metric {prefix + name!r}": kind_of_metric(value) for name, value in metrics.items()}
 
 
 class UpdateChecker:
-    """Checks the updates of one round against what the server has, and against each other in the order in which they come.
+    """Checker of a round's updates against the server's tensors and against earlier updates.
 
     Args:
-        tensors: the server's, by key.
-        additions: Method.additions.
-        first: updates and metrics of the first three clients, which decide what all have to agree in.
+        tensors: Tensors of the server by key.
+        additions: ``Method.additions``.
+        first: Updates and metrics of the first three clients, whose majority decides the kinds.
     """
 
     def __init__(
@@ -192,17 +196,21 @@ class UpdateChecker:
             key: {name: tuple(tensor.shape) for name, tensor in group.items()} for key, group in tensors.items()
         }
         self._additions = additions
-        self._found: dict[tuple[str, Layout], tuple[str, dict[str, str]]] = {}
-        """What :meth:`_compared` said about keys and layouts: as a rule there is one."""
-        self._kinds = Kinds([self._compared(update)[1] | kinds_of(metrics) for update, metrics in first])
+        self._results: dict[tuple[str, Layout], tuple[str, dict[str, str]]] = {}
+        """Results of :meth:`_compare` by key and layout. Usually all clients have the same."""
+        self._kinds = Kinds([self._compare(update)[1] | kinds_of(metrics) for update, metrics in first])
 
     def misfit(self, update: Update, metrics: Metrics) -> str:
-        """Return why an update cannot be used, or nothing."""
-        misfit, added = self._compared(update)
+        """Describe why an update cannot be used; empty: it can."""
+        misfit, added = self._compare(update)
         return misfit or self._kinds.misfit(added | kinds_of(metrics))
 
-    def _compared(self, update: Update) -> tuple[str, dict[str, str]]:
-        """Return what does not fit the server's tensors, and the kinds of those that it does not have."""
+    def _compare(self, update: Update) -> tuple[str, dict[str, str]]:
+        """Compare an update with the server's tensors.
+
+        Returns:
+            A description of the first misfit, and the shapes of tensors that the server does not have.
+        """
         layout = Layout.of(update.tensors)
         if update.cuts:
             known = self._shapes.get(update.key, {})
@@ -212,40 +220,43 @@ class UpdateChecker:
                 return misfit, {}
             layout = Layout.of_shapes({**shapes, **{name: known[name] for name in update.cuts}})
         kind = (update.key, layout)
-        if kind not in self._found:
+        if kind not in self._results:
             added: dict[str, str] = {}
-            self._found[kind] = self._compare(update.key, layout, added), added
-        return self._found[kind]
+            self._results[kind] = self._compare_layout(update.key, layout, added), added
+        return self._results[kind]
 
-    def _compare(self, key: str, layout: Layout, added: dict[str, str]) -> str:
+    def _compare_layout(self, key: str, layout: Layout, added: dict[str, str]) -> str:
         known = self._shapes.get(key)
-        declare = "put it into the state in init(), or name it in the class variable additions"
+        remedy = "Put it into the state in init(), or name it in the class variable additions"
         if known is None and not (layout.names and all(name.startswith(self._additions) for name in layout.names)):
-            return f"the update has the key {key!r}, the server's state has {', '.join(map(repr, self._shapes))}; {declare}"
+            keys = ", ".join(map(repr, self._shapes))
+            return f"the update has the key {key!r}, but the server's state has only {keys}. {remedy}"
         for name, shape in zip(layout.names, layout.shapes, strict=True):
-            wanted = (known or {}).get(name)
-            if wanted is None and not name.startswith(self._additions):
-                return f"the update holds the tensor {name!r}, which the server does not have under {key!r}; {declare}"
-            if wanted is None:
-                added[f"tensor {name!r} under {key!r}"] = f"of shape {shape}"
-            elif wanted != shape:
+            expected = (known or {}).get(name)
+            if expected is None and not name.startswith(self._additions):
                 return (
-                    f"the update's tensor {name!r} has the shape {shape}, under {key!r} it is {wanted}; give networks of different "
-                    f"shapes different keys, or do not share this tensor"
+                    f"the update holds the tensor {name!r}, but the server has no such tensor under {key!r}. {remedy}"
+                )
+            if expected is None:
+                added[f"tensor {name!r} under {key!r}"] = f"of shape {shape}"
+            elif expected != shape:
+                return (
+                    f"the update's tensor {name!r} has the shape {shape}, but {expected} under {key!r}. Use different keys for "
+                    f"networks of different shapes, or do not share this tensor"
                 )
         return ""
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Return whether a tensor holds no NaN and nothing infinite; one that holds no fractions never does."""
+    """Return whether a tensor has no NaN and no infinity. Integer tensors are always finite."""
     if not tensor.is_floating_point() or not tensor.numel():
         return True
-    lowest, highest = torch.aminmax(tensor)  # a NaN is both
+    lowest, highest = torch.aminmax(tensor)  # both are NaN if there is a NaN
     return math.isfinite(lowest) and math.isfinite(highest)
 
 
-def overflown(after: Mapping[str, Tensors], before: Mapping[str, Tensors]) -> list[tuple[str, str]]:
-    """Return keys and names of the tensors that are not finite any more, or new and not finite."""
+def _find_overflows(after: Mapping[str, Tensors], before: Mapping[str, Tensors]) -> list[tuple[str, str]]:
+    """Return key and name of each non-finite tensor that is new or was finite before."""
     return [
         (key, name)
         for key, group in after.items()
@@ -256,42 +267,42 @@ def overflown(after: Mapping[str, Tensors], before: Mapping[str, Tensors]) -> li
     ]
 
 
-def left_out(round_index: int, client: str, misfit: str, on_error: str) -> str:
-    """Return the reason for which a client is left out whose work does not fit.
+def reject_misfit(round_index: int, client: str, misfit: str, on_error: str) -> str:
+    """Return the reason of a client's rejection, for an update or metrics that do not fit.
 
     Raises:
-        ClientError: clients are not to be left out.
+        ClientError: ``on_error`` is ``"stop"``.
     """
     text = f"round {round_index}, client {client!r}: {misfit}"
     if on_error == "stop":
         raise ClientError(text)
-    return reason_of(f"error: {text}")
+    return shorten_reason(f"error: {text}")
 
 
 def check_failed(
     round_index: int, failed: Mapping[str, str], clients: int, max_failed: float, run_dir: Path | None = None
 ) -> None:
-    """Check that not too many clients of a round have failed.
+    """Check that not too many clients of a round failed.
 
     Args:
-        round_index: of the round.
-        failed: reasons by client id.
-        clients: that took part.
-        max_failed: the share of them that may fail.
-        run_dir: the run's folder, where one of them can be looked at by a replay.
+        round_index: Number of the round.
+        failed: Reasons by client id.
+        clients: Number of clients that took part.
+        max_failed: Largest fraction of clients that may fail.
+        run_dir: Run directory, to suggest a replay; ``None``: no suggestion.
 
     Raises:
-        ClientError: names one of them, and says what to do.
+        ClientError: More clients failed. The message has the reason of the first one, and a remedy.
     """
     if len(failed) <= max_failed * clients:
         return
     client, reason = next(iter(failed.items()))
     advice = _ADVICE[reason.partition(":")[0]]
     if run_dir is not None:
-        advice += f", or look at one with: raydfl replay {run_dir} --round {round_index} --client '{client}'"
+        advice += f". Inspect a client with: raydfl replay {run_dir} --round {round_index} --client '{client}'"
     raise ClientError(
         f"round {round_index}: {len(failed)} of {clients} clients were rejected "
-        f"(client {client!r}: {reason}), more than run.max_failed={max_failed:g} allows; {advice}"
+        f"(client {client!r}: {reason}), more than run.max_failed={max_failed:g} allows. {advice}"
     )
 
 
@@ -302,30 +313,30 @@ def check_overflow(
     largest: Mapping[str, float],
     attackers: Sequence[str],
 ) -> None:
-    """Check that a state has not overflowed: what clients send is finite, but not every sum or square of it.
+    """Check that the aggregated state has not overflowed. Sums and squares of finite updates may be infinite.
 
     Args:
-        round_index: of the round.
-        after: the state's tensors by key.
-        before: those before the round.
-        largest: the largest magnitude that each client computed.
-        attackers: ids of the round's attackers.
+        round_index: Number of the round.
+        after: Tensors of the new state by key.
+        before: Tensors before the round.
+        largest: Largest magnitude in each client's update.
+        attackers: Ids of the round's attackers.
 
     Raises:
-        ClientError: names the tensors and the client that sent the largest number.
+        ClientError: A tensor overflowed. The message names it, and the client with the largest value.
     """
-    lost = overflown(after, before)
-    if not lost:
+    overflows = _find_overflows(after, before)
+    if not overflows:
         return
-    names = ", ".join(f"{name!r} of {key!r}" for key, name in lost[:3]) + (" ..." if len(lost) > 3 else "")
-    sent = ""
+    names = ", ".join(f"{name!r} of {key!r}" for key, name in overflows[:3]) + (" ..." if len(overflows) > 3 else "")
+    origin = ""
     if largest:
         client = max(largest, key=lambda name: largest[name])
-        sent = f"; the largest number that a client computed is {largest[client]:.3g}, of client {client!r}"
+        origin = f". The largest value in an update is {largest[client]:.3g}, of client {client!r}"
     if attackers:
-        sent += f"; attackers: {', '.join(map(repr, attackers[:5]))}{' ...' if len(attackers) > 5 else ''}"
+        origin += f"; attackers: {', '.join(map(repr, attackers[:5]))}{' ...' if len(attackers) > 5 else ''}"
     raise ClientError(
-        f"round {round_index}: the aggregated state is not finite: {names}{sent}; the last commit counts. Take a rule that "
-        f"limits a client's influence (method.rule=median), lower train.optimiser.lr or set train.optimiser.clip_norm, and "
-        f"start afresh"
+        f"round {round_index}: the aggregated state is not finite: {names}{origin}. The last commit remains valid. Choose a rule "
+        f"that limits a client's influence (method.rule=median), lower train.optimiser.lr or set train.optimiser.clip_norm, then "
+        f"start a new run"
     )

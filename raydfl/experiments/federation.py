@@ -23,12 +23,12 @@ import pyarrow.compute as pc
 from ray import tune
 from ray.tune.result import DONE, SHOULD_CHECKPOINT
 
-from raydfl.cluster import bundles_of
+from raydfl.cluster import make_bundles
 from raydfl.core.errors import ConfigError, InputError, RaydflError
 from raydfl.core.files import write_durably
 from raydfl.core.remote import is_uri
 from raydfl.engine import Config, RoundReport, load_config, make_config
-from raydfl.engine.storage import RunStore, decisive_changes, read_rows, stored_about, write_config
+from raydfl.engine.storage import RunStore, decisive_changes, read_about, read_rows, write_config
 from raydfl.experiments.load import CHANGEABLE, fits_state
 from raydfl.experiments.settings import overlay, plain_value
 from raydfl.experiments.study import rounds_done
@@ -165,7 +165,7 @@ class _Federation(tune.Trainable):
             raise ConfigError(
                 "ray.actors: per_client: how many actors a trial needs must be known before it starts; give their number"
             )
-        return tune.PlacementGroupFactory(bundles_of(checked, cls.cpus, clients=0), strategy="PACK")
+        return tune.PlacementGroupFactory(make_bundles(checked, cls.cpus, clients=0), strategy="PACK")
 
     def setup(self, config: dict[str, Any]) -> None:
         """Make the configuration; nothing is loaded before the first step."""
@@ -304,7 +304,7 @@ def branch(parent: Path, folder: Path, config: Config) -> None:
     """
     if (folder / "run.json").exists():
         return
-    about, temporary = stored_about(parent), folder.with_name(f".{folder.name}.part")
+    about, temporary = read_about(parent), folder.with_name(f".{folder.name}.part")
     if _changes(about, config):
         before = {"run": about["id"], "digest": about["digest"], "round": rounds_done(parent)}
         about["branches"] = [*about.get("branches", []), before]
@@ -332,7 +332,7 @@ def take_over(checkpoint: Path, folder: Path, config: Config) -> None:
         ConfigError: the configuration does not fit the state.
         RunDirectoryError: another process is at work in the folder.
     """
-    for change in _changes(stored_about(checkpoint), config):
+    for change in _changes(read_about(checkpoint), config):
         key = change.partition(": ")[0]
         if not fits_state(key, config.parts.method):
             raise ConfigError(

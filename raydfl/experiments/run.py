@@ -18,7 +18,15 @@ from typing import ParamSpec, TypeVar
 
 import joblib
 
-from raydfl.cluster import Bundle, bundles_of, check_kept, check_trial_fits, connected, on_the_cluster, room_for
+from raydfl.cluster import (
+    Bundle,
+    check_persistent,
+    check_trial_fits,
+    compute_on_cluster,
+    connect_ray,
+    count_parallel,
+    make_bundles,
+)
 from raydfl.core.errors import RunDirectoryError
 from raydfl.core.files import default_cache
 from raydfl.core.lock import FileLock
@@ -54,7 +62,7 @@ def run_study(
         ResourcesError: no trial could begin within ``ray.ready_timeout`` seconds.
     """
     progress = progress or default_progress()
-    check_kept({"run.dir": study.folder, "data.cache": study.first.config.data.cache or default_cache()})
+    check_persistent({"run.dir": study.folder, "data.cache": study.first.config.data.cache or default_cache()})
     if (study.folder / "run.json").exists():
         raise RunDirectoryError(f"{study.folder} is the folder of a run; give the study another folder with dir=...")
     if table_only:
@@ -110,21 +118,21 @@ def _train(study: Study, state: StudyState, progress: Progress, run_config: RunC
     parallel = settings.parallel
     if parallel is None and any(each.config.data.sites and each.config.ray.actors for each in (*waiting, study.first)):
         parallel = 1  # their actors are in no placement group: several runs could wait for each other
-    with _quiet_tune(), connected(config.ray.address, quiet=True, local_cpus=_local_cpus(study, parallel)):
-        on_cluster = on_the_cluster if config.ray.address or os.environ.get("RAY_ADDRESS") else None
+    with _quiet_tune(), connect_ray(config.ray.address, quiet=True, local_cpus=_local_cpus(study, parallel)):
+        on_cluster = compute_on_cluster if config.ray.address or os.environ.get("RAY_ADDRESS") else None
         needed = [study.at_corner(values) for values in corners(settings)] if settings.sequential else waiting
         prepare(needed, progress, on_cluster)
         groups = {str(bundles): bundles for bundles in (_bundles(study, trial) for trial in needed)}.values()
         for bundles in groups:
             check_trial_fits(bundles, config.ray.autoscale)
-        slots = min(parallel or left, *(room_for(bundles, left) for bundles in groups))
+        slots = min(parallel or left, *(count_parallel(bundles, left) for bundles in groups))
         progress.message(f"{left} runs to do, {slots} at a time, in {study.folder}")
         os.environ["TUNE_MAX_PENDING_TRIALS_PG"] = "1" if settings.sequential else str(slots)
         Experiment(study, state, progress, run_config, parallel).fit()
 
 
 def _bundles(study: Study, trial: Trial) -> list[Bundle]:
-    return bundles_of(trial.config, study.settings.cpus, clients=0)
+    return make_bundles(trial.config, study.settings.cpus, clients=0)
 
 
 def _local_cpus(study: Study, parallel: int | None) -> int:

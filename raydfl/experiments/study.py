@@ -24,7 +24,7 @@ from raydfl.core import seeds
 from raydfl.core.errors import ConfigError
 from raydfl.core.nested import get_path
 from raydfl.engine import Config, apply_overrides, make_config
-from raydfl.engine.storage import RunStore, read_rows, round_of, stored_about
+from raydfl.engine.storage import RunStore, read_about, read_rows, round_of
 from raydfl.experiments.settings import MetricSettings, StudySettings, check_settings, label_of, overlay, plain_value
 from raydfl.runs.report import Key
 
@@ -286,7 +286,7 @@ def _run_name(words: Sequence[str], config: Config, identity: str) -> str:
     if found:
         return found[0]
     former = folder / words[0]  # trial-007, of an earlier version
-    if (former / "run.json").is_file() and stored_about(former).get("digest") == config.digest():
+    if (former / "run.json").is_file() and read_about(former).get("digest") == config.digest():
         return former.name
     return f"{re.sub(r'[^a-z0-9.=]+', '-', '-'.join(words).lower()).strip('-.')[:80]}-{identity}"
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from ray import tune
 
-from raydfl.cluster import Bundle, bundles_of, granted, placement_groups, waiting_text
+from raydfl.cluster import Bundle, format_shortage, is_granted, list_placement_groups, make_bundles
 from raydfl.core.errors import ResourcesError
 from raydfl.experiments.federation import FAILED, ROUND, SCORE, STATUS, WORTHLESS
 from raydfl.experiments.state import StudyState
@@ -48,7 +48,7 @@ class Watch(tune.Callback):
         self._study, self._state, self._left = state.study, state, state.left
         self._seconds = state.study.first.config.ray.ready_timeout
         self._progress, self._signals, self._stop = progress, signals, stop
-        self._before = placement_groups()
+        self._before = list_placement_groups()
         self._since = self._looked = time.monotonic()
         self._told = self._ending = False
         self._started: dict[str, float] = {}
@@ -81,13 +81,13 @@ class Watch(tune.Callback):
         if running or pending is None:
             self._since = now
         elif now - self._since >= min(_QUIET, self._seconds):
-            self._wait(tuple(bundles_of(self._trial(pending).config, self._study.settings.cpus, clients=0)), now)
+            self._wait(tuple(make_bundles(self._trial(pending).config, self._study.settings.cpus, clients=0)), now)
 
     def _wait(self, bundles: Sequence[Bundle], now: float) -> None:
-        if granted(bundles, self._before):  # a process is starting, which takes time on a busy machine
+        if is_granted(bundles, self._before):  # a process is starting, which takes time on a busy machine
             self._since = now
             return
-        text = waiting_text(bundles)
+        text = format_shortage(bundles)
         if not self._told:
             self._told = True
             self._progress.message(f"waiting for resources: {text}")

@@ -13,7 +13,7 @@ from raydfl.core.tensors import FlatTensors
 from raydfl.core.types import Client, Update
 from raydfl.data import Population
 from raydfl.engine import Config, Federation, UpdateChecker
-from raydfl.engine.storage import RunStore, check_revision, local_run, round_of, stored_config
+from raydfl.engine.storage import RunStore, check_revision, local_run, read_config, round_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ def replay(run_dir: str | Path, round_number: int, client_id: str, trust: bool =
         ClientError: the method's code fails again; its cause is the original exception.
     """
     run_dir = local_run(run_dir)
-    config = stored_config(run_dir, trust)
+    config = read_config(run_dir, trust)
     check_revision(run_dir, config)
     store = RunStore(run_dir)
     latest = store.latest()
@@ -68,9 +68,9 @@ def replay(run_dir: str | Path, round_number: int, client_id: str, trust: bool =
         )
     newest = store.newest()
     begun = () if newest is None else newest.begun
-    phases = config.phases.as_begun(begun)
-    own = config.train.phases.get(phases.at(round_number - 1))
-    first = phases.first[phases.number(phases.at(round_number - 1)) - 1]
+    phases = config.phases.replace_first(begun)
+    own = config.train.phases.get(phases.find(round_number - 1))
+    first = phases.first[phases.number(phases.find(round_number - 1)) - 1]
     if own is not None and own.begin == "best" and round_of(before[-1]) < first:
         raise RunDirectoryError(
             f"round {round_number} of {run_dir} cannot be replayed: its phase began with the models of an earlier round "

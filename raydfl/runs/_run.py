@@ -11,22 +11,22 @@ from pathlib import Path
 
 import pyarrow.compute as pc
 
-from raydfl.cluster import RemoteServer, Server, check_without_actors, connected, ray_session, with_share
+from raydfl.cluster import RemoteServer, Server, check_without_actors, connect_ray, ray_session, resolve_gpu_share
 from raydfl.core import ops
 from raydfl.core.files import displayed_path
 from raydfl.core.nested import flatten
 from raydfl.core.remote import is_uri, parted
-from raydfl.engine import Config, RoundReport, apply_overrides, best_of, make_config
+from raydfl.engine import Config, RoundReport, apply_overrides, find_best, make_config
 from raydfl.engine.storage import (
     check_begun,
     check_same,
     local_run,
     local_runs,
     mirror_of,
+    read_about,
+    read_config,
     record,
     remember_code,
-    stored_about,
-    stored_config,
     write_config,
 )
 from raydfl.runs.folder import driving, ensure_features, export, folder_of, note_resume, prepare_run, write_about
@@ -77,7 +77,7 @@ def iterate_rounds(
     at_sites = bool(config.data.sites) and config.ray.actors != 0
     _begin(config, progress)
     run_dir = folder_of(config, progress)
-    with driving(run_dir, progress), connected(config.ray.address, quiet) if at_sites else contextlib.nullcontext():
+    with driving(run_dir, progress), connect_ray(config.ray.address, quiet) if at_sites else contextlib.nullcontext():
         prepare_run(run_dir, config, progress)
         return (yield from execute(run_dir, config, progress, waits, durable, signals))
 
@@ -118,12 +118,12 @@ def resume(
     run_dir = local_run(run_dir, overrides)
     check_begun(run_dir)
     with driving(run_dir, progress):
-        config = stored = stored_config(run_dir, trust)
+        config = stored = read_config(run_dir, trust)
         if overrides:
             config = make_config(apply_overrides(stored.model_dump(mode="json"), overrides), f"{run_dir}/config.yaml")
         check_same(run_dir, config, trust)
         _begin(config, progress)
-        about = stored_about(run_dir)
+        about = read_about(run_dir)
         if "config" not in about and stored.digest() != about["digest"]:
             progress.message(
                 f"warning: {run_dir} was begun by an earlier version of raydfl, {about['raydfl']}: whether its config.yaml is "
@@ -160,7 +160,7 @@ def execute(
         ClientError: a method's code failed on a client.
     """
     started = time.monotonic()
-    about = stored_about(run_dir)
+    about = read_about(run_dir)
     mirror = mirror_of(config.run.dir, run_dir)
     folder = shlex.quote(displayed_path(run_dir))
     name = folder if mirror is None else shlex.quote(mirror.uri)
@@ -171,8 +171,8 @@ def execute(
             "C++ compiler and then raydfl again, by make or with pip's --no-build-isolation"
         )
     if config.ray.gpus == "auto" and config.ray.actors != 0:
-        with connected(config.ray.address, quiet):
-            shared = with_share(run_dir, config, progress.message)
+        with connect_ray(config.ray.address, quiet):
+            shared = resolve_gpu_share(run_dir, config, progress.message)
             return (yield from execute(run_dir, shared, progress, waits, durable, signals))
     clients = about["clients"]
     with ray_session(config, clients, quiet):
@@ -186,7 +186,7 @@ def execute(
             for warning in warnings:
                 progress.message(f"warning: {warning}; going on from round {round_index}")
             recorded = record.read_rows(run_dir, round_index, where=pc.field("client") == "", columns=["round"])
-            lost = record.unrecorded(recorded["round"].to_pylist(), round_index)
+            lost = record.list_missing_rounds(recorded["round"].to_pylist(), round_index)
             if lost:
                 progress.message(
                     f"warning: the files in {run_dir / 'rows'} of rounds {lost} are missing; restore them from a copy, or go on "
@@ -225,7 +225,7 @@ def execute(
         for path in export(run_dir, config):
             tracker.log_artifact(path)
     done = read_run(run_dir.resolve())
-    best = best_of(run_dir, config)
+    best = find_best(run_dir, config)
     result = dataclasses.replace(result, problems=tuple(problems_of(done)), best=None if best is None else best.leader)
     report = write_page([done], run_dir / "report.html")
     for path in (run_dir / "config.yaml", report):
@@ -281,7 +281,7 @@ def _rounds(
             if found != fallback:
                 fallback = found
                 progress.message(f"warning: {fallback}" if fallback else "client actors on the CPU: 0")
-                write_about(run_dir, config, {**stored_about(run_dir), "cpu_fallback": fallback or None})
+                write_about(run_dir, config, {**read_about(run_dir), "cpu_fallback": fallback or None})
             last = round_index >= total or bool(ended) or stop.asked
             if last:
                 finished = server.finish(round_index)

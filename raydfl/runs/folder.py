@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raydfl.cluster import check_kept, in_a_job, prepare_sites
+from raydfl.cluster import check_persistent, is_job, prepare_sites
 from raydfl.core import ops, part_names
 from raydfl.core.errors import ConfigError, DataError, RunDirectoryError, printable
 from raydfl.core.files import default_cache, write_durably
@@ -25,7 +25,7 @@ from raydfl.core.tensor_file import to_safetensors
 from raydfl.core.types import ModelSpec
 from raydfl.core.version import __version__
 from raydfl.data import Population, build_population, upgrade_population
-from raydfl.engine import Clients, Config, best_of, build_models, label_entry, received_entries, try_models
+from raydfl.engine import Clients, Config, build_models, find_best, find_received_entries, label_entry, try_models
 from raydfl.engine.storage import (
     Commit,
     RunStore,
@@ -36,8 +36,8 @@ from raydfl.engine.storage import (
     final_commit,
     local_runs,
     mirror_of,
+    read_about,
     remember_code,
-    stored_about,
     write_config,
 )
 from raydfl.runs.progress import Progress
@@ -117,8 +117,8 @@ def folder_of(config: Config, progress: Progress) -> Path:
     Raises:
         ConfigError: what the run writes would be lost.
     """
-    check_kept({"run.dir": config.run.dir, "data.cache": config.data.cache or default_cache()})
-    if config.run.name is None and in_a_job():
+    check_persistent({"run.dir": config.run.dir, "data.cache": config.data.cache or default_cache()})
+    if config.run.name is None and is_job():
         progress.message(
             "run.name is not set, so the same job submitted again will not go on with this run but start another"
         )
@@ -279,7 +279,7 @@ def _forget_unbegun(run_dir: Path, config: Config) -> bool:
     A start that failed (too few CPUs, an option that the method refuses) must not stand in the way of the corrected one.
     """
     store = RunStore(run_dir)
-    if any(store.rounds()) or stored_about(run_dir)["digest"] == config.digest():
+    if any(store.rounds()) or read_about(run_dir)["digest"] == config.digest():
         return False
     store.lock(wait=1.0)
     try:
@@ -326,7 +326,7 @@ def export(run_dir: Path, config: Config) -> list[Path]:
     population = Population.load(run_dir / "population", features=False)
     clients = Clients(population, config)
     paths = _export(run_dir, config, clients, final_commit(run_dir), "model", {})
-    best = best_of(run_dir, config)
+    best = find_best(run_dir, config)
     if best is not None:
         leader = best.leader
         chosen = {"metric": leader.criterion.metric, "value": leader.value, "chosen_by": leader.criterion.chooser}
@@ -348,11 +348,11 @@ def _export(
         stem: of the files' names.
         more: metadata.
     """
-    about, state, fixed = stored_about(run_dir), commit.state, _fixed_tensors(config, clients)
+    about, state, fixed = read_about(run_dir), commit.state, _fixed_tensors(config, clients)
     names = tuple(f"{name}/" for name in config.parts.models)
     keys = [key for key, each in state.tensors.items() if any(part_names.plain_name(n).startswith(names) for n in each)]
     if len(keys) > 1:
-        received = received_entries(config, state, clients, commit.begun)
+        received = find_received_entries(config, state, clients, commit.begun)
         keys = [key for key in keys if key in received]
     paths = []
     for key, (part, data) in itertools.product(keys, config.data.each.items()):

@@ -16,8 +16,8 @@ from numpy.typing import ArrayLike
 from raydfl.core.errors import InputError
 from raydfl.core.metrics import HARMONIC_MEAN, OF_CLIENTS
 from raydfl.core.types import Problem
-from raydfl.engine import Leader, best_of
-from raydfl.engine.storage import check_begun, local_run, record, stored_config
+from raydfl.engine import Leader, find_best
+from raydfl.engine.storage import check_begun, local_run, read_config, record
 from raydfl.runs.inference.fused import classify_arrays
 from raydfl.runs.inference.recordings import Prediction
 
@@ -198,9 +198,9 @@ def load_result(run_dir: str | Path, trust: bool = False) -> Result:
 
     folder = local_run(run_dir)
     check_begun(folder)
-    config, run = stored_config(folder, trust), read_run(folder.resolve())
+    config, run = read_config(folder, trust), read_run(folder.resolve())
     where = (pc.field("client") == "") & (pc.field("phase") == "evaluate")
-    best = best_of(folder, config)
+    best = find_best(folder, config)
     return Result(
         folder,
         run.done,

@@ -52,7 +52,7 @@ def send_updates(
     ]
     examples = {update.client_id: 2.0 for update in updates}
     state = {"global": {"model/w": torch.from_numpy(current)}}
-    got = list(federation(attack).sent(iter(updates), examples, frozenset(attacking), state, round_index))
+    got = list(federation(attack).replace_updates(iter(updates), examples, frozenset(attacking), state, round_index))
     assert [update.client_id for update in got] == list(examples)
     assert all(update.weight == 2.0 for update in got)
     return np.stack([update.tensors["model/w"].numpy() for update in got])
@@ -103,7 +103,9 @@ def test_attackers_know_only_updates_of_their_key_and_layout() -> None:
         Update({"model/v": torch.tensor([9.0])}, 1.0, client_id="e"),
     ]
     state = {"global": {"model/w": torch.tensor([0.0])}}
-    got = list(federation(IPM(epsilon=1.0)).sent(updates, dict.fromkeys("abcde", 1.0), frozenset("de"), state, 0))
+    got = list(
+        federation(IPM(epsilon=1.0)).replace_updates(updates, dict.fromkeys("abcde", 1.0), frozenset("de"), state, 0)
+    )
     assert got[:3] == updates[:3]
     assert got[3].tensors["model/w"].tolist() == [-1.0]
     assert got[4].tensors["model/v"].tolist() == [-9.0]  # the only update of this layout: it knows itself
@@ -122,7 +124,9 @@ def test_sign_flip_mirrors_the_update_at_the_received_model() -> None:
 def test_sign_flip_mirrors_differences_at_zero() -> None:
     update = Update({"model/w": torch.tensor([3.0]), "control/w": torch.tensor([3.0])}, 1.0, client_id="a")
     state = {"global": {"model/w": torch.tensor([1.0]), "control/w": torch.tensor([1.0])}}
-    (got,) = federation(SignFlip(), prefixes=("control/",)).sent([update], {"a": 1.0}, frozenset("a"), state, 0)
+    (got,) = federation(SignFlip(), prefixes=("control/",)).replace_updates(
+        [update], {"a": 1.0}, frozenset("a"), state, 0
+    )
     assert got.tensors["model/w"].tolist() == [-1.0]
     assert got.tensors["control/w"].tolist() == [-3.0]
 
@@ -148,7 +152,7 @@ def test_model_replacement_makes_the_mean_the_model_of_the_attackers(attacking: 
     ]
     examples = {update.client_id: float(update.weight) for update in updates}  # type: ignore[arg-type]
     state = {"global": {"model/w": torch.from_numpy(current)}}
-    got = federation(Scaling(boost=None)).sent(updates, examples, frozenset(attacking), state, 0)
+    got = federation(Scaling(boost=None)).replace_updates(updates, examples, frozenset(attacking), state, 0)
     mean = WeightedMean()(got, state).tensors["global"]["model/w"].numpy()
     np.testing.assert_allclose(mean, np.average(values[rows], axis=0, weights=weights[rows]), rtol=1e-4, atol=1e-5)
 
@@ -203,7 +207,9 @@ def test_updates_are_streamed_without_collusion() -> None:
 
     for attack, before in ((SignFlip(), ["a"]), (FreeRider(), ["a"]), (LabelFlip(), ["a"]), (IPM(), ["a", "b", "c"])):
         read.clear()
-        stream = federation(attack).sent(updates(), dict.fromkeys("abc", 1.0), frozenset("b"), {"global": {}}, 0)
+        stream = federation(attack).replace_updates(
+            updates(), dict.fromkeys("abc", 1.0), frozenset("b"), {"global": {}}, 0
+        )
         assert next(stream).client_id == "a"
         assert read == before
 

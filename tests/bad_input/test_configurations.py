@@ -106,7 +106,7 @@ def test_an_unknown_key_names_the_nearest(
             "data.corrupt.labels.clients.0: Input should be a valid string",
         ),
         ("method=5", "method: Input should be a valid dictionary"),
-        ("method={}", "method: a name is missing; known: "),
+        ("method={}", "method: a name is missing. Choose one of "),
         ("method.rule=5", "method.rule: Input should be a valid string or a valid dictionary"),
         ("models.model=5", "models.model: Input should be a valid string or a valid dictionary or a valid list"),
         ("models.model=[linear, 5]", "models.model.1: Input should be a valid string or a valid dictionary"),
@@ -185,7 +185,7 @@ def test_a_value_out_of_range_names_the_range(
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("train.rounds", "override 'train.rounds' is not of the form key=value (for instance train.rounds=50)"),
+        ("train.rounds", "override 'train.rounds' is not of the form key=value, such as train.rounds=50"),
         ("=5", "override '=5' is not of the form key=value"),
         ("train..rounds=5", "override 'train..rounds=5': a name is missing in 'train..rounds'"),
         ("train.rounds.x=5", "override 'train.rounds.x=5': train.rounds is 3, not a group of settings"),
@@ -210,9 +210,9 @@ def test_nothing_is_left_behind_by_a_refused_configuration(raydfl: Raydfl, tiny:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "file.yaml is empty; it must hold the groups method, models, objective, data, attack, train"),
-        (b"fedavg", "file.yaml is 'fedavg'; it must hold the groups"),
-        (b"- method\n- data", r"file.yaml is .*; it must hold the groups"),
+        (b"", "file.yaml is empty. Write the groups method, models, objective, data, attack, train"),
+        (b"fedavg", "file.yaml is 'fedavg'. Write the groups"),
+        (b"- method\n- data", r"file.yaml is .*. Write the groups"),
         (b"method: fedavg\ndata: [", "file.yaml is not valid YAML in line 3, column 1: while parsing a flow node"),
         (b"method: fedavg\n\tdata: x", "file.yaml is not valid YAML in line 2, column 1"),
         (
@@ -294,14 +294,14 @@ def test_an_alias_beside_what_it_names_is_no_circle() -> None:
 def test_a_file_that_cannot_be_read(raydfl: Raydfl, tmp_path: Path) -> None:
     (tmp_path / "experiment.yaml").touch()
     missing = raydfl("run", tmp_path / "experimnt.yaml")
-    missing.refuses("cannot read the configuration .*experimnt.yaml: No such file", "did you mean 'experiment.yaml'?")
+    missing.refuses("cannot read the configuration .*experimnt.yaml: No such file", "Did you mean 'experiment.yaml'?")
     raydfl("run", tmp_path / "no/x.yaml").refuses(
-        r"No such file or directory; give a YAML file, such as jobs/quickstart.yaml \(raydfl init writes it\)"
+        r"No such file or directory. Give a YAML file, such as jobs/quickstart.yaml \(raydfl init writes it\)"
     )
-    raydfl("run", "train.rounds=3").refuses("the first argument must be the file, settings come after it")
+    raydfl("run", "train.rounds=3").refuses("Give the file as the first argument, and settings after it")
     raydfl("run", tmp_path).refuses("cannot read the configuration .*: Is a directory")
     (tmp_path / "config.yaml").touch()
-    raydfl("run", tmp_path).refuses("it is a run directory, to go on with it: raydfl resume")
+    raydfl("run", tmp_path).refuses("It is a run directory. Resume it with: raydfl resume")
 
 
 def test_words_that_yaml_takes_for_something_else_stay_words() -> None:
@@ -339,9 +339,9 @@ def test_words_that_yaml_takes_for_something_else_stay_words() -> None:
 def test_a_file_that_is_there_is_not_proposed_instead_of_itself(raydfl: Raydfl, tmp_path: Path) -> None:
     (tmp_path / "bin.yaml").write_bytes(b"\xff\xfe\x00")
     said = raydfl("run", tmp_path / "bin.yaml")
-    said.refuses("bin.yaml: it is not UTF-8 text; give a text file that you may read")
+    said.refuses("bin.yaml: it is not UTF-8 text. Give a readable text file")
     assert "did you mean" not in said.err
-    raydfl("run", tmp_path / "bim.yaml").refuses("No such file or directory; did you mean 'bin.yaml'")
+    raydfl("run", tmp_path / "bim.yaml").refuses("No such file or directory. Did you mean 'bin.yaml'")
     (tmp_path / "circle").symlink_to("circle")
     raydfl("run", ROOT / "jobs/fsdd.yaml", f"data.root={tmp_path}/circle").refuses(
         "circle' cannot be found: Symlink loop"

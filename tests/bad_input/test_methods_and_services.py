@@ -190,12 +190,12 @@ def test_resources_that_the_cluster_does_not_have(raydfl: Raydfl, tiny: Tiny, tm
     """Numbers needed and numbers there: the session's Ray has 4 CPUs and 1 GPU."""
     file = written(tiny(), tmp_path)
     raydfl("run", file, "ray.actors=8").refuses(
-        "8 client actors with 1 CPU each need 8 CPU, the cluster has 4; lower ray.actors or ray.cpus"
+        "8 client actors with 1 CPU each need 8 CPU, but the cluster has 4. Lower ray.actors or ray.cpus"
     )
     gpus = raydfl("run", file, "ray.actors=3", "ray.gpus=0.5")
-    gpus.refuses("3 client actors with 0.5 GPU each need 1.5 GPU, the cluster has 1; lower ray.actors or ray.gpus")
+    gpus.refuses("3 client actors with 0.5 GPU each need 1.5 GPU, but the cluster has 1. Lower ray.actors or ray.gpus")
     own = raydfl("run", file, "ray.actors=per_client")
-    own.refuses("6 client actors with 1 CPU each need 6 CPU, the cluster has 4")
+    own.refuses("6 client actors with 1 CPU each need 6 CPU, but the cluster has 4")
     assert raydfl("run", file, "ray.actors=2").code == 0
 
 
@@ -214,5 +214,5 @@ def test_a_cluster_that_is_not_there(tiny: Tiny, tmp_path: Path) -> None:
     ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     said = Said(ended.returncode, ended.stdout, ended.stderr)
     said.refuses(
-        "cannot reach the Ray cluster at 127.0.0.1:1: Connection refused", "check the address", "or set ray.actors=0"
+        "cannot reach the Ray cluster at 127.0.0.1:1: Connection refused", "Check the address", "or set ray.actors=0"
     )

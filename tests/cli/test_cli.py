@@ -400,7 +400,7 @@ def test_a_replay_of_a_failing_method_shows_its_own_traceback(raydfl: Raydfl, ti
     assert "client 's2' failed in round 2, phase 'train': ZeroDivisionError: a method's own mistake" in failed.err
     assert "Traceback" not in failed.err
     line = failed.err.strip().splitlines()[-1]
-    assert line.startswith("look at it with: raydfl replay ")
+    assert line.startswith("Inspect it with: raydfl replay ")
     again = raydfl(*line.partition("raydfl ")[2].split())
     assert again.code == 1
     assert "Traceback" in again.err

@@ -18,7 +18,7 @@ from unittest import mock
 import ray
 import yaml
 
-from raydfl.cluster.resources import ActorKind, actor_kinds, room, wanted_text
+from raydfl.cluster.resources import ActorKind, actor_kinds, count_fitting, format_kinds
 from raydfl.core.errors import ConfigError
 from raydfl.engine.config import Config, load_config
 
@@ -72,11 +72,11 @@ def fit(cluster: ClusterFile, config: Config) -> tuple[str, list[str]]:
     if config.data.sites:
         return f"bound to the nodes of its sites ({', '.join(config.data.sites)}), which are not looked at", []
     kinds = actor_kinds(settings, 1)
-    wanted = wanted_text(kinds)
+    wanted = format_kinds(kinds)
     problems = [
         f"a client actor with {kind} fits no node type ({_types_text(cluster.workers)}); lower ray.cpus or ray.gpus, or add a type"
         for kind in dict.fromkeys(kinds)
-        if not any(room([worker.resources], [kind]) for worker in cluster.workers)
+        if not any(count_fitting([worker.resources], [kind]) for worker in cluster.workers)
     ]
     needed = min(settings.min_actors or len(kinds), len(kinds))
     fitting = _room_at_most(cluster, kinds)
@@ -90,9 +90,9 @@ def fit(cluster: ClusterFile, config: Config) -> tuple[str, list[str]]:
 
 def _room_at_most(cluster: ClusterFile, kinds: Sequence[ActorKind]) -> int:
     """Room in the largest cluster: nodes with a GPU first, where they are wanted."""
-    by_use = sorted(cluster.workers, key=lambda worker: -room([worker.resources], kinds))
+    by_use = sorted(cluster.workers, key=lambda worker: -count_fitting([worker.resources], kinds))
     nodes = [worker.resources for worker in by_use for _ in range(worker.most)]
-    return room(nodes[: cluster.most], kinds)
+    return count_fitting(nodes[: cluster.most], kinds)
 
 
 def _types_text(workers: Sequence[NodeType]) -> str:

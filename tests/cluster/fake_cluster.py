@@ -100,7 +100,7 @@ class FakeCluster:
         self.waits = 0
         for name in ("wait", "get", "put", "kill", "available_resources"):
             monkeypatch.setattr(f"raydfl.cluster.pool.ray.{name}", getattr(self, name))
-        monkeypatch.setattr(actors, "alive_nodes", lambda: {n.name: {} for n in self.nodes if n.alive})
+        monkeypatch.setattr(actors, "list_alive_nodes", lambda: {n.name: {} for n in self.nodes if n.alive})
         monkeypatch.setattr(actors, "time", self)
         monkeypatch.setattr(ray_pool, "time", self)
 

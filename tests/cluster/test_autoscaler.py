@@ -139,8 +139,8 @@ def test_nodes_come_with_a_run_and_go_after_it(tiny: Tiny, head: str, tmp_path: 
     committed = (Path(config.run.dir) / "grown" / "LATEST").stat().st_mtime
     assert counts[peak + 1][0] >= committed - 0.5  # none goes while it is used
     said = [event["text"] for event in map(json.loads, out.splitlines()) if event["event"] == "message"]
-    assert any(text.startswith("waiting for the autoscaler: room for 0 of 3 client actors") for text in said), said
-    assert any(text.startswith("nodes:") and "joined" in text and "room for 3 of 3" in text for text in said), said
+    assert any(text.startswith("Waiting for the autoscaler: room for 0 of 3 client actors") for text in said), said
+    assert any(text.startswith("Nodes:") and "joined" in text and "room for 3 of 3" in text for text in said), said
     assert_same_bits(
         known(tiny(*common, "ray.actors=0")),
         read_tensors(Path(config.run.dir) / "grown"),
@@ -158,6 +158,6 @@ def test_nodes_that_do_not_come_end_the_run_with_numbers(tiny: Tiny, head: str, 
         run.end()
     assert run.process.returncode == 2, problems
     assert (
-        "0 of 2 client actors started within 5 s; asked for: 2 with 4 CPU each, free in the cluster: 0 CPU" in problems
+        "0 of 2 client actors started within 5 s. Requested: 2 with 4 CPU each. Free in the cluster: 0 CPU" in problems
     )
-    assert "waiting for the autoscaler: room for 0 of 2" in out
+    assert "Waiting for the autoscaler: room for 0 of 2" in out

@@ -12,7 +12,16 @@ import ray
 import torch
 
 from raydfl.cluster.client import choose_device
-from raydfl.cluster.gpu import CONTEXT, Memory, cap, driver_version, measure, share, why_no_gpu, with_share
+from raydfl.cluster.gpu import (
+    CONTEXT,
+    Memory,
+    compute_memory_fraction,
+    compute_share,
+    explain_missing_gpu,
+    measure_memory,
+    read_driver_version,
+    resolve_gpu_share,
+)
 from raydfl.core.errors import ConfigError, ResourcesError
 from raydfl.engine.config import Config
 from raydfl.engine.settings import RaySettings
@@ -55,40 +64,40 @@ def test_as_many_fit_as_have_room(total: int, peak: int, slots: int) -> None:
 
 def test_the_share_is_one_over_the_slots_and_never_more() -> None:
     for slots in range(1, 200):
-        found = share(Memory("x", slots * GB, GB), RaySettings(actors=1), 1)
+        found = compute_share(Memory("x", slots * GB, GB), RaySettings(actors=1), 1)
         assert found * slots <= 1 < (found + 0.0001) * slots + 1e-9
         assert round(found * 10_000) == pytest.approx(found * 10_000)  # Ray knows no finer steps
 
 
 def test_more_actors_than_fit_are_refused_with_the_numbers() -> None:
     memory = Memory("Made-up 16", 16 * GB, 3 * GB)
-    assert share(memory, RaySettings(actors=10, gpus="auto"), 2) == 0.2
+    assert compute_share(memory, RaySettings(actors=10, gpus="auto"), 2) == 0.2
     with pytest.raises(
         ResourcesError,
-        match=r"a client actor needs 3.00 GiB of a GPU \(Made-up 16, 16.00 GiB\), as measured on the "
-        r"largest client: 5 fit on a GPU and 10 on the cluster's 2, but ray.actors=11; lower ray.actors",
+        match=r"a client actor needs 3.00 GiB of a GPU \(Made-up 16, 16.00 GiB\), measured on the "
+        r"largest client: 5 fit on a GPU and 10 on the cluster's 2, but ray.actors=11. Lower ray.actors",
     ):
-        share(memory, RaySettings(actors=11, gpus="auto"), 2)
-    share(memory, RaySettings(actors=11, gpus="auto", autoscale=True), None)  # more GPUs may come
-    with pytest.raises(ResourcesError, match=r"needs 17.00 GiB .* not even one fits; lower train.batch_size"):
-        share(Memory("Made-up 16", 16 * GB, 17 * GB), RaySettings(actors=1), 1)
+        compute_share(memory, RaySettings(actors=11, gpus="auto"), 2)
+    compute_share(memory, RaySettings(actors=11, gpus="auto", autoscale=True), None)  # more GPUs may come
+    with pytest.raises(ResourcesError, match=r"needs 17.00 GiB .* no actor fits. Lower train.batch_size"):
+        compute_share(Memory("Made-up 16", 16 * GB, 17 * GB), RaySettings(actors=1), 1)
 
 
 def test_the_cap_leaves_room_for_what_every_process_takes() -> None:
-    assert cap(1.0, 16 * GB) == cap(2.0, 16 * GB) == 1.0
+    assert compute_memory_fraction(1.0, 16 * GB) == compute_memory_fraction(2.0, 16 * GB) == 1.0
     for actors in (2, 4, 7):
-        assert actors * (cap(1 / actors, 16 * GB) * 16 * GB + CONTEXT) == pytest.approx(16 * GB)
+        assert actors * (compute_memory_fraction(1 / actors, 16 * GB) * 16 * GB + CONTEXT) == pytest.approx(16 * GB)
     with pytest.raises(
-        ResourcesError, match=r"ray.gpus=0.03 of a GPU with 16.00 GiB is 0.48 GiB, .* \(0.50 GiB\); raise ray.gpus"
+        ResourcesError, match=r"ray.gpus=0.03 of a GPU with 16.00 GiB is 0.48 GiB, .* needs 0.50 GiB\. Raise ray.gpus"
     ):
-        cap(0.03, 16 * GB)
+        compute_memory_fraction(0.03, 16 * GB)
 
 
 def test_what_was_measured_fits_into_the_cap() -> None:
     """The share that a peak gives leaves PyTorch, under its cap, what the peak was without the context."""
     for peak in (CONTEXT + 1, GB, 3 * GB, 7 * GB):
         found = 1 / Memory("x", 16 * GB, peak).slots
-        assert cap(found, 16 * GB) * 16 * GB >= peak - CONTEXT
+        assert compute_memory_fraction(found, 16 * GB) * 16 * GB >= peak - CONTEXT
 
 
 def test_a_clients_work_is_measured_once_for_a_model_and_a_device(tiny: Tiny, tmp_path: Path) -> None:
@@ -97,10 +106,10 @@ def test_a_clients_work_is_measured_once_for_a_model_and_a_device(tiny: Tiny, tm
     folder = create(config, Progress("quiet"))
     before = sorted(path for path in folder.rglob("*"))
     device = FakeDevice()
-    memory = measure(folder, config, device, "cpu")
+    memory = measure_memory(folder, config, device, "cpu")
     assert memory == Memory("Made-up 16", 16 * GB, 3 * GB)
     assert sorted(path for path in folder.rglob("*")) == before
-    assert measure(folder, config, device, "cpu") == memory
+    assert measure_memory(folder, config, device, "cpu") == memory
     assert device.measured == 1
     for changed in (
         "train.batch_size=4",
@@ -110,11 +119,11 @@ def test_a_clients_work_is_measured_once_for_a_model_and_a_device(tiny: Tiny, tm
     ):
         other = tiny(cache, changed, "run.name=other")
         if changed == "models.model.hidden=9":  # a run of its own: the first commit has the networks in it
-            measure(create(other, Progress("quiet")), other, device, "cpu")
+            measure_memory(create(other, Progress("quiet")), other, device, "cpu")
         else:
-            measure(folder, other, device, "cpu")
+            measure_memory(folder, other, device, "cpu")
     assert device.measured == 5
-    assert measure(folder, config, FakeDevice(total=8 * GB, peak=GB), "cpu").slots == 8
+    assert measure_memory(folder, config, FakeDevice(total=8 * GB, peak=GB), "cpu").slots == 8
 
 
 def test_the_heaviest_work_is_the_largest_clients_training_and_evaluations(
@@ -131,7 +140,7 @@ def test_the_heaviest_work_is_the_largest_clients_training_and_evaluations(
         "carry_out",
         lambda self, orders, broadcast, *_: (done.append(orders), carry_out(self, orders, broadcast))[1],
     )
-    measure(folder, config, FakeDevice(), "cpu")
+    measure_memory(folder, config, FakeDevice(), "cpu")
     trained = [order for orders in done for order in orders if order.measure is None]
     evaluated = [orders for orders in done if orders[0].measure is not None]
     assert done[0] == trained
@@ -145,9 +154,10 @@ def test_work_that_no_gpu_holds_is_refused(tiny: Tiny, tmp_path: Path) -> None:
     config = tiny(f"data.cache={tmp_path / 'cache'}")
     folder = create(config, Progress("quiet"))
     with pytest.raises(
-        ResourcesError, match=r"one client's work does not fit into a whole GPU \(Made-up 16, 16.00 GiB\): CUDA out of"
+        ResourcesError,
+        match=r"the work of one client does not fit on a whole GPU \(Made-up 16, 16.00 GiB\): CUDA out of",
     ):
-        measure(folder, config, FakeDevice(fails=True), "cpu")
+        measure_memory(folder, config, FakeDevice(fails=True), "cpu")
 
 
 def test_settings(tiny: Tiny) -> None:
@@ -162,20 +172,25 @@ def test_settings(tiny: Tiny) -> None:
 @pytest.mark.parametrize(
     ("driver", "cuda", "found", "remedy"),
     [
-        ("", "13.0", "no NVIDIA driver, and", "install NVIDIA driver 580 or newer there"),
+        ("", "13.0", "no NVIDIA driver, and", "Install NVIDIA driver 580 or newer on this node"),
         (
             "550.54.15",
             "13.0",
             "driver 550.54.15, and",
-            "install NVIDIA driver 580 or newer there, or PyTorch for CUDA 12",
+            "Install NVIDIA driver 580 or newer on this node, or PyTorch for CUDA 12",
         ),
-        ("470.1", "12.8", "driver 470.1, and", "install NVIDIA driver 525 or newer there, or PyTorch for CUDA 11"),
-        ("580.65", "14.1", "driver 580.65, and", "so the driver fits; check the GPU there with nvidia-smi"),
-        ("550.54.15", None, "driver 550.54.15, and", "install PyTorch with CUDA there"),
+        (
+            "470.1",
+            "12.8",
+            "driver 470.1, and",
+            "Install NVIDIA driver 525 or newer on this node, or PyTorch for CUDA 11",
+        ),
+        ("580.65", "14.1", "driver 580.65, and", "so the driver fits. Check the node with nvidia-smi"),
+        ("550.54.15", None, "driver 550.54.15, and", "Install PyTorch with CUDA on this node"),
     ],
 )
 def test_a_missing_gpu_is_explained_by_driver_and_cuda(driver: str, cuda: str | None, found: str, remedy: str) -> None:
-    reason = why_no_gpu(driver, cuda)
+    reason = explain_missing_gpu(driver, cuda)
     assert found in reason
     assert f"built for CUDA {cuda}" in reason or cuda is None
     assert remedy in reason
@@ -183,11 +198,11 @@ def test_a_missing_gpu_is_explained_by_driver_and_cuda(driver: str, cuda: str | 
 
 def test_the_drivers_version_is_read_from_the_system(tmp_path: Path) -> None:
     file = tmp_path / "version"
-    assert driver_version(file) == ""
+    assert read_driver_version(file) == ""
     file.write_text(
         "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  550.54.15  Release Build\nGCC version:  gcc version 12.3.0"
     )
-    assert driver_version(file) == "550.54.15"
+    assert read_driver_version(file) == "550.54.15"
 
 
 @pytest.mark.parametrize("settings", [["ray.gpus=0.5"], ["ray.gpus=auto"], ["ray.address='10.0.0.1:6379'"]])
@@ -246,9 +261,7 @@ def test_the_server_sees_no_gpu_and_a_client_with_a_share_sees_its_own(
 def test_without_cuda_auto_is_refused(ray_session: None, tiny: Tiny) -> None:
     """Ray has one logical GPU here, PyTorch none."""
     config = tiny("ray.gpus=auto", "ray.actors=2", "ray.cpus=0.5")
-    with pytest.raises(
-        ResourcesError, match=r"ray.gpus: auto needs a GPU that PyTorch can use: .* set ray.gpus=0 for the CPU"
-    ):
+    with pytest.raises(ResourcesError, match=r"ray.gpus: auto needs a GPU for PyTorch: .* set ray.gpus=0 for the CPU"):
         run(config)
     deadline = time.monotonic() + 60
     while ray.available_resources().get("GPU") != 1.0:  # the actor that was to measure goes
@@ -267,9 +280,11 @@ def test_a_measured_share_is_what_the_run_gets(ray_session: None, tiny: Tiny, mo
     config = tiny(
         "ray.gpus=auto", "ray.actors=2", "ray.cpus=0.5", "ray.cpu_fallback=true", "train.rounds=1", "run.name=measured"
     )
-    found = with_share(create(config, Progress("quiet")), config, said.append)
+    found = resolve_gpu_share(create(config, Progress("quiet")), config, said.append)
     assert found.ray.gpus == 0.2
-    assert said == ["a client actor needs 3.00 GiB of 16.00 GiB (Made-up 16): 5 fit on a GPU, each gets 0.2 of it"]
+    assert said == [
+        "A client actor needs 3.00 GiB of 16.00 GiB (Made-up 16). 5 fit on a GPU, and each reserves 0.2 of it."
+    ]
     assert run(config).finished
     with pytest.raises(ResourcesError, match=r"5 fit on a GPU and 5 on the cluster's 1, but ray.actors=6"):
         run(tiny("ray.gpus=auto", "ray.actors=6", "ray.cpus=0.1", "run.name=many"))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from raydfl.cluster.nodes import NodeWatch
-from raydfl.cluster.resources import ActorKind, Bundle, actor_kinds, check_resources, check_trial_fits, room
+from raydfl.cluster.resources import ActorKind, Bundle, actor_kinds, check_resources, check_trial_fits, count_fitting
 from raydfl.core.errors import ConfigError, ResourcesError
 from raydfl.engine.config import Config
 from raydfl.engine.settings import RaySettings
@@ -40,14 +40,14 @@ def test_room_is_what_trying_everything_finds(cpus: float, share: float) -> None
     kinds = [ActorKind(cpus, share)] * 3 + [ActorKind(cpus, 0.0)] * 2
     some = [{"CPU": 1.0}, {"CPU": 3.0, "GPU": 1.0}, {"CPU": 2.0, "GPU": 2.0}, {}]
     for nodes in ([], some[:1], some[:2], some[1:3], some[::2], [some[2], some[2]], some):
-        assert room(nodes, kinds) == most(nodes, kinds), nodes
+        assert count_fitting(nodes, kinds) == most(nodes, kinds), nodes
 
 
 def test_room_where_nothing_is_reserved_or_wanted() -> None:
-    assert room([{"CPU": 0.0}], [ActorKind(0.0, 0.0)] * 5) == 5
-    assert room([], [ActorKind(0.0, 0.0)] * 5) == 0
-    assert room([{"CPU": 4.0}], []) == 0
-    assert room([{"GPU": 4.0, "CPU": 8.0}], [ActorKind(1, 2.0)] * 3) == 2  # whole GPUs
+    assert count_fitting([{"CPU": 0.0}], [ActorKind(0.0, 0.0)] * 5) == 5
+    assert count_fitting([], [ActorKind(0.0, 0.0)] * 5) == 0
+    assert count_fitting([{"CPU": 4.0}], []) == 0
+    assert count_fitting([{"GPU": 4.0, "CPU": 8.0}], [ActorKind(1, 2.0)] * 3) == 2  # whole GPUs
 
 
 def test_kinds_of_actors() -> None:
@@ -57,19 +57,19 @@ def test_kinds_of_actors() -> None:
 
 
 def check(monkeypatch: pytest.MonkeyPatch, config: Config, nodes: list[dict[str, float]], grows: bool = False) -> None:
-    monkeypatch.setattr("raydfl.cluster.resources.alive_nodes", lambda: dict(enumerate(nodes)))
+    monkeypatch.setattr("raydfl.cluster.resources.list_alive_nodes", lambda: dict(enumerate(nodes)))
     check_resources(config, 6, grows)
 
 
 def test_what_can_never_fit_is_refused_with_numbers(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
-        ResourcesError, match=r"8 client actors with 1 CPU each need 8 CPU, the cluster has 4; lower ray.act"
+        ResourcesError, match=r"8 client actors with 1 CPU each need 8 CPU, but the cluster has 4\. Lower ray.act"
     ):
         check(monkeypatch, tiny("ray.actors=8"), [{"CPU": 4.0}])
-    with pytest.raises(ResourcesError, match=r"3 client actors with 0.5 GPU each need 1.5 GPU, the cluster has 1"):
+    with pytest.raises(ResourcesError, match=r"3 client actors with 0.5 GPU each need 1.5 GPU, but the cluster has 1"):
         check(monkeypatch, tiny("ray.actors=3", "ray.gpus=0.5", "ray.cpu_actors=1"), [{"CPU": 4.0, "GPU": 1.0}])
     with pytest.raises(
-        ResourcesError, match=r"2 client actors have to be there, the nodes have room for 0.*2 with 2 CPU each"
+        ResourcesError, match=r"needs 2 client actors, but the nodes have room for 0.*2 with 2 CPU each"
     ):
         check(monkeypatch, tiny("ray.actors=2", "ray.cpus=2"), [{"CPU": 1.0}] * 4)
     check(monkeypatch, tiny("ray.actors=2", "ray.cpus=2"), [{"CPU": 2.0}] * 2)
@@ -79,9 +79,7 @@ def test_only_min_actors_must_fit_and_on_a_cluster_that_grows_nothing(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check(monkeypatch, tiny("ray.actors=8", "ray.min_actors=4"), [{"CPU": 4.0}])
-    with pytest.raises(
-        ResourcesError, match=r"5 client actors have to be there, the nodes have room for 4.*ray.min_actors"
-    ):
+    with pytest.raises(ResourcesError, match=r"needs 5 client actors, but the nodes have room for 4.*ray.min_actors"):
         check(monkeypatch, tiny("ray.actors=8", "ray.min_actors=5"), [{"CPU": 4.0}])
     check(monkeypatch, tiny("ray.actors=8", "ray.autoscale=true"), [], grows=True)
 
@@ -89,17 +87,17 @@ def test_only_min_actors_must_fit_and_on_a_cluster_that_grows_nothing(
 def test_a_trial_that_can_never_fit_is_refused_with_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     def check_trial(bundles: list[Bundle], *nodes: Bundle) -> None:
         total = {kind: sum(node.get(kind, 0.0) for node in nodes) for kind in ("CPU", "GPU")}
-        monkeypatch.setattr("raydfl.cluster.resources.alive_nodes", lambda: dict(enumerate(nodes)))
+        monkeypatch.setattr("raydfl.cluster.resources.list_alive_nodes", lambda: dict(enumerate(nodes)))
         monkeypatch.setattr("raydfl.cluster.resources.ray.cluster_resources", lambda: total)
         monkeypatch.setattr("raydfl.cluster.resources.ray.available_resources", lambda: {"CPU": 1.0})
         check_trial_fits(bundles, autoscale=False)
 
     check_trial([{"CPU": 1.0}, {"CPU": 1.0}], {"CPU": 1.0}, {"CPU": 1.5})
     with pytest.raises(
-        ResourcesError, match=r"needs 2 CPU \(its own process and 1 client actors\), the cluster has 1.9 CPU on 1 n"
+        ResourcesError, match=r"needs 2 CPU \(its own process and 1 client actors\), but the cluster has 1.9 CPU on 1 n"
     ):
         check_trial([{"CPU": 1.0}, {"CPU": 1.0}], {"CPU": 1.9})
-    with pytest.raises(ResourcesError, match="has 4 CPU on 1 node, of which 1 CPU are free; lower ray.actors"):
+    with pytest.raises(ResourcesError, match="has 4 CPU on 1 node, 1 CPU of it free. Lower ray.actors"):
         check_trial([{"CPU": 1.0, "GPU": 1.0}], {"CPU": 4.0})
     shares: list[Bundle] = [{"CPU": 1.0}, *[{"CPU": 1.0, "GPU": 0.6}] * 3]
     check_trial(shares, {"CPU": 4.0, "GPU": 3.0})
@@ -133,19 +131,19 @@ def test_what_is_said_when_nodes_come_and_go() -> None:
     said: list[str] = []
     kinds = [ActorKind(1, 0.5)] * 2 + [ActorKind(1, 0)] * 2
     watch = NodeWatch(kinds, 3, said.append, lambda: dict(nodes), every=0.0)
-    watch.waits(600.0)
-    watch.look()  # nothing has changed: nothing is said
+    watch.announce_wait(600.0)
+    watch.report_changes()  # nothing has changed: nothing is said
     nodes |= {"a": {"CPU": 4.0, "GPU": 1.0}, "b": {"CPU": 1.0}}
-    watch.look()
+    watch.report_changes()
     del nodes["a"]
     nodes["c"] = {"CPU": 1.0}
-    watch.look()
-    watch.look()
+    watch.report_changes()
+    watch.report_changes()
     assert said == [
-        "waiting for the autoscaler: room for 0 of 3 client actors, needs 2 with 1 CPU and 0.5 GPU each, 2 with 1 CPU each; "
-        "there: 1 node with 0 CPU and 0 GPU; waiting up to 600 s",
-        "nodes: 2 joined; there: 3 nodes with 5 CPU and 1 GPU, room for 4 of 4 client actors",
-        "nodes: 1 joined, 1 left; there: 3 nodes with 2 CPU and 0 GPU, room for 2 of 4 client actors",
+        "Waiting for the autoscaler: room for 0 of 3 client actors. The run needs 2 with 1 CPU and 0.5 GPU each, 2 with 1 CPU "
+        "each, the cluster has 1 node with 0 CPU and 0 GPU. The wait ends after 600 s.",
+        "Nodes: 2 joined. The cluster has 3 nodes with 5 CPU and 1 GPU, room for 4 of 4 client actors.",
+        "Nodes: 1 joined, 1 left. The cluster has 3 nodes with 2 CPU and 0 GPU, room for 2 of 4 client actors.",
     ]
 
 
@@ -159,6 +157,6 @@ def test_nothing_is_said_where_there_is_room_and_no_look_comes_too_soon() -> Non
         return {f"n{number}": {"CPU": 4.0} for number in range(looks)}
 
     watch = NodeWatch([ActorKind(1, 0)] * 2, 2, said.append, look, every=1000.0)
-    watch.waits(600.0)
-    watch.look()
+    watch.announce_wait(600.0)
+    watch.report_changes()
     assert (said, looks) == ([], 1)

@@ -95,7 +95,7 @@ def test_nodes_join_and_leave_in_the_middle_of_rounds(tiny: Tiny, start: Callabl
     assert run.process.returncode == 0, problems
     events = [json.loads(line) for line in out.splitlines()]
     assert [event["round"] for event in events if event["event"] == "round"] == [1, 2, 3, 4, 5]
-    said = [event["text"] for event in events if event["event"] == "message" and event["text"].startswith("nodes:")]
+    said = [event["text"] for event in events if event["event"] == "message" and event["text"].startswith("Nodes:")]
     words = " ".join(said)
     assert words.count("1 joined") == 2, said
     assert words.count("1 left") == 1, said

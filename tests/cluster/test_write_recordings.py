@@ -11,7 +11,7 @@ import pytest
 import soundfile
 
 from raydfl import read_audio, write_recordings
-from raydfl.cluster.datasets import _encoded
+from raydfl.cluster.datasets import _encode_audio
 from raydfl.core.errors import ConfigError, DataError
 from raydfl.data.sets.huggingface import HuggingFace
 
@@ -40,7 +40,7 @@ def test_a_recording_in_a_row_of_any_kind_becomes_a_file(
     row: dict[str, Any], rate: str | None, wanted: np.ndarray
 ) -> None:
     """Oracle: the samples that the row has."""
-    found = _encoded({**row, "label": "hum"}, "audio", rate)
+    found = _encode_audio({**row, "label": "hum"}, "audio", rate)
     assert set(found) == {"audio", "label"}
     samples, hz = soundfile.read(io.BytesIO(found["audio"]["bytes"]), dtype="float32")
     assert hz == RATE
@@ -58,11 +58,11 @@ def test_a_recording_in_a_row_of_any_kind_becomes_a_file(
 )
 def test_a_row_without_a_recording_is_named(row: dict[str, Any], rate: str | None, message: str) -> None:
     with pytest.raises(DataError, match=message):
-        _encoded({**row, "label": "hum"}, "audio", rate)
+        _encode_audio({**row, "label": "hum"}, "audio", rate)
 
 
 def test_a_folder_that_is_there_is_not_overwritten(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"is there already; .*data=\{name: huggingface, root: "):
+    with pytest.raises(ConfigError, match=r"exists already\. .*data=\{name: huggingface, root: "):
         write_recordings(None, tmp_path)  # type: ignore[arg-type]
 
 
@@ -88,7 +88,7 @@ def test_a_dataset_is_written_in_its_order_and_read_as_it_is(ray_session: None, 
     ]
     for each in rows:
         assert np.array_equal(read_audio(each["path"])[0][:, 0], row(each["n"])["wave"])
-    with pytest.raises(DataError, match=r"^audio=wav: the dataset has no such column; did you mean 'wave'\?"):
+    with pytest.raises(DataError, match=r"^audio=wav: the dataset has no column of this name; did you mean 'wave'\?"):
         write_recordings(dataset, tmp_path / "other", audio="wav")
     with pytest.raises(DataError, match=r"^the row \{.*'n': 0.*\} has str in column 'label': neither bytes"):
         write_recordings(dataset, tmp_path / "other", audio="label", label="client")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
+import subprocess
 import sys
 import tarfile
 from pathlib import Path
@@ -171,3 +173,42 @@ def test_a_channel_of_a_file_is_a_clip(tmp_path: Path) -> None:
         Exception, match=r"a\.wav: the clip is of channel 2, counted from 0, and the file has 2 channels"
     ):
         dataset.read(rows[3])
+
+
+@pytest.mark.slow
+def test_an_import_of_50_gigabytes_needs_less_than_one(tmp_path: Path) -> None:
+    """Shards with holes have the size of long recordings, and occupy no disk."""
+    size, shards = 100 << 20, tmp_path / "shards"
+    shards.mkdir()
+    head = encoded(tone(*CLIPS[0]), "WAV")
+    for shard in range(5):
+        with (shards / f"sounds-{shard}.tar").open("wb") as file:
+            for clip in range(100):
+                label = json.dumps({"label": "hum", "speaker": f"{clip % 7}"}).encode()
+                for ending, content, length in (("json", label, len(label)), ("wav", head, size)):
+                    member = tarfile.TarInfo(f"{shard}-{clip}.{ending}")
+                    member.size = length
+                    file.write(member.tobuf(tarfile.GNU_FORMAT) + content)
+                    file.seek(length - len(content) + -length % tarfile.BLOCKSIZE, os.SEEK_CUR)
+            file.write(bytes(2 * tarfile.BLOCKSIZE))
+    assert sum(file.stat().st_size for file in shards.iterdir()) > 50e9
+    out = tmp_path / "list.csv"
+    command = [
+        sys.executable,
+        "-m",
+        "raydfl",
+        "data",
+        "import",
+        "webdataset",
+        shards,
+        "--client",
+        "speaker",
+        "--out",
+        out,
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    assert status == 0
+    assert usage.ru_maxrss < 1e6, "kB"
+    with out.open() as file:
+        assert sum(1 for _ in csv.DictReader(file)) == 500

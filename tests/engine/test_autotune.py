@@ -11,7 +11,7 @@ from helpers import known
 from raydfl.core.errors import ClientError
 from raydfl.core.types import Task
 from raydfl.data.population import Population
-from raydfl.engine.autotune import best_width, choose_width, measure_width, remembered
+from raydfl.engine.autotune import choose_width, find_best_width, measure_once, measure_width
 from raydfl.engine.config import Config
 from raydfl.engine.federation import Federation
 from raydfl.engine.orders import Order, assign_groups, split_groups
@@ -29,10 +29,10 @@ Tiny = Callable[..., Config]
 def test_the_width_is_the_last_that_gained() -> None:
     seconds = {1: 1.0, 2: 0.6, 4: 0.4, 8: 0.39, 16: 0.1}
     asked: list[int] = []
-    assert best_width(lambda width: (asked.append(width), seconds[width])[1], 100) == 4
+    assert find_best_width(lambda width: (asked.append(width), seconds[width])[1], 100) == 4
     assert asked == [1, 2, 4, 8]
-    assert best_width(lambda width: 1 / width, 12) == 8
-    assert best_width(lambda width: 1 / width, 1) == 1
+    assert find_best_width(lambda width: 1 / width, 12) == 8
+    assert find_best_width(lambda width: 1 / width, 1) == 1
 
 
 def test_a_width_without_memory_ends_the_search() -> None:
@@ -41,17 +41,17 @@ def test_a_width_without_memory_ends_the_search() -> None:
             raise ClientError("client 'a' failed in round 1: OutOfMemoryError")
         return 1 / width
 
-    assert best_width(seconds, 100) == 4
+    assert find_best_width(seconds, 100) == 4
 
 
 def test_a_measurement_is_made_once_for_a_kind(tmp_path: Path) -> None:
     path = tmp_path / "cache" / "widths.json"
-    assert remembered(path, ("crnn", 16), lambda: 8) == 8
-    assert remembered(path, ("crnn", 16), lambda: 1) == 8
-    assert remembered(path, ("crnn", 32), lambda: 2) == 2
-    assert remembered(path, ("crnn", 16), lambda: 1) == 8
+    assert measure_once(path, ("crnn", 16), lambda: 8) == 8
+    assert measure_once(path, ("crnn", 16), lambda: 1) == 8
+    assert measure_once(path, ("crnn", 32), lambda: 2) == 2
+    assert measure_once(path, ("crnn", 16), lambda: 1) == 8
     path.write_text("{")
-    assert remembered(path, ("crnn", 16), lambda: 4) == 4
+    assert measure_once(path, ("crnn", 16), lambda: 4) == 4
 
 
 def test_groups_hold_alike_clients_of_similar_cost() -> None:

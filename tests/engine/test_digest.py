@@ -216,5 +216,5 @@ def test_a_printed_configuration_with_options_of_earlier_versions_means_the_same
     ],
 )
 def test_a_former_weight_that_was_never_allowed_is_refused(tiny: Tiny, options: list[str]) -> None:
-    with pytest.raises(ConfigError, match=r"method.plug_ce_weight: .*; write method.form=NUMBER instead"):
+    with pytest.raises(ConfigError, match=r"method.plug_ce_weight: .*. Set method.form=NUMBER instead"):
         tiny(*options, method="fedmlac")

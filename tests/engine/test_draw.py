@@ -131,7 +131,7 @@ def test_a_column_of_a_table_of_clients_is_a_weight(kind: str, tiny: Tiny, tmp_p
     [
         (
             "{where: {devise: [phone]}}",
-            "data.profile: train.clients.where.devise needs the column 'devise', but clients have no such column in their profile.",
+            "data.profile: train.clients.where.devise needs the column 'devise', but the clients' profiles do not have it.",
         ),
         ("{where: {device: [fone]}}", "train.clients.where.device: no client has fone; did you mean 'phone'"),
         ("{ids: [s9]}", "train.clients.ids: there is no client 's9'"),
@@ -141,11 +141,11 @@ def test_a_column_of_a_table_of_clients_is_a_weight(kind: str, tiny: Tiny, tmp_p
         ),
         (
             "{weight: power}",
-            "power has '1e\\+308'; a weight must be 0 or from 1e-100 to 1e\\+100, because only ratios count",
+            "power has '1e\\+308', but weights must be 0 or from 1e-100 to 1e\\+100. Divide all of them",
         ),
-        ("{weight: device}", "train.clients.weight: device has 'phone'; a weight must be a number from 0 on"),
+        ("{weight: device}", "train.clients.weight: device has 'phone', but weights must be numbers of at least 0"),
         ("{where: {power: []}}", r"train\.clients\.where\.power: .* should have at least 1 item"),
-        ("{min_examples: 1000}", "train.clients leaves none of 6 clients; take back one of its conditions"),
+        ("{min_examples: 1000}", "train.clients excludes all 6 clients. Remove one of its conditions"),
         ("{strata: part}, train.cohort: 7", "7 clients a round, but train.clients leaves 6"),
         ("{where: {device: [phone]}}, method: OWN", "plans client 's1', which the setting excludes"),
     ],

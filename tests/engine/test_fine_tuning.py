@@ -108,8 +108,8 @@ def test_the_former_options_of_fedbabu_mean_the_same(tiny: Tiny) -> None:
         (["evaluate.fine_tune={epochs: -1}"], "fedavg", "evaluate.fine_tune.epochs"),
         (["method.fine_tune_epochs=1"], "fedavg", "unknown key 'fine_tune_epochs'"),
         (["method.fine_tune_epochs=true"], "fedbabu", "method.fine_tune_epochs: True"),
-        (["method.fine_tune_part=body"], "fedbabu", "method.fine_tune_part: 'body'; it must be all or head"),
-        (["method.fine_tune_part=head", "method.head=[]"], "fedbabu", "method.head is empty"),
+        (["method.fine_tune_part=body"], "fedbabu", "method.fine_tune_part: 'body' is neither all nor head"),
+        (["method.fine_tune_part=head", "method.head=[]"], "fedbabu", "names of tensors in method.head"),
     ],
 )
 def test_fine_tuning_that_cannot_be_is_rejected_before_the_first_round(

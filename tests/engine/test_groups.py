@@ -246,13 +246,13 @@ def test_known_tasks_are_the_mean_of_their_own_clients_and_resume_to_the_bit(tin
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
-        ("dbscan", "train.groups: 'dbscan'; write cfl, hdbscan, ifca, known, none"),
+        ("dbscan", "train.groups: unknown rule 'dbscan'. Choose one of cfl, hdbscan, ifca, known, none"),
         ({"name": "hdbscan", "distance": "euclid"}, "train.groups.distance"),
         ({"name": "hdbscan", "min_cluster_size": 1}, "train.groups.min_cluster_size"),
-        ({"name": "known", "by": "task"}, "clients have no 'task' in their profile"),
+        ({"name": "known", "by": "task"}, "the clients' profiles have no column 'task'"),
         (
             {"name": "hdbscan", "layers": 99},
-            r"train.groups.layers is 99, but the clients share \d layers; take at most \d",
+            r"train.groups.layers is 99, but the clients share only \d layers. Set it to at most \d",
         ),
         ({"name": "hdbscan", "layers": ["model/head"]}, "no tensor's name begins with model/head"),
         ({"name": "cfl", "min_size": 5}, "train.groups.min_size is 5, but 8 clients cannot be split"),
@@ -393,14 +393,18 @@ def test_the_former_name_of_a_setting_means_the_same(tiny: Tiny) -> None:
     assert tiny("train.groups=none").digest() == tiny("method.tasks=none").digest() == tiny().digest()
     assert tiny("train.groups=hdbscan", method="fedapta").digest() == tiny(method="fedapta").digest()
     assert tiny("method.tasks=none", method="fedapta").digest() != tiny(method="fedapta").digest()
-    with pytest.raises(ConfigError, match="remove method.tasks, which is the former name of train.groups"):
+    with pytest.raises(ConfigError, match="Remove method.tasks, the former name of train.groups"):
         tiny(f"method.tasks={setting}", "train.groups=hdbscan")
 
 
 @pytest.mark.parametrize(
     ("settings", "method", "message"),
     [
-        (["train.groups={name: ifca, groups: 9}"], "fedavg", "train.groups.groups is 9, but there are 6 clients"),
+        (
+            ["train.groups={name: ifca, groups: 9}"],
+            "fedavg",
+            "train.groups.groups is 9, but the population has 6 clients",
+        ),
         (["train.groups={name: ifca, groups: 1}"], "fedavg", "train.groups.groups"),
         (["train.groups=ifca"], "harmony", "method 'harmony' has several phases"),
         (
@@ -412,7 +416,7 @@ def test_the_former_name_of_a_setting_means_the_same(tiny: Tiny) -> None:
             "fedavg",
             "no client of group 'b' takes part in training",
         ),
-        (["train.groups={name: known, by: device}"], "fedavg", "clients have no 'device' in their profile"),
+        (["train.groups={name: known, by: device}"], "fedavg", "the clients' profiles have no column 'device'"),
         (["train.groups=5"], "fedavg", "train.groups"),
     ],
 )

@@ -15,12 +15,12 @@ from raydfl.engine.config import Config
 Tiny = Callable[..., Config]
 UNMET: dict[str, tuple[str, tuple[str, ...], str]] = {
     "pools": ("('far',)", (), "data.pools: {} needs the pool 'far', but data has none. Hide labels"),
-    "views": ("('video',)", (), "data.views: {} needs the view 'video', but there is no such view. Add it"),
-    "columns": ("('age',)", (), "data.profile: {} needs the column 'age', but clients have no such column"),
+    "views": ("('video',)", (), "data.views: {} needs the view 'video', but it is not defined. Add it"),
+    "columns": ("('age',)", (), "data.profile: {} needs the column 'age', but the clients' profiles do not have it"),
     "objectives": (
         "('compact',)",
         (),
-        "objective: {} needs objective=compact, but the objective is 'classify'. Choose one",
+        "objective: {} needs objective=compact, but the objective is 'classify'. Choose a",
     ),
     "labels": ("'sets'", (), "objective: {} needs an objective that learns sets of classes, but the objective is"),
     "optimiser": (
@@ -46,7 +46,7 @@ UNMET: dict[str, tuple[str, tuple[str, ...], str]] = {
     "own_outputs": (
         "True",
         ("data.parts={a: {}, b: {}}", "data.heads=common"),
-        "data.heads: {} needs one output for each class of a part, but the outputs are common. Set it to part",
+        "data.heads: {} needs one output for each class of a part, but all parts share the outputs. Set it to part",
     ),
     "recordings": (
         "True",
@@ -56,7 +56,7 @@ UNMET: dict[str, tuple[str, tuple[str, ...], str]] = {
     "own_clips": (
         "True",
         ("data.sites={north: {folder: /x, partition: {by: table, file: /x.csv}}}", "data.split.validation=0"),
-        "data.partition.by: {} needs clips that belong to one client, but clients of a table may share clips. Take",
+        "data.partition.by: {} needs clips with a single owner, but clients of a table may share clips. Choose",
     ),
     "new_values": ("True", (), "method.rule: {} needs updates near the server's tensors, but method '"),
 }
@@ -114,13 +114,13 @@ def test_a_member_of_earlier_versions_is_rejected_with_its_replacement(
             "Method",
             "method",
             "def needs(self): ...",
-            r"needs must be a raydfl.Needs; write needs = raydfl.Needs\(...\)",
+            r"needs must be a raydfl.Needs. Write needs = raydfl.Needs\(...\)",
         ),
         (
             "Objective",
             "objective",
             "def needs(self): ...",
-            r"needs must be a raydfl.Needs; write needs = raydfl.Needs\(...\)",
+            r"needs must be a raydfl.Needs. Write needs = raydfl.Needs\(...\)",
         ),
         ("Method", "method", "needs = property(lambda self: super().needs())", "Mine': needs failed: TypeError: "),
     ],
@@ -145,7 +145,7 @@ def test_needs_that_cannot_be_read_are_refused(
             "Mine.default_rule is 'median'. It must be a rule, such as default_rule = UniformMean",
         ),
         ("default_rule = raydfl.rules.UniformMean", "Mine.default_rule is <class .*It must be a rule, such as"),
-        ("on_features = ('head',)", "Mine.on_features: there is no model 'head' in Mine.models; "),
+        ("on_features = ('head',)", "Mine.on_features: unknown model 'head' in Mine.models; "),
     ],
 )
 def test_class_variables_of_the_wrong_kind_are_refused(tiny: Tiny, tmp_path: Path, members: str, message: str) -> None:

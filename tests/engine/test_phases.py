@@ -38,11 +38,11 @@ def test_the_last_phase_has_what_is_left() -> None:
     assert begins(9, a=1) == (0, 1, 4)
     assert begins(9, a=5, b=4) == (0, 5, 9)
     found = Phases.from_settings(("a", "b"), TrainSettings(rounds=4), "some")
-    assert [found.at(done) for done in range(5)] == ["a", "a", "b", "b", "b"]
-    assert Phases().at(7) == ""
-    with pytest.raises(ConfigError, match="'c' would begin after round 10, and train.rounds is 9"):
+    assert [found.find(done) for done in range(5)] == ["a", "a", "b", "b", "b"]
+    assert Phases().find(7) == ""
+    with pytest.raises(ConfigError, match="'c' would begin after round 10, but train.rounds is 9"):
         begins(9, a=5, b=5)
-    with pytest.raises(ConfigError, match=r"train.phases.c.rounds: 2; the last phase has what is left"):
+    with pytest.raises(ConfigError, match=r"train.phases.c.rounds is 2, but the last phase always has the rest"):
         begins(9, c=2)
     with pytest.raises(ConfigError, match="no phase 'd'"):
         begins(9, d=2)
@@ -83,7 +83,7 @@ def test_phases_in_the_digest(tiny: Tiny, folder: Path) -> None:
     assert digest("train.rounds=9") != digest("train.rounds=4")
     assert digest(*same_, "train.rounds=4", LR) != digest(*same_, "train.rounds=4")
     assert tiny("train.phases={}").digest() == tiny().digest()
-    with pytest.raises(ConfigError, match="has no phase 'distil'; it has none"):
+    with pytest.raises(ConfigError, match="has no phase 'distil', because it has no phases"):
         tiny(LR)
     with pytest.raises(ConfigError, match=r"phases.distil.optimiser.models: modality_mirror has no model 'sound'"):
         digest("train.phases.distil.optimiser.models={sound: 0.1}")

@@ -128,7 +128,7 @@ def test_an_entry_that_no_task_receives_is_no_model(tiny: Tiny) -> None:
         (["method.receive=[[best], [best]]"], r"'model' of 'best' is measured twice on the split 'test'"),
         (
             ["method.receive=[[head]]", "method.options={models: [model]}"],
-            r"the model 'model' of 'head', where not every tensor",
+            r"the model 'model' of 'head', because some of its tensors are missing there",
         ),
     ],
 )

@@ -87,7 +87,7 @@ def test_bad_columns(tiny: Tiny, column: str, message: str) -> None:
 def test_parts_may_deal_different_values(tiny: Tiny) -> None:
     parts = "data.parts={a: {profile: {capability: {values: [low]}}}, b: {first: 20, profile: {capability: {values: [high]}}}}"
     tiny(parts, CHOICES, method="fedmlac")
-    with pytest.raises(ConfigError, match="no client is dealt capability 'high'"):
+    with pytest.raises(ConfigError, match="no client has capability 'high'"):
         tiny(parts.replace("[high]", "[low]"), CHOICES, method="fedmlac")
 
 
@@ -98,13 +98,13 @@ def test_parts_may_deal_different_values(tiny: Tiny) -> None:
         (["data.profile={capability: {values: [a], column: b}}"], r"either values to deal, or a column"),
         (["data.profile={group: {values: [a]}}"], r"the name 'group' cannot be used: .*taken: group"),
         (["data.profile={capability: {values: [a], deal: trun}}"], r"data.profile.capability.deal"),
-        ([CHOICES], r"models.local.by: clients have no 'capability' in their profile"),
+        ([CHOICES], r"models.local.by: the clients' profiles have no column 'capability'"),
         (
             [BY_TURN, CHOICES.replace("high:", "hihg:")],
             r"models.local.choices: no architecture for capability 'high'; did you mean 'hihg'",
         ),
-        ([BY_TURN.replace("high", "low"), CHOICES], r"models.local.choices: no client is dealt capability 'high'"),
-        ([BY_TURN, "models.local={by: capability}"], r"models.local: .*by profile is \{by: NAME, choices"),
+        ([BY_TURN.replace("high", "low"), CHOICES], r"models.local.choices: no client has capability 'high'"),
+        ([BY_TURN, "models.local={by: capability}"], r"models.local: .*by profile. Write {by: COLUMN, choices"),
         ([BY_TURN, CHOICES.replace("crnn_tiny", "crnn_tyni")], r"unknown architecture 'crnn_tyni'"),
     ],
 )

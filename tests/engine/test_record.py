@@ -19,12 +19,12 @@ from raydfl.engine.storage.record import (
     MetricRow,
     compact,
     discard_rows,
+    list_missing_rounds,
     read_rows,
     rows_from_clients,
     rows_from_metrics,
     rows_path,
     to_rows,
-    unrecorded,
     write_rows,
 )
 
@@ -299,10 +299,10 @@ def test_files_of_earlier_versions_are_read(tmp_path: Path) -> None:
 
 
 def test_rounds_that_nothing_is_recorded_of() -> None:
-    assert unrecorded([1, 2, 3], 3) == ""
-    assert unrecorded([3, 3, 4], 9) == "1 to 2, 5 to 9"
-    assert unrecorded([2, 4], 4) == "1, 3"
-    assert unrecorded([], 0) == ""
+    assert list_missing_rounds([1, 2, 3], 3) == ""
+    assert list_missing_rounds([3, 3, 4], 9) == "1 to 2, 5 to 9"
+    assert list_missing_rounds([2, 4], 4) == "1, 3"
+    assert list_missing_rounds([], 0) == ""
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])

@@ -14,7 +14,7 @@ from raydfl.cluster.server import Server
 from raydfl.core.errors import ConfigError, InputError
 from raydfl.engine.config import Config
 from raydfl.engine.phases import Phases
-from raydfl.engine.recall import best_of
+from raydfl.engine.recall import find_best
 from raydfl.engine.selection import Selection
 from raydfl.engine.settings import BestSettings, RunSettings, StopSettings
 from raydfl.engine.storage import RunStore
@@ -90,7 +90,7 @@ def test_a_run_stops_and_keeps_the_best_wherever_it_was_killed(tiny: Tiny) -> No
     three = scripted(tiny, "train.rounds=3", "run.name=three")
     run(three)
     assert tensors(folder / "model-best.safetensors") == tensors(Path(three.run.dir) / "three" / "model.safetensors")
-    best = best_of(folder, config)
+    best = find_best(folder, config)
     assert best is not None
     private = PrivateStore(folder / "private")
     of_three = read_tensors(Path(three.run.dir) / "three")
@@ -213,9 +213,9 @@ def test_a_phase_that_stops_is_one_that_was_configured_so(tiny: Tiny) -> None:
         (["run.stop={}", "evaluate.clients=none"], r"run.stop: .* because evaluate.clients is none"),
         (["run.best=test model/accuracy", "evaluate.server=false", "evaluate.clients=none"], "evaluate.server is false"),
         (["run.best=server_validation model/accuracy"], "because the server has no validation clips"),
-        (["run.best={metric: {first: accuracy}}"], "no phase 'first'; it has none; leave run.best.metric out"),
-        (["run.best={metric: {'': accuracy}}"], "has no phase ''; it has none; leave run.best.metric out"),
-        (["train.phases={'': {rounds: 1}}"], "has no phase ''; it has none; leave train.phases out"),
+        (["run.best={metric: {first: accuracy}}"], "no phase 'first', because it has no phases. Remove run.best.metric"),
+        (["run.best={metric: {'': accuracy}}"], "has no phase '', because it has no phases. Remove run.best.metric"),
+        (["train.phases={'': {rounds: 1}}"], "has no phase '', because it has no phases. Remove train.phases"),
     ],
 )  # fmt: skip
 def test_what_cannot_choose_is_refused(tiny: Tiny, overrides: list[str], message: str) -> None:

@@ -79,7 +79,7 @@ def test_what_a_client_has_is_not_counted_again(tiny: Tiny, parted: str) -> None
 @pytest.mark.parametrize(
     ("option", "error", "says"),
     [
-        ("key=global", ClientError, "two updates to the key 'global'; join their tensors in one"),
+        ("key=global", ClientError, "two updates to the key 'global'. Join their tensors in one update"),
         ("key=tail", ClientError, "the update has the key 'tail'"),
         ("has=tail", ConfigError, "with 'tail' in has but not in receive"),
     ],

@@ -288,7 +288,8 @@ def test_resources_that_others_hold_are_waited_for_and_then_named(search_file: S
         ray.get(held.ready(), timeout=60)
         study = load_study(search_file(samples=1, settings=settings), ["ray.ready_timeout=3"])
         with pytest.raises(
-            ResourcesError, match=r"no trial could begin within 3 s .* free are 0 CPU and 1 GPU; wait until"
+            ResourcesError,
+            match=r"no trial could begin within 3 s .* 0 CPU and 1 GPU of the cluster's 4 CPU and 1 GPU are free",
         ):
             run_study(study)
     finally:

@@ -213,7 +213,7 @@ def test_a_server_that_cannot_be_made_says_why(tiny: Tiny, monkeypatch: pytest.M
     """It is not the loss of an actor that ran out of memory."""
     monkeypatch.setattr(servers, "ServerActor", OfThisFile)
     with pytest.raises(
-        ResourcesError, match=f"the server actor cannot start: .*No module named '{__name__}'; every node"
+        ResourcesError, match=f"the server actor cannot start: .*No module named '{__name__}'\\. Check that every node"
     ):
         run(tiny("ray.actors=1"))
 

@@ -21,7 +21,7 @@ from raydfl.engine.config import Config
 from raydfl.engine.storage import record
 from raydfl.engine.storage.folder import final_state
 from raydfl.engine.storage.record import MetricRow
-from raydfl.engine.validation import Kinds, UpdateChecker, check_form, check_weights, checked_metrics, is_finite
+from raydfl.engine.validation import Kinds, UpdateChecker, check_form, check_metrics, check_weights, is_finite
 from raydfl.runs._replay import replay
 from raydfl.runs._run import resume, run
 from raydfl.testing import assert_same_bits, read_tensors, train_federation
@@ -32,14 +32,14 @@ COMMON = ("train.cohort=1.0", "run.on_error=drop", "train.rounds=2")
 NONSENSE = f"method.name={FAULTY}:Nonsense"
 
 SAID = {
-    "no update": r"client 's2': local\(\) returned a NoneType, not an Update; end it with: return step.update",
-    "shape": r"client 's2': the update's tensor 'model/\S+' has the shape \(.*\), under 'global' it is \(",
-    "broadcast": r"client 's2': the update's tensor 'model/\S+' has the shape \(\), under 'global' it is \(",
-    "array": r"client 's2': the update holds 'model/\S+': ndarray; it is made of tensors",
+    "no update": r"client 's2': local\(\) returned a NoneType, not an Update. End it with: return step.update",
+    "shape": r"client 's2': the update's tensor 'model/\S+' has the shape \(.*\), but \(.*\) under 'global'. Use",
+    "broadcast": r"client 's2': the update's tensor 'model/\S+' has the shape \(\), but \(.*\) under 'global'. Use",
+    "array": r"client 's2': the update holds 'model/\S+': ndarray, but only tensors by name are allowed",
     "complex": r"tensor 'model/\S+' is torch.complex64: send its real and imaginary parts",
-    "name": r"client 's2': the update holds the tensor 'model/more', which the server does not have under 'global'; put it",
-    "key": r"client 's2': the update has the key 'mine', the server's state has 'global'; .*the class variable additions",
-    "key of no kind": r"client 's2': the update's key is \['global'\], not a text",
+    "name": r"client 's2': the update holds the tensor 'model/more', but the server has no such tensor under 'global'. Put it",
+    "key": r"client 's2': the update has the key 'mine', but the server's state has only 'global'. .*the class variable additions",
+    "key of no kind": r"client 's2': the update's key is \['global'\], not a string",
     "weight nan": r"client 's2': the weight of its update is nan. It must be from 0 to 1e\+12",
     "weight negative": r"client 's2': the weight of its update is -1.0. It must be from 0 to 1e\+12",
     "weight boundless": r"client 's2': the weight of its update is 1e\+300. It must be from 0 to 1e\+12",
@@ -51,15 +51,15 @@ SAID = {
     "cut outside": r"client 's2': the cut of the update's tensor 'model/\S+' does not fit: .* index 99 of dimension 0",
     "cut twice": r"client 's2': the cut of the update's tensor 'model/\S+' does not fit: .* index of dimension 0 twice",
     "cut of others": r"client 's2': the cut of the update's tensor 'model/\S+' does not fit: the tensor has the shape",
-    "cut word": r"client 's2': the update's cuts are {'model/\S+': 'half'}; give a Cut",
-    "metric kind": r"client 's2': metric 'share' is an array \[2\], at other clients it is a ratio; all have",
-    "metric shape": r"client 's2': metric 'seen' is an array \[4\], at other clients it is an array \[3\]; all have",
-    "metric number": r"client 's2': metric 'share' is 0.5; give a raydfl.Ratio",
-    "metric text": r"client 's2': metric 'share' is Ratio\(total='a', count=1\); give a raydfl.Ratio",
-    "metric objects": r"client 's2': metric 'seen' is array.*; give a raydfl.Ratio",
-    "metric confusion": r"client 's2': metric 'model/confusion' is an array \[3\]; a confusion matrix is square",
-    "metrics": "client 's2': the metrics are a list; give a dict",
-    "metrics without end": r"client 's2': 10,\d{3} metrics; a client may send at most 1,000 in a round, so send fewer names",
+    "cut word": r"client 's2': the update's cuts are {'model/\S+': 'half'}. Map the names of cut tensors",
+    "metric kind": r"client 's2': metric 'share' is an array \[2\], but a ratio at other clients. Use the same kind",
+    "metric shape": r"client 's2': metric 'seen' is an array \[4\], but an array \[3\] at other clients. Use the same kind",
+    "metric number": r"client 's2': metric 'share' is 0.5. Use a raydfl.Ratio",
+    "metric text": r"client 's2': metric 'share' is Ratio\(total='a', count=1\). Use a raydfl.Ratio",
+    "metric objects": r"client 's2': metric 'seen' is array.*. Use a raydfl.Ratio",
+    "metric confusion": r"client 's2': metric 'model/confusion' is an array \[3\], but a confusion matrix must be square",
+    "metrics": "client 's2': the metrics are a list. Return a dict",
+    "metrics without end": r"client 's2': 10,\d{3} metrics exceed the limit of 1,000 for a client in a round. Use fewer names",
 }
 
 
@@ -88,12 +88,12 @@ def test_what_is_wrong_with_an_update_is_said(what: str) -> None:
         {"loss": Ratio(1.0, 2), "share": Ratio(1, 2), "seen": np.ones(3)},
         client_id="s2",
     )
-    metrics = checked_metrics(honest.metrics, "client 's2'")
+    metrics = check_metrics(honest.metrics, "client 's2'")
     checker = UpdateChecker({"global": honest.tensors}, (), [(honest, metrics)])
 
     def check(update: Update) -> str:
         check_form(update, "client 's2'")
-        metrics = checked_metrics(update.metrics, "client 's2'")
+        metrics = check_metrics(update.metrics, "client 's2'")
         flat = FlatTensors.of(update.tensors)
         check_weights(update, flat.layout)
         return f"client 's2': {checker.misfit(update, metrics)}"
@@ -187,8 +187,8 @@ def test_a_state_that_overflows_is_not_committed(tiny: Tiny) -> None:
     from_client = [f"method.name={FAULTY}:NonsenseToAdam", "method.what=huge"]
     config = tiny(*COMMON, *from_client, "run.name=huge")
     said = (
-        r"round 2: the aggregated state is not finite: '.*model/\S+' of .*; the largest number that a client computed is "
-        r"3e\+38, of client 's2'; the last commit counts"
+        r"round 2: the aggregated state is not finite: '.*model/\S+' of .*. The largest value in an update is "
+        r"3e\+38, of client 's2'. The last commit remains valid"
     )
     with pytest.raises(ClientError, match=said):
         run(config)
@@ -212,10 +212,10 @@ def test_what_is_finite() -> None:
 def test_two_of_the_first_three_decide() -> None:
     """And for what none of them mentions, the first who does; who differs decides nothing."""
     kinds = Kinds([{"x": "a"}, {"x": "b"}, {"x": "b", "y": "c"}])
-    assert kinds.misfit({"x": "a", "z": "d"}).startswith("x is a, at other clients it is b")
+    assert kinds.misfit({"x": "a", "z": "d"}).startswith("x is a, but b at other clients")
     assert kinds.misfit({"x": "b", "z": "e"}) == ""
-    assert kinds.misfit({"z": "d"}).startswith("z is d, at other clients it is e")
-    assert kinds.misfit({"y": "d"}).startswith("y is d, at other clients it is c")
+    assert kinds.misfit({"z": "d"}).startswith("z is d, but e at other clients")
+    assert kinds.misfit({"y": "d"}).startswith("y is d, but c at other clients")
     assert Kinds([{"x": "a"}, {"x": "b"}]).misfit({"x": "b"})  # of two the first
 
 
@@ -225,8 +225,8 @@ def test_further_tensors_have_one_shape(tiny: Tiny) -> None:
 
     server = {"global": {"w": torch.ones(2)}}
     checker = UpdateChecker(server, ("more",), [sent(3), sent(2, 3), sent(2, 3)])
-    assert "tensor 'more' under 'global' is of shape (3,), at other clients it is of shape (2, 3)" in checker.misfit(
+    assert "tensor 'more' under 'global' is of shape (3,), but of shape (2, 3) at other clients" in checker.misfit(
         *sent(3)
     )
     assert checker.misfit(*sent(2, 3)) == ""
-    assert "does not have under 'global'" in UpdateChecker(server, ()).misfit(*sent(3))
+    assert "the server has no such tensor under 'global'" in UpdateChecker(server, ()).misfit(*sent(3))

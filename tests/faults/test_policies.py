@@ -114,7 +114,7 @@ def test_a_client_that_exits_ends_the_run_as_any_failure_does(
     )
     method = f"method.name={source}:Leaving"
     with pytest.raises(
-        ClientError, match=r"'s2' failed in round 1, phase 'train': .*Exit: 0? ?\(at .*leaving.py:9\)\nlook at"
+        ClientError, match=r"'s2' failed in round 1, phase 'train': .*Exit: 0? ?\(at .*leaving.py:9\)\nInspect it with"
     ):
         train_federation(tiny(method, "train.cohort=1.0", f"train.together={together}"))
 
@@ -156,7 +156,7 @@ def test_too_many_dropped_clients_stop_the_run(tiny: Tiny) -> None:
     config = tiny(*common, "run.max_failed=0.16", "run.name=many")
     message = (
         r"(?s)round 2: 1 of 6 clients were rejected \(client 's2': error: ValueError: a client's own mistake .*run.max_failed=0.16 "
-        r"allows; mend the method, or raise run.max_failed, and resume the run, or look at one with: raydfl replay .* --round 2"
+        r"allows. Fix the method, or raise run.max_failed, then resume the run. Inspect a client with: raydfl replay .* --round 2"
     )
     with pytest.raises(ClientError, match=message):
         run(config)
@@ -240,7 +240,7 @@ def test_a_client_that_cannot_be_evaluated_is_left_out_there(tiny: Tiny) -> None
     assert note.startswith("error: ValueError")
     measured = {row.client for row in rows_of(config) if row.split == "validation" and row.client}
     assert measured == {"s0", "s1", "s3", "s4", "s5"}
-    with pytest.raises(ClientError, match=r"1 of 6 clients were rejected .*run.max_failed=0 allows; mend the method"):
+    with pytest.raises(ClientError, match=r"1 of 6 clients were rejected .*run.max_failed=0 allows. Fix the method"):
         run(tiny(*common, faulty("CannotEvaluate"), "run.on_error=drop", "run.max_failed=0", "run.name=strict"))
 
 
@@ -394,7 +394,7 @@ def test_scaffold_counts_the_steps_that_were_done(tiny: Tiny) -> None:
 
 def test_too_many_late_clients_stop_the_run(tiny: Tiny, seconds_of_steps: SimpleNamespace) -> None:
     with pytest.raises(
-        ClientError, match=r"6 of 6 clients were rejected \(client 's0': late: 1 steps .*raise train.deadline"
+        ClientError, match=r"6 of 6 clients were rejected \(client 's0': late: 1 steps .*Raise train.deadline"
     ):
         run(tiny(*LONGER, "train.cohort=1.0", "train.deadline=1", "train.late=drop", "run.name=late"))
 
@@ -453,13 +453,13 @@ def test_a_clock_counts_a_clients_own_time(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_how_long_an_actor_has(tiny: Tiny) -> None:
-    patience = StragglerPolicy.of(tiny("train.deadline=5", "ray.grace=2", "run.on_error=drop"))
+    patience = StragglerPolicy.from_config(tiny("train.deadline=5", "ray.grace=2", "run.on_error=drop"))
     assert [patience.limit(clients) for clients in (1, 3)] == [7.0, 17.0]
-    assert [patience.tries(retries) for retries in (0, 1, 3)] == [1, 1, 3]
-    usual = StragglerPolicy.of(tiny())
+    assert [patience.max_losses(retries) for retries in (0, 1, 3)] == [1, 1, 3]
+    usual = StragglerPolicy.from_config(tiny())
     assert usual == StragglerPolicy(grace=30.0)
     assert usual.limit(1) == float("inf")
-    assert usual.tries(0) == 0
+    assert usual.max_losses(0) == 0
 
 
 # -- what is said ------------------------------------------------------------------------------------------------------

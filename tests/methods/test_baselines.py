@@ -219,7 +219,8 @@ def test_a_copy_has_its_originals_architecture_and_first_weights(tiny: Tiny) -> 
     assert built["personal"].output.weight.data_ptr() != built["model"].output.weight.data_ptr()
     assert tiny("models.personal={name: crnn_tiny, hidden: 8, filters: [4]}", method="ditto").digest()
     with pytest.raises(
-        ConfigError, match="models.personal: 'mlp'; it is a copy of models.model .* leave models.personal out"
+        ConfigError,
+        match="models.personal is 'mlp', but it must have the architecture of models.model .* Remove models.personal",
     ):
         tiny("models.personal=mlp", method="ditto")
 

@@ -165,7 +165,7 @@ PROFILE = "data.profile={capability: {values: [%s]}}"
         (["method.share=1.5"], "method.share: Input should be less than or equal to 1"),
         (
             ["method.share=capacity", PROFILE % "1"],
-            "'feddrop' needs the column 'capacity', but clients have no such column in their profile.",
+            "'feddrop' needs the column 'capacity', but the clients' profiles do not have it.",
         ),
         (
             ["method.share=capability", PROFILE % "0.5, 0"],

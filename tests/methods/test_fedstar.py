@@ -251,7 +251,7 @@ def test_all_labels_run_and_no_unlabelled_clips_are_refused(tiny: Tiny) -> None:
             )
     with pytest.raises(
         ConfigError,
-        match=r"data.unlabelled.use: method 'fedstar' needs clips without labels, but none of them is used. Set it above 0",
+        match=r"data.unlabelled.use: method 'fedstar' needs clips without labels, but it is 0. Set it above 0",
     ):
         tiny("data.unlabelled.use=0", method="fedstar")
     with pytest.raises(ConfigError, match=r"'fedstar' needs the pool 'labelled', but data has none. Hide labels"):
@@ -260,9 +260,7 @@ def test_all_labels_run_and_no_unlabelled_clips_are_refused(tiny: Tiny) -> None:
         ConfigError, match="train.batch_size: method 'fedstar' needs batches of at least 2 clips, but it is 1"
     ):
         tiny("train.batch_size=1", method="fedstar")
-    with pytest.raises(
-        ConfigError, match="data.views: method 'fedstar' needs the view 'loud', but there is no such view"
-    ):
+    with pytest.raises(ConfigError, match="data.views: method 'fedstar' needs the view 'loud', but it is not defined"):
         tiny("method.strong=loud", method="fedstar")
 
 

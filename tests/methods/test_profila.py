@@ -290,7 +290,7 @@ def test_a_clients_private_tensors_do_not_move_while_others_train(tiny: Tiny) ->
         (["method.alpha=0", "method.beta=0"], "both 0, so that no client counts"),
         (["method.mode=as_run"], "the pool 'normal'"),
         (["method.mode=as_run", "train.batch_size=1"], "at least 2"),
-        (["method.mode=asrun"], "it is as_run or normal"),
+        (["method.mode=asrun"], "is neither as_run nor normal"),
         (["method.lr_min=0.1"], "above method.lr_max"),
     ],
 )

@@ -113,7 +113,7 @@ def test_without_distillation_the_student_is_fedavg_from_the_first_phase(tiny: T
     inner = reference._federation
     own = {name.replace("audio/", "model/"): value.clone() for name, value in begun.tensors["global"].items()}
     state = dataclasses.replace(inner.state, round_index=2, tensors={"global": own})
-    inner.checkpoint = inner.checkpoint.with_state(state)
+    inner.checkpoint = inner.checkpoint.replace_state(state)
     inner.round()
     for name, value in after.items():
         assert torch.equal(inner.state.tensors["global"][name.replace("audio/", "model/")], value), name

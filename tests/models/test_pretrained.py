@@ -175,14 +175,16 @@ def test_a_changed_encoder_is_rejected_by_workers_and_on_resume(tiny: Tiny, fold
     Worker(run, pickle.loads(sent), PrivateStore(run / "private"))
     write_encoder(folder, "hubert", seed=1)
     assert config.digest() != digest
-    with pytest.raises(ConfigError, match=re.escape(f"models.model.folder: {folder} on ") + ".*holds something else"):
+    with pytest.raises(
+        ConfigError, match=re.escape(f"models.model.folder: {folder} on ") + ".*differs from its content"
+    ):
         Worker(run, pickle.loads(sent), PrivateStore(run / "private"))
     with pytest.raises(RunDirectoryError, match=r"models\.model\.folder"):
         resume(run)
-    with pytest.raises(ConfigError, match=r"data\.features\.folder: .* holds something else"):
+    with pytest.raises(ConfigError, match=r"data\.features\.folder: .* differs from its content"):
         config.data.features.check_content("another")
     shutil.rmtree(folder)
-    with pytest.raises(ConfigError, match="is not there as where the run was started"):
+    with pytest.raises(ConfigError, match="does not exist as it does on the machine that started the run"):
         Worker(run, pickle.loads(sent), PrivateStore(run / "private"))
 
 
@@ -202,18 +204,18 @@ def test_a_changed_encoder_is_rejected_by_workers_and_on_resume(tiny: Tiny, fold
             ["models.model.after=7", "data.features.after=7"],
             r"data\.features\.after: 7, and the encoder .* has 3 layers",
         ),
-        (["models.model.after=2"], r"models\.model\.after is 2, and the features are those after None"),
+        (["models.model.after=2"], r"models\.model\.after is 2, but the features are computed after layer None"),
         (["data.features.sample_rate=8000"], r"data\.features\.sample_rate is 8000, and the encoder .* needs 16000"),
         (["data.features.bands=40"], r"data\.features\.bands is 40, .* needs 1; leave it out"),
         (["data.features.pooling=mean"], r"data\.features\.pooling is 'mean', which needs the tokens after all layers"),
         (
             ["data.features={kind: logmel}"],
-            "and the features are of the kind logmel; set data.features='{kind: pretrained",
+            "but the features are of the kind logmel. Set data.features='{kind: pretrained",
         ),
         (["models.model={name: pretrained}"], "pretrained needs a folder"),
         (["models.model.pooling=median"], "models.model: pretrained.pooling"),
         (["data.features.folder=nowhere"], r"data\.features\.folder: there is no folder .*nowhere"),
-        (["models.model.folder=nowhere"], r"models\.model\.folder is .*nowhere, and the features come from that in"),
+        (["models.model.folder=nowhere"], r"models\.model\.folder is .*nowhere, but the features are computed from"),
     ],
 )
 def test_options_that_do_not_fit_the_encoder_are_rejected(

@@ -400,7 +400,10 @@ BAD: dict[str, tuple[tuple[str, ...], str]] = {
     "option": (("objective={name: contrast, frame: 3}",), "unknown key 'frame' for Contrast; did you mean 'frames'"),
     "range": (("objective={name: compact, momentum: 1}",), "objective.momentum: Input should be less than 1"),
     "no name": (("objective={frames: 3}",), "objective: the name is missing. Choose one of classify, compact"),
-    "sets for classes": (("data.label_sets={}",), "needs one label for each clip, but data.label_sets makes sets"),
+    "sets for classes": (
+        ("data.label_sets={}",),
+        "needs one label for each clip, but data.label_sets splits labels into sets",
+    ),
     "top k": (
         ("objective={name: classify, top_k: 3}",),
         "objective.top_k is 3, but with 3 classes every answer would be correct",

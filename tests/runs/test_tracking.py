@@ -18,7 +18,7 @@ import pytest
 from pydantic import ValidationError
 
 from raydfl.core.errors import InputError
-from raydfl.engine.settings import TrackSettings, without_password
+from raydfl.engine.settings import TrackSettings, hide_passwords
 from raydfl.engine.storage.record import MetricRow, rows_path, write_rows
 from raydfl.runs.tracking import MlflowTracker, Tracker, make_tracker, metric_name
 from raydfl.runs.tracking import _mlflow as track
@@ -442,5 +442,5 @@ def test_names_that_mlflow_refuses_become_valid_and_stay_different() -> None:
 
 
 def test_passwords_are_not_shown(tmp_path: Path) -> None:
-    assert without_password("x https://a:b@h/p and sqlite:////f") == "x https://***@h/p and sqlite:////f"
+    assert hide_passwords("x https://a:b@h/p and sqlite:////f") == "x https://***@h/p and sqlite:////f"
     assert MlflowTracker(TrackSettings(uri="https://a:b@h"), tmp_path, tmp_path).uri == "https://***@h"

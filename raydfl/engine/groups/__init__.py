@@ -1,6 +1,7 @@
-"""Groups of clients: each has the method's state for itself. One file a discovery rule; its name is its name in a configuration.
+"""Groups of clients with a separate copy of the method's state.
 
-Begin with known.py, the simplest rule, and _grouped.py, which turns any method into one with groups.
+Each file is a group rule, with its name in configurations. Read known.py, the simplest rule, and _grouped.py, the extension of a
+method by groups, first.
 """
 
 from raydfl.engine.groups._grouped import Grouped, add_groups

@@ -1,12 +1,12 @@
-"""Groups of clients for any method: the server keeps the method's state once per group.
+"""Extension of any method by groups of clients: the server keeps the method's state once per group.
 
-- ``plan`` and ``plan_evaluation`` are asked for each group, with the group's state. A client gets its own group's task.
-- ``aggregate`` is called for each group, with the updates of its members.
-- A client's code sees the method's own keys (``global``), whatever group the client is in.
+- ``plan`` and ``plan_evaluation`` are called for each group with the group's state. A client gets its own group's task.
+- ``aggregate`` is called for each group with the updates of its members.
+- A client's code sees the method's own keys (``global``), regardless of its group.
 
-Every client always has a model. Before it is first in a group, that is the state without a group: after each round the mean of
-that round's groups, weighted as the updates are. A new group begins with the state that most of its members had. A group's state
-goes when its last member has left it.
+Every client always has a model. Clients that were never in a group use the state without a group: the mean of the last round's
+groups, weighted like the updates. A new group starts from the state of most of its members. A group's state is deleted when its
+last member leaves.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from raydfl.methods import CLIENTS, Method
 from raydfl.training import Step
 
 KEPT = "updates of last layers"
-"""The entry of the state with the tensors that a discovery rule keeps."""
+"""Entry of the state with the tensors that a group rule keeps."""
 
 EXTRA = f"{BOOK}/extra"
-"""The key of the state's ``extra`` for the facts of groups that differ from those without a group."""
+"""Key in the state's ``extra`` for groups' facts that differ from the facts without a group."""
 
 _GROUPS = "groups of this client"
-"""The option of a task that names the group, or the groups to choose from."""
+"""Option of a task: the client's group, or the groups to choose from."""
 
 _SERVER = ""
 
@@ -46,65 +46,65 @@ _SERVER = ""
 def add_groups(method: Method, rule: GroupRule) -> Method:
     """Return a method that keeps its state once per group.
 
-    It is of a subclass of the method's class, so its declarations are the method's. Only calls that see the server's entries go
-    through :class:`Grouped`.
+    The result is an instance of a subclass of the method's class and inherits its declarations. :class:`Grouped` overrides only the
+    calls that access the server's entries.
 
     Raises:
-        ConfigError: the rule does not fit the method.
+        ConfigError: The rule does not support the method.
     """
     cls = type(method)
     if rule.choosing and cls.phases:
         raise ConfigError(
             f"train.groups: clients choose among the models of all groups, but method {cls.__name__.lower()!r} has several phases, "
-            f"in which groups have different entries; take train.groups=hdbscan, cfl or known"
+            f"and entries of groups differ between phases. Set train.groups to hdbscan, cfl or known"
         )
     names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
-    made = cast(Method, object.__new__(type(cls.__name__, (Grouped, cls), names)))
-    vars(made).update(vars(method), ungrouped=method, discovery=rule)
-    return made
+    grouped = cast(Method, object.__new__(type(cls.__name__, (Grouped, cls), names)))
+    vars(grouped).update(vars(method), ungrouped=method, discovery=rule)
+    return grouped
 
 
 class Grouped(Method):
-    """The calls of a method that see the server's entries, for each group."""
+    """Method with a separate state for each group. It calls the ungrouped method once per group."""
 
     ungrouped: Method
     discovery: GroupRule
 
     def init(self, clients: Sequence[Client], models: BuiltModels, rng: np.random.Generator) -> State:
-        """Return the method's state; with the groups that exist from the beginning, if there are any.
+        """Create the method's state, including the rule's initial groups.
 
         Raises:
-            ConfigError: an entry's name begins like a group's, or the rule cannot group these clients.
+            ConfigError: An entry has the form of a group's name, or the rule cannot group these clients.
         """
         state = self.ungrouped.init(clients, models, rng)
         for key in state.tensors:
             if split_key(key) != ("", key):
                 raise ConfigError(
-                    f"train.groups: the method has an entry {key!r}, and names that begin with {PREFIX!r} are those of groups; "
-                    f"rename it in init(), or take train.groups=none"
+                    f"train.groups: the method has an entry {key!r}, but names with the prefix {PREFIX!r} are reserved for groups. "
+                    f"Rename it in init(), or set train.groups=none"
                 )
         tensors = state.tensors.get(GLOBAL, {})
         self.discovery.check(clients, [name for name in tensors if not name.startswith(type(self.ungrouped).changes)])
         column = self.discovery.column
-        told = all(column in client.profile for client in clients)
-        book = Membership(
+        has_truth = all(column in client.profile for client in clients)
+        membership = Membership(
             clients=[client.id for client in clients],
             keys=[""] * len(clients),
             parts=[str(client.profile.get("part", "")) for client in clients],
-            truth=[str(client.profile[column]) for client in clients] if told else None,
+            truth=[str(client.profile[column]) for client in clients] if has_truth else None,
         )
         parameters = {f"{n}/{k}" for built in models for n, m in built.items() for k, _ in m.named_parameters()}
-        begun = {"": state, **self.discovery.begin(state, parameters, rng)}
-        return _join(state, begun, book, {})
+        states = {"": state, **self.discovery.begin(state, parameters, rng)}
+        return _join(state, states, membership, {})
 
     def begin_phase(self, state: State) -> State:
         """Begin the phase in every group."""
-        book = Membership.from_state(state)
-        begun = {group: self.ungrouped.begin_phase(_state_of(state, group)) for group in _groups_of(state)}
-        return _join(state, begun, book, state.tensors.get(KEPT, {}))
+        membership = Membership.from_state(state)
+        states = {group: self.ungrouped.begin_phase(_state_of(state, group)) for group in _groups_of(state)}
+        return _join(state, states, membership, state.tensors.get(KEPT, {}))
 
     def plan(self, state: State, clients: Sequence[Client], rng: np.random.Generator, cohort: int) -> list[Task]:
-        """Plan with each group's state for all clients, by the same draw, and take each client's task from its group's plan."""
+        """Plan all clients with each group's state and the same random numbers, then select each client's task by its group."""
         own, start = Membership.from_state(state).groups(), rng.bit_generator.state
         tasks: list[Task] = []
         for group in dict.fromkeys(own.values()):
@@ -119,7 +119,7 @@ class Grouped(Method):
         groups = [group]
         if self.discovery.choosing:
             groups = [name for name in _groups_of(state) if name]
-            groups.sort(key=lambda name: name != group)  # that of the last choice first
+            groups.sort(key=lambda name: name != group)  # the group of the last choice first
         return dataclasses.replace(
             task,
             receive=tuple(entry_key(key, name) for name in groups for key in task.receive),
@@ -128,11 +128,11 @@ class Grouped(Method):
         )
 
     def plan_evaluation(self, state: State, clients: Sequence[Client]) -> list[Task]:
-        """Measure clients with their group's models, and at the server each group's models on its members' parts."""
-        book = Membership.from_state(state)
+        """Plan to evaluate clients with their group's models, and on the server each group's models on its members' parts."""
+        membership = Membership.from_state(state)
         if not clients:
-            return list(self._server_tasks(state, book))
-        own = book.groups()
+            return list(self._server_tasks(state, membership))
+        own = membership.groups()
         members: dict[str, list[Client]] = {}
         for client in clients:
             members.setdefault(own[client.id], []).append(client)
@@ -142,9 +142,9 @@ class Grouped(Method):
             for task in self.ungrouped.plan_evaluation(_state_of(state, group), of_group)
         ]
 
-    def _server_tasks(self, state: State, book: Membership) -> Iterator[Task]:
+    def _server_tasks(self, state: State, membership: Membership) -> Iterator[Task]:
         for group in _groups_of(state):
-            sizes = book.sizes(group)
+            sizes = membership.sizes(group)
             planned = self.ungrouped.plan_evaluation(_state_of(state, group), []) or [Task(_SERVER, phase="evaluate")]
             for task in planned if sizes else ():
                 parts = {part: sizes[part] for part in task.options.get("parts", sizes) if sizes[part]}
@@ -152,25 +152,25 @@ class Grouped(Method):
                 yield dataclasses.replace(task, receive=receive, options={**task.options, "parts": parts})
 
     def local(self, step: Step) -> Update:
-        """Have the method do the client's work on its group's entries; the updates go to that group."""
+        """Train with the entries of the client's group, and address the updates to the group."""
         group = self._enter(step)
-        found = self.ungrouped.local(step)
+        result = self.ungrouped.local(step)
 
         def readdress(update: Update) -> Update:
             return dataclasses.replace(update, key=entry_key(update.key, group))
 
-        return dataclasses.replace(readdress(found), further=tuple(map(readdress, found.further)))
+        return dataclasses.replace(readdress(result), further=tuple(map(readdress, result.further)))
 
     def evaluate(self, step: Step, examples: Examples, batch_size: int) -> Metrics:
-        """Have the method measure with the client's group's entries."""
+        """Evaluate with the entries of the client's group."""
         if _GROUPS in step.options:
             self._enter(step)
-        else:  # at the server, or again
+        else:  # on the server, or a further evaluation of the same step
             step.received = {split_key(key)[1]: tensors for key, tensors in step.received.items()}
         return self.ungrouped.evaluate(step, examples, batch_size)
 
     def _enter(self, step: Step) -> str:
-        """Show a client's code the entries of its group, by the method's keys; return the group."""
+        """Give a step only the entries of its group, under the method's keys, and return the group."""
         groups = cast("Sequence[str]", step.options[_GROUPS])
         step.options = {name: value for name, value in step.options.items() if name != _GROUPS}
         entries: dict[str, dict[str, Tensors]] = {group: {} for group in groups}
@@ -182,12 +182,12 @@ class Grouped(Method):
         return chosen
 
     def aggregate(self, state: State, updates: Iterable[Update], rng: np.random.Generator) -> tuple[State, Metrics]:
-        """Find the groups, and have the method aggregate each group's updates."""
+        """Divide the clients into groups, and aggregate each group's updates."""
         old, spool = Membership.from_state(state), Spool()
-        arriving = self._arriving(state, updates, old, spool)
+        arriving = self._receive(state, updates, spool)
         division = self.discovery.divide(old, arriving, state.tensors.get(KEPT, {}))
         for _ in arriving:
-            pass  # a rule need not look at all of them
+            pass  # a rule may skip updates, but all of them must reach the spool
         new = division.members
         before, after, start = old.groups(), new.groups(), rng.bit_generator.state
         states = {group: _state_of(state, group) for group in _groups_of(state)}
@@ -201,9 +201,9 @@ class Grouped(Method):
         for group in senders:
             rng.bit_generator.state = start
             places: list[str] = []
-            mine = _select_updates(spool, after, group, weights.setdefault(group, Counter()), places)
-            given = _set_size(states[group], new, group)
-            states[group], report = self.ungrouped.aggregate(given, mine, rng)
+            own_updates = _select_updates(spool, after, group, weights.setdefault(group, Counter()), places)
+            start_state = _set_size(states[group], new, group)
+            states[group], report = self.ungrouped.aggregate(start_state, own_updates, rng)
             reports[group] = places, report
         states[""] = _average_groups(states, weights)
         if not self.discovery.choosing:
@@ -212,11 +212,11 @@ class Grouped(Method):
         report = _pool_reports(reports, [update.client_id for update in spool])
         return _join(state, states, new, division.kept), {**report, **division.metrics, **new.metrics()}
 
-    def _arriving(self, state: State, updates: Iterable[Update], book: Membership, spool: Spool) -> Iterator[Sent]:
-        """Yield the first update of each client; all are kept in the spool, by the method's keys."""
+    def _receive(self, state: State, updates: Iterable[Update], spool: Spool) -> Iterator[Sent]:
+        """Store all updates in the spool, under the method's keys, and yield the first update of each client."""
         states: dict[str, State] = {}
         seen: set[str] = set()
-        others = type(self.ungrouped).changes
+        changes = type(self.ungrouped).changes
         for update in updates:
             group, key = split_key(update.key)
             if group not in states:
@@ -226,16 +226,16 @@ class Grouped(Method):
             if update.client_id not in seen:
                 seen.add(update.client_id)
                 entry = states[group].tensors.get(key, {})
-                yield Sent(whole, {name: value for name, value in entry.items() if not name.startswith(others)}, group)
+                yield Sent(whole, {name: value for name, value in entry.items() if not name.startswith(changes)}, group)
 
 
 def _groups_of(state: State) -> list[str]:
-    """Return the groups that have entries, beginning with none."""
+    """Return the groups with entries. The first is empty, for the entries without a group."""
     return list(dict.fromkeys(["", *(split_key(key)[0] for key in state.tensors)]))
 
 
 def _state_of(state: State, group: str) -> State:
-    """Return the method's state of one group. Entries and facts that the group lacks are those without a group."""
+    """Return the method's state of a group. The state without a group provides missing entries and facts."""
     tensors: dict[str, Tensors] = {}
     for key, entry in state.tensors.items():
         own, plain = split_key(key)
@@ -247,12 +247,12 @@ def _state_of(state: State, group: str) -> State:
 
 
 def _is_book(key: str) -> bool:
-    """Return whether a key of ``extra`` is the membership's, also that of one part's clients."""
+    """Return whether a key of ``extra`` stores the membership of all clients or of a part's."""
     return plain_name(key) == BOOK
 
 
-def _join(state: State, states: Mapping[str, State], book: Membership, kept: Tensors) -> State:
-    """Return one state of the groups' states."""
+def _join(state: State, states: Mapping[str, State], membership: Membership, kept: Tensors) -> State:
+    """Join the groups' states into one state."""
     base = states[""]
     tensors = {entry_key(key, group): entry for group, own in states.items() for key, entry in own.tensors.items()}
     if kept:
@@ -266,15 +266,15 @@ def _join(state: State, states: Mapping[str, State], book: Membership, kept: Ten
         for group, own in states.items()
         if group
     }
-    extra: dict[str, Any] = {BOOK: dataclasses.asdict(book), **base.extra}
+    extra: dict[str, Any] = {BOOK: dataclasses.asdict(membership), **base.extra}
     if any(own_facts.values()):
         extra[EXTRA] = {group: facts for group, facts in own_facts.items() if facts}
     return dataclasses.replace(state, tensors=tensors, extra=extra)
 
 
-def _set_size(state: State, book: Membership, group: str) -> State:
-    """Return a group's state with the number of its members as the number of clients."""
-    sizes = book.sizes(group)
+def _set_size(state: State, membership: Membership, group: str) -> State:
+    """Return a copy of a group's state, with the number of its members as the number of clients."""
+    sizes = membership.sizes(group)
     extra = dict(state.extra)
     for key, value in state.extra.items():
         if plain_name(key) == CLIENTS and isinstance(value, int):
@@ -289,11 +289,11 @@ def _select_updates(
     """Yield the updates of a group's members.
 
     Args:
-        spool: of the round.
-        after: each client's group.
-        group: the group.
-        weights: the updates' weights are added up here, by key and name.
-        places: the ids of the clients are put here.
+        spool: Updates of the round.
+        after: Group by client id.
+        group: The group.
+        weights: Sums of the updates' weights by key and tensor, updated in place.
+        places: Ids of the updates' clients, extended in place.
     """
     for update in spool:
         if after[update.client_id] != group:
@@ -307,33 +307,33 @@ def _select_updates(
 
 
 def _average_groups(states: Mapping[str, State], weights: Mapping[str, Counter[tuple[str, str]]]) -> State:
-    """Return the state without a group: the mean of the groups' tensors by the weights of the updates that had them.
+    """Return the state without a group: the mean of the groups' tensors, weighted like their updates.
 
-    Entries that no update changes, such as a generator or moments, are those of the group with the largest weight.
+    Entries without updates, such as a generator or moments, are copied from the group with the largest weight.
     """
     base = states[""]
     if not weights:
         return base
-    changed = {key for of_group in weights.values() for key, _ in of_group}
+    changed = {key for group_weights in weights.values() for key, _ in group_weights}
     largest = states[max(weights, key=lambda group: weights[group].total())]
     tensors: dict[str, Tensors] = {key: entry for key, entry in largest.tensors.items() if key not in changed}
     for key in changed:
-        found: dict[str, Tensor] = {}
+        entry: dict[str, Tensor] = {}
         names = base.tensors.get(key) or largest.tensors.get(key, {})
         for name, value in names.items():
-            given = [
-                (of_group[key, name], states[group].tensors[key][name])
-                for group, of_group in weights.items()
-                if of_group[key, name] > 0
+            parts = [
+                (group_weights[key, name], states[group].tensors[key][name])
+                for group, group_weights in weights.items()
+                if group_weights[key, name] > 0
             ]
-            total = sum(weight for weight, _ in given)
-            found[name] = (
-                torch.stack([tensor.double() * (weight / total) for weight, tensor in given]).sum(dim=0).to(value.dtype)
-                if given
+            total = sum(weight for weight, _ in parts)
+            entry[name] = (
+                torch.stack([tensor.double() * (weight / total) for weight, tensor in parts]).sum(dim=0).to(value.dtype)
+                if parts
                 else value
             )
-        if found:
-            tensors[key] = found
+        if entry:
+            tensors[key] = entry
     facts = {key: value for key, value in largest.extra.items() if plain_name(key) != CLIENTS or key not in base.extra}
     order = [key for key in base.tensors if key in tensors]
     tensors = {**{key: tensors[key] for key in order}, **tensors}
@@ -341,15 +341,15 @@ def _average_groups(states: Mapping[str, State], weights: Mapping[str, Counter[t
 
 
 def _pool_reports(reports: Mapping[str, tuple[list[str], Metrics]], clients: Sequence[str]) -> dict[str, Metric]:
-    """Return what the groups' aggregations reported as one; arrays with a number for each update are in client order."""
-    found: list[Metrics] = []
+    """Pool the metrics of the groups' aggregations. Arrays with a number for each update are sorted into client order."""
+    pooled: list[Metrics] = []
     for places, report in reports.values():
         own: dict[str, Metric] = {}
         for name, value in report.items():
             own[name] = value
             if isinstance(value, np.ndarray) and value.shape == (len(places),):
-                mine, whole = set(places), np.zeros(len(clients))
-                whole[[place for place, client in enumerate(clients) if client in mine]] = value
-                own[name] = whole
-        found.append(own)
-    return pool(found)
+                members, joined = set(places), np.zeros(len(clients))
+                joined[[place for place, client in enumerate(clients) if client in members]] = value
+                own[name] = joined
+        pooled.append(own)
+    return pool(pooled)

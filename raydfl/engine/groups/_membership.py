@@ -1,7 +1,7 @@
-"""Membership: which client is in which group, and the keys of the entries that groups have in the server's state.
+"""Membership of clients in groups, and keys of the groups' entries in the server's state.
 
-A group's entry ``global`` has the group's name, ``task1`` or ``task_phone``. Its other entries have it behind theirs:
-``generator/task1``. Entries without a group are those of clients that were in none yet.
+The key of a group's entry ``global`` is the group's name, such as ``task1`` or ``task_phone``. Further entries have the name as
+suffix: ``generator/task1``. Entries without a group serve clients that were never in a group.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from raydfl.core.types import Ratio, State
 GLOBAL = "global"
 
 BOOK = "tasks"
-"""The key of the membership in the state's ``extra``. Run folders of version 1 have it."""
+"""Key of the membership in the state's ``extra``, as in run folders of version 1."""
 
 PREFIX = "task"
-"""The beginning of every group's name."""
+"""Prefix of the groups' names."""
 
 
 def entry_key(key: str, group: str) -> str:
@@ -36,7 +36,7 @@ def entry_key(key: str, group: str) -> str:
 
 
 def split_key(key: str) -> tuple[str, str]:
-    """Return the group of an entry, and the method's key of it.
+    """Split the key of an entry into its group and the method's key.
 
     >>> split_key("task1"), split_key("generator/task_a/b"), split_key("generator")
     (('task1', 'global'), ('task_a/b', 'generator'), ('', 'generator'))
@@ -49,22 +49,22 @@ def split_key(key: str) -> tuple[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class Membership:
-    """The members of groups, as the state's ``extra`` holds them under :data:`BOOK`."""
+    """Groups of all clients. The state's ``extra`` stores it under :data:`BOOK`."""
 
     clients: Sequence[str]
     """Ids of all clients."""
     keys: Sequence[str]
-    """The group of each client; empty: it was never in a group."""
+    """Group of each client; empty: never in a group."""
     parts: Sequence[str]
-    """The part of each, to measure with."""
+    """Part of each client, for evaluations."""
     truth: Sequence[str] | None
-    """The kinds that groups are compared with; ``None``: it is not known."""
+    """True group of each client, for measurements; ``None``: unknown."""
     following: int = 1
-    """The number of the next new group."""
+    """Number of the next new group."""
 
     @classmethod
     def from_state(cls, state: State) -> Membership:
-        """Return the membership that a state holds."""
+        """Read the membership in a state."""
         return cls(**state.extra[BOOK])
 
     def groups(self) -> dict[str, str]:
@@ -76,18 +76,24 @@ class Membership:
         return Counter(part for key, part in zip(self.keys, self.parts, strict=True) if key == group)
 
     def move(self, keys: Mapping[str, str], following: int) -> Membership:
-        """Return the membership after some clients changed their groups, by id."""
+        """Return a copy with new groups of some clients.
+
+        Args:
+            keys: New group by client id.
+            following: Number of the next new group.
+        """
         new = [keys.get(client, key) for client, key in zip(self.clients, self.keys, strict=True)]
         return dataclasses.replace(self, keys=new, following=following)
 
     def metrics(self) -> dict[str, Ratio | np.ndarray]:
         """Return the number of groups, their agreement with the truth, and the membership.
 
-        ``tasks/membership`` is float64 [2, clients]: the number of each client's group, 0 before it was in one; and of the truth.
+        ``tasks/membership`` is float64 [2, clients]: the number of each client's group (0: never in a group), and of its true group
+        (-1: unknown).
         """
-        numbers = {key: place for place, key in enumerate(sorted(set(self.keys) - {""}, key=_natural), start=1)}
+        numbers = {key: place for place, key in enumerate(sorted(set(self.keys) - {""}, key=_sort_key), start=1)}
         groups = [_number(key, numbers) for key in self.keys]
-        found: dict[str, Ratio | np.ndarray] = {"tasks/groups": Ratio(len(numbers), 1)}
+        metrics: dict[str, Ratio | np.ndarray] = {"tasks/groups": Ratio(len(numbers), 1)}
         codes = np.full(len(groups), -1.0)
         if self.truth is not None:
             kinds = {kind: code for code, kind in enumerate(sorted(set(self.truth)))}
@@ -95,18 +101,18 @@ class Membership:
             pairs = [(key, kind) for key, kind in zip(self.keys, self.truth, strict=True) if key]
             if pairs:
                 keys, truth = zip(*pairs, strict=True)
-                found["tasks/purity"] = Ratio(purity(keys, truth), 1)
-                found["tasks/rand_index"] = Ratio(adjusted_rand_index(keys, truth), 1)
-        found["tasks/membership"] = np.stack([np.array(groups, np.float64), codes])
-        return found
+                metrics["tasks/purity"] = Ratio(purity(keys, truth), 1)
+                metrics["tasks/rand_index"] = Ratio(adjusted_rand_index(keys, truth), 1)
+        metrics["tasks/membership"] = np.stack([np.array(groups, np.float64), codes])
+        return metrics
 
 
 def _number(key: str, numbers: Mapping[str, int]) -> int:
-    """Return the number of a group: the one in its name, which lasts, or its place among all."""
+    """Return the number of a group: the permanent number in its name, or its position among all groups."""
     end = key.removeprefix(PREFIX)
     return int(end) if end.isdigit() else numbers.get(key, 0)
 
 
-def _natural(key: str) -> tuple[int, str]:
+def _sort_key(key: str) -> tuple[int, str]:
     end = key.removeprefix(PREFIX)
     return (int(end), "") if end.isdigit() else (0, key)

@@ -1,4 +1,4 @@
-"""Discovery rule: how the server finds the groups of clients. A subclass in a file of its own is a rule; its fields are options."""
+"""Base classes of group rules, which assign clients to groups. Each rule is a subclass in its own file; its fields are options."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ _WHERE = "train.groups"
 
 @dataclasses.dataclass(frozen=True)
 class Sent:
-    """A client's first update of a round, and what the client was sent."""
+    """A client's first update of a round, with the received tensors."""
 
     update: Update
     received: Tensors
-    """The entry that the update changes, as the client received it."""
+    """Received values of the update's entry."""
     group: str
-    """The client's group before the round; for a rule whose clients choose, the chosen one."""
+    """The client's group before the round, or the group of its choice (:attr:`GroupRule.choosing`)."""
 
     def names(self) -> list[str]:
-        """Return the names of the update's tensors that are new values of received ones."""
+        """Return the names of the update's tensors that the client also received."""
         return [name for name in self.update.tensors if name in self.received]
 
     def change(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return how far the client moved tensors, float64 by plain names; 0 where it received no slice of one."""
-        found = {}
+        """Return the client's change of tensors, float64 by plain name. The change outside a cut is 0."""
+        changes = {}
         for name in names:
             before = self.received[name].double()
             after = self.update.tensors[name].double()
@@ -51,115 +51,118 @@ class Sent:
                 whole = before.numpy(force=True).copy()
                 whole[cut.place(whole.shape)] = after.numpy(force=True)
                 after = torch.from_numpy(whole)
-            found[plain_name(name)] = after - before
-        return found
+            changes[plain_name(name)] = after - before
+        return changes
 
 
 @dataclasses.dataclass(frozen=True)
 class Division:
-    """The result of a round's discovery."""
+    """Assignment of clients to groups after a round."""
 
     members: Membership
-    """After the round."""
+    """Membership after the round."""
     metrics: Mapping[str, Ratio] = dataclasses.field(default_factory=dict)
     kept: Tensors = dataclasses.field(default_factory=dict)
-    """Tensors that the server keeps for the next discovery."""
+    """Tensors that the server keeps for the next division."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupRule(StrictTypes, ABC):
-    """Base of discovery rules."""
+    """Base of group rules."""
 
     choosing: ClassVar[bool] = False
-    """Whether clients receive the models of all groups, and :meth:`choose` is asked."""
+    """Whether clients receive the models of all groups and select a group by :meth:`choose`."""
 
     @property
     def column(self) -> str:
-        """The column of the clients' profile with which the groups are compared."""
+        """Profile column with the true groups, for measurements."""
         return "part"
 
     def check(self, clients: Sequence[Client], tensors: Sequence[str]) -> None:
-        """Reject clients or tensors that the rule cannot group, with a ConfigError.
+        """Reject clients or tensors that the rule cannot group.
 
         Args:
-            clients: the population, or one part's.
-            tensors: names of the tensors that clients send new values of.
+            clients: Clients of the population or of a part.
+            tensors: Names of the tensors for which clients send new values.
+
+        Raises:
+            ConfigError: The rule cannot group these clients. The default accepts all.
         """
 
     def begin(self, state: State, parameters: Collection[str], rng: np.random.Generator) -> dict[str, State]:
-        """Return the states of the groups that exist before the first round; by default none does.
+        """Create the states of groups that exist before the first round. The default creates none.
 
         Args:
-            state: of the method.
-            parameters: names of the models' parameters.
-            rng: of the method's ``init``.
+            state: State of the method.
+            parameters: Names of the models' parameters.
+            rng: Generator of the method's ``init``.
         """
         return {}
 
     def choose(self, step: Step, entries: Mapping[str, Mapping[str, Tensors]], method: Method) -> str:
-        """Return the group that a client takes, with that group's models loaded; by default the client's own.
+        """Choose a client's group on the client, and load the group's models. The default keeps the client's group.
 
         Args:
-            step: of the client.
-            entries: the received entries by group and by the method's keys; the client's own group first.
-            method: without groups.
+            step: Step of the client.
+            entries: Received entries by group, then by the method's keys. The client's current group is the first.
+            method: The method without groups.
         """
         return next(iter(entries))
 
     @abstractmethod
-    def divide(self, book: Membership, sent: Iterable[Sent], kept: Tensors) -> Division:
-        """Find the groups of a round's clients.
+    def divide(self, membership: Membership, sent: Iterable[Sent], kept: Tensors) -> Division:
+        """Assign a round's clients to groups.
 
         Args:
-            book: the membership before the round.
-            sent: first updates, in client order, to be read once.
-            kept: the last division's.
+            membership: Membership before the round.
+            sent: First update of each client in client order. It can be iterated only once.
+            kept: Tensors that the last division kept.
         """
 
 
 @dataclass(frozen=True, kw_only=True)
 class DiscoveryRule(GroupRule, ABC):
-    """Base of rules that find groups without the clients' profiles, which serve to measure them."""
+    """Base of rules that discover groups. Clients' profiles only serve to measure the result."""
 
     truth: Annotated[
-        str, Field(description="name in the clients' profile with which the groups are compared; it decides nothing")
+        str, Field(description="Profile column with the true groups. It affects only metrics (purity, Rand index).")
     ] = "part"
 
     @property
     def column(self) -> str:
-        """The column with which groups are compared."""
+        """Profile column with the true groups, for measurements."""
         return self.truth
 
     def check(self, clients: Sequence[Client], tensors: Sequence[str]) -> None:
-        """Reject a server that has no model."""
+        """Reject a server without a model."""
         if not tensors:
             raise ConfigError(
-                f"train.groups: {type(self).__name__.lower()} finds groups by the server's models, but this method shares none "
-                f"under 'global'; take train.groups=known, or another method"
+                f"train.groups: {type(self).__name__.lower()} finds groups by the models of the entry 'global', but this method "
+                f"shares no model there. Set train.groups=known, or choose another method"
             )
 
 
-def name_clusters(book: Membership, clients: Sequence[str], labels: Sequence[int]) -> Membership:
-    """Return the membership after some clients were clustered; a cluster keeps the name that most of its members had.
+def name_clusters(membership: Membership, clients: Sequence[str], labels: Sequence[int]) -> Membership:
+    """Update the membership with clusters. Clusters are matched with earlier groups by their common members.
 
     Args:
-        book: before.
-        clients: ids.
-        labels: the cluster of each.
+        membership: Membership before the clustering.
+        clients: Ids of the clustered clients.
+        labels: Cluster of each client.
     """
-    own = book.groups()
-    names, following = match(labels, [own[client] for client in clients]), book.following
+    own = membership.groups()
+    names, following = match(labels, [own[client] for client in clients]), membership.following
     for label in dict.fromkeys(labels):
         if label not in names:
             names[label], following = f"task{following}", following + 1
-    return book.move({client: names[label] for client, label in zip(clients, labels, strict=True)}, following)
+    return membership.move({client: names[label] for client, label in zip(clients, labels, strict=True)}, following)
 
 
 def find_group_rule(setting: str | Mapping[str, Any]) -> GroupRule | None:
-    """Return the rule that ``train.groups`` names; ``None``: one model for all.
+    """Build the rule of ``train.groups``; ``None``: one model for all clients.
 
     Raises:
-        ConfigError: there is no such rule, or an option is unknown or out of range.
+        ConfigError: The rule or an option is unknown, or a value is out of range.
     """
     options = {"name": setting} if isinstance(setting, str) else dict(setting)
     name = options.pop("name", None)
@@ -168,7 +171,7 @@ def find_group_rule(setting: str | Mapping[str, Any]) -> GroupRule | None:
     known = [*registry.names("raydfl.engine.groups"), "none"]
     if name not in known[:-1]:
         raise ConfigError(
-            f"{_WHERE}: {setting!r:.80}; write {', '.join(known)}, or {{name: hdbscan, min_cluster_size: 3}}; "
+            f"{_WHERE}: unknown rule {setting!r:.80}. Choose one of {', '.join(known)}, or write {{name: RULE, OPTION: VALUE}}; "
             f"{nearest(str(name), known)}"
         )
     cls = registry.find("raydfl.engine.groups", name, GroupRule, "rule of train.groups")  # type: ignore[type-abstract]

@@ -1,4 +1,4 @@
-"""CFL: a group is split in two when its mean change has become small while single clients still change much.
+"""CFL: a group is split in two when its mean change is small but single clients' changes are large.
 
 F. Sattler, K.-R. Mueller, W. Samek, Clustered Federated Learning: Model-Agnostic Distributed Multitask Optimization Under Privacy
 Constraints, IEEE Transactions on Neural Networks and Learning Systems, 2020, algorithms 1 and 3. With D_i the change of client i of
@@ -8,12 +8,11 @@ group c, n_i its weight, and a_ij = <D_i, D_j> / (||D_i|| ||D_j||):
     (c1, c2) = argmin over bipartitions of  a_cross = max over i in c1, j in c2 of a_ij
     keep the split if  sqrt((1 - a_cross) / 2) > gamma
 
-The bipartition is that of single linkage, which merges the most similar clients until two groups are left.
+Single linkage computes the bipartition: it merges the most similar clients until two groups are left.
 
-Readings: the paper has all clients in every round. Here the round's clients of a group are split; its other members stay with the
-half that keeps the group's name, the larger one. A client that was never in a group joins the group with the most similar
-mean change.
-The authors' code takes complete linkage, and eps_mean = 0.4 and eps_max = 1.6, which are the defaults here. ``tasks/mean_norm`` and
+Differences from the paper: the paper trains all clients in every round. Here only the round's clients of a group are split. Absent
+members stay with the larger half, which keeps the group's name. A client without a group joins the group with the most similar mean
+change. The defaults of eps_mean and eps_max are those of the authors' code, which uses complete linkage. ``tasks/mean_norm`` and
 ``tasks/max_norm`` record both norms, averaged over groups.
 """
 
@@ -39,36 +38,36 @@ _Change = Mapping[str, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Cfl(DiscoveryRule):
-    """Groups by recursive bipartition, from one group on."""
+    """Groups by recursive bipartition, starting with a single group."""
 
-    eps_mean: Annotated[float, Field(ge=0, description="norm of a group's mean change below which it may be split")] = (
-        0.4
-    )
+    eps_mean: Annotated[
+        float, Field(ge=0, description="Norm of a group's mean change below which the group may be split. 0: never.")
+    ] = 0.4
     eps_max: Annotated[
-        float, Field(ge=0, description="norm that the largest change of a client must exceed for a split")
+        float, Field(ge=0, description="Norm that the largest change of a client must exceed for a split.")
     ] = 1.6
     gamma: Annotated[
-        float, Field(ge=0, le=1, description="least separation of the halves, sqrt((1 - a_cross) / 2); 0: any")
+        float, Field(ge=0, le=1, description="Smallest separation of the halves, sqrt((1 - a_cross) / 2). 0: any.")
     ] = 0.0
-    min_size: Annotated[int, Field(ge=1, description="clients that each half has at least")] = 1
+    min_size: Annotated[int, Field(ge=1, description="Smallest number of clients in each half.")] = 1
 
     def check(self, clients: Sequence[Client], tensors: Sequence[str]) -> None:
-        """Reject fewer clients than two halves need, and a server that has no model."""
+        """Reject fewer clients than two halves need, and a server without a model."""
         if len(clients) < 2 * self.min_size and "part" not in clients[0].profile:
             raise ConfigError(
-                f"train.groups.min_size is {self.min_size}, but {len(clients)} clients cannot be split into two such halves; lower "
-                f"it"
+                f"train.groups.min_size is {self.min_size}, but {len(clients)} clients cannot be split into two halves of this "
+                f"size. Lower it"
             )
         super().check(clients, tensors)
 
-    def divide(self, book: Membership, sent: Iterable[Sent], kept: Tensors) -> Division:
+    def divide(self, membership: Membership, sent: Iterable[Sent], kept: Tensors) -> Division:
         """Split each group whose norms meet the criteria."""
-        own = book.groups()
+        own = membership.groups()
         changes: dict[str, _Change] = {}
         weights: dict[str, float] = {}
-        for each in sent:
-            client, weight = each.update.client_id, each.update.weight
-            changes[client] = each.change(each.names())
+        for message in sent:
+            client, weight = message.update.client_id, message.update.weight
+            changes[client] = message.change(message.names())
             weights[client] = float(weight) if isinstance(weight, (int, float)) else 1.0
         groups: dict[str, list[str]] = {}
         for client in changes:
@@ -87,8 +86,8 @@ class Cfl(DiscoveryRule):
             for half in halves:
                 labels |= dict.fromkeys(half, following)
                 following += 1
-        clients = [client for client in book.clients if client in labels]
-        members = name_clusters(book, clients, [labels[client] for client in clients])
+        clients = [client for client in membership.clients if client in labels]
+        members = name_clusters(membership, clients, [labels[client] for client in clients])
         count = max(1, len(groups))
         return Division(
             members,
@@ -101,11 +100,14 @@ class Cfl(DiscoveryRule):
         )
 
     def split(self, changes: Sequence[_Change], clients: list[str]) -> list[list[str]]:
-        """Return the two halves with the smallest similarity between them; all clients where a half would not do.
+        """Split clients into the two halves with the smallest similarity between them.
 
         Args:
-            changes: of each client.
-            clients: ids.
+            changes: Change of each client.
+            clients: Ids of the clients.
+
+        Returns:
+            Two halves, or all clients in one list if a half is too small or the halves are too similar.
         """
         from scipy.cluster.hierarchy import cut_tree, linkage
         from scipy.spatial.distance import squareform
@@ -114,13 +116,13 @@ class Cfl(DiscoveryRule):
             return [clients]
         tree = linkage(squareform(distances(changes, "cosine"), checks=False), "single")
         sides = cut_tree(tree, 2)[:, 0]
-        halves = [[client for client, of in zip(clients, sides, strict=True) if of == side] for side in (0, 1)]
+        halves = [[client for client, own in zip(clients, sides, strict=True) if own == side] for side in (0, 1)]
         separation = math.sqrt(max(0.0, float(tree[-1, 2])) / 2)
         return halves if min(map(len, halves)) >= self.min_size and separation > self.gamma else [clients]
 
     @staticmethod
     def _place(groups: dict[str, list[str]], changes: Mapping[str, _Change], weights: Mapping[str, float]) -> None:
-        """Move clients that were in no group to the group of the round whose mean change is most similar."""
+        """Move clients without a group to the group of the round with the most similar mean change, in place."""
         new = groups.pop("")
         means = {group: _mean(clients, changes, weights) for group, clients in groups.items()}
         for client in new:
@@ -129,13 +131,15 @@ class Cfl(DiscoveryRule):
 
 
 def _mean(clients: Iterable[str], changes: Mapping[str, _Change], weights: Mapping[str, float]) -> dict[str, Tensor]:
-    """Return the weighted mean of changes, tensor by tensor over the clients that have it in one shape."""
+    """Return the weighted mean of changes. Each tensor is averaged over the clients with the same shape."""
     sums: dict[str, Tensor] = {}
     totals: dict[str, float] = {}
     for client in clients:
         for tensor, value in changes[client].items():
             alike = tensor not in sums or sums[tensor].shape == value.shape
-            name = tensor if alike else f"{tensor} {tuple(value.shape)}"  # parts have layers of their own shapes
+            name = (
+                tensor if alike else f"{tensor} {tuple(value.shape)}"
+            )  # the same layer may have another shape in each part
             sums[name] = sums[name] + weights[client] * value if name in sums else weights[client] * value
             totals[name] = totals.get(name, 0.0) + weights[client]
     return {name: value / max(totals[name], 1e-12) for name, value in sums.items()}

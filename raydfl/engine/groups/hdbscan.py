@@ -1,12 +1,12 @@
-"""HDBSCAN groups: the server clusters the changes of the clients' last layers, as FedAPTA does in step 7.
+"""HDBSCAN groups: the server clusters the changes of the clients' last layers, as in step 7 of FedAPTA.
 
 R. Campello, D. Moulavi, J. Sander, Density-Based Clustering Based on Hierarchical Density Estimates, PAKDD 2013. With D_i the
-change of client i's last layers since the model that it was sent:
+change of client i's last layers since the received model:
 
     d_ij = 1 - <D_i, D_j> / (||D_i|| ||D_j||)        groups = HDBSCAN(d)
 
-A cohort of less than twice ``min_cluster_size`` is one group, and so is one in which all points are noise; ``tasks/undivided``
-records it. Clients' profiles serve to measure (purity, adjusted Rand index), never to decide.
+A cohort with fewer than twice ``min_cluster_size`` clients is one group, and so is a cohort of noise only. ``tasks/undivided``
+records such rounds. Clients' profiles only serve to measure the result (purity, adjusted Rand index).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from raydfl.engine.groups._rule import DiscoveryRule, Division, Sent, name_clust
 
 
 def _layers_of(tensors: Iterable[str]) -> list[str]:
-    """Return the names of the layers that have these tensors, in their order."""
+    """Return the names of the tensors' layers, in order."""
     return list(dict.fromkeys(plain_name(name).rpartition(".")[0] for name in tensors))
 
 
@@ -36,88 +36,98 @@ def _layers_of(tensors: Iterable[str]) -> list[str]:
 class Hdbscan(DiscoveryRule):
     """Groups by HDBSCAN on the changes of the last layers."""
 
-    distance: Annotated[Distance, Field(description="between two updates; the paper: cosine")] = "cosine"
+    distance: Annotated[Distance, Field(description="Distance between two updates (paper: cosine).")] = "cosine"
     layers: Annotated[
         int | tuple[str, ...],
-        Field(description="how many of the last layers count; or the beginnings of their tensors' names"),
+        Field(description="Layers to compare: a number of last layers, or prefixes of tensors' names."),
     ] = 1
-    min_cluster_size: Annotated[int, Field(ge=2, description="clients of the smallest cluster")] = 5
-    min_samples: Annotated[int, Field(ge=1, description="neighbours that make a client's surroundings dense")] = 2
+    min_cluster_size: Annotated[int, Field(ge=2, description="Smallest number of clients in a cluster.")] = 5
+    min_samples: Annotated[
+        int, Field(ge=1, description="Number of neighbours in HDBSCAN's density estimate. More neighbours: more noise.")
+    ] = 2
     selection: Annotated[
-        Literal["eom", "leaf"], Field(description="HDBSCAN's choice of clusters: excess of mass, or the smallest ones")
+        Literal["eom", "leaf"],
+        Field(description="HDBSCAN's selection of clusters: eom (excess of mass), or leaf (the smallest clusters)."),
     ] = "eom"
-    epsilon: Annotated[float, Field(ge=0, description="clusters that are nearer to each other are one; 0: none")] = 0.0
-    single: Annotated[bool, Field(description="all clients may be found to be one cluster")] = False
+    epsilon: Annotated[float, Field(ge=0, description="Distance below which clusters are merged. 0: no merging.")] = 0.0
+    single: Annotated[bool, Field(description="Allow a single cluster of all clients.")] = False
     noise: Annotated[
         Literal["attach", "alone"],
-        Field(description="clients in no cluster: attach them to the nearest one, or let each be a group of its own"),
+        Field(description="Noise clients. attach: to the nearest cluster; alone: each in a group of its own."),
     ] = "attach"
     threshold: Annotated[
-        float, Field(ge=0, description="mean distance to a cluster from which on a client is not attached to it")
+        float, Field(ge=0, description="Mean distance to a cluster above which a client is not attached to it.")
     ] = 1.0
     accumulate: Annotated[
         float,
         Field(
             ge=0,
             le=1,
-            description="what is kept of a client's earlier changes when a new one is added; above 0 clients outside the "
-            "cohort are clustered too, by what they sent before",
+            description="Decay factor of a client's accumulated changes when a new change is added. Above 0, clients outside the "
+            "cohort are clustered too, by their earlier changes. 0: no accumulation.",
         ),
     ] = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse to look at no layer."""
+        """Reject an empty choice of layers."""
         if not self.layers or (isinstance(self.layers, int) and self.layers < 1):
-            raise ConfigError(f"train.groups.layers is {self.layers!r}; give a number from 1 on, or names")
+            raise ConfigError(f"train.groups.layers is {self.layers!r}. Set it to a number of at least 1, or to names")
 
     def head(self, tensors: Iterable[str]) -> list[str]:
-        """Return the names of the tensors that are compared, of those of an update that the server has too, in their order.
+        """Select the names of the tensors to compare, in order.
+
+        Args:
+            tensors: Names of an update's tensors that the server has too.
 
         Raises:
-            ConfigError: there are none.
+            ConfigError: No tensor has a prefix in ``layers``.
         """
         names = list(tensors)
         if isinstance(self.layers, int):
             modules = _layers_of(names)[-self.layers :]
             return [name for name in names if plain_name(name).rpartition(".")[0] in modules]
-        found = [name for name in names if plain_name(name).startswith(self.layers)]
-        if not found:
+        selected = [name for name in names if plain_name(name).startswith(self.layers)]
+        if not selected:
             raise ConfigError(
                 f"train.groups.layers: no tensor's name begins with {' or '.join(self.layers)}; {nearest(self.layers[0], names)}"
             )
-        return found
+        return selected
 
     def check(self, clients: Sequence[Client], tensors: Sequence[str]) -> None:
-        """Reject a number of layers that the clients do not share, and names of none."""
-        found = len(_layers_of(tensors))
-        if isinstance(self.layers, int) and self.layers > found:
+        """Reject more layers than the clients share, and unknown names."""
+        shared = len(_layers_of(tensors))
+        if isinstance(self.layers, int) and self.layers > shared:
             raise ConfigError(
-                f"train.groups.layers is {self.layers}, but the clients share {found} layers; take at most {found}"
+                f"train.groups.layers is {self.layers}, but the clients share only {shared} layers. Set it to at most {shared}"
             )
         self.head(tensors)
 
     def labels(self, heads: Sequence[Mapping[str, Tensor]]) -> tuple[np.ndarray, int, bool]:
-        """Return the cluster of each client, how many of them were noise, and whether the clients were not divided at all."""
+        """Cluster clients by their changes.
+
+        Returns:
+            The cluster of each client, the number of noise clients, and whether all clients are in one group for lack of clusters.
+        """
         if len(heads) < 2 * self.min_cluster_size:
             return np.zeros(len(heads), np.int64), 0, True
         matrix = distances(heads, self.distance)
-        found = hdbscan_labels(
+        clusters = hdbscan_labels(
             matrix, self.min_cluster_size, self.min_samples, self.selection, self.epsilon, self.single
         )
         threshold = self.threshold if self.noise == "attach" else 0.0
-        return with_noise(found, matrix, threshold), int((found < 0).sum()), bool((found < 0).all())
+        return with_noise(clusters, matrix, threshold), int((clusters < 0).sum()), bool((clusters < 0).all())
 
-    def divide(self, book: Membership, sent: Iterable[Sent], kept: Tensors) -> Division:
-        """Cluster the clients of the round; with ``accumulate`` also the clients of earlier rounds."""
-        heads = _kept_heads(kept, book) if self.accumulate else {}
-        for each in sent:
-            change = each.change(self.head(each.names()))
-            client = each.update.client_id
+    def divide(self, membership: Membership, sent: Iterable[Sent], kept: Tensors) -> Division:
+        """Cluster the clients of the round, and with ``accumulate`` also the clients of earlier rounds."""
+        heads = _read_heads(kept, membership) if self.accumulate else {}
+        for message in sent:
+            change = message.change(self.head(message.names()))
+            client = message.update.client_id
             earlier = heads.get(client)
             if earlier is not None and [*earlier] == [*change]:
                 change = {name: value + self.accumulate * earlier[name] for name, value in change.items()}
             heads[client] = change
-        clients = [client for client in book.clients if client in heads]
+        clients = [client for client in membership.clients if client in heads]
         labels, noise, undivided = self.labels([heads[client] for client in clients])
         metrics = {
             "tasks/clusters": Ratio(len(set(labels.tolist())), 1),
@@ -126,15 +136,15 @@ class Hdbscan(DiscoveryRule):
         }
         keep: dict[str, Tensor] = {}
         if self.accumulate:
-            place = {client: number for number, client in enumerate(book.clients)}
+            place = {client: number for number, client in enumerate(membership.clients)}
             keep = {f"{place[c]}/{name}": value.float() for c, head in heads.items() for name, value in head.items()}
-        return Division(name_clusters(book, clients, labels.tolist()), metrics, keep)
+        return Division(name_clusters(membership, clients, labels.tolist()), metrics, keep)
 
 
-def _kept_heads(kept: Tensors, book: Membership) -> dict[str, dict[str, Tensor]]:
-    """Return the changes of last layers that the server keeps, by client."""
-    found: dict[str, dict[str, Tensor]] = {}
+def _read_heads(kept: Tensors, membership: Membership) -> dict[str, dict[str, Tensor]]:
+    """Return the accumulated changes of last layers by client."""
+    heads: dict[str, dict[str, Tensor]] = {}
     for name, value in kept.items():
         number, _, tensor = name.partition("/")
-        found.setdefault(book.clients[int(number)], {})[tensor] = value.double()
-    return found
+        heads.setdefault(membership.clients[int(number)], {})[tensor] = value.double()
+    return heads

@@ -1,4 +1,4 @@
-"""IFCA: clients receive the models of all groups, take the one with the smallest loss on their own data, and train it.
+"""IFCA: clients receive the models of all groups, choose the model with the smallest loss on their data, and train it.
 
 A. Ghosh, J. Chung, D. Yin, K. Ramchandran, An Efficient Framework for Clustered Federated Learning, NeurIPS 2020, algorithm 1 with
 model averaging. With F_i the loss of client i on its training data, and theta_1 ... theta_k the groups' models:
@@ -6,9 +6,9 @@ model averaging. With F_i the loss of client i on its training data, and theta_1
     j_i     = argmin_j F_i(theta_j)
     theta_j = the method's aggregation of the clients with j_i = j         FedAvg: sum_i n_i theta_i / sum_i n_i
 
-Readings: F_i is the sum of the losses of all models that the method measures, in evaluation mode. The paper draws each first model
-at random. Here the first group begins with the run's model. The others begin with it plus noise of ``spread`` standard deviations
-of each parameter tensor, so that models may come from files. The method plans a client's task with the group of its last choice.
+Differences from the paper: F_i is the sum of the losses of all evaluated models, in evaluation mode. The paper draws each initial
+model at random. Here the first group has the run's initial model, which may come from a file. Further groups add noise of
+``spread`` standard deviations of each parameter tensor. The method plans a client's task with the group of its last choice.
 """
 
 from __future__ import annotations
@@ -32,42 +32,45 @@ from raydfl.training import Step
 
 @dataclass(frozen=True, kw_only=True)
 class Ifca(DiscoveryRule):
-    """Groups by the clients' own choice among all groups' models."""
+    """Groups by the clients' choice among all groups' models."""
 
     choosing: ClassVar[bool] = True
 
-    groups: Annotated[int, Field(ge=2, description="number of groups")] = 2
+    groups: Annotated[int, Field(ge=2, description="Number of groups.")] = 2
     spread: Annotated[
         float,
         Field(
-            gt=0, description="noise on the first models of all groups but one, in standard deviations of each tensor"
+            gt=0,
+            description="Noise on the initial models of all groups except the first, in standard deviations of each tensor.",
         ),
     ] = 1.0
 
     def check(self, clients: Sequence[Client], tensors: Sequence[str]) -> None:
-        """Reject more groups than clients, and a server that has no model to choose."""
+        """Reject more groups than clients, and a server without a model."""
         if len(clients) < self.groups and "part" not in clients[0].profile:
-            raise ConfigError(f"train.groups.groups is {self.groups}, but there are {len(clients)} clients; lower it")
+            raise ConfigError(
+                f"train.groups.groups is {self.groups}, but the population has {len(clients)} clients. Lower the number of groups"
+            )
         super().check(clients, tensors)
 
     def begin(self, state: State, parameters: Collection[str], rng: np.random.Generator) -> dict[str, State]:
-        """Return the first state of each group."""
-        found = {}
+        """Create the initial state of each group."""
+        states = {}
         for number in range(1, self.groups + 1):
             entry = dict(state.tensors[GLOBAL])
             for name, value in entry.items() if number > 1 else ():
                 if name in parameters and value.numel() > 1:
                     noise = torch.from_numpy(rng.standard_normal(tuple(value.shape))).to(value.dtype)
                     entry[name] = value + self.spread * value.std(correction=0) * noise
-            found[f"{PREFIX}{number}"] = dataclasses.replace(state, tensors={**state.tensors, GLOBAL: entry})
-        return found
+            states[f"{PREFIX}{number}"] = dataclasses.replace(state, tensors={**state.tensors, GLOBAL: entry})
+        return states
 
     def choose(self, step: Step, entries: Mapping[str, Mapping[str, Tensors]], method: Method) -> str:
-        """Return the group whose models have the smallest loss on the client's training data; the first of equal ones."""
+        """Choose the group whose models have the smallest loss on the client's training data. The first group wins a tie."""
         losses = {}
         for group, received in entries.items():
             own = dataclasses.replace(step, received=received, state=dict(step.state))
-            for key in reversed([*received]):  # models load from the first entry that holds their tensors
+            for key in reversed([*received]):  # reversed, so that the first entry with a tensor is loaded last and wins
                 own.load(key)
             measured = method.evaluate(own, step.data.train, step.training.batch_size) if len(step.data.train) else {}
             losses[group] = sum(
@@ -79,13 +82,13 @@ class Ifca(DiscoveryRule):
             step.load(key)
         return chosen
 
-    def divide(self, book: Membership, sent: Iterable[Sent], kept: Tensors) -> Division:
-        """Put each client into the group that it chose."""
-        own = book.groups()
-        chosen = {each.update.client_id: each.group for each in sent}
+    def divide(self, membership: Membership, sent: Iterable[Sent], kept: Tensors) -> Division:
+        """Move each client to its chosen group."""
+        own = membership.groups()
+        chosen = {message.update.client_id: message.group for message in sent}
         moved = sum(own[client] != group for client, group in chosen.items())
         return Division(
-            book.move(chosen, self.groups + 1),
+            membership.move(chosen, self.groups + 1),
             {
                 "tasks/clusters": Ratio(len(set(chosen.values())), 1),
                 "tasks/moved": Ratio(moved, max(1, len(chosen))),

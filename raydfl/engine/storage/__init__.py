@@ -3,6 +3,7 @@
 Start with store.py (commits), private.py (private state) and record.py (metrics table).
 """
 
+from raydfl.core.deprecation import alias_former_names
 from raydfl.engine.storage import record
 from raydfl.engine.storage.folder import (
     check_about,
@@ -14,13 +15,13 @@ from raydfl.engine.storage.folder import (
     file_name_of,
     final_commit,
     final_state,
-    stored_about,
-    stored_config,
+    read_about,
+    read_config,
     write_config,
 )
 from raydfl.engine.storage.mirror import local_run, local_runs, mirror_of
 from raydfl.engine.storage.private import PrivateRef, PrivateStore
-from raydfl.engine.storage.record import MetricRow, influences, read_rows, to_rows, unrecorded
+from raydfl.engine.storage.record import MetricRow, influences, list_missing_rounds, read_rows, to_rows
 from raydfl.engine.storage.store import Commit, RunStore, round_of
 from raydfl.engine.storage.trust import approve_code, code_of, remember_code
 
@@ -42,16 +43,20 @@ __all__ = [
     "final_commit",
     "final_state",
     "influences",
+    "list_missing_rounds",
     "local_run",
     "local_runs",
     "mirror_of",
+    "read_about",
+    "read_config",
     "read_rows",
     "record",
     "remember_code",
     "round_of",
-    "stored_about",
-    "stored_config",
     "to_rows",
-    "unrecorded",
     "write_config",
 ]
+
+alias_former_names(
+    __name__, {"stored_about": "read_about", "stored_config": "read_config", "unrecorded": "list_missing_rounds"}
+)

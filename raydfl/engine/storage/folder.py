@@ -33,7 +33,7 @@ def check_begun(run_dir: Path) -> None:
         )
 
 
-def stored_config(run_dir: Path, trust: bool = False) -> Config:
+def read_config(run_dir: Path, trust: bool = False) -> Config:
     """Load the configuration of a run directory.
 
     Args:
@@ -44,7 +44,7 @@ def stored_config(run_dir: Path, trust: bool = False) -> Config:
             for unapproved code and for changed files.
     """
     check_begun(run_dir)
-    config = _read_config(run_dir, trust)
+    config = _load_config(run_dir, trust)
     check_revision(run_dir, config)
     check_files(run_dir, config)
     differing = _differing(run_dir, config, trust)
@@ -56,7 +56,7 @@ def stored_config(run_dir: Path, trust: bool = False) -> Config:
     return config
 
 
-def _stored_values(run_dir: Path) -> Any:
+def _read_values(run_dir: Path) -> Any:
     path = run_dir / "config.yaml"
     try:
         return read_yaml(path, saved=True)
@@ -65,10 +65,10 @@ def _stored_values(run_dir: Path) -> Any:
         raise RunDirectoryError(f"{path} cannot be read: {reason}. Restore it from a copy") from error
 
 
-def _read_config(run_dir: Path, trust: bool) -> Config:
+def _load_config(run_dir: Path, trust: bool) -> Config:
     path = run_dir / "config.yaml"
     try:
-        values = _stored_values(run_dir)
+        values = _read_values(run_dir)
         check_code(run_dir, values, trust)
         return make_config(values, str(path))
     except RunDirectoryError:
@@ -86,7 +86,7 @@ def check_files(run_dir: Path, config: Config) -> None:
         RunDirectoryError: A file has changed. The message names the first one.
     """
     now = config.files()
-    for place, (path, content) in stored_about(run_dir).get("files", {}).items():
+    for place, (path, content) in read_about(run_dir).get("files", {}).items():
         if now.get(place, (path, ""))[1] != content:
             raise RunDirectoryError(
                 f"{place} of {run_dir}: the content of the file {now.get(place, (path, ''))[0]} has changed since the run began. "
@@ -113,7 +113,7 @@ _ALSO_ABOUT = {
 _KINDS = {str: "text", list: "a list", dict: "a group", int: "a whole number"}
 
 
-def stored_about(run_dir: Path) -> dict[str, Any]:
+def read_about(run_dir: Path) -> dict[str, Any]:
     """Load ``run.json``, the description of a run.
 
     Raises:
@@ -164,8 +164,8 @@ def check_same(run_dir: Path, config: Config, trust: bool = False) -> None:
     Raises:
         RunDirectoryError: Decisive settings differ, or an earlier version computed the run's features differently.
     """
-    about = stored_about(run_dir)
-    if "statistics" not in about and _stored_values(run_dir)["data"]["features"].get("normalise") == "group":
+    about = read_about(run_dir)
+    if "statistics" not in about and _read_values(run_dir)["data"]["features"].get("normalise") == "group":
         raise RunDirectoryError(
             f"{run_dir} was started by an earlier version of raydfl. With data.features.normalise: group, it computed statistics "
             f"from held-out clips too; this version uses training clips only and cannot resume the run. Restart it under another "
@@ -185,7 +185,7 @@ def check_revision(run_dir: Path, config: Config) -> None:
     Raises:
         RunDirectoryError: The revisions differ. The message names both.
     """
-    began, now = stored_about(run_dir).get("revision") or 1, type(config.parts.method).revision
+    began, now = read_about(run_dir).get("revision") or 1, type(config.parts.method).revision
     if began != now:
         raise RunDirectoryError(
             f"{run_dir} began with revision {began} of the equations of method {config.method['name']!r}, and this version of "
@@ -195,13 +195,13 @@ def check_revision(run_dir: Path, config: Config) -> None:
 
 def _differing(run_dir: Path, config: Config, trust: bool) -> str:
     """List the decisive settings that differ from the run's own configuration, as text; empty: none."""
-    about = stored_about(run_dir)
+    about = read_about(run_dir)
     # Compare digests first: files of the stored configuration may have gone with another job's folder.
     if config.digest() == about["digest"]:
         return ""
     digest, began = about["digest"], about.get("config")
     if began is None:  # earlier versions stored only config.yaml, and may have computed digests differently
-        stored = _read_config(run_dir, trust)
+        stored = _load_config(run_dir, trust)
         digest, began = stored.digest(), stored.model_dump(mode="json")
     # Another folder of the same recordings changes nothing: the run folder stores the population.
     if "root" in began["data"] and began["data"]["name"] == config.data.name:
@@ -234,7 +234,7 @@ def _list_changes(began: Mapping[str, Any], now: Mapping[str, Any], counts: Call
     return [
         f"{key}: {before.get(key)!r} there, {after.get(key)!r} here"
         for key in {**before, **after}
-        if counts(key) and _without_folder(before.get(key)) != _without_folder(after.get(key))
+        if counts(key) and _strip_folder(before.get(key)) != _strip_folder(after.get(key))
     ]
 
 
@@ -253,13 +253,13 @@ def describe_edit(run_dir: Path, began: Mapping[str, Any], now: Mapping[str, Any
     if added and not changes:
         # A newer version adds settings with neutral defaults. Only the digest shows whether they affect results.
         try:
-            return _differing(run_dir, _read_config(run_dir, trust=False), trust=False)
+            return _differing(run_dir, _load_config(run_dir, trust=False), trust=False)
         except RunDirectoryError:
             changes = added
     return "; ".join(changes)
 
 
-def _without_folder(value: Any) -> Any:
+def _strip_folder(value: Any) -> Any:
     """Strip the folder, which may differ between jobs, from a reference ``my_file.py:Class``."""
     return re.sub(r"^.*/([^/]+\.py:\w+)$", r"\1", value) if isinstance(value, str) else value
 

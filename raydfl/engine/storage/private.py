@@ -70,11 +70,11 @@ class PrivateIndex(Mapping[int, PrivateRef]):
             return self
         number = {segment: i for i, segment in enumerate(dict.fromkeys(ref.segment for ref in refs.values()))}
         rows = [(i, number[r.segment], r.offset, r.length, r.checksum) for i, r in sorted(refs.items())]
-        index = self._with_rows(tuple(number), np.array(rows, np.int64).T)
+        index = self._replace_rows(tuple(number), np.array(rows, np.int64).T)
         older = 0 if self.base is None else self.base.table.shape[1]
         return index if index.table.shape[1] <= max(_RECENT, older // _PART) else PrivateIndex(base=index.whole)
 
-    def _with_rows(self, segments: tuple[str, ...], rows: np.ndarray) -> PrivateIndex:
+    def _replace_rows(self, segments: tuple[str, ...], rows: np.ndarray) -> PrivateIndex:
         """Return a copy of the index with a table's rows in place of the former ones. Keeps the base."""
         number = {segment: i for i, segment in enumerate(dict.fromkeys((*self.segments, *segments)))}
         rows = rows.copy()
@@ -91,7 +91,7 @@ class PrivateIndex(Mapping[int, PrivateRef]):
     @property
     def whole(self) -> PrivateIndex:
         """An equal index in a single table, without a base."""
-        return self if self.base is None else self.base._with_rows(self.segments, self.table)
+        return self if self.base is None else self.base._replace_rows(self.segments, self.table)
 
     def bytes_by_segment(self) -> dict[str, int]:
         """Return the total length of the records in each segment, in bytes. Scans all records."""
@@ -107,7 +107,7 @@ class PrivateIndex(Mapping[int, PrivateRef]):
         """Return the index of the records in some segments. Scans all records."""
         whole = self.whole
         chosen = np.array([segment in segments for segment in whole.segments], bool)[whole.table[1]]
-        return PrivateIndex()._with_rows(whole.segments, whole.table[:, chosen])
+        return PrivateIndex()._replace_rows(whole.segments, whole.table[:, chosen])
 
     def __getitem__(self, client: int) -> PrivateRef:
         place = int(np.searchsorted(self.table[0], client))

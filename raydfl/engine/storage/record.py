@@ -313,7 +313,7 @@ def read_rows(
     raise RunDirectoryError(f"{run_dir / 'rows'} changes faster than it can be read. Try again when the run has ended")
 
 
-def unrecorded(recorded: Iterable[int], until_round: int) -> str:
+def list_missing_rounds(recorded: Iterable[int], until_round: int) -> str:
     """List the rounds from 1 to ``until_round`` without rows, such as ``2, 5 to 9``; empty: none."""
     missing = np.array(sorted(set(range(1, until_round + 1)).difference(recorded)))
     spans = np.split(missing, np.flatnonzero(np.diff(missing) > 1) + 1) if len(missing) else []

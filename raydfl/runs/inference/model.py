@@ -27,13 +27,13 @@ from raydfl.engine import (
     SERVER,
     Clients,
     Config,
-    best_of,
+    build_fixed_tensors,
     build_models,
-    fixed_of_whole,
+    find_best,
+    find_received_entries,
     label_entry,
-    received_entries,
 )
-from raydfl.engine.storage import Commit, PrivateStore, RunStore, local_run, stored_config
+from raydfl.engine.storage import Commit, PrivateStore, RunStore, local_run, read_config
 from raydfl.methods import Method, compute_logits
 from raydfl.objectives import Classify, Objective
 from raydfl.runs.inference.threshold import Threshold, read_threshold
@@ -152,7 +152,7 @@ def open_model(
         InputError: A client's fusion model, or further views for a model of one view.
     """
     folder = local_run(run_dir)
-    if model is not None and model.rpartition(":")[2] in type(stored_config(folder, trust).parts.method).on_features:
+    if model is not None and model.rpartition(":")[2] in type(read_config(folder, trust).parts.method).on_features:
         if client is not None:
             raise InputError(f"model {model!r} exists only on the server. Omit the client.")
         return _Run(folder, trust, best).fusion(model)
@@ -200,7 +200,7 @@ class _Run:
 
     def __init__(self, run_dir: Path, trust: bool, best: bool = False) -> None:
         self.run_dir = run_dir
-        self.config: Config = stored_config(run_dir, trust)
+        self.config: Config = read_config(run_dir, trust)
         self.commit, self.chosen = _best_commit(run_dir, self.config) if best else (_last_commit(run_dir), "")
         self.method: Method = self.config.parts.method
         self.population = Population.load(run_dir / "population", features=False)
@@ -313,7 +313,7 @@ class _Run:
         if len({key for *_, key, _ in shared.values()}) < 2:
             return shared
         # Entries for the server's own use, such as momentum, hold models too. Clients never receive them.
-        keys = received_entries(self.config, self.commit.state, self.clients, self.commit.begun)
+        keys = find_received_entries(self.config, self.commit.state, self.clients, self.commit.begun)
         return {label: model for label, model in shared.items() if model[2] in keys}
 
     def _is_whole(self, networks: Mapping[str, nn.Module], name: str, tensors: Tensors) -> bool:
@@ -332,7 +332,7 @@ class _Run:
         private = {name.removeprefix(KEPT_MODEL): value for name, value in state.items() if name.startswith(KEPT_MODEL)}
         flat = {key: FlatTensors.of(tensors) for key, tensors in received.items()}
         fixed = find_fixed_tensors(networks, self.method.fixed)
-        slices = cut_tensors(fixed_of_whole(self.method, specs, self.config.run.seed), cuts or {}, owner)
+        slices = cut_tensors(build_fixed_tensors(self.method, specs, self.config.run.seed), cuts or {}, owner)
         Replica(networks, fixed).start(flat, private, self.method.shared, f"{self.run_dir}, {owner}", slices)
         sent = {name for tensors in flat.values() for name in tensors}
         names = {tensor for name in networks for tensor in _names(networks, name)} - fixed
@@ -385,7 +385,7 @@ def _best_commit(run_dir: Path, config: Config) -> tuple[Commit, str]:
         InputError: The run keeps no best round.
     """
     _last_commit(run_dir)
-    best = best_of(run_dir, config)
+    best = find_best(run_dir, config)
     if best is None:
         why = "no best round is recorded yet" if config.run.best else "run.best was not set"
         raise InputError(f"--best: {run_dir} keeps no best round, because {why}. Omit --best to use the last round.")

@@ -24,10 +24,10 @@ from raydfl.engine.storage import (
     RunStore,
     check_about,
     describe_edit,
+    list_missing_rounds,
     read_rows,
     round_of,
     to_rows,
-    unrecorded,
 )
 
 if TYPE_CHECKING:
@@ -260,7 +260,7 @@ def read_run(folder: Path) -> RunRecord:
         elif row.metric == "tasks/membership":
             memberships[row.round] = row.array
     curves = {key: _curve(rounds) for key, rounds in points.items()}
-    lost = unrecorded((row.round for row in pooled), until or 0)
+    lost = list_missing_rounds((row.round for row in pooled), until or 0)
     if lost:
         missing.append(f"the files in rows/ of rounds {lost} are missing: what was measured in them is not shown.")
     clients = _client_scores(folder, until, curves)

@@ -11,7 +11,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from raydfl.engine import without_password
+from raydfl.engine import hide_passwords
 from raydfl.runs.report.figures import Picture
 
 
@@ -96,4 +96,4 @@ def value_text(value: Any) -> str:
         return ", ".join(value_text(item) for item in value)
     if isinstance(value, Mapping):
         return ", ".join(f"{key}: {value_text(inner)}" for key, inner in value.items())
-    return without_password(str(value))
+    return hide_passwords(str(value))

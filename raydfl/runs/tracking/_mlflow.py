@@ -23,7 +23,7 @@ import pyarrow.compute as pc
 
 from raydfl.core.errors import InputError, first_line
 from raydfl.core.lock import locked
-from raydfl.engine import TrackSettings, without_password
+from raydfl.engine import TrackSettings, hide_passwords
 from raydfl.engine.storage import MetricRow, read_rows, to_rows
 from raydfl.runs.tracking._tracker import KEY_LENGTH, SERVER, WORK, Status, Tracker, metric_name
 
@@ -74,7 +74,7 @@ class MlflowTracker(Tracker):
     @property
     def uri(self) -> str:
         """The address at which the run is mirrored, without a password: for messages and ``mlflow ui --backend-store-uri``."""
-        return without_password(self._uri)
+        return hide_passwords(self._uri)
 
     def start(
         self, run_name: str, params: Mapping[str, Any], tags: Mapping[str, str], run_id: str | None = None
@@ -226,7 +226,7 @@ class MlflowTracker(Tracker):
         for key, value in params.items():
             name = re.sub(r"[^\w\-. :/]", "_", key, flags=re.ASCII)[:KEY_LENGTH]
             if name not in stored:
-                fresh.append(Param(name, without_password(str(value))[:_PARAM_LENGTH]))
+                fresh.append(Param(name, hide_passwords(str(value))[:_PARAM_LENGTH]))
         for start in range(0, len(fresh), _PARAMS_PER_CALL):
             client.log_batch(self._run_id, params=fresh[start : start + _PARAMS_PER_CALL])
 
@@ -304,7 +304,7 @@ class MlflowTracker(Tracker):
 
 
 def _said(error: Exception) -> str:
-    return without_password(first_line(error))[:200]
+    return hide_passwords(first_line(error))[:200]
 
 
 def _probe(uri: str) -> None:

@@ -12,7 +12,7 @@ import grpc
 import pytest
 from commands import Raydfl, written
 
-from raydfl.cluster.job import check_kept
+from raydfl.cluster.job import check_persistent
 from raydfl.cluster.session import check_access
 from raydfl.core.errors import ConfigError, ResourcesError
 from raydfl.engine.config import Config
@@ -79,7 +79,8 @@ def test_a_cluster_that_wants_a_token(
 ) -> None:
     head = cluster(code)
     with pytest.raises(
-        ResourcesError, match=rf"{head.address} refused access: it wants a token, and there is none in {tmp_path}/.ray"
+        ResourcesError,
+        match=rf"{head.address} refused access: it requires a token, but {tmp_path}/.ray/auth_token contains none",
     ):
         check_access(head.address)
     (tmp_path / ".ray").mkdir()
@@ -91,7 +92,7 @@ def test_a_cluster_that_wants_a_token(
     kept.chmod(0o600)
     with pytest.raises(
         ResourcesError,
-        match=rf"the token in {tmp_path}/.ray/auth_token is not the cluster's; set RAY_AUTH_TOKEN to its",
+        match=rf"the token in {tmp_path}/.ray/auth_token is not the cluster's. Set RAY_AUTH_TOKEN to its",
     ):
         check_access(head.address)
     (tmp_path / "file").write_text(f"{TOKEN}\n")
@@ -103,7 +104,7 @@ def test_a_cluster_that_wants_a_token(
     monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
     check_access(head.address)
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    with pytest.raises(ResourcesError, match="it wants a token, and RAY_AUTH_MODE=disabled sends none"):
+    with pytest.raises(ResourcesError, match="it requires a token, but RAY_AUTH_MODE=disabled sends none"):
         check_access(head.address)
     assert head.seen == ["", "Bearer of another cluster", f"Bearer {TOKEN}", "Bearer wrong", f"Bearer {TOKEN}", ""]
     monkeypatch.delenv("RAY_AUTH_MODE")  # as Ray was before it took a token that is there without being told
@@ -111,7 +112,7 @@ def test_a_cluster_that_wants_a_token(
         "ray._private.authentication.authentication_token_setup.maybe_enable_token_auth_if_token_available"
     )
     with pytest.raises(
-        ResourcesError, match=r"Ray [\d.]+ sends none as long as RAY_AUTH_MODE is not set; .* RAY_AUTH_MODE=token"
+        ResourcesError, match=r"Ray [\d.]+ sends none as long as RAY_AUTH_MODE is not set\. .* RAY_AUTH_MODE=token"
     ):
         check_access(head.address)
 
@@ -136,7 +137,7 @@ def test_a_run_says_so_at_once(
     raydfl = Raydfl(capsys)
     file = written(tiny("ray.actors=1", f"ray.address={address}"), tmp_path)
     for command in (["run"], ["data", "prepare"]):
-        raydfl(*command, file).refuses(rf"error: the Ray cluster at {address} refused access: it wants a token")
+        raydfl(*command, file).refuses(rf"error: the Ray cluster at {address} refused access: it requires a token")
 
 
 # -- folders ---------------------------------------------------------------------------------------------------------
@@ -168,7 +169,7 @@ def test_what_would_be_lost_with_the_job_is_refused(
         return
     name = setting.partition(".")[2]
     said.refuses(
-        rf"{setting}: {job_folder}/here lies in the temporary folder of this Ray job", f"{setting}=/shared/{name}"
+        rf"{setting}: {job_folder}/here is in the temporary folder of this Ray job", f"{setting}=/shared/{name}"
     )
     assert not list(job_folder.iterdir())
 
@@ -194,7 +195,9 @@ def test_a_job_that_was_uploaded_with_a_token_is_refused(
     (job_folder / name).parent.mkdir(parents=True, exist_ok=True)
     (job_folder / name).write_text(content + "\n")
     before = sorted(job_folder.rglob("*"))
-    raydfl(*words, "harmless.yaml").refuses(rf"{name} was uploaded with the job's working directory.*make a new one")
+    raydfl(*words, "harmless.yaml").refuses(
+        rf"{name} was uploaded with the job's working directory.*create a new token"
+    )
     assert sorted(job_folder.rglob("*")) == before
     monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR")  # in a shell that is nobody's business
     assert "was uploaded" not in raydfl(*words, "harmless.yaml").err
@@ -205,11 +208,11 @@ def test_a_token_is_ignored_by_git_and_so_by_the_upload() -> None:
 
 
 def test_absolute_paths_and_uris_are_kept(tmp_path: Path) -> None:
-    check_kept(
+    check_persistent(
         {"run.dir": "s3://bucket/runs", "data.cache": tmp_path, "other": "/runtime_resources/x/working_dir_files"}
     )
     with pytest.raises(ConfigError, match=r"or a URI such as s3://bucket/runs"):
-        check_kept({"run.dir": "/r/runtime_resources/working_dir_files/_ray_pkg_1/runs"})
+        check_persistent({"run.dir": "/r/runtime_resources/working_dir_files/_ray_pkg_1/runs"})
 
 
 def test_a_job_without_a_name_is_told_that_it_will_not_go_on(job_folder: Path, tiny: Tiny) -> None:

@@ -126,7 +126,7 @@ def test_without_the_token_nothing_is_submitted(head: Head, package: Path, tmp_p
     error = joined.stderr.splitlines()[-1]
     # An old Ray has to be told to look for a token.
     reason = (
-        rf"it wants a token, and (there is none in {tmp_path}|Ray [\d.]+ sends none)"
+        rf"it requires a token, but ({tmp_path}\S* contains none|Ray [\d.]+ sends none)"
         if token is None
         else f"the token in {path} is not"
     )
@@ -149,7 +149,7 @@ def test_a_job_that_would_write_into_its_temporary_folder_is_refused(head: Head,
     )
     assert done.returncode == 1  # whatever the entry's code: Ray says FAILED and 1
     assert "exit code 2" in done.stdout + done.stderr
-    assert re.search(r"error: run.dir: \S+_ray_pkg_\w+/runs lies in the temporary folder of this Ray job", done.stdout)
+    assert re.search(r"error: run.dir: \S+_ray_pkg_\w+/runs is in the temporary folder of this Ray job", done.stdout)
     assert "run.dir=/shared/" in done.stdout
 
 

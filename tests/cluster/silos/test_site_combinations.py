@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from raydfl import Config, make_config, read_rows, resume, run
-from raydfl.cluster.sites import folder_at
+from raydfl.cluster.sites import place_folder
 from raydfl.core.errors import ConfigError
 from raydfl.data import Population, build_population
 from raydfl.runs import Progress, create
@@ -31,7 +31,9 @@ def open_sites(config: Config) -> tuple[Population, dict[str, Population]]:
     """Return a run's population as the server has it, and as each site has it."""
     run_dir = folder_of(config)
     known = pickle.loads(pickle.dumps(Population.load(run_dir / "population")))  # as an actor at a site gets it
-    return known, {site: known.at(site, folder_at(config, run_dir, site) / "population") for site in config.data.sites}
+    return known, {
+        site: known.at(site, place_folder(config, run_dir, site) / "population") for site in config.data.sites
+    }
 
 
 def assert_has_clips(known: Population, at_site: Population, site: str, alone: Population, part: str = "") -> None:
@@ -113,7 +115,7 @@ def test_a_part_may_be_at_some_sites_and_a_resumed_run_has_the_same_bits(silos: 
     stopped = silos(*settings, "run.name=stopped", "train.rounds=1", **SOUTH_ALONE)
     resume(run(stopped).run_dir, ["train.rounds=2"])
     found = [
-        read_tensors(folder_of(config), *(folder_at(config, folder_of(config), s) / "private" for s in at_sites))
+        read_tensors(folder_of(config), *(place_folder(config, folder_of(config), s) / "private" for s in at_sites))
         for config in (whole, stopped)
     ]
     assert_same_bits(*found)

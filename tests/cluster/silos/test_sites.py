@@ -16,7 +16,7 @@ from helpers import differ
 from sklearn.metrics import average_precision_score
 
 from raydfl.cluster.site_reports import SiteReport, join_sites
-from raydfl.cluster.sites import folder_at
+from raydfl.cluster.sites import place_folder
 from raydfl.core.errors import ConfigError, DataError, ResourcesError, RunDirectoryError
 from raydfl.core.settings import FIRST_VIEW
 from raydfl.data.part import StoredView
@@ -25,7 +25,7 @@ from raydfl.data.shards import Shard
 from raydfl.engine.config import Config, make_config
 from raydfl.engine.listeners import Compaction
 from raydfl.engine.rounds import Checkpoint
-from raydfl.engine.storage.folder import stored_config
+from raydfl.engine.storage.folder import read_config
 from raydfl.engine.storage.private import PrivateStore
 from raydfl.engine.storage.record import read_rows
 from raydfl.experiments import prepare
@@ -46,7 +46,7 @@ def folder_of(config: Config) -> Path:
 
 
 def at(config: Config, site: str) -> Path:
-    return folder_at(config, folder_of(config), site)
+    return place_folder(config, folder_of(config), site)
 
 
 def whole(config: Config) -> dict[str, bytes]:
@@ -370,7 +370,7 @@ def test_settings_of_sites_are_checked(tiny: Silos, sites: str, message: str) ->
 def test_configurations_without_sites_keep_their_digest(tiny: Silos) -> None:
     config = tiny()
     assert config.digest() == tiny("data.sites={}").digest()
-    assert stored_config(create(config, Progress("quiet"))).data.sites == {}
+    assert read_config(create(config, Progress("quiet"))).data.sites == {}
 
 
 def test_a_site_that_no_node_is_is_named(silos: Silos, ray_session: None) -> None:
