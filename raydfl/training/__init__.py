@@ -12,7 +12,7 @@ from raydfl.training.clock import Clock, DeadlineExceededError
 from raydfl.training.execution import Execution
 from raydfl.training.ownership import find_fixed_tensors
 from raydfl.training.plan import Plan
-from raydfl.training.precision import check_device, computing_in
+from raydfl.training.precision import autocast, check_device, computing_in
 from raydfl.training.randomness import preserve_generators
 from raydfl.training.replica import Replica
 from raydfl.training.settings import ClientSettings, PhaseSettings, TrainSettings
@@ -31,6 +31,7 @@ __all__ = [
     "Reported",
     "Step",
     "TrainSettings",
+    "autocast",
     "check_device",
     "computing_in",
     "find_fixed_tensors",

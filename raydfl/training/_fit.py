@@ -25,7 +25,7 @@ from raydfl.training.moments import restore_moments, save_moments
 from raydfl.training.optimiser import Optimiser, make_torch_optimiser
 from raydfl.training.ownership import set_training_mode
 from raydfl.training.plan import Plan, draw_order
-from raydfl.training.precision import GradientScale, computing_in
+from raydfl.training.precision import GradientScale, autocast
 from raydfl.training.randomness import derive_step_seed, fit_seed, use_step_seed
 from raydfl.training.step import Loss, Step, compute_loss
 from raydfl.training.together import lockstep, signature
@@ -189,12 +189,12 @@ def _transform_batches(data: Examples, order: Sequence[np.ndarray], first: int, 
             for view in drawn[0]
         }
         tensors = data.batch(np.concatenate(part), drawn=joined).tensors()
-        place = 0
+        start_row = 0
         for index in part:
             yield _trim_padding(
-                Batch.of({name: tensor[place : place + len(index)] for name, tensor in tensors.items()})
+                Batch.of({name: tensor[start_row : start_row + len(index)] for name, tensor in tensors.items()})
             )
-            place += len(index)
+            start_row += len(index)
 
 
 def _trim_padding(batch: Batch) -> Batch:
@@ -290,7 +290,7 @@ class _Fit(FitCall):
 
         def backpropagate(number: int, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
             optimiser.clear_gradients()
-            with use_step_seed(derive_step_seed(seed, number)), computing_in(precision, step.device):
+            with use_step_seed(derive_step_seed(seed, number)), autocast(precision, step.device):
                 value, reports = compute_loss(losses[number % len(losses)], step, batch)
             (value if scale is None else value * scale.scale).backward()  # type: ignore[no-untyped-call]
             return value.detach(), reports
@@ -364,7 +364,7 @@ class _Predict:
         network = step.models[self.model]
         network.eval()
         batches = self.examples.batches(self.batch_size, None, step.device)
-        with computing_in(step.training.precision, step.device):
+        with autocast(step.training.precision, step.device):
             parts = [step.forward(self.model, batch).cpu() for batch in batches]
         if not parts:
             return torch.zeros((0, next(spec.width for spec in step.client.models if spec.name == self.model)))

@@ -8,6 +8,7 @@ GPU, and compute in float32 on a CPU.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
@@ -36,7 +37,7 @@ def check_device(precision: Precision, device: torch.device) -> None:
         )
 
 
-def computing_in(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
+def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
     """Run eligible operations in a lower precision inside a ``with`` block, as ``torch.autocast`` does.
 
     Args:
@@ -46,6 +47,12 @@ def computing_in(precision: Precision, device: torch.device) -> AbstractContextM
     if precision == "float32":
         return contextlib.nullcontext()
     return torch.autocast(device.type, getattr(torch, precision))
+
+
+def computing_in(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
+    """Use :func:`autocast`. This is its former name."""
+    warnings.warn("raydfl.computing_in is now named raydfl.autocast", DeprecationWarning, stacklevel=2)
+    return autocast(precision, device)
 
 
 class GradientScale:

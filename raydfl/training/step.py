@@ -113,9 +113,9 @@ class Step:
 
     def named_parameters(self, model: str) -> Mapping[str, Tensor]:
         """Return all live parameters of a model by flat name, including fixed parameters."""
-        known = self.execution.find_networks(self.models)
-        if known is not None:
-            return known.parameters[model]
+        networks = self.execution.find_networks(self.models)
+        if networks is not None:
+            return networks.parameters[model]
         return {f"{model}/{key}": parameter for key, parameter in self.models[model].named_parameters()}
 
     def floating_state(self, *models: str) -> dict[str, Tensor]:
@@ -124,9 +124,9 @@ class Step:
         The tensors are detached views of the live ones. Integer buffers (counters) and fixed tensors are neither sent nor
         kept, and are omitted.
         """
-        known = self.execution.find_networks(self.models)
-        if known is not None:
-            return {k: v.detach() for name in (models or self.models) for k, v in known.floating[name].items()}
+        networks = self.execution.find_networks(self.models)
+        if networks is not None:
+            return {k: v.detach() for name in (models or self.models) for k, v in networks.floating[name].items()}
         return {
             f"{name}/{key}": value
             for name in (models or self.models)

@@ -34,7 +34,7 @@ from raydfl.training.call import FitCall
 from raydfl.training.moments import Moments, restore_moments, save_moments
 from raydfl.training.optimiser import Optimiser
 from raydfl.training.plan import draw_order
-from raydfl.training.precision import GradientScale, computing_in
+from raydfl.training.precision import GradientScale, autocast
 from raydfl.training.randomness import (
     derive_step_seed,
     fit_seed,
@@ -117,10 +117,10 @@ def fit_batched(calls: Sequence[FitCall]) -> list[Metrics]:
         raise
     results: list[Metrics] = [{}] * len(steps)
     reported = {name: report.tolist() for name, report in reports.items()}
-    for place, (position, metrics) in enumerate(
+    for row, (position, metrics) in enumerate(
         zip(order, _to_metrics(values, batches.sizes[:done], len(losses)), strict=True)
     ):
-        results[position] = {**metrics, **{name: Ratio(*report[place]) for name, report in reported.items()}}
+        results[position] = {**metrics, **{name: Ratio(*report[row]) for name, report in reported.items()}}
         steps[position].clock.steps += int(cast(Ratio, metrics["steps"]).total)
     for position in order[: batches.clients(done) if done < len(batches) else 0]:
         steps[position].clock.cut = True
@@ -164,7 +164,7 @@ def predict_batched(steps: Sequence[Step], model: str, examples: Sequence[Exampl
                 batch, sizes = select_first(batch), sizes * len(steps)
             else:
                 group.truncate(batches.clients(number))
-            with computing_in(steps[0].training.precision, steps[0].device):
+            with autocast(steps[0].training.precision, steps[0].device):
                 logits = group.compute(forward, batch, None, shared)
             for part, values, size in zip(parts, logits, sizes, strict=False):  # finished clients have no values
                 part.append(values[:size])
@@ -270,7 +270,7 @@ def _run_steps(
         batch = batches.batch(number)
         for position, loss in enumerate(losses):
             optimiser.clear_gradients()
-            with computing_in(precision, first.device):
+            with autocast(precision, first.device):
                 value, reports = group.compute(
                     functools.partial(compute_loss, loss),
                     batch,

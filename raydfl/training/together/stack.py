@@ -34,10 +34,10 @@ class _ModelTensors:
     """
 
     def __init__(self, models: Mapping[str, nn.Module], fixed: frozenset[str] = frozenset()) -> None:
-        self.own: dict[str, Tensor] = {}
+        self.by_name: dict[str, Tensor] = {}
         """Live tensors by name. The name starts with the model's name."""
         self.fixed: dict[str, Tensor] = {}
-        """Tensors of ``own`` with equal values for all clients."""
+        """Tensors of ``by_name`` with equal values for all clients."""
         self.buffers: list[str] = []
         self.trainable: dict[str, list[str]] = {name: [] for name in models}
         """Names of the trainable parameters by model."""
@@ -54,9 +54,9 @@ class _ModelTensors:
                             continue
                         name = names.setdefault(id(tensor), f"{model}/{path}.{key}")
                         self._places.append((cast("dict[str, Any]", holder), key, name))
-                        if name in self.own:
+                        if name in self.by_name:
                             continue
-                        self.own[name] = tensor
+                        self.by_name[name] = tensor
                         if (f"{model}/{path}.{key}" if path else f"{model}/{key}") in fixed:
                             self.fixed[name] = tensor
                             continue
@@ -84,7 +84,7 @@ class _ModelTensors:
                 raise NotBatchableError(f"a model stores a value in its forward(), in its attribute {changed[0]!r}")
         finally:
             for holder, key, name in self._places:
-                holder[key] = self.own[name]
+                holder[key] = self.by_name[name]
             for live, before in attributes:
                 for name in live.keys() - before.keys():
                     del live[name]
@@ -120,10 +120,10 @@ class StackedClients:
         """Stack the current tensors of all clients."""
         self.stacked: dict[str, Tensor] = {}
         """Parameters and buffers [clients, ...] by name."""
-        for name in self.tensors[0].own:
+        for name in self.tensors[0].by_name:
             if name in self.tensors[0].fixed:
                 continue
-            self.stacked[name] = torch.stack([tensors.own[name].detach() for tensors in self.tensors])
+            self.stacked[name] = torch.stack([tensors.by_name[name].detach() for tensors in self.tensors])
         self.live = dict(self.stacked)
         """Rows of ``stacked`` of the active clients. Trained tensors are leaves."""
         self.active = len(self.steps)
@@ -228,7 +228,7 @@ class StackedClients:
         changed = [name for leaves in self.leaves.values() for name in leaves]
         with torch.no_grad():
             for name in (*changed, *self.tensors[0].buffers):
-                torch._foreach_copy_([tensors.own[name] for tensors in self.tensors], self.stacked[name].unbind())
+                torch._foreach_copy_([tensors.by_name[name] for tensors in self.tensors], self.stacked[name].unbind())
 
 
 def _is_same_everywhere(source: TensorSource, values: Sequence[Tensor]) -> bool:
