@@ -238,7 +238,7 @@ def test_where_it_is_possible_they_lie_in_one_vector() -> None:
         assert flat.vector.tobytes() == FlatTensors.of(sent).vector.tobytes()
         live[next(iter(live))].zero_()
         assert flat.vector.tobytes() == FlatTensors.of(sent).vector.tobytes()  # a copy
-        assert isinstance(built_module._Vector.of(models), built_module._Vector) == possible
+        assert isinstance(built_module._Vector.from_models(models), built_module._Vector) == possible
 
 
 def test_own_tensors_are_a_copy_made_when_needed() -> None:
