@@ -52,8 +52,8 @@ from raydfl.runs import run as run
 from raydfl.runs.inference import classify as classify
 from raydfl.runs.inference import export_model as export_model
 from raydfl.runs.inference import load_model as load_model
-from raydfl.runs.report import parts_of_rounds as parts_of_rounds
 from raydfl.runs.report import read_run as read_run
+from raydfl.runs.report import split_round_times as split_round_times
 from raydfl.runs.tracking import FilesTracker as FilesTracker
 from raydfl.training import Step as Step
 from raydfl.training import autocast as autocast

@@ -31,7 +31,7 @@ class RayPool:
     started, also in the middle of a round.
     """
 
-    apart = True
+    concurrent = True
 
     def __init__(
         self,

@@ -12,8 +12,8 @@ from raydfl.core.errors import ConfigError, DataError, nearest
 from raydfl.core.seeds import seed_for
 from raydfl.data.features.alteration import UNALTERED, Alteration, Alterations
 from raydfl.data.features.cache import FeatureStore
-from raydfl.data.features.digests import rows_of
-from raydfl.data.features.statistics import group_numbers, normalise_groups, statistics_of
+from raydfl.data.features.digests import iterate_rows
+from raydfl.data.features.statistics import load_statistics, normalise_groups, number_groups
 from raydfl.data.features.wave import BY_TRAINING_CLIPS
 from raydfl.data.noise import NOISELESS, Noise, noise_for
 from raydfl.data.part import CLEAN, Part, StoredView
@@ -49,7 +49,7 @@ class Assembler:
         self.train = self.tables.has_role("train")
         self._prepared, self._complete = prepared, complete
         self._trained = np.isin(np.arange(manifest.num_rows), self.clip[self.train])
-        self._group = self._statistics_of()
+        self._group = self._load_statistics()
         self.stores: list[FeatureStore] = []
         self.failures: dict[int, str] = {}
         """Rows of the list whose clips cannot be read with noise, altered or in their client's channel, with the reasons."""
@@ -58,12 +58,12 @@ class Assembler:
         self.messages: list[str] = []
         """About ``data.views``."""
 
-    def _statistics_of(self) -> np.ndarray:
+    def _load_statistics(self) -> np.ndarray:
         """Return whose statistics each clip is normalised with, as a number: int64 [clips of the list]."""
         if self.data.features.normalise == "part":
             return np.zeros(self.manifest.num_rows, np.int64)
         if self.data.features.normalise != "client":
-            return group_numbers(self.manifest)
+            return number_groups(self.manifest)
         nobody = self.tables.clients.num_rows  # their statistics are those of all training clips
         numbers, owned = np.full(self.manifest.num_rows, nobody, np.int64), self.client >= 0
         numbers[self.clip[owned]] = self.client[owned]
@@ -88,7 +88,7 @@ class Assembler:
         arrays: dict[str, np.ndarray] = {}
         messages = [*messages, *tables.messages]
         if data.features.normalise in BY_TRAINING_CLIPS:
-            arrays["statistics"] = statistics_of(self.stores[CLEAN])
+            arrays["statistics"] = load_statistics(self.stores[CLEAN])
             messages += self._strange_groups()
         (first_name, first_view), *others = data.all_views.items()
         if self.train.any():
@@ -269,7 +269,7 @@ class Assembler:
                 rows = rows[np.argsort(self.client[rows], kind="stable")]
                 ends = np.searchsorted(self.client[rows], np.arange(clients.num_rows + 1))
                 bounds = (ends[:-1], ends[1:])
-            everything = statistics_of(self.stores[CLEAN]).shape[1] - 1
+            everything = load_statistics(self.stores[CLEAN]).shape[1] - 1
             found["statistics"] = pa.array(_statistics(everything, self._group[self.clip[rows]], *bounds))
         order = ("client", "by_id", "group", "first", "stop", "noisy", "label_errors", "statistics")
         return pa.record_batch({name: found[name] for name in [*order, *found] if name in found})
@@ -285,7 +285,7 @@ class Assembler:
             hint = nearest(view.column, manifest.column_names)
             raise DataError(f"{where}.column: the manifest has no column {view.column!r}; {hint}")
         dataset = self.data.source.open()
-        paths = [dataset.file_of(row, view.column) for row in rows_of(manifest)]
+        paths = [dataset.file_of(row, view.column) for row in iterate_rows(manifest)]
         there = np.array([number for number, path in enumerate(paths) if path is not None], np.int64)
         if not len(there) and self._complete:  # other sites may have some
             raise DataError(f"{where}.column: no row of the manifest has a file in the column {view.column!r}")

@@ -79,16 +79,16 @@ class Adversary:
 
         def reference(update: Update, layout: Layout) -> np.ndarray:
             if (update.key, layout) not in references:
-                references[update.key, layout] = self._reference(layout, current.get(update.key, {}))
+                references[update.key, layout] = self._read_reference(layout, current.get(update.key, {}))
             return references[update.key, layout]
 
         if isinstance(attack, ColludingAttack):
             whole = (fill_cuts(update, current.get(update.key, {})) for update in updates)
-            return _colluding(attack, whole, attacking, about, reference, round_index)
+            return _collude(attack, whole, attacking, about, reference, round_index)
 
         def replace(update: Update) -> Update:
             flat = FlatTensors.of(update.tensors)
-            start = reference(update, flat.layout) if not update.cuts else self._cut_reference(update, current)
+            start = reference(update, flat.layout) if not update.cuts else self._read_cut_reference(update, current)
             honest = flat.vector - start.astype(np.float64)
             rng = seeds.generator(self._seed, round_index, update.client_id, "attack")
             with naming_failures(attack, "change", f"round {round_index + 1}", kind="attack"):
@@ -97,7 +97,7 @@ class Adversary:
 
         return (replace(update) if update.client_id in attacking else update for update in updates)
 
-    def _reference(self, layout: Layout, current: Tensors) -> np.ndarray:
+    def _read_reference(self, layout: Layout, current: Tensors) -> np.ndarray:
         """Return the server's values, float32 [layout.size]. 0 for unknown tensors, and for tensors sent as changes."""
         vector = np.zeros(layout.size, np.float32)
         for name in layout.names:
@@ -105,16 +105,16 @@ class Adversary:
                 vector[layout.columns(name)] = current[name].detach().cpu().numpy().ravel()
         return vector
 
-    def _cut_reference(self, update: Update, current: Mapping[str, Tensors]) -> np.ndarray:
+    def _read_cut_reference(self, update: Update, current: Mapping[str, Tensors]) -> np.ndarray:
         """Return the server's values at the elements of a cut update, float32 [elements of the update]."""
         known = current.get(update.key, {})
         whole = FlatTensors.of({name: known[name] for name in update.cuts})
         parts = cut_tensors(whole, update.cuts, f"client {update.client_id!r}")
         rest = {name: value for name, value in known.items() if name not in update.cuts}
-        return self._reference(Layout.of(update.tensors), {**rest, **parts})
+        return self._read_reference(Layout.of(update.tensors), {**rest, **parts})
 
 
-def _colluding(
+def _collude(
     attack: ColludingAttack,
     updates: Iterable[Update],
     attacking: frozenset[str],

@@ -68,7 +68,7 @@ class Clients(OnDemand[Client]):
             self._choices.append(None if drawn is None else _shrink(drawn))
         self._index = functools.lru_cache(_CACHE_SIZE)(population.index)
         self._settings = config.train.clients
-        self._client = functools.lru_cache(_CACHE_SIZE)(self._make)
+        self._client = functools.lru_cache(_CACHE_SIZE)(self._make_client)
         self._method = config.parts.method
         self._read = self._method.needs.columns
         self._own_models = functools.lru_cache(_CACHE_SIZE)(self._narrow)
@@ -81,14 +81,14 @@ class Clients(OnDemand[Client]):
         client: Client = self._client(position)
         return client
 
-    def _make(self, position: int) -> Client:
-        profile = self._profile(position)
+    def _make_client(self, position: int) -> Client:
+        profile = self._read_profile(position)
         read = tuple((name, profile[name]) for name in self._read if name in profile)
         return Client(
             id=self._population.ids[position],
             index=position,
             num_examples=self._population.num_examples(position),
-            models=self._own_models(self._models(position), read),
+            models=self._own_models(self._select_models(position), read),
             profile=profile,
             **self._find_chance(position),
         )
@@ -106,14 +106,14 @@ class Clients(OnDemand[Client]):
         Raises:
             ConfigError: ``train.clients`` does not fit the clients.
         """
-        return None if self._settings is None else make_draw(self._settings, self._population, self._column)
+        return None if self._settings is None else make_draw(self._settings, self._population, self._read_column)
 
     @property
     def eligible(self) -> int:
         """Number of clients that may take part in training."""
         return len(self) if self.draw is None else self.draw.eligible
 
-    def _column(self, name: str) -> tuple[Sequence[Any], np.ndarray]:
+    def _read_column(self, name: str) -> tuple[Sequence[Any], np.ndarray]:
         """Return a column of all profiles, including ``data.profile``.
 
         Returns:
@@ -131,7 +131,7 @@ class Clients(OnDemand[Client]):
     def _narrow(self, models: tuple[ModelSpec, ...], read: tuple[tuple[str, Any], ...]) -> tuple[ModelSpec, ...]:
         return self._method.client_models(models, dict(read))
 
-    def _profile(self, position: int) -> dict[str, Any]:
+    def _read_profile(self, position: int) -> dict[str, Any]:
         first, dealt_values = self._dealt[self._population.part_of(position)]
         own = {name: values[int(places[position - first])] for name, (values, places) in dealt_values.items()}
         return {**self._population.profile(position), **own}
@@ -143,10 +143,10 @@ class Clients(OnDemand[Client]):
             ConfigError: A client's value has no architecture.
         """
         position_of = {key: place for place, key in enumerate(keys)}
-        places = _map_values(*self._column(column), position_of)
+        places = _map_values(*self._read_column(column), position_of)
         missing = np.flatnonzero(places < 0)
         if len(missing):
-            value = self._profile(int(missing[0])).get(column)
+            value = self._read_profile(int(missing[0])).get(column)
             raise ConfigError(
                 f"models.{model}.choices: no architecture for client {self._population.ids[int(missing[0])]!r}, whose {column} is "
                 f"{value!r}; {nearest(format_value(value), keys)}"
@@ -173,7 +173,7 @@ class Clients(OnDemand[Client]):
         """
         return self._index(client_id)
 
-    def _models(self, position: int) -> tuple[ModelSpec, ...]:
+    def _select_models(self, position: int) -> tuple[ModelSpec, ...]:
         return tuple(
             specs[0] if chosen is None else specs[int(chosen[position])]
             for specs, chosen in zip(self._specs[self._population.part_of(position)], self._choices, strict=True)
@@ -193,10 +193,10 @@ class Clients(OnDemand[Client]):
 
     def variants_of_parts(self) -> dict[str, list[tuple[ModelSpec, ...]]]:
         """Return the distinct combinations of architectures of each part, as the server has them."""
-        return {part: self._variants(positions) for part, positions in self._population.spans.items()}
+        return {part: self._find_variants(positions) for part, positions in self._population.spans.items()}
 
-    def _variants(self, positions: range) -> list[tuple[ModelSpec, ...]]:
-        return [self._models(position) for position in self._find_distinct(positions, self._choices)]
+    def _find_variants(self, positions: range) -> list[tuple[ModelSpec, ...]]:
+        return [self._select_models(position) for position in self._find_distinct(positions, self._choices)]
 
     def narrow_variants(self) -> dict[str, list[tuple[ModelSpec, ...]]]:
         """Return the distinct combinations of ``Method.client_models`` of each part that differ from the server's networks.
@@ -204,12 +204,12 @@ class Clients(OnDemand[Client]):
         Raises:
             ConfigError: The method has no network for a client's profile.
         """
-        read = [self._column(name)[1] for name in self._read]
+        read = [self._read_column(name)[1] for name in self._read]
         return {
             part: [
                 own
                 for position in self._find_distinct(positions, [*self._choices, *read])
-                if (own := self[position].models) != self._models(position)
+                if (own := self[position].models) != self._select_models(position)
             ]
             for part, positions in self._population.spans.items()
         }

@@ -104,29 +104,31 @@ def drop_neutral(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
 def _describe_part(data: DataSettings) -> dict[str, Any]:
     """Return the settings of a part that affect results."""
     values = _add_transform_options(data, data.model_dump(mode="json"))
-    found = _add_dataset_options(data, values)
-    _drop_neutral({"data": found}, "data")
-    _mark_statistics(data, found)
-    found.pop("cache")
-    return found
+    decisive = _add_dataset_options(data, values)
+    _drop_neutral({"data": decisive}, "data")
+    _mark_statistics(data, decisive)
+    decisive.pop("cache")
+    return decisive
 
 
 def _add_transform_options(data: DataSettings, values: Mapping[str, Any]) -> dict[str, Any]:
     """Add the defaults of the transforms' options, and the order of the pools, to values of ``data``."""
     views = data.all_views
-    found = {**values, "transforms": _transforms(views[FIRST_VIEW])}
-    found["views"] = {name: {**own, "transforms": _transforms(views[name])} for name, own in values["views"].items()}
+    extended = {**values, "transforms": _list_transforms(views[FIRST_VIEW])}
+    extended["views"] = {
+        name: {**view, "transforms": _list_transforms(views[name])} for name, view in values["views"].items()
+    }
     if data.pools:
-        found["pools"] = [*values["pools"].items()]  # order matters: methods train on the first pool by default
-    return found
+        extended["pools"] = [*values["pools"].items()]  # order matters: methods train on the first pool by default
+    return extended
 
 
-def _transforms(view: View) -> list[dict[str, Any]]:
+def _list_transforms(view: View) -> list[dict[str, Any]]:
     if not view.transforms:
         return []
     return [
-        {"name": given["name"], **plain(transform)}
-        for given, transform in zip(view.transforms, view.pipeline.all, strict=True)
+        {"name": setting["name"], **plain(transform)}
+        for setting, transform in zip(view.transforms, view.pipeline.all, strict=True)
     ]
 
 
@@ -135,8 +137,8 @@ def _add_dataset_options(data: DataSettings, values: Mapping[str, Any]) -> dict[
     if data.sites:
         # The order of sites determines the numbers of clients. A site's folder does not affect results.
         return {**values, "sites": [(name, _describe_site(data, name)) for name in data.sites]}
-    found = {key: values[key] for key in values if key in DataSettings.model_fields} | {"sites": []}
-    return found | _options(data) | data.uris
+    settings = {key: values[key] for key in values if key in DataSettings.model_fields} | {"sites": []}
+    return settings | _list_options(data) | data.uris
 
 
 def _describe_site(data: DataSettings, name: str) -> dict[str, Any]:
@@ -144,23 +146,23 @@ def _describe_site(data: DataSettings, name: str) -> dict[str, Any]:
     changed = {
         name: getattr(own, name) for name in ("partition", "tables") if getattr(own, name) != getattr(data, name)
     }
-    return {**_options(own), **{name: group.model_dump(mode="json") for name, group in changed.items()}}
+    return {**_list_options(own), **{name: group.model_dump(mode="json") for name, group in changed.items()}}
 
 
-def _options(data: DataSettings) -> dict[str, Any]:
+def _list_options(data: DataSettings) -> dict[str, Any]:
     """Return the data set's options, including defaults."""
     return drop_neutral(data.name, plain(data.source.open()))
 
 
-def _drop_neutral(values: dict[str, Any], *of: str) -> None:
+def _drop_neutral(values: dict[str, Any], only: str = "") -> None:
     """Remove settings of later versions with neutral values.
 
     Args:
         values: Settings groups, modified in place.
-        of: Restrict the removal to this group.
+        only: Restrict the removal to this group. Empty: all groups.
     """
     for (*groups, key), neutral in _CAME_LATER.items():
-        if of and groups[:1] != [*of]:
+        if only and groups[:1] != [only]:
             continue
         group = functools.reduce(operator.getitem, groups, values)
         if key in group and group[key] == neutral:

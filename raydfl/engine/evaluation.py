@@ -94,7 +94,7 @@ class Evaluation:
             return []
         check_server_tasks(planned, state.tensors, list(dict.fromkeys(names)), list(self._shards))
         orders: list[Order] = []
-        for task, part in itertools.product(planned or self._whole_entries(state), self._shards):
+        for task, part in itertools.product(planned or self._plan_complete_entries(state), self._shards):
             if part not in task.options.get("parts", self._shards):
                 continue
             specs = self._select_models(task, state, part)
@@ -124,7 +124,7 @@ class Evaluation:
         with naming_failures(self._method, "plan_evaluation", f"the evaluation after round {state.round_index}"):
             return self._method.plan_evaluation(state, clients)
 
-    def _whole_entries(self, state: State) -> list[Task]:
+    def _plan_complete_entries(self, state: State) -> list[Task]:
         """Return a task for each entry with a complete model. Several entries are limited to those that clients receive."""
         tasks = [Task(SERVER, phase="evaluate", receive=(key,)) for key in state.tensors]
         complete = [task for task in tasks if any(self._select_models(task, state, part) for part in self._shards)]
@@ -207,8 +207,8 @@ def pool_replies(
         if reply.client_id != SERVER:
             continue
         order = orders[reply.position]
-        prefix = _prefix(order)
-        misfit = kinds.misfit(_kinds(reply, prefix))
+        prefix = _make_prefix(order)
+        misfit = kinds.misfit(_list_kinds(reply, prefix))
         if misfit:
             raise ClientError(f"round {round_index}, the evaluation on the server's data: {misfit}")
         model = prefix, order.part, float(order.task.options.get("parts", {}).get(order.part, 0))
@@ -216,11 +216,11 @@ def pool_replies(
             server.setdefault(split, {}).setdefault(model, []).append(metrics)
     clients: dict[str, dict[str, Metrics]] = {}
     unmeasured: dict[str, str] = {}
-    prefixes = {reply.client_id: _prefix(orders[reply.position]) for reply in at_clients}
-    kinds = Kinds([_kinds(reply, prefixes[reply.client_id]) for reply in at_clients if reply.measured][:3])
+    prefixes = {reply.client_id: _make_prefix(orders[reply.position]) for reply in at_clients}
+    kinds = Kinds([_list_kinds(reply, prefixes[reply.client_id]) for reply in at_clients if reply.measured][:3])
     for reply in at_clients:
         prefix = prefixes[reply.client_id]
-        misfit = kinds.misfit(_kinds(reply, prefix))
+        misfit = kinds.misfit(_list_kinds(reply, prefix))
         if misfit or reply.rejected:
             reason = reply.rejected or reject_misfit(round_index, reply.client_id, misfit, on_error)
             unmeasured[reply.client_id] = make_printable(reason)
@@ -271,7 +271,7 @@ class _PartMean:
         return scores
 
 
-def _kinds(reply: Reply, prefix: str = "") -> dict[str, str]:
+def _list_kinds(reply: Reply, prefix: str = "") -> dict[str, str]:
     """Return the kinds of a reply's metrics."""
     kinds: dict[str, str] = {}
     for split, metrics in reply.measured.items():
@@ -279,7 +279,7 @@ def _kinds(reply: Reply, prefix: str = "") -> dict[str, str]:
     return kinds
 
 
-def _prefix(order: Order) -> str:
+def _make_prefix(order: Order) -> str:
     """Return the prefix of an order's metrics: the part, and on the server the entry of the state.
 
     The entry ``global`` has no prefix, unless the plan weights models in a part. The part's name alone then denotes their mean.

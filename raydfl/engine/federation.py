@@ -232,7 +232,7 @@ class Federation:
         report, best = done.report, self.checkpoint.selection.best
         self._committer.note_moved(done.before.private, done.get_moves(self.clients.index_of))
         if done.went_back:
-            self._committer.go_back_to(self.checkpoint.private)
+            self._committer.restore(self.checkpoint.private)
         is_best = best is not None and best.round == report.round
         due = report.round % self.config.run.commit_every == 0 or report.round == self.config.train.rounds
         if due or is_best or done.went_back or report.stopped:

@@ -46,11 +46,11 @@ def fine_tune(
             learning.append(model)
     own = dataclasses.replace(step, models=models, fixed=step.fixed - free, state={}, moments={}, execution=Execution())
     if learning:
-        fit(own, *(_loss_of(objective, model) for model in learning), epochs=epochs)
+        fit(own, *(_make_loss(objective, model) for model in learning), epochs=epochs)
     return dataclasses.replace(own, state=dict(step.state))
 
 
-def _loss_of(objective: Objective, model: str) -> Loss:
+def _make_loss(objective: Objective, model: str) -> Loss:
     def loss(step: Step, batch: Batch) -> Tensor:
         return objective.loss(step, model, batch)
 

@@ -143,10 +143,10 @@ class ReadAhead:
         train, state = self._train, checkpoint.state
         if not done.read_ahead or done.went_back or done.report.stopped:
             return checkpoint
-        if not self._pool.apart or state.round_index >= train.rounds:
+        if not self._pool.concurrent or state.round_index >= train.rounds:
             return checkpoint
         # Nothing enforces a deadline before the next call of Federation.round.
-        moving = self._committer.worth_moving(checkpoint.private) is not None
+        moving = self._committer.select_sparse(checkpoint.private) is not None
         if not moving and train.resolve_phase(state.phase).deadline is None:
             with contextlib.suppress(Exception):  # the next call of Federation.round raises the error again
                 self.begun = self._begin()
@@ -191,7 +191,7 @@ class Recorder:
         commit, waited = self._committer.take_seconds()
         report.seconds |= done.seconds | {"round": now - self._marked, "commit": commit, "commit_wait": waited}
         self._marked = now
-        rows.add({f"seconds/{what}": Ratio(seconds, 1) for what, seconds in report.seconds.items()})
+        rows.add({f"seconds/{part}": Ratio(seconds, 1) for part, seconds in report.seconds.items()})
         self._committer.add_rows(rows)
         return checkpoint
 
@@ -214,7 +214,7 @@ class Compaction:
 
     def before_commit(self, checkpoint: Checkpoint) -> Checkpoint:
         """Move the records of sparse segments into a new one."""
-        sparse = None if self._ahead.begun is not None else self._committer.worth_moving(checkpoint.private)
+        sparse = None if self._ahead.begun is not None else self._committer.select_sparse(checkpoint.private)
         if sparse is None:
             return checkpoint
         by_place: dict[str, dict[int, PrivateRef]] = {}

@@ -17,7 +17,7 @@ T = TypeVar("T")
 class Pool(Protocol):
     """Workers at one or several sites. An order is executed at its site, where its data is stored."""
 
-    apart: bool
+    concurrent: bool
     """Whether workers run while the caller continues."""
 
     def run(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> Iterator[Reply]:
@@ -49,7 +49,7 @@ class Pool(Protocol):
 class SerialPool:
     """Pool in this process, with a worker for each site, for tests, debuggers and small work. Preserves the order."""
 
-    apart = False
+    concurrent = False
 
     def __init__(self, *workers: Worker) -> None:
         self.workers = {worker.place: worker for worker in workers}

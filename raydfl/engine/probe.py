@@ -41,14 +41,14 @@ def try_models(config: Config, population: Population) -> dict[str, list[dict[st
     clients = Clients(population, config)
     variants, narrower = clients.variants_of_parts(), clients.narrow_variants()
     for part, data in config.data.each.items():
-        of_part = population.parts[part].use(data)
+        part_data = population.parts[part].use(data)
         read = {spec.view: spec.inputs for specs in variants[part] for spec in specs}
         for view, inputs in (read or {FIRST_VIEW: 0}).items():
-            length = of_part.views[view].length
-            method.objective.check(of_part.classes, None if isinstance(inputs, tuple) else length)
+            length = part_data.views[view].length
+            method.objective.check(part_data.classes, None if isinstance(inputs, tuple) else length)
         if config.labels_needed and data.unseen == "stop":
-            _check_classes(of_part)
-        batch, real = _batch(of_part, data)
+            _check_classes(part_data)
+        batch, real = _make_batch(part_data, data)
         with preserve_generators(), torch.no_grad():
             for specs in narrower[part]:
                 models = _build(method, specs, config.run.seed)
@@ -85,12 +85,12 @@ def _check_classes(population: Population) -> None:
         )
 
 
-def _batch(population: Population, data: DataSettings) -> tuple[Batch, bool]:
+def _make_batch(population: Population, data: DataSettings) -> tuple[Batch, bool]:
     """Return two training examples and True, or noise of the same shape and False if no clips are available."""
     examples = population.first_examples(2)
     if examples is not None:
         return next(examples.batches(len(examples), None)), True
-    views = {name: _noise(population.shape(name, data), view.length) for name, view in population.views.items()}
+    views = {name: _make_noise(population.shape(name, data), view.length) for name, view in population.views.items()}
     batch = Batch(
         {name: x for name, (x, _) in views.items()},
         torch.zeros(2, dtype=torch.int64),
@@ -100,7 +100,7 @@ def _batch(population: Population, data: DataSettings) -> tuple[Batch, bool]:
     return batch, False
 
 
-def _noise(shape: int | tuple[int, int, int], length: int | None) -> tuple[Tensor, Tensor | None]:
+def _make_noise(shape: int | tuple[int, int, int], length: int | None) -> tuple[Tensor, Tensor | None]:
     """Return noise, float32 [2, *shape], and its lengths, int64 [2]; ``None`` if the length is fixed."""
     size = shape if isinstance(shape, tuple) else (length or _FRAMES, shape)
     x = torch.randn(2, *size, generator=torch.Generator().manual_seed(0))
@@ -117,7 +117,7 @@ def _build(method: Method, specs: Sequence[ModelSpec], seed: int) -> Mapping[str
         raise ConfigError(f"{where} fails: {type(error).__name__}: {error} (at {place_of(error)})") from error
     if not isinstance(models, dict) or not all(isinstance(model, nn.Module) for model in models.values()):
         raise ConfigError(
-            f"{where} returns {_describe_type(models)}; it must be a dict of networks (torch.nn.Module) by name"
+            f"{where} returns {_describe_type(models)}. It must return a dict of networks (torch.nn.Module) by name"
         )
     return {name: model.eval() for name, model in models.items()}
 
@@ -127,8 +127,8 @@ def _try(
 ) -> None:
     network = models[name]
     width = next((spec.width for spec in specs if spec.name == name), specs[0].width)
-    what = next((spec.architecture for spec in specs if spec.name == name), type(network).__name__)
-    where = f"models.{name}: {what}"
+    architecture = next((spec.architecture for spec in specs if spec.name == name), type(network).__name__)
+    where = f"models.{name}: {architecture}"
     defined = getattr(type(network).forward, "__code__", type(method).build.__code__)
     place = f"{defined.co_filename}:{defined.co_firstlineno}"
     lazy = [key for key, tensor in network.state_dict(keep_vars=True).items() if is_lazy(tensor)]
@@ -150,9 +150,9 @@ def _try(
         ) from error
     if not isinstance(logits, Tensor) or logits.shape != (len(batch.y), width):
         output = "class" if method.objective.answers == "class" else "output of the objective"
-        given = f"a tensor of shape {list(logits.shape)}" if isinstance(logits, Tensor) else _describe_type(logits)
+        result = f"a tensor of shape {list(logits.shape)}" if isinstance(logits, Tensor) else _describe_type(logits)
         raise ConfigError(
-            f"{where}: forward() returns {given} for {len(batch.y)} examples ({place}). It must return logits of shape "
+            f"{where}: forward() returns {result} for {len(batch.y)} examples ({place}). It must return logits of shape "
             f"[{len(batch.y)}, {width}]: a value for each example and {output}. If this network is only a part of a model, add "
             f"its name to the method's class variable partial"
         )

@@ -117,11 +117,11 @@ class Selection:
         def build_criteria(choice: MetricChoice | None, where: str) -> dict[str, Criterion]:
             if choice is None:
                 return {}
-            given = choice.metric if isinstance(choice.metric, dict) else {}
-            check_phases(given, phases.names, f"{where}.metric", method)
+            by_phase = choice.metric if isinstance(choice.metric, dict) else {}
+            check_phases(by_phase, phases.names, f"{where}.metric", method)
             criteria = {}
             for phase in phases.names:
-                metric = given.get(phase, headline) if isinstance(choice.metric, dict) else choice.metric or headline
+                metric = by_phase.get(phase, headline) if isinstance(choice.metric, dict) else choice.metric or headline
                 if " " not in metric:
                     metric = f"{validation} {metric if '/' in metric else f'{model}/{metric}'}"
                 criteria[phase] = Criterion(metric, _is_higher_better(metric, choice.mode, where))
@@ -173,7 +173,7 @@ class Selection:
         for setting, criterion in self.wanted.get(phase, ()):
             if criterion.metric not in names:
                 during = f" in phase {phase!r}" if len(self.wanted) > 1 else ""
-                scores = sorted(name for name in names if _base(name) in HIGHER_IS_BETTER) or sorted(names)
+                scores = sorted(name for name in names if _find_base_name(name) in HIGHER_IS_BETTER) or sorted(names)
                 raise ConfigError(
                     f"{setting}.metric: {criterion.metric!r} is not measured{during}. Choose one of: "
                     f"{', '.join(scores) or 'none is measured'}"
@@ -264,7 +264,7 @@ def check_begins(phases: Phases, train: TrainSettings, best: MetricChoice | None
             )
 
 
-def _base(metric: str) -> str:
+def _find_base_name(metric: str) -> str:
     """Return the base name of a metric with its split, such as ``accuracy``."""
     return base_name(metric.partition(" ")[2])
 
@@ -277,7 +277,7 @@ def _is_higher_better(metric: str, mode: str | None, where: str) -> bool:
     """
     if mode is not None:
         return mode == "max"
-    base = _base(metric)
+    base = _find_base_name(metric)
     for ending in (HARMONIC_MEAN, *(ending for ending in OF_CLIENTS if not ending.endswith("_std"))):
         base = base.removesuffix(ending)
     if base in HIGHER_IS_BETTER:

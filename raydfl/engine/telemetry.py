@@ -72,7 +72,7 @@ class RoundReport:
     @property
     def times(self) -> dict[str, float]:
         """Seconds by part of the round, as in the metrics ``seconds/<part>``."""
-        return {**self.seconds, **{what: ratio.value for what, ratio in self.work.items()}}
+        return {**self.seconds, **{use: ratio.value for use, ratio in self.work.items()}}
 
 
 class RoundRows(list[record.MetricRow]):
@@ -119,13 +119,13 @@ def add_spans(
     """
     inside = max((reply.waited + reply.seconds for reply in replies), default=0.0)
     arrived = sent + max(0.0, answered - sent - inside) / 2  # assumes equally long ways there and back
-    found = []
+    timed = []
     for reply in replies:
         begin = min(arrived + reply.waited, answered)
         end = min(begin + reply.seconds, answered)
         span = Span(actor, sent, begin, end, answered)
-        found.append(dataclasses.replace(reply, span=span, retried=(retried or {}).get(reply.position, 0)))
-    return found
+        timed.append(dataclasses.replace(reply, span=span, retried=(retried or {}).get(reply.position, 0)))
+    return timed
 
 
 class ReplyTimer:

@@ -32,7 +32,7 @@ from raydfl.engine.storage import RunStore, decisive_changes, read_about, read_r
 from raydfl.experiments.load import CHANGEABLE, fits_state
 from raydfl.experiments.settings import overlay, plain_value
 from raydfl.experiments.study import rounds_done
-from raydfl.runs import Progress, Result, driving, iterate_rounds
+from raydfl.runs import Progress, Result, iterate_rounds, lock_run_dir
 
 ROUND, SCORE, STATUS, FAILED, WORTHLESS = "round", "score", "status", "failed", "worthless"
 """Keys of a result beside the scores."""
@@ -351,7 +351,7 @@ def clear(folder: Path) -> None:
     if not folder.exists():
         return
     store = RunStore(folder)
-    with driving(folder, Progress("quiet")):
+    with lock_run_dir(folder, Progress("quiet")):
         store.lock()
         try:
             shutil.rmtree(folder)

@@ -16,7 +16,7 @@ from raydfl.core.seeds import seed_for
 from raydfl.experiments.settings import MetricSettings
 from raydfl.experiments.state import StudyState
 from raydfl.experiments.study import Study, Trial, keys_of, rounds_done
-from raydfl.runs.report import Curve, RunRecord, problems_of, read_run
+from raydfl.runs.report import Curve, RunRecord, find_problems, read_run
 
 SUMMARIES = {
     "tail": "mean of the last evaluations",
@@ -290,7 +290,7 @@ def _read_contestant(
         if trial.identity not in records:
             records[trial.identity] = read_run(trial.run_dir)
         record = records[trial.identity]
-        problems = problems_of(record)
+        problems = find_problems(record)
         row["problems"] = "; ".join(problem.text for problem in problems)
         row["worthless"] = finished and any(problem.worthless for problem in problems)
         best = record.curves.get(("server", "best_round"))

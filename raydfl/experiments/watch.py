@@ -16,7 +16,7 @@ from raydfl.core.errors import ResourcesError
 from raydfl.experiments.federation import FAILED, ROUND, SCORE, STATUS, WORTHLESS
 from raydfl.experiments.state import StudyState
 from raydfl.experiments.study import Trial, rounds_done
-from raydfl.runs import Advance, Progress, StopSignals, duration
+from raydfl.runs import Advance, Progress, StopSignals, format_duration
 
 _QUIET = 10.0
 """Seconds without a running trial after which the user is told what the study waits for."""
@@ -150,7 +150,7 @@ class Watch(tune.Callback):
         status = "stopped" if stopped else "finished"
         self._note(found, status, reason)
         self._over += 1
-        took = duration(time.monotonic() - self._started.get(trial.trial_id, time.monotonic()))
+        took = format_duration(time.monotonic() - self._started.get(trial.trial_id, time.monotonic()))
         searched = bool(self._study.settings.domains)
         score = f", {found.metric.title} {found.metric.scale * result[SCORE]:.2f}" if searched else ""
         why = f" after round {result[ROUND]} ({reason})" if stopped else f"; worthless: {reason}" * bool(reason)

@@ -86,10 +86,10 @@ class WithViews(Method):
         return dataclasses.replace(state, extra={**state.extra, _KINDS: "".join(kinds)})
 
     def evaluate(self, step: Step, examples: Examples, batch_size: int) -> Metrics:
-        """Measure the received networks in :meth:`measured`. The fusion needs all encoders."""
+        """Measure the received networks in :meth:`select_models`. The fusion needs all encoders."""
         received = {name.partition("/")[0] for tensors in step.received.values() for name in tensors}
         metrics: dict[str, Any] = {}
-        for name in step.options.get("models", self.measured(step)):
+        for name in step.options.get("models", self.select_models(step)):
             if name == FUSION and received.issuperset(step.models) and FUSION in step.models:
                 measured = self._evaluate_fusion(step, examples, batch_size)
             elif name != FUSION and name in step.models and name in received:
@@ -99,7 +99,7 @@ class WithViews(Method):
             metrics |= {f"{name}/{metric}": value for metric, value in measured.items()}
         return metrics
 
-    def measured(self, step: Step) -> Sequence[str]:
+    def select_models(self, step: Step) -> Sequence[str]:
         """Return the names of the models to measure. The default is the student and the fusion."""
         return [*list(step.models)[:1], FUSION]
 

@@ -1,29 +1,29 @@
-"""FedGen: the server learns a generator of features from the clients' last layers, and sends it along.
+"""FedGen: the server trains a feature generator on the clients' last layers, and clients train with its features.
 
 Z. Zhu, J. Hong, J. Zhou, Data-Free Knowledge Distillation for Heterogeneous Federated Learning, ICML 2021, algorithm 1, equations
-4 and 5, and its code. G(y, e) makes features of class y out of noise e, uniform in [0, 1); head is a network's last layer and f all
-of it; n_k(y) is the number of client k's examples of class y, n(y) their sum over the cohort; t is the round, from 0:
+4 and 5, and its code. G(y, e) generates features of class y from noise e, uniform in [0, 1). head is the last layer of a network f.
+n_k(y) is the number of client k's examples of class y, n(y) their sum over the cohort, and t the round, from 0:
 
     client   CE + (generated / B) alpha_t CE(head(G(y', e)), y') + beta_t KL( softmax(head(G(y, e))) || softmax(f(x)) )
-             y the labels of the batch, y' uniform over the classes that somebody holds, B the batch size;
-             alpha_t = max(1e-4, alpha decay^t), beta_t alike; no gradient reaches the first argument of KL
-    sent     the network, and n_k
+             y are the labels of the batch, y' is uniform over the classes with examples, B is the batch size,
+             alpha_t = max(1e-4, alpha decay^t), and beta_t likewise. No gradient reaches the first argument of KL.
+    sent     the network and n_k
     server   G by ``server_steps`` steps of Adam on   mean of sum_k n_k(y) / n(y) CE(head_k(G(y, e)), y)  + diversity D,
-             D = exp(-mean over pairs of ||e_i - e_j||^2 / n * ||G_i - G_j||_1 / d), n noise, d features, y uniform over the
-             classes that somebody of the cohort holds; then w as in FedAvg
+             D = exp(-mean over pairs of ||e_i - e_j||^2 / n * ||G_i - G_j||_1 / d), with n noise values and d features,
+             y uniform over the cohort's classes with examples. Then w as in FedAvg.
 
-In the first round nothing is generated, and after ``generated_epochs`` passes of a round nothing any more. The generator lies under
-a key of its own of the server's state, ``generator``, and Adam's moments under ``generator/moments``, which nobody receives.
+The first round uses no generated features, nor does a later round after its first ``generated_epochs`` epochs. The server's state
+has the generator under the key ``generator``. Adam's moments are under ``generator/moments``, and are never sent.
 
 Readings and deviations:
 
-- G is never averaged, so its batch normalisation is safe: the server trains with each batch's statistics, and clients use the
-  running ones, which come with it.
-- G's output has the size of what the network's last layer sees; the paper's networks have 32 features there.
-- The weights n_k(y) / n(y) are those of the example. The paper's code multiplies every example's loss with every other's weight,
-  counts the examples drawn in the round, plus one, and draws labels from classes of two examples or more.
-- The learning rate of Adam decays by ``decay`` in each round, too, as in the code. An alpha or beta of 0 is 0, and not 1e-4.
-- The defaults are those for MNIST.
+- G is never averaged, so its batch normalisation is safe. The server trains with each batch's statistics. Clients receive and
+  use the running statistics.
+- G has one output per input of the network's last layer. The paper's networks have 32.
+- Each example has its own weight n_k(y) / n(y). The paper's code multiplies every example's loss by every example's weight. It
+  counts the examples sampled in the round, plus one, and samples labels from classes with at least two examples.
+- The learning rate of Adam also decays by ``decay`` in each round, as in the code. An alpha or beta of 0 stays 0, not 1e-4.
+- The defaults are the paper's for MNIST.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from raydfl.methods._method import Method
 from raydfl.training import Step, fit
 
 COUNTS = "labels/counts"
-"""float32 [classes]. Of a client: examples of each class. At the server: of the cohort that last held any of the class."""
+"""Example counts, float32 [classes]: a client's, or at the server those of the last cohort with examples of the class."""
 _HEAD, _HEAD_BIAS = "model/output.weight", "model/output.bias"
 _WEIGHTS = "fedgen/weights"
 _LEAST = 1e-4
@@ -58,38 +58,40 @@ _LEAST = 1e-4
 
 @dataclass(frozen=True, kw_only=True)
 class FedGen(Method):
-    """FedAvg whose clients also learn from features that a generator at the server makes."""
+    """FedAvg with additional training on features from a generator at the server."""
 
     needs = Needs(objectives=("classify",))
 
     alpha: Annotated[
-        float, Field(ge=0, description="weight of the cross-entropy of generated features, in the first round; 0: none")
+        float,
+        Field(ge=0, description="Weight of the cross-entropy of generated features in the first round. 0 disables it."),
     ] = 10.0
     beta: Annotated[
-        float, Field(ge=0, description="weight of the divergence from what the generator says of a label; 0: none")
+        float,
+        Field(ge=0, description="Weight of the divergence from the prediction for generated features. 0 disables it."),
     ] = 10.0
     decay: Annotated[
-        float, Field(gt=0, le=1, description="what alpha, beta and server_lr are multiplied by in each round")
+        float, Field(gt=0, le=1, description="Factor of alpha, beta and server_lr in each round. 1: no decay.")
     ] = 0.98
-    generated: Annotated[int, Field(ge=1, description="features that are generated for a batch")] = 32
+    generated: Annotated[int, Field(ge=1, description="Number of generated examples per batch.")] = 32
     generated_epochs: Annotated[
-        int, Field(ge=1, description="passes of a round in which features are generated; later ones do without")
+        int, Field(ge=1, description="Number of first epochs in a round that use generated features.")
     ] = 20
-    noise: Annotated[int, Field(ge=1, description="numbers of noise that go into the generator")] = 32
-    hidden: Annotated[int, Field(ge=1, description="hidden units of the generator")] = 256
-    server_steps: Annotated[int, Field(ge=1, description="steps that train the generator in a round")] = 50
-    server_batch: Annotated[int, Field(ge=2, description="features in a step that trains the generator")] = 128
-    server_lr: Annotated[float, Field(gt=0, description="learning rate of the generator, by Adam")] = 3e-4
-    weight_decay: Annotated[float, Field(ge=0, description="weight decay of the generator")] = 0.01
+    noise: Annotated[int, Field(ge=1, description="Number of noise values at the generator's input.")] = 32
+    hidden: Annotated[int, Field(ge=1, description="Number of the generator's hidden units.")] = 256
+    server_steps: Annotated[int, Field(ge=1, description="Training steps of the generator per round.")] = 50
+    server_batch: Annotated[int, Field(ge=2, description="Batch size of the generator's training.")] = 128
+    server_lr: Annotated[float, Field(gt=0, description="Learning rate of the generator's Adam optimiser.")] = 3e-4
+    weight_decay: Annotated[float, Field(ge=0, description="Weight decay of the generator.")] = 0.01
     diversity: Annotated[
-        float, Field(ge=0, description="weight of the term that keeps generated features apart; 0: none")
+        float, Field(ge=0, description="Weight of the diversity of generated features. 0 disables it.")
     ] = 1.0
 
     def init(self, clients: Sequence[Client], models: BuiltModels, rng: np.random.Generator) -> State:
-        """FedAvg's state, a new generator, and no labels counted.
+        """Return FedAvg's state with a new generator and zero label counts.
 
         Raises:
-            ConfigError: the network has no ``embed`` or ``output``; or the latter is not linear.
+            ConfigError: The network has no ``embed``, or no linear ``output``.
         """
         state = super().init(clients, models, rng)
         head = last_layer(models[0]["model"], "fedgen")
@@ -102,7 +104,7 @@ class FedGen(Method):
         return Generator(self.noise, self.hidden, width, classes)
 
     def plan(self, state: State, clients: Sequence[Client], rng: np.random.Generator, cohort: int) -> list[Task]:
-        """Plan FedAvg's tasks; the generator goes along once it has been trained."""
+        """Plan FedAvg's tasks. Clients also receive the generator once it is trained."""
         tasks = super().plan(state, clients, rng, cohort)
         trained = all(state.extra[beside(STEPS, name)] for name in state.tensors[MODULE])
         if not trained:
@@ -110,13 +112,13 @@ class FedGen(Method):
         return [dataclasses.replace(task, receive=(*task.receive, MODULE)) for task in tasks]
 
     def loss_with_generator(self, step: Step, batch: Batch) -> Tensor:
-        """Return cross-entropy plus what is learnt from generated features."""
+        """Return cross-entropy plus the terms of generated features."""
         network = cast(Any, step.models["model"])
         logits = network.output(network.embed(*batch.input_of(network)))
         value = batch.cross_entropy(logits)
         alpha, beta = step.state[_WEIGHTS].unbind()
         if self.alpha:
-            labels = _drawn(step.reference(COUNTS) > 0, self.generated)
+            labels = _draw_classes(step.reference(COUNTS) > 0, self.generated)
             value = value + alpha * F.cross_entropy(network.output(self._features(step, labels)), labels)
         if self.beta:
             with torch.no_grad():
@@ -125,14 +127,14 @@ class FedGen(Method):
         return value
 
     def _features(self, step: Step, labels: Tensor) -> Tensor:
-        """Return features that the received generator makes of labels, with fresh noise: float32 [labels, width]."""
+        """Generate features from labels and new noise with the received generator, float32 [labels, width]."""
         head = cast(nn.Linear, cast(Any, step.models["model"]).output)
         noise = uniform(len(labels) * self.noise, labels.device).view(len(labels), self.noise)
         generator = self._generator(head.in_features, head.out_features)
         return generator.features(step.received[MODULE][VECTOR], labels, noise)[0]
 
     def local(self, step: Step) -> Update:
-        """Train, with generated features where there is a generator; send the network and the client's label counts."""
+        """Train, with generated features if received, and send the network and the client's label counts."""
         epochs = step.training.local_epochs
         with_generator = min(epochs, self.generated_epochs) if MODULE in step.received else 0
         metrics: dict[str, Any] = {}
@@ -150,25 +152,25 @@ class FedGen(Method):
         return step.update(metrics, tensors={**tensors, COUNTS: counts})
 
     def _weights(self, step: Step) -> Tensor:
-        """Return the weights of both terms in this round: float32 [2]."""
-        fade = self.decay**step.round_index
-        alpha, beta = (max(_LEAST, weight * fade) for weight in (self.alpha, self.beta))
+        """Return the weights of both terms in this round, float32 [2]."""
+        decay = self.decay**step.round_index
+        alpha, beta = (max(_LEAST, weight * decay) for weight in (self.alpha, self.beta))
         return torch.tensor([self.generated / step.training.batch_size * alpha, beta])
 
     def aggregate(self, state: State, updates: Iterable[Update], rng: np.random.Generator) -> tuple[State, Metrics]:
-        """Aggregate the networks by the rule; train the generator with the clients' last layers and label counts."""
-        seen = _Seen(updates)
-        new, report = super().aggregate(state, seen, rng)
-        tensors = {key: dict(of_key) for key, of_key in new.tensors.items()}
+        """Aggregate the networks by the rule, and train the generator with the clients' last layers and label counts."""
+        collector = _HeadCollector(updates)
+        new, report = super().aggregate(state, collector, rng)
+        tensors = {key: dict(entry) for key, entry in new.tensors.items()}
         extra, losses = dict(new.extra), list[float]()
-        for name in state.tensors[MODULE]:  # one, or one for each part
+        for name in state.tensors[MODULE]:  # One generator, or one per part.
             counts = beside(COUNTS, name)
             tensors["global"][counts] = before = state.tensors["global"][counts]
-            heads = seen.heads(name)
+            heads = collector.stack(name)
             if heads is None:
                 continue
-            held = heads.counts.sum(dim=0)
-            tensors["global"][counts] = torch.where(held > 0, held, before)
+            total = heads.counts.sum(dim=0)
+            tensors["global"][counts] = torch.where(total > 0, total, before)
             if not (self.alpha or self.beta):
                 continue  # Clients learn nothing from generated features.
             module = ServerGenerator(state, name)
@@ -179,25 +181,25 @@ class FedGen(Method):
         return dataclasses.replace(new, tensors=tensors, extra=extra), report
 
     def _train(self, module: ServerGenerator, heads: _Heads, rng: np.random.Generator, round_index: int) -> float:
-        """Take one step of the generator; return its loss without the diversity's term."""
+        """Train the generator for one step, and return its loss without the diversity term."""
         generator = self._generator(heads.weight.shape[2], heads.weight.shape[1])
-        held = np.flatnonzero(heads.counts.sum(dim=0).numpy() > 0)
-        labels = torch.from_numpy(rng.choice(held, self.server_batch))
+        classes = np.flatnonzero(heads.counts.sum(dim=0).numpy() > 0)
+        labels = torch.from_numpy(rng.choice(classes, self.server_batch))
         noise = torch.from_numpy(rng.random((self.server_batch, self.noise), np.float32))
-        found: list[Tensor] = []
+        values: list[Tensor] = []
 
         def loss(vector: Tensor) -> tuple[Tensor, Tensor]:
             features, running = generator.features(vector, labels, noise, training=True)
-            found.append(heads.loss(features, labels))
-            return found[0] + self.diversity * similarity(noise, features) if self.diversity else found[0], running
+            values.append(heads.loss(features, labels))
+            return values[0] + self.diversity * similarity(noise, features) if self.diversity else values[0], running
 
         module.train(loss, self.server_lr * self.decay**round_index, self.weight_decay)
-        return float(found[0].detach())
+        return float(values[0].detach())
 
 
 @dataclasses.dataclass(slots=True)
 class _Heads:
-    """The last layers of some clients, and how many examples of each class each of them has."""
+    """Last layers and example counts of some clients."""
 
     weight: Tensor
     """float32 [clients, classes, width]."""
@@ -207,44 +209,44 @@ class _Heads:
     """float32 [clients, classes]."""
 
     def loss(self, features: Tensor, labels: Tensor) -> Tensor:
-        """Return the mean over examples of the clients' cross-entropies, weighted by their shares of the class."""
+        """Return the mean cross-entropy of examples, with each client weighted by its share of the class."""
         logits = torch.einsum("nd,kcd->nkc", features, self.weight) + self.bias
-        each = F.cross_entropy(logits.flatten(0, 1), labels.repeat_interleave(len(self.counts)), reduction="none")
+        losses = F.cross_entropy(logits.flatten(0, 1), labels.repeat_interleave(len(self.counts)), reduction="none")
         shares = self.counts / self.counts.sum(dim=0).clamp_min(1.0)
-        return (each.view(len(labels), -1) * shares.T[labels]).sum(dim=1).mean()
+        return (losses.view(len(labels), -1) * shares.T[labels]).sum(dim=1).mean()
 
 
-class _Seen(Iterable[Update]):
-    """Updates to be read once, passed on without their label counts; last layers and counts are kept."""
+class _HeadCollector(Iterable[Update]):
+    """Iterate over updates once, without their label counts, and collect their last layers and counts."""
 
     def __init__(self, updates: Iterable[Update]) -> None:
         self._updates = updates
-        self._kept: list[dict[str, Tensor]] = []
+        self._heads: list[dict[str, Tensor]] = []
 
     def __iter__(self) -> Iterator[Update]:
         for update in self._updates:
-            looked_at = {n: v for n, v in update.tensors.items() if n.startswith((_HEAD, _HEAD_BIAS, COUNTS))}
-            of_network = {n: v for n, v in update.tensors.items() if not n.startswith(COUNTS)}
-            self._kept.append({name: value.clone() for name, value in looked_at.items()})
-            yield dataclasses.replace(update, tensors=of_network)
+            head = {n: v for n, v in update.tensors.items() if n.startswith((_HEAD, _HEAD_BIAS, COUNTS))}
+            network = {n: v for n, v in update.tensors.items() if not n.startswith(COUNTS)}
+            self._heads.append({name: value.clone() for name, value in head.items()})
+            yield dataclasses.replace(update, tensors=network)
 
-    def heads(self, of: str) -> _Heads | None:
-        """Return those that belong to a generator, by its name; ``None``: nobody with examples of such classes sent any."""
-        names = [beside(name, of) for name in (_HEAD, _HEAD_BIAS, COUNTS)]
-        found = [kept for kept in self._kept if names[2] in kept and bool((kept[names[2]] > 0).any())]
-        if not found:
+    def stack(self, generator: str) -> _Heads | None:
+        """Return the last layers of a generator's part, by its name. None if no client of the part has examples."""
+        names = [beside(name, generator) for name in (_HEAD, _HEAD_BIAS, COUNTS)]
+        heads = [head for head in self._heads if names[2] in head and bool((head[names[2]] > 0).any())]
+        if not heads:
             return None
-        weight, bias, counts = (torch.stack([kept[name] for kept in found]) for name in names)
-        return _Heads(weight, bias, counts.clamp_min(0))  # whatever a client claims
+        weight, bias, counts = (torch.stack([head[name] for head in heads]) for name in names)
+        return _Heads(weight, bias, counts.clamp_min(0))  # An attacker may send negative counts.
 
 
-def _drawn(which: Tensor, count: int) -> Tensor:
-    """Draw class numbers uniformly among some classes: int64 [count].
+def _draw_classes(mask: Tensor, count: int) -> Tensor:
+    """Draw class numbers uniformly from the classes in a mask, int64 [count].
 
     Args:
-        which: bool [classes].
-        count: of numbers.
+        mask: bool [classes].
+        count: Number of draws.
     """
-    up_to = which.float().cumsum(dim=0) / which.float().sum().clamp_min(1.0)
-    drawn = uniform(count, which.device)
-    return (drawn.unsqueeze(1) >= up_to).sum(dim=1).clamp_max(len(which) - 1)
+    cumulative = mask.float().cumsum(dim=0) / mask.float().sum().clamp_min(1.0)
+    draws = uniform(count, mask.device)
+    return (draws.unsqueeze(1) >= cumulative).sum(dim=1).clamp_max(len(mask) - 1)

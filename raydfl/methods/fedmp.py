@@ -1,21 +1,21 @@
-"""FedMP: the server chooses by a bandit how far each client prunes, and adds back what it pruned.
+"""FedMP: a bandit at the server chooses each client's pruning ratio, and the server restores the pruned weights.
 
 Z. Jiang, Y. Xu, H. Xu, Z. Wang, C. Qiao, Y. Zhao, FedMP: Federated Learning through Adaptive Model Pruning in Heterogeneous Edge
 Computing, ICDE 2022. A round:
 
-    server   chooses a ratio p_k for each client k and prunes the global model: in each layer the share p_k of filters of least L1
-    client   trains what is left
-    server   adds the residual, that is the pruned weights of the global model (R2SP), and averages the models
-    reward   of client k's choice:  (L before - L) / (1 + |T_k - mean T| / mean T),   L the cohort's mean training loss
+    server   chooses a ratio p_k for each client k, and prunes the fraction p_k of each layer's filters with the smallest L1 norm
+    client   trains the remaining filters
+    server   adds the residual, the pruned weights of the global model (R2SP), and averages the models
+    reward   of client k's ratio:  (L before - L) / (1 + |T_k - mean T| / mean T),   L the cohort's mean training loss
 
 Deviations:
 
-- The paper's bandit divides a continuous range of ratios; here there are the ``ratios`` given, each tried once by each client, then
-  the one of the largest discounted mean + exploration sqrt(ln(all tries) / tries) (UCB).
-- T_k is not the clock's but a model's: n_k (1 - p_k) / speed_k, so that a run is the same wherever it is computed and however often
-  it is resumed. The paper divides by |T_k - mean T| alone, which may be 0; here 1 is added to its share of the mean.
-- The pruned model is sent as a masked one: see :mod:`raydfl.methods._pruning` for what that does and does not mean.
-- Means are weighted by examples, so that with ``ratios: [0]`` it is FedAvg.
+- The paper's bandit divides a continuous range of ratios. Here each client tries every element of ``ratios`` once, and then the
+  ratio with the largest discounted mean + exploration sqrt(ln(all tries) / tries) (UCB).
+- T_k is not measured but modelled, n_k (1 - p_k) / speed_k, so that results do not depend on the machine or on a resume. The
+  paper divides by |T_k - mean T| alone, which may be 0. Here 1 is added to its ratio to the mean.
+- The pruned model is sent as a masked model (:mod:`raydfl.methods._pruning` describes the consequences).
+- Means are weighted by examples, so that ``ratios: [0]`` is FedAvg.
 """
 
 from __future__ import annotations
@@ -48,32 +48,32 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 
 @dataclass(frozen=True, kw_only=True)
 class FedMP(PruningMethod):
-    """Pruning ratios that the server learns to choose."""
+    """FedAvg with pruning ratios chosen by a bandit."""
 
     ratios: Annotated[
-        tuple[Share, ...], Field(min_length=1, description="pruning ratios that the server chooses from; [0] is FedAvg")
+        tuple[Share, ...], Field(min_length=1, description="Pruning ratios to choose from. [0] is FedAvg.")
     ] = (0.0, 0.2, 0.4, 0.6, 0.8)
     exploration: Annotated[
-        float, Field(ge=0, description="how much a ratio is favoured that was seldom tried; 0: the best so far")
+        float, Field(ge=0, description="Bonus of rarely tried ratios. 0: always choose the best ratio so far.")
     ] = 0.1
     discount: Annotated[
         float,
-        Field(gt=0, le=1, description="what an earlier reward counts after each further one; 1: as much as the last"),
+        Field(gt=0, le=1, description="Decay of earlier rewards with each new reward. 1: all rewards count equally."),
     ] = 0.9
     speed_from: Annotated[
-        str | None, Field(description="name in the clients' profile that says how fast each is; null: all alike")
+        str | None, Field(description="Column of the clients' profile with their speeds. null: equal speeds.")
     ] = None
 
     @property
     def prunes(self) -> bool:
-        """True where any client may prune."""
+        """True if any ratio is above 0."""
         return max(self.ratios) > 0
 
     def init(self, clients: Sequence[Client], models: BuiltModels, rng: np.random.Generator) -> State:
-        """FedAvg's state, and what the bandit knows: nothing.
+        """Return FedAvg's state, and a bandit without rewards.
 
         Raises:
-            ConfigError: there is nothing to prune, or a client's speed is no number above 0.
+            ConfigError: No network has a prunable layer, or a client's speed is not a number above 0.
         """
         state = super().init(clients, models, rng)
         if not self.prunes:
@@ -93,14 +93,14 @@ class FedMP(PruningMethod):
         tasks = super().plan(state, clients, rng, cohort)
         if not self.prunes:
             return tasks
-        known = state.extra[_BANDIT]
+        rewards = state.extra[_BANDIT]
         return [
-            dataclasses.replace(task, options={_RATIO: self.ratios[self._choice(known.get(task.client_id, {}))]})
+            dataclasses.replace(task, options={_RATIO: self.ratios[self._choose(rewards.get(task.client_id, {}))]})
             for task in tasks
         ]
 
-    def _choice(self, rewards: Mapping[str, Sequence[float]]) -> int:
-        """Return the position of the ratio to try: of the client's rewards by position, the discounted number and sum of each."""
+    def _choose(self, rewards: Mapping[str, Sequence[float]]) -> int:
+        """Return the position of the next ratio, from the discounted numbers and sums of a client's rewards by position."""
         bounds: list[float] = []
         tries = sum(number for number, _ in rewards.values())
         for position in range(len(self.ratios)):
@@ -111,7 +111,7 @@ class FedMP(PruningMethod):
         return int(np.argmax(bounds))
 
     def local(self, step: Step) -> Update:
-        """Prune as the server chose, train, and send what is left with the masks."""
+        """Prune by the chosen ratio, train, and send the model with the masks."""
         if not self.prunes:
             return super().local(step)
         layers = find_prunable_layers(step.models, step.fixed, self.prune)
@@ -123,10 +123,9 @@ class FedMP(PruningMethod):
         """Add the residuals, average, and reward each client's choice."""
         if not self.prunes:
             return super().aggregate(state, updates, rng)
-        came: dict[str, tuple[float, float, float]] = {}
-        whole = self._recovered(state, updates, came)
-        new, report = super().aggregate(state, whole, rng)
-        losses = [(loss, examples) for loss, examples, _ in came.values() if math.isfinite(loss)]
+        outcomes: dict[str, tuple[float, float, float]] = {}
+        new, report = super().aggregate(state, self._recover(state, updates, outcomes), rng)
+        losses = [(loss, examples) for loss, examples, _ in outcomes.values() if math.isfinite(loss)]
         examples = sum(number for _, number in losses)
         if not examples:
             return new, report
@@ -134,33 +133,33 @@ class FedMP(PruningMethod):
         extra = {**new.extra, _LOSS: mean_loss}
         before = state.extra[_LOSS]
         if before is not None:
-            extra[_BANDIT] = self._rewarded(state, before - mean_loss, came)
-        mean = Ratio(sum(ratio for _, _, ratio in came.values()), len(came))
+            extra[_BANDIT] = self._reward(state, before - mean_loss, outcomes)
+        mean = Ratio(sum(ratio for _, _, ratio in outcomes.values()), len(outcomes))
         return dataclasses.replace(new, extra=extra), {**report, "fedmp/ratio": mean}
 
-    def _recovered(
-        self, state: State, updates: Iterable[Update], came: dict[str, tuple[float, float, float]]
+    def _recover(
+        self, state: State, updates: Iterable[Update], outcomes: dict[str, tuple[float, float, float]]
     ) -> Iterator[Update]:
-        """Yield whole models; ``came`` has afterwards each client's training loss, examples and ratio."""
-        chosen = state.extra[_BANDIT]
+        """Yield complete models, and write each client's training loss, examples and ratio to ``outcomes``."""
+        rewards = state.extra[_BANDIT]
         for update in updates:
-            loss, ratio = update.metrics.get("loss"), self.ratios[self._choice(chosen.get(update.client_id, {}))]
+            loss, ratio = update.metrics.get("loss"), self.ratios[self._choose(rewards.get(update.client_id, {}))]
             value = loss.value if isinstance(loss, Ratio) else math.nan
-            came[update.client_id] = value, cast(float, update.weight), ratio
+            outcomes[update.client_id] = value, cast(float, update.weight), ratio
             yield recover_pruned(update, state.tensors[update.key], state.extra[_PRUNED])
 
-    def _rewarded(
-        self, state: State, progress: float, came: Mapping[str, tuple[float, float, float]]
+    def _reward(
+        self, state: State, progress: float, outcomes: Mapping[str, tuple[float, float, float]]
     ) -> dict[str, dict[str, list[float]]]:
-        """Return what the bandit knows after a round in which the loss fell by ``progress``."""
+        """Return the bandit's rewards after a round that lowered the loss by ``progress``."""
         speeds = state.extra.get(_SPEEDS, {})
-        times = {client: n * (1 - ratio) / speeds.get(client, 1.0) for client, (_, n, ratio) in came.items()}
+        times = {client: n * (1 - ratio) / speeds.get(client, 1.0) for client, (_, n, ratio) in outcomes.items()}
         mean = sum(times.values()) / len(times)
-        found = {client: dict(rewards) for client, rewards in state.extra[_BANDIT].items()}
-        for client, (_, _, ratio) in came.items():
+        rewards = {client: dict(arms) for client, arms in state.extra[_BANDIT].items()}
+        for client, (_, _, ratio) in outcomes.items():
             reward = progress / (1 + (abs(times[client] - mean) / mean if mean > 0 else 0.0))
-            earlier = {arm: [self.discount * value for value in known] for arm, known in found.get(client, {}).items()}
+            earlier = {arm: [self.discount * value for value in sums] for arm, sums in rewards.get(client, {}).items()}
             arm = str(self.ratios.index(ratio))
             number, total = earlier.get(arm, [0.0, 0.0])
-            found[client] = {**earlier, arm: [number + 1, total + reward]}
-        return found
+            rewards[client] = {**earlier, arm: [number + 1, total + reward]}
+        return rewards

@@ -39,7 +39,7 @@ class FedNova(Method):
 
     needs = Needs(optimiser="sgd")
 
-    changes: ClassVar[tuple[str, ...]] = (STEPS,)  # no values near the server's
+    changes: ClassVar[tuple[str, ...]] = (STEPS,)  # The steps have no reference value at the server.
 
     def init(self, clients: Sequence[Client], models: BuiltModels, rng: np.random.Generator) -> State:
         """Return FedAvg's state and tau_eff, zero."""
@@ -54,7 +54,9 @@ class FedNova(Method):
         tensors = step.floating_state()
         for name in [name for name in tensors if STEPS + name in step.received["global"]]:
             received = step.reference(name)
-            tensors[name] = received + (tensors[name] - received) / max(number, 1.0)  # no steps, no change
+            tensors[name] = received + (tensors[name] - received) / max(
+                number, 1.0
+            )  # Without steps there is no change.
             tensors[STEPS + name] = torch.tensor(number, device=step.device)
         return step.update(metrics, tensors=tensors)
 

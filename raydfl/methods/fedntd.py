@@ -1,12 +1,12 @@
-"""FedNTD: clients keep what the received model says about the classes that an example is not of.
+"""FedNTD: clients distil the received model's predictions for each example's other classes.
 
 G. Lee, M. Jeong, Y. Shin, S. Bae, S.-Y. Yun, Preservation of the Global Knowledge by Not-True Distillation in Federated Learning,
-NeurIPS 2022. For an example of class y, with z the client's logits, z_g those of the received model in evaluation mode, and
-z^{-y} logits without that of class y:
+NeurIPS 2022. z are the client's logits and z_g the received model's, in evaluation mode. For an example of class y, z^{-y} are the
+logits of the other classes:
 
     loss  mean of CE(z, y) + beta tau^2 KL( softmax(z_g^{-y} / tau) || softmax(z^{-y} / tau) )
 
-No gradient reaches z_g. The factor tau^2, which the authors' code has too, keeps gradients of one size.
+No gradient reaches z_g. The factor tau^2, as in the authors' code, keeps the gradients' size independent of tau.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from raydfl.training import Step
 
 @dataclass(frozen=True, kw_only=True)
 class FedNTD(Method):
-    """FedAvg plus distillation of the received model's answers about the classes that are not true."""
+    """FedAvg plus distillation of the received model's logits, without the true class."""
 
     needs = Needs(objectives=("classify",))
 
-    beta: Annotated[float, Field(ge=0, description="weight of the distillation; 0 is FedAvg")] = 1.0
-    tau: Annotated[float, Field(gt=0, description="softening of both models' outputs in the distillation; 1: none")] = (
-        1.0
-    )
+    beta: Annotated[float, Field(ge=0, description="Weight of the distillation. 0 is FedAvg.")] = 1.0
+    tau: Annotated[
+        float, Field(gt=0, description="Softmax temperature of both models in the distillation. 1: no softening.")
+    ] = 1.0
 
     def loss(self, step: Step, batch: Batch) -> Tensor:
         """Return cross-entropy plus the distillation."""
@@ -43,13 +43,13 @@ class FedNTD(Method):
         if self.beta == 0:
             return value
         with step.teacher("model", next(iter(step.received.values()))):
-            taught = step.forward("model", batch)
-        others = _others(batch.y, logits.shape[1])
-        away = compute_divergences(taught.gather(1, others), logits.gather(1, others), self.tau)
-        return value + self.beta * self.tau**2 * batch.mean(away)
+            teacher_logits = step.forward("model", batch)
+        classes = _list_false_classes(batch.y, logits.shape[1])
+        divergences = compute_divergences(teacher_logits.gather(1, classes), logits.gather(1, classes), self.tau)
+        return value + self.beta * self.tau**2 * batch.mean(divergences)
 
 
-def _others(labels: Tensor, classes: int) -> Tensor:
-    """Return the classes that are not true: int64 [batch, classes - 1], of labels int64 [batch]."""
+def _list_false_classes(labels: Tensor, classes: int) -> Tensor:
+    """Return the classes without the true class, int64 [batch, classes - 1], for labels int64 [batch]."""
     numbers = torch.arange(classes - 1, device=labels.device)
     return numbers + (numbers >= labels.unsqueeze(1))

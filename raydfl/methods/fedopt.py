@@ -1,15 +1,15 @@
-"""FedOPT as audio benchmarks run it: PyTorch's Adam at the server, on the clients' mean change.
+"""FedOPT of audio benchmarks: PyTorch's Adam at the server, on the clients' mean change.
 
-FedMLAC names its baseline FedOPT after S. Reddi et al., Adaptive Federated Optimization, ICLR 2021, and does not say which of its
-optimisers. The protocol that it follows, FedAudio (T. Zhang et al., FedAudio: A Federated Learning Benchmark for Audio Tasks,
-ICASSP 2023), gives -delta as the gradient to torch.optim.Adam, whose state is kept from round to round:
+FedMLAC names its baseline FedOPT after S. Reddi et al., Adaptive Federated Optimization, ICLR 2021, without the optimiser's name.
+Its protocol, FedAudio (T. Zhang et al., FedAudio: A Federated Learning Benchmark for Audio Tasks, ICASSP 2023), passes -delta as
+the gradient to torch.optim.Adam, and keeps Adam's state between rounds:
 
     delta = mean_k (w_k) - w        (uniform over the cohort)
     m <- beta1 m + (1 - beta1) delta,        v <- beta2 v + (1 - beta2) delta^2,        m_0 = v_0 = 0
     w <- w + server_lr (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps),        t = 1, 2, ...
 
-It differs from ``fedadam``, the algorithm of the paper, in the bias correction, in v_0, and in the defaults. Buffers are averaged
-and see no optimiser.
+It differs from ``fedadam``, the paper's algorithm, in the bias correction, in v_0 and in the defaults. Buffers are averaged without
+the optimiser.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ class FedOpt(ServerOptimiser):
     default_rule: ClassVar[Rule] = UniformMean()
 
     server_lr: Annotated[
-        float, Field(gt=0, description="server learning rate: about how far an element moves in a round")
+        float, Field(gt=0, description="Server learning rate, roughly the change of each element per round.")
     ] = 0.001
-    beta1: Annotated[float, Field(ge=0, lt=1, description="decay of the first moment; 0: no momentum")] = 0.9
-    beta2: Annotated[float, Field(ge=0, lt=1, description="decay of the second moment")] = 0.999
-    eps: Annotated[float, Field(gt=0, description="denominator offset")] = 1e-8
+    beta1: Annotated[float, Field(ge=0, lt=1, description="Decay of the first moment. 0: no momentum.")] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1, description="Decay of the second moment.")] = 0.999
+    eps: Annotated[float, Field(gt=0, description="Offset of the denominator, against division by 0.")] = 1e-8
 
     def moments(self) -> Mapping[str, float]:
-        """Both moments."""
+        """Return the initial values of both moments."""
         return {"m": 0.0, "v": 0.0}
 
     def move(
         self, old: Tensor, mean: Tensor, moments: Mapping[str, Tensor], number: int
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Take a step of Adam, bias-corrected."""
+        """Take one bias-corrected step of Adam."""
         delta = mean - old
         m = self.beta1 * moments["m"] + (1 - self.beta1) * delta
         v = self.beta2 * moments["v"] + (1 - self.beta2) * delta.square()

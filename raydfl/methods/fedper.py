@@ -1,10 +1,10 @@
-"""FedPer: base layers are averaged, the last layers stay with each client.
+"""FedPer: the server averages the base layers, and each client keeps its personal layers.
 
 M. G. Arivazhagan, V. Aggarwal, A. K. Singh, S. Choudhary, Federated Learning with Personalization Layers, 2019, algorithms 1-2:
-clients train base and personal layers together and send the base only; the server averages it weighted by examples.
+clients train base and personal layers together and send only the base. The server averages it, weighted by examples.
 
 Personal layers start from the same initial values at every client. Deviation: the paper counts personal layers from the output
-(K_P); here they are named by the beginnings of their tensors' names, which works for any network.
+(K_P). Here name prefixes of tensors select them, in any network.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class FedPer(Method):
 
     personal: Annotated[
         tuple[str, ...],
-        Field(description="beginnings of the names of personal tensors, e.g. [model/output]; empty is FedAvg"),
+        Field(description="Name prefixes of personal tensors, such as [model/output]. Empty is FedAvg."),
     ] = ("model/output",)
 
     def shared(self, name: str) -> bool:

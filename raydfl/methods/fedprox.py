@@ -1,15 +1,15 @@
-"""FedProx: FedAvg with a proximal term that keeps clients near the model they received.
+"""FedProx: FedAvg with a proximal term that keeps clients near the received model.
 
 T. Li, A. K. Sahu, M. Zaheer, M. Sanjabi, A. Talwalkar, V. Smith, Federated Optimization in Heterogeneous Networks, MLSys 2020,
 equation 2:
 
     min_w  F_k(w) + (mu / 2) ||w - w_t||^2,    so the gradient gains mu (w - w_t)
 
-mu is not given by the papers that compare audio methods with it; the original tries 0.001 to 1. Deviation: every client does the
-configured epochs (the paper also allows unequal work).
+Audio papers with FedProx as a baseline do not give mu. The original tries 0.001 to 1. Deviation: every client trains for the
+configured epochs. The paper also allows unequal work.
 
-``squared: false`` is the form as FedAudio ran it, (mu / 2) sum over tensors of ||w - w_t||_2 without the square: a pull of size
-mu / 2 on each tensor, however near it is. There mu is 1 and the mean over the cohort uniform:
+``squared: false`` is the form of FedAudio, (mu / 2) sum over tensors of ||w - w_t||_2 without the square: a pull of size mu / 2 on
+each tensor, at any distance. FedAudio's mu is 1, and its mean over the cohort is uniform:
 ``method='{name: fedprox, squared: false, mu: 1.0, rule: uniform_mean}'``.
 """
 
@@ -32,13 +32,16 @@ from raydfl.training import Step
 class FedProx(Method):
     """FedAvg plus a proximal term."""
 
-    mu: Annotated[float, Field(ge=0, description="weight of the proximal term; 0 is FedAvg; usual 0.001 to 1")] = 0.01
+    mu: Annotated[
+        float, Field(ge=0, description="Weight of the proximal term. 0 is FedAvg. Usual values are 0.001 to 1.")
+    ] = 0.01
     squared: Annotated[
-        bool, Field(description="the paper's squared norm; false: the unsquared norm of each tensor")
+        bool,
+        Field(description="Use the paper's squared norm. false: the norm of each tensor, a pull of constant size."),
     ] = True
 
     def loss(self, step: Step, batch: Batch) -> Tensor:
-        """Cross-entropy plus the proximal term over all shared parameters."""
+        """Return the objective's loss plus the proximal term over all shared parameters."""
         value = super().loss(step, batch)
         if self.mu == 0:
             return value
@@ -46,7 +49,7 @@ class FedProx(Method):
         received = [step.reference(name) for name in shared]
         if self.squared:
             return value + drift_term(list(shared.values()), self.mu, received)
-        squares = [(one - other).square().sum() for one, other in zip(shared.values(), received, strict=True)]
-        # The norm has no gradient at 0, where every round starts; the subgradient there is 0.
+        squares = [(local - start).square().sum() for local, start in zip(shared.values(), received, strict=True)]
+        # The norm has no gradient at 0, the start of every round. The subgradient 0 replaces it.
         norms = [torch.where(d > 0, d.clamp_min(1e-30).sqrt(), torch.zeros_like(d)) for d in squares]
         return value + self.mu / 2 * torch.stack(norms).sum()

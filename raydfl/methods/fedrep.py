@@ -1,14 +1,14 @@
-"""FedRep: a client trains its own head under the common representation, then the representation under its head.
+"""FedRep: each client trains its own head with a fixed representation, then the shared representation with a fixed head.
 
 L. Collins, H. Hassani, A. Mokhtari, S. Shakkottai, Exploiting Shared Representations for Personalized Federated Learning, ICML
 2021, algorithm 1. With the representation phi and the head h_k of client k:
 
-    client   h_k   <- ``head_epochs`` passes over the data, phi fixed
-             phi_k <- ``train.local_epochs`` passes, h_k fixed; phi_k is sent
+    client   h_k   <- ``head_epochs`` epochs with phi fixed
+             phi_k <- ``train.local_epochs`` epochs with h_k fixed; phi_k is sent
     server   phi   <- mean of the phi_k
 
-Deviations: the mean is weighted by examples (``rule: uniform_mean`` is the paper's, whose clients are equal). The head is named by
-the beginnings of its tensors' names, as in FedPer. Without a head it is FedAvg.
+Deviations: the mean is weighted by examples (``rule: uniform_mean`` is the paper's). Name prefixes of tensors select the head, as
+in FedPer. Without a head it is FedAvg.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from raydfl.training import Step, fit, substitute_tensors
 class FedRep(FedPer):
     """FedPer with the personal layers trained before the shared layers."""
 
-    head_epochs: Annotated[int, Field(ge=1, description="passes over the data that train the personal layers")] = 10
+    head_epochs: Annotated[int, Field(ge=1, description="Epochs of the personal layers' training.")] = 10
 
     def head_loss(self, step: Step, batch: Batch) -> Tensor:
         """Return the objective's loss with gradients for the personal layers alone."""
@@ -42,7 +42,7 @@ class FedRep(FedPer):
         """Return the objective's loss with gradients for the shared layers alone."""
         parameters = step.parameters("model")
         frozen = {name: value.detach() for name, value in parameters.items() if not self.shared(name)}
-        if len(frozen) in (0, len(parameters)):  # nothing to hold fixed, or nothing to train
+        if len(frozen) in (0, len(parameters)):  # Nothing to freeze, or nothing to train.
             return super().loss(step, batch)
         with substitute_tensors("model", step.models["model"], frozen):
             return super().loss(step, batch)

@@ -1,30 +1,31 @@
-"""FedSTAR: clients learn from a few clips with labels and from many without, of which they guess the labels themselves.
+"""FedSTAR: clients learn from a few labelled clips, and from pseudo-labels of many unlabelled clips.
 
 V. Tsouvalas, A. Saeed, T. Ozcelebi, Federated Self-Training for Semi-Supervised Audio Recognition, ACM TECS 2022. In each step a
-client takes clips x_l with labels y and clips x_u without, and computes from one forward pass z = f(x_l, x_u), dropout included:
+client computes one forward pass z = f(x_l, x_u), with dropout, over clips x_l with labels y and unlabelled clips x_u:
 
-    guess       argmax z_u, taken where max softmax(z_u / T) >= tau
+    guess       argmax z_u, accepted if max softmax(z_u / T) >= tau
     L_s         mean of CE(z_l, y)
-    L_u         sum of CE(z_u, guess) over the guesses taken, divided by the number of all x_u; no gradient reaches guesses
-    loss        (1 - beta) L_s + beta L_u + decay * sum of the squares of all kernels of convolutions
+    L_u         sum of CE(z_u, guess) over accepted guesses, divided by the number of all x_u; no gradient reaches guesses
+    loss        (1 - beta) L_s + beta L_u + decay * sum of squares of all convolution kernels
     tau         from ``threshold``'s first to its second value along half a cosine over the rounds, 1 for the first round
 
-The clips without labels are gone through once an epoch, ``train.batch_size`` / 2 in a step; those with labels again and again,
-as many in a step. The optimiser is Adam at 0.001 with ``eps: 1e-7``, begun anew in each round.
+An epoch is one pass over the unlabelled clips, with ``train.batch_size`` / 2 per step. Labelled clips repeat, equally many per
+step. The optimiser is Adam at 0.001 with ``eps: 1e-7``, restarted in each round.
 
-Readings. The paper and its code differ; the defaults are the code's, which made the paper's tables, but for the weight:
+Readings. The paper and its code differ. The defaults follow the code, the source of the paper's tables, except for the weight:
 
-- The paper adds beta L_u to L_s (``mix: added``); the code weights them (``mix: weighted``).
-- The paper says T = 4; in the code it stays at 1 (``temperature``).
-- The paper weights clients by all their clips (``weight: clips``); the code by the clips without labels, rounded up to whole
-  batches (``weight: batches``).
-- What the paper leaves out: a client without labels learns from its guesses alone, one that has nothing but labels from these.
+- The paper adds beta L_u to L_s (``mix: added``). The code weights both (``mix: weighted``).
+- The paper has T = 4, the code T = 1 (``temperature``).
+- The paper weights clients by all their clips (``weight: clips``). The code weights them by their unlabelled clips, rounded up to
+  whole batches (``weight: batches``).
+- The paper assumes both pools. Here a client without labels learns only from guesses, and a client without unlabelled clips only
+  from labels.
 
-``learn_from`` makes the paper's supervised baseline of it, and one that takes as many steps of as many clips as FedSTAR does.
+``learn_from`` selects the paper's supervised baseline, or a baseline with FedSTAR's number of steps and clips per step.
 
-Beyond the paper: ``per_class`` is FlexMatch's curriculum (B. Zhang et al., NeurIPS 2021, equations 6, 7 and 11), with the counts
-taken once a round, of the model that a client receives. ``strong`` names a view of the clips whose outputs learn the guesses that
-the model makes of its own (FixMatch: K. Sohn et al., NeurIPS 2020).
+Beyond the paper: ``per_class`` is FlexMatch's curriculum (B. Zhang et al., NeurIPS 2021, equations 6, 7 and 11), with counts
+once a round from the received model. ``strong`` names a view whose outputs learn the guesses from the model's own view (FixMatch:
+K. Sohn et al., NeurIPS 2020).
 """
 
 from __future__ import annotations
@@ -52,53 +53,58 @@ Threshold = Annotated[float, Field(ge=0)]
 
 @dataclass(frozen=True, kw_only=True)
 class FedSTAR(Method):
-    """Federated self-training."""
+    """Federated self-training on unlabelled clips."""
 
     models: ClassVar[Mapping[str, str]] = {"model": "split_cnn"}
 
     beta: Annotated[
-        float, Field(ge=0, le=1, description="weight of what is learnt from guesses; 0: from labels alone")
+        float, Field(ge=0, le=1, description="Weight of the pseudo-labels' loss. 0: learn only from labels.")
     ] = 0.5
     mix: Annotated[
         Literal["weighted", "added"],
-        Field(description="weighted: (1 - beta) L_s + beta L_u, the code's; added: L_s + beta L_u, the paper's"),
+        Field(
+            description="Total loss. weighted: (1 - beta) L_s + beta L_u, the code's. added: L_s + beta L_u, the paper's."
+        ),
     ] = "weighted"
     temperature: Annotated[
-        float, Field(gt=0, description="softening before confidence is read; 1: the code's, 4: the paper's")
+        float, Field(gt=0, description="Softmax temperature of the confidence. 1: the code's. 4: the paper's.")
     ] = 1.0
     threshold: Annotated[
         tuple[Threshold, Threshold],
-        Field(description="confidence from which on a guess is taken, at the beginning and the end; above 1: none is"),
+        Field(
+            description="Confidence threshold for pseudo-labels in the first and the last round. Values above 1 reject all of them."
+        ),
     ] = (0.5, 0.9)
     rising_rounds: Annotated[
-        int, Field(ge=1, description="rounds in which the threshold gets from the one to the other; it stays there")
+        int, Field(ge=1, description="Rounds until the threshold reaches its last value, along half a cosine.")
     ] = 100
     kernel_decay: Annotated[
-        float, Field(ge=0, description="weight of the sum of the squares of all kernels of convolutions")
+        float, Field(ge=0, description="Weight of the sum of squares of all convolution kernels. 0 disables it.")
     ] = 1e-4
     weight: Annotated[
         Literal["clips", "batches"],
         Field(
-            description="what a client counts as: clips, its clips; batches: those of the pool that leads, in whole batches"
+            description="Weight of a client. clips: all its clips. batches: its unlabelled clips (or labelled, if it has no "
+            "others), rounded up to whole batches."
         ),
     ] = "clips"
     learn_from: Annotated[
         Literal["all", "labelled", "labelled_as_often"],
         Field(
-            description="all: FedSTAR. labelled: the supervised baseline, batch_size clips with labels in a step. "
-            "labelled_as_often: the same with FedSTAR's number of steps"
+            description="all: FedSTAR. labelled: the supervised baseline, with batch_size labelled clips per step. "
+            "labelled_as_often: the baseline with FedSTAR's number of steps."
         ),
     ] = "all"
     per_class: Annotated[
-        bool, Field(description="lower the threshold for classes of which few clips reach it (FlexMatch)")
+        bool, Field(description="Lower the threshold of classes with few accepted clips (FlexMatch).")
     ] = False
     strong: Annotated[
-        str | None, Field(description="view of data.views that learns the guesses (FixMatch); null: the model's own")
+        str | None, Field(description="View of data.views that learns the guesses (FixMatch). null: the model's view.")
     ] = None
 
     @property
     def needs(self) -> Needs:
-        """Both pools (the baseline that counts FedSTAR's steps does, too), room for both in a batch, and the strong view."""
+        """The pools of ``learn_from``, a batch with room for both, and the strong view."""
         return Needs(
             objectives=("classify",),
             pools=() if self.learn_from == "labelled" else (LABELLED, UNLABELLED),
@@ -107,45 +113,45 @@ class FedSTAR(Method):
         )
 
     def self_training(self, step: Step, batch: Batch) -> tuple[Tensor, Reported]:
-        """Return the loss of a batch of both kinds, with the reports ``accepted`` and ``pseudo_label_accuracy``.
+        """Return the loss of a batch from both pools, with the metrics ``accepted`` and ``pseudo_label_accuracy``.
 
-        The one is the share of the guesses that are taken, the other the share of right ones among these, where the true label
-        is known; it is used for nothing else.
+        ``accepted`` is the fraction of pseudo-labels above the threshold. ``pseudo_label_accuracy`` is the fraction of those that
+        are correct, where the hidden label is known. Hidden labels serve no other purpose.
         """
         logits = step.forward("model", batch)
         weight = torch.ones_like(logits[:, 0]) if batch.weight is None else batch.weight
         labelled = (batch.columns["pool"] == 0) * weight
         unlabelled = weight - labelled
         confidence, guess = (logits.detach() / self.temperature).softmax(dim=1).max(dim=1)
-        taken = unlabelled * (confidence >= step.state[_THRESHOLD][guess])
-        hidden = batch.columns.get("hidden_label", batch.y)  # pools that data.pools makes have their labels
-        known = taken * (hidden >= 0)
-        learning = logits
+        accepted = unlabelled * (confidence >= step.state[_THRESHOLD][guess])
+        hidden = batch.columns.get("hidden_label", batch.y)  # Pools made by data.pools keep their labels.
+        known = accepted * (hidden >= 0)
+        student = logits
         if self.strong is not None:
-            own, lengths = batch.views[self.strong], batch.view_lengths.get(self.strong)
-            learning = step.forward("model", batch.with_input_of(step.models["model"], own, lengths))
-        supervised = _share(_cross_entropy(logits, batch.y.clamp_min(0)), labelled, labelled)
-        guessed = _share(_cross_entropy(learning, guess), taken, unlabelled)
+            x, lengths = batch.views[self.strong], batch.view_lengths.get(self.strong)
+            student = step.forward("model", batch.with_input_of(step.models["model"], x, lengths))
+        supervised = _average(_cross_entropy(logits, batch.y.clamp_min(0)), labelled, labelled)
+        guessed = _average(_cross_entropy(student, guess), accepted, unlabelled)
         share = 1 - self.beta if self.mix == "weighted" else 1.0
         value = share * supervised + self.beta * guessed + self._decay(step)
         return value, {
-            "accepted": (taken.sum(), unlabelled.sum()),
+            "accepted": (accepted.sum(), unlabelled.sum()),
             "pseudo_label_accuracy": ((known * (guess == hidden)).sum(), known.sum()),
         }
 
     def local(self, step: Step) -> Update:
-        """Train on both pools, or as a baseline on the first alone."""
+        """Train on both pools, or as a baseline only on labelled clips."""
         pools = step.data.pools
         half = step.training.batch_size // 2
         rows = {LABELLED: half, UNLABELLED: step.training.batch_size - half}
         if self.learn_from == "labelled":
             clips, size = len(step.data.train), step.training.batch_size
-            metrics = fit(step, self._supervised)
+            metrics = fit(step, self._baseline_loss)
         elif self.learn_from == "labelled_as_often":
             clips, size = len(pools[LABELLED]), step.training.batch_size
             leader = UNLABELLED if len(pools[UNLABELLED]) else LABELLED
             steps = max(1, math.ceil(len(pools[leader]) / rows[leader]))
-            metrics = fit(step, self._supervised, batches=Plan({LABELLED: size}, steps=steps, repeats=True))
+            metrics = fit(step, self._baseline_loss, batches=Plan({LABELLED: size}, steps=steps, repeats=True))
         else:
             leader = UNLABELLED if len(pools[UNLABELLED]) else LABELLED
             clips, size = len(pools[leader]), rows[leader]
@@ -154,31 +160,31 @@ class FedSTAR(Method):
             del step.state[_THRESHOLD]
             if self.weight == "clips":
                 clips = sum(len(pool) for pool in pools.values())
-        counted = clips if self.weight == "clips" else step.training.batch_size * math.ceil(clips / size)
-        return step.update(metrics, weight=float(counted))
+        examples = clips if self.weight == "clips" else step.training.batch_size * math.ceil(clips / size)
+        return step.update(metrics, weight=float(examples))
 
-    def _supervised(self, step: Step, batch: Batch) -> Tensor:
+    def _baseline_loss(self, step: Step, batch: Batch) -> Tensor:
         """Return the loss of the baselines."""
         return batch.mean(_cross_entropy(step.forward("model", batch), batch.y)) + self._decay(step)
 
     def _decay(self, step: Step) -> Tensor:
-        """Return the weighted sum of the squares of all kernels: what has more dimensions than a matrix."""
+        """Return the weighted sum of squares of all kernels, the tensors with more than two dimensions."""
         kernels = [tensor for tensor in step.parameters("model").values() if tensor.dim() > 2]
         total = [kernel.square().sum() for kernel in kernels if self.kernel_decay]
         return self.kernel_decay * torch.stack(total).sum() if total else torch.zeros((), device=step.device)
 
     def threshold_in(self, round_index: int) -> float:
-        """Return the confidence from which on guesses are taken in a round.
+        """Return the confidence threshold of a round.
 
         Args:
-            round_index: rounds completed before it.
+            round_index: Number of completed rounds.
         """
         first, last = self.threshold
-        done = min((round_index + 1) / self.rising_rounds, 1.0)
-        return last - (last - first) * (1 + math.cos(math.pi * done)) / 2
+        progress = min((round_index + 1) / self.rising_rounds, 1.0)
+        return last - (last - first) * (1 + math.cos(math.pi * progress)) / 2
 
     def _thresholds(self, step: Step) -> Tensor:
-        """Return the threshold of each class: float32 [classes], on the step's device."""
+        """Return the threshold of each class, float32 [classes], on the step's device."""
         classes = next(spec.width for spec in step.client.models if spec.name == "model")
         threshold = self.threshold_in(step.round_index)
         thresholds = torch.full((classes,), threshold)
@@ -196,6 +202,6 @@ def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits, labels, reduction="none")
 
 
-def _share(values: Tensor, counted: Tensor, of: Tensor) -> Tensor:
-    """Return the sum of the values that count, divided by the number of others: 0 where there are none."""
-    return (values * counted).sum() / of.sum().clamp_min(1.0)
+def _average(values: Tensor, weights: Tensor, total: Tensor) -> Tensor:
+    """Return the weighted sum of values, divided by the sum of ``total``. 0 if this sum is 0."""
+    return (values * weights).sum() / total.sum().clamp_min(1.0)

@@ -1,19 +1,19 @@
-"""Hermes: every client has a small model of its own; what all of a round have kept is averaged for everybody.
+"""Hermes: each client prunes its own model step by step, and the server averages the filters that the whole cohort keeps.
 
 A. Li, J. Sun, P. Li, Y. Pu, H. Li, Y. Chen, Hermes: An Efficient Federated Learning Framework for Heterogeneous Mobile Clients,
-MobiCom 2021. A round, with v_k client k's own model and m_k its mask:
+MobiCom 2021. A round, with client k's own model v_k and mask m_k:
 
-    client   where its accuracy on its hold-out has reached ``threshold`` and it has pruned less than ``target``, it prunes
-             ``step`` more of the filters of each layer, those of least L1;  it trains m_k * v_k and sends both
-    server   of what all clients of the round have kept, the mean weighted by n_k;  it goes into every client's model
-    the rest of v_k is the client's own
+    client   prunes a further fraction ``step`` of each layer's filters with the smallest L1 norm, up to ``target``, if its
+             held-out accuracy reaches ``threshold``. Then it trains m_k * v_k, and sends the model and the mask.
+    server   averages the filters kept by the whole cohort, weighted by n_k, and writes them into every client's model.
+             All other filters remain the client's own.
 
-The paper keeps the clients' models at the server. Here they stay with the clients: the server has the last mean of each filter and
-the round that it is of, and a client that comes again takes over what was averaged since. That is the same, also for clients that
-were not chosen for some rounds. The server's ``global`` is that of a client that has never taken part.
+The paper stores the clients' models at the server. Here they stay with the clients. The server stores each filter's last mean and
+its round, and a returning client takes over all means since its last participation. Both are equivalent, also for clients that
+pause. The server's ``global`` is the model of a client before its first participation.
 
-Deviations: a client without a hold-out measures on its training data; hidden units of recurrent layers are pruned too, which the
-paper does not have; filters are masked (:mod:`raydfl.methods._pruning`). What a client pruned it never gets back.
+Deviations: a client without held-out clips measures on its training data. Hidden units of recurrent layers, absent from the paper,
+are pruned too. Filters are masked (:mod:`raydfl.methods._pruning`). A client never regains pruned filters.
 """
 
 from __future__ import annotations
@@ -44,30 +44,28 @@ from raydfl.methods._pruning import (
 from raydfl.training import Step
 
 ROUND = "round/"
-"""Beginning of the names of what says in which round each unit of a layer was last averaged: float32 [units], 0 for never."""
+"""Name prefix of the last round with a mean of each unit of a layer, float32 [units]. 0: never."""
 
 _OWN, _SEEN, _SHARE, _PRUNED = "own/", "seen", "share", "pruned"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hermes(PruningMethod):
-    """Models of one's own, pruned step by step, that share what all have kept."""
+    """Personal models, pruned step by step, with shared means of commonly kept filters."""
 
     needs = Needs(objectives=("classify",))
 
-    target: Annotated[
-        float, Field(ge=0, lt=1, description="share of each layer that a client prunes at most; 0 is FedAvg")
-    ] = 0.5
-    step: Annotated[float, Field(gt=0, le=1, description="share of each layer that it prunes at a time")] = 0.2
+    target: Annotated[float, Field(ge=0, lt=1, description="Maximum pruned fraction of each layer. 0 is FedAvg.")] = 0.5
+    step: Annotated[float, Field(gt=0, le=1, description="Fraction of each layer pruned at a time.")] = 0.2
     threshold: Annotated[
-        float, Field(ge=0, le=1, description="accuracy on its own hold-out from which on a client prunes")
+        float, Field(ge=0, le=1, description="Minimum held-out accuracy of a client before it prunes. 0: always prune.")
     ] = 0.5
 
     def init(self, clients: Sequence[Client], models: BuiltModels, rng: np.random.Generator) -> State:
-        """FedAvg's state, and that no unit was averaged yet.
+        """Return FedAvg's state, and round 0 for all units.
 
         Raises:
-            ConfigError: there is nothing to prune.
+            ConfigError: No network has a prunable layer.
         """
         state = super().init(clients, models, rng)
         if self.target == 0:
@@ -84,11 +82,11 @@ class Hermes(PruningMethod):
         return dataclasses.replace(state, tensors=tensors, extra={**state.extra, _PRUNED: layer_of})
 
     def local(self, step: Step) -> Update:
-        """Bring the client's own model up to date, prune it further if it is good enough, train it, and send what is kept."""
+        """Update the client's own model, prune it if it is accurate enough, train it, and send it with its masks."""
         if self.target == 0:
             return super().local(step)
         layers = find_prunable_layers(step.models, step.fixed, self.prune)
-        self._take_over(step, layers)
+        self._load_personal(step, layers)
         share = float(step.state.get(_SHARE, torch.zeros(())))
         if share < self.target and self._accuracy(step) >= self.threshold:
             share = min(self.target, share + self.step)
@@ -100,8 +98,8 @@ class Hermes(PruningMethod):
         return step.update(metrics, tensors={**tensors, **{MASK + name: mask for name, mask in masks.items()}})
 
     @torch.no_grad()
-    def _take_over(self, step: Step, layers: Sequence[PrunableLayer]) -> None:
-        """Give the network the client's own model, with what was averaged since it last took part."""
+    def _load_personal(self, step: Step, layers: Sequence[PrunableLayer]) -> None:
+        """Load the client's own model, with all means since its last participation."""
         if _SEEN not in step.state:
             return
         share, live = float(step.state[_SHARE]), step.floating_state()
@@ -109,30 +107,30 @@ class Hermes(PruningMethod):
         own = find_retained(step, _OWN)
         for name, value in own.items():
             if name not in layer_of:
-                continue  # the last mean, which is what was received
+                continue  # The network has the received mean already.
             layer = layer_of[name]
-            # What it pruned it does not get back: those are the units of its own model that are 0.
+            # Pruned units, the zeros of the client's own model, stay pruned.
             kept = make_mask(layer.magnitudes(own), share).to(value.device)
             newer = (step.reference(ROUND + layer.name) > step.state[_SEEN]) & (kept > 0)
             live[name].copy_(torch.where(layer.spread(newer, name, value), live[name], value))
 
     def _accuracy(self, step: Step) -> float:
-        """Return the accuracy on the hold-out, or without one on the training data."""
+        """Return the accuracy on held-out clips, or on the training data if there are none."""
         examples = step.data.validation if len(step.data.validation) else step.data.train
-        found = self.objective.evaluate(step, "model", examples, 64)["accuracy"]
-        return cast(Ratio, found).value
+        accuracy = self.objective.evaluate(step, "model", examples, 64)["accuracy"]
+        return cast(Ratio, accuracy).value
 
     def evaluate(self, step: Step, examples: Examples, batch_size: int) -> Metrics:
-        """Measure the client's own model where it has one."""
-        self._take_over(step, find_prunable_layers(step.models, step.fixed, self.prune))
+        """Measure the client's own model, if it has one."""
+        self._load_personal(step, find_prunable_layers(step.models, step.fixed, self.prune))
         return super().evaluate(step, examples, batch_size)
 
     def aggregate(self, state: State, updates: Iterable[Update], rng: np.random.Generator) -> tuple[State, Metrics]:
-        """Average what all clients of the round have kept; the rest stays what it was."""
+        """Average the units that the whole cohort keeps. All others keep their values."""
         if self.target == 0:
             return super().aggregate(state, updates, rng)
         kept: dict[str, Tensor] = {}
-        averaged, report = super().aggregate(state, _without_masks(updates, kept), rng)
+        averaged, report = super().aggregate(state, _remove_masks(updates, kept), rng)
         before, entry = state.tensors["global"], dict(averaged.tensors["global"])
         layer_of = cast("Mapping[str, str]", state.extra[_PRUNED])
         for name, value in entry.items():
@@ -148,13 +146,13 @@ class Hermes(PruningMethod):
         return dataclasses.replace(averaged, tensors={**averaged.tensors, "global": entry}), {**report, **common}
 
 
-def _without_masks(updates: Iterable[Update], kept: dict[str, Tensor]) -> Iterator[Update]:
-    """Yield updates without their masks; ``kept`` says afterwards by layer which units all have kept: bool [units]."""
+def _remove_masks(updates: Iterable[Update], kept: dict[str, Tensor]) -> Iterator[Update]:
+    """Yield updates without masks, and write each layer's commonly kept units to ``kept``, bool [units]."""
     for update in updates:
         for name, mask in update.tensors.items():
             plain = plain_name(name)
             if plain.startswith(MASK):
-                layer, own = plain.removeprefix(MASK), mask > 0.5
-                kept[layer] = kept[layer] & own if layer in kept else own
+                layer, units = plain.removeprefix(MASK), mask > 0.5
+                kept[layer] = kept[layer] & units if layer in kept else units
         tensors = {name: value for name, value in update.tensors.items() if not name.startswith(MASK)}
         yield dataclasses.replace(update, tensors=tensors)

@@ -1,24 +1,24 @@
-"""ModalityMirror: clients that see and hear teach an audio model that clients without video can use.
+"""ModalityMirror: clients with audio and video teach an audio model for clients without video.
 
 ModalityMirror: Improving Audio Classification in Modality Heterogeneity Federated Learning with Multimodal Distillation.
 
-Phase ``multimodal`` (algorithm 1) is :mod:`raydfl.methods.multifl`. Phase ``distil`` (algorithm 2) goes on with the clients that
-have all views. The teacher is what the first phase ended with (encoders and fusion), frozen and in evaluation mode. The student
-begins with the first phase's network of its view, encoder and head, and learns
+Phase ``multimodal`` (algorithm 1) is :mod:`raydfl.methods.multifl`. Phase ``distil`` (algorithm 2) continues with the clients
+with all views. The teacher is the first phase's last encoders and fusion, frozen and in evaluation mode. The student starts from
+the first phase's network of its view, encoder and head, and learns
 
     CE(student(x_A), y) + w T^2 KL(p_M || p_A),    p = softmax(logits / T), mean over the batch
 
-where p_M is the teacher's and p_A the student's. The server averages the students. Clients receive the teacher once.
+with the teacher's p_M and the student's p_A. The server averages the students. Clients receive the teacher once.
 
 Readings and deviations:
 
-- The paper prints KL(p_A || p_M), with the student first; ``divergence: literal`` is that. What distillation is, and what a
-  library's function of (log student, teacher) computes, is KL(p_M || p_A), the default.
-- The paper gives no temperature T and no weight w, and does not mention T^2, which keeps the gradients' size: 2, 1, and T^2 is
-  there.
-- Algorithm 2 divides by the number of audio-only clients, while it sums over the others: they are divided by their own number.
-- Heads, and the uniform mean: see MultiFL. A fusion sees zeros in place of a view that a clip lacks.
-- The phases are general: any views, of which ``student`` says which learns; all of them teach.
+- The paper prints KL(p_A || p_M), with the student first (``divergence: literal``). The default is KL(p_M || p_A), the usual
+  distillation, and the result of library functions of (log student, teacher).
+- The paper gives neither T nor w, and no factor T^2. Here T is 2, w is 1, and T^2 keeps the gradients' size.
+- Algorithm 2 sums over the clients with all views, but divides by the number of audio-only clients. Here the sum is divided by its
+  own number of clients.
+- Heads and the uniform mean are those of MultiFL. The fusion reads zeros for a clip's missing view.
+- Both phases accept any views. ``student`` names the student's view, and all views teach.
 """
 
 from __future__ import annotations
@@ -42,47 +42,47 @@ from raydfl.training import Step, fit
 
 MULTIMODAL, DISTIL = "multimodal", "distil"
 TEACHER = "teacher"
-"""The entry of the state with what the first phase ended with."""
+"""The entry of the state with the models of the first phase's end."""
 
 _TAUGHT = "have the teacher"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModalityMirror(MultiFL):
-    """MultiFL, then a student of one view learns from the frozen network of all views."""
+    """MultiFL, then distillation of the frozen fusion network into the student of one view."""
 
     phases: ClassVar[tuple[str, ...]] = (MULTIMODAL, DISTIL)
 
     temperature: Annotated[
-        float, Field(gt=0, description="softening of the teacher's and the student's output; 1: none")
+        float, Field(gt=0, description="Softmax temperature of teacher and student in the divergence. 1: no softening.")
     ] = 2.0
     kd_weight: Annotated[
         float,
-        Field(ge=0, description="weight of the divergence from the teacher; 0: the student learns from labels alone"),
+        Field(ge=0, description="Weight of the divergence from the teacher. 0: the student learns only from labels."),
     ] = 1.0
     divergence: Annotated[
         Literal["standard", "literal"],
-        Field(description="standard: KL(teacher || student); literal: KL(student || teacher), as the paper prints it"),
+        Field(description="Divergence. standard: KL(teacher || student). literal: KL(student || teacher), as printed."),
     ] = "standard"
 
     def init(self, clients: Sequence[Client], models: BuiltModels, rng: np.random.Generator) -> State:
         """Return MultiFL's state.
 
         Raises:
-            ConfigError: no client has all views, so that nobody could be taught.
+            ConfigError: No client has all views.
         """
         state = super().init(clients, models, rng)
         if not select_clients(state, clients, ALL):
             views = ", ".join(sorted({spec.view for built in clients[:1] for spec in built.models if spec.view}))
             raise ConfigError(
-                "method 'modality_mirror': no client has all views that its models read, so nobody can take part in the phase "
-                f"{DISTIL!r} (the first client has {views or 'the first view alone'}); lower data.missing, look at train.clients, "
-                "or take a method that needs no such client (multifl, unifl, harmony)"
+                f"method 'modality_mirror': no client has all views of the models, so the phase {DISTIL!r} has no clients (the "
+                f"first client has {views or 'only the first view'}). Lower data.missing, change train.clients, or choose another "
+                "method (multifl, unifl, harmony)."
             )
         return state
 
     def begin_phase(self, state: State) -> State:
-        """Freeze what there is as the teacher; the student goes on from it."""
+        """Freeze a copy of all models as the teacher, and keep the student."""
         whole = state.tensors[GLOBAL]
         student = {name: value for name, value in whole.items() if name.startswith(f"{self._student(state)}/")}
         return dataclasses.replace(
@@ -95,7 +95,7 @@ class ModalityMirror(MultiFL):
         return self.student or next(iter(state.tensors[GLOBAL])).partition("/")[0]
 
     def plan(self, state: State, clients: Sequence[Client], rng: np.random.Generator, cohort: int) -> list[Task]:
-        """Draw from all clients; in the second phase from those that have all views."""
+        """Sample from all clients, in the second phase from the clients with all views."""
         if state.phase != DISTIL:
             return super().plan(state, clients, rng, cohort)
         members = select_clients(state, clients, ALL)
@@ -107,17 +107,17 @@ class ModalityMirror(MultiFL):
         ]
 
     def plan_evaluation(self, state: State, clients: Sequence[Client]) -> list[Task]:
-        """Measure what is in ``global``, and not the teacher."""
+        """Measure the models in ``global``, without the teacher."""
         return super().plan_evaluation(state, clients) or [Task("", phase="evaluate")]
 
     def local(self, step: Step) -> Update:
-        """Do MultiFL's work, or train the student."""
+        """Train as MultiFL, or in the second phase train the student."""
         if step.phase != DISTIL:
             return super().local(step)
         student = next(iter(step.models))
         metrics = fit(step, self.distil, models=(student,))
-        sent = {name: value for name, value in step.floating_state(student).items() if self.shared(name)}
-        return step.update(metrics, tensors=sent)
+        tensors = {name: value for name, value in step.floating_state(student).items() if self.shared(name)}
+        return step.update(metrics, tensors=tensors)
 
     def distil(self, step: Step, batch: Batch) -> Tensor:
         """Return cross-entropy of the student plus its divergence from the teacher."""
@@ -133,7 +133,7 @@ class ModalityMirror(MultiFL):
         return value + self.kd_weight * t * t * batch.mean(compute_divergences(first, second, t))
 
     def aggregate(self, state: State, updates: Iterable[Update], rng: np.random.Generator) -> tuple[State, Metrics]:
-        """Average over those who sent; note who has the teacher now."""
+        """Average over the senders, and record the clients with the teacher."""
         if state.phase != DISTIL:
             return super().aggregate(state, updates, rng)
         arriving = UpdateCounter(updates)

@@ -1,18 +1,18 @@
-"""MOON: a client's representations are drawn to those of the received model, and away from those of its own previous one.
+"""MOON: a contrast pulls representations to the received model's, and away from the client's previous model's.
 
-Q. Li, B. He, D. Song, Model-Contrastive Federated Learning, CVPR 2021, equations 3 and 4. With z, z_g and z_p what the client's
-model, the received one and the client's model of its last participation make of an example:
+Q. Li, B. He, D. Song, Model-Contrastive Federated Learning, CVPR 2021, equations 3 and 4. z, z_g and z_p are an example's
+representations by the client's model, by the received model, and by the client's model of its last participation:
 
     loss   mean of CE + mu l_con
     l_con  -log( exp(cos(z, z_g) / T) / (exp(cos(z, z_g) / T) + exp(cos(z, z_p) / T)) )
 
-The received and the previous model are constants, in evaluation mode. When a client takes part for the first time, its previous
-model is the received one, so that l_con is log 2 and has no gradient.
+The received and the previous model are constants, in evaluation mode. At a client's first participation, its previous model is
+the received model, so l_con is log 2 without a gradient.
 
-z comes from a projection head between the features and the last layer, two linear layers with ReLU between them; the last layer
-then sees z. It is a part of the network: its tensors are ``model/output.project...``, those of the last layer
-``model/output.classify...``. ``projection: null`` leaves it out, so that z is what the network's last layer sees: with mu 0 that is
-FedAvg to the bit. With the head, mu 0 is FedAvg of the larger network, as the paper has its baselines.
+A projection head between the features and the last layer yields z, the input of the last layer. It has two linear layers with a
+ReLU between them. Its tensors are ``model/output.project...``, and the last layer's ``model/output.classify...``. With
+``projection: null`` there is no head, and z is the features. With mu 0 this is FedAvg to the bit. With the head, mu 0 is FedAvg
+of the larger network, as in the paper's baselines.
 """
 
 from __future__ import annotations
@@ -37,23 +37,25 @@ _PREVIOUS = "previous/"
 
 @dataclass(frozen=True, kw_only=True)
 class Moon(Method):
-    """FedAvg plus a contrast of the received model with the client's previous one."""
+    """FedAvg plus a contrast between the received and the client's previous model."""
 
     needs = Needs(objectives=("classify",))
 
-    mu: Annotated[float, Field(ge=0, description="weight of the contrast; 0 is FedAvg; the paper tries 0.1 to 10")] = (
+    mu: Annotated[float, Field(ge=0, description="Weight of the contrast. 0 is FedAvg. The paper tries 0.1 to 10.")] = (
         1.0
     )
-    temperature: Annotated[float, Field(gt=0, description="what similarities are divided by")] = 0.5
+    temperature: Annotated[
+        float, Field(gt=0, description="Divisor of the similarities. Small values sharpen the contrast.")
+    ] = 0.5
     projection: Annotated[
-        int | None, Field(ge=1, description="outputs of the projection head; null: none, z is what the last layer sees")
+        int | None, Field(ge=1, description="Number of outputs of the projection head. null: no head.")
     ] = 256
 
     def build(self, models: Sequence[ModelSpec]) -> dict[str, nn.Module]:
-        """Build the network, and the projection head before its last layer.
+        """Build the network, with the projection head before its last layer.
 
         Raises:
-            ConfigError: the network has no ``embed`` or ``output``; or the latter is not linear.
+            ConfigError: The network has no ``embed``, or no linear ``output``.
         """
         built = super().build(models)
         if self.projection is None:
@@ -65,8 +67,8 @@ class Moon(Method):
     def loss(self, step: Step, batch: Batch) -> Tensor:
         """Return cross-entropy plus the contrast."""
         network = cast(Any, step.models["model"])
-        z = _representation(network, batch)
-        logits = network.output.classify(z) if isinstance(network.output, _Projected) else network.output(z)
+        z = _compute_representation(network, batch)
+        logits = network.output.classify(z) if isinstance(network.output, _ProjectionHead) else network.output(z)
         value = batch.cross_entropy(logits)
         if self.mu == 0:
             return value
@@ -75,13 +77,13 @@ class Moon(Method):
         return value + self.mu * batch.mean(F.softplus(far - near))  # -log(e^near / (e^near + e^far))
 
     def _similarity(self, step: Step, batch: Batch, z: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Return the cosine of z with the representation that other tensors make, divided by the temperature: [batch]."""
+        """Return the cosine of z and a teacher's representation, divided by the temperature: [batch]."""
         with step.teacher("model", tensors) as network:
-            other = _representation(network, batch)
-        return F.cosine_similarity(z, other, dim=1) / self.temperature
+            target = _compute_representation(network, batch)
+        return F.cosine_similarity(z, target, dim=1) / self.temperature
 
     def local(self, step: Step) -> Update:
-        """Train, and keep the model for the next time."""
+        """Train, and retain the model for the next participation."""
         if not find_retained(step, _PREVIOUS):
             retain(step, _PREVIOUS, step.floating_state("model"))
         metrics = fit(step, self.loss)
@@ -90,17 +92,17 @@ class Moon(Method):
 
 
 def add_projection(network: nn.Module, size: int) -> None:
-    """Put a projection head of ``size`` outputs before the last layer of a network, which is drawn anew.
+    """Put a projection head with ``size`` outputs before a network's last layer, and initialise both.
 
     Raises:
-        ConfigError: the network has no ``embed`` or ``output``; or the latter is not linear.
+        ConfigError: The network has no ``embed``, or no linear ``output``.
     """
     layer = last_layer(network, "moon")
-    network.output = _Projected(layer.in_features, size, layer.out_features)
+    network.output = _ProjectionHead(layer.in_features, size, layer.out_features)
 
 
-class _Projected(nn.Module):
-    """A projection head and the last layer behind it: features [batch, width] -> logits [batch, classes]."""
+class _ProjectionHead(nn.Module):
+    """A projection head and the last layer: features [batch, width] -> logits [batch, classes]."""
 
     def __init__(self, width: int, size: int, classes: int) -> None:
         super().__init__()
@@ -112,9 +114,9 @@ class _Projected(nn.Module):
         return logits
 
 
-def _representation(network: nn.Module, batch: Batch) -> Tensor:
-    """Return what a network makes of each example: float32 [batch, size of the projection or the features]."""
+def _compute_representation(network: nn.Module, batch: Batch) -> Tensor:
+    """Return the projected features of a batch, or without a head its features: float32 [batch, size]."""
     top = cast(Any, network)
     features = top.embed(*batch.input_of(network))
-    z: Tensor = (top.output.project(features) if isinstance(top.output, _Projected) else features).float()
+    z: Tensor = (top.output.project(features) if isinstance(top.output, _ProjectionHead) else features).float()
     return z

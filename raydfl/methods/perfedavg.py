@@ -1,7 +1,7 @@
-"""Per-FedAvg: the global model is trained to be good after one step on a client's data.
+"""Per-FedAvg: clients train the global model to be accurate after one step on their data.
 
 A. Fallah, A. Mokhtari, A. Ozdaglar, Personalized Federated Learning with Theoretical Guarantees: A Model-Agnostic Meta-Learning
-Approach, NeurIPS 2020, algorithm 1, in its first-order form (FO, section 5). For each batch with the parts D and D':
+Approach, NeurIPS 2020, algorithm 1, in its first-order form (FO, section 5). For each batch with the halves D and D':
 
     v   = w_i - alpha grad F_i(w_i; D)
     w_i <- w_i - lr grad F_i(v; D')        without the factor I - alpha Hessian, lr is the run's learning rate
@@ -9,9 +9,9 @@ Approach, NeurIPS 2020, algorithm 1, in its first-order form (FO, section 5). Fo
 
 Readings and deviations:
 
-- D and D' are the even and the odd examples of a batch. The paper draws them one by one.
-- The mean is weighted by examples; the paper's clients count the same (``rule: uniform_mean``).
-- v is a second network at the client. Momentum, clipping and other optimisers than SGD would change its step, and are rejected.
+- D and D' are the even and the odd examples of a batch. The paper samples them separately.
+- The mean is weighted by examples. The paper's is uniform (``rule: uniform_mean``).
+- v is a second network at the client. Momentum, clipping and optimisers other than SGD would change its step, and are rejected.
 """
 
 from __future__ import annotations
@@ -43,17 +43,19 @@ class PerFedAvg(Method):
 
     copies: ClassVar[Mapping[str, str]] = {"adapted": "model"}
 
-    alpha: Annotated[float, Field(ge=0, description="rate of the step to the adapted model; 0 is FedAvg")] = 0.01
+    alpha: Annotated[float, Field(ge=0, description="Learning rate of the step to the adapted model. 0 is FedAvg.")] = (
+        0.01
+    )
 
     def adapting_loss(self, step: Step, batch: Batch) -> Tensor:
-        """Return a loss whose step moves the second network to v, wherever it is."""
+        """Return a loss that moves the second network to v in one step, from any point."""
         received = [value.detach() for value in step.parameters("model").values()]
-        own = step.parameters("adapted")
+        adapted = step.parameters("adapted")
         # The values of w_i, with gradients for the second network.
-        at_model = {name: w + (v - v.detach()) for (name, v), w in zip(own.items(), received, strict=True)}
+        at_model = {name: w + (v - v.detach()) for (name, v), w in zip(adapted.items(), received, strict=True)}
         with substitute_tensors("adapted", step.models["adapted"], at_model):
             value = self.objective.loss(step, "adapted", _half(batch, 0))
-        return value + drift_term(list(own.values()), 1 / self.alpha, received)
+        return value + drift_term(list(adapted.values()), 1 / self.alpha, received)
 
     def loss(self, step: Step, batch: Batch) -> Tensor:
         """Return the objective's loss at v, with its gradient for w_i."""
@@ -75,12 +77,12 @@ class PerFedAvg(Method):
         return step.update(fit(step, self.adapting_loss, self.loss, lr={"adapted": alpha}))
 
     def evaluate(self, step: Step, examples: Examples, batch_size: int) -> Metrics:
-        """Measure the global model alone: the second network is of another batch."""
+        """Measure only the global model, because the second network belongs to an earlier batch."""
         models = {name: model for name, model in step.models.items() if name != "adapted"}
         return super().evaluate(dataclasses.replace(step, models=models), examples, batch_size)
 
 
 def _half(batch: Batch, first: int) -> Batch:
-    """Return a batch with weight 0 for every second example. ``first`` is the first with weight 1."""
+    """Return a batch with weight 0 for every second example. ``first`` is the first counted example, 0 or 1."""
     counts = (torch.arange(len(batch.y), device=batch.y.device) % 2 == first).float()
     return dataclasses.replace(batch, weight=counts if batch.weight is None else counts * batch.weight)

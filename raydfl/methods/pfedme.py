@@ -7,9 +7,10 @@ equation 7. For each batch D of client i, with its local copy w_i of w:
     w_i      <- w_i - lr lam (w_i - theta_i)                            lr is the run's learning rate
     server   w <- (1 - beta) w + beta mean of the w_i
 
-theta_i begins as w in every round, and goes on from batch to batch. It stays with the client, which is measured with both models.
+theta_i starts from w in every round, and continues from batch to batch. It stays with the client. Clients are measured with both
+models.
 
-Deviations: the run's optimiser does all steps, also those of theta_i. Buffers of w_i do not move.
+Deviations: the run's optimiser takes all steps, including those of theta_i. Buffers of w_i do not change.
 """
 
 from __future__ import annotations
@@ -42,26 +43,24 @@ class PFedMe(Method):
     copies: ClassVar[Mapping[str, str]] = {"personal": "model"}
 
     lam: Annotated[
-        float, Field(gt=0, description="weight of the distance between both models; the paper tries 0.1 to 50")
+        float, Field(gt=0, description="Weight of the distance between both models. The paper tries 0.1 to 50.")
     ] = 15.0
-    personal_steps: Annotated[int, Field(ge=1, description="steps of the personal model for each batch")] = 5
+    personal_steps: Annotated[int, Field(ge=1, description="Steps of the personal model per batch.")] = 5
     personal_lr: Annotated[
-        float | None, Field(gt=0, description="learning rate of the personal model; null: the run's")
+        float | None, Field(gt=0, description="Learning rate of the personal model. null: the run's.")
     ] = None
-    beta: Annotated[float, Field(gt=0, description="server step along the mean change; 1 takes the clients' mean")] = (
-        1.0
-    )
+    beta: Annotated[float, Field(gt=0, description="Server step along the mean change. 1: the clients' mean.")] = 1.0
 
     def personal_loss(self, step: Step, batch: Batch) -> Tensor:
         """Return the objective of equation 7."""
         return self.objective.loss(step, "personal", batch) + self._distance(step, "personal", "model")
 
     def loss(self, step: Step, batch: Batch) -> Tensor:
-        """Return (lam / 2) ||w_i - theta_i||^2, whose gradient is the step of w_i."""
+        """Return (lam / 2) ||w_i - theta_i||^2. Its gradient gives the step of w_i."""
         return self._distance(step, "model", "personal")
 
     def _distance(self, step: Step, moving: str, fixed: str) -> Tensor:
-        """Return half the weighted squared distance of two models, with gradients for the first alone."""
+        """Return half the weighted squared distance of two models, with gradients for ``moving`` only."""
         anchors = [value.detach() for value in step.parameters(fixed).values()]
         return drift_term(list(step.parameters(moving).values()), self.lam, anchors)
 

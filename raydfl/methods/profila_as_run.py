@@ -1,21 +1,21 @@
-"""ProFiLA as run: Fed-ProFiLA-AD with the readings of the authors' code as options, and with its terms for anomalous clips.
+"""ProFiLA as run: Fed-ProFiLA-AD with the readings and the anomalous clips of the authors' code as options.
 
-The code does what the paper does not say: batches have anomalous clips too, of the pools ``normal`` and ``anomalous``. Three terms
-keep these away, in the notation of :mod:`raydfl.methods.profila`:
+Unlike in the paper, the code's batches contain anomalous clips too, from the pools ``normal`` and ``anomalous``. Three terms push
+them away, in the notation of :mod:`raydfl.methods.profila`:
 
-    push        mean of relu(margin - ||z - u(m)||)^2 over the anomalous clips, and the same from the batch's normal centre
-    contrast    the supervised contrastive loss of two classes (P. Khosla and others, NeurIPS 2020, equation 2)
+    push        mean of relu(margin - ||z - u(m)||)^2 over the anomalous clips, and the same for the batch's normal centre
+    contrast    the supervised contrastive loss of two classes (P. Khosla et al., NeurIPS 2020, equation 2)
 
-``anomalous_share: 0`` leaves the anomalous clips out, so that each reading can be tried with normal clips alone. Readings of the
-code that are no defaults here (docs/profila.md has the reasons):
+``anomalous_share: 0`` removes the anomalous clips, to test each reading with normal clips alone. The following readings of the code
+are not defaults here (docs/profila.md explains them):
 
-- ``centre_of: all``: the whole batch is in the mean and in the first term.
-- ``align: smoothed``: u(m) is aligned, so that a twentieth of the gradient is left.
-- ``first_round: 0`` and ``ramp``: the code counts rounds from 0, and lambda rises within a round as well.
-- ``temperature: 2`` and ``history: 5``: the code divides by 2 and takes the mean of five rounds.
-- ``steer: test``: the code's A_k is of the test data.
+- ``centre_of: all``: the mean and the first term include the whole batch.
+- ``align: smoothed``: u(m) is aligned, so a twentieth of the gradient remains.
+- ``first_round: 0`` and ``ramp``: the code counts rounds from 0, and lambda also rises within a round.
+- ``temperature: 2`` and ``history: 5``: the code divides A_k by 2 and averages it over five rounds.
+- ``steer: test``: the code computes A_k on test data.
 
-``schedule: literal`` is equation 5 as printed, and ``task: compact`` is the objective's own loss in place of the first term.
+``schedule: literal`` is equation 5 as printed. ``task: compact`` replaces the first term by the objective's own loss.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torch import Tensor
 from raydfl.core.needs import Needs
 from raydfl.core.types import Batch, Metrics, Update
 from raydfl.data import Examples
-from raydfl.methods.profila import LAMBDA, ProFiLA, Share, Weight, follow, pool_epochs
+from raydfl.methods.profila import LAMBDA, ProFiLA, Share, Weight, pool_epochs, update_prototype
 from raydfl.training import Plan, Step
 
 NORMAL, ANOMALOUS = "normal", "anomalous"
@@ -45,118 +45,125 @@ _LARGE = 1e9
 
 @dataclass(frozen=True, kw_only=True)
 class ProFiLAAsRun(ProFiLA):
-    """ProFiLA with all readings, and with anomalous clips in training."""
+    """ProFiLA with the readings of its code as options, and with anomalous clips in training."""
 
     task: Annotated[
         Literal["prototype", "compact"],
         Field(
-            description="what clips are drawn to: the client's prototype with some of the batch's mean (the code's), or the "
-            "batch's mean, which is the objective's own loss"
+            description="Target of normal clips. prototype: the client's prototype mixed with the batch's mean, as in the code. "
+            "compact: the batch's mean, the objective's own loss."
         ),
     ] = "prototype"
     schedule: Annotated[
         Literal["rising", "literal", "constant"],
         Field(
-            description="after the warm-up: from 0.8 to 1 of its last value (the code), from 1 to 0.8 (equation 5), or all of it"
+            description="Weight of the alignment after the warm-up, as a fraction of its last value. rising: from 0.8 to 1, as in "
+            "the code. literal: from 1 to 0.8, as in equation 5. constant: 1."
         ),
     ] = "rising"
     first_round: Annotated[
-        int, Field(ge=0, le=1, description="number of the first round; 1: the paper's, 0: the code's")
+        int, Field(ge=0, le=1, description="Number of the first round. 1: the paper's. 0: the code's.")
     ] = 1
     ramp: Annotated[
-        bool, Field(description="the weight also rises within a round, from a share of 1 / epochs on, as in the code")
+        bool, Field(description="Raise the weight within each round too, from 1 / epochs to 1, as in the code.")
     ] = False
     align: Annotated[
         Literal["batch", "smoothed"],
         Field(
-            description="what is aligned with the common prototype: the batch's mean, or that and the client's prototype"
+            description="Vector aligned with the common prototype. batch: the batch's mean. smoothed: mixed with the client's "
+            "prototype."
         ),
     ] = "batch"
-    temperature: Annotated[float, Field(gt=0, description="what performance is divided by; the code: 2")] = 1.0
-    history: Annotated[int, Field(ge=1, description="rounds whose mean is a client's performance; the code: 5")] = 1
-    auc_threshold: Annotated[Share, Field(description="performance below which a learning rate is raised")] = 0.7
-    eta: Annotated[float, Field(ge=1, description="what a learning rate is raised by")] = 1.2
-    shrink: Annotated[float, Field(gt=0, le=1, description="what it is lowered by after a best performance")] = 0.99
+    temperature: Annotated[float, Field(gt=0, description="Divisor of the performance in equation 4. The code: 2.")] = (
+        1.0
+    )
+    history: Annotated[int, Field(ge=1, description="Rounds in a client's mean performance. The code: 5.")] = 1
+    auc_threshold: Annotated[Share, Field(description="Raise learning rates below this performance.")] = 0.7
+    eta: Annotated[float, Field(ge=1, description="Factor of a raised learning rate.")] = 1.2
+    shrink: Annotated[float, Field(gt=0, le=1, description="Factor of the learning rate after a best performance.")] = (
+        0.99
+    )
     steer: Annotated[
         Literal["validation", "test", "off"],
         Field(
-            description="a client's clips that its performance is measured on: its validation; its test, as the code does, which "
-            "leaks; or none"
+            description="Clips of the performance measure. validation: the client's validation clips. test: its test clips, a leak "
+            "of the code. off: no measure."
         ),
     ] = "validation"
     anomalous_share: Annotated[
-        float, Field(ge=0, lt=1, description="share of a batch that is anomalous, rounded; 0: normal clips alone")
+        float, Field(ge=0, lt=1, description="Fraction of anomalous clips in a batch, rounded. 0: only normal clips.")
     ] = 0.25
     centre_of: Annotated[
         Literal["normal", "all"],
-        Field(description="clips that make the batch's mean and are drawn to it; the code: all of the batch"),
+        Field(description="Clips in the batch's mean and in the first term. The code: all."),
     ] = "normal"
     push: Annotated[
         tuple[Weight, Weight],
-        Field(description="weights of pushing anomalous clips from the prototype, and from the normal centre"),
+        Field(description="Weights of the push from the prototype and from the normal centre."),
     ] = (1.0, 0.5)
-    margin: Annotated[tuple[Weight, Weight], Field(description="distances up to which they are pushed, at most 2")] = (
-        1.0,
-        0.8,
-    )
-    contrast: Annotated[Weight, Field(description="weight of the supervised contrastive loss")] = 1.0
-    contrast_temperature: Annotated[float, Field(gt=0, description="what its similarities are divided by")] = 0.2
+    margin: Annotated[
+        tuple[Weight, Weight],
+        Field(description="Margins of both pushes, distances between 0 and 2. 0 disables a push."),
+    ] = (1.0, 0.8)
+    contrast: Annotated[Weight, Field(description="Weight of the supervised contrastive loss. 0 disables it.")] = 1.0
+    contrast_temperature: Annotated[float, Field(gt=0, description="Divisor of its similarities.")] = 0.2
 
     @property
     def needs(self) -> Needs:
-        """Both pools, and room for both in a batch."""
+        """Require both pools, and a batch with room for both."""
         if not self.anomalous_share:
             return super().needs
         return dataclasses.replace(super().needs, pools=(NORMAL, ANOMALOUS), batch_size=2)
 
     def loss(self, step: Step, batch: Batch) -> Tensor:
-        """Return ProFiLA's loss by the chosen readings, and the terms of anomalous clips."""
+        """Return ProFiLA's loss by the configured readings, plus the terms of anomalous clips."""
         network, objective = cast(Any, step.models["model"]), cast(Any, self.objective)
         z = F.normalize(step.forward("model", batch), dim=1)
         anomalous = batch.columns["pool"] if self.anomalous_share else None
-        learnt = batch if anomalous is None or self.centre_of == "all" else _select(batch, anomalous == 0)
-        own = self.prototype(network)
+        normal = batch if anomalous is None or self.centre_of == "all" else _select(batch, anomalous == 0)
+        prototype = self.get_prototype(network)
         if self.task == "prototype":
-            mean = follow(network.own_prototype, z, learnt, objective.momentum)
+            mean = update_prototype(network.own_prototype, z, normal, objective.momentum)
         else:
-            means = objective.follow(network.objective, z, learnt)
+            means = objective.follow(network.objective, z, normal)
             mean = means[0]
-        smoothed = F.normalize(self.memory * own + (1 - self.memory) * mean, dim=0)
+        smoothed = F.normalize(self.memory * prototype + (1 - self.memory) * mean, dim=0)
         targets = smoothed.expand_as(z) if self.task == "prototype" else means
-        value: Tensor = objective.distance(z, targets, learnt)
+        value: Tensor = objective.distance(z, targets, normal)
         if self.aligns:
             near = smoothed if self.align == "smoothed" else F.normalize(mean, dim=0)
             value = value + step.state[LAMBDA] * (near - F.normalize(network.prototype, dim=0)).square().sum()
         return value if anomalous is None else value + self._push(z, smoothed, batch, anomalous)
 
     def _push(self, z: Tensor, prototype: Tensor, batch: Batch, anomalous: Tensor) -> Tensor:
-        """Return the terms that keep anomalous clips away: a scalar."""
-        strange, usual = _select(batch, anomalous == 1), _select(batch, anomalous == 0)
-        usual_weight = cast(Tensor, usual.weight)
-        normal_centre = F.normalize((usual_weight[:, None] * z).sum(dim=0) / usual_weight.sum().clamp_min(1.0), dim=0)
+        """Return the terms that push anomalous clips away, a scalar."""
+        pushed = _select(batch, anomalous == 1)
+        normal = cast(Tensor, _select(batch, anomalous == 0).weight)
+        normal_centre = F.normalize((normal[:, None] * z).sum(dim=0) / normal.sum().clamp_min(1.0), dim=0)
         value = z.new_zeros(())
-        for weight, margin, place in zip(self.push, self.margin, (prototype, normal_centre), strict=True):
-            away = ((z - place).square().sum(dim=1) + 1e-12).sqrt()
-            value = value + weight * strange.mean((margin - away).relu().square())
+        for weight, margin, centre in zip(self.push, self.margin, (prototype, normal_centre), strict=True):
+            # The offset keeps the gradient of the root finite at 0.
+            distances = ((z - centre).square().sum(dim=1) + 1e-12).sqrt()
+            value = value + weight * pushed.mean((margin - distances).relu().square())
         if self.contrast:
             value = value + self.contrast * _contrast(z, anomalous, batch, self.contrast_temperature)
         return value
 
-    def weight_in(self, round_index: int, done: float = 1.0) -> float:
-        """Return the weight of the alignment by the chosen readings of equation 5."""
+    def compute_weight(self, round_index: int, progress: float = 1.0) -> float:
+        """Return the weight of the alignment by the configured reading of equation 5."""
         curves = {"rising": lambda angle: 1 - math.cos(angle), "literal": math.cos, "constant": lambda angle: 1.0}
-        weight = self.weight_at(round_index + self.first_round, curves[self.schedule])
-        return weight * done if self.ramp else weight
+        weight = self.follow_curve(round_index + self.first_round, curves[self.schedule])
+        return weight * progress if self.ramp else weight
 
     def train(self, step: Step, rate: float | None) -> Metrics:
-        """Train for all epochs; with ``task: compact`` without a prototype to renew."""
+        """Train for all epochs, with ``task: compact`` without updates of the prototype."""
         if self.task == "prototype":
             return super().train(step, rate)
-        parts = range(step.training.local_epochs) if self.ramp and self.aligns else (None,)
-        return pool_epochs([self.train_epoch(step, epoch, rate) for epoch in parts])
+        epochs = range(step.training.local_epochs) if self.ramp and self.aligns else (None,)
+        return pool_epochs([self.train_epoch(step, epoch, rate) for epoch in epochs])
 
     def plan_batches(self, step: Step) -> Plan | None:
-        """Return batches of both pools; the epoch ends where either pool would."""
+        """Return batches of both pools. The epoch ends with the shorter pool."""
         if not self.anomalous_share:
             return None
         size = step.training.batch_size
@@ -165,51 +172,55 @@ class ProFiLAAsRun(ProFiLA):
         steps = [len(step.data.pools[name]) // count for name, count in rows.items() if len(step.data.pools[name])]
         return Plan(rows, steps=max(1, min(steps, default=1)))
 
-    def prototype(self, network: Any) -> Tensor:
+    def get_prototype(self, network: Any) -> Tensor:
         """Return the client's prototype, with ``task: compact`` the direction of the objective's running mean."""
-        return super().prototype(network) if self.task == "prototype" else F.normalize(network.objective.sums[0], dim=0)
+        return (
+            super().get_prototype(network)
+            if self.task == "prototype"
+            else F.normalize(network.objective.sums[0], dim=0)
+        )
 
     @property
     def steers(self) -> bool:
-        """True where something depends on what clients detect."""
+        """True if detection performance affects the training and is measured."""
         return self.steer != "off" and super().steers
 
-    def steering_clips(self, step: Step) -> Examples:
-        """Return the clips that ``steer`` names."""
+    def select_clips(self, step: Step) -> Examples:
+        """Return the test or validation clips, by ``steer``."""
         return step.data.test if self.steer == "test" else step.data.validation
 
-    def performance_of(self, update: Update, extra: dict[str, Any]) -> float | None:
-        """Return a client's mean performance over its last rounds, which ``extra`` keeps."""
-        now = super().performance_of(update, extra)
+    def read_performance(self, update: Update, extra: dict[str, Any]) -> float | None:
+        """Return a client's mean performance over its last rounds, stored in ``extra``."""
+        current = super().read_performance(update, extra)
         if self.history == 1:
-            return now
-        of_clients = extra.get("performance", {})
-        kept = [*of_clients.get(update.client_id, ()), *([] if now is None else [now])][-self.history :]
-        extra["performance"] = {**of_clients, update.client_id: kept} if kept else of_clients
-        return float(np.mean(kept)) if kept else None
+            return current
+        histories = extra.get("performance", {})
+        history = [*histories.get(update.client_id, ()), *([] if current is None else [current])][-self.history :]
+        extra["performance"] = {**histories, update.client_id: history} if history else histories
+        return float(np.mean(history)) if history else None
 
 
-def _select(batch: Batch, which: Tensor) -> Batch:
-    """Return a batch in which examples count only where ``which`` (bool [batch]) is true."""
-    weight = which.float() if batch.weight is None else which.float() * batch.weight
+def _select(batch: Batch, mask: Tensor) -> Batch:
+    """Return a batch with weight 0 outside a mask, bool [batch]."""
+    weight = mask.float() if batch.weight is None else mask.float() * batch.weight
     return dataclasses.replace(batch, weight=weight)
 
 
 def _contrast(z: Tensor, kind: Tensor, batch: Batch, temperature: float) -> Tensor:
-    """Return the supervised contrastive loss, a mean over the examples that have another of their kind: a scalar.
+    """Return the supervised contrastive loss, a scalar. It is a mean over the examples with a second example of their kind.
 
     Args:
-        z: float32 [batch, size], of length 1.
-        kind: int64 [batch].
-        batch: whose weights say what counts.
-        temperature: what similarities are divided by.
+        z: Outputs of length 1, float32 [batch, size].
+        kind: Classes, int64 [batch].
+        batch: The examples' weights.
+        temperature: Divisor of the similarities.
     """
     counts = torch.ones_like(z[:, 0]) if batch.weight is None else batch.weight
-    others = (1 - torch.eye(len(z), device=z.device)) * counts[:, None] * counts[None, :]
+    pairs = (1 - torch.eye(len(z), device=z.device)) * counts[:, None] * counts[None, :]
     similarity = z @ z.T / temperature
-    logs = similarity - torch.where(others > 0, similarity, -_LARGE).logsumexp(dim=1, keepdim=True)
-    alike = others * (kind[:, None] == kind[None, :])
-    pairs = alike.sum(dim=1)
-    each = -(alike * logs).sum(dim=1) / pairs.clamp_min(1.0)
-    having = (pairs > 0).float()
-    return (each * having).sum() / having.sum().clamp_min(1.0)
+    logs = similarity - torch.where(pairs > 0, similarity, -_LARGE).logsumexp(dim=1, keepdim=True)
+    positive_pairs = pairs * (kind[:, None] == kind[None, :])
+    positives = positive_pairs.sum(dim=1)
+    losses = -(positive_pairs * logs).sum(dim=1) / positives.clamp_min(1.0)
+    anchors = (positives > 0).float()
+    return (losses * anchors).sum() / anchors.sum().clamp_min(1.0)

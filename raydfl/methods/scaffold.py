@@ -1,4 +1,4 @@
-"""SCAFFOLD: control variates correct the drift of the clients.
+"""SCAFFOLD: control variates correct the clients' drift.
 
 S. P. Karimireddy, S. Kale, M. Mohri, S. J. Reddi, S. U. Stich, A. T. Suresh, SCAFFOLD: Stochastic Controlled Averaging for
 Federated Learning, ICML 2020, algorithm 1, option II:
@@ -7,13 +7,13 @@ Federated Learning, ICML 2020, algorithm 1, option II:
     after K steps         c_k+ = c_k - c + (x - y) / (K lr),    dc = c_k+ - c_k
     server                x <- x + server_lr mean_S(y - x),     c <- c + (|S| / N) mean_S(dc)
 
-So c is the mean of all clients' c_k. Over several data.parts, S and N of what a part has of its own are that part's clients.
+So c is the mean of all clients' c_k. With several ``data.parts``, S and N of a part's own tensors count only the part's clients.
 
-The correction is written as a term of the loss, <y, c - c_k>, whose gradient is exactly c - c_k; so the training loop needs to know
-nothing of it. With momentum rho, K is replaced by the effective number of steps (K - rho (1 - rho^K) / (1 - rho)) / (1 - rho).
+The correction is the loss term <y, c - c_k>. Its gradient is exactly c - c_k, so the training loop does not change. With momentum
+rho, the effective number of steps (K - rho (1 - rho^K) / (1 - rho)) / (1 - rho) replaces K.
 
-Deviations: means over the cohort are uniform, as in the paper, whatever the clients' sizes. Floating buffers are averaged without
-control. Adam is refused: the correction is not defined for it.
+Deviations: means over the cohort are uniform for clients of any size, as in the paper. Floating buffers are averaged without
+correction. Adam is rejected, because the correction is not defined for it.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ from raydfl.training import Step, fit
 
 @dataclass(frozen=True, kw_only=True)
 class Scaffold(ControlMethod):
-    """Stochastic controlled averaging."""
+    """FedAvg with control variates (stochastic controlled averaging)."""
 
     default_rule: ClassVar[Rule] = UniformMean()
 
-    server_lr: Annotated[
-        float, Field(gt=0, description="server step along the mean change; 1 takes the clients' mean")
-    ] = 1.0
+    server_lr: Annotated[float, Field(gt=0, description="Server step along the mean change. 1: the clients' mean.")] = (
+        1.0
+    )
 
     def loss(self, step: Step, batch: Batch) -> Tensor:
-        """Cross-entropy plus <y, c - c_k>."""
+        """Return the objective's loss plus <y, c - c_k>."""
         value = super().loss(step, batch)
         parameters = step.parameters()
         return value + drift_term(list(parameters.values()), slopes=[step.state["correction/" + n] for n in parameters])
 
     def local(self, step: Step) -> Update:
-        """Train with the correction, then renew the client's control variate."""
+        """Train with the correction, then update the client's control variate."""
         names = list(step.parameters())
         c = {name: step.reference(CONTROL + name) for name in names}
         c_k = {name: step.state.get(CONTROL + name, torch.zeros_like(c[name])) for name in names}

@@ -1,9 +1,13 @@
-"""One run, from its folder to its page: starting, resuming, progress, tracking, reports and inference.
+"""One run, from its folder to its report: starting, resuming, progress, tracking, reports and inference.
 
-Imports cluster and every room below it; it alone uses matplotlib, jinja2, MLflow and ONNX. Begin with _run.py, then folder.py.
-report/ writes pages, inference/ uses trained models. Names of this room are imported when they are first used: a page needs no Ray.
+The room imports cluster and every room below it. It alone uses matplotlib, jinja2, MLflow and ONNX. Read _run.py, then folder.py.
+report/ writes reports, and inference/ uses trained models. Names of this room are imported on first use, so a report needs no Ray.
+
+A run's *metrics table* is the Parquet files in ``rows/``. The *report* is the HTML page ``report.html``.
 """
 
 from raydfl.core.lazy import lazy_names
 
-__all__, __getattr__, __dir__ = lazy_names(__name__, __file__)
+__all__, __getattr__, __dir__ = lazy_names(
+    __name__, __file__, {"driving": "lock_run_dir", "duration": "format_duration"}
+)

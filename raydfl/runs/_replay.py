@@ -1,4 +1,4 @@
-"""One client's work of one round, done again: to look at it, or to find a method's mistake."""
+"""Replay of one client's training in one round, for inspection and for debugging a method."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from raydfl.engine.storage import RunStore, check_revision, local_run, read_conf
 
 
 @dataclass(frozen=True, slots=True)
-class Replayed:
-    """One client's work in one round, done again."""
+class Replay:
+    """The repeated training of one client in one round."""
 
     client: Client
     round: int
@@ -28,25 +28,27 @@ class Replayed:
     received: dict[str, FlatTensors]
     metrics: dict[str, float]
     further: tuple[Update, ...] = ()
-    """The client's updates to further keys of the server's state."""
+    """The client's updates to other keys of the server's state."""
 
 
-def _strict(config: Config) -> Config:
+def _make_strict(config: Config) -> Config:
     train = config.train.model_copy(update={"deadline": None})
     return config.model_copy(update={"train": train, "run": config.run.model_copy(update={"on_error": "stop"})})
 
 
-def replay(run_dir: str | Path, round_number: int, client_id: str, trust: bool = False) -> Replayed:
-    """Do one client's work of one round again, in this process, from what the run has kept; the run is not changed.
+def replay(run_dir: str | Path, round_number: int, client_id: str, trust: bool = False) -> Replay:
+    """Repeat one client's training in one round, in this process. The run does not change.
 
     Args:
-        round_number: counted from 1, as printed.
-        trust: approves the code that the run's configuration names.
+        run_dir: The run's folder or URI.
+        round_number: Number of the round, counted from 1 as printed.
+        client_id: Id of a client in the round's cohort.
+        trust: Approve the code named in the run's configuration.
 
     Raises:
-        RunDirectoryError: no commit before that round is kept, the run has not come that far, or it began with other equations.
-        InputError: the client took no part in that round.
-        ClientError: the method's code fails again; its cause is the original exception.
+        RunDirectoryError: No commit before the round is kept, the run has not reached the round, or a method's revision changed.
+        InputError: The client was not in the round's cohort.
+        ClientError: The method's code fails again. The cause is the original exception.
     """
     run_dir = local_run(run_dir)
     config = read_config(run_dir, trust)
@@ -56,59 +58,65 @@ def replay(run_dir: str | Path, round_number: int, client_id: str, trust: bool =
     done = 0 if latest is None else round_of(latest)
     if round_number > done + config.run.commit_every:
         raise RunDirectoryError(
-            f"round {round_number} of {run_dir} cannot be replayed: the last commit is of round {done}"
+            f"round {round_number} of {run_dir} cannot be replayed: the last commit is of round {done}. Choose an earlier round."
         )
     before = [name for name in store.commits() if round_of(name) < round_number]
     if not before:
-        kept = store.rounds()
-        span = f"rounds {kept[0] + 1} and later can be replayed" if kept else "none is kept"
+        rounds = store.rounds()
+        span = f"Choose round {rounds[0] + 1} or later, or set" if rounds else "Set"
         raise RunDirectoryError(
-            f"round {round_number} of {run_dir} cannot be replayed: the commit before it is no longer kept ({span}); "
-            f"set run.keep to keep more"
+            f"round {round_number} of {run_dir} cannot be replayed: the commit before it is no longer kept. {span} `run.keep` to "
+            f"keep more commits."
         )
     newest = store.newest()
     begun = () if newest is None else newest.begun
     phases = config.phases.replace_first(begun)
-    own = config.train.phases.get(phases.find(round_number - 1))
+    settings = config.train.phases.get(phases.find(round_number - 1))
     first = phases.first[phases.number(phases.find(round_number - 1)) - 1]
-    if own is not None and own.begin == "best" and round_of(before[-1]) < first:
+    if settings is not None and settings.begin == "best" and round_of(before[-1]) < first:
         raise RunDirectoryError(
-            f"round {round_number} of {run_dir} cannot be replayed: its phase began with the models of an earlier round "
-            f"(begin: best), and no commit of the phase before round {round_number} is kept; set run.keep to keep more"
+            f"round {round_number} of {run_dir} cannot be replayed: its phase started from an earlier round's models "
+            f"(`begin: best`), and no commit of the phase before this round is kept. Set `run.keep` to keep more commits."
         )
     with tempfile.TemporaryDirectory(prefix="raydfl-replay-") as name:
         scratch = Path(name)
         commit, copy = store.load(before[-1]), RunStore(scratch)
         copy.together = commit.together
         copy.commit(commit.state, commit.private, begun=begun)
-        # Rounds are not measured again, so they cannot be compared: what has come of that is in the commits.
-        unjudged = config.run.model_copy(update={"best": None, "stop": None})
-        never = config.evaluate.model_copy(update={"every": 10**9})
-        quiet = config.model_copy(update={"evaluate": never, "run": unjudged})
+        # The replay measures no scores. The choices of `run.best` and `run.stop` are read from the commits instead.
+        run_settings = config.run.model_copy(update={"best": None, "stop": None})
+        evaluation = config.evaluate.model_copy(update={"every": 10**9})
+        rounds_only = config.model_copy(update={"evaluate": evaluation, "run": run_settings})
         population = Population.load(run_dir / "population", verify=True, verify_features=True)
         pool = open_serial_pool(run_dir, config, population, scratch / "private")
-        with contextlib.closing(pool), contextlib.closing(Federation(quiet, population, copy, pool)) as federation:
+        with (
+            contextlib.closing(pool),
+            contextlib.closing(Federation(rounds_only, population, copy, pool)) as federation,
+        ):
             while federation.state.round_index < round_number - 1:
                 federation.round()
             orders = federation.plan()
             matching = [order for order in orders if order.task.client_id == client_id]
             if not matching:
-                took_part = ", ".join(repr(order.task.client_id) for order in orders[:12])
+                cohort = ", ".join(repr(order.task.client_id) for order in orders[:12])
                 raise InputError(
-                    f"client {client_id!r} took no part in round {round_number}; the cohort was "
-                    f"{took_part}{' ...' if len(orders) > 12 else ''}"
+                    f"client {client_id!r} is not in the cohort of round {round_number}. Choose one of "
+                    f"{cohort}{' ...' if len(orders) > 12 else ''}."
                 )
             order = matching[0]
-            group = [other for other in orders if other is order or (other.group == order.group and order.group >= 0)]
-            received = federation.broadcast({key for other in group for key in other.task.receive})
-            # Here nobody is dropped or hurried: what a client's code raises is what one wants to see.
-            strict = open_serial_pool(run_dir, _strict(config), population, scratch / "private")
+            # Clients of a group train in one batched computation, so the whole group is repeated.
+            group = [
+                member for member in orders if member is order or (member.group == order.group and order.group >= 0)
+            ]
+            received = federation.broadcast({key for member in group for key in member.task.receive})
+            # Without a deadline and with `on_error: stop`, an exception in the client's code reaches the user.
+            strict = open_serial_pool(run_dir, _make_strict(config), population, scratch / "private")
             with contextlib.closing(strict):
-                result = next(each for each in strict.run(group, received) if each.position == order.position)
+                result = next(reply for reply in strict.run(group, received) if reply.position == order.position)
             measured = result.measured.get("train", {})
             checker = UpdateChecker(federation.state.tensors, federation.method.additions)
             misfit = next(filter(None, (checker.misfit(update, update.metrics) for update in result.updates)), "")
-            return Replayed(
+            return Replay(
                 client=federation.clients.by_id(client_id),
                 round=round_number,
                 phase=order.task.phase,

@@ -1,4 +1,4 @@
-"""Starting, resuming and replaying runs: what the command line, jobs and searches call."""
+"""Start and resume runs, for the command line, jobs and searches."""
 
 from __future__ import annotations
 
@@ -29,32 +29,42 @@ from raydfl.engine.storage import (
     remember_code,
     write_config,
 )
-from raydfl.runs.folder import driving, ensure_features, export, folder_of, note_resume, prepare_run, write_about
+from raydfl.runs.folder import (
+    ensure_features,
+    export,
+    locate_run_dir,
+    lock_run_dir,
+    prepare_run,
+    record_resume,
+    write_about,
+)
 from raydfl.runs.progress import Progress, default_progress
 from raydfl.runs.report import write_page
 from raydfl.runs.report.data import read_run
-from raydfl.runs.report.diagnosis import problems_of
+from raydfl.runs.report.diagnosis import find_problems
 from raydfl.runs.result import Result
 from raydfl.runs.stopping import StopSignals
 from raydfl.runs.tracking import Status, Tracker, make_tracker
 
 OnRound = Callable[[RoundReport], bool]
-"""Called after each round, in order; ``True`` asks the run to stop there."""
+"""Callback with the report of each round, in order. ``True`` stops the run."""
 Rounds = Generator[RoundReport, bool, Result]
-"""Yields the report of each round, in order. The answer ``True`` asks the run to stop there."""
+"""Generator of the report of each round, in order. Sending ``True`` stops the run."""
 
 
 def run(
     config: Config, progress: Progress | None = None, on_round: OnRound | None = None, durable: bool = False
 ) -> Result:
-    """Start the configured run, or go on with it when its named folder already holds it.
+    """Start the configured run, or resume it if its folder exists.
 
     Args:
-        on_round: told of each round; may ask the run to stop. After an evaluation no further round begins before it has answered.
-        durable: whether a round that was evaluated is committed, and nobody writes to the folder, while ``on_round`` is told of it.
+        config: The configuration. ``run.name`` names the folder.
+        progress: Shows the progress. Defaults to bars in a notebook and to nothing elsewhere.
+        on_round: Callback with each round's report. After an evaluation, the next round starts only when the callback returns.
+        durable: Commit an evaluated round before ``on_round`` is called, and write nothing during the call.
 
     Raises:
-        InputError: something about the configuration, the data, the folder or the cluster is not as it should be.
+        InputError: The configuration, the data, the folder or the cluster cannot be used.
     """
     rounds = iterate_rounds(config, progress or default_progress(), on_round is not None, durable)
     return _complete(rounds, on_round)
@@ -63,36 +73,41 @@ def run(
 def iterate_rounds(
     config: Config, progress: Progress, waits: bool = True, durable: bool = False, signals: bool = True
 ) -> Rounds:
-    """Start or resume the configured run, round by round.
+    """Start or resume the configured run, and yield each round's report.
 
     Args:
-        waits: whether no further round begins after an evaluation before its report was answered.
-        durable: whether an evaluated round is committed, and nobody writes to the folder, while its report waits for an answer.
-        signals: whether Ctrl-C and SIGTERM ask the run to stop after its round.
+        config: The configuration.
+        progress: Shows the progress.
+        waits: Start the next round after an evaluation only when the generator is resumed.
+        durable: Commit an evaluated round before yielding its report, and write nothing until the generator is resumed.
+        signals: Whether Ctrl-C and SIGTERM stop the run after the current round.
 
     Raises:
-        InputError: the configuration, the data, the folder or the cluster cannot be used.
+        InputError: The configuration, the data, the folder or the cluster cannot be used.
     """
     quiet = progress.mode != "lines"
     at_sites = bool(config.data.sites) and config.ray.actors != 0
-    _begin(config, progress)
-    run_dir = folder_of(config, progress)
-    with driving(run_dir, progress), connect_ray(config.ray.address, quiet) if at_sites else contextlib.nullcontext():
+    _check_actors(config, progress)
+    run_dir = locate_run_dir(config, progress)
+    with (
+        lock_run_dir(run_dir, progress),
+        connect_ray(config.ray.address, quiet) if at_sites else contextlib.nullcontext(),
+    ):
         prepare_run(run_dir, config, progress)
         return (yield from execute(run_dir, config, progress, waits, durable, signals))
 
 
 def _complete(rounds: Rounds, on_round: OnRound | None = None) -> Result:
-    """Return the result of a run, and tell ``on_round`` of each of its rounds."""
+    """Run all rounds, call ``on_round`` after each, and return the result."""
     try:
         report = next(rounds)
         while True:
             try:
-                asked = on_round is not None and on_round(report)
+                stop = on_round is not None and on_round(report)
             except BaseException as error:
                 rounds.throw(error)
                 raise
-            report = rounds.send(asked)
+            report = rounds.send(stop)
     except StopIteration as end:
         result: Result = end.value
         return result
@@ -101,33 +116,34 @@ def _complete(rounds: Rounds, on_round: OnRound | None = None) -> Result:
 def resume(
     run_dir: str | Path, overrides: Sequence[str] = (), progress: Progress | None = None, trust: bool = False
 ) -> Result:
-    """Go on with a run after its last commit.
+    """Resume a run after its last commit.
 
     Args:
-        run_dir: its folder, or its URI: then it is fetched first.
-        overrides: settings that do not decide the numbers (``train.rounds``, ``ray.*``, ``run.commit_every``,
+        run_dir: The run's folder. A URI is downloaded first.
+        overrides: Settings that do not affect the results of completed rounds (``train.rounds``, ``ray.*``, ``run.commit_every``,
             ``run.stop.patience``, ``track.*``).
-        trust: approves the code that the run's configuration names.
+        progress: Shows the progress. Defaults to bars in a notebook and to nothing elsewhere.
+        trust: Approve the code named in the run's configuration.
 
     Raises:
-        RunDirectoryError: there is no such run, or it is damaged, in use, not trusted, or the overrides would make it another run.
+        RunDirectoryError: The run does not exist, is damaged, in use or not trusted, or the overrides would change its results.
     """
     progress = progress or default_progress()
     if is_uri(run_dir):
         overrides = [f"run.dir={parted(str(run_dir))[0]}", *overrides]
     run_dir = local_run(run_dir, overrides)
     check_begun(run_dir)
-    with driving(run_dir, progress):
+    with lock_run_dir(run_dir, progress):
         config = stored = read_config(run_dir, trust)
         if overrides:
             config = make_config(apply_overrides(stored.model_dump(mode="json"), overrides), f"{run_dir}/config.yaml")
         check_same(run_dir, config, trust)
-        _begin(config, progress)
+        _check_actors(config, progress)
         about = read_about(run_dir)
         if "config" not in about and stored.digest() != about["digest"]:
             progress.message(
-                f"warning: {run_dir} was begun by an earlier version of raydfl, {about['raydfl']}: whether its config.yaml is "
-                f"still what it began with cannot be told"
+                f"warning: {run_dir} was started by an earlier version of raydfl, {about['raydfl']}, so changes of its config.yaml "
+                f"cannot be detected"
             )
         if overrides:
             write_config(run_dir, config)
@@ -139,25 +155,25 @@ def resume(
         return _complete(execute(run_dir, config, progress))
 
 
-def _begin(config: Config, progress: Progress) -> None:
-    """Check the place where clients train, before anything is computed."""
+def _check_actors(config: Config, progress: Progress) -> None:
+    """Check the settings of client actors before any computation."""
     check_without_actors(config.ray)
     if config.ray.cpu_fallback and config.ray.gpus != 0:
         progress.message("ray.cpu_fallback: clients train on the CPU if PyTorch finds no GPU")
 
 
 _IN_MLFLOW: dict[str, Status] = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
-"""What MLflow calls the ways in which a run ends."""
+"""MLflow's status for each status of a result."""
 
 
 def execute(
     run_dir: Path, config: Config, progress: Progress, waits: bool = False, durable: bool = False, signals: bool = True
 ) -> Rounds:
-    """Do the rounds that are missing, as :func:`iterate_rounds`, then export the model and write the report.
+    """Run the remaining rounds as :func:`iterate_rounds` does, then export the models and write the report.
 
     Raises:
-        InputError: the directory or the cluster is not as it should be.
-        ClientError: a method's code failed on a client.
+        InputError: The folder or the cluster cannot be used.
+        ClientError: A method's code failed on a client.
     """
     started = time.monotonic()
     about = read_about(run_dir)
@@ -167,8 +183,8 @@ def execute(
     quiet = progress.mode != "lines"
     if config.ray.gpus == 0 and not ops.compiled():
         progress.message(
-            "raydfl's operators are not compiled here: training on the CPU takes about twice as long; to compile them, install a "
-            "C++ compiler and then raydfl again, by make or with pip's --no-build-isolation"
+            "raydfl's operators are not compiled here, so training on the CPU takes about twice as long. Install a C++ compiler, "
+            "then reinstall raydfl with make or with pip's --no-build-isolation."
         )
     if config.ray.gpus == "auto" and config.ray.actors != 0:
         with connect_ray(config.ray.address, quiet):
@@ -184,21 +200,21 @@ def execute(
         try:
             round_index, warnings, ended = server.open()
             for warning in warnings:
-                progress.message(f"warning: {warning}; going on from round {round_index}")
+                progress.message(f"warning: {warning}; resuming from round {round_index}")
             recorded = record.read_rows(run_dir, round_index, where=pc.field("client") == "", columns=["round"])
             lost = record.list_missing_rounds(recorded["round"].to_pylist(), round_index)
             if lost:
                 progress.message(
-                    f"warning: the files in {run_dir / 'rows'} of rounds {lost} are missing; restore them from a copy, or go on "
-                    f"without what was measured in them"
+                    f"warning: the files in {run_dir / 'rows'} of rounds {lost} are missing. Restore them from a copy, or continue "
+                    f"without their measurements."
                 )
             if ended or round_index >= config.train.rounds:
-                progress.message(_nothing_to_do(config, name, round_index, ended))
+                progress.message(_explain_completion(config, name, round_index, ended))
             tracker = make_tracker(
                 config.track, local_runs(config.run.dir, config.data.cache), run_dir, progress.message
             )
             if 0 < round_index < config.train.rounds and not ended:
-                note_resume(run_dir, config, about, round_index, progress)
+                record_resume(run_dir, config, about, round_index, progress)
             run_id = tracker.start(
                 about["id"],
                 flatten(config.model_dump(mode="json")),
@@ -209,14 +225,14 @@ def execute(
                 facts = {**about, "mlflow_run_id": run_id}
                 write_about(run_dir, config, {name: value for name, value in facts.items() if value is not None})
             try:
-                stop = StopSignals(progress, "stopping after this round", heeded=signals)
-                result = yield from _rounds(
+                stop = StopSignals(progress, "stopping after this round", enabled=signals)
+                result = yield from _run_rounds(
                     run_dir, config, server, round_index, ended, tracker, progress, stop, waits, durable
                 )
             except BaseException as error:
                 tracker.finish("FAILED")
                 if isinstance(error, KeyboardInterrupt):
-                    progress.message(f"to go on after the last commit: raydfl resume {name}")
+                    progress.message(f"to resume after the last commit: raydfl resume {name}")
                 raise
         finally:
             server.close()
@@ -226,7 +242,9 @@ def execute(
             tracker.log_artifact(path)
     done = read_run(run_dir.resolve())
     best = find_best(run_dir, config)
-    result = dataclasses.replace(result, problems=tuple(problems_of(done)), best=None if best is None else best.leader)
+    result = dataclasses.replace(
+        result, problems=tuple(find_problems(done)), best=None if best is None else best.leader
+    )
     report = write_page([done], run_dir / "report.html")
     for path in (run_dir / "config.yaml", report):
         tracker.log_artifact(path)
@@ -238,20 +256,22 @@ def execute(
     return result
 
 
-def _nothing_to_do(config: Config, name: str, round_index: int, ended: str) -> str:
-    """Say why a run has no rounds to do, and how to do more.
+def _explain_completion(config: Config, name: str, round_index: int, ended: str) -> str:
+    """Explain why a run has no rounds left, and how to add rounds.
 
     Args:
-        name: of the run as a command takes it.
-        ended: why ``run.stop`` has ended the training; empty: it has not.
+        config: The run's configuration.
+        name: The run's folder or URI, quoted for a shell.
+        round_index: Number of completed rounds.
+        ended: Why ``run.stop`` ended the training. Empty if it did not.
     """
     if not ended or config.run.stop is None:
-        return f"all {round_index} rounds are done; for more: raydfl resume {name} train.rounds={2 * round_index}"
+        return f"all {round_index} rounds are done. To add rounds: raydfl resume {name} train.rounds={2 * round_index}"
     more = f"run.stop.patience={2 * config.run.stop.patience}"
-    return f"stopped in round {round_index}: {ended}; to go on: raydfl resume {name} {more}, or run.stop=null"
+    return f"stopped in round {round_index}: {ended}. To continue: raydfl resume {name} {more}, or run.stop=null"
 
 
-def _rounds(
+def _run_rounds(
     run_dir: Path,
     config: Config,
     server: Server | RemoteServer,
@@ -263,23 +283,23 @@ def _rounds(
     waits: bool,
     durable: bool,
 ) -> Rounds:
-    total = max(round_index, config.train.rounds)  # it may have done more than are now asked for
+    total = max(round_index, config.train.rounds)  # An override may have lowered train.rounds.
     progress.start(total, round_index, run_dir.name, config.parts.method.objective.headline)
     scores: dict[str, float] = {}
     shown = round_index
 
-    def recorded(rows: Sequence[record.MetricRow]) -> None:
-        """Log rows that have become durable, and note their scores."""
+    def log_rows(rows: Sequence[record.MetricRow]) -> None:
+        """Log durable rows and remember their scores."""
         tracker.log_rows(rows)
         scores.update(record.scores(rows))
 
     with stop:
-        told, fallback = False, ""
+        looped, fallback = False, ""
         while True:
             # Actors may start in any round, so the loop asks before each call of the server.
-            found = server.cpu_fallback() if config.ray.cpu_fallback else ""
-            if found != fallback:
-                fallback = found
+            current = server.cpu_fallback() if config.ray.cpu_fallback else ""
+            if current != fallback:
+                fallback = current
                 progress.message(f"warning: {fallback}" if fallback else "client actors on the CPU: 0")
                 write_about(run_dir, config, {**read_about(run_dir), "cpu_fallback": fallback or None})
             last = round_index >= total or bool(ended) or stop.asked
@@ -291,16 +311,18 @@ def _rounds(
                 reports = server.rounds(round_index, min(total, (round_index // every + 1) * every))
                 if durable and reports and reports[-1].scores:
                     finished = server.finish(reports[-1].round)
-                    reports = None if finished is None else [*reports[:-1], _joined(reports[-1], finished)]
-            if reports is None:  # the server was lost: rounds it had committed are read back, others are done again
+                    reports = None if finished is None else [*reports[:-1], _append_rows(reports[-1], finished)]
+            if (
+                reports is None
+            ):  # The server was lost. Its committed rounds are read from the folder, the later ones repeated.
                 round_index, _, ended = server.open()
-                recorded(record.to_rows(record.read_rows(run_dir, round_index, where=pc.field("client") == "")))
+                log_rows(record.to_rows(record.read_rows(run_dir, round_index, where=pc.field("client") == "")))
                 continue
             for report in reports:
                 if report.rows:
-                    recorded(report.rows)
-                if report.looped_because and not told:
-                    told = True
+                    log_rows(report.rows)
+                if report.looped_because and not looped:
+                    looped = True
                     progress.message(f"clients are trained one after another, not together: {report.looped_because}")
             if last:
                 break
@@ -314,6 +336,6 @@ def _rounds(
     return Result(run_dir, round_index, round_index >= total or bool(ended), scores, ended=ended)
 
 
-def _joined(report: RoundReport, finished: RoundReport) -> RoundReport:
-    """Return a round's report with what has become durable since."""
+def _append_rows(report: RoundReport, finished: RoundReport) -> RoundReport:
+    """Add the rows of a later report to a round's report."""
     return dataclasses.replace(report, rows=[*report.rows, *finished.rows])

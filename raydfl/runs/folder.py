@@ -1,10 +1,11 @@
-"""The folder of a run, apart from its commits: made here, read back here, exported from here."""
+"""The folder of a run: creation, feature cache, run.json and exported models. Commits are in engine.storage."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import json
+import re
 import shutil
 import uuid
 from collections import Counter
@@ -45,11 +46,11 @@ from raydfl.training import find_fixed_tensors
 
 
 def ensure_features(run_dir: Path, config: Config, progress: Progress) -> None:
-    """Make the features of a run again where the cache that it used has gone or is damaged, or is that of another machine.
+    """Rebuild the run's feature cache if it is missing, corrupt or on another machine.
 
     Raises:
-        DataError: the recordings are not there either.
-        RunDirectoryError: they are not those of the run, or its population is damaged.
+        DataError: The recordings are missing, too.
+        RunDirectoryError: The recordings are not the run's, or its population is damaged.
     """
     folder = run_dir / "population"
     upgrade_population(folder)
@@ -57,35 +58,35 @@ def ensure_features(run_dir: Path, config: Config, progress: Progress) -> None:
         Population.load(folder, verify_features=True)
         return
     except DataError as error:
-        lost = str(error).partition("; ")[0]
-    progress.message(f"{lost}: they are made again")
+        problem = re.split("; |[.] (?=[A-Z])", str(error))[0]
+    progress.message(f"{problem}. Rebuilding the features.")
     try:
         population = build_population(
             config.data, config.run.seed, progress, attack=config.parts.attack, labels_needed=config.labels_needed
         )
     except DataError as error:
-        raise DataError(f"{lost}, and they cannot be made again: {error}") from error
+        raise DataError(f"{problem}. Rebuilding the features failed: {error}") from error
     if not population.is_saved_in(folder):
         raise RunDirectoryError(
-            f"the recordings have changed since {run_dir} began, and its features are lost; restore the recordings, or start the "
-            f"run again in a new folder"
+            f"{run_dir}: the feature cache is lost, and the recordings have changed since the run began. Restore the "
+            f"recordings, or start a new run in another folder."
         )
     population.save(folder, again=True)
 
 
 _PATIENCE = 20.0
-"""Seconds for which a process waits for the one that has the run: it may be about to stop."""
+"""Seconds to wait for a process that holds the run, because it may be about to stop."""
 
 
 @contextlib.contextmanager
-def driving(run_dir: Path, progress: Progress) -> Iterator[None]:
-    """Hold a run's folder while this process prepares the run, asks for its rounds and writes what comes after them.
+def lock_run_dir(run_dir: Path, progress: Progress) -> Iterator[None]:
+    """Lock a run's folder while this process prepares the run, requests its rounds and writes the report.
 
-    Who commits (in Ray another process) holds the RunStore's lock besides. A run that ends with an error before its first commit
-    leaves nothing behind, unless its folder was there before, or sites have been asked: the next start takes its place there.
+    The committing process (with Ray, a different one) also holds the RunStore's lock. A new folder is removed if the run fails
+    before its first commit, unless sites have prepared data for it.
 
     Raises:
-        RunDirectoryError: another process holds the folder, or it cannot be written.
+        RunDirectoryError: Another process holds the folder, or it cannot be written.
     """
     missing = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
     lock = FileLock(run_dir / ".driver.lock")
@@ -96,12 +97,14 @@ def driving(run_dir: Path, progress: Progress) -> Iterator[None]:
             progress.message(f"waiting up to {_PATIENCE:g} s: {error}")
             lock.acquire(_PATIENCE)
     except OSError as error:
-        raise RunDirectoryError(f"cannot make the run directory {run_dir}: {error.strerror}") from error
+        raise RunDirectoryError(
+            f"cannot create the run directory {run_dir}: {error.strerror}. Choose another `run.dir`."
+        ) from error
     try:
         yield
     except BaseException:
         if run_dir in missing and not any((run_dir / name).exists() for name in ("LATEST", "sites.key")):
-            # First away with it at once: another process may be about to make it again.
+            # Renaming is atomic. Another process may recreate the folder while its files are being removed.
             shutil.rmtree(run_dir.rename(run_dir.with_name(f".{uuid.uuid4().hex}.part")), ignore_errors=True)
             with contextlib.suppress(OSError):
                 for folder in missing[1:]:
@@ -111,56 +114,54 @@ def driving(run_dir: Path, progress: Progress) -> Iterator[None]:
         lock.release()
 
 
-def folder_of(config: Config, progress: Progress) -> Path:
-    """Return the local folder of the configured run, which need not be there; without ``run.name`` a new one at every call.
+def locate_run_dir(config: Config, progress: Progress) -> Path:
+    """Return the local folder of the configured run. It may not exist yet. Without ``run.name``, each call returns a new name.
 
     Raises:
-        ConfigError: what the run writes would be lost.
+        ConfigError: The machine would lose the run's files or its feature cache.
     """
     check_persistent({"run.dir": config.run.dir, "data.cache": config.data.cache or default_cache()})
     if config.run.name is None and is_job():
         progress.message(
-            "run.name is not set, so the same job submitted again will not go on with this run but start another"
+            "run.name is not set, so submitting this job again starts a new run. Set it to resume the run instead."
         )
-    name = (
-        config.run.name
-        or f"{_short(config.method['name'])}-{_short(config.data.title)}-{datetime.now().astimezone():%Y%m%d-%H%M%S-%f}"
-    )
+    method, data = _simplify_name(config.method["name"]), _simplify_name(config.data.title)
+    name = config.run.name or f"{method}-{data}-{datetime.now().astimezone():%Y%m%d-%H%M%S-%f}"
     return local_runs(config.run.dir, config.data.cache) / name
 
 
 def create(config: Config, progress: Progress) -> Path:
-    """Make the configured run's folder, or see that the one that is there can be gone on with; see :func:`prepare_run`."""
-    run_dir = folder_of(config, progress)
-    with driving(run_dir, progress):
+    """Create the configured run's folder, or check that an existing one can be resumed. :func:`prepare_run` has the errors."""
+    run_dir = locate_run_dir(config, progress)
+    with lock_run_dir(run_dir, progress):
         prepare_run(run_dir, config, progress)
     return run_dir
 
 
 def prepare_run(run_dir: Path, config: Config, progress: Progress) -> None:
-    """Write configuration and population into a run's folder; one of the same configuration is left as it is.
+    """Write the configuration and the population to a run's folder, unless it has them already.
 
     Args:
-        run_dir: from :func:`folder_of`, held by :func:`driving`.
+        run_dir: From :func:`locate_run_dir`, locked by :func:`lock_run_dir`.
 
     Raises:
-        RunDirectoryError: the folder belongs to another configuration.
+        RunDirectoryError: The folder belongs to another configuration.
     """
     approve_code(config.model_dump(mode="json"))
     mirror = mirror_of(config.run.dir, run_dir)
     if mirror is not None and mirror.fetch():
         progress.message(f"the run was fetched from {mirror.uri} to {run_dir}")
-    if (run_dir / "run.json").exists() and not _forget_unbegun(run_dir, config):
+    if (run_dir / "run.json").exists() and not _remove_unstarted_run(run_dir, config):
         check_same(run_dir, config)
         write_config(run_dir, config)
         if remember_code(run_dir, config.model_dump(mode="json")):
-            progress.message("code of your own has changed since the run began; the run goes on with it as it is now")
+            progress.message("your own code has changed since the run began. The run continues with the current code.")
         ensure_features(run_dir, config, progress)
         return
     if RunStore(run_dir).commits():
         raise RunDirectoryError(
-            f"{run_dir} holds rounds of a run, but its run.json is missing; restore it from a copy, give the new run another "
-            f"run.name, or remove the folder"
+            f"{run_dir} contains rounds of a run, but its run.json is missing. Restore it from a copy, give the new run another "
+            f"`run.name`, or remove the folder."
         )
     if config.data.sites:
         population = prepare_sites(config, run_dir, progress)
@@ -174,49 +175,51 @@ def prepare_run(run_dir: Path, config: Config, progress: Progress) -> None:
     for name in config.phases.names:
         config.train.resolve_phase(name).cohort_size(eligible)
     models = try_models(config, population)
-    remarks = _remarks(config, population)
+    remarks = _collect_remarks(config, population)
     if config.train.clients is not None:
         remarks.append(f"train.clients: {eligible} of {len(population)} clients may take part")
     for message in (*population.messages, *remarks):
         progress.message(message)
-    begin(run_dir, config, population, models, remarks)
+    write_new_run(run_dir, config, population, models, remarks)
 
 
 def _check_ids(config: Config) -> None:
-    """Refuse a client that ``train.clients.ids`` lists twice. A run that began with such a list keeps it."""
+    """Reject duplicates in ``train.clients.ids``. Only new runs are checked, because earlier versions accepted them."""
     ids = [] if config.train.clients is None else config.train.clients.ids or []
     for client, times in Counter(ids).items():
         if times > 1:
             raise ConfigError(
-                f"train.clients.ids lists {client!r} {times} times; a client is drawn at most once, so list it once"
+                f"train.clients.ids: {client!r} is listed {times} times. A client is drawn at most once per round. List it once."
             )
 
 
-def _remarks(config: Config, population: Population) -> list[str]:
-    """Return what the objective says of the clients' data, of each part."""
-    of_parts = {part: config.parts.method.objective.remarks(each) for part, each in population.parts.items()}
-    return [part_names.qualify(part, ": ", text) for part, texts in of_parts.items() for text in texts]
+def _collect_remarks(config: Config, population: Population) -> list[str]:
+    """Collect the objective's remarks on the clients' data, for each part of the data."""
+    remarks = {part: config.parts.method.objective.remarks(data) for part, data in population.parts.items()}
+    return [part_names.qualify(part, ": ", text) for part, texts in remarks.items() for text in texts]
 
 
-def begin(
+def write_new_run(
     run_dir: Path,
     config: Config,
     population: Population,
     models: Mapping[str, Any],
     remarks: Sequence[str] = (),
 ) -> None:
-    """Write what makes a folder the folder of a run that has done no round yet.
+    """Write the population, config.yaml and run.json of a new run.
 
     Args:
-        run_dir: an empty folder, or one that is not there yet; its name becomes the run's.
-        models: as :func:`raydfl.engine.probe.try_models` describes them.
-        remarks: what the objective says of the clients' data; the report shows it.
+        run_dir: An empty or missing folder. Its name becomes the run's.
+        config: The run's configuration.
+        population: The run's clients.
+        models: Descriptions of the models, from :func:`raydfl.engine.probe.try_models`.
+        remarks: The objective's remarks on the clients' data, for the report.
     """
     population.save(run_dir / "population")
     write_config(run_dir, config)
     about = {
         "id": run_dir.name,
-        "created": _now(),
+        "created": _format_now(),
         "raydfl": __version__,
         "kernels": ops.kernels(),
         "digest": config.digest(),
@@ -243,47 +246,50 @@ def begin(
     write_durably(run_dir / "run.json", json.dumps(about, indent=2).encode())
 
 
-def note_resume(run_dir: Path, config: Config, about: dict[str, Any], round_index: int, progress: Progress) -> None:
-    """Record a resume with this machine's kernels in ``run.json``, and warn if they are not those of the last start or resume.
+def record_resume(run_dir: Path, config: Config, about: dict[str, Any], round_index: int, progress: Progress) -> None:
+    """Record a resume with this machine's kernels in ``run.json``, and warn if the kernels differ from the last start or resume.
 
     Args:
-        about: what ``run.json`` holds; changed.
-        round_index: rounds completed before.
+        run_dir: The run's folder.
+        config: The run's configuration.
+        about: Content of ``run.json``. It is changed in place.
+        round_index: Number of rounds completed before.
+        progress: Shows the warning.
     """
     resumes = about["resumes"] = about.get("resumes") or []
     differing = ops.differing_kernels((resumes or [about])[-1].get("kernels") or {})
-    resumes.append({"round": round_index, "at": _now(), "raydfl": __version__, "kernels": ops.kernels()})
+    resumes.append({"round": round_index, "at": _format_now(), "raydfl": __version__, "kernels": ops.kernels()})
     write_about(run_dir, config, about)
     if differing and config.ray.gpus == 0:
         progress.message(
-            f"warning: the run resumes on other kernels ({printable(differing)}): its last digits may differ from those of an "
-            f"uninterrupted run"
+            f"warning: the run resumes on other kernels ({printable(differing)}). Its last digits may differ from an "
+            f"uninterrupted run."
         )
 
 
 def write_about(run_dir: Path, config: Config, about: Mapping[str, Any]) -> None:
-    """Write ``run.json``, also to the mirror."""
+    """Write ``run.json`` to the folder and to its mirror."""
     write_durably(run_dir / "run.json", json.dumps(about, indent=2).encode())
     mirror = mirror_of(config.run.dir, run_dir)
     if mirror is not None:
         mirror.put("run.json")
 
 
-def _now() -> str:
+def _format_now() -> str:
     return datetime.now().astimezone().isoformat(timespec="seconds")
 
 
-def _forget_unbegun(run_dir: Path, config: Config) -> bool:
-    """Remove another configuration's run without a completed round from the folder; return whether there was one.
+def _remove_unstarted_run(run_dir: Path, config: Config) -> bool:
+    """Remove a run of another configuration without a completed round from the folder. Return whether the folder had one.
 
-    A start that failed (too few CPUs, an option that the method refuses) must not stand in the way of the corrected one.
+    A failed start (too few CPUs, an option that the method rejects) must not block the corrected run.
     """
     store = RunStore(run_dir)
     if any(store.rounds()) or read_about(run_dir)["digest"] == config.digest():
         return False
     store.lock(wait=1.0)
     try:
-        for name in ("run.json", "LATEST"):  # first what makes it a run
+        for name in ("run.json", "LATEST"):  # These make the folder a run, so they are removed first.
             (run_dir / name).unlink(missing_ok=True)
         for name in ("commits", "rows", "private", "population"):
             shutil.rmtree(run_dir / name, ignore_errors=True)
@@ -292,36 +298,35 @@ def _forget_unbegun(run_dir: Path, config: Config) -> bool:
     return True
 
 
-def _fixed_tensors(config: Config, clients: Clients) -> dict[str, dict[str, Tensor]]:
-    """Return the fixed tensors of the models by part, as they are built; of a model that clients build differently none."""
-    return {part: _fixed_of_all(config, of_part) for part, of_part in clients.variants_of_parts().items()}
+def _collect_fixed_tensors(config: Config, clients: Clients) -> dict[str, dict[str, Tensor]]:
+    """Return the initial fixed tensors of the models, by part of the data. Models that differ between clients are omitted."""
+    return {part: _build_fixed_tensors(config, variants) for part, variants in clients.variants_of_parts().items()}
 
 
-def _fixed_of_all(config: Config, variants: Sequence[tuple[ModelSpec, ...]]) -> dict[str, Tensor]:
-    built = [build_models(config.parts.method, specs, config.run.seed) for specs in variants]
-    found: dict[str, Tensor] = {}
-    unlike: set[str] = set()
-    for models in built:
+def _build_fixed_tensors(config: Config, variants: Sequence[tuple[ModelSpec, ...]]) -> dict[str, Tensor]:
+    """Build each variant's models and return the fixed tensors of those models that are equal in all variants."""
+    tensors: dict[str, Tensor] = {}
+    unequal: set[str] = set()
+    for models in [build_models(config.parts.method, specs, config.run.seed) for specs in variants]:
         for name in sorted(find_fixed_tensors(models, config.parts.method.fixed)):
             model, _, key = name.partition("/")
             tensor = models[model].state_dict()[key].detach().contiguous()
-            if not torch.equal(found.setdefault(name, tensor), tensor):
-                unlike.add(model)
-    return {name: tensor for name, tensor in found.items() if name.partition("/")[0] not in unlike}
+            if not torch.equal(tensors.setdefault(name, tensor), tensor):
+                unequal.add(model)
+    return {name: tensor for name, tensor in tensors.items() if name.partition("/")[0] not in unequal}
 
 
-def _short(name: str) -> str:
+def _simplify_name(name: str) -> str:
     return name.rpartition(":")[2].lower()
 
 
 def export(run_dir: Path, config: Config) -> list[Path]:
-    """Write the shared models as safetensors: ``model.safetensors``, or ``model-<key>.safetensors`` for each of several keys.
+    """Write the shared models to ``model.safetensors``, or to a ``model-<key>.safetensors`` per key of the server's state.
 
-    If several entries of the state hold models, only those that clients receive are written.
-
-    Tensor names are ``model/layer.weight``; the metadata says architecture, classes, features and round. What is fixed of a model
-    is in the file of each key that has tensors of the model. With ``run.best`` those of the best round are beside them, in
-    ``model-best.safetensors`` and ``model-best-<key>.safetensors``, which also say by which metric and value.
+    If several keys hold models, only the keys sent to clients are written. Tensors are named ``model/layer.weight``. The metadata
+    contain the architecture, classes, features and round. A model's fixed tensors are in each file with tensors of the model.
+    With ``run.best``, ``model-best.safetensors`` or ``model-best-<key>.safetensors`` contain the best round's models. Their
+    metadata add the metric and its value.
     """
     population = Population.load(run_dir / "population", features=False)
     clients = Clients(population, config)
@@ -340,17 +345,14 @@ def _export(
     clients: Clients,
     commit: Commit,
     stem: str,
-    more: Mapping[str, str],
+    extra: Mapping[str, str],
 ) -> list[Path]:
-    """Write the shared models of one round.
-
-    Args:
-        stem: of the files' names.
-        more: metadata.
-    """
-    about, state, fixed = read_about(run_dir), commit.state, _fixed_tensors(config, clients)
+    """Write the shared models of one round to files named after ``stem``, with ``extra`` metadata."""
+    about, state, fixed = read_about(run_dir), commit.state, _collect_fixed_tensors(config, clients)
     names = tuple(f"{name}/" for name in config.parts.models)
-    keys = [key for key, each in state.tensors.items() if any(part_names.plain_name(n).startswith(names) for n in each)]
+    keys = [
+        key for key, entry in state.tensors.items() if any(part_names.plain_name(n).startswith(names) for n in entry)
+    ]
     if len(keys) > 1:
         received = find_received_entries(config, state, clients, commit.begun)
         keys = [key for key in keys if key in received]
@@ -360,8 +362,8 @@ def _export(
         models = {n: t.contiguous() for n, t in tensors.items() if n.startswith(names)}
         if not models:
             continue
-        there = {n.partition("/")[0] for n in models}
-        models |= {n: t for n, t in fixed[part].items() if n not in models and n.partition("/")[0] in there}
+        exported = {n.partition("/")[0] for n in models}
+        models |= {n: t for n, t in fixed[part].items() if n not in models and n.partition("/")[0] in exported}
         path = run_dir / f"{'-'.join([stem, *map(file_name_of, label_entry(part, key))])}.safetensors"
         metadata = {
             "raydfl": about["raydfl"],
@@ -371,7 +373,7 @@ def _export(
             "models": json.dumps(about["models"]),
             "classes": json.dumps(clients.classes_of(part)),
             "features": data.features.model_dump_json(),
-            **more,
+            **extra,
             **part_names.describe_part(part),
         }
         write_durably(path, to_safetensors(models, metadata))

@@ -1,4 +1,4 @@
-"""Progress in a notebook: one place below a cell that is written over, so that a thousand rounds leave two lines in it."""
+"""Progress bars in a notebook: one display below a cell, overwritten after each round."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-_SECONDS = 0.2  # between two updates; each is a message from the kernel to the page
+_SECONDS = 0.2  # minimum time between two updates: each sends a message from the kernel to the page
 
 
-def in_notebook() -> bool:
-    """Tell whether this process is the kernel of a notebook, where there is no terminal but a page that shows HTML."""
+def is_notebook() -> bool:
+    """Return whether this process is a notebook's kernel, so its output is an HTML page."""
     if "IPython" not in sys.modules:
         return False
     from IPython import get_ipython
@@ -30,10 +30,10 @@ class _Task:
 
 
 class NotebookBars:
-    """Bars with a line of text below them, as HTML that any notebook shows; it takes no further package than IPython.
+    """Progress bars with a line of text below, as plain HTML. They need only IPython.
 
     Args:
-        clock: seconds.
+        clock: Returns the time in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -51,22 +51,22 @@ class NotebookBars:
         return number
 
     def update(self, task: int, *, completed: int, status: str) -> None:
-        """Change a bar; the page follows within a fifth of a second, or at the next change after it."""
+        """Change a bar. The page shows the change now, or with the next change after 0.2 s."""
         self._tasks[task].completed, self._tasks[task].status = completed, status
         if self._clock() - self._shown_at >= _SECONDS:
             self._show()
 
     def remove_task(self, task: int) -> None:
-        """Take a bar away."""
+        """Remove a bar."""
         del self._tasks[task]
         self._show()
 
-    def say(self, text: str) -> None:
-        """Print a line below."""
+    def print_line(self, text: str) -> None:
+        """Print a line below the bars."""
         print(text, flush=True)  # noqa: T201
 
     def stop(self) -> None:
-        """Show the last state, which stays."""
+        """Show the final state. It remains in the notebook."""
         self._show()
 
     def _show(self) -> None:

@@ -1,4 +1,4 @@
-"""The output of a command while it works: a bar (terminal, notebook), a line a round in a log, JSON for machines, or nothing."""
+"""Progress output of a command: bars (terminal, notebook), one line per round (log), JSON lines, or nothing."""
 
 from __future__ import annotations
 
@@ -23,38 +23,38 @@ from rich.text import Text
 from raydfl.core.errors import printable
 from raydfl.core.metrics import HARMONIC_MEAN, OF_CLIENTS, SHOWN, base_name
 from raydfl.engine import Leader, RoundReport
-from raydfl.runs.notebook import NotebookBars, in_notebook
+from raydfl.runs.notebook import NotebookBars, is_notebook
 from raydfl.runs.result import Result
-from raydfl.runs.words import duration, size
+from raydfl.runs.words import format_duration, format_size
 
 Mode = Literal["auto", "bar", "notebook", "lines", "quiet", "json"]
 Advance = Callable[..., None]
-"""``advance()`` or ``advance(count)``: so many more steps are done."""
+"""``advance()`` or ``advance(count)`` adds 1 or ``count`` completed steps."""
 
-_REASONS = 5  # failed clients of a round whose reasons are told; the record has all
-_REASON = 80  # characters of why a client failed in the line of its round
-_STEP_SECONDS = 10.0  # between two lines of one long preparation
+_REASONS = 5  # maximum number of failed clients with reasons in a round's event; the metrics table has all
+_REASON = 80  # maximum number of characters of a failure's reason in a round's line
+_STEP_SECONDS = 10.0  # minimum time between two lines of one preparation
 
 
-def scores_text(scores: Mapping[str, float], headline: str = "accuracy") -> str:
-    """Return a run's headline scores (and a backdoor's success) in one line, or its first scores when there is none.
+def format_scores(scores: Mapping[str, float], headline: str = "accuracy") -> str:
+    """Format a run's headline scores and backdoor success in one line, or its first scores if it has no headline.
 
-    >>> scores_text({"test plugin/loss": 1.2, "test plugin/accuracy": 0.8125})
+    >>> format_scores({"test plugin/loss": 1.2, "test plugin/accuracy": 0.8125})
     'test plugin/accuracy 0.812'
     """
-    shown = _headlines(scores, headline) or {
+    shown = _select_headlines(scores, headline) or {
         k: v for k, v in scores.items() if not k.endswith((*OF_CLIENTS, HARMONIC_MEAN))
     }
     return "  ".join(f"{name} {value:.3f}" for name, value in itertools.islice(shown.items(), 4))
 
 
-def _headlines(scores: Mapping[str, float], headline: str) -> dict[str, float]:
-    """Return the scores that are looked at first: the objective's headline, and those of :data:`SHOWN`."""
+def _select_headlines(scores: Mapping[str, float], headline: str) -> dict[str, float]:
+    """Select the objective's headline and the scores in :data:`SHOWN`."""
     return {name: value for name, value in scores.items() if base_name(name) in (headline, *SHOWN)}
 
 
 class _Bars(RichProgress):
-    """Bars with a line of text below them, which may be longer than a terminal is wide."""
+    """Progress bars with a line of text below. Long lines wrap."""
 
     below = ""
 
@@ -63,19 +63,19 @@ class _Bars(RichProgress):
         if self.below:
             yield Text(f"  {self.below}")
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Print a line above."""
         self.console.print(text, markup=False, highlight=False)
 
 
 class Progress:
-    """Shows how a command gets on. A context manager: leaving it gives the terminal back, whatever happened.
+    """Progress display of a command. As a context manager, it always restores the terminal on exit.
 
     Args:
-        mode: ``"auto"`` is ``"notebook"`` in a notebook, ``"bar"`` on a terminal and ``"lines"`` elsewhere; ``"json"`` prints one
-            object a line with an ``event`` (start, round, steps, message, finish); ``"quiet"`` prints nothing.
-        stream: where to; by default the standard output.
-        clock: seconds, for the time left.
+        mode: ``"auto"`` means ``"notebook"`` in a notebook, ``"bar"`` on a terminal and ``"lines"`` elsewhere. ``"json"`` prints
+            one JSON object per line with an ``event`` (start, round, steps, message, finish). ``"quiet"`` prints nothing.
+        stream: Output stream. Defaults to the standard output.
+        clock: Returns the time in seconds, for the remaining time.
     """
 
     def __init__(
@@ -83,12 +83,12 @@ class Progress:
     ) -> None:
         self._stream = stream or sys.stdout
         if mode == "auto":
-            at_a_page = stream is None and in_notebook()
-            mode = "notebook" if at_a_page else "bar" if self._stream.isatty() else "lines"
+            notebook = stream is None and is_notebook()
+            mode = "notebook" if notebook else "bar" if self._stream.isatty() else "lines"
         self.mode: Mode = mode
         self._clock = clock
-        self._total = 0  # rounds that the run will have
-        self._times: deque[tuple[float, int]] = deque(maxlen=21)  # (when, rounds completed) of the last rounds
+        self._total = 0  # rounds of the finished run
+        self._times: deque[tuple[float, int]] = deque(maxlen=21)  # (time, completed rounds) of the last 20 rounds
         self._bar: _Bars | NotebookBars | None = None
         self._task: int | None = None
         self._scores: Mapping[str, float] = {}
@@ -99,7 +99,7 @@ class Progress:
 
     @property
     def live(self) -> bool:
-        """True where what is shown is written over: by a bar on a terminal or in a notebook."""
+        """True if the display overwrites itself: bars on a terminal or in a notebook."""
         return self.mode in ("bar", "notebook")
 
     def __enter__(self) -> Self:
@@ -111,14 +111,21 @@ class Progress:
         self.close()
 
     def close(self) -> None:
-        """Give the terminal back."""
+        """Remove the bars and restore the terminal."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
             self._task = None
 
     def start(self, total_rounds: int, done_rounds: int, description: str, headline: str = "accuracy") -> None:
-        """Show that the rounds begin, or go on after ``done_rounds`` of them; ``headline`` is the objective's score."""
+        """Show the start of the training.
+
+        Args:
+            total_rounds: Rounds of the finished run.
+            done_rounds: Rounds completed before. 0 for a new run.
+            description: Name of the run.
+            headline: The objective's main score.
+        """
         self._total, self._headline = total_rounds, headline
         self._times.clear()
         self._times.append((self._clock(), done_rounds))
@@ -127,14 +134,14 @@ class Progress:
         elif self.live:
             self._task = self._show_bar().add_task(description, total=total_rounds, completed=done_rounds, status="")
         else:
-            after = f", {done_rounds} of them done" if done_rounds else ""
-            self._line(f"{description}: {total_rounds} rounds{after}")
+            completed = f", {done_rounds} of them done" if done_rounds else ""
+            self._print_line(f"{description}: {total_rounds} rounds{completed}")
 
     def round(self, report: RoundReport) -> None:
-        """Show that one more round is completed."""
+        """Show the report of a completed round."""
         self._times.append((self._clock(), report.round))
         left = self._seconds_left(report.round)
-        scores = _headlines(report.scores, self._headline)
+        scores = _select_headlines(report.scores, self._headline)
         self._scores = scores or self._scores
         if self.mode == "json":
             self._event(
@@ -157,37 +164,42 @@ class Progress:
                 seconds_left=left,
             )
         elif self.live and self._task is not None:
-            parts = [report.phase, _loss_text(report.loss), scores_text(self._scores, self._headline), *_work(report)]
+            parts = [
+                report.phase,
+                _format_loss(report.loss),
+                format_scores(self._scores, self._headline),
+                *_format_work(report),
+            ]
             bar = self._show_bar()
             bar.below = printable("  ".join(part for part in parts if part))
-            status = f"round {report.round}/{self._total}  {duration(left)} left"
+            status = f"round {report.round}/{self._total}  {format_duration(left)} left"
             bar.update(TaskID(self._task), completed=report.round, status=status)
         else:
             number = f"round {report.round:{len(str(self._total))}d}/{self._total}"
-            parts = [number, report.phase, _loss_text(report.loss)]
+            parts = [number, report.phase, _format_loss(report.loss)]
             parts += [
-                scores_text(scores, self._headline),
+                format_scores(scores, self._headline),
                 f"{report.used} clients",
-                *_work(report),
-                f"{size(report.bytes_down)} down",
+                *_format_work(report),
+                f"{format_size(report.bytes_down)} down",
             ]
-            parts += [f"{size(report.bytes_up)} up", f"{duration(left)} left"]
-            self._line("  ".join(part for part in parts if part))
+            parts += [f"{format_size(report.bytes_up)} up", f"{format_duration(left)} left"]
+            self._print_line("  ".join(part for part in parts if part))
 
     def message(self, text: str) -> None:
-        """Show one sentence about what happens; nothing in quiet mode."""
+        """Show a message to the user. Quiet mode drops it."""
         if self.mode == "json":
             self._event("message", text=text)
         else:
-            self._line(text)
+            self._print_line(text)
 
     def finish(self, result: Result, seconds: float, next_step: str = "") -> None:
-        """Show that the command ends.
+        """Show the result at the end of a command.
 
         Args:
-            result: of the run.
-            seconds: wall-clock time of this command.
-            next_step: what to do now: ``"raydfl resume runs/x"``.
+            result: Result of the run.
+            seconds: Wall-clock time of this command in seconds.
+            next_step: Suggested next command, such as ``"raydfl resume runs/x"``.
         """
         self.close()
         if self.mode == "json":
@@ -202,31 +214,33 @@ class Progress:
                 next_step=next_step,
                 problems=[asdict(problem) for problem in result.problems],
                 **({"ended": result.ended} if result.ended else {}),
-                **({"best": _described(result.best)} if result.best is not None else {}),
+                **({"best": _best_to_dict(result.best)} if result.best is not None else {}),
             )
             return
-        scores = f": {scores_text(result.scores, self._headline)}" if result.scores else ""
-        self._line(f"{result.status} after {result.round} of {self._total} rounds, {duration(seconds)}{scores}")
+        scores = f": {format_scores(result.scores, self._headline)}" if result.scores else ""
+        self._print_line(
+            f"{result.status} after {result.round} of {self._total} rounds, {format_duration(seconds)}{scores}"
+        )
         if result.ended:
-            self._line(f"stopped in round {result.round}: {result.ended}")
+            self._print_line(f"stopped in round {result.round}: {result.ended}")
         if result.best is not None:
-            self._line(f"best: {result.best.text}")
+            self._print_line(f"best: {result.best.text}")
         for problem in result.problems:
-            self._line(f"{'worthless' if problem.worthless else 'warning'}: {problem.text}")
-        self._line(f"run directory: {result.run_dir}")
+            self._print_line(f"{'worthless' if problem.worthless else 'warning'}: {problem.text}")
+        self._print_line(f"run directory: {result.run_dir}")
         if next_step:
-            self._line(f"next: {next_step}")
+            self._print_line(f"next: {next_step}")
 
     @contextmanager
     def steps(self, description: str, total: int | None) -> Iterator[Advance]:
-        """Show the progress of something with countable steps, such as preparing features.
+        """Show the progress of work in countable steps, such as preparing features.
 
         Args:
-            description: what is done, ``"features"``.
-            total: number of steps; ``None``: not known.
+            description: Name of the work, such as ``"features"``.
+            total: Number of steps. ``None`` if unknown.
 
         Yields:
-            ``advance(count=1)``, to be called from this thread whenever steps are done.
+            ``advance(count=1)``. Call it from this thread after each completed step.
         """
         if self.live:
             with self._bar_steps(description, total) as advance:
@@ -240,7 +254,7 @@ class Progress:
             if self.mode == "json":
                 self._event("steps", description=description, done=done, total=total)
             else:
-                self._line(f"{description}: {done}" + ("" if total is None else f" of {total}"))
+                self._print_line(f"{description}: {done}" + ("" if total is None else f" of {total}"))
 
         def advance_lines(count: int = 1) -> None:
             nonlocal done
@@ -254,7 +268,7 @@ class Progress:
 
     @contextmanager
     def _bar_steps(self, description: str, total: int | None) -> Iterator[Advance]:
-        alone = self._bar is None
+        opened_here = self._bar is None
         bar = self._show_bar()
         task = TaskID(bar.add_task(description, total=total, status=""))
         done = 0
@@ -267,13 +281,13 @@ class Progress:
         try:
             yield advance
         finally:
-            if alone:
+            if opened_here:
                 self.close()
             else:
                 bar.remove_task(task)
 
     def _show_bar(self) -> _Bars | NotebookBars:
-        """Return the live display; only one may exist on a terminal, so rounds and steps share it."""
+        """Return the live display of rounds and steps, opening it if necessary. A terminal can have only one."""
         if self._bar is not None:
             return self._bar
         if self.mode == "notebook":
@@ -290,17 +304,18 @@ class Progress:
         return self._bar
 
     def _seconds_left(self, done: int) -> float:
-        """Foresee it from the pace of the last rounds, evaluation and commits included."""
+        """Estimate the remaining time from the last rounds, including evaluation and commits."""
         (first_time, first_round), (last_time, last_round) = self._times[0], self._times[-1]
         if last_round <= first_round:
             return float("nan")
         return (last_time - first_time) / (last_round - first_round) * (self._total - done)
 
-    def _line(self, text: str) -> None:
-        self._show(printable(text))
+    def _print_line(self, text: str) -> None:
+        self._print_text(printable(text))
 
-    def _show(self, text: str) -> None:
-        """Write a line; one from a signal's handler that comes in the middle of another, which streams refuse, follows after it."""
+    def _print_text(self, text: str) -> None:
+        """Write a line of text."""
+        # A signal handler may print while this thread is writing. Streams reject nested writes, so its line waits.
         with self._lock:
             self._waiting.append(text)
             while self._waiting and not self._writing:
@@ -312,25 +327,25 @@ class Progress:
 
     def _write(self, text: str) -> None:
         if self._bar is not None:
-            self._bar.say(text)
+            self._bar.print_line(text)
         elif self.mode != "quiet":
             print(text, file=self._stream, flush=True)
 
     def _event(self, event: str, **values: Any) -> None:
-        self._show(json.dumps({"event": event, **_plain(values)}, allow_nan=False))
+        self._print_text(json.dumps({"event": event, **_replace_non_finite(values)}, allow_nan=False))
 
 
 def default_progress() -> Progress:
-    """Return what shows a run that Python starts, where nothing else is said: a notebook sees it, a program prints nothing."""
-    return Progress("notebook" if in_notebook() else "quiet")
+    """Return the default display of a run started from Python: bars in a notebook, no output elsewhere."""
+    return Progress("notebook" if is_notebook() else "quiet")
 
 
-def _loss_text(loss: float) -> str:
+def _format_loss(loss: float) -> str:
     return f"loss {loss:.4f}" if not abs(loss) >= 1e6 else f"loss {loss:.4g}"
 
 
-def _work(report: RoundReport) -> list[str]:
-    """Speed, where it is known, and failures, where there are any."""
+def _format_work(report: RoundReport) -> list[str]:
+    """List the speed, the late clients and the failures of a round, if any."""
     parts = [f"{report.clients_per_second:.1f} clients/s"] if report.training_seconds > 0 else []
     if report.cut:
         parts.append(f"{len(report.cut)} late")
@@ -340,8 +355,8 @@ def _work(report: RoundReport) -> list[str]:
     return parts
 
 
-def _described(best: Leader) -> dict[str, Any]:
-    """Return the best round for machines."""
+def _best_to_dict(best: Leader) -> dict[str, Any]:
+    """Convert the best round to a mapping for JSON."""
     return {
         "round": best.round,
         "metric": best.criterion.metric,
@@ -350,10 +365,10 @@ def _described(best: Leader) -> dict[str, Any]:
     }
 
 
-def _plain(value: Any) -> Any:
-    """``value`` with NaN and infinities, which JSON does not have, as null."""
+def _replace_non_finite(value: Any) -> Any:
+    """Replace NaN and infinities by ``None``, because JSON has no name for them."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {key: _plain(inner) for key, inner in value.items()}
+        return {key: _replace_non_finite(inner) for key, inner in value.items()}
     return value

@@ -1,4 +1,4 @@
-"""A run that has ended or was stopped: what it came to, and what one asks of it afterwards."""
+"""The result of a run: its scores, its problems, its plots and its predictions."""
 
 from __future__ import annotations
 
@@ -26,74 +26,74 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _SHOWN = 12
-"""Scores in a notebook's table."""
+"""Maximum number of scores in a notebook's table."""
 
 
 @runtime_checkable
 class SupportsArray(Protocol):
-    """An array of NumPy, a tensor, or whatever else NumPy takes for one."""
+    """A NumPy array, a tensor, or any object that NumPy converts to an array."""
 
-    def __array__(self, *given: Any, **named: Any) -> np.ndarray:
-        """Return it as NumPy's."""
+    def __array__(self, *args: Any, **kwargs: Any) -> np.ndarray:
+        """Return the object as a NumPy array."""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A run that has ended or was stopped, of which the newest state is read whenever something is asked."""
+    """Result of a finished or stopped run. Its plots and tables are read from the run's folder on each use."""
 
     run_dir: Path
     round: int
-    """Rounds completed and committed."""
+    """Number of committed rounds."""
     finished: bool
-    """True when all configured rounds are done, or run.stop has ended the training; else it was stopped and can be resumed."""
+    """True if all configured rounds are done, or ``run.stop`` ended the training. Otherwise the run can be resumed."""
     scores: dict[str, float] = field(default_factory=dict)
-    """The last evaluation, ``"test plugin/accuracy" -> 0.81``."""
+    """Scores of the last evaluation, such as ``"test plugin/accuracy" -> 0.81``."""
     problems: tuple[Problem, ...] = ()
-    """What went wrong although rounds are done, the worst first: raydfl.runs.report.diagnosis."""
+    """Problems of the completed rounds, the worst first. raydfl.runs.report.diagnosis has the rules."""
     ended: str = ""
-    """Why run.stop has ended the training before its last round; empty: it has not."""
+    """Why ``run.stop`` ended the training early. Empty if it did not."""
     best: Leader | None = None
-    """The best round by run.best, whose models are kept; ``None``: there is none, or it is not asked for."""
+    """The best round by ``run.best``; its models are kept. ``None`` without ``run.best`` or before its first measurement."""
 
     @property
     def status(self) -> Literal["finished", "stopped", "failed"]:
-        """The end in a word: ``"stopped"`` by the user or a study, to be resumed; ``"failed"``: see ``problems``."""
+        """``"finished"``; ``"stopped"`` by the user or a study, so it can be resumed; or ``"failed"`` because of ``problems``."""
         return "stopped" if not self.finished else "failed" if self.worthless else "finished"
 
     @property
     def worthless(self) -> str:
-        """The reason why the run shows nothing; empty when it shows something."""
+        """Why the run's scores are meaningless. Empty if they are not."""
         return "; ".join(problem.text for problem in self.problems if problem.worthless)
 
-    # What follows is imported when it is asked for: matplotlib and pandas take a second.
+    # The methods below import matplotlib and pandas on use, because the imports take a second.
 
     @property
     def history(self) -> pd.DataFrame:
-        """The record as a table: a row a round, a column a metric, named as in :attr:`scores`; NaN where it was not measured."""
+        """The metrics by round: one row per round, one column per metric, named as in :attr:`scores`. NaN: not measured."""
         from raydfl.runs.report.data import read_run
 
         return read_run(self.run_dir).history
 
     def figures(self) -> dict[str, Figure]:
-        """Return the figures of the run's page by their titles, as matplotlib's."""
-        from raydfl.runs.report import figures_of, read_run
+        """Return the figures of the run's report by title."""
+        from raydfl.runs.report import draw_figures, read_run
 
-        return figures_of(read_run(self.run_dir))
+        return draw_figures(read_run(self.run_dir))
 
     def plot(self, title: str = "") -> Figure:
-        """Return one figure of the run's page.
+        """Return one figure of the run's report.
 
         Args:
-            title: ``"loss"``, ``"bytes sent"`` ...: one of :meth:`figures`; by default the score to look at first.
+            title: A title in :meth:`figures`, such as ``"loss"`` or ``"bytes sent"``. Defaults to the headline score.
 
         Raises:
-            InputError: there is no such figure, or no round is recorded yet.
+            InputError: The report has no figure with this title, or no round is recorded yet.
         """
         from raydfl.core.metrics import SCORES
-        from raydfl.runs.report import figures_of, read_run
+        from raydfl.runs.report import draw_figures, read_run
 
         run = read_run(self.run_dir)
-        (figure,) = figures_of(run, title or SCORES[run.headline].title).values()
+        (figure,) = draw_figures(run, title or SCORES[run.headline].title).values()
         return figure
 
     @overload
@@ -131,44 +131,46 @@ class Result:
         best: bool = False,
         trust: bool = False,
     ) -> Prediction | list[Prediction]:
-        """Say of a recording in memory, or of several, what :func:`raydfl.classify` says of files.
+        """Classify recordings in memory, as :func:`raydfl.classify` does for files.
 
-        The model is loaded in each call: give several recordings as a list.
+        Each call loads the model, so pass several recordings as a list.
 
         Args:
-            samples: float32 [samples] or [samples, channels], -1..1, or a list of those, of any lengths; where the model reads
-                images, uint8 [rows, columns] or [rows, columns, 3].
-            rate: of the recordings in Hz; of images none.
-            views: with a model that reads several views, by the names of further ones an array, or of a list an array for each, of
-                which ``None`` are absent.
-            model: by default the shared one, or with ``client`` the one that the client does not share.
-            client: whose model; by default the server's.
-            best: whether it is the best round's, by ``run.best``; by default the last round's.
-            trust: approves the code that the run's configuration names.
+            samples: float32 [samples] or [samples, channels] in -1..1, or a list of arrays of any lengths. For a model of images,
+                uint8 [rows, columns] or [rows, columns, 3].
+            rate: Sample rate of the recordings in Hz. Not needed for images.
+            views: Further views of a model of several views, by name: an array, or a list with one array or ``None`` (absent) for
+                each recording.
+            model: Name of the model. Defaults to the shared model, or with ``client`` to the client's private model.
+            client: Id of the client whose model is used. Defaults to the server's model.
+            best: Use the model of the best round by ``run.best``, not of the last round.
+            trust: Approve the code named in the run's configuration.
 
         Returns:
-            A prediction; of a list as many, and where nothing can be said of a recording, the prediction's ``error`` says why.
+            A prediction, or for a list a list of predictions. If a recording in a list cannot be classified, its prediction's
+            ``error`` gives the reason.
 
         Raises:
-            RunDirectoryError: no round is completed yet.
-            InputError: no such model, client or view; arrays that are no recordings; no rate; or nothing can be said of the one.
+            RunDirectoryError: No round is completed yet.
+            InputError: The model, client or view is unknown, an array is no recording, the rate is missing, or a single recording
+                cannot be classified.
         """
-        one = isinstance(samples, SupportsArray)
-        given = [samples] if isinstance(samples, SupportsArray) else list(samples)
-        further = {name: [array] if one else array for name, array in (views or {}).items()}
-        found = classify_arrays(
-            self.run_dir, given, rate, views=further, model=model, client=client, best=best, trust=trust
+        single = isinstance(samples, SupportsArray)
+        recordings = [samples] if isinstance(samples, SupportsArray) else list(samples)
+        further = {name: [array] if single else array for name, array in (views or {}).items()}
+        predictions = classify_arrays(
+            self.run_dir, recordings, rate, views=further, model=model, client=client, best=best, trust=trust
         )
-        if not one:
-            return found
-        if found[0].error:
-            raise InputError(found[0].error)
-        return found[0]
+        if not single:
+            return predictions
+        if predictions[0].error:
+            raise InputError(predictions[0].error)
+        return predictions[0]
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows of it: the end, the scores and where the page is."""
+        """Return the status, the scores and the report's location as HTML for a notebook."""
         lines = [
-            f"<b>{self.status}</b> after {self.round} rounds: {_code(self.run_dir)}, page {_code('report.html')} in it"
+            f"<b>{self.status}</b> after {self.round} rounds: {_code(self.run_dir)}. Report: {_code('report.html')}"
         ]
         lines += [html.escape(line) for line in (self.ended, self.best.text if self.best else "") if line]
         lines += [html.escape(problem.text) for problem in self.problems]
@@ -185,16 +187,16 @@ def _code(text: object) -> str:
 
 
 def load_result(run_dir: str | Path, trust: bool = False) -> Result:
-    """Return the result of a run that was begun before, as it is now; no round is done.
+    """Return the current result of an existing run, without training.
 
     Args:
-        run_dir: its folder, or its URI: then it is fetched first.
-        trust: approves the code that the run's configuration names.
+        run_dir: The run's folder. A URI is downloaded first.
+        trust: Approve the code named in the run's configuration.
 
     Raises:
-        RunDirectoryError: there is no such run, or it is damaged or not trusted.
+        RunDirectoryError: The run does not exist, is damaged, or is not trusted.
     """
-    from raydfl.runs.report import problems_of, read_run  # takes matplotlib
+    from raydfl.runs.report import find_problems, read_run  # imports matplotlib
 
     folder = local_run(run_dir)
     check_begun(folder)
@@ -206,7 +208,7 @@ def load_result(run_dir: str | Path, trust: bool = False) -> Result:
         run.done,
         run.done >= config.train.rounds or bool(run.stopped),
         record.scores(record.to_rows(record.read_rows(folder, run.done, where=where))),
-        tuple(problems_of(run)),
+        tuple(find_problems(run)),
         run.stopped,
         None if best is None else best.leader,
     )

@@ -1,4 +1,4 @@
-"""Signals that ask long work to stop."""
+"""Signals that stop long work: Ctrl-C and SIGTERM."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from raydfl.runs.progress import Progress
 
 
 def interrupt() -> None:
-    """End what is being done, as Ctrl-C does without a handler.
+    """Interrupt the current work, as Ctrl-C does without a handler.
 
     Raises:
         KeyboardInterrupt: always.
@@ -21,43 +21,43 @@ def interrupt() -> None:
 
 
 class StopSignals:
-    """Inside a ``with`` block Ctrl-C or SIGTERM asks to stop in order, and once more to stop at once.
+    """Context manager that handles Ctrl-C and SIGTERM: the first signal requests a stop, the second stops at once.
 
     Attributes:
-        asked: whether to stop; may be set by others too.
+        asked: Whether a stop is requested. Other code may set it too.
     """
 
     def __init__(
         self,
         progress: Progress,
         message: str,
-        them: str = "",
-        in_order: Callable[[], None] = lambda: None,
-        at_once: Callable[[], None] = interrupt,
-        heeded: bool = True,
+        target: str = "",
+        on_first: Callable[[], None] = lambda: None,
+        on_second: Callable[[], None] = interrupt,
+        enabled: bool = True,
     ) -> None:
-        """Signals are handled only inside the block, and only in the main thread.
+        """Prepare to handle signals inside the block, if it runs in the main thread.
 
         Args:
-            progress: is told.
-            message: what happens now.
-            them: what a second Ctrl-C would stop, if not this.
-            in_order: called when asked for the first time.
-            at_once: called when asked again.
-            heeded: whether signals are handled; else only ``asked`` counts.
+            progress: Shows the message.
+            message: Announces the stop after the first signal.
+            target: Object of the hint "stop ... at once", such as "them". Empty: this process.
+            on_first: Called at the first signal.
+            on_second: Called at each later signal.
+            enabled: Whether signals are handled. Otherwise only ``asked`` counts.
         """
         self.asked = False
         self._progress = progress
         self._message = message
-        self._hint = f" (press Ctrl-C again to stop {them + ' ' if them else ''}at once)"
-        self._in_order = in_order
-        self._at_once = at_once
-        self._numbers = (signal.SIGINT, signal.SIGTERM) if heeded else ()
+        self._hint = f" (press Ctrl-C again to stop {target + ' ' if target else ''}at once)"
+        self._on_first = on_first
+        self._on_second = on_second
+        self._numbers = (signal.SIGINT, signal.SIGTERM) if enabled else ()
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
         for number in self._numbers:
-            with contextlib.suppress(ValueError):  # not in the main thread: whoever called us handles signals
+            with contextlib.suppress(ValueError):  # Outside the main thread, the caller handles signals.
                 self._before[number] = signal.signal(number, self._ask)
         return self
 
@@ -68,9 +68,9 @@ class StopSignals:
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         if self.asked:
-            self._at_once()
+            self._on_second()
             return
         self.asked = True
-        self._in_order()
-        # Nobody sits at the keyboard of a job: it is stopped by SIGTERM.
+        self._on_first()
+        # SIGTERM comes from a job's scheduler, so a hint about the keyboard would be useless.
         self._progress.message(self._message + (self._hint if number == signal.SIGINT else ""))

@@ -1,14 +1,14 @@
-"""Numbers in words: durations and sizes."""
+"""Durations and sizes as text."""
 
 from __future__ import annotations
 
 import math
 
 
-def duration(seconds: float) -> str:
-    """Return a number of seconds in words; ``?`` when they are not known.
+def format_duration(seconds: float) -> str:
+    """Format a duration in seconds. NaN and infinities become ``?``.
 
-    >>> duration(5), duration(200), duration(7300)
+    >>> format_duration(5), format_duration(200), format_duration(7300)
     ('5 s', '3 min 20 s', '2 h 1 min')
     """
     if not math.isfinite(seconds):
@@ -21,10 +21,10 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
-def size(number_of_bytes: float) -> str:
-    """Return a number of bytes in words, in powers of 1000.
+def format_size(number_of_bytes: float) -> str:
+    """Format a number of bytes in powers of 1000.
 
-    >>> size(999), size(1500), size(2.5e9)
+    >>> format_size(999), format_size(1500), format_size(2.5e9)
     ('999 B', '1.5 kB', '2.5 GB')
     """
     if number_of_bytes < 1000:

@@ -1,7 +1,7 @@
-"""Helpers to test federations: train to the end, compare every bit, and list who owns which examples.
+"""Helpers for tests of federations: train to the end, compare every bit, and list the ownership of examples.
 
-They serve raydfl's own tests, and authors who test a method, a rule or a data set of their own. Imports runs and every room
-below it. Begin with _federations.py.
+They serve raydfl's own tests and authors of methods, rules and data sets. Imports runs and every room below it. Start with
+_federations.py.
 """
 
 from raydfl.testing._examples import make_batch, make_examples

@@ -1,4 +1,4 @@
-"""Make batches and examples of one view, for tests of losses and networks."""
+"""Batches and examples of one view, for tests of losses and networks."""
 
 from __future__ import annotations
 
@@ -13,10 +13,22 @@ from raydfl.data import Examples, Frames
 
 
 def make_batch(x: Tensor, y: Tensor, lengths: Tensor | None = None, **fields: Any) -> Batch:
-    """Make a batch of one view from its values and labels; other arguments as the fields of :class:`Batch`."""
+    """Make a batch of one view.
+
+    Args:
+        x: Inputs, float32 [batch, ...].
+        y: Labels, int64 [batch].
+        lengths: Lengths of the inputs in frames, int64 [batch]. None: equal lengths.
+        fields: Further fields of :class:`Batch`.
+    """
     return Batch({FIRST_VIEW: x}, y, {} if lengths is None else {FIRST_VIEW: lengths}, **fields)
 
 
 def make_examples(labels: np.ndarray, *view: Any) -> Examples:
-    """Make examples of one view from their labels (int64 [examples]); other arguments as the fields of :class:`Frames`."""
+    """Make examples of one view.
+
+    Args:
+        labels: int64 [examples].
+        view: Fields of :class:`Frames`, in order.
+    """
     return Examples({FIRST_VIEW: Frames(*view)}, labels, np.arange(len(labels)))

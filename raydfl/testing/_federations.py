@@ -1,4 +1,4 @@
-"""Train federations in this process, read every bit of a run, and list who owns which examples."""
+"""Training in this process, comparison of every bit of two runs, and the ownership of examples."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def start_server(config: Config) -> Server:
 
 
 def train_federation(config: Config) -> dict[str, bytes]:
-    """Train a federation to its last round in this process and return the bytes of its tensors (see :func:`read_tensors`)."""
+    """Train a federation to its last round in this process, and return its tensors as in :func:`read_tensors`."""
     run_dir = create(config, Progress("quiet"))
     with contextlib.closing(Server(run_dir, config)) as server:
         while server.round_index < config.train.rounds:
@@ -38,19 +38,19 @@ def read_tensors(run_dir: Path, *sites: Path) -> dict[str, bytes]:
     """Read the last commit of a run: the server's tensors and every client's private tensors.
 
     Args:
-        run_dir: folder of the run.
-        sites: folders with private state at sites.
+        run_dir: The run's folder.
+        sites: Folders with private state at sites.
 
     Returns:
-        The bytes of each tensor by name, and under ``round`` and ``extra`` the rest of the server's state.
+        The bytes of each tensor by name. ``round`` and ``extra`` contain the rest of the server's state.
 
     Raises:
-        ValueError: the run has no commit.
+        ValueError: The run has no commit.
     """
     store = RunStore(run_dir)
     latest = store.latest()
     if latest is None:
-        raise ValueError(f"{run_dir} has no commit")
+        raise ValueError(f"{run_dir} has no commit. Train at least one round.")
     commit = store.load(latest)
     private = PrivateStore(run_dir / "private", sites)
     content = {"round": str(commit.state.round_index).encode(), "extra": repr(commit.state.extra).encode()}
@@ -63,21 +63,21 @@ def read_tensors(run_dir: Path, *sites: Path) -> dict[str, bytes]:
 
 
 def to_bytes(tensor: Tensor) -> bytes:
-    """Copy the memory of a tensor."""
+    """Return a copy of a tensor's memory, contiguous and on the CPU."""
     return np.ascontiguousarray(tensor.detach().cpu().numpy()).tobytes()
 
 
 def assert_same_bits(first: Mapping[str, bytes], second: Mapping[str, bytes]) -> None:
-    """Raise an AssertionError that names the tensors in which two runs differ."""
+    """Raise an AssertionError with the names of different tensors if two runs differ."""
     if set(first) != set(second):
-        raise AssertionError(f"only one run has {sorted(set(first) ^ set(second))[:5]}")
-    differing = [name for name in first if first[name] != second[name]]
-    if differing:
-        raise AssertionError(f"{len(differing)} of {len(first)} differ: {differing[:5]}")
+        raise AssertionError(f"Only the first or the second run has {sorted(set(first) ^ set(second))[:5]}.")
+    differences = [name for name in first if first[name] != second[name]]
+    if differences:
+        raise AssertionError(f"{len(differences)} of {len(first)} tensors differ: {differences[:5]}.")
 
 
 def digest(content: Mapping[str, bytes]) -> str:
-    """Return a SHA-256 digest of named bytes (16 hexadecimal digits)."""
+    """Return the first 16 hexadecimal digits of a SHA-256 digest of named bytes."""
     total = hashlib.sha256()
     for name in sorted(content):
         total.update(f"{name} {len(content[name])}\n".encode() + content[name])
@@ -85,7 +85,7 @@ def digest(content: Mapping[str, bytes]) -> str:
 
 
 def describe_kernels() -> str:
-    """Name what decides the last bits of a result on this machine: its kernels, and the processor that selects them."""
+    """Name the kernels and the processor, which together determine the last bits of results on this machine."""
     model = re.findall(r"^(?:cpu family|model|stepping)\s*: (\d+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)[
         :3
     ]
@@ -93,12 +93,12 @@ def describe_kernels() -> str:
 
 
 def list_ownership(config: Config) -> dict[str, Any]:
-    """List who owns which examples, after every step from the clips to the clients.
+    """List the ownership of all examples after every data step.
 
     Returns:
-        Values for JSON. ``clients`` has an entry for each client: id, part, site, profile, and its examples by split.
-        ``server`` has the examples of the server by part and split. An example is a list of integers: clip, first frame in its
-        feature store, frames, label, columns, and the frames of each other view.
+        Values for JSON. ``clients`` has an entry for each client: id, part, site, profile, and examples by split. ``server`` has
+        the server's examples by part and split. An example is a list of integers: clip, first frame in its feature store,
+        number of frames, label, columns, and the number of frames of each further view.
     """
     population = build_population(
         config.data, config.run.seed, attack=config.parts.attack, labels_needed=config.labels_needed
@@ -107,21 +107,22 @@ def list_ownership(config: Config) -> dict[str, Any]:
 
 
 def describe_population(population: Population, attacked: bool) -> dict[str, Any]:
-    """List who owns which examples of a population, as :func:`list_ownership` does.
+    """List the ownership of a population's examples, in the form of :func:`list_ownership`.
 
     Args:
-        attacked: also list what attackers train on.
+        population: The population.
+        attacked: Also list attackers' training examples.
     """
     return {
         "clients": [_describe_client(population, index, attacked) for index in range(len(population))],
         "server": {
-            part: {
-                "classes": list(of_part.classes),
-                "test": _describe(of_part.test),
-                "triggered": _describe(of_part.triggered),
-                "validation": _describe(of_part.validation),
+            name: {
+                "classes": list(part.classes),
+                "test": _describe(part.test),
+                "triggered": _describe(part.triggered),
+                "validation": _describe(part.validation),
             }
-            for part, of_part in population.parts.items()
+            for name, part in population.parts.items()
         },
         "sizes": population.sizes().tolist(),
         "label_counts": population.label_counts().tolist(),
@@ -148,9 +149,9 @@ def _describe_client(population: Population, index: int, attacked: bool) -> dict
 
 
 def _describe(examples: Examples) -> list[list[int]]:
-    first, *others = (examples.views[name] for name in sorted(examples.views))
+    first, *further = (examples.views[name] for name in sorted(examples.views))
     columns = [examples.clips, first.starts, first.counts, examples.labels]
     columns += [examples.columns[name] for name in sorted(examples.columns)]
-    columns += [view.counts for view in others]
+    columns += [view.counts for view in further]
     rows: list[list[int]] = np.stack([np.asarray(column, np.int64) for column in columns], axis=1).tolist()
     return rows

@@ -57,7 +57,7 @@ class Clock:
 
     @property
     def expired(self) -> bool:
-        """Whether the deadline has passed."""
+        """True if the deadline has passed."""
         if self._limit == math.inf:
             return False
         if self._device is not None and self._device.type == "cuda":

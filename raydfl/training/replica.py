@@ -58,7 +58,7 @@ class Replica:
 
     @property
     def intact(self) -> bool:
-        """Whether :meth:`start` can reset the networks. If false, a user's code has replaced parts: build new networks."""
+        """True if :meth:`start` can reset the networks. False: a user's code has replaced parts; build new networks."""
         return self.networks is not None or self._parts.unchanged
 
     @torch.no_grad()
@@ -198,7 +198,7 @@ class _Parts:
 
     @property
     def unchanged(self) -> bool:
-        """Whether no part was replaced or moved. The check takes about 50 microseconds for a small network."""
+        """True if no part was replaced or moved. The check takes about 50 microseconds for a small network."""
         return self._take_snapshot() == self._original
 
 

@@ -168,7 +168,7 @@ def test_a_tracking_server_that_does_not_answer(raydfl: Raydfl, tiny: Tiny, tmp_
     file = written(tiny(), tmp_path)
     said = raydfl("run", file, "track={mlflow: true, uri: 'http://anna:secret@127.0.0.1:9'}")
     said.refuses(
-        r"MLflow at http://\*\*\*@127.0.0.1:9 cannot be used: no server answers there",
+        r"MLflow at http://\*\*\*@127.0.0.1:9 cannot be used: no server answers",
         "start the server or correct track.uri, or set track.mlflow=false",
     )
     assert "secret" not in said.err

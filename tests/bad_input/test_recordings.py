@@ -381,6 +381,6 @@ def test_damaged_features_of_a_run_whose_recordings_are_gone(
     (recordings / gone).rename(recordings / "gone")
     damaged = "cached features in .* cannot be used .the content of frames.npy has changed."
     raydfl("resume", recordings / "runs" / "own", "train.rounds=2").refuses(
-        f"{damaged}, and they cannot be made again: .*{gone}"
+        f"{damaged}[.] Rebuilding the features failed: .*{gone}"
     )
     raydfl("replay", recordings / "runs" / "own", "--round", 1, "--client", "anna").refuses(damaged)

@@ -116,7 +116,7 @@ def test_a_damaged_commit_falls_back_and_says_so(
     said = raydfl("resume", run_dir)
     assert said.code == 0
     assert f"warning: commit {newest} " in said.out
-    assert "; going on from round 1" in said.out
+    assert "; resuming from round 1" in said.out
     assert_same_bits(undisturbed(2), read_tensors(run_dir))
     again = raydfl("resume", run_dir)
     assert "warning" not in again.out
@@ -195,7 +195,7 @@ def test_lost_features_are_made_again(
     shutil.rmtree(cache)
     said = raydfl("resume", outcome.run_dir, "train.rounds=2", f"data.cache={tmp_path / where}")
     assert said.code == 0
-    assert re.search(r"cached features in .* cannot be used .*: they are made again", said.out)
+    assert re.search(r"cached features in .* cannot be used .*[.] Rebuilding the features[.]", said.out)
     assert_same_bits(undisturbed(2, "fedavg"), read_tensors(outcome.run_dir))
     assert cache.exists() == (where == "there")
 
@@ -242,7 +242,7 @@ def test_a_bit_that_flips_in_the_features_is_noticed(
     damage()
     said = raydfl("resume", outcome.run_dir, "train.rounds=2")
     assert said.code == 0
-    assert f"cannot be used (the content of {name} has changed): they are made again" in said.out
+    assert f"cannot be used (the content of {name} has changed). Rebuilding the features." in said.out
     assert_same_bits(undisturbed(2, "fedavg"), read_tensors(outcome.run_dir))
     damage()
     other = run(tiny(f"data.cache={tmp_path}/there", "train.rounds=2", "run.name=other"))
@@ -324,12 +324,12 @@ def test_a_damaged_file_of_rows(raydfl: Raydfl, run_dir: Path) -> None:
 
 def test_a_missing_file_of_rows(raydfl: Raydfl, tiny: Tiny) -> None:
     run_dir = run(tiny("train.rounds=4")).run_dir
-    sentence = "the files in rows/ of rounds 3 to 4 are missing"
+    sentence = "The files in rows/ of rounds 3 to 4 are missing"
     assert sentence not in (run_dir / "report.html").read_text()
     record.discard_rows(run_dir, 2)
     said = raydfl("resume", run_dir, "train.rounds=5")
     assert said.code == 0
-    assert re.search("warning: the files in .*rows of rounds 3 to 4 are missing; restore them", said.out)
+    assert re.search("warning: the files in .*rows of rounds 3 to 4 are missing[.] Restore them", said.out)
     assert sentence in (run_dir / "report.html").read_text()
 
 
@@ -361,7 +361,8 @@ def test_rounds_without_a_run_json_are_not_mixed_with_a_new_run(raydfl: Raydfl, 
     (outcome.run_dir / "run.json").unlink()
     said = raydfl("run", written(tiny("train.rounds=2", "run.seed=7"), tmp_path))
     said.refuses(
-        "holds rounds of a run, but its run.json is missing", "give the new run another run.name, or remove the folder"
+        "contains rounds of a run, but its run.json is missing",
+        "give the new run another `run.name`, or remove the folder",
     )
 
 
@@ -501,7 +502,7 @@ def test_a_run_of_an_earlier_version_goes_on(raydfl: Raydfl, undisturbed: Undist
     said = raydfl("resume", run_dir, "train.rounds=4")
     assert said.code == 0
     assert (
-        "begun by an earlier version of raydfl, 0.0.1: whether its config.yaml is still what it began with" in said.out
+        "started by an earlier version of raydfl, 0.0.1, so changes of its config.yaml cannot be detected" in said.out
     )
     assert_same_bits(undisturbed(4), read_tensors(run_dir))
     assert parse_yaml((run_dir / "config.yaml").read_text(), "")["track"]["experiment"] == "08"
@@ -535,7 +536,7 @@ def test_several_reports_of_which_one_is_no_run(raydfl: Raydfl, run_dir: Path, t
     (tmp_path / "empty").mkdir()
     raydfl("report", run_dir, tmp_path / "empty", "--out", tmp_path / "x.html").refuses("empty is not a run directory")
     raydfl("report", run_dir, "--out", "/dev/null/x.html").refuses(
-        "the report cannot be written to /dev/null", "name another file"
+        "the report cannot be written to /dev/null", "choose another file"
     )
 
 
@@ -546,27 +547,27 @@ def test_what_cannot_be_replayed(raydfl: Raydfl, tiny: Tiny) -> None:
     run_dir = run(tiny("train.rounds=4", "run.keep=2", "train.cohort=1")).run_dir
     early = raydfl("replay", run_dir, "--round", 1, "--client", "s0")
     early.refuses(
-        "round 1 .* cannot be replayed: the commit before it is no longer kept .rounds 4 and later can be",
-        "set run.keep",
+        "round 1 .* cannot be replayed: the commit before it is no longer kept[.] Choose round 4 or later",
+        "set `run.keep`",
     )
     late = raydfl("replay", run_dir, "--round", 6, "--client", "s0")
     late.refuses("round 6 of .* cannot be replayed: the last commit is of round 4")
     nobody = raydfl("replay", run_dir, "--round", 4, "--client", "nobody")
-    nobody.refuses("client 'nobody' took no part in round 4; the cohort was 's[0-5]'")
+    nobody.refuses("client 'nobody' is not in the cohort of round 4[.] Choose one of 's[0-5]'")
 
 
 def test_where_a_run_cannot_be_written(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     file = written(tiny(), tmp_path)
     raydfl("run", file, f"run.dir={tmp_path}/file").refuses(
-        "cannot make the run directory .*file/tiny: Not a directory"
+        "cannot create the run directory .*file/tiny: Not a directory"
     )
     raydfl("run", file, f"data.cache={tmp_path}/file/cache").refuses(
         "the features .*cannot be written to .*file/cache: Not a directory; .*choose another folder with data.cache"
     )
     raydfl("run", file, f"run.name={'n' * 300}").refuses("run.name.*at most 240 bytes, this has 300")
     raydfl("run", file, 'run.name="a\\nb"').refuses("run.name.*no control characters")
-    raydfl("run", file, "run.dir=/proc/x").refuses("cannot make the run directory /proc/x/tiny")
+    raydfl("run", file, "run.dir=/proc/x").refuses("cannot create the run directory /proc/x/tiny")
 
 
 def test_json_of_a_run_may_hold_what_later_versions_add(raydfl: Raydfl, run_dir: Path) -> None:

@@ -357,7 +357,7 @@ def test_resume_goes_on_with_more_rounds(raydfl: Raydfl, tiny: Tiny, tmp_path: P
     short = tmp_path / "runs/short"
     done = raydfl("resume", short)
     assert done.code == 0
-    assert "all 2 rounds are done; for more: raydfl resume " in done.out
+    assert "all 2 rounds are done. To add rounds: raydfl resume " in done.out
     assert done.out.partition("all 2 rounds")[2].splitlines()[0].endswith("runs/short train.rounds=4")
     said = raydfl("resume", short, "train.rounds=4")
     assert "short: 4 rounds, 2 of them done" in said.out

@@ -26,7 +26,7 @@ from raydfl.data.features import cache as cache_module
 from raydfl.data.features import extraction as chunks_module
 from raydfl.data.features.alteration import Alterations
 from raydfl.data.features.cache import FeatureStore, open_store, prepare
-from raydfl.data.features.digests import content_digests
+from raydfl.data.features.digests import digest_clips
 from raydfl.data.features.extraction import Chunk, ChunkReport, Source, chunk_bounds, run_locally
 from raydfl.data.features.extractor import FeatureExtractor
 from raydfl.data.features.log_mel import FeatureSettings
@@ -195,7 +195,7 @@ def test_parts_of_a_file_are_known_by_the_file_and_their_place(tmp_path: Path, m
         looked.clear()
         (tmp_path / "list.csv").write_text("\n".join(["path,label,start,stop", *(f"a.wav,x,{part}" for part in parts)]))
         dataset = Manifest(file=tmp_path / "list.csv")
-        found, unreadable = content_digests(dataset, dataset.manifest(), tmp_path / "cache", Silent())
+        found, unreadable = digest_clips(dataset, dataset.manifest(), tmp_path / "cache", Silent())
         assert not unreadable
         return found
 
@@ -278,7 +278,7 @@ def test_damaged_stores_are_made_again(tmp_path: Path, damage: str, caplog: pyte
     again, computed = make(root, tmp_path / "cache")
     assert computed == 1
     np.testing.assert_array_equal(again.frames, good)
-    assert "making them again" in caplog.text
+    assert "They are made again now." in caplog.text
 
 
 def test_a_copied_cache_is_checked_and_used(tmp_path: Path) -> None:
@@ -351,7 +351,7 @@ def test_unreadable_clips_stop_or_are_skipped(tmp_path: Path, small_chunks: None
     np.testing.assert_array_equal(
         store.clip(int(good[0])), FeatureExtractor(SETTINGS)(*Folder(root=root).read({"path": root / names[good[0]]}))
     )
-    with pytest.raises(DataError, match="delete that folder to try them again"):
+    with pytest.raises(DataError, match="Delete this folder to try again"):
         make(root, tmp_path / "cache")
     fixed, _ = make(root, tmp_path / "cache", SETTINGS.model_copy(update={"seconds": 0.3}), unreadable="skip")
     assert fixed.frames.shape == (18 * 31, 16)
@@ -505,7 +505,7 @@ def _die(chunk: Chunk) -> ChunkReport:
 def test_a_killed_worker_process_is_an_error_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("joblib.cpu_count", lambda: 2)
     chunks = [Chunk(number, Source("fsdd"), [], SETTINGS, "") for number in range(3)]
-    with pytest.raises(RaydflError, match=r"killed in the middle.*run the same command again"):
+    with pytest.raises(RaydflError, match=r"killed during its work.*Run the same command again"):
         list(run_locally(_die, chunks))
 
 

@@ -237,7 +237,9 @@ def test_files_of_several_sizes_and_colours(tmp_path: Path, tiny: Tiny) -> None:
             f"data={{{place}, features: {{kind: image, {features}}}}}", "models={model: cnn_small}", "train.cohort=2"
         )
 
-    with pytest.raises(DataError, match="8 rows and 9 columns, not 8 and 8; images of several sizes need"):
+    with pytest.raises(
+        DataError, match="8 rows and 9 columns, not 8 and 8. Set resize: true for images of several sizes"
+    ):
         create(of("size: 8"), Progress("quiet"))
     population = Population.load(create(of("size: 8, resize: true, channels: 3"), Progress("quiet")) / "population")
     assert population.views[FIRST_VIEW].bands == 24

@@ -233,7 +233,7 @@ def test_what_does_not_fit_is_refused(tiny: Tiny, folder: Path) -> None:
             create(federation(tiny, folder, *overrides, **more), Progress("quiet"))
 
     image = "features: {kind: image, size: [8, 9]}"
-    refused("no view 'film' in data.views; did you mean|no view 'film' in data.views", "models.eye.view=film")
+    refused("unknown view 'film'. Choose one of data.views", "models.eye.view=film")
     refused("no model reads the view 'picture'", "models={eye: {name: crnn_tiny}}")
     refused("cnn_small reads images, but the data are features", "models={eye: cnn_small}")
     refused("no column 'fram'; did you mean 'frame'", error=DataError, view=f"{{column: fram, {image}}}")
@@ -246,7 +246,7 @@ def test_what_does_not_fit_is_refused(tiny: Tiny, folder: Path) -> None:
         "{kind: imag}": r"\.features\.kind is 'imag'; did you mean 'image'",
         "{kind: image, size: many}": r"\.features\.size.*: Input should be ",
         "{kind: image, size: 8, bands: 4}": r"\.features: 'bands' is a setting of the kind .*data\.views\.picture\.features='",
-        "5": r"\.features is 5; it must be a group",
+        "5": r"\.features is 5. It must be a group",
         "{kind: file, path: x, bands: 4}": ": a view has features of the kind logmel",
         f"{{kind: model, model: {folder}/none.py:Net, bands: 4}}": r"\.features\.model: .*there is no file",
     }.items():

@@ -57,7 +57,7 @@ def find_classes(page: str) -> dict[str, tuple[type, set[str]]]:
     elif page == "attacks.md":
         common = {option.name for option in options_of(Attack)}
         classes = {name: (cls, common) for name, (cls, _) in classes.items()} | {
-            "Who attacks, and when": (Attack, set())
+            "Attackers and rounds": (Attack, set())
         }
     elif page == "data.md":
         classes = {name: (find_dataset(name), set()) for name in dataset_names()}

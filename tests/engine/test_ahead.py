@@ -24,7 +24,7 @@ Tiny = Callable[..., Config]
 class Apart(SerialPool):
     """Works at once, as actors do, and notes of which rounds it got the orders."""
 
-    apart = True
+    concurrent = True
 
     def __init__(self, worker: Worker) -> None:
         super().__init__(worker)
@@ -88,9 +88,9 @@ def test_where_none_is_begun_ahead(tiny: Tiny, what: str, monkeypatch: pytest.Mo
     server, pool = open_apart(config)
     if what == "moving":
         committer = server._federation._committer
-        monkeypatch.setattr(committer, "worth_moving", lambda private: private)
+        monkeypatch.setattr(committer, "select_sparse", lambda private: private)
     if what == "here":
-        pool.apart = False
+        pool.concurrent = False
     if what == "asked for alone":
         server.round()
     else:

@@ -137,7 +137,7 @@ def test_a_column_of_a_table_of_clients_is_a_weight(kind: str, tiny: Tiny, tmp_p
         ("{ids: [s9]}", "train.clients.ids: there is no client 's9'"),
         (
             "{ids: [s0, s1, s0]}",
-            "train.clients.ids lists 's0' 2 times; a client is drawn at most once, so list it once",
+            "train.clients.ids: 's0' is listed 2 times. A client is drawn at most once per round",
         ),
         (
             "{weight: power}",

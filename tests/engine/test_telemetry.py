@@ -19,7 +19,7 @@ from raydfl.engine.storage.record import MetricRow, read_rows, rows_path, to_row
 from raydfl.engine.telemetry import TIMELINE, WALL, ReplyTimer, add_spans
 from raydfl.runs._run import run
 from raydfl.runs.progress import Progress
-from raydfl.runs.report import parts_of_rounds, read_run, write_report
+from raydfl.runs.report import read_run, split_round_times, write_report
 
 Tiny = Callable[..., Config]
 
@@ -149,7 +149,7 @@ def test_the_parts_of_the_page_add_up_to_the_round(tiny: Tiny, recorded: Any, tm
     folder, _ = recorded(tiny("train.rounds=5", "run.name=page"))
     found = read_run(folder)
     assert sorted(found.timelines) == [3, 4, 5]
-    parts = parts_of_rounds(found)
+    parts = split_round_times(found)
     assert parts is not None
     rounds, seconds = parts
     np.testing.assert_array_equal(rounds, [1, 2, 3, 4, 5])
@@ -161,7 +161,7 @@ def test_the_parts_of_the_page_add_up_to_the_round(tiny: Tiny, recorded: Any, tm
         "where the time goes",
         "who worked when",
         "round 5",
-        "seconds since the round began",
+        "seconds since the start of the round",
         "other times per round",
     ):
         assert shown in text
@@ -180,7 +180,7 @@ def test_the_page_of_a_run_whose_data_are_elsewhere_numbers_its_clients(tmp_path
 def test_records_from_before_the_parts_were_measured_show_totals(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{}")
     write_rows(rows_path(tmp_path, 1), [MetricRow(1, "train", "", "server", "seconds/round", 2.0, 1.0)])
-    assert parts_of_rounds(read_run(tmp_path)) is None
+    assert split_round_times(read_run(tmp_path)) is None
     text = write_report([tmp_path], tmp_path / "page.html").read_text()
     assert "time per round" in text
     assert "where the time goes" not in text

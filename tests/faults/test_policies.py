@@ -496,7 +496,7 @@ def test_records_of_older_versions_have_no_notes(tmp_path: Path) -> None:
 def test_the_report_lists_who_was_left_out_and_why(tiny: Tiny) -> None:
     outcome = run(tiny(*LONGER, "train.cohort=1.0", "run.on_error=drop", faulty("Fails"), "run.name=reported"))
     page = (outcome.run_dir / "report.html").read_text()
-    assert "1 time a client was left out of a round, or cut short by the deadline" in page
+    assert "1 incident: a client was excluded from a round, or stopped by the deadline" in page
     assert re.search(r"<td>2</td><td>train</td><td>s2</td><td>failed</td><td[^>]*>error: ValueError: a client", page)
     untouched = run(tiny("run.name=untouched"))
-    assert "cut short by the deadline" not in (untouched.run_dir / "report.html").read_text()
+    assert "stopped by the deadline" not in (untouched.run_dir / "report.html").read_text()

@@ -484,9 +484,9 @@ def test_a_replayed_update_is_the_one_that_was_sent(tiny: Tiny, method: str, com
 def test_replay_says_who_took_part_and_what_is_kept(tiny: Tiny) -> None:
     config = tiny("train.rounds=5", "run.keep=2", "train.cohort=1")
     run_dir = run(config).run_dir
-    with pytest.raises(RunDirectoryError, match="round 1 .* cannot be replayed.*rounds 5 and later"):
+    with pytest.raises(RunDirectoryError, match="round 1 .* cannot be replayed.*Choose round 5 or later"):
         replay(run_dir, 1, "s0")
-    with pytest.raises(InputError, match="took no part in round 5; the cohort was 's[0-5]'"):
+    with pytest.raises(InputError, match="is not in the cohort of round 5[.] Choose one of 's[0-5]'"):
         replay(run_dir, 5, "nobody")
 
 

@@ -172,7 +172,7 @@ def test_moons_head_leaves_the_body_as_it_is_drawn_and_refuses_networks_that_it_
     assert network.output.classify.weight.shape == (CLASSES, 5)
     with pytest.raises(ConfigError, match="moon needs the features .* Linear has no 'embed'"):
         add_projection(nn.Linear(2, 2), 4)
-    with pytest.raises(ConfigError, match="moon needs a linear last layer, but MeanMLP.output is a _Projected"):
+    with pytest.raises(ConfigError, match="moon needs a linear last layer, but MeanMLP.output is a _ProjectionHead"):
         add_projection(network, 4)
 
 

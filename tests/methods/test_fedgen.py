@@ -19,7 +19,7 @@ from raydfl.core.types import Client, State, Update
 from raydfl.data.population import Population
 from raydfl.engine.config import Config
 from raydfl.methods._generator import FIRST, MODULE, MOMENTS, SECOND, VECTOR, Generator, ServerGenerator, similarity
-from raydfl.methods.fedgen import COUNTS, FedGen, _drawn, _Heads
+from raydfl.methods.fedgen import COUNTS, FedGen, _draw_classes, _Heads
 from raydfl.models.dense import MeanMLP
 from raydfl.rules import UniformMean
 from raydfl.testing import start_server
@@ -84,7 +84,7 @@ def test_the_generator_is_that_of_the_papers_code() -> None:
     torch.testing.assert_close(SIZES.features(after, labels, noise)[0], reference.eval()(labels, noise))
 
 
-def test_a_new_generator_is_drawn_as_pytorch_draws_its_layers() -> None:
+def test_a_new_generator_is_draw_classes_as_pytorch_draws_its_layers() -> None:
     many = Generator(noise=30, hidden=200, width=90, classes=10)
     own = many.tensors(many.initial(np.random.default_rng(0)))
     for name, fan_in in (("of_noise", 40), ("of_label", 40), ("bias", 40), ("output", 200), ("output_bias", 200)):
@@ -131,9 +131,9 @@ def test_similarity_and_the_weighted_losses_of_the_heads_are_the_papers() -> Non
     assert heads.loss(features, labels).item() == pytest.approx(expected, rel=1e-5)
 
 
-def test_labels_are_drawn_uniformly_from_known_classes() -> None:
+def test_labels_are_draw_classes_uniformly_from_known_classes() -> None:
     torch.manual_seed(0)
-    drawn = torch.bincount(_drawn(torch.tensor([False, True, False, True, False]), 4000), minlength=5)
+    drawn = torch.bincount(_draw_classes(torch.tensor([False, True, False, True, False]), 4000), minlength=5)
     assert drawn[[0, 2, 4]].sum() == 0
     assert drawn[1] == pytest.approx(2000, abs=150)
 

@@ -294,7 +294,7 @@ def test_a_network_without_features_and_averaged_weights_of_several_are_refused(
     # Deeper networks hold all tensors of shallower ones, so that shapes alone would not tell.
     several = [{"model": CRNN(BANDS, CLASSES, filters=(4,) * n, hidden=3)} for n in (1, 2)]
     with pytest.raises(
-        ConfigError, match=r"method.weights: true .* models.model gives them 2; .* method.weights=false"
+        ConfigError, match=r"method.weights: true .* models.model gives them 2. .* method.weights=false"
     ):
         FedKAD(weights=True).init([client()], several, RNG(0))
     state = FedKAD().init([client()], several, RNG(0))

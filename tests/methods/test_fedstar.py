@@ -23,7 +23,7 @@ from raydfl.data.population import Population
 from raydfl.engine.config import Config
 from raydfl.methods.fedstar import FedSTAR
 from raydfl.models.split_cnn import SplitCNN
-from raydfl.runs.report import figures_of, read_run
+from raydfl.runs.report import draw_figures, read_run
 from raydfl.testing import assert_same_bits, make_batch, train_federation
 
 Tiny = Callable[..., Config]
@@ -210,7 +210,7 @@ def test_steps_of_fedstar_and_of_its_baselines(tiny: Tiny) -> None:
 def test_the_page_draws_what_a_loss_reports(tiny: Tiny) -> None:
     for name, reports in (("all", ["accepted", "pseudo_label_accuracy"]), ("labelled", [])):
         config = tiny("train.rounds=2", f"method.learn_from={name}", f"run.name={name}", method="fedstar")
-        drawn = figures_of(read_run(run(config).run_dir))
+        drawn = draw_figures(read_run(run(config).run_dir))
         assert [title for title in drawn if title in {"accepted", "pseudo_label_accuracy"}] == reports
 
 

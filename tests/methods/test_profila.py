@@ -53,13 +53,13 @@ def test_the_alignments_weight_over_the_rounds() -> None:
     given: dict[str, Any] = {"lam": (1.0, 2.0), "warm_rounds": 4, "total_rounds": 10}
     rising, literal = made(**given), made(ProFiLAAsRun, **given, schedule="literal")
     for method in (rising, literal):
-        assert [method.weight_in(r) for r in range(4)] == pytest.approx([1.25, 1.5, 1.75, 2.0])  # t = 1 ... 4
-    assert rising.weight_in(6) == pytest.approx(2 * (0.8 + 0.2 * (1 - math.cos(math.pi / 4))))  # t = 7, half-way
-    assert literal.weight_in(6) == pytest.approx(2 * (0.8 + 0.2 * math.cos(math.pi / 4)))
-    assert rising.weight_in(50) == pytest.approx(2.0)
-    assert literal.weight_in(50) == pytest.approx(1.6)
-    assert made(ProFiLAAsRun, **given, schedule="constant").weight_in(6) == 2.0
-    assert made(ProFiLAAsRun, **given, first_round=0).weight_in(0) == 1.0
+        assert [method.compute_weight(r) for r in range(4)] == pytest.approx([1.25, 1.5, 1.75, 2.0])  # t = 1 ... 4
+    assert rising.compute_weight(6) == pytest.approx(2 * (0.8 + 0.2 * (1 - math.cos(math.pi / 4))))  # t = 7, half-way
+    assert literal.compute_weight(6) == pytest.approx(2 * (0.8 + 0.2 * math.cos(math.pi / 4)))
+    assert rising.compute_weight(50) == pytest.approx(2.0)
+    assert literal.compute_weight(50) == pytest.approx(1.6)
+    assert made(ProFiLAAsRun, **given, schedule="constant").compute_weight(6) == 2.0
+    assert made(ProFiLAAsRun, **given, first_round=0).compute_weight(0) == 1.0
 
 
 # -- the loss ----------------------------------------------------------------------------------------------------------
@@ -114,14 +114,14 @@ def test_a_batch_moves_the_clients_prototype_by_1_minus_momentum(
     batch = dataclasses.replace(step.data.train.batch(np.arange(clips)), columns={"pool": pool})
     before = unit(F.normalize(network(step.data.train.batch(np.arange(6)).x), dim=1).detach().mean(dim=0))
     with torch.no_grad():
-        method._renew(step, first=True)
+        method._update_prototype(step, first=True)
         network.output.weight.neg_()
         network.output.bias.add_(1.0)
         z = F.normalize(network(batch.x), dim=1)[pool == 0]
         step.state["lambda"] = torch.tensor(0.0)
         method.loss(step, batch)
     mean = z.mean(dim=0) if len(z) else before
-    torch.testing.assert_close(method.prototype(network), unit(momentum * before + (1 - momentum) * mean))
+    torch.testing.assert_close(method.get_prototype(network), unit(momentum * before + (1 - momentum) * mean))
 
 
 def test_the_alignments_gradient_reaches_the_network() -> None:
@@ -218,7 +218,7 @@ def test_performance_is_the_mean_of_the_last_rounds() -> None:
 def test_learning_rates_follow_performance() -> None:
     method = made(lr_min=0.05, lr_max=0.13)
     step = make_steps(method, networks)[0]  # its rate is 0.1
-    assert method._rate(step) is None
+    assert method._adapt_rate(step) is None
     step.state["best"] = torch.tensor(0.8)
     for auc, rate, best in (
         (0.6, 0.12, 0.8),  # below 0.7: raised
@@ -227,7 +227,7 @@ def test_learning_rates_follow_performance() -> None:
         (0.9, 0.13 * 0.99, 0.9),  # the best so far: lowered
     ):
         step.state["auc"] = torch.tensor(auc)
-        assert method._rate(step) == pytest.approx(rate, rel=1e-6)
+        assert method._adapt_rate(step) == pytest.approx(rate, rel=1e-6)
         assert float(step.state["best"]) == pytest.approx(best)
 
 
@@ -285,9 +285,12 @@ def test_a_clients_private_tensors_do_not_move_while_others_train(tiny: Tiny) ->
     ("options", "message"),
     [
         (["method.personal=[model/adaptor]"], "no tensor's name begins with 'model/adaptor'"),
-        (["method.personal=[model/prototype]"], "is the common prototype and must be shared"),
-        (["objective={name: compact, size: 4, by: class}"], "has one prototype a client, and objective.by is class"),
-        (["method.alpha=0", "method.beta=0"], "both 0, so that no client counts"),
+        (["method.personal=[model/prototype]"], "is the common prototype and must be shared. Remove it"),
+        (
+            ["objective={name: compact, size: 4, by: class}"],
+            "has one prototype per client, but objective.by is class. Set objective.by=all",
+        ),
+        (["method.alpha=0", "method.beta=0"], "both 0, so all clients have weight 0. Raise either"),
         (["method.mode=as_run"], "the pool 'normal'"),
         (["method.mode=as_run", "train.batch_size=1"], "at least 2"),
         (["method.mode=asrun"], "is neither as_run nor normal"),
@@ -302,7 +305,7 @@ def test_what_cannot_be_is_refused(tiny: Tiny, options: list[str], message: str)
 def test_a_network_with_a_prototype_of_its_own_is_refused() -> None:
     network = MeanLinear(BANDS, CLASSES)
     network.own_prototype = nn.Linear(1, 1)
-    with pytest.raises(ConfigError, match="MeanLinear has an attribute 'own_prototype', .*; rename it"):
+    with pytest.raises(ConfigError, match="MeanLinear has an attribute 'own_prototype', .* Rename it"):
         add_prototype(network, CLASSES)
 
 

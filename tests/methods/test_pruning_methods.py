@@ -183,11 +183,11 @@ def test_hermes_averages_what_all_have_kept_and_the_rest_stays_each_clients() ->
     # Client 1 alone, then client 0 again: it takes over what was averaged since, but not what it pruned.
     own_of_1 = updates[1].tensors[name]
     step = make_step(method, state, kept[1], 1)
-    method._take_over(step, _layers(method, step))
+    method._load_personal(step, _layers(method, step))
     torch.testing.assert_close(step.parameters()[name].detach(), torch.where(common[:, None], after[name], own_of_1))
     round_of([1])
     step = make_step(method, state, kept[0], 0)
-    method._take_over(step, _layers(method, step))
+    method._load_personal(step, _layers(method, step))
     taken = step.parameters()[name].detach()
     assert torch.equal(taken[masks[0] == 1], state.tensors["global"][name][masks[0] == 1])
     assert not taken[masks[0] == 0].any()

@@ -22,7 +22,7 @@ from raydfl.engine import Clients
 from raydfl.engine.config import Config, make_config
 from raydfl.engine.overrides import apply_overrides
 from raydfl.engine.storage import record
-from raydfl.methods.harmony import Harmony, clusters
+from raydfl.methods.harmony import Harmony, cluster_biases
 from raydfl.runs import load_result
 from raydfl.runs.folder import create
 from raydfl.runs.inference import classify
@@ -246,14 +246,14 @@ def test_the_fusion_predicts_where_both_views_are_there_and_the_student_elsewher
 def test_groups_of_like_bias() -> None:
     """Two kinds of clients, one whose sound and one whose picture has moved; each view counts by its own maximum."""
     biases = np.array([[1e-6, 0.9], [9e-6, 0.1], [1.2e-6, 1.0], [8e-6, 0.05]])
-    assert clusters(biases, 2, 0) == [0, 1, 0, 1]
-    assert clusters(biases, 1, 0) == [0] * 4
-    assert clusters(np.zeros((3, 2)), 2, 0) == [0] * 3
+    assert cluster_biases(biases, 2, 0) == [0, 1, 0, 1]
+    assert cluster_biases(biases, 1, 0) == [0] * 4
+    assert cluster_biases(np.zeros((3, 2)), 2, 0) == [0] * 3
     # The server groups whoever sends: no bias, or none that is a number, is none that has moved.
     sent: list[dict[str, torch.Tensor]] = [{"bias/a": torch.tensor(0.5)}, {}, {"bias/a": torch.zeros(3)}]
     updates = [Update(tensors, 1.0) for tensors in sent]
-    assert Harmony(groups=2)._labels(updates, np.random.default_rng(0)) == [0, 1, 1]
-    assert Harmony(groups=2)._labels(updates[1:2] * 3, np.random.default_rng(0)) == [0] * 3
+    assert Harmony(groups=2)._cluster(updates, np.random.default_rng(0)) == [0, 1, 1]
+    assert Harmony(groups=2)._cluster(updates[1:2] * 3, np.random.default_rng(0)) == [0] * 3
 
 
 def test_harmonys_groups_have_a_classifier_each_and_encoders_stay(tiny: Tiny, folder: Path) -> None:

@@ -17,7 +17,7 @@ from raydfl.engine.config import Config
 from raydfl.engine.storage.record import MetricRow, rows_path, write_rows
 from raydfl.runs.report import write_report
 from raydfl.runs.report.data import read_run
-from raydfl.runs.report.diagnosis import problems_of
+from raydfl.runs.report.diagnosis import find_problems
 
 Tiny = Callable[..., Config]
 GUESSING = np.log(4)
@@ -28,7 +28,7 @@ def judged(folder: Path, *rows: MetricRow, settings: dict[str, Any] | None = Non
     """A run of which the last of five rounds recorded these rows."""
     make_run(folder, {**config("fedavg", rounds=5), **(settings or {})}, about=about)
     write_rows(rows_path(folder, 5), rows)
-    return problems_of(read_run(folder))
+    return find_problems(read_run(folder))
 
 
 def measured(loss: float, confusion: np.ndarray, split: str = "test") -> list[MetricRow]:
@@ -112,9 +112,9 @@ def test_without_evaluation_a_training_loss_is_a_warning(tmp_path: Path, loss: f
     (folder / "LATEST").write_text("000005-00000000.safetensors")
     for round_index, value in ((1, 500.0), (5, loss)):
         write_rows(rows_path(folder, round_index), [MetricRow(round_index, "train", "", "train", "loss", value, 40.0)])
-    assert [(p.kind, p.worthless) for p in problems_of(read_run(folder))] == [("diverged", False)] * warned
+    assert [(p.kind, p.worthless) for p in find_problems(read_run(folder))] == [("diverged", False)] * warned
     write_rows(rows_path(folder, 5), [MetricRow(5, "train", "", "train", "loss", 400.0, 40.0)])
-    assert problems_of(read_run(folder)) == []
+    assert find_problems(read_run(folder)) == []
 
 
 def test_classes_without_test_clips_are_named(tmp_path: Path) -> None:
@@ -135,13 +135,13 @@ def test_one_class_is_nothing_to_learn(tmp_path: Path) -> None:
     folder = tmp_path / "anomalies"  # a method of its own scores, for which one class is right
     make_run(folder, config("fedavg", rounds=5), done=0, classes=["normal"])
     write_rows(rows_path(folder, 5), [MetricRow(5, "evaluate", "", "test", "model/auc", 0.9, 40.0)])
-    assert problems_of(read_run(folder)) == []
+    assert find_problems(read_run(folder)) == []
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedmlac"])
 def test_ordinary_runs_are_not_suspected(tmp_path: Path, method: str) -> None:
     make_run(tmp_path / "run", config(method, rounds=6), classes=CLASSES)
-    assert problems_of(read_run(tmp_path / "run")) == []
+    assert find_problems(read_run(tmp_path / "run")) == []
 
 
 def test_pages_say_it_first(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_pages_say_it_first(tmp_path: Path) -> None:
     ("overrides", "kind", "text"),
     [
         (["train.optimiser.lr=1e20"], "diverged", "worthless: the training diverged: the loss on the test data is "),
-        (["data.classes=1"], "one class", "worthless: there is one class only, 'tone0'"),
+        (["data.classes=1"], "one class", "worthless: the data have a single class, 'tone0'"),
     ],
 )
 def test_a_worthless_run_is_said_and_has_the_code_of_bad_input(

@@ -42,7 +42,7 @@ def test_a_resume_on_other_kernels_is_recorded_and_warned_of(tiny: Tiny, monkeyp
     assert "other kernels" not in messages(2)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "VSX")
     difference = f"instruction_set {first['instruction_set']} there, VSX here"
-    assert messages(3).count(f"warning: the run resumes on other kernels ({difference})") == 1
+    assert messages(3).count(f"warning: the run resumes on other kernels ({difference}).") == 1
     assert "other kernels" not in messages(3)  # there is nothing to do
     assert "other kernels" not in messages(4)
     resumes = about()["resumes"]

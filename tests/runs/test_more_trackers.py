@@ -92,7 +92,7 @@ def test_one_that_fails_is_told_once_and_the_run_goes_on(tiny: Tiny, capsys: pyt
     also = f"track={{mlflow: false, also: ['{__file__}:Failing', tensorboard]}}"
     outcome = run(tiny("run.name=failing", "ray.actors=0", "train.rounds=4", also), Progress("lines"))
     said = capsys.readouterr()
-    assert (said.out + said.err).count("Failing failed (OSError: the disk is full); the run goes on without it") == 1
+    assert (said.out + said.err).count("Failing failed (OSError: the disk is full). The run continues without it") == 1
     assert outcome.finished
     assert max(step for step, _ in points_of_tensorboard(outcome.run_dir / "tensorboard")["work/clients"]) == 4
 

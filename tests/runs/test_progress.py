@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from raydfl.engine.telemetry import RoundReport
-from raydfl.runs.progress import Mode, Progress, scores_text
+from raydfl.runs.progress import Mode, Progress, format_scores
 from raydfl.runs.result import Result
-from raydfl.runs.words import duration, size
+from raydfl.runs.words import format_duration, format_size
 
 
 class Terminal(io.StringIO):
@@ -229,20 +229,20 @@ def test_a_first_round_without_time() -> None:
     ],
 )
 def test_durations(seconds: float, words: str) -> None:
-    assert duration(seconds) == words
+    assert format_duration(seconds) == words
 
 
 @pytest.mark.parametrize(
     ("count", "words"), [(0, "0 B"), (1000, "1.0 kB"), (999_960, "1.0 MB"), (1.5e9, "1.5 GB"), (2e13, "20.0 TB")]
 )
 def test_sizes(count: float, words: str) -> None:
-    assert size(count) == words
+    assert format_size(count) == words
 
 
 def test_without_an_accuracy_the_first_scores_are_shown() -> None:
-    assert scores_text({"a/loss": 1.0, "b/own": 0.5}) == "a/loss 1.000  b/own 0.500"
-    assert scores_text({}) == ""
+    assert format_scores({"a/loss": 1.0, "b/own": 0.5}) == "a/loss 1.000  b/own 0.500"
+    assert format_scores({}) == ""
     measured = {"a/loss_client_mean": 1.0, "a/loss": 2.0, "a/dice": 3.0, "a/loss_worst_decile": 4.0}
-    assert scores_text(measured, "dice") == "a/dice 3.000"
-    assert scores_text(measured, "loss") == "a/loss 2.000"
-    assert scores_text(measured) == "a/loss 2.000  a/dice 3.000"
+    assert format_scores(measured, "dice") == "a/dice 3.000"
+    assert format_scores(measured, "loss") == "a/loss 2.000"
+    assert format_scores(measured) == "a/loss 2.000  a/dice 3.000"

@@ -20,7 +20,7 @@ from raydfl.core.errors import InputError, ResourcesError, RunDirectoryError
 from raydfl.core.metrics import worst_decile
 from raydfl.engine.storage.record import MetricRow, compact, rows_path, write_rows
 from raydfl.engine.telemetry import TIMELINE, WALL
-from raydfl.runs.report import compare, figures_of, read_run, write_report
+from raydfl.runs.report import compare, draw_figures, read_run, write_report
 from raydfl.runs.report import figures as plots
 from raydfl.runs.report.cost import show_traffic
 from raydfl.runs.report.data import Curve
@@ -130,25 +130,25 @@ def test_one_run(tmp_path: Path) -> None:
         r.value for r in rows if r.client and r.round == 20 and r.split == "validation" and r.metric == "local/accuracy"
     ]
     assert len(own) == 12
-    _, _, _, clients, worst = results["local", "clients' own hold-out", "accuracy"]
+    _, _, _, clients, worst = results["local", "clients' held-out clips", "accuracy"]
     assert clients == f"{percent(float(np.mean(own)))} ± {percent(float(np.std(own)))}"
     assert worst == percent(worst_decile(own))
-    assert results["local", "clients' own hold-out", "loss"][0].endswith("(round 20)")
+    assert results["local", "clients' held-out clips", "loss"][0].endswith("(round 20)")
     assert results["plugin", "test data", "macro F1"][0].startswith(percent(value(rows, 20, "test", "plugin/macro_f1")))
     assert len(results) == 9  # two models with four scores each, and the training loss
 
     assert shown.has("method fedmlac · data fsdd · seed 1 · 2026-01-02 03:04:05 · raydfl 0.1.0")
     assert shown.has("20 of 20")
-    assert shown.has("In all: to the clients 240.0 kB, from the clients 120.0 kB.")  # 20 rounds, 12 clients
+    assert shown.has("Total: to the clients 240.0 kB, from the clients 120.0 kB.")  # 20 rounds, 12 clients
     assert shown.has("360.0 kB sent in both directions") or shown.has("sent in both directions 360.0 kB")
     assert shown.has("clients 12")
     assert shown.has("1 min 20 s")  # 20 rounds of 4 seconds
     assert shown.has("failed: 3.")  # in rounds 3, 10 and 17
     assert shown.has("not finished") is False
     assert shown.table("model", "architecture") == [
-        ["plugin", "crnn_lite", "36,515", "sent and averaged", ""],
-        ["local", "crnn_tiny", "12,115", "stays with the client", "clients: 7"],
-        ["local", "crnn_base", "194,979", "stays with the client", "clients: 5"],
+        ["plugin", "crnn_lite", "36,515", "shared", ""],
+        ["local", "crnn_tiny", "12,115", "private", "clients: 7"],
+        ["local", "crnn_base", "194,979", "private", "clients: 5"],
     ]
     assert ["train.optimiser.lr", "0.2"] in shown.table("setting")
     # accuracy, F1, loss; clients; two confusion matrices; pruning, failures; bytes, seconds
@@ -178,7 +178,9 @@ def test_no_pruning_no_failures_no_clients(tmp_path: Path) -> None:
 def test_an_unfinished_run(tmp_path: Path) -> None:
     make_run(tmp_path / "run", done=7)
     shown = page(tmp_path, tmp_path / "run")
-    assert shown.has(f"This run is not finished: 7 of 20 rounds are done. Go on with: raydfl resume {tmp_path / 'run'}")
+    assert shown.has(
+        f"This run is not finished: 7 of 20 rounds are done. Resume it with: raydfl resume {tmp_path / 'run'}"
+    )
     assert shown.table("model", "data", "score")[0][3].endswith("(round 5)")
 
 
@@ -191,7 +193,7 @@ def test_rounds_that_were_not_committed_do_not_count(tmp_path: Path) -> None:
 def test_a_run_before_its_first_round(tmp_path: Path) -> None:
     make_run(tmp_path / "run", done=0)
     shown = page(tmp_path, tmp_path / "run")
-    assert shown.has("No round of this run is recorded yet. Go on with: raydfl resume")
+    assert shown.has("No round of this run is recorded yet. Resume it with: raydfl resume")
     assert shown.figures == 0
     assert ["method.name", "fedmlac"] in shown.table("setting")
 
@@ -208,8 +210,8 @@ def test_missing_files_are_named_and_left_out(tmp_path: Path) -> None:
     for name in ("config.yaml", "run.json", "LATEST"):
         (tmp_path / "run" / name).unlink()
     shown = page(tmp_path, tmp_path / "run")
-    assert shown.has("config.yaml is missing: the configuration is not shown.")
-    assert shown.has("run.json is missing: names of classes and models are not known.")
+    assert shown.has("config.yaml is missing, so the configuration is not shown.")
+    assert shown.has("run.json is missing, so the names of classes and models are unknown.")
     assert len(shown.table("model", "data", "score")) == 9
 
 
@@ -217,9 +219,9 @@ def test_skipped_clips_are_listed(tmp_path: Path) -> None:
     clips = [{"clip": f"clip-{i}.wav", "reason": "empty"} for i in range(250)]
     make_run(tmp_path / "run", config(rounds=1), about={"skipped": [*clips, "plain.wav"]})
     shown = page(tmp_path, tmp_path / "run")
-    assert shown.has("251 clips could not be read and were left out")
+    assert shown.has("251 clips skipped")
     assert len(shown.table("clip", "reason")) == 200
-    assert shown.has("The first 200 of 251; all are in run.json.")
+    assert shown.has("The first 200 of 251. All are in run.json.")
 
 
 def test_hostile_names_stay_text(tmp_path: Path) -> None:
@@ -302,7 +304,7 @@ def test_several_runs(tmp_path: Path) -> None:
     losses = [value(recorded[f"mlac-{i}"], 20, "test", "plugin/loss") for i in (1, 2, 3)]
     assert row[3] == f"{np.mean(losses):.3f} ({min(losses):.3f} to {max(losses):.3f})"
     own = value(recorded["avg"], 20, "validation", "model/accuracy_client_mean")
-    assert scores["fedavg", "model", "clients' own hold-out"][:2] == ["1", percent(own)]
+    assert scores["fedavg", "model", "clients' held-out clips"][:2] == ["1", percent(own)]
 
     differences = {row[0]: row[1:] for row in shown.table("setting")}
     assert differences["method.alpha"] == ["-", "0.9", "-"]
@@ -418,17 +420,17 @@ def broken(folder: Path, name: str, content: bytes) -> Path:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("run.json", b"[" * 100_000, r"run.json is damaged: maximum recursion depth exceeded .*; restore it"),
+        ("run.json", b"[" * 100_000, r"run.json is damaged: maximum recursion depth exceeded .*[.] Restore it"),
         (
             "config.yaml",
             b"a: " + b"[" * 30_000,
             r"config.yaml is damaged: it: line 1 is nested more than 100 levels deep",
         ),
-        ("config.yaml", b"a: [1,\nb: }", r"config.yaml is damaged: it is not valid YAML in line 2, .*; restore it"),
-        ("config.yaml", b"- a list", r"config.yaml must hold a mapping, not list"),
+        ("config.yaml", b"a: [1,\nb: }", r"config.yaml is damaged: it is not valid YAML in line 2, .*[.] Restore it"),
+        ("config.yaml", b"- a list", r"config.yaml must contain a mapping, not list"),
         ("config.yaml", b"\xff\xfe", r"config.yaml is damaged: 'utf-8' codec can't decode"),
-        ("run.json", b'{"id": ', r"run.json is damaged: Expecting value: line 1 .*; restore it"),
-        ("run.json", b"3", r"run.json must hold a mapping, not int"),
+        ("run.json", b'{"id": ', r"run.json is damaged: Expecting value: line 1 .*[.] Restore it"),
+        ("run.json", b"3", r"run.json must contain a mapping, not int"),
         ("rows/00000001.parquet", b"PAR1", r"00000001.parquet is not a readable Parquet file"),
         ("LATEST", b"nonsense", r"LATEST"),
     ],
@@ -441,10 +443,12 @@ def test_damaged_files_are_named(tmp_path: Path, name: str, content: bytes, mess
 
 
 def test_no_run_directory(tmp_path: Path) -> None:
-    with pytest.raises(RunDirectoryError, match="there is no run directory .*nowhere; give the folder that"):
+    with pytest.raises(RunDirectoryError, match="there is no run directory .*nowhere[.] Give the folder"):
         write_report([tmp_path / "nowhere"], tmp_path / "page.html")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(RunDirectoryError, match="empty is not a run directory: it has neither config.yaml nor"):
+    with pytest.raises(
+        RunDirectoryError, match="empty is not a run directory: it has no config.yaml, run.json or rows/"
+    ):
         write_report([tmp_path / "empty"], tmp_path / "page.html")
     with pytest.raises(InputError, match="no run directory is given"):
         write_report([], tmp_path / "page.html")
@@ -453,7 +457,9 @@ def test_no_run_directory(tmp_path: Path) -> None:
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     make_run(tmp_path / "run", config(rounds=1))
     (tmp_path / "file").write_text("x")
-    with pytest.raises(ResourcesError, match=r"the report cannot be written to .*file: .*; make room or name another"):
+    with pytest.raises(
+        ResourcesError, match=r"the report cannot be written to .*file: .*; make room or choose another"
+    ):
         write_report([tmp_path / "run"], tmp_path / "file" / "page.html")
 
 
@@ -481,7 +487,7 @@ def figure_of(folder: Path, title: str, rows: dict[int, list[MetricRow]]) -> Any
     """The figure of the page of a run with these rows by round, and nothing else."""
     for number, some in rows.items():
         write_rows(rows_path(folder, number), some)
-    return figures_of(read_run(folder), title)[title]
+    return draw_figures(read_run(folder), title)[title]
 
 
 def server_row(number: int, metric: str, value: float, array: np.ndarray | None = None) -> MetricRow:
@@ -547,7 +553,7 @@ def test_rounds_are_whole_numbers(tmp_path: Path, rounds: list[int]) -> None:
     for number in rounds:
         rows = [server_row(number, name, 1.0) for name in (*names, "seconds/transfer", "seconds/wait")]
         write_rows(rows_path(tmp_path, number), [*rows, server_row(number, TIMELINE, np.nan, work)])
-    figures = figures_of(read_run(tmp_path))
+    figures = draw_figures(read_run(tmp_path))
     actors = figures.pop("who worked when")
     assert list(figures) == [
         *("layer-wise pruning (LPA)", "updates that were not used"),
@@ -592,5 +598,5 @@ def test_the_groups_of_clients_over_rounds(tmp_path: Path) -> None:
     found = read_run(folder)
     assert found.memberships[3].tolist() == groups[3]
     # Clients by their kind: the second and third are of kind 1, the first of kind 2.
-    cells = figures_of(found, "who is with whom")["who is with whom"].axes[0].collections[0].get_array()
+    cells = draw_figures(found, "who is with whom")["who is with whom"].axes[0].collections[0].get_array()
     assert cells.filled(0).tolist() == [[1, 1, 2], [1, 1, 1], [0, 2, 2]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -50,7 +51,7 @@ def test_the_figures_are_the_pages(tmp_path: Path) -> None:
     assert isinstance(shown, Figure)
     assert shown.get_facecolor() == (1, 1, 1, 1)
     assert shown._repr_png_().startswith(b"\x89PNG")
-    with pytest.raises(InputError, match=r"has no figure 'acuracy'; there are 'accuracy', .*'bytes sent'"):
+    with pytest.raises(InputError, match=r"has no figure 'acuracy'. Choose one of 'accuracy', .*'bytes sent'"):
         result.plot("acuracy")
 
 
@@ -59,7 +60,7 @@ def test_before_the_first_round(tmp_path: Path) -> None:
     result = Result(tmp_path / "run", 0, finished=False)
     assert result.history.empty
     assert result.figures() == {}
-    with pytest.raises(InputError, match="none yet"):
+    with pytest.raises(InputError, match="No round is recorded yet"):
         result.plot()
     with pytest.raises(RunDirectoryError, match="no such|no run|is not a run"):
         load_result(tmp_path / "elsewhere")
@@ -169,3 +170,20 @@ def test_a_run_in_a_notebook(page: Page, tiny: Tiny, capsys: pytest.CaptureFixtu
     assert page.shown[-1][-1]["text/plain"].splitlines()[0].endswith("round 2/2  0 s left")
     assert len(capsys.readouterr().out.splitlines()) <= 4
     assert result.finished
+
+
+@pytest.mark.parametrize(
+    ("module", "former", "name"),
+    [
+        ("raydfl", "parts_of_rounds", "split_round_times"),
+        ("raydfl.runs", "duration", "format_duration"),
+        ("raydfl.runs", "driving", "lock_run_dir"),
+        ("raydfl.runs.report", "problems_of", "find_problems"),
+        ("raydfl.runs.report", "figures_of", "draw_figures"),
+    ],
+)
+def test_former_names_warn(module: str, former: str, name: str) -> None:
+    package = importlib.import_module(module)
+    with pytest.warns(DeprecationWarning, match=f"{former} is now named {name}"):
+        assert getattr(package, former) is getattr(package, name)
+    assert former not in dir(package)

@@ -209,12 +209,12 @@ def test_a_failure_in_the_middle_is_made_up_for(place: Place, monkeypatch: pytes
     for round_index in (2, 3):
         tracker.log_rows(place.commit(of_round(round_index)))
     assert len(place.warnings) == 1
-    assert "the run goes on" in place.warnings[0]
+    assert "The run continues" in place.warnings[0]
     assert "secret" not in place.warnings[0]
     assert "traceback" not in place.warnings[0]
     weather.state = "fine"
     tracker.log_rows(place.commit(of_round(4)))
-    assert place.warnings[1].endswith("answers again; the mirror is complete up to round 4")
+    assert place.warnings[1].endswith("answers again and has all rounds up to round 4.")
     tracker.log_rows(place.commit(of_round(5)))
     tracker.finish("FINISHED")
     assert place.curve(run_id, "test/plugin/accuracy") == expected(range(1, 6))
@@ -252,8 +252,8 @@ def test_what_is_still_missing_at_the_end_is_said_and_follows_with_a_resumed_run
     weather.state = "down"
     tracker.log_rows(place.commit(of_round(2)))
     tracker.finish("FAILED")
-    assert f"the MLflow run {run_id} at sqlite:///" in place.warnings[-1]
-    assert "lacks rounds after 1; they are in " in place.warnings[-1]
+    assert f"The MLflow run {run_id} at sqlite:///" in place.warnings[-1]
+    assert "lacks rounds after 1. They are in " in place.warnings[-1]
     weather.state = "fine"
     place.tracker().start("r", {}, {}, run_id)
     assert place.history(run_id, "test/plugin/accuracy") == expected(range(1, 3))
@@ -275,14 +275,16 @@ def test_a_run_that_the_store_lost_is_made_anew_from_the_record(place: Place) ->
 def test_a_deleted_experiment_is_named(place: Place) -> None:
     place.tracker(experiment="gone").start("r", {}, {})
     place.client().delete_experiment(place.client().get_experiment_by_name("gone").experiment_id)
-    with pytest.raises(InputError, match="experiment 'gone' is deleted in .*set track.experiment to another name"):
+    with pytest.raises(
+        InputError, match="experiment 'gone' is deleted in .*[.] Restore it, or set track.experiment to another name"
+    ):
         place.tracker(experiment="gone").start("r", {}, {})
 
 
 def test_a_database_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "mlflow.db").write_text("this is a text, not a database\n" * 100)
     tracker = MlflowTracker(TrackSettings(), tmp_path, tmp_path)
-    with pytest.raises(InputError, match=r"mlflow.db cannot be used: .*set track.mlflow=false"):
+    with pytest.raises(InputError, match=r"mlflow.db cannot be used: .*or set track.mlflow=false"):
         tracker.start("r", {}, {})
 
 
@@ -311,7 +313,7 @@ def test_nothing_listens(tmp_path: Path) -> None:
     with pytest.raises(InputError) as caught:
         tracker.start("r", {}, {})
     message = str(caught.value)
-    assert message.startswith(f"MLflow at http://***@127.0.0.1:{port} cannot be used: no server answers there")
+    assert message.startswith(f"MLflow at http://***@127.0.0.1:{port} cannot be used: no server answers")
     assert "set track.mlflow=false" in message
     assert "secret" not in message
 
@@ -346,7 +348,7 @@ def test_something_else_answers(tmp_path: Path, other_server: str) -> None:
 
 def test_without_mlflow_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mlflow", None)
-    with pytest.raises(InputError, match="install mlflow, or set track.mlflow=false"):
+    with pytest.raises(InputError, match="Install mlflow, or set track.mlflow=false"):
         MlflowTracker(TrackSettings(), tmp_path, tmp_path).start("r", {}, {})
 
 

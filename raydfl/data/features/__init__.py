@@ -1,6 +1,6 @@
-"""Features of recordings, and the cache that keeps them.
+"""Features of recordings and images, and their cache.
 
-Begin with kinds.py (which kinds there are), extraction.py (making them) and cache.py (keeping them).
+Start with kinds.py (the kinds of features), extraction.py (their computation) and cache.py (their storage).
 """
 
 from raydfl.data.features.alteration import Alteration

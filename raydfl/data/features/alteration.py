@@ -1,4 +1,4 @@
-"""Alterations that an attacker makes to its recordings before their features are computed: a trigger sound mixed in, or damage."""
+"""Attackers' alterations of recordings before feature extraction: a trigger sound or damage."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ import numpy as np
 from raydfl.data.features.extractor import FeatureExtractor
 
 UNALTERED = -1
-"""In place of a clip's seed: the clip stays as it is."""
+"""Seed of a clip without alteration."""
 
 
 @dataclass(frozen=True)
 class Alteration(ABC):
-    """One way to alter waves. The ``repr`` of a subclass names all that decides the result: it goes into the cache's key."""
+    """Alteration of waves. A subclass's ``repr`` must contain all its parameters, because it is part of the cache key."""
 
     @abstractmethod
     def __call__(self, wave: np.ndarray, extractor: FeatureExtractor, seed: int) -> np.ndarray:
-        """Return the altered wave, as long as it was.
+        """Return the altered wave, with the same length.
 
         Args:
-            wave: float32 [samples] at the extractor's rate, cut to the length that features are made of.
-            seed: of the clip; the same clip and seed give the same wave.
+            wave: float32 [samples] at the extractor's rate, cut to the length used by the features.
+            extractor: Computes features, for alterations that need them.
+            seed: The clip's seed. Equal clips and seeds yield equal waves.
         """
 
 
@@ -33,8 +34,8 @@ class Alterations:
 
     what: Alteration
     seeds: tuple[int, ...]
-    """One for each clip, at least 0; :data:`UNALTERED` leaves the clip as it is."""
+    """A seed for each clip, at least 0, or :data:`UNALTERED`."""
 
     def part(self, start: int, stop: int) -> Alterations:
-        """Return what is done to clips ``start`` to ``stop - 1``."""
+        """Return the alterations of clips ``start`` to ``stop - 1``."""
         return Alterations(self.what, self.seeds[start:stop])

@@ -1,18 +1,17 @@
-"""The cache of features: one memory-mapped array for (clips, settings), found by content and shared by all processes of a node.
+"""The feature cache: a memory-mapped array for (clips, settings), found by content and shared by all processes of a node.
 
-A store is a folder ``KEY`` below the cache folder:
+A feature store is a folder ``KEY`` in the cache folder:
 
-- ``frames.npy``: [all frames, bands], float32 or float16;
+- ``frames.npy``: float32 or float16 [all frames, bands];
 - ``offsets.npy``: int64 [clips + 1], clip ``i`` owns the rows ``offsets[i]`` to ``offsets[i + 1] - 1``;
-- ``lengths.npy``: int32 [clips], how many of those rows are sound and not padding (0: the clip could not be read);
-- ``store.json``: what it is, the sizes and digests of the files, and why clips could not be read.
+- ``lengths.npy``: int32 [clips], the number of these rows without padding (0: the clip is unreadable);
+- ``store.json``: settings, sizes and digests of the files, and the reasons why clips are unreadable.
 
-``KEY`` is a digest of every clip's content in order and of all settings that change a number. While a store is made its
-chunks lie in ``KEY.parts`` (an interrupted preparation continues from them) under the lock ``KEY.lock``; the folder gets its
-name when it is whole.
+``KEY`` is a digest of every clip's content in order, and of all settings that change a value. During the preparation, chunks are in
+``KEY.parts`` under the lock ``KEY.lock``. An interrupted preparation continues from them. A complete store is renamed to ``KEY``.
 
-``normalise: group`` is not done here: whose clips are training clips is not known yet. :mod:`raydfl.data.statistics` makes a
-second store of the one with the numbers as they are.
+``normalise: group`` needs the training clips, and the cache does not know them. :mod:`raydfl.data.features.statistics` makes a
+second store from the store of unnormalised values.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from raydfl.core.files import (
 from raydfl.core.lock import locked
 from raydfl.core.progress import Progress, Silent
 from raydfl.data.features.alteration import Alterations
-from raydfl.data.features.digests import content_digests, rows_of
+from raydfl.data.features.digests import digest_clips, iterate_rows
 from raydfl.data.features.extraction import (
     Chunk,
     RunChunks,
@@ -56,7 +55,7 @@ from raydfl.data.features.extraction import (
     read_report,
     run_locally,
 )
-from raydfl.data.features.file import FileFeatures, features_digests, missing_features, needs_waves
+from raydfl.data.features.file import FileFeatures, digest_features, explain_missing, needs_waves
 from raydfl.data.features.image import ImageFeatures
 from raydfl.data.features.kinds import AnyFeatures
 from raydfl.data.features.log_mel import FeatureSettings
@@ -66,18 +65,18 @@ from raydfl.data.features.wave import BY_TRAINING_CLIPS
 from raydfl.data.noise import Noise
 
 FORMAT = 1
-"""Goes into every key; raised when the calculation of features or the files change."""
+"""Version of the computation and the files, part of every key."""
 
 _log = logging.getLogger(__name__)
 
 _WHAT = "the features"
 _USUAL_BANDS = 128
-"""Bands for which the chunks have the right size."""
+"""Number of bands of full-sized chunks. Features with more bands get smaller chunks."""
 
 
 @dataclass(frozen=True)
 class FeatureStore:
-    """The features of some clips; the arrays are read-only maps of files that all processes share."""
+    """Features of some clips, in read-only memory maps shared by all processes."""
 
     folder: Path
     frames: np.ndarray
@@ -85,73 +84,74 @@ class FeatureStore:
     offsets: np.ndarray
     """int64 [clips + 1]."""
     lengths: np.ndarray
-    """int32 [clips]: sounding frames; 0 for clips that could not be read."""
+    """int32 [clips]: frames without padding, 0 for unreadable clips."""
     length: int | None
-    """Frames of every clip when all have the same number by the settings, else ``None``."""
+    """Number of frames of every clip, or None if clips have different lengths."""
     failures: Mapping[int, str]
-    """The reasons why clips (by number) could not be read."""
+    """The reasons why clips are unreadable, by clip number."""
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     @property
     def bands(self) -> int:
-        """Features of a frame."""
+        """Number of features of a frame."""
         return int(self.frames.shape[1])
 
     def clip(self, index: int) -> np.ndarray:
-        """Return [frames, bands] of clip ``index``, padding included; a view."""
+        """Return a view of a clip's frames with padding, [frames, bands]."""
         view: np.ndarray = self.frames[self.offsets[index] : self.offsets[index + 1]]
         return view
 
     @functools.cached_property
     def fits_in_memory(self) -> bool:
-        """Return whether the page cache can keep all frames, so that reading ahead would be useless after the first time."""
+        """True if the page cache can hold all frames, so reading ahead helps only once."""
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return self.frames.nbytes < memory / 2
 
     @functools.cached_property
     def moved(self) -> dict[Any, Any]:
-        """Copies of the frames on devices, by device; raydfl.training.together.batches puts them here."""
+        """Copies of the frames by device, filled by raydfl.training.together.batches."""
         return {}
 
     def read_ahead(self, starts: np.ndarray, counts: np.ndarray) -> None:
-        """Ask the kernel to fetch some frames from the disk, without waiting for them.
+        """Ask the kernel to fetch frames from the disk, without waiting.
 
         Args:
-            starts: int [ranges]: first row in ``frames``.
-            counts: int [ranges]: rows.
+            starts: First rows in ``frames``, int [ranges].
+            counts: Numbers of rows, int [ranges].
         """
         row = self.frames.strides[0]
         with (self.folder / "frames.npy").open("rb") as file:
             begin = os.fstat(file.fileno()).st_size - self.frames.nbytes
             for start, count in zip(starts.tolist(), counts.tolist(), strict=True):
-                if count:  # 0 would mean: to the end of the file
+                if count:  # The kernel reads 0 as "to the end of the file".
                     os.posix_fadvise(file.fileno(), begin + start * row, count * row, os.POSIX_FADV_WILLNEED)
 
     def windows(self, count: int) -> np.ndarray:
-        """Return every run of ``count`` frames as a row: [all frames - count + 1, count * bands], a view."""
+        """Return a view of all windows of ``count`` consecutive frames, [all frames - count + 1, count * bands]."""
         row, item = self.frames.strides
         shape = len(self.frames) - count + 1, count * self.bands
         return np.ndarray(shape, self.frames.dtype, self.frames, strides=(row, item))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return open_store, (self.folder,)  # a pickle of the arrays themselves would be a copy of everything
+        return open_store, (self.folder,)  # A pickle of the arrays would copy all frames.
 
 
 def open_store(folder: Path, verify: bool = False) -> FeatureStore:
-    """Open the store in ``folder``, in about a millisecond.
+    """Open a feature store, in about a millisecond.
 
     Args:
-        verify: read all of it, about a second for each GB, and compare it with its digests; once in a process.
+        folder: The store's folder.
+        verify: Compare the files with their digests, once per process, at about a second per GB.
 
     Raises:
-        DataError: the folder or a file of it is missing, damaged, or not what its name says.
+        DataError: The folder or a file is missing or damaged, or belongs to another store.
     """
     try:
         facts = json.loads((folder / "store.json").read_bytes())
         if (facts["format"], facts["key"]) != (FORMAT, folder.name):
-            raise ValueError(f"store.json is of format {facts['format']}, key {facts['key']}")
+            raise ValueError(f"store.json has format {facts['format']} and key {facts['key']}")
         for name, (size, _, digest) in facts["files"].items():
             status = (folder / plain_name(name)).stat()
             if status.st_size != size:
@@ -168,8 +168,8 @@ def open_store(folder: Path, verify: bool = False) -> FeatureStore:
     except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise DataError(
-            f"the cached features in {folder} cannot be used ({reason}); make them again with `raydfl data prepare FILE`, where "
-            "FILE is the configuration (of a run: its config.yaml)"
+            f"The cached features in {folder} cannot be used ({reason}). Make them again with `raydfl data prepare FILE`, where "
+            "FILE is the configuration (of a run: its config.yaml)."
         ) from error
 
 
@@ -185,24 +185,26 @@ def prepare(
     progress: Progress | None = None,
     run_chunks: RunChunks | None = None,
 ) -> FeatureStore:
-    """Return the features of a manifest's clips, from the cache or made now; for ``normalise: group`` as they are, in float32.
+    """Return the features of a manifest's clips from the cache, and compute missing ones.
 
-    Safe to call from several processes at once (the first makes them, the others wait) and to interrupt (the next call continues).
+    Several processes may call this at once: the first computes the features, and the rest wait. An interrupted call continues at
+    the next call. For ``normalise: group`` the features are unnormalised and float32.
 
     Args:
-        source: the data set that reads the clips.
-        manifest: columns ``clip``, ``path`` and ``seconds``; clip ``i`` of the store is its row ``i``.
-        cache: the cache folder; :func:`default_cache` when ``None``.
-        unreadable: raise at clips that cannot be read, or record them in ``failures``.
-        noise: added to the waves, with one seed for each row; of features from a file, those of ``noisy_path`` are taken.
-        alterations: what an attacker does to the waves, then; with one seed for each row.
-        progress: shown while clips are looked at and features computed.
-        run_chunks: an executor whose workers see the recordings and the cache folder; local processes when ``None``.
+        source: The data set with the clips.
+        manifest: Table with the columns ``clip``, ``path`` and ``seconds``. Row ``i`` is clip ``i`` of the store.
+        features: The features' settings.
+        cache: The cache folder. None: :func:`default_cache`.
+        unreadable: Whether unreadable clips raise an error, or are listed in ``failures``.
+        noise: Noise to add to the waves, with a seed for each row. Features from a file are read from ``noisy_path`` instead.
+        alterations: An attacker's alterations, applied after the noise, with a seed for each row.
+        progress: Shows the progress of digests and features.
+        run_chunks: An executor. Its workers must see the recordings and the cache folder. None: local processes.
 
     Raises:
-        ConfigError: noise or alterations for features that come without waves, or a model that is not there.
-        DataError: clips that cannot be read (``unreadable="stop"``), or an executor that left no result.
-        ResourcesError: the disk is full or the cache folder cannot be written.
+        ConfigError: Noise or alterations for features without waves, or a missing model.
+        DataError: Clips are unreadable (``unreadable="stop"``), or the executor left no result.
+        ResourcesError: The disk is full or the cache folder is not writable.
     """
     if alterations is not None and features.kind in ("file", "image"):
         raise needs_waves("the attack")
@@ -210,32 +212,32 @@ def prepare(
     cache = (default_cache() if cache is None else cache).expanduser().absolute()
     if not isinstance(features, ImageFeatures) and features.normalise in BY_TRAINING_CLIPS:
         features = features.model_copy(update={"normalise": "none", "dtype": "float32"})
-    needed = _needed_bytes(manifest, features)
+    needed = _estimate_bytes(manifest, features)
     with writing(cache, needed, _WHAT, CHOOSE_CACHE):
         cache.mkdir(parents=True, exist_ok=True)
         if isinstance(features, FileFeatures):
             clips = manifest.column("clip").to_pylist()
-            digests, missing = features_digests(features, clips, noise, cache, progress)
+            digests, missing = digest_features(features, clips, noise, cache, progress)
             if missing and unreadable == "stop":
-                raise missing_features(clips, missing)
+                raise explain_missing(clips, missing)
         else:
-            digests, missing = content_digests(source.open(), manifest, cache, progress)
+            digests, missing = digest_clips(source.open(), manifest, cache, progress)
             if missing and unreadable == "stop":
                 raise _unreadable(manifest, features, missing)
         folder = cache / _store_key(digests, features, noise, alterations)
         work = _Preparation(source, manifest, features, folder, noise, alterations, unreadable)
-    store = found_or_made(folder, needed, lambda: work.run(run_chunks or run_locally, progress))
+    store = open_or_make(folder, needed, lambda: work.run(run_chunks or run_locally, progress))
     if store.failures and unreadable == "stop":
         raise _unreadable(
-            manifest, features, store.failures, f" (as recorded in {folder}; delete that folder to try them again)"
+            manifest, features, store.failures, f" (recorded in {folder}. Delete this folder to try again)"
         )
     return store
 
 
-def _needed_bytes(manifest: pa.Table, features: AnyFeatures) -> int:
-    """Roughly what chunks and store take together, as far as the clips' lengths are known."""
-    seconds = np.nan_to_num(manifest.column("seconds").to_numpy())  # 0 where it is not known
-    frames = int(features.frames_of(seconds).sum())
+def _estimate_bytes(manifest: pa.Table, features: AnyFeatures) -> int:
+    """Estimate the disk space of chunks and store together. Clips of unknown length count 0."""
+    seconds = np.nan_to_num(manifest.column("seconds").to_numpy())
+    frames = int(features.count_frames(seconds).sum())
     return frames * features.bands * (4 + np.dtype(features.dtype).itemsize)
 
 
@@ -258,7 +260,7 @@ def _store_key(
 
 
 def _unreadable(manifest: pa.Table, features: AnyFeatures, failures: Mapping[int, str], note: str = "") -> DataError:
-    """Return the error for clips without features: the encoder's, where it fails on several clips for one reason."""
+    """Return the error for unreadable clips, or the encoder's error if several clips fail for the same reason."""
     places = [
         manifest.column("path")[index].as_py() or manifest.column("clip")[index].as_py() for index in sorted(failures)
     ]
@@ -267,9 +269,8 @@ def _unreadable(manifest: pa.Table, features: AnyFeatures, failures: Mapping[int
         (reason,) = reasons
         if reason.startswith(f"{features.title}: "):
             return DataError(
-                f"data.features: {reason}. This is so for {places[0]} and {len(places) - 1} more of {manifest.num_rows} "
-                f"clips{note}. Correct the encoder or its options. If these clips are at fault, leave them out with "
-                f"data.unreadable=skip"
+                f"data.features: {reason}. {len(places)} of {manifest.num_rows} clips fail for this reason, the first {places[0]}"
+                f"{note}. Correct the encoder or its options, or leave these clips out with data.unreadable=skip."
             )
     shown = [f"  {place}: {failures[index]}" for place, index in zip(places[:5], sorted(failures), strict=False)]
     more = f"\n  and {len(failures) - len(shown)} more" if len(failures) > len(shown) else ""
@@ -277,26 +278,28 @@ def _unreadable(manifest: pa.Table, features: AnyFeatures, failures: Mapping[int
         f"{len(failures)} of {manifest.num_rows} clips cannot be read{note}:\n"
         + "\n".join(shown)
         + more
-        + "\nRepair or remove them, or leave them out with data.unreadable=skip"
+        + "\nRepair or remove them, or leave them out with data.unreadable=skip."
     )
 
 
-def found_or_made(folder: Path, needed: int, make: Callable[[], None]) -> FeatureStore:
-    """Open the store in ``folder`` if it is whole; else let ``make`` write it, in one process only.
+def open_or_make(folder: Path, needed: int, make: Callable[[], None]) -> FeatureStore:
+    """Open a valid store, or make it in one process while the rest wait.
 
     Args:
-        needed: bytes that it takes while it is made.
+        folder: The store's folder.
+        needed: Disk space of the preparation in bytes.
+        make: Writes the store.
 
     Raises:
-        ResourcesError: the disk is full or the folder cannot be written.
+        ResourcesError: The disk is full or the folder is not writable.
     """
     lock = folder.with_suffix(".lock")
 
-    def waiting() -> None:
-        _log.warning("another process is preparing the same features (%s); waiting for it", lock)
+    def report_wait() -> None:
+        _log.warning("Another process is preparing the same features (%s). Waiting for it.", lock)
 
-    with writing(folder.parent, needed, _WHAT, CHOOSE_CACHE), locked(lock, waiting):
-        store = _open_if_whole(folder)
+    with writing(folder.parent, needed, _WHAT, CHOOSE_CACHE), locked(lock, report_wait):
+        store = _open_if_valid(folder)
         if store is None:
             if free_bytes(folder.parent) < needed:
                 raise full_disk(folder.parent, needed, _WHAT, CHOOSE_CACHE)
@@ -314,25 +317,26 @@ def write_store(
     facts: Mapping[str, Any],
     **arrays: np.ndarray,
 ) -> None:
-    """Write a store beside its folder, which then gets its name.
+    """Write a store under a temporary name, and rename it when it is complete.
 
     Args:
-        lengths: int [clips]: sounding frames.
-        length: frames of every clip, shorter ones with zeros behind; ``None``: each has its own.
-        frames: float [frames, bands] of all clips, in parts.
-        like: [0, bands], of the type in which frames are kept.
-        facts: what else ``store.json`` says; ``failures`` at least.
-        arrays: further files, by name.
+        folder: The store's folder.
+        lengths: Frames without padding, int [clips].
+        length: Common number of frames, padded with zeros. None: clips keep their lengths.
+        frames: Parts of all clips' frames, float [frames, bands].
+        like: Empty array [0, bands] with the stored dtype.
+        facts: Further content of ``store.json``, at least ``failures``.
+        arrays: Further arrays by file name.
     """
     new = folder.with_suffix(".new")
-    shutil.rmtree(new, ignore_errors=True)  # left by a process that was killed right here
+    shutil.rmtree(new, ignore_errors=True)  # A killed process may have left it.
     new.mkdir()
     rows = lengths if length is None else np.full(len(lengths), length)
     offsets = np.concatenate([[0], np.cumsum(rows)]).astype(np.int64)
     arrays = {"offsets": offsets, "lengths": lengths.astype(np.int32), **arrays}
     for name, array in arrays.items():
         np.save(new / f"{name}.npy", array)
-    # Written through the file and not through a map: a full disk is then an error and not a killed process.
+    # A full disk raises an error in a file, but kills the process in a memory map.
     with (new / "frames.npy").open("wb") as file:
         descr = np.lib.format.dtype_to_descr(like.dtype)
         shape = (int(offsets[-1]), like.shape[1])
@@ -341,27 +345,27 @@ def write_store(
             file.write(np.ascontiguousarray(part, dtype=like.dtype).data)
         file.flush()
         os.fsync(file.fileno())
-    files = {path.name: _facts_of(path) for path in sorted(new.iterdir())}
+    files = {path.name: _read_facts(path) for path in sorted(new.iterdir())}
     about = {"format": FORMAT, "key": folder.name, "length": length, **facts, "files": files}
     content = json.dumps(about, indent=1).encode()
     write_atomically(new / "store.json", lambda path: path.write_bytes(content))
     new.rename(folder)
 
 
-def _open_if_whole(folder: Path) -> FeatureStore | None:
+def _open_if_valid(folder: Path) -> FeatureStore | None:
     if not folder.exists():
         return None
     try:
         return open_store(folder, verify=True)
     except DataError as error:
-        _log.warning("%s: making them again now", error)
+        _log.warning("%s They are made again now.", error)
         shutil.rmtree(folder)
         return None
 
 
 @dataclass(frozen=True)
 class _Preparation:
-    """The making of one store, by the process that holds its lock."""
+    """Preparation of a store, by the process with its lock."""
 
     source: Source
     manifest: pa.Table
@@ -389,8 +393,8 @@ class _Preparation:
         absent = [chunk.path for chunk in chunks if chunk.number not in reports or not Path(chunk.path).exists()]
         if absent:
             raise DataError(
-                f"{len(absent)} of {len(chunks)} chunks of features were not written, the first to {absent[0]}: the machines that "
-                "compute them must share the cache folder (data.cache or RAYDFL_CACHE)"
+                f"{len(absent)} of {len(chunks)} chunks of features were not written, the first {absent[0]}. All machines with "
+                "workers must share the cache folder (data.cache or RAYDFL_CACHE)."
             )
         failures = {
             starts[number] + position: reason
@@ -402,12 +406,12 @@ class _Preparation:
 
     @functools.cached_property
     def _bounds(self) -> list[tuple[int, int]]:
-        # Networks' features have hundreds of bands. Of log-mel the bounds stay: chunks of an earlier version may be there.
+        # Networks' features have hundreds of bands. Log-mel keeps its bounds, to reuse chunks of earlier versions.
         smaller = 1 if isinstance(self.features, FeatureSettings) else max(1, self.features.bands // _USUAL_BANDS)
         return chunk_bounds(self.manifest.column("seconds").to_pylist(), smaller)
 
     def _chunks(self, parts: Path) -> list[Chunk]:
-        rows = list(rows_of(self.manifest))
+        rows = list(iterate_rows(self.manifest))
         encoder = self.features.content() if isinstance(self.features, PretrainedFeatures) else ""
         return [
             Chunk(
@@ -424,14 +428,14 @@ class _Preparation:
         ]
 
     def _assemble(self, chunks: Sequence[Chunk], failures: Mapping[int, str]) -> None:
-        """Puts the chunks together."""
-        counts = [_part(chunk, "counts") for chunk in chunks]
+        """Join the chunks to a store."""
+        counts = [_load_array(chunk, "counts") for chunk in chunks]
         length = self.features.frames
 
         def frames() -> Iterator[np.ndarray]:
             for chunk, lengths in zip(chunks, counts, strict=True):
-                part = _part(chunk, "frames")
-                yield part if length is None else _padded(part, lengths, length)
+                part = _load_array(chunk, "frames")
+                yield part if length is None else _pad(part, lengths, length)
 
         facts = {
             "features": self.features.model_dump(mode="json"),
@@ -442,19 +446,19 @@ class _Preparation:
         write_store(self.folder, np.concatenate([np.zeros(0, np.int64), *counts]), length, frames(), like, facts)
 
 
-def _part(chunk: Chunk, name: str) -> np.ndarray:
+def _load_array(chunk: Chunk, name: str) -> np.ndarray:
     with np.load(chunk.path) as arrays:
         array: np.ndarray = arrays[name]
         return array
 
 
-def _facts_of(path: Path) -> tuple[int, int, str]:
+def _read_facts(path: Path) -> tuple[int, int, str]:
     status = path.stat()
     return status.st_size, status.st_mtime_ns, file_digest(path)
 
 
-def _padded(frames: np.ndarray, lengths: np.ndarray, length: int) -> np.ndarray:
-    """Return [clips * length, bands] of frames of clips of these lengths, zeros after each."""
+def _pad(frames: np.ndarray, lengths: np.ndarray, length: int) -> np.ndarray:
+    """Pad each clip's frames with zeros to a common length, float32 [clips * length, bands]."""
     padded = np.zeros((len(lengths), length, frames.shape[1]), np.float32)
     padded[np.arange(length) < lengths[:, None]] = frames
     return padded.reshape(-1, frames.shape[1])

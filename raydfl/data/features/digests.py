@@ -1,7 +1,7 @@
-"""Digests of clips' contents: of the file's bytes, or of the identity that the data set gives a clip.
+"""Digests of clips' contents: of a file's bytes, or of a clip's identity in its data set.
 
-Digests of files are remembered by (path, size, time of change), so that a second run only asks the file system for those. They do
-not depend on where a file lies: a folder that was moved or copied is read once more, and then found in the cache.
+A digest table in the cache has the digest of each file by path, size and modification time. A second run reads only these from the
+file system. Digests do not depend on paths: after a move or copy, a folder is read again and then found in the cache.
 """
 
 from __future__ import annotations
@@ -26,56 +26,61 @@ from raydfl.data.packed import file_and_place
 
 DIGEST_BYTES = 16
 UNREADABLE = bytes(DIGEST_BYTES)
-"""The digest of a file that cannot be read."""
+"""Digest of an unreadable file."""
 
 _SETTLED_NS = 2_000_000_000
 _NAMES = 1024
-"""Files whose absolute paths are remembered: thousands of clips may lie in one."""
+"""Number of cached absolute paths. A file may contain thousands of clips."""
 _SCHEMA = pa.schema(
     [("path", pa.string()), ("size", pa.int64()), ("changed", pa.int64()), ("digest", pa.binary(DIGEST_BYTES))]
 )
 
 
-def rows_of(manifest: pa.Table) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a manifest one by one, a few thousand at a time in memory."""
+def iterate_rows(manifest: pa.Table) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a manifest, with a few thousand in memory at a time."""
     for batch in manifest.to_batches(max_chunksize=4096):
         yield from batch.to_pylist()
 
 
-def content_digests(
+def digest_clips(
     dataset: Dataset, manifest: pa.Table, cache: Path, progress: Progress
 ) -> tuple[list[bytes], dict[int, str]]:
-    """Return the digest of every clip's content, in the manifest's order, and why some could not be read.
+    """Compute the digest of every clip's content.
 
     Args:
-        manifest: columns ``clip``, ``path`` and whatever else the data set's ``identity`` asks for.
-        cache: folder in which digests are remembered.
+        dataset: The clips' data set.
+        manifest: Table with the columns ``clip``, ``path`` and those used by the data set's ``identity``.
+        cache: Folder of the digest table.
+        progress: Shows the progress.
 
     Returns:
-        Digests of 16 bytes, :data:`UNREADABLE` for files that cannot be read; and by row number the reason for those.
+        Digests of 16 bytes in the manifest's order, :data:`UNREADABLE` for unreadable files, and the reasons by row number.
+
+    Raises:
+        DataError: A clip has neither a path nor an identity.
     """
     digests = [UNREADABLE] * manifest.num_rows
     files: dict[int, str] = {}
     parts: dict[int, str] = {}
     absolute = functools.lru_cache(maxsize=_NAMES)(lambda path: str(Path(path).absolute()))
-    for index, row in enumerate(rows_of(manifest)):
+    for index, row in enumerate(iterate_rows(manifest)):
         identity = dataset.identity(row)
         if identity is None:
             if row["path"] is None:
                 raise DataError(
-                    f"clip {row['clip']!r} has no path, and its data set's identity() says that the file decides its samples; "
-                    f"give it a path, or return a string from identity()"
+                    f"Clip {row['clip']!r} has no path, but the identity() of its data set returns None, which stands for the "
+                    f"file's content. Add a path, or return a string from identity()."
                 )
             file, place = file_and_place(row["path"])
             files[index] = absolute(file)
-            given = [part for part in (place, dataset.part(row)) if part is not None]
-            if given:
-                parts[index] = "".join(given)
+            selectors = [part for part in (place, dataset.part(row)) if part is not None]
+            if selectors:
+                parts[index] = "".join(selectors)
         else:
             digests[index] = _digest(b"identity:" + identity.encode())
     unreadable: dict[int, str] = {}
     if files:
-        for index, digest in file_digests(files, cache, progress).items():
+        for index, digest in digest_files(files, cache, progress).items():
             if isinstance(digest, OSError):
                 unreadable[index] = f"cannot be read: {digest.strerror or digest}"
             else:
@@ -87,18 +92,20 @@ def _digest(content: bytes) -> bytes:
     return hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest()
 
 
-def file_digests(files: Mapping[int, str], cache: Path, progress: Progress) -> dict[int, bytes | OSError]:
-    """By number the digest (16 bytes) of a file's content, or why it cannot be read. Files may be larger than the memory.
-
-    A file that has several numbers is read once.
+def digest_files(files: Mapping[int, str], cache: Path, progress: Progress) -> dict[int, bytes | OSError]:
+    """Compute the digest of each file's content. Files may exceed the memory, and are read once.
 
     Args:
-        files: absolute paths, at least one.
-        cache: folder in which digests are remembered.
+        files: Absolute paths by number, at least one.
+        cache: Folder of the digest table.
+        progress: Shows the progress.
+
+    Returns:
+        By number the digest, 16 bytes, or the error of an unreadable file.
     """
     folder = os.path.commonpath({str(Path(path).parent) for path in set(files.values())})
-    memory = cache / "digests" / f"{_digest(os.fsencode(folder)).hex()}.arrow"
-    known = _read_memory(memory)
+    table = cache / "digests" / f"{_digest(os.fsencode(folder)).hex()}.arrow"
+    known = _read_table(table)
     digests: dict[str, bytes | OSError] = {}
     unknown: dict[str, tuple[int, int]] = {}
     for path in dict.fromkeys(files.values()):
@@ -115,20 +122,23 @@ def file_digests(files: Mapping[int, str], cache: Path, progress: Progress) -> d
         else:
             unknown[path] = state
     if unknown:
-        digests |= _new_digests(unknown, known, memory, progress)
+        digests |= _digest_new_files(unknown, known, table, progress)
     return {index: digests[path] for index, path in files.items()}
 
 
-def _new_digests(
+def _digest_new_files(
     unknown: Mapping[str, tuple[int, int]],
     known: dict[str, tuple[int, int, bytes]],
-    memory: Path,
+    table: Path,
     progress: Progress,
 ) -> dict[str, bytes | OSError]:
-    """By path the digest of files that are not ``known``, or why they cannot be read. They are added to the memory.
+    """Compute the digests of files missing in the table, and add them.
 
     Args:
-        unknown: by path size and time of change.
+        unknown: Size and modification time by path.
+        known: Size, modification time and digest by path. New digests are added.
+        table: Path of the digest table.
+        progress: Shows the progress.
     """
     digests: dict[str, bytes | OSError] = {}
 
@@ -139,28 +149,27 @@ def _new_digests(
             return error
 
     now = time.time_ns()
-    learned = False
+    changed_table = False
     with (
-        ThreadPoolExecutor(
-            min(8, 2 * joblib.cpu_count())
-        ) as threads,  # reading and hashing both release the interpreter
+        # Reading and hashing release the interpreter lock.
+        ThreadPoolExecutor(min(8, 2 * joblib.cpu_count())) as threads,
         progress.steps("looking at clips", len(unknown)) as advance,
     ):
-        found = threads.map(read, unknown)
-        for (path, (size, changed)), digest_or_error in zip(unknown.items(), found, strict=True):
+        results = threads.map(read, unknown)
+        for (path, (size, changed)), result in zip(unknown.items(), results, strict=True):
             advance()
-            digests[path] = digest_or_error
-            # A file changed this instant may change again within one tick of the file system's clock: look again next time.
-            if isinstance(digest_or_error, bytes) and changed < now - _SETTLED_NS:
-                known[path] = (size, changed, digest_or_error)
-                learned = True
-    if learned:
-        write_atomically(memory, functools.partial(_write_memory, known))
+            digests[path] = result
+            # A recently changed file may change again within one tick of the file system's clock, so it is read again next time.
+            if isinstance(result, bytes) and changed < now - _SETTLED_NS:
+                known[path] = (size, changed, result)
+                changed_table = True
+    if changed_table:
+        write_atomically(table, functools.partial(_write_table, known))
     return digests
 
 
-def _read_memory(path: Path) -> dict[str, tuple[int, int, bytes]]:
-    """By path size, time of change and digest; nothing when the file is missing or damaged, for it can be made again."""
+def _read_table(path: Path) -> dict[str, tuple[int, int, bytes]]:
+    """Return size, modification time and digest by path. A missing or damaged table is empty, because it can be rebuilt."""
     try:
         with pa.OSFile(str(path)) as file:
             table = pa.ipc.open_file(file).read_all()
@@ -172,7 +181,7 @@ def _read_memory(path: Path) -> dict[str, tuple[int, int, bytes]]:
     return {path: (size, changed, digest) for path, size, changed, digest in zip(*columns, strict=True)}
 
 
-def _write_memory(known: Mapping[str, tuple[int, int, bytes]], path: Path) -> None:
+def _write_table(known: Mapping[str, tuple[int, int, bytes]], path: Path) -> None:
     sizes, changes, digests = zip(*known.values(), strict=True)
     arrays = [list(known), list(sizes), list(changes), list(digests)]
     table = pa.table(

@@ -1,7 +1,7 @@
-"""Compute the features of some clips, wherever that is done: in this process, a worker process, or a Ray task.
+"""Computation of clips' features in this process, a worker process or a Ray task.
 
-A chunk is a plain value and :func:`compute_chunk` a plain function, so any executor will do that can call one with the other on a
-machine that sees the recordings and the cache folder.
+A chunk is a plain value and :func:`compute_chunk` a plain function. Any executor can call it on a machine that sees the
+recordings and the cache folder.
 """
 
 from __future__ import annotations
@@ -37,32 +37,32 @@ from raydfl.data.noise import NOISELESS, Noise, add_noise
 _CLIPS = 128
 _SECONDS = 600.0
 _START_UP_S = 5.0
-"""The time of a worker process before its first result: it imports torch."""
+"""Start-up time of a worker process, spent on the import of torch."""
 _IDLE_S = 5
-"""Seconds after which a worker process without work ends."""
+"""Idle time in seconds before a worker process ends."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A data set by its name and options, which any process can open."""
+    """Name and options of a data set, to open it in any process."""
 
     name: str
-    """Built-in name, or ``my_file.py:Class`` or ``my_module:Class``."""
+    """Built-in name, ``my_file.py:Class`` or ``my_module:Class``."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of its class."""
+    """Fields of the data set's class."""
 
     def open(self) -> Dataset:
         """Open the data set.
 
         Raises:
-            ConfigError: unknown name, or options that its class does not take.
+            ConfigError: The name or an option is unknown.
         """
         return build(find_dataset(self.name), self.options, "data")
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some neighbouring clips whose features are computed together, and the file that takes them."""
+    """Consecutive clips to process together, and the path of their features."""
 
     number: int
     source: Source
@@ -70,12 +70,12 @@ class Chunk:
     """Rows of the manifest."""
     features: AnyFeatures
     path: str
-    """The file to write."""
+    """Path of the output file."""
     noise: Noise | None = None
     alterations: Alterations | None = None
-    """Done after the noise."""
+    """Applied after the noise."""
     encoder: str = ""
-    """The digest of the pretrained encoder's folder, where features of that kind are wanted."""
+    """Digest of the encoder's folder, for pretrained features."""
 
 
 @dataclass(frozen=True)
@@ -85,16 +85,20 @@ class ChunkReport:
     number: int
     clips: int
     failures: Mapping[int, str]
-    """The reasons why clips (by position in the chunk) could not be read."""
+    """The reasons why clips are unreadable, by position in the chunk."""
     seconds: float
-    """Time that reading and computing took."""
+    """Duration of reading and computing."""
 
 
 def chunk_bounds(seconds: Sequence[float | None], smaller: int = 1) -> list[tuple[int, int]]:
-    """Cut clips of these lengths into neighbouring groups: at most 128 clips, and 600 s unless one clip alone is longer.
+    """Divide clips into chunks of consecutive clips, with at most 128 clips and 600 s, or a single longer clip.
 
     Args:
-        smaller: factor by which both limits are lowered, for features that take more memory.
+        seconds: The clips' lengths, None if unknown.
+        smaller: Divisor of both limits, for features that need more memory.
+
+    Returns:
+        Start and stop of each chunk.
     """
     most, longest = max(1, _CLIPS // smaller), _SECONDS / smaller
     bounds, start, total = [], 0, 0.0
@@ -109,37 +113,37 @@ def chunk_bounds(seconds: Sequence[float | None], smaller: int = 1) -> list[tupl
 
 
 def compute_chunk(chunk: Chunk) -> ChunkReport:
-    """Read a chunk's clips or their features, computes what is to be computed, and writes the chunk's file, whole or not at all.
+    """Read or compute the features of a chunk, and write its file atomically.
 
-    The file is an uncompressed ``.npz``: ``frames`` (float32 [all frames, bands]), ``counts`` (int64 [clips], 0 for a clip
-    that could not be read) and ``failures`` (JSON).
+    The file is an uncompressed ``.npz`` with ``frames`` (float32 [all frames, bands]), ``counts`` (int64 [clips], 0 for unreadable
+    clips) and ``failures`` (JSON).
 
     Raises:
-        OSError: the file cannot be written (a full disk).
-        ConfigError: a model that makes the features cannot be built, an encoder's folder has other content than where the work
-            began, or what decodes films is not installed.
+        OSError: The file cannot be written, such as on a full disk.
+        ConfigError: A feature model cannot be built, the encoder's folder has other content than at the preparation's start, or the
+            video decoder is not installed.
     """
     settings = chunk.features
     if isinstance(settings, FileFeatures):
-        features_of = _given(chunk, settings)
+        compute = _make_file_reader(chunk, settings)
     elif isinstance(settings, ImageFeatures):
-        features_of = _pictured(chunk, settings)
+        compute = _make_image_reader(chunk, settings)
     else:
-        features_of = _computed(chunk, settings)
+        compute = _make_wave_reader(chunk, settings)
     matrices: list[np.ndarray] = []
     counts = np.zeros(len(chunk.rows), np.int64)
     failures: dict[int, str] = {}
-    started = time.perf_counter()
+    start = time.perf_counter()
     with _one_thread():
         for position, row in enumerate(chunk.rows):
             try:
-                matrix = features_of(position, row)
+                matrix = compute(position, row)
             except (MemoryError, NoDecoderError):
                 raise
             except RaydflError as error:
-                failures[position] = str(error).removeprefix(f"{row.get('path')}: ")  # who tells of it names the file
+                failures[position] = str(error).removeprefix(f"{row.get('path')}: ")  # The final message adds the path.
                 continue
-            except Exception as error:  # noqa: BLE001  (whatever a decoder or a user's data set raises)
+            except Exception as error:  # noqa: BLE001  (A decoder or a user's data set may raise anything.)
                 failures[position] = f"{type(error).__name__}: {error}"
                 continue
             matrices.append(matrix)
@@ -152,32 +156,29 @@ def compute_chunk(chunk: Chunk) -> ChunkReport:
             np.savez(file, frames=frames, counts=counts, failures=text)
 
     write_atomically(Path(chunk.path), write)
-    return ChunkReport(chunk.number, len(chunk.rows), failures, time.perf_counter() - started)
+    return ChunkReport(chunk.number, len(chunk.rows), failures, time.perf_counter() - start)
 
 
-FeaturesOf = Callable[[int, Mapping[str, Any]], np.ndarray]
-"""The features of a clip by its position in the chunk and its row of the manifest: float32 [frames, bands]."""
+_Reader = Callable[[int, Mapping[str, Any]], np.ndarray]
+"""Returns a clip's features, float32 [frames, bands], for its position in the chunk and its row of the manifest."""
 
 
-def _given(chunk: Chunk, settings: FileFeatures) -> FeaturesOf:
-    """From the user's file."""
+def _make_file_reader(chunk: Chunk, settings: FileFeatures) -> _Reader:
     noise = chunk.noise
     return lambda position, row: read_features(
         settings, row["clip"], noise is not None and noise.seeds[position] != NOISELESS
     )
 
 
-def _pictured(chunk: Chunk, settings: ImageFeatures) -> FeaturesOf:
-    """From the image."""
+def _make_image_reader(chunk: Chunk, settings: ImageFeatures) -> _Reader:
     dataset = _open(chunk.source)
-    return lambda position, row: settings.stored(dataset.image(row))
+    return lambda position, row: settings.to_rows(dataset.image(row))
 
 
-def _computed(chunk: Chunk, settings: WaveFeatures) -> FeaturesOf:
-    """From the recording."""
+def _make_wave_reader(chunk: Chunk, settings: WaveFeatures) -> _Reader:
     if isinstance(settings, PretrainedFeatures):
         settings.check_content(chunk.encoder)
-    dataset, extractor = _open(chunk.source), _extractor(settings)
+    dataset, extractor = _open(chunk.source), _find_extractor(settings)
     noise, alterations = chunk.noise, chunk.alterations
 
     def compute(position: int, row: Mapping[str, Any]) -> np.ndarray:
@@ -192,7 +193,7 @@ def _computed(chunk: Chunk, settings: WaveFeatures) -> FeaturesOf:
             return extractor.features(wave)
         except MemoryError:
             raise
-        except Exception as error:  # whatever a user's network or a strange option of an encoder raises
+        except Exception as error:  # A user's network or an encoder may raise anything.
             reason = str(error) if isinstance(error, RaydflError) else f"{type(error).__name__}: {error}"
             raise DataError(f"{settings.title}: {reason}") from error
 
@@ -200,13 +201,13 @@ def _computed(chunk: Chunk, settings: WaveFeatures) -> FeaturesOf:
 
 
 def read_report(chunk: Chunk) -> ChunkReport | None:
-    """Read the report of a chunk that an earlier run finished; ``None`` when its file is missing, damaged, or has failures.
+    """Read the report of a chunk from an earlier run. None if its file is missing or damaged, or has failures.
 
-    Failures are tried again: the reason may have gone.
+    Failures are tried again, because their cause may be gone.
     """
     try:
         with zipfile.ZipFile(chunk.path) as archive:
-            if archive.testzip() is not None:  # compares every member with its checksum
+            if archive.testzip() is not None:  # It compares every member with its checksum.
                 return None
         with np.load(chunk.path) as arrays:
             failures = json.loads(arrays["failures"].tobytes())
@@ -217,14 +218,14 @@ def read_report(chunk: Chunk) -> ChunkReport | None:
 
 
 RunChunks = Callable[[Callable[[Chunk], ChunkReport], Sequence[Chunk]], Iterable[ChunkReport]]
-"""An executor: applies a function to every chunk and gives the reports in any order, as they come."""
+"""An executor. It applies a function to every chunk, and yields the reports in any order."""
 
 
 def run_locally(function: Callable[[Chunk], ChunkReport], chunks: Sequence[Chunk]) -> Iterator[ChunkReport]:
-    """Run chunks in this process, and in one process for each processor once the measured time shows that this pays.
+    """Run chunks in this process, or in one process per processor if the measured time justifies their start.
 
     Raises:
-        RaydflError: a process was killed.
+        RaydflError: A process was killed.
     """
     workers = joblib.cpu_count()
     spent = 0.0
@@ -247,23 +248,23 @@ def _run_in_processes(
         yield from run(joblib.delayed(_run_with_files)(files, pickle.dumps((function, chunk))) for chunk in chunks)
     except TerminatedWorkerError as error:
         raise RaydflError(
-            "a worker process was killed in the middle of its work, often for lack of memory; the chunks that others finished are "
-            "kept, so run the same command again"
+            "A worker process was killed during its work, often for lack of memory. All finished chunks are kept. Run the same "
+            "command again."
         ) from error
 
 
 def _run_with_files(files: Sequence[Path], call: bytes) -> ChunkReport:
-    """Run a chunk in a process that first loads the users' files whose classes the pickled call names."""
+    """Load the users' files with the classes of a pickled call, then run it."""
     for file in files:
         load_file(file)
-    function, chunk = pickle.loads(call)  # noqa: S301  (from the parent process)
+    function, chunk = pickle.loads(call)  # noqa: S301  (The parent process wrote it.)
     report: ChunkReport = function(chunk)
     return report
 
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Torch on one thread: small transforms are slower on several, and their last bits would depend on how many."""
+    """Limit torch to one thread. Small transforms are slower with more, and their last bits depend on the number."""
     import torch
 
     threads = torch.get_num_threads()
@@ -278,7 +279,7 @@ _datasets: dict[str, Dataset] = {}
 
 
 def _open(source: Source) -> Dataset:
-    """Open a data set once in each process: some load voices or tables."""
+    """Open a data set once per process, because some load voices or tables."""
     key = repr(source)
     if key not in _datasets:
         _datasets[key] = source.open()
@@ -288,14 +289,14 @@ def _open(source: Source) -> Dataset:
 _extractors: dict[str, FeatureExtractor] = {}
 
 
-def _extractor(settings: WaveFeatures) -> FeatureExtractor:
-    """Built once in each process; once more when the weights of a model have changed."""
+def _find_extractor(settings: WaveFeatures) -> FeatureExtractor:
+    """Build an extractor once per process, and again after a change of a model's weights."""
     weights = settings.weights if isinstance(settings, ModelFeatures) else None
     changed: Any = None if weights is None else weights.stat().st_mtime_ns
     if isinstance(settings, PretrainedFeatures):
         changed = settings.content()
     key = f"{settings.model_dump_json()} {changed}"
     if key not in _extractors:
-        _extractors.clear()  # a model may be large: one at a time
+        _extractors.clear()  # A model may be large, so only one is kept.
         _extractors[key] = FeatureExtractor(settings)
     return _extractors[key]

@@ -1,4 +1,4 @@
-"""Features of a wave."""
+"""Computation of a clip's features from its wave."""
 
 from __future__ import annotations
 
@@ -12,40 +12,40 @@ from raydfl.data.features.kaldi import KaldiFeatures
 from raydfl.data.features.log_mel import LARGEST_DENOMINATOR, FeatureSettings
 from raydfl.data.features.model import ModelFeatures
 from raydfl.data.features.pretrained import PretrainedFeatures
-from raydfl.data.features.wave import z_scored
+from raydfl.data.features.wave import standardise
 
 if TYPE_CHECKING:
     from torch import nn
 
 WaveFeatures = FeatureSettings | ModelFeatures | KaldiFeatures | PretrainedFeatures
-"""The kinds that are computed of waves."""
+"""Settings of all features computed from waves."""
 
 
 class FeatureExtractor:
-    """Computes the features of one clip at a time; keeps the transforms that it built.
+    """Feature computation of one clip at a time, with reusable transforms.
 
-    Runs on one thread per call only if the caller has set torch to one: the cache does, for speed and for equal bits everywhere.
+    Torch's number of threads applies. The cache sets it to one, for speed and for equal bits on all machines.
 
     Raises:
-        ConfigError: the model or encoder that the settings name cannot be built.
+        ConfigError: The settings' model or encoder cannot be built.
     """
 
     def __init__(self, settings: WaveFeatures) -> None:
-        from raydfl.data.features.front_ends import FRONT_ENDS  # PyTorch takes seconds to import
+        from raydfl.data.features.front_ends import FRONT_ENDS  # The import of PyTorch takes seconds.
 
         self.settings = settings
         self.front_end = FRONT_ENDS[type(settings)](settings)
         self._resamplers: dict[int, nn.Module] = {}
 
     def wave(self, samples: np.ndarray, rate: int) -> np.ndarray:
-        """Return one channel at the settings' rate: float32 [samples].
+        """Select the configured channel and resample it, float32 [samples].
 
         Args:
-            samples: float32 [samples, channels] or [samples], usually -1..1.
-            rate: Hz.
+            samples: float32 [samples, channels] or [samples], usually in -1..1.
+            rate: Sample rate in Hz.
 
         Raises:
-            DataError: no samples, samples that are not finite, a channel that is not there, or a rate that is not positive.
+            DataError: There are no samples, values are not finite, the channel is missing, or the rate is not positive.
         """
         import torch
 
@@ -68,47 +68,48 @@ class FeatureExtractor:
         return result
 
     def _channel(self, samples: np.ndarray) -> np.ndarray:
-        """Return the settings' channel of float32 [samples, channels]."""
+        """Return the configured channel of float32 [samples, channels]."""
         if self.settings.channel == "mean":
             mean: np.ndarray = samples.mean(axis=1)
             return mean
         number = 0 if self.settings.channel == "first" else self.settings.channel
         if number >= samples.shape[1]:
             raise DataError(
-                f"the clip has {samples.shape[1]} channels, and data.features.channel is {number}, where 0 is the first; set "
-                f"a lower number, or mean"
+                f"the clip has {samples.shape[1]} channels, but data.features.channel is {number}, counted from 0. Set a lower "
+                f"number, or mean"
             )
         return samples[:, number]
 
     def features(self, wave: np.ndarray) -> np.ndarray:
-        """Compute float32 [frames, bands] of a wave of the settings' rate, cut but not padded to the settings' length.
+        """Compute the features of a wave, float32 [frames, bands], normalised if ``normalise`` is ``clip``.
 
-        Normalised when ``normalise`` is ``clip``.
+        Args:
+            wave: float32 [samples] at the configured rate. It is cut to the configured length, but not padded.
 
         Raises:
-            DataError: a model of one's own gives something else than features.
+            DataError: A user's model returns invalid features.
         """
         import torch
 
         samples = np.array(wave[: self.settings.samples], np.float32)[None]
         with torch.no_grad():
             matrix: np.ndarray = self.front_end(torch.from_numpy(samples))[0].numpy()
-        return np.ascontiguousarray(z_scored(matrix) if self.settings.normalise == "clip" else matrix)
+        return np.ascontiguousarray(standardise(matrix) if self.settings.normalise == "clip" else matrix)
 
     def __call__(self, samples: np.ndarray, rate: int) -> np.ndarray:
-        """Compute float32 [frames, bands] of float32 [samples, channels] at ``rate`` Hz: :meth:`wave`, then :meth:`features`."""
+        """Compute features, float32 [frames, bands], of samples, float32 [samples, channels], at ``rate`` Hz."""
         return self.features(self.wave(samples, rate))
 
     def _resampler(self, rate: int) -> nn.Module:
         from torchaudio.transforms import Resample
 
         if rate not in self._resamplers:
-            # Resample keeps a filter for every phase of the ratio: gigabytes for two rates with no common divisor. Such odd
-            # rates (11127 Hz, say) get the nearest small ratio, less than one millionth away.
+            # Resample stores a filter for every phase of the ratio, gigabytes for two rates without a common divisor. Such odd
+            # rates (11127 Hz) get the nearest small ratio, with a difference below one millionth.
             ratio = Fraction(self.settings.sample_rate, rate).limit_denominator(LARGEST_DENOMINATOR)
             if not ratio:
                 raise DataError(
-                    f"the clip's rate of {rate} Hz is too far above sample_rate {self.settings.sample_rate} Hz"
+                    f"the clip's rate of {rate} Hz is too high for sample_rate {self.settings.sample_rate} Hz"
                 )
             self._resamplers[rate] = Resample(ratio.denominator, ratio.numerator)
         return self._resamplers[rate]

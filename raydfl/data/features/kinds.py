@@ -1,4 +1,4 @@
-"""The kinds of features, and which one a configuration means."""
+"""The kinds of features, and the choice of a kind by a configuration."""
 
 from __future__ import annotations
 
@@ -28,41 +28,41 @@ _KINDS: dict[str, type[AnyFeatures]] = {
 
 
 def kind_of(values: Mapping[str, Any], where: str = "data.features") -> type[AnyFeatures]:
-    """Return the settings of the kind that ``values`` name; log-mel where they name none.
+    """Return the settings class of the kind in ``values``. The default is log-mel.
 
     Args:
-        values: the group of settings.
-        where: its place in the configuration.
+        values: The group of settings.
+        where: The group's place in the configuration.
 
     Raises:
-        ConfigError: there is no such kind, or a setting of another kind is among the values.
+        ConfigError: The kind is unknown, or a value is a setting of another kind.
     """
     kind = values.get("kind", "logmel")
     if not isinstance(kind, str) or kind not in _KINDS:
         raise ConfigError(f"{where}.kind is {kind!r}; {nearest(str(kind), _KINDS)}")
     cls = _KINDS[kind]
     for key in values:
-        others = [name for name, other in _KINDS.items() if key in other.model_fields]
-        if key not in cls.model_fields and others:
+        owners = [name for name, settings in _KINDS.items() if key in settings.model_fields]
+        if key not in cls.model_fields and owners:
             raise ConfigError(
-                f"{where}: {key!r} is a setting of the kind {' and '.join(others)}, not of {kind}, which has "
-                f"{', '.join(cls.model_fields)}; give the whole group: {where}='{{kind: {kind}, ...}}'"
+                f"{where}: {key!r} is a setting of the kind {' and '.join(owners)}, not of {kind} with the settings "
+                f"{', '.join(cls.model_fields)}. Set the whole group: {where}='{{kind: {kind}, ...}}'."
             )
     return cls
 
 
 def make_features(values: Any) -> AnyFeatures:
-    """Return the settings that ``values`` describe; they may be settings already.
+    """Return the settings for a group of values. Existing settings are returned unchanged.
 
     Raises:
-        ConfigError: unknown kind, wrong type, or value out of range.
-        DataError: a file of features that cannot be opened.
+        ConfigError: The kind is unknown, or a value has a wrong type or is out of range.
+        DataError: A features file cannot be opened.
     """
     if isinstance(values, AnyFeatures):
         return values
     if not isinstance(values, Mapping):
         raise ConfigError(
-            f"data.features is {values!r}; it must be a group of settings, such as {{kind: logmel, bands: 64}}"
+            f"data.features is {values!r}. It must be a group of settings, such as {{kind: logmel, bands: 64}}."
         )
     cls = kind_of(values)
     try:

@@ -1,9 +1,9 @@
-"""Features that a network of the user's makes of each wave, while features are prepared.
+"""Features by a user's network, computed once per clip during the preparation.
 
-The network is a class, named as ``my_file.py:Class`` or ``my_module:Class``: a ``torch.nn.Module`` or anything else that can be
-called with a wave (tensor float32 [samples] at ``sample_rate``) and returns its features (float [frames, bands]). It is built
-once in each process, on the CPU, in evaluation mode and without gradients. What it draws from PyTorch's generator, when it is built
-or called, is the same for every clip, process and machine; raydfl does not control other sources of randomness.
+The network is a class, ``my_file.py:Class`` or ``my_module:Class``. Its instances, ``torch.nn.Module`` or any callable, map a wave
+(tensor float32 [samples] at ``sample_rate``) to features (float [frames, bands]). Each process builds it once, on the CPU, in
+evaluation mode and without gradients. PyTorch's generator has the same state for every clip, process and machine. raydfl does not
+control further sources of randomness.
 """
 
 from __future__ import annotations
@@ -23,28 +23,26 @@ from raydfl.data.features.wave import Channel, Dtype, Frames, GivenNormalise, Sa
 
 
 class ModelFeatures(Settings):
-    """Features by a network of your own: a wave becomes a matrix of frames x bands."""
+    """Features by your own network, a matrix of frames x bands for each wave."""
 
     model_config = ConfigDict(protected_namespaces=())
 
-    kind: Annotated[Literal["model"], Field(description="model: a network of your own makes the features.")]
+    kind: Annotated[Literal["model"], Field(description="model: features by your own network.")]
     model: Annotated[
         str,
         Field(
             pattern=r".+:\w+$",
-            description="Its class, my_file.py:Class or my_module:Class: called with a tensor float32 [samples], it returns float "
+            description="Class of the network, my_file.py:Class or my_module:Class. It maps a tensor float32 [samples] to float "
             "[frames, bands].",
         ),
     ]
-    bands: Annotated[int, Field(ge=1, le=65_536, description="Numbers of a frame that it returns. 1 to 65536.")]
+    bands: Annotated[int, Field(ge=1, le=65_536, description="Features of a frame, 1 to 65536.")]
     weights: Annotated[
         Path | None,
-        Field(
-            description="A file that the class gets as its argument weights (a path). null: it gets no such argument."
-        ),
+        Field(description="Path for the class's argument `weights`. null: no such argument."),
     ] = None
     options: Annotated[
-        dict[str, Any], Field(default_factory=dict, description="Further arguments of the class, by name.")
+        dict[str, Any], Field(default_factory=dict, description="Further arguments of the class by name.")
     ]
     sample_rate: SampleRate = 16_000
     channel: Channel = "first"
@@ -53,7 +51,7 @@ class ModelFeatures(Settings):
         Field(
             gt=0,
             le=3_600,
-            description="Longer clips are cut at this length before. null: nothing is cut. Above 0, to 3600.",
+            description="Maximum length of clips in seconds. Longer clips are cut. null: no limit.",
         ),
     ] = None
     frames: Frames = None
@@ -62,40 +60,40 @@ class ModelFeatures(Settings):
 
     @property
     def title(self) -> str:
-        """The class and its weights by name: ``apc.py:Apc (apc.pt)``."""
+        """Names of the class and its weights, such as ``apc.py:Apc (apc.pt)``."""
         place, _, name = self.model.rpartition(":")
         weights = "" if self.weights is None else f" ({self.weights.name})"
         return f"{Path(place).name}:{name}{weights}"
 
     @property
     def samples(self) -> int | None:
-        """Samples to which waves are cut; ``None`` when clips keep their length."""
+        """Maximum number of samples of a wave, or None for no limit."""
         return None if self.seconds is None else max(1, round(self.seconds * self.sample_rate))
 
-    def frames_of(self, seconds: np.ndarray) -> np.ndarray:
-        """Return how many frames clips take in the cache, 0 where only the model knows: int64, of the shape of ``seconds``."""
+    def count_frames(self, seconds: np.ndarray) -> np.ndarray:
+        """Return the number of cached frames of clips, int64 like ``seconds``. 0: only the model knows it."""
         return np.full(seconds.shape, self.frames or 0, np.int64)
 
     def key(self) -> dict[str, Any]:
-        """Return all that decides the numbers, for the key of the cache: of class and weights the files' content.
+        """Return all settings that affect the values, with the content of code and weights, for the cache key.
 
         Raises:
-            ConfigError: the class or the weights are not there, or the class's file has changed since this process loaded it.
+            ConfigError: The class or the weights are missing, or the class's file has changed since this process loaded it.
         """
         place, _, name = self.model.rpartition(":")
-        found = self.load()
+        cls = self.load()
         if place.endswith(".py"):
             file = place
         else:
             try:
-                file = inspect.getfile(found)
+                file = inspect.getfile(cls)
             except TypeError as error:
                 raise ConfigError(
-                    f"data.features.model: {self.model!r} has no file that could tell whether it changed"
+                    f"data.features.model: {self.model!r} has no file, so changes cannot be detected. Define it in a file."
                 ) from error
         return self.model_dump(mode="json", exclude={"model", "weights"}) | {
             "class": name,
-            "code": _unchanged(Path(file).expanduser().resolve()),
+            "code": _digest_code(Path(file).expanduser().resolve()),
             "weights": None if self.weights is None else _digest(self.weights, "weights"),
         }
 
@@ -103,27 +101,27 @@ class ModelFeatures(Settings):
         """Load the class.
 
         Raises:
-            ConfigError: there is none of that name.
+            ConfigError: The class does not exist.
         """
         try:
-            found = load_object(self.model)
+            cls = load_object(self.model)
         except ConfigError as error:
             raise ConfigError(f"data.features.model: {error}") from error
-        if not isinstance(found, type):
-            raise ConfigError(f"data.features.model: {self.model!r} is not a class")
-        return found
+        if not isinstance(cls, type):
+            raise ConfigError(f"data.features.model: {self.model!r} is not a class. Name a class.")
+        return cls
 
 
 _loaded: dict[Path, str] = {}
-"""The digests of the classes' files as this process has loaded them."""
+"""Digests of code files at the time when this process loaded them."""
 
 
-def _unchanged(path: Path) -> str:
-    """Return the digest of a file of code, which Python loads once in a process."""
-    now = _digest(path, "model")
-    if _loaded.setdefault(path, now) != now:
-        raise ConfigError(f"data.features.model: {path} has changed since this process loaded it; start a new one")
-    return now
+def _digest_code(path: Path) -> str:
+    """Return the digest of a code file, and reject a change, because Python loads a file once per process."""
+    digest = _digest(path, "model")
+    if _loaded.setdefault(path, digest) != digest:
+        raise ConfigError(f"data.features.model: {path} has changed since this process loaded it. Start a new process.")
+    return digest
 
 
 def _digest(path: Path, setting: str) -> str:

@@ -1,8 +1,8 @@
-"""Features for, or by, a pretrained encoder: what its folder's front end makes of a wave, or tokens after some of its layers.
+"""Features of a pretrained encoder: the outputs of its front end, or its tokens after some layers.
 
-The front end is the folder's feature extractor of transformers (raydfl/core/pretrained). With ``after`` the layers before are
-computed while features are prepared, once for each clip, and kept as all features are: a network that begins with these tokens
-trains without them.
+The front end is the feature extractor of transformers in the encoder's folder (raydfl/core/pretrained). With ``after``, the
+preparation computes the first layers once per clip, and caches their tokens. A network on these tokens trains without the first
+layers.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ _WHERE = "data.features"
 
 
 class PretrainedFeatures(Settings):
-    """The front end of a pretrained encoder, or that and some of its layers."""
+    """Outputs of a pretrained encoder's front end, or of its first layers."""
 
     kind: Annotated[
         Literal["pretrained"],
-        Field(description="pretrained: the front end of a pretrained encoder, or tokens that it makes."),
+        Field(description="pretrained: the front end or the tokens of a pretrained encoder."),
     ]
     folder: Annotated[
         Path,
         Field(
-            description="The folder of a model of transformers: config.json, preprocessor_config.json, model.safetensors."
+            description="Folder of a transformers model, with config.json, preprocessor_config.json and model.safetensors."
         ),
     ]
     after: Annotated[
         int | None,
         Field(
             ge=0,
-            description="The tokens after so many layers of the encoder; 0: after its stem. null: what its front end makes.",
+            description="Number of encoder layers before the tokens. 0: the tokens after the stem. null: the front end's outputs.",
         ),
     ] = None
     pooling: Annotated[
         Literal["none", "own", "mean"],
         Field(
-            description="After all layers: one frame, the mean of the tokens, or what transformers' classifier of this family "
-            "takes (own). none: every token is a frame."
+            description="Pooling of the tokens after all layers to a single frame. mean: their mean. own: the pooling of this "
+            "family's classifier in transformers. none: every token is a frame."
         ),
     ] = "none"
     seconds: Annotated[
@@ -54,13 +54,14 @@ class PretrainedFeatures(Settings):
         Field(
             gt=0,
             le=3_600,
-            description="Longer clips are cut at this length before. Shorter ones are filled with zeros if the folder's extractor "
-            "gives no mask. null: every clip keeps its length. Above 0, to 3600.",
+            description="Length of clips in seconds. Longer clips are cut. Shorter clips are padded with zeros if the folder's "
+            "extractor returns no mask. null: clips keep their lengths.",
         ),
     ] = None
-    bands: Annotated[int, Field(ge=1, le=65_536, description="Numbers of a frame. null: as the folder says.")]
+    bands: Annotated[int, Field(ge=1, le=65_536, description="Features of a frame. null: the folder's.")]
     sample_rate: Annotated[
-        int, Field(ge=1_000, le=192_000, description="Hz: every clip is resampled to it. null: the folder's.")
+        int,
+        Field(ge=1_000, le=192_000, description="Sample rate in Hz. Clips are resampled to it. null: the folder's."),
     ]
     channel: Channel = "first"
     dtype: Dtype = "float32"
@@ -69,20 +70,20 @@ class PretrainedFeatures(Settings):
 
     @model_validator(mode="before")
     @classmethod
-    def _as_the_folder_says(cls, values: Any) -> Any:
-        """Look into the folder: the configuration that a run keeps has the numbers."""
+    def _read_sizes(cls, values: Any) -> Any:
+        """Read sizes from the folder, to record them in the run's configuration."""
         if not isinstance(values, Mapping) or not isinstance(values.get("folder"), str | Path):
             return values
         about = read_folder(Path(values["folder"]))
-        after, found = values.get("after"), dict(values)
+        after, completed = values.get("after"), dict(values)
         expected = {"bands": about.bands if after is None else about.width, "sample_rate": about.sample_rate}
         for name, value in expected.items():
-            if found.get(name) not in (None, value):
+            if completed.get(name) not in (None, value):
                 raise ConfigError(
-                    f"{_WHERE}.{name} is {found[name]!r}, and the encoder in {about.path} needs {value}; leave it out"
+                    f"{_WHERE}.{name} is {completed[name]!r}, but the encoder in {about.path} needs {value}. Omit it."
                 )
-            found[name] = value
-        return found
+            completed[name] = value
+        return completed
 
     @model_validator(mode="after")
     def _consistent(self) -> PretrainedFeatures:
@@ -93,32 +94,32 @@ class PretrainedFeatures(Settings):
             raise ConfigError(f"{_WHERE}.{error}") from error
         if self.pooling != "none" and self.after != about.layers:
             raise ConfigError(
-                f"{_WHERE}.pooling is {self.pooling!r}, which needs the tokens after all layers: set after: {about.layers}, or "
-                f"pooling: none"
+                f"{_WHERE}.pooling is {self.pooling!r}, which needs the tokens after all layers. Set after: {about.layers}, or "
+                f"pooling: none."
             )
         return self
 
     @property
     def title(self) -> str:
-        """The folder's name, and where the features come from: ``wav2vec2-base after 12 layers``."""
+        """The folder's name and the features' layer, such as ``wav2vec2-base after 12 layers``."""
         end = "front end" if self.after is None else f"after {self.after} layers"
         return f"{self.folder.name} {end}"
 
     @property
     def samples(self) -> int | None:
-        """Samples to which waves are cut; ``None`` when clips keep their length."""
+        """Maximum number of samples of a wave, or None for no limit."""
         return None if self.seconds is None else max(1, round(self.seconds * self.sample_rate))
 
     @property
     def frames(self) -> int | None:
-        """Frames that every clip has, if they do not depend on the clip."""
+        """Number of frames of every clip, or None if it depends on the clip."""
         return 1 if self.pooling != "none" else None
 
-    def frames_of(self, seconds: np.ndarray) -> np.ndarray:
-        """Return how many frames clips take in the cache, 0 where only the encoder knows: int64, of the shape of ``seconds``."""
+    def count_frames(self, seconds: np.ndarray) -> np.ndarray:
+        """Return the number of cached frames of clips, int64 like ``seconds``. 0: only the encoder knows it."""
         if self.after is not None:
             return np.full(seconds.shape, self.frames or 0, np.int64)
-        from raydfl.core.pretrained import EncoderFrontEnd  # PyTorch takes seconds to import
+        from raydfl.core.pretrained import EncoderFrontEnd  # The import of PyTorch takes seconds.
 
         front_end = EncoderFrontEnd(read_folder(self.folder), self.samples)
         samples = np.ceil(seconds * self.sample_rate).astype(np.int64)
@@ -127,20 +128,20 @@ class PretrainedFeatures(Settings):
         return np.array([front_end.frames(count) for count in samples.tolist()], np.int64)
 
     def key(self) -> dict[str, Any]:
-        """Return all that decides the numbers, for the key of the cache: of the folder its content.
+        """Return all settings that affect the values, with the folder's content, for the cache key.
 
         Raises:
-            ConfigError: a file of the folder cannot be read.
+            ConfigError: A file in the folder is unreadable.
         """
         return {**self.model_dump(mode="json", exclude={"folder"}), "content": self.content()}
 
     def content(self) -> str:
-        """Return the digest of what the folder holds.
+        """Return the digest of the folder's content.
 
         Raises:
-            ConfigError: a file of the folder cannot be read.
+            ConfigError: A file in the folder is unreadable.
         """
-        from raydfl.core.pretrained import encoder_digest  # PyTorch takes seconds to import
+        from raydfl.core.pretrained import encoder_digest  # The import of PyTorch takes seconds.
 
         try:
             return encoder_digest(self.folder)
@@ -148,28 +149,28 @@ class PretrainedFeatures(Settings):
             raise ConfigError(f"{_WHERE}.folder: {self.folder} cannot be read: {error.strerror}") from error
 
     def check_content(self, expected: str) -> None:
-        """Refuse a folder that holds something else, as it may on another node.
+        """Reject a folder with other content, possible on another node.
 
         Args:
-            expected: the digest of its content.
+            expected: Digest of the content at the start of the preparation.
 
         Raises:
-            ConfigError: it does.
+            ConfigError: The content differs.
         """
         if self.content() != expected:
             raise ConfigError(
-                f"{_WHERE}.folder: {self.folder} on {platform.node()} holds something else than where the preparation of features "
-                f"began; put the same content under that path on every node"
+                f"{_WHERE}.folder: {self.folder} on {platform.node()} differs from the folder at the start of the preparation. Put "
+                f"the same content under this path on every node."
             )
 
 
 def read_folder(folder: Path) -> Any:
-    """Return what a folder holds.
+    """Read the description of an encoder's folder.
 
     Raises:
-        ConfigError: it cannot be used.
+        ConfigError: The folder is not usable.
     """
-    from raydfl.core.pretrained import read_encoder_folder  # as above
+    from raydfl.core.pretrained import read_encoder_folder  # The import of PyTorch takes seconds.
 
     try:
         return read_encoder_folder(folder)

@@ -1,12 +1,12 @@
-"""``normalise: group``: z-scores with the statistics of a group's training clips.
+"""Z-scores with the statistics of a group's training clips (``normalise: group``).
 
-A band's mean and deviation are those over all frames of the group's training clips, so that no held-out clip changes a feature
-that is trained on. Held-out clips get the statistics of their group's training clips too. A group without a training clip has
-none of its own: its clips get those over the training clips of all groups, as does a recording that a run has never seen. Clips
-without a group form one of their own.
+A band's mean and deviation are computed over all frames of the group's training clips. Held-out clips use them too, so they never
+affect a training feature. Clips of a group without training clips, and new recordings at inference, use the statistics over the
+training clips of all groups. All clips without a group form a group.
 
-The features as they are lie in the cache for every division of the clips; of them each division makes a store of its own, with
-one file more: ``statistics.npy``, float64 [2, groups + 1, bands], means and deviations, last those over all groups.
+The cache contains unnormalised features for every division of the clips. Each division adds a store of normalised features, with
+the further file ``statistics.npy``: float64 [2, groups + 1, bands], means and deviations of all groups, and last those over all
+groups.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from collections.abc import Iterator
 import numpy as np
 import pyarrow as pa
 
-from raydfl.data.features.cache import FORMAT, FeatureStore, found_or_made, write_store
+from raydfl.data.features.cache import FORMAT, FeatureStore, open_or_make, write_store
 from raydfl.data.features.wave import EPSILON
 
 
-def group_numbers(manifest: pa.Table) -> np.ndarray:
-    """Number the groups in order of appearance: int64 [clips]; clips without a group form one of their own."""
+def number_groups(manifest: pa.Table) -> np.ndarray:
+    """Number the groups of clips in order of appearance, int64 [clips]. Clips without a group form a group."""
     column = manifest.column("group").combine_chunks().dictionary_encode(null_encoding="encode")
     numbers: np.ndarray = column.indices.to_numpy().astype(np.int64)
     return numbers
 
 
-def statistics_of(store: FeatureStore) -> np.ndarray:
-    """Return float64 [2, groups + 1, bands]: means and deviations with which :func:`normalise_groups` made a store."""
+def load_statistics(store: FeatureStore) -> np.ndarray:
+    """Load the means and deviations of a store by :func:`normalise_groups`, float64 [2, groups + 1, bands]."""
     statistics: np.ndarray = np.load(store.folder / "statistics.npy")
     return statistics
 
 
 def z_scores(matrix: np.ndarray, statistics: np.ndarray) -> np.ndarray:
-    """Normalise ``matrix`` (float32 [frames, bands]) with ``statistics`` (float64 [2, bands]: mean, deviation)."""
+    """Compute z-scores of features, float32 [frames, bands], with means and deviations, float64 [2, bands]."""
     mean, deviation = statistics
     result: np.ndarray = ((matrix - mean) / (deviation + EPSILON)).astype(np.float32)
     return result
@@ -45,16 +45,18 @@ def z_scores(matrix: np.ndarray, statistics: np.ndarray) -> np.ndarray:
 def normalise_groups(
     store: FeatureStore, group: np.ndarray, training: np.ndarray, dtype: str, clean: FeatureStore | None = None
 ) -> FeatureStore:
-    """Normalise the clips of ``store``, which are not normalised yet, by group; from the cache or made now.
+    """Normalise the clips of a store by group, or open the cached result.
 
     Args:
-        group: int64 [clips]: number of each clip's group in the whole data set.
-        training: bool [clips]: those of which statistics are taken.
-        dtype: in which the result is kept.
-        clean: the result for the whole data set: what is not for training is normalised as there. ``None``: it is made now.
+        store: Unnormalised features.
+        group: Number of each clip's group in the whole data set, int64 [clips].
+        training: Training clips, the source of the statistics, bool [clips].
+        dtype: Stored dtype.
+        clean: The result for the whole data set. Its statistics normalise all clips except training clips. None: this call
+            makes the result for the whole data set.
 
     Raises:
-        ResourcesError: the disk is full or the cache folder cannot be written.
+        ResourcesError: The disk is full or the cache folder is not writable.
     """
     digest = hashlib.blake2b(digest_size=16)
     names = [FORMAT, "group", store.folder.name, dtype, None if clean is None else clean.folder.name]
@@ -63,18 +65,18 @@ def normalise_groups(
     like = np.zeros((0, store.bands), dtype)
 
     def make() -> None:
-        groups = int(group.max(initial=-1)) + 1 if clean is None else statistics_of(clean).shape[1] - 1
-        own = _statistics(store, group, training, groups)
-        others = own if clean is None else statistics_of(clean)
-        parts = _normalised(store, group, training, own, others)
+        groups = int(group.max(initial=-1)) + 1 if clean is None else load_statistics(clean).shape[1] - 1
+        statistics = _compute_statistics(store, group, training, groups)
+        held_out = statistics if clean is None else load_statistics(clean)
+        parts = _normalise(store, group, training, statistics, held_out)
         facts = {"of": store.folder.name, "failures": dict(store.failures)}
-        write_store(folder, store.lengths, store.length, parts, like, facts, statistics=own)
+        write_store(folder, store.lengths, store.length, parts, like, facts, statistics=statistics)
 
     folder = store.folder.with_name(digest.hexdigest())
-    return found_or_made(folder, store.frames.size * like.itemsize, make)
+    return open_or_make(folder, store.frames.size * like.itemsize, make)
 
 
-def _statistics(store: FeatureStore, group: np.ndarray, training: np.ndarray, groups: int) -> np.ndarray:
+def _compute_statistics(store: FeatureStore, group: np.ndarray, training: np.ndarray, groups: int) -> np.ndarray:
     frames = np.zeros((groups + 1, 1))
     total, squares = np.zeros((2, groups + 1, store.bands))
     for clip in np.flatnonzero(training).tolist():
@@ -85,17 +87,19 @@ def _statistics(store: FeatureStore, group: np.ndarray, training: np.ndarray, gr
         squares[number] += np.square(values).sum(axis=0)
     for sums in (frames, total, squares):
         sums[-1] = sums[:-1].sum(axis=0)
+    # Groups without training clips get the statistics over all groups.
     numbers = np.where(frames[:, 0] > 0, np.arange(groups + 1), groups)
     mean = total[numbers] / np.maximum(frames[numbers], 1)
     deviation = np.sqrt(np.maximum(squares[numbers] / np.maximum(frames[numbers], 1) - np.square(mean), 0))
     return np.stack([mean, deviation])
 
 
-def _normalised(
-    store: FeatureStore, group: np.ndarray, training: np.ndarray, own: np.ndarray, others: np.ndarray
+def _normalise(
+    store: FeatureStore, group: np.ndarray, training: np.ndarray, statistics: np.ndarray, held_out: np.ndarray
 ) -> Iterator[np.ndarray]:
-    for clip, sounding in enumerate(store.lengths.tolist()):
+    """Yield the normalised frames of each clip, with ``held_out`` statistics unless it is a training clip."""
+    for clip, length in enumerate(store.lengths.tolist()):
         matrix = np.zeros(store.clip(clip).shape, np.float32)
-        statistics = own if training[clip] else others
-        matrix[:sounding] = z_scores(store.clip(clip)[:sounding], statistics[:, group[clip]])
+        chosen = statistics if training[clip] else held_out
+        matrix[:length] = z_scores(store.clip(clip)[:length], chosen[:, group[clip]])
         yield matrix

@@ -1,4 +1,4 @@
-"""Settings that all kinds of features have in common: sample rate, channel, type, normalisation."""
+"""Settings shared by several kinds of features: sample rate, channel, length, dtype and normalisation."""
 
 from __future__ import annotations
 
@@ -8,42 +8,42 @@ import numpy as np
 from pydantic import Field
 
 EPSILON = 1e-5
-"""Added to a band's standard deviation (decibels) before dividing by it, so that a silent band gives 0."""
+"""Offset of a band's standard deviation before the division. A constant band thus becomes 0."""
 
 SampleRate = Annotated[
-    int, Field(ge=1_000, le=192_000, description="Hz: every clip is resampled to this rate. 1000 to 192000.")
+    int, Field(ge=1_000, le=192_000, description="Sample rate in Hz, 1000 to 192000. Clips are resampled to it.")
 ]
 Channel = Annotated[
     Literal["first", "mean"] | Annotated[int, Field(ge=0)],
-    Field(description="Of several channels take the first, their mean, or one by its number: 0 is the first."),
+    Field(description="Channel of a clip: the first, the mean of all, or a number from 0."),
 ]
 Normalise = Literal["clip", "group", "client", "part", "none"]
 BY_TRAINING_CLIPS = ("group", "client", "part")
-"""Ways to normalise by statistics of training clips: which these are is known once the clips are divided."""
+"""Normalisations with statistics of training clips. They need the division of the clips."""
 GivenNormalise = Annotated[
     Normalise,
     Field(
-        description="z-score of each band over the frames of the clip, or over all frames of the training clips of its group "
-        "(speaker), of its client, or of the whole part (data set), or none: the numbers as they are."
+        description="Frames for the z-scores of each band. clip: the clip's. group, client, part: those of all training clips of "
+        "the group (speaker), client or part (data set). none: no z-scores."
     ),
 ]
-"""Normalisation of features that are not computed here."""
+"""Normalisation of users' features."""
 Frames = Annotated[
     int | None,
     Field(
         ge=1,
         le=100_000,
-        description="Longer clips are cut to this number of frames, shorter ones get frames of zeros at the end (after "
-        "normalisation). null: every clip keeps its length. 1 to 100000.",
+        description="Frames of every clip, 1 to 100000. Longer clips are cut, and shorter clips get zero frames after the "
+        "normalisation. null: clips keep their lengths.",
     ),
 ]
 Dtype = Annotated[
     Literal["float32", "float16"],
-    Field(description="Type in the cache; batches are float32 in any case. float16 halves it."),
+    Field(description="Type in the cache. float16 halves its size. Batches are always float32."),
 ]
 
 
-def z_scored(matrix: np.ndarray) -> np.ndarray:
-    """Scale ``matrix`` (float32 [frames, bands]) to mean 0 and deviation 1 in each band."""
+def standardise(matrix: np.ndarray) -> np.ndarray:
+    """Scale features, float32 [frames, bands], to mean 0 and deviation 1 in each band."""
     result: np.ndarray = (matrix - matrix.mean(axis=0)) / (matrix.std(axis=0) + EPSILON)
     return result

@@ -101,7 +101,7 @@ class Pipeline:
 
     @property
     def plain(self) -> bool:
-        """Whether batches hold the stored features unchanged."""
+        """True if batches hold the stored features unchanged."""
         return self.crop is None and self.late is None and self.pixels is None and not self.transforms
 
     @property

@@ -100,7 +100,7 @@ class Grouped(Method):
     def begin_phase(self, state: State) -> State:
         """Begin the phase in every group."""
         membership = Membership.from_state(state)
-        states = {group: self.ungrouped.begin_phase(_state_of(state, group)) for group in _groups_of(state)}
+        states = {group: self.ungrouped.begin_phase(_select_state(state, group)) for group in _list_groups(state)}
         return _join(state, states, membership, state.tensors.get(KEPT, {}))
 
     def plan(self, state: State, clients: Sequence[Client], rng: np.random.Generator, cohort: int) -> list[Task]:
@@ -109,7 +109,7 @@ class Grouped(Method):
         tasks: list[Task] = []
         for group in dict.fromkeys(own.values()):
             rng.bit_generator.state = start
-            planned = self.ungrouped.plan(_state_of(state, group), clients, rng, cohort)
+            planned = self.ungrouped.plan(_select_state(state, group), clients, rng, cohort)
             tasks += [self._address(state, task, group) for task in planned if own[task.client_id] == group]
         place = {client: number for number, client in enumerate(own)}
         return sorted(tasks, key=lambda task: place[task.client_id])
@@ -118,7 +118,7 @@ class Grouped(Method):
         """Return a client's task with its group's entries in place of the method's."""
         groups = [group]
         if self.discovery.choosing:
-            groups = [name for name in _groups_of(state) if name]
+            groups = [name for name in _list_groups(state) if name]
             groups.sort(key=lambda name: name != group)  # the group of the last choice first
         return dataclasses.replace(
             task,
@@ -131,7 +131,7 @@ class Grouped(Method):
         """Plan to evaluate clients with their group's models, and on the server each group's models on its members' parts."""
         membership = Membership.from_state(state)
         if not clients:
-            return list(self._server_tasks(state, membership))
+            return list(self._plan_server_tasks(state, membership))
         own = membership.groups()
         members: dict[str, list[Client]] = {}
         for client in clients:
@@ -139,13 +139,15 @@ class Grouped(Method):
         return [
             self._address(state, task, group)
             for group, of_group in members.items()
-            for task in self.ungrouped.plan_evaluation(_state_of(state, group), of_group)
+            for task in self.ungrouped.plan_evaluation(_select_state(state, group), of_group)
         ]
 
-    def _server_tasks(self, state: State, membership: Membership) -> Iterator[Task]:
-        for group in _groups_of(state):
+    def _plan_server_tasks(self, state: State, membership: Membership) -> Iterator[Task]:
+        for group in _list_groups(state):
             sizes = membership.sizes(group)
-            planned = self.ungrouped.plan_evaluation(_state_of(state, group), []) or [Task(_SERVER, phase="evaluate")]
+            planned = self.ungrouped.plan_evaluation(_select_state(state, group), []) or [
+                Task(_SERVER, phase="evaluate")
+            ]
             for task in planned if sizes else ():
                 parts = {part: sizes[part] for part in task.options.get("parts", sizes) if sizes[part]}
                 receive = tuple(entry_key(key, group) for key in task.receive)
@@ -190,7 +192,7 @@ class Grouped(Method):
             pass  # a rule may skip updates, but all of them must reach the spool
         new = division.members
         before, after, start = old.groups(), new.groups(), rng.bit_generator.state
-        states = {group: _state_of(state, group) for group in _groups_of(state)}
+        states = {group: _select_state(state, group) for group in _list_groups(state)}
         weights: dict[str, Counter[tuple[str, str]]] = {}
         reports: dict[str, tuple[list[str], Metrics]] = {}
         for group in dict.fromkeys(new.keys):
@@ -220,7 +222,7 @@ class Grouped(Method):
         for update in updates:
             group, key = split_key(update.key)
             if group not in states:
-                states[group] = _state_of(state, group)
+                states[group] = _select_state(state, group)
             whole = self.ungrouped.complete(states[group], dataclasses.replace(update, key=key))
             spool.add(whole)
             if update.client_id not in seen:
@@ -229,12 +231,12 @@ class Grouped(Method):
                 yield Sent(whole, {name: value for name, value in entry.items() if not name.startswith(changes)}, group)
 
 
-def _groups_of(state: State) -> list[str]:
+def _list_groups(state: State) -> list[str]:
     """Return the groups with entries. The first is empty, for the entries without a group."""
     return list(dict.fromkeys(["", *(split_key(key)[0] for key in state.tensors)]))
 
 
-def _state_of(state: State, group: str) -> State:
+def _select_state(state: State, group: str) -> State:
     """Return the method's state of a group. The state without a group provides missing entries and facts."""
     tensors: dict[str, Tensors] = {}
     for key, entry in state.tensors.items():

@@ -92,7 +92,7 @@ class Membership:
         (-1: unknown).
         """
         numbers = {key: place for place, key in enumerate(sorted(set(self.keys) - {""}, key=_sort_key), start=1)}
-        groups = [_number(key, numbers) for key in self.keys]
+        groups = [_read_number(key, numbers) for key in self.keys]
         metrics: dict[str, Ratio | np.ndarray] = {"tasks/groups": Ratio(len(numbers), 1)}
         codes = np.full(len(groups), -1.0)
         if self.truth is not None:
@@ -107,7 +107,7 @@ class Membership:
         return metrics
 
 
-def _number(key: str, numbers: Mapping[str, int]) -> int:
+def _read_number(key: str, numbers: Mapping[str, int]) -> int:
     """Return the number of a group: the permanent number in its name, or its position among all groups."""
     end = key.removeprefix(PREFIX)
     return int(end) if end.isdigit() else numbers.get(key, 0)

@@ -77,7 +77,10 @@ class Cfl(DiscoveryRule):
         labels: dict[str, int] = {}
         splits, means, largest, following = 0, 0.0, 0.0, 0
         for clients in groups.values():
-            mean, most = _norm(_mean(clients, changes, weights)), max(_norm(changes[client]) for client in clients)
+            mean, most = (
+                _compute_norm(_average(clients, changes, weights)),
+                max(_compute_norm(changes[client]) for client in clients),
+            )
             means, largest = means + mean, largest + most
             halves = [clients]
             if mean < self.eps_mean and most > self.eps_max:
@@ -124,13 +127,13 @@ class Cfl(DiscoveryRule):
     def _place(groups: dict[str, list[str]], changes: Mapping[str, _Change], weights: Mapping[str, float]) -> None:
         """Move clients without a group to the group of the round with the most similar mean change, in place."""
         new = groups.pop("")
-        means = {group: _mean(clients, changes, weights) for group, clients in groups.items()}
+        means = {group: _average(clients, changes, weights) for group, clients in groups.items()}
         for client in new:
             row = distances([changes[client], *means.values()], "cosine")[0, 1:]
             groups[[*means][int(np.argmin(row))]].append(client)
 
 
-def _mean(clients: Iterable[str], changes: Mapping[str, _Change], weights: Mapping[str, float]) -> dict[str, Tensor]:
+def _average(clients: Iterable[str], changes: Mapping[str, _Change], weights: Mapping[str, float]) -> dict[str, Tensor]:
     """Return the weighted mean of changes. Each tensor is averaged over the clients with the same shape."""
     sums: dict[str, Tensor] = {}
     totals: dict[str, float] = {}
@@ -145,5 +148,5 @@ def _mean(clients: Iterable[str], changes: Mapping[str, _Change], weights: Mappi
     return {name: value / max(totals[name], 1e-12) for name, value in sums.items()}
 
 
-def _norm(change: _Change) -> float:
+def _compute_norm(change: _Change) -> float:
     return math.sqrt(sum(float(value.square().sum()) for value in change.values()))

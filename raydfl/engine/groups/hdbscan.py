@@ -27,7 +27,7 @@ from raydfl.engine.groups._membership import Membership
 from raydfl.engine.groups._rule import DiscoveryRule, Division, Sent, name_clusters
 
 
-def _layers_of(tensors: Iterable[str]) -> list[str]:
+def _list_layers(tensors: Iterable[str]) -> list[str]:
     """Return the names of the tensors' layers, in order."""
     return list(dict.fromkeys(plain_name(name).rpartition(".")[0] for name in tensors))
 
@@ -84,7 +84,7 @@ class Hdbscan(DiscoveryRule):
         """
         names = list(tensors)
         if isinstance(self.layers, int):
-            modules = _layers_of(names)[-self.layers :]
+            modules = _list_layers(names)[-self.layers :]
             return [name for name in names if plain_name(name).rpartition(".")[0] in modules]
         selected = [name for name in names if plain_name(name).startswith(self.layers)]
         if not selected:
@@ -95,7 +95,7 @@ class Hdbscan(DiscoveryRule):
 
     def check(self, clients: Sequence[Client], tensors: Sequence[str]) -> None:
         """Reject more layers than the clients share, and unknown names."""
-        shared = len(_layers_of(tensors))
+        shared = len(_list_layers(tensors))
         if isinstance(self.layers, int) and self.layers > shared:
             raise ConfigError(
                 f"train.groups.layers is {self.layers}, but the clients share only {shared} layers. Set it to at most {shared}"

@@ -62,11 +62,11 @@ class Committer:
         for client, ref in moved.items():
             self._usage.move(former.get(client), ref)
 
-    def worth_moving(self, private: PrivateIndex) -> PrivateIndex | None:
+    def select_sparse(self, private: PrivateIndex) -> PrivateIndex | None:
         """Return the records of sparse segments, if segments exceed about twice the size of their live records."""
         return private.select_segments(self._usage.sparse()) if self._usage.wasteful else None
 
-    def go_back_to(self, private: PrivateIndex) -> None:
+    def restore(self, private: PrivateIndex) -> None:
         """Make an earlier index current again. Its commit must still exist."""
         written = self._usage.written
         self._usage = SegmentUsage(private, self._store.sizes_of_segments())

@@ -47,7 +47,7 @@ def read_config(run_dir: Path, trust: bool = False) -> Config:
     config = _load_config(run_dir, trust)
     check_revision(run_dir, config)
     check_files(run_dir, config)
-    differing = _differing(run_dir, config, trust)
+    differing = _describe_differences(run_dir, config, trust)
     if differing:
         raise RunDirectoryError(
             f"{run_dir / 'config.yaml'} was changed since the run began ({differing}). The run's results belong to the former "
@@ -172,7 +172,7 @@ def check_same(run_dir: Path, config: Config, trust: bool = False) -> None:
             f"run.name, or resume it with the version that started it"
         )
     check_files(run_dir, config)
-    differing = _differing(run_dir, config, trust)
+    differing = _describe_differences(run_dir, config, trust)
     if differing:
         raise RunDirectoryError(
             f"{run_dir} belongs to another configuration ({differing}). Give the new run another run.name, or remove the folder"
@@ -193,7 +193,7 @@ def check_revision(run_dir: Path, config: Config) -> None:
         )
 
 
-def _differing(run_dir: Path, config: Config, trust: bool) -> str:
+def _describe_differences(run_dir: Path, config: Config, trust: bool) -> str:
     """List the decisive settings that differ from the run's own configuration, as text; empty: none."""
     about = read_about(run_dir)
     # Compare digests first: files of the stored configuration may have gone with another job's folder.
@@ -253,7 +253,7 @@ def describe_edit(run_dir: Path, began: Mapping[str, Any], now: Mapping[str, Any
     if added and not changes:
         # A newer version adds settings with neutral defaults. Only the digest shows whether they affect results.
         try:
-            return _differing(run_dir, _load_config(run_dir, trust=False), trust=False)
+            return _describe_differences(run_dir, _load_config(run_dir, trust=False), trust=False)
         except RunDirectoryError:
             changes = added
     return "; ".join(changes)

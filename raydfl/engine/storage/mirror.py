@@ -66,12 +66,12 @@ def local_run(run: str | Path, overrides: Sequence[str] = ()) -> Path:
     text = place.read("config.yaml")
     if text is None:
         raise RunDirectoryError(f"there is no run at {uri}: it holds no config.yaml. Check the URI")
-    folder = local_runs(runs, _cache(text, overrides)) / name
+    folder = local_runs(runs, _find_cache(text, overrides)) / name
     RunMirror(folder, uri).fetch()
     return folder
 
 
-def _cache(config: bytes, overrides: Sequence[str]) -> Path | None:
+def _find_cache(config: bytes, overrides: Sequence[str]) -> Path | None:
     """Return the cache from the overrides, or the run's cache if it exists here; ``None``: the default cache."""
     asked = [override.partition("=")[2] for override in overrides if override.startswith("data.cache=")]
     if asked:
@@ -123,7 +123,7 @@ class RunMirror:
         except RunDirectoryError:
             return False  # the run is in progress on this machine, so the mirror has nothing newer
         try:
-            if not self._behind(about, latest):
+            if not self._is_behind(about, latest):
                 return False
             for _ in range(_AGAIN):
                 try:
@@ -135,16 +135,16 @@ class RunMirror:
         finally:
             store.unlock()
 
-    def _behind(self, about: bytes, latest: bytes) -> bool:
+    def _is_behind(self, about: bytes, latest: bytes) -> bool:
         path = self.folder / "run.json"
         if not path.exists():
             return True
         self._check_same(about, path.read_bytes())
         here = self.folder / "LATEST"
-        return not here.exists() or _round(here.read_bytes()) < _round(latest)
+        return not here.exists() or _parse_round(here.read_bytes()) < _parse_round(latest)
 
-    def _check_same(self, there: bytes, here: bytes) -> None:
-        if _identify(there) != _identify(here):
+    def _check_same(self, remote: bytes, local: bytes) -> None:
+        if _identify(remote) != _identify(local):
             raise RunDirectoryError(
                 f"{self.folder} and {self.uri} hold different runs of the same name. Remove one of them, or give the new run "
                 f"another run.name"
@@ -152,16 +152,16 @@ class RunMirror:
 
     def _download(self, about: bytes) -> None:
         latest = self._place.read("LATEST")
-        there = self._place.files()
+        files = self._place.files()
         if latest is None:
             raise RunDirectoryError(f"{self.uri} has lost its LATEST during the download. Try again")
-        for name, size in there.items():
+        for name, size in files.items():
             path = self.folder / name
             known = _IMMUTABLE.fullmatch(name) and path.exists() and path.stat().st_size == size
-            if name not in ("run.json", "LATEST") and not known and not _hidden(name):
+            if name not in ("run.json", "LATEST") and not known and not _is_hidden(name):
                 self._place.download(name, path, RESUME)
         for path in (self.folder / "rows").glob("*.parquet"):
-            if f"rows/{path.name}" not in there:
+            if f"rows/{path.name}" not in files:
                 path.unlink()
         # These two files come last: they make the folder a run, and the commit valid.
         write_durably(self.folder / "run.json", about)
@@ -182,11 +182,11 @@ class RunMirror:
         about = self._place.read("run.json")
         here = (self.folder / "run.json").read_bytes()
         if about is not None and _identify(about) != _identify(here):
-            if latest is not None and _round(latest) > 0:
+            if latest is not None and _parse_round(latest) > 0:
                 self._check_same(about, here)
             self._place.remove(["LATEST", *self._there])  # a run that never began
             self._there, self._latest = {}, None
-        elif latest is not None and _round(latest) > _round((self.folder / "LATEST").read_bytes()):
+        elif latest is not None and _parse_round(latest) > _parse_round((self.folder / "LATEST").read_bytes()):
             raise RunDirectoryError(f"{self.uri} is ahead of {self.folder}. Continue with: raydfl resume {self.uri}")
         self._push(everything=True)
 
@@ -215,21 +215,21 @@ class RunMirror:
 
     def _push(self, everything: bool) -> None:
         latest = (self.folder / "LATEST").read_bytes()
-        here = self._files(everything, _round(latest))
-        for name, size in here.items():
+        local = self._files(everything, _parse_round(latest))
+        for name, size in local.items():
             if not _IMMUTABLE.fullmatch(name) or self._there.get(name) != size:
                 self._place.upload(self.folder / name, name)
                 self._there[name] = size
         if self._latest != latest.decode():
-            there = self._place.read("LATEST")
-            if (None if there is None else there.decode()) != self._latest:
+            remote = self._place.read("LATEST")
+            if (None if remote is None else remote.decode()) != self._latest:
                 raise RunDirectoryError(
-                    f"another process has committed to {self.uri} since this one began. Stop one of them, then continue with: "
-                    f"raydfl resume {self.uri}"
+                    f"another process has committed to {self.uri} since the start of this process. Stop all processes of the run, "
+                    f"then continue with: raydfl resume {self.uri}"
                 )
             self._place.write("LATEST", latest)
             self._latest = latest.decode()
-        gone = [name for name in self._there if name.partition("/")[0] in _OF_COMMITS and name not in here]
+        gone = [name for name in self._there if name.partition("/")[0] in _OF_COMMITS and name not in local]
         self._place.remove(gone)
         for name in gone:
             del self._there[name]
@@ -237,24 +237,24 @@ class RunMirror:
     def _files(self, everything: bool, round_index: int) -> dict[str, int]:
         """Return the sizes of the files to mirror, in bytes by name; for a commit, only files up to its round."""
         folders = [self.folder / name for name in _OF_COMMITS] if not everything else [self.folder]
-        found: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         for folder in folders:
             for path in folder.rglob("*"):
                 name = path.relative_to(self.folder).as_posix()
-                if name == "LATEST" or _hidden(name) or not path.is_file():
+                if name == "LATEST" or _is_hidden(name) or not path.is_file():
                     continue
                 segment = _SEGMENT.fullmatch(name)
                 if everything or segment is None or int(segment[1]) <= round_index:
-                    found[name] = path.stat().st_size
-        return found
+                    sizes[name] = path.stat().st_size
+        return sizes
 
 
-def _hidden(name: str) -> bool:
+def _is_hidden(name: str) -> bool:
     """Return whether a file is a lock or an unfinished file."""
     return any(part.startswith(".") for part in name.split("/"))
 
 
-def _round(latest: bytes) -> int:
+def _parse_round(latest: bytes) -> int:
     """Parse the round of LATEST; -1 if it is invalid."""
     number = latest.decode(errors="replace").partition("-")[0]
     return int(number) if number.isdigit() else -1

@@ -279,9 +279,9 @@ class PrivateStore:
         Args:
             named: Files referenced by the run's commits.
         """
-        found = {path.name for path in self.folder.iterdir()} if self.folder.exists() else set()
-        if not found.isdisjoint(named):
-            self.remove(name for name in found.difference(named) if _OURS.fullmatch(name))
+        names = {path.name for path in self.folder.iterdir()} if self.folder.exists() else set()
+        if not names.isdisjoint(named):
+            self.remove(name for name in names.difference(named) if _OURS.fullmatch(name))
 
     def close(self) -> None:
         """Close the segment, so that processes on other nodes can read it. A later record reopens it.

@@ -175,8 +175,8 @@ def _seal(path: Path) -> None:
     """Insert a checksum between the data and the footer of a Parquet file."""
     # Readers locate the data from the beginning of a file and the footer from its end.
     with path.open("r+b") as file:
-        at = _footer(file)
-        checksum = _checksum(file, [(0, at), (at, file.seek(0, os.SEEK_END))])
+        at = _find_footer(file)
+        checksum = _compute_checksum(file, [(0, at), (at, file.seek(0, os.SEEK_END))])
         file.seek(at)
         footer = file.read()
         file.seek(at)
@@ -190,32 +190,34 @@ def _check_seal(path: Path) -> None:
         ValueError: The checksum does not match, or the file is no Parquet file.
     """
     with path.open("rb") as file:
-        at = _footer(file)
+        at = _find_footer(file)
         seal = at - len(_SEAL) - 4
         if seal < 0:
             return
         file.seek(seal)
-        found = file.read(len(_SEAL) + 4)
-        if not found.startswith(_SEAL):
+        sealed = file.read(len(_SEAL) + 4)
+        if not sealed.startswith(_SEAL):
             if any(key.encode() in file.read() for key in _SEALED):
                 raise ValueError("it has lost its checksum")
             return
-        if _checksum(file, [(0, seal), (at, file.seek(0, os.SEEK_END))]) != int.from_bytes(found[-4:], "little"):
+        if _compute_checksum(file, [(0, seal), (at, file.seek(0, os.SEEK_END))]) != int.from_bytes(
+            sealed[-4:], "little"
+        ):
             raise ValueError("its checksum does not match its content")
 
 
-def _footer(file: IO[bytes]) -> int:
+def _find_footer(file: IO[bytes]) -> int:
     """Return the offset of a Parquet file's footer. The last 8 bytes hold its length and the marker ``PAR1``."""
     end = file.seek(0, os.SEEK_END)
     file.seek(max(0, end - 8))
     tail = file.read()
     at = end - 8 - int.from_bytes(tail[:4], "little")
     if tail[4:] != b"PAR1" or at < 4:
-        raise ValueError("its end is not that of a Parquet file")
+        raise ValueError("it does not end like a Parquet file")
     return at
 
 
-def _checksum(file: IO[bytes], parts: Sequence[tuple[int, int]]) -> int:
+def _compute_checksum(file: IO[bytes], parts: Sequence[tuple[int, int]]) -> int:
     """Compute the crc32 of byte ranges ``(first, stop)`` of a file."""
     checksum = 0
     for first, stop in parts:
@@ -241,7 +243,7 @@ class _File:
         return self != other and other.merged and other.first <= self.first and self.last <= other.last
 
 
-def _all_files(run_dir: Path) -> list[_File]:
+def _list_all_files(run_dir: Path) -> list[_File]:
     """List all files of rows by first round, including superseded files. Ignores foreign names."""
     files = []
     for path in (run_dir / "rows").glob("*.parquet"):
@@ -253,7 +255,7 @@ def _all_files(run_dir: Path) -> list[_File]:
 
 def _files(run_dir: Path) -> list[_File]:
     """List the files of the metrics table, without superseded files."""
-    files = _all_files(run_dir)
+    files = _list_all_files(run_dir)
     return [file for file in files if not any(file.is_superseded_by(other) for other in files)]
 
 
@@ -271,7 +273,7 @@ def _read(file: _File, columns: Sequence[str], where: pc.Expression | None) -> p
         ) from error
 
 
-def _where(file: _File, until_round: int | None, where: pc.Expression | None) -> pc.Expression | None:
+def _make_filter(file: _File, until_round: int | None, where: pc.Expression | None) -> pc.Expression | None:
     """Combine ``where`` with a filter of rounds, for a merged file that extends beyond ``until_round``."""
     if until_round is None or file.last <= until_round:
         return where
@@ -303,7 +305,7 @@ def read_rows(
     for _ in range(3):
         try:
             tables = [
-                _read(file, names, _where(file, until_round, where))
+                _read(file, names, _make_filter(file, until_round, where))
                 for file in _files(run_dir)
                 if until_round is None or file.last <= until_round or (file.merged and file.first <= until_round)
             ]
@@ -339,15 +341,15 @@ def compact(run_dir: Path, gather: int | None = None) -> Path | None:
     merged: Path | None = None
     if len(files) >= max(2, gather or 0):
         merged = run_dir / "rows" / f"{files[0].first:08d}-{files[-1].last:08d}.parquet"
-        _write(merged, _row_groups(files))
-    everything = _all_files(run_dir)
+        _write(merged, _read_row_groups(files))
+    everything = _list_all_files(run_dir)
     for file in everything:  # includes leftovers of an earlier, interrupted merge
         if any(file.is_superseded_by(other) for other in everything):
             file.path.unlink(missing_ok=True)
     return merged
 
 
-def _row_groups(files: Iterable[_File], where: pc.Expression | None = None) -> Iterator[pa.Table]:
+def _read_row_groups(files: Iterable[_File], where: pc.Expression | None = None) -> Iterator[pa.Table]:
     """Yield the rows of the files in tables of about ``_MERGE_ROWS`` rows."""
     waiting: list[pa.Table] = []
     for file in files:
@@ -364,14 +366,14 @@ def discard_rows(run_dir: Path, after_round: int) -> None:
 
     Also removes unfinished temporary files of an earlier process.
     """
-    for file in _all_files(run_dir):
+    for file in _list_all_files(run_dir):
         if file.last <= after_round:
             continue
         if (
             file.first <= after_round
         ):  # keep the beginning of a merged file; readers skip it until the merged file is gone
             shorter = file.path.with_name(f"{file.first:08d}-{after_round:08d}.parquet")
-            _write(shorter, _row_groups([file], pc.field("round") <= after_round))
+            _write(shorter, _read_row_groups([file], pc.field("round") <= after_round))
         file.path.unlink()
     remove_parts(run_dir / "rows")
 
@@ -399,7 +401,7 @@ def influences(run_dir: Path, until_round: int | None = None) -> dict[int, dict[
     if recorded:
         for row in read_rows(run_dir, until_round, where=trained, columns=("round", "client")).to_pylist():
             clients.setdefault(row["round"], {})[row["client"]] = None
-    found: dict[int, dict[str, float]] = {}
+    by_round: dict[int, dict[str, float]] = {}
     for row in recorded:
         ids = list(clients.get(row["round"], ()))
         if len(ids) != len(row["array"]):
@@ -407,5 +409,5 @@ def influences(run_dir: Path, until_round: int | None = None) -> dict[int, dict[
                 f"{run_dir}: round {row['round']} has influences of {len(row['array'])} updates, but rows of {len(ids)} clients. "
                 f"The method must return metrics for each client, or the metrics table is incomplete"
             )
-        found[row["round"]] = dict(zip(ids, row["array"], strict=True))
-    return found
+        by_round[row["round"]] = dict(zip(ids, row["array"], strict=True))
+    return by_round

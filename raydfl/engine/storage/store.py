@@ -323,17 +323,17 @@ def as_stored(state: State) -> State:
     """
     groups: dict[str, dict[str, Tensor]] = {}
     for key, group in state.tensors.items():
-        groups[key] = {name: _storable(value, key, name) for name, value in group.items()}
+        groups[key] = {name: _make_storable(value, key, name) for name, value in group.items()}
     ends = 0
     lying = [(value.data_ptr(), key, name) for key, group in groups.items() for name, value in group.items()]
     for start, key, name in sorted(lying):
         if start < ends:
             groups[key][name] = groups[key][name].clone()
         ends = max(ends, start + groups[key][name].nbytes)
-    return State(state.round_index, groups, _plain(state.extra))
+    return State(state.round_index, groups, _to_plain(state.extra))
 
 
-def _storable(value: object, key: object, name: object) -> Tensor:
+def _make_storable(value: object, key: object, name: object) -> Tensor:
     """Convert a tensor of a state to its stored form."""
     where = f"the method's State.tensors[{key!r}][{name!r}]"
     if not (isinstance(key, str) and isinstance(name, str)):
@@ -348,7 +348,7 @@ def _storable(value: object, key: object, name: object) -> Tensor:
     return (value if plain else value.detach()).cpu().contiguous()
 
 
-def _plain(extra: Mapping[str, Any]) -> dict[str, Any]:
+def _to_plain(extra: Mapping[str, Any]) -> dict[str, Any]:
     """Pass ``State.extra`` through JSON."""
 
     def build_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -364,16 +364,16 @@ def _plain(extra: Mapping[str, Any]) -> dict[str, Any]:
     try:
         plain: dict[str, Any] = json.loads(json.dumps(dict(extra)), object_pairs_hook=build_dict)
     except (TypeError, ValueError, RecursionError) as error:
-        found = _unstorable(extra, "") if isinstance(error, TypeError) else None
-        place, what = found or ("", f"cannot be stored: {error}")
+        culprit = _find_unstorable(extra, "") if isinstance(error, TypeError) else None
+        place, problem = culprit or ("", f"cannot be stored: {error}")
         raise ConfigError(
-            f"the method's State.extra{place} {what}. It may hold JSON values only: strings, Python numbers, and lists and dicts "
-            f"of them. Store tensors in State.tensors"
+            f"the method's State.extra{place} {problem}. It may hold JSON values only (strings, numbers, lists and dicts). "
+            f"Store tensors in State.tensors"
         ) from error
     return plain
 
 
-def _unstorable(value: Any, place: str) -> tuple[str, str] | None:
+def _find_unstorable(value: Any, place: str) -> tuple[str, str] | None:
     """Find the place of a value that JSON cannot store, and the reason."""
     items: Iterable[tuple[object, object]] = ()
     if isinstance(value, dict) or not place:
@@ -385,8 +385,8 @@ def _unstorable(value: Any, place: str) -> tuple[str, str] | None:
         items = enumerate(value)
     elif not isinstance(value, (str, int, float, bool, type(None))):
         return place, f"is of type {type(value).__name__}"
-    found = (_unstorable(inner, f"{place}[{key!r}]") for key, inner in items)
-    return next(filter(None, found), None)
+    culprits = (_find_unstorable(inner, f"{place}[{key!r}]") for key, inner in items)
+    return next(filter(None, culprits), None)
 
 
 def _encode(state: State, private: PrivateIndex, together: int, begun: tuple[int, ...]) -> bytes:
@@ -408,7 +408,7 @@ def _encode(state: State, private: PrivateIndex, together: int, begun: tuple[int
     return to_safetensors(tensors, {"raydfl": json.dumps(about)})
 
 
-def _about(data: bytes) -> dict[str, Any]:
+def _read_about(data: bytes) -> dict[str, Any]:
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
     about: dict[str, Any] = json.loads(header["__metadata__"]["raydfl"])
@@ -417,7 +417,7 @@ def _about(data: bytes) -> dict[str, Any]:
 
 def _decode(data: bytes) -> tuple[State, PrivateIndex, str, int, tuple[int, ...]]:
     """Return the state, the private index without its base, the base's file, the batch width of clients, and begun phases."""
-    about = _about(data)
+    about = _read_about(data)
     tensors = safetensors.torch.load(data)
     private = PrivateIndex(tuple(about["segments"]), tensors["private"].numpy())
     first = "format" not in about

@@ -43,10 +43,10 @@ def check_code(run_dir: Path, values: Any, trust: bool) -> None:
     for reference, place in _find_references(values).items():
         for path in _find_executed_files(place):
             changed = place.endswith(".py") and isinstance(known, Mapping) and code_digest(path) not in known
-            if not changed and _entry(path) in approved:
+            if not changed and _make_entry(path) in approved:
                 continue
             problem = (
-                "is not what it was when the run began. This file, or a file beside it that it imports, has changed"
+                "or one of its imports in the same folder has changed since the run began"
                 if changed
                 else "is code that you have neither run nor approved on this machine"
             )
@@ -62,9 +62,9 @@ def approve_code(values: Any) -> None:
     If the list is not writable, nothing is approved and ``--trust`` is needed again.
     """
     files = [path for place in _find_references(values).values() for path in _find_executed_files(place)]
-    new = sorted({_entry(path) for path in files} - _read_approved())
+    new = sorted({_make_entry(path) for path in files} - _read_approved())
     with contextlib.suppress(OSError, RuntimeError):
-        file = _approvals()
+        file = _locate_approvals()
         if new:
             file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             # One write in append mode: several processes may approve code at the same time.
@@ -73,19 +73,19 @@ def approve_code(values: Any) -> None:
                 opened.write("".join(f"{entry}\n" for entry in new).encode())
 
 
-def _approvals() -> Path:
+def _locate_approvals() -> Path:
     return user_config() / "approved_code"
 
 
 def _read_approved() -> set[str]:
     """Read the approved code: a digest and a path for each file."""
     try:
-        return set(_approvals().read_text(encoding="utf-8", errors="replace").splitlines())
+        return set(_locate_approvals().read_text(encoding="utf-8", errors="replace").splitlines())
     except (OSError, RuntimeError):
         return set()
 
 
-def _entry(path: Path) -> str:
+def _make_entry(path: Path) -> str:
     # With the path: in another folder, the same file could import other code in ways that its digest does not cover.
     return f"{code_digest(path)} {json.dumps(str(path))}"
 
@@ -127,16 +127,16 @@ def _find_references(values: Any) -> dict[str, str]:
         File or module by reference.
     """
     plain = json.loads(json.dumps(values, default=str, skipkeys=True))
-    texts = [text for text in _texts(plain) if ":" in text]
+    texts = [text for text in _list_texts(plain) if ":" in text]
     return {text: text.rpartition(":")[0] for text in texts}
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _list_texts(value: Any) -> Iterator[str]:
     if isinstance(value, dict):
         value = [*value, *value.values()]
     if isinstance(value, list):
         for inner in value:
-            yield from _texts(inner)
+            yield from _list_texts(inner)
     elif isinstance(value, str):
         yield value
 
@@ -151,7 +151,7 @@ def _find_executed_files(place: str) -> list[Path]:
             path = Path(place).expanduser().resolve()
             return [path] if os.path.isfile(path) else []  # noqa: PTH113  (Path.is_file raises for names that are too long)
         return []
-    found: list[Path] = []
+    files: list[Path] = []
     name, folders = "", None
     for part in place.split("."):
         name = f"{name}.{part}" if name else part
@@ -165,15 +165,15 @@ def _find_executed_files(place: str) -> list[Path]:
         if spec is None:
             break
         if spec.has_location and spec.origin:
-            found.append(Path(spec.origin).resolve())
+            files.append(Path(spec.origin).resolve())
         folders = [*(spec.submodule_search_locations or ())]
-    return found
+    return files
 
 
 def _add_imports(path: Path) -> list[Path]:
     """Return a file of code and its direct and indirect imports below the same folder, by static analysis."""
-    found = [path]
-    for file in found:
+    files = [path]
+    for file in files:  # grows during the loop
         try:
             imported = _parse_imports(file.read_bytes())
         except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
@@ -182,24 +182,24 @@ def _add_imports(path: Path) -> list[Path]:
             folder = file.parents[level - 1] if 0 < level <= len(file.parents) else path.parent
             # raydfl is already imported, so a folder of the same name is never loaded.
             if not (name.partition(".")[0] == "raydfl" and folder == path.parent):
-                found += [near for near in _files_of(folder, name) if near not in found]
-    return [file for file in found if file.is_relative_to(path.parent)]
+                files += [module for module in _find_module_files(folder, name) if module not in files]
+    return [file for file in files if file.is_relative_to(path.parent)]
 
 
 @functools.lru_cache(maxsize=256)
 def _parse_imports(code: bytes) -> tuple[tuple[int, str], ...]:
     """Parse the dotted names of a file's imports, each with its number of leading dots."""
-    found: list[tuple[int, str]] = []
+    imports: list[tuple[int, str]] = []
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Import):
-            found += [(0, alias.name) for alias in node.names]
+            imports += [(0, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             module = f"{node.module}." if node.module else ""
-            found += [(node.level, f"{module}{alias.name}") for alias in node.names]
-    return tuple(found)
+            imports += [(node.level, f"{module}{alias.name}") for alias in node.names]
+    return tuple(imports)
 
 
-def _files_of(folder: Path, name: str) -> Iterator[Path]:
+def _find_module_files(folder: Path, name: str) -> Iterator[Path]:
     """Find the files below a folder that the import of a dotted name executes."""
     for part in name.split("."):
         yield from (file for file in (folder / f"{part}.py", folder / part / "__init__.py") if file.is_file())

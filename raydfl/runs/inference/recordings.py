@@ -219,7 +219,7 @@ class FrontEnd:
         Features are not padded. They are normalised unless normalisation needs the statistics of a group.
         """
         if isinstance(self._settings, ImageFeatures):
-            return self._settings.stored(source.values if isinstance(source, Recording) else read_image(str(source)))
+            return self._settings.to_rows(source.values if isinstance(source, Recording) else read_image(str(source)))
         assert self._extractor is not None  # noqa: S101 - see __init__
         if isinstance(source, Recording):
             return self._extractor(source.values, source.rate)

@@ -1,21 +1,22 @@
-"""One HTML page about a run, or about several runs side by side. Self-contained: no scripts, nothing fetched from a network."""
+"""Reports of runs: a self-contained HTML page about one run or a comparison of several, without scripts or network access."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
+from raydfl.core.deprecation import alias_former_names
 from raydfl.core.errors import InputError
 from raydfl.core.files import write_atomically, writing
 from raydfl.runs.report import figures
 from raydfl.runs.report.compare import comparison_page
-from raydfl.runs.report.cost import parts_of_rounds
+from raydfl.runs.report.cost import split_round_times
 from raydfl.runs.report.data import Curve, Key, RunRecord, align, read_run
-from raydfl.runs.report.diagnosis import problems_of
+from raydfl.runs.report.diagnosis import find_problems
 from raydfl.runs.report.figures import Picture
 from raydfl.runs.report.page import Section, render_page
 from raydfl.runs.report.partition import plot_partition
-from raydfl.runs.report.run import figures_of, single_page
+from raydfl.runs.report.run import draw_figures, single_page
 
 __all__ = [
     "Curve",
@@ -24,48 +25,54 @@ __all__ = [
     "RunRecord",
     "Section",
     "align",
+    "draw_figures",
     "figures",
-    "figures_of",
-    "parts_of_rounds",
+    "find_problems",
     "plot_partition",
-    "problems_of",
     "read_run",
     "render_page",
+    "split_round_times",
     "write_page",
     "write_report",
 ]
 
 
+alias_former_names(
+    __name__,
+    {"figures_of": "draw_figures", "parts_of_rounds": "split_round_times", "problems_of": "find_problems"},
+)
+
+
 def write_report(run_dirs: Sequence[Path], out: Path) -> Path:
-    """Write one HTML page: about a run, or comparing several.
+    """Write a report about one run, or a comparison of several runs.
 
     Args:
-        run_dirs: run directories; unfinished ones too. Runs whose configurations differ in nothing but the seed and
-            where they ran are shown as one, with mean and range.
-        out: the file to write, replaced when it is there; or a folder, for ``report.html`` in it.
+        run_dirs: Folders of finished or unfinished runs. Runs that differ only in seed and machine are shown as one, with mean
+            and range.
+        out: Path of the HTML file, which is overwritten, or a folder for ``report.html``.
 
     Returns:
-        The file.
+        The path of the HTML file.
 
     Raises:
-        InputError: no run directory given, or ``out`` cannot be written.
-        ResourcesError: the disk is full.
-        RunDirectoryError: a folder is missing, is no run directory, or holds a damaged file.
+        InputError: ``run_dirs`` is empty, or ``out`` cannot be written.
+        ResourcesError: The disk is full.
+        RunDirectoryError: A folder is missing, is not a run directory, or contains a damaged file.
     """
     folders = list(dict.fromkeys(folder.resolve() for folder in run_dirs))
     if not folders:
-        raise InputError("no run directory is given; name at least one, such as runs/<name>")
+        raise InputError("no run directory is given. Name at least one, such as runs/<name>.")
     return write_page([read_run(folder) for folder in folders], out)
 
 
 def write_page(runs: Sequence[RunRecord], out: Path) -> Path:
-    """Write the page of runs that were read already, as :func:`write_report` does."""
+    """Write a report as :func:`write_report` does, of runs in memory."""
     page = single_page(runs[0]) if len(runs) == 1 else comparison_page(runs)
     out = out / "report.html" if out.is_dir() else out
     content = page.encode()
     try:
-        with writing(out.parent, len(content), "the files of the report", "make room or name another file"):
+        with writing(out.parent, len(content), "the files of the report", "make room or choose another file"):
             write_atomically(out, lambda path: path.write_bytes(content))
     except OSError as error:
-        raise InputError(f"the report {out} cannot be written: {error.strerror}; name another file") from error
+        raise InputError(f"the report {out} cannot be written: {error.strerror}. Choose another file.") from error
     return out

@@ -1,4 +1,4 @@
-"""The page that compares several runs."""
+"""The report that compares several runs."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from raydfl.core.metrics import SCORES, base_name, model_name
 from raydfl.core.nested import flatten, get_path
 from raydfl.runs.report.data import SPLITS, Key, RunRecord, align, place
 from raydfl.runs.report.figures import Picture, Series, curves
-from raydfl.runs.report.page import Section, render_page, value_text
-from raydfl.runs.report.run import notes_of, sent_and_time
-from raydfl.runs.report.scores import UNITS, model_label, score_text, shown_curve, split_name
+from raydfl.runs.report.page import Section, format_value, render_page
+from raydfl.runs.report.run import format_cost, list_notes
+from raydfl.runs.report.scores import UNITS, format_score, model_label, select_curve, split_name
 
 Groups = Mapping[str, Sequence[RunRecord]]
-"""Runs that differ only in their seed, by what tells their configuration from the others."""
+"""Runs grouped by configuration without the seed, by a label of the configuration."""
 
 
 def comparison_page(runs: Sequence[RunRecord]) -> str:
-    """Return the page as HTML."""
-    groups = _group(runs)
+    """Return the comparison of several runs as an HTML page."""
+    groups = _group_by_configuration(runs)
     models = list(dict.fromkeys(name for run in runs for name in run.models))
     keys = sorted(
         {key for run in runs for key in run.scores()},
@@ -34,64 +34,67 @@ def comparison_page(runs: Sequence[RunRecord]) -> str:
         " · ".join(groups),
         [
             _show_scores(groups, keys),
-            Section("Learning curves", list(_curves(groups, keys))),
+            Section("Learning curves", list(_draw_curves(groups, keys))),
             _show_differences(groups),
             _show_runs(groups),
         ],
-        [f"{run.id}: {note}" for run in runs for note in notes_of(run)],
+        [f"{run.id}: {note}" for run in runs for note in list_notes(run)],
     )
 
 
-def _group(runs: Sequence[RunRecord]) -> Groups:
-    parts: dict[str, list[RunRecord]] = {}
+def _group_by_configuration(runs: Sequence[RunRecord]) -> Groups:
+    by_key: dict[str, list[RunRecord]] = {}
     for run in runs:
-        key = json.dumps(_decisive(run), sort_keys=True, default=str) if run.config else str(run.folder)
-        parts.setdefault(key, []).append(run)
-    groups = [(_label(part[0], [other[0] for other in parts.values()]), part) for part in parts.values()]
-    for more in ("id", "folder"):  # labels that are equal even so
+        key = json.dumps(_select_settings(run), sort_keys=True, default=str) if run.config else str(run.folder)
+        by_key.setdefault(key, []).append(run)
+    firsts = [members[0] for members in by_key.values()]
+    groups = [(_label_group(members[0], firsts), members) for members in by_key.values()]
+    for attribute in ("id", "folder"):  # Labels may still be equal, so add the run's id, then its folder.
         labels = [label for label, _ in groups]
         groups = [
-            (f"{label} ({getattr(part[0], more)})" if labels.count(label) > 1 else label, part)
-            for label, part in groups
+            (f"{label} ({getattr(members[0], attribute)})" if labels.count(label) > 1 else label, members)
+            for label, members in groups
         ]
     return dict(groups)
 
 
-def _label(run: RunRecord, others: Sequence[RunRecord]) -> str:
-    """Return the method with up to four settings in which runs of the same method differ."""
-    own = flatten(_decisive(run))
-    rivals = [flatten(_decisive(other)) for other in others if other.config and other.method == run.method]
-    differing = [key for key in own if any(rival.get(key) != own[key] for rival in rivals)]
-    words = [f"{key.removeprefix('method.')}={value_text(own[key])}" for key in differing if key != "method.name"]
+def _label_group(run: RunRecord, firsts: Sequence[RunRecord]) -> str:
+    """Return the method, followed by up to four settings that differ between the groups of this method."""
+    settings = flatten(_select_settings(run))
+    rivals = [flatten(_select_settings(rival)) for rival in firsts if rival.config and rival.method == run.method]
+    differing = [key for key in settings if any(rival.get(key) != settings[key] for rival in rivals)]
+    words = [
+        f"{key.removeprefix('method.')}={format_value(settings[key])}" for key in differing if key != "method.name"
+    ]
     return " ".join([run.method or run.id, *words[:4]])
 
 
-def _decisive(run: RunRecord) -> dict[str, Any]:
-    """Return the configuration without the seed and without what does not change the numbers."""
+def _select_settings(run: RunRecord) -> dict[str, Any]:
+    """Return the configuration without the seed and settings that do not affect the results."""
     return {key: value for key, value in run.config.items() if key not in ("run", "ray", "track")}
 
 
-def _curves(groups: Groups, keys: Sequence[Key]) -> Iterator[Picture]:
-    """Draw a figure for each score and split; a group's model looks the same in all, and no other has its colour and dashes."""
+def _draw_curves(groups: Groups, keys: Sequence[Key]) -> Iterator[Picture]:
+    """Draw a figure for each score and split. A group's model has the same, unique colour and dashes in all figures."""
     looks: dict[tuple[str, str], int] = {}
     for (label, runs), (_, metric) in itertools.product(groups.items(), keys):
-        if any(metric == own for run in runs for _, own in run.curves):
+        if any(metric == recorded for run in runs for _, recorded in run.curves):
             looks.setdefault((label, model_name(metric)), len(looks))
     for base, split in itertools.product(UNITS, dict.fromkeys(split for split, _ in keys)):
         series = []
-        metrics = [metric for own, metric in keys if own == split and base_name(metric) == base]
+        metrics = [metric for name, metric in keys if name == split and base_name(metric) == base]
         for (label, runs), metric in itertools.product(groups.items(), metrics):
-            found = [shown_curve(run, (split, metric)) for run in runs if (split, metric) in run.curves]
-            if not found:
+            selected = [select_curve(run, (split, metric)) for run in runs if (split, metric) in run.curves]
+            if not selected:
                 continue
-            rounds, values, _ = align(found)
-            if len(rounds):  # in which all of them were measured
+            rounds, values, _ = align(selected)
+            if len(rounds):  # rounds with measurements of all runs
                 name = f"{label}: {model_name(metric)}" if model_name(metric) else label
-                low, high = (values.min(axis=0), values.max(axis=0)) if len(found) > 1 else (None, None)
+                low, high = (values.min(axis=0), values.max(axis=0)) if len(selected) > 1 else (None, None)
                 look = looks[label, model_name(metric)]
                 series.append(Series(name, rounds, values.mean(axis=0), low, high, look, look))
         if series:
-            caption = "Mean over seeds, with the range." if any(item.low is not None for item in series) else ""
+            caption = "Mean over seeds. Bands: range." if any(item.low is not None for item in series) else ""
             title = f"{SCORES[base].title}, {split_name(split)}"
             yield curves(title, caption, series, UNITS[base], percent=SCORES[base].share)
 
@@ -111,52 +114,54 @@ def _show_scores(groups: Groups, keys: Sequence[Key]) -> Section:
             *(f"{headline}, mean of the last", f"{headline}, worst tenth of clients"),
         ),
         rows=list(itertools.chain.from_iterable(rows)),
-        hint="At each run's last measurement; of runs that differ only in their seed the mean, with the range in brackets. Where "
-        "clients were measured, each client counts once.",
+        hint="Scores of each run's last measurement. For runs with different seeds: mean (range). Scores measured by clients are "
+        "means over clients.",
     )
 
 
 def _score_rows(groups: Groups, key: Key, bases: Sequence[str]) -> Iterator[list[str]]:
-    """Yield the final scores of one model on one split, a row for each group that has it."""
+    """Yield a row with the final scores of one model on one split, for each group with such a score."""
     split, metric = key
     headline = base_name(metric)
-    for label, every in groups.items():
-        runs = [run for run in every if key in run.curves]
+    for label, members in groups.items():
+        runs = [run for run in members if key in run.curves]
         if not runs:
             continue
         scores = []
         for base in bases:
-            # A backdoor's success belongs to the test data, of which it is measured on copies.
+            # A backdoor's success is measured on copies of the test data, so it is shown in their row.
             source = "triggered" if (split, base) == ("test", "attack_success") else split
             score = (source, metric.removesuffix(headline) + base)
-            scores.append(_mean_and_range(base, [shown_curve(run, score).last for run in runs if score in run.curves]))
-        curves = [shown_curve(run, key) for run in runs]
+            scores.append(_format_range(base, [select_curve(run, score).last for run in runs if score in run.curves]))
+        curves = [select_curve(run, key) for run in runs]
         averaged = "; ".join(dict.fromkeys(curve.tail_text for curve in curves))
         worst = [run.curves.get((split, f"{metric}_worst_decile")) for run in runs]
         yield [
             *(label, model_label(metric), split_name(split), str(len(runs)), *scores),
-            f"{_mean_and_range(headline, [curve.tail for curve in curves])} ({averaged})",
-            _mean_and_range(headline, [curve.last for curve in worst if curve is not None]),
+            f"{_format_range(headline, [curve.tail for curve in curves])} ({averaged})",
+            _format_range(headline, [curve.last for curve in worst if curve is not None]),
         ]
 
 
-def _mean_and_range(base: str, values: Sequence[float]) -> str:
-    """Return ``81.2 % (79.0 to 83.5)``; of one value only itself, of none ``-``."""
+def _format_range(base: str, values: Sequence[float]) -> str:
+    """Format mean and range: ``81.2 % (79.0 to 83.5)``, or ``81.2 %`` for one value, or ``-`` without values."""
     if not values:
         return "-"
-    mean = score_text(base, float(np.mean(values)))
-    low, high = (score_text(base, edge).removesuffix(" %") for edge in (min(values), max(values)))
+    mean = format_score(base, float(np.mean(values)))
+    low, high = (format_score(base, edge).removesuffix(" %") for edge in (min(values), max(values)))
     return mean if len(values) == 1 else f"{mean} ({low} to {high})"
 
 
 def _show_differences(groups: Groups) -> Section:
-    """Show the settings in which the groups differ, with the value in each."""
-    settings = [flatten(_decisive(runs[0])) for runs in groups.values()]
+    """Show the settings that differ between groups, with each group's value."""
+    settings = [flatten(_select_settings(runs[0])) for runs in groups.values()]
     rows = [
-        [key, *(value_text(each[key]) if key in each else "-" for each in settings)]
+        [key, *(format_value(values[key]) if key in values else "-" for values in settings)]
         for key in dict.fromkeys(itertools.chain(*settings))
     ]
-    return Section("What differs", headings=("setting", *groups), rows=[row for row in rows if len(set(row[1:])) > 1])
+    return Section(
+        "Different settings", headings=("setting", *groups), rows=[row for row in rows if len(set(row[1:])) > 1]
+    )
 
 
 def _show_runs(groups: Groups) -> Section:
@@ -164,6 +169,6 @@ def _show_runs(groups: Groups) -> Section:
     for label, run in ((label, run) for label, runs in groups.items() for run in runs):
         seed = get_path(run.config, "run.seed")
         rounds = f"{run.done} of {run.total}" if run.total else str(run.done)
-        rows.append((run.id, label, "-" if seed is None else str(seed), rounds, *sent_and_time(run), str(run.folder)))
+        rows.append((run.id, label, "-" if seed is None else str(seed), rounds, *format_cost(run), str(run.folder)))
     headings = ("run", "configuration", "seed", "rounds", "sent", "time in rounds", "folder")
     return Section("Runs", headings=headings, rows=rows)

@@ -1,4 +1,4 @@
-"""The cost of a run: bytes, the parts of each round's time, and the work of the actors in the last rounds."""
+"""The cost of a run: bytes, the time of each round by step, and the actors' work in the last rounds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from raydfl.engine import WALL
 from raydfl.runs.report.data import RunRecord, align
 from raydfl.runs.report.figures import INK, SERIES, Axes, Picture, Series, curves, label_rounds, whole_numbers
 from raydfl.runs.report.page import Section
-from raydfl.runs.words import size
+from raydfl.runs.words import format_size
 
 _ACTORS = ("transfer", "wait")
 _WORDS = {
@@ -30,65 +30,64 @@ _WORDS = {
     "rest": "between rounds",
 }
 _STEPS = 150
-"""Steps that the parts of a round are drawn in: of more rounds, means over neighbours are shown."""
+"""Maximum number of steps in the plot of round times. More rounds are averaged over neighbours."""
 _USUAL = 4.0
-"""Times the median up to which a round's time sets the scale."""
+"""Rounds longer than this multiple of the median do not affect the scale."""
 _LANES = 32
-"""Actors that a timeline shows."""
+"""Maximum number of actors in a timeline."""
 _LABELLED = 0.06
-"""Share of the width that a client's name needs."""
+"""Minimum width of a bar with the client's name, as a fraction of the timeline."""
 _VIEWS = "views/"
 
 
 def show_cost(run: RunRecord) -> Section:
-    """Show bytes and times; a record that was made by an older version has only totals of the times."""
-    return Section("Cost", [*_bytes(run), *_round_parts(run), *_work(run), *_other_times(run)])
+    """Show bytes and times. Runs of older versions have only total times."""
+    return Section("Cost", [*_draw_bytes(run), *_draw_round_times(run), *_draw_timelines(run), *_draw_other_times(run)])
 
 
-def _bytes(run: RunRecord) -> Iterator[Picture]:
-    sent = _series(run, {"bytes_down": "to the clients", "bytes_up": "from the clients"})
+def _draw_bytes(run: RunRecord) -> Iterator[Picture]:
+    sent = _make_series(run, {"bytes_down": "to the clients", "bytes_up": "from the clients"})
     if sent:
-        parts = [f"{item.label} {size(float(item.y.sum()))}" for item in sent]
+        parts = [f"{item.label} {format_size(float(item.y.sum()))}" for item in sent]
         sums = [np.cumsum(np.nan_to_num(item.y)) for item in sent]
-        largest = max(float(each[-1]) for each in sums)
+        largest = max(float(total[-1]) for total in sums)
         unit, scale = next(((u, s) for u, s in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if largest >= s), ("bytes", 1.0))
-        scaled = [replace(item, y=each / scale) for item, each in zip(sent, sums, strict=True)]
-        yield curves("bytes sent", f"In all: {', '.join(parts)}.", scaled, f"sent so far ({unit})", lowest=0)
+        scaled = [replace(item, y=total / scale) for item, total in zip(sent, sums, strict=True)]
+        yield curves("bytes sent", f"Total: {', '.join(parts)}.", scaled, f"sent so far ({unit})", lowest=0)
 
 
-def _series(run: RunRecord, labels: Mapping[str, str]) -> list[Series]:
-    """Return the totals by round of the named metrics, those that were recorded."""
-    found = [(label, *run.totals(name)) for name, label in labels.items()]
-    recorded = [(label, rounds, totals) for label, rounds, totals in found if len(rounds)]
-    return [Series(*each, colour=place, dash=place) for place, each in enumerate(recorded)]
+def _make_series(run: RunRecord, labels: Mapping[str, str]) -> list[Series]:
+    """Return a series of totals by round for each recorded metric in ``labels``."""
+    metrics = [(label, *run.totals(name)) for name, label in labels.items()]
+    recorded = [(label, rounds, totals) for label, rounds, totals in metrics if len(rounds)]
+    return [Series(*values, colour=index, dash=index) for index, values in enumerate(recorded)]
 
 
-def parts_of_rounds(run: RunRecord) -> tuple[NDArray[np.float64], dict[str, NDArray[np.float64]]] | None:
-    """Return each round's wall-clock seconds in parts that add up to ``seconds/round``; ``None`` when the record does not tell.
+def split_round_times(run: RunRecord) -> tuple[NDArray[np.float64], dict[str, NDArray[np.float64]]] | None:
+    """Split each round's wall-clock time ``seconds/round`` into steps.
 
     Returns:
-        The rounds, and by part seconds [rounds]: ``plan``, ``fit``, ``transfer``, ``wait``, ``aggregate``, ``evaluate``,
-        ``commit_wait`` and ``rest``. The time in which the server waited for clients is divided among ``fit``, ``transfer`` and
-        ``wait`` as the time of all actors was.
+        The rounds, and the seconds [rounds] of each step: ``plan``, ``fit``, ``transfer``, ``wait``, ``aggregate``, ``evaluate``,
+        ``commit_wait`` and ``rest``. The server's time of waiting for clients is split into ``fit``, ``transfer`` and ``wait``
+        in proportion to the time of all actors. ``None`` if the run has no times of these steps.
     """
     names = (*WALL, "round", "fit", *_ACTORS)
-    found = [run.curves.get(("server", f"seconds/{name}")) for name in names]
-    recorded = [curve for curve in found if curve is not None]
+    recorded = [curve for name in names if (curve := run.curves.get(("server", f"seconds/{name}"))) is not None]
     if len(recorded) < len(names):
         return None
     rounds, _, totals = align(recorded)
     if not len(rounds):
         return None
     total = dict(zip(names, totals, strict=True))
-    of_actors = np.maximum(total["fit"] + total["transfer"] + total["wait"], 1e-12)
+    actor_time = np.maximum(total["fit"] + total["transfer"] + total["wait"], 1e-12)
     parts = {name: total[name] for name in WALL if name != "clients"}
-    parts |= {name: total["clients"] * total[name] / of_actors for name in ("fit", *_ACTORS)}
+    parts |= {name: total["clients"] * total[name] / actor_time for name in ("fit", *_ACTORS)}
     parts["rest"] = np.maximum(total["round"] - sum(parts.values()), 0.0)
     return rounds, parts
 
 
-def _round_parts(run: RunRecord) -> Iterator[Picture]:
-    parts = parts_of_rounds(run)
+def _draw_round_times(run: RunRecord) -> Iterator[Picture]:
+    parts = split_round_times(run)
     if parts is None:
         return
     rounds, seconds = parts
@@ -101,32 +100,33 @@ def _round_parts(run: RunRecord) -> Iterator[Picture]:
         layers = np.c_[heights, heights[:, -1]]
         axes.stackplot(edges, layers, labels=_WORDS.values(), colors=colours, step="post", linewidth=0)
         axes.set_xlim(edges[0], edges[-1])
-        # A first round that loads what all later ones use shall not make those flat.
+        # The first round loads data for all later rounds. Its long time must not flatten the later rounds.
         whole = heights.sum(axis=0)
         usual = _USUAL * float(np.median(whole))
         axes.set_ylim(0, 1.1 * max(float(whole[whole <= usual].max(initial=0.0)), 1e-6))
         for step in np.flatnonzero(whole > usual):
-            place, along = ((edges[step] + edges[step + 1]) / 2, 1), axes.get_xaxis_transform()
-            axes.annotate(f"{whole[step]:.3g} s", place, xycoords=along, ha="center", fontsize=7)
+            position = ((edges[step] + edges[step + 1]) / 2, 1)
+            text = f"{whole[step]:.3g} s"
+            axes.annotate(text, position, xycoords=axes.get_xaxis_transform(), ha="center", fontsize=7)
         axes.set_ylabel("time of a round (s)")
         label_rounds(axes)
 
     share = seconds["fit"].sum() / max(sum(float(values.sum()) for values in seconds.values()), 1e-12)
     caption = (
-        "While the server waits for clients, its time is shown as the actors spent it: "
-        f"{100 * share:.0f} % of all is clients' work."
+        "The server's time of waiting for clients is split as the actors spent it. "
+        f"Clients' work: {100 * share:.0f} % of the total time."
     )
     yield Picture("where the time goes", caption, draw, 3.1)
 
 
-def _work(run: RunRecord) -> Iterator[Picture]:
-    """Draw a strip for each round, in it a lane for each actor."""
+def _draw_timelines(run: RunRecord) -> Iterator[Picture]:
+    """Draw a strip for each of the last rounds, with a lane for each actor."""
     timelines = {number: rows for number, rows in sorted(run.timelines.items()) if len(rows)}
     if not timelines:
         return
     try:
         names: Sequence[str] = Population.load(run.folder / "population").ids
-    except (RaydflError, OSError):  # the page of a run whose data are elsewhere
+    except (RaydflError, OSError):  # The run's data may be on another machine.
         names = []
     lanes = min(_LANES, 1 + int(max(rows[:, 1].max() for rows in timelines.values())))
     width = max(float(rows[:, 3].max()) for rows in timelines.values()) or 1.0
@@ -149,46 +149,54 @@ def _work(run: RunRecord) -> Iterator[Picture]:
             axes.yaxis.set_major_locator(whole_numbers(8))
             axes.grid(visible=False)
             axes.set_title(f"round {round_index}", loc="left", fontsize=8, pad=2)
-        strips[-1].set_xlabel("seconds since the round began")
+        strips[-1].set_xlabel("seconds since the start of the round")
 
-    caption = (
-        "A lane for each client actor, a bar for each client's training; a client has the same colour in all rounds."
-    )
+    caption = "One lane per client actor, one bar per client's training. A client has the same colour in all rounds."
     height = 0.6 + len(timelines) * (0.45 + 0.22 * lanes)
     yield Picture("who worked when", caption, draw, height, len(timelines), label="actor")
 
 
 def _shorten(name: str, most: int) -> str:
-    """Return a name of at most so many letters; ids often begin alike, so its end is kept."""
+    """Shorten a name to at most ``most`` letters. The end is kept, because ids often have the same start."""
     return name if len(name) <= most else f"…{name[-max(1, most - 1) :]}"
 
 
-def _other_times(run: RunRecord) -> Iterator[Picture]:
-    parts = parts_of_rounds(run) is not None
-    told = {"train_and_aggregate", "clients", "round", *WALL, *_ACTORS} if parts else set()
-    names = sorted({metric[8:] for _, metric in run.curves if metric.startswith("seconds/")} - told)
-    lines = _series(run, {f"seconds/{name}": name.replace("_", " ") for name in names})
+def _draw_other_times(run: RunRecord) -> Iterator[Picture]:
+    parts = split_round_times(run) is not None
+    drawn = {"train_and_aggregate", "clients", "round", *WALL, *_ACTORS} if parts else set()
+    names = sorted({metric[8:] for _, metric in run.curves if metric.startswith("seconds/")} - drawn)
+    lines = _make_series(run, {f"seconds/{name}": name.replace("_", " ") for name in names})
     if lines:
-        caption = "Work of several actors at once counts for each of them." if "fit" in names else ""
+        caption = "Times of parallel actors are added up." if "fit" in names else ""
         title = "other times per round" if parts else "time per round"
         yield curves(title, caption, lines, "time per round (s)", lowest=0)
 
 
 def show_traffic(run: RunRecord) -> Section:
-    """Show for each phase and kind of client its tasks and bytes; a kind is those of ``data.views`` that clients have."""
+    """Show the tasks and bytes of each phase and kind of client. Clients of one kind have the same views of ``data.views``."""
     kinds = sorted({name.split("/")[1] for _, name in run.curves if name.startswith(_VIEWS)})
     rows: list[tuple[str, ...]] = []
     phases = list(dict(run.about.get("phases") or {"": 1}).items())
     for (phase, first), last in zip(phases, [*(first - 1 for _, first in phases[1:]), run.done], strict=True):
         for kind in kinds:
-            totals = (run.totals(f"{_VIEWS}{kind}/{what}") for what in ("clients", "bytes_down", "bytes_up"))
-            tasks, down, up = (float(each[(rounds >= first) & (rounds <= last)].sum()) for rounds, each in totals)
+            metrics = (run.totals(f"{_VIEWS}{kind}/{name}") for name in ("clients", "bytes_down", "bytes_up"))
+            tasks, down, up = (float(totals[(rounds >= first) & (rounds <= last)].sum()) for rounds, totals in metrics)
             if tasks:
-                views = "the first view alone" if kind == "none" else f"also {kind.replace('+', ', ')}"
-                rows.append((phase, views, f"{tasks:.0f}", size(down), size(up), size(down / tasks), size(up / tasks)))
+                views = "only the first view" if kind == "none" else f"also {kind.replace('+', ', ')}"
+                rows.append(
+                    (
+                        phase,
+                        views,
+                        f"{tasks:.0f}",
+                        format_size(down),
+                        format_size(up),
+                        format_size(down / tasks),
+                        format_size(up / tasks),
+                    )
+                )
     return Section(
         "Bytes by kind of client",
-        headings=("phase", "clients that have", "tasks", "bytes down", "bytes up", "down, a task", "up, a task"),
+        headings=("phase", "clients with", "tasks", "bytes down", "bytes up", "down per task", "up per task"),
         rows=rows,
-        hint="Of tensors, in training, by the views that clients have; a client's task is one round of it.",
+        hint="Bytes of tensors sent in training, by the views of the clients. A task is one client's training in one round.",
     )

@@ -1,8 +1,7 @@
-"""The vocabulary of figures: colours, curves, and the way into a page. Each figure is drawn beside the content that it shows.
+"""Building blocks of a report's figures: colours, curves and the conversion to SVG. Each section draws its own figures.
 
-Colours are those of Okabe and Ito, which colour-blind readers can tell apart, and every curve also has its own dashes.
-In a page the colours are CSS variables (``--series-0`` ..., ``currentColor``), so that one figure suits a light and a
-dark page.
+Colours are from the colour-blind safe palette of Okabe and Ito. Curves also differ in their dashes. In a page, colours are CSS
+variables (``--series-0`` ..., ``currentColor``), so a figure suits light and dark pages.
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ __all__ = [
 ]
 
 SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#777777")
-"""Colours of curves; a page replaces each by ``var(--series-<index>)``."""
+"""Colours of curves. A page replaces each colour by ``var(--series-<index>)``."""
 INK = "#010203"
-"""Colour of text and axes: ``currentColor`` in a page."""
+"""Colour of text and axes. A page replaces it by ``currentColor``."""
 SHARES = LinearSegmentedColormap.from_list("shares", [f"{SERIES[0]}00", SERIES[0]])
-"""Colours of cells, from transparent to strong."""
+"""Colour map of a matrix's cells, from transparent to opaque."""
 _DASHES = ("-", "--", "-.", ":")
 _WIDTH = 6.4  # inches
 _STYLE: dict[str, Any] = {
@@ -68,12 +67,12 @@ _STYLE: dict[str, Any] = {
     "figure.facecolor": "none",
     "axes.facecolor": "none",
     "savefig.facecolor": "none",
-    "text.parse_math": False,  # a name with dollar signs is a name
+    "text.parse_math": False,  # Names may contain dollar signs.
 }
 
 
 class ShownFigure(Figure):
-    """A figure that a notebook shows as the value of a cell, also where nobody has imported pyplot."""
+    """A figure with a display in notebooks, even without an import of pyplot."""
 
     def _repr_png_(self) -> bytes:
         buffer = io.BytesIO()
@@ -83,26 +82,27 @@ class ShownFigure(Figure):
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A figure of a page, which is drawn when somebody wants to see it."""
+    """A figure of a page, drawn on demand."""
 
     title: str
     caption: str
     draw: Callable[..., None]
-    """Draws on axes, one below the other."""
+    """Function that draws on the axes. Its arguments are the axes from top to bottom."""
     height: float = 3.2
     """Height in inches."""
     rows: int = 1
-    """The number of axes."""
+    """Number of axes."""
     width: float = _WIDTH
+    """Width in inches."""
     label: str = ""
-    """Label of the y axes together."""
+    """Common label of the y axes."""
 
     def figure(self) -> Figure:
-        """Draw the figure with its legend below, where it hides nothing, in as many columns as long names allow.
+        """Draw the figure, with its legend below the axes.
 
-        It belongs to no global state, so reports can be made in any thread.
+        It uses no global state of pyplot, so any thread can draw figures.
         """
-        with _style():
+        with _apply_style():
             figure = ShownFigure(figsize=(self.width, self.height), layout="constrained")
             FigureCanvasAgg(figure)
             axes = figure.subplots(self.rows, 1, sharex=True, squeeze=False)[:, 0]
@@ -116,49 +116,49 @@ class Picture:
         return figure
 
     def to_svg(self, name: str) -> str:
-        """Return the figure as an ``<svg>`` element for an HTML page: of any size, self-contained, colours as CSS variables.
+        """Return the figure as a scalable, self-contained ``<svg>`` element with CSS variables as colours.
 
         Args:
-            name: distinguishes the figures of a page.
+            name: Unique name of the figure in its page.
         """
         buffer = io.StringIO()
         figure = self.figure()
-        with _style({"svg.hashsalt": name}):
-            nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-            figure.savefig(buffer, format="svg", metadata=nothing)
+        with _apply_style({"svg.hashsalt": name}):
+            no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+            figure.savefig(buffer, format="svg", metadata=no_metadata)
         text = buffer.getvalue()
         text = text[text.index("<svg") :]
         text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
         for size in ("width", "height"):
             text = re.sub(rf'(<svg[^>]*?) {size}="[^"]*"', r"\1", text, count=1)
-        text = re.sub(r' xmlns(:\w+)?="[^"]*"', "", text)  # an HTML parser knows what svg is
+        text = re.sub(r' xmlns(:\w+)?="[^"]*"', "", text)  # HTML needs no namespaces.
         text = text.replace("xlink:href", "href")
-        text = re.sub(r"font-family: [^;]*; ", "", text)  # the page's
+        text = re.sub(r"font-family: [^;]*; ", "", text)  # Use the page's font.
         used = set(re.findall(r"#([\w.-]+)", text))
         text = re.sub(r' id="([^"]*)"', lambda match: match[0] if match[1] in used else "", text)
         for index, colour in enumerate(SERIES):
             text = text.replace(colour, f"var(--series-{index})")
         text = text.replace(INK, "currentColor")
         label = re.sub(r"[<>&\"]", " ", f"{self.title}. {self.caption}")
-        width = f"{self.width / _WIDTH * 44:.4g}rem"  # wider would only be larger letters
+        width = f"{self.width / _WIDTH * 44:.4g}rem"  # A wider figure would only have larger letters.
         return text.replace("<svg", f'<svg role="img" aria-label="{label}" style="max-width: {width}"', 1).strip()
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One curve."""
+    """One curve of a figure."""
 
     label: str
     x: NDArray[np.float64]
-    """[points], rising."""
+    """x values [points], increasing."""
     y: NDArray[np.float64]
-    """[points]; NaN leaves a gap."""
+    """y values [points]. NaN leaves a gap."""
     low: NDArray[np.float64] | None = None
-    """[points]: lower edge of a band around the curve."""
+    """Lower edge [points] of a band around the curve."""
     high: NDArray[np.float64] | None = None
-    """[points]: upper edge."""
+    """Upper edge [points] of the band."""
     colour: int = 0
-    """Index into :data:`SERIES`, taken modulo its length."""
+    """Index into :data:`SERIES`, modulo its length."""
     dash: int = 0
     """0 solid, 1 dashed, 2 dash-dotted, 3 dotted."""
 
@@ -169,12 +169,12 @@ def curves(
     """Return a picture of curves over the rounds.
 
     Args:
-        title: of the picture.
-        caption: of the picture.
-        series: x: rounds completed.
-        unit: label of the y axis, with its unit.
-        percent: y is a share, shown as 0 to 100 %.
-        lowest: the least value of the y axis; ``None``: as the curves need.
+        title: Title of the picture.
+        caption: Caption of the picture.
+        series: Curves with the number of completed rounds as x.
+        unit: Label of the y axis with its unit.
+        percent: Show y values in 0..1 as per cent.
+        lowest: Lower limit of the y axis. ``None`` fits it to the curves.
     """
 
     def draw(axes: Axes) -> None:
@@ -190,45 +190,47 @@ def curves(
 
 
 def plot(axes: Axes, series: Sequence[Series]) -> None:
-    """Draw curves with their bands."""
+    """Plot curves with their bands."""
     for item in series:
         colour, dash = SERIES[item.colour % len(SERIES)], _DASHES[item.dash % len(_DASHES)]
         marker = "o" if len(item.x) <= 30 else None
         axes.plot(item.x, item.y, color=colour, linestyle=dash, linewidth=1.4, marker=marker, markersize=3)
-        # Set afterwards: a label given to plot() is left out of the legend when it starts with an underscore.
+        # Matplotlib omits labels with a leading underscore from the legend, so set the label afterwards with a space before it.
         axes.lines[-1].set_label(" " + item.label if item.label.startswith("_") else item.label)
         if item.low is not None and item.high is not None:
             axes.fill_between(item.x, item.low, item.high, color=colour, alpha=0.15, linewidth=0)
 
 
 def whole_numbers(ticks: int = 9) -> MaxNLocator:
-    """Return a locator of at most so many ticks, at whole numbers only: on an axis with one whole number just one."""
+    """Return a locator with 1 to ``ticks`` ticks at whole numbers."""
     return MaxNLocator(ticks, integer=True, min_n_ticks=1)
 
 
 def label_rounds(axes: Axes) -> None:
-    """Put rounds along the x axis."""
+    """Label the x axis with rounds."""
     axes.set_xlabel("round")
     first, last = axes.get_xlim()
-    if last - first < 1:  # one round alone
+    if last - first < 1:  # a single round
         axes.set_xlim((first + last) / 2 - 0.5, (first + last) / 2 + 0.5)
     axes.xaxis.set_major_locator(whole_numbers())
 
 
 def scale_percent(axes: Axes, series: Sequence[Series]) -> None:
-    """Show y in per cent from 0, and to 100 % where the curves come near: pages of different runs then look alike."""
+    """Show y in per cent from 0, and up to 100 % if a curve exceeds 50 %."""
+    # Equal scales make the reports of different runs comparable.
     top = max((float(np.nanmax(item.y)) for item in series if np.isfinite(item.y).any()), default=1.0)
     axes.set_ylim(0, 1.0 if top > 0.5 else None)
     axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.3g}")
 
 
 @contextmanager
-def _style(more: dict[str, Any] | None = None) -> Iterator[None]:
-    """Draw in our look, and quietly: names may hold letters that the measuring font lacks, but the page's fonts have."""
+def _apply_style(extra: dict[str, Any] | None = None) -> Iterator[None]:
+    """Set the report's style and silence warnings about missing glyphs."""
+    # Names may contain letters missing in matplotlib's font. The page's fonts have them.
     logger = logging.getLogger("matplotlib.font_manager")
     level = logger.level
-    # After a reset: whatever the user's matplotlibrc says.
-    with matplotlib.style.context(_STYLE | (more or {}), after_reset=True), warnings.catch_warnings():
+    # The reset ignores the user's matplotlibrc.
+    with matplotlib.style.context(_STYLE | (extra or {}), after_reset=True), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
         logger.setLevel(logging.ERROR)
         yield

@@ -1,4 +1,4 @@
-"""The groups of clients over the rounds (``train.groups``): members, and agreement with the truth where that is known."""
+"""Groups of clients over the rounds (``train.groups``): their members, and their agreement with the known true groups."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ from raydfl.runs.report.page import Section
 
 
 def show_groups(run: RunRecord) -> Section:
-    """Show which group each client is in, and how well the groups agree with the truth."""
+    """Show each client's group over the rounds, and the agreement with the true groups."""
     if not run.memberships:
         return Section("Groups of clients")
     rounds = np.array(sorted(run.memberships), np.float64)
     tables = [run.memberships[int(round_index)] for round_index in rounds]
     truth = tables[-1][1]
     groups = np.stack([table[0][np.argsort(truth, kind="stable")] for table in tables], axis=1)
-    kinds = _kinds(run, truth)
+    true_groups = _count_true_groups(run, truth)
     counts = dict(zip(*np.unique(groups[:, -1].astype(int), return_counts=True), strict=True))
-    alone = counts.pop(0, 0)
-    sizes = [f"group {number}: {count}" for number, count in counts.items()] + [f"in none: {alone}"] * bool(alone)
+    ungrouped = counts.pop(0, 0)
+    sizes = [f"group {number}: {count}" for number, count in counts.items()]
+    sizes += [f"without a group: {ungrouped}"] * bool(ungrouped)
     caption = f"Clients in round {rounds[-1]:.0f}: {', '.join(sizes)}."
-    if kinds:
-        caption += " Lines divide the clients by what they truly are, which the server is not told."
-    pictures = [_members(caption, rounds, groups, kinds)]
+    if true_groups:
+        caption += " Lines separate the true groups, which the server does not know."
+    pictures = [_draw_members(caption, rounds, groups, true_groups)]
     labels = {"purity": "purity", "rand_index": "adjusted Rand index"}
-    found = {label: run.curves.get(("server", f"tasks/{name}")) for name, label in labels.items()}
+    agreement = {label: run.curves.get(("server", f"tasks/{name}")) for name, label in labels.items()}
     series = [
-        Series(label, curve.rounds, curve.values, colour=place, dash=place)
-        for place, (label, curve) in enumerate(found.items())
+        Series(label, curve.rounds, curve.values, colour=index, dash=index)
+        for index, (label, curve) in enumerate(agreement.items())
         if curve is not None
     ]
     if series:
@@ -40,8 +41,8 @@ def show_groups(run: RunRecord) -> Section:
     return Section("Groups of clients", pictures)
 
 
-def _kinds(run: RunRecord, truth: np.ndarray) -> list[tuple[str, int]]:
-    """Return the names of what clients truly are, and how many of each, in the order of their numbers."""
+def _count_true_groups(run: RunRecord, truth: np.ndarray) -> list[tuple[str, int]]:
+    """Return name and number of clients of each true group, ordered by the group's number in ``truth``."""
     numbers, counts = np.unique(truth[truth >= 0].astype(int), return_counts=True)
     parts = run.about.get("parts")
     names = sorted(parts) if isinstance(parts, dict) else []
@@ -52,10 +53,10 @@ def _kinds(run: RunRecord, truth: np.ndarray) -> list[tuple[str, int]]:
     ]
 
 
-def _members(
-    caption: str, rounds: NDArray[np.float64], groups: NDArray[np.float64], kinds: list[tuple[str, int]]
+def _draw_members(
+    caption: str, rounds: NDArray[np.float64], groups: NDArray[np.float64], true_groups: list[tuple[str, int]]
 ) -> Picture:
-    """Draw a line for each client, a colour for each group; a group holds until the next round."""
+    """Draw a row for each client, coloured by its group from each round until the next."""
     clients, last = len(groups), max(1, int(groups.max(initial=0)))
     colours = [to_rgba(SERIES[n % len(SERIES)], 0.85 / (1 + n // len(SERIES))) for n in range(last)]
 
@@ -68,8 +69,8 @@ def _members(
         axes.set_ylim(clients, 0)
         axes.grid(visible=False)
         axes.set_ylabel("clients")
-        ends = np.cumsum([0, *(count for _, count in kinds)])
-        axes.set_yticks((ends[1:] + ends[:-1]) / 2, [name for name, _ in kinds])
+        ends = np.cumsum([0, *(count for _, count in true_groups)])
+        axes.set_yticks((ends[1:] + ends[:-1]) / 2, [name for name, _ in true_groups])
         for end in ends[1:-1].tolist():
             axes.axhline(end, color=INK, linewidth=0.8)
         label_rounds(axes)

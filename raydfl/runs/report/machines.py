@@ -14,29 +14,29 @@ from raydfl.runs.report.page import Section
 from raydfl.runs.report.scores import model_label, split_name
 
 _MACHINES = 12
-"""Machines whose scores are drawn."""
+"""Maximum number of machines in the histograms."""
 _CLIPS = 20
-"""Clips with the highest scores that are listed."""
+"""Maximum number of listed clips."""
 _BINS = 24
 
 
 def show_machines(run: RunRecord) -> Section:
-    """Show the scores of ``scores.csv``, and the mean normal score over the rounds beside the threshold."""
+    """Show each machine's scores from ``scores.csv``, and the mean normal score and the threshold over the rounds."""
     return Section("Machines", [*_histograms(run), *_drift(run)])
 
 
 def show_strangest(run: RunRecord) -> Section:
-    """Show the clips with the highest scores, beside their thresholds if known."""
+    """List the test clips with the highest scores, relative to their thresholds if known."""
 
-    def strangeness(clip: TestedClip) -> float:
+    def get_relative_score(clip: TestedClip) -> float:
         return clip.score / clip.threshold if clip.threshold else clip.score
 
-    chosen = sorted(read_scores(run.folder), key=strangeness, reverse=True)[:_CLIPS]
+    clips = sorted(read_scores(run.folder), key=get_relative_score, reverse=True)[:_CLIPS]
     return Section(
         "Clips with the highest scores",
         headings=("client", "clip", "label", "score", "decision"),
-        rows=[(each.client, each.clip, each.label, f"{each.score:.4g}", each.decision) for each in chosen],
-        hint="Where thresholds are known, beside them. Of the test clips, from scores.csv.",
+        rows=[(clip.client, clip.clip, clip.label, f"{clip.score:.4g}", clip.decision) for clip in clips],
+        hint="Test clips of scores.csv. Clips with a threshold are ranked by score / threshold.",
     )
 
 
@@ -64,9 +64,9 @@ def _histograms(run: RunRecord) -> Iterator[Picture]:
             axes.set_yticks([])
         rows[-1].set_xlabel("score")
 
-    caption = "Test clips of each machine; the line is the threshold. From scores.csv (raydfl predict --test)."
+    caption = "Scores of each machine's test clips, from scores.csv (raydfl predict --test). Dashed line: threshold."
     if len(machines) > _MACHINES:
-        caption += f" The first {_MACHINES} of {len(machines)} machines."
+        caption += f" Only the first {_MACHINES} of {len(machines)} machines."
     yield Picture("scores", caption, draw, 0.9 + 0.9 * len(shown), len(shown))
 
 
@@ -79,7 +79,8 @@ def _drift(run: RunRecord) -> Iterator[Picture]:
                 Series("threshold, mean of clients", curve.rounds, curve.values, colour=1, dash=1),
             ]
             caption = (
-                "Where both move together, scores change their scale; where normal scores rise above it, they drift."
+                "If both curves move together, the scale of the scores changes. If normal scores rise above the threshold, they "
+                "drift."
             )
             yield curves(
                 f"normal scores over rounds, {model_label(metric)}, {split_name(split)}", caption, series, "score"

@@ -1,4 +1,4 @@
-"""A run's models, as its page shows them: which of them is the one that comes out, where it lies, and how to use it."""
+"""The models of a run: their architectures, the files with their weights, and the commands for using them."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from raydfl.core.errors import RunDirectoryError
 from raydfl.core.metrics import model_name
 from raydfl.engine.storage import Commit, RunStore
 from raydfl.runs.report.data import SPLITS, RunRecord, place
-from raydfl.runs.report.page import Section, value_text
-from raydfl.runs.words import size
+from raydfl.runs.report.page import Section, format_value
+from raydfl.runs.words import format_size
 
 
 def show_models(run: RunRecord) -> Section:
-    """Show each model's architectures, with a few sentences and the commands that use it.
+    """Show each model's architectures, with an explanation and commands.
 
-    There are no sentences without run.json or a commit, and no commands before the first round.
+    The explanation needs run.json and a commit, and the commands need a completed round.
     """
-    commit, sentences, commands = _last_commit(run.folder), [], []
+    commit, sentences, commands = _load_last_commit(run.folder), [], []
     if commit is not None:
         known = {name: [kind for kind in kinds if "shared" in kind] for name, kinds in run.architectures.items()}
         kinds = {name: described for name, described in known.items() if described}
         sentences = [_explain(run, commit, name, described) for name, described in kinds.items()]
-        commands = _commands(run, commit, kinds)
+        commands = _list_commands(run, commit, kinds)
     if commands:
         client = " (ID: a client, for its own model)" * commands[-1].endswith("--client ID")
-        sentences.append(f"To classify recordings, or to write a model as ONNX{client}:")
+        sentences.append(f"To classify recordings or to export a model to ONNX{client}:")
     return Section(
         "Models",
-        headings=("model", "architecture", "parameters", "its weights", ""),
+        headings=("model", "architecture", "parameters", "weights", "options"),
         rows=[_row(name, dict(kind)) for name, kinds in run.architectures.items() for kind in kinds],
         text=sentences,
         commands=commands,
@@ -39,18 +39,18 @@ def show_models(run: RunRecord) -> Section:
 
 
 def _row(name: str, about: dict[str, Any]) -> list[str]:
-    """Return the table's line of an architecture, from run.json."""
+    """Return the table's row for an architecture described in run.json."""
     shared, parameters = about.pop("shared", None), about.pop("parameters", None)
     return [
         name,
-        value_text(about.pop("architecture", "")),
+        format_value(about.pop("architecture", "")),
         f"{parameters:,}" if isinstance(parameters, int) else "",
-        "" if shared is None else ("sent and averaged" if shared else "stays with the client"),
-        value_text(about),
+        "" if shared is None else ("shared" if shared else "private"),
+        format_value(about),
     ]
 
 
-def _commands(run: RunRecord, commit: Commit, kinds: Mapping[str, list[Mapping[str, Any]]]) -> list[str]:
+def _list_commands(run: RunRecord, commit: Commit, kinds: Mapping[str, list[Mapping[str, Any]]]) -> list[str]:
     if commit.state.round_index == 0:
         return []
     folder = shlex.quote(str(run.folder))
@@ -64,25 +64,24 @@ def _commands(run: RunRecord, commit: Commit, kinds: Mapping[str, list[Mapping[s
 
 
 def _explain(run: RunRecord, commit: Commit, name: str, kinds: list[Mapping[str, Any]]) -> str:
-    measured = _measured(run, name)
+    evaluation = _describe_evaluation(run, name)
     if all(kind.get("shared") for kind in kinds):
         return (
-            f"{name} is what the clients train together: each sends it, and the average goes back to all. It is the model to hand "
-            f"out{_where(run.folder)}.{measured}"
+            f"{name} is shared: all clients train it, and the server averages their updates. It is the run's "
+            f"result{_describe_files(run.folder)}.{evaluation}"
         )
-    sent = any(tensor.startswith(f"{name}/") for tensors in commit.state.tensors.values() for tensor in tensors)
-    own = "its own layers of" if sent else "its own"
+    partly = any(tensor.startswith(f"{name}/") for tensors in commit.state.tensors.values() for tensor in tensors)
     count = f"{len(commit.private):,}" + (
         f" of {run.about['clients']:,}" if isinstance(run.about.get("clients"), int) else ""
     )
-    rest = f" The other layers are sent and averaged{_where(run.folder)}." if sent else ""
+    rest = f" The other layers are shared{_describe_files(run.folder)}." if partly else ""
     return (
-        f"{name} stays with the clients: each has {own} {name}, and none is the run's result. {count} clients have taken part and "
-        f"have one, in private/.{rest}{measured}"
+        f"{name} is {'partly ' * partly}private: each client keeps {'some layers' if partly else 'its own model'}, so no single "
+        f"model is the run's result. {count} clients have taken part. Their weights are in private/.{rest}{evaluation}"
     )
 
 
-def _measured(run: RunRecord, name: str) -> str:
+def _describe_evaluation(run: RunRecord, name: str) -> str:
     splits = sorted(
         {split for split, metric in run.scores() if split != "train" and model_name(metric).rpartition(":")[2] == name},
         key=lambda split: place(split, list(SPLITS)),
@@ -92,16 +91,16 @@ def _measured(run: RunRecord, name: str) -> str:
     return f" Measured on {' and on '.join(SPLITS.get(split, split) for split in splits)}."
 
 
-def _where(folder: Path) -> str:
-    """``: model.safetensors, 98.5 kB``; before the end of the run the weights are in its commits only."""
+def _describe_files(folder: Path) -> str:
+    """List the model's files and sizes, such as ``: model.safetensors, 98.5 kB``. An unfinished run has only commits."""
     files = sorted(folder.glob("model*.safetensors"))
     if not files:
-        return ", at present in the last commit; at the end of the run in model.safetensors"
-    return f": {', '.join(f'{file.name}, {size(file.stat().st_size)}' for file in files)}"
+        return ", stored in the last commit until the end of the run writes model.safetensors"
+    return f": {', '.join(f'{file.name}, {format_size(file.stat().st_size)}' for file in files)}"
 
 
-def _last_commit(folder: Path) -> Commit | None:
-    """Return the newest commit, or ``None`` where there is none or it cannot be read: a page is about what there is."""
+def _load_last_commit(folder: Path) -> Commit | None:
+    """Return the newest commit, or ``None`` if it is missing or damaged, because a report shows partial runs, too."""
     try:
         return RunStore(folder).newest()
     except RunDirectoryError:

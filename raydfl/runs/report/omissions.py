@@ -1,4 +1,4 @@
-"""Omissions of a run: layers and updates that were not averaged, clients that failed or were late, clips that cannot be read."""
+"""Omissions of a run: excluded layers and updates, failed and late clients, unreadable clips."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from raydfl.runs.report.page import Section
 
 _PRUNED = "lpa/pruned/"
 _LISTED = 200
-"""Lines of a folded table on a page."""
+"""Maximum number of rows of a folded table."""
 
 
 def show_aggregation(run: RunRecord) -> Section:
-    """Show the clients that layer-wise pruning left out of each layer, and the updates that were not used, over the rounds."""
-    return Section("Aggregation", [*_pruning(run), *_failures(run)])
+    """Show the number of clients excluded by layer-wise pruning, by layer, and the number of unused updates, over the rounds."""
+    return Section("Aggregation", [*_draw_pruning(run), *_draw_failures(run)])
 
 
-def _pruning(run: RunRecord) -> Iterator[Picture]:
+def _draw_pruning(run: RunRecord) -> Iterator[Picture]:
     layers = {
         metric.removeprefix(_PRUNED): curve
         for (_, metric), curve in sorted(run.curves.items())
@@ -39,12 +39,12 @@ def _pruning(run: RunRecord) -> Iterator[Picture]:
         label_rounds(strips[-1])
 
     means = ", ".join(f"{layer} {curve.totals.mean():.3g}" for layer, curve in layers.items())
-    caption = f"Mean number of clients a round that the layer was averaged without: {means}."
+    caption = f"Excluded clients per round, mean by layer: {means}."
     height = 0.7 + 0.55 * len(layers)
-    yield Picture("layer-wise pruning (LPA)", caption, draw, height, len(layers), label="clients left out")
+    yield Picture("layer-wise pruning (LPA)", caption, draw, height, len(layers), label="excluded clients")
 
 
-def _failures(run: RunRecord) -> Iterator[Picture]:
+def _draw_failures(run: RunRecord) -> Iterator[Picture]:
     kinds = {
         name: (rounds, lost) for name in ("failed", "rejected") for rounds, lost in [run.totals(name)] if lost.sum()
     }
@@ -53,18 +53,22 @@ def _failures(run: RunRecord) -> Iterator[Picture]:
 
     def draw(axes: Axes) -> None:
         x = np.unique(np.concatenate([rounds for rounds, _ in kinds.values()]))
-        width = float(np.clip(300 / (x[-1] - x[0] + 1), 1, 12))  # in points: the axes are some 400 wide
+        width = float(np.clip(300 / (x[-1] - x[0] + 1), 1, 12))  # in points; the axes are about 400 points wide
         below = np.zeros(len(x))
         for number, (name, (rounds, lost)) in enumerate(kinds.items()):
             above = below + np.bincount(np.searchsorted(x, rounds), lost, len(x))
-            some = above > below
+            nonzero = above > below
             axes.vlines(
-                *(x[some], below[some], above[some]), color=SERIES[number], linewidth=width, capstyle="butt", label=name
+                *(x[nonzero], below[nonzero], above[nonzero]),
+                color=SERIES[number],
+                linewidth=width,
+                capstyle="butt",
+                label=name,
             )
             below = above
         axes.set_xlim(x[0] - 1, x[-1] + 1)
         axes.set_ylim(0, None)
-        axes.set_ylabel("updates not used")
+        axes.set_ylabel("unused updates")
         axes.yaxis.set_major_locator(whole_numbers())
         label_rounds(axes)
 
@@ -73,19 +77,19 @@ def _failures(run: RunRecord) -> Iterator[Picture]:
 
 
 def show_incidents(run: RunRecord) -> Section:
-    """List the clients that were left out of a round or stopped early, with the reasons."""
+    """List the failed and the late clients of each round, with the reasons."""
     count = len(run.incidents)
     return Section(
-        "Clients left out or late",
-        headings=("round", "phase", "client", "", "why"),
+        "Failed and late clients",
+        headings=("round", "phase", "client", "incident", "reason"),
         rows=[(str(round_index), *words) for round_index, *words in run.incidents[-_LISTED:]],
-        folded=f"{count} time{'s' * (count != 1)} a client was left out of a round, or cut short by the deadline",
-        notes=[f"The last {_LISTED} of {count}; all are in the record, in the column note."] * (count > _LISTED),
+        folded=f"{count} incident{'s' * (count != 1)}: a client was excluded from a round, or stopped by the deadline",
+        notes=[f"The last {_LISTED} of {count}. All are in rows/, in column note."] * (count > _LISTED),
     )
 
 
 def show_skipped(run: RunRecord) -> Section:
-    """List the clips that could not be read, with the reasons."""
+    """List the skipped clips with the reasons."""
     listed = run.about.get("skipped")
     clips = listed if isinstance(listed, list) else []
     count = len(clips)
@@ -94,6 +98,6 @@ def show_skipped(run: RunRecord) -> Section:
         "Skipped clips",
         headings=("clip", "reason"),
         rows=[(str(pair.get("clip", "")), str(pair.get("reason", ""))) for pair in pairs],
-        folded=f"{count} clip{'s' * (count != 1)} could not be read and were left out, or lack the view that is named",
-        notes=[f"The first {_LISTED} of {count}; all are in run.json."] * (count > _LISTED),
+        folded=f"{count} clip{'s' * (count != 1)} skipped, because the clip is unreadable or lacks a view",
+        notes=[f"The first {_LISTED} of {count}. All are in run.json."] * (count > _LISTED),
     )

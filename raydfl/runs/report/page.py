@@ -1,4 +1,4 @@
-"""The builder of pages: a title, notes and sections, of which each is left out where it has no content."""
+"""HTML pages made of a title, notes and sections. Empty sections are omitted."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from raydfl.runs.report.figures import Picture
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A part of a page, false without content. Text is escaped, unless it is :class:`markupsafe.Markup`."""
+    """A section of a page. An empty section is false. Text is escaped, unless it is :class:`markupsafe.Markup`."""
 
     title: str
-    """The heading; empty: none."""
+    """Heading. Empty: no heading."""
     pictures: Sequence[Picture] = ()
     headings: Sequence[str] = ()
     rows: Sequence[Sequence[str]] = ()
-    """The table's lines."""
+    """Rows of the table."""
     hint: str = ""
-    """A remark above the table."""
+    """Remark above the table."""
     notes: Sequence[str] = ()
     """Remarks below the table."""
     folded: str = ""
-    """The text in the table's place until a reader opens it; empty: the table is open."""
+    """Summary of a folded table. Empty: the table is open."""
     text: Sequence[str] = ()
     """Paragraphs at the end."""
     commands: Sequence[str] = ()
-    """Commands for a shell, after the text."""
+    """Shell commands after the text."""
 
     def __bool__(self) -> bool:
         return any((self.pictures, self.rows, self.notes, self.text))
@@ -50,11 +50,11 @@ def render_page(
     """Return a page as HTML.
 
     Args:
-        title: the heading.
-        subtitle: the line below it.
-        sections: in order; those without content are left out.
-        notes: what a reader must know first.
-        tiles: numbers at the top, each with its meaning.
+        title: Heading of the page.
+        subtitle: Line below the heading.
+        sections: Sections in order. Empty sections are omitted.
+        notes: Highlighted remarks at the top.
+        tiles: Pairs of a value and its meaning, at the top.
     """
     numbers = itertools.count(1)
     page: str = _template().render(
@@ -63,7 +63,7 @@ def render_page(
         sections=list(filter(None, sections)),
         notes=notes,
         tiles=tiles,
-        # Safe as it is: Matplotlib escapes every text of a figure, and to_svg the description.
+        # The markup is safe: Matplotlib escapes the texts of a figure, and to_svg escapes the description.
         draw=lambda picture: Markup(draw(picture, f"figure-{next(numbers)}")),
     )
     return page
@@ -76,7 +76,7 @@ def draw(picture: Picture, name: str) -> str:
 
 @functools.cache
 def _template() -> Any:
-    """Return the template, compiled once in a process."""
+    """Return the template, compiled once per process."""
     return Environment(
         loader=PackageLoader("raydfl.runs.report"),
         autoescape=True,
@@ -86,14 +86,14 @@ def _template() -> Any:
     ).get_template("page.html.j2")
 
 
-def value_text(value: Any) -> str:
-    """Return a setting's value in one line."""
+def format_value(value: Any) -> str:
+    """Format a setting's value in one line, without passwords."""
     if value is None:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, (list, tuple)):
-        return ", ".join(value_text(item) for item in value)
+        return ", ".join(format_value(item) for item in value)
     if isinstance(value, Mapping):
-        return ", ".join(f"{key}: {value_text(inner)}" for key, inner in value.items())
+        return ", ".join(f"{key}: {format_value(inner)}" for key, inner in value.items())
     return hide_passwords(str(value))

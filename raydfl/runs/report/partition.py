@@ -1,4 +1,4 @@
-"""A picture of a partition: which client has how much of which class."""
+"""Plot of a partition: the number of clips by client and class."""
 
 from __future__ import annotations
 
@@ -17,19 +17,23 @@ from raydfl.data import Population, sizes_text
 _MOST_NAMES = 64
 _MOST_ROWS = 400
 _MOST_NUMBERS = 1_000
-_AT_ONCE = 1_000_000
-"""Clients whose clips are counted at a time."""
+_CHUNK = 1_000_000
+"""Clients per chunk when counting clips."""
 
 
-@mpl.rc_context({"text.parse_math": False})  # a name with dollar signs is a name
+@mpl.rc_context({"text.parse_math": False})  # Names may contain dollar signs.
 def plot_partition(population: Population, path: Path) -> None:
-    """Draw training clips by client and class, and clips by client, as an image (by ``path``'s ending: png, svg, pdf).
+    """Plot the training clips by client and class, and by client.
 
-    Up to 400 clients are drawn in the population's order. Of more, some are drawn at even distances in the order of their size.
+    Up to 400 clients are shown in the population's order. Of more clients, 400 are shown, evenly spaced in the order of their size.
+
+    Args:
+        population: The clients with their clips.
+        path: Path of the image. Its extension (png, svg, pdf) sets the format.
     """
     clients, classes = len(population), len(population.classes)
-    parts = (slice(start, start + _AT_ONCE) for start in range(0, clients, _AT_ONCE))
-    sizes = np.concatenate([population.label_counts(clients=part).sum(axis=1) for part in parts])
+    chunks = (slice(start, start + _CHUNK) for start in range(0, clients, _CHUNK))
+    sizes = np.concatenate([population.label_counts(clients=chunk).sum(axis=1) for chunk in chunks])
     shown = np.arange(clients)
     if clients > _MOST_ROWS:
         shown = np.argsort(-sizes, kind="stable")[np.linspace(0, clients - 1, _MOST_ROWS).round().astype(int)]
@@ -60,10 +64,10 @@ def plot_partition(population: Population, path: Path) -> None:
 
 
 def _draw_cells(figure: Figure, axes: Axes, counts: np.ndarray) -> None:
-    """Draw the map of clients x classes; cells without a clip stay white."""
+    """Draw the map of clients x classes. Cells without a clip stay white."""
     most, least = int(counts.max()), int(counts[counts > 0].min())
     scale: Normalize = LogNorm(least, most) if most > 20 * least else Normalize(0, most)
-    colours = ListedColormap(mpl.colormaps["Blues"](np.linspace(0.12, 1.0, 256)))  # the palest is not yet white
+    colours = ListedColormap(mpl.colormaps["Blues"](np.linspace(0.12, 1.0, 256)))  # White means no clip.
     image = axes.imshow(np.ma.masked_equal(counts, 0), aspect="auto", interpolation="nearest", cmap=colours, norm=scale)
     axes.set_facecolor("white")
     if counts.size <= _MOST_NUMBERS:
@@ -82,7 +86,7 @@ def _draw_cells(figure: Figure, axes: Axes, counts: np.ndarray) -> None:
         ticks=ticks,
         format=StrMethodFormatter("{x:,.0f}"),
     )
-    bar.set_label("clips of a class", fontsize=8)
+    bar.set_label("clips of the class", fontsize=8)
     bar.minorticks_off()
     bar.ax.tick_params(labelsize=7)
 

@@ -1,4 +1,4 @@
-"""The page about one run: a list of sections."""
+"""The report about one run: its sections, notes and tiles."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from raydfl.core.metrics import SCORES, base_name
 from raydfl.core.nested import flatten, get_path
 from raydfl.runs.report.cost import show_cost, show_traffic
 from raydfl.runs.report.data import RunRecord
-from raydfl.runs.report.diagnosis import problems_of
+from raydfl.runs.report.diagnosis import find_problems
 from raydfl.runs.report.groups import show_groups
 from raydfl.runs.report.machines import show_machines, show_strangest
 from raydfl.runs.report.models import show_models
 from raydfl.runs.report.omissions import show_aggregation, show_incidents, show_skipped
-from raydfl.runs.report.page import Section, render_page, value_text
+from raydfl.runs.report.page import Section, format_value, render_page
 from raydfl.runs.report.scores import (
+    format_score,
     model_label,
-    score_text,
+    select_curve,
     show_clients,
     show_confusions,
     show_learning,
     show_results,
-    shown_curve,
     split_name,
 )
-from raydfl.runs.words import duration, size
+from raydfl.runs.words import format_duration, format_size
 
 
 def show_settings(run: RunRecord) -> Section:
-    """Show every setting."""
-    rows = [(key, value_text(value)) for key, value in flatten(run.config).items()]
+    """Show all settings."""
+    rows = [(key, format_value(value)) for key, value in flatten(run.config).items()]
     return Section("Configuration", headings=("setting", "value"), rows=rows, folded=f"{len(rows)} settings")
 
 
@@ -41,109 +41,112 @@ _WITH_FIGURES: tuple[Callable[[RunRecord], Section], ...] = (
     *(show_aggregation, show_cost),
 )
 _SECTIONS = (*_WITH_FIGURES, show_traffic, show_skipped, show_incidents, show_models, show_settings)
-"""The sections of a page, in order."""
+"""Sections of a report, in order."""
 
 
 def single_page(run: RunRecord) -> str:
-    """Return the page as HTML."""
-    notes = [*notes_of(run), *run.remarks]
-    return render_page(run.id, _subtitle(run), [show(run) for show in _SECTIONS], notes, _tiles(run))
+    """Return the report about one run as an HTML page."""
+    notes = [*list_notes(run), *run.remarks]
+    return render_page(run.id, _format_subtitle(run), [show(run) for show in _SECTIONS], notes, _make_tiles(run))
 
 
-def figures_of(run: RunRecord, title: str = "") -> dict[str, Figure]:
-    """Return the figures of a run's page by their titles, in the page's order, on white.
+def draw_figures(run: RunRecord, title: str = "") -> dict[str, Figure]:
+    """Draw the figures of a run's report on white.
 
     Args:
-        run: the run.
-        title: of the only one that is wanted; empty: all.
+        run: The run.
+        title: Title of a single figure. Empty: all figures.
+
+    Returns:
+        Figures by title, in the report's order.
 
     Raises:
-        InputError: the page has no figure of that title.
+        InputError: The report has no figure with this title.
     """
     pictures = {picture.title: picture for show in _WITH_FIGURES for picture in show(run).pictures}
     if title and title not in pictures:
-        there = ", ".join(map(repr, pictures)) or "none yet: no round is recorded"
-        raise InputError(f"{run.folder} has no figure {title!r}; there are {there}")
+        choice = f"Choose one of {', '.join(map(repr, pictures))}." if pictures else "No round is recorded yet."
+        raise InputError(f"{run.folder} has no figure {title!r}. {choice}")
     figures = {name: picture.figure() for name, picture in pictures.items() if title in ("", name)}
     for figure in figures.values():
         figure.set_facecolor("white")
     return figures
 
 
-def notes_of(run: RunRecord) -> list[str]:
-    """Return sentences about what a run lacks, where it stopped, its best round, and what went wrong."""
-    again, notes = f"Go on with: raydfl resume {run.folder}", []
+def list_notes(run: RunRecord) -> list[str]:
+    """Return remarks on a run's progress, its best round, its problems and its missing files."""
+    resume, notes = f"Resume it with: raydfl resume {run.folder}", []
     if not run.curves:
-        notes.append(f"No round of this run is recorded yet. {again}")
+        notes.append(f"No round of this run is recorded yet. {resume}")
     elif run.stopped:
         notes.append(f"Stopped in round {run.done} of {run.total}: {run.stopped}.")
     elif run.done < run.total:
-        notes.append(f"This run is not finished: {run.done} of {run.total} rounds are done. {again}")
+        notes.append(f"This run is not finished: {run.done} of {run.total} rounds are done. {resume}")
     if "phase_stopped" in run.facts:
         notes.append("Phase {2} (in round {0}).".format(*run.facts["phase_stopped"]))
     if "best_round" in run.facts:
         file = " Its models are in model-best.safetensors." if (run.folder / "model-best.safetensors").exists() else ""
-        _, chosen, why = run.facts["best_round"]
-        there = [
-            f"{split_name(split)}, {metric} {score_text(base_name(metric), float(curve.values[curve.rounds == chosen][0]))}"
+        _, best, reason = run.facts["best_round"]
+        scores = [
+            f"{split_name(split)}, {metric} {format_score(base_name(metric), float(curve.values[curve.rounds == best][0]))}"
             for split, metric in run.ordered(run.headline)
-            if split != "train" and chosen in (curve := shown_curve(run, (split, metric))).rounds
+            if split != "train" and best in (curve := select_curve(run, (split, metric))).rounds
         ]
-        notes.append(f"Best: {why}.{' In that round: ' * bool(there)}{'; '.join(there)}.{file}")
-    problems = problems_of(run)
+        notes.append(f"Best: {reason}.{' Scores of this round: ' * bool(scores)}{'; '.join(scores)}.{file}")
+    problems = find_problems(run)
     notes += [f"{'Worthless' if problem.worthless else 'Warning'}: {problem.text}." for problem in problems]
     return [*notes, *run.missing]
 
 
-def sent_and_time(run: RunRecord) -> tuple[str, str]:
-    """Return the bytes sent in both directions and the time spent in rounds; ``-``: not recorded."""
+def format_cost(run: RunRecord) -> tuple[str, str]:
+    """Format the bytes sent in both directions and the time of all rounds. Missing values become ``-``."""
     sent, seconds = run.total_of("bytes_down", "bytes_up"), run.total_of("seconds/round")
-    return "-" if sent is None else size(sent), "-" if seconds is None else duration(seconds)
+    return "-" if sent is None else format_size(sent), "-" if seconds is None else format_duration(seconds)
 
 
-def _subtitle(run: RunRecord) -> str:
+def _format_subtitle(run: RunRecord) -> str:
     parts = [run.method and f"method {run.method}", run.data and f"data {run.data}"]
     seed = get_path(run.config, "run.seed")
-    parts += [f"phase {name} from round {first}" for name, first in _phases(run).items()]
+    parts += [f"phase {name} from round {first}" for name, first in _find_phase_starts(run).items()]
     parts += [f"seed {seed}" if seed is not None else "", str(run.about.get("created", ""))]
     parts += [f"raydfl {run.about['raydfl']}" if "raydfl" in run.about else ""]
     return " · ".join(filter(None, parts))
 
 
-def _phases(run: RunRecord) -> dict[str, int]:
-    """Return the first round of each phase: as it was, or as it will be where it has not begun."""
-    found, numbers = dict(run.about.get("phases", {})), run.curves.get(("server", "phase"))
+def _find_phase_starts(run: RunRecord) -> dict[str, int]:
+    """Return the first round of each phase. Future phases have their planned round."""
+    starts, numbers = dict(run.about.get("phases", {})), run.curves.get(("server", "phase"))
     if numbers is not None:
-        for number, name in enumerate(found, 1):
+        for number, name in enumerate(starts, 1):
             if number in numbers.values:
-                found[name] = int(numbers.rounds[numbers.values == number].min())
-    return found
+                starts[name] = int(numbers.rounds[numbers.values == number].min())
+    return starts
 
 
-def _tiles(run: RunRecord) -> list[tuple[str, str]]:
-    """Return numbers with their meanings: what one looks for first."""
+def _make_tiles(run: RunRecord) -> list[tuple[str, str]]:
+    """Return the run's most important values with their meanings."""
     tiles = [
         (
-            score_text(run.headline, shown_curve(run, key).last),
+            format_score(run.headline, select_curve(run, key).last),
             f"{SCORES[run.headline].title} of {model_label(key[1])}, {split_name(key[0])}",
         )
         for key in run.ordered(run.headline)
         if key[0] != "train"
     ][:4]
     tiles += [
-        (score_text("attack_success", shown_curve(run, key).last), f"attack success on {model_label(key[1])}")
+        (format_score("attack_success", select_curve(run, key).last), f"attack success on {model_label(key[1])}")
         for key in run.ordered("attack_success")
     ][:2]
     attackers = run.curves.get(("server", "attackers"))
-    sent, time = sent_and_time(run)
-    lost = run.total_of("failed", "rejected")
+    sent, time = format_cost(run)
+    unused = run.total_of("failed", "rejected")
     tiles += [
-        ("" if attackers is None else f"{attackers.values.mean():.3g}", "simulated attackers a round, mean"),
+        ("" if attackers is None else f"{attackers.values.mean():.3g}", "simulated attackers per round (mean)"),
         (f"{run.done}{f' of {run.total}' * bool(run.total)}" * bool(run.curves), "rounds"),
         (f"{run.facts['best_round'][1]:.0f}" if "best_round" in run.facts else "", "best round"),
         (str(run.about.get("clients", "")), "clients"),
         (sent, "sent in both directions"),
-        (time, "spent in rounds"),
-        ("" if lost is None else f"{lost:.0f}", "updates not used"),
+        (time, "time in rounds"),
+        ("" if unused is None else f"{unused:.0f}", "unused updates"),
     ]
-    return [(number, meaning) for number, meaning in tiles if number not in ("", "-")]
+    return [(value, meaning) for value, meaning in tiles if value not in ("", "-")]

@@ -1,4 +1,4 @@
-"""The scores of a run: learning curves, results, the spread over clients, confusion matrices; and scores in words."""
+"""The scores of a run: learning curves, results, the distribution over clients, and confusion matrices."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from raydfl.runs.report.figures import INK, SHARES, Axes, Picture, Series, curve
 from raydfl.runs.report.page import Section
 
 UNITS = {name: f"{score.title} ({score.unit})" for name, score in SCORES.items() if score.drawn}
-"""The scores that are drawn over the rounds, with the titles of their axes."""
+"""Scores in the learning curves, with the titles of their axes."""
 _REPORTED = 40
-"""Figures of reported numbers on a page. To draw one takes a tenth of a second, and clients choose how many there are."""
+"""Maximum number of figures of reported metrics. Each takes 0.1 s, and clients choose how many metrics they report."""
 
 
 def split_name(split: str) -> str:
-    """Return the name of a split of the record in a report."""
+    """Return the displayed name of a split."""
     return SPLITS.get(split, split)
 
 
 def model_label(metric: str) -> str:
-    """Return the model that a metric belongs to; ``-`` when it names none."""
+    """Return the model of a metric, or ``-`` if the metric has no model."""
     return model_name(metric) or "-"
 
 
-def score_text(base: str, value: float | None) -> str:
-    """Return a score as a page shows it: shares in per cent, losses as they are."""
+def format_score(base: str, value: float | None) -> str:
+    """Format a score: fractions in per cent, losses as numbers, missing scores as ``-``."""
     if value is None or not np.isfinite(value):
         return "-" if value is None else str(value)
     if not SCORES[base].share:
@@ -38,52 +38,52 @@ def score_text(base: str, value: float | None) -> str:
     return f"{100 * value:.1f} %"
 
 
-def shown_curve(run: RunRecord, key: Key) -> Curve:
-    """Return the curve of a score; of one that clients measured, their mean, each client counting once."""
+def select_curve(run: RunRecord, key: Key) -> Curve:
+    """Return the curve of a score. If clients measured the score, return their unweighted mean."""
     return run.curves.get((key[0], f"{key[1]}_client_mean"), run.curves[key])
 
 
 def show_learning(run: RunRecord) -> Section:
-    """Show a figure for each score, with a curve for each model and split, and one for each number that losses report."""
-    return Section("Learning curves", [*_score_curves(run), *_reported_curves(run)])
+    """Show a figure for each score, with a curve per model and split, and a figure for each metric reported by losses."""
+    return Section("Learning curves", [*_draw_scores(run), *_draw_reported_metrics(run)])
 
 
-def _score_curves(run: RunRecord) -> Iterator[Picture]:
+def _draw_scores(run: RunRecord) -> Iterator[Picture]:
     for base, unit in UNITS.items():
-        series = [_series(run, key) for key in run.ordered(base)]
+        series = [_make_series(run, key) for key in run.ordered(base)]
         if series:
             bands = any(item.low is not None for item in series)
-            caption = "Bands: mean of the clients plus and minus their standard deviation." if bands else ""
+            caption = "Bands: mean ± standard deviation over clients." if bands else ""
             yield curves(SCORES[base].title, caption, series, unit, percent=SCORES[base].share)
 
 
-def _reported_curves(run: RunRecord) -> Iterator[Picture]:
+def _draw_reported_metrics(run: RunRecord) -> Iterator[Picture]:
     reported = {
         name: Series(name, curve.rounds, curve.values)
         for (split, name), curve in run.curves.items()
-        if split == "train" and not _is_of_engine(name)
+        if split == "train" and not _is_engine_metric(name)
     }
     caption = "Reported by the losses in training, over all clients of a round."
     if len(reported) > _REPORTED:
-        caption += f" Of {len(reported):,} numbers the page draws the first {_REPORTED}; all are in the record."
+        caption += f" Only the first {_REPORTED} of {len(reported):,} metrics are drawn. All are in rows/."
     for name, series in itertools.islice(reported.items(), _REPORTED):
         yield curves(name, caption, [series], name)
 
 
-def _is_of_engine(name: str) -> bool:
-    """Return whether a metric of training is none that a loss reports."""
+def _is_engine_metric(name: str) -> bool:
+    """Return whether the engine records a training metric, not a loss."""
     return name in OF_FIT or name.endswith((*OF_CLIENTS, HARMONIC_MEAN)) or base_name(name) in SCORES or "/" in name
 
 
 def _look(run: RunRecord, key: Key) -> tuple[str, int, int]:
-    """Return label, colour (the model's) and dashes (the split's) of a curve, the same in all figures of a page."""
+    """Return a curve's label, colour (by model) and dashes (by split). They are the same in all figures of a page."""
     split, metric = key
     splits = sorted({split for split, _ in run.scores()}, key=lambda name: place(name, list(SPLITS)))
     label = f"{model_name(metric)}, {split_name(split)}" if model_name(metric) else split_name(split)
     return label, run.models.index(model_name(metric)), splits.index(split)
 
 
-def _series(run: RunRecord, key: Key) -> Series:
+def _make_series(run: RunRecord, key: Key) -> Series:
     split, metric = key
     label, colour, dash = _look(run, key)
     curve, low, high = run.curves[key], None, None
@@ -104,33 +104,33 @@ def show_results(run: RunRecord) -> Section:
             *("model", "data", "score", "last", "mean of the last", "best"),
             *("clients, mean ± std", "clients, worst tenth"),
         ),
-        rows=[_result_row(run, key) for key in run.ordered()],
-        hint="Last, best and the mean of the last measurements, at most ten, are over all examples together; in the last two "
-        "columns each client counts once.",
+        rows=[_make_result_row(run, key) for key in run.ordered()],
+        hint="Scores are over all examples. The mean covers at most the last ten measurements. In the last two columns, each "
+        "client counts once.",
     )
 
 
-def _result_row(run: RunRecord, key: Key) -> list[str]:
+def _make_result_row(run: RunRecord, key: Key) -> list[str]:
     split, metric = key
     base, curve = base_name(metric), run.curves[key]
     sign = 1 if SCORES[base].higher_is_better else -1
     best = int(np.where(np.isfinite(curve.values), sign * curve.values, -np.inf).argmax())
     mean, deviation, worst = (
-        found and score_text(base, found.last)
-        for found in (run.curves.get((split, metric + end)) for end in OF_CLIENTS)
+        curve and format_score(base, curve.last)
+        for curve in (run.curves.get((split, metric + end)) for end in OF_CLIENTS)
     )
     return [
         *(model_label(metric), split_name(split), SCORES[base].title),
-        f"{score_text(base, curve.last)} (round {curve.rounds[-1]:.0f})",
-        f"{score_text(base, curve.tail)} ({curve.tail_text})",
-        f"{score_text(base, float(curve.values[best]))} (round {curve.rounds[best]:.0f})",
+        f"{format_score(base, curve.last)} (round {curve.rounds[-1]:.0f})",
+        f"{format_score(base, curve.tail)} ({curve.tail_text})",
+        f"{format_score(base, float(curve.values[best]))} (round {curve.rounds[best]:.0f})",
         f"{mean} ± {deviation}" if mean and deviation else "-",
         worst or "-",
     ]
 
 
 def show_clients(run: RunRecord) -> Section:
-    """Show the clients' scores, sorted: how uneven the federation is."""
+    """Show the sorted scores of the clients."""
     score = run.headline
     series, captions = [], []
     for key in run.ordered(score):
@@ -140,8 +140,8 @@ def show_clients(run: RunRecord) -> Section:
             x = (np.arange(count) + 0.5) / count
             series.append(Series(label, x, np.sort(values), colour=colour, dash=dash))
             captions.append(
-                f"{label} (round {round_index}): {count} clients, mean {score_text(score, values.mean())}, "
-                f"worst tenth {score_text(score, worst_decile(values, SCORES[score].higher_is_better))}."
+                f"{label} (round {round_index}): {count} clients, mean {format_score(score, values.mean())}, "
+                f"worst tenth {format_score(score, worst_decile(values, SCORES[score].higher_is_better))}."
             )
 
     def draw(axes: Axes) -> None:
@@ -168,20 +168,20 @@ def show_confusions(run: RunRecord) -> Section:
         known = run.classes_of(metric)
         classes = known if len(known) == len(matrix) else [str(number) for number in range(len(matrix))]
         if matrix.sum():
-            caption = f"Round {round_index}, {matrix.sum():,.0f} examples. Colour: share of the true class."
-            pictures.append(_confusion(f"{model_label(metric)}, {split_name(split)}", caption, matrix, classes))
+            caption = f"Round {round_index}, {matrix.sum():,.0f} examples. Colour: fraction of the true class."
+            pictures.append(_draw_confusion(f"{model_label(metric)}, {split_name(split)}", caption, matrix, classes))
     return Section("Confusion", pictures)
 
 
-def _confusion(title: str, caption: str, counts: NDArray[np.float64], classes: Sequence[str]) -> Picture:
-    """Draw a matrix with counts where there is room: the larger a cell's share of its row, the stronger its colour."""
+def _draw_confusion(title: str, caption: str, counts: NDArray[np.float64], classes: Sequence[str]) -> Picture:
+    """Draw a confusion matrix, coloured by each cell's fraction of its row. Small matrices also show counts."""
     number = len(counts)
-    # To the power of 0.6, so that one confusion in fifty is still seen.
+    # The power of 0.6 keeps a fraction of 2 % visible.
     strength = (counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)) ** 0.6
 
     def draw(axes: Axes) -> None:
         edges = np.arange(number + 1) - 0.5
-        # A large matrix is one image instead of thousands of shapes, at the price of the same blue on light and dark pages.
+        # A large matrix is an image, not thousands of shapes. Its blue cannot adapt to light and dark pages.
         axes.pcolormesh(
             edges, edges, np.ma.masked_equal(strength, 0), cmap=SHARES, vmin=0, vmax=1, rasterized=number > 40
         )
@@ -192,7 +192,7 @@ def _confusion(title: str, caption: str, counts: NDArray[np.float64], classes: S
         axes.invert_yaxis()
         axes.set_aspect("equal")
         axes.grid(visible=False)
-        every = max(1, -(-number // 60))  # more labels than that would overlap
+        every = max(1, -(-number // 60))  # More than 60 labels would overlap.
         ticks = range(0, number, every)
         size = 8 if number <= 20 else max(4, 160 / (number / every))
         axes.set_xticks(ticks, classes[::every], rotation=90, fontsize=size)

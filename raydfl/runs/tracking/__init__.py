@@ -1,6 +1,6 @@
-"""Tracking: a run's numbers mirrored in MLflow, and by name in further trackers, of which each is a file here.
+"""Trackers copy a run's metrics to MLflow, TensorBoard or Weights & Biases. Each further tracker is a file here.
 
-One's own is a subclass of :class:`FilesTracker`, named ``track.also=[my_file.py:Class]``.
+To add a tracker, write a subclass of :class:`FilesTracker` and set ``track.also=[my_file.py:Class]``.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ __all__ = ["FilesTracker", "MlflowTracker", "Status", "Tracker", "make_tracker",
 def make_tracker(
     settings: TrackSettings, runs_dir: Path, run_dir: Path, warn: Callable[[str], None] | None = None
 ) -> Tracker:
-    """Return the tracker that the settings ask for.
+    """Create the configured trackers, combined into one.
 
     Args:
-        settings: which, and where to.
-        runs_dir: the folder of all runs, for MLflow's default store.
-        run_dir: this run's folder.
-        warn: told in one sentence when a tracker fails, and when MLflow answers again.
+        settings: The section ``track`` of the configuration.
+        runs_dir: The folder of all runs, for MLflow's default store.
+        run_dir: This run's folder.
+        warn: Receives a message when a tracker fails, and when MLflow answers again. Defaults to a logger's warning.
 
     Raises:
-        ConfigError: ``track.also`` names a tracker that there is not.
+        ConfigError: ``track.also`` names an unknown tracker.
     """
     first = MlflowTracker(settings, runs_dir, run_dir, warn) if settings.mlflow else Tracker()
-    others = {
+    further = {
         name: registry.find("raydfl.runs.tracking", name, FilesTracker, "tracker")(run_dir, settings.experiment)
         for name in settings.also
     }
-    return Trackers(first, others, warn or logging.getLogger(__name__).warning) if others else first
+    return Trackers(first, further, warn or logging.getLogger(__name__).warning) if further else first

@@ -1,4 +1,4 @@
-"""Trackers: where a run's numbers are mirrored while it goes on. The truth of a run is its directory."""
+"""Base classes of trackers, which copy a run's metrics during training. The run's folder remains authoritative."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ import pyarrow.compute as pc
 from raydfl.engine.storage import MetricRow, read_rows, to_rows
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
-"""The end of a run in MLflow's words; KILLED: stopped by the user, can be resumed."""
+"""Status of an ended run in MLflow. KILLED: stopped by the user, so it can be resumed."""
 
 WORK = "work"
-"""The name of the split ``"server"`` in MLflow, whose pages order charts by the part of their names before the last slash: the
-scores (``test/...``, ``train``, ``validation/...``) shall come before bytes and seconds."""
+"""Name of the split ``"server"`` in MLflow. MLflow orders charts by the prefix of their names. With ``work/``, the scores
+(``test/``, ``train/``, ``validation/``) come before bytes and seconds."""
 SERVER = "server"
 
 KEY_LENGTH = 250
-"""Characters of a metric's name, which is MLflow's limit."""
+"""Maximum number of characters of a metric's name in MLflow."""
 
 
 def metric_name(row: MetricRow, work: str = WORK) -> str:
-    """Return the name of a row's metric in MLflow: ``split/metric``, after the phase where that is not train or evaluate.
+    """Return a row's metric name in MLflow: ``split/metric``, prefixed by the phase unless it is train or evaluate.
 
-    Characters that MLflow refuses become ``_``, with a short hash at the end so that different names stay different.
+    Characters that MLflow rejects become ``_``. A short hash at the end keeps such names unique.
 
     Args:
-        row: of the record.
-        work: what the split ``"server"`` is called.
+        row: A row of the metrics table.
+        work: Name of the split ``"server"``.
     """
     phase = "" if row.phase in ("train", "evaluate") else row.phase
     split = work if row.split == SERVER else row.split
@@ -45,136 +45,135 @@ def metric_name(row: MetricRow, work: str = WORK) -> str:
 
 
 class Tracker:
-    """Base of trackers, which by itself mirrors nothing. Use it in one process only: the driver."""
+    """Base class of trackers, which itself copies nothing. Use a tracker in one process only: the driver."""
 
     def start(
         self, run_name: str, params: Mapping[str, Any], tags: Mapping[str, str], run_id: str | None = None
     ) -> str:
-        """Begin the mirror of a run, or go on with it.
+        """Start or resume tracking a run.
 
         Args:
-            run_name: to be shown.
-            params: the configuration, flat, ``"train.rounds" -> 200``.
-            tags: any.
-            run_id: what an earlier start returned.
+            run_name: Displayed name of the run.
+            params: The configuration as a flat mapping, such as ``"train.rounds" -> 200``.
+            tags: Any further facts about the run.
+            run_id: Value returned by an earlier start, if any.
 
         Returns:
-            What a later start needs to go on; by default ``run_id``, or nothing.
+            The run's id for a later start. By default ``run_id``, or an empty string.
 
         Raises:
-            InputError: the tracker cannot be used. Nothing is lost yet.
+            InputError: The tracker cannot be used. The run has not started yet.
         """
         return run_id or ""
 
     def log_rows(self, rows: Iterable[MetricRow]) -> None:
-        """Mirror newly committed rounds, all rows of a round in one call."""
+        """Copy the rows of newly committed rounds. Each call receives whole rounds."""
 
     def log_artifact(self, path: Path) -> None:
-        """Keep a copy of a file, or of a folder's contents."""
+        """Store a copy of a file, or of a folder's contents."""
 
     def finish(self, status: Status) -> None:
-        """End the mirror. The run may be started again later."""
+        """Stop tracking the run. A resumed run starts the tracker again."""
 
 
 class FilesTracker(Tracker):
-    """Base of trackers that write files into a folder of the run.
+    """Base class of trackers that write files to a folder of the run.
 
-    The files are made anew from the run's record whenever the run begins or is resumed, so that nothing is in them twice and
-    nothing is missing.
+    Each start or resume of the run rewrites the files from the metrics table, so rows are neither duplicated nor lost.
     """
 
     def __init__(self, run_dir: Path, project: str) -> None:
-        """Take note of where to write.
+        """Initialise the tracker.
 
         Args:
-            run_dir: the run's folder.
-            project: what runs belong to, ``track.experiment``.
+            run_dir: The run's folder.
+            project: Name of the runs' project, ``track.experiment``.
         """
         self.run_dir = run_dir
         self.project = project
-        self._written = -1  # the last round
+        self._last_round = -1
 
     def start(
         self, run_name: str, params: Mapping[str, Any], tags: Mapping[str, str], run_id: str | None = None
     ) -> str:
-        """Write the settings, and all rounds that are in the record."""
+        """Write the settings and all rounds of the metrics table."""
         self.open(run_name, params, tags)
         self.log_rows(to_rows(read_rows(self.run_dir, where=pc.field("client") == "")))
         return run_id or ""
 
     def log_rows(self, rows: Iterable[MetricRow]) -> None:
-        """Write the server's and pooled numbers of rounds that are not written; step = round."""
+        """Write the server's and pooled metrics of new rounds. The step is the round."""
         rounds: dict[int, dict[str, float]] = {}
         for row in rows:
-            if row.round > self._written and not row.client and row.array is None:
+            if row.round > self._last_round and not row.client and row.array is None:
                 rounds.setdefault(row.round, {})[metric_name(row)] = row.value
         for number in sorted(rounds):
             self.write(number, rounds[number])
-            self._written = number
+            self._last_round = number
 
     def open(self, run_name: str, params: Mapping[str, Any], tags: Mapping[str, str]) -> None:
-        """Remove what an earlier start has written, and begin anew: see :meth:`start`."""
+        """Delete the files of an earlier start and create new ones. The arguments are those of :meth:`start`."""
         raise NotImplementedError
 
     def write(self, number: int, metrics: Mapping[str, float]) -> None:
-        """Write what a round's metrics are.
+        """Write a round's metrics.
 
         Args:
-            number: of the round.
-            metrics: by name.
+            number: Number of the round.
+            metrics: Value of each metric, by name.
         """
         raise NotImplementedError
 
 
 class Trackers(Tracker):
-    """MLflow's tracker, or none, and others beside it. When one of these fails the run goes on without it."""
+    """Several trackers in one: MLflow's or none, and further trackers. A failed further tracker is dropped with a warning."""
 
-    def __init__(self, first: Tracker, others: Mapping[str, Tracker], warn: Callable[[str], None]) -> None:
-        """Take note of the trackers.
+    def __init__(self, first: Tracker, further: Mapping[str, Tracker], warn: Callable[[str], None]) -> None:
+        """Combine trackers.
 
         Args:
-            first: whose identity of the run is kept.
-            others: by name.
-            warn: told in one sentence when one fails.
+            first: MLflow's tracker or a tracker without effect. Its id of the run is stored.
+            further: Further trackers by name.
+            warn: Receives a message when a further tracker fails.
         """
-        self._first, self._others, self._warn = first, dict(others), warn
+        self._first, self._further, self._warn = first, dict(further), warn
 
     def start(
         self, run_name: str, params: Mapping[str, Any], tags: Mapping[str, str], run_id: str | None = None
     ) -> str:
-        """Start all.
+        """Start all trackers.
 
         Raises:
-            InputError: one cannot be used.
+            InputError: A tracker cannot be used.
         """
         identity = self._first.start(run_name, params, tags, run_id)
-        for other in self._others.values():
-            other.start(run_name, params, tags)
+        for tracker in self._further.values():
+            tracker.start(run_name, params, tags)
         return identity
 
     def log_rows(self, rows: Iterable[MetricRow]) -> None:
-        """Tell all."""
-        given = list(rows)
-        self._first.log_rows(given)
-        self._each(lambda other: other.log_rows(given))
+        """Pass rows to all trackers."""
+        rows = list(rows)
+        self._first.log_rows(rows)
+        self._call_further(lambda tracker: tracker.log_rows(rows))
 
     def log_artifact(self, path: Path) -> None:
-        """Tell all."""
+        """Pass a file or folder to all trackers."""
         self._first.log_artifact(path)
-        self._each(lambda other: other.log_artifact(path))
+        self._call_further(lambda tracker: tracker.log_artifact(path))
 
     def finish(self, status: Status) -> None:
-        """Tell all."""
+        """Finish all trackers."""
         self._first.finish(status)
-        self._each(lambda other: other.finish(status))
+        self._call_further(lambda tracker: tracker.finish(status))
 
-    def _each(self, do: Callable[[Tracker], None]) -> None:
-        for name, other in list(self._others.items()):
+    def _call_further(self, call: Callable[[Tracker], None]) -> None:
+        for name, tracker in list(self._further.items()):
             try:
-                do(other)
-            except Exception as error:  # noqa: BLE001  (whatever it is, a run must not end because of its mirror)
-                del self._others[name]
+                call(tracker)
+            except Exception as error:  # noqa: BLE001  (no failure of a tracker may end the run)
+                del self._further[name]
                 self._warn(
-                    f"track.also: {name} failed ({type(error).__name__}: {error}); the run goes on without it, and when it is "
-                    f"resumed its files are made anew"
+                    f"track.also: {name} failed ({type(error).__name__}: {error}). The run continues without it. Resuming the run "
+                    f"rewrites its files."
                 )

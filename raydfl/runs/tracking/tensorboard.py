@@ -1,4 +1,4 @@
-"""TensorBoard: a run's numbers as an event file in the run's folder ``tensorboard``, for ``tensorboard --logdir runs``."""
+"""TensorBoard: a run's metrics in event files in its folder ``tensorboard``, for ``tensorboard --logdir runs``."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from raydfl.runs.tracking._tracker import FilesTracker, Status
 
 
 class TensorBoardTracker(FilesTracker):
-    """Writes event files."""
+    """Tracker that writes TensorBoard's event files."""
 
     def open(self, run_name: str, params: Mapping[str, Any], tags: Mapping[str, str]) -> None:
-        """Begin a new event file, with the settings as text."""
+        """Start a new event file with the settings as text."""
         folder = self.run_dir / "tensorboard"
         shutil.rmtree(folder, ignore_errors=True)
         self._writer = SummaryWriter(str(folder))
@@ -23,11 +23,11 @@ class TensorBoardTracker(FilesTracker):
         self._writer.add_text(run_name, f"| setting | value |\n|---|---|\n{rows}", 0)
 
     def write(self, number: int, metrics: Mapping[str, float]) -> None:
-        """Write a round's numbers, and have them on the disk."""
+        """Write a round's metrics and flush them to the disk."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, number)
         self._writer.flush()
 
     def finish(self, status: Status) -> None:
-        """Close the file."""
+        """Close the event file."""
         self._writer.close()

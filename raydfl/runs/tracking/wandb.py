@@ -1,6 +1,6 @@
-"""Weights & Biases, offline: a run's numbers in the run's folder ``wandb``, which ``wandb sync`` sends when you want it.
+"""Weights & Biases, offline: a run's metrics in its folder ``wandb``. ``wandb sync`` uploads them.
 
-Needs the extra ``wandb``. Nothing is sent by itself; with the environment's WANDB_MODE=online it is sent as it is written.
+Needs the extra ``wandb``. Nothing is uploaded automatically, unless the environment variable WANDB_MODE is ``online``.
 """
 
 from __future__ import annotations
@@ -16,24 +16,26 @@ from raydfl.runs.tracking._tracker import FilesTracker, Status
 
 
 class WandbTracker(FilesTracker):
-    """Writes W&B's files."""
+    """Tracker that writes W&B's files."""
 
     def open(self, run_name: str, params: Mapping[str, Any], tags: Mapping[str, str]) -> None:
-        """Begin the files of a run whose id follows from its name and digest, so that a resumed one is the same run.
+        """Start the files of a run. Its W&B id is a hash of name and digest, so a resumed run keeps its id.
 
         Raises:
-            InputError: the package is missing.
+            InputError: The package ``wandb`` is not installed.
         """
         try:
             import wandb
         except ModuleNotFoundError as error:
             raise InputError(
-                "track.also: wandb needs the package 'wandb'; install raydfl[wandb], or take it out of track.also"
+                "track.also: wandb needs the package 'wandb'. Install raydfl[wandb], or remove wandb from track.also."
             ) from error
         shutil.rmtree(self.run_dir / "wandb", ignore_errors=True)
         identity = hashlib.sha256(repr((run_name, sorted(tags.items()))).encode()).hexdigest()[:16]
-        # It watches neither the machine nor the code: what is mirrored is the record.
-        quiet = wandb.Settings(silent=True, console="off", disable_git=True, disable_code=True, x_disable_stats=True)
+        # Only the run's metrics are copied, not measurements of the machine or the user's code.
+        wandb_settings = wandb.Settings(
+            silent=True, console="off", disable_git=True, disable_code=True, x_disable_stats=True
+        )
         self._run = wandb.init(
             project=self.project,
             name=run_name,
@@ -41,11 +43,11 @@ class WandbTracker(FilesTracker):
             dir=str(self.run_dir),
             mode="online" if os.environ.get("WANDB_MODE") == "online" else "offline",
             config={**params, **tags},
-            settings=quiet,
+            settings=wandb_settings,
         )
 
     def write(self, number: int, metrics: Mapping[str, float]) -> None:
-        """Write a round's numbers."""
+        """Write a round's metrics."""
         self._run.log(dict(metrics), step=number)
 
     def finish(self, status: Status) -> None:

@@ -220,7 +220,11 @@ def test_a_job_without_a_name_is_told_that_it_will_not_go_on(job_folder: Path, t
     progress = Progress("quiet")
     progress.message = messages.append  # type: ignore[method-assign]
     create(tiny("run.name=null"), progress)
-    assert [text for text in messages if re.match("run.name is not set, so the same job submitted again", text)]
+    assert [
+        text
+        for text in messages
+        if re.match("run.name is not set, so submitting this job again starts a new run", text)
+    ]
     messages.clear()
     create(tiny("run.name=named"), progress)
     assert not [text for text in messages if "run.name" in text]

@@ -531,7 +531,7 @@ def test_mimii_has_eight_channels_and_each_can_be_chosen(recordings: Path) -> No
     for channel, expected in (("first", samples[:, 0]), (7, samples[:, 7]), ("mean", samples.mean(axis=1))):
         settings = FeatureSettings(channel=channel)  # type: ignore[arg-type]
         assert np.array_equal(FeatureExtractor(settings).wave(samples, rate), expected)
-    with pytest.raises(DataError, match="has 8 channels, and data.features.channel is 8, where 0 is the first"):
+    with pytest.raises(DataError, match="has 8 channels, but data.features.channel is 8, counted from 0"):
         FeatureExtractor(FeatureSettings(channel=8)).wave(samples, rate)
 
 

@@ -14,7 +14,7 @@ import raydfl as package
 from raydfl.runs.folder import create, export
 from raydfl.runs.progress import Progress
 from raydfl.runs.report import write_report
-from raydfl.runs.words import size
+from raydfl.runs.words import format_size
 
 
 def models_section(folder: Path, out: Path) -> str:
@@ -27,12 +27,12 @@ def models_section(folder: Path, out: Path) -> str:
 
 def test_shared_and_private_models_are_told_apart(raydfl: Raydfl, mutual: Finished, tmp_path: Path) -> None:
     text = models_section(mutual.folder, tmp_path)
-    assert "plugin is what the clients train together" in text
-    assert "at the end of the run in model.safetensors" in text
+    assert "plugin is shared: all clients train it" in text
+    assert "until the end of the run writes model.safetensors" in text
     count = len(mutual.trained())
     assert (
-        f"local stays with the clients: each has its own local, and none is the run's result. {count} of 3 clients"
-        in text
+        "local is private: each client keeps its own model, so no single model is the run's result. "
+        f"{count} of 3 clients have taken part." in text
     )
     assert text.count("Measured on test data.") == 2  # the plug-in by the server, the others by their clients
     commands = [line.strip() for line in text.splitlines() if line.strip().startswith("raydfl ")]
@@ -55,7 +55,7 @@ def test_the_file_of_the_shared_model_is_named_with_its_size(tmp_path: Path) -> 
     run = finished(tmp_path, method={"name": "fedavg"}, models={"model": {"name": "linear"}})
     (path,) = export(run.folder, run.config)
     text = models_section(run.folder, tmp_path)
-    assert f"It is the model to hand out: model.safetensors, {size(path.stat().st_size)}." in text
+    assert f"It is the run's result: model.safetensors, {format_size(path.stat().st_size)}." in text
     assert "--client" not in text
 
 
@@ -63,8 +63,8 @@ def test_partly_shared_models(tmp_path: Path) -> None:
     run = finished(tmp_path, method={"name": "fedper"}, models={"model": {"name": "mlp"}})
     export(run.folder, run.config)
     text = models_section(run.folder, tmp_path)
-    assert "each has its own layers of model" in text
-    assert "The other layers are sent and averaged: model.safetensors, " in text
+    assert "model is partly private: each client keeps some layers" in text
+    assert "The other layers are shared: model.safetensors, " in text
     assert f"raydfl predict {shlex.quote(str(run.folder))} FILE... --client ID" in text
     assert f"raydfl export {shlex.quote(str(run.folder))}\n" not in text
 

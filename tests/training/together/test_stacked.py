@@ -24,7 +24,7 @@ def test_every_client_has_its_own_batches_and_padding_of_weight_0(
     every = make_examples(20, 0, lengths)
     examples = [every.take(np.arange(*part)) for part in ((4, 14), (13, 20), (0, 3))]
     monkeypatch.setattr(resident_module, "_SHARE", 1 if fits else 0)
-    monkeypatch.setattr(resident_module, "_free", lambda device: 1e9)
+    monkeypatch.setattr(resident_module, "_get_free_memory", lambda device: 1e9)
     plans = [own.order(4, np.random.default_rng(1)) for own in examples]
     assert [[len(index) for index in plan] for plan in plans] == [[4, 4, 2], [4, 3], [3]]
     batches = StackedBatches(examples, plans, torch.device("cpu"))

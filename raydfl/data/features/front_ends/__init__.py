@@ -1,10 +1,10 @@
-"""Front ends: one module for each kind of features of recordings. The same object extracts, predicts and exports.
+"""Front ends: a PyTorch module for each kind of features of recordings, for extraction, prediction and export.
 
-Each takes samples float32 [batch, samples] at the settings' rate and returns features float32 [batch, frames, bands], not
-normalised. ``torch.export`` traces those of the kinds logmel and kaldi with any number of samples: no step branches on it, and
-none slices, because a slice puts a guard on the length. PyTorch takes seconds to import: import this package only to compute.
+A front end maps samples, float32 [batch, samples] at the settings' rate, to unnormalised features, float32 [batch, frames, bands].
+``torch.export`` traces the kinds logmel and kaldi for any number of samples. No step branches on this number or slices, because a
+slice puts a guard on the length. The import of PyTorch takes seconds, so import this package only to compute.
 
-Begin with spectral.py.
+Start with spectral.py.
 """
 
 from torch import nn
@@ -22,6 +22,6 @@ FRONT_ENDS: dict[type, type[nn.Module]] = {
     PretrainedFeatures: EncoderTokens,
     ModelFeatures: NamedModel,
 }
-"""The module of each kind, by the kind's settings."""
+"""The front end of each kind, by the class of its settings."""
 
 __all__ = ["FRONT_ENDS", "Spectral", "larger", "smaller", "take"]

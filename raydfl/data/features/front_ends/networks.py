@@ -1,4 +1,4 @@
-"""Front ends that are networks: a pretrained encoder, and a class of the user's. Both take one recording at a time."""
+"""Networks as front ends: a pretrained encoder, and a user's class. Both process a single recording at a time."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from raydfl.data.features.pretrained import PretrainedFeatures, read_folder
 
 
 class EncoderTokens(nn.Module):
-    """The front end of the kind pretrained: a folder's feature extractor, and some of its encoder's layers.
+    """Front end of the kind pretrained: a folder's feature extractor, and the first layers of its encoder.
 
     Raises:
-        ConfigError: the folder cannot be used.
+        ConfigError: The folder is not usable.
     """
 
     def __init__(self, settings: PretrainedFeatures) -> None:
@@ -32,28 +32,28 @@ class EncoderTokens(nn.Module):
         self.encoder = None if settings.after is None else Encoder(folder, None, settings.after).eval()
 
     def forward(self, samples: Tensor) -> Tensor:
-        """Return frames or tokens of one recording.
+        """Return the frames or tokens of a recording.
 
         Raises:
-            DataError: the encoder gives numbers that are not finite.
+            DataError: The encoder's outputs are not finite.
         """
-        found = torch.from_numpy(self.front_end(samples[0].numpy())).unsqueeze(0)
+        frames = torch.from_numpy(self.front_end(samples[0].numpy())).unsqueeze(0)
         if self.encoder is None:
-            return found
+            return frames
         tokens: Tensor
-        tokens, count = self.encoder(found)
+        tokens, count = self.encoder(frames)
         if self.settings.pooling != "none":
             tokens = pooled(tokens, count, self.settings.pooling, self.kind).unsqueeze(1)
         if not bool(tokens.isfinite().all()):
-            raise DataError(f"the encoder in {self.settings.folder} gives numbers that are NaN or infinite")
+            raise DataError(f"outputs of the encoder in {self.settings.folder} are NaN or infinite")
         return tokens
 
 
 class NamedModel(nn.Module):
-    """The front end of the kind model: a user's class.
+    """Front end of the kind model: a user's class.
 
     Raises:
-        ConfigError: it is not there, does not take the arguments, fails, or what it builds cannot be called.
+        ConfigError: The class is missing, does not accept the arguments or fails, or its instance is not callable.
     """
 
     def __init__(self, settings: ModelFeatures) -> None:
@@ -66,49 +66,47 @@ class NamedModel(nn.Module):
         try:
             inspect.signature(cls).bind(**arguments)
         except TypeError as error:
-            given = ", ".join(arguments) or "none"
+            names = ", ".join(arguments) or "none"
             raise ConfigError(
-                f"{where} does not take the arguments that options and weights give it ({given}): {error}"
+                f"{where} does not accept the arguments from options and weights ({names}): {error}. Correct them."
             ) from error
         try:
-            with _same_draws():
+            with _seeded():
                 self.model = cls(**arguments)
-        except Exception as error:  # whatever a user's class raises
+        except Exception as error:  # A user's class may raise anything.
             raise ConfigError(f"{where} cannot be built: {type(error).__name__}: {error}") from error
         if not callable(self.model):
-            raise ConfigError(f"{where} cannot be called; give it forward(wave) or __call__(wave)")
+            raise ConfigError(f"{where} cannot be called. Add a method forward(wave) or __call__(wave).")
         if isinstance(self.model, nn.Module):
             self.model.cpu().eval()
 
     def forward(self, samples: Tensor) -> Tensor:
-        """Return features of one recording, not more than the settings' frames.
+        """Return the features of a recording, at most the configured number of frames.
 
         Raises:
-            DataError: what the model returns is something else.
+            DataError: The model returns anything else.
         """
-        with _same_draws():
+        with _seeded():
             returned = self.model(samples[0].clone())
         settings, what = self.settings, "it returns"
         if not isinstance(returned, torch.Tensor | np.ndarray):
-            raise DataError(f"{what} {type(returned).__name__}; it must be a tensor or array [frames, bands]")
+            raise DataError(f"{what} {type(returned).__name__} instead of a tensor or array [frames, bands]")
         tensor = torch.as_tensor(returned).detach()
         if tensor.ndim != 2 or not len(tensor):
-            raise DataError(
-                f"{what} the shape {list(tensor.shape)}; it must be [frames, bands] with at least one frame"
-            )
+            raise DataError(f"{what} the shape {list(tensor.shape)} instead of [frames, bands] with at least one frame")
         if tensor.shape[1] != settings.bands:
-            raise DataError(f"{what} frames of {tensor.shape[1]} numbers, data.features.bands says {settings.bands}")
+            raise DataError(f"{what} frames of {tensor.shape[1]} features, but data.features.bands is {settings.bands}")
         if not tensor.is_floating_point():
-            raise DataError(f"{what} {tensor.dtype}; it must be a floating type")
+            raise DataError(f"{what} {tensor.dtype} instead of a floating type")
         tensor = tensor[: settings.frames].float()
         if not bool(tensor.isfinite().all()):
-            raise DataError(f"{what} numbers that are NaN or infinite")
+            raise DataError(f"{what} values that are NaN or infinite")
         return tensor.unsqueeze(0)
 
 
 @contextlib.contextmanager
-def _same_draws() -> Iterator[None]:
-    """Inside, PyTorch's generator starts from the same state each time; after, it is as it was."""
+def _seeded() -> Iterator[None]:
+    """Seed PyTorch's generator equally each time inside a ``with`` block, and restore it afterwards."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_for(0, 0, "", "feature model"))
         yield

@@ -1,4 +1,4 @@
-"""Front ends of the kinds logmel and kaldi: frames of samples, their Fourier transform, mel bands and logarithms."""
+"""Front ends of the kinds logmel and kaldi: frames, Fourier transform, mel bands and logarithm."""
 
 from __future__ import annotations
 
@@ -12,52 +12,52 @@ from raydfl.data.features.kaldi import KaldiFeatures
 from raydfl.data.features.log_mel import LEAST_SQUARES, FeatureSettings
 
 _LOWEST_HZ, _PRE_EMPHASIS = 20.0, 0.97
-"""The defaults of torchaudio's Kaldi filter bank."""
+"""Defaults of torchaudio's Kaldi filter bank."""
 
 larger: Callable[[int, int], int] = torch.sym_max
 smaller: Callable[[int, int], int] = torch.sym_min
-"""The larger and the smaller of two sizes, both free in an export."""
+"""The maximum and the minimum of two sizes, both dynamic in an export."""
 
 
 def take(x: Tensor, start: int, size: int) -> Tensor:
-    """Return ``size`` entries of dimension 1 from ``start`` on, both free in an export."""
+    """Return ``size`` entries of dimension 1, starting at ``start``, both dynamic in an export."""
     return x.index_select(1, torch.arange(size) + start)
 
 
 class Spectral(nn.Module):
-    """Frames of samples, their Fourier transform, mel bands and logarithms."""
+    """Base class of both kinds: frames, Fourier transform, mel bands and logarithm."""
 
     window: Tensor
     bank: Tensor
     circle: Tensor
     portable = False
-    """False: PyTorch's FFT, whose last digits feature caches have. True: a matrix product, which every ONNX runtime has."""
+    """Use a matrix product, available in every ONNX runtime. False: PyTorch's FFT, with the last digits of feature caches."""
 
     def __init__(self, settings: FeatureSettings | KaldiFeatures, window: Tensor, bank: Tensor) -> None:
-        """Store what differs between the kinds.
+        """Initialise the front end.
 
         Args:
-            settings: of the features.
-            window: float32 [window], the weight of each sample of a frame.
-            bank: float32 [bins, bands], the weight of each bin in a band.
+            settings: The features' settings.
+            window: Weight of each sample of a frame, float32 [window].
+            bank: Weight of each bin in a band, float32 [bins, bands].
         """
         super().__init__()
         points, centred = settings.points, settings.centred
         self.points, self.hop, self.centred = points, settings.hop, centred
         self.around = settings.zeros_before
         self.width = points if centred or self.around else len(window)
-        """Samples of a frame of the FFT, in which the window is."""
+        """Number of samples of an FFT frame, with the window inside."""
         self.before = points // 2 - self.around if centred else 0
-        """Samples of frame t before sample ``t * hop``."""
+        """Number of samples of frame t before sample ``t * hop``."""
         self.shortest = points // 2 + 1 if centred else len(window)
-        """Samples that shorter recordings are filled up to with zeros."""
+        """Minimum number of samples. Shorter recordings are padded with zeros."""
         angles = torch.arange(points, dtype=torch.float64) * (2 * torch.pi / points)
         circle = torch.stack([angles.cos(), angles.sin()]).float()
         for name, value in (("window", window), ("bank", bank), ("circle", circle)):
             self.register_buffer(name, value, persistent=False)
 
     def forward(self, samples: Tensor) -> Tensor:
-        """Return logarithms of the bands of recordings."""
+        """Return the logarithms of recordings' mel bands."""
         size, window, middle = samples.shape[1], len(self.window), self.points // 2
         if self.portable:
             filled = torch.cat([samples, samples.new_zeros(samples.shape[0], self.shortest)], dim=1)
@@ -69,24 +69,24 @@ class Spectral(nn.Module):
             filled = F.pad(filled, (middle, middle), mode="reflect")
         else:
             filled = F.pad(filled, (self.around, self.width - window - self.around))
-        # Frames of a short recording's zeros are computed too: the number of rows decides last digits of the product with the bank.
+        # Padded frames are computed too, because the number of rows affects the last digits of the product with the bank.
         return self.logarithms(filled.unfold(1, self.width, self.hop))[:, : self.count(size)]
 
     def count(self, samples: int) -> int:
-        """Return how many frames a recording has, at least 1."""
+        """Return the number of frames of a recording, at least 1."""
         return (samples if self.centred else larger(samples - len(self.window), 0)) // self.hop + 1
 
     def positions(self, numbers: Tensor) -> Tensor:
-        """Return the positions of the samples of some frames: int64 [frames, window]."""
+        """Return the positions of frames' samples, int64 [frames, window], for frame numbers int64 [frames]."""
         return numbers.unsqueeze(1) * self.hop + torch.arange(len(self.window))
 
     def places(self, positions: Tensor, last: int | Tensor) -> Tensor:
-        """Return which samples of a recording are at some positions; centred frames are reflected at sample ``last``."""
+        """Return the recording's sample at each position. Centred frames are reflected at sample ``last``."""
         places = positions - self.before
         return last - (last - places.abs()).abs() if self.centred else places
 
     def sums(self, frames: Tensor, power: bool) -> Tensor:
-        """Return sums of power, or of its root, in the bands of frames float32 [..., window]."""
+        """Return sums of power, or of its root, in the mel bands of frames, float32 [..., window]."""
         if self.portable:
             frames = frames * self.window
             turns = torch.arange(len(self.window)).unsqueeze(1) * torch.arange(len(self.bank)) % self.points
@@ -98,12 +98,12 @@ class Spectral(nn.Module):
         return sums
 
     def logarithms(self, frames: Tensor) -> Tensor:
-        """Return logarithms float32 [..., bands] of frames float32 [..., window]."""
+        """Return logarithms, float32 [..., bands], of frames, float32 [..., window]."""
         raise NotImplementedError
 
 
 class LogMel(Spectral):
-    """The front end of the kind logmel."""
+    """Front end of the kind logmel."""
 
     def __init__(self, settings: FeatureSettings) -> None:
         from torchaudio.functional import melscale_fbanks
@@ -114,7 +114,7 @@ class LogMel(Spectral):
         self.settings = settings
 
     def forward(self, samples: Tensor) -> Tensor:
-        """Cut, fill with silence and scale recordings; return decibels or logarithms."""
+        """Cut, pad and scale recordings, and return decibels or logarithms."""
         settings, least = self.settings, self.settings.least_samples
         if settings.samples is not None:
             samples = take(samples, 0, smaller(samples.shape[1], settings.samples))
@@ -134,7 +134,7 @@ class LogMel(Spectral):
 
 
 class FilterBank(Spectral):
-    """The front end of the kind kaldi: ``torchaudio.compliance.kaldi.fbank``, scaled."""
+    """Front end of the kind kaldi, a scaled ``torchaudio.compliance.kaldi.fbank``."""
 
     def __init__(self, settings: KaldiFeatures) -> None:
         from torchaudio.compliance.kaldi import get_mel_banks
@@ -146,11 +146,11 @@ class FilterBank(Spectral):
         self.settings = settings
 
     def forward(self, samples: Tensor) -> Tensor:
-        """Cut recordings, subtract their mean, fill or cut to the settings' frames and scale."""
+        """Cut recordings, subtract their mean, scale, and pad or cut to the configured frames."""
         settings = self.settings
         if settings.samples is not None:
             samples = take(samples, 0, smaller(samples.shape[1], settings.samples))
-        # NumPy's order of summation decided the last digits of features in caches.
+        # NumPy's order of summation determined the last digits of cached features.
         mean = samples.mean(1, True) if self.portable else torch.from_numpy(samples.numpy().mean(1, keepdims=True))
         features = super().forward(samples - mean)
         if settings.frames is None:
@@ -159,8 +159,8 @@ class FilterBank(Spectral):
         return take(torch.cat([features, silence], 1), 0, settings.frames)
 
     def logarithms(self, frames: Tensor) -> Tensor:
-        """Return natural logarithms, scaled, of frames without their mean and with pre-emphasis."""
+        """Return scaled natural logarithms of frames, after mean subtraction and pre-emphasis."""
         frames = frames - frames.mean(-1, keepdim=True)
         frames = frames - _PRE_EMPHASIS * torch.cat([frames[..., :1], frames[..., :-1]], -1)
-        found = self.sums(frames, power=True).clamp_min(torch.finfo(torch.float32).eps).log()
-        return (found - self.settings.mean) / (2 * self.settings.deviation)
+        logarithms = self.sums(frames, power=True).clamp_min(torch.finfo(torch.float32).eps).log()
+        return (logarithms - self.settings.mean) / (2 * self.settings.deviation)
