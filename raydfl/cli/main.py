@@ -21,7 +21,7 @@ from raydfl.cli._arguments import File, Json, Overrides, Quiet, TakesSettings, e
 from raydfl.cli.data import data_app
 from raydfl.cluster import check_no_token, is_job
 from raydfl.core.errors import ClientError, InputError, RaydflError, printable
-from raydfl.core.files import displayed_path
+from raydfl.core.files import display_path
 from raydfl.core.version import __version__
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def init_command(
 
     written = write_examples(folder)
     print(f"files written into {folder.resolve()}: {len(written)}{'' if written else ' (all exist)'}")  # noqa: T201
-    before = "" if displayed_path(folder) == "." else f"cd {shlex.quote(str(folder))} && "
+    before = "" if display_path(folder) == "." else f"cd {shlex.quote(str(folder))} && "
     print(f"start with: {before}raydfl run jobs/quickstart.yaml")  # noqa: T201
     print("or, in seconds and without Ray: raydfl run jobs/tiny.yaml")  # noqa: T201
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from raydfl.core.errors import DataError
 from raydfl.core.files import CHOOSE_CACHE, default_cache, write_durably, writing
-from raydfl.core.lock import locked
+from raydfl.core.lock import hold_lock
 from raydfl.core.progress import Progress, Silent
-from raydfl.core.remote import RemoteFolder, parted
+from raydfl.core.remote import RemoteFolder, split_uri
 
 _AT_ONCE = 16
 """Files that are copied at a time: each of many small ones mostly waits for its answer."""
@@ -24,7 +24,7 @@ def local_copy(uri: str, cache: Path | None) -> Path:
     """Return where the copy of a folder, or of a file, lies or will lie."""
     folder = (default_cache() if cache is None else cache).expanduser().absolute()
     digest = hashlib.blake2b(uri.encode(), digest_size=8).hexdigest()
-    return folder / "recordings" / digest / parted(uri)[1]
+    return folder / "recordings" / digest / split_uri(uri)[1]
 
 
 def fetch_recordings(uri: str, cache: Path | None, progress: Progress | None = None) -> Path:
@@ -47,7 +47,7 @@ def fetch_recordings(uri: str, cache: Path | None, progress: Progress | None = N
         copy.parent.mkdir(parents=True, exist_ok=True)
         lock = copy.parent / ".lock"
         lock.touch()
-    with locked(lock):
+    with hold_lock(lock):
         if not complete.exists():
             files = _copy(uri, copy, progress or Silent())
             write_durably(complete, json.dumps({"uri": uri, "files": files}, indent=1).encode(), CHOOSE_CACHE)

@@ -18,7 +18,7 @@ from raydfl.experiments.results import FEWEST, Contestant, StudyResults, shown
 from raydfl.experiments.study import describe_value
 from raydfl.experiments.tables import describe_results, full_table, pivot
 from raydfl.runs.report import Picture, Section, align, render_page
-from raydfl.runs.report.figures import INK, SERIES, SHARES, Axes, Series, curves
+from raydfl.runs.report.figures import INK, SERIES, SHARES, Axes, Series, plot_curves
 
 _BARS = 48
 """Bars that one figure has room for."""
@@ -138,7 +138,7 @@ def _curves(cells: Sequence[Contestant], search: bool) -> Iterator[Picture]:
             caption += f" Dashed: stopped early or not finished. Draws after the best {_NAMED} are grey."
             series.reverse()
         title = _title(cells[0].metrics[0].title, cells, 0 if search else 1)
-        yield curves(title, caption.strip(), series, _unit(cells))
+        yield plot_curves(title, caption.strip(), series, _unit(cells))
 
 
 def _unit(cells: Sequence[Contestant]) -> str:

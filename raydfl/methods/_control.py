@@ -19,7 +19,7 @@ from torch import Tensor
 
 from raydfl.core.needs import Needs
 from raydfl.core.ops import drift_term
-from raydfl.core.part_names import beside
+from raydfl.core.part_names import mark_like
 from raydfl.core.types import BuiltModels, Client, Metrics, State, Task, Tensors, Update
 from raydfl.methods._method import CLIENTS, Method, UpdateCounter
 from raydfl.methods._pruning import MASK
@@ -83,7 +83,7 @@ def move_controls(state: State, averaged: State, senders: Mapping[str, int]) -> 
     old, new = state.tensors["global"], dict(averaged.tensors["global"])
     for name, number in senders.items():
         if name.startswith(CONTROL):
-            new[name] = old[name] + number / state.extra[beside(CLIENTS, name)] * new[name]
+            new[name] = old[name] + number / state.extra[mark_like(CLIENTS, name)] * new[name]
     return new
 
 

@@ -19,7 +19,7 @@ import torch
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from raydfl.core.part_names import beside
+from raydfl.core.part_names import mark_like
 from raydfl.core.types import BuiltModels, Client, Metrics, State, Update
 from raydfl.methods._control import global_parameters
 from raydfl.methods._method import Method, UpdateCounter
@@ -70,7 +70,7 @@ class ServerOptimiser(Method, ABC):
         for name, old in state.tensors["global"].items():
             moments = {moment: kept[f"{moment}/{name}"] for moment in self.moments() if f"{moment}/{name}" in kept}
             if moments and name in arriving.senders:  # Otherwise it is a buffer, or no client of its part sent it.
-                counter = beside(_STEPS, name)
+                counter = mark_like(_STEPS, name)
                 steps[counter] = state.extra.get(counter, 0) + 1
                 weights[name], moved = self.move(old, weights[name], moments, steps[counter])
                 kept.update({f"{moment}/{name}": value for moment, value in moved.items()})

@@ -122,7 +122,7 @@ def predict(step: Step, model: str, examples: Examples, batch_size: int = 64) ->
         Logits float32 [examples, classes], on the CPU.
     """
     if isinstance(examples, Examples):
-        examples = examples.seen_by(view_of(step.models[model]))
+        examples = examples.select_view(view_of(step.models[model]))
     with step.clock.pause():
         return cast(Tensor, lockstep.answer(_Predict(step, model, examples, batch_size)))
 
@@ -192,7 +192,9 @@ def _transform_batches(data: Examples, order: Sequence[np.ndarray], first: int, 
         start_row = 0
         for index in part:
             yield _trim_padding(
-                Batch.of({name: tensor[start_row : start_row + len(index)] for name, tensor in tensors.items()})
+                Batch.from_tensors(
+                    {name: tensor[start_row : start_row + len(index)] for name, tensor in tensors.items()}
+                )
             )
             start_row += len(index)
 

@@ -63,7 +63,7 @@ class Plan:
                     f"The method's Plan(rows=...) names the pool {name!r}, but the run has no such pool. Create pools with "
                     f"data.pools or data.unlabelled; {nearest(name, data.pools)}"
                 )
-        return Examples.joined([data.pools[name] for name in self.rows], POOL)
+        return Examples.concatenate([data.pools[name] for name in self.rows], POOL)
 
     def order(self, examples: Examples, rng: np.random.Generator) -> list[np.ndarray]:
         """Draw the batches of one epoch.

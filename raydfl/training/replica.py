@@ -111,7 +111,7 @@ class Replica:
         devices = {value.device for value in state.values()}
         sent: list[Mapping[str, Tensor]] = list(received.values())
         if len(devices) == 1:  # one transfer to a GPU, then copies on it
-            sent = [tensors.layout.views(tensors.on(*devices)) for tensors in received.values()]
+            sent = [tensors.layout.views(tensors.to(*devices)) for tensors in received.values()]
         for name, value in state.items():
             origin: Mapping[str, Tensor] = self._initial
             is_shared = shared(name)
@@ -218,7 +218,7 @@ class _Vector:
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         floating = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
         self.tensors = list(floating.values())
-        self._layout = Layout.of(floating)
+        self._layout = Layout.from_tensors(floating)
         device = next(iter(floating.values())).device
         self._values = torch.empty(self._layout.size, device=device)
         for name, view in self._layout.views(self._values).items():
@@ -262,7 +262,7 @@ class _Vector:
     ) -> None:
         """Load the tensors of a client. Arguments as for :meth:`Replica.start`."""
         for block, (key, start) in self._plan(received, shared, whose):
-            source = self._initial if key is None else received[key].on(self._values.device)
+            source = self._initial if key is None else received[key].to(self._values.device)
             self._values[block].copy_(source[start : start + block.stop - block.start])
         for name, value in kept.items():
             if name in self._layout.positions and shared(name) is False:

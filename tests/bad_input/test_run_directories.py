@@ -183,7 +183,7 @@ def test_a_damaged_population_is_noticed(raydfl: Raydfl, run_dir: Path, damage: 
     else:
         path.unlink()
     said = raydfl("resume", run_dir, "train.rounds=3")
-    said.refuses("is missing or damaged", "start the run again in a new folder")
+    said.refuses("is missing or damaged", "restart the run in a new folder")
 
 
 @pytest.mark.parametrize("where", ["there", "elsewhere"])
@@ -393,7 +393,7 @@ def test_a_run_in_use_is_left_alone(raydfl: Raydfl, run_dir: Path, monkeypatch: 
     other = FileLock(run_dir / name)
     other.acquire(0.0)
     overrides = ["train.rounds=3"] if name == ".driver.lock" else []
-    message = r"run is in use by process [0-9]+ on \S+; wait for it or end it, then try again"
+    message = r"run is in use by process [0-9]+ on \S+[.] Wait for it or end it, then try again"
     raydfl("resume", run_dir, *overrides).refuses(message)
     assert (run_dir / "config.yaml").read_bytes() == before
     other.release()

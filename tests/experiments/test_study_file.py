@@ -337,7 +337,7 @@ def test_a_wrong_search_is_explained(
         ("metric.model=plugn", r"metric\.model: there is no model 'plugn'"),
         ("data.split.validation=0", r"metric\.split is validation, but clients hold nothing out"),
         ("dir=s3://bucket/x", r"dir: s3://bucket/x is a URI"),
-        ("dir=s3:/bucket/x", r"a URI is written s3://bucket/x"),
+        ("dir=s3:/bucket/x", r"If you mean a URI, write s3://bucket/x"),
         ("scheduler={name: asha, grase: 2}", r"scheduler: unknown key 'grase'; did you mean 'grace'"),
     ],
 )

@@ -22,7 +22,7 @@ from joblib.externals.loky.process_executor import TerminatedWorkerError
 
 from raydfl.core.errors import DataError, RaydflError
 from raydfl.core.files import write_atomically
-from raydfl.core.registry import build, load_file, loaded_files
+from raydfl.core.registry import build, list_loaded_files, load_file
 from raydfl.data.dataset import Dataset, find_dataset
 from raydfl.data.features.alteration import UNALTERED, Alterations
 from raydfl.data.features.extractor import FeatureExtractor, WaveFeatures
@@ -31,8 +31,8 @@ from raydfl.data.features.image import ImageFeatures
 from raydfl.data.features.kinds import AnyFeatures
 from raydfl.data.features.model import ModelFeatures
 from raydfl.data.features.pretrained import PretrainedFeatures
-from raydfl.data.films import NoDecoderError
 from raydfl.data.noise import NOISELESS, Noise, add_noise
+from raydfl.data.video import NoDecoderError
 
 _CLIPS = 128
 _SECONDS = 600.0
@@ -243,7 +243,7 @@ def _run_in_processes(
     function: Callable[[Chunk], ChunkReport], chunks: Sequence[Chunk], workers: int
 ) -> Iterator[ChunkReport]:
     run = joblib.Parallel(workers, return_as="generator_unordered", batch_size=1, idle_worker_timeout=_IDLE_S)
-    files = loaded_files()
+    files = list_loaded_files()
     try:
         yield from run(joblib.delayed(_run_with_files)(files, pickle.dumps((function, chunk))) for chunk in chunks)
     except TerminatedWorkerError as error:

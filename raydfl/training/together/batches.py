@@ -235,7 +235,7 @@ class _StackedView:
 
 def select_first(batch: Batch) -> Batch:
     """Select the first client's batch from a stacked batch without padding."""
-    return Batch.of({name: tensor[0] for name, tensor in batch.tensors().items()})
+    return Batch.from_tensors({name: tensor[0] for name, tensor in batch.tensors().items()})
 
 
 class _Transforms:
@@ -262,7 +262,7 @@ class _Transforms:
         self._random = drawn[0][0] is not None if drawn[0] else False
         for client, (view, client_windows, batches) in enumerate(zip(views, windows, drawn, strict=True)):
             for step, (starts, counts) in enumerate(client_windows):
-                tables[""][step, client, : len(starts)] = view.sounding(starts, counts)
+                tables[""][step, client, : len(starts)] = view.count_valid_frames(starts, counts)
                 for name, values in (batches[step] or {}).items():
                     if name not in tables:
                         tables[name] = np.zeros((*shape, *values.shape[1:]), values.dtype)

@@ -207,7 +207,7 @@ class StackedClients:
             self._available.clear()
             self._available.update(self._same)
             self._available.update((source, next(remaining)) for source in mapped_sources)
-            client_batch = Batch.of({**fields, **{name: next(remaining) for name in mapped_fields}})
+            client_batch = Batch.from_tensors({**fields, **{name: next(remaining) for name in mapped_fields}})
             with use_step_seed(next(remaining, None)), self.tensors[0].install(installed):
                 return function(self._visible_step, client_batch)
 

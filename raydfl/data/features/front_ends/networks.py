@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from raydfl.core.errors import ConfigError, DataError
-from raydfl.core.pretrained import Encoder, EncoderFrontEnd, pooled
+from raydfl.core.pretrained import Encoder, EncoderFrontEnd, pool_tokens
 from raydfl.core.seeds import seed_for
 from raydfl.data.features.model import ModelFeatures
 from raydfl.data.features.pretrained import PretrainedFeatures, read_folder
@@ -43,7 +43,7 @@ class EncoderTokens(nn.Module):
         tokens: Tensor
         tokens, count = self.encoder(frames)
         if self.settings.pooling != "none":
-            tokens = pooled(tokens, count, self.settings.pooling, self.kind).unsqueeze(1)
+            tokens = pool_tokens(tokens, count, self.settings.pooling, self.kind).unsqueeze(1)
         if not bool(tokens.isfinite().all()):
             raise DataError(f"outputs of the encoder in {self.settings.folder} are NaN or infinite")
         return tokens
