@@ -186,7 +186,7 @@ def execute(
             "raydfl's operators are not compiled here, so training on the CPU takes about twice as long. Install a C++ compiler, "
             "then reinstall raydfl with make or with pip's --no-build-isolation."
         )
-    if config.ray.gpus == "auto" and config.ray.actors != 0:
+    if config.ray.gpus == "auto" and config.ray.actors != 0:  # The share depends on the GPUs of the connected cluster.
         with connect_ray(config.ray.address, quiet):
             shared = resolve_gpu_share(run_dir, config, progress.message)
             return (yield from execute(run_dir, shared, progress, waits, durable, signals))
@@ -307,14 +307,14 @@ def _run_rounds(
                 finished = server.finish(round_index)
                 reports = None if finished is None else [finished]
             else:
+                # A call may compute several short rounds. It ends at an evaluation if the caller may stop the run there.
                 every = config.evaluate.every if waits else total
                 reports = server.rounds(round_index, min(total, (round_index // every + 1) * every))
                 if durable and reports and reports[-1].scores:
                     finished = server.finish(reports[-1].round)
                     reports = None if finished is None else [*reports[:-1], _append_rows(reports[-1], finished)]
-            if (
-                reports is None
-            ):  # The server was lost. Its committed rounds are read from the folder, the later ones repeated.
+            if reports is None:
+                # The server was lost. It continues after its last commit, so rows are read from the folder.
                 round_index, _, ended = server.open()
                 log_rows(record.to_rows(record.read_rows(run_dir, round_index, where=pc.field("client") == "")))
                 continue

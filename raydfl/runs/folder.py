@@ -233,6 +233,7 @@ def write_new_run(
         "clients": len(population),
         "skipped": [{"clip": clip, "reason": reason} for clip, reason in population.skipped],
     }
+    # run.json of configurations without these features stays equal to that of earlier versions.
     if type(config.parts.method).revision > 1:
         about["revision"] = type(config.parts.method).revision
     if remarks:
