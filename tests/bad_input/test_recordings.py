@@ -349,7 +349,7 @@ def test_what_is_there_is_told_even_if_it_cannot_be_divided(raydfl: Raydfl, trai
         ),
         (
             "train.cohort=3",
-            "train.cohort: 3 clients a round, but the population has 2; lower train.cohort or give a share",
+            "train.cohort: 3 clients a round, but the population has 2. Lower train.cohort, or give a fraction",
         ),
     ],
 )
