@@ -34,7 +34,7 @@ _CROP = "crop"
 class LateNormalisation:
     """The last steps from power to features, after the transforms: the logarithm, and the z-score of each band."""
 
-    of_log_power: float
+    log_power_factor: float
     """See FeatureSettings."""
     least: float
     """The power that smaller power is taken for."""
@@ -42,11 +42,11 @@ class LateNormalisation:
 
     def to_power(self, x: Tensor, frames: Tensor) -> Tensor:
         """Return the power of features: float32, of the shape of ``x``, which is overwritten; 0 in padding."""
-        return spectra.to_power(x, frames, self.least, self.of_log_power).mul_(spectra.inside(x, frames))
+        return spectra.to_power(x, frames, self.least, self.log_power_factor).mul_(spectra.inside(x, frames))
 
     def of_power(self, power: Tensor, frames: Tensor) -> Tensor:
         """Return the features of power float32 [..., frames, bands], which is overwritten."""
-        return self.normalised(spectra.to_logarithm(power, frames, self.least, self.of_log_power), frames)
+        return self.normalised(spectra.to_logarithm(power, frames, self.least, self.log_power_factor), frames)
 
     def normalised(self, x: Tensor, frames: Tensor) -> Tensor:
         """Return features normalised, where that had to wait; ``x`` is overwritten."""
@@ -328,4 +328,4 @@ def _late(features: AnyFeatures, where: str) -> LateNormalisation:
             f"take data.features.normalise clip or none, or leave gain, noise and reverberation out"
         )
     least = features.least if features.spectrum == "power" else features.least**2
-    return LateNormalisation(features.of_log_power, least, features.normalise == "clip")
+    return LateNormalisation(features.log_power_factor, least, features.normalise == "clip")

@@ -22,7 +22,7 @@ def extractor_of_power(features: FeatureSettings) -> FeatureExtractor:
 
 def power_of(features: FeatureSettings, logarithms: np.ndarray) -> np.ndarray:
     """Return the power in bands, of features that are not normalised: float32, of the same shape."""
-    result: np.ndarray = np.exp(logarithms / features.of_log_power).astype(np.float32)
+    result: np.ndarray = np.exp(logarithms / features.log_power_factor).astype(np.float32)
     return result
 
 

@@ -18,10 +18,10 @@ _SHARE = 1 / 3
 
 def frames_on(store: FeatureStore, device: torch.device) -> Tensor | None:
     """Return all frames of a store on a device, [frames, bands] of the store's own type; ``None`` when they would take too much."""
-    if device not in store.moved:
+    if device not in store.device_copies:
         fits = store.frames.nbytes <= _free(device) * _SHARE
-        store.moved[device] = torch.from_numpy(np.array(store.frames)).to(device) if fits else None
-    frames: Tensor | None = store.moved[device]
+        store.device_copies[device] = torch.from_numpy(np.array(store.frames)).to(device) if fits else None
+    frames: Tensor | None = store.device_copies[device]
     return frames
 
 
