@@ -111,7 +111,7 @@ def private_things(config: Any, run_dir: Path) -> dict[str, list[bytes]]:
         "private tensors": [],
     }
     for site in config.data.sites:
-        settings, folder = config.data.at(site), place_folder(config, run_dir, site)
+        settings, folder = config.data.select_site(site), place_folder(config, run_dir, site)
         manifest, _ = list_clips(settings, 1)
         source = settings.source.open()
         own = Population.load(folder / "population")

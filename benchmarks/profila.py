@@ -270,7 +270,7 @@ def _machines(server: Server, config: Config) -> list[Machine]:
 
 def _machine(step: Step, objective: Any) -> Machine:
     found = objective.evaluate(step, "model", step.data.test, 256)
-    own = objective.normal_examples(step.data.train).as_tested()
+    own = objective.normal_examples(step.data.train).cut_for_test()
     z = F.normalize(predict(step, "model", own, 256).double(), dim=1)
     return Machine(
         step.client.id,

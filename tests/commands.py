@@ -1,4 +1,4 @@
-"""The command line called in this process, for tests."""
+"""Call the command line in this process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ typer.main.get_command = functools.cache(typer.main.get_command)
 
 @dataclass(frozen=True)
 class Said:
-    """What a command printed, and how it ended."""
+    """The output and the exit code of a command."""
 
     code: int
     out: str
@@ -30,11 +30,11 @@ class Said:
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """Standard output as JSON, which every line of it must be."""
+        """Parse every line of standard output as JSON."""
         return [json.loads(line) for line in self.out.splitlines()]
 
     def refuses(self, *patterns: str) -> None:
-        """Assert bad input: exit code 2, no traceback, one message in which all of these stand."""
+        """Assert exit code 2, no traceback, and one message with all of these words."""
         assert self.code == 2, (self.out, self.err)
         assert self.err.startswith("error: "), self.err
         assert "Traceback" not in self.err
@@ -45,7 +45,7 @@ class Said:
 
 
 class Raydfl:
-    """``raydfl("run", file, "key=value")`` is the command ``raydfl run file key=value``."""
+    """``raydfl("run", file, "key=value")`` runs the command ``raydfl run file key=value``."""
 
     def __init__(self, capture: pytest.CaptureFixture[str]) -> None:
         self._capture = capture
@@ -59,7 +59,7 @@ class Raydfl:
 
 
 def written(config: Config, folder: Path) -> Path:
-    """A configuration as a file."""
+    """Write a configuration to a file."""
     path = folder / "experiment.yaml"
     path.write_text(to_yaml(config.model_dump(mode="json"), flow=False))
     return path

@@ -1,4 +1,4 @@
-"""What all tests share: a tiny federation that trains in a second, and one Ray for those that need it."""
+"""Fixtures of all tests: a tiny federation that trains in a second, and one Ray cluster."""
 
 from __future__ import annotations
 
@@ -38,27 +38,27 @@ hypothesis.settings.register_profile("fast", parent=hypothesis.settings.get_prof
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """In the fast suite a property is tried on fewer examples."""
+    """Use fewer Hypothesis examples in the fast suite."""
     hypothesis.settings.load_profile("fast" if config.option.markexpr == "not slow" else "all")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Fast tests need no Ray: what opens one is slow."""
+    """Mark tests with Ray as slow."""
     for item in items:
         if "ray_session" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish() -> None:
-    """From here on only what tests leave behind is looked through."""
+    """Freeze existing objects, so that garbage collection checks only objects of tests."""
     gc.freeze()
     gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def drawing() -> Iterator[Callable[..., str]]:
-    """What draws a picture. Only tests that ask for ``pictures`` have any drawn: they take most of a tiny run's time."""
+    """Disable plots, except in tests with the fixture ``pictures``. Plots take most of a tiny run's time."""
     from raydfl.runs.report import page
 
     draw = page.draw
@@ -69,7 +69,7 @@ def drawing() -> Iterator[Callable[..., str]]:
 
 @pytest.fixture(scope="session", autouse=True)
 def no_power_cuts() -> Iterator[None]:
-    """Nobody waits for a disk: files are whole for other processes without it."""
+    """Disable fsync. Other processes see complete files without it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
         yield
@@ -77,7 +77,7 @@ def no_power_cuts() -> Iterator[None]:
 
 @pytest.fixture
 def pictures(drawing: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has the pictures of this test's reports drawn."""
+    """Enable the plots of this test's reports."""
     monkeypatch.setattr("raydfl.runs.report.page.draw", drawing)
 
 
@@ -88,7 +88,7 @@ def feature_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def tiny(tmp_path: Path, feature_cache: Path) -> Callable[..., Config]:
-    """``tiny("key=value", ...)``: the tiny federation's configuration, its runs in this test's folder."""
+    """``tiny("key=value", ...)`` configures the tiny federation, with runs in the test's folder."""
     from raydfl.engine.config import make_config
     from raydfl.engine.overrides import apply_overrides
 
@@ -103,7 +103,7 @@ def tiny(tmp_path: Path, feature_cache: Path) -> Callable[..., Config]:
 
 @pytest.fixture(scope="session")
 def ray_session() -> Iterator[None]:
-    """One local Ray with 4 logical CPUs and a logical GPU for all tests that need it; it never joins another."""
+    """Start one local Ray with 4 logical CPUs and a logical GPU for all tests. It never joins a running cluster."""
     import ray
 
     ray.init(

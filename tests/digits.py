@@ -12,7 +12,7 @@ IMAGES = np.arange(5 * 28 * 28).reshape(5, 28, 28).astype(np.uint8)
 
 
 def idx(array: np.ndarray) -> bytes:
-    """An array of bytes in the format of MNIST."""
+    """Encode an array of bytes in the format of MNIST."""
     return struct.pack(f">BBBB{array.ndim}I", 0, 0, 8, array.ndim, *array.shape) + array.tobytes()
 
 

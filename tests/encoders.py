@@ -1,4 +1,4 @@
-"""Tiny pretrained encoders with random weights, written as transformers writes all."""
+"""Tiny pretrained encoders with random weights, saved by transformers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KINDS = ("wav2vec2", "wav2vec2-masked", "hubert", "ast", "whisper")
 
 
 def write_encoder(folder: Path, kind: str, seed: int = 0) -> Path:
-    """Write one of ``KINDS`` into a folder, and return it. ``wav2vec2-masked`` is of the form of the large ones."""
+    """Write one of ``KINDS`` into a folder, and return it. ``wav2vec2-masked`` has the structure of the large models."""
     import transformers as hf
 
     masked = {"feat_extract_norm": "layer", "do_stable_layer_norm": True} if kind == "wav2vec2-masked" else {}
@@ -61,7 +61,7 @@ def write_encoder(folder: Path, kind: str, seed: int = 0) -> Path:
 
 
 def reference(folder: Path) -> Any:
-    """Return the encoder of a folder as transformers loads it."""
+    """Load the encoder of a folder with transformers."""
     import transformers as hf
 
     found = hf.AutoModel.from_pretrained(folder).eval()

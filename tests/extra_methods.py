@@ -1,4 +1,4 @@
-"""Methods that the override points must carry although raydfl does not ship them: the engine knows nothing of either."""
+"""Methods outside raydfl that test the override points."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from raydfl.training.step import Step
 
 @dataclass(frozen=True, kw_only=True)
 class SeveralGlobals(Method):
-    """Each client trains the one of several global models that fits its data best (as in iterative clustering)."""
+    """Several global models. Each client trains the model with the smallest loss on its data (as in IFCA)."""
 
     number: Annotated[int, Field(ge=1)] = 2
 
@@ -70,7 +70,7 @@ class SeveralGlobals(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class TwoPhases(Method):
-    """First as FedAvg; then a fresh student learns from the frozen result of the first phase."""
+    """FedAvg, then distillation of its frozen result into a fresh student."""
 
     switch: Annotated[int, Field(ge=1)] = 2
 
@@ -103,7 +103,7 @@ class TwoPhases(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class Vandal(Method):
-    """Overwrites what it received before it trains: the next client must not notice."""
+    """Overwrite received tensors before training. The next client must not be affected."""
 
     def local(self, step: Step) -> Update:
         update = super().local(step)
@@ -116,7 +116,7 @@ class Vandal(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class Diverging(Method):
-    """Returns NaN from the clients it names."""
+    """Return NaN from selected clients."""
 
     bad: tuple[str, ...] = ()
 
@@ -129,7 +129,7 @@ class Diverging(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class Twins(Method):
-    """Begins with one set of tensors under two keys, and counts in an ``extra`` that JSON changes."""
+    """Start with equal tensors under two keys, and count in an ``extra`` that JSON converts."""
 
     def init(
         self, clients: Sequence[Client], models: Sequence[Mapping[str, nn.Module]], rng: np.random.Generator
@@ -147,7 +147,7 @@ class Twins(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class Forgetful(Method):
-    """Asks its state for what is not in it."""
+    """Read a missing entry of the state."""
 
     def aggregate(self, state: State, updates: Iterable[Update], rng: np.random.Generator) -> tuple[State, Metrics]:
         return super().aggregate(state.extra["no such entry"], updates, rng)
@@ -155,7 +155,7 @@ class Forgetful(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class Failing(Method):
-    """Raises on one client in one round."""
+    """Raise an error for one client in one round."""
 
     client: str = ""
     round: int = 2
@@ -168,7 +168,7 @@ class Failing(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class Leaking(Method):
-    """Tries to send what it declares private."""
+    """Send a private tensor."""
 
     def shared(self, name: str) -> bool:
         return not name.startswith("model/output")
@@ -179,7 +179,7 @@ class Leaking(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class Summing(Method):
-    """Keeps several tensors, and adds them to its loss in the order in which its state has them: the last bits depend on it."""
+    """Add several tensors of the client state to the loss, in the order of the state. The order affects the last bits."""
 
     def loss(self, step: Step, batch: Batch) -> Tensor:
         value = super().loss(step, batch)
@@ -197,7 +197,7 @@ class Summing(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class Untidy(Method):
-    """Leaves something in its networks when its work is done."""
+    """Leave changes in the networks after training."""
 
     how: str = "entry"
 
@@ -227,7 +227,7 @@ class Untidy(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class NearTheReceived(Method):
-    """Cross-entropy, and the received model's and this client's previous model's answers as teachers."""
+    """Cross-entropy, with the received model and the client's previous model as teachers."""
 
     def loss(self, step: Step, batch: Batch) -> Tensor:
         value = super().loss(step, batch)
@@ -248,7 +248,7 @@ class NearTheReceived(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class OwnRates(Method):
-    """Every client trains with a rate of its own."""
+    """A different learning rate for each client."""
 
     rates: tuple[float, ...] = (0.1, 0.05, 0.2, 0.0)
     named: bool = False
@@ -272,7 +272,7 @@ class WithBuffers(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Slow(FedMLAC):
-    """FedMLAC in which every client takes its time, so that something can happen in the middle of a round."""
+    """FedMLAC with slow clients, so that tests can interrupt a round."""
 
     seconds: float = 0.3
 

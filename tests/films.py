@@ -1,4 +1,4 @@
-"""Films made for tests: lossless, so that what is read can be compared with what was written."""
+"""Lossless videos for tests, to compare decoded with written frames."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 def write_film(
     path: Path, frames: np.ndarray, samples: np.ndarray | None = None, rate: int = 8000, fps: int = 10
 ) -> Path:
-    """Write a film (.mkv).
+    """Write a video (.mkv).
 
     Args:
         frames: uint8 [frames, rows, columns] of grey, sides even.

@@ -1,4 +1,4 @@
-"""What several test files compare runs with."""
+"""Helpers of several test files to train and compare runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from raydfl.testing import read_tensors, train_federation
 
 
 def finish_in(run_dir: Path, config: Config) -> dict[str, bytes]:
-    """The same for a run whose folder is there."""
+    """Continue a run in an existing folder."""
     server = Server(run_dir, config)
     try:
         while server.round_index < config.train.rounds:
@@ -28,12 +28,12 @@ _KNOWN: dict[str, tuple[Path, dict[str, bytes]]] = {}
 
 
 def known(config: Config) -> dict[str, bytes]:
-    """Return what :func:`raydfl.testing.train_federation` returns; equal settings are trained once."""
+    """Call :func:`raydfl.testing.train_federation`, once for equal settings."""
     return _known(config)[1]
 
 
 def known_run(config: Config) -> Path:
-    """The folder of that run."""
+    """Return the folder of a run of :func:`known`."""
     return _known(config)[0]
 
 
@@ -49,7 +49,7 @@ def _known(config: Config) -> tuple[Path, dict[str, bytes]]:
 
 
 def stop_after(config: Config, rounds: int) -> None:
-    """The run up to some round, in this process; what comes after the rounds is not done."""
+    """Train a run up to a round in this process, without the steps after the last round."""
     server = Server(create(config, Progress("quiet")), config)
     try:
         for _ in range(rounds):
@@ -60,7 +60,7 @@ def stop_after(config: Config, rounds: int) -> None:
 
 
 def differ(a: dict[str, bytes], b: dict[str, bytes]) -> bool:
-    """Whether two runs know something else; a function of its own keeps pytest from printing all their bytes."""
+    """Return whether two runs differ. As a function, it keeps pytest from printing all bytes."""
     return a != b
 
 

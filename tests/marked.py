@@ -1,4 +1,4 @@
-"""Processes that a test starts, with all that they start."""
+"""Processes of a test, with all their descendants."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WAIT = 240.0
 
 
 class Marked:
-    """A process with all that it and its children start, found by their mark."""
+    """A process and all its descendants, found by a mark in their environment."""
 
     def __init__(self, *command: str, **environment: str) -> None:
         self.mark = Mark()
@@ -39,7 +39,7 @@ class Marked:
         return cls.python("-m", "raydfl", *arguments, **environment)
 
     def ask(self, line: str = "") -> str:
-        """Write a line, if there is one, and read the answer."""
+        """Write an optional line, and read the reply."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         if line:
@@ -50,19 +50,19 @@ class Marked:
         return answer
 
     def events(self) -> Iterator[dict[str, object]]:
-        """What it prints with ``--json``."""
+        """Parse the output of ``--json``."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             yield json.loads(line)
 
     def end(self) -> None:
-        """Kill every process of it."""
+        """Kill all its processes."""
         self.mark.end()
         self.process.communicate()
 
 
 def until(condition, what: str, alive: Sequence[Marked] = ()):  # type: ignore[no-untyped-def]
-    """Wait for something, and return it."""
+    """Wait until a function returns a value, and return it."""
     deadline = time.monotonic() + WAIT
     while not (found := condition()):
         for one in alive:

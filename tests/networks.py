@@ -1,4 +1,4 @@
-"""Networks that raydfl does not ship, some parts of which do not train."""
+"""Networks with frozen layers, for tests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ WIDTH = 24
 
 
 class FrozenStem(nn.Module):
-    """An encoder that does not train, with what behaves differently in training: batch normalisation and dropout; and a head."""
+    """A frozen encoder with batch normalisation and dropout, and a head."""
 
     def __init__(self, inputs: int, classes: int, frozen: bool = True, dropout: float = 0.5) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class FrozenStem(nn.Module):
 
 
 class NarrowStem(nn.Module):
-    """An encoder of one frozen layer, of which methods can cut channels, and a head."""
+    """An encoder of one frozen layer, whose channels methods can cut, and a head."""
 
     def __init__(self, inputs: int, classes: int, width: float = 1.0) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class NarrowStem(nn.Module):
 
 
 class FrozenLinear(nn.Module):
-    """An encoder of one layer, frozen or not."""
+    """An encoder of one layer, optionally frozen."""
 
     def __init__(self, inputs: int, classes: int, frozen: bool = True) -> None:
         super().__init__()

@@ -1,8 +1,7 @@
-"""A GPU that is made up: tensors that say "cuda", refuse to be mixed with the CPU's, and are computed by the CPU.
+"""A simulated GPU: tensors with the device "cuda", computed on the CPU, that cannot be mixed with CPU tensors.
 
-What a GPU would refuse is refused here: operations on tensors of both devices, ``.numpy()``, generators of the other device,
-raydfl's compiled operators (they know the CPU only), and functions of torch.cuda that want the number of a device. What cannot be
-seen here is what CUDA's own kernels do.
+It rejects operations that a GPU rejects: tensors of both devices, ``.numpy()``, generators of the other device, raydfl's compiled
+operators (CPU only), and functions of torch.cuda that take the number of a device. It cannot test CUDA's kernels.
 
 PyTorch's C++ code sees the device "meta" (so do tensors inside of torch.func.vmap, which are not ours); both names mean this GPU.
 """
@@ -34,7 +33,7 @@ CPU_INDICES = {aten.index.Tensor, aten.index_put.default, aten.index_put_.defaul
 
 
 class OnGpu(Tensor):
-    """A tensor of the pretended GPU; ``values`` has its numbers."""
+    """A tensor of the simulated GPU. ``values`` stores its data."""
 
     __slots__ = ("values",)  # no attribute that whoever looks through a tensor's would find
     values: Tensor
@@ -80,7 +79,7 @@ def _unwrap(value: Any) -> Any:
 
 
 def _computed(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Do an operation of which some tensor, or the result, is on the GPU."""
+    """Compute an operation with an operand or the result on the GPU."""
     tensors = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, Tensor)]
     gpu = [tensor for tensor in tensors if isinstance(tensor, OnGpu)]
     _check_mixed(function, args, tensors, gpu)
@@ -115,7 +114,7 @@ def _check_mixed(function: Any, args: Any, tensors: list[Tensor], gpu: list[OnGp
 
 
 class _Below(TorchDispatchMode):
-    """Makes tensors on the GPU: by moving there, and where nothing but ``device`` says so."""
+    """Create tensors on the GPU, by moves and by the argument ``device``."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -131,7 +130,7 @@ class _Below(TorchDispatchMode):
 
 
 class _Above(TorchFunctionMode):
-    """Translates devices in arguments, and refuses what asks a GPU's tensor for its memory."""
+    """Translate devices in arguments, and reject access to the memory of a GPU tensor."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -175,7 +174,7 @@ class _Generator(_OfPyTorch):
 
 
 class _Generators(_OfPyTorch):
-    """In place of torch.Generator: makes those of either device."""
+    """Replacement of torch.Generator for both devices."""
 
     def __new__(cls, device: Any = "cpu") -> Any:
         return _Generator() if _is_gpu(device) else _OfPyTorch(device)
@@ -183,14 +182,14 @@ class _Generators(_OfPyTorch):
 
 @contextlib.contextmanager
 def here() -> Iterator[None]:
-    """In this thread, inside, there is a GPU."""
+    """Simulate a GPU in this thread within the block."""
     with _Below(), _Above():
         yield
 
 
 @contextlib.contextmanager
 def pretended() -> Iterator[pytest.MonkeyPatch]:
-    """Inside, torch.cuda has one GPU, of 16 GiB; also in the threads of clients that are trained together."""
+    """Simulate one GPU of 16 GiB within the block, also in the threads of clients trained together."""
     generator = torch.Generator()
     run = lockstep._Member._run
 

@@ -1,4 +1,4 @@
-"""Methods whose accuracy is what a test wrote down, whatever their models are."""
+"""Methods with scripted accuracies, independent of their models."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from raydfl.training import Step
 
 @dataclass(frozen=True, kw_only=True)
 class Scripted(FedPer):
-    """FedPer with a personal output layer, whose accuracy after ``r`` rounds is the number ``r`` of the script."""
+    """FedPer with a personal output layer. Its accuracy after ``r`` rounds is entry ``r`` of the script."""
 
     script: tuple[float | None, ...] = (0.0,)
     """``None``: NaN; the last one also holds for all later rounds."""
 
     def evaluate(self, step: Step, examples: Examples, batch_size: int) -> Metrics:
-        """Return the accuracy of the script."""
+        """Return the scripted accuracy."""
         value = self.script[min(step.round_index, len(self.script) - 1)]
         return {"model/accuracy": Ratio(float("nan") if value is None else value, 1.0)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class InPhases(Scripted):
-    """The same in two phases, whose settings may differ."""
+    """Scripted in two phases with separate settings."""
 
     phases: ClassVar[tuple[str, ...]] = ("first", "second")

@@ -1,4 +1,4 @@
-"""A data set for tests of several views: tones, and beside them two pictures whose brightness is the label."""
+"""A data set with several views: tones, and two images whose brightness is the label."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ class Eye(nn.Module):
 
 
 def write(folder: Path, takes: int = 4, bare: tuple[int, ...] = ()) -> Path:
-    """Write recordings, pictures and their list.
+    """Write recordings, images and their list.
 
     Args:
         takes: training clips of each client.
-        bare: numbers of training clips without the first picture.
+        bare: numbers of training clips without the first image.
     """
     folder.mkdir(exist_ok=True)
     rng = np.random.default_rng(0)
@@ -75,7 +75,7 @@ def write(folder: Path, takes: int = 4, bare: tuple[int, ...] = ()) -> Path:
 def federation(
     tiny: Callable[..., Config], folder: Path, method: str, *overrides: str, views: tuple[str, ...] = ("video",)
 ) -> Config:
-    """Return a federation of :data:`CLIENTS` clients on what :func:`write` wrote, with a network for each view and the fusion."""
+    """Configure a federation of :data:`CLIENTS` clients on the files of :func:`write`, with networks for views and fusion."""
     of_views = ", ".join(f"{name}: {{column: {name}, features: {SEEN}}}" for name in views)
     listed = f"name: manifest, file: {folder / 'list.csv'}, features: {FEATURES}"
     data = f"data={{{listed}, views: {{{of_views}}}, partition: {{by: group}}}}"
@@ -86,7 +86,7 @@ def federation(
 
 @dataclass(frozen=True, kw_only=True)
 class OfKind(Method):
-    """FedAvg over the clients with these of ``data.views`` and no others."""
+    """FedAvg over the clients with exactly these views of ``data.views``."""
 
     needs = Needs(views=("video",))  # by which clients are chosen
 
@@ -94,6 +94,6 @@ class OfKind(Method):
     phase: str = "train"
 
     def plan(self, state: State, clients: Sequence[Client], rng: np.random.Generator, cohort: int) -> list[Task]:
-        """Draw from those clients."""
+        """Sample from these clients."""
         chosen = [client for client in clients if client.profile["views"] == self.views]
         return [Task(client.id, phase=self.phase) for client in sample_clients(chosen, rng, min(cohort, len(chosen)))]

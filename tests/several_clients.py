@@ -1,4 +1,4 @@
-"""Clients of unequal sizes with data in memory, and the comparison of training them together and one after another."""
+"""Clients of unequal sizes with data in memory, to compare batched with sequential training."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def make_steps(
     states: Sequence[dict[str, Tensor]] | None = None,
     **fields: Any,
 ) -> list[Step]:
-    """A step for each client, all of the same method; private models differ between clients."""
+    """Make a step for each client, with the same method and different private models."""
     torch.manual_seed(0)
     first = networks()
     specs = tuple(ModelSpec(name, "made by the test", BANDS, CLASSES) for name in first)
@@ -108,7 +108,7 @@ def jointly(method: Method, steps: Sequence[Step]) -> list[Update]:
 def assert_same_clients(
     one: Sequence[Step], one_updates: Sequence[Update], other: Sequence[Step], other_updates: Sequence[Update]
 ) -> None:
-    """Everything that a client's work leaves behind: its update, its models, its state, its generator."""
+    """Assert equal updates, models, client states and generators after training."""
     for a, x, b, y in zip(one, one_updates, other, other_updates, strict=True):
         close(dict(x.tensors), dict(y.tensors))
         close(a.floating_state(), b.floating_state())
@@ -130,7 +130,7 @@ def close(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
 
 
 def both(method: Method, networks: Networks, *, expect_together: bool = True, **settings: Any) -> list[Step]:
-    """Law 8: train the same clients both ways and compare; the jointly trained steps."""
+    """Train the same clients both ways, compare them (law 8), and return the batched steps."""
     alone, joint = make_steps(method, networks, **settings), make_steps(method, networks, **settings)
     before = alone[0].floating_state()
     before = {name: value.clone() for name, value in before.items()}

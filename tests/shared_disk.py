@@ -1,4 +1,4 @@
-"""A folder on a network file system, as the nodes of a cluster see it (nfs(5), default mount)."""
+"""Emulation of a folder on a network file system with several nodes (nfs(5), default mount)."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ REAL_OPEN = io.open
 
 
 class SharedDisk:
-    """What a node writes below a folder reaches the other nodes when it closes or syncs the file.
+    """A folder whose files reach other nodes when their writer closes or syncs them.
 
-    Creating, truncating, renaming and removing a file reach them at once. Each process is a node of its own. Inside :meth:`on` a
-    thread is on another one.
+    Creating, truncating, renaming and removing a file take effect at once. Each process is a separate node. Within :meth:`on` a
+    thread runs on a given node.
 
     Args:
         folder: the shared folder.
-        caches: what the nodes have not passed on. Files ``NODE@NAME.unsynced`` in it name the files that a node has written and not
-            synced since.
+        caches: data that nodes have not published. Files ``NODE@NAME.unsynced`` mark files with unsynced writes of a node.
     """
 
     def __init__(self, folder: Path, caches: Path) -> None:
@@ -86,7 +85,7 @@ class SharedDisk:
 
 
 class _CachedFile(io.FileIO):
-    """A file whose content is in the cache of its node until it is published."""
+    """A file with its content in the cache of its node until it is published."""
 
     def __init__(self, disk: SharedDisk, path: str, mode: str) -> None:
         self.disk, self.path, self.key = disk, path, (disk.node, path)

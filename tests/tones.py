@@ -1,4 +1,4 @@
-"""A data set for tests, written as a user would write one: tones whose pitch is the label, with a little noise."""
+"""A data set in the style of a user: tones with noise, whose pitch is the label."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from raydfl.data import (
     find_dataset,
     list_clips,
     natural_order,
-    remarks_of,
+    read_remarks,
     sizes_text,
 )
 
@@ -95,7 +95,7 @@ def describe_data(data: DataSettings, seed: int, labels_needed: bool = True) -> 
     extra = [name for name in manifest.column_names if name not in _STANDARD]
     if extra:
         yield from _entry("other columns", ", ".join(extra))
-    yield from remarks_of(manifest)
+    yield from read_remarks(manifest)
     tables = assign_clips(manifest, classes, data, seed, labels_needed, last="hold_out")
     yield ""
     if data.sites:

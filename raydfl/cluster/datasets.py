@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from raydfl.cluster.faults import unwrap_error
 from raydfl.core.errors import ConfigError, DataError, nearest
-from raydfl.data import samples_as_file
+from raydfl.data import encode_wav
 
 if TYPE_CHECKING:  # Importing ray.data takes a second.
     from ray.data import Dataset
@@ -93,11 +93,11 @@ def _encode_audio(row: dict[str, Any], audio: str, rate: str | None) -> dict[str
     rest = {name: cell for name, cell in row.items() if name not in (audio, rate)}
     where = f"the row { ({name: cell for name, cell in rest.items() if isinstance(cell, str | int | float)}) }"
     if rate is not None:
-        value = samples_as_file(value, row[rate], where)
+        value = encode_wav(value, row[rate], where)
     elif isinstance(value, Mapping) and value.get("bytes") is not None:
         value = value["bytes"]
     elif isinstance(value, Mapping) and value.get("array") is not None:
-        value = samples_as_file(value["array"], value.get("sampling_rate"), where)
+        value = encode_wav(value["array"], value.get("sampling_rate"), where)
     if not isinstance(value, bytes):
         raise DataError(
             f"{where} has {type(value).__name__} in column {audio!r}: neither bytes nor an array with its sampling_rate. Set audio "

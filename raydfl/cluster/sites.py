@@ -69,7 +69,7 @@ def place_folder(config: Config, run_dir: Path, place: str) -> Path:
 
 def list_site_classes(config: Config, site: str, part: str) -> list[str]:
     """List all classes of a site's clips of a part, including classes of ``data.leave_out``."""
-    data = config.data.each[part].at(site).model_copy(update={"leave_out": (), "ungrouped": "keep"})
+    data = config.data.each[part].select_site(site).model_copy(update={"leave_out": (), "ungrouped": "keep"})
     return list_clips(data, config.run.seed)[1]
 
 
@@ -98,7 +98,7 @@ def prepare_site_part(
         ids = Population.load(target).ids
         chosen = tuple(ids[client] for client in attackers)
         attack = dataclasses.replace(config.parts.attack, clients=chosen, draw="run", start=1, stop=None)
-    population = build_population(data.at(site), config.run.seed, attack=attack, classes=classes)
+    population = build_population(data.select_site(site), config.run.seed, attack=attack, classes=classes)
     config.check_needs({part: population.pools})
     population.save(target)
     whole = config.parts.method.objective.answers in ("set", "score")
@@ -138,7 +138,7 @@ def open_worker(
             f"a new run under a different run.name (ray.actors=0 and raydfl replay need the folders of all sites on one machine)."
         )
     elif population is not None:
-        population = population.at(place, folder / "population")
+        population = population.load_place(place, folder / "population")
     private = PrivateStore(folder / "private", durable=durable or bool(place))
     if scratch is not None:
         private = PrivateStore(scratch, [folder / "private"])

@@ -1,4 +1,4 @@
-"""Reading recordings."""
+"""Reading of recordings."""
 
 from __future__ import annotations
 
@@ -12,53 +12,53 @@ import numpy.typing as npt
 import soundfile
 
 from raydfl.core.errors import DataError
-from raydfl.data.films import has_decoder, is_film, read_sound
-from raydfl.data.manifest import _SUFFIXES, FFMPEG_SUFFIXES, _part, shown_name
-from raydfl.data.packed import binary, readable
+from raydfl.data.manifest import _SUFFIXES, FFMPEG_SUFFIXES, _find_samples, shown_name
+from raydfl.data.packed import load_source, open_binary
+from raydfl.data.video import has_decoder, is_video, read_sound
 
 AUDIO_SUFFIXES = tuple(
     suffix for kind, suffixes in _SUFFIXES.items() if kind in soundfile.available_formats() for suffix in suffixes
 )
-"""Endings, in lower case, of the recordings that the installed libsndfile decodes."""
+"""Suffixes of recordings that the installed libsndfile decodes, in lower case."""
 
-# Some recorders write a size that counts their own headers too; fewer missing bytes than that are no lost recording.
+# Some recorders include their headers in the size, so this many missing bytes do not indicate a truncated file.
 _HEADER_SLACK = 64
-# What programs that write to a pipe put where the size is not known yet: 0x7FFFF000 and above.
+# Programs that write to a pipe do not know the size yet, and use a value of at least 0x7FFFF000.
 _UNKNOWN_SIZE = 0x7FFFF000
 
 
 def read_audio(
     path: str | os.PathLike[str], start: float = 0.0, stop: float | None = None, channel: int | None = None
 ) -> tuple[npt.NDArray[np.float32], int]:
-    """Read the samples of an audio file, or of a film with sound, or of a part of it.
+    """Read the samples of an audio file, or the sound of a video.
 
-    What libsndfile does not decode is read by PyAV, where that is installed.
+    PyAV, if installed, reads formats that libsndfile does not support.
 
     Args:
-        path: the file, or an address in a larger file (raydfl.data.packed).
-        start: where the part begins, in seconds.
-        stop: where it ends; ``None``: with the file.
-        channel: the only channel to return, counted from 0; ``None``: all.
+        path: a file, or an address in a larger file (:mod:`raydfl.data.packed`).
+        start: start of the clip in the file, in seconds.
+        stop: end of the clip in seconds; ``None``: the end of the file.
+        channel: index of a single channel to return, from 0; ``None``: all channels.
 
     Returns:
-        ``(samples, rate)``: float32 [samples, channels], -1..1 (a file of floats keeps its own scale), and the rate in Hz.
+        ``(samples, rate)``: float32 [samples, channels] in -1..1 (a file of floats keeps its own scale), and the rate in Hz.
 
     Raises:
-        DataError: naming the file: it is missing, unreadable, empty, no audio, truncated, or a film without sound; it has no
-            samples, or not the part; or it has samples that are NaN or infinite.
-        NoDecoderError: it is a film, and PyAV is not installed.
+        DataError: the file is missing, unreadable, empty, truncated, not audio, or a silent video; the clip has no samples or
+            exceeds the file; or samples are NaN or infinite. The message names the file.
+        NoDecoderError: the file is a video, and PyAV is not installed.
     """
     name = os.fspath(path)
     try:
         name.encode()
     except UnicodeEncodeError:
-        raise DataError(f"{shown_name(name)}: the file's name is not UTF-8; rename it") from None
+        raise DataError(f"{shown_name(name)}: the file's name is not UTF-8. Rename the file") from None
     try:
-        source = readable(name)
-        with binary(source) as (file, size):
+        source = load_source(name)
+        with open_binary(source) as (file, size):
             _check_size(file, size, name)
-        if is_film(name):
-            return _select(*_of_film(name, start, stop), channel, name)
+        if is_video(name):
+            return _select_channel(*_decode(name, start, stop), channel, name)
     except FileNotFoundError:
         raise DataError(f"{name}: there is no such file") from None
     except OSError as error:
@@ -66,64 +66,67 @@ def read_audio(
     try:
         with soundfile.SoundFile(source) as sound:
             rate = int(sound.samplerate)
-            first, last = _part(start, stop, len(sound), rate, name)
+            first, last = _find_samples(start, stop, len(sound), rate, name)
             promised = last - first
-            lead_in = min(first, rate)  # a second: mp3 and opus need what comes before a sample
+            lead_in = min(first, rate)  # decoders of mp3 and opus need the preceding second
             sound.seek(first - lead_in)
             samples: npt.NDArray[np.float32] = sound.read(lead_in + promised, dtype="float32", always_2d=True)[lead_in:]
-    except (soundfile.SoundFileError, OSError, RuntimeError, TypeError) as error:  # TypeError: a name that ends in .raw
-        packed = not isinstance(source, str)  # its name need not say of what kind it is
+    except (soundfile.SoundFileError, OSError, RuntimeError, TypeError) as error:  # TypeError: the suffix .raw
+        packed = not isinstance(source, str)  # a packed recording may have no suffix
         foreign = packed or name.lower().endswith(FFMPEG_SUFFIXES)
         if foreign and has_decoder():
-            return _select(*_of_film(name, start, stop), channel, name)
+            return _select_channel(*_decode(name, start, stop), channel, name)
         if packed:
             raise DataError(
-                f"{name}: cannot be read as audio: {getattr(error, 'error_string', error)} if it is of a kind that libsndfile does "
-                f"not decode (m4a, mp4 ...), pip install 'raydfl[video]' brings what does"
+                f"{name}: cannot be read as audio: {getattr(error, 'error_string', error)} If libsndfile does not support the "
+                f"format (m4a, mp4 ...), install a decoder with pip install 'raydfl[video]'"
             ) from error
         if foreign:
             wav = shlex.quote(str(Path(name).with_suffix(".wav")))
             raise DataError(
-                f"{name}: cannot be read as audio: libsndfile does not decode this kind of file; pip install 'raydfl[video]' "
-                f"brings what does, or make a wav file of it with: ffmpeg -i {shlex.quote(name)} {wav}"
+                f"{name}: cannot be read as audio: libsndfile does not decode this format. Install a decoder with pip install "
+                f"'raydfl[video]', or convert the file to wav with: ffmpeg -i {shlex.quote(name)} {wav}"
             ) from error
         raise DataError(f"{name}: cannot be read as audio: {error}") from error
     if len(samples) < promised:
-        raise DataError(f"{name}: truncated: its header promises {promised} samples and {len(samples)} can be read")
+        raise DataError(
+            f"{name}: truncated: its header promises {promised} samples, but only {len(samples)} can be read. Copy the file again"
+        )
     check_samples(samples, name)
-    return _select(samples, rate, channel, name)
+    return _select_channel(samples, rate, channel, name)
 
 
-def _select(
+def _select_channel(
     samples: npt.NDArray[np.float32], rate: int, channel: int | None, name: str
 ) -> tuple[npt.NDArray[np.float32], int]:
-    """Return the samples of a channel."""
+    """Return the samples of a channel, float32 [samples, 1]; of all channels for ``None``."""
     if channel is None:
         return samples, rate
     if not (isinstance(channel, int) and 0 <= channel < samples.shape[1]):
         raise DataError(
-            f"{name}: the clip is of channel {channel!r}, counted from 0, and the file has {samples.shape[1]} channels"
+            f"{name}: the clip needs channel {channel!r}, counted from 0, but the file has {samples.shape[1]} channels. Correct "
+            f"the channel"
         )
     return samples[:, channel : channel + 1], rate
 
 
-def _of_film(name: str, start: float, stop: float | None) -> tuple[npt.NDArray[np.float32], int]:
-    """Read the sound of a file that libsndfile does not decode; see :func:`read_audio`."""
+def _decode(name: str, start: float, stop: float | None) -> tuple[npt.NDArray[np.float32], int]:
+    """Read the sound of a file with PyAV (:func:`read_audio`)."""
     samples, rate = read_sound(name)
-    first, last = _part(start, stop, len(samples), rate, name)
+    first, last = _find_samples(start, stop, len(samples), rate, name)
     check_samples(samples[first:last], name)
     return samples[first:last], rate
 
 
 def check_samples(samples: npt.NDArray[np.float32], name: str) -> None:
-    """Refuse a clip that has no samples, or samples that are NaN or infinite.
+    """Reject a clip without samples, or with NaN or infinite samples.
 
     Args:
         samples: float32 [samples, channels].
-        name: what the message calls the clip.
+        name: name of the clip in the message.
 
     Raises:
-        DataError: as said.
+        DataError: the clip is empty, or not finite.
     """
     if samples.size == 0:
         raise DataError(f"{name}: the clip has no samples (zero length)")
@@ -136,10 +139,10 @@ def check_samples(samples: npt.NDArray[np.float32], name: str) -> None:
 
 
 def audio_seconds(path: str | os.PathLike[str]) -> float:
-    """Read the duration that a file's header states, in seconds, without decoding it.
+    """Read the duration of a recording in seconds from its header.
 
     Raises:
-        DataError: the file is missing or is no audio.
+        DataError: the file is missing, or not audio.
     """
     name = os.fspath(path)
     if not Path(name).is_file():
@@ -151,16 +154,18 @@ def audio_seconds(path: str | os.PathLike[str]) -> float:
 
 
 def _check_size(file: BinaryIO, size: int, name: str) -> None:
-    """Refuse an empty file, and a wav that says it is longer than it is: libsndfile silently reads what is there.
+    """Reject an empty file, a Git LFS pointer, and a truncated wav, because libsndfile reads truncated files without an error.
 
     Raises:
-        DataError: empty, truncated, or the text that Git LFS leaves in place of a file.
+        DataError: the file is empty, truncated, or a Git LFS pointer.
     """
     if size == 0:
         raise DataError(f"{name}: the file is empty (0 bytes)")
     head = file.read(12)
     if head.startswith(b"version http"):
-        raise DataError(f"{name}: is a Git LFS pointer, not the recording; run 'git lfs pull' where you cloned the set")
+        raise DataError(
+            f"{name}: the file is a Git LFS pointer, not the recording. Run 'git lfs pull' in the clone of the data set"
+        )
     if head[:4] != b"RIFF" or head[8:] != b"WAVE":
         return
     position = len(head)
@@ -171,9 +176,10 @@ def _check_size(file: BinaryIO, size: int, name: str) -> None:
             missing = position + length - size
             if missing > _HEADER_SLACK and length < _UNKNOWN_SIZE:
                 raise DataError(
-                    f"{name}: truncated: its header promises {length} bytes of samples and the file holds {size - position}"
+                    f"{name}: truncated: its header promises {length} bytes of samples, but the file has {size - position}. Copy "
+                    f"the file again"
                 )
             return
         position += length + length % 2  # chunks are padded to an even length
         file.seek(position)
-    raise DataError(f"{name}: truncated: a wav header without samples behind it ({size} bytes)")
+    raise DataError(f"{name}: truncated: a wav header without samples ({size} bytes). Copy the file again")

@@ -1,4 +1,4 @@
-"""The way to a population: clips are listed, steps assign them to clients, and their features are prepared."""
+"""Preparation of a population: list the clips, assign them to clients in steps, and compute their features."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from raydfl.core.users_code import naming_failures
 from raydfl.data.assembly import Assembler
 from raydfl.data.features.cache import prepare
 from raydfl.data.features.extraction import RunChunks
-from raydfl.data.manifest import remarks_of
+from raydfl.data.manifest import read_remarks
 from raydfl.data.part import Part
 from raydfl.data.population import Population
 from raydfl.data.remote import fetch_recordings
@@ -33,29 +33,34 @@ from raydfl.data.steps.user_tables import add_clip_columns, keep_named_clips, ma
 
 Step = Callable[[Assignment], Assignment]
 STEPS = ("list", "leave_out", "split", "pools", "partition", "hold_out", "profile", "corrupt", "poison")
-"""Names of the steps in their order."""
+"""Names of the steps in order."""
 
 
 def list_clips(
     data: DataSettings, seed: int, progress: Progress | None = None, complete: bool = True
 ) -> tuple[pa.Table, list[str]]:
-    """List the configured data set: its manifest and the names of its classes; no clip is opened.
+    """List the clips and classes of the configured data set, without opening clips.
 
-    Recordings behind a URI are copied first.
+    Recordings at a URI are copied first.
 
     Args:
-        seed: the run's: it draws the groups of ``data.ungrouped: deal``.
-        complete: whether these are all clips of the federation, so that a label to be left out must be among theirs.
+        data: the configuration.
+        seed: seed of the run. It draws the groups of ``data.ungrouped: deal``.
+        progress: shows the copying of recordings.
+        complete: whether the list contains all clips of the federation. Unknown labels in ``data.leave_out`` are errors then.
+
+    Returns:
+        The manifest, and the names of the classes.
 
     Raises:
-        ConfigError: options that the data set does not take.
-        DataError: recordings that are not there, or a list that cannot be used.
+        ConfigError: an option of the data set is invalid.
+        DataError: the recordings are missing, or their list is invalid.
     """
     for uri in data.uris.values():
         fetch_recordings(uri, data.cache, progress)
     manifest = data.source.open().manifest()
     if manifest.column("label").null_count == manifest.num_rows:
-        raise DataError("no clip has a label, so nothing says what the classes are")
+        raise DataError("data: no clip has a label, so the classes are unknown. Add labels to the recordings")
     if data.tables.clips is not None:
         manifest = keep_named_clips(manifest, data.tables.clips)
     if data.leave_out:
@@ -66,18 +71,18 @@ def list_clips(
 
 
 def make_steps(data: DataSettings, seed: int, attack: Poisoner | None = None) -> dict[str, Step]:
-    """Return the steps from the list of clips to the clients, by name and in their order."""
-    own = {name: settings.partition for name, settings in data.pools.items()}
+    """Return the steps from the list of clips to the clients by name, in order."""
+    pools = {name: settings.partition for name, settings in data.pools.items()}
     if data.unlabelled is not None:
-        own[UNLABELLED] = data.unlabelled.partition
-    columns = {own.column: f"data.profile.{name}" for name, own in data.profile.items() if own.column is not None}
+        pools[UNLABELLED] = data.unlabelled.partition
+    columns = {entry.column: f"data.profile.{name}" for name, entry in data.profile.items() if entry.column is not None}
 
     def partition(tables: Assignment) -> Assignment:
         file, how = data.tables.clients, data.partition
         if how.by == "table":
-            named = "data.partition.file" if how.file else "data.tables.clients"
-            return share_clips(tables, cast(Path, how.file or file), named, how.minimum, columns)
-        tables = partition_clips(tables, how, own, seed)
+            where = "data.partition.file" if how.file else "data.tables.clients"
+            return share_clips(tables, cast(Path, how.file or file), where, how.minimum, columns)
+        tables = partition_clips(tables, how, pools, seed)
         return tables if file is None else match_clients(tables, file, columns)
 
     steps: dict[str, Step] = {
@@ -103,15 +108,20 @@ def assign_clips(
     attack: Poisoner | None = None,
     last: str | None = None,
 ) -> Assignment:
-    """Assign the clips of a list to clients and server.
+    """Assign clips to clients and server.
 
     Args:
-        learnt: whether each class has to be learnt, so that one without training clips is a mistake.
-        readable: bool [clips of the list]; ``None``: all can be read.
-        last: name of the last step to do; ``None``: all.
+        manifest: the clips.
+        classes: names of the classes.
+        data: the configuration.
+        seed: seed of the run.
+        learnt: whether a class without training clips is an error.
+        readable: bool [clips], mask of readable clips; ``None``: all clips.
+        attack: changes of attackers to recordings and labels.
+        last: name of the last step; ``None``: all steps.
 
     Raises:
-        DataError: a step does not fit the clips.
+        DataError: the settings of a step do not suit the clips.
     """
     listed = functools.reduce(add_batch_column, data.columns, make_assignment(manifest, classes))
     if last in ("list", "leave_out"):
@@ -142,26 +152,26 @@ def build_population(
     classes: Sequence[str] | None = None,
     labels_needed: bool = True,
 ) -> Population:
-    """List the clips, assign them, and make sure that their features are in the cache.
+    """List the clips, assign them to clients, and compute missing features in the cache.
 
     Args:
         data: the configuration.
-        seed: the run's: it decides the split, the partition, the local hold-outs and the corruption.
-        progress: shown while features are made.
-        run_chunks: executes chunks of that work, on a cluster for example; local processes when ``None``.
-        attack: what attackers do to their recordings and labels, if there are any.
-        classes: of the whole federation, where these clips are a part of it and need not show them all.
-        labels_needed: whether each class has to be learnt, so that one without training clips is a mistake.
+        seed: seed of the run. It determines the split, the partition, the held-out sets and the corruption.
+        progress: shows the computation of features.
+        run_chunks: executor of the computation, such as a cluster; ``None``: local processes.
+        attack: changes of attackers to recordings and labels.
+        classes: classes of the federation, if the clips are only a part of it; ``None``: the classes of the clips.
+        labels_needed: whether a class without training clips is an error.
 
     Raises:
-        ConfigError: options that the data set does not take, or an attack that does not fit the data.
-        DataError: recordings that cannot be used, or a split or partition that they do not allow.
-        ResourcesError: no room for the features.
+        ConfigError: an option of the data set is invalid, or the attack does not support the data.
+        DataError: the recordings are invalid, or too few for the split or partition.
+        ResourcesError: the disk is too small for the features.
     """
     parts = {}
-    for name, own in data.each.items():
+    for name, settings in data.each.items():
         try:
-            parts[name] = _build_part(own, seed, progress, run_chunks, attack, classes, labels_needed)
+            parts[name] = _build_part(settings, seed, progress, run_chunks, attack, classes, labels_needed)
         except (ConfigError, DataError) as error:
             raise with_part(error, name) from error
     return Population(parts).use(data)
@@ -176,10 +186,10 @@ def _build_part(
     classes: Sequence[str] | None,
     labels_needed: bool,
 ) -> Part:
-    """Build one data set of the federation, see :func:`build_population`."""
+    """Build a data set of the federation (:func:`build_population`)."""
     complete = classes is None
-    manifest, own = list_clips(data, seed, progress, complete)
-    classes = own if classes is None else classes
+    manifest, listed = list_clips(data, seed, progress, complete)
+    classes = listed if classes is None else classes
     if attack is not None:
         with naming_failures(attack, "check", kind="attack"):
             attack.check(classes, data.features)
@@ -192,32 +202,36 @@ def _build_part(
         complete and labels_needed,
         attack=attack if data.partition.by != "table" else None,
     )
-    tables = assign()  # before the long work: what cannot be done fails now
+    tables = assign()  # before the features, so that invalid settings fail early
     if attack is not None:
         with naming_failures(attack, "candidates", kind="attack"):
             attack.candidates(tables.ids, seed)
-    prepared = functools.partial(prepare, data.source, cache=data.cache, progress=progress, run_chunks=run_chunks)
-    store = prepared(manifest, data.first_view.stored_features, unreadable=data.unreadable)
-    messages = remarks_of(manifest)
+    prepare_features = functools.partial(
+        prepare, data.source, cache=data.cache, progress=progress, run_chunks=run_chunks
+    )
+    store = prepare_features(manifest, data.first_view.stored_features, unreadable=data.unreadable)
+    messages = read_remarks(manifest)
     if data.split.as_published is not None:
         messages.append(
-            "data.split.as_published: clips that are trained on are tested on too, so scores say how well clips are known, not "
-            "how well a failing machine is heard"
+            "data.split.as_published: training clips are also test clips. Scores measure memorisation of clips, not anomaly "
+            "detection"
         )
-    clips, failures, found = manifest.column("clip"), dict(store.failures), None
-    while found is None:
+    clips, failures, features = manifest.column("clip"), dict(store.failures), None
+    while features is None:
         if failures:
             if len(failures) == len(clips):
                 first = min(failures)
-                raise DataError(f"none of {len(clips)} clips can be read, the first {clips[first]}: {failures[first]}")
+                raise DataError(
+                    f"data: none of {len(clips)} clips is readable. The first is {clips[first]}: {failures[first]}"
+                )
             tables = assign(readable=~np.isin(np.arange(len(clips)), list(failures)))
-        assembler = Assembler(manifest, tables, data, seed, prepared, complete)
-        found = assembler.find_features(store, None if attack is None else attack.alteration())
-        if assembler.failures:  # Others may be dealt to the clients then.
-            failures, found = failures | assembler.failures, None
+        assembler = Assembler(manifest, tables, data, seed, prepare_features, complete)
+        features = assembler.find_features(store, None if attack is None else attack.alteration())
+        if assembler.failures:  # Without these clips, the assignment may change.
+            failures, features = failures | assembler.failures, None
     skipped = [(clips[index].as_py(), reason) for index, reason in sorted(failures.items())]
     if skipped:
         messages.append(
             f"{len(skipped)} of {len(clips)} clips cannot be read and are left out, the first {skipped[0][0]}"
         )
-    return assembler.part(found, skipped, messages)
+    return assembler.build_part(features, skipped, messages)

@@ -1,4 +1,4 @@
-"""CSV files of users: with a header line, in UTF-8, and separated by commas, semicolons or tabs."""
+"""Reading of users' CSV files: UTF-8 with a header line, separated by commas, semicolons or tabs."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from raydfl.core.errors import DataError
 
 
 def read_csv(file: Path, texts: Iterable[str], columns: Iterable[str] = ()) -> pa.Table:
-    """Read a CSV file. An empty cell is null.
+    """Read a CSV file. Empty cells become null.
 
     Args:
-        file: its path.
-        texts: columns that stay text: a speaker 007 is not the number 7.
-        columns: the only columns to read; none: all.
+        file: path of the file.
+        texts: columns to read as text, so that a speaker 007 does not become 7.
+        columns: columns to read; empty: all columns.
 
     Raises:
-        DataError: it is not UTF-8 text.
-        OSError, pa.ArrowException: it cannot be read.
+        DataError: the file is not UTF-8 text.
+        OSError, pa.ArrowException: the file cannot be read.
     """
     return pa.csv.read_csv(
         file,
-        parse_options=pa.csv.ParseOptions(delimiter=_delimiter(file)),
+        parse_options=pa.csv.ParseOptions(delimiter=_find_delimiter(file)),
         convert_options=pa.csv.ConvertOptions(
             column_types=dict.fromkeys(texts, pa.string()),
             include_columns=[*columns],
@@ -35,12 +35,12 @@ def read_csv(file: Path, texts: Iterable[str], columns: Iterable[str] = ()) -> p
     )
 
 
-def _delimiter(file: Path) -> str:
-    """Find what separates the columns in the header line: spreadsheets of many countries write semicolons."""
-    with file.open("rb") as opened:
-        header = opened.readline()
+def _find_delimiter(file: Path) -> str:
+    """Find the delimiter in the header line. Spreadsheets in many languages write semicolons."""
+    with file.open("rb") as stream:
+        header = stream.readline()
     try:
         header.decode()
     except UnicodeDecodeError:
-        raise DataError(f"{file} is not UTF-8 text; save it as UTF-8") from None
+        raise DataError(f"{file} is not UTF-8 text. Save it as UTF-8") from None
     return next((mark for mark in (";", "\t") if mark.encode() in header and b"," not in header), ",")

@@ -29,7 +29,7 @@ from pydantic.dataclasses import dataclass
 from raydfl.core import registry
 from raydfl.core.settings import StrictTypes
 from raydfl.data.audio import read_audio
-from raydfl.data.pictures import read_image
+from raydfl.data.images import read_image
 
 PACKAGE = "raydfl.data.sets"
 

@@ -18,7 +18,7 @@ from raydfl.core.files import write_atomically
 from raydfl.core.registry import build
 from raydfl.core.remote import is_uri
 from raydfl.data.dataset import Dataset, find_dataset
-from raydfl.data.manifest import remarks_of
+from raydfl.data.manifest import read_remarks
 from raydfl.data.remote import fetch_recordings
 from raydfl.data.sets._files import absolute, list_files
 from raydfl.data.sets._tables import LISTS
@@ -67,7 +67,7 @@ def import_recordings(
     except DataError as error:  # it names the options as they are in a configuration
         text = re.sub(rf"\bdata\.(?={'|'.join(dataset.__dataclass_fields__)})", "", str(error))
         raise DataError(text.replace("group_column", "--client")) from error
-    remarks = remarks_of(table)
+    remarks = read_remarks(table)
     table, choice = _choose_owners(table, client, "speaker" if kind == "lhotse" else "group")
     classes, clients = (pc.count_distinct(table.column(name)).as_py() for name in ("label", "group"))
     if kind == "lhotse":

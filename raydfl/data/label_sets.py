@@ -1,4 +1,4 @@
-"""Labels that are sets of classes: what ``data.label_sets`` says, and the classes of each such label."""
+"""Labels with several classes each (``data.label_sets``)."""
 
 from __future__ import annotations
 
@@ -13,30 +13,32 @@ from raydfl.data.steps.listing import natural_order
 
 
 class LabelSetSettings(Settings):
-    """A clip's label names several classes at once."""
+    """Settings of labels with several classes each."""
 
     separator: str = Field(
         "|",
         min_length=1,
-        description="What stands between the classes of a label: dog|rain. A label of it alone is of no class.",
+        description="Separator of the classes in a label, such as dog|rain. The separator alone is a label without classes.",
     )
 
 
-def sets_of(labels: Sequence[str], separator: str) -> tuple[list[str], np.ndarray]:
-    """Return the classes that labels name, and which of them each label has.
+def split_labels(labels: Sequence[str], separator: str) -> tuple[list[str], np.ndarray]:
+    """Split labels into classes.
 
     Args:
-        labels: as the manifest has them, each once.
-        separator: of :class:`LabelSetSettings`.
+        labels: the distinct labels of the manifest.
+        separator: separator of the classes in a label.
 
     Returns:
-        Names of the classes, in natural order, and bool [labels, classes].
+        Names of the classes in natural order, and a mask of each label's classes, bool [labels, classes].
 
     Raises:
-        DataError: no label names a class.
+        DataError: the labels are empty.
     """
-    parts = [{part.strip() for part in label.split(separator)} - {""} for label in labels]
-    classes = natural_order(list(set().union(*parts)))
+    sets = [{name.strip() for name in label.split(separator)} - {""} for label in labels]
+    classes = natural_order(list(set().union(*sets)))
     if not classes:
-        raise DataError(f"data.label_sets: no label names a class; the separator is {separator!r}")
-    return classes, np.array([[name in part for name in classes] for part in parts], bool)
+        raise DataError(
+            f"data.label_sets: no label has a class with the separator {separator!r}. Set data.label_sets.separator"
+        )
+    return classes, np.array([[name in names for name in classes] for names in sets], bool)

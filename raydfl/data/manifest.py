@@ -1,20 +1,19 @@
-"""The manifest (one row for each clip) and the reading of audio files.
+"""The manifest of a data set: a table with a row for each clip.
 
-A manifest is a ``pyarrow.Table``. Its first six columns are the same for every data set:
+A manifest is a ``pyarrow.Table``. Its first six columns are the same for all data sets:
 
 ========= ======= =====================================================================================================
 column    type    meaning
 ========= ======= =====================================================================================================
-clip      string  unique id: POSIX path relative to the set's root, or a made-up name for what is not a file
-path      string  absolute path of the file; null for clips that are generated
-label     string  the class; null where nobody has labelled the clip
-group     string  speaker, actor, device ...: whoever would own the clip; null where the set does not say
-split     string  "train", "validation" or "test"; null in every row when the set has no official split
-seconds   float64 duration; null where it is not known without opening the file
+clip      string  unique id: POSIX path relative to the set's root, or a generated name
+path      string  absolute path of the file; null for generated clips
+label     string  the class; null for an unlabelled clip
+group     string  natural owner of the clip (speaker, actor, device ...); null if unknown
+split     string  "train", "validation" or "test"; null in all rows if the set has no official split
+seconds   float64 duration; null if unknown without opening the file
 ========= ======= =====================================================================================================
 
-What else a set knows (fold, session, recording, take) follows in columns of its own. What is to be said about the set as a whole,
-such as files that it leaves out, are the manifest's remarks.
+Further columns (fold, session, recording, take) follow. Remarks are messages about the set, such as ignored files.
 """
 
 from __future__ import annotations
@@ -51,12 +50,12 @@ _SUFFIXES = {
     "SDS": (".sds",),
     "WVE": (".wve",),
 }
-"""Endings of recordings, by libsndfile's name of their format. Not here: what mostly is something else (.mat, .htk, .mpc, .xi), and
-RAW, which says neither rate nor channels."""
-FILM_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".wmv", ".mpg", ".mpeg", ".m4v", ".flv", ".ogv")
-"""Endings of films."""
-FFMPEG_SUFFIXES = (".m4a", ".m4b", ".aac", ".wma", ".amr", ".3gp", ".ape", ".wv", ".ac3", ".mka", *FILM_SUFFIXES)
-"""Endings of recordings, and of films with sound, that libsndfile does not decode and ffmpeg does."""
+"""Suffixes of recordings, by libsndfile's name of the format. Ambiguous suffixes are missing (.mat, .htk, .mpc, .xi), as is RAW,
+because it stores neither rate nor channels."""
+VIDEO_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".wmv", ".mpg", ".mpeg", ".m4v", ".flv", ".ogv")
+"""Suffixes of videos."""
+FFMPEG_SUFFIXES = (".m4a", ".m4b", ".aac", ".wma", ".amr", ".3gp", ".ape", ".wv", ".ac3", ".mka", *VIDEO_SUFFIXES)
+"""Suffixes of recordings and videos that need ffmpeg, because libsndfile does not support them."""
 _REMARKS = b"raydfl remarks"
 
 _TYPES = {
@@ -68,34 +67,35 @@ _TYPES = {
     "seconds": pa.float64(),
 }
 _REQUIRED = ("clip", "path", "label")
-# Seconds by which a part may be said to end after its file: what people mark parts with rounds to milliseconds or coarser.
+# Seconds by which the stop of a clip may exceed its file, because annotation tools round to milliseconds or coarser.
 _ROUNDING = 0.01
 
 
 def make_manifest(
     rows_or_columns: Sequence[Mapping[str, Any]] | Mapping[str, Any] | pa.Table, where: str, remarks: Sequence[str] = ()
 ) -> pa.Table:
-    """Make a validated manifest from rows, from columns, or from another table.
+    """Make a validated manifest from rows, columns or a table.
 
-    ``clip``, ``path`` and ``label`` must be given (``path`` may hold nulls); ``group``, ``split`` and ``seconds`` are null
-    when absent. The order of the rows is kept, further columns follow the six standard ones.
+    ``clip``, ``path`` and ``label`` are required, but ``path`` may contain nulls. ``group``, ``split`` and ``seconds`` default to
+    null. The order of the rows is preserved. Further columns follow the six standard columns.
 
     Args:
-        where: what the messages call this manifest: the set's name and root, or the manifest's file.
-        remarks: what :func:`remarks_of` is to return.
+        rows_or_columns: rows, arrays by column, or a table.
+        where: name of the manifest in messages: the set's name and root, or a file.
+        remarks: messages to the user, for :func:`read_remarks`.
 
     Raises:
-        DataError: no rows, a missing column, a value of the wrong type, a null or empty label or clip, two clips of one
-            name, an unknown split, or a split in some rows only.
+        DataError: no rows, a missing column, a value of the wrong type, a missing clip name, an empty label, duplicate clip names,
+            an unknown split, or a split in some rows only.
     """
     table = _as_table(rows_or_columns, where)
     for name in _REQUIRED:
         if name not in table.column_names:
             raise DataError(
-                f"{where}: the manifest has no column {name!r}; its columns: {', '.join(table.column_names) or 'none'}"
+                f"{where}: the manifest has no column {name!r}. Its columns: {', '.join(table.column_names) or 'none'}"
             )
     if table.num_rows == 0:
-        raise DataError(f"{where}: the manifest is empty; check the root folder and the options that select clips")
+        raise DataError(f"{where}: the manifest is empty. Check the root folder and the options that select clips")
     columns = {name: _standard_column(table, name, kind, where) for name, kind in _TYPES.items()}
     columns |= {name: table.column(name) for name in table.column_names if name not in _TYPES}
     manifest = pa.table(columns)
@@ -103,33 +103,35 @@ def make_manifest(
     return manifest.replace_schema_metadata({_REMARKS: json.dumps(remarks)}) if remarks else manifest
 
 
-def remarks_of(manifest: pa.Table) -> list[str]:
-    """Return remarks for the user about the set that a manifest lists."""
+def read_remarks(manifest: pa.Table) -> list[str]:
+    """Read the messages to the user in a manifest."""
     remarks: list[str] = json.loads((manifest.schema.metadata or {}).get(_REMARKS, b"[]"))
     return remarks
 
 
-def _part(start: float, stop: float | None, samples: int, rate: int, name: str) -> tuple[int, int]:
-    """Return the first sample of a part of a file, and the one after its last.
+def _find_samples(start: float, stop: float | None, samples: int, rate: int, name: str) -> tuple[int, int]:
+    """Convert the start and stop of a clip in seconds to a range of samples (first, stop).
 
     Raises:
-        DataError: the file does not have that part.
+        DataError: the clip exceeds the file, or is empty.
     """
     if stop is not None and stop > samples / rate + _ROUNDING:
         raise DataError(
-            f"{name}: the clip's stop, {stop:g} s, lies behind the end of the file: it is {samples / rate:g} s long"
+            f"{name}: the clip's stop, {stop:g} s, is after the end of the file, which is {samples / rate:g} s long. Correct the "
+            f"stop"
         )
     first, last = round(start * rate), samples if stop is None else min(round(stop * rate), samples)
     if first >= last and (start or stop is not None):
         raise DataError(
-            f"{name}: no sample lies between the clip's start, {start:g} s, and its stop, "
-            f"{'the end of the file' if stop is None else f'{stop:g} s'}: the file is {samples / rate:g} s long, at {rate} Hz"
+            f"{name}: no sample is between the clip's start, {start:g} s, and its stop, "
+            f"{'the end of the file' if stop is None else f'{stop:g} s'}: the file is {samples / rate:g} s long, at {rate} Hz. "
+            f"Correct start and stop"
         )
     return first, last
 
 
 def shown_name(path: str | os.PathLike[str]) -> str:
-    r"""Return a path as text that can be printed and stored, also where its name is not UTF-8.
+    r"""Convert a path to printable text. Bytes that are not UTF-8 become escape sequences.
 
     >>> shown_name(os.fsdecode(b"caf\xe9.wav"))
     'caf\\xe9.wav'
@@ -148,7 +150,7 @@ def _as_table(rows_or_columns: Sequence[Mapping[str, Any]] | Mapping[str, Any] |
         names = dict.fromkeys(name for row in rows_or_columns for name in row)
         return pa.table({name: [row.get(name) for row in rows_or_columns] for name in names})
     except (pa.ArrowException, TypeError, ValueError) as error:
-        raise DataError(f"{where}: the manifest's values do not form columns: {error}") from error
+        raise DataError(f"{where}: the manifest has values of several types, or of unequal number: {error}") from error
 
 
 def _standard_column(table: pa.Table, name: str, kind: pa.DataType, where: str) -> pa.ChunkedArray:
@@ -163,17 +165,19 @@ def _standard_column(table: pa.Table, name: str, kind: pa.DataType, where: str) 
 def _check_rows(manifest: pa.Table, where: str) -> None:
     for name in ("clip", "label"):
         column = manifest.column(name)
-        blank = pc.fill_null(pc.equal(column, ""), name == "clip")  # a null label: nobody has labelled the clip
+        blank = pc.fill_null(pc.equal(column, ""), name == "clip")  # a null label means an unlabelled clip
         if pc.any(blank).as_py():
             index = pc.index(blank, True).as_py()
             raise DataError(
-                f"{where}: row {index + 1} (clip {manifest.column('clip')[index].as_py()!r}) has no {name}; "
-                f"{pc.sum(blank).as_py()} such rows"
+                f"{where}: row {index + 1} (clip {manifest.column('clip')[index].as_py()!r}) has no {name}. Rows without {name}: "
+                f"{pc.sum(blank).as_py()}. Fill in the column, or remove these rows"
             )
     counts = pc.value_counts(manifest.column("clip"))
-    twice = [entry["values"] for entry in counts.to_pylist() if entry["counts"] > 1]
-    if twice:
-        raise DataError(f"{where}: {len(twice)} clips are named more than once, the first {twice[0]!r}")
+    duplicates = [entry["values"] for entry in counts.to_pylist() if entry["counts"] > 1]
+    if duplicates:
+        raise DataError(
+            f"{where}: {len(duplicates)} clips are named more than once, the first {duplicates[0]!r}. Make each name unique"
+        )
     split = manifest.column("split")
     for value in pc.unique(split).to_pylist():
         if value is not None and value not in SPLITS:
@@ -181,6 +185,6 @@ def _check_rows(manifest: pa.Table, where: str) -> None:
     if 0 < split.null_count < len(split):
         index = pc.index(pc.is_null(split), True).as_py()
         raise DataError(
-            f"{where}: row {index + 1} (clip {manifest.column('clip')[index].as_py()!r}) has no split while others have; "
-            f"{split.null_count} of {len(split)} rows; give every row one of {', '.join(SPLITS)}, or none any"
+            f"{where}: row {index + 1} (clip {manifest.column('clip')[index].as_py()!r}) has no split. Rows without split: "
+            f"{split.null_count} of {len(split)}. Set the split of all rows to one of {', '.join(SPLITS)}, or of none"
         )

@@ -1,4 +1,4 @@
-"""One data set of a federation: its clients and clips, its features, and the names behind the numbers of its tables."""
+"""A data set of a federation: its clients and clips, their features, and the values of its integer codes."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ import numpy as np
 from raydfl.core.settings import FIRST_VIEW
 from raydfl.data.examples import Examples, Frames
 from raydfl.data.features.cache import FeatureStore, open_store
-from raydfl.data.label_sets import sets_of
+from raydfl.data.label_sets import split_labels
 from raydfl.data.settings import DataSettings
 from raydfl.data.shards import Shard
 from raydfl.data.tables import Tables, table_prefix, view_column
 from raydfl.data.transforms import PLAIN, Pipeline
 
 CLEAN = 0
-"""Position of the clean features in the stores."""
+"""Index of the store with clean features."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredView:
-    """The features of one view of all examples."""
+    """The features of a view of all examples."""
 
     length: int | None
-    """Frames of every example that has the view, ``None`` when they differ."""
+    """Frames of each example with the view; ``None`` if they differ."""
     stores: tuple[FeatureStore, ...] = ()
-    """The clean features, and the noisy and altered ones if there are any. Empty: no example will be read."""
+    """The clean features, then noisy and altered features. Empty if the features are not loaded."""
     bands: int | None = None
-    """Features of a frame; ``None``: as the settings say."""
+    """Features of a frame; ``None``: the value of the settings."""
     pipeline: Pipeline = PLAIN
     """The pipeline from stored features to a batch, set by :meth:`Part.use`."""
 
@@ -42,45 +42,45 @@ class Part:
     """A data set of a federation (``data.parts``)."""
 
     tables: Tables
-    """Its clips and clients."""
+    """The tables of clips and clients."""
     labels: Sequence[str]
-    """Labels of the clips; a label with a separator names several classes."""
+    """Labels of the clips. With a separator, a label may have several classes."""
     views: dict[str, StoredView]
-    """The features of every view by name, the first view's first."""
+    """The features of all views by name, starting with the first view."""
     pools: Sequence[str] = ("train",)
     """Names of the pools of training examples."""
     columns: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """The values of further columns by name; an example has an index into them."""
+    """Values of additional columns (``data.columns``) by name. The table of clips has indices into them."""
     separator: str | None = None
-    """Separator of the classes in a label; ``None``: a label is one class."""
+    """Separator of the classes in a label; ``None``: each label is a single class."""
     skipped: Sequence[tuple[str, str]] = ()
-    """Names of unreadable clips, or clips without a readable view, with the reasons."""
+    """Unreadable clips, and clips with an unreadable view, with the reasons."""
     messages: Sequence[str] = ()
     """Messages to the user about the clips and clients."""
     shards: Sequence[Shard] | None = None
-    """Shards of the server's data at sites; ``None``: the data are here."""
+    """Shards of the server's data at sites; ``None`` if the data are local."""
 
     def __post_init__(self) -> None:
-        """Find the classes of each label."""
-        self.pools, self.columns = tuple(self.pools), {name: tuple(own) for name, own in self.columns.items()}
+        """Split the labels into classes."""
+        self.pools, self.columns = tuple(self.pools), {name: tuple(values) for name, values in self.columns.items()}
         self.classes: tuple[str, ...] = tuple(self.labels)
         """Names of the classes."""
         self.sets: np.ndarray | None = None
-        """bool [labels, classes]: the classes of each label, where a label is a set of them."""
+        """Classes of each label, bool [labels, classes]; ``None``: each label is a single class."""
         if self.separator is not None:
-            names, self.sets = sets_of(self.classes, self.separator)
+            names, self.sets = split_labels(self.classes, self.separator)
             self.classes = tuple(names)
-        self._held: dict[str, Examples] = {}
+        self._held_out: dict[str, Examples] = {}
 
     @classmethod
     def from_facts(cls, tables: Tables, facts: Mapping[str, Any], features: bool, verify: bool) -> Part:
-        """Make a part of what :meth:`to_facts` returned.
+        """Create a part from the result of :meth:`to_facts`.
 
         Args:
-            tables: of the part.
+            tables: tables of the part.
             facts: plain values.
             features: whether to open the features.
-            verify: whether to compare the features with their digests.
+            verify: whether to verify the digests of the features.
 
         Raises:
             DataError: the features in the cache are missing or damaged.
@@ -94,11 +94,11 @@ class Part:
             for name, view in facts["views"].items()
         }
         shards = None if facts["shards"] is None else [Shard(*shard) for shard in facts["shards"]]
-        others = {name: value for name, value in facts.items() if name not in ("views", "shards")}
-        return cls(tables, views=views, shards=shards, **others)
+        plain = {name: value for name, value in facts.items() if name not in ("views", "shards")}
+        return cls(tables, views=views, shards=shards, **plain)
 
     def to_facts(self) -> dict[str, Any]:
-        """Return everything but the tables as plain values."""
+        """Convert the part, except its tables, to plain values for JSON."""
         views = {
             name: {
                 "length": view.length,
@@ -113,28 +113,33 @@ class Part:
 
     @property
     def optional_views(self) -> list[str]:
-        """Names of ``data.views``."""
+        """Names of the views in ``data.views``."""
         return [name for name in self.views if name != FIRST_VIEW]
 
     def use(self, data: DataSettings) -> None:
-        """Apply the transforms of the settings to batches."""
+        """Set the pipelines of all views according to the settings."""
         for name, view in self.views.items():
             pipeline = data.all_views[name].pipeline.with_tables(self.tables.arrays, table_prefix(name))
             self.views[name] = dataclasses.replace(view, pipeline=pipeline)
-        self._held.clear()
+        self._held_out.clear()
 
-    def held_out(self, role: str) -> Examples:
+    def read_held_out(self, role: str) -> Examples:
         """Return the server's examples of a role."""
-        if role not in self._held:
-            self._held[role] = self.examples(self.tables.block(role))
-        return self._held[role]
+        if role not in self._held_out:
+            self._held_out[role] = self.examples(self.tables.block(role))
+        return self._held_out[role]
 
     def sum_by_class(self, counts: np.ndarray) -> np.ndarray:
-        """Return int64 [..., classes], made of int64 [..., labels]."""
+        """Convert counts of labels, int64 [..., labels], to counts of classes, int64 [..., classes]."""
         return counts if self.sets is None else counts @ self.sets.astype(np.int64)
 
     def examples(self, rows: slice, store: int | None = None) -> Examples:
-        """Return the examples in these rows; without ``store`` all are in the store of their rows."""
+        """Return the examples of a range of rows, which must have the same feature store.
+
+        Args:
+            rows: rows of the table of clips.
+            store: index of the store; ``None``: read it from the rows.
+        """
 
         def read(name: str) -> np.ndarray:
             return self.tables.read_clips(name, rows)

@@ -1,4 +1,4 @@
-"""The clients of a federation and the server's held-out data: tables of clips and clients, and the features of the clips."""
+"""The clients of a federation and the server's held-out data."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from raydfl.data.tables import Column, Tables, join_columns, join_tables, view_c
 
 
 class Population:
-    """Clients and held-out data. Made by raydfl.data.build, raydfl.cluster.sites, or :meth:`load`.
+    """The clients and held-out data of a federation. :func:`build_population` or :meth:`load` creates it.
 
-    What several data sets have each for themselves (classes, test, features) is asked of ``parts[NAME]``.
+    With several parts, ``parts[NAME]`` gives the classes, test set and features of a part.
 
     Args:
-        parts: data sets by name, in the order of their clients. A single one may have an empty name.
-        tables: of all parts; ``None``: they are joined here.
+        parts: data sets by name, in the order of their clients. The name of a single data set is empty.
+        tables: tables of all parts; ``None``: join the tables of the parts.
     """
 
     def __init__(self, parts: Mapping[str, Part], tables: Tables | None = None) -> None:
         if tables is None:
             tables = join_tables({name: part.tables for name, part in parts.items()})
-            own = tables.split()
-            parts = {name: dataclasses.replace(part, tables=own[name]) for name, part in parts.items()}
+            split = tables.split()
+            parts = {name: dataclasses.replace(part, tables=split[name]) for name, part in parts.items()}
         self._tables, self._parts = tables, parts
         self.ids = tables.ids
         self.classes = tuple(qualify(name, "/", label) for name, part in parts.items() for label in part.classes)
@@ -46,41 +46,41 @@ class Population:
         self.skipped = tuple(
             (qualify(name, "/", clip), reason) for name, part in parts.items() for clip, reason in part.skipped
         )
-        """Names of unreadable clips, or clips without a readable view, with the reasons."""
+        """Unreadable clips, and clips with an unreadable view, with the reasons."""
         self.messages = tuple(qualify(name, ": ", text) for name, part in parts.items() for text in part.messages)
         """Messages to the user about the clips and clients."""
         stops = [*itertools.accumulate(len(part.tables.ids) for part in parts.values())]
         self.spans: dict[str, range] = dict(zip(parts, map(range, [0, *stops], stops), strict=True))
-        """Positions of each part's clients."""
+        """Range of the positions of each part's clients."""
 
     def __len__(self) -> int:
         return len(self.ids)
 
     @functools.cached_property
     def parts(self) -> Mapping[str, Population]:
-        """Populations of single data sets, by name."""
+        """The population of each data set, by name."""
         return {name: Population({"": part}, part.tables) for name, part in self._parts.items()}
 
     @property
     def _part(self) -> Part:
-        """The only data set."""
+        """The single data set."""
         [part] = self._parts.values()
         return part
 
     def use(self, data: DataSettings) -> Population:
-        """Apply the transforms of the settings to batches; return the population."""
+        """Set the transforms of all batches according to the settings, and return the population."""
         for name, part in self._parts.items():
             part.use(data.each[name])
         return self
 
     @property
     def views(self) -> Mapping[str, StoredView]:
-        """The features of every view by name, the first view's first."""
+        """The features of all views by name, starting with the first view."""
         return self._part.views
 
     @property
     def stores(self) -> tuple[FeatureStore, ...]:
-        """The stores of the first view."""
+        """The feature stores of the first view."""
         return self.views[FIRST_VIEW].stores
 
     @property
@@ -90,37 +90,37 @@ class Population:
 
     @property
     def columns(self) -> Mapping[str, Sequence[str]]:
-        """The values of further columns by name; an example has an index into them."""
+        """Values of additional columns (``data.columns``) by name. Examples have indices into them."""
         return self._part.columns
 
     @property
     def sets(self) -> np.ndarray | None:
-        """The classes of each label, where a label is a set of them: bool [labels, classes]."""
+        """Classes of each label, bool [labels, classes]; ``None``: each label is a single class."""
         return self._part.sets
 
     def shape(self, view: str, data: DataSettings) -> int | tuple[int, int, int]:
-        """Return what a network gets of a view: bands of a frame; of images channels, rows and columns."""
+        """Return the input shape of a network for a view: bands, or (channels, rows, columns) of images."""
         settings = data.all_views[view]
         return settings.pipeline.shape(self.views[view].bands or settings.features.bands)
 
     @property
     def test(self) -> Examples:
         """The server's test data."""
-        return self._part.held_out("test")
+        return self._part.read_held_out("test")
 
     @property
     def triggered(self) -> Examples:
-        """Copies of test clips with the trigger of a backdoor, under their true labels, none of which is its target; or empty."""
-        return self._part.held_out("triggered")
+        """Test clips with a backdoor's trigger and their true labels, except clips of its target class. Empty without backdoor."""
+        return self._part.read_held_out("triggered")
 
     @property
     def validation(self) -> Examples:
-        """The server's validation data (``split.server_validation``, ``split.official_validation: validation``); else empty."""
-        return self._part.held_out("server_validation")
+        """The server's validation data (``split.server_validation``, ``split.official_validation: validation``). May be empty."""
+        return self._part.read_held_out("server_validation")
 
     @functools.cached_property
     def shards(self) -> Sequence[Shard]:
-        """The shards of the server's data, place by place."""
+        """The shards of the server's data, ordered by place."""
         if self._part.shards is not None:
             return self._part.shards
         splits = {"test": self.test, "triggered": self.triggered, "server_validation": self.validation}
@@ -128,14 +128,14 @@ class Population:
 
     @property
     def has_validation(self) -> bool:
-        """Return whether the server has validation data."""
+        """True if the server has validation data."""
         if self._part.shards is not None:
             return any(shard.split == "server_validation" for shard in self._part.shards)
         return self._part.tables.has("server_validation")
 
     @property
     def places(self) -> tuple[str, ...]:
-        """The places of clients and clips, in the clients' order: names of sites; empty: wherever the run is."""
+        """The places of clients and clips, in the clients' order: names of sites, or an empty name for local data."""
         return self._tables.places
 
     def place_of(self, index: int) -> str:
@@ -144,15 +144,15 @@ class Population:
 
     @property
     def has_clips(self) -> bool:
-        """Return whether any clips are known here. Otherwise only sites know them."""
+        """True if the table of clips has rows. Without rows, all clips are at sites."""
         return bool(self._tables.clips.num_rows)
 
-    def at(self, place: str, folder: Path) -> Population:
-        """Return this population for a process at a site, with the clips that are there.
+    def load_place(self, place: str, folder: Path) -> Population:
+        """Add the clips of a site to the population, for a process at the site.
 
         Args:
             place: name of the site.
-            folder: of the site's own populations.
+            folder: folder of the site's populations.
 
         Raises:
             RunDirectoryError: a file is missing or damaged.
@@ -162,24 +162,24 @@ class Population:
         for name, part in parts.items() if place in self.places else ():
             if not part.tables.is_at(place).any():
                 continue
-            own = Population.load(part_folder(folder, name), verify=True, verify_features=True)._part
-            views = {key: dataclasses.replace(view, length=part.views[key].length) for key, view in own.views.items()}
+            local = Population.load(part_folder(folder, name), verify=True, verify_features=True)._part
+            views = {key: dataclasses.replace(view, length=part.views[key].length) for key, view in local.views.items()}
             columns = {
-                key: np.array([[*values].index(value) for value in own.columns[key]], np.int32)[
-                    own.tables.read_clips(f"column:{key}")
+                key: np.array([[*values].index(value) for value in local.columns[key]], np.int32)[
+                    local.tables.read_clips(f"column:{key}")
                 ]
-                for key, values in part.columns.items()  # numbers stand for the values of all places
+                for key, values in part.columns.items()  # codes must refer to the values of all places
             }
-            tables = part.tables.fill_clips(own.tables, place, columns)
-            parts[name] = dataclasses.replace(part, tables=tables, views=views, pools=own.pools)
+            tables = part.tables.fill_clips(local.tables, place, columns)
+            parts[name] = dataclasses.replace(part, tables=tables, views=views, pools=local.pools)
         return Population(parts, self._tables)
 
     def part_of(self, index: int) -> str:
-        """Return the name of the part of a client."""
+        """Return the name of a client's part."""
         return next(name for name, span in self.spans.items() if index < span.stop)
 
     def _locate(self, index: int) -> tuple[Part, int]:
-        """Return the part of a client, and the client's position in it."""
+        """Return a client's part, and its position in the part."""
         name = self.part_of(index)
         return self._parts[name], index - self.spans[name].start
 
@@ -187,79 +187,80 @@ class Population:
         """Return the position of a client.
 
         Raises:
-            DataError: there is no client with this id.
+            DataError: the id is unknown.
         """
         try:
             return self.ids.index(client_id)
         except ValueError:
             raise DataError(
-                f"there is no client {client_id!r} among {len(self)}; {nearest(client_id, self.ids)}"
+                f"there is no client {client_id!r} among {len(self)} clients; {nearest(client_id, self.ids)}"
             ) from None
 
     def num_examples(self, index: int) -> int:
-        """Return how many training examples a client has in the first pool."""
-        part, own = self._locate(index)
-        return part.tables.num_examples(own)
+        """Return the number of a client's training examples in the first pool."""
+        part, position = self._locate(index)
+        return part.tables.num_examples(position)
 
     def num_with_view(self, name: str) -> int:
-        """Return how many training examples of the first pool have a view of ``data.views``."""
+        """Return the number of training examples in the first pool with a view."""
         tables = self._part.tables
         return int(np.count_nonzero(tables.read_clips(view_column(name, "frames"), tables.block("train"))))
 
     def owners(self, view: str) -> np.ndarray:
-        """Return which clients have a view of any of their training examples: bool [clients]."""
+        """Return a mask of the clients with a view of any training example: bool [clients]."""
         return self._part.tables.owners(view)
 
     def profile(self, index: int) -> dict[str, Any]:
         """Return the profile of a client.
 
-        That is: ``group`` (where clients are made of groups), ``noisy``, ``label_errors``, the columns of ``data.profile`` by name,
-        ``views`` (names of those of ``data.views`` that it has, where there are any), ``pools`` (examples in each, where there are
-        several), ``part`` (where there are parts).
+        Returns:
+            ``noisy``, ``label_errors``, and the columns of ``data.profile``; if available, ``group``, ``views`` (names of
+            ``data.views``), ``pools`` (number of examples in each pool) and ``part``.
         """
-        part, own = self._locate(index)
-        return {**describe_part(self.part_of(index)), **part.tables.profile(own, part.optional_views, part.pools)}
+        part, position = self._locate(index)
+        return {**describe_part(self.part_of(index)), **part.tables.profile(position, part.optional_views, part.pools)}
 
     def column(self, name: str) -> Column:
-        """Return one entry of all clients' profiles, except ``pools``."""
+        """Return a profile column of all clients. ``pools`` is not available."""
         if name == "part":
-            named = [[*describe_part(part).values()] for part in self._parts]
+            values = [[*describe_part(part).values()] for part in self._parts]
             sizes = map(len, self.spans.values())
             return join_columns(
-                [(own, np.full(size, len(own) - 1, np.int8)) for own, size in zip(named, sizes, strict=True)]
+                [(names, np.full(size, len(names) - 1, np.int8)) for names, size in zip(values, sizes, strict=True)]
             )
         return join_columns([part.tables.column(name, part.optional_views) for part in self._parts.values()])
 
     def sizes(self) -> np.ndarray:
-        """Return int64 [clients]: training examples of each client in the first pool."""
+        """Return the number of training examples of each client in the first pool, int64 [clients]."""
         return np.concatenate([part.tables.sizes() for part in self._parts.values()])
 
     def data(self, index: int, attacking: bool = False) -> ClientData:
-        """Return a client's data; its ``test`` is empty unless clients hold out a test set of their own.
+        """Return a client's examples.
 
         Args:
-            attacking: with the training data of a client that attacks.
+            index: position of the client.
+            attacking: whether to return an attacker's training data.
         """
-        part, own = self._locate(index)
+        part, position = self._locate(index)
         tables = part.tables
         role = "attack" if attacking and tables.has("attack") else "train"
-        rows = [tables.rows(role, own, pool) for pool in range(len(part.pools))]
-        # All training examples of a client are in one store, so that a batch may mix pools; an empty pool takes theirs.
-        store = max(int(tables.read_clips("store", of_pool).max(initial=CLEAN)) for of_pool in rows)
+        rows = [tables.rows(role, position, pool) for pool in range(len(part.pools))]
+        # A client's training examples share a store, so that a batch may mix pools. An empty pool must use it too.
+        store = max(int(tables.read_clips("store", pool_rows).max(initial=CLEAN)) for pool_rows in rows)
         return ClientData(
-            {pool: part.examples(of_pool, store) for pool, of_pool in zip(part.pools, rows, strict=True)},
-            part.examples(tables.rows("validation", own)),
-            part.examples(tables.rows("client_test", own)),
+            {pool: part.examples(pool_rows, store) for pool, pool_rows in zip(part.pools, rows, strict=True)},
+            part.examples(tables.rows("validation", position)),
+            part.examples(tables.rows("client_test", position)),
         )
 
     def first_examples(self, count: int) -> Examples | None:
-        """Return training examples that lie together in one store, without attacks and noise if there are any without.
+        """Return adjacent training examples of a feature store, preferably of the clean store.
 
         Args:
-            count: at most so many.
+            count: maximal number of examples.
 
         Returns:
-            ``None`` if all are at sites.
+            ``None`` if the features are not loaded, or at sites.
         """
         if not self.stores:
             return None
@@ -268,29 +269,29 @@ class Population:
         store = tables.read_clips("store", block)
         edges = np.array([0, *np.flatnonzero(np.diff(store)) + 1, len(store)])
         clean = np.append(store, CLEAN)[edges[:-1]] == CLEAN
-        longest = int(np.argmax(np.where(clean, np.diff(edges), -1)))  # the first of all if none is clean
+        longest = int(np.argmax(np.where(clean, np.diff(edges), -1)))  # the first range if all are corrupted
         first, stop = block.start + int(edges[longest]), block.start + int(edges[longest + 1])
         return self._part.examples(slice(first, min(first + count, stop)))
 
     def statistics(self, client: int | None = None) -> np.ndarray | None:
-        """Return the mean and deviation (float64 [2, bands]) with which further recordings are normalised by group.
+        """Return the mean and deviation for normalising new recordings by group.
 
         Args:
-            client: its group's, if all its training clips are of one group. ``None``, or a client of several groups: those over
-                all training clips.
+            client: position of a client, for the statistics of its group. ``None``, or a client with several groups: the
+                statistics of all training clips.
 
         Returns:
-            ``None`` without ``normalise: group``, or where the data lie at sites.
+            float64 [2, bands]; ``None`` without ``normalise: group``, ``client`` or ``part``, or if the data are at sites.
         """
-        part, own = (self._part, -1) if client is None else self._locate(client)
-        of = part.tables.read_clients("statistics")
-        if of is None:
+        part, position = (self._part, -1) if client is None else self._locate(client)
+        rows = part.tables.read_clients("statistics")
+        if rows is None:
             return None
         values: np.ndarray = part.tables.arrays["statistics"]
-        return values[:, -1 if client is None else int(of[own])]
+        return values[:, -1 if client is None else int(rows[position])]
 
     def class_counts(self) -> np.ndarray:
-        """Return int64 [classes]: training clips of all clients together by class, a clip once for each client that has it."""
+        """Count the training clips of all clients by class: int64 [classes]. A shared clip counts once per owner."""
         return np.concatenate(
             [part.sum_by_class(part.tables.count_labels(len(part.labels))) for part in self._parts.values()]
         )
@@ -298,67 +299,67 @@ class Population:
     def label_counts(
         self, of: Literal["train", "validation", "client_test"] = "train", clients: slice | np.ndarray = slice(None)
     ) -> np.ndarray:
-        """Return int64 [clients, classes]: clips of each client by class, wrong labels as they are.
-
-        Of several parts each has columns of its own, in the order of :attr:`classes`.
+        """Count the clips of each client by class: int64 [selected clients, classes]. Corrupted labels count as they are.
 
         Args:
-            of: role of the clips. Clients without tests of their own have none in ``client_test``.
-            clients: a part of the clients, or int [some clients].
+            of: role of the clips.
+            clients: a slice or int [selected clients].
         """
-        wanted = np.arange(len(self))[clients]
-        counts = np.zeros((len(wanted), len(self.classes)), np.int64)
+        positions = np.arange(len(self))[clients]
+        counts = np.zeros((len(positions), len(self.classes)), np.int64)
         column = 0
         for part, span in zip(self._parts.values(), self.spans.values(), strict=True):
-            own = np.flatnonzero((wanted >= span.start) & (wanted < span.stop))
-            found = part.tables.label_counts(of, len(part.labels), wanted[own] - span.start)
-            counts[own, column : column + len(part.classes)] = part.sum_by_class(found)
+            rows = np.flatnonzero((positions >= span.start) & (positions < span.stop))
+            part_counts = part.tables.label_counts(of, len(part.labels), positions[rows] - span.start)
+            counts[rows, column : column + len(part.classes)] = part.sum_by_class(part_counts)
             column += len(part.classes)
         return counts
 
     def save(self, folder: Path, again: bool = False) -> None:
-        """Write everything but the features, which stay in the cache.
+        """Write the population to a folder. The features stay in the cache.
 
         Args:
-            again: the folder holds equal tables; only the places of the features are written.
+            folder: the folder.
+            again: the folder contains equal tables. Update only the paths of the features.
 
         Raises:
-            ResourcesError: the disk is full or the folder cannot be written.
+            ResourcesError: the disk is full, or the folder is not writable.
         """
         parts = {name: part.to_facts() for name, part in self._parts.items()}
         population_folder.write(folder, parts, self._tables, again)
 
     def is_saved_in(self, folder: Path) -> bool:
-        """Return whether the folder holds equal clips, clients and features. The cache may be another."""
-        with population_folder.refusing_damage(folder):
-            facts, saved = population_folder.read(folder)
-        own = {name: part.to_facts() for name, part in self._parts.items()}
-        return _name_features(facts) == _name_features(own) and self._tables.holds_same(saved)
+        """Return whether a folder contains equal clips, clients and features. The path of the cache may differ."""
+        with population_folder.translate_damage(folder):
+            saved_facts, saved = population_folder.read(folder)
+        facts = {name: part.to_facts() for name, part in self._parts.items()}
+        return _name_features(saved_facts) == _name_features(facts) and self._tables.holds_same(saved)
 
     @classmethod
     def load(
         cls, folder: Path, verify: bool = False, verify_features: bool = False, features: bool = True
     ) -> Population:
-        """Map what :meth:`save` wrote, in milliseconds and without a copy. Files of earlier versions are converted.
+        """Memory-map a saved population, in milliseconds. Older formats are converted.
 
         Args:
-            verify: read everything but the features and compare it with its digest.
-            verify_features: the same with the features.
-            features: whether examples will be read. Otherwise features may be on another machine, or gone.
+            folder: the folder of :meth:`save`.
+            verify: verify the digests of the tables.
+            verify_features: verify the digests of the features.
+            features: whether to open the features. Without them, no examples are available.
 
         Raises:
             RunDirectoryError: a file is missing or damaged.
             DataError: the features in the cache are missing or damaged.
         """
-        with population_folder.refusing_damage(folder):
+        with population_folder.translate_damage(folder):
             facts, tables = population_folder.read(folder, verify)
-            own = tables.split()
-            parts = {name: Part.from_facts(own[name], facts[name], features, verify_features) for name in own}
+            split = tables.split()
+            parts = {name: Part.from_facts(split[name], facts[name], features, verify_features) for name in split}
             return cls(parts, tables)
 
 
 def _name_features(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the labels of each part, and the names of its features without the place of the cache."""
+    """Return the labels and feature names of each part, without the path of the cache."""
     return {
         name: [list(part["labels"]), [Path(store).name for view in part["views"].values() for store in view["stores"]]]
         for name, part in facts.items()

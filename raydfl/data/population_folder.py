@@ -26,26 +26,27 @@ _CHUNK = 1 << 22
 
 
 def part_folder(folder: Path, part: str) -> Path:
-    """Return the folder of a part in the folder of a population; the single part without a name has the folder itself."""
+    """Return the subfolder of a part. A part without a name uses the folder of the population itself."""
     return folder / f"part-{part}" if part else folder
 
 
 def write(folder: Path, parts: Mapping[str, Any], tables: Tables, again: bool = False) -> None:
-    """Write a population. The facts are written last.
+    """Write a population to a folder.
 
     Args:
-        parts: facts about each part, plain values.
-        tables: of all parts.
-        again: the folder holds equal tables; only the facts are written.
+        folder: the folder.
+        parts: facts about each part as plain values (:meth:`Part.to_facts`).
+        tables: tables of all parts.
+        again: the folder contains equal tables. Write only the facts.
 
     Raises:
-        ResourcesError: the disk is full or the folder cannot be written.
+        ResourcesError: the disk is full, or the folder is not writable.
     """
-    kept = _read_facts(folder) if again else {}
-    again = kept.get("format") == FORMAT
+    saved = _read_facts(folder) if again else {}
+    again = saved.get("format") == FORMAT
     arrays = {} if again else tables.arrays
     batches = {} if again else {_CLIPS: tables.clips, _CLIENTS: tables.clients}
-    needed = sum(each.nbytes for each in (*batches.values(), *arrays.values()))
+    needed = sum(content.nbytes for content in (*batches.values(), *arrays.values()))
     with writing(folder, needed, "the files of the population", RESUME):
         for name, batch in batches.items():
             write_atomically(folder / name, functools.partial(write_table, batch))
@@ -54,28 +55,33 @@ def write(folder: Path, parts: Mapping[str, Any], tables: Tables, again: bool = 
         names = [*batches, *(f"{name}.npy" for name in arrays)]
         files = {name: [(folder / name).stat().st_size, digest_file(folder / name)] for name in names}
         if again:
-            files = kept["files"]
+            files = saved["files"]
         text = json.dumps({"format": FORMAT, "parts": parts, "files": files})
         content = json.dumps({"facts": text, "digest": _digest(text)})
+        # The facts come last: without them, an interrupted write is a missing population, not a damaged one.
         write_atomically(folder / _FACTS, lambda path: path.write_text(content))
 
 
 def read(folder: Path, verify: bool = False) -> tuple[dict[str, Any], Tables]:
-    """Map the tables of a population, and read the facts about each part.
+    """Memory-map the tables of a population, and read the facts about each part.
 
     Args:
-        verify: compare the files with their digests.
+        folder: the folder of the population.
+        verify: verify the digests of all files.
+
+    Returns:
+        The facts by part, and the tables of all parts.
 
     Raises:
-        OSError, ValueError, KeyError, TypeError, AttributeError: a file is missing or damaged, or of another format.
+        OSError, ValueError, KeyError, TypeError, AttributeError: a file is missing or damaged, or its format is unknown.
     """
     if population_v1.is_in(folder) and not (folder / _FACTS).exists():
         return _convert(folder, verify, *population_v1.convert(folder, verify))
     facts = _read_facts(folder)
     for name, (size, digest) in facts["files"].items():
-        found = (folder / name).stat().st_size
-        if found != size:
-            raise ValueError(f"{name} has {found} bytes instead of {size}")
+        actual = (folder / name).stat().st_size
+        if actual != size:
+            raise ValueError(f"{name} has {actual} bytes instead of {size}")
         if verify and digest_file(folder / name) != digest:
             raise ValueError(f"the content of {name} has changed")
     arrays = {
@@ -90,33 +96,38 @@ def read(folder: Path, verify: bool = False) -> tuple[dict[str, Any], Tables]:
 
 
 def _convert(folder: Path, verify: bool, facts: dict[str, Any], tables: Tables) -> tuple[dict[str, Any], Tables]:
-    """Convert a population of format 1 or 2, in which each part has a folder of its own."""
-    found: dict[str, Any] = {}
+    """Convert a population of format 1 or 2, with a separate folder for each part."""
+    part_facts: dict[str, Any] = {}
     parts: dict[str, Tables] = {}
     for name, *_ in facts["parts"]:
-        own, parts[name] = read(part_folder(folder, name), verify)
-        (found[name],) = own.values()
+        single, parts[name] = read(part_folder(folder, name), verify)
+        (part_facts[name],) = single.values()
         parts[name] = parts[name].split()[""]
-    if not found:
-        found[""], parts[""] = _convert_part(facts, tables)
-    return found, join_tables(parts)
+    if not part_facts:
+        part_facts[""], parts[""] = _convert_part(facts, tables)
+    return part_facts, join_tables(parts)
 
 
 def _convert_part(facts: dict[str, Any], tables: Tables) -> tuple[dict[str, Any], Tables]:
-    """Convert facts and tables of a population of one part. The names of pools and values were in the tables."""
+    """Convert facts and tables of a single part. Format 2 stored the values of codes in the tables, format 3 in the facts."""
     clips = dict(zip(tables.clips.schema.names, tables.clips.columns, strict=True))
-    listed = {name: own for name, own in clips.items() if pa.types.is_dictionary(own.type) and name != "role"}
-    values = {name.removeprefix("column:"): column.dictionary.to_pylist() for name, column in listed.items()}
-    clips |= {name: pa.array(to_numbers(column)) for name, column in listed.items()}
+    coded = {name: column for name, column in clips.items() if pa.types.is_dictionary(column.type) and name != "role"}
+    values = {name.removeprefix("column:"): column.dictionary.to_pylist() for name, column in coded.items()}
+    clips |= {name: pa.array(to_numbers(column)) for name, column in coded.items()}
     clients, shards = tables.clients, facts.get("shards")
-    if sites := facts.get("sites"):  # of early versions: name, first client, stop, ranges of shards by split
-        shards = [(split, *bounds, name) for name, _, _, of in sites for split, own in of.items() for bounds in own]
+    if sites := facts.get("sites"):  # in early versions: name, first client, stop, ranges of shards by split
+        shards = [
+            (split, *bounds, name)
+            for name, _, _, splits in sites
+            for split, ranges in splits.items()
+            for bounds in ranges
+        ]
         codes = np.repeat(np.arange(len(sites), dtype=np.int32), [stop - first for _, first, stop, _ in sites])
         clients = clients.append_column("place", encode(codes, [name for name, *_ in sites]))
     views = {FIRST_VIEW: {name: facts[name] for name in ("length", "stores", "bands")}}
     for name, (store, length) in facts["views"].items():
         views[name] = {"length": length, "stores": [] if store is None else [store], "bands": None}
-    found = {
+    converted = {
         "labels": facts["classes"],
         "views": views,
         "pools": values.pop("pool", ["train"]),
@@ -124,17 +135,17 @@ def _convert_part(facts: dict[str, Any], tables: Tables) -> tuple[dict[str, Any]
         "shards": shards,
         **{name: facts[name] for name in ("separator", "skipped", "messages")},
     }
-    return found, Tables(pa.record_batch(clips), clients, tables.arrays)
+    return converted, Tables(pa.record_batch(clips), clients, tables.arrays)
 
 
 def upgrade_population(folder: Path) -> None:
-    """Replace the files of format 1 by tables.
+    """Convert the files of format 1 in a folder to tables.
 
     Raises:
         RunDirectoryError: the file is damaged.
-        ResourcesError: the disk is full or the folder cannot be written.
+        ResourcesError: the disk is full, or the folder is not writable.
     """
-    with refusing_damage(folder):
+    with translate_damage(folder):
         if not population_v1.is_in(folder):
             return
         write(folder, *read(folder, verify=True))
@@ -143,11 +154,11 @@ def upgrade_population(folder: Path) -> None:
 
 
 @contextmanager
-def refusing_damage(folder: Path) -> Iterator[None]:
-    """Turn an error of :func:`read` into a message about the population in the folder.
+def translate_damage(folder: Path) -> Iterator[None]:
+    """Convert errors of :func:`read` to a message about the population in the folder.
 
     Raises:
-        RunDirectoryError: the block found it missing or damaged.
+        RunDirectoryError: the population is missing or damaged.
     """
     try:
         yield
@@ -156,7 +167,8 @@ def refusing_damage(folder: Path) -> Iterator[None]:
             f"{Path(error.filename).name}: {error.strerror}" if isinstance(error, OSError) and error.filename else error
         )
         raise RunDirectoryError(
-            f"the population in {folder} is missing or damaged ({reason}); start the run again in a new folder"
+            f"the population in {folder} is missing or damaged ({reason}). Restore it from a copy, or restart the run in a "
+            f"new folder"
         ) from error
 
 
@@ -164,7 +176,7 @@ def _read_facts(folder: Path) -> dict[str, Any]:
     stored = json.loads((folder / _FACTS).read_text())
     facts: dict[str, Any] = json.loads(stored["facts"])
     if facts["format"] not in (2, FORMAT):
-        raise ValueError(f"it is of format {facts['format']}, this version of raydfl reads {FORMAT}")
+        raise ValueError(f"its format is {facts['format']}, but this version of raydfl reads format {FORMAT}")
     if _digest(stored["facts"]) != stored["digest"]:
         raise ValueError(f"the content of {_FACTS} has changed")
     return facts
@@ -180,13 +192,13 @@ def _save_array(array: np.ndarray, path: Path) -> None:
 
 
 def write_table(table: pa.RecordBatch, path: Path) -> None:
-    """Write a table without compression, so that :func:`map_table` needs no copy."""
+    """Write a table without compression, so that :func:`map_table` can map it."""
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
         writer.write_batch(table)
 
 
 def map_table(path: Path) -> pa.RecordBatch:
-    """Map a table into memory.
+    """Memory-map a table.
 
     Raises:
         OSError, ValueError: the file is missing or damaged.
@@ -196,9 +208,9 @@ def map_table(path: Path) -> pa.RecordBatch:
 
 
 def digest_file(path: Path) -> str:
-    """Compute the hexadecimal digest of a file, with a few megabytes in memory."""
-    found = hashlib.blake2b(digest_size=16)
+    """Compute the hexadecimal digest of a file in chunks of 4 MiB."""
+    digest = hashlib.blake2b(digest_size=16)
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):
-            found.update(chunk)
-    return found.hexdigest()
+            digest.update(chunk)
+    return digest.hexdigest()

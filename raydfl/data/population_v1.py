@@ -1,4 +1,4 @@
-"""Conversion of populations of format 1, which are named arrays in one safetensors file, to tables."""
+"""Conversion of populations of format 1 (named arrays in a safetensors file) to tables."""
 
 from __future__ import annotations
 
@@ -22,23 +22,24 @@ _TYPES: Mapping[str, Callable[[str], bool | int | float]] = {"bool": "True".__eq
 
 
 def is_in(folder: Path) -> bool:
-    """Return whether a folder has the file of format 1."""
+    """Return whether a folder contains a population of format 1."""
     return (folder / _FILE).exists()
 
 
 def remove(folder: Path) -> None:
-    """Remove the file of format 1."""
+    """Remove the population of format 1 from a folder."""
     (folder / _FILE).unlink(missing_ok=True)
 
 
 def convert(folder: Path, verify: bool) -> tuple[dict[str, Any], Tables]:
-    """Return facts and tables as format 2 had them.
+    """Convert a population of format 1 to the facts and tables of format 2.
 
     Args:
-        verify: compare the arrays with their digest.
+        folder: the folder of the population.
+        verify: verify the digest of the arrays.
 
     Raises:
-        OSError, ValueError, KeyError: the file is damaged or of another format.
+        OSError, ValueError, KeyError: the file is damaged, or has an unknown format.
     """
     try:
         with safetensors.safe_open(folder / _FILE, "np") as file:
@@ -48,7 +49,7 @@ def convert(folder: Path, verify: bool) -> tuple[dict[str, Any], Tables]:
         raise ValueError(f"{_FILE}: {error}") from error
     facts = json.loads(metadata["raydfl"])
     if facts["format"] != 1:
-        raise ValueError(f"{_FILE} is of format {facts['format']}, not 1")
+        raise ValueError(f"the format of {_FILE} is {facts['format']}, not 1")
     if verify and _digest(arrays) != facts["digest"]:
         raise ValueError(f"the content of {_FILE} has changed")
     views = facts.get("views", {})
@@ -64,15 +65,15 @@ def convert(folder: Path, verify: bool) -> tuple[dict[str, Any], Tables]:
         "sites": facts.get("sites", []),
         "parts": facts.get("parts", []),
     }
-    kept = {"statistics": arrays["statistics/values"]} if "statistics/values" in arrays else {}
+    converted = {"statistics": arrays["statistics/values"]} if "statistics/values" in arrays else {}
     for name, array in arrays.items():
         prefix, _, rest = name.partition("/")
         if prefix.partition(" ")[0] == "transforms":
-            kept[f"{prefix.replace(' ', '-')}.{rest}"] = array
-    return new, Tables(_clips(arrays, facts), _clients(arrays, facts), kept)
+            converted[f"{prefix.replace(' ', '-')}.{rest}"] = array
+    return new, Tables(_convert_clips(arrays, facts), _convert_clients(arrays, facts), converted)
 
 
-def _clips(arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any]) -> pa.RecordBatch:
+def _convert_clips(arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any]) -> pa.RecordBatch:
     if "train/starts" not in arrays:
         return no_clips()
     pools, columns, views = facts.get("pools", ["train"]), facts.get("columns") or {}, facts.get("views", {})
@@ -98,25 +99,25 @@ def _clips(arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any]) -> pa.Rec
                 "client": client,
                 "store": store,
             }
-            named = {"clip": "clips", "label": "labels", "start": "starts", "frames": "counts"}
-            block |= {new: arrays[f"{role}{mark}/{old}"] for new, old in named.items()}
+            renamed = {"clip": "clips", "label": "labels", "start": "starts", "frames": "counts"}
+            block |= {new: arrays[f"{role}{mark}/{old}"] for new, old in renamed.items()}
             block |= {f"column:{name}": arrays[f"{role}{mark}/column/{name}"] for name in columns}
             for view in views:
                 block[f"view:{view}:start"] = arrays[f"{base}{mark}@{view}/starts"]
                 block[f"view:{view}:frames"] = arrays[f"{base}{mark}@{view}/counts"]
             blocks.append(block)
-    joined = {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]}
-    values = {"role": ROLES, "pool": pools, **{f"column:{name}": own for name, own in columns.items()}}
+    table = {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]}
+    values = {"role": ROLES, "pool": pools, **{f"column:{name}": names for name, names in columns.items()}}
     return pa.record_batch(
-        {name: encode(own, values[name]) if name in values else pa.array(own) for name, own in joined.items()}
+        {name: encode(array, values[name]) if name in values else pa.array(array) for name, array in table.items()}
     )
 
 
-def _clients(arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any]) -> pa.RecordBatch:
-    columns: dict[str, pa.Array] = ClientIds.from_strings(_texts(arrays, "ids")).columns()
+def _convert_clients(arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any]) -> pa.RecordBatch:
+    columns: dict[str, pa.Array] = ClientIds.from_strings(_read_texts(arrays, "ids")).columns()
     number = len(columns["client"])
     if (group := arrays.get("groups_of", np.full(1, -1))).max(initial=-1) >= 0:
-        columns["group"] = encode(group, _texts(arrays, "groups"))
+        columns["group"] = encode(group, _read_texts(arrays, "groups"))
     for name in ("noisy", "label_errors"):
         if name in arrays and arrays[name].any():
             columns[name] = pa.array(arrays[name])
@@ -124,12 +125,12 @@ def _clients(arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any]) -> pa.R
         columns |= {name: pa.array(arrays[f"train/{name}"]) for name in ("first", "stop")}
     if "statistics/of" in arrays:
         columns["statistics"] = pa.array(arrays["statistics/of"])
-    types = facts.get("profile_types") or {}  # without it, all columns are text
+    types = facts.get("profile_types") or {}  # early versions store all columns as text
     for name in arrays:
         kind, _, rest = name.partition("/")
         if kind == "profile" and rest.endswith("/of"):
             key = rest.removesuffix("/of")
-            texts = _texts(arrays, f"profile/{key}")
+            texts = _read_texts(arrays, f"profile/{key}")
             parse = _TYPES.get(types.get(key, ""))
             columns[f"profile:{key}"] = encode(arrays[name], texts if parse is None else [*map(parse, texts)])
     if "train/starts" not in arrays:
@@ -139,15 +140,15 @@ def _clients(arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any]) -> pa.R
     return pa.record_batch(columns)
 
 
-def _texts(arrays: Mapping[str, np.ndarray], kind: str) -> list[str]:
+def _read_texts(arrays: Mapping[str, np.ndarray], kind: str) -> list[str]:
     text, ends = arrays[f"{kind}/text"].tobytes(), arrays[f"{kind}/ends"].tolist()
     return [text[first:stop].decode() for first, stop in zip([0, *ends], ends, strict=False)]
 
 
 def _digest(arrays: Mapping[str, np.ndarray]) -> str:
-    found = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=16)
     for name, array in sorted(arrays.items()):
         if name != "statistics/values" and not name.startswith(("transforms", "presence/")):
-            found.update(f"{name} {array.dtype} {array.shape};".encode())
-            found.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-    return found.hexdigest()
+            digest.update(f"{name} {array.dtype} {array.shape};".encode())
+            digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()

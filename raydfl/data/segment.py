@@ -1,4 +1,4 @@
-"""Cutting long clips into segments of equal length; the prediction for a clip is then the mean over its segments."""
+"""Segments of equal length from long clips. The prediction for a clip is the mean over its segments."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from raydfl.core.settings import Settings
 class SegmentSettings(Settings):
     """Segments of clips. FedAudio's UrbanSound8K: frames 300, stride 50, test_stride 100, keep_last false."""
 
-    frames: int = Field(ge=1, description="Frames of a segment; clips no longer than this stay whole.")
-    stride: int = Field(ge=1, description="Frames from one training segment's start to the next one's.")
+    frames: int = Field(ge=1, description="Length of a segment in frames. Shorter clips stay whole.")
+    stride: int = Field(ge=1, description="Frames between the starts of consecutive training segments.")
     test_stride: int | None = Field(
-        None, ge=1, description="The same for validation and test segments. null: as for training."
+        None, ge=1, description="Stride of validation and test segments in frames. null: the training stride."
     )
     keep_last: bool = Field(
         True,
-        description="true: every whole segment, 1 + floor((T - frames) / stride) of a clip of T frames. false: "
-        "round((T - frames) / stride) and at least 1, as FedAudio counts.",
+        description="Segments of a clip of T frames. true: all complete ones, 1 + floor((T - frames) / stride). false: "
+        "round((T - frames) / stride), at least 1, as in FedAudio.",
     )
 
 
 def segments(lengths: np.ndarray, settings: SegmentSettings | None, stride: int | None) -> tuple[np.ndarray, ...]:
-    """Return where the examples of clips lie.
+    """Compute the segments of clips.
 
     Args:
         lengths: int [clips], frames of each clip.
-        settings: ``None``: every clip is one example.
-        stride: frames from start to start; ``settings``' training stride when ``None``.
+        settings: ``None``: each clip is an example.
+        stride: stride in frames; ``None``: the training stride of ``settings``.
 
     Returns:
         clip: int64 [examples], position in ``lengths``;

@@ -1,4 +1,4 @@
-"""Shards of the server's held-out data, and the places where they are."""
+"""Shards of the server's held-out data."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from dataclasses import dataclass
 import numpy as np
 
 _SHARD = 512
-"""Test examples in one order of the server's evaluation."""
+"""Approximate number of examples in an evaluation order of the server."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Examples of a split of the server's data that are measured together."""
+    """A range of examples of the server's data, evaluated in a single task."""
 
     split: str
     """``test``, ``triggered`` or ``server_validation``."""
     start: int
-    """Index of its first example among those of the split at the place."""
+    """Index of the first example in the split at the place."""
     stop: int
-    """Index behind its last example."""
+    """Index after the last example."""
     place: str
-    """The site of the examples; empty: wherever the run is."""
+    """Site of the examples. Empty: local data."""
 
 
 def cut_shards(splits: Mapping[str, np.ndarray]) -> list[Shard]:
-    """Cut splits into shards of about 512 examples, without parting the segments of a clip.
+    """Cut splits into shards of about 512 examples. All segments of a clip stay in the same shard.
 
     Args:
-        splits: int64 [examples]: the clip of each example, by split.
+        splits: by split, the clip of each example, int64 [examples].
     """
     return [
         Shard(split, start, stop, "") for split, clips in splits.items() for start, stop in shard_ranges(clips, _SHARD)
@@ -37,12 +37,17 @@ def cut_shards(splits: Mapping[str, np.ndarray]) -> list[Shard]:
 
 
 def shard_ranges(clips: np.ndarray, size: int) -> list[tuple[int, int]]:
-    """Return ranges of about ``size`` examples that do not part the segments of a clip (int64 [examples])."""
-    starts = np.flatnonzero(np.r_[True, clips[1:] != clips[:-1]]) if len(clips) else np.zeros(0, np.int64)
-    ranges, begin = [], 0
-    while begin < len(clips):
-        later = starts[starts >= begin + size]
-        end = int(later[0]) if len(later) else len(clips)
-        ranges.append((begin, end))
-        begin = end
+    """Cut examples into ranges (start, stop) of at least ``size`` examples, between clips.
+
+    Args:
+        clips: int64 [examples], the clip of each example.
+        size: minimal number of examples. The last range may be smaller.
+    """
+    clip_starts = np.flatnonzero(np.r_[True, clips[1:] != clips[:-1]]) if len(clips) else np.zeros(0, np.int64)
+    ranges, start = [], 0
+    while start < len(clips):
+        later = clip_starts[clip_starts >= start + size]
+        stop = int(later[0]) if len(later) else len(clips)
+        ranges.append((start, stop))
+        start = stop
     return ranges

@@ -1,4 +1,4 @@
-"""Views: how a file of each example becomes the input of a network."""
+"""Views: the files of each example, their features and their transforms."""
 
 from __future__ import annotations
 
@@ -15,38 +15,36 @@ from raydfl.data.features.kinds import AnyFeatures, make_features
 from raydfl.data.features.wave import BY_TRAINING_CLIPS
 from raydfl.data.segment import SegmentSettings
 
-if TYPE_CHECKING:  # a configuration is read without waiting for PyTorch where nothing is transformed
+if TYPE_CHECKING:  # importing PyTorch takes seconds, and configurations without transforms do not need it
     from raydfl.data.transforms import Pipeline
 
 
 def _list_transforms(value: Any) -> list[Any]:
-    """Accept names alone."""
+    """Expand bare names to ``{name: ...}``."""
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise ValueError("write a list of transforms, like [{name: spec_augment}]")
-    return [{"name": each} if isinstance(each, str) else each for each in value]
+    return [{"name": transform} if isinstance(transform, str) else transform for transform in value]
 
 
 Transforms = Annotated[tuple[dict[str, Any], ...], BeforeValidator(_list_transforms)]
 
 
 class ViewSettings(Settings):
-    """A view of the examples beside data.features: another file of each, named in a column of the manifest."""
+    """An additional view of the examples, with a file for each in a column of the manifest."""
 
     column: Annotated[
         str,
-        Field(
-            min_length=1, description="Column of the manifest that names its files; null there: an example has none."
-        ),
+        Field(min_length=1, description="Column of the manifest with the files. Examples with a null lack the view."),
     ]
     features: Annotated[
         Any,
         BeforeValidator(make_features),
-        Field(description="How a file becomes numbers: settings as in data.features, of any kind but file."),
+        Field(description="Features of the files: settings as in data.features, of any kind except file."),
     ]
-    transforms: Annotated[Transforms, Field(description="What is done to it in training: as data.transforms.")] = ()
+    transforms: Annotated[Transforms, Field(description="Augmentations in training, as in data.transforms.")] = ()
 
     @model_validator(mode="after")
-    def _consistent(self) -> ViewSettings:
+    def _check_consistency(self) -> ViewSettings:
         view = View("data", self.column, self.features, self.transforms)
         crop = view.pipeline.crop if self.transforms else None
         if (
@@ -55,46 +53,45 @@ class ViewSettings(Settings):
             or (crop and crop.test == "segments")
         ):
             raise ConfigError(
-                "a view has features of the kind logmel, kaldi, pretrained, model or image, is not normalised "
-                "by group, client or part, and is not cut into segments, which data.segment alone decides; change its "
-                "features or transforms"
+                "a view needs features of the kind logmel, kaldi, pretrained, model or image, without normalise: group, client or "
+                "part, and without random_crop's test: segments. Change its features or transforms"
             )
         return self
 
 
 @dataclass(frozen=True)
 class View:
-    """The settings of one view: those of ``data`` itself, or of an entry of ``data.views``."""
+    """The settings of a view: the first (``data.features``), or an entry of ``data.views``."""
 
     where: str
-    """Place of the settings, for messages: ``data`` or ``data.views.NAME``."""
+    """Key of the settings in messages: ``data`` or ``data.views.NAME``."""
     column: str
-    """Column of the manifest that names the files."""
+    """Column of the manifest with the files."""
     features: AnyFeatures
     transforms: Sequence[Mapping[str, Any]]
     segment: SegmentSettings | None = None
-    """Segments of training clips; ``None``: a clip is one example."""
+    """Segments of training clips; ``None``: each clip is an example."""
 
     @functools.cached_property
     def pipeline(self) -> Pipeline:
-        """The way of stored features into a batch.
+        """The pipeline from stored features to a batch.
 
         Raises:
-            ConfigError: transforms that are not known, or do not fit the features.
+            ConfigError: a transform is unknown, or does not support the features.
         """
-        from raydfl.data.transforms import make_transforms  # it imports PyTorch, which takes seconds
+        from raydfl.data.transforms import make_transforms  # imports PyTorch, which takes seconds
 
         return make_transforms(self.transforms, self.features, f"{self.where}.transforms")
 
     @property
     def stored_features(self) -> AnyFeatures:
-        """The features as the cache has them: not normalised where a transform comes before that."""
+        """The features in the cache. They are not normalised if a transform precedes the normalisation."""
         late = self.pipeline.late
         return self.features if late is None else self.features.model_copy(update={"normalise": "none"})
 
     @property
     def test_segments(self) -> SegmentSettings | None:
-        """The segments into which clips that are measured on are cut; ``None``: none."""
+        """Segments of validation and test clips; ``None``: each clip is an example."""
         crop = self.pipeline.crop
         if crop is None or crop.test != "segments":
             return self.segment

@@ -142,7 +142,7 @@ def _add_dataset_options(data: DataSettings, values: Mapping[str, Any]) -> dict[
 
 
 def _describe_site(data: DataSettings, name: str) -> dict[str, Any]:
-    own = data.at(name)
+    own = data.select_site(name)
     changed = {
         name: getattr(own, name) for name in ("partition", "tables") if getattr(own, name) != getattr(data, name)
     }

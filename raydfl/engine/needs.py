@@ -129,7 +129,7 @@ def _find_data_conflicts(needs: Needs, data: DataSettings, pools: Sequence[str] 
     if needs.recordings and kind in ("file", "image"):
         remedy = "set it to logmel, or run the attack with the model that computed the features"
         yield "data.features.kind", "recordings", f"features of the kind {kind} have none", remedy
-    partitions = [data.partition, *(data.at(site).partition for site in data.sites)] if needs.own_clips else []
+    partitions = [data.partition, *(data.select_site(site).partition for site in data.sites)] if needs.own_clips else []
     if any(partition.by == "table" for partition in partitions):
         remedy = "choose another partition, or an attack on updates (sign_flip, gaussian_noise ...)"
         yield "data.partition.by", "clips with a single owner", "clients of a table may share clips", remedy
@@ -166,4 +166,4 @@ def _find_data_conflicts(needs: Needs, data: DataSettings, pools: Sequence[str] 
 
 def has_clip_table(data: DataSettings) -> bool:
     """Return whether a user's table of clips may assign roles and pools, here or at a site."""
-    return any(own.tables.clips is not None for own in (data, *(data.at(site) for site in data.sites)))
+    return any(own.tables.clips is not None for own in (data, *(data.select_site(site) for site in data.sites)))

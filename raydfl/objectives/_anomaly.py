@@ -85,7 +85,7 @@ class AnomalyObjective(Objective):
     def evaluate(self, step: Step, name: str, examples: Examples, batch_size: int) -> Metrics:
         """Compute :meth:`metrics`, and at clients the ``threshold`` and its scores."""
         metrics = dict(super().evaluate(step, name, examples, batch_size))
-        normal = self.normal_examples(step.data.train).as_tested()
+        normal = self.normal_examples(step.data.train).cut_for_test()
         if not len(normal):
             return metrics
         scores, _ = mean_over_clips(self.answers_to(step, name, normal, batch_size)[:, 0], normal)

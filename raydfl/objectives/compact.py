@@ -126,7 +126,7 @@ class Compact(AnomalyObjective):
         """Compute the scores of examples: float [examples, 1], on the CPU."""
         if self.score == "centre":
             return AnomalyObjective.answers_to(self, step, name, examples, batch_size)
-        normal = self.normal_examples(step.data.train).as_tested()
+        normal = self.normal_examples(step.data.train).cut_for_test()
         reference, z = (
             F.normalize(predict(step, name, clips, batch_size).double(), dim=1) for clips in (normal, examples)
         )

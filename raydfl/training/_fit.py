@@ -116,7 +116,7 @@ def predict(step: Step, model: str, examples: Examples, batch_size: int = 64) ->
     Only the view that the model reads is read from the disk.
     """
     if isinstance(examples, Examples):
-        examples = examples.seen_by(view_of(step.models[model]))
+        examples = examples.select_view(view_of(step.models[model]))
     with step.clock.waiting():
         return cast(Tensor, together.answer(_Predict(step, model, examples, batch_size)))
 

@@ -63,7 +63,7 @@ class Plan:
                     f"the method's Plan(rows=...) names the pool {name!r}, which the clients of this run do not have; "
                     f"{nearest(name, data.pools)}; data.pools and data.unlabelled make pools"
                 )
-        return Examples.joined([data.pools[name] for name in self.rows], POOL)
+        return Examples.concatenate([data.pools[name] for name in self.rows], POOL)
 
     def order(self, examples: Examples, rng: np.random.Generator) -> list[np.ndarray]:
         """Return the positions (int64 [at most the sum of rows]) of each batch of one epoch.

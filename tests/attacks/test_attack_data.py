@@ -19,7 +19,7 @@ from raydfl.core.errors import ConfigError, DataError
 from raydfl.data.build import build_population
 from raydfl.data.features.extractor import FeatureExtractor
 from raydfl.data.features.log_mel import FeatureSettings
-from raydfl.data.noise import add_noise, noise_for
+from raydfl.data.noise import add_noise, seed_noise
 from raydfl.data.population import Population
 from raydfl.engine.config import Config
 
@@ -187,7 +187,7 @@ def test_data_noise_is_added_before_the_trigger(tiny: Tiny) -> None:
         for clip, label, x in list_clips(population, index, True):
             wave = extractor.wave(*Tones().read(rows[clip]))
             if index == 2:
-                wave = add_noise(wave, 5.0, noise_for([rows[clip]["clip"]], 5.0, 1).seeds[0])
+                wave = add_noise(wave, 5.0, seed_noise([rows[clip]["clip"]], 5.0, 1).seeds[0])
             assert label == 1
             assert x == extractor.features(trigger(wave, extractor, 0)).tobytes()
 

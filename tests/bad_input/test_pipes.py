@@ -15,7 +15,7 @@ from commands import Raydfl
 from raydfl.core.errors import DataError
 from raydfl.core.files import read_regular
 from raydfl.data.features.kinds import make_features
-from raydfl.data.pictures import read_image
+from raydfl.data.images import read_image
 from raydfl.data.sets import list_contents
 from raydfl.data.sets._files import read_rows
 from raydfl.data.sets.emodb import EmoDB

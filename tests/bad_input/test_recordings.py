@@ -85,7 +85,7 @@ def relist(recordings: Path, change: Callable[[list[str]], list[str]]) -> None:
 
 BROKEN = {
     "empty": "the file is empty (0 bytes)",
-    "truncated": "truncated: its header promises 6400 bytes of samples and the file holds",
+    "truncated": "truncated: its header promises 6400 bytes of samples, but the file has",
     "header": "truncated: a wav header without samples",
     "zero length": "the clip has no samples (zero length)",
     "nan": "1 of 1600 samples are NaN or infinite, the first at sample 7",
@@ -149,7 +149,7 @@ def test_skipped_clips_are_no_reason_to_train_on_nothing(training: Train, record
     for path in (recordings / "wav").iterdir():
         path.write_bytes(b"")
     training("data.unreadable=skip").refuses(
-        f"none of {GOOD} clips can be read, the first wav/anna-left-0.wav: .*is empty"
+        f"none of {GOOD} clips is readable. The first is wav/anna-left-0.wav: .*is empty"
     )
 
 
@@ -211,7 +211,7 @@ def test_parts_of_a_file_are_clips_that_are_learnt_from_as_files_of_their_own_ar
     relist(recordings, lambda lines: [*lines[:-1], lines[-1].replace("4.5,4.7", "4.5,5.7")])
     training(split, "run.name=beyond").refuses(
         f"1 of {GOOD} clips cannot be read",
-        r"long\.wav: the clip's stop, 5\.7 s, lies behind the end of the file: it is 4\.8 s",
+        r"long\.wav: the clip's stop, 5\.7 s, is after the end of the file, which is 4\.8 s",
     )
 
 

@@ -183,7 +183,7 @@ def test_a_damaged_population_is_noticed(raydfl: Raydfl, run_dir: Path, damage: 
     else:
         path.unlink()
     said = raydfl("resume", run_dir, "train.rounds=3")
-    said.refuses("is missing or damaged", "start the run again in a new folder")
+    said.refuses("is missing or damaged", "restart the run in a new folder")
 
 
 @pytest.mark.parametrize("where", ["there", "elsewhere"])

@@ -61,7 +61,7 @@ def test_a_column_that_is_not_there_is_refused_before_a_clip_is_read(
 
 
 def test_a_column_named_twice_is_refused(made: Make) -> None:
-    with pytest.raises(ValidationError, match="'take' is named more than once"):
+    with pytest.raises(ValidationError, match="'take' is listed more than once"):
         made(columns=["take", "recording", "take"])
 
 

@@ -9,7 +9,7 @@ from scipy import signal, stats
 
 from raydfl.core.errors import DataError
 from raydfl.data import draw_clients
-from raydfl.data.noise import Noise, add_noise, noise_for
+from raydfl.data.noise import Noise, add_noise, seed_noise
 from raydfl.data.steps.corrupt import (
     CorruptSettings,
     LabelErrorSettings,
@@ -40,11 +40,11 @@ def test_noise_of_100_db_is_clean_and_silence_stays_silent() -> None:
 
 
 def test_each_clip_has_noise_of_its_own() -> None:
-    noise = noise_for(["a", "b", "c"], 10.0, seed=1)
+    noise = seed_noise(["a", "b", "c"], 10.0, seed=1)
     assert len(set(noise.seeds)) == 3
-    assert noise == noise_for(["a", "b", "c"], 10.0, seed=1)
-    assert noise.part(1, 3) == Noise(10.0, noise_for(["b", "c"], 10.0, 1).seeds)
-    assert noise.seeds != noise_for(["a", "b", "c"], 10.0, seed=2).seeds
+    assert noise == seed_noise(["a", "b", "c"], 10.0, seed=1)
+    assert noise.part(1, 3) == Noise(10.0, seed_noise(["b", "c"], 10.0, 1).seeds)
+    assert noise.seeds != seed_noise(["a", "b", "c"], 10.0, seed=2).seeds
 
 
 @pytest.mark.parametrize(("classes", "rate"), [(2, 0.3), (4, 0.5), (10, 0.1), (35, 0.5), (35, 1.0), (3, 0.0)])

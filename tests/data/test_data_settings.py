@@ -47,7 +47,10 @@ def test_a_name_alone_will_do() -> None:
         ({"features": {"band": 3}}, r"data.features: unknown key 'band'; did you mean 'bands'\?"),
         ({"features": {"bands": "x"}}, r"data.features.bands: Input should be a valid integer"),
         ({"groups": "many"}, r"data.groups: Input should be a valid integer"),
-        ({"segment": {"frames": 3, "stride": 1}, "features": {"seconds": 1.0}}, "set data.features.seconds to null"),
+        (
+            {"segment": {"frames": 3, "stride": 1}, "features": {"seconds": 1.0}},
+            "data.features.seconds limits it. Set either",
+        ),
     ],
 )
 def test_wrong_keys_and_values_are_named(options: dict[str, Any], message: str) -> None:
@@ -74,7 +77,7 @@ def test_a_data_set_cannot_call_an_option_like_a_key_of_ours(tmp_path: Path) -> 
         "from pydantic.dataclasses import dataclass\nfrom raydfl.data.dataset import Dataset\n"
         "@dataclass(frozen=True, kw_only=True)\nclass Mine(Dataset):\n    split: int = 3\n"
     )
-    with pytest.raises(ConfigError, match="has an option 'split', which is a key of data itself"):
+    with pytest.raises(ConfigError, match="has an option 'split', but this name is a setting of data"):
         DataSettings(name=f"{file}:Mine")
 
 

@@ -22,7 +22,7 @@ from raydfl.data.features.kinds import AnyFeatures
 from raydfl.data.features.log_mel import FeatureSettings
 from raydfl.data.features.model import ModelFeatures
 from raydfl.data.features.wave import EPSILON
-from raydfl.data.noise import Noise, noise_for
+from raydfl.data.noise import Noise, seed_noise
 from raydfl.data.population import Population
 from raydfl.data.settings import DataSettings
 from raydfl.engine.config import Config, make_config
@@ -131,7 +131,7 @@ def test_log_mel_from_a_file_is_log_mel_to_the_bit(tmp_path: Path, write: Write,
 
 def test_a_run_on_a_file_is_the_run_on_its_recordings(tmp_path: Path) -> None:
     path = write_safetensors(tmp_path / "features", log_mels(seconds=0.3))
-    noisy = noise_for(MADE.manifest().column("clip").to_pylist(), 10.0, 1)
+    noisy = seed_noise(MADE.manifest().column("clip").to_pylist(), 10.0, 1)
     noisy_path = write_npz(tmp_path / "noisy", log_mels(noisy, seconds=0.3))
     corrupt = {"noise": {"snr_db": 10.0, "clients": 2}, "labels": {"rate": 0.5, "clients": 1}}
     named = {"kind": "file", "path": str(path), "noisy_path": str(noisy_path), "frames": 16}
@@ -432,7 +432,7 @@ def by_model(name: str, **options: Any) -> ModelFeatures:
 def test_log_mel_as_a_model_is_log_mel_to_the_bit(tmp_path: Path, seconds: float | None) -> None:
     settings = FeatureSettings(**LOG_MEL, seconds=seconds)
     wrapped = by_model("LogMel", bands=16, options=LOG_MEL, seconds=seconds, frames=settings.frames)
-    noise = noise_for(MADE.manifest().column("clip").to_pylist(), 10.0, 1)
+    noise = seed_noise(MADE.manifest().column("clip").to_pylist(), 10.0, 1)
     for of in ({}, {"noise": noise}):
         equal(store_of(wrapped, tmp_path / "cache", **of), store_of(settings, tmp_path / "cache", **of))
     decibels = wrapped.model_copy(update={"options": {**LOG_MEL, "normalise": "none"}})

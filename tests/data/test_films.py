@@ -18,7 +18,7 @@ from raydfl.cli.describe import describe_data
 from raydfl.core.errors import DataError
 from raydfl.core.yaml import to_yaml
 from raydfl.data.audio import read_audio
-from raydfl.data.pictures import read_image
+from raydfl.data.images import read_image
 from raydfl.data.sets.activitynet import ActivityNet
 from raydfl.data.settings import DataSettings
 
@@ -45,7 +45,7 @@ def test_the_picture_in_the_middle_and_the_sound_of_a_film_and_of_a_part(tmp_pat
     assert rate == 8000
     np.testing.assert_array_equal(found, (samples / 32768).astype(np.float32))
     np.testing.assert_array_equal(read_audio(path, 0.25, 0.5)[0], (samples[2000:4000] / 32768).astype(np.float32))
-    with pytest.raises(DataError, match=r"a\.mkv: the film has no pictures from 0\.9 s to its end"):
+    with pytest.raises(DataError, match=r"a\.mkv: the video has no frames from 0\.9 s to its end"):
         read_image(path, 0.9)
 
 
@@ -60,11 +60,11 @@ def test_published_films(name: str, tmp_path: Path) -> None:
         samples, rate = read_audio(path)
         assert len(samples) / rate == pytest.approx({"G": 2.98, "a": 18.16}[name[0]], abs=0.02)
     else:
-        with pytest.raises(DataError, match=f"{path}: it is silent"):
+        with pytest.raises(DataError, match=f"{path}: the file has no sound"):
             read_audio(path)
     cut = tmp_path / f"cut{Path(name).suffix}"
     cut.write_bytes(Path(path).read_bytes()[: int(0.6 * Path(path).stat().st_size)])
-    with pytest.raises(DataError, match=rf"{cut}: (truncated|cannot be decoded: it is damaged, truncated)"):
+    with pytest.raises(DataError, match=rf"{cut}: (truncated|cannot be decoded. It is damaged, truncated)"):
         read_image(str(cut))
     cut.write_bytes(b"no film" * 100)
     with pytest.raises(DataError, match=f"{cut}: cannot be decoded"):
@@ -108,13 +108,13 @@ def test_a_silent_film_a_broken_one_and_no_decoder(job: Path, raydfl: Raydfl, mo
     write_film(folder / "14.mkv", np.zeros((2, 8, 8), np.uint8))
     with monkeypatch.context() as without:
         without.setitem(sys.modules, "av", None)
-        raydfl("run", job, "data.unreadable=skip").refuses(r"decoded by PyAV, .*pip install 'raydfl\[video\]'")
-    raydfl("run", job).refuses(r"1 of 16 clips cannot be read:\n  .*14\.mkv: it is silent")
+        raydfl("run", job, "data.unreadable=skip").refuses(r"needs PyAV, .*pip install 'raydfl\[video\]'")
+    raydfl("run", job).refuses(r"1 of 16 clips cannot be read:\n  .*14\.mkv: the file has no sound")
     write_film(folder / "13.mkv", np.zeros((0, 8, 8), np.uint8), np.full((2400, 1), 9))
     assert raydfl("run", job, "data.unreadable=skip").code == 0
     listed = json.loads((folder / "runs/x/run.json").read_text())["skipped"]
     assert {(entry["clip"], entry["reason"].partition(":")[0]) for entry in listed} == {
-        ("14.mkv", "it is silent"),
+        ("14.mkv", "the file has no sound"),
         ("13.mkv", "view video"),
     }
     said = raydfl(
@@ -124,7 +124,7 @@ def test_a_silent_film_a_broken_one_and_no_decoder(job: Path, raydfl: Raydfl, mo
     heard, unseen, silent = said.events
     assert unseen["model"] == "audio"
     assert (heard["model"], heard["label"] in "ab") == ("fusion", True)
-    assert "silent" in silent["error"]
+    assert "has no sound" in silent["error"]
     assert [
         len(raydfl("predict", folder / "runs/x", folder / "0.mkv", *more, "--csv").out.splitlines())
         for more in ((), ("--model", "video"))

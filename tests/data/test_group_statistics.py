@@ -95,7 +95,7 @@ def test_statistics_are_those_of_the_groups_training_clips(made: Make, dtype: st
     assert overall is not None
     np.testing.assert_allclose(overall[0], np.concatenate(trained).mean(axis=0), rtol=1e-5)
     assert population.messages == (
-        "1 of 6 groups have no training clip: theirs are normalised with the statistics of all training clips",
+        "1 of 6 groups have no training clip. Their clips are normalised with the statistics of all training clips",
     )
 
 

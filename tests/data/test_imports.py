@@ -170,7 +170,7 @@ def test_a_channel_of_a_file_is_a_clip(tmp_path: Path) -> None:
     for row, wanted in zip(rows[:3], (waves[:, :1], waves[:, 1:], waves), strict=True):
         assert np.array_equal(dataset.read(row)[0], wanted)
     with pytest.raises(
-        Exception, match=r"a\.wav: the clip is of channel 2, counted from 0, and the file has 2 channels"
+        Exception, match=r"a\.wav: the clip needs channel 2, counted from 0, but the file has 2 channels"
     ):
         dataset.read(rows[3])
 

@@ -20,7 +20,7 @@ from raydfl.data.client_ids import ClientIds
 from raydfl.data.examples import Examples
 from raydfl.data.features.cache import FeatureStore
 from raydfl.data.features.extractor import FeatureExtractor
-from raydfl.data.noise import add_noise, noise_for
+from raydfl.data.noise import add_noise, seed_noise
 from raydfl.data.part import Part, StoredView
 from raydfl.data.population import Population
 from raydfl.data.settings import DataSettings
@@ -167,7 +167,7 @@ def test_noise_is_in_the_training_clips_of_the_chosen_clients_only(made: Make) -
         for position, clip in enumerate(theirs.train.clips):
             x = theirs.train.batch(np.array([position])).x[0].numpy()
             if i in (1, 4):
-                seed = noise_for([rows[clip]["clip"]], 5.0, 1).seeds[0]
+                seed = seed_noise([rows[clip]["clip"]], 5.0, 1).seeds[0]
                 wave = add_noise(extractor.wave(*dataset.read(rows[clip])), 5.0, seed)
                 np.testing.assert_array_equal(x, extractor.features(wave))
             else:
@@ -251,7 +251,7 @@ def test_no_clip_can_be_read(tmp_path: Path) -> None:
     root = write_folder(tmp_path / "data")
     for path in root.iterdir():
         path.write_bytes(b"")
-    with pytest.raises(DataError, match=r"none of 18 clips can be read, the first w0_g0_0.wav: .*empty"):
+    with pytest.raises(DataError, match=r"none of 18 clips is readable. The first is w0_g0_0.wav: .*empty"):
         build_population(folder_settings(root, tmp_path / "cache", unreadable="skip"), 1)
 
 
@@ -271,7 +271,7 @@ def test_dropped_clients_are_mentioned(made: Make) -> None:
 def test_unknown_client(made: Make) -> None:
     population = build_population(made(), 1)
     assert population.index("g3") == 3
-    with pytest.raises(DataError, match="there is no client 'g33' among 6; did you mean 'g3'"):
+    with pytest.raises(DataError, match="there is no client 'g33' among 6 clients; did you mean 'g3'"):
         population.index("g33")
 
 
@@ -292,7 +292,7 @@ def test_damaged_files_are_named(made: Make, tmp_path: Path, name: str, damage: 
     else:
         content[20 if damage == "header" else -10] ^= 1
         path.write_bytes(content)
-    message = r"the population in .* is missing or damaged \(.*start the run again"
+    message = r"the population in .* is missing or damaged \(.*restart the run"
     with pytest.raises(RunDirectoryError, match=message):
         Population.load(folder, verify=damage in ("flipped", "header"))
 
@@ -301,7 +301,7 @@ def test_a_later_format_is_refused(made: Make, tmp_path: Path) -> None:
     build_population(made(), 1).save(tmp_path)
     path = tmp_path / "population.json"
     path.write_text(path.read_text().replace('\\"format\\": 3', '\\"format\\": 9'))
-    with pytest.raises(RunDirectoryError, match="it is of format 9, this version of raydfl reads 3"):
+    with pytest.raises(RunDirectoryError, match="its format is 9, but this version of raydfl reads format 3"):
         Population.load(tmp_path)
 
 

@@ -196,7 +196,7 @@ def test_as_published_tests_on_what_is_trained_on(made: Make) -> None:
             data.train.clips.tolist(), data.train.batch(np.arange(len(data.train))).x.numpy(), strict=True
         ):
             assert np.array_equal(tested[clip], x)
-    assert any("data.split.as_published: clips that are trained on are tested on too" in m for m in population.messages)
+    assert any("data.split.as_published: training clips are also test clips" in m for m in population.messages)
     with pytest.raises(ValueError, match="as_published has each client test on all its clips: set test to null"):
         made(split={"as_published": True})
     takes_are_normal = made(split={"test": None, "as_published": {"column": "take", "normal": [0, 1, 2, 3, 4]}})

@@ -128,7 +128,9 @@ def test_clients_that_share_clips_may_be_in_the_table_of_clients(made: Make, tmp
     assert describe_population(build_population(found, 1), False) == describe_population(
         build_population(former, 1), False
     )
-    with pytest.raises(ConfigError, match="needs one table of clients: set data.partition.file or data.tables.clients"):
+    with pytest.raises(
+        ConfigError, match="needs exactly one table of clients. Set data.partition.file or data.tables.clients"
+    ):
         made(partition={"by": "table"})
 
 
@@ -304,11 +306,11 @@ def test_the_command_line_prints_the_tables_after_a_step(raydfl: Raydfl, tmp_pat
 
 def test_tables_of_sites_are_named_at_the_sites(made: Make, tmp_path: Path) -> None:
     site = {"folder": tmp_path, "tables": {"clients": tmp_path / "clients.parquet"}}
-    assert made(sites={"here": site}).at("here").tables.clients == tmp_path / "clients.parquet"
+    assert made(sites={"here": site}).select_site("here").tables.clients == tmp_path / "clients.parquet"
     for sites, message in (
         (
             {"here": {"folder": tmp_path}},
-            "data.tables: the lists of clips are at the sites; name the tables in data.sites",
+            "data.tables is not supported with data.sites",
         ),
         (
             {"here": {"folder": tmp_path, "tables": {"clips": "x.csv"}}},

@@ -275,7 +275,7 @@ def test_any_leading_dimensions_give_the_same() -> None:
     data.copy(starts, counts, stored)
     both = torch.from_numpy(np.stack([stored, stored]))
     tables = {name: torch.from_numpy(np.stack([array, array])) for name, array in drawn.items()}
-    frames = torch.from_numpy(np.stack([data.sounding(starts, counts)] * 2))
+    frames = torch.from_numpy(np.stack([data.count_valid_frames(starts, counts)] * 2))
     found = data.pipeline.apply(both, frames, tables)
     for copy in found:
         torch.testing.assert_close(copy, alone)

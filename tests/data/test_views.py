@@ -247,7 +247,7 @@ def test_what_does_not_fit_is_refused(tiny: Tiny, folder: Path) -> None:
         "{kind: image, size: many}": r"\.features\.size.*: Input should be ",
         "{kind: image, size: 8, bands: 4}": r"\.features: 'bands' is a setting of the kind .*data\.views\.picture\.features='",
         "5": r"\.features is 5. It must be a group",
-        "{kind: file, path: x, bands: 4}": ": a view has features of the kind logmel",
+        "{kind: file, path: x, bands: 4}": ": a view needs features of the kind logmel",
         f"{{kind: model, model: {folder}/none.py:Net, bands: 4}}": r"\.features\.model: .*there is no file",
     }.items():
         refused(

@@ -239,16 +239,16 @@ def test_only_what_a_part_comes_to_is_in_the_digest(tiny: Tiny) -> None:
 @pytest.mark.parametrize(
     ("overrides", "method", "message"),
     [
-        (["data.parts={a/b: {}}"], "fedavg", "the name 'a/b' cannot be used: it may hold letters"),
+        (["data.parts={a/b: {}}"], "fedavg", "the name 'a/b' is invalid. Use letters"),
         (["data.parts={a: {speakerz: 4}}"], "fedavg", "data.parts.a: .*unknown key 'speakerz'.*'speakers'"),
         (["data.parts={a: {speakers: many}}"], "fedavg", "data.parts.a: .*speakers"),
-        (["data.parts={a: {cache: x}}"], "fedavg", "data.parts.a.cache: a part has no cache of its own"),
+        (["data.parts={a: {cache: x}}"], "fedavg", "data.parts.a.cache is not supported, because all parts share it"),
         (["data.parts={a: {name: ''}}"], "fedavg", "data.parts.a.name is missing"),
         (["data.parts={a: {features: {kind: logmell}}}"], "fedavg", r"^data\.parts\.a\.features\.kind is 'logmell'"),
         (
             ["data.parts={a: {segment: {frames: 5, stride: 5}}}"],
             "fedavg",
-            r"^data\.parts\.a\.segment cuts clips .*set data\.parts\.a\.features\.seconds to null",
+            r"^data\.parts\.a\.segment needs clips of full length, but data\.parts\.a\.features\.seconds limits it",
         ),
         (
             ["data.parts={a: {views: {x: {column: c, features: {kind: 3}}}}}"],

@@ -198,7 +198,7 @@ def test_a_view_and_a_pool_have_names_of_their_own(tiny: Tiny, folder: Path) -> 
 
 def test_sets_of_classes_cannot_be_hidden(tiny: Tiny) -> None:
     chords = (f"data.name={CHORDS}", "data.label_sets={}", "objective=multi_label")
-    with pytest.raises(ConfigError, match="data.unlabelled hides one class of a clip"):
+    with pytest.raises(ConfigError, match="data.unlabelled hides the class of a clip"):
         tiny(*chords, "data.unlabelled={keep: 0.5}")
 
 

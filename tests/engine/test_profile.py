@@ -96,7 +96,7 @@ def test_parts_may_deal_different_values(tiny: Tiny) -> None:
     [
         (["data.profile={capability: {}}"], r"data.profile.capability: .*either values to deal, or a column"),
         (["data.profile={capability: {values: [a], column: b}}"], r"either values to deal, or a column"),
-        (["data.profile={group: {values: [a]}}"], r"the name 'group' cannot be used: .*taken: group"),
+        (["data.profile={group: {values: [a]}}"], r"the name 'group' is invalid. .*Reserved names: group"),
         (["data.profile={capability: {values: [a], deal: trun}}"], r"data.profile.capability.deal"),
         ([CHOICES], r"models.local.by: the clients' profiles have no column 'capability'"),
         (

@@ -19,7 +19,7 @@ from raydfl.core.errors import ConfigError
 from raydfl.core.metrics import summarise
 from raydfl.core.ops import random_state, uniform
 from raydfl.core.types import Batch, ModelSpec, Ratio, Scores
-from raydfl.data.label_sets import sets_of
+from raydfl.data.label_sets import split_labels
 from raydfl.models.dense import MeanLinear
 from raydfl.objectives import Objective, find_objective
 from raydfl.objectives._reference import distances
@@ -202,7 +202,7 @@ def test_the_anomaly_score_of_a_clip_is_the_mean_over_its_segments() -> None:
 
 def test_multi_label_averages_the_segments_of_clips() -> None:
     objective = find_objective({"name": "multi_label"})
-    names, sets = sets_of(["dog|rain", "rain", "|"], "|")
+    names, sets = split_labels(["dog|rain", "rain", "|"], "|")
     assert names == ["dog", "rain"]
     assert sets.tolist() == [[True, True], [False, True], [False, False]]
     logits = torch.tensor([[2.0, 2.0], [0.0, 2.0], [-1.0, 3.0], [-3.0, -2.0]])

@@ -411,7 +411,7 @@ BAD: dict[str, tuple[tuple[str, ...], str]] = {
     "classes for sets": (("objective=multi_label",), "needs a set of classes for each clip, but a label is one class"),
     "wrong labels of sets": (
         (CHORDS, "data.label_sets={}", "objective=multi_label", "data.corrupt.labels={clients: 0.5, rate: 0.5}"),
-        "data.corrupt.labels puts one class in another's place",
+        "data.corrupt.labels replaces the class of a clip",
     ),
     "attack": (
         (*SETTINGS["compact"], "attack={name: label_flip}"),
@@ -433,7 +433,7 @@ BAD: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "no class": (
         (*SETTINGS["multi_label"], "data.leave_out=[low, high, middle|low, 'low|high', high|middle]"),
-        "data.label_sets: no label names a class; the separator is '|'",
+        "data.label_sets: no label has a class with the separator '[|]'",
     ),
 }
 

@@ -40,7 +40,7 @@ def compute_scores(folder: Path, client: str) -> tuple[np.ndarray, np.ndarray, n
     population = Population.load(folder / "population").use(load_model(folder).data)
     client_data, model = population.data(population.index(client)), load_model(folder)
     scores = []
-    for examples in (client_data.train.as_tested(), client_data.test):
+    for examples in (client_data.train.cut_for_test(), client_data.test):
         batch = examples.batch(np.arange(len(examples)))
         values = model.logits(batch.x, batch.lengths)[:, 0].numpy().astype(float)
         scores.append(np.array([values[examples.clips == clip].mean() for clip in np.unique(examples.clips)]))
@@ -129,7 +129,7 @@ def test_training_clips_are_segmented_like_test_clips(tiny: Tiny) -> None:
     config = tiny(*HERE, data(", transforms: [{name: random_crop, size: 6, test: segments, stride: 4}]"))
     population = build_population(config.data, 1, labels_needed=False)
     train = population.data(0).train
-    cut = train.as_tested()
+    cut = train.cut_for_test()
     assert set(train.first_view.counts.tolist()) == {19}
     assert np.bincount(cut.clips).max() == 1 + (19 - 6) // 4
     assert set(cut.first_view.counts.tolist()) == {6}

@@ -22,7 +22,7 @@ from raydfl.core.errors import DataError
 from raydfl.core.files import check_regular, file_digest, write_atomically
 from raydfl.core.progress import Progress
 from raydfl.data.dataset import Dataset
-from raydfl.data.packed import file_and_place
+from raydfl.data.packed import split_address
 
 DIGEST_BYTES = 16
 UNREADABLE = bytes(DIGEST_BYTES)
@@ -71,7 +71,7 @@ def digest_clips(
                     f"Clip {row['clip']!r} has no path, but the identity() of its data set returns None, which stands for the "
                     f"file's content. Add a path, or return a string from identity()."
                 )
-            file, place = file_and_place(row["path"])
+            file, place = split_address(row["path"])
             files[index] = absolute(file)
             selectors = [part for part in (place, dataset.part(row)) if part is not None]
             if selectors:

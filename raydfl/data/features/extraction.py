@@ -31,8 +31,8 @@ from raydfl.data.features.image import ImageFeatures
 from raydfl.data.features.kinds import AnyFeatures
 from raydfl.data.features.model import ModelFeatures
 from raydfl.data.features.pretrained import PretrainedFeatures
-from raydfl.data.films import NoDecoderError
 from raydfl.data.noise import NOISELESS, Noise, add_noise
+from raydfl.data.video import NoDecoderError
 
 _CLIPS = 128
 _SECONDS = 600.0

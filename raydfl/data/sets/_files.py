@@ -19,10 +19,10 @@ from raydfl.core.errors import DataError, nearest
 from raydfl.core.files import read_regular
 from raydfl.data.audio import AUDIO_SUFFIXES
 from raydfl.data.dataset import Card, Dataset
-from raydfl.data.films import has_decoder
-from raydfl.data.manifest import FFMPEG_SUFFIXES, FILM_SUFFIXES, make_manifest, shown_name
-from raydfl.data.packed import tar_members
-from raydfl.data.pictures import PICTURE_SUFFIXES
+from raydfl.data.images import IMAGE_SUFFIXES
+from raydfl.data.manifest import FFMPEG_SUFFIXES, VIDEO_SUFFIXES, make_manifest, shown_name
+from raydfl.data.packed import list_tar
+from raydfl.data.video import has_decoder
 
 _NAMED = 3
 """Files that a message names."""
@@ -124,12 +124,12 @@ def list_recordings(folder: Path, pictures: bool = False, films: bool = False) -
         DataError: a folder that cannot be opened, or a link to a folder that it lies in.
     """
     names = list_files(folder)
-    wanted = PICTURE_SUFFIXES if pictures else AUDIO_SUFFIXES
+    wanted = IMAGE_SUFFIXES if pictures else AUDIO_SUFFIXES
     found = [name for name in names if name.lower().endswith(wanted)]
     if films:
         stems = {_stem(name) for name in found}
         found = sorted(
-            found + [name for name in names if name.lower().endswith(FILM_SUFFIXES) and _stem(name) not in stems]
+            found + [name for name in names if name.lower().endswith(VIDEO_SUFFIXES) and _stem(name) not in stems]
         )
     listed = set(found)
     others = [name for name in names if name not in listed]
@@ -152,8 +152,8 @@ def list_contents(file: Path, pictures: bool = False) -> list[str]:
         with readable_table(file):
             return table.places(table.recordings(None))
     sounds = (*AUDIO_SUFFIXES, *(FFMPEG_SUFFIXES if has_decoder() else ()))
-    wanted = (*PICTURE_SUFFIXES, *FILM_SUFFIXES) if pictures else sounds
-    found = [address for _, address, _ in tar_members(file, lambda name: name.lower().endswith(wanted))]
+    wanted = (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES) if pictures else sounds
+    found = [address for _, address, _ in list_tar(file, lambda name: name.lower().endswith(wanted))]
     if not found:
         raise DataError(f"{file}: there is no {'image' if pictures else 'recording'} of a kind that is read in it")
     return found

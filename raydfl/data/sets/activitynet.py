@@ -23,8 +23,8 @@ from pydantic.dataclasses import dataclass
 from raydfl.core.errors import DataError
 from raydfl.data.audio import read_audio
 from raydfl.data.dataset import Card
-from raydfl.data.manifest import FILM_SUFFIXES
-from raydfl.data.pictures import read_image
+from raydfl.data.images import read_image
+from raydfl.data.manifest import VIDEO_SUFFIXES
 from raydfl.data.sets._files import FileDataset, list_audio, read_text, wrong_layout
 
 _LIST = "activity_net.v1-3.min.json"
@@ -56,7 +56,7 @@ class ActivityNet(FileDataset):
     def rows(self, root: Path) -> list[dict[str, Any]]:
         """List the clips of the films that are there."""
         database = self._database(root)
-        films = {Path(name).stem.removeprefix("v_"): name for name in list_audio(root, FILM_SUFFIXES)}
+        films = {Path(name).stem.removeprefix("v_"): name for name in list_audio(root, VIDEO_SUFFIXES)}
         rows = [
             {"path": str(root / films[film]), "group": film, "split": _SPLIT_OF[about["subset"]], **row}
             for film, about in sorted(database.items())

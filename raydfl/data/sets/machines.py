@@ -32,7 +32,7 @@ from pydantic.dataclasses import dataclass
 from raydfl.core.seeds import generator
 from raydfl.data.dataset import Card, Dataset
 from raydfl.data.manifest import make_manifest
-from raydfl.data.noise import coloured_noise, rms
+from raydfl.data.noise import draw_noise, rms
 from raydfl.data.sets._machine_sets import ANOMALY, NORMAL
 
 Kind = Literal["fan", "pump", "gearbox"]
@@ -182,7 +182,7 @@ class Machines(Dataset):
         level = _LEVEL * 10 ** (random.normal(0, 1) / 20) / rms(own)
         clip = own.copy()
         if self.snr_db is not None:
-            room = coloured_noise(len(own), machine.room, random)
+            room = draw_noise(len(own), machine.room, random)
             clip += room * (rms(own) / rms(room) * 10 ** (-machine.snr_db / 20))
         if row["anomaly"] != "none" and self.strength_db is not None:
             # With draws of its own, so that the rest of the clip is what it would be without.
@@ -240,7 +240,7 @@ class Machines(Dataset):
         sound += machine.shaft * 10 ** (random.normal(0, 1) / 20) * np.cos(2 * np.pi * (shaft + random.uniform()))
         hum = np.cos(2 * np.pi * (_MAINS * np.arange(self._samples) / RATE + random.uniform()))
         sound += 10 ** (machine.hum_db / 20) * hum
-        flow = coloured_noise(self._samples, machine.rumble, random)
+        flow = draw_noise(self._samples, machine.rumble, random)
         flow *= 1 + machine.beat * np.cos(2 * np.pi * (machine.blades * shaft + random.uniform()))
         flow_db = machine.flow_db + 1.5 * load + (3.0 if target else 0.0)
         return sound + flow * (rms(sound) / rms(flow) * 10 ** (flow_db / 20)), shaft
@@ -285,12 +285,12 @@ def _bearing(own: Wave, shaft: Wave, machine: _Machine, random: np.random.Genera
 
 def _rub(own: Wave, shaft: Wave, machine: _Machine, random: np.random.Generator) -> Wave:
     burst = (0.5 + 0.5 * np.cos(2 * np.pi * (shaft + random.uniform()))) ** 16
-    return burst * coloured_noise(len(own), 0.2, random)
+    return burst * draw_noise(len(own), 0.2, random)
 
 
 def _clogging(own: Wave, shaft: Wave, machine: _Machine, random: np.random.Generator) -> Wave:
     surge = np.cos(2 * np.pi * (random.uniform(1, 2) * np.arange(len(own)) / RATE + random.uniform()))
-    return (1 + 0.8 * surge) * coloured_noise(len(own), 0.99, random)
+    return (1 + 0.8 * surge) * draw_noise(len(own), 0.99, random)
 
 
 _SOUNDS = {"imbalance": _imbalance, "bearing": _bearing, "rub": _rub, "clogging": _clogging}

@@ -25,9 +25,9 @@ from raydfl.core.errors import DataError
 from raydfl.data.audio import read_audio
 from raydfl.data.csv_file import read_csv
 from raydfl.data.dataset import Card, Dataset
+from raydfl.data.images import read_image
 from raydfl.data.manifest import make_manifest
-from raydfl.data.packed import absolute_path, file_and_place
-from raydfl.data.pictures import read_image
+from raydfl.data.packed import resolve_address, split_address
 from raydfl.data.sets._files import SPLIT_OF, absolute, known_splits
 
 _PART = ("start", "stop")
@@ -117,7 +117,7 @@ class Manifest(Dataset):
         """See :class:`Dataset`: relative paths begin where those of the recordings do."""
         root = absolute(self.file).parent if self.root is None else absolute(self.root)
         value = row[column]
-        return absolute_path(str(value), root) if value else None
+        return resolve_address(str(value), root) if value else None
 
     def read(self, row: Mapping[str, Any]) -> tuple[npt.NDArray[np.float32], int]:
         """Read the file, or the part and the channel of it."""
@@ -157,8 +157,8 @@ class Manifest(Dataset):
         for number, value in enumerate(values, start=1):
             if not isinstance(value, str) or not value or "\0" in value:
                 raise DataError(f"{file}: row {number} has no path (column {self.path_column!r} is {value!r})")
-        paths = [absolute_path(str(value), root) for value in values]
-        if paths and not any(os.path.exists(file_and_place(path)[0]) for path in paths):  # noqa: PTH110  (pathlib's raises where it may not look)
+        paths = [resolve_address(str(value), root) for value in values]
+        if paths and not any(os.path.exists(split_address(path)[0]) for path in paths):  # noqa: PTH110  (pathlib's raises where it may not look)
             raise DataError(
                 f"{file}: not one of its {len(paths)} files exists, the first is {paths[0]}; set root to the folder that the paths "
                 "start from"

@@ -27,7 +27,7 @@ from raydfl.core.errors import ConfigError, nearest
 from raydfl.core.seeds import generator
 from raydfl.data.dataset import Card, Dataset
 from raydfl.data.manifest import make_manifest
-from raydfl.data.noise import coloured_noise, rms
+from raydfl.data.noise import draw_noise, rms
 from raydfl.data.sets import _espeak as espeak
 from raydfl.data.sets.speech_commands import KEYWORDS, SILENCE, UNKNOWN, WORDS
 
@@ -178,7 +178,7 @@ class SpokenWords(Dataset):
         clip[start : start + len(speech)] = speech
         level_db = min(speaker.level_db + random.normal(0, 1.5), -0.5)
         if self.snr_db is not None:
-            noise = coloured_noise(self._samples, speaker.rumble, random)
+            noise = draw_noise(self._samples, speaker.rumble, random)
             clip += noise * np.float32(rms(speech) / rms(noise) * 10 ** (-speaker.snr_db / 20))
         clip *= np.float32(10 ** (level_db / 20) / np.abs(clip).max())
         return clip[:, None], espeak.SAMPLE_RATE
@@ -200,7 +200,7 @@ class SpokenWords(Dataset):
 
     def _silence(self, speaker: _Speaker, random: np.random.Generator) -> npt.NDArray[np.float32]:
         """Return the speaker's room without speech, as loud as it is beside speech: float32 [samples, 1]."""
-        noise = coloured_noise(self._samples, speaker.rumble, random)
+        noise = draw_noise(self._samples, speaker.rumble, random)
         level_db = speaker.level_db - speaker.snr_db + random.normal(0, 1.5)
         noise *= np.float32(min(10 ** (level_db / 20), 0.9) / np.abs(noise).max())
         return noise[:, None]

@@ -21,9 +21,9 @@ from pydantic.dataclasses import dataclass
 from raydfl.core.errors import DataError
 from raydfl.data.audio import AUDIO_SUFFIXES
 from raydfl.data.dataset import Card
+from raydfl.data.images import IMAGE_SUFFIXES
 from raydfl.data.manifest import FFMPEG_SUFFIXES
-from raydfl.data.packed import own_name, tar_members
-from raydfl.data.pictures import PICTURE_SUFFIXES
+from raydfl.data.packed import list_tar, own_name
 from raydfl.data.sets._packed import PackedSet, is_plain, named, table_of, with_texts
 
 _NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]+)", re.DOTALL)
@@ -31,7 +31,7 @@ _TEXTS = ("txt", "text", "transcript", "cls", "cls2", "class", "count", "index",
 """Fields of text, as the library has them."""
 _JSON = ("json", "jsn")
 _SOUNDS = (*AUDIO_SUFFIXES, *FFMPEG_SUFFIXES)
-_MEDIA = (*_SOUNDS, *PICTURE_SUFFIXES)
+_MEDIA = (*_SOUNDS, *IMAGE_SUFFIXES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +121,7 @@ class WebDataset(PackedSet):
 def _samples(path: Path) -> Iterator[tuple[str, dict[str, str | bytes]]]:
     """Yield the samples of a shard: by field the address of a recording or image, or the content of a text."""
     found = (
-        (*_split(name), address, read) for name, address, read in tar_members(path, lambda name: _split(name)[1] != "")
+        (*_split(name), address, read) for name, address, read in list_tar(path, lambda name: _split(name)[1] != "")
     )
     for name, group in itertools.groupby(found, lambda each: each[0]):
         sample: dict[str, str | bytes] = {}

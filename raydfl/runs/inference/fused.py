@@ -22,7 +22,7 @@ from torch import Tensor
 from raydfl.core.errors import DataError, InputError, RaydflError
 from raydfl.core.settings import FIRST_VIEW
 from raydfl.core.types import Batch
-from raydfl.data import AbsentError, is_film
+from raydfl.data import AbsentError, is_video
 from raydfl.data.features import BY_TRAINING_CLIPS, ImageFeatures
 from raydfl.runs.inference.model import RunFusion, RunModel, open_model
 from raydfl.runs.inference.recordings import (
@@ -207,7 +207,7 @@ class _ViewFiles:
         if self._single is not None:
             return self._single
         if self._files is None:
-            return file if (is_film(str(file)) if self._images else self._same) else None
+            return file if (is_video(str(file)) if self._images else self._same) else None
         candidates = self._files.get(file.stem, [])
         if len(candidates) > 1:
             raise DataError(f"several files have its name: {', '.join(map(str, candidates[:3]))}")

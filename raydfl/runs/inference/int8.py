@@ -96,7 +96,7 @@ def _examples(model: RunModel) -> tuple[Examples, Examples, str]:
             f"--quantize int8 needs training clips for calibration, but client {model.client!r} has no training clip. "
             f"Choose another client."
         )
-    return train.seen_by(model.spec.view), held_out.seen_by(model.spec.view), split
+    return train.select_view(model.spec.view), held_out.select_view(model.spec.view), split
 
 
 def _feeds(model: RunModel, graph: Graph, examples: Examples) -> Iterator[dict[str, np.ndarray]]:

@@ -255,7 +255,7 @@ class _Transforms:
         self._random = drawn[0][0] is not None if drawn[0] else False
         for client, (own, each, random) in enumerate(zip(views, windows, drawn, strict=True)):
             for step, (starts, counts) in enumerate(each):
-                tables[""][step, client, : len(starts)] = own.sounding(starts, counts)
+                tables[""][step, client, : len(starts)] = own.count_valid_frames(starts, counts)
                 for name, values in (random[step] or {}).items():
                     if name not in tables:
                         tables[name] = np.zeros((*shape, *values.shape[1:]), values.dtype)

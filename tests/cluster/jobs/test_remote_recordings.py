@@ -184,9 +184,7 @@ def test_the_uri_and_not_its_copy_belongs_to_the_run(tmp_path: Path, tiny: Tiny)
     assert "root: s3://bucket/fsdd" in explain_config(one)
     with pytest.raises(ConfigError, match=r"data.root: ftp://host/fsdd is not a kind of URI"):
         config("ftp://host/fsdd", "/first")
-    with pytest.raises(
-        ConfigError, match=r"data.cache: s3://bucket/cache is a URI, but features are mapped into memory"
-    ):
+    with pytest.raises(ConfigError, match=r"data.cache: s3://bucket/cache is a URI, but features are memory-mapped"):
         config("/data", "s3://bucket/cache")
 
 

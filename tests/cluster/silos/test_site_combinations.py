@@ -32,7 +32,7 @@ def open_sites(config: Config) -> tuple[Population, dict[str, Population]]:
     run_dir = folder_of(config)
     known = pickle.loads(pickle.dumps(Population.load(run_dir / "population")))  # as an actor at a site gets it
     return known, {
-        site: known.at(site, place_folder(config, run_dir, site) / "population") for site in config.data.sites
+        site: known.load_place(site, place_folder(config, run_dir, site) / "population") for site in config.data.sites
     }
 
 
@@ -68,7 +68,7 @@ def test_a_site_may_have_a_table_of_its_clients(silos: Silos, tmp_path: Path) ->
     assert config.digest() != silos("data.split.validation=0", method="fedavg").digest()
     known, at_sites = open_sites(config)
     for site, at_site in at_sites.items():
-        alone = build_population(config.data.at(site), config.run.seed, classes=known.classes)
+        alone = build_population(config.data.select_site(site), config.run.seed, classes=known.classes)
         assert_has_clips(known, at_site, site, alone)
     assert len(known) == 7
 
@@ -109,7 +109,7 @@ def test_a_part_may_be_at_some_sites_and_a_resumed_run_has_the_same_bits(silos: 
     for part, data in whole.data.each.items():
         classes = known.parts[part].classes
         for site in data.sites:
-            alone = build_population(data.at(site), whole.run.seed, classes=classes)
+            alone = build_population(data.select_site(site), whole.run.seed, classes=classes)
             assert_has_clips(known, at_sites[site], site, alone, part)
     assert [*whole.data.each["high"].sites] == ["south"]
     stopped = silos(*settings, "run.name=stopped", "train.rounds=1", **SOUTH_ALONE)
@@ -141,13 +141,13 @@ def test_only_the_options_of_sites_and_parts_are_in_the_digest(silos: Silos) -> 
 @pytest.mark.parametrize(
     ("overrides", "north", "message"),
     [
-        ([PARTS], {"parts": {"hihg": {}}}, r"data\.sites\.north\.parts: there is no part 'hihg'.* did you mean 'high'"),
-        ([], {"parts": {"low": {}}}, r"data\.sites\.north\.parts: there is no part 'low' in data.parts; leave it out"),
+        ([PARTS], {"parts": {"hihg": {}}}, r"data\.sites\.north\.parts: unknown part 'hihg'.* did you mean 'high'"),
+        ([], {"parts": {"low": {}}}, r"data\.sites\.north\.parts: unknown part 'low', not in data.parts; remove it"),
         ([PARTS], {"parts": {"high": {"speekers": 1}}}, r"data\.parts\.high: .*unknown key 'speekers'"),
         (
             ["data.parts={low: {}, high: {}}", "data.sites.south.parts={low: {}}"],
             {"parts": {"low": {}}},
-            r"data\.parts\.high: no site has the part; name it in data\.sites\.SITE\.parts",
+            r"data\.parts\.high: no site has this part. Add it to data\.sites\.SITE\.parts",
         ),
         ([], {"partition": {"by": "table", "file": "t.csv"}}, r"data\.sites\.north\.partition\.file: .*absolute path"),
     ],

@@ -16,7 +16,7 @@ import soundfile
 from raydfl.core.errors import ConfigError, DataError
 from raydfl.core.registry import build
 from raydfl.data.dataset import Dataset, find_dataset
-from raydfl.data.manifest import remarks_of
+from raydfl.data.manifest import read_remarks
 from raydfl.data.sets.folder import Folder
 from raydfl.data.sets.manifest import Manifest
 
@@ -117,10 +117,10 @@ def test_every_kind_of_recording_is_read_and_the_other_files_are_counted(
             pytest.approx(0.2, abs=0.03),
             pytest.approx(0.25 / np.sqrt(2), rel=0.15),
         )
-    (remark,) = remarks_of(manifest)
+    (remark,) = read_remarks(manifest)
     assert "2 .m4a, 1 without an ending, 1 .wma, 1 .txt (5 in all: README, dog/a.wma, dog/b.m4a, ...)" in remark
     assert "ffmpeg makes wav files of .m4a, which" in remark, "a.wma is there as a.wav and more already"
-    assert remarks_of(manifest.slice(1)) == [remark]
+    assert read_remarks(manifest.slice(1)) == [remark]
 
 
 def test_the_command_for_what_is_not_decoded_makes_it_readable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +142,7 @@ def test_the_command_for_what_is_not_decoded_makes_it_readable(tmp_path: Path, m
     command = str(error.value).rpartition("\n")[2]
     subprocess.run(command, shell=True, check=True)
     assert facts(Folder(root=tree), "clip") == [("dog $x/a b.wav",), ("dog $x/c.wav",)]
-    assert "ffmpeg" not in remarks_of(Folder(root=tree).manifest())[0], "it is done"
+    assert "ffmpeg" not in read_remarks(Folder(root=tree).manifest())[0], "it is done"
 
 
 def test_a_link_to_a_folder_above_is_refused(tree: Path) -> None:
@@ -187,7 +187,7 @@ def test_a_folder_that_cannot_be_opened_is_named(tree: Path, monkeypatch: pytest
 
 def test_a_name_that_is_not_utf8_is_refused(tree: Path) -> None:
     (tree / "dog" / os.fsdecode(b"caf\xe9.txt")).touch()
-    assert "(2 in all: dog/caf\\xe9.txt, dog/notes.txt)" in remarks_of(Folder(root=tree).manifest())[0]
+    assert "(2 in all: dog/caf\\xe9.txt, dog/notes.txt)" in read_remarks(Folder(root=tree).manifest())[0]
     (tree / "dog" / os.fsdecode(b"caf\xe9.wav")).touch()
     with pytest.raises(DataError, match=r"the name of dog/caf\\xe9\.wav in .* is not UTF-8; rename it, .*convmv"):
         Folder(root=tree).manifest()
@@ -317,13 +317,13 @@ def test_a_part_of_any_kind_of_file_is_that_of_the_whole(tmp_path: Path, suffix:
 @pytest.mark.parametrize(
     ("start", "stop", "message"),
     [
-        ("0.04", "0.2", r"clips/a\.wav: the clip's stop, 0\.2 s, lies behind the end of the file: it is 0\.05 s long"),
+        ("0.04", "0.2", r"clips/a\.wav: the clip's stop, 0\.2 s, is after the end of the file, which is 0\.05 s long"),
         (
             "0.06",
             "",
-            r"clips/a\.wav: no sample lies between the clip's start, 0\.06 s, and its stop, the end of the file: .* 0\.05 s",
+            r"clips/a\.wav: no sample is between the clip's start, 0\.06 s, and its stop, the end of the file: .* 0\.05 s",
         ),
-        ("0.01", "0.01001", r"no sample lies between the clip's start, 0\.01 s, and its stop, 0\.01001 s"),
+        ("0.01", "0.01001", r"no sample is between the clip's start, 0\.01 s, and its stop, 0\.01001 s"),
     ],
 )
 def test_a_part_that_the_file_does_not_have_is_found_when_it_is_read(
@@ -352,7 +352,7 @@ def test_a_clip_outside_the_root_keeps_its_path(clips: Path) -> None:
         ("path,label\nclips/a.wav,x\n", {"group_column": "who"}, r"has no column 'who'; .* group_column"),
         ("path,label\nclips/a.wav,x\n,x\n", {}, r"row 2 has no path \(column 'path' is None\)"),
         ("path,label,split\nclips/a.wav,x,tran\n", {}, r"row 1 has the unknown split 'tran'; did you mean 'train'\?"),
-        ("path,label,split\nclips/a.wav,x,train\nclips/b.flac,x,\n", {}, "has no split while others have; 1 of 2 rows"),
+        ("path,label,split\nclips/a.wav,x,train\nclips/b.flac,x,\n", {}, "has no split. Rows without split: 1 of 2."),
         (
             "path,label\nclips/a.wav,x\nclips/a.wav,y\n",
             {},
@@ -409,7 +409,7 @@ def test_one_missing_file_is_found_when_it_is_read(clips: Path) -> None:
 
 def test_a_missing_list_and_other_kinds_of_file(clips: Path) -> None:
     (clips / "latin.csv").write_bytes(b"p\xe9th,label\na,x\n")
-    with pytest.raises(DataError, match=r"latin\.csv is not UTF-8 text; save it as UTF-8"):
+    with pytest.raises(DataError, match=r"latin\.csv is not UTF-8 text. Save it as UTF-8"):
         Manifest(file=clips / "latin.csv").manifest()
     with pytest.raises(DataError, match=r"row 1 has no path \(column 'path' is 'a\\x00b\.wav'\)"):
         Manifest(file=write(clips / "null.csv", "path,label\na\0b.wav,x\nclips/a.wav,x\n")).manifest()

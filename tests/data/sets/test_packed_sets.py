@@ -23,7 +23,7 @@ from raydfl.core.registry import build
 from raydfl.data.audio import read_audio
 from raydfl.data.build import build_population
 from raydfl.data.dataset import Dataset, find_dataset
-from raydfl.data.packed import cell_address, file_and_place, own_name, span_address
+from raydfl.data.packed import cell_address, own_name, span_address, split_address
 from raydfl.data.sets import list_contents
 from raydfl.data.sets._packed import find_splits
 from raydfl.data.sets.huggingface import HuggingFace
@@ -176,11 +176,11 @@ def test_features_are_those_of_the_same_recordings_as_files(tmp_path: Path) -> N
 
 def test_an_address_says_which_file_and_which_place_in_it() -> None:
     span = span_address("/a b/C#.tar", "x@1+2/dog.wav", 512, 44)
-    assert (file_and_place(span), own_name(span)) == (("/a b/C#.tar", "@512+44"), "x@1+2/dog.wav")
+    assert (split_address(span), own_name(span)) == (("/a b/C#.tar", "@512+44"), "x@1+2/dog.wav")
     cell = cell_address("rows.parquet", "audio", 12)
-    assert (file_and_place(cell), own_name(cell)) == (("rows.parquet", "#audio[12]"), "audio")
+    assert (split_address(cell), own_name(cell)) == (("rows.parquet", "#audio[12]"), "audio")
     for path in ("C#.wav", "take#3[1].wav", "a@1+2", "rows.csv#audio[1]"):
-        assert (file_and_place(path), own_name(path)) == ((path, None), path)
+        assert (split_address(path), own_name(path)) == ((path, None), path)
 
 
 @pytest.mark.parametrize(("kind", "subtype"), [("WAV", None), ("MP3", None), ("OGG", "OPUS"), ("OGG", "VORBIS")])
@@ -385,11 +385,11 @@ def write_compressed(path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("member", r"a\.tar: truncated: its member hum-0\.wav ends at byte 1356, and the file has 700"),
-        ("header", r"a\.tar: truncated or damaged: at byte 2560 stands neither a member nor the end"),
-        ("mark", r"a\.tar: truncated or damaged: at byte 1536 stands neither"),
-        ("packed", r"a\.tar: it is compressed, .* unpack it with gzip -d"),
-        ("text", r"a\.tar: it is truncated, or no tar archive"),
+        ("member", r"a\.tar: truncated: its member hum-0\.wav ends at byte 1356, but the file has 700"),
+        ("header", r"a\.tar: truncated or damaged: byte 2560 starts neither a member nor the end"),
+        ("mark", r"a\.tar: truncated or damaged: byte 1536 starts neither"),
+        ("packed", r"a\.tar: it is compressed, .* Unpack it with gzip -d"),
+        ("text", r"a\.tar: truncated, or not a tar archive"),
         ("no samples", r"a\.tar has no samples; expected \*\.tar, in which"),
         (
             "no recording",
@@ -400,7 +400,7 @@ def write_compressed(path: Path) -> None:
         ("no label", r"no clip has a field 'label' \(data\.label_column\); .*txt"),
         ("no name", r"a\.tar/a\.wav has the class '2', and data\.names has 2 names"),
         ("twice", r"a\.tar: the sample a has two files a\.wav; names must differ"),
-        ("link", r"a\.tar: its member b\.cls is a link to a\.cls, .*tar --dereference --hard-dereference"),
+        ("link", r"a\.tar: its member b\.cls is a link to a\.cls .*tar --dereference --hard-dereference"),
         ("hard link", r"a\.tar: its member b\.cls is a link to a\.cls"),
         ("no shard", r"there is no file \*\*/\*\.tar \(data\.files\) in .*Found: readme\.txt"),
         ("split", r"nothing says of which split other-0\.tar is, .* data\.splits='\{other: train, \.\.\.\}'"),
@@ -511,5 +511,5 @@ def test_what_is_given_to_predict_may_be_a_shard_or_a_table(tmp_path: Path) -> N
     for in_shard, in_table in zip(listed[:8], listed[8:16], strict=True):
         assert np.abs(read_audio(in_shard)[0] - read_audio(in_table)[0]).max() < STEP
     assert {file.name: reason for file, reason in failures.items()} == {
-        "broken.tar": "it is truncated, or no tar archive: truncated header"
+        "broken.tar": "truncated, or not a tar archive: truncated header"
     }

@@ -396,7 +396,7 @@ def test_a_set_in_its_layout(
         ),
         (
             *("crema_d", CREMA, {"emotions": ("disgust",)}),
-            "CREMA-D in .*: the manifest is empty; check the root folder and the options",
+            "CREMA-D in .*: the manifest is empty. Check the root folder and the options",
         ),
         ("ravdess", {"Actor_03/03-01-05-02-01-02-03.wav": 0.05}, {"channel": "song"}, "none of the 1 files is song"),
         (

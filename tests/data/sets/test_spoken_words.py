@@ -18,7 +18,7 @@ import pytest
 from raydfl.core.errors import ConfigError
 from raydfl.core.registry import build
 from raydfl.data.dataset import find_dataset
-from raydfl.data.noise import coloured_noise
+from raydfl.data.noise import draw_noise
 from raydfl.data.sets import _espeak as espeak
 from raydfl.data.sets.speech_commands import KEYWORDS, WORDS
 from raydfl.data.sets.spoken_words import SpokenWords
@@ -346,10 +346,10 @@ def test_a_clip_without_noise_is_silent_around_the_word() -> None:
 
 def test_coloured_noise_is_white_noise_through_a_decaying_filter() -> None:
     white = np.random.default_rng(3).standard_normal(531, np.float32)
-    noise = coloured_noise(500, 0.9, np.random.default_rng(3))
+    noise = draw_noise(500, 0.9, np.random.default_rng(3))
     expected = np.convolve(white.astype(np.float64), 0.9 ** np.arange(32), "valid")
     np.testing.assert_allclose(noise, expected, rtol=1e-4, atol=1e-4)
-    np.testing.assert_array_equal(coloured_noise(500, 0.0, np.random.default_rng(3)), white[31:])
+    np.testing.assert_array_equal(draw_noise(500, 0.0, np.random.default_rng(3)), white[31:])
 
 
 @pytest.mark.parametrize(

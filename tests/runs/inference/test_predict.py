@@ -344,7 +344,7 @@ def test_every_kind_of_recording_in_a_folder_is_classified(
     assert [Path(event["file"]).name for event in said.events] == ["a.aiff", "b.au", "c.MP3"]
     assert f"left out of {tmp_path}, as no recordings of a kind that is read: 1 .m4a (1 in all: d.m4a)" in caplog.text
     raydfl("predict", mutual.folder, tmp_path / "d.m4a").refuses(
-        r"d\.m4a: cannot be read as audio: libsndfile does not decode this .*raydfl\[video\].*: ffmpeg -i \S+/d\.m4a \S+/d\.wav"
+        r"d\.m4a: cannot be read as audio: libsndfile does not decode .*raydfl\[video\].*: ffmpeg -i \S+/d\.m4a \S+/d\.wav"
     )
 
 
@@ -365,7 +365,7 @@ def test_folders_and_files_that_cannot_be_looked_into(raydfl: Raydfl, mutual: Fi
         said.refuses(
             "4 of 5 could not be classified",
             "loop/again is a link to a folder that it lies in itself",
-            r"strange/caf\\xe9\.wav: the file's name is not UTF-8; rename it",
+            r"strange/caf\\xe9\.wav: the file's name is not UTF-8. Rename",
             r"strange/pipe\.wav: cannot be read: it is a pipe, a socket or a device, not a file",
             "self: cannot be read: Too many levels of symbolic links",
         )
