@@ -86,7 +86,7 @@ def updates(server: Mapping[str, Tensor], kind: str, share: float) -> Iterator[U
                 filters = torch.zeros(len(value), 1, 1, 1)
                 filters[torch.from_numpy(kept[0])] = number + 1
                 weights[name] = filters.expand_as(value).contiguous() if kind == "mask by element" else filters
-        yield Update(FlatTensors.of(sent), weights, client_id=f"c{number:03d}", cuts=cuts)
+        yield Update(FlatTensors.from_tensors(sent), weights, client_id=f"c{number:03d}", cuts=cuts)
 
 
 def resident() -> int:

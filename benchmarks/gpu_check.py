@@ -49,7 +49,7 @@ def environment(device: str) -> dict[str, Any]:
         "changed files": len(_output("git", "-C", str(Path(__file__).parent), "status", "--short").splitlines()),
         "python": platform.python_version(),
         "pytorch": torch.__version__,
-        "compiled operators": ops.compiled(),
+        "compiled operators": ops.is_compiled(),
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
     if device == "cuda":

@@ -244,7 +244,7 @@ def main() -> None:
     parser.add_argument("--images", action="store_true", help="only networks on images")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    if ops.compiled():
+    if ops.is_compiled():
         print(f"compiled operators: {torch.ops.raydfl.instruction_set()}")
     else:
         print("the operators in C++ are not there: all is in PyTorch operations")

@@ -61,7 +61,7 @@ def parts_of(updates: Sequence[Update], folder: Path) -> dict[str, tuple[Callabl
     mean, lpa = WeightedMean(), LayerwisePruning()
 
     def broadcast() -> object:
-        data, buffers = pickled(FlatTensors.of(state.tensors["global"]))
+        data, buffers = pickled(FlatTensors.from_tensors(state.tensors["global"]))
         return data, [np.frombuffer(buffer, np.uint8).copy() for buffer in buffers]
 
     def write_rows() -> None:

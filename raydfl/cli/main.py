@@ -21,7 +21,7 @@ from raydfl.cli._arguments import File, Json, Overrides, Quiet, TakesSettings, e
 from raydfl.cli.data import data_app
 from raydfl.cluster import check_no_token, is_job
 from raydfl.core.errors import ClientError, InputError, RaydflError, printable
-from raydfl.core.files import displayed_path
+from raydfl.core.files import display_path
 from raydfl.core.version import __version__
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def init_command(
 
     written = write_examples(folder)
     print(f"files written into {folder.resolve()}: {len(written)}{'' if written else ' (all exist)'}")  # noqa: T201
-    before = "" if displayed_path(folder) == "." else f"cd {shlex.quote(str(folder))} && "
+    before = "" if display_path(folder) == "." else f"cd {shlex.quote(str(folder))} && "
     print(f"start with: {before}raydfl run jobs/quickstart.yaml")  # noqa: T201
     print("or, in seconds and without Ray: raydfl run jobs/tiny.yaml")  # noqa: T201
 
@@ -429,7 +429,7 @@ def study_command(
     study = load_study(file, [*(overrides or []), *([f"parallel={parallel}"] if parallel else [])], only or [])
     if check:
         print(describe_study(study))  # noqa: T201
-        check_data_sets(study.distinct or [study.at_corner(values) for values in corners(study.settings)])
+        check_data_sets(study.distinct or [study.make_corner_trial(values) for values in corners(study.settings)])
         return
     with show_progress(quiet, as_json) as progress:
         code = do_study(study, progress, table_only=table)

@@ -1,7 +1,7 @@
-"""Values, numbers and files that every other room uses: types, tensors, errors, seeds, metrics, options, operators.
+"""Foundations of all rooms: types, tensors, errors, seeds, metrics, options, files, operators.
 
-Imports no other room. Its modules have little to do with each other, so each is a door of its own: ``from raydfl.core.errors import
-ConfigError``. Begin with types.py, tensors.py and errors.py; ops/ has the fast operators.
+It imports no other room. Its modules are independent; import from each directly: ``from raydfl.core.errors import ConfigError``.
+Start with types.py, tensors.py and errors.py; ops/ holds the fast operators.
 """
 
 __all__ = [

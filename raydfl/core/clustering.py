@@ -1,7 +1,7 @@
-"""Clustering of clients by their updates: distances, HDBSCAN, what becomes of noise, and names that last from round to round.
+"""Clustering of clients by their updates: distances, HDBSCAN, noise assignment, and stable cluster names between rounds.
 
-HDBSCAN (R. Campello, D. Moulavi, J. Sander, Density-Based Clustering Based on Hierarchical Density Estimates, PAKDD 2013) is the
-one of the package ``hdbscan``. It finds the number of clusters itself, and calls some points noise.
+HDBSCAN (R. Campello, D. Moulavi, J. Sander, Density-Based Clustering Based on Hierarchical Density Estimates, PAKDD 2013) is from
+the package ``hdbscan``. It determines the number of clusters, and labels outliers as noise.
 """
 
 from __future__ import annotations
@@ -15,49 +15,54 @@ from torch import Tensor
 Distance = Literal["cosine", "l1", "l2", "inner"]
 
 UNLIKE = 2.0
-"""The distance of updates whose tensors have different names or shapes: as large as that of opposite ones."""
+"""Distance between updates with different tensor names or shapes, equal to the cosine distance of opposite updates."""
 
 
 def distances(vectors: Sequence[Mapping[str, Tensor]], kind: Distance) -> np.ndarray:
-    """Return the distances between updates: float64 [updates, updates], symmetric, 0 on the diagonal.
+    """Compute pairwise distances between updates.
 
-    ``cosine`` is 1 - cos, from 0 to 2; an update of zeros is at 1 from all others. ``l1`` and ``l2`` are those of the norms, and
-    ``inner`` is the largest inner product of a pair minus the pair's: these three are divided by their mean over all pairs, so that
-    1 is the mean distance. Updates with tensors of different names or shapes are at a distance of 2.
+    ``cosine`` is 1 - cos, from 0 to 2. An update of zeros has the distance 1 to all updates. ``l1`` and ``l2`` use the norms.
+    ``inner`` is the largest inner product of all pairs minus the pair's. ``l1``, ``l2`` and ``inner`` are divided by their mean
+    over all pairs. Updates with different tensor names or shapes have the distance 2.
 
     Args:
         vectors: the tensors of each update.
-        kind: of the distance.
+        kind: kind of distance.
+
+    Returns:
+        float64 [updates, updates], symmetric, 0 on the diagonal.
     """
     count = len(vectors)
-    found = np.full((count, count), UNLIKE)
-    alike: dict[Hashable, list[int]] = {}
+    result = np.full((count, count), UNLIKE)
+    architectures: dict[Hashable, list[int]] = {}
     for position, tensors in enumerate(vectors):
-        alike.setdefault(tuple((name, tuple(value.shape)) for name, value in tensors.items()), []).append(position)
-    pairs: list[tuple[list[int], np.ndarray]] = []
-    for positions in alike.values():
+        architecture = tuple((name, tuple(value.shape)) for name, value in tensors.items())
+        architectures.setdefault(architecture, []).append(position)
+    blocks: list[tuple[list[int], np.ndarray]] = []
+    for positions in architectures.values():
         rows = np.stack(
             [
                 np.concatenate([v.detach().cpu().double().numpy().ravel() for v in vectors[p].values()])
                 for p in positions
             ]
         )
-        pairs.append((positions, _between(rows, kind)))
+        blocks.append((positions, _compare_rows(rows, kind)))
     if kind != "cosine":
-        apart = np.concatenate([matrix[np.triu_indices(len(matrix), 1)] for _, matrix in pairs])
-        if kind == "inner" and len(apart):
-            pairs = [(positions, apart.max() - matrix) for positions, matrix in pairs]
-            apart = apart.max() - apart
-        scale = float(apart.mean()) if len(apart) else 0.0
-        pairs = [(positions, matrix / scale if scale > 0 else matrix) for positions, matrix in pairs]
-    for positions, matrix in pairs:
-        found[np.ix_(positions, positions)] = (matrix + matrix.T) / 2
-    np.fill_diagonal(found, 0)
-    return np.asarray(np.maximum(found, 0))
+        pairs = np.concatenate([matrix[np.triu_indices(len(matrix), 1)] for _, matrix in blocks])
+        if kind == "inner" and len(pairs):
+            blocks = [(positions, pairs.max() - matrix) for positions, matrix in blocks]
+            pairs = pairs.max() - pairs
+        scale = float(pairs.mean()) if len(pairs) else 0.0
+        blocks = [(positions, matrix / scale if scale > 0 else matrix) for positions, matrix in blocks]
+    for positions, matrix in blocks:
+        # Rounding makes matrix products slightly asymmetric and negative, but HDBSCAN needs proper distances.
+        result[np.ix_(positions, positions)] = (matrix + matrix.T) / 2
+    np.fill_diagonal(result, 0)
+    return np.asarray(np.maximum(result, 0))
 
 
-def _between(rows: np.ndarray, kind: Distance) -> np.ndarray:
-    """Return distances of vectors, or for ``inner`` their products: float64 [rows, rows]."""
+def _compare_rows(rows: np.ndarray, kind: Distance) -> np.ndarray:
+    """Compute distances between vectors, or for ``inner`` their inner products: float64 [rows, rows]."""
     if kind == "cosine":
         norms = np.sqrt((rows * rows).sum(axis=1))
         unit = rows / np.where(norms > 0, norms, 1)[:, None]
@@ -74,22 +79,25 @@ def _norms(rows: np.ndarray) -> np.ndarray:
 def hdbscan_labels(
     matrix: np.ndarray, min_cluster_size: int, min_samples: int, selection: str, epsilon: float, single: bool
 ) -> np.ndarray:
-    """Return HDBSCAN's label of each point, -1 for noise: int64 [points].
+    """Cluster points with HDBSCAN.
 
     Args:
         matrix: float64 [points, points]: distances.
-        min_cluster_size: points of the smallest cluster.
-        min_samples: neighbours that make a point's surroundings dense.
-        selection: ``eom`` or ``leaf``: which clusters of the hierarchy.
-        epsilon: clusters nearer to each other are one.
-        single: whether all points may be one cluster.
+        min_cluster_size: minimum number of points in a cluster.
+        min_samples: number of neighbours in the estimate of a point's density.
+        selection: clusters to select from the hierarchy, ``eom`` or ``leaf``.
+        epsilon: clusters at a smaller distance are merged.
+        single: whether all points may form a single cluster.
+
+    Returns:
+        int64 [points]: labels, -1 for noise.
     """
-    from hdbscan import HDBSCAN  # with scikit-learn a second, which other runs need not wait for
+    from hdbscan import HDBSCAN  # the import takes a second with scikit-learn, and most runs do not need it
 
     model = HDBSCAN(
         metric="precomputed",
         min_cluster_size=min_cluster_size,
-        min_samples=min(min_samples, len(matrix) - 1),
+        min_samples=min(min_samples, len(matrix) - 1),  # HDBSCAN needs more points than neighbours
         cluster_selection_method=selection,
         cluster_selection_epsilon=float(epsilon),
         allow_single_cluster=single,
@@ -98,41 +106,44 @@ def hdbscan_labels(
     return np.asarray(model.fit(matrix).labels_, np.int64)
 
 
-def with_noise(labels: np.ndarray, matrix: np.ndarray, threshold: float) -> np.ndarray:
-    """Return labels in which no point is noise.
+def assign_noise(labels: np.ndarray, matrix: np.ndarray, threshold: float) -> np.ndarray:
+    """Assign noise points to clusters.
 
-    A point of noise joins the cluster to whose members its mean distance is smallest, if that is below the threshold; else it is a
-    cluster of its own. Where all points are noise they are one cluster.
+    A noise point joins the cluster with the smallest mean distance to its members if this is below the threshold. Otherwise it
+    becomes a new cluster. If all points are noise, they form a single cluster.
 
     Args:
         labels: int64 [points], -1 for noise.
         matrix: float64 [points, points]: distances.
-        threshold: 0: every point of noise is a cluster of its own.
+        threshold: 0: each noise point becomes a new cluster.
+
+    Returns:
+        int64 [points]: labels without noise.
     """
     clusters = [int(label) for label in np.unique(labels) if label >= 0]
     if not clusters:
         return np.zeros(len(labels), np.int64)
-    found = labels.copy()
-    following = max(clusters) + 1
+    result = labels.copy()
+    new_label = max(clusters) + 1
     for point in np.flatnonzero(labels < 0):
         means = [float(matrix[point, labels == cluster].mean()) for cluster in clusters]
         nearest = int(np.argmin(means))
         if means[nearest] < threshold:
-            found[point] = clusters[nearest]
+            result[point] = clusters[nearest]
         else:
-            found[point], following = following, following + 1
-    return found
+            result[point], new_label = new_label, new_label + 1
+    return result
 
 
 def match(labels: Sequence[int], before: Sequence[str]) -> dict[int, str]:
-    """Return which cluster is which of the round before: those with the most members in common, each name once.
+    """Match clusters to the previous round's clusters, maximising the number of common members.
 
     Args:
-        labels: the cluster of each client.
-        before: the name of the cluster that each was in; empty: in none.
+        labels: each client's cluster.
+        before: each client's previous cluster by name. Empty: none.
 
     Returns:
-        The names by label; a cluster that has no member of a former one, or whose members' name another one took, has none.
+        Previous names by label. Clusters without a match are absent.
     """
     from scipy.optimize import linear_sum_assignment
 
@@ -146,7 +157,7 @@ def match(labels: Sequence[int], before: Sequence[str]) -> dict[int, str]:
 
 
 def purity(labels: Sequence[Hashable], truth: Sequence[Hashable]) -> float:
-    """Return the share of points that are of the kind of which most points of their cluster are, 0..1.
+    """Return the purity of clusters: the fraction of points in the majority class of their cluster, 0 to 1.
 
     >>> purity([1, 1, 1, 2, 2], ["a", "a", "b", "b", "b"])
     0.8
@@ -159,7 +170,7 @@ def purity(labels: Sequence[Hashable], truth: Sequence[Hashable]) -> float:
 
 
 def adjusted_rand_index(labels: Sequence[Hashable], truth: Sequence[Hashable]) -> float:
-    """Return how well clusters and kinds agree, corrected for chance (Hubert and Arabie): 1 is equal, 0 as by chance."""
+    """Return the adjusted Rand index of clusters and classes (Hubert and Arabie). 1: identical; 0: agreement by chance."""
     from sklearn.metrics import adjusted_rand_score
 
     return float(adjusted_rand_score(list(map(str, truth)), list(map(str, labels))))

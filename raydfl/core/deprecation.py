@@ -1,4 +1,4 @@
-"""Aliases that keep the former names of public functions and classes importable, with a warning."""
+"""Deprecated aliases of renamed public functions and classes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 
 def alias_former_names(module: str, names: Mapping[str, str]) -> None:
-    """Keep former names of a module's attributes importable; using one raises a ``DeprecationWarning``.
+    """Keep a module's former names importable. Their use emits a ``DeprecationWarning``.
 
     Args:
-        module: ``__name__`` of the module that has the attributes.
-        names: new name of each former name.
+        module: the module's ``__name__``.
+        names: the new name of each former name.
     """
 
     def get_attribute(name: str) -> Any:
@@ -22,5 +22,5 @@ def alias_former_names(module: str, names: Mapping[str, str]) -> None:
         warnings.warn(f"{module}.{name} is now named {names[name]}", DeprecationWarning, stacklevel=2)
         return getattr(sys.modules[module], names[name])
 
-    # Set here and not defined in the module: type checkers accept any attribute of a module with a __getattr__.
+    # Set here, because type checkers accept any attribute of a module that defines __getattr__ itself.
     vars(sys.modules[module])["__getattr__"] = get_attribute

@@ -1,6 +1,6 @@
-"""Every error that raydfl raises on purpose, and the exit code that each one ends a command with.
+"""Exceptions of raydfl, and their exit codes.
 
-A message names what was wrong, the value, the place and the next action. The command line prints it without a traceback.
+A message gives the place, the problem and the remedy. The command line prints it without a traceback.
 """
 
 from __future__ import annotations
@@ -9,43 +9,43 @@ import difflib
 import re
 from collections.abc import Iterable
 
-_STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 class RaydflError(Exception):
-    """Base of all errors raised on purpose. ``exit_code`` is what the command line ends with."""
+    """Base class of raydfl's exceptions. ``exit_code`` is the command's exit status."""
 
     exit_code = 1
 
 
 class InputError(RaydflError):
-    """Something that the user gave cannot be used: exit code 2."""
+    """Invalid input from the user. Exit code 2."""
 
     exit_code = 2
 
 
 class ConfigError(InputError):
-    """A configuration has an unknown key, a wrong type, a value out of range, or values that contradict each other."""
+    """A configuration has an unknown key, a wrong type, a value out of range, or contradictory values."""
 
 
 class DataError(InputError):
-    """Recordings, manifests or partitions that cannot be used as given."""
+    """Recordings, a manifest or a partition are invalid."""
 
 
 class RunDirectoryError(InputError):
-    """A run directory is missing, corrupt, half-written, in use, or belongs to another configuration."""
+    """A run folder is missing, corrupt, incomplete, in use, or belongs to a different configuration."""
 
 
 class ResourcesError(InputError):
-    """The cluster does not have what the configuration asks for, or the disk is full."""
+    """The cluster lacks resources that the configuration requests, or the disk is full."""
 
 
 class ClientError(RaydflError):
-    """A method's code failed on one client or at the server; the run stopped at its last commit."""
+    """A user's code failed on a client or at the server. The run stopped at its last commit."""
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return a ``did you mean`` clause for an unknown word, with all known ones when none is close.
+    """Suggest the closest known word, or list all known words if none is close.
 
     >>> nearest("ronds", ["rounds", "cohort"])
     "did you mean 'rounds'?"
@@ -58,7 +58,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    r"""Return the first line of what an error says; its kind if it says nothing.
+    r"""Return the first line of an error's message, or its type if the message is empty.
 
     >>> first_line(OSError("no route to host\nmore")), first_line(TimeoutError())
     ('no route to host', 'TimeoutError')
@@ -67,12 +67,12 @@ def first_line(error: BaseException) -> str:
 
 
 def printable(text: str) -> str:
-    r"""Return ``text`` with what would steer a terminal, turn letters round or cannot be encoded written out; lines and tabs stay.
+    r"""Escape control characters, bidirectional marks and lone surrogates. Newlines and tabs stay.
 
-    Clients' errors, names of files and labels may hold anything. What is shown goes through here (raydfl.runs.progress,
-    raydfl.cli.main), and what is recorded of clients' errors.
+    Clients' errors, file names and labels may contain any character. raydfl escapes them before showing them (raydfl.runs.progress,
+    raydfl.cli.main) and before it records clients' errors.
 
     >>> print(printable("\x1b[2Jgone"))
     \x1b[2Jgone
     """
-    return _STEERING.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)

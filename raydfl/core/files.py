@@ -17,10 +17,10 @@ from typing import BinaryIO
 
 from raydfl.core.errors import ResourcesError
 
-RESUME = "make room or make the folder writable, then resume the run: nothing that was committed is lost"
-"""What to do when a run cannot write."""
+RESUME = "make room or make the folder writable, then resume the run: all commits are safe"
+"""Remedy for a run folder that cannot be written."""
 CHOOSE_CACHE = "make room, or choose another folder with data.cache or the environment variable RAYDFL_CACHE"
-"""What to do when features cannot be written."""
+"""Remedy for a feature cache that cannot be written."""
 
 _UNWRITABLE = (
     *(errno.EACCES, errno.EPERM, errno.EROFS),
@@ -30,18 +30,18 @@ _UNWRITABLE = (
 
 
 def plain_name(name: object) -> str:
-    """Return the name of one file in one folder. Whatever was read from a file or a listing passes here before it becomes a path.
+    """Check that a name denotes a file directly in a folder, and return it. Apply it to all names from files or listings.
 
     Raises:
-        ValueError: it could lead out of that folder, or is no name.
+        ValueError: the name could lead out of the folder, or is not a file name.
     """
     if not isinstance(name, str) or name in ("", ".", "..") or any(c in "/\\" or c < " " for c in name):
-        raise ValueError(f"{name!r} is not the name of a file in one folder")
+        raise ValueError(f"{name!r} is not the name of a file in the folder")
     return name
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file for reading in binary mode, and nothing else: reading a pipe or a device could take forever.
+    """Open a regular file for reading in binary mode. Pipes and devices are rejected, because reading them could block.
 
     Raises:
         OSError: the file cannot be opened, or it is not a regular file.
@@ -57,7 +57,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def check_regular(status: os.stat_result) -> None:
-    """Reject the status of anything that is not a regular file, before a library opens it by its name.
+    """Reject a status unless it is a regular file's. Call it before a library opens a file by its name.
 
     Raises:
         OSError: it is a folder, a pipe, a socket or a device.
@@ -78,12 +78,9 @@ def read_regular(path: Path) -> bytes:
         return file.read()
 
 
-def displayed_path(path: str | os.PathLike[str]) -> str:
-    """Return a path for messages, relative to the working directory if it is inside it.
-
-    Never raises: the working directory may have been deleted.
-    """
-    with contextlib.suppress(OSError):
+def display_path(path: str | os.PathLike[str]) -> str:
+    """Format a path for messages, relative to the working directory if it is inside it."""
+    with contextlib.suppress(OSError):  # the working directory may have been deleted
         relative = os.path.relpath(path)
         if not relative.startswith(".."):
             return relative
@@ -91,7 +88,7 @@ def displayed_path(path: str | os.PathLike[str]) -> str:
 
 
 def content_digest(path: Path) -> str:
-    """Return a digest of a file's content. A process reads the file again only if its status shows a change.
+    """Return a digest of a file's content, cached in the process until the file's status changes.
 
     Raises:
         OSError: it cannot be read.
@@ -106,22 +103,24 @@ def _content_digest(path: Path, *status: int) -> str:
 
 
 def file_digest(path: Path) -> str:
-    """Return a digest of a file's bytes, which are read each time.
+    """Return a digest of a file's content, read afresh.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     with path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Has ``write`` fill a temporary file beside ``path`` and gives it that name once it is on the disk.
+    """Write a file atomically: after a crash or a power cut it has either the old or the new content.
 
-    After a crash or a power cut either the old or the whole new content is there.
+    Args:
+        path: the file.
+        write: called with a temporary path in the same folder, to write the content.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.part")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.part")  # unique: writers may compete
     try:
         temporary.touch(mode=0o666 & path.parent.stat().st_mode)  # in a private folder every file is private
         write(temporary)
@@ -139,21 +138,26 @@ def make_private_folder(folder: Path) -> None:
 
 
 def remove_parts(folder: Path, idle: float = 0.0, name: str = "*") -> None:
-    """Remove the temporary files that processes killed inside :func:`write_atomically` left in a folder.
+    """Remove temporary files of processes that were killed inside :func:`write_atomically`.
 
     Args:
-        folder: in which nobody may be writing now, if ``idle`` is 0.
-        idle: seconds for which a file must not have been written to.
-        name: of the file that was being written.
+        folder: the folder. With ``idle`` 0, no process may be writing to it.
+        idle: minimum time since the last write to a file, in seconds.
+        name: name or pattern of the target file.
     """
     for path in folder.glob(f".{name}.*.part"):
-        with contextlib.suppress(FileNotFoundError):  # its writer was not dead but quick
+        with contextlib.suppress(FileNotFoundError):  # its writer has just completed it
             if time.time() - path.stat().st_mtime >= idle:
                 path.unlink()
 
 
 def write_durably(path: Path, content: bytes, advice: str = RESUME) -> None:
-    """Write a file of a run atomically.
+    """Write a run's file atomically and durably.
+
+    Args:
+        path: the file.
+        content: its bytes.
+        advice: remedy for the error message.
 
     Raises:
         ResourcesError: the disk is full or the folder cannot be written.
@@ -163,7 +167,7 @@ def write_durably(path: Path, content: bytes, advice: str = RESUME) -> None:
 
 
 def sync(path: Path) -> None:
-    """Make what was written to a file, or renamed in a folder, survive a power cut."""
+    """Flush a file, or a folder's entries, to the disk, so that they survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -172,7 +176,7 @@ def sync(path: Path) -> None:
 
 
 def free_bytes(folder: Path) -> int:
-    """Return how many bytes can still be written below ``folder``, which need not exist yet."""
+    """Return the free bytes on the disk of ``folder``. The folder need not exist."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     return shutil.disk_usage(folder).free
@@ -187,16 +191,16 @@ def full_disk(folder: Path, needed: int, what: str, advice: str) -> ResourcesErr
 
 @contextlib.contextmanager
 def writing(folder: Path, needed: int, what: str, advice: str) -> Iterator[None]:
-    """Turn a full disk, or a folder that cannot be written, into an error that names the folder and the sizes.
+    """Convert errors of a full disk or an unwritable folder to an error with the folder, the sizes and a remedy.
 
     Args:
-        folder: where the files go.
-        needed: bytes that all of them take.
-        what: what they are, for the message.
-        advice: what to do, for the message: :data:`RESUME` or :data:`CHOOSE_CACHE`.
+        folder: the folder of the files.
+        needed: total size of the files in bytes.
+        what: the files, for the message.
+        advice: the remedy, for the message: :data:`RESUME` or :data:`CHOOSE_CACHE`.
 
     Raises:
-        ResourcesError: an ``OSError`` of those kinds occurred inside.
+        ResourcesError: the disk is full or the folder cannot be written.
     """
     try:
         yield
@@ -212,21 +216,21 @@ def default_cache() -> Path:
     """Return ``$RAYDFL_CACHE``, or ``raydfl`` below ``$XDG_CACHE_HOME`` or ``~/.cache``.
 
     Raises:
-        ResourcesError: the user has no home.
+        ResourcesError: the user has no home folder.
     """
-    named = os.environ.get("RAYDFL_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "raydfl"
+    cache = os.environ.get("RAYDFL_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "raydfl"
     try:
-        return Path(named).expanduser()
+        return Path(cache).expanduser()
     except RuntimeError as error:
-        raise ResourcesError(f"the features cannot be written to {named}: {error} {CHOOSE_CACHE}") from error
+        raise ResourcesError(f"the features cannot be written to {cache}: {error} {CHOOSE_CACHE}") from error
 
 
 def user_config() -> Path:
     """Return the user's configuration folder of raydfl: ``raydfl`` below ``$XDG_CONFIG_HOME`` or ``~/.config``.
 
     Raises:
-        RuntimeError: the user has no home.
+        RuntimeError: the user has no home folder.
     """
-    named = Path(os.environ.get("XDG_CONFIG_HOME", ""))
-    # The specification ignores relative paths. A stranger's folder could otherwise provide the user's configuration.
-    return (named if named.is_absolute() else Path("~/.config").expanduser()) / "raydfl"
+    base = Path(os.environ.get("XDG_CONFIG_HOME", ""))
+    # The specification ignores relative paths. With them, any working directory could provide the configuration.
+    return (base if base.is_absolute() else Path("~/.config").expanduser()) / "raydfl"

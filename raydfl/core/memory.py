@@ -1,4 +1,4 @@
-"""Memory that a process frees: whether the system gets it back."""
+"""Settings of the C library's memory allocator."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ import os
 import sys
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-"""Names of the settings in glibc's malloc.h."""
-_KEPT = 2**31 - 1  # bytes, the greatest that mallopt takes
+"""Constants of glibc's malloc.h."""
+_KEPT = 2**31 - 1  # bytes, the largest value that mallopt accepts
 
 
 def keep_freed_memory() -> bool:
-    """Make this process keep the memory that it frees, for its next step.
+    """Make glibc reuse freed memory instead of returning it to the system.
 
-    A training step takes and frees the same large tensors as the one before. The C library of Linux gives freed blocks of many
-    megabytes back to the system, which fills them with zeros again, page by page, when the next step asks for them: a fifth of the
-    time of a network with convolutions in two dimensions, and more. The process then holds as much as its largest step needed.
+    Each training step allocates and frees the same large tensors. By default glibc returns large freed blocks to the system. The
+    kernel must then zero their pages again in the next step: a fifth of the time of 2-d convolutional networks, or more. With this
+    setting the process keeps the memory of its largest step.
 
     Returns:
-        Whether it does: not where the C library is another one, and not where MALLOC_TRIM_THRESHOLD_, MALLOC_MMAP_THRESHOLD_ or
-        GLIBC_TUNABLES are set in the environment, which then decide.
+        Whether the setting took effect. It does not with another C library, or if the environment sets MALLOC_TRIM_THRESHOLD_,
+        MALLOC_MMAP_THRESHOLD_ or GLIBC_TUNABLES.
     """
-    chosen = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"} & os.environ.keys()
-    if chosen or not sys.platform.startswith("linux"):
+    user_settings = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"} & os.environ.keys()
+    if user_settings or not sys.platform.startswith("linux"):
         return False
     try:
         mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):  # musl has none
+    except (OSError, AttributeError):  # musl has no mallopt
         return False
     return bool(mallopt(_MMAP_THRESHOLD, _KEPT)) and bool(mallopt(_TRIM_THRESHOLD, _KEPT))

@@ -1,4 +1,4 @@
-"""Nested mappings, such as configurations, and the paths of their values: ``train.rounds``."""
+"""Access to nested mappings, such as configurations, by dotted paths: ``train.rounds``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def flatten(values: Any, prefix: str = "") -> dict[str, Any]:
-    """Return nested mappings as one, with a path for each value: ``{"train.rounds": 5}``."""
+    """Flatten nested mappings to a mapping of paths to values: ``{"train.rounds": 5}``."""
     if not isinstance(values, dict):
         return {prefix: values}
     result: dict[str, Any] = {}
@@ -17,7 +17,7 @@ def flatten(values: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def get_path(values: Any, path: str) -> Any:
-    """Return the value at a path, such as ``a.b.c``; ``None`` when there is none."""
+    """Return the value at a path, such as ``a.b.c``, or ``None`` if the path does not exist."""
     for key in path.split("."):
         values = values.get(key) if isinstance(values, Mapping) else None
     return values

@@ -20,7 +20,7 @@ from raydfl.core.errors import ConfigError, nearest
 from raydfl.core.settings import Settings
 
 _SHOWN = 80
-"""Characters of a wrong value that a message repeats."""
+"""Maximum number of characters of a wrong value in a message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,26 +29,28 @@ class Option:
 
     name: str
     default: Any
-    """As plain data; ``None`` also where there is none."""
+    """Plain data. ``None``: null, or no default."""
     required: bool
     meaning: str
-    """With unit and range."""
+    """Description with unit and range."""
 
 
 def options_of(cls: type) -> list[Option]:
-    """Return the options of a dataclass or of a group of settings, in their order."""
+    """Return the options of a dataclass or of a group of settings, in order of definition."""
     schema = _schema(cls)
     required = schema.get("required", ())
-    given = {item.name for item in dataclasses.fields(cls) if not item.init} if dataclasses.is_dataclass(cls) else set()
+    derived = (
+        {item.name for item in dataclasses.fields(cls) if not item.init} if dataclasses.is_dataclass(cls) else set()
+    )
     return [
         Option(name, about.get("default"), name in required, describe_field(about))
         for name, about in schema.get("properties", {}).items()
-        if name not in given
+        if name not in derived
     ]
 
 
 def path_options(cls: type) -> list[str]:
-    """Return the names of the options that are files or folders."""
+    """Return the names of the options of type ``Path``."""
     return [
         name
         for name, about in _schema(cls).get("properties", {}).items()
@@ -75,7 +77,7 @@ def describe_field(about: Mapping[str, Any]) -> str:
 
 
 def _range(part: Mapping[str, Any]) -> str:
-    """Return ``"1 to 512"``, ``"above 0, to 500"``, ``"at least 1"`` ...; empty when there is no limit."""
+    """Describe a range: ``"1 to 512"``, ``"above 0, to 500"``, ``"at least 1"`` ... Empty: no limits."""
     low, above, high, below = (part.get(key) for key in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"))
     if low is not None and high is not None:
         return f"{low:.10g} to {high:.10g}"
@@ -88,7 +90,7 @@ def _range(part: Mapping[str, Any]) -> str:
 
 
 class _Lenient(GenerateJsonSchema):
-    """A user's class may have options of types that JSON does not know: these have no schema, the others do."""
+    """Schema generator that tolerates types without a JSON schema, as in users' classes."""
 
     ignored_warning_kinds = {"skipped-choice", "non-serializable-default"}  # noqa: RUF012  (pydantic's own way)
 
@@ -96,28 +98,29 @@ class _Lenient(GenerateJsonSchema):
         return {}
 
 
-@functools.lru_cache(maxsize=512)  # a fifth of the start of a small run went into making them again
+@functools.lru_cache(maxsize=512)  # without a cache, schemas take a fifth of a small run's start-up time
 def _schema(cls: type) -> Mapping[str, Any]:
     return TypeAdapter(cls).json_schema(schema_generator=_Lenient, mode="validation")
 
 
-# -- what is wrong ---------------------------------------------------------------------------------------------------
+# -- errors -----------------------------------------------------------------------------------------------------------
 
 
 def unknown_key(key: str, known: Iterable[str], where: str, of: str = "") -> ConfigError:
-    """Return the error for a key that a group of settings does not have, with the nearest setting of all groups.
+    """Return the error for an unknown key, with the nearest setting of all groups.
 
     Args:
+        key: the unknown key.
         known: the group's keys.
-        where: the group's place, ``"train.optimiser"``; empty at the top.
-        of: what the keys are of, ``" for data set 'fsdd'"``.
+        where: the group's place, ``"train.optimiser"``. Empty: the root.
+        of: the keys' owner, ``" for data set 'fsdd'"``, for the message.
     """
     known, elsewhere = list(known), dict[str, list[str]]()
     for place in () if Settings.tree is None else dict.fromkeys(_places(Settings.tree, "")):
         elsewhere.setdefault(place.rpartition(".")[2], []).append(place)
     close = difflib.get_close_matches(key, [*known, *elsewhere], n=1, cutoff=0.6)
-    found = elsewhere.get(close[0], []) if close and close[0] not in known else []
-    hint = f"did you mean {' or '.join(found)}?" if 0 < len(found) < 4 else nearest(key, known)
+    places = elsewhere.get(close[0], []) if close and close[0] not in known else []
+    hint = f"did you mean {' or '.join(places)}?" if 0 < len(places) < 4 else nearest(key, known)
     return ConfigError(f"{where}{': ' if where else ''}unknown key {key!r}{of}; {hint}")
 
 
@@ -126,52 +129,54 @@ def _places(model: type[BaseModel], prefix: str) -> Iterator[str]:
     for name, field in model.model_fields.items():
         place = f"{prefix}.{name}" if prefix else name
         yield place
-        # Groups in a mapping have names of the user's own: their settings have no place that could be named here.
-        named = get_origin(field.annotation) in (dict, Mapping)
-        for kind in () if named else (field.annotation, *get_args(field.annotation)):
+        # Users choose the keys of a mapping, so settings of groups in it have no fixed place.
+        is_mapping = get_origin(field.annotation) in (dict, Mapping)
+        for kind in () if is_mapping else (field.annotation, *get_args(field.annotation)):
             if isinstance(kind, type) and issubclass(kind, Settings):
                 yield from _places(kind, place)
 
 
 def explain(error: ValidationError, where: str, values: Any, cls: Any = None) -> str:
-    """Return what pydantic found: for each wrong setting its place, pydantic's words, the value, and what the setting means.
+    """Format pydantic's errors: the place, the problem, the value and the description of each wrong setting.
 
     Args:
-        where: the place of ``values`` in the configuration, ``"method"``; empty at the top.
-        values: what was validated.
-        cls: the class or type that they were validated for; its descriptions are added.
+        error: pydantic's error.
+        where: the place of ``values`` in the configuration, ``"method"``. Empty: the root.
+        values: the validated values.
+        cls: the class or type, for descriptions. ``None``: no descriptions.
     """
     problems: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for item in error.errors(include_url=False):
         problems.setdefault(_place(values, item), []).append(item)
     lines = []
     for place, items in problems.items():
-        # Of a value that may be of several kinds, pydantic tells what is wrong for each: the deepest one is what was meant.
-        if any(len(other) > len(place) and other[: len(place)] == place for other in problems):
+        # pydantic reports a union's errors for every member. The deepest place belongs to the member that the user meant.
+        if any(len(deeper) > len(place) and deeper[: len(place)] == place for deeper in problems):
             continue
         name = ".".join(str(part) for part in (where, *place) if str(part)) or "the value"
         if items[0]["type"] == "extra_forbidden":
             known = _about(cls, place[:-1]).get("properties", ())
             lines.append(str(unknown_key(str(place[-1]), known, name.removesuffix(str(place[-1])).rstrip("."))))
             continue
-        own = [item for item in items if item["type"] in _OWN]
-        words = [str(item["msg"]).removeprefix("Value error, ") for item in own[:1] or items]
+        complete = [item for item in items if item["type"] in _COMPLETE]
+        words = [str(item["msg"]).removeprefix("Value error, ") for item in complete[:1] or items]
         value = items[0]["input"]
-        told = items[0]["type"] == "missing" or (own and isinstance(value, Mapping))
+        omit_value = items[0]["type"] == "missing" or (complete and isinstance(value, Mapping))
+        # Each member of a union adds "Input should be ...": name the alternatives after a single prefix.
         text = " or ".join(dict.fromkeys(words)).replace(" or Input should be ", " or ")
-        lines.append(f"{name}: {text}{'' if told else f' (got {_show(value)})'}")
-        meaning = "" if own else describe_field(_about(cls, place))
+        lines.append(f"{name}: {text}{'' if omit_value else f' (got {_show(value)})'}")
+        meaning = "" if complete else describe_field(_about(cls, place))
         if meaning:
             lines.append(f"  {name}: {meaning}")
     return "\n".join(lines)
 
 
-_OWN = ("value_error", "assertion_error")
-"""Types of errors whose messages are raydfl's own and complete."""
+_COMPLETE = ("value_error", "assertion_error")
+"""Types of errors with complete messages, written by raydfl."""
 
 
 def _place(values: Any, item: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return where the value stands: pydantic's location without the kinds of value that it tried (``("cohort", "int")``)."""
+    """Return the place of an error's value: pydantic's location without the members of unions (``"int"``)."""
     place: list[Any] = []
     at = values
     for position, part in enumerate(item["loc"], 1):
@@ -179,28 +184,28 @@ def _place(values: Any, item: Mapping[str, Any]) -> tuple[Any, ...]:
         if item_of_list or (isinstance(at, Mapping) and part in at):
             at = at[part]
         elif item["type"] != "missing" or position < len(item["loc"]):
-            continue
+            continue  # a union member; only a missing key is a place without a value
         place.append(part)
     return tuple(place)
 
 
 def _about(cls: Any, place: Sequence[Any]) -> Mapping[str, Any]:
-    """Return the JSON schema of the setting at ``place``; empty when there is none."""
+    """Return the JSON schema of the setting at ``place``, or an empty mapping."""
     try:
         root = {} if cls is None else _schema(cls)
     except PydanticUserError:
         return {}
     node = root
     for part in place:
-        group = _resolved(node, root)
+        group = _resolve(node, root)
         node = group.get("properties", {}).get(part) or group.get("additionalProperties") or {}
-        if not isinstance(node, Mapping):  # true: any key, of any kind
+        if not isinstance(node, Mapping):  # True: any key with any value
             return {}
-    return {**_resolved(node, root), **node}
+    return {**_resolve(node, root), **node}
 
 
-def _resolved(node: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a node without references: the group, where it may be null; where it may be one of several, all their settings."""
+def _resolve(node: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Resolve a node's references. A union of groups gives the settings of all members."""
     parts = (node, *node.get("anyOf", ()), *node.get("oneOf", ()))
     groups = [root["$defs"][part["$ref"].rpartition("/")[2]] for part in parts if "$ref" in part]
     properties = {name: about for group in groups for name, about in group.get("properties", {}).items()}
@@ -208,17 +213,17 @@ def _resolved(node: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, 
 
 
 def _show(value: Any) -> str:
-    """Return a value as a configuration writes it."""
+    """Format a value as in a configuration, shortened."""
     text = json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]} ..."
 
 
 def plain(value: Any) -> Any:
-    """Return a built option's value as plain data: tuples as lists, paths as text, dataclasses as mappings."""
+    """Convert an option's value to plain data: tuples to lists, paths to text, dataclasses to mappings."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {item.name: plain(getattr(value, item.name)) for item in dataclasses.fields(value) if item.init}
     return json.loads(json.dumps(value, default=_text))
 
 
 def _text(value: Any) -> str:
-    return re.sub(r" at 0x[0-9a-f]+", "", str(value))  # a function's address says nothing about which one it is
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value))  # an object's address differs between processes

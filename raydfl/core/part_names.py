@@ -1,8 +1,8 @@
-"""Names in a federation of several parts (``data.parts``), each with its own classes. A single unnamed part adds no mark.
+"""Tensor names in a federation of several parts (``data.parts``), each with its own classes. A single unnamed part adds no mark.
 
-What fits all parts (the trunk of a network) the server has once. What depends on a part's classes (its last layer) it has for each
-part, under the tensor's name with the part's behind it: ``"model/output.weight@digits"``. A client knows only plain names: on the
-way to it what is its part's loses the mark, and on the way back it gets it.
+All parts share the trunk of a network. Each part has its own last layer, because the layer depends on the part's classes. The
+server marks its tensors with the part: ``"model/output.weight@digits"``. Clients use plain names. The server removes the mark
+before a broadcast, and adds it to a client's update.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def qualify(part: str, separator: str, name: str) -> str:
-    """Name something of a part, such as a client or a score, for the whole federation.
+    """Prefix the name of a client or a score with its part.
 
     >>> qualify("digits", "/", "george"), qualify("", "/", "george")
     ('digits/george', 'george')
@@ -32,10 +32,10 @@ def describe_part(part: str) -> dict[str, str]:
 
 
 def own_name(name: str, part: str) -> str:
-    """Return the name under which the server has a tensor of a part.
+    """Return the server's name of a part's tensor.
 
     Raises:
-        ConfigError: the name holds an @ already; it could not be told from a part's.
+        ConfigError: the name contains an @, and the part is named.
 
     >>> own_name("model/output.weight", "digits")
     'model/output.weight@digits'
@@ -55,14 +55,14 @@ def check_name(name: str, part: str) -> str:
     """
     if _MARK in name and _mark(part):
         raise ConfigError(
-            f"the name {name!r} of a tensor contains {_MARK!r}, the mark of a part's name in data.parts. Rename the tensor in the "
+            f"the tensor name {name!r} contains {_MARK!r}, the mark of a part's name in data.parts. Rename the tensor in the "
             f"network or the method, or remove data.parts"
         )
     return name
 
 
 def plain_name(name: str) -> str:
-    """Return the name under which clients know a tensor.
+    """Return the clients' name of a tensor, without the mark of its part.
 
     >>> plain_name("model/output.weight@digits"), plain_name("model/gru.weight")
     ('model/output.weight', 'model/gru.weight')
@@ -70,29 +70,29 @@ def plain_name(name: str) -> str:
     return name.partition(_MARK)[0]
 
 
-def beside(name: str, tensor: str) -> str:
-    """Qualify a name by the part of a tensor. Tensors of all parts leave it unchanged.
+def mark_like(name: str, tensor: str) -> str:
+    """Mark a name with the part of a tensor. A tensor that all parts share leaves it unchanged.
 
-    >>> beside("clients", "model/output.weight@digits"), beside("clients", "model/gru.weight")
+    >>> mark_like("clients", "model/output.weight@digits"), mark_like("clients", "model/gru.weight")
     ('clients@digits', 'clients')
     """
     _, mark, part = tensor.partition(_MARK)
     return f"{name}{mark}{part}"
 
 
-def of_part(tensors: Mapping[str, T], part: str) -> Mapping[str, T]:
+def select_part(tensors: Mapping[str, T], part: str) -> Mapping[str, T]:
     """Select the server's tensors for clients of a part, by plain names."""
     end = _mark(part)
     return {name.removesuffix(end): value for name, value in tensors.items() if _MARK not in name or name.endswith(end)}
 
 
-def marked(values: Mapping[str, T], part: str, server: Container[str]) -> dict[str, T]:
-    """Rename a payload of a client of a part to the server's names.
+def mark_names(values: Mapping[str, T], part: str, server: Container[str]) -> dict[str, T]:
+    """Rename a client's payload to the server's names.
 
     Args:
         values: the payload by plain names.
         part: the client's part.
-        server: the server's names. Names that are missing here belong to the part.
+        server: the server's names. Names missing here belong to the part.
 
     Raises:
         ConfigError: a name contains an @.

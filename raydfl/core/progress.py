@@ -1,4 +1,4 @@
-"""The interface by which long work on data reports what it has done so far; :class:`raydfl.runs.progress.Progress` has it."""
+"""Interface for progress reports of long work on data. :class:`raydfl.runs.progress.Progress` implements it."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """Whoever shows progress."""
+    """Reports progress to the user."""
 
     def steps(self, description: str, total: int | None) -> AbstractContextManager[Callable[..., None]]:
-        """Enter something with ``total`` steps; the result is called with how many more are done."""
+        """Open a task of ``total`` steps (``None``: unknown). Call the result with the number of further completed steps."""
 
     def message(self, text: str) -> None:
         """Show one line."""
 
 
 class Silent:
-    """Shows nothing."""
+    """Progress without output."""
 
     @contextlib.contextmanager
     def steps(self, description: str, total: int | None) -> Iterator[Callable[..., None]]:
-        """Does nothing."""
+        """Do nothing."""
         yield lambda count=1: None
 
     def message(self, text: str) -> None:
-        """Does nothing."""
+        """Do nothing."""

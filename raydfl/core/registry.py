@@ -1,9 +1,8 @@
-"""Finding methods, data sets and rules by name, and building them from a configuration.
+"""Lookup of methods, data sets and rules by name, and their construction from a configuration.
 
-A built-in is one file of a package and its file name is its name in a configuration. A user's own class is named as
-``my_file.py:Class`` or ``my_module:Class``; such a file may import what lies beside it. The fields of the class (a pydantic
-dataclass) are its options: there is no second schema, and a wrong key or value is an error that names the place and the nearest
-valid key.
+A built-in class has a file of its own, and the file name is its name in a configuration. A user's class is ``my_file.py:Class`` or
+``my_module:Class``. The file may import its neighbours. The fields of the class (a pydantic dataclass) are its options. An unknown
+key or a wrong value is an error that names the place and the nearest valid key.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ from raydfl.core.users_code import FAILURES
 
 T = TypeVar("T")
 _PREFIX = "raydfl_user_"
-"""Beginning of the names of modules that are users' files."""
+"""Prefix of the module names of users' files."""
 
 
 def names(package: str) -> list[str]:
-    """Return the built-in names of a package (``"raydfl.methods"``): its public modules, sorted."""
+    """Return the names of the built-in classes in a package (``"raydfl.methods"``), sorted."""
     return list(_names(package))
 
 
@@ -45,80 +44,80 @@ def _names(package: str) -> tuple[str, ...]:
 
 
 class _SourceLoader(SourceFileLoader):
-    """Loader that compiles the source itself: a cached file beside it could hold other code than the user has read."""
+    """Loader that ignores cached bytecode, because it could differ from the source that the user has approved."""
 
     def get_code(self, fullname: str) -> CodeType:
-        """Compile the source."""
+        """Compile the source file."""
         code: CodeType = self.source_to_code(self.get_data(self.path), self.path)
         return code
 
 
 @functools.cache
 def load_file(path: Path) -> ModuleType:
-    """Load a module from a file; its name depends only on the path, so that classes pickle between processes that share it."""
+    """Load a module from a file. Its name depends on the path alone, so its classes pickle between processes."""
     name = f"{_PREFIX}{hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()}"
     spec = importlib.util.spec_from_file_location(name, path, loader=_SourceLoader(name, str(path)))
     if path.suffix != ".py" or spec is None or spec.loader is None:
-        raise ConfigError(f"{path} is not a Python file; name your class as my_file.py:Class")
+        raise ConfigError(f"{path} is not a Python file. Name your class as my_file.py:Class.")
     _NEIGHBOURS.admit(path.parent)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
     except BaseException:
-        del sys.modules[name]
+        del sys.modules[name]  # so that the corrected file can be loaded later
         raise
     return module
 
 
-def loaded_files() -> list[Path]:
-    """Return the files of users' code that this process has loaded."""
+def list_loaded_files() -> list[Path]:
+    """Return the user's files that this process has loaded."""
     return [Path(str(module.__file__)) for name, module in [*sys.modules.items()] if name.startswith(_PREFIX)]
 
 
 class _Neighbours(MetaPathFinder):
-    """Finds what lies beside users' files, so that they can import it, but only what Python finds nowhere else.
+    """Finds modules next to users' files, after all of Python's own finders.
 
-    A module is known to a whole process by its name: two folders cannot both have a ``helpers.py`` that is imported.
+    Module names are global to a process: it can import ``helpers.py`` from a single folder only.
     """
 
     def __init__(self) -> None:
         self._folders: list[Path] = []
-        self._found: dict[str, Path] = {}
+        self._sources: dict[str, Path] = {}
 
     def admit(self, folder: Path) -> None:
-        """Find modules in this folder too.
+        """Add a folder to the search.
 
         Raises:
-            ConfigError: one of its modules has the name of one that was imported from another folder.
+            ConfigError: a module of the same name was imported from another folder.
         """
         if self not in sys.meta_path:
             sys.meta_path.append(self)
         if folder in self._folders:
             return
-        for name, other in self._found.items():
-            if name in sys.modules and self._spec(name, folder) is not None:
-                raise _twice(name, other, folder)
+        for name, source in self._sources.items():
+            if name in sys.modules and self._find_in(folder, name) is not None:
+                raise _duplicate_error(name, source, folder)
         self._folders.append(folder)
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """See ``importlib.abc.MetaPathFinder``."""
+        """Find a top-level module in the users' folders."""
         if path is not None:
-            return None  # a package finds its own parts
-        specs = {folder: spec for folder in self._folders if (spec := self._spec(fullname, folder)) is not None}
+            return None  # submodules are found through their package
+        specs = {folder: spec for folder in self._folders if (spec := self._find_in(folder, fullname)) is not None}
         if len(specs) > 1:
-            raise _twice(fullname, *list(specs)[:2])
+            raise _duplicate_error(fullname, *list(specs)[:2])
         for folder, spec in specs.items():
-            self._found[fullname] = folder
+            self._sources[fullname] = folder
             return spec
         return None
 
     @staticmethod
-    def _spec(name: str, folder: Path) -> ModuleSpec | None:
+    def _find_in(folder: Path, name: str) -> ModuleSpec | None:
         spec = PathFinder.find_spec(name, [str(folder)])
-        # Source alone: nobody can read a compiled file before approving it. A folder without __init__.py has no loader.
+        # Sources only, because a user cannot read compiled code before approving it. A folder without __init__.py has no loader.
         if spec is None or not isinstance(spec.loader, SourceFileLoader):
             return None
         spec.loader = _SourceLoader(name, spec.loader.path)
@@ -128,18 +127,18 @@ class _Neighbours(MetaPathFinder):
 _NEIGHBOURS = _Neighbours()
 
 
-def _twice(name: str, one: Path, other: Path) -> ConfigError:
+def _duplicate_error(name: str, first: Path, second: Path) -> ConfigError:
     return ConfigError(
-        f"there is a module {name!r} in {one} and one in {other}, and Python knows only one of a name: rename one of them"
+        f"{first} and {second} both have a module {name!r}, but a process can import a single module of this name. Rename either."
     )
 
 
 def load_object(reference: str) -> Any:
-    """Import what ``file.py:Name`` or ``module:Name`` points to.
+    """Import an object by its reference, ``file.py:Name`` or ``module:Name``.
 
     Raises:
-        ConfigError: the file, the module or the name does not exist (in this process, where it is ``__main__``), or importing it
-            fails.
+        ConfigError: the file, the module or the name does not exist, or the import fails. Names of ``__main__`` exist only in the
+            process of the script.
     """
     place, _, name = reference.rpartition(":")
     try:
@@ -152,13 +151,13 @@ def load_object(reference: str) -> Any:
             module = importlib.import_module(place)
     except ConfigError:
         raise
-    except FAILURES as error:  # whatever a user's module does at import
+    except FAILURES as error:  # a user's module can raise anything at import
         raise ConfigError(f"{reference!r} cannot be imported: {type(error).__name__}: {error}") from error
     if not hasattr(module, name):
         if place == "__main__":
             raise ConfigError(
-                f"{reference!r}: what a script defines is not to be found by other processes, in which the server and the clients "
-                f"are; put {name} into a file of its own and name it FILE.py:{name}, or set ray.actors=0 in that script"
+                f"{reference!r}: server and clients run in separate processes, and cannot import {name} from a script. Move {name} "
+                f"to another file and name it FILE.py:{name}, or set ray.actors=0 in the script."
             )
         public = [n for n in vars(module) if not n.startswith("_")]
         raise ConfigError(f"{reference!r}: {place} has no {name!r}; {nearest(name, public)}")
@@ -166,19 +165,22 @@ def load_object(reference: str) -> Any:
 
 
 def find(package: str, name: str, base: type[T], what: str) -> type[T]:
-    """Find the subclass of ``base`` called ``name``: the one defined in ``package/name.py``, or the user's ``file.py:Class``.
+    """Find a subclass of ``base`` by its name in a configuration.
 
     Args:
-        what: how an error names the kind of thing, ``"method"``.
+        package: the package of the built-in classes, ``"raydfl.methods"``.
+        name: ``name`` for the class in ``package/name.py``, or a user's ``file.py:Class`` or ``module:Class``.
+        base: the required base class.
+        what: kind of the class, ``"method"``, for messages.
 
     Raises:
-        ConfigError: no such name (the nearest is named), or it is not a subclass of ``base``.
+        ConfigError: the name is unknown, or the class is not a subclass of ``base``.
     """
     if ":" in name:
-        found = load_object(name)
-        if not (isinstance(found, type) and issubclass(found, base)):
+        cls = load_object(name)
+        if not (isinstance(cls, type) and issubclass(cls, base)):
             raise ConfigError(f"{what} {name!r} is not a subclass of raydfl.{base.__name__}")
-        return found
+        return cls
     known = names(package)
     if name not in known:
         raise ConfigError(f"unknown {what} {name!r}; {nearest(name, known)} Your own class: my_file.py:Class")
@@ -190,24 +192,26 @@ def find(package: str, name: str, base: type[T], what: str) -> type[T]:
     ]
     if not classes:
         raise ConfigError(f"{what} file {module.__name__} defines no subclass of {base.__name__}")
-    return classes[-1]  # helpers may stand before it; the last class of the file is the one it is named for
+    return classes[-1]  # helper classes come first in a file
 
 
 def build(cls: type[T], options: Mapping[str, Any], where: str) -> T:
-    """Build ``cls(**options)``, with every option checked against the class's fields.
+    """Build ``cls(**options)`` after validating all options.
 
     Args:
-        where: the place in the configuration, ``"method"``, for the messages.
+        cls: the class, a dataclass.
+        options: its options.
+        where: place in the configuration, ``"method"``, for messages.
 
     Raises:
-        ConfigError: unknown option (the nearest is named), wrong type, or a value out of range.
+        ConfigError: an option is unknown, has a wrong type, or is out of range.
     """
     known = [f.name for f in dataclasses.fields(cls) if f.init] if dataclasses.is_dataclass(cls) else []
     for key in options:
         if key not in known:
             raise unknown_key(key, known, where, f" for {cls.__name__}")
     try:
-        # A plain dataclass of a user's is checked as strictly as our own.
+        # TypeAdapter validates a user's plain dataclass as strictly as a built-in class.
         return TypeAdapter(cls).validate_python(dict(options))
     except ValidationError as error:
         raise ConfigError(explain(error, where, dict(options), cls)) from error

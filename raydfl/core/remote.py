@@ -1,4 +1,4 @@
-"""A folder behind a URI. Files appear in it whole or not at all, and what fails is tried again for half a minute."""
+"""Remote folders by URI, with atomic writes and retries for half a minute."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from raydfl.core.errors import ConfigError, ResourcesError, first_line
 from raydfl.core.files import plain_name, write_atomically, writing
 
 SCHEMES = ("file", "s3", "gs")
-"""Kinds of URI that are understood."""
+"""Supported kinds of URI."""
 _OBJECT_STORES = ("s3", "gcs")
-"""Arrow's names of file systems in which an object appears when it is whole, and there are no folders."""
+"""Arrow's names of file systems with atomic writes and without folders."""
 _PAUSES = (1.0, 2.0, 4.0, 8.0, 16.0)
-"""Seconds to wait before each further try."""
+"""Pauses between tries, in seconds."""
 _HOPELESS = (PermissionError, NotADirectoryError, ArrowInvalid)
-"""What trying again does not mend; ArrowInvalid is an option of a URI that does not exist."""
-_NOBODY = "anonymous"
-"""What stands before ``@bucket`` where no credentials are to be sent, as public buckets of Google have it."""
+"""Errors without a retry. ArrowInvalid: the URI has an unknown option."""
+_ANONYMOUS = "anonymous"
+"""User name for access without credentials, ``gs://anonymous@bucket``, as for public buckets of Google."""
 _BLOCK = 8 << 20
-"""Bytes that are copied at a time."""
+"""Bytes per read of a copy."""
 
 _T = TypeVar("_T")
 
 
 def is_uri(text: object) -> bool:
-    """Return whether it is a URI and not a path.
+    """Return whether a value is a URI.
 
     >>> is_uri("s3://bucket/runs"), is_uri("/shared/runs"), is_uri("method.py:Class")
     (True, False, False)
@@ -42,7 +42,7 @@ def is_uri(text: object) -> bool:
 
 
 def check_path(text: str) -> None:
-    """Refuse a path that was meant as a URI.
+    """Reject a path that looks like a URI with a missing slash.
 
     Raises:
         ConfigError: a slash is missing.
@@ -50,35 +50,33 @@ def check_path(text: str) -> None:
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)", text):
         scheme, _, rest = text.partition(":/")
         raise ConfigError(
-            f"{text} is a path whose first folder is {scheme + ':'!r}; a URI is written {scheme}://{rest}"
+            f"{text} is a path with the first folder {scheme + ':'!r}. If you mean a URI, write {scheme}://{rest}."
         )
 
 
 def check_uri(uri: str, setting: str) -> None:
-    """Refuse a URI that cannot be meant. Nothing is opened.
+    """Reject an unsupported or malformed URI, without opening it.
 
     Raises:
-        ConfigError: naming the setting.
+        ConfigError: the URI is of an unknown kind, lacks its bucket or slashes, or contains credentials.
     """
     parts = urlsplit(uri)
     if parts.scheme not in SCHEMES:
         known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
+        raise ConfigError(f"{setting}: {uri} is not a supported kind of URI. Use one of {known}, or an absolute path.")
+    if parts.username not in (None, _ANONYMOUS) or parts.password or "key" in parts.query.lower():
         raise ConfigError(
-            f"{setting}: {uri} is not a kind of URI that is understood; known: {known}, or an absolute path"
-        )
-    if parts.username not in (None, _NOBODY) or parts.password or "key" in parts.query.lower():
-        raise ConfigError(
-            f"{setting}: a URI with credentials in it would be kept in the run's configuration; take them out, and give the "
-            f"machine a role, or set them in the environment (AWS_ACCESS_KEY_ID ..., GOOGLE_APPLICATION_CREDENTIALS)"
+            f"{setting}: the URI contains credentials, and the run's configuration would store them. Remove them, and give the "
+            f"machine a role, or set them in the environment (AWS_ACCESS_KEY_ID ..., GOOGLE_APPLICATION_CREDENTIALS)."
         )
     if parts.scheme == "file" and (parts.netloc or not parts.path.startswith("/")):
         raise ConfigError(f"{setting}: {uri} must have three slashes and an absolute path: file:///shared/runs")
     if parts.scheme != "file" and not parts.netloc:
-        raise ConfigError(f"{setting}: the bucket is missing in {uri}; write {parts.scheme}://bucket/folder")
+        raise ConfigError(f"{setting}: the bucket is missing in {uri}. Write {parts.scheme}://bucket/folder.")
 
 
 def below(uri: str, name: str) -> str:
-    """Return the URI of what lies in a folder; options after ``?`` stay at the end.
+    """Return the URI of a file or folder in a folder. Options after ``?`` stay at the end.
 
     >>> below("s3://bucket/runs?region=eu-central-1", "first")
     's3://bucket/runs/first?region=eu-central-1'
@@ -87,29 +85,30 @@ def below(uri: str, name: str) -> str:
     return f"{head.rstrip('/')}/{name}{question}{options}"
 
 
-def parted(uri: str) -> tuple[str, str]:
-    """Split a URI into that of the folder and the name in it: the inverse of :func:`below`."""
+def split_uri(uri: str) -> tuple[str, str]:
+    """Split a URI into its folder's URI and its last name, the inverse of :func:`below`."""
     head, question, options = uri.partition("?")
     folder, _, name = head.rstrip("/").rpartition("/")
     return f"{folder}{question}{options}", name
 
 
 def open_file_system(uri: str) -> tuple[fs.FileSystem, str]:
-    """Open Arrow's file system for a URI; return it and the path in it."""
-    if uri.startswith("s3:") and "allow_delayed_open" not in uri:  # one request for a small file instead of three
+    """Open Arrow's file system for a URI. Returns it and the path in it."""
+    if uri.startswith("s3:") and "allow_delayed_open" not in uri:  # one request per small file instead of three
         uri += f"{'&' if '?' in uri else '?'}allow_delayed_open=true"
-    found: tuple[fs.FileSystem, str] = fs.FileSystem.from_uri(uri)
-    return found
+    system_and_path: tuple[fs.FileSystem, str] = fs.FileSystem.from_uri(uri)
+    return system_and_path
 
 
 class RemoteFolder:
-    """A folder behind a URI, there or not yet. Names are relative, with ``/`` between their parts."""
+    """A folder at a URI. It need not exist. File names are relative, with ``/`` between their parts."""
 
     def __init__(self, uri: str, advice: str) -> None:
-        """Opened when it is first used.
+        """Open the folder at first use.
 
         Args:
-            advice: what to do when it cannot be reached, for messages.
+            uri: the folder's URI, checked by :func:`check_uri`.
+            advice: remedy for an unreachable folder, for error messages.
         """
         self.uri = uri
         self._advice = advice
@@ -125,35 +124,40 @@ class RemoteFolder:
     def _path(self, name: str) -> str:
         return f"{self._opened[1]}/{name}" if name else self._opened[1]
 
-    def _tried(self, name: str, what: str, do: Callable[[], _T]) -> _T:
-        """Call ``do`` until it succeeds, for a number of tries, and return its result.
+    def _retry(self, name: str, participle: str, do: Callable[[], _T]) -> _T:
+        """Call ``do`` until it succeeds, with a limited number of tries, and return its result.
+
+        Args:
+            name: the file, for the error message.
+            participle: the operation, for the error message: ``"read"``, ``"written"`` ...
+            do: the operation.
 
         Raises:
-            FileNotFoundError: at once; unless it is to be written.
-            ResourcesError: it failed again and again, or can never succeed.
+            FileNotFoundError: the file does not exist, except when writing. There is no retry.
+            ResourcesError: all tries failed, or a retry is hopeless.
         """
         for pause in (*_PAUSES, None):
             try:
                 return do()
             except (OSError, ArrowException) as error:
-                if isinstance(error, FileNotFoundError) and what != "written":
+                if isinstance(error, FileNotFoundError) and participle != "written":
                     raise
                 hopeless = isinstance(error, _HOPELESS)
                 if pause is None or hopeless:
                     tries = "" if hopeless else f", after {len(_PAUSES) + 1} tries"
                     raise ResourcesError(
-                        f"{below(self.uri, name) if name else self.uri} cannot be {what}{tries}: "
+                        f"{below(self.uri, name) if name else self.uri} cannot be {participle}{tries}: "
                         f"{first_line(error)}; {self._advice}"
                     ) from error
                 time.sleep(pause)
-        raise AssertionError
+        raise AssertionError  # unreachable: the last try returns or raises
 
     def is_file(self) -> bool:
-        """Return whether the URI is that of a file.
+        """Return whether the URI names a file and not a folder.
 
         Raises:
-            FileNotFoundError: there is nothing.
-            ResourcesError: it cannot be reached.
+            FileNotFoundError: neither exists.
+            ResourcesError: the file system is unreachable.
         """
 
         def look() -> bool:
@@ -162,34 +166,34 @@ class RemoteFolder:
                 raise FileNotFoundError(self.uri)
             return bool(kind == fs.FileType.File)
 
-        return self._tried("", "looked at", look)
+        return self._retry("", "looked at", look)
 
     def files(self) -> dict[str, int]:
-        """Return the bytes of all files at any depth, by name.
+        """Return the size of all files at any depth, in bytes, by name.
 
         Raises:
-            ResourcesError: it cannot be reached, or names a file that could not lie below it.
+            ResourcesError: the folder is unreachable, or lists a file outside it.
         """
 
         def look() -> dict[str, int]:
             system, path = self._opened
-            found = system.get_file_info(fs.FileSelector(path, allow_not_found=True, recursive=True))
-            return {info.path[len(path) :].lstrip("/"): info.size for info in found if info.type == fs.FileType.File}
+            infos = system.get_file_info(fs.FileSelector(path, allow_not_found=True, recursive=True))
+            return {info.path[len(path) :].lstrip("/"): info.size for info in infos if info.type == fs.FileType.File}
 
-        there = self._tried("", "listed", look)
-        for name in there:
+        sizes = self._retry("", "listed", look)
+        for name in sizes:
             try:
                 for part in name.split("/"):
                     plain_name(part)
             except ValueError as error:
                 raise ResourcesError(f"{self.uri} lists {name!r}, which is not below it; {self._advice}") from error
-        return there
+        return sizes
 
     def read(self, name: str) -> bytes | None:
-        """Read the content of a file; ``None`` when it is not there.
+        """Return the content of a file, or ``None`` if it does not exist.
 
         Raises:
-            ResourcesError: it cannot be read.
+            ResourcesError: the file cannot be read.
         """
 
         def fetch() -> bytes:
@@ -198,30 +202,31 @@ class RemoteFolder:
                 return content
 
         try:
-            return self._tried(name, "read", fetch)
+            return self._retry(name, "read", fetch)
         except FileNotFoundError:
             return None
 
     def write(self, name: str, content: bytes) -> None:
-        """Put a file there, in place of an earlier one.
+        """Write a file atomically, replacing an existing file.
 
         Raises:
-            ResourcesError: it cannot be written.
+            ResourcesError: the file cannot be written.
         """
-        self._tried(name, "written", lambda: self._put(name, [content]))
+        self._retry(name, "written", lambda: self._put(name, [content]))
 
     def upload(self, path: Path, name: str) -> None:
-        """Put a copy of a local file there, in place of an earlier one.
+        """Upload a local file, replacing an existing file.
 
         Raises:
-            ResourcesError: it cannot be written, or the local file not be read.
+            ResourcesError: the remote file cannot be written, or the local file cannot be read.
         """
-        self._tried(name, "written", lambda: self._put(name, _blocks(path)))
+        self._retry(name, "written", lambda: self._put(name, _read_blocks(path)))
 
     def _put(self, name: str, blocks: Iterable[bytes]) -> None:
+        """Write blocks to a file atomically."""
         system, path = self._opened[0], self._path(name)
         temporary = path
-        if not self._keeps_objects:
+        if not self._keeps_objects:  # object stores show complete objects only; file systems need a rename
             folder, _, last = path.rpartition("/")
             temporary = f"{folder}/.{last}.part"
             system.create_dir(folder, recursive=True)
@@ -232,13 +237,15 @@ class RemoteFolder:
             system.move(temporary, path)
 
     def download(self, name: str, path: Path, advice: str) -> None:
-        """Copy a file to a local one, which then is there whole; ``name`` is empty where the URI is a file's own.
+        """Download a file, writing the local file atomically.
 
         Args:
-            advice: what to do when the disk is full.
+            name: the file. Empty: the URI itself names a file.
+            path: the local file.
+            advice: remedy for a full disk, for the error message.
 
         Raises:
-            FileNotFoundError: it is not there.
+            FileNotFoundError: the remote file does not exist.
             ResourcesError: it cannot be read, or the disk is full.
         """
 
@@ -250,20 +257,20 @@ class RemoteFolder:
 
         with writing(path.parent, 0, path.name, advice):
             path.parent.mkdir(parents=True, exist_ok=True)
-        self._tried(name, "read", lambda: write_atomically(path, fetch))
+        self._retry(name, "read", lambda: write_atomically(path, fetch))
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove files, those that are not there included.
+        """Remove files. Missing files are ignored.
 
         Raises:
-            ResourcesError: one cannot be removed.
+            ResourcesError: a file cannot be removed.
         """
         for name in names:
             with contextlib.suppress(FileNotFoundError):
-                self._tried(name, "removed", lambda name=name: self._opened[0].delete_file(self._path(name)))  # type: ignore[misc]
+                self._retry(name, "removed", lambda name=name: self._opened[0].delete_file(self._path(name)))  # type: ignore[misc]
 
 
-def _blocks(path: Path) -> Iterator[Any]:
+def _read_blocks(path: Path) -> Iterator[Any]:
     with path.open("rb") as file:
         while block := file.read(_BLOCK):
             yield block

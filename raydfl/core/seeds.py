@@ -1,7 +1,6 @@
-"""All randomness comes from here: a seed is a function of (run seed, round, client, purpose) and of nothing else.
+"""Seeds of all random draws: functions of run seed, round, client and purpose alone.
 
-No generator outlives the round it was made for, so nothing about randomness has to be saved: a round that is done again,
-by whichever process, draws the same numbers.
+No generator outlives its round, so checkpoints hold no random state. A repeated round draws the same values in any process.
 """
 
 from __future__ import annotations
@@ -14,7 +13,11 @@ import numpy as np
 def seed_for(run_seed: int, round_index: int, client_id: str, purpose: str) -> int:
     """Return a 63-bit seed that depends on all four arguments.
 
-    ``client_id`` is empty for what the server draws; ``purpose`` keeps independent draws of one client and round apart.
+    Args:
+        run_seed: the run's seed.
+        round_index: the round.
+        client_id: the client. Empty: the server.
+        purpose: separates independent draws of a client in a round.
 
     >>> seed_for(1, 0, "anna", "fit") == seed_for(1, 0, "anna", "fit")
     True
@@ -22,7 +25,7 @@ def seed_for(run_seed: int, round_index: int, client_id: str, purpose: str) -> i
     8
     """
     text = f"{run_seed}\x1f{round_index}\x1f{client_id}\x1f{purpose}".encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1  # fits torch's signed seeds
 
 
 def generator(run_seed: int, round_index: int, client_id: str, purpose: str) -> np.random.Generator:

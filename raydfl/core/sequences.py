@@ -1,4 +1,4 @@
-"""Sequences whose items are made when they are asked for."""
+"""Lazy sequences: items are computed on access."""
 
 from __future__ import annotations
 
@@ -10,15 +10,11 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class OnDemand(Sequence[T_co]):
-    """A sequence that makes one item at a time; a slice is a list."""
+    """A sequence that computes its items on access. A slice is a list."""
 
     @abstractmethod
     def item(self, position: int) -> T_co:
-        """Return one item.
-
-        Args:
-            position: from 0 to the length less 1.
-        """
+        """Compute the item at ``position``, from 0 to the length less 1."""
 
     @overload
     def __getitem__(self, index: int) -> T_co: ...

@@ -1,4 +1,4 @@
-"""Bases of everything that a configuration sets: strict types, and typed groups of settings."""
+"""Base classes of configurations: strict types and groups of settings."""
 
 from __future__ import annotations
 
@@ -8,24 +8,25 @@ from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
 from pydantic_core import CoreSchema
 
 FIRST_VIEW = ""
-"""Name of the view that ``data.features`` describes, as run folders have it."""
+"""Name of the view of ``data.features`` in run folders."""
 
 
 class StrictTypes:
-    """Base of a class with options: booleans and text are no numbers, a fraction is no integer, and numbers are finite.
+    """Base class for strict options: no conversion between text, booleans, integers and fractions. Numbers are finite.
 
     A field that accepts infinity declares it: ``Annotated[float, Field(allow_inf_nan=True)]``.
     """
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Return pydantic's schema with strict numbers and booleans; lists still become tuples, and text paths."""
+        """Make numbers and booleans strict. Lists still convert to tuples, and text to paths."""
         schema = handler(source)
         _make_strict(handler.resolve_ref_schema(schema))
         return schema
 
 
 def _make_strict(schema: Any) -> None:
+    """Make numbers and booleans of a pydantic core schema strict, in place."""
     if isinstance(schema, (list, tuple)):
         for part in schema:
             _make_strict(part)
@@ -36,16 +37,16 @@ def _make_strict(schema: Any) -> None:
         if kind == "float":
             schema.setdefault("allow_inf_nan", False)
         for key, part in schema.items():
-            if key not in ("default", "expected", "metadata") or not isinstance(kind, str):  # else a field's name
+            if key not in ("default", "expected", "metadata") or not isinstance(kind, str):  # else a field name
                 _make_strict(part)
 
 
 class Settings(StrictTypes, BaseModel):
-    """A frozen, validated group of settings; unknown keys are errors.
+    """A frozen, validated group of settings. Unknown keys are errors.
 
-    Each field carries a description, and its unit and range where it has them: ``raydfl config FILE`` prints them.
+    Give each field a description with its unit and range: ``raydfl config FILE`` prints them.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     tree: ClassVar[type[Settings] | None] = None
-    """The group of all settings, in which the nearest one to an unknown key is looked for."""
+    """The root group, for suggestions after an unknown key."""

@@ -1,13 +1,11 @@
-"""Many tensors as one flat float32 vector, and back as views, without a copy.
+"""Conversion of named tensors to one flat float32 vector, and back to views without a copy.
 
-Weights travel between processes as one vector per key: Ray reads a NumPy array from its object store without copying it,
-which it does not do for torch tensors. Everything travels as float32, counts and masks included (whole numbers are exact
-up to 2**24).
+Weights travel between processes as one vector per key: Ray reads a NumPy array from its object store without a copy, but not a
+torch tensor. Everything travels as float32, including counts and masks (integers are exact up to 2**24).
 
-An array that comes out of the object store is shared by every process of the node and read-only. torch knows no read-only
-tensors: writing into a view of such an array would succeed and change what all the others read. So views are for reading.
-``module.load_state_dict(views)`` copies and is safe; ``parameter.data = view``, an optimiser over views and every in-place
-operation on one are not.
+All processes of a node share an array in the object store, and it is read-only. torch has no read-only tensors: writing into a view
+would succeed and change the weights of all processes. Never write into views. ``module.load_state_dict(views)`` copies and is safe;
+``parameter.data = view``, an optimiser over views and in-place operations are not.
 """
 
 from __future__ import annotations
@@ -27,80 +25,84 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Layout:
-    """The place of each tensor in a flat vector. Hashable: equal layouts describe interchangeable vectors."""
+    """Names, shapes and order of the tensors in a flat vector. Hashable: vectors of equal layouts are interchangeable."""
 
     names: tuple[str, ...]
-    """In the order in which they lie in the vector."""
+    """In the order of the vector."""
     shapes: tuple[tuple[int, ...], ...]
-    """One for each name."""
+    """The shape of each name's tensor."""
 
     def __post_init__(self) -> None:
         if len(self.names) != len(self.shapes):
             raise ValueError(
-                f"a layout needs one shape for each name: {len(self.names)} names, {len(self.shapes)} shapes"
+                f"Layout: it needs one shape for each name: {len(self.names)} names, {len(self.shapes)} shapes."
             )
         if len(set(self.names)) != len(self.names):
-            raise ValueError(f"a layout names each tensor once: {self.names}")
+            raise ValueError(f"Layout: it names each tensor once, but names has duplicates: {self.names}.")
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor]) -> Layout:
-        """Return the layout of these tensors, in the mapping's order."""
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Layout:
+        """Return the layout of a mapping of tensors, in its order."""
         if isinstance(tensors, FlatTensors):
             return tensors.layout
         return _layout(tuple(tensors), tuple(tuple(tensor.shape) for tensor in tensors.values()))
 
     @classmethod
-    def of_shapes(cls, shapes: Mapping[str, Sequence[int]]) -> Layout:
-        """Return the layout of tensors with these shapes, by name, in the mapping's order."""
+    def from_shapes(cls, shapes: Mapping[str, Sequence[int]]) -> Layout:
+        """Return the layout of a mapping of names to shapes, in its order."""
         return _layout(tuple(shapes), tuple(tuple(shape) for shape in shapes.values()))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # What is derived stays out of the pickle: a layout travels with every update.
+        # A layout travels with every update, so cached properties stay out of the pickle.
         return _layout, (self.names, self.shapes)
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """First element of each tensor, and at the end the vector's length: names + 1 numbers."""
+        """First element of each tensor, then the vector's length: names + 1 values."""
         return tuple(accumulate((math.prod(shape) for shape in self.shapes), initial=0))
 
     @property
     def size(self) -> int:
-        """Elements of the vector."""
+        """Number of elements in the vector."""
         return self.offsets[-1]
 
     @cached_property
     def positions(self) -> Mapping[str, int]:
-        """Name -> its index in ``names``."""
+        """Index of each name in ``names``."""
         return {name: position for position, name in enumerate(self.names)}
 
     def columns(self, name: str) -> slice:
-        """Return the range of one tensor's elements. Raises ``KeyError`` for an unknown name."""
+        """Return the range of a tensor's elements.
+
+        Raises:
+            KeyError: the name is unknown.
+        """
         position = self.positions[name]
         return slice(self.offsets[position], self.offsets[position + 1])
 
     def views(self, vector: np.ndarray | Tensor) -> dict[str, Tensor]:
-        """Return the tensors in ``vector``, as views of its memory: see the module's warning about writing into them.
+        """Return the tensors in ``vector`` as views of its memory. Never write into them (see the module's warning).
 
         Args:
-            vector: float32 [size]; contiguous.
+            vector: float32 [size], contiguous.
         """
         whole = _as_tensor(vector)
         if whole.shape != (self.size,):
-            raise ValueError(f"a vector of {self.size} elements is needed, this one has shape {tuple(whole.shape)}")
+            raise ValueError(f"Layout.views: the vector has shape {tuple(whole.shape)}, not ({self.size},).")
         parts = zip(self.names, self.shapes, self.offsets, self.offsets[1:], strict=False)
         return {name: whole[start:stop].view(shape) for name, shape, start, stop in parts}
 
 
 @lru_cache(maxsize=1024)
 def _layout(names: tuple[str, ...], shapes: tuple[tuple[int, ...], ...]) -> Layout:
-    """Return one object for equal layouts: several in one message travel once, and what is derived from them is derived once."""
+    """Return the same object for equal layouts, so that a message pickles it once and cached properties are shared."""
     return Layout(names, shapes)
 
 
 class FlatTensors(Mapping[str, Tensor]):
-    """A mapping of tensors that lie in one vector; reading an item makes a view (see the module's warning).
+    """A read-only mapping of tensors over one flat vector. Items are views (see the module's warning).
 
-    It pickles as its layout and one array, which Ray moves without a copy.
+    It pickles as its layout and one array, so Ray moves it without a copy.
     """
 
     __slots__ = ("_moved", "layout", "vector")
@@ -109,16 +111,16 @@ class FlatTensors(Mapping[str, Tensor]):
         """Wrap ``vector`` (float32 [layout.size], contiguous) without copying it."""
         if vector.dtype != np.float32 or vector.shape != (layout.size,) or not vector.flags.c_contiguous:
             raise ValueError(
-                f"a contiguous float32 vector of {layout.size} elements is needed, "
-                f"this one is {vector.dtype} with shape {vector.shape}"
+                f"FlatTensors: a contiguous float32 vector of {layout.size} elements is needed, "
+                f"not {vector.dtype} with shape {vector.shape}."
             )
         self.layout = layout
         self.vector = vector
         self._moved: Tensor | None = None
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor]) -> FlatTensors:
-        """Flatten these tensors (see :func:`flatten`)."""
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> FlatTensors:
+        """Flatten a mapping of tensors. Returns ``tensors`` itself if it is flat already."""
         return tensors if isinstance(tensors, cls) else cls(*flatten(tensors))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -126,14 +128,14 @@ class FlatTensors(Mapping[str, Tensor]):
 
     @property
     def whole(self) -> Tensor:
-        """The vector as a tensor of the same memory (see the module's warning)."""
+        """The vector as a tensor that shares its memory (see the module's warning)."""
         return _as_tensor(self.vector)
 
-    def on(self, device: torch.device) -> Tensor:
-        """Return the vector as a tensor on a device, for reading; it is moved once for all clients of a process that receive it."""
+    def to(self, device: torch.device) -> Tensor:
+        """Return the vector as a read-only tensor on a device. The copy is cached for all clients of the process."""
         if device.type == "cpu":
             return self.whole
-        if self._moved is None or not _is(self._moved.device, device):
+        if self._moved is None or not _is_on(self._moved.device, device):
             self._moved = self.whole.to(device)
         return self._moved
 
@@ -155,72 +157,73 @@ class FlatTensors(Mapping[str, Tensor]):
 
 
 class OwnTensors(Mapping[str, Tensor]):
-    """A copy of tensors on a device, to be written into; it is made when a tensor is first asked for."""
+    """A writable copy of tensors on a device, made when an item is first read."""
 
-    __slots__ = ("_device", "_sent", "_views")
+    __slots__ = ("_device", "_source", "_views")
 
-    def __init__(self, sent: FlatTensors, device: torch.device) -> None:
-        """``sent`` has to stay as it is until then."""
-        self._sent = sent
+    def __init__(self, source: FlatTensors, device: torch.device) -> None:
+        """Keep a reference to ``source``. It must not change before the first item is read."""
+        self._source = source
         self._device = device
         self._views: dict[str, Tensor] | None = None
 
     def __getitem__(self, name: str) -> Tensor:
         if self._views is None:
-            self._views = self._sent.layout.views(self._sent.on(self._device).clone())
+            self._views = self._source.layout.views(self._source.to(self._device).clone())
         return self._views[name]
 
     def __contains__(self, name: object) -> bool:
-        return name in self._sent
+        return name in self._source
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._sent)
+        return iter(self._source)
 
     def __len__(self) -> int:
-        return len(self._sent)
+        return len(self._source)
 
     def __repr__(self) -> str:
-        return f"OwnTensors({len(self)} tensors, {self._sent.layout.size} elements)"
+        return f"OwnTensors({len(self)} tensors, {self._source.layout.size} elements)"
 
 
 def flatten(tensors: Mapping[str, Tensor]) -> tuple[Layout, np.ndarray]:
-    """Copy the tensors one after another into a new vector: float32 [layout.size], on the CPU, detached.
+    """Copy tensors into a new flat vector. :class:`FlatTensors` return their own layout and vector, without a copy.
 
-    :class:`FlatTensors` give the layout and vector that they have, without a copy.
+    Returns:
+        The layout, and float32 [layout.size] on the CPU, detached.
 
     Raises:
-        TypeError: a tensor is complex, which float32 cannot hold.
+        TypeError: a tensor is complex.
     """
     if isinstance(tensors, FlatTensors):
         return tensors.layout, tensors.vector
-    layout = Layout.of(tensors)
+    layout = Layout.from_tensors(tensors)
     block = _block(list(tensors.values()), layout)
-    if block is not None:
+    if block is not None:  # a single copy, as for a network whose parameters are views of one vector
         return layout, block.numpy().copy()
     for name, tensor in tensors.items():
         if tensor.is_complex():
             raise TypeError(f"tensor {name!r} is {tensor.dtype}: send its real and imaginary parts as two tensors")
     if any(tensor.device.type != "cpu" for tensor in tensors.values()):
-        return layout, _joined(list(tensors.values())).cpu().numpy()
+        return layout, _concatenate(list(tensors.values())).cpu().numpy()
     vector = np.empty(layout.size, dtype=np.float32)
     for name, view in layout.views(vector).items():
         view.copy_(tensors[name].detach())
     return layout, vector
 
 
-def _is(device: torch.device, asked: torch.device) -> bool:
-    """Return whether a tensor's device is the requested one, whose number may be left open."""
-    return device.type == asked.type and asked.index in (None, device.index)
+def _is_on(device: torch.device, requested: torch.device) -> bool:
+    """Return whether a tensor's device matches the requested device. A request without an index matches any index."""
+    return device.type == requested.type and requested.index in (None, device.index)
 
 
-def _joined(tensors: Sequence[Tensor]) -> Tensor:
-    """Join the tensors, float32, on the GPU if one of them is there: so the CPU waits for it only once."""
+def _concatenate(tensors: Sequence[Tensor]) -> Tensor:
+    """Concatenate tensors as float32, on the GPU if a tensor is on it, so that the CPU waits for a single copy."""
     device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), tensors[0].device)
     return torch.cat([tensor.detach().to(device, torch.float32).flatten() for tensor in tensors])
 
 
 def _block(tensors: Sequence[Tensor], layout: Layout) -> Tensor | None:
-    """Return the memory in which float32 tensors lie one after another on the CPU as one tensor; ``None`` if they do not."""
+    """Return a view over float32 CPU tensors in adjacent memory; ``None`` if they are not adjacent."""
     if not tensors or any(t.dtype is not torch.float32 or t.device.type != "cpu" for t in tensors):
         return None
     first, last = tensors[0], tensors[-1]
@@ -232,19 +235,19 @@ def _block(tensors: Sequence[Tensor], layout: Layout) -> Tensor | None:
             or not tensor.is_contiguous()
         ):
             return None
-    # What lies between two tensors of one memory is of it too.
+    # Two storages may happen to be adjacent. If the first and the last tensor share one, so do all between them.
     if first.untyped_storage().data_ptr() != last.untyped_storage().data_ptr():
         return None
     return first.detach().as_strided((layout.size,), (1,))
 
 
 def _as_tensor(vector: np.ndarray | Tensor) -> Tensor:
-    """Return the same memory as a tensor."""
+    """Wrap a vector's memory in a tensor."""
     if isinstance(vector, Tensor):
         return vector
     if vector.flags.writeable:
         return torch.from_numpy(vector)
     with warnings.catch_warnings():
-        # Reading the shared memory of the object store is the purpose; the module's text says what must not be done.
+        # Read-only memory of the object store is expected here; the module's docstring warns against writing.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable", category=UserWarning)
         return torch.from_numpy(vector)

@@ -1,4 +1,4 @@
-"""The values that move between server and clients: small frozen dataclasses, data and no logic."""
+"""Messages between server and clients, as small frozen dataclasses without logic."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from raydfl.core.cuts import Cuts
 from raydfl.core.settings import FIRST_VIEW
 
 Tensors = Mapping[str, Tensor]
+"""Tensors by flat name, ``"model/layer.weight"``. Prototypes, masks and counts are tensors too."""
 
 BuiltModels = Sequence[Mapping[str, nn.Module]]
-"""Freshly built networks by name, a set for each combination of architectures."""
-"""Tensors by their flat name ``"model/layer.weight"``. Prototypes, masks and counts are tensors too."""
+"""Untrained networks by name, one mapping for each combination of architectures."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """A metric as a sum and a count, so that pooling over clients never averages averages."""
+    """A metric as a sum and a count. Pooling adds both, so it never averages averages."""
 
     total: float
     count: float
 
     @property
     def value(self) -> float:
-        """``total / count``; NaN when nothing was counted."""
+        """``total / count``, or NaN if the count is 0."""
         return self.total / self.count if self.count else float("nan")
 
     def __add__(self, other: Ratio) -> Ratio:
@@ -38,26 +38,26 @@ class Ratio:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scores:
-    """A metric of single clips, which must be joined before it can be reduced: AUC, mean average precision ...
+    """Scores of single clips, the input of ranking metrics such as AUC and mean average precision.
 
-    A client's never leave it: what it reports is reduced there.
+    They never leave a client: it reports the ranking metrics.
     """
 
     values: np.ndarray
-    """float64 [clips], the higher the more likely; or [clips, classes], a column for each class."""
+    """float64 [clips] or [clips, classes]: higher means more likely positive."""
     truth: np.ndarray
-    """bool, of the shape of ``values``."""
+    """bool, in the shape of ``values``."""
     threshold: float | None = None
-    """The value from which on a clip is taken for true; ``None``: there is none, and F1 is not told."""
+    """Clips with at least this value count as positive in F1. ``None``: no F1."""
     groups: np.ndarray | None = None
-    """int64 [clips, 2]: the machine that each clip is of, and the domain, as numbers; ``None``: not known. For DCASE's score."""
+    """int64 [clips, 2]: indices of machine and domain, for DCASE's score. ``None``: unknown."""
 
     def __add__(self, other: Scores) -> Scores:
-        return joined_scores([self, other])
+        return join_scores([self, other])
 
 
-def joined_scores(parts: Sequence[Scores]) -> Scores:
-    """Return scores of one kind as one, all at once."""
+def join_scores(parts: Sequence[Scores]) -> Scores:
+    """Concatenate scores of the same kind."""
     groups = [part.groups for part in parts if part.groups is not None]
     return replace(
         parts[0],
@@ -69,75 +69,74 @@ def joined_scores(parts: Sequence[Scores]) -> Scores:
 
 Metric = Ratio | np.ndarray | Scores
 Metrics = Mapping[str, Metric]
-"""Metrics by name. A :class:`Ratio` pools by adding sums and counts, an array (a confusion matrix, say) by adding,
-:class:`Scores` by joining."""
+"""Metrics by name. Pooling adds ratios and arrays (such as confusion matrices), and joins :class:`Scores`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A network that a client builds, and the name under which it does. Hashable: equal specs are equal architectures."""
+    """Name and architecture of a client's network. Hashable: equal specs are equal architectures."""
 
     name: str
-    """The prefix of its tensors, ``"plugin"`` in ``"plugin/gru.weight_ih_l0"``."""
+    """Prefix of its tensors, ``"plugin"`` in ``"plugin/gru.weight_ih_l0"``."""
     architecture: str
-    """A file name of ``raydfl/models``' registry (``crnn_lite``), or ``module:Class`` or ``file.py:Class`` of the user's."""
+    """A name in ``raydfl/models`` (``crnn_lite``), or a user's ``module:Class`` or ``file.py:Class``."""
     inputs: int | tuple[int, int, int]
-    """Feature bands of a frame; of images channels, rows and columns."""
+    """Feature bands of a frame, or channels, rows and columns of an image."""
     classes: int
-    """Classes of the data."""
+    """Number of classes in the data."""
     options: tuple[tuple[str, Any], ...] = ()
     """Keyword arguments of the architecture, sorted by name."""
     outputs: int | None = None
-    """Numbers that it gives for an example; ``None``: one for each class."""
+    """Output size. ``None``: the number of classes."""
 
     init_from: tuple[tuple[str, Any], ...] = ()
-    """The file that its first weights come from (raydfl.models.start), by sorted names of settings; empty: from the run's seed."""
+    """Source of the initial weights (raydfl.models.start), as settings sorted by name. Empty: drawn from the run's seed."""
     view: str = FIRST_VIEW
-    """The view of examples that it reads."""
+    """Input view."""
     whole: ModelSpec | None = None
-    """The larger network of which it is a part, and whose tensors the server has; ``None``: it is whole."""
+    """The server's larger network, if this network is a part of it. ``None``: it is whole."""
 
     @property
     def width(self) -> int:
-        """Numbers that it gives for an example."""
+        """Output size."""
         return self.classes if self.outputs is None else self.outputs
 
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """A client's identity. Immutable; its data stay with the process that trains it."""
+    """Identity and profile of a client. Its data stay on the process that trains it."""
 
     id: str
     index: int
-    """Position in the population: the order in which updates are consumed."""
+    """Position in the population. Rules consume updates in this order."""
     num_examples: int
-    """Training examples."""
+    """Number of training examples."""
     models: tuple[ModelSpec, ...] = ()
     profile: Mapping[str, Any] = field(default_factory=dict)
-    """Further facts: speaker, device, site, labelled share, modalities ..."""
+    """Further facts: speaker, device, site, labelled fraction, modalities ..."""
     chance: float = 1.0
-    """The weight with which it is drawn for a round, by ``train.clients``; 0: it does not take part."""
+    """Sampling weight (``train.clients``). 0: never sampled."""
     stratum: int = 0
-    """The group of clients that it is drawn from, by ``train.clients.strata``."""
+    """Stratum for stratified sampling (``train.clients.strata``)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One order to one client."""
+    """An order to a client."""
 
     client_id: str
     phase: str = "train"
-    """Named by the method; a method with several stages has several."""
+    """A phase of the method. Methods with several stages have several."""
     receive: tuple[str, ...] = ("global",)
-    """Keys of the server's state to deliver; models load from the first that holds their tensors. Of models that the client does
-    not have, nothing is delivered."""
+    """Keys of the server's state to deliver. Models load from the first key that holds their tensors. The client receives no
+    tensors of models that it lacks."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Anything small that the method wants its client code to know."""
+    """Small values from the method to its client code."""
     cuts: Cuts = field(default_factory=dict)
-    """Of tensors of which the client receives a part, the part, by the names that the client knows. They are cut in every entry
-    that it receives, and its networks must have the shapes that are left."""
+    """Cuts of tensors for a client that receives a part of them, by the client's names. They apply to every key in ``receive``, and
+    the client's networks must have the remaining shapes."""
     has: tuple[str, ...] = ()
-    """Keys of ``receive`` that have not changed since the client received them: it has them, and no bytes are counted for them."""
+    """Keys of ``receive`` that are unchanged since the client received them. They are not counted as traffic."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,50 +145,50 @@ class Update:
 
     tensors: Tensors
     weight: float | Mapping[str, float | Tensor]
-    """Weight of this update in a weighted rule: one number; or by tensor name one number, one per element, or what broadcasts to
-    one per element, as [filters, 1, 1, 1] does to the weights of a convolution."""
+    """Weight of this update in a weighted rule: a number, or for each tensor name a number or a tensor that broadcasts to the
+    tensor's shape, such as [filters, 1, 1, 1] for a convolution."""
     metrics: Metrics = field(default_factory=dict)
     key: str = "global"
-    """The group that it joins: the entry of the server's state that it changes."""
+    """The entry of the server's state to update."""
     client_id: str = ""
-    """Filled in by the engine."""
+    """Set by the engine."""
     cuts: Cuts = field(default_factory=dict)
-    """Of tensors that are a part of the server's, the part. What the client did not send has no weight."""
+    """Cuts of tensors that cover a part of the server's tensor. Elements outside have no weight."""
     further: tuple[Update, ...] = ()
-    """The client's updates to further keys, each to another one, with metrics of their own. They reach the server one by one."""
+    """Updates to further keys, all different, each with its own metrics. The server receives them one by one."""
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """The server's state. With the clients' private state files it is the whole state of a run."""
+    """State of the server. Together with the clients' private state it is a run's complete state."""
 
     round_index: int
-    """Rounds completed."""
+    """Number of completed rounds."""
     tensors: Mapping[str, Tensors]
-    """By key (``"global"``, or one per cluster, task or model)."""
+    """Tensors by key (``"global"``, or one key per cluster, task or model)."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Small facts that JSON can hold (names of buffers, counters, cluster membership); tensors go into ``tensors``."""
+    """Small JSON values (names of buffers, counters, cluster membership). Put tensors into ``tensors``."""
     phase: str = ""
-    """The phase of the next round, one of the method's ``phases``; empty: its only one. The engine knows it from the round."""
+    """Phase of the next round, from the method's ``phases``. Empty: the method has a single phase. The engine sets it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Some examples, cut from a client's features by index."""
+    """A batch of a client's examples."""
 
     views: Mapping[str, Tensor]
-    """By name float32 [batch, frames, bands]; frames beyond an example's length are 0, as is an example that lacks the view.
-    Images: [batch, channels, rows, columns]."""
+    """Inputs by view, float32 [batch, frames, bands]; images: [batch, channels, rows, columns]. Frames beyond an example's length
+    are 0, and so are examples without the view."""
     y: Tensor
-    """int64 [batch]: class indices; where a clip has a set of classes float32 [batch, classes], 1 for each that it has."""
+    """int64 [batch]: class indices. For sets of classes float32 [batch, classes]: 1 for the classes of a clip, else 0."""
     view_lengths: Mapping[str, Tensor] = field(default_factory=dict)
-    """int64 [batch] each: valid frames of the examples, of the views in which these differ."""
+    """int64 [batch] by view: valid frames of each example. Views with examples of equal length have no entry."""
     present: Mapping[str, Tensor] = field(default_factory=dict)
-    """bool [batch] each: whether an example has the view, of the views of ``data.views``."""
+    """bool [batch] by view of ``data.views``: whether an example has the view."""
     weight: Tensor | None = None
-    """float32 [batch]: 0 for padding examples; ``None`` when all count 1."""
+    """float32 [batch]: 0 for padding examples. ``None``: all weights are 1."""
     columns: Mapping[str, Tensor] = field(default_factory=dict)
-    """int64 [batch] each, by name: what else the manifest says of the examples, as codes; ``pool`` says which pool each is of."""
+    """int64 [batch] by name: codes of further manifest columns, and of the pool (``pool``)."""
 
     @property
     def x(self) -> Tensor:
@@ -198,32 +197,39 @@ class Batch:
 
     @property
     def lengths(self) -> Tensor | None:
-        """int64 [batch]: valid frames of each example in the first view; ``None`` when all frames count."""
+        """int64 [batch]: valid frames of each example in the first view. ``None``: all frames."""
         return self.view_lengths.get(next(iter(self.views)))
 
     def input_of(self, network: Any) -> tuple[Tensor, Tensor | None]:
-        """Return what a network reads, x and lengths: those of the view that its attribute ``view`` names, or the first's."""
+        """Return a network's input and its lengths, from the view in the network's attribute ``view`` or from the first view."""
         view = view_of(network)
         return self.views[view], self.view_lengths.get(view)
 
     def with_input_of(self, network: Any, x: Tensor, lengths: Tensor | None) -> Batch:
-        """Return a batch in which a network reads other x and lengths: see :meth:`input_of`."""
+        """Return a copy of the batch with a network's input replaced (see :meth:`input_of`).
+
+        Args:
+            network: the network whose view changes.
+            x: the new input.
+            lengths: int64 [batch]: valid frames of ``x``. ``None``: all frames.
+        """
         view = view_of(network)
-        others = {name: own for name, own in self.view_lengths.items() if name != view}
-        own = {} if lengths is None else {view: lengths}
-        return replace(self, views={**self.views, view: x}, view_lengths={**others, **own})
+        view_lengths = {name: frames for name, frames in self.view_lengths.items() if name != view}
+        if lengths is not None:
+            view_lengths[view] = lengths
+        return replace(self, views={**self.views, view: x}, view_lengths=view_lengths)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all tensors by name; one of a mapping is ``"columns/pool"``."""
-        found = {"y": self.y} if self.weight is None else {"y": self.y, "weight": self.weight}
+        """Flatten the batch to tensors by name, such as ``"y"`` and ``"columns/pool"``."""
+        tensors = {"y": self.y} if self.weight is None else {"y": self.y, "weight": self.weight}
         for group in ("views", "view_lengths", "present", "columns"):
             for name, tensor in getattr(self, group).items():
-                found[f"{group}/{name}"] = tensor
-        return found
+                tensors[f"{group}/{name}"] = tensor
+        return tensors
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor]) -> Batch:
-        """Return the batch with these tensors, named as in :meth:`tensors`."""
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Batch:
+        """Build a batch from tensors by name, the inverse of :meth:`tensors`."""
         fields: dict[str, Any] = {"views": {}}
         for name, tensor in tensors.items():
             group, slash, key = name.partition("/")
@@ -234,37 +240,37 @@ class Batch:
         return cls(**fields)
 
     def mean(self, values: Tensor) -> Tensor:
-        """Return the mean of one value per example ([batch] -> scalar), padding left out. Every loss ends with it."""
+        """Average values over the examples without padding ([batch] -> scalar). Use it as the last step of every loss."""
         if self.weight is None:
             return values.mean()
-        return (values * self.weight).sum() / self.weight.sum().clamp_min(1.0)
+        return (values * self.weight).sum() / self.weight.sum().clamp_min(1.0)  # 0 for a batch of padding alone
 
     def cross_entropy(self, logits: Tensor) -> Tensor:
-        """Return the mean cross-entropy of logits ([batch, classes] -> scalar) with the labels, padding left out."""
+        """Compute the mean cross-entropy of logits over the examples without padding ([batch, classes] -> scalar)."""
         if self.weight is None:
-            return F.cross_entropy(logits, self.y)  # its own mean takes three operations fewer a step
+            return F.cross_entropy(logits, self.y)  # its built-in mean saves three operations a step
         return self.mean(F.cross_entropy(logits, self.y, reduction="none"))
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something wrong with a run although its rounds are done; raydfl.runs.report.diagnosis has the rules."""
+    """A problem of a completed run (raydfl.runs.report.diagnosis has the rules)."""
 
     kind: str
     """``"diverged"``, ``"one class"`` or ``"missing classes"``."""
     text: str
     worthless: bool
-    """True: the run shows nothing; False: it is a warning."""
+    """Whether the results are worthless. False: the problem is a warning."""
 
 
 def view_of(network: Any) -> str:
-    """Return the name of the view that a network reads."""
-    # Asking a torch.nn.Module for an attribute that it has not takes ten times as long.
+    """Return the name of a network's input view."""
+    # Looking up a missing attribute of a torch.nn.Module takes ten times as long.
     view: str = vars(network).get("view") or getattr(type(network), "view", FIRST_VIEW)
     return view
 
 
 def same_view(wrapper: Any, network: Any) -> Any:
-    """Return a module that is called in the place of a network, having it read the network's view: see :meth:`Batch.input_of`."""
+    """Give a module that wraps a network the network's input view, and return it."""
     vars(wrapper)["view"] = view_of(network)
     return wrapper

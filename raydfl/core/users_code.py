@@ -1,4 +1,4 @@
-"""The origin of code: a user's own, or raydfl and the libraries below it."""
+"""Failures in users' code: their place, and an error that names it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from raydfl.core.errors import ClientError, RaydflError
 _LIBRARIES = frozenset({*sys.stdlib_module_names, "numpy", "raydfl", "torch", "torchvision"})
 
 FAILURES: tuple[type[BaseException], ...] = (Exception, SystemExit, GeneratorExit)
-"""Exceptions with which a user's code fails. A KeyboardInterrupt is the user's wish to stop the run."""
+"""Exceptions that count as a failure of a user's code. A KeyboardInterrupt stops the run instead."""
 
 
 def is_users(module: str | None) -> bool:
-    """Return whether a module of that name is a user's.
+    """Return whether a module name belongs to a user's code, not to raydfl or a library below it.
 
     >>> is_users("torch.nn.functional"), is_users("raydfl_user_0f1e2d"), is_users("__main__")
     (False, True, True)
@@ -25,21 +25,21 @@ def is_users(module: str | None) -> bool:
 
 
 def place_of(error: BaseException, otherwise: str = "") -> str:
-    """Return ``file.py:12``: where an exception was raised, or the user's line that called the library that raised it.
+    """Return the place of an exception, ``file.py:12``: the innermost line of a user's code in its traceback.
 
     Args:
-        otherwise: what to return if no line of a user's was running; empty: the line of the library.
+        otherwise: returned if the traceback has no user's code. Empty: the innermost line of a library.
     """
     frames = list(traceback.walk_tb(error.__traceback__))
-    own = [(frame, line) for frame, line in frames if is_users(frame.f_globals.get("__name__"))]
-    if otherwise and not own:
+    users_frames = [(frame, line) for frame, line in frames if is_users(frame.f_globals.get("__name__"))]
+    if otherwise and not users_frames:
         return otherwise
-    frame, line = (own or frames)[-1]
+    frame, line = (users_frames or frames)[-1]
     return f"{frame.f_code.co_filename}:{line}"
 
 
 def describe(error: BaseException) -> str:
-    """Return ``ValueError: text (at file.py:12)``: an exception with the place that raised it."""
+    """Format an exception with its place: ``ValueError: text (at file.py:12)``."""
     return f"{type(error).__name__}: {error} (at {place_of(error)})"
 
 
@@ -47,14 +47,14 @@ def describe(error: BaseException) -> str:
 def naming_failures(
     code: object, call: str, when: str = "", elsewhere: Collection[BaseException] = (), kind: str = "method"
 ) -> Iterator[None]:
-    """Raise a ClientError that names class, file and line, in place of an exception that a user's code raises inside.
+    """Replace a user's exception by a ClientError that names class, file and line.
 
     Args:
         code: the user's object.
-        call: name of the override point.
-        when: the round, for the message; empty: the first round has not begun.
-        elsewhere: errors that only pass through the user's code; they are raised as they are.
-        kind: of the object, for the message.
+        call: name of its method.
+        when: the round, for the message. Empty: before the first round.
+        elsewhere: errors from outside the user's code. They are raised unchanged.
+        kind: kind of the object, for the message, such as ``"method"``.
 
     Raises:
         ClientError: the user's code failed.
@@ -64,7 +64,7 @@ def naming_failures(
     except RaydflError:
         raise
     except FAILURES as error:
-        if any(error is other for other in elsewhere):
+        if any(error is outside for outside in elsewhere):
             raise
         raise ClientError(
             f"{when or 'before the first round'}: {call}() of {kind} {type(code).__qualname__} failed: {describe(error)}"

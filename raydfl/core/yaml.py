@@ -1,4 +1,4 @@
-"""Configuration files in YAML 1.2's core schema: strict reading with limits, and writing."""
+"""Strict reading and writing of configuration files in YAML 1.2's core schema."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _BYTES = 10_000_000
 _DEPTH = 100
 _NODES = 100_000
 _DIGITS = 100
-"""Largest size, nesting and number of nodes of a text, and length of a number. An alias counts as all nodes that it repeats."""
+"""Limits of a text: size, nesting, number of nodes, and length of a number. An alias counts as all the nodes it repeats."""
 
-_TOO_LARGE = f"a configuration has at most {_BYTES // 10**6} MB, this is larger; give another file"
+_TOO_LARGE = f"a configuration has at most {_BYTES // 10**6} MB, but this is larger. Give a smaller file."
 
 _TAG = "tag:yaml.org,2002:"
 _SCHEMA = {
@@ -29,7 +29,7 @@ _SCHEMA = {
         list("-+.0123456789"),
     ),
 }
-"""The plain scalars of the core schema by their tag: pattern, and the possible first characters."""
+"""Pattern and possible first characters of the core schema's plain scalars, by tag."""
 
 # libyaml is eight times as fast as PyYAML's own parser. It escapes characters beyond U+FFFF.
 _Parser: Any = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
@@ -42,26 +42,28 @@ class _Loader(_Parser):  # type: ignore[misc]
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  (PyYAML's own way)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        found: dict[Any, Any] = {}
+        mapping: dict[Any, Any] = {}
         for key_node, value_node in node.value:
             line = key_node.start_mark.line + 1
             if not isinstance(key_node, yaml.ScalarNode):
-                raise ConfigError(f"the key in line {line} is a list or a group; write text")
+                raise ConfigError(f"the key in line {line} is a list or a group. Write text instead.")
             key = self.construct_object(key_node, deep=True)
-            if key in found:
-                raise ConfigError(f"the key {key!r} stands twice, the second time in line {line}")
-            found[key] = self.construct_object(value_node, deep=deep)
-        return found
+            if key in mapping:
+                raise ConfigError(f"the key {key!r} appears twice, the second time in line {line}. Remove either.")
+            mapping[key] = self.construct_object(value_node, deep=deep)
+        return mapping
 
     def construct_number(self, node: yaml.ScalarNode) -> int | float | bool | None:
         """Convert null, a boolean or a number."""
         kind, text = node.tag.removeprefix(_TAG), node.value
         if re.fullmatch(_SCHEMA[kind][0], text) is None:  # after an explicit tag: !!int five
             raise ConfigError(
-                f"{text!r} in line {node.start_mark.line + 1} has the tag !!{kind}, which it does not fit"
+                f"{text!r} in line {node.start_mark.line + 1} has the tag !!{kind}, but it is not a valid {kind}. Remove the tag."
             )
         if len(text) > _DIGITS:
-            raise ConfigError(f"the number in line {node.start_mark.line + 1} has {len(text)} characters; write fewer")
+            raise ConfigError(
+                f"the number in line {node.start_mark.line + 1} has {len(text)} characters. Write at most {_DIGITS}."
+            )
         if kind in ("null", "bool"):
             return None if kind == "null" else text.lower() == "true"
         if kind == "float":
@@ -78,7 +80,7 @@ _Loader.yaml_constructors = {
 
 
 class _EarlierLoader(_Parser):  # type: ignore[misc]
-    """Loader of earlier versions: YAML 1.1, but with ``yes`` as text and ``1e3`` as a number."""
+    """Loader with the schema of earlier versions: YAML 1.1, but with ``yes`` as text and ``1e3`` as a number."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012  (PyYAML's own way)
         first: [(tag, pattern) for tag, pattern in resolvers if tag != _TAG + "bool"]
@@ -87,7 +89,7 @@ class _EarlierLoader(_Parser):  # type: ignore[misc]
 
 
 class _Dumper(_Writer):  # type: ignore[misc]
-    """Dumper that quotes text if either loader would read something else."""
+    """Dumper that quotes text if either loader would misread it."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -106,19 +108,28 @@ _add_schema()
 
 
 class _SavedLoader(_Loader):
-    """Loader of files that any version wrote. Earlier versions left the text 08 without quotes."""
+    """Loader of files from all versions. Earlier versions wrote the text 08 without quotes."""
 
     yaml_implicit_resolvers = _EarlierLoader.yaml_implicit_resolvers
 
 
 def to_yaml(value: Any, flow: bool = True) -> str:
-    """Write a value as YAML that :func:`parse_yaml` reads as the same value; in one line, or in a line for each key."""
+    """Write a value as YAML. :func:`parse_yaml` restores the same value.
+
+    Args:
+        value: plain data.
+        flow: whether to write a single line instead of a line for each key.
+    """
     text = yaml.dump(value, Dumper=_Dumper, default_flow_style=flow, sort_keys=False, allow_unicode=True, width=10**6)
     return text.removesuffix("...\n").rstrip("\n") if flow else text
 
 
 def read_yaml(path: Path, saved: bool = False) -> Any:
-    """Read a YAML file to plain data, as :func:`parse_yaml` does.
+    """Read a YAML file to plain data.
+
+    Args:
+        path: the file.
+        saved: whether raydfl wrote the file.
 
     Raises:
         OSError: the file cannot be read, or it is not a regular file.
@@ -141,7 +152,8 @@ def parse_yaml(text: str, where: str, saved: bool = False) -> Any:
         saved: whether raydfl wrote the text.
 
     Raises:
-        ConfigError: not YAML (with the line), beyond a limit, a duplicate key, or a scalar that earlier versions read otherwise.
+        ConfigError: the text is invalid YAML, exceeds a limit, has a duplicate key, or has a scalar with a different meaning in
+            earlier versions.
     """
     try:
         if len(text.encode()) > _BYTES:
@@ -162,10 +174,10 @@ def parse_yaml(text: str, where: str, saved: bool = False) -> Any:
 
 
 def _check_events(text: str, saved: bool) -> None:
-    """Check limits, aliases and readings before anything is built."""
+    """Check limits, aliases and scalars on the event stream, before large values are constructed."""
     total = 0
-    groups: list[list[Any]] = []  # of each open list or group: its anchor, the nodes before it, the levels within it
-    known: dict[str | None, tuple[int, int]] = {}  # nodes and levels of each anchor
+    groups: list[list[Any]] = []  # anchor, number of nodes before, and inner levels of each open list or group
+    anchors: dict[str | None, tuple[int, int]] = {}  # nodes and levels of each anchor
     event: Any
     for event in yaml.parse(text, Loader=_Loader):
         nodes, levels, line = 1, 0, event.start_mark.line + 1
@@ -174,15 +186,16 @@ def _check_events(text: str, saved: bool) -> None:
         elif isinstance(event, yaml.CollectionEndEvent):
             anchor, before, levels = groups.pop()
             levels, nodes = levels + 1, 0
-            known[anchor] = total - before, levels
+            anchors[anchor] = total - before, levels
         elif isinstance(event, yaml.AliasEvent):
             if any(event.anchor == group[0] for group in groups):
                 raise ConfigError(
-                    f"*{event.anchor} in line {line} stands within what &{event.anchor} names, and so would go on without end"
+                    f"*{event.anchor} in line {line} is an alias inside its own value &{event.anchor}, and would repeat endlessly. "
+                    f"Remove the alias."
                 )
-            nodes, levels = known.get(event.anchor, (1, 0))
+            nodes, levels = anchors.get(event.anchor, (1, 0))
         elif isinstance(event, yaml.ScalarEvent):
-            known[event.anchor] = 1, 0
+            anchors[event.anchor] = 1, 0
             if event.implicit[0]:
                 _check_reading(event.value, line, saved)
         else:
@@ -191,37 +204,37 @@ def _check_events(text: str, saved: bool) -> None:
         if groups:
             groups[-1][2] = max(groups[-1][2], levels)
         if len(groups) + levels > _DEPTH:
-            raise ConfigError(f"line {line} is nested more than {_DEPTH} levels deep; write it with fewer levels")
+            raise ConfigError(f"line {line} is nested more than {_DEPTH} levels deep. Use fewer levels.")
         if total > _NODES:
-            raise ConfigError(f"more than {_NODES} values up to line {line}, with aliases written out; write fewer")
+            raise ConfigError(f"more than {_NODES} values up to line {line}, including aliases. Write fewer values.")
 
 
 def _check_reading(text: str, line: int, saved: bool) -> None:
-    """Refuse a plain scalar with another meaning in earlier versions.
+    """Reject a plain scalar with a different meaning in earlier versions.
 
     Raises:
-        ConfigError: with both readings.
+        ConfigError: the meanings differ. The message gives both.
     """
     if _UNCHANGED.fullmatch(text) or len(text) > _DIGITS:
         return
     try:
         before = _read_scalar(_EARLIER, text)
-    except ValueError:  # such as the 40th of a month: no configuration had it
+    except ValueError:  # an invalid date, so no earlier configuration contains it
         return
-    if isinstance(before, str) and (saved or text.startswith("0o")):  # no number was written 0o10
+    if isinstance(before, str) and (saved or text.startswith("0o")):  # earlier configurations had no numbers like 0o10
         return
     if not isinstance(before, (str, int, float)):
-        before = str(before)  # dates were converted to text
+        before = str(before)  # earlier versions converted dates to text
     now = _read_scalar(_NOW, text)
     if repr(before) != repr(now):
         old, new = to_yaml(before), to_yaml(now)
         raise ConfigError(
-            f"{text} in line {line} was {old} in earlier versions and is {new} now, in YAML 1.2: write {old} or {new}"
+            f"{text} in line {line} was {old} in earlier versions and is {new} now, in YAML 1.2. Write {old} or {new}."
         )
 
 
 _UNCHANGED = re.compile(r"([^-+.0-9].*)?|[-+]?(0|[1-9][0-9]*)(\.[0-9]+)?", re.DOTALL)
-"""Scalars with one meaning in both schemas: words, and ordinary numbers."""
+"""Scalars with the same meaning in both schemas: words and ordinary numbers."""
 _NOW, _EARLIER = _Loader(""), _EarlierLoader("")
 
 

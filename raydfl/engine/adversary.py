@@ -88,7 +88,7 @@ class Adversary:
             return _collude(attack, whole, attacking, about, reference, round_index)
 
         def replace(update: Update) -> Update:
-            flat = FlatTensors.of(update.tensors)
+            flat = FlatTensors.from_tensors(update.tensors)
             start = reference(update, flat.layout) if not update.cuts else self._read_cut_reference(update, current)
             honest = flat.vector - start.astype(np.float64)
             rng = seeds.generator(self._seed, round_index, update.client_id, "attack")
@@ -109,10 +109,10 @@ class Adversary:
     def _read_cut_reference(self, update: Update, current: Mapping[str, Tensors]) -> np.ndarray:
         """Return the server's values at the elements of a cut update, float32 [elements of the update]."""
         known = current.get(update.key, {})
-        whole = FlatTensors.of({name: known[name] for name in update.cuts})
+        whole = FlatTensors.from_tensors({name: known[name] for name in update.cuts})
         parts = cut_tensors(whole, update.cuts, f"client {update.client_id!r}")
         rest = {name: value for name, value in known.items() if name not in update.cuts}
-        return self._read_reference(Layout.of(update.tensors), {**rest, **parts})
+        return self._read_reference(Layout.from_tensors(update.tensors), {**rest, **parts})
 
 
 def _collude(
@@ -125,7 +125,7 @@ def _collude(
 ) -> Iterator[Update]:
     """Yield the updates with attackers' updates replaced. Attackers with the same key and layout send the same change."""
     updates = list(updates)
-    flat = [FlatTensors.of(update.tensors) for update in updates]
+    flat = [FlatTensors.from_tensors(update.tensors) for update in updates]
     kinds = [(update.key, tensors.layout) for update, tensors in zip(updates, flat, strict=True)]
     changes: dict[tuple[str, Layout], np.ndarray] = {}
     for update, tensors, kind in zip(updates, flat, kinds, strict=True):

@@ -141,7 +141,7 @@ class Evaluation:
         """
         tensors: dict[str, Tensor] = {}
         for key in task.receive:
-            tensors = {**part_names.of_part(state.tensors[key], part), **tensors}
+            tensors = {**part_names.select_part(state.tensors[key], part), **tensors}
         available = {spec.name: spec for spec, shapes in self._fully_shared[part].items() if _holds(tensors, shapes)}
         named = task.options.get("models")
         if named is None:

@@ -339,7 +339,7 @@ class Federation:
 
     def broadcast(self, keys: set[str]) -> dict[str, FlatTensors]:
         """Return entries of the server's state, with flat tensors, to send to clients."""
-        return {key: FlatTensors.of(self.state.tensors[key]) for key in sorted(keys)}
+        return {key: FlatTensors.from_tensors(self.state.tensors[key]) for key in sorted(keys)}
 
     def _aggregate(self, current: Round, sent: Iterator[Update]) -> State:
         """Return the state that the method aggregates from the clients' updates."""

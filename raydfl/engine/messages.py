@@ -37,13 +37,15 @@ def _select_part(entry: FlatTensors, part: str) -> FlatTensors:
     """Select a part's tensors of an entry of the server's state, under their plain names."""
     if all(part_names.plain_name(name) == name for name in entry):
         return entry
-    return FlatTensors.of(part_names.of_part(entry, part))
+    return FlatTensors.from_tensors(part_names.select_part(entry, part))
 
 
 def _drop_models(tensors: FlatTensors, models: frozenset[str]) -> FlatTensors:
     """Return the tensors without those of some models."""
     names = [name for name in tensors if name.partition("/")[0] not in models] if models else ()
-    return tensors if not models or len(names) == len(tensors) else FlatTensors.of({n: tensors[n] for n in names})
+    if not models or len(names) == len(tensors):
+        return tensors
+    return FlatTensors.from_tensors({name: tensors[name] for name in names})
 
 
 def count_received_bytes(order: Order, broadcast: Mapping[str, FlatTensors], lacks: frozenset[str]) -> int:
@@ -55,7 +57,7 @@ def count_received_bytes(order: Order, broadcast: Mapping[str, FlatTensors], lac
         layout = _select_part(broadcast[key], order.part).layout
         if lacks:
             shapes = zip(layout.names, layout.shapes, strict=True)
-            layout = Layout.of_shapes({name: shape for name, shape in shapes if name.partition("/")[0] not in lacks})
+            layout = Layout.from_shapes({name: shape for name, shape in shapes if name.partition("/")[0] not in lacks})
         total += cut_size(layout, order.task.cuts)
     return 4 * total  # float32
 
@@ -105,7 +107,7 @@ def rename_for_server(update: Update, part: str, broadcast: Mapping[str, FlatTen
     weight = update.weight
     return dataclasses.replace(
         update,
-        tensors=part_names.marked(update.tensors, part, known),
-        weight=part_names.marked(weight, part, known) if isinstance(weight, Mapping) else weight,
-        cuts=part_names.marked(update.cuts, part, known),
+        tensors=part_names.mark_names(update.tensors, part, known),
+        weight=part_names.mark_names(weight, part, known) if isinstance(weight, Mapping) else weight,
+        cuts=part_names.mark_names(update.cuts, part, known),
     )

@@ -51,10 +51,10 @@ def build_fixed_tensors(method: Method, models: Sequence[ModelSpec], run_seed: i
     Returns an empty result for a client with complete networks.
     """
     if all(spec.whole is None for spec in models):
-        return FlatTensors.of({})
+        return FlatTensors.from_tensors({})
     built = build_models(method, [spec.whole or spec for spec in models], run_seed)
     states = {f"{name}/{key}": value for name, model in built.items() for key, value in model.state_dict().items()}
-    return FlatTensors.of({name: states[name] for name in sorted(fixed_tensors(built, method.fixed))})
+    return FlatTensors.from_tensors({name: states[name] for name in sorted(fixed_tensors(built, method.fixed))})
 
 
 class BuiltNetworks:

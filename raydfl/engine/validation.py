@@ -211,14 +211,14 @@ class UpdateChecker:
         Returns:
             A description of the first misfit, and the shapes of tensors that the server does not have.
         """
-        layout = Layout.of(update.tensors)
+        layout = Layout.from_tensors(update.tensors)
         if update.cuts:
             known = self._shapes.get(update.key, {})
             shapes = dict(zip(layout.names, layout.shapes, strict=True))
             misfit = cut_misfit(update, shapes, known)
             if misfit:
                 return misfit, {}
-            layout = Layout.of_shapes({**shapes, **{name: known[name] for name in update.cuts}})
+            layout = Layout.from_shapes({**shapes, **{name: known[name] for name in update.cuts}})
         kind = (update.key, layout)
         if kind not in self._results:
             added: dict[str, str] = {}

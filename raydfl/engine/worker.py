@@ -23,7 +23,7 @@ from raydfl.core import part_names, seeds
 from raydfl.core.cuts import cut_tensors
 from raydfl.core.errors import ClientError, RaydflError
 from raydfl.core.memory import keep_freed_memory
-from raydfl.core.metrics import attack_success, reduced
+from raydfl.core.metrics import attack_success, reduce_scores
 from raydfl.core.tensors import FlatTensors, OwnTensors
 from raydfl.core.types import Client, Metrics
 from raydfl.core.users_code import FAILURES, describe, is_users
@@ -275,11 +275,11 @@ class Worker:
         result = self.method.local(step) if attack is None else attack.local(self.method, step)
         with _blame_method(order):
             updates = split_updates(result, order.subject, self.method.shared, step.fixed)
-            measured = [reduced(check_metrics(update.metrics, order.subject)) for update in updates]
+            measured = [reduce_scores(check_metrics(update.metrics, order.subject)) for update in updates]
             all_metrics = {name: value for metrics in measured for name, value in metrics.items()}
             check_number(all_metrics, order.subject)
         updates = [rename_for_server(update, order.part, broadcast) for update in updates]
-        payloads = [FlatTensors.of(update.tensors) for update in updates]
+        payloads = [FlatTensors.from_tensors(update.tensors) for update in updates]
         updates = [
             dataclasses.replace(update, tensors=flat, client_id=step.client.id, metrics=metrics)
             for update, flat, metrics in zip(updates, payloads, measured, strict=True)
@@ -351,7 +351,7 @@ class Worker:
         result = self.method.evaluate(step, examples, self.config.evaluate.batch_size)
         with _blame_method(order):
             metrics = check_metrics(result, order.subject)
-            return reduced(metrics) if order.task.client_id != SERVER or order.place else metrics
+            return reduce_scores(metrics) if order.task.client_id != SERVER or order.place else metrics
 
     def _select_examples(self, step: Step, measurement: Measurement, part: str) -> Examples:
         if measurement.split == "validation":

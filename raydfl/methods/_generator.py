@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raydfl.core.part_names import beside
+from raydfl.core.part_names import mark_like
 from raydfl.core.types import State, Tensors
 
 MODULE, MOMENTS = "generator", "generator/moments"
@@ -113,9 +113,9 @@ def similarity(noise: Tensor, features: Tensor) -> Tensor:
         noise: float32 [batch, n].
         features: float32 [batch, d].
     """
-    of_noise = torch.cdist(noise, noise, compute_mode="donot_use_mm_for_euclid_dist").square() / noise.shape[1]
-    of_features = torch.cdist(features, features, p=1) / features.shape[1]
-    return (-(of_noise * of_features).mean()).exp()
+    noise_distances = torch.cdist(noise, noise, compute_mode="donot_use_mm_for_euclid_dist").square() / noise.shape[1]
+    feature_distances = torch.cdist(features, features, p=1) / features.shape[1]
+    return (-(noise_distances * feature_distances).mean()).exp()
 
 
 class ServerGenerator:
@@ -123,9 +123,9 @@ class ServerGenerator:
 
     def __init__(self, state: State, name: str) -> None:
         self.vector = state.tensors[MODULE][name]
-        first, second = (state.tensors[MOMENTS][beside(moment, name)] for moment in (FIRST, SECOND))
+        first, second = (state.tensors[MOMENTS][mark_like(moment, name)] for moment in (FIRST, SECOND))
         self.moments = first, second
-        self.steps = int(state.extra[beside(STEPS, name)])
+        self.steps = int(state.extra[mark_like(STEPS, name)])
         self._name = name
 
     def train(self, loss: Callable[[Tensor], tuple[Tensor, Tensor]], lr: float, weight_decay: float) -> None:
@@ -154,5 +154,5 @@ class ServerGenerator:
         """Put the generator into the tensors and the ``extra`` of a new state."""
         tensors[MODULE][self._name] = self.vector
         for moment, value in zip((FIRST, SECOND), self.moments, strict=True):
-            tensors[MOMENTS][beside(moment, self._name)] = value
-        extra[beside(STEPS, self._name)] = self.steps
+            tensors[MOMENTS][mark_like(moment, self._name)] = value
+        extra[mark_like(STEPS, self._name)] = self.steps

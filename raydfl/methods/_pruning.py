@@ -210,11 +210,11 @@ def make_masks(
     magnitudes = [layer.magnitudes(tensors) for layer in layers]
     weights = [layer.weights(tensors) for layer in layers]
     scale = weights if importance == "mean" else [1] * len(layers)
-    importances = [float(of_units.sum()) / by for of_units, by in zip(magnitudes, scale, strict=True)]
+    importances = [float(sizes.sum()) / by for sizes, by in zip(magnitudes, scale, strict=True)]
     fractions = allocate_ratio(weights, importances, ratio, solver)
     return {
-        layer.name: make_mask(of_units, fraction)
-        for layer, of_units, fraction in zip(layers, magnitudes, fractions, strict=True)
+        layer.name: make_mask(sizes, fraction)
+        for layer, sizes, fraction in zip(layers, magnitudes, fractions, strict=True)
     }
 
 

@@ -41,7 +41,7 @@ from torch import Tensor, nn
 
 from raydfl.core.needs import Needs
 from raydfl.core.ops import uniform
-from raydfl.core.part_names import beside
+from raydfl.core.part_names import mark_like
 from raydfl.core.types import Batch, BuiltModels, Client, Metrics, Ratio, State, Task, Update
 from raydfl.methods._distillation import compute_divergences
 from raydfl.methods._generator import MODULE, STEPS, VECTOR, Generator, ServerGenerator, similarity
@@ -106,7 +106,7 @@ class FedGen(Method):
     def plan(self, state: State, clients: Sequence[Client], rng: np.random.Generator, cohort: int) -> list[Task]:
         """Plan FedAvg's tasks. Clients also receive the generator once it is trained."""
         tasks = super().plan(state, clients, rng, cohort)
-        trained = all(state.extra[beside(STEPS, name)] for name in state.tensors[MODULE])
+        trained = all(state.extra[mark_like(STEPS, name)] for name in state.tensors[MODULE])
         if not trained:
             return tasks
         return [dataclasses.replace(task, receive=(*task.receive, MODULE)) for task in tasks]
@@ -139,6 +139,7 @@ class FedGen(Method):
         with_generator = min(epochs, self.generated_epochs) if MODULE in step.received else 0
         metrics: dict[str, Any] = {}
         if with_generator:
+            # A loss may only read numbers of the round from the state, or it could not be batched and replayed.
             step.state[_WEIGHTS] = self._weights(step).to(step.device)
             metrics = dict(fit(step, self.loss_with_generator, epochs=with_generator))
             del step.state[_WEIGHTS]
@@ -164,7 +165,7 @@ class FedGen(Method):
         tensors = {key: dict(entry) for key, entry in new.tensors.items()}
         extra, losses = dict(new.extra), list[float]()
         for name in state.tensors[MODULE]:  # One generator, or one per part.
-            counts = beside(COUNTS, name)
+            counts = mark_like(COUNTS, name)
             tensors["global"][counts] = before = state.tensors["global"][counts]
             heads = collector.stack(name)
             if heads is None:
@@ -232,7 +233,7 @@ class _HeadCollector(Iterable[Update]):
 
     def stack(self, generator: str) -> _Heads | None:
         """Return the last layers of a generator's part, by its name. None if no client of the part has examples."""
-        names = [beside(name, generator) for name in (_HEAD, _HEAD_BIAS, COUNTS)]
+        names = [mark_like(name, generator) for name in (_HEAD, _HEAD_BIAS, COUNTS)]
         heads = [head for head in self._heads if names[2] in head and bool((head[names[2]] > 0).any())]
         if not heads:
             return None
@@ -247,6 +248,7 @@ def _draw_classes(mask: Tensor, count: int) -> Tensor:
         mask: bool [classes].
         count: Number of draws.
     """
+    # Inverse transform sampling, because torch.multinomial would draw other numbers in a batch of clients.
     cumulative = mask.float().cumsum(dim=0) / mask.float().sum().clamp_min(1.0)
     draws = uniform(count, mask.device)
     return (draws.unsqueeze(1) >= cumulative).sum(dim=1).clamp_max(len(mask) - 1)

@@ -18,7 +18,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from raydfl.core.errors import ConfigError
-from raydfl.core.pretrained import Encoder, EncoderFolder, pooled, read_encoder_folder
+from raydfl.core.pretrained import Encoder, EncoderFolder, pool_tokens, read_encoder_folder
 
 
 class Pretrained(nn.Module):
@@ -70,7 +70,7 @@ class Pretrained(nn.Module):
     def embed(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
         """Compute the pooled tokens or the hidden layer's output: float32 [batch, width]."""
         tokens, count = self.encoder(x, lengths)
-        embedding = pooled(tokens, count, self.pooling, self.kind)
+        embedding = pool_tokens(tokens, count, self.pooling, self.kind)
         return embedding if self.hidden is None else self.hidden(embedding).relu()
 
     def _freeze(self, train: str | int, layers: int) -> None:

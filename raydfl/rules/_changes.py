@@ -43,15 +43,15 @@ class ServerTensors:
 
     def change_norm(self, update: Update) -> float:
         """Compute the Euclidean norm of an update's change, without elements of weight 0."""
-        sent = FlatTensors.of(update.tensors)
+        sent = FlatTensors.from_tensors(update.tensors)
         base = self.flatten_like(update, sent.layout)
         mask = find_unweighted(update, sent.layout)
         vector = sent.vector if mask is None else np.where(mask, base, sent.vector)
-        return math.sqrt(ClientVectors([vector]).squared_distances(base)[0])
+        return math.sqrt(ClientVectors([vector]).compute_squared_distances(base)[0])
 
     def scale_change(self, update: Update, factor: float) -> Update:
         """Multiply the change of an update by a factor and return the result as a new update."""
-        sent = FlatTensors.of(update.tensors)
+        sent = FlatTensors.from_tensors(update.tensors)
         base = self.flatten_like(update, sent.layout)
         vector = sent.vector - base
         vector *= np.float32(factor)

@@ -89,7 +89,7 @@ def _split_by_senders(updates: Sequence[Update], current: Tensors) -> Iterator[t
     Yields:
         The positions of the clients in ``updates``, and their group.
     """
-    rows = [FlatTensors.of(update.tensors) for update in updates]
+    rows = [FlatTensors.from_tensors(update.tensors) for update in updates]
     shapes = {name: tuple(tensor.shape) for name, tensor in current.items()}
     for position, (update, row) in enumerate(zip(updates, rows, strict=True)):
         if position == 0 or row.layout != rows[position - 1].layout:

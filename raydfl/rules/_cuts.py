@@ -35,7 +35,7 @@ def whole_layout(update: Update, sent: Layout, server: Mapping[str, tuple[int, .
         if misfit:
             raise RaydflError(f"client {update.client_id!r}: the cut of {name!r} does not fit: {misfit}")
         shapes[name] = server[name]
-    return Layout.of_shapes(shapes)
+    return Layout.from_shapes(shapes)
 
 
 def cut_misfit(update: Update, sent: Mapping[str, tuple[int, ...]], server: Mapping[str, tuple[int, ...]]) -> str:
@@ -82,7 +82,7 @@ def fill_cuts(update: Update, current: Tensors) -> Update:
     """
     if not update.cuts:
         return update
-    sent = FlatTensors.of(update.tensors)
+    sent = FlatTensors.from_tensors(update.tensors)
     layout = whole_layout(update, sent.layout, {name: tuple(tensor.shape) for name, tensor in current.items()})
     vector = flatten_current({name: current[name] for name in update.cuts}, layout)
     weights: dict[str, float | Tensor] = {}

@@ -127,7 +127,7 @@ class Group:
     def squared_deviations(self, names: Sequence[str]) -> np.ndarray:
         """Compute the squared Euclidean distance of each client to the uniform mean of all clients.
 
-        :meth:`raydfl.core.ops.ClientVectors.squared_deviations` documents the precision.
+        :meth:`raydfl.core.ops.ClientVectors.compute_squared_deviations` documents the precision.
 
         Args:
             names: the tensors, taken as one vector.
@@ -135,7 +135,7 @@ class Group:
         Returns:
             float64 [clients].
         """
-        return self._rows.squared_deviations(self.parts(names))
+        return self._rows.compute_squared_deviations(self.parts(names))
 
     def mean(self, name: str, kept: Sequence[int]) -> np.ndarray:
         """Compute the weighted mean of one tensor over selected clients.
@@ -180,7 +180,7 @@ class Group:
 
     def squared_distances(self, point: np.ndarray) -> np.ndarray:
         """Compute each client's squared Euclidean distance to a vector float32 [elements]: float64 [clients]."""
-        return self._rows.squared_distances(point)
+        return self._rows.compute_squared_distances(point)
 
     def pairwise(self) -> np.ndarray:
         """Compute the squared Euclidean distances between all clients: float64 [clients, clients].
@@ -198,7 +198,7 @@ class Group:
         Yields:
             The first element of a block, the end of the block, and float32 [elements, clients], ascending in each row.
         """
-        return self._rows.ordered(range(len(self.rows)) if chosen is None else chosen)
+        return self._rows.iter_sorted(range(len(self.rows)) if chosen is None else chosen)
 
     def ordered(self, chosen: Sequence[int] | None = None) -> Iterator[tuple[int, int, np.ndarray]]:
         """Sort values (deprecated name of :meth:`iter_sorted`)."""

@@ -126,7 +126,7 @@ class FoolsGold(Rule):
         names: list[str] = []
         shapes: dict[str, tuple[int, ...]] = {}
         for update in updates:
-            check_shapes(update, Layout.of(update.tensors), shapes)
+            check_shapes(update, Layout.from_tensors(update.tensors), shapes)
             names = names or self._choose_indicative(update)
             missing = [name for name in names if name not in update.tensors]
             if missing or not names:
@@ -141,9 +141,9 @@ class FoolsGold(Rule):
                     f"client a unique id."
                 )
             layout = Layout(tuple(names), tuple(tuple(update.tensors[name].shape) for name in names))
-            change = FlatTensors.of({name: update.tensors[name] for name in names}).vector - base.flatten_like(
-                update, layout
-            )
+            change = FlatTensors.from_tensors(
+                {name: update.tensors[name] for name in names}
+            ).vector - base.flatten_like(update, layout)
             mask = find_unweighted(update, layout)
             if mask is not None:
                 change[mask] = 0

@@ -41,7 +41,7 @@ class _RunningMean:
 
     def add(self, update: Update, weight: float | Mapping[str, float | Tensor]) -> None:
         """Add an update with this weight in place of its own."""
-        sent = FlatTensors.of(update.tensors)
+        sent = FlatTensors.from_tensors(update.tensors)
         plain = sent.layout == self._layout and not isinstance(weight, Mapping) and not update.cuts
         # Pending updates are all of one form: their order must not change.
         if self._contributions if plain else self._plain:

@@ -86,12 +86,12 @@ def replay(run_dir: str | Path, round_number: int, client_id: str, trust: bool =
         # The replay measures no scores. The choices of `run.best` and `run.stop` are read from the commits instead.
         run_settings = config.run.model_copy(update={"best": None, "stop": None})
         evaluation = config.evaluate.model_copy(update={"every": 10**9})
-        rounds_only = config.model_copy(update={"evaluate": evaluation, "run": run_settings})
+        unmeasured = config.model_copy(update={"evaluate": evaluation, "run": run_settings})
         population = Population.load(run_dir / "population", verify=True, verify_features=True)
         pool = open_serial_pool(run_dir, config, population, scratch / "private")
         with (
             contextlib.closing(pool),
-            contextlib.closing(Federation(rounds_only, population, copy, pool)) as federation,
+            contextlib.closing(Federation(unmeasured, population, copy, pool)) as federation,
         ):
             while federation.state.round_index < round_number - 1:
                 federation.round()

@@ -13,9 +13,9 @@ import pyarrow.compute as pc
 
 from raydfl.cluster import RemoteServer, Server, check_without_actors, connect_ray, ray_session, resolve_gpu_share
 from raydfl.core import ops
-from raydfl.core.files import displayed_path
+from raydfl.core.files import display_path
 from raydfl.core.nested import flatten
-from raydfl.core.remote import is_uri, parted
+from raydfl.core.remote import is_uri, split_uri
 from raydfl.engine import Config, RoundReport, apply_overrides, find_best, make_config
 from raydfl.engine.storage import (
     check_begun,
@@ -130,7 +130,7 @@ def resume(
     """
     progress = progress or default_progress()
     if is_uri(run_dir):
-        overrides = [f"run.dir={parted(str(run_dir))[0]}", *overrides]
+        overrides = [f"run.dir={split_uri(str(run_dir))[0]}", *overrides]
     run_dir = local_run(run_dir, overrides)
     check_begun(run_dir)
     with lock_run_dir(run_dir, progress):
@@ -178,15 +178,15 @@ def execute(
     started = time.monotonic()
     about = read_about(run_dir)
     mirror = mirror_of(config.run.dir, run_dir)
-    folder = shlex.quote(displayed_path(run_dir))
+    folder = shlex.quote(display_path(run_dir))
     name = folder if mirror is None else shlex.quote(mirror.uri)
     quiet = progress.mode != "lines"
-    if config.ray.gpus == 0 and not ops.compiled():
+    if config.ray.gpus == 0 and not ops.is_compiled():
         progress.message(
             "raydfl's operators are not compiled here, so training on the CPU takes about twice as long. Install a C++ compiler, "
             "then reinstall raydfl with make or with pip's --no-build-isolation."
         )
-    if config.ray.gpus == "auto" and config.ray.actors != 0:
+    if config.ray.gpus == "auto" and config.ray.actors != 0:  # The share depends on the GPUs of the connected cluster.
         with connect_ray(config.ray.address, quiet):
             shared = resolve_gpu_share(run_dir, config, progress.message)
             return (yield from execute(run_dir, shared, progress, waits, durable, signals))
@@ -307,14 +307,14 @@ def _run_rounds(
                 finished = server.finish(round_index)
                 reports = None if finished is None else [finished]
             else:
+                # A call may compute several short rounds. It ends at an evaluation if the caller may stop the run there.
                 every = config.evaluate.every if waits else total
                 reports = server.rounds(round_index, min(total, (round_index // every + 1) * every))
                 if durable and reports and reports[-1].scores:
                     finished = server.finish(reports[-1].round)
                     reports = None if finished is None else [*reports[:-1], _append_rows(reports[-1], finished)]
-            if (
-                reports is None
-            ):  # The server was lost. Its committed rounds are read from the folder, the later ones repeated.
+            if reports is None:
+                # The server was lost. It continues after its last commit, so rows are read from the folder.
                 round_index, _, ended = server.open()
                 log_rows(record.to_rows(record.read_rows(run_dir, round_index, where=pc.field("client") == "")))
                 continue

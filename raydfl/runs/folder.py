@@ -233,6 +233,7 @@ def write_new_run(
         "clients": len(population),
         "skipped": [{"clip": clip, "reason": reason} for clip, reason in population.skipped],
     }
+    # run.json of configurations without these features stays equal to that of earlier versions.
     if type(config.parts.method).revision > 1:
         about["revision"] = type(config.parts.method).revision
     if remarks:
@@ -358,7 +359,7 @@ def _export(
         keys = [key for key in keys if key in received]
     paths = []
     for key, (part, data) in itertools.product(keys, config.data.each.items()):
-        tensors = part_names.of_part(state.tensors[key], part)
+        tensors = part_names.select_part(state.tensors[key], part)
         models = {n: t.contiguous() for n, t in tensors.items() if n.startswith(names)}
         if not models:
             continue

@@ -130,7 +130,7 @@ class Progress:
         self._times.clear()
         self._times.append((self._clock(), done_rounds))
         if self.mode == "json":
-            self._event("start", description=description, total_rounds=total_rounds, done_rounds=done_rounds)
+            self._print_event("start", description=description, total_rounds=total_rounds, done_rounds=done_rounds)
         elif self.live:
             self._task = self._show_bar().add_task(description, total=total_rounds, completed=done_rounds, status="")
         else:
@@ -140,11 +140,11 @@ class Progress:
     def round(self, report: RoundReport) -> None:
         """Show the report of a completed round."""
         self._times.append((self._clock(), report.round))
-        left = self._seconds_left(report.round)
+        left = self._estimate_seconds_left(report.round)
         scores = _select_headlines(report.scores, self._headline)
         self._scores = scores or self._scores
         if self.mode == "json":
-            self._event(
+            self._print_event(
                 "round",
                 round=report.round,
                 total=self._total,
@@ -189,7 +189,7 @@ class Progress:
     def message(self, text: str) -> None:
         """Show a message to the user. Quiet mode drops it."""
         if self.mode == "json":
-            self._event("message", text=text)
+            self._print_event("message", text=text)
         else:
             self._print_line(text)
 
@@ -203,7 +203,7 @@ class Progress:
         """
         self.close()
         if self.mode == "json":
-            self._event(
+            self._print_event(
                 "finish",
                 status=result.status,
                 round=result.round,
@@ -243,7 +243,7 @@ class Progress:
             ``advance(count=1)``. Call it from this thread after each completed step.
         """
         if self.live:
-            with self._bar_steps(description, total) as advance:
+            with self._show_bar_steps(description, total) as advance:
                 yield advance
             return
         done, shown, shown_at = 0, -1, self._clock()
@@ -252,7 +252,7 @@ class Progress:
             nonlocal shown, shown_at
             shown, shown_at = done, self._clock()
             if self.mode == "json":
-                self._event("steps", description=description, done=done, total=total)
+                self._print_event("steps", description=description, done=done, total=total)
             else:
                 self._print_line(f"{description}: {done}" + ("" if total is None else f" of {total}"))
 
@@ -267,7 +267,7 @@ class Progress:
             show()
 
     @contextmanager
-    def _bar_steps(self, description: str, total: int | None) -> Iterator[Advance]:
+    def _show_bar_steps(self, description: str, total: int | None) -> Iterator[Advance]:
         opened_here = self._bar is None
         bar = self._show_bar()
         task = TaskID(bar.add_task(description, total=total, status=""))
@@ -303,7 +303,7 @@ class Progress:
         self._bar.start()
         return self._bar
 
-    def _seconds_left(self, done: int) -> float:
+    def _estimate_seconds_left(self, done: int) -> float:
         """Estimate the remaining time from the last rounds, including evaluation and commits."""
         (first_time, first_round), (last_time, last_round) = self._times[0], self._times[-1]
         if last_round <= first_round:
@@ -331,7 +331,7 @@ class Progress:
         elif self.mode != "quiet":
             print(text, file=self._stream, flush=True)
 
-    def _event(self, event: str, **values: Any) -> None:
+    def _print_event(self, event: str, **values: Any) -> None:
         self._print_text(json.dumps({"event": event, **_replace_non_finite(values)}, allow_nan=False))
 
 

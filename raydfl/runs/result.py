@@ -170,7 +170,7 @@ class Result:
     def _repr_html_(self) -> str:
         """Return the status, the scores and the report's location as HTML for a notebook."""
         lines = [
-            f"<b>{self.status}</b> after {self.round} rounds: {_code(self.run_dir)}. Report: {_code('report.html')}"
+            f"<b>{self.status}</b> after {self.round} rounds: {_format_code(self.run_dir)}. Report: {_format_code('report.html')}"
         ]
         lines += [html.escape(line) for line in (self.ended, self.best.text if self.best else "") if line]
         lines += [html.escape(problem.text) for problem in self.problems]
@@ -182,7 +182,7 @@ class Result:
         return f"{''.join(f'<div>{line}</div>' for line in lines)}<table>{''.join(rows)}</table>"
 
 
-def _code(text: object) -> str:
+def _format_code(text: object) -> str:
     return f"<code>{html.escape(str(text))}</code>"
 
 

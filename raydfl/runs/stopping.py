@@ -58,7 +58,7 @@ class StopSignals:
     def __enter__(self) -> StopSignals:
         for number in self._numbers:
             with contextlib.suppress(ValueError):  # Outside the main thread, the caller handles signals.
-                self._before[number] = signal.signal(number, self._ask)
+                self._before[number] = signal.signal(number, self._handle_signal)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -66,7 +66,7 @@ class StopSignals:
             signal.signal(number, handler)
         self._before = {}
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:
+    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
         if self.asked:
             self._on_second()
             return

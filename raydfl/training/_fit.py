@@ -180,7 +180,9 @@ def _transformed(data: Examples, order: Sequence[np.ndarray], first: int, seed: 
         tensors = data.batch(np.concatenate(part), drawn=joined).tensors()
         place = 0
         for index in part:
-            yield _trimmed(Batch.of({name: tensor[place : place + len(index)] for name, tensor in tensors.items()}))
+            yield _trimmed(
+                Batch.from_tensors({name: tensor[place : place + len(index)] for name, tensor in tensors.items()})
+            )
             place += len(index)
 
 

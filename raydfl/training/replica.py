@@ -109,7 +109,7 @@ class Replica:
         devices = {value.device for value in state.values()}
         sent: list[Mapping[str, Tensor]] = list(received.values())
         if len(devices) == 1:  # on a GPU one transfer of all, then copies there
-            sent = [tensors.layout.views(tensors.on(*devices)) for tensors in received.values()]
+            sent = [tensors.layout.views(tensors.to(*devices)) for tensors in received.values()]
         for name, value in state.items():
             origin: Mapping[str, Tensor] = self._initial
             fate = shared(name)
@@ -216,7 +216,7 @@ class _Vector:
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         floating = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
         self.tensors = list(floating.values())
-        self._layout = Layout.of(floating)
+        self._layout = Layout.from_tensors(floating)
         device = next(iter(floating.values())).device
         self._values = torch.empty(self._layout.size, device=device)
         for name, view in self._layout.views(self._values).items():
@@ -258,7 +258,7 @@ class _Vector:
     def load(self, received: Mapping[str, FlatTensors], kept: Mapping[str, Tensor], shared: _Fates, whose: str) -> None:
         """See Built.start."""
         for stretch, (key, start) in self._plan(received, shared, whose):
-            source = self._initial if key is None else received[key].on(self._values.device)
+            source = self._initial if key is None else received[key].to(self._values.device)
             self._values[stretch].copy_(source[start : start + stretch.stop - stretch.start])
         for name, value in kept.items():
             if name in self._layout.positions and shared(name) is False:

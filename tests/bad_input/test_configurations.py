@@ -118,7 +118,7 @@ def test_an_unknown_key_names_the_nearest(
         ("run.seed=true", "run.seed: Input should be a valid integer"),
         (
             "run.seed=010",
-            "override 'run.seed=010': 010 in line 1 was 8 in earlier versions and is 10 now, in YAML 1.2: write 8 or 10",
+            "override 'run.seed=010': 010 in line 1 was 8 in earlier versions and is 10 now, in YAML 1.2. Write 8 or 10",
         ),
         ("run.seed=1:1:1", "1:1:1 in line 1 was 3661 in earlier versions and is '1:1:1' now"),
         ("data.transforms=5", "data.transforms: write a list of transforms, like [{name: spec_augment}] (got 5)"),
@@ -193,7 +193,7 @@ def test_a_value_out_of_range_names_the_range(
             "train.rounds=[",
             "override 'train.rounds=[' is not valid YAML in line 2, column 1: while parsing a flow node",
         ),
-        ("train={rounds: 1, rounds: 2}", "the key 'rounds' stands twice, the second time in line 1"),
+        ("train={rounds: 1, rounds: 2}", "the key 'rounds' appears twice, the second time in line 1"),
     ],
 )
 def test_an_override_that_cannot_be_read(
@@ -217,12 +217,15 @@ def test_nothing_is_left_behind_by_a_refused_configuration(raydfl: Raydfl, tiny:
         (b"method: fedavg\n\tdata: x", "file.yaml is not valid YAML in line 2, column 1"),
         (
             b"method: fedavg\ntrain: {rounds: 1}\ntrain: {}",
-            "file.yaml: the key 'train' stands twice, the second time in line 3",
+            "file.yaml: the key 'train' appears twice, the second time in line 3",
         ),
-        (b"method: &a {name: fedavg, again: *a}", r"file.yaml: \*a in line 1 stands within what &a names"),
-        (b"method: fedavg\ndata: &d\n  name: [{deep: *d}]", r"file.yaml: \*d in line 3 stands within what &d names"),
+        (b"method: &a {name: fedavg, again: *a}", r"file.yaml: \*a in line 1 is an alias inside its own value &a"),
+        (
+            b"method: fedavg\ndata: &d\n  name: [{deep: *d}]",
+            r"file.yaml: \*d in line 3 is an alias inside its own value &d",
+        ),
         (b"method: " + b"[" * 30_000, "file.yaml: line 1 is nested more than 100 levels deep"),
-        (_BOMB, "file.yaml: more than 100000 values up to line 6, with aliases written out"),
+        (_BOMB, "file.yaml: more than 100000 values up to line 6, including aliases"),
         (b"method: \xff\xfe", "cannot read the configuration .*file.yaml: it is not UTF-8 text"),
         (b"method: fedavg", "data: Field required"),
         (b"data: {name: spoken_words}", "method: Field required"),

@@ -393,7 +393,7 @@ def test_a_run_in_use_is_left_alone(raydfl: Raydfl, run_dir: Path, monkeypatch: 
     other = FileLock(run_dir / name)
     other.acquire(0.0)
     overrides = ["train.rounds=3"] if name == ".driver.lock" else []
-    message = r"run is in use by process [0-9]+ on \S+; wait for it or end it, then try again"
+    message = r"run is in use by process [0-9]+ on \S+[.] Wait for it or end it, then try again"
     raydfl("resume", run_dir, *overrides).refuses(message)
     assert (run_dir / "config.yaml").read_bytes() == before
     other.release()

@@ -411,7 +411,7 @@ def test_a_run_says_that_operators_are_not_compiled(
     raydfl: Raydfl, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = written(tiny("train.rounds=1"), tmp_path)
-    monkeypatch.setattr("raydfl.core.ops.compiled", lambda: False)
+    monkeypatch.setattr("raydfl.core.ops.is_compiled", lambda: False)
     said = raydfl("run", file)
     assert said.code == 0
     assert "operators are not compiled here" in said.out + said.err

@@ -15,7 +15,7 @@ from encoders import KINDS, LAYERS, WIDTH, needs_transformers, reference, write_
 from safetensors.torch import load_file, save_file
 
 from raydfl.core.errors import ConfigError
-from raydfl.core.pretrained import Encoder, EncoderFrontEnd, encoder_digest, pooled, read_encoder_folder
+from raydfl.core.pretrained import Encoder, EncoderFrontEnd, encoder_digest, pool_tokens, read_encoder_folder
 
 pytestmark = needs_transformers
 RATE = 16_000
@@ -108,10 +108,10 @@ def test_pooling_is_that_of_transformers_classifiers(folders: dict[str, Path]) -
     given = read_encoder_folder(folders["ast"]).extractor([clip], sampling_rate=RATE, return_tensors="pt")
     with torch.no_grad():
         expected = network(**given).pooler_output
-    torch.testing.assert_close(pooled(tokens, None, "own", "audio-spectrogram-transformer"), expected)
-    torch.testing.assert_close(pooled(tokens, None, "mean", "audio-spectrogram-transformer"), tokens.mean(dim=1))
+    torch.testing.assert_close(pool_tokens(tokens, None, "own", "audio-spectrogram-transformer"), expected)
+    torch.testing.assert_close(pool_tokens(tokens, None, "mean", "audio-spectrogram-transformer"), tokens.mean(dim=1))
     count = torch.tensor([5])
-    torch.testing.assert_close(pooled(tokens, count, "own", "whisper"), tokens[:, :5].mean(dim=1))
+    torch.testing.assert_close(pool_tokens(tokens, count, "own", "whisper"), tokens[:, :5].mean(dim=1))
 
 
 def test_the_digest_is_that_of_what_decides_the_numbers(tmp_path: Path) -> None:
@@ -188,23 +188,23 @@ _NORM = "encoder.layers.1.layer_norm.weight"
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (_without("config.json"), "has no config.json"),
-        (lambda folder: (folder / "config.json").write_text("{"), "config.json is no JSON"),
+        (_without("config.json"), "config.json cannot be read (No such file"),
+        (lambda folder: (folder / "config.json").write_text("{"), "config.json is not valid JSON"),
         (
             lambda folder: (folder / "config.json").write_text("[" * 10**5),
             "config.json cannot be read: it is nested too deep",
         ),
-        (_piped("config.json"), "config.json, which says what the encoder is, that can be read (it is a pipe"),
+        (_piped("config.json"), "config.json cannot be read (it is a pipe"),
         (
             _piped("preprocessor_config.json"),
-            "preprocessor_config.json, which says what the encoder takes, that can be read",
+            "preprocessor_config.json cannot be read (it is a pipe",
         ),
         (_piped("model.safetensors"), "has no model.safetensors"),
-        (_indexed("x.bin"), "index.json names x.bin, and reading that can run code"),
+        (_indexed("x.bin"), "index.json names x.bin, and reading it could run code"),
         (_settings("config.json", model_type="hubort"), "'hubort'; did you mean 'hubert'"),
-        (_without("preprocessor_config.json"), "has no preprocessor_config.json"),
-        (_without("model.safetensors"), "has no model.safetensors; copy it"),
-        (_pickled, "pytorch_model.bin only, and reading that can run code"),
+        (_without("preprocessor_config.json"), "preprocessor_config.json cannot be read (No such file"),
+        (_without("model.safetensors"), "has no model.safetensors. Copy it"),
+        (_pickled, "pytorch_model.bin only, and reading a pickle can run code"),
         (_settings("config.json", add_adapter=True, adapter_attn_dim=4), "adapters"),
         (_torn, "cannot be read"),
         (_settings("config.json", num_hidden_layers=5), "do not fit"),
@@ -212,7 +212,7 @@ _NORM = "encoder.layers.1.layer_norm.weight"
         (_weights(lambda tensors: tensors.pop(_NORM)), f"they lack '{_NORM}'"),
         (_weights(lambda tensors: tensors.update(other=torch.zeros(1))), "they have 'other'"),
         (_weights(lambda tensors: tensors.update({_NORM: torch.zeros(3)})), f"they have in another shape '{_NORM}'"),
-        (_weights(lambda tensors: tensors[_NORM].fill_(float("nan"))), "not finite"),
+        (_weights(lambda tensors: tensors[_NORM].fill_(float("nan"))), "non-finite values"),
     ],
 )
 def test_a_folder_that_cannot_be_used_says_why(tmp_path: Path, change: Any, said: str) -> None:
@@ -244,5 +244,5 @@ def test_no_folder_and_a_front_end_of_another_encoder(tmp_path: Path) -> None:
         read_encoder_folder(tmp_path / "none")
     folder = write_encoder(tmp_path / "ast", "ast")
     _settings("preprocessor_config.json", max_length=100)(folder)
-    with pytest.raises(ConfigError, match="makes max_length 100, and the encoder takes max_length 40"):
+    with pytest.raises(ConfigError, match="makes max_length 100, but the encoder requires max_length 40"):
         read_encoder_folder(folder)

@@ -183,7 +183,7 @@ def test_no_examples() -> None:
     [
         (np.zeros((2, 4)), [0, 1], None, r"predictions of shape \[2, 4\] do not fit 2 labels and 3 classes"),
         (np.zeros((3, 3)), [0, 1], None, r"predictions of shape \[3, 3\] do not fit 2 labels"),
-        (np.zeros((2, 3)), [0, 3], None, "labels go from 0 to 3, but there are 3 classes"),
+        (np.zeros((2, 3)), [0, 3], None, "labels go from 0 to 3, but the model has 3 classes"),
         (np.zeros((2, 3)), [-1, 0], None, "labels go from -1 to 0"),
         (np.zeros((2, 3)), [0, 1], [5, 5], "clip 5 has segments with different labels"),
         (np.zeros((2, 3)), [0, 1], [5], "1 clip numbers for 2 labels"),

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn import metrics as reference
 
-from raydfl.core.metrics import SCORES, pool, ranking_metrics, reduced, spread, summarise
+from raydfl.core.metrics import SCORES, pool, ranking_metrics, reduce_scores, spread, summarise
 from raydfl.core.types import Ratio, Scores
 
 
@@ -82,11 +82,11 @@ def test_of_clips_that_are_all_normal_nothing_is_said() -> None:
 
 def test_what_a_client_reports_holds_no_clip() -> None:
     scores = drawn(1, 30)
-    report = reduced({"model/scores": scores, "model/loss": Ratio(3.0, 30)})
+    report = reduce_scores({"model/scores": scores, "model/loss": Ratio(3.0, 30)})
     assert all(isinstance(value, Ratio) for value in report.values())
     assert report["model/auc"].value == pytest.approx(reference.roc_auc_score(scores.truth, scores.values))
     # Clients of which nothing can be said do not count as clients.
-    nothing = reduced({"model/scores": Scores(np.zeros(3), np.zeros(3, bool))})
+    nothing = reduce_scores({"model/scores": Scores(np.zeros(3), np.zeros(3, bool))})
     assert spread([report, nothing])["model/auc_client_mean"].count == 1
 
 

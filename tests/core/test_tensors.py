@@ -71,8 +71,8 @@ def test_views_share_memory_both_ways_and_flat_tensors_are_not_copied() -> None:
     assert view[0] == -1
     flat = FlatTensors(layout, vector)
     assert flatten(flat)[1] is vector
-    assert FlatTensors.of(flat) is flat
-    assert Layout.of(flat) is layout
+    assert FlatTensors.from_tensors(flat) is flat
+    assert Layout.from_tensors(flat) is layout
     assert np.shares_memory(flat["a/x.weight"].numpy(), vector)
     whole = torch.from_numpy(vector)
     assert layout.views(whole)["b/scale"].data_ptr() == whole[8:].data_ptr()
@@ -80,7 +80,7 @@ def test_views_share_memory_both_ways_and_flat_tensors_are_not_copied() -> None:
 
 def test_flat_tensors_are_the_mapping_they_were_made_from() -> None:
     tensors = example()
-    flat = FlatTensors.of(tensors)
+    flat = FlatTensors.from_tensors(tensors)
     assert list(flat) == list(tensors)
     assert len(flat) == 3
     assert "a/x.bias" in flat
@@ -108,10 +108,10 @@ def test_reading_a_read_only_array_neither_warns_nor_changes_it() -> None:
 
 
 def test_equal_layouts_are_interchangeable_and_pickle_small() -> None:
-    one, other = Layout.of(example()), Layout.of(example())
+    one, other = Layout.from_tensors(example()), Layout.from_tensors(example())
     assert one == other
     assert hash(one) == hash(other)
-    assert one != Layout.of({"a/x.weight": torch.zeros(3, 2)})
+    assert one != Layout.from_tensors({"a/x.weight": torch.zeros(3, 2)})
     before = len(pickle.dumps(one))
     one.columns("b/scale")  # derives offsets and positions
     assert len(pickle.dumps(one)) == before < 300
@@ -119,7 +119,7 @@ def test_equal_layouts_are_interchangeable_and_pickle_small() -> None:
 
 
 def test_flat_tensors_pickle_as_one_buffer_out_of_band() -> None:
-    flat = FlatTensors.of({"w": torch.randn(10_000)})
+    flat = FlatTensors.from_tensors({"w": torch.randn(10_000)})
     buffers: list[pickle.PickleBuffer] = []
     inside = pickle.dumps(flat, protocol=5, buffer_callback=buffers.append)
     assert len(inside) < 500
@@ -131,9 +131,9 @@ def test_flat_tensors_pickle_as_one_buffer_out_of_band() -> None:
 
 def test_errors_say_what_is_needed() -> None:
     layout, vector = flatten(example())
-    with pytest.raises(ValueError, match=r"a vector of 9 elements is needed, this one has shape \(8,\)"):
+    with pytest.raises(ValueError, match=r"the vector has shape \(8,\), not \(9,\)"):
         layout.views(vector[:8])
-    with pytest.raises(ValueError, match=r"contiguous float32 vector of 9 elements is needed, this one is float64"):
+    with pytest.raises(ValueError, match=r"contiguous float32 vector of 9 elements is needed, not float64"):
         FlatTensors(layout, vector.astype(np.float64))
     with pytest.raises(ValueError, match=r"contiguous float32 vector of 9 elements"):
         FlatTensors(layout, np.zeros(18, np.float32)[::2])
@@ -154,18 +154,18 @@ def test_what_lies_on_a_gpu_is_joined_there_and_read_once() -> None:
         "d": nn.Parameter(torch.randn(())),
         "e": torch.empty(0, 3),
     }
-    joined = tensors_module._joined(list(tensors.values()))
+    joined = tensors_module._concatenate(list(tensors.values()))
     assert (joined.dtype, joined.requires_grad) == (torch.float32, False)
     np.testing.assert_array_equal(joined.numpy(), flatten(tensors)[1])
 
 
 def test_the_vector_is_moved_to_a_device_once() -> None:
-    flat = FlatTensors.of({"a": torch.ones(2, 3), "b": torch.zeros(4)})
-    assert flat.on(torch.device("cpu")).data_ptr() == flat.whole.data_ptr()
+    flat = FlatTensors.from_tensors({"a": torch.ones(2, 3), "b": torch.zeros(4)})
+    assert flat.to(torch.device("cpu")).data_ptr() == flat.whole.data_ptr()
     elsewhere = torch.device("meta")
-    moved = flat.on(elsewhere)
+    moved = flat.to(elsewhere)
     assert (moved.device, moved.shape) == (elsewhere, (10,))
-    assert flat.on(elsewhere) is moved
+    assert flat.to(elsewhere) is moved
     own = OwnTensors(flat, elsewhere)
     assert own["a"].device == elsewhere
     assert own["a"]._base is not None
@@ -177,4 +177,4 @@ def test_the_vector_is_moved_to_a_device_once() -> None:
     ("device", "asked", "same"), [("cuda:0", "cuda", True), ("cuda:1", "cuda:0", False), ("cpu", "cuda", False)]
 )
 def test_a_device_without_a_number_is_any_of_its_kind(device: str, asked: str, same: bool) -> None:
-    assert tensors_module._is(torch.device(device), torch.device(asked)) == same
+    assert tensors_module._is_on(torch.device(device), torch.device(asked)) == same

@@ -50,7 +50,7 @@ def test_a_scalar_that_earlier_versions_read_otherwise_is_refused_with_both_read
 ) -> None:
     both = rf"{re.escape(text)} in line 2 was {re.escape(before)} in earlier versions and is {re.escape(now)} now, in YAML 1.2"
     for place in (f"\n- {text}", f"\n{text}: key"):
-        with pytest.raises(ConfigError, match=f"here: {both}: write {re.escape(before)} or {re.escape(now)}"):
+        with pytest.raises(ConfigError, match=f"here: {both}. Write {re.escape(before)} or {re.escape(now)}"):
             parse_yaml(place, "here")
     assert repr(parse_yaml(before, "")) != repr(parse_yaml(now, ""))  # both proposals can be read
     assert str(parse_yaml(f"'{text}'", "")) == text
@@ -83,7 +83,7 @@ def test_a_file_that_an_earlier_version_saved_keeps_its_text() -> None:
         (_CHAIN, "line 100 is nested more than 100"),
         (_BOMB, "more than 100000 values up to line"),
         ("[" + "x, " * 100_000 + "]", "here: more than 100000 values up to line 1"),
-        ("&a [1, {b: *a}]", r"here: \*a in line 1 stands within what &a names"),
+        ("&a [1, {b: *a}]", r"here: \*a in line 1 is an alias inside its own value &a"),
         ("x" * 10_000_001, "here: a configuration has at most 10 MB"),
         ("9" * 5_000, "here: the number in line 1 has 5000 characters"),
     ],
@@ -108,9 +108,9 @@ def test_what_a_configuration_may_hold_is_within_the_limits(monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("a: 1\na: 2", "here: the key 'a' stands twice, the second time in line 2"),
+        ("a: 1\na: 2", "here: the key 'a' appears twice, the second time in line 2"),
         ("{[1]: 2}", "here: the key in line 1 is a list or a group"),
-        ("!!int five", "here: 'five' in line 1 has the tag !!int, which it does not fit"),
+        ("!!int five", "here: 'five' in line 1 has the tag !!int, but it is not a valid int"),
         ("!!timestamp x", "here is not valid YAML in line 1, column 1: could not determine a constructor"),
         ("\ud800", "here is not UTF-8 text"),
         ("\0", "here is not valid YAML"),

@@ -83,7 +83,7 @@ def test_a_batch_has_the_files_of_the_column(tiny: Tiny, folder: Path) -> None:
         assert bool(batch.present["picture"][row]) == here
         expected = np.asarray(Image.open(folder / f"{clip}.png")) / 255 if here else np.zeros((8, 9))
         np.testing.assert_allclose(batch.views["picture"][row, 0].numpy(), expected, atol=1e-6)
-    again = Batch.of(batch.tensors())
+    again = Batch.from_tensors(batch.tensors())
     assert set(again.tensors()) == set(batch.tensors()) == {"views/", "y", "views/picture", "present/picture"}
     part = train.take(np.array([2, 0])).batch(np.arange(2))
     torch.testing.assert_close(part.views["picture"], batch.views["picture"][[2, 0]])

@@ -180,7 +180,9 @@ def test_two_folders_with_a_module_of_one_name(tmp_path: Path) -> None:
         (tmp_path / folder / "own.py").write_text("from shared_name import value\n\n\nclass Own:\n    v = value\n")
         (tmp_path / folder / "shared_name.py").write_text(f"value = {value}\n")
     assert load_object(f"{tmp_path}/a/own.py:Own").v == 1
-    with pytest.raises(ConfigError, match=rf"'shared_name' in {tmp_path}/a and one in {tmp_path}/b.*rename one"):
+    with pytest.raises(
+        ConfigError, match=rf"{tmp_path}/a and {tmp_path}/b both have a module 'shared_name', .*Rename either"
+    ):
         load_object(f"{tmp_path}/b/own.py:Own")
     (tmp_path / "b" / "own.py").write_text("from other_name import value\n\n\nclass Own:\n    v = value\n")
     (tmp_path / "b" / "shared_name.py").rename(tmp_path / "b" / "other_name.py")

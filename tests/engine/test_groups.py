@@ -17,7 +17,7 @@ from several_clients import BANDS, CLASSES, make_steps
 from torch import nn
 
 from raydfl import Config, final_state, read_rows, resume
-from raydfl.core.clustering import Distance, distances, hdbscan_labels, match, purity, with_noise
+from raydfl.core.clustering import Distance, assign_noise, distances, hdbscan_labels, match, purity
 from raydfl.core.errors import ConfigError
 from raydfl.core.spool import Spool
 from raydfl.core.types import Client, Ratio, State, Update
@@ -59,10 +59,10 @@ def test_noise_is_attached_to_the_nearest_cluster_or_alone() -> None:
     points = np.array([0.0, 0.1, 0.2, 5.0, 5.1, 5.2, 1.0, 9.0])
     matrix = np.abs(points[:, None] - points)
     labels = np.array([0, 0, 0, 1, 1, 1, -1, -1])
-    assert with_noise(labels, matrix, 1.0).tolist() == [0, 0, 0, 1, 1, 1, 0, 2]
-    assert with_noise(labels, matrix, 0.0).tolist() == [0, 0, 0, 1, 1, 1, 2, 3]
-    assert with_noise(labels, matrix, 9.0).tolist() == [0, 0, 0, 1, 1, 1, 0, 1]
-    assert with_noise(np.full(8, -1), matrix, 1.0).tolist() == [0] * 8
+    assert assign_noise(labels, matrix, 1.0).tolist() == [0, 0, 0, 1, 1, 1, 0, 2]
+    assert assign_noise(labels, matrix, 0.0).tolist() == [0, 0, 0, 1, 1, 1, 2, 3]
+    assert assign_noise(labels, matrix, 9.0).tolist() == [0, 0, 0, 1, 1, 1, 0, 1]
+    assert assign_noise(np.full(8, -1), matrix, 1.0).tolist() == [0] * 8
     assert hdbscan_labels(matrix[:6, :6], 3, 2, "eom", 0.0, False).tolist() in ([0, 0, 0, 1, 1, 1], [1, 1, 1, 0, 0, 0])
 
 

@@ -14,7 +14,7 @@ import torch
 from raydfl import Config, final_state, load_model, make_config, read_rows, read_run, resume
 from raydfl.core import registry
 from raydfl.core.errors import ConfigError
-from raydfl.core.part_names import marked, of_part
+from raydfl.core.part_names import mark_names, select_part
 from raydfl.core.settings import FIRST_VIEW
 from raydfl.core.types import State
 from raydfl.core.yaml import parse_yaml
@@ -219,9 +219,9 @@ def test_the_report_names_the_classes_of_each_part(tiny: Tiny) -> None:
 
 def test_what_is_sent_comes_back_under_the_same_names() -> None:
     server = {"a": 1, "b@x": 2, "b@y": 3, "m/b@x": 4}
-    assert of_part(server, "x") == {"a": 1, "b": 2, "m/b": 4}
-    assert marked(of_part(server, "x"), "x", server) == {"a": 1, "b@x": 2, "m/b@x": 4}
-    assert of_part(server, "") == server
+    assert select_part(server, "x") == {"a": 1, "b": 2, "m/b": 4}
+    assert mark_names(select_part(server, "x"), "x", server) == {"a": 1, "b@x": 2, "m/b@x": 4}
+    assert select_part(server, "") == server
 
 
 def test_only_what_a_part_comes_to_is_in_the_digest(tiny: Tiny) -> None:
@@ -274,7 +274,7 @@ def test_no_data_set_at_all_is_refused() -> None:
 
 
 def test_two_parts_of_one_name_are_refused() -> None:
-    with pytest.raises(ConfigError, match="the key 'a' stands twice"):
+    with pytest.raises(ConfigError, match="the key 'a' appears twice"):
         parse_yaml("data: {parts: {a: {name: fsdd}, a: {name: emodb}}}", "file")
 
 
@@ -286,8 +286,10 @@ def test_a_part_without_clips_is_named(tiny: Tiny) -> None:
 
 def test_a_tensor_whose_name_could_be_taken_for_a_parts_is_refused() -> None:
     """Else a client of one part could change the head of another, and a network's own x@y would get lost on its way."""
-    with pytest.raises(ConfigError, match=r"'model/output.weight@high' of a tensor contains '@', .*Rename the tensor"):
-        marked({"model/output.weight@high": torch.zeros(1)}, "low", {"model/output.weight@high"})
+    with pytest.raises(
+        ConfigError, match=r"the tensor name 'model/output.weight@high' contains '@', .*Rename the tensor"
+    ):
+        mark_names({"model/output.weight@high": torch.zeros(1)}, "low", {"model/output.weight@high"})
     state = State(0, {"global": {"model/x@y": torch.zeros(1)}})
-    with pytest.raises(ConfigError, match="'model/x@y' of a tensor contains '@'"):
+    with pytest.raises(ConfigError, match="the tensor name 'model/x@y' contains '@'"):
         join_states({"low": state, "high": state}, state)

@@ -190,7 +190,7 @@ def test_what_the_server_cannot_open_is_said_in_its_own_words(tiny: Tiny, monkey
             monkeypatch.delattr(sys.modules["__main__"], "Own")
 
     monkeypatch.setattr(runs, "Server", Elsewhere)
-    with pytest.raises(ConfigError, match=r"'__main__:Own'.*by other processes.*name it FILE.py:Own"):
+    with pytest.raises(ConfigError, match=r"'__main__:Own'.*run in separate processes.*name it FILE.py:Own"):
         run(tiny(in_a_script(monkeypatch)))
 
 
@@ -199,7 +199,7 @@ def test_what_the_server_cannot_open_is_said_in_its_own_words(tiny: Tiny, monkey
 def test_a_method_of_a_script_cannot_be_found_by_the_server_actor(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     own = in_a_script(monkeypatch)
     assert run(tiny(own, "train.rounds=1")).finished
-    with pytest.raises(ConfigError, match=r"'__main__:Own'.*by other processes.*name it FILE.py:Own"):
+    with pytest.raises(ConfigError, match=r"'__main__:Own'.*run in separate processes.*name it FILE.py:Own"):
         run(tiny(own, "run.name=with-ray", "ray.actors=1"))
 
 

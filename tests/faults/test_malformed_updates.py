@@ -94,7 +94,7 @@ def test_what_is_wrong_with_an_update_is_said(what: str) -> None:
     def check(update: Update) -> str:
         check_form(update, "client 's2'")
         metrics = check_metrics(update.metrics, "client 's2'")
-        flat = FlatTensors.of(update.tensors)
+        flat = FlatTensors.from_tensors(update.tensors)
         check_weights(update, flat.layout)
         return f"client 's2': {checker.misfit(update, metrics)}"
 

@@ -400,7 +400,7 @@ def test_law_6_floating_buffers_are_averaged_counters_stay(tiny: Tiny) -> None:
     store, means, weights = RunStore(run_dir), [], []
     worker = Worker(run_dir, config, PrivateStore(run_dir / "scratch"))
     first = store.load(store.commits()[0]).state
-    broadcast = {"global": FlatTensors.of(first.tensors["global"])}
+    broadcast = {"global": FlatTensors.from_tensors(first.tensors["global"])}
     federation = Federation(config, worker.population, RunStore(run_dir / "other"), SerialPool(worker))
     for order in federation.plan():
         update = worker.carry_out([order], broadcast)[0].update
@@ -464,7 +464,7 @@ def test_a_replayed_update_is_the_one_that_was_sent(tiny: Tiny, method: str, com
         def run(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> Iterator[Reply]:
             for reply in super().run(orders, broadcast):
                 if reply.update is not None:
-                    sent[orders[0].round_index + 1, reply.client_id] = FlatTensors.of(
+                    sent[orders[0].round_index + 1, reply.client_id] = FlatTensors.from_tensors(
                         reply.update.tensors
                     ).vector.copy()
                 yield reply
@@ -477,7 +477,7 @@ def test_a_replayed_update_is_the_one_that_was_sent(tiny: Tiny, method: str, com
     for (round_number, client_id), vector in sent.items():
         replayed = replay(run_dir, round_number, client_id)
         assert replayed.update is not None
-        assert np.array_equal(FlatTensors.of(replayed.update.tensors).vector, vector)
+        assert np.array_equal(FlatTensors.from_tensors(replayed.update.tensors).vector, vector)
     assert_same_bits(before, read_tensors(run_dir))  # the run is not changed
 
 

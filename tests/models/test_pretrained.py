@@ -202,7 +202,7 @@ def test_a_changed_encoder_is_rejected_by_workers_and_on_resume(tiny: Tiny, fold
         (["models.model.after=2", "data.features.after=2", "models.model.train=all"], "train: all, but"),
         (
             ["models.model.after=7", "data.features.after=7"],
-            r"data\.features\.after: 7, and the encoder .* has 3 layers",
+            r"data\.features\.after: 7, but the encoder .* has 3 layers",
         ),
         (["models.model.after=2"], r"models\.model\.after is 2, but the features are computed after layer None"),
         (["data.features.sample_rate=8000"], r"data\.features\.sample_rate is 8000, but the encoder .* needs 16000"),

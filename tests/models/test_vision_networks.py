@@ -75,7 +75,7 @@ def test_without_normalisation_a_narrow_network_equals_the_whole_network_without
         if parameter.ndim == 4:  # keeps the scale of values constant over layers
             nn.init.kaiming_normal_(parameter)
     state = {f"model/{key}": tensor for key, tensor in whole.state_dict().items()}
-    slices = cut_tensors(FlatTensors.of(state), cuts, "")
+    slices = cut_tensors(FlatTensors.from_tensors(state), cuts, "")
     part.load_state_dict({key.removeprefix("model/"): tensor for key, tensor in slices.items()})
     for key, tensor in whole.state_dict().items():
         if f"model/{key}" in cuts:

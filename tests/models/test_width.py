@@ -39,7 +39,7 @@ def outputs(kind: str, share: float) -> tuple[Tensor, Tensor]:
     cuts = make_cuts(small, lambda group, channels, kept: np.sort(rng.choice(channels, kept, replace=False)))
     whole, part = build_model(spec).eval(), build_model(small).eval()
     state = {f"model/{name}": tensor for name, tensor in whole.state_dict().items()}
-    slices = cut_tensors(FlatTensors.of(state), cuts, "")
+    slices = cut_tensors(FlatTensors.from_tensors(state), cuts, "")
     part.load_state_dict({name.removeprefix("model/"): tensor for name, tensor in slices.items()})
     for name, tensor in whole.state_dict().items():
         if f"model/{name}" in cuts:
@@ -152,7 +152,7 @@ def test_channels_that_do_not_fit_the_network_are_rejected(fault: str, message: 
 
 
 def test_cut_tensors_takes_slices_in_any_order() -> None:
-    whole = FlatTensors.of({"a": torch.arange(24.0).view(2, 3, 4), "b": torch.arange(3.0)})
+    whole = FlatTensors.from_tensors({"a": torch.arange(24.0).view(2, 3, 4), "b": torch.arange(3.0)})
     found = cut_tensors(whole, {"a": Cut([[1, 0], None, [3, 1]]), "c": Cut([[7]])}, "")
     assert torch.equal(found["a"], whole["a"][[1, 0]][:, :, [3, 1]])
     assert torch.equal(found["b"], whole["b"])

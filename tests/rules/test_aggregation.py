@@ -93,7 +93,7 @@ def federations(draw: st.DrawFn) -> list[Update]:
             weight = {name: array(name, weights) for name in names}
         sent: Any = {name: array(name, values).float() for name in names}
         if draw(st.booleans()):
-            sent = FlatTensors.of(sent)
+            sent = FlatTensors.from_tensors(sent)
         updates.append(Update(sent, weight, key=draw(st.sampled_from(["global", "other"])), client_id=f"c{index}"))
     return updates
 
@@ -135,7 +135,7 @@ def test_the_storage_of_tensors_does_not_change_the_result() -> None:
     weights = [0.1 * index + 0.3 for index in range(9)]
     rule = WeightedMean()
     plain = rule([Update(t, w) for t, w in zip(tensors, weights, strict=True)], {}).tensors["global"]
-    held = [FlatTensors.of(t) if index % 2 else dict(reversed(t.items())) for index, t in enumerate(tensors)]
+    held = [FlatTensors.from_tensors(t) if index % 2 else dict(reversed(t.items())) for index, t in enumerate(tensors)]
     mixed = rule([Update(t, w) for t, w in zip(held, weights, strict=True)], {}).tensors["global"]
     named = [Update(t, dict.fromkeys(t, w)) for t, w in zip(tensors, weights, strict=True)]
     for other in (mixed, rule(named, {}).tensors["global"], LayerwisePruning(vl=0, vh=0)(named, {}).tensors["global"]):
@@ -155,7 +155,7 @@ def test_the_mean_stores_at_most_four_updates_or_as_many_elements_of_cut_updates
 
     def stream() -> Iterator[Update]:
         for index in range(200):
-            flat = FlatTensors.of({"x": torch.full((sent,), float(index))})
+            flat = FlatTensors.from_tensors({"x": torch.full((sent,), float(index))})
             alive.append(weakref.ref(flat.vector))
             seen.append(sum(reference() is not None for reference in alive))
             yield Update(flat, 1.0, cuts={"x": Cut([np.arange(sent)])} if sent < 640 else {})
@@ -205,7 +205,7 @@ def test_names_keep_the_order_of_the_server_and_new_names_come_last() -> None:
 
 
 def test_results_share_no_memory_with_each_other_or_with_the_updates() -> None:
-    sent = FlatTensors.of({"a.w": torch.ones(3), "b.w": torch.ones(4)})
+    sent = FlatTensors.from_tensors({"a.w": torch.ones(3), "b.w": torch.ones(4)})
     for rule in EVERY:
         tensors = rule([Update(sent, 1.0)], {}, np.random.default_rng(0)).tensors["global"]
         tensors["a.w"].zero_()

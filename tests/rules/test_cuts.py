@@ -150,9 +150,9 @@ def test_a_cut_of_all_indices_equals_no_cut_to_the_bit() -> None:
 @pytest.mark.parametrize(
     ("cut", "message"),
     [
-        (Cut([[0, 4]]), "asks for index 4 of dimension 0, which has 4"),
-        (Cut([[0, -1]]), "asks for index -1 of dimension 0"),
-        (Cut([[1, 1]]), "asks for an index of dimension 0 twice"),
+        (Cut([[0, 4]]), "selects index 4 of dimension 0, but its size is 4"),
+        (Cut([[0, -1]]), "selects index -1 of dimension 0"),
+        (Cut([[1, 1]]), "selects an index of dimension 0 twice"),
         (Cut([[0, 1], None]), r"has 2 dimensions, the tensor has the shape \(4,\)"),
         (Cut([[0, 1, 2]]), r"the tensor has the shape \(2,\), but the cut has \(3,\)"),
     ],
@@ -166,5 +166,5 @@ def test_rules_reject_a_cut_that_does_not_fit(cut: Cut, message: str) -> None:
 
 def test_a_cut_needs_integer_indices() -> None:
     for wrong in ([0.5], [[0, 1]], ["a"]):
-        with pytest.raises(ValueError, match="a list of whole numbers for each dimension"):
+        with pytest.raises(ValueError, match="a list of integers for each dimension"):
             Cut([wrong])

@@ -30,7 +30,7 @@ def test_distances_between_vectors_and_to_a_point(count: int, elements: int) -> 
     assert np.array_equal(squares, squares.T)
     assert not np.diagonal(squares).any()
     point = cohort(1, elements, seed=1)[0]
-    found = ClientVectors(list(matrix)).squared_distances(point)
+    found = ClientVectors(list(matrix)).compute_squared_distances(point)
     np.testing.assert_allclose(found, ((matrix.astype(float) - point) ** 2).sum(axis=1), rtol=1e-5)
 
 
@@ -43,9 +43,9 @@ def test_several_blocks_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     np.testing.assert_allclose(ClientVectors(list(matrix)).pairwise(), whole, rtol=1e-5)
     exact = ((matrix.astype(float) - 1) ** 2).sum(axis=1)
     np.testing.assert_allclose(
-        ClientVectors(list(matrix)).squared_distances(np.ones(5000, np.float32)), exact, rtol=1e-6
+        ClientVectors(list(matrix)).compute_squared_distances(np.ones(5000, np.float32)), exact, rtol=1e-6
     )
-    parts = [block.copy() for _, _, block in ClientVectors(list(matrix)).ordered(range(9))]
+    parts = [block.copy() for _, _, block in ClientVectors(list(matrix)).iter_sorted(range(9))]
     assert len(parts) > 100
     np.testing.assert_array_equal(np.concatenate(parts).T, np.sort(matrix, axis=0))
 
@@ -71,7 +71,7 @@ def test_distant_vectors_do_not_reduce_the_precision_of_small_distances(distance
 def test_distances_may_exceed_the_square_range_of_float32(scale: float) -> None:
     matrix = (np.clip(cohort(5, 2000), -3, 3) * np.float32(scale)).astype(np.float32)
     np.testing.assert_allclose(ClientVectors(list(matrix)).pairwise(), distances_by_hand(matrix), rtol=1e-5)
-    far = ClientVectors(list(matrix)).squared_distances(np.zeros(2000, np.float32))
+    far = ClientVectors(list(matrix)).compute_squared_distances(np.zeros(2000, np.float32))
     np.testing.assert_allclose(far, (matrix.astype(float) ** 2).sum(axis=1), rtol=1e-5)
 
 
@@ -82,12 +82,12 @@ def test_equal_vectors_have_distance_zero() -> None:
 def test_empty_vectors_have_distance_zero() -> None:
     nothing = ClientVectors([np.empty(0, np.float32)] * 3)
     assert not nothing.pairwise().any()
-    assert list(nothing.ordered(range(3))) == []
+    assert list(nothing.iter_sorted(range(3))) == []
 
 
 def test_values_are_sorted_over_the_chosen_clients() -> None:
     matrix = cohort(8, 100)
-    ((begin, end, block),) = ClientVectors(list(matrix)).ordered([6, 1, 3])
+    ((begin, end, block),) = ClientVectors(list(matrix)).iter_sorted([6, 1, 3])
     assert (begin, end) == (0, 100)
     np.testing.assert_array_equal(block, np.sort(matrix[[6, 1, 3]], axis=0).T)
 

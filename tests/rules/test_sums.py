@@ -78,7 +78,7 @@ def test_one_call_and_several_calls_add_long_vectors_to_the_same_bits() -> None:
 def test_deviations_equal_distances_to_the_mean(count: int, elements: int, mean: float) -> None:
     sent = vectors(count, elements, mean=mean)
     np.testing.assert_allclose(
-        ClientVectors(sent).squared_deviations([(0, elements)]), distances_by_hand(sent), rtol=1e-5
+        ClientVectors(sent).compute_squared_deviations([(0, elements)]), distances_by_hand(sent), rtol=1e-5
     )
 
 
@@ -86,15 +86,15 @@ def test_deviations_include_exactly_the_elements_of_all_parts() -> None:
     sent = vectors(6, 90_000)
     parts = [(3, 11), (11, 11), (70, 50_001), (89_999, 90_000)]
     wanted = distances_by_hand([np.concatenate([vector[start:stop] for start, stop in parts]) for vector in sent])
-    np.testing.assert_allclose(ClientVectors(sent).squared_deviations(parts), wanted, rtol=1e-5)
-    np.testing.assert_array_equal(ClientVectors(sent).squared_deviations([]), np.zeros(6))
+    np.testing.assert_allclose(ClientVectors(sent).compute_squared_deviations(parts), wanted, rtol=1e-5)
+    np.testing.assert_array_equal(ClientVectors(sent).compute_squared_deviations([]), np.zeros(6))
 
 
 def test_close_vectors_far_from_zero_keep_their_order() -> None:
     """Differences of squared norms would round away these distances."""
     generator = np.random.default_rng(2)
     sent = [(1000 + 0.01 * (1 + row) * generator.normal(size=3000)).astype(np.float32) for row in range(20)]
-    found, wanted = ClientVectors(sent).squared_deviations([(0, 3000)]), distances_by_hand(sent)
+    found, wanted = ClientVectors(sent).compute_squared_deviations([(0, 3000)]), distances_by_hand(sent)
     assert np.argsort(found).tolist() == np.argsort(wanted).tolist()
     np.testing.assert_allclose(found, wanted, rtol=1e-2)
 
@@ -102,12 +102,14 @@ def test_close_vectors_far_from_zero_keep_their_order() -> None:
 @pytest.mark.parametrize("scale", [1e-30, 1e30])
 def test_deviations_may_exceed_the_square_range_of_float32(scale: float) -> None:
     sent = [(vector * np.float32(scale)).astype(np.float32) for vector in vectors(5, 1000)]
-    np.testing.assert_allclose(ClientVectors(sent).squared_deviations([(0, 1000)]), distances_by_hand(sent), rtol=1e-6)
+    np.testing.assert_allclose(
+        ClientVectors(sent).compute_squared_deviations([(0, 1000)]), distances_by_hand(sent), rtol=1e-6
+    )
 
 
 def test_equal_vectors_have_equal_deviations() -> None:
     sent = vectors(4, 10_007)
-    found = ClientVectors([sent[0], sent[1], sent[0], sent[2], sent[1]]).squared_deviations([(0, 10_007)])
+    found = ClientVectors([sent[0], sent[1], sent[0], sent[2], sent[1]]).compute_squared_deviations([(0, 10_007)])
     assert found[0] == found[2]
     assert found[1] == found[4]
 
@@ -120,7 +122,7 @@ def test_compiled_deviations_equal_exact_fractions(sums: str) -> None:
     exact = [[Fraction(float(value)) for value in vector] for vector in sent]
     mean = [sum(column) / 7 for column in zip(*exact, strict=True)]
     wanted = [float(sum((value - middle) ** 2 for value, middle in zip(row, mean, strict=True))) for row in exact]
-    np.testing.assert_allclose(ClientVectors(sent).squared_deviations([(0, 61)]), wanted, rtol=1e-14)
+    np.testing.assert_allclose(ClientVectors(sent).compute_squared_deviations([(0, 61)]), wanted, rtol=1e-14)
 
 
 @pytest.mark.parametrize("count", [3, 200])
@@ -142,7 +144,7 @@ def test_vectors_are_never_modified() -> None:
         warnings.simplefilter("error")
         kept = ClientVectors(sent)
         kept.add_to(np.zeros(1000), [1.0] * 5)
-        kept.squared_deviations([(0, 1000)])
+        kept.compute_squared_deviations([(0, 1000)])
         kept.approximate_sum(np.full(5, 0.1), range(5), [(0, 1000)])
     for vector, copy in zip(sent, before, strict=True):
         np.testing.assert_array_equal(vector, copy)
@@ -186,7 +188,7 @@ def test_compiled_and_numpy_rules_agree() -> None:
 def test_operators_built_from_older_sources_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     with ops.use("auto"):
         assert rows.sums_are_compiled()
-        monkeypatch.setattr(rows, "_built", lambda: False)
+        monkeypatch.setattr(rows, "_has_sums", lambda: False)
         assert not rows.sums_are_compiled()
         total = np.ones(2)
         ClientVectors([np.array([1.0, 2.0], np.float32)]).add_to(total, [2.0])

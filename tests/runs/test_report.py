@@ -341,13 +341,13 @@ def test_several_runs_of_which_some_are_not_finished(tmp_path: Path) -> None:
 def test_each_curve_of_a_comparison_looks_like_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does it look different in another figure. With more curves than colours, colour and dashes together are unique."""
     drawn: list[list[plots.Series]] = []
-    curves = plots.curves
+    draw = plots.plot_curves
 
     def spy(title: str, caption: str, series: list[plots.Series], unit: str, percent: bool) -> plots.Picture:
         drawn.append(series)
-        return curves(title, caption, series, unit, percent)
+        return draw(title, caption, series, unit, percent)
 
-    monkeypatch.setattr(compare, "curves", spy)
+    monkeypatch.setattr(compare, "plot_curves", spy)
     for alpha in range(5):
         rows = make_run(tmp_path / f"{alpha}", config(rounds=5, alpha=alpha))
         # the shared model is measured on the clients' own hold-out too
@@ -383,9 +383,9 @@ def test_two_phases_of_a_round_are_one_curve_and_their_bytes_add_up(tmp_path: Pa
     ]
     write_rows(rows_path(tmp_path / "run", 2), rows)
     run = read_run(tmp_path / "run")
-    assert run.total_of("bytes_up") == 50.0
+    assert run.sum_totals("bytes_up") == 50.0
     assert run.curves["server", "bytes_up"].totals.tolist() == [40.0, 10.0]
-    assert run.total_of("bytes_down") is None
+    assert run.sum_totals("bytes_down") is None
     assert not show_traffic(run)
     own = [("clients", 2.0), ("bytes_down", 3000.0), ("bytes_up", 1000.0)]
     curves = {("server", f"views/video/{name}"): Curve(*np.array([[1, 2, 3], [v] * 3, [v] * 3])) for name, v in own}
@@ -498,7 +498,7 @@ def server_row(number: int, metric: str, value: float, array: np.ndarray | None 
 def test_every_colour_of_a_figure_follows_the_page() -> None:
     x = np.arange(5.0)
     series = [plots.Series(f"s{i}", x, x / 5 + i, colour=i, dash=i) for i in range(9)]
-    svg = plots.curves("what", "It shows.", series, "accuracy (%)", percent=True).to_svg("f")
+    svg = plots.plot_curves("what", "It shows.", series, "accuracy (%)", percent=True).to_svg("f")
     assert set(re.findall(r"#[0-9a-f]{6}\b", svg)) == set()
     assert {f"--series-{i}" for i in range(7)} == set(re.findall(r"--series-\d", svg))
     assert "currentColor" in svg
@@ -513,7 +513,7 @@ def test_figures_are_the_same_each_time_and_leave_the_settings_of_matplotlib_alo
 
     before = dict(mpl.rcParams)
     x = np.arange(3.0)
-    made = [plots.curves("t", "c", [plots.Series("a", x, x)], "u").to_svg("f") for _ in range(2)]
+    made = [plots.plot_curves("t", "c", [plots.Series("a", x, x)], "u").to_svg("f") for _ in range(2)]
     assert made[0] == made[1]
     assert dict(mpl.rcParams) == before
 
@@ -578,7 +578,7 @@ def test_curves_of_odd_values(values: list[float]) -> None:
     y = np.array(values)
     series = plots.Series("s", np.arange(float(len(y))), y, y, y)
     for percent_axis in (False, True):
-        assert "<svg" in plots.curves("t", "", [series], "u", percent=percent_axis).to_svg("f")
+        assert "<svg" in plots.plot_curves("t", "", [series], "u", percent=percent_axis).to_svg("f")
 
 
 @pytest.mark.usefixtures("pictures")

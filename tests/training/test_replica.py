@@ -76,7 +76,7 @@ def test_each_tensor_comes_from_where_it_belongs(make: Callable[[], dict[str, nn
     second = random_like({name: floating[name] for name in reversed(names[:-1])}, 2)
     private = [name for name in floating if not shared(name)]
     kept = random_like({name: floating[name] for name in private[1:]}, 3)
-    received = {"a": FlatTensors.of(first), "b": FlatTensors.of(second)}
+    received = {"a": FlatTensors.from_tensors(first), "b": FlatTensors.from_tensors(second)}
     for _ in range(2):  # the second time from a plan that is remembered
         spoil(models)
         networks.start(received, kept, shared)
@@ -218,7 +218,7 @@ def test_a_tensor_of_another_shape_is_refused(make: Callable[[], dict[str, nn.Mo
         rows, columns = state(models)[name].shape
         for other in ((2 * rows, columns), (rows * columns, 1), (1, columns), (1,)):
             wrong = {name: torch.ones(other)}
-            sent, kept = ({"global": FlatTensors.of(wrong)}, {}) if shared(name) else ({}, wrong)
+            sent, kept = ({"global": FlatTensors.from_tensors(wrong)}, {}) if shared(name) else ({}, wrong)
             with pytest.raises(ConfigError) as error:
                 built.start(sent, kept, shared, "client 'a', round 3")
             model, _, tensor = name.partition("/")
@@ -234,15 +234,15 @@ def test_where_it_is_possible_they_lie_in_one_vector() -> None:
         built = Replica(models)
         live = {f"{n}/{k}": v for n, m in models.items() for k, v in m.state_dict().items() if v.is_floating_point()}
         assert (built._vector is not None) == possible
-        flat = FlatTensors.of(live)
-        assert flat.vector.tobytes() == FlatTensors.of(sent).vector.tobytes()
+        flat = FlatTensors.from_tensors(live)
+        assert flat.vector.tobytes() == FlatTensors.from_tensors(sent).vector.tobytes()
         live[next(iter(live))].zero_()
-        assert flat.vector.tobytes() == FlatTensors.of(sent).vector.tobytes()  # a copy
+        assert flat.vector.tobytes() == FlatTensors.from_tensors(sent).vector.tobytes()  # a copy
         assert isinstance(built_module._Vector.of(models), built_module._Vector) == possible
 
 
 def test_own_tensors_are_a_copy_made_when_needed() -> None:
-    sent = FlatTensors.of({"a": torch.arange(6.0).view(2, 3), "b": torch.tensor(7.0)})
+    sent = FlatTensors.from_tensors({"a": torch.arange(6.0).view(2, 3), "b": torch.tensor(7.0)})
     sent.vector.flags.writeable = False
     own = OwnTensors(sent, torch.device("cpu"))
     assert list(own) == ["a", "b"]
@@ -275,7 +275,7 @@ def test_flattening_looks_at_where_tensors_lie(kind: str) -> None:
         "storages": [block[0:6], copy.deepcopy(block)[6:9]],
         "empty": [block[0:6], block[6:6], block[6:9]],
     }[kind]
-    flat = FlatTensors.of({str(i): tensor for i, tensor in enumerate(tensors)})
+    flat = FlatTensors.from_tensors({str(i): tensor for i, tensor in enumerate(tensors)})
     assert np.array_equal(flat.vector, np.concatenate([tensor.float().numpy().ravel() for tensor in tensors]))
     block.zero_()
     assert flat.vector.any()

@@ -1,25 +1,25 @@
-"""The operations in which audio networks spend their time, made for many small clients.
+"""Fast operators for audio networks, batched over many small clients.
 
-``GRU``, ``Conv1d``, ``Conv2d`` and ``Dropout`` stand in for PyTorch's modules of these names: same constructors, state dicts and
-results. ``gru`` and ``conv1d`` are the functions beneath, on data with time before channels; ``mean_over_time`` follows them.
-``conv2d``, ``group_norm`` and ``relu_pool`` take images with rows and columns before channels. ``drift_term`` is over a network's
-weights. What they add:
+``GRU``, ``Conv1d``, ``Conv2d`` and ``Dropout`` replace PyTorch's modules: same constructors, state dicts and results. ``gru``,
+``conv1d`` and ``mean_over_time`` are functions on data with time before channels. ``conv2d``, ``group_norm`` and ``relu_pool`` are
+functions on images with channels last. ``drift_term`` is a loss term over a network's weights. In addition,
 
-- each is one call forward and one backward, in C++ on a CPU (``compiled()``) and in PyTorch operations otherwise;
-- under ``torch.func.vmap`` over clients each is still one call, for all clients; a client's result is what it is alone;
-- inside of torch.autocast they compute in its type on a GPU and in float32 on a CPU;
-- ``lengths`` leaves padding out; ``Dropout`` and ``uniform`` draw from a client's own seed (``random_state``).
+- each operator is a single call forward and a single call backward, in C++ on a CPU (``is_compiled()``), else in PyTorch
+  operations;
+- under ``torch.func.vmap`` over clients it is still a single call, and each client's result is the same as unbatched;
+- inside torch.autocast it computes in autocast's type on a GPU, and in float32 on a CPU;
+- ``lengths`` masks padding, and ``Dropout`` and ``uniform`` draw from a client's own seed (``random_state``).
 
-They cannot be differentiated twice.
+Operators cannot be differentiated twice.
 
-``spectra`` has what transforms do to the spectra of a batch; ``ClientVectors`` are the sums over clients that aggregation rules are
-made of.
+``spectra`` transforms the spectrograms of a batch. ``ClientVectors`` computes sums over clients for aggregation rules.
 """
 
 from __future__ import annotations
 
+from raydfl.core.deprecation import alias_former_names
 from raydfl.core.ops import spectra
-from raydfl.core.ops._backend import compiled, differing_kernels, kernels, use
+from raydfl.core.ops._backend import differing_kernels, is_compiled, kernels, use
 from raydfl.core.ops.conv import Conv1d, conv1d
 from raydfl.core.ops.dropout import Dropout, random_state, uniform
 from raydfl.core.ops.gru import GRU, gru
@@ -38,13 +38,13 @@ __all__ = [
     "Slice",
     "add_elements",
     "add_slices",
-    "compiled",
     "conv1d",
     "conv2d",
     "differing_kernels",
     "drift_term",
     "group_norm",
     "gru",
+    "is_compiled",
     "kernels",
     "mean_over_time",
     "random_state",
@@ -54,3 +54,5 @@ __all__ = [
     "uniform",
     "use",
 ]
+
+alias_former_names(__name__, {"compiled": "is_compiled"})

@@ -1,8 +1,7 @@
-"""The choice of the implementation: the compiled one for float32 on a CPU where it was built, PyTorch's operations for all else.
+"""Choice of the implementation: compiled operators for float32 on a CPU, PyTorch's operations otherwise.
 
-The compiled operators bring their own rules for autograd and vmap (csrc/transforms.cpp), at a fraction of the time that those
-of a torch.autograd.Function take for each call. The rules of the others share :func:`grouped`: under ``torch.func.vmap`` all
-tensors get the dimension of clients in front.
+The compiled operators have their own rules for autograd and vmap (csrc/transforms.cpp), with a fraction of the overhead of a
+torch.autograd.Function. The PyTorch implementations share :func:`stack_clients` as their vmap rule.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ _CHOICE: ContextVar[Literal["auto", "torch"]] = ContextVar("raydfl_ops", default
 _log = logging.getLogger(__name__)
 
 
-class _Compiled:
-    """The forward operators of csrc/operators.cpp, csrc/images.cpp and csrc/drift.cpp, and those of csrc/spectra.cpp."""
+class _Operators:
+    """The forward operators of csrc/operators.cpp, images.cpp and drift.cpp, and the operators of spectra.cpp."""
 
     def __init__(self) -> None:
         library = torch.ops.raydfl
@@ -44,44 +43,45 @@ class _Compiled:
 
 
 @cache
-def _compiled() -> _Compiled | None:
-    """Return the compiled operators, loaded at the first use, or ``None`` after one line in the log."""
+def _load_operators() -> _Operators | None:
+    """Load the compiled operators at first use. Without them, log a line and return ``None``."""
     if not _LIBRARY.exists():
         _log.info(
-            "raydfl.ops: not compiled on this machine (%s is not there); training on a CPU is slower", _LIBRARY.name
+            "raydfl.ops: the operators are not compiled on this machine (%s is missing), so training on a CPU is slower.",
+            _LIBRARY.name,
         )
         return None
     try:
         torch.ops.load_library(str(_LIBRARY))  # type: ignore[no-untyped-call]
-        return _Compiled()
-    except (OSError, AttributeError) as error:  # built for another PyTorch, or of another version of raydfl
+        return _Operators()
+    except (OSError, AttributeError) as error:  # built for another version of PyTorch or raydfl
         _log.warning(
-            "raydfl.ops: %s does not load, install raydfl again; training on a CPU is slower: %s", _LIBRARY, error
+            "raydfl.ops: %s does not load, so training on a CPU is slower. Install raydfl again. %s", _LIBRARY, error
         )
         return None
 
 
-def compiled() -> bool:
-    """Return whether the operators in C++ are available."""
-    return _compiled() is not None
+def is_compiled() -> bool:
+    """Return whether the compiled operators are available."""
+    return _load_operators() is not None
 
 
 def kernels() -> dict[str, str]:
-    """Return the names and versions of the kernels on this machine's CPU. The last digits of results depend on them."""
-    built = torch.__config__.show()
-    mkl = re.search(r"Math Kernel Library Version (\S+)", built)
-    onednn = re.search(r"(?:MKL-DNN|oneDNN) v(\S+)", built)
+    """Return the names and versions of this machine's CPU kernels. The last digits of results depend on them."""
+    config = torch.__config__.show()
+    mkl = re.search(r"Math Kernel Library Version (\S+)", config)
+    onednn = re.search(r"(?:MKL-DNN|oneDNN) v(\S+)", config)
     return {
         "torch": torch.__version__,
         "instruction_set": torch.backends.cpu.get_cpu_capability(),
         "onednn": onednn[1] if onednn else "none",
         "mkl": mkl[1] if mkl else "none",
-        "operators": torch.ops.raydfl.instruction_set() if compiled() else "none",
+        "operators": torch.ops.raydfl.instruction_set() if is_compiled() else "none",
     }
 
 
 def differing_kernels(before: Mapping[str, object]) -> str:
-    """Return how this machine's kernels differ from others: ``instruction_set AVX512 there, AVX2 here``; empty if they do not."""
+    """Describe differences to another machine's kernels: ``instruction_set AVX512 there, AVX2 here``. Empty: no differences."""
     here = kernels()
     return ", ".join(
         f"{name} {before[name]} there, {here[name]} here" for name in here if before.get(name, here[name]) != here[name]
@@ -90,7 +90,7 @@ def differing_kernels(before: Mapping[str, object]) -> str:
 
 @contextmanager
 def use(implementation: Literal["auto", "torch"]) -> Iterator[None]:
-    """Within this context, ``"torch"`` leaves the compiled operators aside; ``"auto"`` is as it is outside of any context."""
+    """Choose the implementation within a context: ``"torch"``, or ``"auto"`` for compiled operators where possible."""
     token = _CHOICE.set(implementation)
     try:
         yield
@@ -98,17 +98,17 @@ def use(implementation: Literal["auto", "torch"]) -> Iterator[None]:
         _CHOICE.reset(token)
 
 
-def compiled_for(x: Tensor) -> _Compiled | None:
-    """Return the compiled operators, if they are there and compute for such an ``x``."""
+def select_operators(x: Tensor) -> _Operators | None:
+    """Return the compiled operators if they are available and support ``x``, else ``None``."""
     if x.dtype == torch.float32 and x.device.type == "cpu" and _CHOICE.get() == "auto":
-        return _compiled()
+        return _load_operators()
     return None
 
 
 def autocast_type(x: Tensor) -> torch.dtype | None:
-    """Return the type in which operations on ``x`` compute inside of torch.autocast; ``None`` outside, and for float64.
+    """Return the dtype for operations on ``x`` inside torch.autocast; ``None`` outside, and for float64.
 
-    On a CPU float32: there a short type only saves memory, and the compiled operators beat PyTorch's in it many times over.
+    On a CPU it is float32, because the compiled operators are many times as fast as PyTorch's operations in a short type.
     """
     device = x.device.type
     if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
@@ -117,17 +117,17 @@ def autocast_type(x: Tensor) -> torch.dtype | None:
 
 
 def torch_is_better(x: Tensor) -> bool:
-    """Return whether PyTorch's own layer is faster: on a GPU, one model at a time (cuDNN); vmap cannot map it."""
+    """Return whether PyTorch's own layer (cuDNN) is faster: on a GPU outside vmap, which cannot map it."""
     return x.is_cuda and not torch._C._are_functorch_transforms_active()
 
 
-def grouped(clients: int, dims: tuple[Any, ...], values: tuple[Any, ...]) -> list[Any]:
-    """Return the arguments of an operation for all clients at once: every tensor as [clients, ...].
+def stack_clients(clients: int, dims: tuple[Any, ...], values: tuple[Any, ...]) -> list[Any]:
+    """Return an operation's arguments for all clients: every tensor as [clients, ...].
 
     Args:
         clients: size of the mapped dimension.
-        dims: for each value, the mapped dimension, or ``None`` where all clients share the value.
-        values: tensors, and others that stay as they are.
+        dims: mapped dimension of each value. ``None``: all clients share the value.
+        values: tensors, and constants, returned unchanged.
     """
     stacked = []
     for value, dim in zip(values, dims, strict=True):
@@ -138,16 +138,14 @@ def grouped(clients: int, dims: tuple[Any, ...], values: tuple[Any, ...]) -> lis
     return stacked
 
 
-def once(name: str) -> RuntimeError:
-    """Return the error of an operation that is differentiated twice."""
+def second_derivative_error(name: str) -> RuntimeError:
+    """Return the error for differentiating an operator twice."""
     return RuntimeError(
         f"{name} of raydfl.ops cannot be differentiated twice; use {name} of torch.nn in a network whose loss contains gradients"
     )
 
 
 def check_group(name: str, x: Tensor) -> None:
-    """Refuse a mapping over what already has a dimension of clients."""
+    """Reject nested vmap: ``x`` must have exactly one dimension of clients."""
     if x.dim() != 4:
-        raise RuntimeError(
-            f"{name} of raydfl.ops can be mapped by torch.func.vmap once, over clients, not in two nested ways"
-        )
+        raise RuntimeError(f"{name} of raydfl.ops does not support nested torch.func.vmap. Map it once, over clients.")

@@ -1,4 +1,4 @@
-"""1-d convolution over time, alone or with the ReLU and the max pooling that follow it in the same pass."""
+"""1-d convolution over time, optionally fused with ReLU and max pooling."""
 
 from __future__ import annotations
 
@@ -8,9 +8,16 @@ import torch
 from torch import Tensor, nn
 
 from raydfl.core.ops import _torch
-from raydfl.core.ops._backend import autocast_type, check_group, compiled_for, grouped, once, torch_is_better
+from raydfl.core.ops._backend import (
+    autocast_type,
+    check_group,
+    second_derivative_error,
+    select_operators,
+    stack_clients,
+    torch_is_better,
+)
 
-_LARGEST_POOL = 254  # which frame of its pool a maximum was is kept in a byte
+_LARGEST_POOL = 254  # the backward pass needs the argmax of each pool, saved in a byte
 
 
 def conv1d(
@@ -22,19 +29,19 @@ def conv1d(
     pool: int | None = None,
     lengths: Tensor | None = None,
 ) -> Tensor:
-    """Convolve over time with stride 1; with ``pool`` followed by ReLU and max pooling.
+    """Convolve over time with stride 1. With ``pool``, apply ReLU and max pooling.
 
     Args:
         x: float [batch, frames, inputs], or [clients, batch, frames, inputs] with weights and lengths of each client.
-        weight: as torch.nn.Conv1d's: [outputs, inputs, kernel], or [clients, outputs, inputs, kernel].
-        bias: [outputs] or [clients, outputs]; ``None`` is 0.
-        padding: frames of zeros at either end, 0..kernel - 1.
-        pool: frames of the convolution of which one is kept, 1..254; what is left at the end is dropped. ``None``: neither
-            pooling nor ReLU.
-        lengths: int64 [batch] or [clients, batch]: frames of ``x`` that count; the others are taken as zeros.
+        weight: as in torch.nn.Conv1d: [outputs, inputs, kernel], or [clients, outputs, inputs, kernel].
+        bias: [outputs] or [clients, outputs]. ``None``: 0.
+        padding: frames of zeros at either end, 0 to kernel - 1.
+        pool: size of the pooling windows in frames, 1 to 254. An incomplete window at the end is dropped. ``None``: neither pooling
+            nor ReLU.
+        lengths: int64 [batch] or [clients, batch]: valid frames of ``x``. Padding counts as zeros. ``None``: all.
 
     Returns:
-        [..., frames + 2 * padding - kernel + 1, outputs], its frames divided by ``pool``, rounded down.
+        [..., frames + 2 * padding - kernel + 1, outputs], with the frames divided by ``pool`` and rounded down.
     """
     if bias is None:
         bias = weight.new_zeros(weight.shape[:-2])
@@ -43,37 +50,38 @@ def conv1d(
         with torch.autocast(x.device.type, enabled=False):
             weight, bias = weight.to(dtype), bias.to(dtype)
             return conv1d(x.to(dtype), weight, bias, padding, pool=pool, lengths=lengths)
-    operators = compiled_for(x)
-    forward = _Convolution.apply if operators is None else operators.conv_forward
+    operators = select_operators(x)
+    forward = _ConvolutionFunction.apply if operators is None else operators.conv_forward
     output: Tensor = forward(x, weight, bias, lengths, padding, pool or 0)[0]  # type: ignore[no-untyped-call]
     return output
 
 
 class Conv1d(nn.Conv1d):
-    """torch.nn.Conv1d, [batch, channels, frames] to [batch, channels, frames]; other strides and so on are torch's own."""
+    """Fast replacement of torch.nn.Conv1d. Unsupported options, such as strides, fall back to torch's implementation."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Convolve, see torch.nn.Conv1d."""
-        if not self._covered(x):
+        """Convolve x [batch, channels, frames] to [batch, channels, frames], as torch.nn.Conv1d."""
+        if not self._supports(x):
             return super().forward(x)
         return conv1d(x.transpose(-1, -2), self.weight, self.bias, int(self.padding[0])).transpose(-1, -2)
 
     def pooled(self, x: Tensor, pool: int, lengths: Tensor | None = None) -> Tensor:
-        """ReLU and max pooling after the convolution, all with time before channels.
+        """Convolve, apply ReLU and max-pool, with time before channels.
 
         Args:
             x: float [batch, frames, channels].
-            pool: frames that become one.
-            lengths: int64 [batch]: frames that count, the others are taken as zeros; ``None``: all.
+            pool: size of the pooling windows in frames.
+            lengths: int64 [batch]: valid frames. Padding counts as zeros. ``None``: all.
         """
-        if self._covered(x) and pool <= _LARGEST_POOL:
+        if self._supports(x) and pool <= _LARGEST_POOL:
             return conv1d(x, self.weight, self.bias, int(self.padding[0]), pool=pool, lengths=lengths)
         if lengths is not None:
             outside = torch.arange(x.shape[1], device=x.device) >= lengths.unsqueeze(1)
             x = x.masked_fill(outside.unsqueeze(2), 0.0)
         return nn.functional.max_pool1d(super().forward(x.transpose(1, 2)).relu(), pool).transpose(1, 2)
 
-    def _covered(self, x: Tensor) -> bool:
+    def _supports(self, x: Tensor) -> bool:
+        """Return whether :func:`conv1d` implements the module's options, and is faster for ``x``."""
         return (
             not torch_is_better(x)
             and x.dim() == 3
@@ -85,7 +93,7 @@ class Conv1d(nn.Conv1d):
         )
 
 
-class _Convolution(torch.autograd.Function):
+class _ConvolutionFunction(torch.autograd.Function):
     forward = staticmethod(_torch.conv_forward)
 
     @staticmethod
@@ -93,7 +101,7 @@ class _Convolution(torch.autograd.Function):
         x, weight, _, lengths, ctx.padding, ctx.pool = inputs
         codes = output[1]
         ctx.mark_non_differentiable(codes)
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # otherwise autograd would allocate zero gradients for codes
         ctx.save_for_backward(codes, x, weight, lengths)
 
     @staticmethod
@@ -102,16 +110,16 @@ class _Convolution(torch.autograd.Function):
             return (None,) * 6
         codes, x, weight, lengths = ctx.saved_tensors
         needed = ctx.needs_input_grad[0]
-        # Under torch.func a gradient is itself mapped and has to be an operation with a rule; elsewhere a call is enough.
+        # torch.func may map the gradient, too, so there it must be an operation with a vmap rule.
         backward = _ConvolutionBackward.apply if torch.is_grad_enabled() else _torch.conv_backward
         dx, dweight, dbias = backward(dy, codes, x, weight, lengths, ctx.padding, ctx.pool, needed)
         return dx if needed else None, dweight, dbias, None, None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *values: Any) -> tuple[Any, Any]:
-        stacked = grouped(info.batch_size, in_dims, values)
+        stacked = stack_clients(info.batch_size, in_dims, values)
         check_group("Conv1d", stacked[0])
-        return _Convolution.apply(*stacked), (0, 0)  # type: ignore[no-untyped-call]
+        return _ConvolutionFunction.apply(*stacked), (0, 0)  # type: ignore[no-untyped-call]
 
 
 class _ConvolutionBackward(torch.autograd.Function):
@@ -119,13 +127,13 @@ class _ConvolutionBackward(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        """Nothing is kept: see backward."""
+        """Save nothing, because backward raises an error."""
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> None:
-        raise once("Conv1d")
+        raise second_derivative_error("Conv1d")
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *values: Any) -> tuple[Any, Any]:
-        stacked = grouped(info.batch_size, in_dims, values)
+        stacked = stack_clients(info.batch_size, in_dims, values)
         return _ConvolutionBackward.apply(*stacked), (0, 0, 0)  # type: ignore[no-untyped-call]

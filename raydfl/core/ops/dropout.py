@@ -1,8 +1,7 @@
-"""Dropout whose mask is a function of a client's seed, so that it does not matter with whom a client is trained.
+"""Reproducible dropout: masks depend on a client's seed, not on its group of batched clients.
 
-Whether an element is zeroed depends on the seed, on how many calls of dropout came before in the same :func:`random_state`,
-on the element's row (its example) and on its place in the row, and on nothing else: not on the device, the process, the other
-clients, or examples and frames of padding after it.
+An element's mask is a function of the seed, the number of earlier calls within :func:`random_state`, the element's row (its
+example) and its position in the row. Device, process, batched clients and padding behind the element have no influence.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from raydfl.core.ops import _torch
-from raydfl.core.ops._backend import compiled_for, grouped
+from raydfl.core.ops._backend import select_operators, stack_clients
 
 
 class _State:
-    """A seed and the number of calls that have drawn from it."""
+    """A seed and the number of draws from it."""
 
     def __init__(self, seed: Tensor) -> None:
         self.seed = seed
@@ -32,15 +31,20 @@ _STATE: ContextVar[_State | None] = ContextVar("raydfl_dropout", default=None)
 
 @contextmanager
 def random_state(seed: Tensor) -> Iterator[None]:
-    """Within this context every :class:`Dropout` draws from ``seed``: an int64 scalar, under vmap one for each client.
+    """Make every :class:`Dropout` and :func:`uniform` in this context draw from a seed.
 
-    Open it once for each step of training: the first dropout in it is call 0, the next call 1.
+    Open a new context for each training step: it counts the draws from 0.
+
+    Args:
+        seed: int64 scalar; under vmap, a scalar for each client.
 
     Raises:
-        TypeError: not an int64 scalar.
+        TypeError: ``seed`` is not an int64 scalar.
     """
     if seed.dtype != torch.int64 or seed.dim() != 0:
-        raise TypeError(f"a random state's seed is an int64 scalar, not {seed.dtype} of shape {list(seed.shape)}")
+        raise TypeError(
+            f"random_state: the seed must be an int64 scalar, not {seed.dtype} of shape {list(seed.shape)}."
+        )
     token = _STATE.set(_State(seed))
     try:
         yield
@@ -49,29 +53,31 @@ def random_state(seed: Tensor) -> Iterator[None]:
 
 
 class Dropout(nn.Dropout):
-    """torch.nn.Dropout; within :func:`random_state`, from its seed and of x [batch, ...]."""
+    """Replacement of torch.nn.Dropout for x [batch, ...]. Within :func:`random_state` it draws from the context's seed."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``x`` with a share ``p`` of its values zeroed and the rest divided by 1 - p while training, ``x`` otherwise."""
+        """Zero a fraction ``p`` of the values and divide the rest by 1 - p while training. Return ``x`` otherwise."""
         state = _STATE.get()
         if state is None or not self.training or not 0 < self.p < 1:
             return super().forward(x)
         call, state.calls = state.calls, state.calls + 1
-        operators = compiled_for(x)
+        operators = select_operators(x)
         drop = _Drop.apply if operators is None else operators.drop
         output: Tensor = drop(x, state.seed, call, min(round(self.p * 2**32), 2**32 - 1), 1 / (1 - self.p))  # type: ignore[no-untyped-call]
         return output
 
 
 def uniform(rows: int, device: torch.device) -> Tensor:
-    """Return random numbers float32 [rows], from 0 to below 1; within :func:`random_state` from its seed, one call of it.
+    """Draw uniform random numbers from [0, 1): float32 [rows].
 
-    A row's number is the same whoever else is computed, and however many rows of padding stand after it.
+    Within :func:`random_state` this is a single draw from its seed. A row's value depends neither on batched clients nor on
+    padding.
     """
     state = _STATE.get()
     if state is None:
         return torch.rand(rows, device=device)
     call, state.calls = state.calls, state.calls + 1
+    # 24 bits are exact in float32; 32 bits could round to 1.
     return (_torch.random_bits(state.seed, call, rows, 1).squeeze(-1) >> 8).float() / 2**24
 
 
@@ -90,4 +96,4 @@ class _Drop(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *values: Any) -> tuple[Any, Any]:
-        return _Drop.apply(*grouped(info.batch_size, in_dims, values)), 0  # type: ignore[no-untyped-call]
+        return _Drop.apply(*stack_clients(info.batch_size, in_dims, values)), 0  # type: ignore[no-untyped-call]

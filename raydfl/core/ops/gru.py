@@ -1,4 +1,4 @@
-"""A gated recurrent unit of one layer: all time steps, directions and clients in one call."""
+"""Single-layer gated recurrent unit (GRU), over all time steps, directions and clients in a single call."""
 
 from __future__ import annotations
 
@@ -9,40 +9,50 @@ import torch
 from torch import Tensor, nn
 
 from raydfl.core.ops import _torch
-from raydfl.core.ops._backend import autocast_type, check_group, compiled_for, grouped, once, torch_is_better
+from raydfl.core.ops._backend import (
+    autocast_type,
+    check_group,
+    second_derivative_error,
+    select_operators,
+    stack_clients,
+    torch_is_better,
+)
 
 
 def gru(x: Tensor, weights: Sequence[Tensor], lengths: Tensor | None = None) -> Tensor:
-    """Return the output of a GRU that starts from 0.
+    """Compute the output of a GRU with the initial state 0.
 
     Args:
         x: float [batch, frames, inputs], or [clients, batch, frames, inputs] with weights and lengths of each client.
-        weights: torch.nn.GRU's ``weight_ih, weight_hh, bias_ih, bias_hh`` of the direction from the first frame on; four more
-            for the direction from the last one, if there is one.
-        lengths: int64 [batch] or [clients, batch]: frames that count. The second direction starts at the last of these; the
-            output after it is 0. ``None``: all.
+        weights: ``weight_ih, weight_hh, bias_ih, bias_hh`` of torch.nn.GRU for the forward direction, and four more for the
+            backward direction if the GRU is bidirectional.
+        lengths: int64 [batch] or [clients, batch]: valid frames. The backward direction starts at the last valid frame, and the
+            output of padding is 0. ``None``: all.
 
     Returns:
-        [..., batch, frames, directions * hidden], as torch.nn.GRU's with ``batch_first``.
+        [..., batch, frames, directions * hidden], as torch.nn.GRU with ``batch_first``.
     """
     dtype = autocast_type(x)
     if dtype is not None:
         with torch.autocast(x.device.type, enabled=False):
             return gru(x.to(dtype), [weight.to(dtype) for weight in weights], lengths)
-    operators = compiled_for(x)
+    operators = select_operators(x)
     if operators is None:
-        output: Tensor = _Recurrence.apply(x, lengths, *weights)[0]  # type: ignore[no-untyped-call]
+        output: Tensor = _GRUFunction.apply(x, lengths, *weights)[0]  # type: ignore[no-untyped-call]
     else:
         output = operators.gru_forward(x, lengths, weights)[0]
     return output
 
 
 class GRU(nn.GRU):
-    """torch.nn.GRU; several layers, a start other than 0, packed sequences and time before batch are torch's own."""
+    """Fast replacement of torch.nn.GRU.
+
+    Several layers, initial states, packed sequences and time before batch fall back to torch's implementation.
+    """
 
     def forward(self, x: Any, hx: Tensor | None = None) -> tuple[Any, Tensor]:
-        """Return the output and the last state, see torch.nn.GRU."""
-        if not isinstance(x, Tensor) or hx is not None or not self._covered(x) or self._torch_is_better(x):
+        """Return the output and the last state, as torch.nn.GRU."""
+        if not isinstance(x, Tensor) or hx is not None or not self._supports(x) or self._torch_is_better(x):
             output: tuple[Any, Tensor] = nn.GRU.forward(self, x, hx)
             return output
         outputs = gru(x, self._weights())
@@ -52,28 +62,35 @@ class GRU(nn.GRU):
         return outputs, torch.stack(last)
 
     def outputs(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """Return the output alone, [batch, frames, directions * hidden], for x [batch, frames, inputs]; see :func:`gru`.
+        """Return the output without the last state (see :func:`gru`).
+
+        Args:
+            x: float [batch, frames, inputs].
+            lengths: int64 [batch]: valid frames. ``None``: all.
+
+        Returns:
+            [batch, frames, directions * hidden].
 
         Raises:
-            ValueError: the module has more than one layer or wants time before batch.
+            ValueError: the module has several layers or lacks ``batch_first``.
         """
         if lengths is None and self._torch_is_better(x):
             output: Tensor = nn.GRU.forward(self, x)[0]
             return output
-        if not self._covered(x):
+        if not self._supports(x):
             raise ValueError(
-                "GRU.outputs needs one layer, batch_first=True and x [batch, frames, inputs] of at least one frame; "
-                f"this is {self} with x of shape {list(x.shape)}"
+                "GRU.outputs: a single layer, batch_first=True and x [batch, frames, inputs] of at least one frame are required, "
+                f"not {self} with x of shape {list(x.shape)}. Call the module itself instead."
             )
         return gru(x, self._weights(), lengths)
 
     def _torch_is_better(self, x: Tensor) -> bool:
-        """Return whether cuDNN computes it: in evaluation mode it has no gradients."""
+        """Return whether cuDNN is faster and usable. In evaluation mode it has no gradients."""
         return torch_is_better(x) and (self.training or not torch.is_grad_enabled())
 
     def _weights(self) -> list[Tensor]:
-        """Return one layer's four weights for each direction; by name, because torch.func.functional_call replaces attributes."""
-        weights: list[Tensor] = []
+        """Return four weights for each direction."""
+        weights: list[Tensor] = []  # by name, because torch.func.functional_call replaces attributes
         for suffix in ("", "_reverse") if self.bidirectional else ("",):
             weights += [getattr(self, f"weight_{kind}_l0{suffix}") for kind in ("ih", "hh")]
             if self.bias:
@@ -82,11 +99,12 @@ class GRU(nn.GRU):
                 weights += [weights[-1].new_zeros(3 * self.hidden_size)] * 2
         return weights
 
-    def _covered(self, x: Tensor) -> bool:
+    def _supports(self, x: Tensor) -> bool:
+        """Return whether :func:`gru` implements the module's options for ``x``."""
         return self.num_layers == 1 and self.batch_first and x.dim() == 3 and x.shape[1] > 0
 
 
-class _Recurrence(torch.autograd.Function):
+class _GRUFunction(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, lengths: Tensor | None, *weights: Tensor) -> tuple[Tensor, Tensor]:
         return _torch.gru_forward(x, lengths, weights)
@@ -103,21 +121,21 @@ class _Recurrence(torch.autograd.Function):
         if dy is None:
             return (None,) * (2 + len(weights))
         needed = ctx.needs_input_grad[0]
-        # Under torch.func a gradient is itself mapped and has to be an operation with a rule; elsewhere a call is enough.
+        # torch.func may map the gradient, too, so there it must be an operation with a vmap rule.
         if torch.is_grad_enabled():
-            dx, *dweights = _RecurrenceBackward.apply(needed, dy, y, gates, x, lengths, *weights)  # type: ignore[no-untyped-call]
+            dx, *dweights = _GRUBackward.apply(needed, dy, y, gates, x, lengths, *weights)  # type: ignore[no-untyped-call]
         else:
             dx, *dweights = _torch.gru_backward(dy, y, gates, x, lengths, weights, needed)
         return dx if needed else None, None, *dweights
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *values: Any) -> tuple[Any, Any]:
-        stacked = grouped(info.batch_size, in_dims, values)
+        stacked = stack_clients(info.batch_size, in_dims, values)
         check_group("GRU", stacked[0])
-        return _Recurrence.apply(*stacked), (0, 0)  # type: ignore[no-untyped-call]
+        return _GRUFunction.apply(*stacked), (0, 0)  # type: ignore[no-untyped-call]
 
 
-class _RecurrenceBackward(torch.autograd.Function):
+class _GRUBackward(torch.autograd.Function):
     @staticmethod
     def forward(
         needed: bool, dy: Tensor, y: Tensor, gates: Tensor, x: Tensor, lengths: Tensor | None, *weights: Tensor
@@ -126,13 +144,13 @@ class _RecurrenceBackward(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        """Nothing is kept: see backward."""
+        """Save nothing, because backward raises an error."""
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> None:
-        raise once("GRU")
+        raise second_derivative_error("GRU")
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *values: Any) -> tuple[Any, Any]:
-        stacked = grouped(info.batch_size, in_dims, values)
-        return _RecurrenceBackward.apply(*stacked), (0,) * (len(values) - 5)  # type: ignore[no-untyped-call]
+        stacked = stack_clients(info.batch_size, in_dims, values)
+        return _GRUBackward.apply(*stacked), (0,) * (len(values) - 5)  # type: ignore[no-untyped-call]

@@ -1,8 +1,8 @@
-"""Images: convolution in two dimensions, and the group normalisation, ReLU and maximum pooling that follow it in one pass.
+"""2-d convolution, and group normalisation fused with ReLU and max pooling.
 
-Functions take images with channels last, [batch, rows, columns, channels]; sounds are images of frames and bands. On a CPU the
-compiled operators compute them so; everywhere else they are PyTorch's operations on views of the same tensors. Under
-torch.func.vmap the compiled ones take all clients in one call.
+Functions take images with channels last, [batch, rows, columns, channels]. A spectrogram is an image of frames and bands. The
+compiled operators compute in this layout, and take all clients of torch.func.vmap in a single call. Otherwise, PyTorch's operations
+compute on views.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raydfl.core.ops._backend import autocast_type, compiled_for
+from raydfl.core.ops._backend import autocast_type, select_operators
 
-_LARGEST_POOL = 15  # which place of its pool a maximum was is kept in a byte
+_LARGEST_POOL = 15  # the backward pass needs the argmax of each pool, saved in a byte
 
 
 def conv2d(
@@ -30,23 +30,24 @@ def conv2d(
 
     Args:
         x: float [batch, rows, columns, inputs].
-        weight: as torch.nn.Conv2d's, [outputs, inputs, kernel rows, kernel columns].
-        bias: [outputs]; ``None`` is 0.
-        stride: of rows and of columns.
-        padding: rows and columns of zeros around: above, left, below, right.
+        weight: as in torch.nn.Conv2d: [outputs, inputs, kernel rows, kernel columns].
+        bias: [outputs]. ``None``: 0.
+        stride: in rows and columns.
+        padding: rows and columns of zeros above, left, below and right.
 
     Returns:
-        [batch, rows, columns, outputs]; rows are (rows + above + below - kernel rows) // stride + 1, columns likewise.
+        [batch, rows, columns, outputs] with (rows + above + below - kernel rows) // stride + 1 rows, and columns by the same
+        formula.
     """
     dtype = autocast_type(x)
     if dtype is not None and x.device.type == "cpu":
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
         with torch.autocast("cpu", enabled=False):
             return conv2d(x, weight, bias, stride=stride, padding=padding)
-    operators = compiled_for(x)
+    operators = select_operators(x)
     fits = padding[0] < weight.shape[2] > padding[2] and padding[1] < weight.shape[3] > padding[3]
     if operators is not None and fits:
-        weight, padding = _seen(x, weight, stride, padding)
+        weight, padding = _trim_kernel(x, weight, stride, padding)
         output: Tensor = operators.conv2d_forward(x, weight, bias, stride, padding)
         return output
     above, left, below, right = padding
@@ -68,59 +69,65 @@ def group_norm(
     ceil: bool = False,
     lengths: Tensor | None = None,
 ) -> Tensor:
-    """Normalise over groups of channels, see torch.nn.GroupNorm; with ``relu`` and ``pool`` followed by ReLU and pooling.
+    """Normalise over groups of channels as torch.nn.GroupNorm, optionally followed by ReLU and max pooling.
 
     Args:
-        xs: float [batch, rows, columns, channels], or several that differ in channels only. Each has its own groups; the results
-            are joined, channels of the first first.
-        weight: [channels], or as many as there are ``xs``.
-        bias: likewise.
-        groups: of the channels of each of ``xs``.
+        xs: float [batch, rows, columns, channels], or a sequence of tensors with different channels. Each has its own groups, and
+            the outputs are concatenated over channels.
+        weight: [channels], or a sequence with an item for each tensor.
+        bias: [channels], or a sequence with an item for each tensor.
+        groups: number of groups in each tensor.
         epsilon: added to the variance.
-        relu: ReLU follows.
-        pool: rows, and columns, of which the maximum is kept, up to 15; 0: no pooling. It needs ``relu``.
-        ceil: a pool at the end that is not whole counts too; else it is dropped.
-        lengths: int64 [batch]: rows that count; statistics leave out the others, which become 0. ``None``: all.
+        relu: whether to apply ReLU.
+        pool: rows and columns of the pooling windows, up to 15. 0: no pooling. It requires ``relu``.
+        ceil: whether to keep incomplete windows at the ends.
+        lengths: int64 [batch]: valid rows. Padding is excluded from the statistics, and becomes 0. ``None``: all.
 
     Returns:
-        [batch, rows, columns, channels], rows and columns divided by ``pool``.
+        [batch, rows, columns, channels], with rows and columns divided by ``pool``.
     """
-    several = (xs,) if isinstance(xs, Tensor) else xs
+    images = (xs,) if isinstance(xs, Tensor) else xs
     weights = (weight,) if isinstance(weight, Tensor) else weight
     biases = (bias,) if isinstance(bias, Tensor) else bias
-    dtype = autocast_type(several[0])
-    if dtype is not None and several[0].device.type == "cpu":
-        several = [each.to(dtype) for each in several]
-    operators = compiled_for(several[0])
+    dtype = autocast_type(images[0])
+    if dtype is not None and images[0].device.type == "cpu":
+        images = [image.to(dtype) for image in images]
+    operators = select_operators(images[0])
     if operators is not None and pool <= _LARGEST_POOL:
-        output: Tensor = operators.norm_forward(several, weights, biases, lengths, groups, epsilon, relu, pool, ceil)[0]
+        output: Tensor = operators.norm_forward(images, weights, biases, lengths, groups, epsilon, relu, pool, ceil)[0]
         return output
-    parts = zip(several, weights, biases, strict=True)
-    normed = [_rows_last(_group_norm(x, own, shift, groups, epsilon, lengths)) for x, own, shift in parts]
-    y = _channels_last(torch.cat(normed, dim=1)) if len(normed) > 1 else _channels_last(normed[0])
-    return _after(y, relu, pool, ceil, lengths)
+    parts = zip(images, weights, biases, strict=True)
+    outputs = [_rows_last(_group_norm(x, scale, shift, groups, epsilon, lengths)) for x, scale, shift in parts]
+    y = _channels_last(torch.cat(outputs, dim=1)) if len(outputs) > 1 else _channels_last(outputs[0])
+    return _relu_and_pool(y, relu, pool, ceil, lengths)
 
 
 def relu_pool(x: Tensor, pool: int, *, ceil: bool = False) -> Tensor:
-    """Return the maximum of ReLU over each ``pool`` x ``pool`` of x [batch, rows, columns, channels]; see :func:`group_norm`."""
-    operators = compiled_for(x)
+    """Apply ReLU and max-pool ``pool`` x ``pool`` windows of x [batch, rows, columns, channels].
+
+    Args:
+        x: float images, channels last.
+        pool: rows and columns of a window.
+        ceil: whether to keep incomplete windows at the ends.
+    """
+    operators = select_operators(x)
     if operators is not None and pool <= _LARGEST_POOL:
         output: Tensor = operators.norm_forward((x,), (), (), None, 0, 0.0, True, pool, ceil)[0]
         return output
-    return _after(x, True, pool, ceil, None)
+    return _relu_and_pool(x, True, pool, ceil, None)
 
 
 class Conv2d(nn.Conv2d):
-    """torch.nn.Conv2d, [batch, channels, rows, columns] to the same; dilation, groups and so on are torch's own."""
+    """Fast replacement of torch.nn.Conv2d. Unsupported options, such as dilation, fall back to torch's implementation."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Convolve, see torch.nn.Conv2d."""
-        if x.dim() != 4 or compiled_for(x) is None:
+        """Convolve x [batch, channels, rows, columns] to the same layout, as torch.nn.Conv2d."""
+        if x.dim() != 4 or select_operators(x) is None:
             return super().forward(x)
         return _rows_last(self.channels_last(_channels_last(x)))
 
     def channels_last(self, x: Tensor) -> Tensor:
-        """Convolve images whose channels come last: [batch, rows, columns, channels] to the same."""
+        """Convolve x [batch, rows, columns, channels] to the same layout."""
         plain = self.dilation == (1, 1) and self.groups == 1 and self.padding_mode == "zeros"
         if not plain or isinstance(self.padding, str):
             return _channels_last(super().forward(_rows_last(x)))
@@ -129,10 +136,10 @@ class Conv2d(nn.Conv2d):
         return conv2d(x, self.weight, self.bias, stride=stride, padding=(rows, columns, rows, columns))
 
 
-def _seen(
+def _trim_kernel(
     x: Tensor, weight: Tensor, stride: tuple[int, int], padding: tuple[int, int, int, int]
 ) -> tuple[Tensor, tuple[int, int, int, int]]:
-    """Return a kernel without the taps at its edges that see nothing but padding, as in a very small image, and its padding."""
+    """Remove outer taps over padding alone, as for very small images. Returns the kernel and its padding."""
     around = list(padding)
     for dim in (0, 1):
         size, kernel, before, after = x.shape[1 + dim], weight.shape[2 + dim], padding[dim], padding[2 + dim]
@@ -153,7 +160,7 @@ def _rows_last(x: Tensor) -> Tensor:
 
 
 def _inside(x: Tensor, lengths: Tensor) -> Tensor:
-    """Return 1 where a row of x [batch, rows, ...] counts, and 0 elsewhere: [batch, rows, 1, 1]."""
+    """Return a mask over valid rows of x [batch, rows, ...], 1 or 0: [batch, rows, 1, 1]."""
     return (torch.arange(x.shape[1], device=x.device) < lengths.unsqueeze(1)).to(x.dtype)[:, :, None, None]
 
 
@@ -161,19 +168,19 @@ def _group_norm(x: Tensor, weight: Tensor, bias: Tensor, groups: int, epsilon: f
     if lengths is None:
         return _channels_last(F.group_norm(_rows_last(x), groups, weight, bias, epsilon))
     inside = _inside(x, lengths)
-    each = x.shape[3] // groups
-    apart = x.reshape(*x.shape[:3], groups, each)
+    channels = x.shape[3] // groups
+    grouped = x.reshape(*x.shape[:3], groups, channels)
     mask = inside.unsqueeze(4)
-    count = (inside.sum(dim=(1, 2, 3)) * (x.shape[2] * each)).clamp_min(1.0)[:, None, None, None, None]
-    centred = (apart - (apart * mask).sum(dim=(1, 2, 4), keepdim=True) / count) * mask
+    count = (inside.sum(dim=(1, 2, 3)) * (x.shape[2] * channels)).clamp_min(1.0)[:, None, None, None, None]
+    centred = (grouped - (grouped * mask).sum(dim=(1, 2, 4), keepdim=True) / count) * mask
     variance = centred.square().sum(dim=(1, 2, 4), keepdim=True) / count
-    normed: Tensor = (centred * (variance + epsilon).rsqrt()).flatten(3) * weight + bias
-    return normed
+    output: Tensor = (centred * (variance + epsilon).rsqrt()).flatten(3) * weight + bias
+    return output
 
 
-def _after(y: Tensor, relu: bool, pool: int, ceil: bool, lengths: Tensor | None) -> Tensor:
+def _relu_and_pool(y: Tensor, relu: bool, pool: int, ceil: bool, lengths: Tensor | None) -> Tensor:
     if relu:
         y = y.relu()
     if lengths is not None:
-        y = y * _inside(y, lengths)  # nothing is below 0 after ReLU, so padding is never the maximum
+        y = y * _inside(y, lengths)  # after ReLU no value is negative, so padding of 0 is never the maximum
     return _channels_last(F.max_pool2d(_rows_last(y), pool, ceil_mode=ceil)) if pool else y

@@ -1,4 +1,4 @@
-"""Reductions: the mean over time that leaves padding out, and the term of a loss that keeps clients from drifting apart."""
+"""Reductions: the mean over time without padding, and the loss term against client drift."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from raydfl.core.ops._backend import compiled_for
+from raydfl.core.ops._backend import select_operators
 
 
 def drift_term(
@@ -16,45 +16,47 @@ def drift_term(
     anchors: Sequence[Tensor] = (),
     slopes: Sequence[Tensor] = (),
 ) -> Tensor:
-    """Return pull / 2 sum ||w - a||^2 + sum <w - a, s> over the weights w of a network, their anchors a and slopes s: a scalar.
+    """Compute pull / 2 sum ||w - a||^2 + sum <w - a, s> over weights w, anchors a and slopes s: a scalar.
 
-    With anchors it is FedProx's proximal term, with slopes SCAFFOLD's correction, with both FedDC's. On a CPU all weights are read
-    once forward and once backward, in one call. It has gradients, pull (w - a) + s, for the weights alone, and once.
+    With anchors it is FedProx's proximal term, with slopes SCAFFOLD's correction, and with both FedDC's. On a CPU it reads all
+    weights once forward and once backward, in a single call. Only weights have a gradient, pull (w - a) + s. It has no second
+    gradient.
 
     Args:
-        weights: float, of any shapes, not none.
-        pull: a number, or a scalar of the weights' type; under vmap over clients it may be each client's own.
-        anchors: one for each weight, of its shape; none: all 0.
-        slopes: likewise.
+        weights: at least one float tensor, of any shapes.
+        pull: a number, or a scalar of the weights' dtype. Under vmap over clients it may differ between clients.
+        anchors: a tensor for each weight, of its shape. Empty: 0.
+        slopes: a tensor for each weight, of its shape. Empty: 0.
 
     Raises:
-        ValueError: they are not as many as the weights.
+        ValueError: the number of anchors or slopes is neither 0 nor the number of weights.
     """
-    if any(len(each) not in (0, len(weights)) for each in (anchors, slopes)):
+    if any(len(tensors) not in (0, len(weights)) for tensors in (anchors, slopes)):
         raise ValueError(
-            f"{len(weights)} weights have {len(anchors)} anchors and {len(slopes)} slopes: each has one, or none has"
+            f"drift_term: {len(weights)} weights have {len(anchors)} anchors and {len(slopes)} slopes. Give an anchor and a slope "
+            f"for each weight, or an empty sequence."
         )
-    operators = compiled_for(weights[0])
+    operators = select_operators(weights[0])
     if operators is not None and all(weight.dtype == torch.float32 for weight in weights):
         if not isinstance(pull, Tensor):
             pull = torch.full((), pull, dtype=torch.float32)
         term: Tensor = operators.drift_forward(weights, anchors, slopes, pull)
         return term
-    aways = [weight - anchor for weight, anchor in zip(weights, anchors, strict=True)] if anchors else weights
-    terms = [(away * slope).sum() for away, slope in zip(aways, slopes, strict=True)] if slopes else []
+    drifts = [weight - anchor for weight, anchor in zip(weights, anchors, strict=True)] if anchors else weights
+    terms = [(drift * slope).sum() for drift, slope in zip(drifts, slopes, strict=True)] if slopes else []
     if isinstance(pull, Tensor) or pull or not slopes:
-        terms.append(pull / 2 * torch.stack([away.square().sum() for away in aways]).sum())
+        terms.append(pull / 2 * torch.stack([drift.square().sum() for drift in drifts]).sum())
     return torch.stack(terms).sum()
 
 
 def mean_over_time(x: Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Return the mean of x [batch, frames, channels] over the frames that count: [batch, channels].
+    """Average over the valid frames: [batch, channels].
 
     Args:
-        x: float, one frame or more.
-        lengths: int64 [batch]: frames that count, from the first on; without any the mean is 0. ``None``: all.
+        x: float [batch, frames, channels], with at least one frame.
+        lengths: int64 [batch]: valid frames. The mean of 0 frames is 0. ``None``: all.
     """
-    operators = compiled_for(x)
+    operators = select_operators(x)
     if operators is not None and x.dim() == 3:
         mean: Tensor = operators.mean_forward(x, lengths)
         return mean

@@ -1,8 +1,7 @@
-"""Sums over clients that have parts of a tensor: some of its rows and columns, or a weight of its own for each element.
+"""Weighted sums over clients with slices of a tensor (rows and columns of a matrix), or with a weight for each element.
 
-What is summed up is a float64 vector, read as a matrix where rows and columns are meant. As in :mod:`raydfl.core.ops.sums`, each
-element is one chain of rounded products and sums in the order of the clients, so the bits are the same with and without compiled
-operators.
+The total is a float64 vector, viewed as a matrix for slices. As in :mod:`raydfl.core.ops.sums`, each element accumulates rounded
+products in client order, so compiled operators give the same bits.
 """
 
 from __future__ import annotations
@@ -16,70 +15,71 @@ import torch
 from raydfl.core.ops.sums import STRIP, as_tensors, sums_are_compiled
 
 _ALL = np.zeros(0, np.int64)
-_FEW = 2048  # elements of a total to which NumPy has added a slice before the compiled operator has its arguments
+_FEW = 2048  # elements of a total up to which NumPy is faster than preparing the compiled operator's arguments
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Some rows and columns of a matrix, and what each row counts."""
+    """Values for some rows and columns of a matrix, with row weights."""
 
     weights: np.ndarray
-    """float64 [rows], or [1] for all of them."""
+    """float64 [rows], or [1] for all rows."""
     values: np.ndarray | None = None
-    """float32 [rows * columns], contiguous; ``None``: 1 everywhere."""
+    """float32 [rows * columns], contiguous. ``None``: all 1."""
     rows: np.ndarray | None = None
-    """int64 [rows], 1 or more, in the order of ``values``: which of the matrix; ``None``: all."""
+    """int64 [rows]: at least one row index, in the order of ``values``. ``None``: all rows."""
     columns: np.ndarray | None = None
-    """int64, 1 or more, in the order of ``values``: which groups of ``unit`` columns each; ``None``: all."""
+    """int64: at least one index of a group of ``unit`` columns, in the order of ``values``. ``None``: all columns."""
     unit: int = 1
+    """Number of columns in a group."""
 
 
 def add_slices(total: np.ndarray, height: int, slices: Sequence[Slice]) -> None:
-    """Add each slice's values, times the weight of their row, to their place in ``total``.
+    """Add the slices' values, multiplied by their row weights, to ``total`` in place.
 
     Args:
         total: float64 [height * columns], contiguous.
-        height: rows of the matrix, 1 or more.
-        slices: all with values, or all without.
+        height: number of rows in the matrix, at least 1.
+        slices: slices. Either all have values, or none.
     """
     if len(total) > _FEW and sums_are_compiled():
-        of = [[each.values for each in slices if each.values is not None]]
-        of.append([_ALL if each.rows is None else each.rows for each in slices])
-        of.append([each.weights for each in slices])
-        of.append([_ALL if each.columns is None else each.columns for each in slices])
-        arrays = [as_tensors(each) for each in of]
-        torch.ops.raydfl.add_slices(torch.from_numpy(total), height, *arrays, [each.unit for each in slices])
+        lists = [[part.values for part in slices if part.values is not None]]
+        lists.append([_ALL if part.rows is None else part.rows for part in slices])
+        lists.append([part.weights for part in slices])
+        lists.append([_ALL if part.columns is None else part.columns for part in slices])
+        arguments = [as_tensors(arrays) for arrays in lists]
+        torch.ops.raydfl.add_slices(torch.from_numpy(total), height, *arguments, [part.unit for part in slices])
         return
     matrix = total.reshape(height, -1)
-    for each in slices:
-        rows = np.arange(height) if each.rows is None else each.rows
-        columns = slice(None) if each.columns is None else each.columns
-        if each.columns is not None and each.unit > 1:
-            columns = (each.columns[:, None] * each.unit + np.arange(each.unit)).reshape(-1)
-        values = None if each.values is None else each.values.reshape(len(rows), -1)
-        weights = each.weights[:, None]
+    for part in slices:
+        rows = np.arange(height) if part.rows is None else part.rows
+        columns = slice(None) if part.columns is None else part.columns
+        if part.columns is not None and part.unit > 1:
+            columns = (part.columns[:, None] * part.unit + np.arange(part.unit)).reshape(-1)
+        values = None if part.values is None else part.values.reshape(len(rows), -1)
+        weights = part.weights[:, None]
         step = max(1, STRIP // matrix.shape[1])
         for begin in range(0, len(rows), step):
-            part = slice(begin, begin + step)
-            products = weights if len(weights) == 1 else weights[part]
+            strip = slice(begin, begin + step)
+            products = weights if len(weights) == 1 else weights[strip]
             if values is not None:
-                products = values[part].astype(np.float64) * products  # faster than a product of two types
-            if each.columns is None:
-                matrix[rows[part]] += products
+                products = values[strip].astype(np.float64) * products  # faster than a product of mixed types
+            if part.columns is None:
+                matrix[rows[strip]] += products
             else:
-                matrix[rows[part, None], columns] += products
+                matrix[rows[strip, None], columns] += products
 
 
 def add_elements(
     total: np.ndarray, counted: np.ndarray, vectors: Sequence[np.ndarray], weights: Sequence[np.ndarray]
 ) -> None:
-    """Add vectors, each element with a weight of its own, to ``total``, and the weights to ``counted``.
+    """Add vectors with element-wise weights to ``total``, and the weights to ``counted``, in place.
 
     Args:
         total: float64 [elements], contiguous.
-        counted: the same.
-        vectors: float32 [elements], contiguous.
-        weights: float32 or float64 [elements], contiguous, all of one type.
+        counted: float64 [elements], contiguous.
+        vectors: float32 [elements] each, contiguous.
+        weights: float32 or float64 [elements] each, contiguous, all of the same dtype.
     """
     if sums_are_compiled():
         torch.ops.raydfl.add_elements(

@@ -1,8 +1,8 @@
-"""Spectra of a batch on their way into training: to power and back, z-scores, noise and masks.
+"""Transforms of a batch's spectrograms before training: power and logarithm, z-scores, noise and masks.
 
-In every function ``x`` is float32 [..., frames, bands], with any leading dimensions, and may be overwritten; ``frames`` is
-int64 [...]: an example's frames that are no padding. Padding is not looked at; what stands in it afterwards has no
-meaning. An example's numbers do not depend on those beside it, nor on how much padding it has.
+In every function ``x`` is float32 [..., frames, bands] with any leading dimensions, and may be overwritten. ``frames`` is int64
+[...]: each example's valid frames. Padding is ignored, and undefined in the result. An example's values depend neither on its batch
+nor on the amount of padding.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ import functools
 import torch
 from torch import Tensor
 
-from raydfl.core.ops._backend import compiled_for
+from raydfl.core.ops._backend import select_operators
 
 _LEAST_NORMAL = 2e-37
-"""Least power: below it the compiled exponential and logarithm are not exact."""
+"""Minimum power for the compiled exponential and logarithm. Below it they are not exact."""
 
 
 @functools.lru_cache(maxsize=256)
 def places(size: int, device: torch.device) -> Tensor:
-    """Return 0 to ``size`` - 1: int64 [size], to be read only. It is made once, for every batch asks for it."""
+    """Return 0 to ``size`` - 1: int64 [size]. The tensor is cached for all batches, so do not modify it."""
     return torch.arange(size, device=device)
 
 
 def inside(x: Tensor, frames: Tensor) -> Tensor:
-    """Return 1 for frames that are no padding and 0 for the others: float32 [..., frames, 1]."""
+    """Return a mask over valid frames, 1 or 0: float32 [..., frames, 1]."""
     return (places(x.shape[-2], x.device) < frames.unsqueeze(-1)).unsqueeze(-1).float()
 
 
 def to_power(x: Tensor, frames: Tensor, least: float, factor: float) -> Tensor:
-    """Return the power of spectra of which :func:`to_logarithm`, with the same numbers, makes ``x`` again."""
-    operators = compiled_for(x)
+    """Convert log spectrograms to power, the inverse of :func:`to_logarithm` with the same arguments."""
+    operators = select_operators(x)
     if operators is None or least < _LEAST_NORMAL:
         return x.mul_(1 / factor).exp_()
     x = x.contiguous()
@@ -40,8 +40,8 @@ def to_power(x: Tensor, frames: Tensor, least: float, factor: float) -> Tensor:
 
 
 def to_logarithm(x: Tensor, frames: Tensor, least: float, factor: float) -> Tensor:
-    """Return ``factor`` times the natural logarithm of power, or of ``least`` where it is smaller."""
-    operators = compiled_for(x)
+    """Convert power to ``factor`` times its natural logarithm, after clamping it to at least ``least``."""
+    operators = select_operators(x)
     if operators is None or least < _LEAST_NORMAL:
         return x.clamp_min_(least).log_().mul_(factor)
     x = x.contiguous()
@@ -50,17 +50,19 @@ def to_logarithm(x: Tensor, frames: Tensor, least: float, factor: float) -> Tens
 
 
 def to_z_scores(x: Tensor, frames: Tensor, epsilon: float) -> Tensor:
-    """Return the z-scores of each band over an example's frames.
+    """Normalise each band to z-scores over an example's frames.
 
     Args:
-        epsilon: added to the standard deviation, by which is divided.
+        x: float32 [..., frames, bands].
+        frames: int64 [...]: valid frames.
+        epsilon: added to the standard deviation in the divisor.
     """
-    operators = compiled_for(x)
+    operators = select_operators(x)
     if operators is not None:
         x = x.contiguous()
         operators.to_z_scores(x, frames, epsilon)
         return x
-    # Multiplied and not filled by a mask: that is vectorised, and takes a tenth of the time.
+    # Multiplication by a mask is vectorised, and takes a tenth of the time of masked_fill.
     real = inside(x, frames)
     count = frames.clamp_min(1)[..., None, None]
     x = x.mul_(real)
@@ -69,14 +71,16 @@ def to_z_scores(x: Tensor, frames: Tensor, epsilon: float) -> Tensor:
 
 
 def add_noise(x: Tensor, frames: Tensor, noise: Tensor, first: Tensor, ratio: Tensor) -> Tensor:
-    """Return power with noise.
+    """Add noise to power spectrograms.
 
     Args:
-        noise: power float32 [frames, bands], whose frames have a mean sum of 1; after its last comes its first.
-        first: int64 [...]: the noise's frame at an example's first.
-        ratio: float32 [...]: power of the noise to that of the example, a mean of its frames.
+        x: power, float32 [..., frames, bands].
+        frames: int64 [...]: valid frames.
+        noise: power of the noise, float32 [frames, bands], scaled to a mean of 1 of the frames' sums. It repeats cyclically.
+        first: int64 [...]: the noise's frame for each example's first frame.
+        ratio: float32 [...]: power ratio of noise to example, on average over its frames.
     """
-    operators = compiled_for(x)
+    operators = select_operators(x)
     if operators is not None:
         x = x.contiguous()
         operators.add_noise(x, frames, noise, first, ratio)
@@ -88,26 +92,29 @@ def add_noise(x: Tensor, frames: Tensor, noise: Tensor, first: Tensor, ratio: Te
 
 
 def mask(x: Tensor, frames: Tensor, firsts: Tensor, lengths: Tensor, lowest: Tensor, widths: Tensor) -> Tensor:
-    """Return spectra with stretches of frames and of bands that have the mean of the example.
+    """Replace ranges of frames and of bands by the example's mean (SpecAugment).
 
     Args:
-        firsts: int64 [..., masks]: first frame of each stretch of frames.
-        lengths: their frames.
-        lowest: int64 [..., masks]: lowest band of each stretch of bands.
-        widths: their bands.
+        x: float32 [..., frames, bands].
+        frames: int64 [...]: valid frames.
+        firsts: int64 [..., masks]: first frame of each time mask.
+        lengths: int64 [..., masks]: number of frames in each time mask.
+        lowest: int64 [..., masks]: lowest band of each frequency mask.
+        widths: int64 [..., masks]: number of bands in each frequency mask.
     """
-    operators = compiled_for(x)
+    operators = select_operators(x)
     if operators is not None:
         x = x.contiguous()
         operators.mask(x, frames, firsts, lengths, lowest, widths)
         return x
     mean = (x * inside(x, frames)).sum(dim=(-2, -1)) / (frames.clamp_min(1) * x.shape[-1])
-    kept = _left(firsts, lengths, x.shape[-2]).unsqueeze(-1) * _left(lowest, widths, x.shape[-1]).unsqueeze(-2)
-    return x.mul_(kept).addcmul_(1 - kept, mean[..., None, None])
+    visible = _is_visible(firsts, lengths, x.shape[-2]).unsqueeze(-1)
+    visible = visible * _is_visible(lowest, widths, x.shape[-1]).unsqueeze(-2)
+    return x.mul_(visible).addcmul_(1 - visible, mean[..., None, None])
 
 
-def _left(first: Tensor, length: Tensor, size: int) -> Tensor:
-    """Return which of ``size`` places no mask covers: float32 [..., size], 1 or 0."""
+def _is_visible(first: Tensor, length: Tensor, size: int) -> Tensor:
+    """Return 1 for positions outside all masks and 0 inside: float32 [..., size]."""
     place = places(size, first.device)
     first = first.unsqueeze(-1)
     return ((place < first) | (place >= first + length.unsqueeze(-1))).all(dim=-2).float()

@@ -1,11 +1,10 @@
-"""Encoder: the stem, the layers and the norm of a pretrained encoder, or some of them, as one network on a batch.
+"""Encoder: stem, layers and norm of a pretrained encoder, or a range of them, as a network on batches.
 
-It computes what the class of transformers does in evaluation mode (tests/core/test_encoders.py). While it trains, what belongs to
-pre-training is left out: no layer is skipped (layerdrop), no time or channel is masked (SpecAugment). Dropout is the folder's, in
-layers that train.
+It matches the class of transformers in evaluation mode (tests/core/test_encoders.py). Training omits parts of pre-training:
+layerdrop and SpecAugment. Dropout in training layers follows the folder's configuration.
 
-Of recordings of several lengths that are heard as samples, each one's tokens are what they are alone: the group norm of the first
-convolution counts its own frames only, which transformers does not do, and attention leaves out what is padding.
+Encoders of samples give each recording the same tokens in any batch: the first convolution's group norm covers a recording's own
+frames only (unlike in transformers), and attention ignores padding.
 """
 
 from __future__ import annotations
@@ -22,25 +21,25 @@ from raydfl.core.pretrained.folder import EncoderFolder
 from raydfl.core.pretrained.front_end import least_samples
 
 Tokens = tuple[Tensor, Tensor | None]
-"""Tokens float32 [batch, tokens, width], and how many count: int64 [batch], or ``None``: all."""
+"""Tokens float32 [batch, tokens, width], and their valid number int64 [batch]. ``None``: all are valid."""
 
 _OWN_TOKENS = 2
-"""Tokens of AST before those of the patches: the class's and that of distillation."""
+"""Class token and distillation token of AST, before the patches."""
 
 
 class Encoder(nn.Module):
-    """Some of an encoder, from what it takes or from the tokens after some layer, to the tokens after a later one."""
+    """A range of a pretrained encoder's layers, with the stem before the first layer and the norm after the last."""
 
     def __init__(self, folder: EncoderFolder, begin: int | None, end: int) -> None:
-        """Build it with the folder's weights.
+        """Build the network with the folder's weights.
 
         Args:
-            folder: of the encoder.
-            begin: after how many layers; ``None``: with the stem.
-            end: after how many layers; after all of them comes the norm, if the encoder has one there.
+            folder: the encoder's folder.
+            begin: number of layers before the range. ``None``: start with the stem.
+            end: number of layers up to the end of the range. The last layer is followed by the encoder's norm, if it has one.
 
         Raises:
-            ConfigError: the weights cannot be used.
+            ConfigError: the weights are invalid.
         """
         super().__init__()
         network: Any = folder.load()
@@ -56,37 +55,40 @@ class Encoder(nn.Module):
         self.stem = stem if begin is None else None
         first = begin or 0
         self.layers = nn.ModuleDict({str(n): layer for n, layer in enumerate(transformer.layers) if first <= n < end})
+        # If begin equals end, the inputs are tokens after all layers, and the cached features include the norm.
         self.norm = norm if end == folder.layers and begin != end else None
-        self._told = folder.takes_waves
+        self._uses_lengths = folder.takes_waves
         for part in self.modules():
-            if "config" in vars(
-                part
-            ):  # one for all networks of a folder, which are then seen to be alike, and trained together
+            # All networks of a folder share a configuration object, so that clients are recognised as equal and train batched.
+            if "config" in vars(part):
                 part.config = folder.settings
 
     def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tokens:
-        """Return tokens, and how many of each example count.
+        """Compute tokens, and their valid number for each example.
 
         Args:
-            x: float32 [batch, frames, bands], or tokens.
-            lengths: int64 [batch]: frames, or tokens, that count; ``None``: all.
+            x: float32 [batch, frames, bands], or tokens [batch, tokens, width] without a stem.
+            lengths: int64 [batch]: valid frames or tokens. ``None``: all.
         """
-        tokens, count = (x, lengths if self._told else None) if self.stem is None else self.stem(x, lengths)
+        tokens, count = (x, lengths if self._uses_lengths else None) if self.stem is None else self.stem(x, lengths)
         mask = None if count is None else inside(count, tokens.shape[1])[:, None, None]
         for layer in self.layers.values():
             tokens = layer(tokens, attention_mask=mask)
         return (tokens if self.norm is None else self.norm(tokens)), count
 
 
-def pooled(tokens: Tensor, count: Tensor | None, how: str, kind: str) -> Tensor:
-    """Return one vector for each example, float32 [batch, width].
+def pool_tokens(tokens: Tensor, count: Tensor | None, how: str, kind: str) -> Tensor:
+    """Pool each example's tokens to a vector.
 
     Args:
         tokens: float32 [batch, tokens, width].
-        count: int64 [batch]: tokens that count; ``None``: all.
-        how: ``mean``: of all tokens that count; ``own``: as the classifier of transformers does it: of AST the mean of the
-            first two tokens, else that of all.
-        kind: of the encoder.
+        count: int64 [batch]: valid tokens. ``None``: all.
+        how: ``mean``: average valid tokens. ``own``: pool like the classifier in transformers, for AST with the mean of the first
+            two tokens, else with ``mean``.
+        kind: the encoder's kind.
+
+    Returns:
+        float32 [batch, width].
     """
     if how == "own" and kind == "audio-spectrogram-transformer":
         return tokens[:, :_OWN_TOKENS].mean(dim=1)
@@ -94,12 +96,12 @@ def pooled(tokens: Tensor, count: Tensor | None, how: str, kind: str) -> Tensor:
 
 
 def inside(count: Tensor, size: int) -> Tensor:
-    """Return what is no padding: bool [batch, size]."""
+    """Return a mask over positions without padding: bool [batch, size]."""
     return torch.arange(size, device=count.device) < count.unsqueeze(1)
 
 
 class _WaveStem(nn.Module):
-    """wav2vec2's and HuBERT's: convolutions over samples, a projection, positions by a convolution."""
+    """Stem of wav2vec2 and HuBERT: convolutions over samples, a projection, and convolutional position embeddings."""
 
     def __init__(self, network: Any) -> None:
         super().__init__()
@@ -113,41 +115,44 @@ class _WaveStem(nn.Module):
 
     def forward(self, x: Tensor, lengths: Tensor | None) -> Tokens:
         if not torch.compiler.is_exporting() and x.shape[1] < self._least:
-            raise DataError(f"clips of {x.shape[1]} samples; the encoder needs {self._least}")
+            raise DataError(
+                f"clips have {x.shape[1]} samples, but the encoder needs at least {self._least}. Use longer clips."
+            )
         frames, count = x.transpose(1, 2), lengths
         for layer, (kernel, stride) in zip(self.feature_extractor.conv_layers, self._sizes, strict=True):
             if count is not None:
+                # At least a frame: attention over no tokens would be NaN.
                 count = (torch.div(count - kernel, stride, rounding_mode="floor") + 1).clamp_min(1)
             norm = getattr(layer, "layer_norm", None)
             if count is None or not isinstance(norm, nn.GroupNorm):
                 frames = layer(frames)
             else:
-                frames = layer.activation(_normed(layer.conv(frames), norm, inside(count, self._length(x))))
+                frames = layer.activation(_normalise(layer.conv(frames), norm, inside(count, self._length(x))))
         projected = self.feature_projection(frames.transpose(1, 2))
         tokens = projected[0] if isinstance(projected, tuple) else projected
-        if count is not None:
+        if count is not None:  # the position embeddings are a convolution, so padding must be 0
             tokens = tokens.masked_fill(~inside(count, tokens.shape[1]).unsqueeze(2), 0.0)
         tokens = tokens + self.pos_conv_embed(tokens)
         return self.dropout(tokens if self.layer_norm is None else self.layer_norm(tokens)), count
 
     def _length(self, x: Tensor) -> int:
-        """Return the frames of the first convolution, the one with the norm."""
+        """Return the number of output frames of the first convolution, the only one with a group norm."""
         kernel, stride = self._sizes[0]
         return int((x.shape[1] - kernel) // stride + 1)
 
 
-def _normed(frames: Tensor, norm: nn.GroupNorm, counts: Tensor) -> Tensor:
-    """Return frames [batch, channels, frames] with each channel normalised over the frames that count, bool [batch, frames]."""
-    counts = counts.unsqueeze(1)
-    number = counts.sum(dim=2, keepdim=True)
-    mean = frames.masked_fill(~counts, 0.0).sum(dim=2, keepdim=True) / number
-    centred = (frames - mean).masked_fill(~counts, 0.0)
+def _normalise(frames: Tensor, norm: nn.GroupNorm, valid: Tensor) -> Tensor:
+    """Normalise each channel of frames [batch, channels, frames] over the valid frames, bool [batch, frames]."""
+    valid = valid.unsqueeze(1)
+    number = valid.sum(dim=2, keepdim=True)
+    mean = frames.masked_fill(~valid, 0.0).sum(dim=2, keepdim=True) / number
+    centred = (frames - mean).masked_fill(~valid, 0.0)
     variance = centred.square().sum(dim=2, keepdim=True) / number
     return centred * (variance + norm.eps).rsqrt() * norm.weight[:, None] + norm.bias[:, None]
 
 
 class _PatchStem(nn.Module):
-    """AST's: patches of a spectrogram of one length, and two tokens before them."""
+    """Stem of AST: two tokens, then patches of a spectrogram of fixed length."""
 
     def __init__(self, embeddings: nn.Module, folder: EncoderFolder) -> None:
         super().__init__()
@@ -157,11 +162,11 @@ class _PatchStem(nn.Module):
         self._silence = -extractor.mean / (2 * extractor.std) if extractor.do_normalize else 0.0
 
     def forward(self, x: Tensor, lengths: Tensor | None) -> Tokens:
-        return self.embeddings(_filled(x, lengths, self._frames, self._silence)), None
+        return self.embeddings(_fill(x, lengths, self._frames, self._silence)), None
 
 
 class _WhisperStem(nn.Module):
-    """Whisper's: two convolutions over a spectrogram of one length, and a table of positions, which never trains."""
+    """Stem of Whisper: two convolutions over a spectrogram of fixed length, and frozen position embeddings."""
 
     def __init__(self, encoder: Any) -> None:
         super().__init__()
@@ -171,17 +176,17 @@ class _WhisperStem(nn.Module):
         self._frames = 2 * int(encoder.max_source_positions)
 
     def forward(self, x: Tensor, lengths: Tensor | None) -> Tokens:
-        # The extractor cuts logarithms 8 below a clip's largest and at -10, then adds 4 and divides by 4: what silence becomes.
+        # Silence after the extractor: it clips logarithms at 8 below the clip's maximum and at -10, adds 4 and divides by 4.
         sounding = x if lengths is None else x.masked_fill(~inside(lengths, x.shape[1]).unsqueeze(2), -torch.inf)
         silence = (sounding.amax(dim=(1, 2), keepdim=True) - 2.0).clamp_min(-1.5)
-        x = _filled(x, lengths, self._frames, silence)
+        x = _fill(x, lengths, self._frames, silence)
         tokens = F.gelu(self.conv2(F.gelu(self.conv1(x.transpose(1, 2))))).transpose(1, 2)
         return F.dropout(tokens + self.embed_positions.weight, self._dropout, self.training), None
 
 
-def _filled(x: Tensor, lengths: Tensor | None, frames: int, value: Tensor | float) -> Tensor:
-    """Return x float32 [batch, frames, bands] with so many frames, those that do not count being of a value (or [batch, 1, 1])."""
+def _fill(x: Tensor, lengths: Tensor | None, frames: int, value: Tensor | float) -> Tensor:
+    """Pad or cut x [batch, frames, bands] to ``frames`` frames, and fill padding with a value (a number, or [batch, 1, 1])."""
     size = x.shape[1]
     count = x.new_full((len(x),), size, dtype=torch.int64) if lengths is None else lengths
-    whole = F.pad(x, (0, 0, 0, frames))[:, :frames]  # without a branch on the length, for torch.export
+    whole = F.pad(x, (0, 0, 0, frames))[:, :frames]  # torch.export allows no branch on the length
     return torch.where(inside(count, frames).unsqueeze(2), whole, value)

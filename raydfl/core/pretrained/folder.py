@@ -1,4 +1,4 @@
-"""A folder with a pretrained encoder: its family, its sizes, its weights, and the digest of all that decides its numbers."""
+"""Folders with pretrained encoders: their family, sizes, weights and digest."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
 _LISTED = 5
 _ATTENTION = "sdpa"
-"""Name of PyTorch's own attention in transformers."""
+"""Name of PyTorch's scaled dot-product attention in transformers."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """A kind of encoder of transformers."""
+    """A family of encoders in transformers."""
 
     network: str
-    """The class of transformers that holds the encoder, and little else."""
+    """The class of transformers with the encoder and the fewest further weights."""
     extractor: str
-    """The class that makes what it takes."""
+    """The class of its feature extractor."""
     layers: str
-    """The setting in config.json that says how many layers there are."""
+    """Name of the number of layers in config.json."""
     width: str
-    """The setting that says how many numbers a token has."""
+    """Name of the token width in config.json."""
     left_out: str
-    """Names of weights that a file may have and the encoder does not need: heads, decoders, what pre-training learns with."""
+    """Pattern of weights that a file may have but the encoder ignores: heads, decoders, and parts for pre-training."""
     own: str = r"(projector|classifier)\..*"
-    """Names of weights that only the class of transformers has, and that a file may lack."""
+    """Pattern of weights that the class has but a file may lack."""
 
 
 _OF_WAVES = (
@@ -74,16 +74,16 @@ FAMILIES: Mapping[str, Family] = {
         r"((model\.)?decoder|proj_out|projector|classifier)\..*|layer_weights",
     ),
 }
-"""By what ``model_type`` says in config.json."""
+"""Families by ``model_type`` in config.json."""
 
 
 @dataclass(frozen=True, eq=False)
 class EncoderFolder:
-    """A folder with an encoder: its kind, its settings and its feature extractor."""
+    """Kind, settings and feature extractor of an encoder in a folder."""
 
     path: Path
     kind: str
-    """One of :data:`FAMILIES`."""
+    """A key of :data:`FAMILIES`."""
     settings: Any
     """The configuration of transformers."""
     extractor: Any
@@ -91,50 +91,50 @@ class EncoderFolder:
 
     @property
     def layers(self) -> int:
-        """Layers of the transformer."""
+        """Number of transformer layers."""
         return int(getattr(self.settings, FAMILIES[self.kind].layers))
 
     @property
     def width(self) -> int:
-        """Numbers of a token."""
+        """Size of a token."""
         return int(getattr(self.settings, FAMILIES[self.kind].width))
 
     @property
     def takes_waves(self) -> bool:
-        """True where the encoder takes samples, false where it takes spectra."""
+        """Whether the encoder's inputs are samples. False: spectrograms."""
         return self.kind in ("wav2vec2", "hubert")
 
     @property
     def bands(self) -> int:
-        """Numbers of a frame that the encoder takes; 1 where it takes samples."""
+        """Number of mel bands in an input frame, or 1 for samples."""
         return 1 if self.takes_waves else int(self.settings.num_mel_bins)
 
     @property
     def sample_rate(self) -> int:
-        """Hz of the recordings that it was trained on."""
+        """Sample rate of the encoder's inputs in Hz."""
         return int(self.extractor.sampling_rate)
 
     @property
     def fills(self) -> bool:
-        """True where short recordings are filled with zeros, which the encoder hears; false where it is told their lengths."""
+        """Whether short recordings are padded with audible zeros. False: the encoder masks padding by the lengths."""
         return self.takes_waves and not self.extractor.return_attention_mask
 
     def check_layers(self, after: int | None) -> None:
-        """Refuse to begin after a layer that there is not.
+        """Check the option ``after``, the number of layers before the trained range.
 
         Raises:
-            ConfigError: there are fewer layers.
+            ConfigError: the encoder has fewer layers.
         """
         if after is not None and after > self.layers:
             raise ConfigError(
-                f"after: {after}, and the encoder in {self.path} has {self.layers} layers; take 0 to {self.layers}"
+                f"after: {after}, but the encoder in {self.path} has {self.layers} layers. Choose 0 to {self.layers}."
             )
 
     def load(self) -> nn.Module:
-        """Return the network of transformers with the folder's weights, in evaluation mode.
+        """Load the network of transformers with the folder's weights, in evaluation mode.
 
         Raises:
-            ConfigError: the weights cannot be read, or a name, shape or number is not as it should be.
+            ConfigError: the weights cannot be read, do not match the settings in name or shape, or are not finite.
         """
         import transformers
 
@@ -143,155 +143,160 @@ class EncoderFolder:
             tensors: dict[str, torch.Tensor] = {}
             for file in _weight_files(self.path):
                 tensors |= safetensors.torch.load_file(file)
-            # Names that a file lacks are drawn, and refused or not used below: nobody else shall see the draws.
+            # from_pretrained draws missing weights, rejected or unused below. The fork preserves the caller's random state.
             with torch.random.fork_rng(devices=[]), _quiet():
-                network, found = getattr(transformers, family.network).from_pretrained(
+                network, info = getattr(transformers, family.network).from_pretrained(
                     None,
                     config=self.settings,
                     state_dict=tensors,
                     attn_implementation=_ATTENTION,
                     dtype=torch.float32,
                     output_loading_info=True,
-                    ignore_mismatched_sizes=True,  # they are refused below, by name
+                    ignore_mismatched_sizes=True,  # rejected below, by name
                 )
-        except Exception as error:  # whatever a damaged file or a strange setting makes of it
+        except Exception as error:  # a damaged file or an invalid setting can raise anything
             raise ConfigError(
-                f"the weights in {self.path} cannot be read: {_first_line(error)}; fetch them again, or take the folder's own "
-                f"{_ABOUT}"
+                f"the weights in {self.path} cannot be read: {_first_line(error)}. Download them again, or restore the model's "
+                f"{_ABOUT}."
             ) from error
-        unfit = sorted(name for name, *_ in found["mismatched_keys"])
-        missing = sorted(n for n in found["missing_keys"] if n not in unfit and not re.fullmatch(family.own, n))
-        strange = sorted(name for name in found["unexpected_keys"] if not re.fullmatch(family.left_out, name))
+        unfit = sorted(name for name, *_ in info["mismatched_keys"])
+        missing = sorted(n for n in info["missing_keys"] if n not in unfit and not re.fullmatch(family.own, n))
+        unexpected = sorted(name for name in info["unexpected_keys"] if not re.fullmatch(family.left_out, name))
         unfit = [name for name in unfit if not re.fullmatch(family.own, name)]
-        if missing or strange or unfit:
-            said = [("lack", missing), ("have", strange), ("have in another shape", unfit)]
-            texts = " and ".join(f"{verb} {_listed(names)}" for verb, names in said if names)
+        if missing or unexpected or unfit:
+            problems = [("lack", missing), ("have", unexpected), ("have in another shape", unfit)]
+            texts = " and ".join(f"{verb} {_format_names(names)}" for verb, names in problems if names)
             raise ConfigError(
-                f"the weights in {self.path} do not fit its {_ABOUT}: they {texts}; take the files of one model, as "
-                f"save_pretrained writes them"
+                f"the weights in {self.path} do not fit its {_ABOUT}: they {texts}. Use the files of a single model, as "
+                f"save_pretrained writes them."
             )
         for name, value in network.state_dict().items():
             if value.is_floating_point() and not re.fullmatch(family.own, name) and not value.isfinite().all():
-                raise ConfigError(f"the weights in {self.path}: {name!r} holds numbers that are not finite")
-        loaded: nn.Module = network.eval()
-        return loaded
+                raise ConfigError(f"the weights in {self.path}: {name!r} has non-finite values. Download them again.")
+        encoder: nn.Module = network.eval()
+        return encoder
 
 
 def read_encoder_folder(folder: Path) -> EncoderFolder:
-    """Read what a folder says of its encoder; the weights are looked for, and not read.
+    """Read an encoder's settings from its folder, and check that its weights exist.
 
     Raises:
-        ConfigError: there is no such folder, a file is missing or damaged, the encoder is of a kind that is not supported, the
-            weights could only be read by running code, or the package transformers is not installed.
+        ConfigError: the folder or a file is missing or damaged, the kind of encoder is not supported, the weights are pickles, or
+            the package transformers is not installed.
     """
     if not folder.is_dir():
         raise ConfigError(
-            f"there is no folder {folder}; give one that save_pretrained of transformers wrote, or a copy of a model's repository"
+            f"there is no folder {folder}. Give a folder from save_pretrained of transformers, or a copy of a model's repository."
         )
     return _read(folder, tuple((file.name, file.stat().st_mtime_ns) for file in _files(folder)))
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=8)  # the stamp of names and times invalidates the cache when a file changes
 def _read(folder: Path, _stamp: tuple[tuple[str, int], ...]) -> EncoderFolder:
-    about = _json(folder, _ABOUT, "says what the encoder is")
+    about = _read_json(folder, _ABOUT)
     kind = str(about.get("model_type"))
     if kind not in FAMILIES:
-        raise ConfigError(f"{folder} holds a model of the type {kind!r}; {nearest(kind, FAMILIES)}")
-    front_end = _json(folder, _FRONT_END, "says what the encoder takes")
+        raise ConfigError(f"{folder} holds a model of the unsupported type {kind!r}; {nearest(kind, FAMILIES)}")
+    front_end = _read_json(folder, _FRONT_END)
     _weight_files(folder)
     if importlib.util.find_spec("transformers") is None:
-        raise ConfigError("pretrained encoders need the package transformers: pip install 'raydfl[huggingface]'")
+        raise ConfigError(
+            "Pretrained encoders need the package transformers. Install it with: pip install 'raydfl[huggingface]'"
+        )
     import transformers
 
     family = FAMILIES[kind]
     try:
-        # Not from the folder: transformers would read further files, which the digest does not cover.
+        # Given the folder, transformers would read further files, and the digest does not cover them.
         with _quiet():
             settings = transformers.CONFIG_MAPPING[kind].from_dict(dict(about), attn_implementation=_ATTENTION)
             extractor = getattr(transformers, family.extractor).from_dict(dict(front_end))
-    except Exception as error:  # whatever transformers says of a strange setting
-        raise ConfigError(f"{folder}: {_ABOUT} or {_FRONT_END} cannot be used: {_first_line(error)}") from error
-    found = EncoderFolder(folder, kind, settings, extractor)
-    _check_settings(found)
-    return found
+    except Exception as error:  # an invalid setting can raise anything in transformers
+        raise ConfigError(f"{folder}: {_ABOUT} or {_FRONT_END} is invalid: {_first_line(error)}") from error
+    encoder_folder = EncoderFolder(folder, kind, settings, extractor)
+    _check_settings(encoder_folder)
+    return encoder_folder
 
 
 def encoder_digest(folder: Path) -> str:
-    """Return a digest of all that decides what the encoder in a folder computes.
+    """Return a digest of the files that determine the encoder's outputs.
 
     Raises:
         OSError: a file cannot be read.
     """
-    found = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=16)
     for file in _files(folder):
-        found.update(f"{file.name} {content_digest(file)}\n".encode())
-    return found.hexdigest()
+        digest.update(f"{file.name} {content_digest(file)}\n".encode())
+    return digest.hexdigest()
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the files that decide the numbers, those that are there."""
+    """Return the existing files that determine the encoder's outputs."""
     names = [_ABOUT, _FRONT_END, _INDEX]
     return [*(folder / name for name in names if (folder / name).is_file()), *sorted(folder.glob("*.safetensors"))]
 
 
-def _json(folder: Path, name: str, what: str) -> Mapping[str, Any]:
+def _read_json(folder: Path, name: str) -> Mapping[str, Any]:
+    """Read a JSON object from a file of the folder."""
     try:
-        found = json.loads(read_regular(folder / name))
+        content = json.loads(read_regular(folder / name))
     except OSError as error:
         raise ConfigError(
-            f"{folder} has no {name}, which {what}, that can be read ({error.strerror}); copy it from the model's repository"
+            f"{folder / name} cannot be read ({error.strerror}). Copy it from the model's repository."
         ) from error
     except ValueError as error:
-        raise ConfigError(f"{folder / name} is no JSON: {error}; fetch it again") from error
+        raise ConfigError(f"{folder / name} is not valid JSON: {error}. Download it again.") from error
     except RecursionError as error:
-        raise ConfigError(f"{folder / name} cannot be read: it is nested too deep; fetch it again") from error
-    if not isinstance(found, Mapping):
-        raise ConfigError(f"{folder / name} must hold settings; fetch it again")
-    return found
+        raise ConfigError(f"{folder / name} cannot be read: it is nested too deep. Download it again.") from error
+    if not isinstance(content, Mapping):
+        raise ConfigError(f"{folder / name} must hold an object with settings. Download it again.")
+    return content
 
 
 def _weight_files(folder: Path) -> list[Path]:
     """Return the files with the weights.
 
     Raises:
-        ConfigError: there are none, or only in a form that can run code when it is read.
+        ConfigError: the weights are missing, or are pickles, which could run code.
     """
     if (folder / _WEIGHTS).is_file():
         return [folder / _WEIGHTS]
     if (folder / _INDEX).is_file():
-        parts = _json(folder, _INDEX, "says where the weights are").get("weight_map")
+        parts = _read_json(folder, _INDEX).get("weight_map")
         if not isinstance(parts, Mapping) or not parts:
-            raise ConfigError(f"{folder / _INDEX} names no weights; fetch it again")
+            raise ConfigError(f"{folder / _INDEX} names no weights. Download it again.")
         return [_weight_file(folder, name) for name in sorted({str(name) for name in parts.values()})]
     pickles = [file.name for pattern in _PICKLES for file in sorted(folder.glob(pattern))]
     if pickles:
         raise ConfigError(
-            f"{folder} has its weights as {pickles[0]} only, and reading that can run code; write them as {_WEIGHTS} where you "
-            f"trust the file: load the model with transformers, then model.save_pretrained(FOLDER)"
+            f"{folder} has its weights as {pickles[0]} only, and reading a pickle can run code. If you trust the file, convert it "
+            f"to {_WEIGHTS}: load the model with transformers, then call model.save_pretrained(FOLDER)."
         )
-    raise ConfigError(f"{folder} has no {_WEIGHTS}; copy it from the model's repository")
+    raise ConfigError(f"{folder} has no {_WEIGHTS}. Copy it from the model's repository.")
 
 
 def _weight_file(folder: Path, name: str) -> Path:
-    """Return a file that the index names."""
+    """Return the path of a file in the index, after checks."""
     try:
         file = folder / plain_name(name)
     except ValueError as error:
         raise ConfigError(f"{folder / _INDEX}: {error}") from error
     if file.suffix != ".safetensors":
         raise ConfigError(
-            f"{folder / _INDEX} names {name}, and reading that can run code; give a model whose files end in .safetensors"
+            f"{folder / _INDEX} names {name}, and reading it could run code. Use a model with .safetensors files."
         )
     if not file.is_file():
-        raise ConfigError(f"{folder} has no {name}, which {_INDEX} names; fetch it")
+        raise ConfigError(f"{folder} has no {name}, but {_INDEX} names it. Download it.")
     return file
 
 
 def _check_settings(folder: EncoderFolder) -> None:
-    """Refuse an encoder that is built otherwise than this package runs it, and a front end that is another encoder's."""
+    """Reject unsupported variants of an encoder, and a front end of a different encoder."""
     settings, extractor = folder.settings, folder.extractor
     if getattr(settings, "add_adapter", False) or getattr(settings, "adapter_attn_dim", None) is not None:
-        raise ConfigError(f"{folder.path}: encoders with adapters (add_adapter, adapter_attn_dim) are not supported")
+        raise ConfigError(
+            f"{folder.path}: encoders with adapters (add_adapter, adapter_attn_dim) are not supported. Choose another encoder."
+        )
     if folder.takes_waves:
         pairs = []
     elif folder.kind == "whisper":
@@ -303,15 +308,15 @@ def _check_settings(folder: EncoderFolder) -> None:
         pairs = [
             (name, getattr(extractor, name), name, getattr(settings, name)) for name in ("num_mel_bins", "max_length")
         ]
-    for given, value, taken, expected in pairs:
+    for output, value, required, expected in pairs:
         if value != expected:
             raise ConfigError(
-                f"{folder.path}: {_FRONT_END} makes {given} {value}, and the encoder takes {taken} {expected}; take both files of "
-                f"one model"
+                f"{folder.path}: {_FRONT_END} makes {output} {value}, but the encoder requires {required} {expected}. Use both "
+                f"files of a single model."
             )
 
 
-def _listed(names: list[str]) -> str:
+def _format_names(names: list[str]) -> str:
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     return ", ".join(map(repr, names[:_LISTED])) + more
 
@@ -323,17 +328,17 @@ def _first_line(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep back what transformers prints while it loads: bars, and a report of names that are accounted for here."""
+    """Silence progress bars and warnings of transformers. :meth:`EncoderFolder.load` reports unexpected weights itself."""
     from transformers.utils import logging as transformers_logging
 
-    said: Any = transformers_logging  # it has no types
-    log, bars = logging.getLogger("transformers"), said.is_progress_bar_enabled()
+    untyped: Any = transformers_logging  # it has no types
+    log, bars = logging.getLogger("transformers"), untyped.is_progress_bar_enabled()
     level = log.level
-    said.disable_progress_bar()
+    untyped.disable_progress_bar()
     log.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
         log.setLevel(level)
         if bars:
-            said.enable_progress_bar()
+            untyped.enable_progress_bar()

@@ -42,7 +42,7 @@ from raydfl.core.files import (
     write_atomically,
     writing,
 )
-from raydfl.core.lock import locked
+from raydfl.core.lock import hold_lock
 from raydfl.core.progress import Progress, Silent
 from raydfl.data.features.alteration import Alterations
 from raydfl.data.features.digests import digest_clips, iterate_rows
@@ -298,7 +298,7 @@ def open_or_make(folder: Path, needed: int, make: Callable[[], None]) -> Feature
     def report_wait() -> None:
         _log.warning("Another process is preparing the same features (%s). Waiting for it.", lock)
 
-    with writing(folder.parent, needed, _WHAT, CHOOSE_CACHE), locked(lock, report_wait):
+    with writing(folder.parent, needed, _WHAT, CHOOSE_CACHE), hold_lock(lock, report_wait):
         store = _open_if_valid(folder)
         if store is None:
             if free_bytes(folder.parent) < needed:

@@ -22,7 +22,7 @@ from joblib.externals.loky.process_executor import TerminatedWorkerError
 
 from raydfl.core.errors import DataError, RaydflError
 from raydfl.core.files import write_atomically
-from raydfl.core.registry import build, load_file, loaded_files
+from raydfl.core.registry import build, list_loaded_files, load_file
 from raydfl.data.dataset import Dataset, find_dataset
 from raydfl.data.features.alteration import UNALTERED, Alterations
 from raydfl.data.features.extractor import FeatureExtractor, WaveFeatures
@@ -231,6 +231,7 @@ def run_locally(function: Callable[[Chunk], ChunkReport], chunks: Sequence[Chunk
     spent = 0.0
     for position, chunk in enumerate(chunks):
         left = len(chunks) - position
+        # The first chunks run here. Processes start once they would save more time than their start takes.
         if position and workers > 1 and spent / position * left * (1 - 1 / workers) > _START_UP_S:
             yield from _run_in_processes(function, chunks[position:], workers)
             return
@@ -243,7 +244,7 @@ def _run_in_processes(
     function: Callable[[Chunk], ChunkReport], chunks: Sequence[Chunk], workers: int
 ) -> Iterator[ChunkReport]:
     run = joblib.Parallel(workers, return_as="generator_unordered", batch_size=1, idle_worker_timeout=_IDLE_S)
-    files = loaded_files()
+    files = list_loaded_files()
     try:
         yield from run(joblib.delayed(_run_with_files)(files, pickle.dumps((function, chunk))) for chunk in chunks)
     except TerminatedWorkerError as error:

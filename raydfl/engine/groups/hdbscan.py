@@ -19,7 +19,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from raydfl.core.clustering import Distance, distances, hdbscan_labels, with_noise
+from raydfl.core.clustering import Distance, assign_noise, distances, hdbscan_labels
 from raydfl.core.errors import ConfigError, nearest
 from raydfl.core.part_names import plain_name
 from raydfl.core.types import Client, Ratio, Tensors
@@ -115,7 +115,7 @@ class Hdbscan(DiscoveryRule):
             matrix, self.min_cluster_size, self.min_samples, self.selection, self.epsilon, self.single
         )
         threshold = self.threshold if self.noise == "attach" else 0.0
-        return with_noise(clusters, matrix, threshold), int((clusters < 0).sum()), bool((clusters < 0).all())
+        return assign_noise(clusters, matrix, threshold), int((clusters < 0).sum()), bool((clusters < 0).all())
 
     def divide(self, membership: Membership, sent: Iterable[Sent], kept: Tensors) -> Division:
         """Cluster the clients of the round, and with ``accumulate`` also the clients of earlier rounds."""

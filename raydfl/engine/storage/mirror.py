@@ -15,7 +15,7 @@ from typing import Any
 
 from raydfl.core.errors import RunDirectoryError
 from raydfl.core.files import RESUME, default_cache, write_durably
-from raydfl.core.remote import RemoteFolder, below, check_uri, is_uri, parted
+from raydfl.core.remote import RemoteFolder, below, check_uri, is_uri, split_uri
 from raydfl.core.yaml import parse_yaml
 from raydfl.engine.storage.store import RunStore
 
@@ -61,7 +61,7 @@ def local_run(run: str | Path, overrides: Sequence[str] = ()) -> Path:
         return Path(run)
     uri = str(run)
     check_uri(uri, "the run")
-    runs, name = parted(uri)
+    runs, name = split_uri(uri)
     place = RemoteFolder(uri, "check the URI and the access to it")
     text = place.read("config.yaml")
     if text is None:

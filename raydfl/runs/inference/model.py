@@ -272,7 +272,7 @@ class _Run:
         received = self._select_entries(keys, part)
         cuts = tasks[0].cuts if tasks else {}
         if cuts:
-            whole = {key: FlatTensors.of(tensors) for key, tensors in received.items()}
+            whole = {key: FlatTensors.from_tensors(tensors) for key, tensors in received.items()}
             received = {key: cut_tensors(tensors, cuts, f"client {client_id!r}") for key, tensors in whole.items()}
         networks, absent = self._load(client.models, received, kept, f"client {client_id!r}", cuts)
         if model is None:
@@ -294,7 +294,7 @@ class _Run:
 
     def _select_entries(self, keys: Iterable[str], part: str) -> dict[str, Tensors]:
         """Return entries of the server's state with the tensor names of a part's clients."""
-        return {key: part_names.of_part(self.commit.state.tensors[key], part) for key in keys}
+        return {key: part_names.select_part(self.commit.state.tensors[key], part) for key in keys}
 
     def _find_shared(self) -> dict[str, tuple[Specs, str, str, str]]:
         """Return (specs, model, key, part) of each shared model by its name in the metrics table."""
@@ -330,7 +330,7 @@ class _Run:
         """Build networks, load their tensors as the engine does, and return the names of missing tensors."""
         networks = build_models(self.method, specs, self.config.run.seed)
         private = {name.removeprefix(KEPT_MODEL): value for name, value in state.items() if name.startswith(KEPT_MODEL)}
-        flat = {key: FlatTensors.of(tensors) for key, tensors in received.items()}
+        flat = {key: FlatTensors.from_tensors(tensors) for key, tensors in received.items()}
         fixed = fixed_tensors(networks, self.method.fixed)
         slices = cut_tensors(build_fixed_tensors(self.method, specs, self.config.run.seed), cuts or {}, owner)
         Replica(networks, fixed).start(flat, private, self.method.shared, f"{self.run_dir}, {owner}", slices)

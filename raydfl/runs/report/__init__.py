@@ -9,14 +9,14 @@ from raydfl.core.deprecation import alias_former_names
 from raydfl.core.errors import InputError
 from raydfl.core.files import write_atomically, writing
 from raydfl.runs.report import figures
-from raydfl.runs.report.compare import comparison_page
+from raydfl.runs.report.compare import render_comparison
 from raydfl.runs.report.cost import split_round_times
 from raydfl.runs.report.data import Curve, Key, RunRecord, align, read_run
 from raydfl.runs.report.diagnosis import find_problems
 from raydfl.runs.report.figures import Picture
 from raydfl.runs.report.page import Section, render_page
 from raydfl.runs.report.partition import plot_partition
-from raydfl.runs.report.run import draw_figures, single_page
+from raydfl.runs.report.run import draw_figures, render_run
 
 __all__ = [
     "Curve",
@@ -67,7 +67,7 @@ def write_report(run_dirs: Sequence[Path], out: Path) -> Path:
 
 def write_page(runs: Sequence[RunRecord], out: Path) -> Path:
     """Write a report as :func:`write_report` does, of runs in memory."""
-    page = single_page(runs[0]) if len(runs) == 1 else comparison_page(runs)
+    page = render_run(runs[0]) if len(runs) == 1 else render_comparison(runs)
     out = out / "report.html" if out.is_dir() else out
     content = page.encode()
     try:

@@ -11,23 +11,23 @@ import numpy as np
 
 from raydfl.core.metrics import SCORES, base_name, model_name
 from raydfl.core.nested import flatten, get_path
-from raydfl.runs.report.data import SPLITS, Key, RunRecord, align, place
-from raydfl.runs.report.figures import Picture, Series, curves
+from raydfl.runs.report.data import SPLITS, Key, RunRecord, align, sort_key
+from raydfl.runs.report.figures import Picture, Series, plot_curves
 from raydfl.runs.report.page import Section, format_value, render_page
 from raydfl.runs.report.run import format_cost, list_notes
-from raydfl.runs.report.scores import UNITS, format_score, model_label, select_curve, split_name
+from raydfl.runs.report.scores import UNITS, format_model, format_score, format_split, select_curve
 
 Groups = Mapping[str, Sequence[RunRecord]]
 """Runs grouped by configuration without the seed, by a label of the configuration."""
 
 
-def comparison_page(runs: Sequence[RunRecord]) -> str:
+def render_comparison(runs: Sequence[RunRecord]) -> str:
     """Return the comparison of several runs as an HTML page."""
     groups = _group_by_configuration(runs)
     models = list(dict.fromkeys(name for run in runs for name in run.models))
     keys = sorted(
         {key for run in runs for key in run.scores()},
-        key=lambda key: (place(key[0], list(SPLITS)), models.index(model_name(key[1])), key[1]),
+        key=lambda key: (sort_key(key[0], list(SPLITS)), models.index(model_name(key[1])), key[1]),
     )
     return render_page(
         f"{len(runs)} runs of {len(groups)} configuration{'s' if len(groups) > 1 else ''}",
@@ -95,8 +95,8 @@ def _draw_curves(groups: Groups, keys: Sequence[Key]) -> Iterator[Picture]:
                 series.append(Series(name, rounds, values.mean(axis=0), low, high, look, look))
         if series:
             caption = "Mean over seeds. Bands: range." if any(item.low is not None for item in series) else ""
-            title = f"{SCORES[base].title}, {split_name(split)}"
-            yield curves(title, caption, series, UNITS[base], percent=SCORES[base].share)
+            title = f"{SCORES[base].title}, {format_split(split)}"
+            yield plot_curves(title, caption, series, UNITS[base], percent=SCORES[base].share)
 
 
 def _show_scores(groups: Groups, keys: Sequence[Key]) -> Section:
@@ -106,7 +106,7 @@ def _show_scores(groups: Groups, keys: Sequence[Key]) -> Section:
     bases = [base for base in UNITS if base in always or base in measured]
     headline = ", ".join(SCORES[name].title for name in SCORES if name in headlines)
     titles = [SCORES[base].title for base in bases]
-    rows = (_score_rows(groups, key, bases) for key in keys if base_name(key[1]) in headlines)
+    rows = (_make_score_rows(groups, key, bases) for key in keys if base_name(key[1]) in headlines)
     return Section(
         "Final scores",
         headings=(
@@ -119,7 +119,7 @@ def _show_scores(groups: Groups, keys: Sequence[Key]) -> Section:
     )
 
 
-def _score_rows(groups: Groups, key: Key, bases: Sequence[str]) -> Iterator[list[str]]:
+def _make_score_rows(groups: Groups, key: Key, bases: Sequence[str]) -> Iterator[list[str]]:
     """Yield a row with the final scores of one model on one split, for each group with such a score."""
     split, metric = key
     headline = base_name(metric)
@@ -137,7 +137,7 @@ def _score_rows(groups: Groups, key: Key, bases: Sequence[str]) -> Iterator[list
         averaged = "; ".join(dict.fromkeys(curve.tail_text for curve in curves))
         worst = [run.curves.get((split, f"{metric}_worst_decile")) for run in runs]
         yield [
-            *(label, model_label(metric), split_name(split), str(len(runs)), *scores),
+            *(label, format_model(metric), format_split(split), str(len(runs)), *scores),
             f"{_format_range(headline, [curve.tail for curve in curves])} ({averaged})",
             _format_range(headline, [curve.last for curve in worst if curve is not None]),
         ]

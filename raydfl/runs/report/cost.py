@@ -14,7 +14,16 @@ from raydfl.core.errors import RaydflError
 from raydfl.data import Population
 from raydfl.engine import WALL
 from raydfl.runs.report.data import RunRecord, align
-from raydfl.runs.report.figures import INK, SERIES, Axes, Picture, Series, curves, label_rounds, whole_numbers
+from raydfl.runs.report.figures import (
+    INK,
+    SERIES,
+    Axes,
+    Picture,
+    Series,
+    label_rounds,
+    make_integer_locator,
+    plot_curves,
+)
 from raydfl.runs.report.page import Section
 from raydfl.runs.words import format_size
 
@@ -53,7 +62,7 @@ def _draw_bytes(run: RunRecord) -> Iterator[Picture]:
         largest = max(float(total[-1]) for total in sums)
         unit, scale = next(((u, s) for u, s in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if largest >= s), ("bytes", 1.0))
         scaled = [replace(item, y=total / scale) for item, total in zip(sent, sums, strict=True)]
-        yield curves("bytes sent", f"Total: {', '.join(parts)}.", scaled, f"sent so far ({unit})", lowest=0)
+        yield plot_curves("bytes sent", f"Total: {', '.join(parts)}.", scaled, f"sent so far ({unit})", lowest=0)
 
 
 def _make_series(run: RunRecord, labels: Mapping[str, str]) -> list[Series]:
@@ -71,6 +80,7 @@ def split_round_times(run: RunRecord) -> tuple[NDArray[np.float64], dict[str, ND
         ``commit_wait`` and ``rest``. The server's time of waiting for clients is split into ``fit``, ``transfer`` and ``wait``
         in proportion to the time of all actors. ``None`` if the run has no times of these steps.
     """
+    # Older versions recorded no such times, so all curves are required.
     names = (*WALL, "round", "fit", *_ACTORS)
     recorded = [curve for name in names if (curve := run.curves.get(("server", f"seconds/{name}"))) is not None]
     if len(recorded) < len(names):
@@ -146,7 +156,7 @@ def _draw_timelines(run: RunRecord) -> Iterator[Picture]:
                         axes.text(begin + length / 2, lane, name, ha="center", va="center", fontsize=6, color="white")
             axes.set_xlim(0, width * 1.01)
             axes.set_ylim(lanes - 0.5, -0.5)
-            axes.yaxis.set_major_locator(whole_numbers(8))
+            axes.yaxis.set_major_locator(make_integer_locator(8))
             axes.grid(visible=False)
             axes.set_title(f"round {round_index}", loc="left", fontsize=8, pad=2)
         strips[-1].set_xlabel("seconds since the start of the round")
@@ -169,7 +179,7 @@ def _draw_other_times(run: RunRecord) -> Iterator[Picture]:
     if lines:
         caption = "Times of parallel actors are added up." if "fit" in names else ""
         title = "other times per round" if parts else "time per round"
-        yield curves(title, caption, lines, "time per round (s)", lowest=0)
+        yield plot_curves(title, caption, lines, "time per round (s)", lowest=0)
 
 
 def show_traffic(run: RunRecord) -> Section:

@@ -181,12 +181,16 @@ class RunRecord:
         """Return the (split, metric) of all measured scores, or of the scores with the base names ``bases``."""
         return [key for key in self.curves if base_name(key[1]) in (bases or SCORES)]
 
-    def ordered(self, *bases: str) -> list[Key]:
+    def sort_scores(self, *bases: str) -> list[Key]:
         """Return :meth:`scores` in the order of the report: by split, model and score."""
         splits, scores, models = list(SPLITS), list(SCORES), self.models
         return sorted(
             self.scores(*bases),
-            key=lambda key: (place(key[0], splits), models.index(model_name(key[1])), scores.index(base_name(key[1]))),
+            key=lambda key: (
+                sort_key(key[0], splits),
+                models.index(model_name(key[1])),
+                scores.index(base_name(key[1])),
+            ),
         )
 
     @property
@@ -197,7 +201,7 @@ class RunRecord:
         """
         import pandas as pd  # The import takes 0.3 s, and reports do not need it.
 
-        keys = dict.fromkeys([*self.ordered(), *sorted(self.curves)])
+        keys = dict.fromkeys([*self.sort_scores(), *sorted(self.curves)])
         columns = {
             f"{split} {metric}": pd.Series(curve.values, curve.rounds.astype(np.int64))
             for split, metric in keys
@@ -211,7 +215,7 @@ class RunRecord:
         rounds, indices = np.unique(np.concatenate([curve.rounds for curve in curves]), return_inverse=True)
         return rounds, np.bincount(indices, np.concatenate([curve.totals for curve in curves])).astype(np.float64)
 
-    def total_of(self, *metrics: str) -> float | None:
+    def sum_totals(self, *metrics: str) -> float | None:
         """Return the sum of the metrics' totals over all rounds. ``None`` without recorded metrics."""
         recorded = [totals for _, totals in map(self.totals, metrics) if len(totals)]
         return float(np.concatenate(recorded).sum()) if recorded else None
@@ -241,6 +245,7 @@ def read_run(folder: Path) -> RunRecord:
         missing.append(
             f"config.yaml was changed since the run began ({edit}), so the configuration below is not the trained configuration."
         )
+    # Rows after the last commit belong to rounds that a resume repeats.
     latest = RunStore(folder).latest()
     until = None if latest is None else round_of(latest)
     server_rows = pc.field("client") == ""
@@ -352,6 +357,6 @@ def align(curves: Sequence[Curve]) -> tuple[NDArray[np.float64], NDArray[np.floa
     return rounds, np.array([c.values[i] for c, i in pairs]), np.array([c.totals[i] for c, i in pairs])
 
 
-def place(item: str, order: Sequence[str]) -> tuple[int, str]:
+def sort_key(item: str, order: Sequence[str]) -> tuple[int, str]:
     """Return a sort key: names in ``order`` come first, in this order, and other names follow alphabetically."""
     return (order.index(item) if item in order else len(order), item)

@@ -31,11 +31,11 @@ __all__ = [
     "Axes",
     "Picture",
     "Series",
-    "curves",
     "label_rounds",
+    "make_integer_locator",
     "plot",
+    "plot_curves",
     "scale_percent",
-    "whole_numbers",
 ]
 
 SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#777777")
@@ -163,7 +163,7 @@ class Series:
     """0 solid, 1 dashed, 2 dash-dotted, 3 dotted."""
 
 
-def curves(
+def plot_curves(
     title: str, caption: str, series: Sequence[Series], unit: str, percent: bool = False, lowest: float | None = None
 ) -> Picture:
     """Return a picture of curves over the rounds.
@@ -201,7 +201,7 @@ def plot(axes: Axes, series: Sequence[Series]) -> None:
             axes.fill_between(item.x, item.low, item.high, color=colour, alpha=0.15, linewidth=0)
 
 
-def whole_numbers(ticks: int = 9) -> MaxNLocator:
+def make_integer_locator(ticks: int = 9) -> MaxNLocator:
     """Return a locator with 1 to ``ticks`` ticks at whole numbers."""
     return MaxNLocator(ticks, integer=True, min_n_ticks=1)
 
@@ -212,7 +212,7 @@ def label_rounds(axes: Axes) -> None:
     first, last = axes.get_xlim()
     if last - first < 1:  # a single round
         axes.set_xlim((first + last) / 2 - 0.5, (first + last) / 2 + 0.5)
-    axes.xaxis.set_major_locator(whole_numbers())
+    axes.xaxis.set_major_locator(make_integer_locator())
 
 
 def scale_percent(axes: Axes, series: Sequence[Series]) -> None:

@@ -7,7 +7,7 @@ from matplotlib.colors import ListedColormap, to_rgba
 from numpy.typing import NDArray
 
 from raydfl.runs.report.data import RunRecord
-from raydfl.runs.report.figures import INK, SERIES, Axes, Picture, Series, curves, label_rounds
+from raydfl.runs.report.figures import INK, SERIES, Axes, Picture, Series, label_rounds, plot_curves
 from raydfl.runs.report.page import Section
 
 
@@ -37,7 +37,7 @@ def show_groups(run: RunRecord) -> Section:
     ]
     if series:
         ends = ", ".join(f"{item.label} {item.y[-1]:.2f}" for item in series)
-        pictures.append(curves("agreement with the truth", f"At the end: {ends}.", series, "agreement"))
+        pictures.append(plot_curves("agreement with the truth", f"At the end: {ends}.", series, "agreement"))
     return Section("Groups of clients", pictures)
 
 

@@ -9,9 +9,9 @@ import numpy as np
 from raydfl.core.metrics import base_name
 from raydfl.runs.inference.tested import TestedClip, read_scores
 from raydfl.runs.report.data import RunRecord
-from raydfl.runs.report.figures import INK, SERIES, Axes, Picture, Series, curves
+from raydfl.runs.report.figures import INK, SERIES, Axes, Picture, Series, plot_curves
 from raydfl.runs.report.page import Section
-from raydfl.runs.report.scores import model_label, split_name
+from raydfl.runs.report.scores import format_model, format_split
 
 _MACHINES = 12
 """Maximum number of machines in the histograms."""
@@ -22,10 +22,10 @@ _BINS = 24
 
 def show_machines(run: RunRecord) -> Section:
     """Show each machine's scores from ``scores.csv``, and the mean normal score and the threshold over the rounds."""
-    return Section("Machines", [*_histograms(run), *_drift(run)])
+    return Section("Machines", [*_draw_histograms(run), *_draw_drift(run)])
 
 
-def show_strangest(run: RunRecord) -> Section:
+def show_top_clips(run: RunRecord) -> Section:
     """List the test clips with the highest scores, relative to their thresholds if known."""
 
     def get_relative_score(clip: TestedClip) -> float:
@@ -40,7 +40,7 @@ def show_strangest(run: RunRecord) -> Section:
     )
 
 
-def _histograms(run: RunRecord) -> Iterator[Picture]:
+def _draw_histograms(run: RunRecord) -> Iterator[Picture]:
     machines: dict[str, list[TestedClip]] = {}
     for clip in read_scores(run.folder):
         machines.setdefault(clip.client, []).append(clip)
@@ -70,7 +70,7 @@ def _histograms(run: RunRecord) -> Iterator[Picture]:
     yield Picture("scores", caption, draw, 0.9 + 0.9 * len(shown), len(shown))
 
 
-def _drift(run: RunRecord) -> Iterator[Picture]:
+def _draw_drift(run: RunRecord) -> Iterator[Picture]:
     for (split, metric), curve in run.curves.items():
         loss = run.curves.get((split, f"{metric.rpartition('/')[0]}/loss"))
         if base_name(metric) == "threshold" and split != "train" and loss is not None:
@@ -82,6 +82,6 @@ def _drift(run: RunRecord) -> Iterator[Picture]:
                 "If both curves move together, the scale of the scores changes. If normal scores rise above the threshold, they "
                 "drift."
             )
-            yield curves(
-                f"normal scores over rounds, {model_label(metric)}, {split_name(split)}", caption, series, "score"
+            yield plot_curves(
+                f"normal scores over rounds, {format_model(metric)}, {format_split(split)}", caption, series, "score"
             )

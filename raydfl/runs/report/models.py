@@ -10,7 +10,7 @@ from typing import Any
 from raydfl.core.errors import RunDirectoryError
 from raydfl.core.metrics import model_name
 from raydfl.engine.storage import Commit, RunStore
-from raydfl.runs.report.data import SPLITS, RunRecord, place
+from raydfl.runs.report.data import SPLITS, RunRecord, sort_key
 from raydfl.runs.report.page import Section, format_value
 from raydfl.runs.words import format_size
 
@@ -24,7 +24,7 @@ def show_models(run: RunRecord) -> Section:
     if commit is not None:
         known = {name: [kind for kind in kinds if "shared" in kind] for name, kinds in run.architectures.items()}
         kinds = {name: described for name, described in known.items() if described}
-        sentences = [_explain(run, commit, name, described) for name, described in kinds.items()]
+        sentences = [_explain_model(run, commit, name, described) for name, described in kinds.items()]
         commands = _list_commands(run, commit, kinds)
     if commands:
         client = " (ID: a client, for its own model)" * commands[-1].endswith("--client ID")
@@ -32,13 +32,13 @@ def show_models(run: RunRecord) -> Section:
     return Section(
         "Models",
         headings=("model", "architecture", "parameters", "weights", "options"),
-        rows=[_row(name, dict(kind)) for name, kinds in run.architectures.items() for kind in kinds],
+        rows=[_make_row(name, dict(kind)) for name, kinds in run.architectures.items() for kind in kinds],
         text=sentences,
         commands=commands,
     )
 
 
-def _row(name: str, about: dict[str, Any]) -> list[str]:
+def _make_row(name: str, about: dict[str, Any]) -> list[str]:
     """Return the table's row for an architecture described in run.json."""
     shared, parameters = about.pop("shared", None), about.pop("parameters", None)
     return [
@@ -63,11 +63,11 @@ def _list_commands(run: RunRecord, commit: Commit, kinds: Mapping[str, list[Mapp
     return lines
 
 
-def _explain(run: RunRecord, commit: Commit, name: str, kinds: list[Mapping[str, Any]]) -> str:
+def _explain_model(run: RunRecord, commit: Commit, name: str, kinds: list[Mapping[str, Any]]) -> str:
     evaluation = _describe_evaluation(run, name)
     if all(kind.get("shared") for kind in kinds):
         return (
-            f"{name} is shared: all clients train it, and the server averages their updates. It is the run's "
+            f"{name} is shared: all clients train it, and the server aggregates their updates. It is the run's "
             f"result{_describe_files(run.folder)}.{evaluation}"
         )
     partly = any(tensor.startswith(f"{name}/") for tensors in commit.state.tensors.values() for tensor in tensors)
@@ -84,7 +84,7 @@ def _explain(run: RunRecord, commit: Commit, name: str, kinds: list[Mapping[str,
 def _describe_evaluation(run: RunRecord, name: str) -> str:
     splits = sorted(
         {split for split, metric in run.scores() if split != "train" and model_name(metric).rpartition(":")[2] == name},
-        key=lambda split: place(split, list(SPLITS)),
+        key=lambda split: sort_key(split, list(SPLITS)),
     )
     if not splits:
         return " It has not been measured."

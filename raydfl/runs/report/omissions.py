@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from raydfl.runs.report.data import RunRecord
-from raydfl.runs.report.figures import SERIES, Axes, Picture, label_rounds, whole_numbers
+from raydfl.runs.report.figures import SERIES, Axes, Picture, label_rounds, make_integer_locator
 from raydfl.runs.report.page import Section
 
 _PRUNED = "lpa/pruned/"
@@ -34,7 +34,7 @@ def _draw_pruning(run: RunRecord) -> Iterator[Picture]:
         for axes, (layer, curve) in zip(strips, layers.items(), strict=True):
             axes.step(curve.rounds, curve.totals, where="mid", color=SERIES[0], linewidth=1.2)
             axes.set_ylim(0, max(1.0, top * 1.15))
-            axes.yaxis.set_major_locator(whole_numbers(2))
+            axes.yaxis.set_major_locator(make_integer_locator(2))
             axes.set_title(layer, loc="left", fontsize=8, pad=2)
         label_rounds(strips[-1])
 
@@ -69,7 +69,7 @@ def _draw_failures(run: RunRecord) -> Iterator[Picture]:
         axes.set_xlim(x[0] - 1, x[-1] + 1)
         axes.set_ylim(0, None)
         axes.set_ylabel("unused updates")
-        axes.yaxis.set_major_locator(whole_numbers())
+        axes.yaxis.set_major_locator(make_integer_locator())
         label_rounds(axes)
 
     caption = ", ".join(f"{name}: {lost.sum():.0f}" for name, (_, lost) in kinds.items()) + "."

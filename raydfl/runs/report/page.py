@@ -57,7 +57,7 @@ def render_page(
         tiles: Pairs of a value and its meaning, at the top.
     """
     numbers = itertools.count(1)
-    page: str = _template().render(
+    page: str = _load_template().render(
         title=title,
         subtitle=subtitle,
         sections=list(filter(None, sections)),
@@ -75,7 +75,7 @@ def draw(picture: Picture, name: str) -> str:
 
 
 @functools.cache
-def _template() -> Any:
+def _load_template() -> Any:
     """Return the template, compiled once per process."""
     return Environment(
         loader=PackageLoader("raydfl.runs.report"),

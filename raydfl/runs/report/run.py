@@ -13,19 +13,19 @@ from raydfl.runs.report.cost import show_cost, show_traffic
 from raydfl.runs.report.data import RunRecord
 from raydfl.runs.report.diagnosis import find_problems
 from raydfl.runs.report.groups import show_groups
-from raydfl.runs.report.machines import show_machines, show_strangest
+from raydfl.runs.report.machines import show_machines, show_top_clips
 from raydfl.runs.report.models import show_models
 from raydfl.runs.report.omissions import show_aggregation, show_incidents, show_skipped
 from raydfl.runs.report.page import Section, format_value, render_page
 from raydfl.runs.report.scores import (
+    format_model,
     format_score,
-    model_label,
+    format_split,
     select_curve,
     show_clients,
     show_confusions,
     show_learning,
     show_results,
-    split_name,
 )
 from raydfl.runs.words import format_duration, format_size
 
@@ -37,14 +37,14 @@ def show_settings(run: RunRecord) -> Section:
 
 
 _WITH_FIGURES: tuple[Callable[[RunRecord], Section], ...] = (
-    *(show_learning, show_results, show_clients, show_groups, show_machines, show_strangest, show_confusions),
+    *(show_learning, show_results, show_clients, show_groups, show_machines, show_top_clips, show_confusions),
     *(show_aggregation, show_cost),
 )
 _SECTIONS = (*_WITH_FIGURES, show_traffic, show_skipped, show_incidents, show_models, show_settings)
 """Sections of a report, in order."""
 
 
-def single_page(run: RunRecord) -> str:
+def render_run(run: RunRecord) -> str:
     """Return the report about one run as an HTML page."""
     notes = [*list_notes(run), *run.remarks]
     return render_page(run.id, _format_subtitle(run), [show(run) for show in _SECTIONS], notes, _make_tiles(run))
@@ -88,8 +88,8 @@ def list_notes(run: RunRecord) -> list[str]:
         file = " Its models are in model-best.safetensors." if (run.folder / "model-best.safetensors").exists() else ""
         _, best, reason = run.facts["best_round"]
         scores = [
-            f"{split_name(split)}, {metric} {format_score(base_name(metric), float(curve.values[curve.rounds == best][0]))}"
-            for split, metric in run.ordered(run.headline)
+            f"{format_split(split)}, {metric} {format_score(base_name(metric), float(curve.values[curve.rounds == best][0]))}"
+            for split, metric in run.sort_scores(run.headline)
             if split != "train" and best in (curve := select_curve(run, (split, metric))).rounds
         ]
         notes.append(f"Best: {reason}.{' Scores of this round: ' * bool(scores)}{'; '.join(scores)}.{file}")
@@ -100,7 +100,7 @@ def list_notes(run: RunRecord) -> list[str]:
 
 def format_cost(run: RunRecord) -> tuple[str, str]:
     """Format the bytes sent in both directions and the time of all rounds. Missing values become ``-``."""
-    sent, seconds = run.total_of("bytes_down", "bytes_up"), run.total_of("seconds/round")
+    sent, seconds = run.sum_totals("bytes_down", "bytes_up"), run.sum_totals("seconds/round")
     return "-" if sent is None else format_size(sent), "-" if seconds is None else format_duration(seconds)
 
 
@@ -128,18 +128,18 @@ def _make_tiles(run: RunRecord) -> list[tuple[str, str]]:
     tiles = [
         (
             format_score(run.headline, select_curve(run, key).last),
-            f"{SCORES[run.headline].title} of {model_label(key[1])}, {split_name(key[0])}",
+            f"{SCORES[run.headline].title} of {format_model(key[1])}, {format_split(key[0])}",
         )
-        for key in run.ordered(run.headline)
+        for key in run.sort_scores(run.headline)
         if key[0] != "train"
     ][:4]
     tiles += [
-        (format_score("attack_success", select_curve(run, key).last), f"attack success on {model_label(key[1])}")
-        for key in run.ordered("attack_success")
+        (format_score("attack_success", select_curve(run, key).last), f"attack success on {format_model(key[1])}")
+        for key in run.sort_scores("attack_success")
     ][:2]
     attackers = run.curves.get(("server", "attackers"))
     sent, time = format_cost(run)
-    unused = run.total_of("failed", "rejected")
+    unused = run.sum_totals("failed", "rejected")
     tiles += [
         ("" if attackers is None else f"{attackers.values.mean():.3g}", "simulated attackers per round (mean)"),
         (f"{run.done}{f' of {run.total}' * bool(run.total)}" * bool(run.curves), "rounds"),

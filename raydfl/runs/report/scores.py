@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raydfl.core.metrics import HARMONIC_MEAN, OF_CLIENTS, OF_FIT, SCORES, base_name, model_name, worst_decile
-from raydfl.runs.report.data import SPLITS, Curve, Key, RunRecord, place
-from raydfl.runs.report.figures import INK, SHARES, Axes, Picture, Series, curves, plot, scale_percent
+from raydfl.runs.report.data import SPLITS, Curve, Key, RunRecord, sort_key
+from raydfl.runs.report.figures import INK, SHARES, Axes, Picture, Series, plot, plot_curves, scale_percent
 from raydfl.runs.report.page import Section
 
 UNITS = {name: f"{score.title} ({score.unit})" for name, score in SCORES.items() if score.drawn}
@@ -19,12 +19,12 @@ _REPORTED = 40
 """Maximum number of figures of reported metrics. Each takes 0.1 s, and clients choose how many metrics they report."""
 
 
-def split_name(split: str) -> str:
+def format_split(split: str) -> str:
     """Return the displayed name of a split."""
     return SPLITS.get(split, split)
 
 
-def model_label(metric: str) -> str:
+def format_model(metric: str) -> str:
     """Return the model of a metric, or ``-`` if the metric has no model."""
     return model_name(metric) or "-"
 
@@ -50,11 +50,11 @@ def show_learning(run: RunRecord) -> Section:
 
 def _draw_scores(run: RunRecord) -> Iterator[Picture]:
     for base, unit in UNITS.items():
-        series = [_make_series(run, key) for key in run.ordered(base)]
+        series = [_make_series(run, key) for key in run.sort_scores(base)]
         if series:
             bands = any(item.low is not None for item in series)
             caption = "Bands: mean ± standard deviation over clients." if bands else ""
-            yield curves(SCORES[base].title, caption, series, unit, percent=SCORES[base].share)
+            yield plot_curves(SCORES[base].title, caption, series, unit, percent=SCORES[base].share)
 
 
 def _draw_reported_metrics(run: RunRecord) -> Iterator[Picture]:
@@ -67,7 +67,7 @@ def _draw_reported_metrics(run: RunRecord) -> Iterator[Picture]:
     if len(reported) > _REPORTED:
         caption += f" Only the first {_REPORTED} of {len(reported):,} metrics are drawn. All are in rows/."
     for name, series in itertools.islice(reported.items(), _REPORTED):
-        yield curves(name, caption, [series], name)
+        yield plot_curves(name, caption, [series], name)
 
 
 def _is_engine_metric(name: str) -> bool:
@@ -75,17 +75,17 @@ def _is_engine_metric(name: str) -> bool:
     return name in OF_FIT or name.endswith((*OF_CLIENTS, HARMONIC_MEAN)) or base_name(name) in SCORES or "/" in name
 
 
-def _look(run: RunRecord, key: Key) -> tuple[str, int, int]:
+def _choose_look(run: RunRecord, key: Key) -> tuple[str, int, int]:
     """Return a curve's label, colour (by model) and dashes (by split). They are the same in all figures of a page."""
     split, metric = key
-    splits = sorted({split for split, _ in run.scores()}, key=lambda name: place(name, list(SPLITS)))
-    label = f"{model_name(metric)}, {split_name(split)}" if model_name(metric) else split_name(split)
+    splits = sorted({split for split, _ in run.scores()}, key=lambda name: sort_key(name, list(SPLITS)))
+    label = f"{model_name(metric)}, {format_split(split)}" if model_name(metric) else format_split(split)
     return label, run.models.index(model_name(metric)), splits.index(split)
 
 
 def _make_series(run: RunRecord, key: Key) -> Series:
     split, metric = key
-    label, colour, dash = _look(run, key)
+    label, colour, dash = _choose_look(run, key)
     curve, low, high = run.curves[key], None, None
     mean, deviation = (run.curves.get((split, metric + end)) for end in OF_CLIENTS[:2])
     if mean is not None and deviation is not None and split != "train":
@@ -104,7 +104,7 @@ def show_results(run: RunRecord) -> Section:
             *("model", "data", "score", "last", "mean of the last", "best"),
             *("clients, mean ± std", "clients, worst tenth"),
         ),
-        rows=[_make_result_row(run, key) for key in run.ordered()],
+        rows=[_make_result_row(run, key) for key in run.sort_scores()],
         hint="Scores are over all examples. The mean covers at most the last ten measurements. In the last two columns, each "
         "client counts once.",
     )
@@ -120,7 +120,7 @@ def _make_result_row(run: RunRecord, key: Key) -> list[str]:
         for curve in (run.curves.get((split, metric + end)) for end in OF_CLIENTS)
     )
     return [
-        *(model_label(metric), split_name(split), SCORES[base].title),
+        *(format_model(metric), format_split(split), SCORES[base].title),
         f"{format_score(base, curve.last)} (round {curve.rounds[-1]:.0f})",
         f"{format_score(base, curve.tail)} ({curve.tail_text})",
         f"{format_score(base, float(curve.values[best]))} (round {curve.rounds[best]:.0f})",
@@ -133,10 +133,10 @@ def show_clients(run: RunRecord) -> Section:
     """Show the sorted scores of the clients."""
     score = run.headline
     series, captions = [], []
-    for key in run.ordered(score):
+    for key in run.sort_scores(score):
         round_index, values = run.clients.get(key, (0, np.empty(0)))
         if count := len(values):
-            label, colour, dash = _look(run, key)
+            label, colour, dash = _choose_look(run, key)
             x = (np.arange(count) + 0.5) / count
             series.append(Series(label, x, np.sort(values), colour=colour, dash=dash))
             captions.append(
@@ -162,14 +162,16 @@ def show_clients(run: RunRecord) -> Section:
 def show_confusions(run: RunRecord) -> Section:
     """Show the last confusion matrix of each model and split."""
     models, pictures = run.models, []
-    ordered = sorted(run.confusions, key=lambda key: (place(key[0], list(SPLITS)), place(model_name(key[1]), models)))
+    ordered = sorted(
+        run.confusions, key=lambda key: (sort_key(key[0], list(SPLITS)), sort_key(model_name(key[1]), models))
+    )
     for split, metric in ordered:
         round_index, matrix = run.confusions[split, metric]
         known = run.classes_of(metric)
         classes = known if len(known) == len(matrix) else [str(number) for number in range(len(matrix))]
         if matrix.sum():
             caption = f"Round {round_index}, {matrix.sum():,.0f} examples. Colour: fraction of the true class."
-            pictures.append(_draw_confusion(f"{model_label(metric)}, {split_name(split)}", caption, matrix, classes))
+            pictures.append(_draw_confusion(f"{format_model(metric)}, {format_split(split)}", caption, matrix, classes))
     return Section("Confusion", pictures)
 
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow.compute as pc
 
 from raydfl.core.errors import InputError, first_line
-from raydfl.core.lock import locked
+from raydfl.core.lock import hold_lock
 from raydfl.engine import TrackSettings, hide_passwords
 from raydfl.engine.storage import MetricRow, read_rows, to_rows
 from raydfl.runs.tracking._tracker import KEY_LENGTH, SERVER, WORK, Status, Tracker, metric_name
@@ -155,7 +155,7 @@ class MlflowTracker(Tracker):
         lock: AbstractContextManager[None] = contextlib.nullcontext()
         if self._settings.uri is None:  # Only one of several starting runs may create the default store's tables.
             self._runs_dir.mkdir(parents=True, exist_ok=True)
-            lock = locked(self._runs_dir / ".mlflow.lock")
+            lock = hold_lock(self._runs_dir / ".mlflow.lock")
         with lock:
             client = MlflowClient(tracking_uri=self._uri)
             client.search_experiments(max_results=1)  # creates the tables of a new database

@@ -107,6 +107,7 @@ class FilesTracker(Tracker):
         for row in rows:
             if row.round > self._last_round and not row.client and row.array is None:
                 rounds.setdefault(row.round, {})[metric_name(row)] = row.value
+        # Writers expect increasing steps.
         for number in sorted(rounds):
             self.write(number, rounds[number])
             self._last_round = number

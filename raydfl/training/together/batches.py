@@ -228,7 +228,7 @@ class _StackedView:
 
 def batch_of_first(batch: Batch) -> Batch:
     """Return the first client's batch, which has no padding."""
-    return Batch.of({name: tensor[0] for name, tensor in batch.tensors().items()})
+    return Batch.from_tensors({name: tensor[0] for name, tensor in batch.tensors().items()})
 
 
 class _Transforms:

@@ -391,4 +391,4 @@ def _padded(batch: Batch, shift: float) -> Batch:
         tensors[f"views/{name}"] = nn.functional.pad(longer, (0, 0, 0, 5)) if name in batch.view_lengths else longer
     weight = torch.ones(batch.y.shape[:2], device=batch.y.device) if batch.weight is None else batch.weight
     tensors["weight"] = torch.cat([weight, torch.zeros_like(weight[:, :1])], dim=1)
-    return Batch.of(tensors)
+    return Batch.from_tensors(tensors)

@@ -204,7 +204,7 @@ class StackedClients:
             self._given.clear()
             self._given.update(self._same)
             self._given.update((source, next(given)) for source in own_sources)
-            own = Batch.of({**fields, **{name: next(given) for name in own_fields}})
+            own = Batch.from_tensors({**fields, **{name: next(given) for name in own_fields}})
             with step_randomness(next(given, None)), self.tensors[0].replaced(installed):
                 return function(self._shown, own)
 

@@ -153,7 +153,7 @@ def test_a_single_file(tmp_path: Path) -> None:
 
 
 def test_nothing_there(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"there is nothing at file://\S+/none; check the URI"):
+    with pytest.raises(DataError, match=r"there is nothing at file://\S+/none\. Check the URI"):
         fetch_recordings(f"file://{tmp_path}/none", tmp_path / "cache")
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"there are no files at file://\S+/empty"):
@@ -182,7 +182,7 @@ def test_the_uri_and_not_its_copy_belongs_to_the_run(tmp_path: Path, tiny: Tiny)
     assert one.digest() == config("s3://bucket/fsdd", "/second").digest()
     assert one.digest() != config("s3://bucket/other", "/first").digest()
     assert "root: s3://bucket/fsdd" in explain_config(one)
-    with pytest.raises(ConfigError, match=r"data.root: ftp://host/fsdd is not a kind of URI"):
+    with pytest.raises(ConfigError, match=r"data.root: ftp://host/fsdd is not a supported kind of URI"):
         config("ftp://host/fsdd", "/first")
     with pytest.raises(ConfigError, match=r"data.cache: s3://bucket/cache is a URI, but features are memory-mapped"):
         config("/data", "s3://bucket/cache")

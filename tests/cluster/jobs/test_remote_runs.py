@@ -20,7 +20,7 @@ from raydfl.cluster.server import Server
 from raydfl.cluster.sites import open_worker
 from raydfl.core import remote as place
 from raydfl.core.errors import ConfigError, InputError, ResourcesError, RunDirectoryError
-from raydfl.core.remote import below, parted
+from raydfl.core.remote import below, split_uri
 from raydfl.engine.config import Config, make_config
 from raydfl.engine.storage.mirror import RunMirror, local_run, local_runs
 from raydfl.engine.storage.private import PrivateStore
@@ -433,7 +433,7 @@ def test_a_stopped_run_says_how_to_go_on(far: Tiny, remote: Path) -> None:
 @pytest.mark.parametrize(
     ("uri", "message"),
     [
-        ("ftp://host/runs", "not a kind of URI that is understood; known: file://, s3://, gs://"),
+        ("ftp://host/runs", "not a supported kind of URI. Use one of file://, s3://, gs://"),
         ("file://runs", "three slashes"),
         ("s3:///runs", "the bucket is missing"),
         ("s3://key:secret@bucket/runs", "credentials"),
@@ -453,7 +453,7 @@ def test_uris_are_kept_as_they_are_and_decide_nothing(tiny: Tiny) -> None:
     assert config.digest() == tiny().digest()
     assert make_config(config.model_dump(mode="json")) == config
     assert below(config.run.dir, "far") == "s3://bucket/runs/far?region=eu-central-1"
-    assert parted(below(config.run.dir, "far")) == (config.run.dir, "far")
+    assert split_uri(below(config.run.dir, "far")) == (config.run.dir, "far")
     folder = local_runs(config.run.dir, config.data.cache)
     assert folder.parent == config.data.cache / "runs"
     assert folder != local_runs("s3://bucket/runs?region=eu-west-1", config.data.cache)
@@ -508,7 +508,7 @@ def test_a_run_has_one_folder(tiny: Tiny, name: str) -> None:
 
 
 def test_a_uri_with_one_slash_is_no_path(tiny: Tiny) -> None:
-    with pytest.raises(ConfigError, match="a URI is written s3://bucket/runs"):
+    with pytest.raises(ConfigError, match="If you mean a URI, write s3://bucket/runs"):
         tiny("run.dir=s3:/bucket/runs")
 
 

@@ -12,7 +12,7 @@ from raydfl.core import ops
 
 @pytest.fixture(params=["compiled", "torch"])
 def implementation(request: pytest.FixtureRequest) -> Iterator[str]:
-    if request.param == "compiled" and not ops.compiled():
+    if request.param == "compiled" and not ops.is_compiled():
         pytest.skip("the operators in C++ were not built here (make installs them where there is a compiler)")
     with ops.use("auto" if request.param == "compiled" else "torch"):
         yield request.param

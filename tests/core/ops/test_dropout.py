@@ -90,5 +90,5 @@ def test_elsewhere_it_is_torchs() -> None:
 
 @pytest.mark.parametrize("seed", [torch.tensor(1.0), torch.tensor([1])])
 def test_a_seed_is_an_integer(seed: Tensor) -> None:
-    with pytest.raises(TypeError, match="seed is an int64 scalar, not torch"), ops.random_state(seed):
+    with pytest.raises(TypeError, match="seed must be an int64 scalar, not torch"), ops.random_state(seed):
         pass

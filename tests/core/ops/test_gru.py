@@ -235,7 +235,7 @@ def test_the_input_may_lie_anyhow_in_memory() -> None:
 
 
 def test_outputs_says_what_it_cannot_do() -> None:
-    with pytest.raises(ValueError, match=r"needs one layer, batch_first=True .* this is GRU\(4, 6, num_layers=2"):
+    with pytest.raises(ValueError, match=r"a single layer, batch_first=True .* not GRU\(4, 6, num_layers=2"):
         ops.GRU(4, 6, num_layers=2, batch_first=True).outputs(noise(2, 3, 4))
 
 

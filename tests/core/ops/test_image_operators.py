@@ -178,7 +178,7 @@ def test_the_module_is_torchs(options: dict[str, object]) -> None:
     torch.testing.assert_close(mine(x), theirs(x), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.skipif(not ops.compiled(), reason="the operators in C++ were not built here")
+@pytest.mark.skipif(not ops.is_compiled(), reason="the operators in C++ were not built here")
 def test_a_gradient_of_a_gradient_is_refused() -> None:
     weight = noise(3, 2, 1, 1).requires_grad_()
     with ops.use("auto"):

@@ -67,28 +67,28 @@ def test_without_the_library_one_line_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(_backend, "_LIBRARY", tmp_path / "_cpu.so")
-    _backend._compiled.cache_clear()
+    _backend._load_operators.cache_clear()
     try:
         with caplog.at_level(logging.INFO, logger="raydfl"):
-            assert not ops.compiled()
+            assert not ops.is_compiled()
             assert ops.GRU(2, 3, batch_first=True)(torch.randn(1, 2, 2))[0].shape == (1, 2, 3)
         assert [record.getMessage() for record in caplog.records] == [
-            "raydfl.ops: not compiled on this machine (_cpu.so is not there); training on a CPU is slower"
+            "raydfl.ops: the operators are not compiled on this machine (_cpu.so is missing), so training on a CPU is slower."
         ]
         caplog.clear()
         (tmp_path / "_cpu.so").write_bytes(b"no library")
-        _backend._compiled.cache_clear()
-        assert not ops.compiled()
-        assert "does not load, install raydfl again; training on a CPU is slower" in caplog.text
+        _backend._load_operators.cache_clear()
+        assert not ops.is_compiled()
+        assert "does not load, so training on a CPU is slower. Install raydfl again." in caplog.text
         monkeypatch.undo()  # the library of an older version, which lacks an operator
         monkeypatch.setattr(_backend.torch.ops, "raydfl", object())
-        _backend._compiled.cache_clear()
-        assert not ops.compiled()
+        _backend._load_operators.cache_clear()
+        assert not ops.is_compiled()
     finally:
-        _backend._compiled.cache_clear()
+        _backend._load_operators.cache_clear()
 
 
-@pytest.mark.skipif(not ops.compiled(), reason="the operators in C++ were not built here")
+@pytest.mark.skipif(not ops.is_compiled(), reason="the operators in C++ were not built here")
 def test_the_compiled_operators_check_what_they_are_given() -> None:
     x, weight, bias = torch.randn(2, 9, 4), torch.randn(5, 4, 3), torch.randn(5)
     conv, gru = torch.ops.raydfl.conv_forward, torch.ops.raydfl.gru_forward
@@ -132,7 +132,7 @@ ALIKE = """
 import torch
 from raydfl import ops
 from raydfl.core.ops import spectra
-assert ops.compiled() and torch.ops.raydfl.instruction_set() == "portable"
+assert ops.is_compiled() and torch.ops.raydfl.instruction_set() == "portable"
 torch.manual_seed(0)
 for shape in ((2, 9, 5, 7), (3, 12, 32, 33)):
     batch, frames, inputs, hidden = shape
@@ -157,7 +157,7 @@ for shape in ((2, 9, 5, 7), (3, 12, 32, 33)):
 """
 
 
-@pytest.mark.skipif(not ops.compiled(), reason="the operators in C++ were not built here")
+@pytest.mark.skipif(not ops.is_compiled(), reason="the operators in C++ were not built here")
 def test_the_kernels_for_any_cpu_compute_the_same() -> None:
     environment = {**os.environ, "RAYDFL_PORTABLE": "1"}
     done = subprocess.run([sys.executable, "-c", ALIKE], env=environment, capture_output=True, text=True, check=False)

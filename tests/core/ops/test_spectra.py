@@ -94,7 +94,7 @@ def test_the_input_may_lie_anyhow_in_memory() -> None:
     )
 
 
-@pytest.mark.skipif(not ops.compiled(), reason="the operators in C++ were not built here")
+@pytest.mark.skipif(not ops.is_compiled(), reason="the operators in C++ were not built here")
 def test_the_compiled_operators_check_what_they_are_given() -> None:
     x, count, compiled = torch.rand(3, 5, 4), torch.tensor([5, 5, 5]), torch.ops.raydfl
     one, ratio = torch.tensor([0, 0, 0]), torch.rand(3)

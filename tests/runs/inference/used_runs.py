@@ -122,7 +122,7 @@ class Finished:
         else:
             record = commit.private[worker.clients.index_of(client)]
             order = Order(0, Task(client, phase="evaluate"), 2, 1.0, record, (Measurement("validation", ()),))
-        return worker.prepare(order, {key: FlatTensors.of(t) for key, t in commit.state.tensors.items()})
+        return worker.prepare(order, {key: FlatTensors.from_tensors(t) for key, t in commit.state.tensors.items()})
 
     def evaluated(self, model: str, client: str | None = None) -> np.ndarray:
         """Probabilities [clips, classes] that the engine's evaluation gives on the test set, by clip."""

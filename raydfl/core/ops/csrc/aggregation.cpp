@@ -1,8 +1,8 @@
-// Sums over many clients' vectors, each vector read at the speed of memory; what raydfl/core/ops/sums.py says about them holds here.
+// Sums over many clients' vectors at the speed of memory (see raydfl/core/ops/sums.py).
 //
-// Work goes strip by strip: what is summed up stays in the first-level cache while the clients' strips stream past it.
-// Each element is one chain of operations in client order, and products are rounded before they are added (the
-// instruction sets named below have no fused multiply-add), so the bits do not depend on strips, vector width or compiler.
+// Work proceeds strip by strip: totals stay in the first-level cache while the clients' strips stream through it. Each element
+// accumulates products in client order, and products are rounded before they are added (the instruction sets below have no fused
+// multiply-add), so the bits do not depend on strips, vector width or compiler.
 
 #include <ATen/ATen.h>
 #include <torch/library.h>
@@ -15,19 +15,19 @@
 namespace raydfl {
 namespace {
 
-// Four numbers that the compiler computes with at once; in memory they may lie anywhere.
+// Vector of four doubles, without alignment in memory.
 typedef double Quad __attribute__((vector_size(32), aligned(8), may_alias));
 #define RAYDFL_QUAD_AT(place) (*reinterpret_cast<const Quad*>(place))
 #define RAYDFL_WIDENED(place) \
   Quad{static_cast<double>((place)[0]), static_cast<double>((place)[1]), static_cast<double>((place)[2]), \
        static_cast<double>((place)[3])}
 
-constexpr int64_t kStrip = 4096;            // elements: as float64 they fill a first-level cache of 32 KiB
-constexpr int64_t kHalf = kStrip / 2;        // where there are two totals
+constexpr int64_t kStrip = 4096;            // elements: float64 totals fill a first-level cache of 32 KiB
+constexpr int64_t kHalf = kStrip / 2;        // strip for two totals
 constexpr int64_t kCached = 128 * 1024;     // float32 elements of all clients: half of a second-level cache of 1 MiB
 constexpr int64_t kLanes = 8;               // partial sums of squares of a client
 
-// total += weights[0] * rows[0] + ... + weights[3] * rows[3], one after another: a quarter of the traffic of add_one.
+// total += weights[0] * rows[0] + ... + weights[3] * rows[3], in order. It reads the total a quarter as often as add_one.
 RAYDFL_FOR_EACH_CPU
 void add_four(double* __restrict total, const float* const* rows, const double* weights, int64_t elements) {
   const float *a = rows[0], *b = rows[1], *c = rows[2], *d = rows[3];
@@ -47,7 +47,7 @@ void add_one(double* __restrict total, const float* __restrict row, double weigh
   for (int64_t i = 0; i < elements; ++i) total[i] += weight * static_cast<double>(row[i]);
 }
 
-// total += rows[0] + ... + rows[count - 1], one after another.
+// total += rows[0] + ... + rows[count - 1], in order.
 RAYDFL_FOR_EACH_CPU
 void add_all(double* __restrict total, const float* const* rows, size_t count, int64_t elements) {
   size_t row = 0;
@@ -87,8 +87,7 @@ void add_squares(double* __restrict lanes, const float* __restrict row, const do
   std::copy(sums, sums + kLanes, lanes);
 }
 
-// The same for four rows at a time, so that each mean is read once for all of them; each row's sums are those of add_squares.
-// The rows' next elements are asked for on the way: they come from memory while these are computed with.
+// add_squares for four rows at a time with equal results, so that each mean is read once. It prefetches the rows' next strip.
 RAYDFL_FOR_EACH_CPU
 void add_four_squares(double* lanes, const float* const* rows, const double* mean, int64_t elements, int64_t following) {
   Quad low[4], high[4];
@@ -116,7 +115,7 @@ void add_four_squares(double* lanes, const float* const* rows, const double* mea
   }
 }
 
-// The rows' memory, after a check that all of them hold the elements up to `stop`.
+// Returns the rows' memory, after checking that they have at least `stop` elements.
 std::vector<const float*> memory_of(at::TensorList rows, int64_t stop) {
   std::vector<const float*> memory;
   memory.reserve(rows.size());
@@ -128,7 +127,7 @@ std::vector<const float*> memory_of(at::TensorList rows, int64_t stop) {
   return memory;
 }
 
-// Stretches of one row of a total, each a first column and a number of columns; the values have only these columns.
+// Adds weighted values to stretches of a row. A stretch is a first column and a number of columns; values are contiguous.
 RAYDFL_FOR_EACH_CPU
 void add_stretches(double* __restrict total, const float* __restrict values, double weight, const int64_t* stretches,
                    int64_t count) {
@@ -148,12 +147,12 @@ void add_to_stretches(double* total, double weight, const int64_t* stretches, in
   }
 }
 
-// The same for single columns: the ends of stretches of one or two come too often.
+// Adds a weight to single columns. Loops over stretches of one or two columns would mispredict their ends too often.
 void add_to_columns(double* total, double weight, const int64_t* columns, int64_t count) {
   for (int64_t i = 0; i < count; ++i) total[columns[i]] += weight;
 }
 
-// total += weight * row and counted += weight, element by element.
+// total += weight * row and counted += weight, element-wise.
 template <typename Weight>
 RAYDFL_FOR_EACH_CPU
 void add_each(double* __restrict total, double* __restrict counted, const float* __restrict row,
@@ -187,21 +186,21 @@ void add_weighted(const at::Tensor& total, at::TensorList rows, at::ArrayRef<dou
   }
 }
 
-// A client's slice of a total that is a matrix: rows of it that the slice has, and columns.
+// A client's slice (rows and columns) of a matrix of totals.
 struct Slice {
   struct Row {
-    int64_t there, here;  // in the total and in the values
+    int64_t there, here;  // row in the total, and in the values
     double weight;
   };
-  const float* values = nullptr;    // [rows of the slice, width]; none: 1 everywhere
-  std::vector<Row> rows;            // ascending in the total, without those of weight 0
+  const float* values = nullptr;    // [rows of the slice, width]; null: all 1
+  std::vector<Row> rows;            // ascending in the total, without rows of weight 0
   std::vector<int64_t> stretches;   // pairs: first column of the total and number of columns
-  std::vector<int64_t> columns;     // of the total, in place of short stretches where there are no values
+  std::vector<int64_t> columns;     // columns of the total, replacing short stretches of slices without values
   int64_t width = 0;
-  bool whole = false;               // whether it has all columns
+  bool whole = false;               // whether the slice has all columns
 };
 
-// The numbers in a vector of int64, or none for all from 0 on.
+// Returns the indices in an int64 vector after checks; null for an empty vector, which selects all.
 const int64_t* kept_of(const at::Tensor& kept, int64_t size) {
   TORCH_CHECK(kept.scalar_type() == at::kLong && kept.dim() == 1 && kept.is_contiguous(),
               "raydfl: the rows and columns of a slice have to be contiguous vectors of int64");
@@ -259,7 +258,7 @@ Slice slice_of(const at::Tensor* values, const at::Tensor& rows, const at::Tenso
   return slice;
 }
 
-// Row by row of the total, so that what is summed up stays in the cache; each element is summed in client order.
+// Proceeds row by row of the total, so that totals stay in the cache. Each element accumulates in client order.
 void add_slices(const at::Tensor& total, int64_t height, at::TensorList values, at::TensorList rows, at::TensorList weights,
                 at::TensorList columns, at::IntArrayRef units) {
   check_total(total);
@@ -275,7 +274,7 @@ void add_slices(const at::Tensor& total, int64_t height, at::TensorList values, 
     slices.push_back(
         slice_of(values.empty() ? nullptr : &values[i], rows[i], weights[i], columns[i], height, width, units[i]));
   std::vector<size_t> next(count, 0);
-  std::vector<const float*> waiting;  // rows with all columns, which are added four at a time
+  std::vector<const float*> waiting;  // whole rows, to be added four at a time
   std::vector<double> counted;
   for (int64_t row = 0; row < height; ++row) {
     double* const sums = total.data_ptr<double>() + row * width;

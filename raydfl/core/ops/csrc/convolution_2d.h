@@ -1,13 +1,13 @@
-// Convolution over images, included by kernels_body.h. Channels come last, so that a kernel's row sees one contiguous run of numbers
-// ("run": taps of the row times inputs), and a window is "runs" of them, "apart" from each other. Products go over windows where
-// they lie, without copies of them; images with zeros around them are copied, item by item.
+// 2-d convolution, included by kernels_body.h. Channels come last, so a row of the kernel covers contiguous elements ("run": taps
+// of the row times inputs). A window has "runs" of them at the stride "apart". Products read windows in place; only padded images
+// are copied, item by item.
 
 struct Window {
   long runs, run, apart;
   long size() const { return runs * run; }
 };
 
-// Positions of a result, and the windows they are computed from: floats from one item, row and column to the next, at both.
+// Positions of a result ("to") and their windows ("from"), with strides of items, rows and columns.
 struct Grid {
   long items, rows, columns;
   const float* from;
@@ -15,14 +15,14 @@ struct Grid {
   float* to;
   long to_item, to_row, to_column;
 
-  // Rows that follow one another like columns are one row, and so are items.
+  // Merges rows into a single row, and items, if their strides allow it.
   void merge() {
     if (from_row == columns * from_column && to_row == columns * to_column) columns *= rows, rows = 1;
     if (rows == 1 && from_item == columns * from_column && to_item == columns * to_column) columns *= items, items = 1;
   }
 };
 
-// HALVES vectors, or the first "columns" numbers of them where the result has no more.
+// Stores HALVES vectors, or their first "columns" elements if the result has fewer.
 template <int HALVES>
 INLINE void store_some(float* to, const Floats* sums, long columns) {
   if (columns >= HALVES * LANES) {
@@ -36,9 +36,9 @@ INLINE void store_some(float* to, const Floats* sums, long columns) {
   }
 }
 
-constexpr long AT_ONCE = 192;  // positions that are computed with one panel before the next
+constexpr long AT_ONCE = 192;  // positions to compute with a panel before the next panel
 
-// A tile whose rows lie anywhere: to[r] = bias + sum over k of window r [k] * b[k], for HALVES times LANES columns.
+// Tile with rows at arbitrary addresses: to[r] = bias + sum over k of window r [k] * b[k], for HALVES times LANES columns.
 template <int ROWS, int HALVES>
 INLINE void window_tile(Window window, const float* const* from, const float* b, float* const* to, long column, long columns,
                         const float* bias) {
@@ -88,7 +88,7 @@ void window_tiles(long count, Window window, const float* const* from, const flo
   }
 }
 
-// The product of all windows and the matrix in "packed" (panels of [window.size(), PANEL]), to "outputs" columns.
+// Multiplies all windows by the matrix in "packed" (panels of [window.size(), PANEL]) with "outputs" columns.
 void correlate(const Grid& positions, Window window, const float* packed, long outputs, const float* bias) {
   Grid grid = positions;
   grid.merge();
@@ -116,9 +116,9 @@ void correlate(const Grid& positions, Window window, const float* packed, long o
   }
 }
 
-constexpr int TALL = 8;  // rows of a product that are computed together where the result has one vector of columns
+constexpr int TALL = 8;  // rows of a product in a tile with a single vector of columns
 
-// A tile of positions side by side: the numbers of their windows lie "offsets" from where they begin.
+// Tile of adjacent positions. "offsets" are the elements of a window, relative to its start.
 template <int ROWS, int HALVES>
 INLINE void row_tile(const float* from, long from_column, const long* offsets, long depth, const float* b, float* to,
                      long to_column, long columns, const float* bias) {
@@ -164,7 +164,7 @@ void row_tiles(long count, const float* from, long from_column, const long* offs
   }
 }
 
-// Where a window's numbers lie, from its first.
+// Returns the offsets of a window's elements from its start.
 const long* offsets_of(Window window) {
   long* offsets = reinterpret_cast<long*>(scratch(3, window.size() * sizeof(long) / sizeof(float)));
   for (long i = 0, n = 0; i < window.runs; ++i)
@@ -172,7 +172,7 @@ const long* offsets_of(Window window) {
   return offsets;
 }
 
-// As correlate, row by row: for windows of short runs, and for results of few columns.
+// Variant of correlate that proceeds row by row, for windows with short runs and results with few columns.
 void correlate_rows(const Grid& grid, Window window, const float* packed, long outputs, const float* bias) {
   const long* offsets = offsets_of(window);
   const long depth = window.size();
@@ -187,14 +187,14 @@ void correlate_rows(const Grid& grid, Window window, const float* packed, long o
     }
 }
 
-// Positions side by side: where their windows begin, and their gradients.
+// Adjacent positions: starts of their windows ("from") and gradients ("to").
 struct Line {
   const float *from, *to;
   long count;
 };
 
-// sums[r, j] = (to begin with) or += the sum over positions of window [r] * gradient [j], for ROWS numbers of the window, which lie
-// "offsets" from where it begins, and HALVES times LANES outputs. The gradients b of all positions lie one after another.
+// sums[r, j] = (if "begin") or += the sum over positions of window [r] * gradient [j], for ROWS elements of the window at
+// "offsets", and HALVES times LANES outputs. The gradients b of all positions are contiguous.
 template <int ROWS, int HALVES>
 INLINE void gradient_tile(const Line* lines, long count, const long* offsets, long from_column, const float* b, float* to,
                           bool begin) {
@@ -225,12 +225,12 @@ INLINE void gradient_tile(const Line* lines, long count, const long* offsets, lo
   for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 2
     for (int h = 0; h < HALVES; ++h) {
-      float* place = to + r * PANEL + h * LANES;  // sums of parts, which keep more digits than one long sum
+      float* place = to + r * PANEL + h * LANES;  // partial sums are more precise than a long sum
       store(place, begin ? sums[r][h] : load(place) + sums[r][h]);
     }
 }
 
-// Numbers of windows, for each tile of them those of all positions in turn: where gradient_tiles reads them if they are packed.
+// Packs the elements of windows for gradient_tiles: for each tile of elements, all positions in turn.
 void pack_windows(const Line* lines, long count, const long* offsets, long depth, long from_column, float* packed) {
   const long tiles = (depth + TILE - 1) / TILE, height = depth / tiles, higher = depth % tiles;
   for (long index = 0; index < tiles; ++index) {
@@ -250,7 +250,7 @@ void pack_windows(const Line* lines, long count, const long* offsets, long depth
 
 constexpr long SIDE_BY_SIDE[TILE] = {0, 1, 2, 3, 4, 5};
 
-// The windows are where the lines say or, if packed is not null, there, of so many positions.
+// Windows are read through the lines, or from "packed" with the given number of positions if it is not null.
 template <int HALVES>
 void gradient_tiles(const Line* lines, long count, const long* offsets, long depth, long from_column, const float* packed,
                     long positions, const float* b, float* to, bool begin) {
@@ -277,7 +277,7 @@ void gradient_tiles(const Line* lines, long count, const long* offsets, long dep
   }
 }
 
-// The gradients of HALVES times LANES outputs, one position after another, missing outputs 0; adds their sum to bias_sums.
+// Packs the gradients of HALVES times LANES outputs by position, with 0 for missing outputs, and adds their sum to bias_sums.
 template <int HALVES>
 void pack_gradients(const Line* lines, long count, long to_column, long output, long outputs, float* packed, float* bias_sums) {
   const long width = least(HALVES * LANES, outputs - output);
@@ -304,13 +304,13 @@ void pack_gradients(const Line* lines, long count, long to_column, long output, 
   for (int h = 0; h < HALVES; ++h) store(bias_sums + h * LANES, load(bias_sums + h * LANES) + sums[h]);
 }
 
-// When windows are packed for their gradient: numbers from one position to the next, and outputs, at least; and how many of each
-// window's numbers are packed together. Every panel of outputs reads the windows again, and far apart they share few sets of the
-// caches; packing takes time, too, which fewer panels did not win back.
+// Windows are packed for their gradient if the stride between positions is at least FAR and outputs are at least MANY, PACKED
+// elements at a time. Each panel of outputs reads the windows again, and with a large stride they compete for few sets of the
+// caches. With fewer panels, packing takes longer than it saves.
 constexpr long FAR = 64, MANY = 128, PACKED = 16 * TILE;
 
-// Panels [window.size(), PANEL] of sums = (to begin with) or += the windows, transposed, times the gradients at grid.to; bias_sums
-// += these.
+// Panels [window.size(), PANEL] of sums = (if "begin") or += the transposed windows times the gradients at grid.to. Adds the
+// gradients to bias_sums.
 void correlate_backward(Grid grid, Window window, long outputs, float* sums, bool begin, float* bias_sums) {
   grid.merge();
   Line lines[AT_ONCE];
@@ -342,7 +342,7 @@ void correlate_backward(Grid grid, Window window, long outputs, float* sums, boo
   }
 }
 
-// An image [rows, columns, channels] with zeros around it.
+// Copies an image [rows, columns, channels] with zeros around it.
 void surround(float* to, const float* from, long rows, long columns, long channels, long top, long left, long bottom, long right) {
   const long row = (left + columns + right) * channels;
   const long line = columns * channels;
@@ -356,11 +356,11 @@ void surround(float* to, const float* from, long rows, long columns, long channe
   clear(to + line, right * channels + bottom * row);
 }
 
-// How the windows of a convolution are found in memory, for some items at a time.
+// Layout of a convolution's windows in memory, for several items at a time.
 struct Source {
   const Convolution2d& s;
   bool copied;
-  long rows, columns;     // with zeros around
+  long rows, columns;     // including padding
   Window window;
 
   explicit Source(const Convolution2d& shape)
@@ -376,7 +376,7 @@ struct Source {
     return least(s.batch, positions < AT_ONCE ? (AT_ONCE + positions - 1) / positions : 1);
   }
 
-  // A grid over so many items from the first on; "to" is left open.
+  // Returns a grid over "items" items, starting with "first". The caller sets "to".
   Grid grid(const float* x, long first, long items) const {
     x += first * s.rows * s.columns * s.inputs;
     if (copied) {
@@ -399,7 +399,8 @@ struct Source {
   }
 };
 
-// Panels of weight [outputs, inputs, kernel_rows, kernel_columns] with rows (kernel row, kernel column, input), columns outputs.
+// Packs weight [outputs, inputs, kernel_rows, kernel_columns] into panels: rows (kernel row, kernel column, input), columns
+// outputs.
 void pack_outputs(const Convolution2d& s, const float* weight, float* packed) {
   const long taps = s.kernel_rows * s.kernel_columns, depth = taps * s.inputs;
   for (long first = 0; first < s.outputs; first += PANEL, packed += depth * PANEL) {
@@ -412,8 +413,7 @@ void pack_outputs(const Convolution2d& s, const float* weight, float* packed) {
   }
 }
 
-// The other way: what pack_outputs makes of a weight to that weight. In it taps lie side by side: rows of some inputs are put in its
-// order, and then transposed.
+// Inverse of pack_outputs. Taps are contiguous in the weight, so rows of some inputs are reordered and then transposed.
 void unpack_outputs(const Convolution2d& s, const float* packed, float* weight) {
   const long taps = s.kernel_rows * s.kernel_columns, depth = taps * s.inputs;
   float* rows = scratch(0, LANES * taps * PANEL);
@@ -431,9 +431,9 @@ void unpack_outputs(const Convolution2d& s, const float* packed, float* weight) 
     }
 }
 
-// The taps of a kernel that one phase of a stride meets, from the last to the first: place = tap - stride * n.
+// The kernel's taps at a phase of the stride, from last to first: position = tap - stride * n.
 struct Phase {
-  long first, taps, before;  // the last tap; their number; zeros before the first position
+  long first, taps, before;  // the last tap; the number of taps; zeros before the first position
 
   Phase(long phase, long kernel, long stride, long padding) {
     const long least_tap = (phase + padding) % stride;
@@ -443,7 +443,7 @@ struct Phase {
   }
 };
 
-// Panels with rows (kernel row, kernel column, output), both from the last to the first of a phase, and columns inputs.
+// Packs panels with rows (kernel row, kernel column, output), taps from last to first of a phase, and columns inputs.
 void pack_inputs(const Convolution2d& s, Phase r, Phase c, const float* weight, float* packed) {
   const long taps = s.kernel_rows * s.kernel_columns, depth = r.taps * c.taps * s.outputs;
   for (long first = 0; first < s.inputs; first += PANEL, packed += depth * PANEL) {
@@ -479,8 +479,8 @@ void convolve_2d(const Convolution2d& s, const float* x, const float* weight, co
 
 void gradient_of_inputs(const Convolution2d& s, const float* dy, const float* weight, float* dx) {
   const long out_rows = s.out_rows(), out_columns = s.out_columns();
-  long top = 0, left = 0, bottom = 0, right = 0;  // zeros around dy that some phase sees
-  bool hole = false;                              // positions that no window saw
+  long top = 0, left = 0, bottom = 0, right = 0;  // padding of dy for all phases
+  bool hole = false;                              // whether some positions are outside all windows
   for (long i = 0; i < s.row_stride; ++i) {
     const Phase r(i, s.kernel_rows, s.row_stride, s.top);
     const long last = (s.rows - 1 - i) / s.row_stride - r.before + r.taps - 1;
@@ -553,7 +553,7 @@ void convolve_2d_backward(const Convolution2d& s, const float* dy, const float* 
   clear(bias_sums, width);
   for (long first = 0, step = source.at_once(); first < s.batch; first += step) {
     Grid grid = source.grid(x, first, least(step, s.batch - first));
-    grid.to = const_cast<float*>(dy) + first * grid.to_item;  // which is only read
+    grid.to = const_cast<float*>(dy) + first * grid.to_item;  // read only
     correlate_backward(grid, source.window, s.outputs, sums, first == 0, bias_sums);
   }
   unpack_outputs(s, sums, dweight);

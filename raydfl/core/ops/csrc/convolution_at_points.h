@@ -1,26 +1,26 @@
 // Convolutions with 3 or 5 taps by Toom and Cook's interpolation, as Winograd's F(6, 3) and F(4, 5): a part of kernels_body.h.
 //
-// A window of 8 frames d gives 9 - taps outputs. As polynomials in time, outputs, weights and window are known by their values at
-// the eight points 0, 1, -1, 2, -2, 1/2, -1/2 and infinity, where a convolution is a product for each point:
+// A window of 8 frames d gives 9 - taps outputs. As polynomials in time, outputs, weights and window are determined by their values
+// at the eight points 0, 1, -1, 2, -2, 1/2, -1/2 and infinity, where a convolution is a product at each point:
 //
 //   y = A' [(G w) . (B' d)],     and with the same three matrices     dw = G' [(A dy) . (B' d)],    dx = B [(A dy) . (G w)]
 //
-// so that 8 products take the place of 20 (5 taps) or 18 (3 taps). "Values" are those at the points: [point, window, channel].
-// A and G tell what a polynomial is at the points; the divisors of interpolation stand in G, so that B' has short fractions.
-// Rounding is two to four times that of the plain sums, and in dw four to six times. Ten points would take 5/6 of these products
-// for 5 taps, and round eight times as much.
+// so 8 products replace 20 (5 taps) or 18 (3 taps). "Values" means values at the points: [point, window, channel]. A and G evaluate
+// polynomials at the points. The divisors of the interpolation are in G, so B' has short fractions. Rounding errors are two to four
+// times larger than in plain sums, and in dw four to six times. Ten points would need 5/6 of the products for 5 taps, with eight
+// times the rounding error.
 
 constexpr int POINTS = 8;
-constexpr long ROWS_AT_ONCE = 48;  // windows that are multiplied together, at least: few make low tiles, and dweight's sums
-                                   // are read and written again for them
+constexpr long ROWS_AT_ONCE = 48;  // minimum number of windows in a product: fewer make low tiles, and dweight's sums are
+                                   // read and written for each product
 
-// Whether the products saved are worth the way to the points and back.
+// Returns whether the saved products outweigh the conversion to the points and back.
 bool fits_points(const Convolution& shape) {
   return (shape.taps == 3 || shape.taps == 5) && shape.inputs % LANES == 0 && shape.inputs >= 16 && shape.outputs >= 16 &&
          shape.convolved() >= POINTS && shape.pooled() > 0;
 }
 
-// What a polynomial is at the points; at 1/2 and -1/2 times 2^(COUNT - 1), so that it is multiplied by whole numbers there too.
+// Evaluates a polynomial at the points. Values at 1/2 and -1/2 are scaled by 2^(COUNT - 1), so that all factors are integers.
 template <int COUNT>
 INLINE void at_points(Floats values[POINTS], const Floats* coefficients) {
   Floats even[3] = {coefficients[0], coefficients[0], coefficients[0] * float(1 << (COUNT - 1))};
@@ -38,7 +38,7 @@ INLINE void at_points(Floats values[POINTS], const Floats* coefficients) {
   values[POINTS - 1] = coefficients[COUNT - 1];
 }
 
-// The same matrix, transposed.
+// The transposed matrix of at_points.
 template <int COUNT>
 INLINE void from_points(Floats* coefficients, const Floats values[POINTS]) {
   Floats sums[2][3];
@@ -58,7 +58,7 @@ INLINE void from_points(Floats* coefficients, const Floats values[POINTS]) {
 
 constexpr float FACTORS[POINTS] = {1, -2.0f / 9, -2.0f / 9, 1.0f / 360, 1.0f / 360, 1.0f / 180, 1.0f / 180, 1};  // of G
 
-// B' d of one window for all channels; point i at to + i * apart.
+// Computes B' d of a window for all channels, with point i at to + i * apart.
 INLINE void frames_at_points(float* to, long apart, const float* frames, long channels) {
   for (long c = 0; c < channels; c += LANES, frames += LANES, to += LANES) {
     Floats d[POINTS];
@@ -78,7 +78,7 @@ INLINE void frames_at_points(float* to, long apart, const float* frames, long ch
   }
 }
 
-// B z: what the values of one window are of its frames. The first SHARED have a part from the window before, too: it is added to.
+// Computes B z, the frames of a window. It adds to the first SHARED frames, because the previous window contributes to them, too.
 template <int SHARED>
 INLINE void add_frames(float* dx, const float* values, long apart, long channels) {
   for (long c = 0; c < channels; c += LANES, dx += LANES, values += LANES) {
@@ -100,7 +100,7 @@ INLINE void add_frames(float* dx, const float* values, long apart, long channels
   }
 }
 
-// A' m + bias: the outputs of so many windows.
+// Computes A' m + bias, the outputs of windows.
 template <int EACH>
 void outputs_of(long windows, float* y, const float* values, long apart, const float* bias, long channels) {
   for (; windows > 0; --windows, y += (EACH - 1) * channels) {
@@ -115,7 +115,7 @@ void outputs_of(long windows, float* y, const float* values, long apart, const f
   }
 }
 
-// A dy of so many windows.
+// Computes A dy of windows.
 template <int EACH>
 void outputs_at_points(long windows, float* to, long apart, const float* dy, long channels) {
   for (; windows > 0; --windows, dy += (EACH - 1) * channels) {
@@ -130,7 +130,7 @@ void outputs_at_points(long windows, float* to, long apart, const float* dy, lon
   }
 }
 
-// G w: weights at all points as right factors [depth, columns] of products, with inputs as columns if TRANSPOSED, else outputs.
+// Computes G w, the weights at all points, as right factors [depth, columns]. Columns are inputs if TRANSPOSED, else outputs.
 template <int TAPS, bool TRANSPOSED>
 void pack_at_points(Panels panels[POINTS], const Convolution& shape, const float* weight) {
   const long inputs = shape.inputs, width = rounded_up(shape.outputs);
@@ -159,7 +159,7 @@ void pack_at_points(Panels panels[POINTS], const Convolution& shape, const float
   }
 }
 
-// G' v: dweight of its values at the points, [point, input, output] with outputs padded to "width".
+// Computes G' v, dweight from its values at the points, [point, input, output] with outputs padded to "width".
 template <int TAPS>
 void weight_of(const Convolution& shape, float* dweight, const float* values, long width) {
   const long depth = shape.inputs * TAPS;
@@ -182,7 +182,7 @@ void weight_of(const Convolution& shape, float* dweight, const float* values, lo
   }
 }
 
-// Sizes of the work on one item, and how many are worked on at once. A window's result is the same in any company.
+// Sizes of an item's work, and the number of items at once. A window's result does not depend on the other windows.
 template <int TAPS>
 struct Windows {
   static constexpr int EACH = POINTS + 1 - TAPS;  // outputs of a window
@@ -195,14 +195,14 @@ struct Windows {
     items = least(shape.batch, count < ROWS_AT_ONCE ? (ROWS_AT_ONCE + count - 1) / count : 1);
   }
 
-  // Numbers from one point's values to the next: no power of two, or all points' would fall into few sets of the cache.
+  // Stride between the points' values. It is not a power of two, because all points would then share few sets of the cache.
   long apart(long channels) const { return items * count * channels + PANEL; }
 };
 
-// Whether the window from frame "first" on lies within the frames that count.
+// Returns whether the window starting at frame "first" has valid frames only.
 INLINE bool lies_within(long first, long counting) { return first >= 0 && first + POINTS <= counting; }
 
-// That window, where it lies or, with zeros for frames that are missing, in "line".
+// Returns the window in place, or a copy in "line" with zeros for missing frames.
 INLINE const float* window_of(const float* x, long first, long counting, long channels, float* line) {
   if (lies_within(first, counting)) return x + first * channels;
   for (long t = 0; t < POINTS; ++t) {
@@ -214,7 +214,7 @@ INLINE const float* window_of(const float* x, long first, long counting, long ch
   return line;
 }
 
-// B' d of all windows of one item.
+// Computes B' d of all windows of an item.
 template <int TAPS>
 void item_at_points(float* to, long apart, const Convolution& shape, const Windows<TAPS>& windows, const float* x, long counting,
                     float* line) {
@@ -223,14 +223,14 @@ void item_at_points(float* to, long apart, const Convolution& shape, const Windo
     frames_at_points(to, apart, window_of(x, first, counting, shape.inputs, line), shape.inputs);
 }
 
-// The other way: dx of one item is the sum of what its windows' values are of it.
+// Inverse of item_at_points for gradients: sums the windows' contributions to an item's dx.
 template <int TAPS>
 void item_from_points(float* dx, const float* values, long apart, const Convolution& shape, const Windows<TAPS>& windows,
                       long counting, float* line) {
-  constexpr int SHARED = TAPS - 1;  // frames that a window has in common with the next
+  constexpr int SHARED = TAPS - 1;  // overlap of adjacent windows in frames
   const long inputs = shape.inputs;
   long first = -shape.padding;
-  clear(dx, least(SHARED, shape.frames) * inputs);  // to which the first window adds
+  clear(dx, least(SHARED, shape.frames) * inputs);  // the first window adds to it
   for (long w = 0; w < windows.count; ++w, first += Windows<TAPS>::EACH, values += inputs) {
     if (lies_within(first, counting)) {
       add_frames<SHARED>(dx + first * inputs, values, apart, inputs);

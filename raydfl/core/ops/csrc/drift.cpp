@@ -1,7 +1,7 @@
-// What methods against client drift add to a loss (raydfl/core/ops/reductions.py), over all of a network's weights in one call.
+// Loss term against client drift (raydfl/core/ops/reductions.py), over all weights of a network in a single call.
 //
-// It goes at the speed of memory: everything is read once forward and once backward. Sums run in a fixed order, in one thread for
-// each client, and without fused multiply-adds: the bits do not depend on the CPU.
+// It runs at the speed of memory: weights are read once forward and once backward. Sums have a fixed order, a single thread for
+// each client, and no fused multiply-adds, so the bits do not depend on the CPU.
 
 #include <ATen/ops/empty_like.h>
 #include <torch/library.h>
@@ -16,12 +16,12 @@
 namespace raydfl {
 namespace {
 
-constexpr int64_t kBlock = 4096;  // elements that are worked on at a time; they are summed up in float32, the blocks in float64
+constexpr int64_t kBlock = 4096;  // elements of a block: sums are float32 within a block, and float64 over blocks
 constexpr int64_t kLanes = 16;    // partial sums of a block
 
-const float kZeros[kBlock] = {};  // anchors or slopes where there are none: they stay in the first-level cache
+const float kZeros[kBlock] = {};  // missing anchors or slopes; they stay in the first-level cache
 
-// sum (w - a) (pull / 2 (w - a) + s), of a block.
+// Returns the block's sum of (w - a) (pull / 2 (w - a) + s).
 RAYDFL_FOR_EACH_CPU
 double sum_of_block(const float* w, const float* a, const float* s, float half, int64_t count) {
   float sums[kLanes] = {};
@@ -41,7 +41,7 @@ double sum_of_block(const float* w, const float* a, const float* s, float half, 
   return total;
 }
 
-// dw = scale (pull (w - a) + s), of a block.
+// Computes dw = scale (pull (w - a) + s) for a block.
 RAYDFL_FOR_EACH_CPU
 void differentiate(const float* w, const float* a, const float* s, float pull, float scale, int64_t count, float* dw) {
   for (int64_t i = 0; i < count; ++i) dw[i] = scale * (pull * (w[i] - a[i]) + s[i]);
@@ -68,7 +68,7 @@ struct Pulled {
       TORCH_CHECK(!grouped || (weight.dim() > 0 && weight.size(0) == clients), "raydfl: weights are of different clients");
   }
 
-  // Calls work(number of the weight, first element, elements, the weight there, its anchors, its slopes) for one client's blocks.
+  // Calls work(index of the weight, first element, number of elements, weight, anchors, slopes) for each block of a client.
   template <typename Work>
   void for_each_block(int64_t client, const Work& work) const {
     for (size_t number = 0; number < weights.size(); ++number) {

@@ -1,5 +1,5 @@
-// Before a function: it is compiled for any CPU and for those with AVX2, where the compiler can do that. Neither has a fused
-// multiply-add, so that the bits are the same.
+// Attribute of a function to compile it for any CPU and for CPUs with AVX2, if the compiler supports it. Neither variant has fused
+// multiply-adds, so the bits are equal.
 
 #pragma once
 

@@ -1,5 +1,5 @@
-// PyTorch operators on images: convolution in two dimensions, and what follows it. As in operators.cpp a dimension of clients may
-// come first; channels come last.
+// PyTorch operators on images: 2-d convolution, and normalisation with ReLU and pooling. As in operators.cpp, tensors may have a
+// leading dimension of clients. Channels come last.
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -77,13 +77,13 @@ std::tuple<Tensor, Tensor, Tensor> conv2d_backward(const Tensor& dy_, const Tens
   return {dx, dweight, dbias};
 }
 
-// Several images of one size, each with its normalisation; their results lie side by side, as if their channels were joined.
+// Images of equal size, each with its own normalisation. Their results are concatenated over channels.
 struct Normalised {
   bool grouped;
   int64_t clients, width = 0;
   OptionalTensor lengths;
   std::vector<Tensor> xs, weights, biases;
-  std::vector<int64_t> before;  // channels before each
+  std::vector<int64_t> before;  // first channel of each image in the result
   Normalisation s;
 
   Normalised(at::TensorList xs_, at::TensorList weights_, at::TensorList biases_, const OptionalTensor& lengths_, int64_t groups,
@@ -119,7 +119,7 @@ struct Normalised {
   }
   std::vector<int64_t> moments_shape() const { return shaped(grouped, clients, {2, s.batch, s.means}); }
 
-  // One client's image, with the arguments that both kernels take; "channels" is filled in.
+  // Runs a kernel for each client and image, with the arguments of both kernels.
   template <typename Work>
   void for_each(const Work& work) const {
     for_each_client(clients, [&](int64_t client) {

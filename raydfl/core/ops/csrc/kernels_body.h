@@ -1,5 +1,5 @@
-// The kernels themselves, compiled once for each instruction set (see kernels.h). Nothing of the standard library is defined
-// in here: an inline function compiled for one instruction set must not be linked into code for another.
+// Implementation of the kernels, compiled for each instruction set (see kernels.h). It includes no inline functions of the standard
+// library, because the linker could use their copy for one instruction set in code for another.
 
 #include "kernels.h"
 
@@ -7,8 +7,8 @@ namespace raydfl {
 namespace {
 
 constexpr int LANES = RAYDFL_LANES;
-constexpr int PANEL = 2 * LANES;  // columns of a product that are computed together
-constexpr int TILE = 6;           // rows of a product that are computed together: 12 of 16 registers hold sums
+constexpr int PANEL = 2 * LANES;  // columns of a product in a tile
+constexpr int TILE = 6;           // rows of a product in a tile: sums use 12 of 16 registers
 
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t Integers __attribute__((vector_size(4 * LANES)));
@@ -33,7 +33,7 @@ INLINE long least(long one, long other) { return one < other ? one : other; }
 #define SHUFFLED(Mask, one, other, ...) __builtin_shuffle(one, other, Mask{__VA_ARGS__})
 #endif
 
-// The elements of two vectors in turn: of their first halves, and of their second.
+// Interleaves the first halves of two vectors, and their second halves.
 INLINE void interleave(Floats one, Floats other, Floats* first, Floats* second) {
 #if RAYDFL_LANES == 8
   *first = SHUFFLED(Integers, one, other, 0, 8, 1, 9, 2, 10, 3, 11);
@@ -44,7 +44,7 @@ INLINE void interleave(Floats one, Floats other, Floats* first, Floats* second) 
 #endif
 }
 
-// LANES numbers of 0..255 as bytes.
+// Converts LANES integers from 0 to 255 to bytes.
 INLINE Bytes narrowed(Integers numbers) {
   const AllBytes bytes = reinterpret_cast<AllBytes>(numbers);
 #if RAYDFL_LANES == 8
@@ -58,9 +58,9 @@ INLINE Bytes narrowed(Integers numbers) {
   return result;
 }
 
-// The other way: LANES bytes as numbers.
+// Converts LANES bytes to integers.
 INLINE Integers widened(const uint8_t* from) {
-#if RAYDFL_LANES == 8  // the compiler converts these one by one
+#if RAYDFL_LANES == 8  // the compiler would convert them one by one
   uint64_t bytes;
   __builtin_memcpy(&bytes, from, sizeof bytes);
   const AllBytes twice = reinterpret_cast<AllBytes>(LongNaturals{} + bytes);
@@ -80,20 +80,20 @@ INLINE void add(float* to, const float* from, long count) {
 
 // --- products -----------------------------------------------------------------------------------------------------------------
 
-// A matrix as a product's right factor: "panels" of PANEL columns, row k of panel p at data + p * apart + k * row.
+// Right factor of a product, in panels of PANEL columns: row k of panel p is at data + p * apart + k * row.
 struct Panels {
   const float* data;
   long apart, row;
 };
 
-// What to do with a product: write it (start: null), or add it to a bias that is the same in each row (stride 0), or to a matrix.
+// Initial value of a product: 0, a bias for all rows, or the existing result.
 enum class Start { ZERO, BIAS, SUM };
 
-// How a product's left factor lies in memory: a(r, k) is a[r * lda + k] if LEFT is false, a[k * lda + r] if it is true. In panels
-// lda apart, as a right factor does, it is a[k / PANEL * lda + r * PANEL + k % PANEL]; the depth is then a multiple of PANEL.
+// Layout of a product's left factor: a(r, k) is a[r * lda + k] if LEFT is false, a[k * lda + r] if it is true. With IN_PANELS it
+// has panels at the stride lda, a[k / PANEL * lda + r * PANEL + k % PANEL], and the depth is a multiple of PANEL.
 constexpr int IN_PANELS = 2;
 
-// One step of a tile: ROWS factors, "apart" from each other, times a row of the right factor.
+// Adds a step of a tile: ROWS factors at the stride "apart", times a row of the right factor.
 template <int ROWS>
 INLINE void add_products(Floats (&sums)[ROWS][2], const float* a, long apart, const float* b) {
   const Floats left = load(b), right = load(b + LANES);
@@ -154,7 +154,7 @@ void tile_of(long rows, long depth, const float* a, long lda, const float* b, lo
   }
 }
 
-// c [rows, columns] = start + a b, the rows of c ldc apart.
+// c [rows, columns] = start + a b, with the stride ldc between rows of c.
 template <int LEFT>
 void multiply(long rows, long columns, long depth, const float* a, long lda, Panels b, float* c, long ldc, Start start,
               const float* bias = nullptr) {
@@ -162,7 +162,7 @@ void multiply(long rows, long columns, long depth, const float* a, long lda, Pan
   const long tiles = (rows + TILE - 1) / TILE, height = rows / tiles, higher = rows % tiles;
   const long apart = LEFT == IN_PANELS ? PANEL : LEFT ? 1 : lda;
   for (long panel = 0, column = 0; column < columns; ++panel, column += PANEL) {
-    for (long index = 0, first = 0; index < tiles; ++index) {  // tiles of nearly equal height: a tile of one row is slow
+    for (long index = 0, first = 0; index < tiles; ++index) {  // tiles of nearly equal height: a tile with a single row is slow
       const long count = height + (index < higher);
       tile_of<LEFT>(count, depth, a + first * apart, lda, b.data + panel * b.apart, b.row, c + first * ldc + column, ldc,
                     least(columns - column, PANEL), start, bias ? bias + column : bias);
@@ -171,13 +171,13 @@ void multiply(long rows, long columns, long depth, const float* a, long lda, Pan
   }
 }
 
-// A square of LANES x LANES, its rows "row" apart, as columns of one whose rows are "to_row" apart.
+// Transposes a square of LANES x LANES. "row" and "to_row" are the strides between rows.
 INLINE void transpose(float* to, long to_row, const float* from, long row) {
   Floats now[LANES], next[LANES];
 #pragma GCC unroll 8
   for (int i = 0; i < LANES; ++i) now[i] = load(from + i * row);
 #pragma GCC unroll 3
-  for (int stage = 1; stage < LANES; stage *= 2) {  // as cards are shuffled: after log2(LANES) times columns are rows
+  for (int stage = 1; stage < LANES; stage *= 2) {  // log2(LANES) perfect shuffles transpose the square
 #pragma GCC unroll 4
     for (int i = 0; i < LANES / 2; ++i) interleave(now[i], now[i + LANES / 2], &next[2 * i], &next[2 * i + 1]);
 #pragma GCC unroll 8
@@ -187,7 +187,7 @@ INLINE void transpose(float* to, long to_row, const float* from, long row) {
   for (int i = 0; i < LANES; ++i) store(to + i * to_row, now[i]);
 }
 
-// Matrix [rows, columns], its rows "row" apart, as [columns, rows].
+// Transposes a matrix [rows, columns] with the stride "row" between rows.
 void turn(float* to, long to_row, const float* from, long row, long rows, long columns) {
   const long whole = columns / LANES * LANES, blocks = rows / LANES * LANES;
   for (long j = 0; j < blocks; j += LANES)
@@ -196,14 +196,14 @@ void turn(float* to, long to_row, const float* from, long row, long rows, long c
     for (long k = j < blocks ? whole : 0; k < columns; ++k) to[k * to_row + j] = from[j * row + k];
 }
 
-// Panels, "apart" from each other, of matrix [rows, columns] with element (k, j) at from[k * row + j * column], of which one is 1;
-// missing columns are 0.
+// Packs a matrix [rows, columns] into panels at the stride "apart". Element (k, j) is at from[k * row + j * column], and either
+// stride is 1. Missing columns are 0.
 void pack_apart(float* to, long apart, const float* from, long rows, long columns, long row, long column) {
   for (long first = 0; first < columns; first += PANEL, to += apart) {
     const long width = least(columns - first, PANEL);
     if (width < PANEL) clear(to, rows * PANEL);
     if (column == 1) {
-      for (long k = 0; k < rows; ++k)  // a count that the compiler knows is two moves, another one a call
+      for (long k = 0; k < rows; ++k)  // a constant count compiles to two moves, a variable one to a call
         width == PANEL ? copy(to + k * PANEL, from + k * row + first, PANEL) : copy(to + k * PANEL, from + k * row + first, width);
       continue;
     }
@@ -211,7 +211,7 @@ void pack_apart(float* to, long apart, const float* from, long rows, long column
   }
 }
 
-// The same without gaps.
+// Packs a matrix into contiguous panels.
 Panels pack(float* to, const float* from, long rows, long columns, long row, long column) {
   pack_apart(to, rows * PANEL, from, rows, columns, row, column);
   return {to, rows * PANEL, PANEL};
@@ -221,19 +221,19 @@ INLINE long packed_size(long rows, long columns) { return rows * rounded_up(colu
 
 // --- exponentials -------------------------------------------------------------------------------------------------------------
 
-INLINE Floats within(Floats x, float low, float high) {  // a NaN stays one
+INLINE Floats within(Floats x, float low, float high) {  // propagates NaN
   x = x < all(low) ? all(low) : x;
   return x > all(high) ? all(high) : x;
 }
 
-// e^x = scale (1 + rest), where scale is a power of 2 and rest from -0.3 to 0.42, for x in -86..86 and held there outside. What
-// is made of them below is within 1.8e-7 of itself, and a NaN stays one.
+// e^x = scale (1 + rest), with a power of 2 for scale and rest from -0.3 to 0.42. x is clamped to -86..86. The functions below have
+// a relative error up to 1.8e-7, and propagate NaN.
 struct Exponential {
   Floats scale, rest;
 
   INLINE explicit Exponential(Floats x) {
     x = within(x, -86.0f, 86.0f);
-    const Floats magic = all(12582912.0f + 127.0f);  // 1.5 * 2^23 and an exponent's bias: adding it rounds to an integer
+    const Floats magic = all(12582912.0f + 127.0f);  // 1.5 * 2^23 plus the exponent's bias: adding it rounds to an integer
     const Floats shifted = x * 1.44269504088896341f + magic;
     const Floats power = shifted - magic;
     Floats r = x - power * 0.693359375f;
@@ -245,7 +245,7 @@ struct Exponential {
     series = series * r + 1.6666665459e-1f;
     series = series * r + 5.0000001201e-1f;
     rest = series * (r * r) + r;
-    scale = reinterpret_cast<Floats>(reinterpret_cast<Integers>(shifted) << 23);  // which is found in the lowest bits
+    scale = reinterpret_cast<Floats>(reinterpret_cast<Integers>(shifted) << 23);  // the integer is in the lowest bits
   }
 };
 
@@ -265,12 +265,12 @@ INLINE Floats exponential(Floats x) {
   return e.scale * e.rest + e.scale;
 }
 
-// The natural logarithm of x, 1.2e-38 or more, within 2e-7 of itself or 6e-8; a NaN stays one. x is 2^power (1 + rest), with rest
-// from -0.3 to 0.42; the series is Cephes'.
+// Natural logarithm of x >= 1.2e-38, with a relative error up to 2e-7 or an absolute error up to 6e-8. It propagates NaN. x is
+// 2^power (1 + rest), with rest from -0.3 to 0.42; the series is from Cephes.
 INLINE Floats logarithm(Floats x) {
   const Integers bits = reinterpret_cast<Integers>(x);
-  const Integers exponent = (bits - 0x3F3504F3) >> 23;  // less the bits of the root of 1/2
-  const Floats power = reinterpret_cast<Floats>(exponent + 0x4B400000) - 12582912.0f;  // as a float: 1.5 * 2^23 holds it
+  const Integers exponent = (bits - 0x3F3504F3) >> 23;  // minus the bits of the square root of 1/2
+  const Floats power = reinterpret_cast<Floats>(exponent + 0x4B400000) - 12582912.0f;  // conversion to float through 1.5 * 2^23
   const Floats rest = reinterpret_cast<Floats>(bits - (exponent << 23)) - 1.0f;
   const Floats square = rest * rest;
   Floats series = all(7.0376836292e-2f);
@@ -289,7 +289,7 @@ INLINE Floats logarithm(Floats x) {
 
 // --- convolution --------------------------------------------------------------------------------------------------------------
 
-// Frames of one item with zeros around them: frame t's window is then "taps" rows, contiguous.
+// Copies an item's frames with zeros around them, so that frame t's window is "taps" contiguous rows.
 void pad(float* to, const float* x, const Convolution& shape, long counting) {
   const long before = shape.padding * shape.inputs, count = counting * shape.inputs;
   clear(to, before);
@@ -302,7 +302,7 @@ INLINE long counting(const int64_t* lengths, long item, long frames) {
   return lengths[item] < 0 ? 0 : least(lengths[item], frames);
 }
 
-// ReLU and the maximum of each pool of one item's rows, which lie "width" apart. POOL is shape.pool, or 0 if that is any number.
+// Applies ReLU and max pooling to an item's rows at the stride "width". POOL is shape.pool, or 0 for a pool known only at run time.
 template <long POOL>
 void pool_rows(const Convolution& shape, const float* convolved, long width, float* y, uint8_t* codes) {
   const long pooled = shape.pooled(), outputs = shape.outputs, pool = POOL ? POOL : shape.pool;
@@ -312,7 +312,7 @@ void pool_rows(const Convolution& shape, const float* convolved, long width, flo
       Integers code = Integers{} + NOWHERE;
       for (int32_t j = 0; j < pool; ++j) {
         const Floats value = load(convolved + j * width + o);
-        const Integers better = (value > best) | (value != value);  // a NaN is kept: whoever trains must see it
+        const Integers better = (value > best) | (value != value);  // propagate NaN, so that divergence shows
         best = better ? value : best;
         code = better ? Integers{} + j : code;
       }
@@ -327,13 +327,13 @@ void pool_rows(const Convolution& shape, const float* convolved, long width, flo
   }
 }
 
-// The same, and without pooling the rows as they are.
+// Pools an item's rows, or copies them if there is no pooling.
 void pool_item(const Convolution& shape, const float* convolved, long width, float* y, uint8_t* codes) {
   if (shape.pool) return (shape.pool == 2 ? pool_rows<2> : pool_rows<0>)(shape, convolved, width, y, codes);
   for (long t = 0; t < shape.pooled(); ++t) copy(y + t * shape.outputs, convolved + t * width, shape.outputs);
 }
 
-// The other way: dy of one item to the rows that it comes from, and its sum added to bias_sums. The rows' padding stays as it is.
+// Distributes an item's dy to the rows before pooling, and adds its sum to bias_sums. The rows' padding does not change.
 template <long POOL>
 void unpool_rows(const Convolution& shape, const float* dy, const uint8_t* codes, long width, float* to, float* bias_sums) {
   const long pooled = shape.pooled(), outputs = shape.outputs, pool = POOL ? POOL : shape.pool;
@@ -376,7 +376,7 @@ void convolve(const Convolution& shape, const float* x, const float* weight, con
   }
   const long depth = shape.taps * shape.inputs, width = rounded_up(shape.outputs), pooled = shape.pooled();
   const long rows = shape.pool ? pooled * shape.pool : pooled;
-  float* ordered = scratch(0, depth * shape.outputs);  // weight as [outputs, taps, inputs]
+  float* ordered = scratch(0, depth * shape.outputs);  // weight, as [outputs, taps, inputs]
   for (long o = 0; o < shape.outputs; ++o)
     for (long c = 0; c < shape.inputs; ++c)
       for (long k = 0; k < shape.taps; ++k)
@@ -412,13 +412,13 @@ void convolve_backward(const Convolution& shape, const float* dy, const uint8_t*
   const long rows = shape.pool ? pooled * shape.pool : pooled;
   const long before = shape.taps - 1 - shape.padding, window = shape.taps * width;
   float* padded = scratch(2, (shape.frames + 2 * shape.padding) * shape.inputs);
-  float* spread = scratch(3, (shape.frames + shape.taps - 1) * width);  // dy before pooling, with zeros around it
-  float* sums = scratch(4, depth * width + width);                     // of dweight, as [taps, inputs, width], and dbias
+  float* spread = scratch(3, (shape.frames + shape.taps - 1) * width);  // dy before pooling, padded with zeros
+  float* sums = scratch(4, depth * width + width);                     // dweight, as [taps, inputs, width], then dbias
   float* bias_sums = sums + depth * width;
   clear(spread, (shape.frames + shape.taps - 1) * width);
   clear(sums, depth * width + width);
   Panels panels{};
-  if (dx) {  // rows (tap from the last to the first, output), columns inputs
+  if (dx) {  // rows (tap from last to first, output), columns inputs
     float* ordered = scratch(0, window * shape.inputs);
     clear(ordered, window * shape.inputs);
     for (long o = 0; o < shape.outputs; ++o)
@@ -452,11 +452,11 @@ void convolve_backward(const Convolution& shape, const float* dy, const uint8_t*
 
 // --- GRU ----------------------------------------------------------------------------------------------------------------------
 //
-// With r, z, n the gates and s = W_hn h + b_hn:  h' = (1 - z) n + z h,  n = tanh(i + r s).  A direction's own order of time is
-// called "step". gates holds r, z, n, s for each (step, item), "padded" units each; units beyond "hidden" have weight 0 and stay 0.
+// Gates r, z, n and s = W_hn h + b_hn:  h' = (1 - z) n + z h,  n = tanh(i + r s).  A "step" is a frame in a direction's own order.
+// "gates" holds r, z, n, s for each (step, item), with "padded" units each. Units beyond "hidden" have the weight 0 and stay 0.
 
 void gate_row(long padded, float* gates, const float* before, float* after) {
-  // Two loops: in one, r, n and h would be a single chain of operations that wait for each other.
+  // Two loops, because r, n and h in a single loop form a long chain of dependent operations.
   for (long u = 0; u < 2 * padded; u += LANES) store(gates + u, sigmoid(load(gates + u)));
   for (long u = 0; u < padded; u += LANES) {
     const Floats n = hyperbolic_tangent(load(gates + 2 * padded + u) + load(gates + u) * load(gates + 3 * padded + u));
@@ -469,9 +469,9 @@ void recur_direction(const Recurrence& shape, bool reverse, const float* x, cons
                      float* y, float* gates) {
   const long hidden = shape.hidden, padded = rounded_up(hidden), batch = shape.batch, frames = shape.frames;
   const long inputs = shape.inputs, wide = 4 * padded, ldy = shape.directions * hidden;
-  // Input and state are multiplied as one row [x, h], because r and z are of the sum of what either gives.
+  // Input and state form a single row [x, h], because r and z depend on the sum of their products.
   const long depth = inputs + hidden, row = inputs + padded, apart = depth * PANEL;
-  float* packed = scratch(0, 3 * packed_size(depth, hidden));  // of each gate, padded columns
+  float* packed = scratch(0, 3 * packed_size(depth, hidden));  // for each gate, with padded columns
   for (int gate = 0; gate < 3; ++gate) {
     float* to = packed + gate * depth * padded;
     pack_apart(to, apart, weights.input_weight + gate * hidden * inputs, inputs, hidden, 1, inputs);
@@ -485,7 +485,7 @@ void recur_direction(const Recurrence& shape, bool reverse, const float* x, cons
   add(bias, weights.hidden_bias, hidden);
   add(bias + padded, weights.hidden_bias + hidden, hidden);
   copy(bias + 3 * padded, weights.hidden_bias + 2 * hidden, hidden);
-  float* before = scratch(2, 2 * batch * row);  // [x, h] of each item: x of this step, h after the step before
+  float* before = scratch(2, 2 * batch * row);  // [x, h] of each item: x of this step, h of the previous step
   float* after = before + batch * row;
   clear(before, batch * row);
   for (long step = 0; step < frames; ++step, gates += batch * wide) {
@@ -514,12 +514,13 @@ void recur(const Recurrence& shape, const float* x, const Direction* directions,
                     gates + d * shape.frames * shape.batch * 4 * rounded_up(shape.hidden));
 }
 
-// Gradients of (s, r, z, n before their functions) for one item and step, in panels "apart" from each other: the first three go to
-// the state before, the last three to the input. carry is dL/dh after the step, then what of it goes straight to the state before.
+// Computes the gradients of s, r, z and n before their activations for an item and step, in panels at the stride "apart". The first
+// three belong to the previous state, the last three to the input. "carry" is dL/dh after the step, and becomes its direct part for
+// the previous state.
 void gate_row_backward(long padded, const float* gates, const float* before, const float* dy, float* carry, float* to, long apart) {
   const long gate = padded / PANEL * apart;
   for (long first = 0; first < padded; first += PANEL, to += apart) {
-    // Of the item after the next, which lies before: the processor does not foresee reads from so many places at once.
+    // Prefetch the item after the next (items run backwards), because the hardware prefetcher cannot follow so many streams.
     for (int g = -8; g < -4; ++g) __builtin_prefetch(gates + g * padded + first);
     for (long u = first; u < first + PANEL; u += LANES) {
       const Floats r = load(gates + u), z = load(gates + padded + u), n = load(gates + 2 * padded + u);
@@ -536,7 +537,7 @@ void gate_row_backward(long padded, const float* gates, const float* before, con
   }
 }
 
-// Columns of a matrix come in tiles of nearly equal width, of which this is the next one's, where so many are left for so many.
+// Returns the width of the next tile, dividing the remaining columns almost evenly among the remaining tiles.
 INLINE long next_width(long columns, long tiles) { return (columns + tiles - 1) / tiles; }
 INLINE long tiles_of(long columns) { return (columns + TILE - 1) / TILE; }
 
@@ -545,7 +546,7 @@ INLINE void pack_tile(float* to, const float* x, long row, long rows) {
   for (long r = 0; r < rows; ++r) copy(to + r * WIDTH, x + r * row, WIDTH);
 }
 
-// Rows of x, "row" apart, as rows from "begin" on of a matrix of "depth" rows in tiles: it is read as a product's left factor.
+// Packs rows of x at the stride "row" into tiles of a left factor with "depth" rows, starting at row "begin".
 void pack_tiles(float* to, long depth, long begin, const float* x, long row, long rows, long columns) {
   for (long tiles = tiles_of(columns); tiles > 0; --tiles) {
     const long width = next_width(columns, tiles);
@@ -564,9 +565,9 @@ void pack_tiles(float* to, long depth, long begin, const float* x, long row, lon
   }
 }
 
-// The sums of a panel's columns.
+// Sums the columns of a panel.
 void sum_rows(long rows, const float* panel, long columns, float* to) {
-  Floats sums[4][2] = {};  // of every fourth row: they need not wait for each other
+  Floats sums[4][2] = {};  // independent sums over every fourth row
   long row = 0;
   for (; row + 4 <= rows; row += 4)
 #pragma GCC unroll 4
@@ -578,14 +579,14 @@ void sum_rows(long rows, const float* panel, long columns, float* to) {
   copy(to, line, columns);
 }
 
-// Gradients of weights [units, inputs], of one panel's units: the inputs in tiles, from row "begin" of "depth" on, times the panel.
-// The product has a row for each input, because a panel is as gate_row_backward wrote it, and there are fewer inputs to pack than
-// gradients. It is turned while it is near.
+// Computes the gradients of weights [units, inputs] for a panel's units: inputs in tiles, from row "begin" to "depth", times the
+// panel. The product has a row for each input, because gate_row_backward writes panels in this layout, and packing inputs is
+// cheaper than packing gradients. The result is transposed while it is in the cache.
 void weight_gradient(long inputs, long depth, long begin, const float* tiles, const float* panel, float* product, long units,
                      float* to) {
   long k = begin;
   do {
-    const long count = least(depth - k, 256);  // so much of the panel and of a tile fits into the nearest cache
+    const long count = least(depth - k, 256);  // this part of the panel and of a tile fits the first-level cache
     const Start start = k == begin ? Start::ZERO : Start::SUM;
     for (long row = 0, left = tiles_of(inputs); left > 0; --left) {
       const long rows = next_width(inputs - row, left);
@@ -604,16 +605,16 @@ void recur_direction_backward(const Recurrence& shape, bool reverse, const float
   const long hidden = shape.hidden, padded = rounded_up(hidden), batch = shape.batch, frames = shape.frames;
   const long inputs = shape.inputs, ldy = shape.directions * hidden, rows = frames * batch;
   const long of_gate = padded / PANEL, depth = 3 * padded;
-  const long apart = ((rows + 15) / 16 | 1) * 16 * PANEL;  // an odd number of kilobytes: each panel has other sets of the cache
+  const long apart = ((rows + 15) / 16 | 1) * 16 * PANEL;  // an odd number of KiB, so that panels use different sets of the cache
   float* steps = scratch(0, 4 * of_gate * apart);        // rows [step, item]: gradients of s, r, z, n in panels
-  float* states = scratch(1, rows * (hidden + inputs));  // rows [step, item]: the state before the step in tiles
+  float* states = scratch(1, rows * (hidden + inputs));  // rows [step, item]: the previous state, in tiles
   float* xs = states + rows * hidden;                    // and x
   float* carry = scratch(2, (batch + 2) * padded);
   float* line = carry + batch * padded;  // of dy
   float* state_line = line + padded;     // of y
   clear(carry, (batch + 2) * padded);
-  const long of_state[3] = {1, 2, 0}, of_input[3] = {1, 2, 3};  // where steps has r, z, n
-  float* packed = scratch(3, packed_size(depth, hidden) + packed_size(depth, inputs));  // rows (column of steps), columns units
+  const long of_state[3] = {1, 2, 0}, of_input[3] = {1, 2, 3};  // positions of r, z, n in "steps"
+  float* packed = scratch(3, packed_size(depth, hidden) + packed_size(depth, inputs));  // rows (column of "steps"), columns units
   float* packed_inputs = packed + packed_size(depth, hidden);                           // and inputs
   if (padded != hidden) clear(packed, packed_size(depth, hidden) + packed_size(depth, inputs));
   for (int gate = 0; gate < 3; ++gate) {
@@ -626,7 +627,7 @@ void recur_direction_backward(const Recurrence& shape, bool reverse, const float
   for (long step = frames - 1; step >= 0; --step) {
     const long frame = reverse ? frames - 1 - step : step, frame_before = reverse ? frame + 1 : frame - 1;
     float* now = steps + step * batch * PANEL;
-    for (long item = batch - 1; item >= 0; --item) {  // as steps are: backwards through memory
+    for (long item = batch - 1; item >= 0; --item) {  // backwards through memory, like the steps
       float* row = now + item * PANEL;
       if (frame >= counting(lengths, item, frames)) {
         for (long panel = 0; panel < 4 * of_gate; ++panel) clear(row + panel * apart, PANEL);
@@ -722,7 +723,7 @@ void drop(long rows, long columns, uint32_t first_key, uint32_t second_key, uint
 
 // --- powers of spectra --------------------------------------------------------------------------------------------------------
 
-// Each vector of x [count] becomes what the function makes of it.
+// Applies a function to each vector of x [count] in place.
 template <typename Function>
 INLINE void change(long count, float* x, const Function& function) {
   const long whole = count / LANES * LANES;

@@ -1,7 +1,7 @@
-// What follows a convolution over images, included by kernels_body.h: group normalisation, ReLU and maximum pooling in one pass over
-// its result, and back. Channels come last: what is done to one position is done to all of its channels at once.
+// Group normalisation, ReLU and max pooling of images in a single pass, and their gradients; included by kernels_body.h. Channels
+// come last, so that all channels of a position are vectorised.
 
-// One item's sums over its positions: each row's in float32, and those of all rows in float64.
+// Sums over an item's positions: float32 within a row, float64 over rows.
 struct ChannelSums {
   long channels;
   float *line, *other;
@@ -15,7 +15,7 @@ struct ChannelSums {
   void begin() {
     for (long c = 0; c < channels; ++c) first[c] = second[c] = 0.0;
   }
-  // One row's sums of x - origin and of its squares, or, given a gradient, of that and of its products with x - origin.
+  // Adds up a row: x - origin and its squares, or, with a gradient, the gradient and its products with x - origin.
   template <bool SQUARES>
   void take_line(const float* x, const float* origin, const float* gradient, long positions) {
     long c = 0;
@@ -50,8 +50,8 @@ struct ChannelSums {
   }
 };
 
-// Mean and reciprocal standard deviation of each group, over the rows that count. Sums are of differences from the first row's
-// mean, so that squares are small where numbers are far from 0.
+// Computes the mean and reciprocal standard deviation of each group over the valid rows. Sums use differences from the first row's
+// mean, so that squares stay small for values far from 0.
 void moments_of(const Normalisation& s, const float* x, long rows, float* means, float* scales) {
   ChannelSums sums(s.channels);
   const long each = s.channels / s.groups, row = s.columns * s.channels, positions = rows * s.columns;
@@ -79,7 +79,7 @@ void moments_of(const Normalisation& s, const float* x, long rows, float* means,
   }
 }
 
-// What each channel is multiplied with, and what is added then.
+// Computes the scale and shift of each channel.
 void line_of(const Normalisation& s, const float* means, const float* scales, const float* weight, const float* bias, float* scale,
              float* shift) {
   const long each = s.groups ? s.channels / s.groups : 1;
@@ -90,7 +90,7 @@ void line_of(const Normalisation& s, const float* means, const float* scales, co
   }
 }
 
-// The maximum of ReLU of "high" x "wide" positions of a pool, of LANES channels, and which of its positions that is.
+// Computes the maximum of ReLU, and its index, over "high" x "wide" positions of a pool for LANES channels.
 INLINE void maximum(const float* from, long row, long channels, long high, long wide, long pool, Floats scale, Floats shift,
                     Floats* y, Integers* codes) {
   Floats best{};
@@ -100,14 +100,14 @@ INLINE void maximum(const float* from, long row, long channels, long high, long 
 #pragma GCC unroll 2
     for (long j = 0; j < wide; ++j) {
       const Floats value = load(from + i * row + j * channels) * scale + shift;
-      const Integers better = (value > best) | (value != value);  // a NaN is kept: whoever trains must see it
+      const Integers better = (value > best) | (value != value);  // propagate NaN, so that divergence shows
       best = better ? value : best;
       code = better ? Integers{} + static_cast<int32_t>(i * pool + j) : code;
     }
   *y = best, *codes = code;
 }
 
-// One row of pools, of which "high" rows count.
+// Computes a row of pools with "high" valid rows.
 void pool_row(const Normalisation& s, const float* x, long high, const float* scale, const float* shift, float* y, long width,
               uint8_t* codes) {
   const long row = s.columns * s.channels, whole = s.channels / LANES * LANES;
@@ -148,7 +148,7 @@ void normalise(const Normalisation& s, const float* x, const float* weight, cons
 #pragma GCC ivdep
         for (long c = 0; c < s.channels; ++c) {
           const float value = x[p * s.channels + c] * scale[c] + shift[c];
-          y[c] = s.relu && value <= 0.0f ? 0.0f : value;  // a NaN stays one
+          y[c] = s.relu && value <= 0.0f ? 0.0f : value;  // propagates NaN
         }
       for (long p = rows * s.columns; p < s.rows * s.columns; ++p, y += width) clear(y, s.channels);
       continue;
@@ -160,7 +160,7 @@ void normalise(const Normalisation& s, const float* x, const float* weight, cons
   }
 }
 
-// The gradient before pooling, of LANES channels of "high" x "wide" positions of a pool.
+// Computes the gradient before pooling for LANES channels of a pool's "high" x "wide" positions.
 INLINE void spread(Floats dy, Integers code, float* to, long row, long channels, long high, long wide, long pool) {
 #pragma GCC unroll 2
   for (long i = 0; i < high; ++i)
@@ -170,7 +170,7 @@ INLINE void spread(Floats dy, Integers code, float* to, long row, long channels,
             reinterpret_cast<Floats>(reinterpret_cast<Integers>(dy) & (code == static_cast<int32_t>(i * pool + j))));
 }
 
-// "high" rows of the gradient before pooling, from the row of pools that saw them.
+// Computes "high" rows of the gradient before pooling from their row of pools.
 void unpool_row(const Normalisation& s, const float* dy, long width, const uint8_t* codes, long high, float* to) {
   const long row = s.columns * s.channels, whole = s.channels / LANES * LANES;
   long left = s.columns;
@@ -189,10 +189,10 @@ void unpool_row(const Normalisation& s, const float* dy, long width, const uint8
           to[i * row + j * s.channels + k] = codes[k] == i * s.pool + j ? dy[k] : 0.0f;
     to += wide * s.channels, dy += width, codes += width;
   }
-  for (long i = 0; i < high && left > 0; ++i) clear(to + i * row, left * s.channels);  // no pool saw these
+  for (long i = 0; i < high && left > 0; ++i) clear(to + i * row, left * s.channels);  // outside all pools
 }
 
-// One row of the gradient before ReLU.
+// Computes a row of the gradient before ReLU.
 void gradient_row(const Normalisation& s, const float* dy, long width, const float* x, const float* scale, const float* shift,
                   float* to) {
   for (long p = 0; p < s.columns; ++p, dy += width, x += s.channels, to += s.channels) {
@@ -204,7 +204,7 @@ void gradient_row(const Normalisation& s, const float* dy, long width, const flo
   }
 }
 
-// dx first becomes the gradient of what was normalised, which its sums are made of, and then that of x.
+// dx first holds the gradient of the normalised values, for its sums, and then the gradient of x.
 void normalise_backward(const Normalisation& s, const float* dy, long width, const uint8_t* codes, const float* x,
                         const float* weight, const float* bias, const int64_t* lengths, const float* means, const float* scales,
                         float* dx, float* dweight, float* dbias) {
@@ -224,11 +224,11 @@ void normalise_backward(const Normalisation& s, const float* dy, long width, con
       float* to = dx + r * row;
       const float* from = x + r * row;
       if (s.pool && r >= out_rows * s.pool)
-        clear(to, row);  // no pool saw it
+        clear(to, row);  // outside all pools
       else if (s.pool && r % s.pool == 0)
         unpool_row(s, dy + r / s.pool * line, width, codes + r / s.pool * line, least(s.pool, s.rows - r), to);
       else if (s.pool)
-        ;  // with the row before
+        ;  // done with the previous row
       else if (r < rows)
         gradient_row(s, dy + r * s.columns * width, width, from, scale, shift, to);
       else

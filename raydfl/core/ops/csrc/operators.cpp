@@ -1,6 +1,6 @@
-// PyTorch operators over the kernels: they check shapes, allocate what is returned and go through the clients.
+// PyTorch operators: they check shapes, allocate results and run the kernels for each client.
 //
-// Every tensor may have a leading dimension of clients; all of an operator's tensors have it, or none.
+// Either all tensors of an operator have a leading dimension of clients, or none.
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -146,7 +146,7 @@ struct Recurred {
     return shaped(grouped, clients, {shape.directions, shape.frames, shape.batch, 4, padded()});
   }
 
-  // The weights of one client.
+  // Returns the weights of a client.
   void of(int64_t client, Direction* directions) const {
     const int64_t h = shape.hidden;
     for (int d = 0; d < shape.directions; ++d)
@@ -204,7 +204,7 @@ struct Averaged {
   int64_t clients, batch, frames, channels;
   OptionalTensor lengths;
 
-  // The shape of x, [batch, frames, channels] with the clients in front if there are clients.
+  // shape: of x, [batch, frames, channels] or [clients, batch, frames, channels].
   Averaged(at::IntArrayRef shape, const OptionalTensor& lengths_) : grouped(shape.size() == 4), clients(grouped ? shape[0] : 1) {
     TORCH_CHECK(grouped || shape.size() == 3, "raydfl: x has ", shape.size(), " dimensions, not 3");
     batch = shape[grouped], frames = shape[grouped + 1], channels = shape[grouped + 2];
@@ -241,7 +241,7 @@ Tensor mean_backward(const Tensor& dy_, const OptionalTensor& lengths, int64_t f
   return dx;
 }
 
-// The two keys of a seed's call, by the splitmix64 generator.
+// Returns the two keys of a draw from a seed, by the splitmix64 generator.
 uint64_t keys(uint64_t seed, uint64_t call) {
   uint64_t bits = seed + (call + 1) * 0x9E3779B97F4A7C15u;
   bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9u;
@@ -249,7 +249,7 @@ uint64_t keys(uint64_t seed, uint64_t call) {
   return bits ^ (bits >> 31);
 }
 
-// x [rows, ...] with a seed, or [clients, rows, ...] with one for each client.
+// x is [rows, ...] with a scalar seed, or [clients, rows, ...] with a seed for each client.
 Tensor drop(const Tensor& x_, const Tensor& seeds_, int64_t call, int64_t threshold, double scale) {
   const bool grouped = seeds_.dim() == 1;
   const Tensor x = checked(x_, x_.dim(), "x"), seeds = seeds_.contiguous();

@@ -1,4 +1,4 @@
-// What operators over the kernels have in common: checks of their tensors, and going through the clients.
+// Shared parts of the operators: checks of tensors, and the loop over clients.
 
 #pragma once
 
@@ -25,7 +25,7 @@ inline void check_shape(const Tensor& tensor, at::IntArrayRef shape, const char*
   TORCH_CHECK(tensor.sizes() == shape, "raydfl: ", name, " has shape ", tensor.sizes(), ", not ", shape);
 }
 
-// The shape with the clients in front, if there are clients.
+// Returns the shape with a leading dimension of clients if tensors have one.
 inline std::vector<int64_t> shaped(bool grouped, int64_t clients, std::initializer_list<int64_t> sizes) {
   std::vector<int64_t> shape(sizes);
   if (grouped) shape.insert(shape.begin(), clients);

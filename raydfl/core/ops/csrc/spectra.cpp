@@ -1,8 +1,7 @@
-// What is done to the spectra of a batch in place, before training: to power and back, z-scores, noise and masks. What spectra.py
-// says about each holds here.
+// In-place transforms of a batch's spectrograms before training: power and logarithm, z-scores, noise and masks (see spectra.py).
 //
-// One example is done after another, and only its frames that are no padding: so an example's bits do not depend on the others,
-// and what is worked on stays in a first-level cache. x is [..., frames, bands], everything else [...] or [..., of an example].
+// Examples are processed one by one, without padding. So an example's bits do not depend on its batch, and its data stays in the
+// first-level cache. x is [..., frames, bands]; further arguments are [...] or [..., values of an example].
 
 #include <ATen/core/Tensor.h>
 #include <ATen/Parallel.h>
@@ -19,7 +18,7 @@ namespace {
 
 using at::Tensor;
 
-constexpr int64_t kTogether = 16;  // examples of a thread, at least
+constexpr int64_t kTogether = 16;  // minimum number of examples for a thread
 
 struct Spectra {
   int64_t frames, bands, examples;
@@ -32,7 +31,7 @@ struct Spectra {
     frames = x.size(-2), bands = x.size(-1), examples = counts.numel();
   }
 
-  // Calls work(number of the example, its frames that count, its first float).
+  // Calls work(index of the example, its valid frames, its first element).
   template <typename Work>
   void for_each(Tensor& x, const Work& work) const {
     float* data = x.mutable_data_ptr<float>();
@@ -43,7 +42,7 @@ struct Spectra {
     });
   }
 
-  // Numbers of each example, [examples, each].
+  // Returns arguments of the examples, [examples, each].
   template <typename Number>
   Tensor of_each(const Tensor& numbers, int64_t each, const char* name) const {
     TORCH_CHECK(numbers.scalar_type() == c10::CppTypeToScalarType<Number>::value && numbers.numel() == examples * each,

@@ -1,8 +1,8 @@
-// What autograd and torch.func.vmap do with the operators of operators.cpp, images.cpp and drift.cpp.
+// Rules of autograd and torch.func.vmap for the operators of operators.cpp, images.cpp and drift.cpp.
 //
-// Autograd: a node for each forward operator that calls its backward operator. These are nodes as PyTorch's own operators have
-// them, not torch::autograd::Function, which does not work inside of torch.func. vmap: one rule for all operators, because each
-// takes a dimension of clients in front of all of its tensors.
+// Autograd: each forward operator has a node that calls its backward operator. Like PyTorch's own operators, they use nodes instead
+// of torch::autograd::Function, because the latter does not work inside torch.func. vmap: all operators share a rule, because all
+// accept a leading dimension of clients.
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/functorch/BatchedTensorImpl.h>
@@ -27,7 +27,7 @@ using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 using OptionalTensor = std::optional<Tensor>;
 
-// An operator of this library by its name, looked up once.
+// Looks up an operator of this library by name, once.
 template <typename Signature>
 c10::TypedOperatorHandle<Signature> find(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
@@ -112,7 +112,7 @@ const auto& drift_backward() {
   return found;
 }
 
-// What the nodes have in common: tensors are kept until the graph is freed, and using it again is PyTorch's usual error.
+// Base of the nodes: it saves tensors until the graph is freed. A second backward pass then raises PyTorch's usual error.
 struct Kept : public Node {
   std::vector<SavedVariable> kept;
 
@@ -164,7 +164,7 @@ struct Convolution2dNode : public Kept {
 };
 
 struct NormalisationNode : public Kept {
-  size_t images, parameters;  // how many of each are kept, in this order: images, weights, biases, lengths, codes, moments
+  size_t images, parameters;  // numbers of saved tensors, in this order: images, weights, biases, lengths, codes, moments
   int64_t groups, pool;
   double epsilon;
   bool relu, ceil;
@@ -213,7 +213,7 @@ struct DropNode : public Kept {
 };
 
 struct DriftNode : public Kept {
-  size_t weights, anchors, slopes;  // how many of each are kept, in this order; then the pull
+  size_t weights, anchors, slopes;  // numbers of saved tensors, in this order; then the pull
 
   std::string name() const override { return "RaydflDrift"; }
   variable_list apply(variable_list&& gradients) override {
@@ -232,7 +232,7 @@ void refuse_tangents(const char* name, at::TensorList tensors) {
   for (const Tensor& tensor : tensors) refuse_tangents(name, tensor);
 }
 
-// PyTorch's own pointer to a node: std::shared_ptr in 2.11, c10::intrusive_ptr in later versions.
+// PyTorch's pointer type of nodes: std::shared_ptr in 2.11, c10::intrusive_ptr in later versions.
 using NodePointer = std::decay_t<decltype(std::declval<const Tensor&>().grad_fn())>;
 
 template <typename Type>
@@ -381,7 +381,7 @@ Tensor drift_forward_autograd(at::TensorList weights, at::TensorList anchors, at
   return y;
 }
 
-// A node that refuses: what follows a gradient that was itself recorded.
+// Node behind a gradient. It raises an error, because second derivatives are not supported.
 NodePointer refusal(const std::string& name, const variable_list& inputs, const char* instead = nullptr) {
   if (!torch::autograd::compute_requires_grad(inputs)) return nullptr;
   const std::string use = instead ? instead : name + " of torch.nn in a network";
@@ -465,7 +465,7 @@ std::vector<Tensor> drift_backward_autograd(const Tensor& dy, at::TensorList wei
 
 // --- vmap ---------------------------------------------------------------------------------------------------------------------
 
-// Every tensor among an operator's arguments, in place; a list's tensors too.
+// Applies a function in place to every tensor among an operator's arguments, including tensors in lists.
 template <typename Work>
 void for_each_tensor(at::ArrayRef<c10::IValue> values, std::vector<c10::IValue>& results, const Work& work) {
   for (const c10::IValue& value : values) {
@@ -481,8 +481,8 @@ void for_each_tensor(at::ArrayRef<c10::IValue> values, std::vector<c10::IValue>&
   }
 }
 
-// The operator on all clients at once: what is mapped comes in front, what clients share is repeated. With nested maps the
-// innermost of those that the arguments are under goes first.
+// Runs an operator on all clients at once: mapped dimensions move to the front, and shared arguments are expanded. Nested maps are
+// resolved from the innermost one outwards.
 void batched(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const c10::impl::ExcludeDispatchKeyGuard below(c10::DispatchKey::FuncTorchBatched);
   const std::vector<c10::IValue> arguments = torch::jit::pop(*stack, op.schema().arguments().size());
