@@ -196,7 +196,7 @@ class DataSettings(Settings):
     @model_validator(mode="before")
     @classmethod
     def _check_keys(cls, values: Any) -> Any:
-        if isinstance(values, str):
+        if isinstance(values, str):  # the short form `data: tones`
             values = {"name": values}
         if isinstance(values, Mapping) and values.get("parts"):
             values = {"name": "", **values}
@@ -389,22 +389,22 @@ class DataSettings(Settings):
         Raises:
             ConfigError: a setting is invalid. The message names the part.
         """
-        own, where = self.parts[name], f"data.parts.{name}"
+        options, where = self.parts[name], f"data.parts.{name}"
         for key in ("parts", "sites", "cache", "heads"):
-            if key in own:
+            if key in options:
                 raise ConfigError(f"{where}.{key} is not supported, because all parts share it. Set data.{key}")
-        if not own.get("name", self.name):
+        if not options.get("name", self.name):
             raise ConfigError(f"{where}.name is missing. Choose a data set from `raydfl data list`")
         common = self.model_dump(exclude={"parts", "sites", "heads"}, exclude_unset=True)
         sites = {
             key: site.select_part(name) for key, site in self.sites.items() if name in site.parts or not site.parts
         }
-        if "name" in own and own["name"] != self.name:
+        if options.get("name", self.name) != self.name:  # options of a different data set do not apply
             common = {key: value for key, value in common.items() if key in type(self).model_fields}
         try:
-            return DataSettings.model_validate({**common, "cache": self.cache, "sites": sites, **own})
+            return DataSettings.model_validate({**common, "cache": self.cache, "sites": sites, **options})
         except ValidationError as error:
-            raise ConfigError(explain(error, where, own, DataSettings)) from error
+            raise ConfigError(explain(error, where, options, DataSettings)) from error
         except ConfigError as error:
             raise relocate_error(error, where) from error
 
