@@ -51,7 +51,7 @@ class SiteSettings(Settings):
 
     parts: dict[str, dict[str, Any]] = Field(
         default_factory=dict,
-        description="Parts with data at the site: their options here, by name. Empty: all parts.",
+        description="Parts with data at the site, each with its options at the site. Empty: all parts.",
     )
 
     def select_part(self, name: str) -> dict[str, Any]:
@@ -164,8 +164,8 @@ class DataSettings(Settings):
 
     heads: Literal["part", "common"] = Field(
         "part",
-        description="Last layers with parts. part: the server keeps a head for each part. common: all parts share a head with "
-        "the width of the largest part, so that updates do not reveal a client's part.",
+        description="Output layers with data.parts. part: the server keeps a head for each part. common: all parts share a head "
+        "as wide as the largest part, so that updates do not reveal a client's part.",
     )
 
     @field_validator("leave_out", mode="before")
