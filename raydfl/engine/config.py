@@ -107,7 +107,7 @@ class Config(Settings):
             ConfigError: A need is not met. The message describes the first conflict.
         """
         method, rule, attack = self.parts.method, self.parts.rule, self.parts.attack
-        phases = [self.train.in_phase(name) for name in self.phases.names]
+        phases = [self.train.resolve_phase(name) for name in self.phases.names]
         names = self.method["name"], self.objective["name"], str((self.attack or {}).get("name"))
         check_needs(names, method, attack, rule, self.data, self.train.clients, phases, pools)
 
@@ -236,7 +236,7 @@ class Config(Settings):
         parts["train"].pop("rounds")
         if type(self.parts.method).phases:
             parts["train"]["phases"] = [
-                (name, first, self.train.phases.get(name, PhaseSettings()).deciding())
+                (name, first, self.train.phases.get(name, PhaseSettings()).dump_deciding())
                 for name, first in zip(self.phases.names, self.phases.first, strict=True)
             ]
             parts |= self._dump_phase_criteria()

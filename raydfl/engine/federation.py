@@ -74,7 +74,7 @@ class Federation:
         self.method = config.parts.method
         self.clients = Clients(population, config, planning=True)
         self._cohorts = {
-            name: config.train.in_phase(name).cohort_size(self.clients.eligible) for name in config.phases.names
+            name: config.train.resolve_phase(name).cohort_size(self.clients.eligible) for name in config.phases.names
         }
         self._attackers = Adversary(config.parts.attack, type(self.method).changes, population.ids, config.run.seed)
         self._place_of, self._part_of = population.place_of, population.part_of

@@ -110,7 +110,7 @@ class Worker:
         users_code = any(is_users(type(part).__module__) for part in at_clients)
         self.networks = BuiltNetworks(self.method, config.run.seed, self.device, users_code)
         # Cached, because batched training requires the same settings object for all clients of a group.
-        self._training_in = functools.cache(config.train.in_phase)
+        self._training_in = functools.cache(config.train.resolve_phase)
         self._samples: dict[tuple[str, str, int], Examples] = {}
 
     def carry_out(
