@@ -145,7 +145,7 @@ def test_a_wrong_type_says_what_it_must_be(
         ("train.cohort=0", "train.cohort: Input should be greater than 0"),
         (
             "train.cohort=1.5",
-            "train.cohort: a share of the clients must be at most 1.0; for a number of clients write an integer (got 1.5)",
+            "train.cohort: a fraction of the clients must be at most 1.0; for a number of clients, write an integer (got 1.5)",
         ),
         ("train.optimiser.momentum=1", "train.optimiser.momentum: Input should be less than 1"),
         ("train.optimiser.lr=.nan", "train.optimiser.lr: Input should be a finite number"),

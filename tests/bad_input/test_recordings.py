@@ -348,7 +348,7 @@ def test_what_is_there_is_told_even_if_it_cannot_be_divided(raydfl: Raydfl, trai
         ("data.corrupt.labels={rate: 0.5, clients: 3}", "data.corrupt: 3 clients are to be corrupted, there are 2"),
         (
             "train.cohort=3",
-            "train.cohort: 3 clients a round, but the population has 2; lower train.cohort or give a share",
+            "train.cohort: 3 clients a round, but the population has 2. Lower train.cohort, or give a fraction",
         ),
     ],
 )

@@ -15,7 +15,7 @@ from raydfl.core.errors import ConfigError, DataError, RunDirectoryError
 from raydfl.data.build import build_population
 from raydfl.data.population import Population
 from raydfl.data.settings import DataSettings
-from raydfl.engine.clients import _first_of_kinds
+from raydfl.engine.clients import _find_first
 
 Make = Callable[..., DataSettings]
 
@@ -220,4 +220,4 @@ def test_first_of_each_kind_as_numpy_finds_them() -> None:
         rng.integers(5, 9, 500).astype(np.int32),
     ]
     _, first = np.unique(np.stack(columns, axis=1), axis=0, return_index=True)
-    assert _first_of_kinds(columns) == sorted(first.tolist())
+    assert _find_first(columns) == sorted(first.tolist())

@@ -258,7 +258,7 @@ def test_a_run_that_began_with_other_equations_is_not_continued(tiny: Tiny) -> N
     assert about.pop("revision") == 2
     (folder / "run.json").write_text(json.dumps(about))
     message = (
-        "began with revision 1 of the equations of method 'profila', .* revision 2. Start the run again under another"
+        "began with revision 1 of the equations of method 'profila', .* revision 2. Restart the run under another"
     )
     with pytest.raises(RunDirectoryError, match=message):
         resume(folder)
