@@ -390,11 +390,7 @@ def test_a_run_keeps_the_number_of_bands_and_absolute_paths(tmp_path: Path, monk
         (
             {"kind": "file", "path": "x.npz", "bands": 2, "frames": 4},
             {"segment": {"frames": 2, "stride": 1}},
-<<<<<<< HEAD
-            "data.features.frames limits it. Set either of them to null",
-=======
             "data.features.frames limits it. Set either",
->>>>>>> main
         ),
         (
             {"kind": "file", "path": "x.npz", "bands": 2},

@@ -34,34 +34,20 @@ _CROP = "crop"
 class LateNormalisation:
     """Deferred conversion of power to features, after the transforms: the logarithm, and the z-score of each band."""
 
-<<<<<<< HEAD
     log_power_factor: float
-    """See FeatureSettings."""
-=======
-    of_log_power: float
-    """``FeatureSettings.of_log_power``: the feature of a band is this factor times the logarithm of its power."""
->>>>>>> main
+    """``FeatureSettings.log_power_factor``: the feature of a band is this factor times the logarithm of its power."""
     least: float
     """Lower limit of power before the logarithm."""
     z_score: bool
     """Whether to normalise each band of an example to mean 0 and variance 1."""
 
     def to_power(self, x: Tensor, frames: Tensor) -> Tensor:
-<<<<<<< HEAD
-        """Return the power of features: float32, of the shape of ``x``, which is overwritten; 0 in padding."""
-        return spectra.to_power(x, frames, self.least, self.log_power_factor).mul_(spectra.inside(x, frames))
-
-    def of_power(self, power: Tensor, frames: Tensor) -> Tensor:
-        """Return the features of power float32 [..., frames, bands], which is overwritten."""
-        return self.normalised(spectra.to_logarithm(power, frames, self.least, self.log_power_factor), frames)
-=======
         """Convert features to power, 0 in padding. Overwrites ``x``."""
-        return spectra.to_power(x, frames, self.least, self.of_log_power).mul_(spectra.inside(x, frames))
+        return spectra.to_power(x, frames, self.least, self.log_power_factor).mul_(spectra.inside(x, frames))
 
     def to_features(self, power: Tensor, frames: Tensor) -> Tensor:
         """Convert power float32 [..., frames, bands] to features. Overwrites ``power``."""
-        return self.normalise(spectra.to_logarithm(power, frames, self.least, self.of_log_power), frames)
->>>>>>> main
+        return self.normalise(spectra.to_logarithm(power, frames, self.least, self.log_power_factor), frames)
 
     def normalise(self, x: Tensor, frames: Tensor) -> Tensor:
         """Normalise features if the normalisation was deferred. Overwrites ``x``."""

@@ -20,17 +20,10 @@ def make_power_extractor(features: FeatureSettings) -> FeatureExtractor:
     return FeatureExtractor(features.model_copy(update=neutral))
 
 
-<<<<<<< HEAD
-def power_of(features: FeatureSettings, logarithms: np.ndarray) -> np.ndarray:
-    """Return the power in bands, of features that are not normalised: float32, of the same shape."""
-    result: np.ndarray = np.exp(logarithms / features.log_power_factor).astype(np.float32)
-    return result
-=======
 def to_power(features: FeatureSettings, logarithms: np.ndarray) -> np.ndarray:
     """Convert log-mel features without normalisation to power: float32, of the same shape."""
-    power: np.ndarray = np.exp(logarithms / features.of_log_power).astype(np.float32)
+    power: np.ndarray = np.exp(logarithms / features.log_power_factor).astype(np.float32)
     return power
->>>>>>> main
 
 
 def load_waves(folder: Path, extractor: FeatureExtractor, option: str) -> Iterator[np.ndarray]:

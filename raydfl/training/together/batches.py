@@ -19,25 +19,16 @@ _SHARE = 1 / 3
 """Largest fraction of a device's free memory for a feature store. The rest is for models and activations."""
 
 
-<<<<<<< HEAD
-def frames_on(store: FeatureStore, device: torch.device) -> Tensor | None:
-    """Return all frames of a store on a device, [frames, bands] of the store's own type; ``None`` when they would take too much."""
-    if device not in store.device_copies:
-        fits = store.frames.nbytes <= _free(device) * _SHARE
-        store.device_copies[device] = torch.from_numpy(np.array(store.frames)).to(device) if fits else None
-    frames: Tensor | None = store.device_copies[device]
-=======
 def move_frames(store: FeatureStore, device: torch.device) -> Tensor | None:
     """Copy all frames of a store to a device, once.
 
     Returns:
         [frames, bands] in the store's type, or ``None`` if they need too much of the device's free memory.
     """
-    if device not in store.moved:
+    if device not in store.device_copies:
         fits = store.frames.nbytes <= _get_free_memory(device) * _SHARE
-        store.moved[device] = torch.from_numpy(np.array(store.frames)).to(device) if fits else None
-    frames: Tensor | None = store.moved[device]
->>>>>>> main
+        store.device_copies[device] = torch.from_numpy(np.array(store.frames)).to(device) if fits else None
+    frames: Tensor | None = store.device_copies[device]
     return frames
 
 
