@@ -244,7 +244,7 @@ def test_files_of_several_sizes_and_colours(tmp_path: Path, tiny: Tiny) -> None:
     population = Population.load(create(of("size: 8, resize: true, channels: 3"), Progress("quiet")) / "population")
     assert population.views[FIRST_VIEW].bands == 24
     (tmp_path / "5.png").write_text("no image")
-    with pytest.raises(DataError, match="no image that can be read"):
+    with pytest.raises(DataError, match="not an image in a supported format"):
         create(of("size: 8, resize: true"), Progress("quiet"))
 
 

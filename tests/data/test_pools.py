@@ -182,7 +182,7 @@ def test_pools_that_cannot_be(made: Make, data: dict[str, Any], message: str) ->
 
 
 def test_two_ways_to_make_pools_are_one_too_many(made: Make) -> None:
-    with pytest.raises((ConfigError, ValueError), match="both define pools. Remove"):
+    with pytest.raises((ConfigError, ValueError), match="Remove either of them"):
         made(unlabelled={}, pools={"a": {"column": "take", "values": [2]}})
 
 
