@@ -9,7 +9,15 @@ from rich.table import Table
 from rich.text import Text
 
 from raydfl.core.files import display_path
-from raydfl.experiments import Study, StudyResults, best_command, describe_results, full_table, label_of, run_study
+from raydfl.experiments import (
+    Study,
+    StudyResults,
+    describe_results,
+    format_best_command,
+    label_of,
+    make_full_table,
+    run_study,
+)
 from raydfl.runs import Progress
 
 _MOST_NAMED = 10
@@ -61,7 +69,7 @@ def do_study(study: Study, progress: Progress, table_only: bool = False) -> int:
         progress.message(f"{results.open} runs are not finished. Run the same command to continue them.")
     if results.best is not None:
         progress.message(f"best: {results.best.name}: {results.best.trials[0].text}")
-        progress.message(f"to train with these settings: {best_command(results)}")
+        progress.message(f"to train with these settings: {format_best_command(results)}")
     progress.message(f"tables: {', '.join(display_path(study.output(suffix)) for suffix in ('.md', '.tex', '.csv'))}")
     progress.message(f"next: open {display_path(study.output('.html'))}")
     return 0 if table_only or results.complete else 1
@@ -70,7 +78,7 @@ def do_study(study: Study, progress: Progress, table_only: bool = False) -> int:
 def _print(console: Console, results: StudyResults) -> None:
     """Print the table and the notes. Lines separate the values of the leading axes."""
     study = results.study
-    headings, lines = full_table(results)
+    headings, lines = make_full_table(results)
     left = len(study.axes) + (1 + len(study.settings.domains) if study.settings.domains else 0)
     table = Table(title=study.settings.title, title_justify="left")
     for place, name in enumerate(headings):

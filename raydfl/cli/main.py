@@ -429,7 +429,7 @@ def study_command(
     study = load_study(file, [*(overrides or []), *([f"parallel={parallel}"] if parallel else [])], only or [])
     if check:
         print(describe_study(study))  # noqa: T201
-        check_data_sets(study.distinct or [study.at_corner(values) for values in corners(study.settings)])
+        check_data_sets(study.distinct or [study.make_corner_trial(values) for values in corners(study.settings)])
         return
     with show_progress(quiet, as_json) as progress:
         code = do_study(study, progress, table_only=table)

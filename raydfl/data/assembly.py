@@ -52,7 +52,7 @@ class Assembler:
         complete: bool,
     ) -> None:
         self.manifest, self.data, self.seed = manifest, data, seed
-        order = [tables.codes(name) for name in ("client", "pool", "role")]
+        order = [tables.codes(name) for name in ("client", "pool", "role")]  # lexsort's first key is the last
         self.tables = tables.select(np.lexsort(order))
         self.clip, self.client = self.tables.codes("clip"), self.tables.codes("client")
         self.train = self.tables.has_role("train")
@@ -122,6 +122,7 @@ class Assembler:
             examples[f"column:{name}"] = tables.codes(f"batch:{name}")
             meanings[name] = tables.clips.column(f"batch:{name}").dictionary.to_pylist()
         if UNLABELLED in pools:
+            # Hidden labels stay in a separate column, because metrics of pseudo-labels compare against them.
             hidden = examples["pool"] == pools.index(UNLABELLED)
             examples["label"] = np.where(hidden, NO_LABEL, label)
             examples[f"column:{HIDDEN_LABEL}"] = np.where(hidden, np.maximum(label, -1), -1)
@@ -196,6 +197,7 @@ class Assembler:
             owned = self.client >= 0
             client_channels = read_channels(self.tables, data.device, data.profile[data.device], self.seed)
             channel[owned] = client_channels[self.client[owned]]
+            # Clients with the channel of the settings share the clean store.
             common = getattr(data.features, "channel", "first")
             channel[channel == (0 if common == "first" else common)] = _COMMON
         return channel
@@ -214,13 +216,13 @@ class Assembler:
         names, noise, alterations = tables.clips.column("clip").to_pylist(), None, None
         noisy, altered = tables.codes("noise"), tables.codes("altered")
         if self.data.corrupt.noise is not None and noisy.any():
-            drawn = seed_noise(names, self.data.corrupt.noise.snr_db, self.seed)
-            seeds = (seed if yes else NOISELESS for seed, yes in zip(drawn.seeds, noisy, strict=True))
-            noise = Noise(drawn.snr_db, tuple(seeds))
+            noise = seed_noise(names, self.data.corrupt.noise.snr_db, self.seed)
+            seeds = (seed if is_noisy else NOISELESS for seed, is_noisy in zip(noise.seeds, noisy, strict=True))
+            noise = Noise(noise.snr_db, tuple(seeds))
         if alteration is not None:
             seeds = (
-                seed_for(self.seed, 0, name, "alteration") if yes else UNALTERED
-                for name, yes in zip(names, altered, strict=True)
+                seed_for(self.seed, 0, name, "alteration") if is_altered else UNALTERED
+                for name, is_altered in zip(names, altered, strict=True)
             )
             alterations = Alterations(alteration, tuple(seeds))
         features = self.data.first_view.stored_features

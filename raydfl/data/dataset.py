@@ -1,6 +1,6 @@
-"""A data set: who lists its clips, who reads one, and what ``raydfl data list`` and ``info`` say about it.
+"""Base class of data sets, which list and read clips.
 
-A set of your own is one class in one file, named in a configuration as ``my_file.py:MySet``::
+Define your own data set as a class in a file, and set ``data.name`` to ``my_file.py:MySet``::
 
     @dataclass(frozen=True, kw_only=True)          # pydantic.dataclasses.dataclass: the fields are the options
     class MySet(Dataset):
@@ -36,99 +36,109 @@ PACKAGE = "raydfl.data.sets"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Card:
-    """A description of a set, known before it is opened."""
+    """The description of a data set for ``raydfl data list`` and ``info``."""
 
     title: str
-    """Its full name."""
+    """Full name."""
     layout: str = ""
-    """The files and folders that a root must hold."""
+    """Files and folders below the root."""
     licence: str = ""
-    """Under which terms it is published."""
+    """Licence of the published data."""
     url: str = ""
-    """The page to get it from."""
+    """Address of the download page."""
     classes: int | None = None
-    """Number of classes with the default options; ``None`` when the recordings decide."""
+    """Number of classes with the default options; ``None`` if it depends on the recordings."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dataset(StrictTypes):
-    """Base of every data set. The fields of a subclass (a frozen pydantic dataclass) are its options."""
+    """Base class of data sets. The fields of a subclass (a frozen pydantic dataclass) are its options."""
 
     card: ClassVar[Card] = Card("a data set of your own")
     images: ClassVar[bool] = False
-    """True where it lists images alone, and no recordings."""
+    """True if the set contains only images, without recordings."""
 
     def manifest(self) -> pa.Table:
-        """List all clips of the set, as :func:`raydfl.make_manifest` returns them.
+        """List all clips of the set.
 
-        Their order depends on nothing but the set and the options.
+        Returns:
+            The result of :func:`raydfl.make_manifest`. The order of the clips must depend only on the set and its options.
 
         Raises:
-            DataError: the root is missing, laid out in another way, or holds clips that cannot be labelled.
+            DataError: the root is missing, its layout is unknown, or a clip has no valid label.
         """
-        raise NotImplementedError(f"{type(self).__name__} must say in manifest() which clips it has")
+        raise NotImplementedError(f"{type(self).__name__} must implement manifest(), which lists its clips")
 
     def read(self, row: Mapping[str, Any]) -> tuple[npt.NDArray[np.float32], int]:
-        """Read the samples of one clip.
+        """Read the samples of a clip.
 
         Args:
             row: the clip's row of the manifest, by column.
 
         Returns:
-            ``(samples, rate)``: float32 [samples, channels], -1..1, and the rate in Hz.
+            ``(samples, rate)``: float32 [samples, channels] in -1..1, and the rate in Hz.
 
         Raises:
-            DataError: the clip cannot be read; the message names the file.
+            DataError: the clip cannot be read. The message names the file.
         """
         return read_audio(row["path"])
 
     def image(self, row: Mapping[str, Any]) -> npt.NDArray[np.uint8]:
-        """Read one image (``features: {kind: image}``).
+        """Read an image (``features: {kind: image}``).
 
         Args:
             row: the clip's row of the manifest, by column.
 
         Returns:
-            uint8 [rows, columns] of a grey one, or [rows, columns, 3].
+            uint8 [rows, columns] of a grey image, or [rows, columns, 3].
 
         Raises:
-            DataError: it cannot be read; the message names the file.
+            DataError: the image cannot be read. The message names the file.
         """
         return read_image(row["path"])
 
     def file_of(self, row: Mapping[str, Any], column: str) -> str | None:
-        """Return the absolute path that a row's column names, for a view of ``data.views``; ``None``: the clip has none.
+        """Return the absolute path of a clip's file in a view (``data.views``).
 
-        Relative paths begin at the option ``root``.
+        Args:
+            row: the clip's row of the manifest, by column.
+            column: column of the view. Its relative paths refer to the option ``root``.
+
+        Returns:
+            ``None`` if the clip lacks the view.
         """
         value = row[column]
         return None if not value else os.path.normpath(Path(getattr(self, "root", "")) / Path(str(value)).expanduser())
 
     def identity(self, row: Mapping[str, Any]) -> str | None:
-        """Return what decides the samples of a clip, for the feature cache.
+        """Return a key of a clip's samples for the feature cache.
 
-        ``None`` when that is the content of the file at ``row["path"]``; otherwise (a generated clip, a part of a file) a
-        string that changes whenever the samples would.
+        Returns:
+            ``None`` if the content of the file at ``row["path"]`` determines the samples. For a generated clip: a string that
+            changes whenever the samples change.
         """
         return None
 
     def part(self, row: Mapping[str, Any]) -> str | None:
-        """Return which part of the file at ``row["path"]`` the clip is, for the feature cache; ``None``: all of it.
+        """Return a key of the clip's part of the file at ``row["path"]``, for the feature cache.
 
-        Asked where :meth:`identity` gives ``None``: the content of the file and this string then decide the samples.
+        With an :meth:`identity` of ``None``, this key and the content of the file determine the samples.
+
+        Returns:
+            ``None`` if the clip is the whole file.
         """
         return None
 
 
 def dataset_names() -> list[str]:
-    """Return the built-in sets' names in a configuration, sorted."""
+    """List the names of the built-in data sets, sorted."""
     return registry.names(PACKAGE)
 
 
 def find_dataset(name: str) -> type[Dataset]:
-    """Find the set called ``name``: a built-in, or the user's ``my_file.py:Class`` or ``my_module:Class``.
+    """Find a data set by name: a built-in, or your own ``my_file.py:Class`` or ``my_module:Class``.
 
     Raises:
-        ConfigError: there is none; the nearest name is given.
+        ConfigError: the data set is unknown. The message suggests the nearest name.
     """
     return registry.find(PACKAGE, name, Dataset, "data set")

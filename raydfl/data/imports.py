@@ -1,4 +1,4 @@
-"""The import of recordings in other formats: a list for the data set ``manifest``. The recordings stay where they are."""
+"""Import of recordings in common formats, as a list for the data set ``manifest``. The recordings are not copied."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ from raydfl.core.remote import is_uri
 from raydfl.data.dataset import Dataset, find_dataset
 from raydfl.data.manifest import read_remarks
 from raydfl.data.remote import fetch_recordings
-from raydfl.data.sets._files import absolute, list_files
+from raydfl.data.sets._files import list_files, resolve_path
 from raydfl.data.sets._tables import LISTS
 from raydfl.data.sets.manifest import CHANNEL
 from raydfl.data.steps.listing import STANDARD
 
 FORMATS = ("audiofolder", "huggingface", "lhotse", "webdataset")
-"""The formats that can be imported. All but ``audiofolder`` are data sets of the same name."""
+"""Supported formats. Except ``audiofolder``, they are also names of data sets."""
 OWNERS = ("speaker", "client_id", "speaker_id")
-"""Columns that commonly name the owner of a clip."""
+"""Common columns with the owner of a clip."""
 NOBODY = "none"
-"""In place of such a column: nobody owns the clips."""
+"""Value of ``client`` for clips without an owner."""
 
 
 def import_recordings(
     kind: str, source: str, out: Path, client: str | None = None, options: Mapping[str, Any] | None = None
 ) -> list[str]:
-    """Write a list of recordings that are stored in another format.
+    """Write a list of recordings in a common format.
 
     Args:
-        kind: one of :data:`FORMATS`.
-        source: a folder, a file, or a URI, which is copied into the cache first.
-        out: the list to write, ``*.csv`` or ``*.parquet``.
-        client: column that names the owner of a clip. ``None``: the only known one. :data:`NOBODY`: none.
-        options: options of the data set that reads the format.
+        kind: a format of :data:`FORMATS`.
+        source: a folder, a file, or a URI. Recordings at a URI are copied to the cache.
+        out: path of the list, ``*.csv`` or ``*.parquet``.
+        client: column with the owner of a clip. ``None``: the only column of :data:`OWNERS`. :data:`NOBODY`: no owner.
+        options: options of the data set for the format.
 
     Returns:
         Messages to the user.
 
     Raises:
-        InputError: an argument cannot be used, or the recordings cannot be listed.
+        InputError: an argument is invalid, or the recordings cannot be listed.
     """
     if kind not in FORMATS:
         raise InputError(f"unknown format {kind!r}; {nearest(kind, FORMATS)}")
@@ -57,14 +57,14 @@ def import_recordings(
         raise InputError(f"--out {out}: the name must end in .csv or .parquet")
     if out.exists():
         raise InputError(f"--out {out}: the file exists already. Remove it, or choose another name")
-    root = fetch_recordings(source, None) if is_uri(source) else absolute(Path(source))
-    given: dict[str, Any] = {"root": root} | dict(options or {})
+    root = fetch_recordings(source, None) if is_uri(source) else resolve_path(Path(source))
+    settings: dict[str, Any] = {"root": root} | dict(options or {})
     if client not in (None, NOBODY):
-        given["group_column"] = client
-    dataset = _find_reader(kind, root, given)
+        settings["group_column"] = client
+    dataset = _find_reader(kind, root, settings)
     try:
         table = dataset.manifest()
-    except DataError as error:  # it names the options as they are in a configuration
+    except DataError as error:  # the message has the options of a configuration, not of the command line
         text = re.sub(rf"\bdata\.(?={'|'.join(dataset.__dataclass_fields__)})", "", str(error))
         raise DataError(text.replace("group_column", "--client")) from error
     remarks = read_remarks(table)
@@ -72,12 +72,12 @@ def import_recordings(
     classes, clients = (pc.count_distinct(table.column(name)).as_py() for name in ("label", "group"))
     if kind == "lhotse":
         table = table.rename_columns([CHANNEL if name == "channel" else name for name in table.column_names])
-    _write(table, absolute(out))
+    _write(table, resolve_path(out))
     return [*remarks, f"{table.num_rows:,} clips of {classes:,} classes and {clients:,} clients", choice]
 
 
 def _find_reader(kind: str, root: Path, options: dict[str, Any]) -> Dataset:
-    """Return the data set that reads a format."""
+    """Return the data set for a format."""
     if kind == "audiofolder":
         lists = {PurePosixPath(name).name for name in list_files(root)} & {*LISTS} if root.is_dir() else ()
         if lists:
@@ -88,13 +88,18 @@ def _find_reader(kind: str, root: Path, options: dict[str, Any]) -> Dataset:
 
 
 def _choose_owners(table: pa.Table, client: str | None, default: str) -> tuple[pa.Table, str]:
-    """Return the clips with their owners, and a message about the choice.
+    """Set the owners of clips (the column ``group``).
 
     Args:
-        default: the column that the data set takes by itself.
+        table: the clips.
+        client: column with the owners, :data:`NOBODY`, or ``None`` for a known column.
+        default: the data set's default column, for messages.
+
+    Returns:
+        The clips, and a message about the choice.
 
     Raises:
-        InputError: several columns may name the owners.
+        InputError: several columns may contain the owners.
     """
     known = [name for name in OWNERS if name in table.column_names]
     place = table.column_names.index("group")
@@ -106,23 +111,26 @@ def _choose_owners(table: pa.Table, client: str | None, default: str) -> tuple[p
     if client is None and table.column("group").null_count == table.num_rows:
         if len(known) > 1:
             raise InputError(
-                f"the columns {', '.join(known)} may all name the owner of a clip: choose one with --client COLUMN, or none with "
-                f"--client {NOBODY}"
+                f"the columns {', '.join(known)} may contain the owner of a clip. Choose a column with --client COLUMN, or no "
+                f"owners with --client {NOBODY}"
             )
         client = known[0]
         table = table.set_column(place, "group", table.column(client).cast(pa.string()))
-    return table, f"clients are taken from {client or default}; --client COLUMN chooses another, --client {NOBODY} none"
+    return table, (
+        f"clients are taken from {client or default}. Choose a different column with --client COLUMN, or no owners with "
+        f"--client {NOBODY}"
+    )
 
 
 def _write(table: pa.Table, out: Path) -> None:
-    """Write the list; paths below its folder are relative to that, so that both can be moved together."""
+    """Write the list. Paths below its folder become relative, so that list and recordings can be moved together."""
     prefix = f"{out.parent}/".replace("//", "/")
     columns = dict(zip(table.column_names, table.columns, strict=True))
     for name, values in columns.items():
         if pa.types.is_string(values.type) and pc.all(pc.starts_with(values, prefix), min_count=1).as_py():
             columns[name] = pc.utf8_slice_codeunits(values, len(prefix))
-    kept = pa.table(
+    content = pa.table(
         {name: values for name, values in columns.items() if name == "label" or values.null_count < len(values)}
     )
     write = pq.write_table if out.suffix == ".parquet" else pa.csv.write_csv
-    write_atomically(out, functools.partial(write, kept))
+    write_atomically(out, functools.partial(write, content))

@@ -1,4 +1,4 @@
-"""Recordings behind a URI, copied into the feature cache once and read from there."""
+"""Local copies of recordings at a URI, in the feature cache."""
 
 from __future__ import annotations
 
@@ -15,29 +15,34 @@ from raydfl.core.progress import Progress, Silent
 from raydfl.core.remote import RemoteFolder, split_uri
 
 _AT_ONCE = 16
-"""Files that are copied at a time: each of many small ones mostly waits for its answer."""
+"""Files that are copied concurrently, because small files spend most of the time waiting for the server."""
 _COMPLETE = "complete.json"
-"""There when everything is."""
+"""Marker of a complete copy."""
 
 
 def local_copy(uri: str, cache: Path | None) -> Path:
-    """Return where the copy of a folder, or of a file, lies or will lie."""
+    """Return the path of the local copy of a folder or file. The copy may not exist yet."""
     folder = (default_cache() if cache is None else cache).expanduser().absolute()
     digest = hashlib.blake2b(uri.encode(), digest_size=8).hexdigest()
     return folder / "recordings" / digest / split_uri(uri)[1]
 
 
 def fetch_recordings(uri: str, cache: Path | None, progress: Progress | None = None) -> Path:
-    """Copy everything at a URI, unless that has been done; an interrupted copy is continued.
+    """Copy the file or folder at a URI to the cache, or resume an interrupted copy.
 
-    Safe to call from several processes at once: the first copies, the others wait.
+    Several processes may call this function concurrently. The first copies, and the rest wait.
+
+    Args:
+        uri: URI of a file or folder.
+        cache: folder of the cache; ``None``: the default cache.
+        progress: shows the number of copied files.
 
     Returns:
-        The local copy.
+        Path of the local copy.
 
     Raises:
         DataError: there is nothing at the URI.
-        ResourcesError: it cannot be read, or the disk is full.
+        ResourcesError: the URI cannot be read, or the disk is full.
     """
     copy = local_copy(uri, cache)
     complete = copy.parent / _COMPLETE
@@ -55,31 +60,30 @@ def fetch_recordings(uri: str, cache: Path | None, progress: Progress | None = N
 
 
 def _copy(uri: str, copy: Path, progress: Progress) -> int:
-    """Return the number of files that are there now."""
-    place = RemoteFolder(
-        uri, "check the URI and the access to it; what is copied already stays, and the same command goes on"
-    )
+    """Copy missing files, and return the number of files in the copy."""
+    remote = RemoteFolder(uri, "check the URI and your access to it. Repeat the command to resume the copy")
     try:
-        if place.is_file():
-            place.download("", copy, CHOOSE_CACHE)
+        if remote.is_file():
+            remote.download("", copy, CHOOSE_CACHE)
             return 1
     except FileNotFoundError:
-        raise DataError(f"there is nothing at {uri}; check the URI") from None
-    there = {name: size for name, size in place.files().items() if size >= 0}
-    if not there:
-        raise DataError(f"there are no files at {uri}; check the URI")
+        raise DataError(f"there is nothing at {uri}. Check the URI") from None
+    files = {name: size for name, size in remote.files().items() if size >= 0}
+    if not files:
+        raise DataError(f"there are no files at {uri}. Check the URI")
+    # Downloads are atomic, so a file of the right size is complete.
     missing = [
-        name for name, size in there.items() if not (path := copy / name).exists() or path.stat().st_size != size
+        name for name, size in files.items() if not (path := copy / name).exists() or path.stat().st_size != size
     ]
-    with progress.steps("copying recordings", len(there)) as advance, ThreadPoolExecutor(_AT_ONCE) as threads:
-        advance(len(there) - len(missing))
-        copies = [threads.submit(partial(place.download, name, copy / name, CHOOSE_CACHE)) for name in missing]
+    with progress.steps("copying recordings", len(files)) as advance, ThreadPoolExecutor(_AT_ONCE) as threads:
+        advance(len(files) - len(missing))
+        copies = [threads.submit(partial(remote.download, name, copy / name, CHOOSE_CACHE)) for name in missing]
         try:
-            for one in copies:
-                one.result()
+            for task in copies:
+                task.result()
                 advance()
         except BaseException:
-            for one in copies:
-                one.cancel()
+            for task in copies:
+                task.cancel()
             raise
-    return len(there)
+    return len(files)

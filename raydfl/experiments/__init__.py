@@ -1,7 +1,7 @@
-"""Many runs: studies, which are grids and searches, and federations as trials of one's own Tuner; all of Ray Tune.
+"""Studies of many runs on Ray Tune: grids, searches, and federations as trials of a user's Tuner.
 
-Imports runs and all below it. Outside of the room only the names below are used.
-Begin with study.py, which explains the words of the room, then load.py, run.py, results.py and tables.py. A trial is federation.py.
+Imports runs and every room below it. Read study.py first, which defines the terms of this room, then load.py, run.py, results.py
+and tables.py. federation.py trains a trial.
 """
 
 from raydfl.core.lazy import lazy_names

@@ -2,7 +2,7 @@ from raydfl.experiments.federation import trainable as trainable
 from raydfl.experiments.load import check_data_sets as check_data_sets
 from raydfl.experiments.load import load_study as load_study
 from raydfl.experiments.load import prepare as prepare
-from raydfl.experiments.page import best_command as best_command
+from raydfl.experiments.page import format_best_command as format_best_command
 from raydfl.experiments.results import StudyResults as StudyResults
 from raydfl.experiments.run import load_search as load_search
 from raydfl.experiments.run import load_sweep as load_sweep
@@ -12,6 +12,6 @@ from raydfl.experiments.run import run_sweep as run_sweep
 from raydfl.experiments.settings import label_of as label_of
 from raydfl.experiments.study import Study as Study
 from raydfl.experiments.study import corners as corners
+from raydfl.experiments.tables import describe_features as describe_features
 from raydfl.experiments.tables import describe_results as describe_results
-from raydfl.experiments.tables import features_text as features_text
-from raydfl.experiments.tables import full_table as full_table
+from raydfl.experiments.tables import make_full_table as make_full_table

@@ -1,4 +1,4 @@
-"""Domains of settings: a range, or a list of values."""
+"""Domains of settings: ranges and lists of values."""
 
 from __future__ import annotations
 
@@ -11,44 +11,46 @@ from pydantic import Field, model_validator
 from raydfl.core.settings import Settings
 
 _DIGITS = 4
-"""Significant digits of a drawn number, so that users can type it."""
+"""Significant digits of a drawn number. Few digits are easy to type."""
 
 _KINDS = ("uniform", "loguniform", "quniform", "randint", "choice", "grid")
 
 
 class Domain(Settings):
-    """A range or list of exactly one kind."""
+    """A domain of exactly one kind."""
 
-    uniform: tuple[float, float] | None = Field(None, description="[low, high]: any number between them")
+    uniform: tuple[float, float] | None = Field(None, description="[low, high]: numbers, uniformly distributed.")
     loguniform: tuple[float, float] | None = Field(
-        None, description="[low, high], above 0: any number between them, uniform in its logarithm"
+        None, description="[low, high]: numbers above 0 with a uniformly distributed logarithm."
     )
     quniform: tuple[float, float, float] | None = Field(
-        None, description="[low, high, step]: low, low + step, low + 2 step ... up to high"
+        None, description="[low, high, step]: low, low + step, low + 2 step ... up to high."
     )
-    randint: tuple[int, int] | None = Field(None, description="[low, high]: whole numbers, both ends included")
-    choice: list[Any] | None = Field(None, min_length=1, description="[a, b, ...]: one of these values")
-    grid: list[Any] | None = Field(None, min_length=1, description="[a, b, ...]: each of these values (searcher: grid)")
+    randint: tuple[int, int] | None = Field(None, description="[low, high]: integers, including both ends.")
+    choice: list[Any] | None = Field(None, min_length=1, description="[a, b, ...]: values drawn at random.")
+    grid: list[Any] | None = Field(
+        None, min_length=1, description="[a, b, ...]: values to combine in full (searcher: grid)."
+    )
 
     @model_validator(mode="after")
     def _one_kind(self) -> Domain:
-        given = [name for name in _KINDS if getattr(self, name) is not None]
-        if len(given) != 1:
+        kinds = [name for name in _KINDS if getattr(self, name) is not None]
+        if len(kinds) != 1:
             raise ValueError(
-                f"a domain is exactly one of {', '.join(_KINDS)}, such as {{uniform: [0.1, 0.9]}}; here are "
-                f"{' and '.join(given) if given else 'none'}"
+                f"a domain is exactly one of {', '.join(_KINDS)}, such as {{uniform: [0.1, 0.9]}}, but this domain has "
+                f"{' and '.join(kinds) if kinds else 'none'}"
             )
-        values = getattr(self, given[0])
-        if given[0] in ("choice", "grid"):
+        kind, values = kinds[0], getattr(self, kinds[0])
+        if kind in ("choice", "grid"):
             if len({repr(value) for value in values}) < len(values):
-                raise ValueError(f"{given[0]}: a value stands twice")
+                raise ValueError(f"{kind}: a value is listed twice")
             return self
         low, high = values[:2]
         if low >= high:
-            raise ValueError(f"{given[0]}: the low end {low:g} must be below the high end {high:g}")
-        if given[0] == "loguniform" and low <= 0:
+            raise ValueError(f"{kind}: the low end {low:g} must be below the high end {high:g}")
+        if kind == "loguniform" and low <= 0:
             raise ValueError(f"loguniform: the low end must be above 0, not {low:g}")
-        if given[0] == "quniform" and not 0 < values[2] <= high - low:
+        if kind == "quniform" and not 0 < values[2] <= high - low:
             raise ValueError(f"quniform: the step must be above 0 and at most high - low, not {values[2]:g}")
         return self
 
@@ -59,16 +61,16 @@ class Domain(Settings):
 
     @property
     def values(self) -> tuple[Any, ...]:
-        """The listed values; of a range its ends (and step)."""
+        """The values of a list, or the ends (and step) of a range."""
         return tuple(getattr(self, self.kind))
 
     @property
     def listed(self) -> bool:
-        """True of a list of values, False of a range."""
+        """Whether the domain is a list of values."""
         return self.kind in ("choice", "grid")
 
     def ends(self) -> list[Any]:
-        """Return every listed value, or the two ends of a range."""
+        """Return all values of a list, or the two ends of a range."""
         if self.listed:
             return list(self.values)
         low, high = self.values[:2]
@@ -79,7 +81,7 @@ class Domain(Settings):
         return int((high - low) / step + 1e-9)
 
     def draw(self, rng: np.random.Generator) -> Any:
-        """Return a random value with few digits."""
+        """Draw a value, rounded to few digits."""
         if self.listed:
             return self.values[int(rng.integers(len(self.values)))]
         low, high = self.values[:2]
@@ -92,7 +94,7 @@ class Domain(Settings):
         return self.clip(_readable(rng.uniform(low, high)))
 
     def clip(self, value: Any) -> Any:
-        """Return the value of a range that is nearest to a number; of a list the number itself."""
+        """Clip a number to a range and round it to its steps. Return values of lists unchanged."""
         if self.listed:
             return value
         low, high = self.ends()
@@ -101,22 +103,22 @@ class Domain(Settings):
         return min(high, max(low, round(value) if self.kind == "randint" else value))
 
     def contains(self, value: Any) -> bool:
-        """Return whether a value is listed, or a step of the range."""
+        """Return whether the domain contains a value."""
         return value in self.values if self.listed else math.isclose(self.clip(value), value)
 
     def position(self, value: Any) -> float:
-        """Return the place of a value between the ends, 0 to 1: in its logarithm for loguniform, by its index in a list."""
+        """Return the relative position of a value in 0..1: logarithmic for loguniform, by index for a list."""
         if self.listed:
-            place = next((index for index, known in enumerate(self.values) if known == value), 0)
-            return place / max(1, len(self.values) - 1)
+            index = next((index for index, known in enumerate(self.values) if known == value), 0)
+            return index / max(1, len(self.values) - 1)
         low, high = self.ends()
         if self.kind == "loguniform":
             return (math.log(value) - math.log(low)) / (math.log(high) - math.log(low))
         return float((value - low) / (high - low))
 
     def to_tune(self) -> Any:
-        """Return the same domain for Ray Tune's searchers."""
-        from ray import tune  # takes a second
+        """Convert the domain for Ray Tune's searchers."""
+        from ray import tune  # Importing it takes a second.
 
         if self.listed:
             return tune.choice(list(self.values))

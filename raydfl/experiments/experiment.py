@@ -1,4 +1,4 @@
-"""A study's experiment of Ray Tune: schedulers, searchers, and the Tuner, which is restored after an interruption."""
+"""The Ray Tune experiment of a study: scheduler, searcher, and a Tuner that is restored after an interruption."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from raydfl.experiments.results import collect
 from raydfl.experiments.settings import AshaScheduler, MedianScheduler
 from raydfl.experiments.state import StudyState
 from raydfl.experiments.study import Study, Trial
-from raydfl.experiments.watch import LIVE, SHORT, Watch, point_of
+from raydfl.experiments.watch import LIVE, SHORT, Watch, get_point
 from raydfl.runs import Progress, StopSignals
 
 RunConfig = tune.RunConfig | train.RunConfig
-"""Ray's own settings of an experiment, for users who start a study from Python."""
+"""Ray's settings of an experiment, for users of the Python interface."""
 
 
-def _order(study: Study, stop: Path, mlflow: str | None, config: Mapping[str, Any], trial_id: str) -> TrialOrder:
-    """Return the order of a trial, in any process."""
-    trial = study.trial(point_of(config), trial_id)
+def _make_order(study: Study, stop: Path, mlflow: str | None, config: Mapping[str, Any], trial_id: str) -> TrialOrder:
+    """Make the order of a trial. Any process can call it."""
+    trial = study.trial(get_point(config), trial_id)
     track, search = trial.config.track.model_copy(update={"parent": mlflow}), bool(study.settings.domains)
     return TrialOrder(
         trial.config.model_copy(update={"track": track}),
@@ -50,7 +50,7 @@ def _order(study: Study, stop: Path, mlflow: str | None, config: Mapping[str, An
 
 
 def _run_name(study: Study, trial: Any) -> str:
-    return study.trial(point_of(trial.config), trial.trial_id).run_dir.name
+    return study.trial(get_point(trial.config), trial.trial_id).run_dir.name
 
 
 def _trial_id(trial: Any) -> str:
@@ -58,7 +58,7 @@ def _trial_id(trial: Any) -> str:
 
 
 def _make_scheduler(study: Study) -> TrialScheduler | None:
-    """Return Ray Tune's scheduler; ``None``: no trial is stopped early."""
+    """Make Ray Tune's scheduler. ``None``: no trial is stopped early."""
     settings = study.settings.scheduler
     if isinstance(settings, AshaScheduler):
         grace = min(settings.grace, study.rounds)
@@ -79,9 +79,9 @@ def _make_scheduler(study: Study) -> TrialScheduler | None:
         quantile_fraction=population.share,
         resample_probability=population.resample,
         perturbation_factors=(population.factor, 1 / population.factor),
-        custom_explore_fn=functools.partial(_clip, domains),  # Ray multiplies beyond the ends
+        custom_explore_fn=functools.partial(_clip, domains),  # Ray's factors may leave the range.
         require_attrs=False,
-        synch=True,  # the worst copy the best of the same round
+        synch=True,  # The worst members copy the best members of the same round.
     )
 
 
@@ -90,16 +90,16 @@ def _clip(domains: Mapping[str, Domain], config: dict[str, Any]) -> dict[str, An
 
 
 def _fits(trial: Trial, domains: Mapping[str, Domain]) -> bool:
-    """Return whether a trial's values are in the domains, which may have been edited since it began."""
+    """Return whether the domains contain a trial's values. The user may have edited the file since its start."""
     return all(domain.contains(trial.values[key]) for key, domain in domains.items())
 
 
 def _make_search(study: Study, state: StudyState) -> tuple[Any, dict[str, Any]]:
-    """Return Ray Tune's searcher (``None``: its own) and ``param_space``."""
+    """Make Ray Tune's searcher (``None``: the default) and its ``param_space``."""
     settings = study.settings
     space = {key: domain.to_tune() for key, domain in settings.domains.items()}
     if settings.population is not None:
-        # A point has no other keys than the space: the one repeat is left out.
+        # Points must have the keys of the space, so the single repeat is omitted.
         points = [{key: trial.point[key] for key in ("trial", *space)} for trial in study.trials]
         searcher = BasicVariantGenerator(points_to_evaluate=points, max_concurrent=settings.parallel or 0)
         return searcher, {"trial": tune.randint(0, study.samples), **space}
@@ -109,31 +109,32 @@ def _make_search(study: Study, state: StudyState) -> tuple[Any, dict[str, Any]]:
             from ray.tune.search.optuna import OptunaSearch
         except ImportError as error:
             raise InputError(
-                "searcher: optuna needs the package optuna; install it with pip install 'raydfl[optuna]', or take searcher: random"
+                "searcher: optuna needs the package optuna. Install it with pip install 'raydfl[optuna]', or set searcher: random."
             ) from error
         optuna.logging.set_verbosity(optuna.logging.ERROR)
-        begun = [dict(trial.values) for trial in state.waiting if _fits(trial, settings.domains)]
-        seed, mode = settings.seed + len(state.trials), study.first.metric.best  # the same seed would draw them again
-        found = OptunaSearch(space, metric=SCORE, mode=mode, seed=seed, points_to_evaluate=begun or None)
+        interrupted = [dict(trial.values) for trial in state.waiting if _fits(trial, settings.domains)]
+        # The same seed would repeat the draws of the existing trials.
+        seed, mode = settings.seed + len(state.trials), study.first.metric.best
+        optuna_search = OptunaSearch(space, metric=SCORE, mode=mode, seed=seed, points_to_evaluate=interrupted or None)
         for trial, score in collect(study, state).scored:
             if state.is_over(trial) and _fits(trial, settings.domains):
                 worst = -trial.metric.sign * WORST
-                found.add_evaluated_point(
+                optuna_search.add_evaluated_point(
                     dict(trial.values), score / trial.metric.scale if math.isfinite(score) else worst
                 )
-        return found, {}
+        return optuna_search, {}
     return None, {"point": tune.grid_search([trial.point for trial in state.waiting])}
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """The study's experiment of Ray Tune."""
+    """The Ray Tune experiment of a study."""
 
     study: Study
     state: StudyState
     progress: Progress
     given: RunConfig | None
-    """The user's own settings of it."""
+    """The user's settings of the experiment."""
     parallel: int | None
 
     @property
@@ -142,19 +143,20 @@ class Experiment:
 
     @property
     def _stop(self) -> Path:
-        """A file at whose appearance trials stop after their round."""
+        """Signal file: if it exists, trials stop after their current round."""
         return self._logs / f".stop-{os.getpid()}"
 
     def fit(self) -> None:
-        """Train the trials that are left, those of an interrupted experiment first.
+        """Train all unfinished trials, starting with the trials of an interrupted experiment.
 
         Raises:
-            ConfigError: a callback is not of Ray Tune.
+            ConfigError: A callback is not a ``ray.tune.Callback``.
             RaydflError: Ray Tune failed, or the state cannot be written.
         """
-        if any(not isinstance(each, tune.Callback) for each in (self.given and self.given.callbacks) or []):
-            raise ConfigError("run_config: its callbacks must be of Ray Tune; give them in a ray.tune.RunConfig")
-        storage, name, owned = self._place()
+        callbacks = (self.given and self.given.callbacks) or []
+        if any(not isinstance(callback, tune.Callback) for callback in callbacks):
+            raise ConfigError("run_config: callbacks must derive from ray.tune.Callback. Pass a ray.tune.RunConfig.")
+        storage, name, owned = self._locate()
         self._logs.mkdir(parents=True, exist_ok=True)
         self._stop.unlink(missing_ok=True)
         signals = StopSignals(self.progress, "runs stop after their round", "them", self._stop.touch)
@@ -162,67 +164,67 @@ class Experiment:
         LIVE.append(watch)
         try:
             with signals:
-                tuner = self._restore(f"{storage}/{name}")
+                tuner = self._restore_tuner(f"{storage}/{name}")
                 if tuner is not None:
                     tuner.fit()
                 if not signals.asked and self.state.left:
-                    self._make(storage, name, watch).fit()
+                    self._make_tuner(storage, name, watch).fit()
         except Exception as error:
-            raise watch.error or self._describe(error) from error
+            raise watch.error or self._to_raydfl_error(error) from error
         finally:
             LIVE.remove(watch)
             self._stop.unlink(missing_ok=True)
         if owned and not signals.asked:
             shutil.rmtree(Path(storage, name), ignore_errors=True)
-            with contextlib.suppress(OSError):  # another study's experiment is in it
+            with contextlib.suppress(OSError):  # The folder may contain another study's experiment.
                 Path(storage).rmdir()
 
-    def _place(self) -> tuple[str, str, bool]:
-        """Return the storage path and the name of the experiment, and whether its folder is removed at the end."""
+    def _locate(self) -> tuple[str, str, bool]:
+        """Return the storage path, the name of the experiment, and whether to remove its folder at the end."""
         given, study, stem = self.given, self.study, self.study.file.stem
         if given is not None and given.storage_path not in (None, DEFAULT_STORAGE_PATH):
             return str(given.storage_path), given.name or stem, False
         keys = {"searcher", "scheduler", "samples", "seed", "retries", "actors", "cpus", "domains"}
         trials = (study.first, *study.trials)
-        described: list[Any] = [study.settings.model_dump(mode="json", include=keys), __version__, self.parallel]
-        described += [trial.identity for trial in trials]
-        described += [study.first.keys, study.first.metric.best, study.first.config.ray.actors]
-        name = f"{stem}-{hashlib.sha256(json.dumps(described).encode()).hexdigest()[:8]}"
-        for other in (self.study.folder / "tune").glob(f"{stem}-????????"):
-            if other.name != name:  # an interrupted experiment of other trials; their run folders stay
-                shutil.rmtree(other, ignore_errors=True)
+        digested: list[Any] = [study.settings.model_dump(mode="json", include=keys), __version__, self.parallel]
+        digested += [trial.identity for trial in trials]
+        digested += [study.first.keys, study.first.metric.best, study.first.config.ray.actors]
+        name = f"{stem}-{hashlib.sha256(json.dumps(digested).encode()).hexdigest()[:8]}"
+        for folder in (self.study.folder / "tune").glob(f"{stem}-????????"):
+            if folder.name != name:  # An interrupted experiment before an edit of the file. Run folders are kept.
+                shutil.rmtree(folder, ignore_errors=True)
         return str(self.study.folder / "tune"), name, True
 
-    def _trainable(self) -> type[tune.Trainable]:
-        study = replace(self.study, trials=())  # each process gets it
-        order = functools.partial(_order, study, self._stop, self.state.mlflow)
+    def _make_trainable(self) -> type[tune.Trainable]:
+        study = replace(self.study, trials=())  # Smaller, because each process receives a copy.
+        order = functools.partial(_make_order, study, self._stop, self.state.mlflow)
         return make_trainable(order, study.settings.cpus, copies=study.settings.population is not None)
 
-    def _restore(self, path: str) -> tune.Tuner | None:
-        """Return the Tuner of an interrupted experiment; ``None``: there is none that Ray Tune can restore."""
+    def _restore_tuner(self, path: str) -> tune.Tuner | None:
+        """Restore the Tuner of an interrupted experiment; ``None``: Ray Tune cannot restore any."""
         if not tune.Tuner.can_restore(path):
             return None
         try:
-            return tune.Tuner.restore(path, trainable=self._trainable(), resume_errored=True)
-        except Exception as error:  # noqa: BLE001  (whatever it is, the run folders are there)
+            return tune.Tuner.restore(path, trainable=self._make_trainable(), resume_errored=True)
+        except Exception as error:  # noqa: BLE001  (After any error, trials can resume from their run folders.)
             self.progress.message(
-                f"warning: Ray Tune cannot restore {path} ({first_line(error)}); the trials continue from their run folders"
+                f"warning: Ray Tune cannot restore {path} ({first_line(error)}). Trials resume from their run folders."
             )
             return None
 
-    def _make(self, storage: str, name: str, watch: Watch) -> tune.Tuner:
+    def _make_tuner(self, storage: str, name: str, watch: Watch) -> tune.Tuner:
         study, population = self.study, self.study.settings.population
         if population is not None and self.state.trials:
             states = [state.status for state in self.state.trials.values()]
             self.progress.message(
-                f"a new population begins; {len(states)} members of the last one ({states.count('finished')} finished) leave "
-                f"the study's results, and their run folders stay"
+                f"A new population starts. The results omit the {len(states)} members of the last population "
+                f"({states.count('finished')} finished). Their run folders are kept."
             )
             self.state.trials.clear()
         searcher, space = _make_search(study, self.state)
         searched = bool(study.settings.domains)
         return tune.Tuner(
-            self._trainable(),
+            self._make_trainable(),
             param_space=space,
             tune_config=tune.TuneConfig(
                 metric=SCORE if searched else None,
@@ -235,10 +237,10 @@ class Experiment:
                 trial_name_creator=functools.partial(_run_name, replace(study, trials=())),
                 trial_dirname_creator=_trial_id,
             ),
-            run_config=self._run_config(storage, name, watch),
+            run_config=self._make_run_config(storage, name, watch),
         )
 
-    def _run_config(self, storage: str, name: str, watch: Watch) -> tune.RunConfig:
+    def _make_run_config(self, storage: str, name: str, watch: Watch) -> tune.RunConfig:
         given = self.given or tune.RunConfig()
         return tune.RunConfig(
             name=name,
@@ -246,15 +248,15 @@ class Experiment:
             storage_filesystem=given.storage_filesystem,
             verbose=0,
             stop=given.stop if isinstance(given, tune.RunConfig) else None,
-            failure_config=self._failure_config(),
-            checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),  # the run folders have their commits
+            failure_config=self._make_failure_config(),
+            checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),  # Run folders contain their commits.
             callbacks=[watch, *(given.callbacks or [])],
         )
 
-    def _failure_config(self) -> tune.FailureConfig:
-        """Return the failure handling of the given run configuration, or the study's retries.
+    def _make_failure_config(self) -> tune.FailureConfig:
+        """Make the failure handling from the user's run configuration or from the study's ``retries``.
 
-        Ray gives each run configuration the default ``FailureConfig(max_failures=0)``; a study that sets ``retries`` overrides it.
+        Each run configuration of Ray has the default ``FailureConfig(max_failures=0)``. ``retries`` of the file overrides it.
         """
         given = None if self.given is None else self.given.failure_config
         settings = self.study.settings
@@ -263,8 +265,8 @@ class Experiment:
             return tune.FailureConfig(max_failures=settings.retries)
         return tune.FailureConfig(max_failures=given.max_failures, fail_fast=fast)
 
-    def _describe(self, error: Exception) -> Exception:
-        """Return the message about a failure of Ray Tune, with its traceback in a log."""
+    def _to_raydfl_error(self, error: Exception) -> Exception:
+        """Convert a failure of Ray Tune to a RaydflError, and write its traceback to a log."""
         if isinstance(error, RaydflError):
             return error
         log = self._logs / "ray-tune.log"

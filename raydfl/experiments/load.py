@@ -1,4 +1,4 @@
-"""Studies are read from their files, and every configuration and all recordings are checked before the first run starts."""
+"""Loading of studies: read the file, and check all configurations and recordings before the first run starts."""
 
 from __future__ import annotations
 
@@ -34,38 +34,38 @@ from raydfl.methods import Method
 from raydfl.runs import Progress
 
 _LISTED = 10
-"""Messages that a message about several runs repeats."""
+"""Maximum messages in an error about several runs."""
 _COUNTS = ("train.local_epochs", "train.batch_size")
-CHANGEABLE = (
-    f"it can change train.optimiser.*, {', '.join(_COUNTS)} and those fields of a method that are numbers with a decimal "
-    f"point"
-)
-"""The settings for which :func:`fits_state` holds, in words."""
+CHANGEABLE = f"A trial can change train.optimiser.*, {', '.join(_COUNTS)} and fields of a method with the type float."
+"""Description of the settings that :func:`fits_state` accepts."""
 
 
 def load_study(file: str | Path, overrides: Sequence[str] = (), only: Sequence[str] = ()) -> Study:
-    """Read a study and check all of its configurations; no recording is looked at.
+    """Load a study and check all of its configurations, without reading recordings.
 
     Args:
-        file: the study's YAML file.
-        overrides: ``key=value``: the study's own settings (``samples=20``), and settings of all runs (``train.cohort=5``).
-        only: ``axis=label,label``: leave out the cells with other labels of that axis.
+        file: The study's YAML file.
+        overrides: ``key=value`` for settings of the study (``samples=20``) and settings of all runs (``train.cohort=5``).
+        only: ``axis=label,label`` restricts an axis to these labels.
+
+    Returns:
+        The study with all trials that are known in advance.
 
     Raises:
-        ConfigError: the file, or a configuration, is not valid; faulty cells are named.
+        ConfigError: The file or a configuration is not valid. The message names the invalid cells.
     """
     file, known = Path(file), {*StudySettings.model_fields, *FORMER}
-    own = [text for text in overrides if text.partition("=")[0].partition(".")[0] in known]
-    others = tuple(text for text in overrides if text not in own)
-    groups = apply_overrides(_read_groups(file), own)
+    study_overrides = [text for text in overrides if text.partition("=")[0].partition(".")[0] in known]
+    run_overrides = tuple(text for text in overrides if text not in study_overrides)
+    groups = apply_overrides(_read_groups(file), study_overrides)
     if is_uri(groups.get("dir")):
-        raise ConfigError(f"dir: {groups['dir']} is a URI, but a study works in one folder; give an absolute path")
+        raise ConfigError(f"dir: {groups['dir']} is a URI, but a study needs a local folder. Set an absolute path.")
     settings = check_settings(groups, StudySettings, file)
     chosen = _choose(settings, only)
     labels = [axis[label] for name, axis in settings.axes.items() for label in chosen[name]]
-    named = {str(part["base"]) for part in (*labels, {"base": settings.base}) if part.get("base")}
-    bases = {name: _read_base((file.parent / name).resolve()) for name in named}
-    study = Study(file, settings, _find_folder(file, settings, others), others, chosen, bases)
+    names = {str(part["base"]) for part in (*labels, {"base": settings.base}) if part.get("base")}
+    bases = {name: _read_base((file.parent / name).resolve()) for name in names}
+    study = Study(file, settings, _find_folder(file, settings, run_overrides), run_overrides, chosen, bases)
     if settings.domains:
         check_domains(study)
     return replace(study, trials=_make_trials(study))
@@ -80,38 +80,38 @@ def _read(path: Path, before: str, after: str) -> Any:
 
 
 def _read_groups(file: Path) -> dict[str, Any]:
-    """Return the contents of a study's file, whose keys must be fields of the settings."""
-    advice = "; give a YAML file, such as jobs/tiny_sweep.yaml (raydfl init writes it)"
+    """Read a study's file, and check its keys."""
+    advice = ". Pass a YAML file, such as jobs/tiny_sweep.yaml (raydfl init writes it)."
     values = _read(file, f"cannot read {file}: ", advice)
     if not isinstance(values, dict):
-        raise ConfigError(f"{file} must hold the groups {', '.join(StudySettings.model_fields)}")
+        raise ConfigError(f"{file} must be a mapping with the keys {', '.join(StudySettings.model_fields)}.")
     for key in values:
         if key not in (*StudySettings.model_fields, *FORMER):
             hint = nearest(str(key), StudySettings.model_fields)
-            own = f"; settings of the runs go below settings: or into {key}=... on the command line"
-            raise ConfigError(f"{file}: unknown key {key!r}; {hint}{own if key in Config.model_fields else ''}")
+            advice = f". Write settings of the runs below settings:, or pass {key}=... on the command line."
+            raise ConfigError(f"{file}: unknown key {key!r}; {hint}{advice if key in Config.model_fields else ''}")
     return values
 
 
 def _read_base(path: Path) -> dict[str, Any]:
-    values = _read(path, f"the base configuration {path} cannot be read: ", "; correct base")
+    values = _read(path, f"the base configuration {path} cannot be read: ", ". Correct base.")
     if not isinstance(values, dict):
-        raise ConfigError(f"the base configuration {path} must hold groups of settings")
+        raise ConfigError(f"the base configuration {path} must be a mapping with groups of settings.")
     return values
 
 
 def _find_folder(file: Path, settings: StudySettings, overrides: Sequence[str]) -> Path:
-    """Return the folder of a study's runs: run.dir of the command line, dir, run.dir in settings, or runs/ and the file's name."""
-    given = [
+    """Find the folder of a study: run.dir of the command line, dir, run.dir in settings, or runs/ and the file's name."""
+    candidates = [
         get_path(apply_overrides({}, overrides), "run.dir"),
         settings.dir,
         get_path(overlay({}, settings.settings, "settings"), "run.dir"),
         Path("runs") / file.stem,
     ]
-    folder = next(each for each in given if each is not None)
+    folder = next(candidate for candidate in candidates if candidate is not None)
     check_path(str(folder))
     if is_uri(folder):
-        raise ConfigError(f"dir: {folder} is a URI, but all runs of {file} are in one folder; give an absolute path")
+        raise ConfigError(f"dir: {folder} is a URI, but all runs of {file} need a local folder. Set an absolute path.")
     return Path(folder).expanduser().resolve()
 
 
@@ -120,45 +120,46 @@ def _choose(settings: StudySettings, only: Sequence[str]) -> dict[str, list[str]
     for text in only:
         name, equals, labels = text.partition("=")
         if not equals:
-            raise ConfigError(f"--only {text!r} is not of the form axis=label,label")
+            raise ConfigError(f"--only {text!r} is not of the form axis=label,label.")
         check_known(name, chosen, "--only: there is no axis")
-        wanted = [label.strip() for label in labels.split(",")]
-        for label in wanted:
+        selected = [label.strip() for label in labels.split(",")]
+        for label in selected:
             check_known(label, settings.axes[name], f"--only: axis {name!r} has no label")
-        chosen[name] = [label for label in chosen[name] if label in wanted]
+        chosen[name] = [label for label in chosen[name] if label in selected]
     return chosen
 
 
 def _make_trials(study: Study) -> tuple[Trial, ...]:
-    """Return the trials of a study that are known beforehand.
+    """Make all trials of a study that are known in advance.
 
     Raises:
-        ConfigError: naming the cells that make no valid configuration.
+        ConfigError: The configuration of a cell is not valid.
     """
     if study.settings.sequential:
         return ()
     draws = [study.draw(number) for number in range(study.samples)] if study.settings.domains else [{}]
-    found: list[tuple[int, Trial]] = []
+    trials: list[tuple[int, Trial]] = []
     faults = defaultdict[str, list[str]](list)
     for labels in study.cells:
         try:
-            for (place, repeat), draw in itertools.product(enumerate(study.repeats(labels)), draws):
-                found.append((place, study.trial(study.point(labels, draw, repeat))))
+            for (index, repeat), draw in itertools.product(enumerate(study.repeats(labels)), draws):
+                trials.append((index, study.trial(study.point(labels, draw, repeat))))
         except ConfigError as error:
             faults[str(error)].append(", ".join(labels))
     if faults:
         count = sum(map(len, faults.values()))
-        heading = f"{study.file}: {count} cell{'s' if count > 1 else ''} cannot be run; nothing was started"
+        heading = f"{study.file}: {count} cell{'s' if count > 1 else ''} cannot be run. No run was started."
         raise ConfigError(_describe_faults(heading, faults, 3))
-    return tuple(trial for _, trial in sorted(found, key=lambda pair: pair[0]))
+    return tuple(trial for _, trial in sorted(trials, key=lambda pair: pair[0]))
 
 
 def _describe_faults(heading: str, faults: Mapping[str, Sequence[str]], named: int = 1) -> str:
-    """Return what is wrong with several runs in a few lines.
+    """Describe the faults of several runs in a few lines.
 
     Args:
-        faults: the names of runs by message.
-        named: how many of them are named.
+        heading: The first line.
+        faults: Names of runs by message.
+        named: Maximum number of names per message.
     """
     lines = [heading]
     for message, names in list(faults.items())[:_LISTED]:
@@ -173,7 +174,7 @@ def _describe_faults(heading: str, faults: Mapping[str, Sequence[str]], named: i
 
 
 def fits_state(key: str, method: Method) -> bool:
-    """Return whether a setting may change in the middle of a training: the state fits each of its values."""
+    """Return whether a setting can change during training, because the state fits all of its values."""
     group, _, name = key.partition(".")
     kinds = {item.name: item.type for item in fields(method)}
     rate = group == "method" and "float" in str(kinds.get(name, ""))
@@ -181,56 +182,58 @@ def fits_state(key: str, method: Method) -> bool:
 
 
 def check_domains(study: Study) -> None:
-    """Reject domains of settings that do not exist, do not matter, or do not fit together.
+    """Reject domains of settings that do not exist, have no effect, or contradict each other.
 
     Raises:
-        ConfigError: naming file, values and what is wrong.
+        ConfigError: A domain, the metric or the scheduler is not valid.
     """
     for values in corners(study.settings):
         try:
-            study.at_corner(values)
+            study.make_corner_trial(values)
         except ConfigError as error:
             text = ", ".join(f"{key}={label_of(value)}" for key, value in values.items())
             raise ConfigError(
-                f"{study.file}: a trial with {text} cannot be run; nothing was started: {error}"
+                f"{study.file}: a trial with {text} cannot be run, so no run was started: {error}"
             ) from error
     settings, metric, config = study.settings, study.first.metric, study.first.config
     method, population = config.parts.method, settings.population
     if metric.model is not None:
         check_known(metric.model, config.parts.models, f"{study.file}: metric.model: there is no model")
-    if type(method).evaluate is Method.evaluate:  # else the method measures what it likes
+    if type(method).evaluate is Method.evaluate:  # An override may measure any score.
         known = [score + suffix for score in HIGHER_IS_BETTER for suffix in ("", *OF_CLIENTS, HARMONIC_MEAN)]
         check_known(metric.score, known, f"{study.file}: metric.score: nothing measures")
     every, rounds = config.evaluate.every, study.rounds
     faults = {
-        "metric.split is validation, but clients hold nothing out: data.split.validation is 0; set it, or take split: test": (
+        "metric.split is validation, but data.split.validation is 0, so no clips are held out. Set it, or set split: test.": (
             metric.split == "validation"
             and not any(holds_out(data, "validation") for data in config.data.each.values())
         ),
-        "data.sites: scheduler pbt copies run folders, but private models and data stay at the sites; take scheduler asha": (
+        "data.sites: scheduler pbt copies run folders, but private models and data stay at the sites. Use scheduler: asha.": (
             bool(config.data.sites) and population is not None
         ),
-        f"evaluate.every is {every} and trials have {rounds} rounds: nothing is known of a trial before its end; lower "
-        f"evaluate.every": every > rounds and settings.scheduler.name != "none",
+        f"evaluate.every is {every}, but trials have {rounds} rounds, so a scheduler sees no score before the end. Lower "
+        f"evaluate.every.": every > rounds and settings.scheduler.name != "none",
     }
     for key, domain in settings.domains.items():
         lows = next(corners(settings))
-        if len({study.at_corner({**lows, key: end}).config.digest() for end in domain.ends()}) < len(domain.ends()):
-            given = any(text.partition("=")[0] == key for text in study.overrides)
-            why = f"{key} is set on the command line" if given else f"{key} does not decide what is learned"
-            more = "; the length of a trial is rounds and scheduler" if key == "train.rounds" else ""
-            faults[f"domains.{key}: trials would not differ: {why}; take it out of the domains{more}"] = True
+        if len({study.make_corner_trial({**lows, key: end}).config.digest() for end in domain.ends()}) < len(
+            domain.ends()
+        ):
+            overridden = any(text.partition("=")[0] == key for text in study.overrides)
+            why = f"{key} is set on the command line" if overridden else f"{key} does not affect results"
+            more = " Set the length of trials with rounds and scheduler." if key == "train.rounds" else ""
+            faults[f"domains.{key}: trials would not differ, because {why}. Remove it from the domains.{more}"] = True
         if population is not None and not fits_state(key, method):
             faults[
-                f"domains.{key}: scheduler pbt changes settings in the middle of a training, which {key} does not allow; "
-                f"{CHANGEABLE}; take it out of the domains, or take scheduler asha"
+                f"domains.{key}: scheduler pbt changes settings during training, which {key} does not allow. {CHANGEABLE} "
+                f"Remove {key} from the domains, or use scheduler: asha."
             ] = True
     if population is not None:
         interval = population.interval
         faults |= {
-            f"scheduler.interval is {interval} and trials have {rounds} rounds: there is no exchange; lower it": interval
-            >= rounds,
-            f"samples: scheduler pbt needs a population of at least 2, not {study.samples}": study.samples < 2,
+            f"scheduler.interval is {interval}, but trials have {rounds} rounds, so members would never exchange. Lower "
+            f"interval.": interval >= rounds,
+            f"samples: scheduler pbt needs a population of at least 2, not {study.samples}.": study.samples < 2,
         }
     raise_first(faults, f"{study.file}: ")
 
@@ -238,22 +241,27 @@ def check_domains(study: Study) -> None:
 # -- recordings ------------------------------------------------------------------------------------------------------
 
 
-def _unprepared(trials: Sequence[Trial]) -> list[Trial]:
-    """Return the trials whose recordings are looked at here: a begun run has its population, and sites prepare their own."""
-    return [each for each in trials if not each.config.data.sites and not (each.run_dir / "run.json").exists()]
+def _select_unprepared(trials: Sequence[Trial]) -> list[Trial]:
+    """Select trials that need their recordings here. Existing runs have a population, and sites prepare their own data."""
+    return [trial for trial in trials if not trial.config.data.sites and not (trial.run_dir / "run.json").exists()]
 
 
 def prepare(trials: Sequence[Trial], progress: Progress, run_chunks: RunChunks | None = None) -> None:
-    """Compute the features of the trials, each once, and check that recordings and splits suffice.
+    """Compute the features of all trials without duplicates, and check that each trial has enough clients.
+
+    Args:
+        trials: Trials to prepare.
+        progress: Shows the progress.
+        run_chunks: Computes chunks of features; ``None``: in local processes.
 
     Raises:
-        InputError: naming the trials whose recordings cannot be used.
+        InputError: The recordings of a trial cannot be used.
     """
     known: dict[str, int] = {}
     faults = defaultdict[str, list[str]](list)
-    for trial in _unprepared(trials):
+    for trial in _select_unprepared(trials):
         config = trial.config
-        parts = [each and each.model_dump(mode="json") for each in (config.data, config.train.clients)]
+        parts = [group and group.model_dump(mode="json") for group in (config.data, config.train.clients)]
         key = json.dumps([*parts, config.run.seed], sort_keys=True)
         try:
             if key not in known:
@@ -267,18 +275,18 @@ def prepare(trials: Sequence[Trial], progress: Progress, run_chunks: RunChunks |
         except InputError as error:
             faults[str(error)].append(trial.name)
     if faults:
-        heading = f"{sum(map(len, faults.values()))} of {len(trials)} runs cannot be done; nothing was started"
+        heading = f"{sum(map(len, faults.values()))} of {len(trials)} runs have unusable data. No run was started."
         raise InputError(_describe_faults(heading, faults))
 
 
 def check_data_sets(trials: Sequence[Trial]) -> None:
-    """Check that the files and folders of the trials' data sets exist, without reading any. Begun runs and URIs are skipped.
+    """Check that all files and folders of the trials' data sets exist. Skip URIs and data of existing runs.
 
     Raises:
-        InputError: naming the missing paths, each with the trials that need it.
+        InputError: A path is missing. The message names the trials.
     """
     faults = defaultdict[str, list[str]](list)
-    for trial in _unprepared(trials):
+    for trial in _select_unprepared(trials):
         for part, settings in trial.config.data.each.items():
             dataset, where = find_dataset(settings.name), place_of(part)
             for option in path_options(dataset):

@@ -1,4 +1,4 @@
-"""The page of a study: its tables, learning curves with their spread, bars and heat maps, and what mattered in a search."""
+"""The report of a study: tables, learning curves with spread, bars, heat maps, and the importance of settings."""
 
 from __future__ import annotations
 
@@ -14,49 +14,49 @@ from markupsafe import Markup, escape
 
 from raydfl.core.files import write_durably
 from raydfl.experiments.domains import Domain
-from raydfl.experiments.results import FEWEST, Contestant, StudyResults, shown
+from raydfl.experiments.results import FEWEST, Contestant, StudyResults, format_number
 from raydfl.experiments.study import describe_value
-from raydfl.experiments.tables import describe_results, full_table, pivot
+from raydfl.experiments.tables import describe_results, make_full_table, pivot
 from raydfl.runs.report import Picture, Section, align, render_page
 from raydfl.runs.report.figures import INK, SERIES, SHARES, Axes, Series, plot_curves
 
 _BARS = 48
-"""Bars that one figure has room for."""
+"""Maximum bars in a figure."""
 _TICKS = 5
-"""Values of a listed domain that its axis names, at most."""
+"""Maximum ticks on the axis of a domain that is a list."""
 _NAMED = 6
-"""Curves of draws with a colour and a name of their own: the best ones."""
+"""Number of best draws with their own colour and name."""
 
 
 def write_page(results: StudyResults) -> Path:
-    """Write ``NAME.html`` into the study's folder; it needs no other file.
+    """Write the self-contained report ``NAME.html`` into the study's folder.
 
     Raises:
-        ResourcesError: the disk is full or the folder cannot be written.
+        ResourcesError: The disk is full, or the folder is not writable.
     """
     study, settings = results.study, results.study.settings
     search, left = bool(settings.domains), results.open + len(results.failed)
     notes, table = describe_results(results), ([], []) if search else pivot(results)
-    parts = [] if search else _parts(results, 2 if len(study.axes) > 1 else 1)
-    cells = _parts(results, 0 if search else 1)
+    parts = [] if search else _group_contestants(results, 2 if len(study.axes) > 1 else 1)
+    cells = _group_contestants(results, 0 if search else 1)
     sections = [
         Section("", text=[text for text in (settings.question, settings.note) if text]),
         _show_best(results),
         Section("Notes" if search else "Table", headings=table[0], rows=_emphasise(table[1]), notes=notes),
-        Section("Comparison", [picture for part in parts for picture in _bars(part, results)]),
-        Section("Heat maps", [picture for part in parts for picture in _maps(part, results)]),
-        Section("What mattered", list(_importance(results))),
-        Section("Settings and scores", list(_parallel(results))),
-        Section("Learning curves", [picture for part in cells for picture in _curves(part, search)]),
-        Section("Every number", headings=full_table(results)[0], rows=_emphasise(full_table(results)[1])),
+        Section("Comparison", [picture for part in parts for picture in _draw_bars(part, results)]),
+        Section("Heat maps", [picture for part in parts for picture in _draw_maps(part, results)]),
+        Section("Importance of settings", list(_draw_importance(results))),
+        Section("Settings and scores", list(_draw_parallel(results))),
+        Section("Learning curves", [picture for part in cells for picture in _draw_curves(part, search)]),
+        Section("All values", headings=make_full_table(results)[0], rows=_emphasise(make_full_table(results)[1])),
         _show_runs(results),
-        Section("Failures", headings=("trial", "why"), rows=list(results.failed.items())),
+        Section("Failures", headings=("trial", "reason"), rows=list(results.failed.items())),
     ]
     page = render_page(
         settings.title,
         f"{len(results.contestants)} contestants, {study.total} runs · {study.folder}",
         sections,
-        [f"{left} of {study.total} runs are missing: raydfl study {study.file} continues."] if left else [],
+        [f"{left} of {study.total} runs are missing. Continue with: raydfl study {study.file}"] if left else [],
     )
     out = study.output(".html")
     write_durably(out, page.encode())
@@ -64,19 +64,19 @@ def write_page(results: StudyResults) -> Path:
 
 
 def _emphasise(rows: Sequence[Sequence[str]]) -> list[list[Markup]]:
-    """Turn ``**bold**`` text into HTML; all else is escaped."""
+    """Convert ``**bold**`` text to HTML, and escape the rest."""
     return [
         [Markup(re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", str(escape(text)))) for text in row] for row in rows
     ]
 
 
-def best_command(results: StudyResults) -> str:
-    """Return the command that trains with the best settings."""
+def format_best_command(results: StudyResults) -> str:
+    """Format the command that trains with the best settings."""
     return f"raydfl run {shlex.quote(str(results.study.output('-best.yaml')))}"
 
 
 def _show_best(results: StudyResults) -> Section:
-    """Show the best settings of a search."""
+    """Make the section with the best settings of a search."""
     best, title = results.best, "Best settings"
     if best is None:
         return Section(title, text=["No trial has a score yet."] if results.study.settings.domains else [])
@@ -84,13 +84,16 @@ def _show_best(results: StudyResults) -> Section:
         title,
         headings=("setting", "value"),
         rows=[[key, describe_value(value)] for key, value in best.values.items()],
-        text=[f"{best.name}: {results.headline} {best.score(results.summary)} (n: {best.n}).", "To train with them:"],
-        commands=[best_command(results)],
+        text=[
+            f"{best.name}: {results.headline} {best.score(results.summary)} (n: {best.n}).",
+            "Train with these settings:",
+        ],
+        commands=[format_best_command(results)],
     )
 
 
 def _show_runs(results: StudyResults) -> Section:
-    """Show the state of each run, with a link to its page if there is one."""
+    """Make the section with the state of each run, and a link to an existing report."""
     study, rows = results.study, []
     names = [*study.axes, *study.settings.domains]
     for run in results.runs:
@@ -102,21 +105,21 @@ def _show_runs(results: StudyResults) -> Section:
     return Section("Runs", headings=headings, rows=rows, folded=f"{len(rows)} runs")
 
 
-def _parts(results: StudyResults, inner: int) -> list[list[Contestant]]:
-    """Return the contestants of each figure: those with equal labels on all but the ``inner`` last axes."""
+def _group_contestants(results: StudyResults, inner: int) -> list[list[Contestant]]:
+    """Group contestants into figures by their labels on all axes but the last ``inner`` axes."""
     parts: dict[tuple[str, ...], list[Contestant]] = {}
-    for each in results.contestants:
-        parts.setdefault(each.labels[: len(each.labels) - inner], []).append(each)
+    for contestant in results.contestants:
+        parts.setdefault(contestant.labels[: len(contestant.labels) - inner], []).append(contestant)
     return list(parts.values())
 
 
-def _title(title: str, cells: Sequence[Contestant], inner: int) -> str:
-    """Return the title of a figure with the labels that its contestants share."""
+def _make_title(title: str, cells: Sequence[Contestant], inner: int) -> str:
+    """Make the title of a figure with the common labels of its contestants."""
     return ", ".join((title, *cells[0].labels[: len(cells[0].labels) - inner]))
 
 
-def _curves(cells: Sequence[Contestant], search: bool) -> Iterator[Picture]:
-    """Draw the headline over the rounds: a curve for each label of the last axis, or for each draw."""
+def _draw_curves(cells: Sequence[Contestant], search: bool) -> Iterator[Picture]:
+    """Draw the headline over the rounds, with a curve per label of the last axis or per draw."""
     series = []
     for place, each in enumerate(cells):
         if not each.curves:
@@ -135,27 +138,31 @@ def _curves(cells: Sequence[Contestant], search: bool) -> Iterator[Picture]:
     if series:
         caption = "Bands: mean ± standard deviation." if any(item.low is not None for item in series) else ""
         if search:
-            caption += f" Dashed: stopped early or not finished. Draws after the best {_NAMED} are grey."
+            caption += f" Dashed: stopped early or unfinished. All draws except the best {_NAMED} are grey."
             series.reverse()
-        title = _title(cells[0].metrics[0].title, cells, 0 if search else 1)
-        yield plot_curves(title, caption.strip(), series, _unit(cells))
+        title = _make_title(cells[0].metrics[0].title, cells, 0 if search else 1)
+        yield plot_curves(title, caption.strip(), series, _make_unit(cells))
 
 
-def _unit(cells: Sequence[Contestant]) -> str:
-    """Return the label of a figure of these contestants, which may have different headlines."""
+def _make_unit(cells: Sequence[Contestant]) -> str:
+    """Make the axis label of contestants that may have different headlines."""
     titles = list(dict.fromkeys(each.metrics[0].title for each in cells))
     return " or ".join(titles) + (" (%)" if cells[0].metrics[0].scale == 100 else "")
 
 
-def _grid(cells: Sequence[Contestant]) -> tuple[list[str], list[str], dict[tuple[str, str], Contestant]]:
-    """Return labels of the last axis but one (a blank one when there is none), of the last, and the cells by both."""
+def _arrange(cells: Sequence[Contestant]) -> tuple[list[str], list[str], dict[tuple[str, str], Contestant]]:
+    """Arrange contestants by their labels on the last two axes.
+
+    Returns:
+        Labels of the second last axis (``""`` for a single axis), labels of the last axis, and contestants by both labels.
+    """
     by_both = {(each.labels[-2] if len(each.labels) > 1 else "", each.labels[-1]): each for each in cells}
     return list(dict.fromkeys(key[0] for key in by_both)), list(dict.fromkeys(key[1] for key in by_both)), by_both
 
 
-def _bars(cells: Sequence[Contestant], results: StudyResults) -> Iterator[Picture]:
-    """Draw the headline with its spread, and the paper's results, a colour for each label of the last axis."""
-    groups, labels, by_both = _grid(cells)
+def _draw_bars(cells: Sequence[Contestant], results: StudyResults) -> Iterator[Picture]:
+    """Draw the headline with its spread and the paper's results, with a colour per label of the last axis."""
+    groups, labels, by_both = _arrange(cells)
     if not any(each.done for each in cells) or len(groups) * len(labels) > _BARS:
         return
 
@@ -184,19 +191,19 @@ def _bars(cells: Sequence[Contestant], results: StudyResults) -> Iterator[Pictur
             at = places[known]
             axes.hlines(paper[known], at - half, at + half, color=INK, linewidth=1.4, label="paper")
         axes.set_xticks(range(len(groups)), groups)
-        axes.set_ylabel(_unit(cells))
+        axes.set_ylabel(_make_unit(cells))
         axes.set_ylim(bottom=0)
 
     caption = "Lines: standard deviation over the runs." if np.isfinite(spread).any() else ""
-    yield Picture(_title(_unit(cells), cells, 2), caption, draw, 3.0 + 0.12 * len(labels))
+    yield Picture(_make_title(_make_unit(cells), cells, 2), caption, draw, 3.0 + 0.12 * len(labels))
 
 
-def _maps(cells: Sequence[Contestant], results: StudyResults) -> Iterator[Picture]:
-    """Draw the headline, its difference and the further metrics, each as a matrix of the last two axes."""
-    rows, columns, by_both = _grid(cells)
+def _draw_maps(cells: Sequence[Contestant], results: StudyResults) -> Iterator[Picture]:
+    """Draw heat maps over the last two axes: the headline, its difference, and the further metrics."""
+    rows, columns, by_both = _arrange(cells)
     if len(rows) < 2 or len(columns) < 2 or not any(each.done for each in cells):
         return
-    kinds: dict[str, Callable[[Contestant], float]] = {_unit(cells): lambda each: each.score(results.summary).mean}
+    kinds: dict[str, Callable[[Contestant], float]] = {_make_unit(cells): lambda each: each.score(results.summary).mean}
     if results.study.settings.control:
         kinds["difference"] = lambda each: math.nan if each.difference is None else each.difference.mean
     for place, metric in enumerate(cells[0].metrics[1:], start=1):
@@ -205,13 +212,13 @@ def _maps(cells: Sequence[Contestant], results: StudyResults) -> Iterator[Pictur
         found = ((by_both.get((row, column)) for column in columns) for row in rows)
         matrix = np.array([[math.nan if each is None else value(each) for each in row] for row in found])
         if np.isfinite(matrix).any():
-            yield _heat_map(_title(title, cells, 2), matrix, rows, columns, results.study.axes[-2:])
+            yield _draw_heat_map(_make_title(title, cells, 2), matrix, rows, columns, results.study.axes[-2:])
 
 
-def _heat_map(
+def _draw_heat_map(
     title: str, values: np.ndarray, rows: list[str], columns: list[str], axes_names: Sequence[str]
 ) -> Picture:
-    """Draw a matrix: the larger a number among all, the stronger its colour; cells without one are hatched."""
+    """Draw a matrix with stronger colours for larger values. Cells without a value are hatched."""
 
     def draw(axes: Axes) -> None:
         low, high = np.nanmin(values), np.nanmax(values)
@@ -235,8 +242,8 @@ def _heat_map(
     return Picture(title, "", draw, max(2.4, 0.42 * len(rows) + 1.6), width=width)
 
 
-def _importance(results: StudyResults) -> Iterator[Picture]:
-    """Draw the importance of each setting as lying bars, the largest at the top."""
+def _draw_importance(results: StudyResults) -> Iterator[Picture]:
+    """Draw the importance of each setting as horizontal bars, the largest at the top."""
     if not results.importance:
         return
 
@@ -249,15 +256,14 @@ def _importance(results: StudyResults) -> Iterator[Picture]:
         axes.set_xlabel("share (%)")
 
     caption = (
-        f"Rise of the squared error of a random forest when one setting is shuffled (permutation importance), as a share of the "
-        f"sum. It needs many times more draws than settings. Below {FEWEST} it is left out. Stopped trials count with their last "
-        f"score."
+        f"Increase of the squared error of a random forest after shuffling a setting (permutation importance), as a share of the "
+        f"sum. It needs many times more draws than settings, and at least {FEWEST}. Stopped trials count with their last score."
     )
     yield Picture("Importance of each setting", caption, draw, 0.9 + 0.3 * len(results.importance))
 
 
-def _parallel(results: StudyResults) -> Iterator[Picture]:
-    """Draw a line for each draw across an upright axis for each setting and the score; the best is drawn strongest."""
+def _draw_parallel(results: StudyResults) -> Iterator[Picture]:
+    """Draw each draw as a line across vertical axes for settings and score, with a stronger colour for better scores."""
     domains = results.study.settings.domains
     ranked = [each for each in results.contestants if math.isfinite(each.score(results.summary).mean)]
     if len(ranked) < 2 or not domains:
@@ -266,7 +272,7 @@ def _parallel(results: StudyResults) -> Iterator[Picture]:
     low, high = float(scores.min()), float(scores.max())
     heights = (scores - low) / (high - low or 1.0)
     strength = heights if ranked[0].metrics[0].best == "max" else 1 - heights
-    ticks = [*map(_ticks, domains.values()), [(0.0, shown(low)), (1.0, shown(high))]]
+    ticks = [*map(_make_ticks, domains.values()), [(0.0, format_number(low)), (1.0, format_number(high))]]
 
     def draw(axes: Axes) -> None:
         x = np.arange(len(ticks))
@@ -280,18 +286,18 @@ def _parallel(results: StudyResults) -> Iterator[Picture]:
             axes.axvline(place, color=INK, linewidth=0.8)
             for height, text in texts:
                 axes.text(place + 0.03, height, text, fontsize=7, va="center", ha="left")
-        axes.set_xticks(x, [*domains, _unit(ranked)], rotation=20, ha="right", rotation_mode="anchor")
+        axes.set_xticks(x, [*domains, _make_unit(ranked)], rotation=20, ha="right", rotation_mode="anchor")
         axes.set_yticks([])
         axes.set_ylim(-0.05, 1.05)
         axes.set_xlim(-0.2, len(ticks) - 0.5)
         axes.grid(visible=False)
         axes.spines["left"].set_visible(False)
 
-    caption = "A line for each draw, the best in another colour. Dashed: stopped early or not finished."
+    caption = "Each line is a draw, with the best draw highlighted. Dashed: stopped early or unfinished."
     yield Picture("Parallel coordinates", caption, draw, 3.6)
 
 
-def _ticks(domain: Domain) -> list[tuple[float, str]]:
+def _make_ticks(domain: Domain) -> list[tuple[float, str]]:
     values = domain.ends()
     if domain.listed and len(values) > _TICKS:
         values = [values[round(index)] for index in np.linspace(0, len(values) - 1, _TICKS)]

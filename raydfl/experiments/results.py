@@ -1,4 +1,4 @@
-"""Results of a study: a row for each contestant, with its runs' scores, its difference from the control and its rank."""
+"""Results of a study: each contestant's scores, its difference from the control, and its rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from scipy import stats
 from raydfl.core.seeds import seed_for
 from raydfl.experiments.settings import MetricSettings
 from raydfl.experiments.state import StudyState
-from raydfl.experiments.study import Study, Trial, keys_of, rounds_done
+from raydfl.experiments.study import Study, Trial, count_rounds, list_keys
 from raydfl.runs.report import Curve, RunRecord, find_problems, read_run
 
 SUMMARIES = {
@@ -24,26 +24,26 @@ SUMMARIES = {
     "best": "best evaluation",
     "chosen": "in the round of run.best",
 }
-"""Summaries of a run's evaluations, in words."""
+"""Descriptions of the summaries of a run's evaluations."""
 CONFIDENCE = 0.95
-"""Level of the intervals of differences."""
+"""Confidence level of the intervals of differences."""
 FEWEST = 8
-"""Scores without which no importance is given."""
+"""Minimum number of scores for an estimate of importance."""
 _TREES = 200
 _SHUFFLES = 20
 
 
-def shown(value: float | None, signed: bool = False) -> str:
-    """Return a number as tables show it; ``-`` when there is none."""
+def format_number(value: float | None, signed: bool = False) -> str:
+    """Format a number for tables, with ``-`` for None and NaN."""
     return "-" if value is None or np.isnan(value) else f"{value:{'+' if signed else ''}.2f}"
 
 
 @dataclass(frozen=True)
 class Spread:
-    """One score of several runs, in the table's unit."""
+    """A score of several runs, in the table's unit."""
 
     by_repeat: Mapping[str, float]
-    """By the repeated setting, ``run.seed=1``."""
+    """Scores by the value of the repeated setting, ``run.seed=1``."""
 
     @property
     def values(self) -> list[float]:
@@ -52,70 +52,74 @@ class Spread:
 
     @property
     def mean(self) -> float:
-        """The mean; NaN of no values."""
+        """The mean; NaN without values."""
         return float(np.mean(self.values)) if self.by_repeat else math.nan
 
     @property
     def std(self) -> float:
-        """Sample standard deviation (divided by n - 1); NaN of fewer than two values."""
+        """Sample standard deviation (divided by n - 1); NaN for fewer than two values."""
         return float(np.std(self.values, ddof=1)) if len(self.by_repeat) > 1 else math.nan
 
     def __str__(self) -> str:
-        return shown(self.mean) if len(self.by_repeat) < 2 else f"{shown(self.mean)} ± {shown(self.std)}"
+        return (
+            format_number(self.mean)
+            if len(self.by_repeat) < 2
+            else f"{format_number(self.mean)} ± {format_number(self.std)}"
+        )
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The mean of paired differences, with its interval."""
+    """The mean of paired differences with its confidence interval."""
 
     mean: float
     low: float
-    """NaN of fewer than two pairs, as ``high``."""
+    """Lower end of the interval; NaN for fewer than two pairs."""
     high: float
+    """Upper end of the interval; NaN for fewer than two pairs."""
     n: int
     """Number of pairs."""
 
     @classmethod
-    def between(cls, one: Spread, other: Spread) -> Difference | None:
-        """Return ``one - other`` over the repeats that both have; ``None``: there is none.
-
-        The interval is that of Student's t distribution.
-        """
-        pairs = [
-            one.by_repeat[repeat] - other.by_repeat[repeat] for repeat in one.by_repeat if repeat in other.by_repeat
-        ]
-        if not pairs or not np.isfinite(pairs).all():
+    def between(cls, treatment: Spread, control: Spread) -> Difference | None:
+        """Compute ``treatment - control`` over common repeats, with the interval of Student's t; ``None`` without pairs."""
+        scores, baseline = treatment.by_repeat, control.by_repeat
+        differences = [scores[repeat] - baseline[repeat] for repeat in scores if repeat in baseline]
+        if not differences or not np.isfinite(differences).all():
             return None
-        mean, n = float(np.mean(pairs)), len(pairs)
-        half = float(stats.sem(pairs) * stats.t.ppf((1 + CONFIDENCE) / 2, n - 1)) if n > 1 else math.nan
+        mean, n = float(np.mean(differences)), len(differences)
+        half = float(stats.sem(differences) * stats.t.ppf((1 + CONFIDENCE) / 2, n - 1)) if n > 1 else math.nan
         return cls(mean, mean - half, mean + half, n)
 
     def __str__(self) -> str:
-        interval = "" if math.isnan(self.low) else f" [{shown(self.low, True)}, {shown(self.high, True)}]"
-        return f"{shown(self.mean, True)}{interval}"
+        interval = (
+            "" if math.isnan(self.low) else f" [{format_number(self.low, True)}, {format_number(self.high, True)}]"
+        )
+        return f"{format_number(self.mean, True)}{interval}"
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """Results of one choice of labels and draw."""
+    """Results of a cell with a draw."""
 
     trials: tuple[Trial, ...]
-    """One for each repeat."""
+    """Trials, one per repeat."""
     metrics: tuple[MetricSettings, ...]
-    """The headline first."""
+    """The headline, then the further metrics."""
     runs: tuple[dict[str, Any], ...]
-    """A row for each trial: labels, draw, folder, state and its own scores."""
+    """Row of each trial: labels, draw, folder, state and scores."""
     curves: tuple[Curve, ...]
-    """The headline over the rounds of every run that is shown, in the table's unit."""
+    """The headline over the rounds of each run with results, in the table's unit."""
     evaluations: list[str]
-    """Count and interval of the headline's evaluations, each value once: ``last 10 of 30, every 5 rounds``."""
+    """Distinct counts and intervals of the headline's evaluations: ``last 10 of 30, every 5 rounds``."""
     best: bool = False
-    """Whether it is the best of those that it is compared with."""
+    """Whether the contestant is the best of its group."""
     paper: tuple[float, float | None] | None = None
-    """The paper's mean and spread."""
+    """Mean and spread in the paper."""
     difference: Difference | None = None
     """The headline's difference from the control."""
     paper_difference: float | None = None
+    """Difference from the control in the paper."""
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -134,84 +138,89 @@ class Contestant:
 
     @property
     def name(self) -> str:
-        """A name for people."""
+        """A readable name."""
         return ", ".join(filter(None, (*self.labels, self.draw)))
 
     @property
     def states(self) -> list[str]:
-        """The state of each trial in words: ``finished``, ``stopped (asha)``, ``round 4``."""
+        """Descriptions of the trials' states: ``finished``, ``stopped (asha)``, ``begun: round 4``."""
         return [row["state"] for row in self.runs]
 
     @property
     def done(self) -> int:
-        """Runs that are finished."""
+        """Number of finished runs."""
         return self.states.count("finished")
 
     @property
     def complete(self) -> bool:
-        """True when all runs are finished."""
+        """Whether all runs are finished."""
         return self.done == len(self.trials)
 
     @property
     def rounds(self) -> int:
-        """Most rounds of a trial so far."""
+        """Maximum completed rounds of a trial."""
         return max(int(row["rounds"]) for row in self.runs)
 
     @property
     def worthless(self) -> int:
-        """Finished runs that diverged or could not learn. They count like others."""
+        """Number of finished runs that diverged or could not learn. The mean includes them."""
         return sum(bool(row.get("worthless")) for row in self.runs)
 
     def score(self, summary: str, metric: int = 0) -> Spread:
-        """Return one score, by a key of :data:`SUMMARIES`; by default the headline's."""
+        """Return a score of all runs.
+
+        Args:
+            summary: Key of :data:`SUMMARIES`.
+            metric: Index of the metric; 0: the headline.
+        """
         name = f"{self.metrics[metric].title}, {SUMMARIES[summary]}"
         return Spread({row["repeat"]: row[name] for row in self.runs if name in row})
 
     @property
     def n(self) -> str:
-        """The number of runs, and those that lack, in words."""
+        """Description of the number of runs, including unfinished runs."""
         worthless = f" ({self.worthless} worthless)" if self.worthless else ""
         if self.complete:
             return f"{self.done}{worthless}"
         if len(self.trials) == 1:
             return self.states[0] + worthless
-        begun = [state for state in self.states if state not in ("finished", "missing")]
-        text = f"{self.done} of {len(self.trials)} runs" if self.done or begun else "missing"
-        return text + (f" ({', '.join(begun)})" if begun else "") + worthless
+        unfinished = [state for state in self.states if state not in ("finished", "missing")]
+        text = f"{self.done} of {len(self.trials)} runs" if self.done or unfinished else "missing"
+        return text + (f" ({', '.join(unfinished)})" if unfinished else "") + worthless
 
 
 @dataclass(frozen=True)
 class StudyResults:
-    """A study's results so far."""
+    """The current results of a study."""
 
     study: Study
     contestants: tuple[Contestant, ...]
-    """In the order of the axes. The draws of a cell are ranked: finished ones first, worthless ones last."""
+    """Contestants in the order of the axes. The draws of a cell are ranked: finished draws first, worthless draws last."""
     failed: Mapping[str, str]
-    """Reasons by name of the trial."""
+    """Reasons of failures by name of the trial."""
     open: int
-    """Trials that are neither over nor failed."""
+    """Number of unfinished trials without a failure."""
 
     @property
     def runs(self) -> list[dict[str, Any]]:
-        """A row for each run."""
-        return [row for each in self.contestants for row in each.runs]
+        """Rows of all runs."""
+        return [row for contestant in self.contestants for row in contestant.runs]
 
     @property
     def complete(self) -> bool:
-        """True when nothing is left to do."""
+        """Whether all trials are over."""
         return not self.failed and not self.open
 
     @property
     def best(self) -> Contestant | None:
-        """The best draw; ``None``: there is no score, or the study has no domains."""
+        """The best draw of a search; ``None`` without scores or without domains."""
         scored = [each for each in self.contestants if math.isfinite(each.score(self.summary).mean)]
-        found = min(scored, key=lambda each: _rank(each, self.summary), default=None)
-        return found if self.study.settings.domains else None
+        best = min(scored, key=lambda each: _rank(each, self.summary), default=None)
+        return best if self.study.settings.domains else None
 
     @property
     def scored(self) -> list[tuple[Trial, float]]:
-        """Trials with their last score, in the table's unit."""
+        """Pairs of a trial and its last score, in the table's unit."""
         spreads = [(trial, each.score("last").by_repeat) for each in self.contestants for trial in each.trials]
         return [(trial, values[trial.repeat]) for trial, values in spreads if trial.repeat in values]
 
@@ -222,51 +231,51 @@ class StudyResults:
 
     @property
     def titles(self) -> dict[str, str]:
-        """Titles of the summaries. If all runs have equally many evaluations, that of the tail states how many it averages."""
+        """Titles of the summaries. The title of ``tail`` has the number of evaluations, if it is equal for all runs."""
         titles = {key: text for key, text in SUMMARIES.items() if key in (self.summary, "tail", "last", "best")}
         counts = {text.partition(",")[0] for text in self.kinds_of_evaluations}
         return titles | ({"tail": f"mean of the {counts.pop()} evaluations"} if len(counts) == 1 else {})
 
     @property
     def kinds_of_evaluations(self) -> list[str]:
-        """Count and interval of evaluations of all runs, the most frequent first."""
+        """Counts and intervals of evaluations, the most frequent first."""
         counts = Counter(text for each in self.contestants for text in each.evaluations)
         return [text for text, _ in counts.most_common()]
 
     @property
     def headline(self) -> str:
-        """Name of the measured quantity: ``accuracy (%), mean of the last 3 of 3 evaluations``."""
+        """Name of the headline: ``accuracy (%), mean of the last 3 of 3 evaluations``."""
         titles = {each.metrics[0].unit for each in self.contestants} or {self.study.first.metric.unit}
         return f"{titles.pop() if len(titles) == 1 else 'headline'}, {self.titles[self.summary]}"
 
     @cached_property
     def importance(self) -> dict[str, float]:
-        """The share of each domain; empty: there are too few draws."""
+        """Importance of each domain, with the sum 1; empty with too few draws."""
         return measure_importance(
             self.study, [(each.values, each.score(self.summary).mean) for each in self.contestants]
         )
 
 
 def collect(study: Study, state: StudyState) -> StudyResults:
-    """Read what the runs of a study recorded. In a study without domains only finished runs count."""
+    """Collect the results of a study from its runs. Without domains, only finished runs count."""
     groups: dict[tuple[tuple[str, ...], str], list[Trial]] = {}
     known, records = state.known, dict[str, RunRecord]()
     for trial in known:
         groups.setdefault((trial.labels, trial.draw), []).append(trial)
-    place = {labels: index for index, labels in enumerate(study.cells)}
-    groups = dict(sorted(groups.items(), key=lambda item: place[item[0][0]]))
-    found = {key: _read_contestant(study, state, trials, records) for key, trials in groups.items()}
-    compared = [_compare(study, each, found) for each in found.values()]
+    order = {labels: index for index, labels in enumerate(study.cells)}
+    groups = dict(sorted(groups.items(), key=lambda item: order[item[0][0]]))
+    contestants = {key: _read_contestant(study, state, trials, records) for key, trials in groups.items()}
+    compared = [_compare(study, each, contestants) for each in contestants.values()]
     if study.settings.domains:
-        compared.sort(key=lambda each: (place[each.labels], *_rank(each, study.settings.summarised)))
-    unfinished = {trial.name: state.of(trial) for trial in known if not trial.finished}
+        compared.sort(key=lambda each: (order[each.labels], *_rank(each, study.settings.summarised)))
+    unfinished = {trial.name: state.get(trial) for trial in known if not trial.finished}
     failed = {name: each.reason for name, each in unfinished.items() if each.status == "failed"}
     over = {trial.identity for trial in known if state.is_over(trial) or trial.name in failed}
     return StudyResults(study, tuple(_mark_best(study, compared)), failed, max(0, study.total - len(over)))
 
 
 def _rank(contestant: Contestant, summary: str) -> tuple[bool, bool, bool, float]:
-    """Return a key that sorts the best first: scored, not worthless, finished, and then by its score."""
+    """Return a sort key that puts the best contestant first: with a score, not worthless, finished, then by score."""
     mean = contestant.score(summary).mean
     loss = -contestant.metrics[0].sign * mean
     return math.isnan(mean), bool(contestant.worthless), not contestant.complete, 0.0 if math.isnan(loss) else loss
@@ -280,10 +289,10 @@ def _read_contestant(
     rows: list[dict[str, Any]] = []
     evaluations: dict[str, None] = {}
     for trial in trials:
-        done, finished = rounds_done(trial.run_dir), trial.finished
+        done, finished = count_rounds(trial.run_dir), trial.finished
         row = {**dict(zip(study.axes, trial.labels, strict=True)), **trial.values, "repeat": trial.repeat}
         row |= {"run": trial.run_dir.name, "rounds": done, "finished": finished}
-        row["state"] = "finished" if finished else state.of(trial).describe(done)
+        row["state"] = "finished" if finished else state.get(trial).describe(done)
         rows.append(row)
         if not finished and not (study.settings.domains and done):
             continue
@@ -295,8 +304,8 @@ def _read_contestant(
         row["worthless"] = finished and any(problem.worthless for problem in problems)
         best = record.curves.get(("server", "best_round"))
         for place, metric in enumerate(metrics):
-            found = (record.curves.get(key) for key in keys_of(trial.config, metric))
-            curve = next((each for each in found if each is not None), None)
+            candidates = (record.curves.get(key) for key in list_keys(trial.config, metric))
+            curve = next((candidate for candidate in candidates if candidate is not None), None)
             if curve is None:
                 continue
             curve = Curve(curve.rounds, curve.values * metric.scale, curve.totals)
@@ -308,52 +317,58 @@ def _read_contestant(
             for summary, value in summarise(curve, metric, 0 if best is None else int(best.last)).items():
                 if summary in (study.settings.summarised, "tail", "last", "best"):
                     row[f"{metric.title}, {SUMMARIES[summary]}"] = value
-    paper = study.settings.published().get(trials[0].labels)
+    paper = study.settings.paper_scores().get(trials[0].labels)
     return Contestant(tuple(trials), metrics, tuple(rows), tuple(curves), list(evaluations), paper=paper)
 
 
 def summarise(curve: Curve, metric: MetricSettings, chosen: int = 0) -> dict[str, float]:
-    """Return the scores of one run, by the keys of :data:`SUMMARIES`. Untrained models do not count.
+    """Summarise the evaluations of a run, without evaluations of untrained models.
 
     Args:
-        curve: the metric over the rounds.
-        metric: decides whether larger is better.
-        chosen: the best round by ``run.best``; 0: there is none.
+        curve: The metric over the rounds.
+        metric: The metric and its direction.
+        chosen: The best round by ``run.best``; 0: none.
+
+    Returns:
+        Scores by the keys of :data:`SUMMARIES`.
     """
     best = np.nanmax if metric.best == "max" else np.nanmin
     values = curve.trained
-    there = curve.values[(curve.rounds == chosen) & (curve.rounds > 0)]
+    selected = curve.values[(curve.rounds == chosen) & (curve.rounds > 0)]
     return {
         "tail": curve.tail,
         "last": float(values[-1]) if len(values) else math.nan,
         "best": float(best(values)) if np.isfinite(values).any() else math.nan,
-        "chosen": float(there[0]) if len(there) else math.nan,
+        "chosen": float(selected[0]) if len(selected) else math.nan,
     }
 
 
 def _compare(study: Study, each: Contestant, others: Mapping[tuple[tuple[str, ...], str], Contestant]) -> Contestant:
-    """Return the contestant with its difference from the control, where one is named and has the same metric."""
-    settings, summary, published = study.settings, study.settings.summarised, study.settings.published()
-    home = tuple(settings.control.get(name, label) for name, label in zip(study.axes, each.labels, strict=True))
-    other, paper = others.get((home, each.draw)), published.get(home)
-    if home == each.labels or (other is not None and other.metrics[0].unit != each.metrics[0].unit):
+    """Add the difference from the control to a contestant, if the control has the same metric."""
+    settings, summary, papers = study.settings, study.settings.summarised, study.settings.paper_scores()
+    cell = tuple(settings.control.get(name, label) for name, label in zip(study.axes, each.labels, strict=True))
+    control, paper = others.get((cell, each.draw)), papers.get(cell)
+    if cell == each.labels or (control is not None and control.metrics[0].unit != each.metrics[0].unit):
         return each
     return replace(
         each,
-        difference=None if other is None else Difference.between(each.score(summary), other.score(summary)),
+        difference=None if control is None else Difference.between(each.score(summary), control.score(summary)),
         paper_difference=None if each.paper is None or paper is None else each.paper[0] - paper[0],
     )
 
 
 def _mark_best(study: Study, contestants: Sequence[Contestant]) -> list[Contestant]:
-    """Mark the best (all equals) of complete cells that differ only in the last axis; with domains the best draw of each."""
+    """Mark the best contestants (several for equal scores) of each group.
+
+    A group has the cells with equal labels except on the last axis. With domains, it has the draws of a cell.
+    """
     search, groups = bool(study.settings.domains), dict[tuple[str, ...], list[Contestant]]()
     for each in contestants:
         groups.setdefault(each.labels if search else each.labels[:-1], []).append(each)
     best: set[int] = set()
     for group in groups.values():
         ranks = {id(each): _rank(each, study.settings.summarised) for each in group if each.complete}
-        ranks = {key: rank for key, rank in ranks.items() if not rank[0]}  # those with a score
+        ranks = {key: rank for key, rank in ranks.items() if not rank[0]}  # Only contestants with a score.
         comparable = search or all(each.complete for each in group)
         if comparable and len(set(ranks.values())) > 1 and len({each.metrics[0].title for each in group}) == 1:
             best |= {key for key, rank in ranks.items() if rank == min(ranks.values())}
@@ -361,27 +376,31 @@ def _mark_best(study: Study, contestants: Sequence[Contestant]) -> list[Contesta
 
 
 def measure_importance(study: Study, scored: Sequence[tuple[Mapping[str, Any], float]]) -> dict[str, float]:
-    """Return the importance of each domain, adding up to 1; empty: there are too few scores, or no setting mattered.
+    """Measure the permutation importance of each domain with a random forest.
 
-    A random forest learns the scores from the settings. The importance of a setting is the mean rise of the squared error when the
-    setting is shuffled. It is measured on the trials that the forest learned from: with few trials it shows little.
+    The forest predicts scores from settings. The importance of a setting is the mean increase of the squared error after shuffling
+    the setting. It is measured on the training data of the forest, so it is unreliable with few trials.
 
     Args:
-        scored: draws with their scores; those that are not finite are left out.
+        study: The study.
+        scored: Draws with their scores. Non-finite scores are ignored.
+
+    Returns:
+        Importance by domain, with the sum 1. Empty with too few scores, or if no setting has an effect.
     """
     known = [(values, score) for values, score in scored if math.isfinite(score)]
     domains = study.settings.domains
     if not domains or len(known) < FEWEST:
         return {}
-    from sklearn.ensemble import RandomForestRegressor  # takes a second
+    from sklearn.ensemble import RandomForestRegressor  # Importing it takes a second.
     from sklearn.inspection import permutation_importance
 
-    places = np.array([[domain.position(values[key]) for key, domain in domains.items()] for values, _ in known])
+    positions = np.array([[domain.position(values[key]) for key, domain in domains.items()] for values, _ in known])
     scores = np.array([score for _, score in known])
     state = seed_for(study.settings.seed, 0, "", "search importance") % 2**32
-    forest = RandomForestRegressor(_TREES, random_state=state, n_jobs=1).fit(places, scores)
+    forest = RandomForestRegressor(_TREES, random_state=state, n_jobs=1).fit(positions, scores)
     rise = permutation_importance(
-        forest, places, scores, scoring="neg_mean_squared_error", n_repeats=_SHUFFLES, random_state=state, n_jobs=1
+        forest, positions, scores, scoring="neg_mean_squared_error", n_repeats=_SHUFFLES, random_state=state, n_jobs=1
     ).importances_mean
     rise = np.maximum(rise, 0.0)
     return dict(zip(domains, (rise / rise.sum()).tolist(), strict=True)) if rise.sum() > 0 else {}

@@ -1,7 +1,7 @@
-"""A study from its first to its last trial, each a whole federation in a placement group of its own.
+"""Execution of a study. Each trial is a federation in its own placement group.
 
-The results of a trial are in its run folder. Ray Tune's experiment, in the folder ``tune`` of the study, exists only until all
-trials are over: a study that was interrupted restores it. Schedulers and searchers are Ray's, and so is their memory.
+The results of a trial are in its run folder. Ray Tune's experiment in the study's folder ``tune`` exists only until all trials are
+over. An interrupted study restores it, including the state of Ray's scheduler and searcher.
 """
 
 from __future__ import annotations
@@ -47,24 +47,29 @@ _Returned = TypeVar("_Returned")
 def run_study(
     study: Study, progress: Progress | None = None, run_config: RunConfig | None = None, table_only: bool = False
 ) -> StudyResults:
-    """Train all trials that are not over, and write tables and page. Ctrl-C lets running trials stop after their round.
+    """Train all unfinished trials of a study, and write its tables and report.
 
-    The same call continues an interrupted study.
+    Ctrl-C stops running trials after their current round. The same call continues an interrupted study.
 
     Args:
-        run_config: settings for Ray Tune: ``storage_path`` and ``name`` (its files are kept there), ``failure_config``,
-            ``callbacks`` and ``stop``.
-        table_only: whether to write only tables and page of the results so far.
+        study: The study.
+        progress: Shows the progress; ``None``: the default of the terminal.
+        run_config: Settings of Ray Tune: ``storage_path`` and ``name`` (its files are kept), ``failure_config``, ``callbacks`` and
+            ``stop``.
+        table_only: Train nothing, and write the tables and the report of the current results.
+
+    Returns:
+        The results of all trials.
 
     Raises:
-        InputError: recordings cannot be used, a package is missing, or the cluster cannot hold a trial; nothing was started.
-        RunDirectoryError: another process is at work on the study.
-        ResourcesError: no trial could begin within ``ray.ready_timeout`` seconds.
+        InputError: Recordings cannot be used, a package is missing, or the cluster cannot hold a trial. No trial was started.
+        RunDirectoryError: A process is working on the study.
+        ResourcesError: No trial could start within ``ray.ready_timeout`` seconds.
     """
     progress = progress or default_progress()
     check_persistent({"run.dir": study.folder, "data.cache": study.first.config.data.cache or default_cache()})
     if (study.folder / "run.json").exists():
-        raise RunDirectoryError(f"{study.folder} is the folder of a run; give the study another folder with dir=...")
+        raise RunDirectoryError(f"{study.folder} is the folder of a run. Choose a different folder with dir=....")
     if table_only:
         return _write(study, StudyState.read(study), progress)
     lock = FileLock(study.output(".lock"))
@@ -84,24 +89,24 @@ def run_study(
 
 def _write(study: Study, state: StudyState, progress: Progress, tracker: Tracker | None = None) -> StudyResults:
     results = collect(study, state)
-    written = [*write_tables(results), write_page(results)]
+    paths = [*write_tables(results), write_page(results)]
     if tracker is not None:
-        for path in written:
+        for path in paths:
             tracker.log_artifact(path)
         tracker.finish("FINISHED" if results.complete else "KILLED")
     if count := len(state.skipped):
         names = f"{count} trial{'s' * (count > 1)}"
-        progress.message(f"skipped: {names} of an earlier file, without a value for each of domains")
+        progress.message(f"skipped: {names} of an earlier version of the file, without values for all domains")
     return results
 
 
 def _start_tracker(study: Study, state: StudyState, progress: Progress) -> Tracker | None:
-    """Start the study's run in MLflow, below which its trials are shown."""
+    """Start the study's run in MLflow, the parent of its trials."""
     settings = study.first.config.track
     if not settings.mlflow:
         return None
-    alone = settings.model_copy(update={"also": []})  # a study has no rounds
-    tracker = make_tracker(alone, study.folder, study.folder, progress.message)
+    settings = settings.model_copy(update={"also": []})  # Further trackers need rounds, but a study has none.
+    tracker = make_tracker(settings, study.folder, study.folder, progress.message)
     params = flatten(study.settings.model_dump(mode="json", exclude_unset=True))
     state.mlflow = tracker.start(study.settings.title, params, {"raydfl.study": str(study.file)}, state.mlflow)
     state.write()
@@ -112,21 +117,21 @@ def _train(study: Study, state: StudyState, progress: Progress, run_config: RunC
     settings, config = study.settings, study.first.config
     waiting, left = state.waiting, state.left
     if left < study.total:
-        progress.message(f"{study.total - left} of {study.total} runs are finished already")
+        progress.message(f"{study.total - left} of {study.total} runs are finished already.")
     if left <= 0:
         return
     parallel = settings.parallel
     if parallel is None and any(each.config.data.sites and each.config.ray.actors for each in (*waiting, study.first)):
-        parallel = 1  # their actors are in no placement group: several runs could wait for each other
+        parallel = 1  # Actors at sites are outside placement groups, so parallel runs could deadlock.
     with _quiet_tune(), connect_ray(config.ray.address, quiet=True, local_cpus=_local_cpus(study, parallel)):
         on_cluster = compute_on_cluster if config.ray.address or os.environ.get("RAY_ADDRESS") else None
-        needed = [study.at_corner(values) for values in corners(settings)] if settings.sequential else waiting
+        needed = [study.make_corner_trial(values) for values in corners(settings)] if settings.sequential else waiting
         prepare(needed, progress, on_cluster)
         groups = {str(bundles): bundles for bundles in (_bundles(study, trial) for trial in needed)}.values()
         for bundles in groups:
             check_trial_fits(bundles, config.ray.autoscale)
         slots = min(parallel or left, *(count_parallel(bundles, left) for bundles in groups))
-        progress.message(f"{left} runs to do, {slots} at a time, in {study.folder}")
+        progress.message(f"{left} runs to do, {slots} at a time, in {study.folder}.")
         os.environ["TUNE_MAX_PENDING_TRIALS_PG"] = "1" if settings.sequential else str(slots)
         Experiment(study, state, progress, run_config, parallel).fit()
 
@@ -136,27 +141,27 @@ def _bundles(study: Study, trial: Trial) -> list[Bundle]:
 
 
 def _local_cpus(study: Study, parallel: int | None) -> int:
-    """Return the CPUs of a Ray on this machine: those of the machine, or more where the runs at a time ask for more."""
-    here, own = int(joblib.cpu_count()), study.settings.cpus
-    actors = sum(bundle.get("CPU", 0.0) for bundle in _bundles(study, study.first)) - own
-    asked = (parallel or 1) * (own + actors) if actors <= here else 0.0
-    return max(here, math.ceil(asked))
+    """Return the CPUs of a local Ray: the CPUs of the machine, or more if the parallel runs reserve more."""
+    machine, cpus = int(joblib.cpu_count()), study.settings.cpus
+    actors = sum(bundle.get("CPU", 0.0) for bundle in _bundles(study, study.first)) - cpus
+    reserved = (parallel or 1) * (cpus + actors) if actors <= machine else 0.0
+    return max(machine, math.ceil(reserved))
 
 
 @contextlib.contextmanager
 def _quiet_tune() -> Iterator[None]:
-    """Keep Ray Tune from files for other tools, tables, warnings about both, and its own handler of Ctrl-C."""
-    own = {
+    """Disable Ray Tune's logger files, tables, warnings, and handler of Ctrl-C."""
+    variables = {
         "RAY_AIR_NEW_OUTPUT": "0",
-        "RAY_worker_niceness": "0",  # of a local Ray's: else trials starve beside whatever else the machine does
+        "RAY_worker_niceness": "0",  # With Ray's default, trials of a local Ray starve on a busy machine.
         "TUNE_MAX_PENDING_TRIALS_PG": "1",
         "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
         "TUNE_DISABLE_SIGINT_HANDLER": "1",
         "TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S": "0",
     }
-    before = {name: os.environ.get(name) for name in own}
+    before = {name: os.environ.get(name) for name in variables}
     levels = {logger: logger.level for logger in map(logging.getLogger, ("ray.tune", "ray.train"))}
-    os.environ.update(own)
+    os.environ.update(variables)
     for logger in levels:
         logger.setLevel(logging.CRITICAL)
     try:
@@ -175,7 +180,7 @@ def _rename(former: str, function: Callable[_Given, _Returned]) -> Callable[_Giv
     @functools.wraps(function)
     def call(*given: _Given.args, **named: _Given.kwargs) -> _Returned:
         name = f"{former.partition('_')[0]}_study"
-        warnings.warn(f"raydfl.{former} is now raydfl.{name}", FutureWarning, stacklevel=2)
+        warnings.warn(f"raydfl.{former} is now raydfl.{name}. Use the new name.", FutureWarning, stacklevel=2)
         return function(*given, **named)
 
     return call
@@ -184,8 +189,8 @@ def _rename(former: str, function: Callable[_Given, _Returned]) -> Callable[_Giv
 def _run_sweep(
     sweep: Study, parallel: int | None = None, progress: Progress | None = None, run_config: RunConfig | None = None
 ) -> StudyResults:
-    own = {} if parallel is None else {"parallel": parallel}
-    return run_study(replace(sweep, settings=sweep.settings.model_copy(update=own)), progress, run_config)
+    changes = {} if parallel is None else {"parallel": parallel}
+    return run_study(replace(sweep, settings=sweep.settings.model_copy(update=changes)), progress, run_config)
 
 
 load_sweep = _rename("load_sweep", load_study)

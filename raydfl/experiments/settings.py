@@ -1,4 +1,4 @@
-"""The contents of a study's file. docs/sweeps.md and docs/search.md explain them with examples."""
+"""Settings of a study's file. docs/sweeps.md and docs/search.md explain them with examples."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ _RENAMED = {"space": "domains", "reference": "control"}
 FORMER = (*_RENAMED, "cells")
 """Keys of earlier versions."""
 _WHOLE_GROUPS = ("train", "evaluate", "ray", "run", "track")
-"""Groups that an axis would hardly mean to replace as a whole."""
+"""Groups of settings that cannot be replaced as a whole, because a partial group is probably a mistake."""
 _Checked = TypeVar("_Checked", bound=Settings)
 
 
 def check_known(name: str, known: Iterable[str], what: str) -> None:
-    """Reject a name that is not among the known ones.
+    """Reject an unknown name.
 
     Raises:
-        ConfigError: ``what``, the name, and the nearest known one.
+        ConfigError: The name is unknown. The message has ``what``, the name, and the most similar known name.
     """
     if name not in known:
         raise ConfigError(f"{what} {name!r}; {nearest(name, known)}")
 
 
 def check_settings(values: Any, settings: type[_Checked], file: Path | str, where: str = "") -> _Checked:
-    """Return values as checked settings.
+    """Validate values as settings.
 
     Raises:
-        ConfigError: a value is not valid.
+        ConfigError: A value is not valid.
     """
     try:
         return settings.model_validate(values)
@@ -53,7 +53,7 @@ def raise_first(faults: Mapping[str, object], where: str = "") -> None:
     """Raise the first message with a true value.
 
     Raises:
-        ConfigError: the message, after ``where``.
+        ConfigError: A message has a true value. The message is prefixed with ``where``.
     """
     for message, wrong in faults.items():
         if wrong:
@@ -61,15 +61,20 @@ def raise_first(faults: Mapping[str, object], where: str = "") -> None:
 
 
 def overlay(values: dict[str, Any], part: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Lay settings over ``values`` by the command line's rule: a key is a path, whose value replaces the old one.
+    """Overlay settings by path, as on the command line.
+
+    Args:
+        values: Nested settings.
+        part: Values by path. Each value replaces the old value.
+        where: Prefix of error messages.
 
     Raises:
-        ConfigError: a key's path leads through a value that is no group, or would replace a whole group.
+        ConfigError: A path passes through a single value, or would replace a whole group.
     """
     for key in part:
         if key in _WHOLE_GROUPS and values.get(key):
             raise ConfigError(
-                f"{where}: {key} would replace the whole group; write single settings, such as {key}.name: value"
+                f"{where}: {key} would replace the whole group. Write single settings, such as {key}.name: value."
             )
     try:
         return apply_values(values, part)
@@ -78,175 +83,189 @@ def overlay(values: dict[str, Any], part: Mapping[str, Any], where: str) -> dict
 
 
 def label_of(value: Any) -> str:
-    """Return a setting's value as a label."""
+    """Format a setting's value as a label."""
     return value if isinstance(value, str) else to_yaml(value)
 
 
 def plain_value(value: Any) -> Any:
-    """Return a value of numpy's as Python's."""
+    """Convert a NumPy value to a Python value."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
 class MetricSettings(Settings):
-    """A metric of a run's record."""
+    """A metric of a run's metrics table."""
 
     score: str = Field(
         "accuracy",
-        description="accuracy, macro_f1, auc, loss or another metric; without it the headline of the runs' objective",
+        description="Name of the metric, such as accuracy, macro_f1, auc or loss. If omitted: the headline of the objective.",
     )
     split: str | None = Field(
         None,
-        description="data that it is measured on: test, validation, server_validation, triggered; null: validation (the clients' "
-        "held-out clips) in a study with domains, else test",
+        description="Data of the measurement: test, validation, server_validation or triggered. null: validation (the clients' "
+        "held-out clips) in a study with domains, otherwise test.",
     )
-    model: str | None = Field(None, description="which model; null: the method's first, so FedMLAC's plug-in")
+    model: str | None = Field(
+        None, description="Name of the model. null: the method's first model (for FedMLAC its plug-in)."
+    )
     mode: Literal["max", "min"] | None = Field(
-        None, description="whether the largest or the smallest is best; null: max of accuracies and F1, min of losses"
+        None, description="Direction of the metric. null: max for accuracies and F1, min for losses."
     )
-    label: str | None = Field(None, description="its name in tables; null: made of the other keys")
+    label: str | None = Field(None, description="Name in tables. null: composed from model, score and split.")
 
     @property
     def title(self) -> str:
-        """Its name in tables."""
+        """Name in tables."""
         where = "" if self.split in (None, "test") else f", {self.split}"
         return self.label or f"{self.model + ' ' if self.model else ''}{self.score.replace('_', ' ')}{where}"
 
     @property
     def unit(self) -> str:
-        """Label of an axis that shows it."""
+        """Label of a figure's axis."""
         return self.title + (" (%)" if self.scale == 100 else "")
 
     @property
     def scale(self) -> float:
-        """Factor to the unit of tables: fractions become per cent, losses stay as they are."""
+        """Factor to the unit of tables: per cent for fractions, 1 for losses."""
         return 1.0 if self.score.endswith("loss") else 100.0
 
     @property
     def best(self) -> Literal["max", "min"]:
-        """The mode, or that of the score."""
+        """The mode, or the default mode of the score."""
         return self.mode or ("max" if HIGHER_IS_BETTER.get(base_name(self.score), True) else "min")
 
     @property
     def sign(self) -> float:
-        """Factor that makes larger values better ones."""
+        """Factor with which larger values are better."""
         return 1.0 if self.best == "max" else -1.0
 
 
 class PaperSettings(Settings):
-    """A paper's results, shown beside one's own."""
+    """A paper's results, for comparison in tables and figures."""
 
-    source: str = Field(description="which table of which paper")
-    note: str = Field("", description="what a reader must know to compare")
+    source: str = Field(description="Citation of the paper and its table.")
+    note: str = Field("", description="Differences that matter for the comparison.")
     values: dict[str, Any] = Field(
-        description="by label of the first axis, of the second, and so on: 80.19 or '80.19±0.53', in the table's unit"
+        description="Values nested by the labels of the first axis, the second axis, and so on: 80.19 or '80.19±0.53', in the "
+        "table's unit."
     )
 
 
 class NoScheduler(Settings):
-    """Every trial trains for all of its rounds."""
+    """No early stopping: every trial trains for all rounds."""
 
-    name: Literal["none"] = Field("none", description="every trial trains for all of its rounds")
+    name: Literal["none"] = Field("none", description="Train every trial for all rounds.")
 
 
 class AshaScheduler(Settings):
-    """Asynchronous successive halving (L. Li and others, MLSys 2020), Ray Tune's AsyncHyperBandScheduler with one bracket."""
+    """Asynchronous successive halving (L. Li et al., MLSys 2020): Ray Tune's AsyncHyperBandScheduler with a single bracket."""
 
-    name: Literal["asha"] = Field(description="stop trials that are behind at rising numbers of rounds")
-    grace: int = Field(1, ge=1, description="rounds that every trial trains for")
+    name: Literal["asha"] = Field(description="Stop all but the best trials at increasing numbers of rounds.")
+    grace: int = Field(1, ge=1, description="Minimum rounds of every trial.")
     factor: float = Field(
         3.0,
         gt=1,
-        description="one trial in this many continues after grace, grace * factor, grace * factor^2 ... rounds",
+        description="The best 1 / factor of the trials continue after grace, grace * factor, grace * factor^2 ... rounds.",
     )
 
 
 class MedianScheduler(Settings):
-    """The median rule of Google Vizier (D. Golovin and others, KDD 2017), Ray Tune's MedianStoppingRule."""
+    """The median stopping rule of Google Vizier (D. Golovin et al., KDD 2017): Ray Tune's MedianStoppingRule."""
 
-    name: Literal["median"] = Field(description="stop trials whose best score is worse than the median of the others")
-    grace: int = Field(1, ge=1, description="rounds that every trial trains for")
-    trials: int = Field(3, ge=1, description="trials that must have come as far before any is stopped")
+    name: Literal["median"] = Field(
+        description="Stop trials with a best score below the median of the remaining trials."
+    )
+    grace: int = Field(1, ge=1, description="Minimum rounds of every trial.")
+    trials: int = Field(3, ge=1, description="Minimum number of trials with as many rounds before a trial is stopped.")
 
 
 class PopulationScheduler(Settings):
-    """Population based training (M. Jaderberg and others, 2017), Ray Tune's PopulationBasedTraining with synch=True."""
+    """Population based training (M. Jaderberg et al., 2017): Ray Tune's PopulationBasedTraining with synch=True."""
 
-    name: Literal["pbt"] = Field(description="the worst members of a population continue as changed copies of the best")
-    interval: int = Field(ge=1, description="rounds between two exchanges")
+    name: Literal["pbt"] = Field(description="Replace the worst members of a population by changed copies of the best.")
+    interval: int = Field(ge=1, description="Rounds between two exchanges.")
     share: float = Field(
-        0.25, gt=0, le=0.5, description="fraction of the members that copy, and of those that are copied"
+        0.25,
+        gt=0,
+        le=0.5,
+        description="Fraction of the members that are replaced. The same number of members is copied.",
     )
-    factor: float = Field(1.2, gt=1, description="a copy's settings are multiplied or divided by this")
-    resample: float = Field(0.25, ge=0, le=1, description="probability that a copy's setting is drawn again instead")
+    factor: float = Field(1.2, gt=1, description="A copy's settings are multiplied or divided by this factor.")
+    resample: float = Field(
+        0.25, ge=0, le=1, description="Probability of a new draw of a copy's setting instead of a change by factor."
+    )
 
 
 Scheduler = Annotated[NoScheduler | AshaScheduler | MedianScheduler | PopulationScheduler, Field(discriminator="name")]
 
 
 class StudySettings(Settings):
-    """The contents of a study's file."""
+    """The settings of a study's file."""
 
-    title: str = Field(description="heading of the page, and of the table")
-    question: str = Field("", description="the question that the study answers, in one sentence")
-    note: str = Field("", description="a paragraph below the heading")
-    base: Path | None = Field(None, description="a configuration that all runs start from, relative to the file")
+    title: str = Field(description="Heading of tables and report.")
+    question: str = Field("", description="Question of the study in a sentence.")
+    note: str = Field("", description="Paragraph below the heading.")
+    base: Path | None = Field(None, description="Common base configuration of all runs, relative to the file.")
     settings: dict[str, Any] = Field(
         default_factory=dict,
-        description="settings of all runs, over the base: {train.rounds: 50} (without base: everything)",
+        description="Settings of all runs on top of the base: {train.rounds: 50}. Without a base: the whole configuration.",
     )
     axes: dict[str, dict[str, dict[str, Any]]] = Field(
         default_factory=dict,
-        description="by name of the axis and label: settings, and base, repeat or metric for cells that need their own; a list of "
-        "values in place of labels when the axis is named like a setting",
+        description="Settings by axis and label. A label may also set base, repeat or metric of its cells. An axis with the name "
+        "of a setting may have a list of values instead of labels.",
     )
     domains: dict[str, Domain] = Field(
         default_factory=dict,
-        description="by setting, the domain that it is drawn from: {method.alpha: {uniform: [0.1, 0.9]}}",
+        description="Domains of settings to search: {method.alpha: {uniform: [0.1, 0.9]}}.",
     )
     repeat: dict[str, list[Any]] | None = Field(
         None,
-        description="the one setting over whose values mean and spread are taken, {run.seed: [1, 2, 3]}; null: {run.seed: [1]}, "
-        "with domains the seed of the configuration",
+        description="Repeated setting and its values, for mean and spread: {run.seed: [1, 2, 3]}. null: {run.seed: [1]}, or with "
+        "domains the seed of the configuration.",
     )
     control: dict[str, str] = Field(
         default_factory=dict,
-        description="labels of some axes: each cell is compared with the cell that has these labels, {method: FedAvg}",
+        description="Labels of the control by axis: {method: FedAvg}. Each cell is compared with the cell with these labels.",
     )
-    metric: MetricSettings = Field(MetricSettings(), description="the headline, by which the best is chosen")
-    also: list[MetricSettings] = Field(default_factory=list, description="further metrics for the table")
+    metric: MetricSettings = Field(MetricSettings(), description="Headline metric, which selects the best.")
+    also: list[MetricSettings] = Field(default_factory=list, description="Further metrics for the table.")
     summary: Literal["tail", "last", "best", "chosen"] | None = Field(
         None,
-        description="which of a run's evaluations the headline is: the mean of the last ten (of all if fewer), the last, the best "
-        "(which chooses on the measured data), or that in the round which run.best has chosen; null: tail, with domains last",
+        description="Evaluation of a run for the headline: tail (mean of the last ten, or of all if fewer), last, best (selected "
+        "on the measured data), or chosen (in the round of run.best). null: tail, or with domains last.",
     )
-    paper: PaperSettings | None = Field(None, description="a paper's results for the same cells")
+    paper: PaperSettings | None = Field(None, description="A paper's results for the same cells.")
     samples: int | None = Field(
-        None, ge=1, description="draws from the domains; null: 10, or with searcher grid every combination"
+        None, ge=1, description="Number of draws from the domains. null: 10, or with searcher grid all combinations."
     )
     searcher: Literal["random", "grid", "optuna"] = Field(
         "random",
-        description="source of settings: random draws, every combination, or Optuna's TPE, which learns from earlier trials",
+        description="Source of draws: random, grid (all combinations), or optuna (TPE, which learns from earlier trials).",
     )
-    scheduler: Scheduler = Field(NoScheduler(), description="which trials are stopped early: none, asha, median or pbt")
+    scheduler: Scheduler = Field(NoScheduler(), description="Early stopping of trials: none, asha, median or pbt.")
     patience: int | None = Field(
         None,
         ge=1,
-        description="run.stop of all trials: end those whose metric did not improve for this many evaluations",
+        description="run.stop of all trials: end a trial after this many evaluations without an improvement of the metric.",
     )
-    rounds: int | None = Field(None, ge=1, description="train.rounds of all runs; null: that of the configuration")
-    seed: int = Field(1, ge=0, description="seed of the draws; the runs' own seed is run.seed")
+    rounds: int | None = Field(None, ge=1, description="train.rounds of all runs. null: the configuration's value.")
+    seed: int = Field(1, ge=0, description="Seed of the draws. The seed of the runs is run.seed.")
     dir: Path | None = Field(
         None,
-        description="folder of the runs, which studies may share; null: run.dir in settings, or runs/ and the file's name",
+        description="Folder of the runs. Studies may share it. null: run.dir in settings, or runs/ and the file's name.",
     )
-    parallel: int | None = Field(None, ge=1, description="runs at a time; null: as many as CPUs and GPUs allow")
+    parallel: int | None = Field(
+        None, ge=1, description="Maximum number of parallel runs. null: as many as CPUs and GPUs allow."
+    )
     actors: int | None = Field(
         None,
         ge=0,
-        description="client actors of each run; null: ray.actors in settings, else 0 (clients train in the run's own process)",
+        description="Client actors of each run. 0 trains clients in the run's own process. null: ray.actors in settings, or 0.",
     )
-    cpus: float = Field(1.0, gt=0, description="CPUs of a run's own process, beside those of its client actors")
-    retries: int = Field(3, ge=0, description="times a run continues elsewhere after its process or node was lost")
+    cpus: float = Field(1.0, gt=0, description="CPUs of a run's own process, in addition to its client actors.")
+    retries: int = Field(
+        3, ge=0, description="Number of losses of its process or node after which a run still resumes elsewhere."
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -257,19 +276,19 @@ class StudySettings(Settings):
         plain = dict(values)
         cells = plain.pop("cells", None)
         if not isinstance(cells, Mapping | None):
-            raise ConfigError(f"cells is {cells!r}; it must be a group of settings, {{actors: 2}}")
+            raise ConfigError(f"cells is {cells!r}, but must be a group of settings such as {{actors: 2}}.")
         plain = {**(cells or {}), **plain}
         for former, name in _RENAMED.items():
             if former in plain:
                 if name in plain:
-                    raise ConfigError(f"{former} is the former name of {name}; remove {former}")
+                    raise ConfigError(f"{former} is the former name of {name}. Remove {former}.")
                 plain[name] = plain.pop(former)
         return plain
 
     @field_validator("axes", mode="before")
     @classmethod
     def _labels(cls, axes: Any) -> Any:
-        """Turn a list of values into labels; labels are text, and a label without settings changes nothing."""
+        """Convert lists of values to labels, labels to text, and labels without settings to empty groups."""
         if not isinstance(axes, Mapping):
             return axes
         plain: dict[str, Any] = {}
@@ -284,20 +303,21 @@ class StudySettings(Settings):
 
     @field_validator("scheduler", mode="before")
     @classmethod
-    def _by_name(cls, value: Any) -> Any:
+    def _wrap_name(cls, value: Any) -> Any:
         return {"name": value} if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _parts_fit(self) -> StudySettings:
-        raise_first({"give axes (a grid), domains (a search), or both": not self.axes and not self.domains})
+        empty = not self.axes and not self.domains
+        raise_first({"the study needs axes (a grid), domains (a search), or both. Add at least one of them.": empty})
         if self.repeat is not None:
             check_repeat(self.repeat, "repeat")
         for name, axis in self.axes.items():
             if not axis:
-                raise ConfigError(f"axes.{name} has no labels")
+                raise ConfigError(f"axes.{name} has no labels. Add at least one label, or remove the axis.")
             if name in (*self.domains, "repeat", "trial"):
                 raise ConfigError(
-                    f"axes.{name}: give the axis a name that is neither a key of domains nor repeat or trial"
+                    f"axes.{name}: the name is also a key of domains, or is reserved (repeat, trial). Rename the axis."
                 )
             for label, part in axis.items():
                 if "repeat" in part:
@@ -305,7 +325,7 @@ class StudySettings(Settings):
         for name, label in self.control.items():
             check_known(name, self.axes, "control: there is no axis")
             check_known(label, self.axes[name], f"control.{name}: there is no label")
-        self.published()
+        self.paper_scores()
         self._check_search()
         return self
 
@@ -313,35 +333,37 @@ class StudySettings(Settings):
         """Reject searchers and schedulers that do not fit the domains."""
         if not self.domains:
             scheduled = self.scheduler.name != "none"
-            given = {"samples": self.samples, "scheduler": scheduled, "patience": self.patience}
-            raise_first({f"{key} belongs to a search: add domains, or leave {key} out": given[key] for key in given})
+            keys = {"samples": self.samples, "scheduler": scheduled, "patience": self.patience}
+            raise_first(
+                {f"{key} needs a search. Add domains, or remove {key}.": is_set for key, is_set in keys.items()}
+            )
             return
         pbt, grid, optuna = self.population is not None, self.searcher == "grid", self.searcher == "optuna"
         several = any(len(values) > 1 for values in (self.repeat or {}).values())
         faults: dict[str, object] = {}
         for key, domain in self.domains.items():
             faults |= {
-                f"domains.{key}: searcher grid needs a list of values, {{grid: [...]}}, not {domain.kind}; or searcher: random":
+                f"domains.{key}: searcher grid needs a list of values, not {domain.kind}. Write {{grid: [...]}}.":
                 grid and not domain.listed,
-                f"domains.{key}: grid needs searcher: grid; for searcher {self.searcher} write {{choice: [...]}}":
+                f"domains.{key}: grid needs searcher: grid. For searcher {self.searcher} write {{choice: [...]}}.":
                 not grid and domain.kind == "grid",
             }  # fmt: skip
         raise_first(faults | {
-            "samples: searcher grid trains every combination; leave samples out": grid and self.samples,
-            f"searcher: {self.searcher} does not fit scheduler pbt; take searcher: random": pbt and (grid or optuna),
-            "patience does not fit scheduler pbt, whose members train for the same rounds": pbt and self.patience,
-            "axes do not fit searcher optuna and scheduler pbt; search one cell at a time": (pbt or optuna) and self.axes,
-            "repeat: searcher optuna and scheduler pbt train each trial once; give one value": (pbt or optuna) and several,
+            "samples: searcher grid trains all combinations. Remove samples.": grid and self.samples,
+            f"searcher: {self.searcher} does not fit scheduler pbt. Set searcher: random.": pbt and (grid or optuna),
+            "patience does not fit scheduler pbt, which trains all members equally. Remove patience.": pbt and self.patience,
+            "axes do not fit searcher optuna or scheduler pbt. Search one cell at a time.": (pbt or optuna) and self.axes,
+            "repeat: searcher optuna and scheduler pbt train each trial once. Set a single value.": (pbt or optuna) and several,
         })  # fmt: skip
 
     @property
     def population(self) -> PopulationScheduler | None:
-        """The scheduler, where it is population based training."""
+        """The scheduler if it is population based training, otherwise ``None``."""
         return self.scheduler if isinstance(self.scheduler, PopulationScheduler) else None
 
     @property
     def sequential(self) -> bool:
-        """True where a trial's settings depend on the results of others."""
+        """Whether a trial's settings depend on the results of earlier trials."""
         return self.searcher == "optuna" or self.population is not None
 
     @property
@@ -349,8 +371,8 @@ class StudySettings(Settings):
         """The summary of a run's evaluations."""
         return self.summary or ("last" if self.domains else "tail")
 
-    def published(self) -> dict[tuple[str, ...], tuple[float, float | None]]:
-        """Return the paper's mean, and its spread where it gives one, by the labels of the cell."""
+    def paper_scores(self) -> dict[tuple[str, ...], tuple[float, float | None]]:
+        """Parse the paper's means and optional spreads, by the labels of the cell."""
         return {} if self.paper is None else dict(_read_paper(self.paper.values, list(self.axes.items()), ()))
 
 
@@ -364,27 +386,31 @@ def _read_paper(
         if parts is not None:
             yield labels, (float(parts[1]), None if parts[2] is None else float(parts[2]))
         elif node is not None:
-            raise ConfigError(f"{where} is {node!r}; it must be a number, or mean and spread such as '80.19±0.53'")
+            raise ConfigError(f"{where} is {node!r}, but must be a number, or mean and spread such as '80.19±0.53'.")
         return
     name, known = axes[0]
     if not isinstance(node, Mapping):
-        raise ConfigError(f"{where} is {node!r}; it must be a group with labels of axis {name!r}: {', '.join(known)}")
+        raise ConfigError(f"{where} is {node!r}, but must be a group with labels of axis {name!r}: {', '.join(known)}.")
     for label, inner in node.items():
         check_known(str(label), known, f"{where}: axis {name!r} has no label")
         yield from _read_paper(inner, axes[1:], (*labels, str(label)))
 
 
 def check_repeat(repeat: Any, where: str) -> None:
-    """Reject anything but one setting with different values.
+    """Check that ``repeat`` has a single setting with distinct values.
+
+    Args:
+        repeat: The value to check.
+        where: Path of the setting for error messages.
 
     Raises:
-        ConfigError: at ``where``.
+        ConfigError: The check failed.
     """
     fits = isinstance(repeat, Mapping) and len(repeat) == 1 and all(isinstance(v, list) and v for v in repeat.values())
     if not fits:
         raise ConfigError(
-            f"{where} must be one setting with a list of values, such as {{run.seed: [1, 2, 3]}}, not {repeat!r}"
+            f"{where} must be one setting with a list of values, such as {{run.seed: [1, 2, 3]}}, not {repeat!r}."
         )
     values = [label_of(value) for value in next(iter(repeat.values()))]
     if len(set(values)) < len(values):
-        raise ConfigError(f"{where}: a value stands twice in {values}; the spread would be too small")
+        raise ConfigError(f"{where}: a value is listed twice in {values}, so the spread would be too small. Remove it.")

@@ -1,8 +1,8 @@
-"""A study: many runs described by one file, every configuration checked before the first run starts.
+"""A study: many runs described by a file. All configurations are checked before the first run starts.
 
-Words of this room. A choice of one label from every axis is a **cell**. A cell with one draw from the domains is a **contestant**.
-A contestant is trained once for each value of the repeated setting: each of these runs is a **trial**. A **point** describes a
-trial in plain values: the labels of its cell, its values of the domains, its repeat. Ray Tune passes points between processes.
+Terms of this room: a **cell** is a choice of a label from every axis. A **contestant** is a cell with a draw from the domains. A
+contestant is trained once for each value of the repeated setting, and each of these runs is a **trial**. A **point** describes a
+trial in plain values: the labels of its cell, its draw, its repeat. Ray Tune passes points between processes.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from raydfl.experiments.settings import MetricSettings, StudySettings, check_set
 from raydfl.runs.report import Key
 
 _CORNERS = 32
-"""Corners of the domains that are checked; of more, this many are drawn."""
+"""Maximum number of checked corners of the domains. If the domains have more, this number is drawn."""
 _SAMPLES = 10
-"""Draws where the file does not give their number."""
+"""Default number of draws."""
 Point = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One run of a study."""
+    """A run of a study."""
 
     point: Point
     labels: tuple[str, ...]
@@ -45,59 +45,59 @@ class Trial:
     values: Mapping[str, Any]
     """The draw: a value of each domain, by setting."""
     draw: str
-    """The draw's name, ``trial-007``; empty in a study without domains."""
+    """Name of the draw, ``trial-007``; empty without domains."""
     repeat: str
-    """The value of the repeated setting, ``run.seed=1``; empty: nothing is repeated."""
+    """Value of the repeated setting, ``run.seed=1``; empty without a repeated setting."""
     metric: MetricSettings
     """The cell's headline."""
     config: Config
-    """With the run's folder and name in it."""
+    """Configuration with the run's folder and name."""
     identity: str
-    """Digest of all that decides the results and what is measured: equal for equal runs, whatever they are called."""
+    """Digest of all settings that affect results and measurements. Equal runs have equal digests under any name."""
 
     @property
     def name(self) -> str:
-        """A name for people: ``FedAvg, clean, run.seed=1``."""
+        """A readable name: ``FedAvg, clean, run.seed=1``."""
         return ", ".join(filter(None, (*self.labels, self.draw, self.repeat)))
 
     @property
     def text(self) -> str:
-        """The draw in one line: ``method.alpha=0.5 method.vl=0.1``."""
+        """The draw on a single line: ``method.alpha=0.5 method.vl=0.1``."""
         return " ".join(f"{key}={describe_value(value)}" for key, value in self.values.items())
 
     @property
     def run_dir(self) -> Path:
-        """The run's folder, which may not exist yet."""
+        """Path of the run's folder."""
         return Path(self.config.run.dir) / str(self.config.run.name)
 
     @property
     def keys(self) -> list[Key]:
-        """Names of the headline in the record, by preference. The mean over clients comes first where clients measured it."""
-        return keys_of(self.config, self.metric)
+        """Names of the headline in the metrics table, by preference. The mean over clients is first."""
+        return list_keys(self.config, self.metric)
 
     @property
     def finished(self) -> bool:
-        """True when all rounds are done and the model and the report are written."""
+        """Whether all rounds are completed, and model and report are written."""
         return is_complete(self.run_dir, self.config) and (self.run_dir / "report.html").exists()
 
 
 @dataclass(frozen=True)
 class Study:
-    """A study whose configurations are all valid."""
+    """A study with valid configurations."""
 
     file: Path
     settings: StudySettings
     folder: Path
-    """The folder of runs and tables."""
+    """Folder of runs and tables."""
     overrides: tuple[str, ...] = ()
-    """Settings of the command line, for all runs."""
+    """Settings of the command line for all runs."""
     only: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Labels of the axes that are looked at."""
+    """Selected labels by axis."""
     bases: Mapping[str, dict[str, Any]] = field(default_factory=dict)
-    """Base configurations, by their names in the file."""
+    """Base configurations by their names in the file."""
     trials: tuple[Trial, ...] = ()
-    """All trials that are known beforehand: the first repeat of every contestant, then the second, and so on. With optuna none is
-    known, and with pbt the first members are. Trials with equal configurations have equal identities."""
+    """All planned trials: the first repeat of every contestant, then the second, and so on. With optuna the tuple is empty, and
+    with pbt it has the first members. Trials with equal configurations have equal identities."""
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -106,7 +106,7 @@ class Study:
 
     @property
     def cells(self) -> list[tuple[str, ...]]:
-        """The labels of each cell, in the order of the axes."""
+        """Labels of each cell, in the order of the axes."""
         return list(itertools.product(*(self.only.get(name, list(axis)) for name, axis in self.settings.axes.items())))
 
     @property
@@ -119,22 +119,22 @@ class Study:
 
     @property
     def distinct(self) -> list[Trial]:
-        """The trials to be trained: one for each identity."""
+        """Planned trials without duplicates."""
         return distinct(self.trials)
 
     @cached_property
     def first(self) -> Trial:
-        """A trial at a corner of the domains, for what all trials have in common."""
-        return self.at_corner(next(corners(self.settings)))
+        """A trial at a corner of the domains, used for the common settings of all trials."""
+        return self.make_corner_trial(next(corners(self.settings)))
 
-    def at_corner(self, values: Mapping[str, Any]) -> Trial:
-        """Return the trial with these values in the first cell."""
+    def make_corner_trial(self, values: Mapping[str, Any]) -> Trial:
+        """Make a trial of the first cell with these values of the domains."""
         labels = self.cells[0]
         return self.trial(self.point(labels, values, next(iter(self.repeats(labels)))))
 
     @property
     def rounds(self) -> int:
-        """Most rounds of a trial."""
+        """Maximum rounds of a trial."""
         return self.first.config.train.rounds
 
     @property
@@ -143,11 +143,11 @@ class Study:
         return len(self.distinct) or self.samples
 
     def output(self, suffix: str) -> Path:
-        """Return the path of a file of the study's results: ``output(".csv")``."""
+        """Return the path of an output file of the study: ``output(".csv")``."""
         return self.folder / f"{self.file.stem}{suffix}"
 
     def draw(self, number: int) -> Point:
-        """Return a draw from the domains, with its number. A setting's values do not depend on the other settings."""
+        """Draw values from the domains. The values of a setting are independent of all further domains."""
         domains = self.settings.domains
         if self.settings.searcher == "grid":
             combinations = itertools.product(*(domain.values for domain in domains.values()))
@@ -162,50 +162,51 @@ class Study:
     # -- configurations ----------------------------------------------------------------------------------------------
 
     def repeats(self, labels: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Return, by text, the setting and value of each repeat of a cell."""
-        repeat = self._own(labels, "repeat", self.settings.repeat)
+        """Return the setting and value of each repeat of a cell, by their text ``run.seed=1``."""
+        repeat = self._get_cell_value(labels, "repeat", self.settings.repeat)
         if repeat is None:
             repeat = {} if self.settings.domains else {"run.seed": [1]}
-        found = {f"{key}={label_of(value)}": {key: value} for key, values in repeat.items() for value in values}
-        return found or {"": {}}
+        repeats = {f"{key}={label_of(value)}": {key: value} for key, values in repeat.items() for value in values}
+        return repeats or {"": {}}
 
-    def _own(self, labels: Sequence[str], key: str, default: Any) -> Any:
-        """Return what the last label of a cell gives for ``base``, ``repeat`` or ``metric``."""
+    def _get_cell_value(self, labels: Sequence[str], key: str, default: Any) -> Any:
+        """Return ``base``, ``repeat`` or ``metric`` of a cell. The label of the last axis takes precedence."""
         parts = [axis[label] for axis, label in zip(self.settings.axes.values(), labels, strict=True)]
         return next((part[key] for part in reversed(parts) if key in part), default)
 
     def point(self, labels: Sequence[str], draw: Mapping[str, Any], repeat: str) -> Point:
-        """Return the point of a trial."""
+        """Make the point of a trial."""
         return {**dict(zip(self.axes, labels, strict=True)), **draw, **({"repeat": repeat} if repeat else {})}
 
     def trial(self, point: Mapping[str, Any], trial_id: str = "") -> Trial:
-        """Return the trial of a point.
+        """Make the trial of a point.
 
         Args:
-            trial_id: Ray Tune's, which names the folder of a member of a population: its settings change.
+            point: Labels, draw and repeat.
+            trial_id: Ray Tune's id. It names the folder of a member of a population, whose settings change.
 
         Raises:
-            ConfigError: the point makes no valid configuration.
+            ConfigError: The configuration of the point is not valid.
         """
         labels = tuple(str(point[name]) for name in self.axes)
         values = {key: plain_value(point[key]) for key in self.settings.domains}
         repeat = str(point.get("repeat") or next(iter(self.repeats(labels))))
         layers = [("settings", self.settings.settings)]
         for (name, axis), label in zip(self.settings.axes.items(), labels, strict=True):
-            own = {key: value for key, value in axis[label].items() if key not in ("base", "repeat", "metric")}
-            layers.append((f"axes.{name}.{label}", own))
+            layer = {key: value for key, value in axis[label].items() if key not in ("base", "repeat", "metric")}
+            layers.append((f"axes.{name}.{label}", layer))
         layers += [("domains", values), ("repeat", self.repeats(labels)[repeat])]
-        base = self._own(labels, "base", self.settings.base)
+        base = self._get_cell_value(labels, "base", self.settings.base)
         config = self._configure({} if base is None else self.bases[str(base)], layers)
-        metric = self._metric(labels, config)
+        metric = self._make_metric(labels, config)
         if self.settings.patience is not None:
             config = self._configure_patience(config, metric)
-        identity = _identity(config)
+        identity = _compute_identity(config)
         draw = f"trial-{point['trial']:03d}" if "trial" in point else "trial" * bool(values)
         key, equals, value = repeat.partition("=")
         words = [*labels, draw, f"{key.rpartition('.')[2]}{equals}{value}"]
         member = bool(trial_id) and self.settings.population is not None
-        name = f"trial-{trial_id}" if member else _run_name([*filter(None, words)], config, identity)
+        name = f"trial-{trial_id}" if member else _make_run_name([*filter(None, words)], config, identity)
         return Trial(
             point=dict(point),
             labels=labels,
@@ -226,32 +227,32 @@ class Study:
         actors = self.settings.actors
         if actors is None:
             actors = get_path(apply_overrides(explicit, self.overrides), "ray.actors") or 0
-        own = {"run.dir": str(self.folder), "run.name": None, "ray.actors": actors}
-        own |= {} if self.settings.rounds is None else {"train.rounds": self.settings.rounds}
-        config = make_config(overlay(values, own, "study"), str(self.file))
+        last = {"run.dir": str(self.folder), "run.name": None, "ray.actors": actors}
+        last |= {} if self.settings.rounds is None else {"train.rounds": self.settings.rounds}
+        config = make_config(overlay(values, last, "study"), str(self.file))
         if self.settings.summarised == "chosen" and config.run.best is None:
-            raise ConfigError("summary: chosen is the round that run.best chooses; set run.best in settings")
+            raise ConfigError("summary: chosen needs run.best, which selects the round. Set run.best in settings.")
         return config
 
-    def _metric(self, labels: Sequence[str], config: Config) -> MetricSettings:
-        """Return the headline of a cell, with its score and split."""
-        default, given = self.settings.metric, self._own(labels, "metric", {})
-        if isinstance(given, Mapping):
-            given = {**default.model_dump(exclude_unset=True, exclude={"label"} if given else set()), **given}
+    def _make_metric(self, labels: Sequence[str], config: Config) -> MetricSettings:
+        """Return the headline of a cell with its score and split."""
+        default, metric = self.settings.metric, self._get_cell_value(labels, "metric", {})
+        if isinstance(metric, Mapping):
+            metric = {**default.model_dump(exclude_unset=True, exclude={"label"} if metric else set()), **metric}
         where = ".".join(("axes", *labels, "metric"))
-        return self.resolve(check_settings(given, MetricSettings, self.file, where), config)
+        return self.resolve(check_settings(metric, MetricSettings, self.file, where), config)
 
     def resolve(self, metric: MetricSettings, config: Config) -> MetricSettings:
-        """Return a metric with the split and the score that it leaves open; the score is the headline of the runs' objective."""
-        own = {"split": metric.split or ("validation" if self.settings.domains else "test")}
+        """Complete a metric: set a missing split, and take a missing score from the objective's headline."""
+        changes = {"split": metric.split or ("validation" if self.settings.domains else "test")}
         if "score" not in metric.model_fields_set:
-            own["score"] = config.parts.method.objective.headline
-        return metric.model_copy(update=own)
+            changes["score"] = config.parts.method.objective.headline
+        return metric.model_copy(update=changes)
 
     def _configure_patience(self, config: Config, metric: MetricSettings) -> Config:
         if config.run.stop is not None:
-            raise ConfigError("patience is run.stop of all trials, and run.stop is set too; remove one of them")
-        split, name = keys_of(config, metric)[1]  # the pooled metric
+            raise ConfigError("patience sets run.stop of all trials, but run.stop is set too. Remove one of them.")
+        split, name = list_keys(config, metric)[1]  # The pooled metric.
         stop = {"metric": f"{split} {name}", "mode": metric.best, "patience": self.settings.patience}
         return make_config(overlay(config.model_dump(mode="json"), {"run.stop": stop}, "patience"), str(self.file))
 
@@ -262,37 +263,40 @@ def distinct(trials: Sequence[Trial]) -> list[Trial]:
 
 
 def describe_value(value: Any) -> str:
-    """Return a value of a domain as text, a number with few digits."""
+    """Format a value of a domain, with few digits."""
     return f"{value:.4g}" if isinstance(value, float) else label_of(value)
 
 
-def keys_of(config: Config, metric: MetricSettings) -> list[Key]:
-    """Return the names of a metric in the record, by preference. The mean over clients comes first."""
+def list_keys(config: Config, metric: MetricSettings) -> list[Key]:
+    """List the names of a metric in the metrics table by preference. The mean over clients is first."""
     models = [metric.model] if metric.model else list(config.parts.models)[:1]
     names = [*(f"{model}/{metric.score}" for model in models), metric.score]
     return [(metric.split or "test", key) for name in names for key in (f"{name}_client_mean", name)]
 
 
-def _identity(config: Config) -> str:
+def _compute_identity(config: Config) -> str:
     parts: list[Any] = [config.digest(), config.train.rounds, config.evaluate.model_dump(mode="json")]
     parts += filter(None, [config.run.model_dump(mode="json", include={"best", "stop"}, exclude_none=True)])
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def _run_name(words: Sequence[str], config: Config, identity: str) -> str:
-    """Return a readable name that ends in the identity; a run with another name from an earlier label or version keeps it."""
+def _make_run_name(words: Sequence[str], config: Config, identity: str) -> str:
+    """Make a readable name that ends in the identity, or reuse the name of an existing run with this identity."""
     folder = Path(config.run.dir)
-    found = [each.name for each in sorted(folder.glob(f"*-{identity}")) if each.is_dir()]
-    if found:
-        return found[0]
-    former = folder / words[0]  # trial-007, of an earlier version
+    names = [path.name for path in sorted(folder.glob(f"*-{identity}")) if path.is_dir()]
+    if names:
+        return names[0]
+    former = folder / words[0]  # An earlier version named it trial-007, without the identity.
     if (former / "run.json").is_file() and read_about(former).get("digest") == config.digest():
         return former.name
     return f"{re.sub(r'[^a-z0-9.=]+', '-', '-'.join(words).lower()).strip('-.')[:80]}-{identity}"
 
 
 def corners(settings: StudySettings) -> Iterator[dict[str, Any]]:
-    """Yield values at the ends of all domains, in every combination; of too many, the first, the last and some drawn ones."""
+    """Yield combinations of the ends of all domains.
+
+    With too many combinations, yield a subset: the first, the last, each end of each domain, and random combinations.
+    """
     ends = {key: domain.ends() for key, domain in settings.domains.items()}
     if math.prod(map(len, ends.values())) <= _CORNERS:
         for chosen in itertools.product(*ends.values()):
@@ -301,7 +305,7 @@ def corners(settings: StudySettings) -> Iterator[dict[str, Any]]:
     lows = {key: values[0] for key, values in ends.items()}
     yield lows
     yield {key: values[-1] for key, values in ends.items()}
-    for key, values in ends.items():  # so that every end of every domain is checked
+    for key, values in ends.items():
         for value in values:
             yield {**lows, key: value}
     rng = seeds.generator(settings.seed, 0, "", "search corners")
@@ -310,15 +314,15 @@ def corners(settings: StudySettings) -> Iterator[dict[str, Any]]:
 
 
 def is_complete(folder: Path, config: Config) -> bool:
-    """Return whether a run folder has all rounds of its configuration, or ``run.stop`` has ended the training there."""
-    done = rounds_done(folder)
+    """Return whether a run has completed all rounds of its configuration, or was ended by ``run.stop``."""
+    done = count_rounds(folder)
     if done >= config.train.rounds:
         return True
     where = (pc.field("metric") == "stopped") & (pc.field("client") == "") & (pc.field("round") == done)
     return config.run.stop is not None and done > 0 and read_rows(folder, done, where=where).num_rows > 0
 
 
-def rounds_done(folder: Path) -> int:
-    """Return the rounds that a run folder has committed; 0 where no run has begun."""
+def count_rounds(folder: Path) -> int:
+    """Return the number of committed rounds in a run folder; 0 without a run."""
     latest = RunStore(folder).latest() if (folder / "run.json").exists() else None
     return 0 if latest is None else round_of(latest)

@@ -1,4 +1,4 @@
-"""Tables of a study: text for people, with notes, and the files of Markdown, LaTeX, CSV and Parquet."""
+"""Tables of a study with notes, as Markdown, LaTeX, CSV and Parquet."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from raydfl.core.yaml import to_yaml
 from raydfl.data import DataSettings, Population
 from raydfl.data.features import FeatureSettings, FileFeatures, ImageFeatures, KaldiFeatures, PretrainedFeatures
 from raydfl.engine import Config, Criterion
-from raydfl.experiments.results import CONFIDENCE, Contestant, StudyResults, shown
+from raydfl.experiments.results import CONFIDENCE, Contestant, StudyResults, format_number
 from raydfl.experiments.settings import label_of
 from raydfl.experiments.study import Study, Trial, describe_value
 
 _MARK = "*"
-"""Mark of cells with another number or interval of evaluations than most cells of the table."""
+"""Mark of cells with an unusual number or interval of evaluations."""
 _ADVICE = "make room or make the folder writable, then write the tables again with raydfl study FILE --table"
 _IN_LATEX = 20
-"""Most draws of a cell in the table for a paper."""
+"""Maximum draws of a cell in the LaTeX table."""
 Table = tuple[list[str], list[list[str]]]
-"""Headings, and the text of each line."""
+"""Headings, and the texts of each line."""
 
 
-def full_table(results: StudyResults) -> Table:
-    """Return a line for each contestant, with all that is known of it."""
+def make_full_table(results: StudyResults) -> Table:
+    """Make a table with a line per contestant and all its results."""
     domains, texts = results.study.settings.domains, _columns(results)
     lines = []
     for each in results.contestants:
@@ -43,32 +43,32 @@ def full_table(results: StudyResults) -> Table:
 
 
 def _columns(results: StudyResults) -> dict[str, Callable[[Contestant], str]]:
-    """Return the columns beside the labels: the text of a contestant, by heading."""
+    """Return a formatter of contestants for each column after the labels, by heading."""
     settings, summary = results.study.settings, results.summary
-    found: dict[str, Callable[[Contestant], str]] = {}
+    columns: dict[str, Callable[[Contestant], str]] = {}
     if results.headline.startswith("headline"):
-        found["score"] = lambda each: each.metrics[0].title
-    found[results.headline] = lambda each: _bold(str(each.score(summary)), each)
-    found["n"] = lambda each: each.n
+        columns["score"] = lambda each: each.metrics[0].title
+    columns[results.headline] = lambda each: _bold(str(each.score(summary)), each)
+    columns["n"] = lambda each: each.n
     if settings.domains:
-        found["rounds"] = lambda each: str(each.rounds)
+        columns["rounds"] = lambda each: str(each.rounds)
     elif len(results.kinds_of_evaluations) > 1:
-        found["evaluations"] = lambda each: "; ".join(each.evaluations) or "-"
+        columns["evaluations"] = lambda each: "; ".join(each.evaluations) or "-"
     if settings.control:
-        found["difference"] = lambda each: "-" if each.difference is None else str(each.difference)
+        columns["difference"] = lambda each: "-" if each.difference is None else str(each.difference)
     if any(len(each.trials) > 1 for each in results.contestants):
-        found["values by repeat"] = lambda each: ", ".join(map(shown, each.score(summary).values)) or "-"
+        columns["values by repeat"] = lambda each: ", ".join(map(format_number, each.score(summary).values)) or "-"
     for key, title in results.titles.items():
         if key != summary:
-            found[title] = lambda each, key=key: str(each.score(key))  # type: ignore[misc]
+            columns[title] = lambda each, key=key: str(each.score(key))  # type: ignore[misc]
     for place, metric in enumerate(settings.also, start=1):
         title = results.contestants[0].metrics[place].title if results.contestants else metric.title
-        found[title] = lambda each, place=place: str(each.score(summary, place))  # type: ignore[misc]
+        columns[title] = lambda each, place=place: str(each.score(summary, place))  # type: ignore[misc]
     if settings.paper is not None:
-        found["paper"] = _paper_text
+        columns["paper"] = _paper_text
         if settings.control:
-            found["paper's difference"] = lambda each: shown(each.paper_difference, signed=True)
-    return found
+            columns["paper's difference"] = lambda each: format_number(each.paper_difference, signed=True)
+    return columns
 
 
 def _bold(text: str, contestant: Contestant) -> str:
@@ -77,11 +77,11 @@ def _bold(text: str, contestant: Contestant) -> str:
 
 def _paper_text(contestant: Contestant) -> str:
     mean, spread = contestant.paper or (None, None)
-    return shown(mean) + (f" ± {shown(spread)}" if spread is not None else "")
+    return format_number(mean) + (f" ± {format_number(spread)}" if spread is not None else "")
 
 
 def pivot(results: StudyResults, text: Callable[[Contestant], str] | None = None) -> Table:
-    """Return the headline as papers print it: the last axis across, the others down."""
+    """Make a table of the headline with the last axis as columns and all further axes as rows."""
     by_labels = {each.labels: each for each in results.contestants}
     usual = results.kinds_of_evaluations[:1]
     text = text or (lambda each: _pivot_text(each, results.summary, usual))
@@ -102,16 +102,16 @@ def _pivot_text(each: Contestant, summary: str, usual: Sequence[str]) -> str:
         parts = [_bold(str(each.score(summary)), each) + mark]
         parts += [f"({each.n})"] if not each.complete or each.worthless else []
     parts += [f"({each.difference})"] if each.difference is not None else []
-    parts += [f"[paper {shown(each.paper[0])}]"] if each.paper is not None else []
+    parts += [f"[paper {format_number(each.paper[0])}]"] if each.paper is not None else []
     return " ".join(parts)
 
 
 def markdown(results: StudyResults) -> str:
-    """Return the tables and the notes."""
+    """Format tables and notes as Markdown."""
     settings = results.study.settings
     parts = [f"# {settings.title}", *filter(None, (settings.question, settings.note))]
     parts += [] if settings.domains else [_markdown_table(pivot(results))]
-    parts += ["\n".join(f"- {note}" for note in describe_results(results)), _markdown_table(full_table(results))]
+    parts += ["\n".join(f"- {note}" for note in describe_results(results)), _markdown_table(make_full_table(results))]
     return "\n\n".join(parts) + "\n"
 
 
@@ -125,23 +125,23 @@ def _markdown_table(table: Table) -> str:
 
 
 def latex(results: StudyResults) -> str:
-    """Return tables for a paper; they need the package booktabs.
+    """Format the tables as LaTeX with the package booktabs.
 
-    The first has the last axis across. The second has a line for each contestant: mean, n, values by repeat, difference.
+    The first table has the last axis as columns. The second has a line per contestant: mean, n, values by repeat, difference.
     """
     study, settings = results.study, results.study.settings
-    used = ("Headline", "Bold", "Difference", "Runs have")
-    notes = [note for note in describe_results(results) if note.startswith(used)]
+    prefixes = ("Headline", "Bold", "Difference", "Runs have")
+    notes = [note for note in describe_results(results) if note.startswith(prefixes)]
     caption = " ".join(filter(None, [f"{settings.title.rstrip('.')}.", settings.question, *notes]))
     caption = caption.replace(f"{_MARK} marks", "An asterisk marks")
     tables, label = [], f"tab:{study.file.stem}"
     if len(study.axes) > 1 and not settings.domains:
         table = pivot(results, lambda each: _bold(str(each.score(results.summary)), each))
         tables.append(_latex_table(table, len(study.axes) - 1, caption, label))
-    headings, lines = full_table(results)
+    headings, lines = make_full_table(results)
     left = [*study.axes, *(["draw", *settings.domains] if settings.domains else [])]
-    kept = {*left, "score", results.headline, "n", "difference", "values by repeat"}
-    places = [place for place, name in enumerate(headings) if name in kept]
+    selected = {*left, "score", results.headline, "n", "difference", "values by repeat"}
+    places = [place for place, name in enumerate(headings) if name in selected]
     cells = itertools.groupby(zip(results.contestants, lines, strict=True), key=lambda pair: pair[0].labels)
     best = [line for _, pairs in cells for _, line in itertools.islice(pairs, _IN_LATEX)]
     if len(best) < len(lines):
@@ -153,12 +153,12 @@ def latex(results: StudyResults) -> str:
 
 def _latex_table(table: Table, left: int, caption: str, label: str) -> str:
     headings, lines = table
-    frame = pd.DataFrame([list(map(_in_latex, line)) for line in lines], columns=list(map(_in_latex, headings)))
+    frame = pd.DataFrame([list(map(_escape_latex, line)) for line in lines], columns=list(map(_escape_latex, headings)))
     text: str = frame.style.hide(axis="index").to_latex(
         hrules=True,
         column_format="l" * left + "r" * (len(headings) - left),
         position_float="centering",
-        caption=_in_latex(caption),
+        caption=_escape_latex(caption),
         label=re.sub(r"[^A-Za-z0-9:-]", "-", label),
     )
     return text
@@ -170,10 +170,10 @@ _SPECIAL = str.maketrans({
 })  # fmt: skip
 
 
-def _in_latex(text: str) -> str:
-    """Return text with LaTeX's special characters escaped, bold text as such and a minus sign before negative numbers.
+def _escape_latex(text: str) -> str:
+    """Convert text to LaTeX: escape special characters, and convert bold text and signs of numbers.
 
-    A first ``[`` or ``*`` is escaped too: at the start of a row LaTeX would read it as an argument of the command before it.
+    A leading ``[`` or ``*`` is escaped too. At the start of a row, LaTeX would read it as an argument of the previous command.
     """
     escaped = text.translate(_SPECIAL)
     signed = re.sub(r"(?<![\w.])([-+])(?=\d)", r"$\1$", escaped)
@@ -185,8 +185,8 @@ def _in_latex(text: str) -> str:
 
 
 def records(results: StudyResults) -> list[dict[str, Any]]:
-    """Return a flat record of numbers for each contestant; NaN where there is none."""
-    found, settings, nothing = [], results.study.settings, float("nan")
+    """Make a flat row of values for each contestant, with NaN for missing values."""
+    rows, settings, nothing = [], results.study.settings, float("nan")
     for each in results.contestants:
         score, difference = each.score(results.summary), each.difference
         row: dict[str, Any] = dict(zip(results.study.axes, each.labels, strict=True))
@@ -205,12 +205,12 @@ def records(results: StudyResults) -> list[dict[str, Any]]:
         for (place, metric), summary in itertools.product(enumerate(each.metrics), results.titles):
             name, score = f"{metric.title if place else 'headline'} {summary}", each.score(summary, place)
             row |= {f"{name} mean": score.mean, f"{name} std": score.std}
-        found.append(row)
-    return found
+        rows.append(row)
+    return rows
 
 
 def _to_table(rows: Sequence[dict[str, Any]]) -> pa.Table:
-    """Return rows as a table. Settings that are not numbers in all rows become text."""
+    """Convert rows to a table. Settings with a non-numeric value become text."""
     frame = pd.DataFrame(rows)
     for name in frame.select_dtypes(exclude=["number", "bool"]):
         if not frame[name].dropna().map(lambda value: isinstance(value, bool)).all():
@@ -227,10 +227,10 @@ def _to_bytes(write: Callable[[pa.Table, Any], object], rows: Sequence[dict[str,
 def write_tables(results: StudyResults) -> list[Path]:
     """Write the tables into the study's folder: ``.md``, ``.tex``, ``.csv``, ``.parquet``, ``-runs.csv``, ``-best.yaml``.
 
-    The last one is the configuration of the best draw, with all rounds, for a run of its own.
+    ``-best.yaml`` is the configuration of the best draw for a separate run with all rounds.
 
     Raises:
-        ResourcesError: the disk is full or the folder cannot be written.
+        ResourcesError: The disk is full, or the folder is not writable.
     """
     place, rows = results.study.output, records(results)
     contents = {
@@ -253,7 +253,7 @@ def write_tables(results: StudyResults) -> list[Path]:
 
 
 def describe_results(results: StudyResults) -> list[str]:
-    """Return the notes that a reader of the tables needs: summary, best, control, features, paper, search."""
+    """Make the notes of the tables about summary, best, control, features, paper and search."""
     study, settings = results.study, results.study.settings
     trials = [trial for each in results.contestants for trial in each.trials]
     repeats = " or ".join(dict.fromkeys(trial.repeat.partition("=")[0] for trial in trials if trial.repeat))
@@ -265,11 +265,11 @@ def describe_results(results: StudyResults) -> list[str]:
         choosers = {c.metric: c for trial in trials for c in _find_choosers(trial)}
         notes += [f"{name} chooses the round ({criterion.chooser})." for name, criterion in choosers.items()]
     if results.summary == "best":
-        notes.append("The best evaluation is chosen on the measured data.")
+        notes.append("The best evaluation is selected on the measured data.")
     kinds = results.kinds_of_evaluations
     if len(kinds) > 1 and not settings.domains:
         notes.append(
-            f"Runs have different evaluations ({'; '.join(kinds)}). * marks cells that differ from {kinds[0]}."
+            f"Runs have different evaluations ({'; '.join(kinds)}). * marks cells with evaluations other than {kinds[0]}."
         )
     if any(each.best for each in results.contestants):
         cells = f"of the cells that differ only in {study.axes[-1]}" if study.axes else ""
@@ -280,46 +280,46 @@ def describe_results(results: StudyResults) -> list[str]:
         names = ", ".join(f"{name} {label}" for name, label in settings.control.items())
         notes.append(
             f"Difference: from the cell with {names}, mean of the differences between runs with equal {repeats or 'seed'}, "
-            f"with the {100 * CONFIDENCE:.0f} % interval of Student's t. It takes two pairs or more."
+            f"with the {100 * CONFIDENCE:.0f} % interval of Student's t (for two or more pairs)."
         )
     notes += _describe_features(study)
     if settings.paper is not None:
         notes.append(f"Paper: {settings.paper.source}.{' ' + settings.paper.note if settings.paper.note else ''}")
     if settings.domains:
-        notes.append("Draws are ranked by the headline: finished ones first, worthless ones last.")
+        notes.append("Draws are ranked by the headline, finished draws first and worthless draws last.")
     if settings.domains and study.first.metric.split == "test":
         notes.append(
-            "The best settings are chosen on the test data: their score is too good an estimate of that on new data."
+            "The best settings are chosen on the test data, so their score is an optimistic estimate for new data."
         )
     if settings.scheduler.name != "none":
         notes.append(
-            f"Scheduler: {label_of(settings.scheduler.model_dump(mode='json'))}. It is Ray Tune's, and so is its memory: an "
-            f"interrupted study compares its trials with those that continued, and may stop others than it would have stopped."
+            f"Scheduler: {label_of(settings.scheduler.model_dump(mode='json'))}. Ray Tune keeps its state in memory. After an "
+            f"interruption, it compares only resumed and new trials, so it may stop different trials."
         )
     if settings.population is not None:
         notes.append(
-            "A member of the population has the settings of its last exchange. Its result depends on all settings that it and its "
-            "parents had (branches in its run.json): training with the best settings from the first round is another training."
+            "A member of the population has the settings of its last exchange. Its result also depends on earlier settings of the "
+            "member and its parents (branches in its run.json), so training from round 1 with the best settings differs."
         )
     return notes
 
 
 def _find_choosers(trial: Trial) -> Iterable[Criterion]:
-    """Return the criteria of ``run.best`` with the validation data of the trial's run, if it has begun."""
+    """Return the criteria of ``run.best``, with the validation data of the trial's run if it exists."""
     folder, config = trial.run_dir / "population", trial.config
     population = Population.load(folder, features=False) if folder.exists() else None
     return config.make_selection(population).for_best.values()
 
 
 def _describe_features(study: Study) -> list[str]:
-    """Return notes on the features that the networks of a study see, with the labels that have them."""
+    """Make notes about the input features of a study's networks, with the labels of differing cells."""
     described: dict[str, list[tuple[str, ...]]] = {}
     for labels in study.cells:
         trial = next((each for each in study.trials if each.labels == labels), study.first)
-        described.setdefault(features_text(trial.config), []).append(labels)
+        described.setdefault(describe_features(trial.config), []).append(labels)
     if len(described) == 1:
         return [f"Features: {next(iter(described))}."]
-    for place in range(len(study.axes)):  # one axis may decide alone
+    for place in range(len(study.axes)):  # A single axis may determine the features.
         groups = {text: dict.fromkeys(labels[place] for labels in cells) for text, cells in described.items()}
         if sum(map(len, groups.values())) == len(set().union(*groups.values())):
             return [f"Features ({', '.join(labels)}): {text}." for text, labels in groups.items()]
@@ -328,12 +328,12 @@ def _describe_features(study: Study) -> list[str]:
     ]
 
 
-def features_text(config: Config) -> str:
-    """Describe the features that a network sees."""
-    return "; ".join(dict.fromkeys(_features_text(data) for data in config.data.each.values()))
+def describe_features(config: Config) -> str:
+    """Describe the input features of a configuration's networks."""
+    return "; ".join(dict.fromkeys(_describe_data(data) for data in config.data.each.values()))
 
 
-def _features_text(data: DataSettings) -> str:
+def _describe_data(data: DataSettings) -> str:
     features = data.features
     by = {"group": "speaker", "part": "data set"}.get(features.normalise, features.normalise)
     z_score = "not normalised" if by == "none" else f"z-score by {by}"

@@ -66,9 +66,9 @@ class ControlMethod(Method, ABC):
 
     def aggregate(self, state: State, updates: Iterable[Update], rng: np.random.Generator) -> tuple[State, Metrics]:
         """Average the models, and move the control variate by the cohort's share."""
-        arriving = UpdateCounter(updates)
-        averaged, report = super().aggregate(state, arriving, rng)
-        tensors = {**averaged.tensors, "global": move_controls(state, averaged, arriving.senders)}
+        counter = UpdateCounter(updates)
+        averaged, report = super().aggregate(state, counter, rng)
+        tensors = {**averaged.tensors, "global": move_controls(state, averaged, counter.senders)}
         return dataclasses.replace(averaged, tensors=tensors), report
 
 
@@ -129,21 +129,21 @@ def renew_drifts(step: Step, trained: Tensors, masks: Tensors, controls: bool = 
     """
     for name in [name for name in step.state if name.startswith((_ANCHOR, _SLOPE, _PULL, _OFFSET))]:
         del step.state[name]
-    zero, sent = torch.zeros((), device=step.device), dict[str, Tensor]()
+    zero, payload = torch.zeros((), device=step.device), dict[str, Tensor]()
     for name in step.parameters():
-        moved = trained[name] - step.reference(name)
+        change = trained[name] - step.reference(name)
         if name in masks:
-            moved *= masks[name]
-        step.state[DRIFT + name] = sent[DRIFT + name] = moved + step.state.get(DRIFT + name, zero)
+            change *= masks[name]
+        step.state[DRIFT + name] = payload[DRIFT + name] = change + step.state.get(DRIFT + name, zero)
         if controls:
-            # Reuse moved in place for the change of the control variate, divided by the scale.
-            moved /= -_pace(step) * client_scale(step)
-            moved -= step.reference(CONTROL + name)
-            sent[CONTROL + name] = moved
+            # Reuse the tensor in place for the change of the control variate, divided by the scale.
+            change /= -_pace(step) * client_scale(step)
+            change -= step.reference(CONTROL + name)
+            payload[CONTROL + name] = change
             step.state[CONTROL + name] = torch.add(
-                step.state.get(CONTROL + name, zero), moved, alpha=client_scale(step)
+                step.state.get(CONTROL + name, zero), change, alpha=client_scale(step)
             )
-    return sent
+    return payload
 
 
 def client_scale(step: Step) -> float:

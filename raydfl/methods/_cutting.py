@@ -24,7 +24,7 @@ from raydfl.training import Step, fit
 
 Share = Annotated[float, Field(gt=0, le=1)]
 
-_HELD = "fedrolex/classes"
+_PRESENT = "fedrolex/classes"
 _LAST = "model/output."
 
 
@@ -112,7 +112,7 @@ class ScaledCutting(CuttingMethod, ABC):
         """Return the objective's loss, or cross-entropy with the logits of missing classes set to 0."""
         if not self._masks:
             return super().loss(step, batch)
-        logits = step.forward("model", batch) * step.state[_HELD]
+        logits = step.forward("model", batch) * step.state[_PRESENT]
         return batch.cross_entropy(logits)
 
     def local(self, step: Step) -> Update:
@@ -120,12 +120,12 @@ class ScaledCutting(CuttingMethod, ABC):
         if not self._masks:
             return super().local(step)
         labels = np.unique(step.data.train.labels)
-        held = torch.zeros(next(spec.width for spec in step.client.models if spec.name == "model"))
-        held[labels] = 1
-        step.state[_HELD] = held.to(step.device)
+        present = torch.zeros(next(spec.width for spec in step.client.models if spec.name == "model"))
+        present[labels] = 1
+        step.state[_PRESENT] = present.to(step.device)
         update = step.update(fit(step, self.loss))
-        del step.state[_HELD]  # The data determine it, so it needs no place in the checkpoint.
-        return update if len(labels) in (0, len(held)) else _select_rows(update, labels, len(held))
+        del step.state[_PRESENT]  # The data determine it, so it needs no place in the checkpoint.
+        return update if len(labels) in (0, len(present)) else _select_rows(update, labels, len(present))
 
     @property
     def _masks(self) -> bool:

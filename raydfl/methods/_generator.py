@@ -113,9 +113,9 @@ def similarity(noise: Tensor, features: Tensor) -> Tensor:
         noise: float32 [batch, n].
         features: float32 [batch, d].
     """
-    of_noise = torch.cdist(noise, noise, compute_mode="donot_use_mm_for_euclid_dist").square() / noise.shape[1]
-    of_features = torch.cdist(features, features, p=1) / features.shape[1]
-    return (-(of_noise * of_features).mean()).exp()
+    noise_distances = torch.cdist(noise, noise, compute_mode="donot_use_mm_for_euclid_dist").square() / noise.shape[1]
+    feature_distances = torch.cdist(features, features, p=1) / features.shape[1]
+    return (-(noise_distances * feature_distances).mean()).exp()
 
 
 class ServerGenerator:

@@ -79,8 +79,8 @@ class RatioMasking(MaskingMethod, ABC):
         if self.ratio_from is None:
             return self.ratio
         meaning = "the fraction of weights to prune, from 0 to below 1"
-        who = f"client {client.id!r}"
-        return read_number(client.profile, self.ratio_from, "ratio_from", meaning, lambda ratio: 0 <= ratio < 1, who)
+        owner = f"client {client.id!r}"
+        return read_number(client.profile, self.ratio_from, "ratio_from", meaning, lambda ratio: 0 <= ratio < 1, owner)
 
     def init(self, clients: Sequence[Client], models: BuiltModels, rng: np.random.Generator) -> State:
         """Return FedAvg's state.

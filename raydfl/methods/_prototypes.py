@@ -47,9 +47,9 @@ class PrototypeMethod(Method, ABC):
         """Share only the class means and counts."""
         return not name.startswith("model/")
 
-    def distances(self, away: Tensor) -> Tensor:
+    def distances(self, differences: Tensor) -> Tensor:
         """Return the distances from the class means, float32 [batch], for differences float32 [batch, size]."""
-        return away.square().sum(dim=1)
+        return differences.square().sum(dim=1)
 
     def init(self, clients: Sequence[Client], models: BuiltModels, rng: np.random.Generator) -> State:
         """Return FedAvg's state of the shared tensors, with unknown class means.
@@ -74,8 +74,8 @@ class PrototypeMethod(Method, ABC):
         if self.lam == 0:
             return value
         known = (step.reference(COUNTS) > 0).to(features.dtype)
-        away = _project(features, self.projected_size) - step.reference(MEANS)[batch.y]
-        return value + self.lam * batch.mean(known[batch.y] * self.distances(away))
+        differences = _project(features, self.projected_size) - step.reference(MEANS)[batch.y]
+        return value + self.lam * batch.mean(known[batch.y] * self.distances(differences))
 
     def local(self, step: Step) -> Update:
         """Train, then send the class means of the training data and the shared tensors."""
@@ -105,8 +105,8 @@ class PrototypeMethod(Method, ABC):
         measured = dict(super().evaluate(step, examples, batch_size))
         known = step.reference(COUNTS).cpu() > 0
         if "model" in step.models and bool(known.any()):
-            away = self._features(step, examples, batch_size)[:, None] - step.reference(MEANS).cpu()
-            scores = (-away.square().sum(dim=2)).masked_fill(~known, -torch.inf)
+            differences = self._features(step, examples, batch_size)[:, None] - step.reference(MEANS).cpu()
+            scores = (-differences.square().sum(dim=2)).masked_fill(~known, -torch.inf)
             for name, value in self.objective.metrics(scores, examples).items():
                 if name != "loss":  # The loss is infinite for a clip of an unknown class.
                     measured[f"prototypes/{name}"] = value

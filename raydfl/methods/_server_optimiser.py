@@ -63,16 +63,20 @@ class ServerOptimiser(Method, ABC):
 
     def aggregate(self, state: State, updates: Iterable[Update], rng: np.random.Generator) -> tuple[State, Metrics]:
         """Take one step of every parameter along the clients' mean change."""
-        arriving = UpdateCounter(updates)
-        averaged, report = super().aggregate(state, arriving, rng)
-        weights, kept = dict(averaged.tensors["global"]), dict(state.tensors["moments"])
+        counter = UpdateCounter(updates)
+        averaged, report = super().aggregate(state, counter, rng)
+        weights, all_moments = dict(averaged.tensors["global"]), dict(state.tensors["moments"])
         steps: dict[str, int] = {}
         for name, old in state.tensors["global"].items():
-            moments = {moment: kept[f"{moment}/{name}"] for moment in self.moments() if f"{moment}/{name}" in kept}
-            if moments and name in arriving.senders:  # Otherwise it is a buffer, or no client of its part sent it.
-                counter = mark_like(_STEPS, name)
-                steps[counter] = state.extra.get(counter, 0) + 1
-                weights[name], moved = self.move(old, weights[name], moments, steps[counter])
-                kept.update({f"{moment}/{name}": value for moment, value in moved.items()})
-        tensors = {**averaged.tensors, "global": weights, "moments": kept}
+            moments = {
+                moment: all_moments[f"{moment}/{name}"]
+                for moment in self.moments()
+                if f"{moment}/{name}" in all_moments
+            }
+            if moments and name in counter.senders:  # Otherwise it is a buffer, or no client of its part sent it.
+                key = mark_like(_STEPS, name)
+                steps[key] = state.extra.get(key, 0) + 1
+                weights[name], moved = self.move(old, weights[name], moments, steps[key])
+                all_moments.update({f"{moment}/{name}": value for moment, value in moved.items()})
+        tensors = {**averaged.tensors, "global": weights, "moments": all_moments}
         return dataclasses.replace(averaged, tensors=tensors, extra={**averaged.extra, **steps}), report

@@ -156,9 +156,9 @@ class FedAPTA(PruningMethod, RatioMasking):
         if self.drift == "full":
             put_drift_terms(step, self.alpha)
         metrics = fit(step, self.loss)
-        tensors, of_tensors = self.take_masked(step)
+        tensors, tensor_masks = self.take_masked(step)
         if self.drift != "off":
-            tensors |= renew_drifts(step, tensors, of_tensors, controls=self.drift == "full")
+            tensors |= renew_drifts(step, tensors, tensor_masks, controls=self.drift == "full")
         tensors |= {MASK + name: mask for name, mask in masks.items()}
         return step.update(metrics, tensors=tensors)
 
@@ -188,10 +188,10 @@ class FedAPTA(PruningMethod, RatioMasking):
 
     def aggregate(self, state: State, updates: Iterable[Update], rng: np.random.Generator) -> tuple[State, Metrics]:
         """Average the completed models (equation 5), add the mean drift, and update g by the cohort's fraction."""
-        arriving = UpdateCounter(self.complete(state, update) for update in updates)
-        averaged, report = super().aggregate(state, arriving, rng)
-        new = move_controls(state, averaged, arriving.senders)
-        for name in arriving.senders:
+        counter = UpdateCounter(self.complete(state, update) for update in updates)
+        averaged, report = super().aggregate(state, counter, rng)
+        new = move_controls(state, averaged, counter.senders)
+        for name in counter.senders:
             if name.startswith(DRIFT):
                 plain = name.removeprefix(DRIFT)
                 new[plain] = new[plain] + new.pop(name)

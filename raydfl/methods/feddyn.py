@@ -75,13 +75,13 @@ class FedDyn(Method):
 
     def aggregate(self, state: State, updates: Iterable[Update], rng: np.random.Generator) -> tuple[State, Metrics]:
         """Average the cohort's models, and add all clients' past changes."""
-        arriving = UpdateCounter(updates)
-        averaged, report = super().aggregate(state, arriving, rng)
+        counter = UpdateCounter(updates)
+        averaged, report = super().aggregate(state, counter, rng)
         if self.alpha == 0:
             return averaged, report
         weights, changes = dict(averaged.tensors["global"]), dict(state.tensors[_CHANGE])
-        for name in changes.keys() & arriving.senders.keys():
-            share = arriving.senders[name] / state.extra[mark_like(CLIENTS, name)]
+        for name in changes.keys() & counter.senders.keys():
+            share = counter.senders[name] / state.extra[mark_like(CLIENTS, name)]
             changes[name] = changes[name] + share * (weights[name] - state.tensors["global"][name])
             weights[name] = weights[name] + changes[name]
         tensors = {**averaged.tensors, "global": weights, _CHANGE: changes}

@@ -139,6 +139,7 @@ class FedGen(Method):
         with_generator = min(epochs, self.generated_epochs) if MODULE in step.received else 0
         metrics: dict[str, Any] = {}
         if with_generator:
+            # A loss may only read numbers of the round from the state, or it could not be batched and replayed.
             step.state[_WEIGHTS] = self._weights(step).to(step.device)
             metrics = dict(fit(step, self.loss_with_generator, epochs=with_generator))
             del step.state[_WEIGHTS]
@@ -247,6 +248,7 @@ def _draw_classes(mask: Tensor, count: int) -> Tensor:
         mask: bool [classes].
         count: Number of draws.
     """
+    # Inverse transform sampling, because torch.multinomial would draw other numbers in a batch of clients.
     cumulative = mask.float().cumsum(dim=0) / mask.float().sum().clamp_min(1.0)
     draws = uniform(count, mask.device)
     return (draws.unsqueeze(1) >= cumulative).sum(dim=1).clamp_max(len(mask) - 1)

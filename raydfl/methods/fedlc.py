@@ -62,8 +62,8 @@ class FedLC(Method):
         if self.denominator == "all":
             return batch.cross_entropy(logits)
         labels = batch.y.unsqueeze(1)
-        others = logits.scatter(1, labels, -torch.inf).logsumexp(dim=1)
-        return batch.mean(others - logits.gather(1, labels).squeeze(1))
+        denominators = logits.scatter(1, labels, -torch.inf).logsumexp(dim=1)
+        return batch.mean(denominators - logits.gather(1, labels).squeeze(1))
 
     def local(self, step: Step) -> Update:
         """Count the client's labels, then train."""

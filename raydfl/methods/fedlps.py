@@ -30,7 +30,7 @@ from raydfl.core.errors import ConfigError
 from raydfl.core.types import BuiltModels, Client, State, Update
 from raydfl.methods._masking import RatioMasking
 from raydfl.methods._pruning import MASK, find_prunable_layers, make_mask, spread_masks
-from raydfl.training import Step, fit, fixed_tensors
+from raydfl.training import Step, find_fixed_tensors, fit
 
 _NORMS = (nn.GroupNorm, nn.LayerNorm, nn.BatchNorm1d, nn.BatchNorm2d)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -50,7 +50,7 @@ class FedLPS(RatioMasking):
             ConfigError: A network has no prunable layer, or a client's profile has no valid ratio.
         """
         for built in models if self.prunes else ():
-            if not self._masks(built, fixed_tensors(built, self.fixed), 0.5):
+            if not self._masks(built, find_fixed_tensors(built, self.fixed), 0.5):
                 names = sorted({type(layer).__name__ for layer in built["model"].modules()})
                 raise ConfigError(
                     f"models.model: fedlps finds nothing to prune in a network of {', '.join(names)}. Choose a network with "
@@ -69,12 +69,12 @@ class FedLPS(RatioMasking):
 
     def _masks(self, models: Mapping[str, nn.Module], fixed: frozenset[str], ratio: float) -> dict[str, Tensor]:
         """Return masks that broadcast against the network's tensors, by tensor name."""
-        found: dict[str, Tensor] = {}
+        masks: dict[str, Tensor] = {}
         model = models["model"]
         tensors = {f"model/{name}": value.detach() for name, value in model.named_parameters()}
         recurrent = find_prunable_layers({"model": model}, fixed, ("recurrent",))
-        of_units = {layer.name: make_mask(layer.magnitudes(tensors), ratio) for layer in recurrent}
-        found.update(spread_masks(recurrent, of_units, tensors))
+        unit_masks = {layer.name: make_mask(layer.magnitudes(tensors), ratio) for layer in recurrent}
+        masks.update(spread_masks(recurrent, unit_masks, tensors))
         first = True
         for path, layer in model.named_modules():
             weight, bias = f"model/{path}.weight", f"model/{path}.bias"
@@ -87,17 +87,17 @@ class FedLPS(RatioMasking):
                     mask = mask * make_mask(_norms(values, 1, 1), ratio)
                 shape = (*values.shape[:2], *[1] * (values.ndim - 2))
                 units = make_mask(_norms(values * mask.view(shape), 0, 1), ratio)
-                found[weight], first = (mask * units[:, None]).view(shape), False
+                masks[weight], first = (mask * units[:, None]).view(shape), False
                 if bias in tensors:
-                    found[bias] = units
+                    masks[bias] = units
             elif isinstance(layer, nn.Linear) and self.inputs:
-                found[weight] = make_mask(_norms(values, 1, 2), ratio)[None]
+                masks[weight] = make_mask(_norms(values, 1, 2), ratio)[None]
             elif isinstance(layer, _NORMS) and self.norms:
-                found[weight] = make_mask(values.abs().flatten().numpy(), ratio).view(values.shape)
-        return found
+                masks[weight] = make_mask(values.abs().flatten().numpy(), ratio).view(values.shape)
+        return masks
 
 
 def _norms(values: Tensor, dim: int, order: int) -> np.ndarray:
     """Return the norms of a tensor's slices along a dimension: float64 [slices]."""
-    found: np.ndarray = torch.linalg.vector_norm(values.transpose(0, dim).flatten(1), ord=order, dim=1).numpy()
-    return found
+    norms: np.ndarray = torch.linalg.vector_norm(values.transpose(0, dim).flatten(1), ord=order, dim=1).numpy()
+    return norms

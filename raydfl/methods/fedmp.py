@@ -85,8 +85,8 @@ class FedMP(PruningMethod):
         return dataclasses.replace(state, extra=extra)
 
     def _speed(self, client: Client, column: str) -> float:
-        who = f"client {client.id!r}"
-        return read_number(client.profile, column, "speed_from", "above 0", lambda speed: 0 < speed < math.inf, who)
+        owner = f"client {client.id!r}"
+        return read_number(client.profile, column, "speed_from", "above 0", lambda speed: 0 < speed < math.inf, owner)
 
     def plan(self, state: State, clients: Sequence[Client], rng: np.random.Generator, cohort: int) -> list[Task]:
         """Choose a ratio for each client of the cohort."""
@@ -132,7 +132,7 @@ class FedMP(PruningMethod):
         mean_loss = sum(loss * number for loss, number in losses) / examples
         extra = {**new.extra, _LOSS: mean_loss}
         before = state.extra[_LOSS]
-        if before is not None:
+        if before is not None:  # The first round has no loss to compare with, so it gives no rewards.
             extra[_BANDIT] = self._reward(state, before - mean_loss, outcomes)
         mean = Ratio(sum(ratio for _, _, ratio in outcomes.values()), len(outcomes))
         return dataclasses.replace(new, extra=extra), {**report, "fedmp/ratio": mean}

@@ -62,10 +62,10 @@ class FedNova(Method):
 
     def aggregate(self, state: State, updates: Iterable[Update], rng: np.random.Generator) -> tuple[State, Metrics]:
         """Move along the mean change per step, by the mean number of steps."""
-        arriving = UpdateCounter(updates)
-        averaged, report = super().aggregate(state, arriving, rng)
+        counter = UpdateCounter(updates)
+        averaged, report = super().aggregate(state, counter, rng)
         old, new = state.tensors["global"], dict(averaged.tensors["global"])
-        for name in arriving.senders:
+        for name in counter.senders:
             if STEPS + name in new:
                 new[name] = old[name] + new[STEPS + name] * (new[name] - old[name])
         return dataclasses.replace(averaged, tensors={**averaged.tensors, "global": new}), report

@@ -31,6 +31,6 @@ from raydfl.methods._prototypes import PrototypeMethod
 class FedProto(PrototypeMethod):
     """Private networks with features near common class means."""
 
-    def distances(self, away: Tensor) -> Tensor:
+    def distances(self, differences: Tensor) -> Tensor:
         """Return the mean squared difference of each example."""
-        return away.square().mean(dim=1)
+        return differences.square().mean(dim=1)

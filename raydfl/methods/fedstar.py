@@ -130,6 +130,7 @@ class FedSTAR(Method):
         if self.strong is not None:
             x, lengths = batch.views[self.strong], batch.view_lengths.get(self.strong)
             student = step.forward("model", batch.with_input_of(step.models["model"], x, lengths))
+        # Unlabelled clips have label -1. They have weight 0 in the first term.
         supervised = _average(_cross_entropy(logits, batch.y.clamp_min(0)), labelled, labelled)
         guessed = _average(_cross_entropy(student, guess), accepted, unlabelled)
         share = 1 - self.beta if self.mix == "weighted" else 1.0
@@ -193,6 +194,7 @@ class FedSTAR(Method):
             confidence, guess = (predict(step, "model", clips) / self.temperature).softmax(dim=1).max(dim=1)
             sure = confidence >= threshold
             reached = torch.bincount(guess[sure], minlength=classes).float()
+            # Equation 11: at first the undecided clips outnumber every class, which lowers all thresholds.
             progress = reached / torch.maximum(reached.max(), (~sure).sum())
             thresholds *= progress / (2 - progress)
         return thresholds.to(step.device)

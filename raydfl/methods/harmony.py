@@ -99,9 +99,9 @@ class Harmony(WithViews):
     def aggregate(self, state: State, updates: Iterable[Update], rng: np.random.Generator) -> tuple[State, Metrics]:
         """Average each view's network. In the second phase, cluster the clients and average each group's classifier."""
         if state.phase != FUSING:
-            arriving = UpdateCounter(updates)
-            new, report = super().aggregate(state, arriving, rng)
-            return new, {**report, "clients/trained": Ratio(len(arriving.clients), 1)}
+            counter = UpdateCounter(updates)
+            new, report = super().aggregate(state, counter, rng)
+            return new, {**report, "clients/trained": Ratio(len(counter.clients), 1)}
         cohort = list(updates)
         if not cohort:
             return state, {"groups": Ratio(0, 1)}
@@ -128,6 +128,7 @@ class Harmony(WithViews):
         names = sorted({name for update in updates for name in update.tensors if name.startswith(BIAS)})
         rows = [[update.tensors.get(name) for name in names] for update in updates]
         biases = np.array([[0.0 if b is None or b.numel() != 1 else float(b) for b in row] for row in rows])
+        # Without any bias there is nothing to cluster.
         return cluster_biases(biases, self.groups, int(rng.integers(2**31))) if names else [0] * len(updates)
 
     def plan_evaluation(self, state: State, clients: Sequence[Client]) -> list[Task]:

@@ -139,6 +139,7 @@ class Hermes(PruningMethod):
                 whole = mask.repeat(value.shape[0] // len(mask)).view(-1, *[1] * (value.ndim - 1))
                 entry[name] = torch.where(whole, value, before[name])
         for layer, mask in kept.items():
+            # A participation in this round precedes its mean, so the mean's round is higher by 1.
             rounds = before[ROUND + layer]
             entry[ROUND + layer] = torch.where(mask, torch.full_like(rounds, state.round_index + 1), rounds)
         shares = [float(mask.float().mean()) for mask in kept.values()]

@@ -3,7 +3,7 @@
 E. Diao, J. Ding, V. Tarokh, HeteroFL: Computation and Communication Efficient Federated Learning for Heterogeneous Clients, ICLR
 2021, algorithm 1 and equations 1 and 2. With the share b, a client has the channels
 
-    {0, ..., ceil(b K) - 1}    of a layer with K channels, so that narrower sub-networks are nested in wider ones
+    {0, ..., ceil(b K) - 1}    of a layer with K channels, nested in the channels of wider sub-networks
 
 and the next layer's inputs from these channels. Each element is averaged over the clients that have it; the rest keep their values.
 

@@ -136,7 +136,7 @@ class ModalityMirror(MultiFL):
         """Average over the senders, and record the clients with the teacher."""
         if state.phase != DISTIL:
             return super().aggregate(state, updates, rng)
-        arriving = UpdateCounter(updates)
-        new, report = super().aggregate(state, arriving, rng)
-        taught = dict.fromkeys([*cast(Sequence[str], state.extra[_TAUGHT]), *arriving.clients])
+        counter = UpdateCounter(updates)
+        new, report = super().aggregate(state, counter, rng)
+        taught = dict.fromkeys([*cast(Sequence[str], state.extra[_TAUGHT]), *counter.clients])
         return dataclasses.replace(new, extra={**new.extra, _TAUGHT: [*taught]}), report

@@ -84,7 +84,7 @@ class Moon(Method):
 
     def local(self, step: Step) -> Update:
         """Train, and retain the model for the next participation."""
-        if not find_retained(step, _PREVIOUS):
+        if not find_retained(step, _PREVIOUS):  # At the first participation, the previous model is the received one.
             retain(step, _PREVIOUS, step.floating_state("model"))
         metrics = fit(step, self.loss)
         retain(step, _PREVIOUS, step.floating_state("model"))

@@ -48,6 +48,6 @@ class MultiFL(WithViews):
 
     def aggregate(self, state: State, updates: Iterable[Update], rng: np.random.Generator) -> tuple[State, Metrics]:
         """Average over the senders, and count the clients with and without the fusion."""
-        arriving = UpdateCounter(updates)
-        new, report = super().aggregate(state, arriving, rng)
-        return new, {**report, **count_kinds(arriving)}
+        counter = UpdateCounter(updates)
+        new, report = super().aggregate(state, counter, rng)
+        return new, {**report, **count_kinds(counter)}

@@ -288,16 +288,17 @@ class ProFiLA(Method):
     def aggregate(self, state: State, updates: Iterable[Update], rng: np.random.Generator) -> tuple[State, Metrics]:
         """Average with weights from clips and performance (equation 4), and move the common prototype."""
         extra = dict(state.extra)
-        arriving = UpdateCounter(self._weight_updates(updates, extra) if self.beta and self.steers else updates)
-        averaged, report = super().aggregate(state, arriving, rng)
+        counter = UpdateCounter(self._weight_updates(updates, extra) if self.beta and self.steers else updates)
+        averaged, report = super().aggregate(state, counter, rng)
         tensors = dict(averaged.tensors["global"])
-        if arriving.senders[PROTOTYPE] and self.prototype_momentum < 1:
+        if counter.senders[PROTOTYPE] and self.prototype_momentum < 1:
             old, new = state.tensors["global"][PROTOTYPE], F.normalize(tensors[PROTOTYPE], dim=0)
             tensors[PROTOTYPE] = F.normalize(self.prototype_momentum * old + (1 - self.prototype_momentum) * new, dim=0)
         return dataclasses.replace(averaged, tensors={**averaged.tensors, "global": tensors}, extra=extra), report
 
     def _weight_updates(self, updates: Iterable[Update], extra: dict[str, Any]) -> Iterable[Update]:
         """Yield updates with the weights of equation 4."""
+        # The weights depend on all updates, so the updates are read twice.
         spool, clips, performance = Spool(), list[float](), list[float | None]()
         for update in updates:
             spool.add(update)
@@ -359,7 +360,7 @@ def update_prototype(prototype: Tensor, z: Tensor, batch: Batch, momentum: float
     weight = torch.ones_like(z[:, 0]) if batch.weight is None else batch.weight
     count = weight.sum()
     mean = (weight @ z) / count.clamp_min(1.0)
-    with torch.no_grad():
+    with torch.no_grad():  # A factor instead of a branch on the count, which batched training cannot have.
         prototype.add_((1 - momentum) * (count > 0) * (mean - prototype))
     return mean
 

@@ -41,6 +41,7 @@ NORMAL, ANOMALOUS = "normal", "anomalous"
 """The pools of a batch."""
 
 _LARGE = 1e9
+"""Replacement of infinity in masked logits, where infinity gives NaN for an example without pairs."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -56,6 +56,7 @@ class Scaffold(ControlMethod):
         names = list(step.parameters())
         c = {name: step.reference(CONTROL + name) for name in names}
         c_k = {name: step.state.get(CONTROL + name, torch.zeros_like(c[name])) for name in names}
+        # In the state, because the clients of a batched step have different corrections.
         for name in names:
             step.state["correction/" + name] = c[name] - c_k[name]
         metrics = fit(step, self.loss)

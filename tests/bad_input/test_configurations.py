@@ -95,7 +95,7 @@ def test_an_unknown_key_names_the_nearest(
         ("data.split.test=all", "data.split.test: Input should be a valid dictionary or instance of "),
         (
             "data.corrupt.noise={clients: 2}",
-            "data.corrupt.noise.snr_db: Field required\n  data.corrupt.noise.snr_db: Power of the clip",
+            "data.corrupt.noise.snr_db: Field required\n  data.corrupt.noise.snr_db: Signal-to-noise ratio",
         ),
         (
             "data.corrupt.labels={rate: 0.1, clients: x}",
@@ -145,7 +145,7 @@ def test_a_wrong_type_says_what_it_must_be(
         ("train.cohort=0", "train.cohort: Input should be greater than 0"),
         (
             "train.cohort=1.5",
-            "train.cohort: a share of the clients must be at most 1.0; for a number of clients write an integer (got 1.5)",
+            "train.cohort: a fraction of the clients must be at most 1.0; for a number of clients, write an integer (got 1.5)",
         ),
         ("train.optimiser.momentum=1", "train.optimiser.momentum: Input should be less than 1"),
         ("train.optimiser.lr=.nan", "train.optimiser.lr: Input should be a finite number"),

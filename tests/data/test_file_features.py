@@ -26,7 +26,7 @@ from raydfl.data.noise import Noise, seed_noise
 from raydfl.data.population import Population
 from raydfl.data.settings import DataSettings
 from raydfl.engine.config import Config, make_config
-from raydfl.experiments import features_text
+from raydfl.experiments import describe_features
 from raydfl.runs.inference import classify
 from raydfl.runs.inference.front_end import describe_front_end
 from raydfl.runs.inference.model import load_model
@@ -390,7 +390,7 @@ def test_a_run_keeps_the_number_of_bands_and_absolute_paths(tmp_path: Path, monk
         (
             {"kind": "file", "path": "x.npz", "bands": 2, "frames": 4},
             {"segment": {"frames": 2, "stride": 1}},
-            "set data.features.frames to null",
+            "data.features.frames limits it. Set either",
         ),
         (
             {"kind": "file", "path": "x.npz", "bands": 2},
@@ -584,7 +584,7 @@ def test_a_run_on_a_file_cannot_predict_and_says_what_it_takes(tmp_path: Path) -
         "frames": 20,
     }
     assert (said["kind"], said["normalise"]["over"], said["pad"]["frames"]) == ("file", "group", 20)
-    assert features_text(config) == "apc.npz, 16 bands, z-score by speaker"
+    assert describe_features(config) == "apc.npz, 16 bands, z-score by speaker"
 
 
 def test_a_model_is_named_in_the_front_end_and_in_tables(tmp_path: Path) -> None:
@@ -611,4 +611,4 @@ def test_a_model_is_named_in_the_front_end_and_in_tables(tmp_path: Path) -> None
         "frames": 7,
     }
     json.dumps(said)
-    assert features_text(config) == "own_features.py:Frames (apc.pt), 5 bands at 8 kHz, not normalised"
+    assert describe_features(config) == "own_features.py:Frames (apc.pt), 5 bands at 8 kHz, not normalised"

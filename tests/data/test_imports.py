@@ -53,7 +53,7 @@ def test_an_imported_list_has_the_clips_of_the_data_set(raydfl: Raydfl, tmp_path
     names = [f"names={json.dumps(options['names'])}"] if "names" in options else []
     said = raydfl("data", "import", kind, PACKED / folder, "--out", tmp_path / out, *names)
     assert said.code == 0, said.err
-    assert "clients are taken from speaker; --client COLUMN chooses another" in said.out
+    assert "clients are taken from speaker. Choose a different column with --client COLUMN" in said.out
     imported = Manifest(file=tmp_path / out)
     rows = imported.manifest().to_pylist()
     for row, other in zip(rows, wanted.manifest().to_pylist(), strict=True):
@@ -131,7 +131,9 @@ def test_the_owner_of_a_clip_is_asked_for_where_several_columns_may_name_it(rayd
     lines = [f"{label}_{take}.wav,{'ab'[label]},{take},c{label},r0" for label, take in CLIPS]
     root = write_audiofolder(tmp_path / "set", "\n".join(["file_name,label,speaker_id,client_id,room", *lines]))
     command = ("data", "import", "audiofolder", root, "--out")
-    raydfl(*command, tmp_path / "0.csv").refuses(r"the columns client_id, speaker_id .*choose one with --client COLUMN")
+    raydfl(*command, tmp_path / "0.csv").refuses(
+        r"the columns client_id, speaker_id .*Choose a column with --client COLUMN"
+    )
     for client, count in (("client_id", 2), ("speaker_id", 4), ("room", 1), ("none", 0)):
         out = tmp_path / f"{client}.csv"
         said = raydfl(*command, out, "--client", client)

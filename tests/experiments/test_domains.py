@@ -79,11 +79,11 @@ def test_ray_tunes_searchers_draw_from_the_same_ranges() -> None:
     ("kind", "message"),
     [
         ({}, "exactly one of uniform, loguniform"),
-        ({"uniform": [0, 1], "choice": [1]}, "here are uniform and choice"),
+        ({"uniform": [0, 1], "choice": [1]}, "this domain has uniform and choice"),
         ({"uniform": [1, 0]}, "the low end 1 must be below the high end 0"),
         ({"loguniform": [0, 1]}, "the low end must be above 0"),
         ({"quniform": [0, 1, 2]}, "the step must be above 0 and at most high - low"),
-        ({"choice": [1, 2, 1]}, "a value stands twice"),
+        ({"choice": [1, 2, 1]}, "a value is listed twice"),
     ],
 )
 def test_wrong_domains_are_refused(kind: dict[str, Any], message: str) -> None:

@@ -74,7 +74,7 @@ def test_every_grid_has_a_size_here_and_every_table_a_twin() -> None:
 def test_every_configuration_of_a_grid_is_valid(name: str) -> None:
     study = load_study(JOBS / f"{name}.yaml")
     assert (len(study.cells), len(study.trials)) == SIZES[name]
-    published = study.settings.published()
+    published = study.settings.paper_scores()
     assert len(published) == PUBLISHED.get(name, 0)
     assert set(published) <= set(study.cells)
 
@@ -142,7 +142,7 @@ def test_published_numbers_stand_where_they_belong(
 ) -> None:
     path = JOBS / "fedmlac" / f"{file}.yaml"
     settings = StudySettings.model_validate(parse_yaml(path.read_text(), str(path)))
-    assert settings.published()[labels] == (mean, spread)
+    assert settings.paper_scores()[labels] == (mean, spread)
 
 
 def test_clean_cells_of_the_tables_are_shared() -> None:

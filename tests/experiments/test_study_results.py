@@ -27,7 +27,7 @@ from raydfl.experiments.results import collect as collect_with
 from raydfl.experiments.settings import MetricSettings
 from raydfl.experiments.state import StudyState
 from raydfl.experiments.study import Study, Trial
-from raydfl.experiments.tables import describe_results, full_table, latex, markdown, pivot, records, write_tables
+from raydfl.experiments.tables import describe_results, latex, make_full_table, markdown, pivot, records, write_tables
 from raydfl.runs.report import Picture
 from raydfl.runs.report import page as page_builder
 
@@ -39,11 +39,11 @@ def collect(study: Study) -> StudyResults:
 
 
 def columns(results: StudyResults) -> list[str]:
-    return full_table(results)[0]
+    return make_full_table(results)[0]
 
 
 def lines(results: StudyResults) -> list[list[str]]:
-    return full_table(results)[1]
+    return make_full_table(results)[1]
 
 
 def by_labels(results: StudyResults, *labels: str) -> Contestant:
@@ -225,7 +225,7 @@ def test_cells_with_other_evaluations_are_marked(grid: StudyFile) -> None:
     assert pivot(table)[1] == [["50.00 ± 0.00", "50.00 ± 0.00", "50.00 ± 0.00*"]]
     assert [row["evaluations"] for row in records(table)] == [usual, usual, rare]
     assert (
-        f"Runs have different evaluations ({usual}; {rare}). * marks cells that differ from {usual}."
+        f"Runs have different evaluations ({usual}; {rare}). * marks cells with evaluations other than {usual}."
         in describe_results(table)
     )
 
@@ -280,8 +280,8 @@ def test_the_page_has_tables_figures_and_links(results: tuple[StudyResults, dict
     page = write_page(results[0])
     assert page.name == "grid.html"
     text = page.read_text()
-    assert "2 of 18 runs are missing: raydfl study" in text
-    for heading in ("Table", "Comparison", "Heat maps", "Learning curves", "Every number", "Runs"):
+    assert "2 of 18 runs are missing. Continue with: raydfl study" in text
+    for heading in ("Table", "Comparison", "Heat maps", "Learning curves", "All values", "Runs"):
         assert f"<h2>{heading}</h2>" in text
     # Bars of both conditions, heat maps of headline, drop and two further numbers, curves for each condition.
     assert text.count("<svg") == 1 + 4 + 2
@@ -457,7 +457,14 @@ def test_the_page_of_a_search_shows_it(search_file: StudyFile, monkeypatch: pyte
     page = write_page(collect(study)).read_text()
     assert "Which &lt;mu&gt;?" in page
     assert page.count("<svg") == 3
-    for heading in ("Best settings", "What mattered", "Settings and scores", "Learning curves", "Every number", "Runs"):
+    for heading in (
+        "Best settings",
+        "Importance of settings",
+        "Settings and scores",
+        "Learning curves",
+        "All values",
+        "Runs",
+    ):
         assert f"<h2>{heading}</h2>" in page
     assert "<strong>0.50</strong>" in page
     assert "1 of 10 runs are missing" in page
@@ -481,5 +488,5 @@ def test_a_damaged_state_is_refused(search_file: StudyFile) -> None:
     study = load_study(search_file())
     study.folder.mkdir()
     study.output("-trials.json").write_text("{")
-    with pytest.raises(RunDirectoryError, match=r"few-trials.json is damaged; restore it"):
+    with pytest.raises(RunDirectoryError, match=r"few-trials.json is damaged. Restore it"):
         StudyState.read(study)

@@ -28,7 +28,7 @@ from raydfl.experiments.experiment import Experiment, _make_search
 from raydfl.experiments.load import load_study
 from raydfl.experiments.run import _local_cpus, run_study
 from raydfl.experiments.state import StudyState
-from raydfl.experiments.study import Study, rounds_done
+from raydfl.experiments.study import Study, count_rounds
 from raydfl.runs.progress import Progress
 from raydfl.testing import assert_same_bits, read_tensors, train_federation
 
@@ -81,7 +81,7 @@ def test_recordings_that_cannot_be_used_are_named_before_anything_starts(grid: S
     study = load_study(grid(axes=axes, settings={"track.mlflow": False}))
     with pytest.raises(InputError) as error:
         run_study(study)
-    assert "4 of 6 runs cannot be done; nothing was started" in str(error.value)
+    assert "4 of 6 runs have unusable data. No run was started." in str(error.value)
     assert "gone, run.seed=1 and 1 more: " in str(error.value)
     assert "small, run.seed=1 and 1 more: train.cohort: 50 clients a round, but the population has 6" in str(
         error.value
@@ -101,7 +101,7 @@ def test_points_without_a_domain_of_the_file_are_skipped_with_a_message(
     StudyState(former).note(former.trial({"method.mu": 0.1}), "stopped")
     with Progress("lines") as progress:
         assert not run_study(load_study(search_file(searcher="optuna")), progress, table_only=True).contestants
-    assert "skipped: 1 trial of an earlier file" in capsys.readouterr().out
+    assert "skipped: 1 trial of an earlier version of the file" in capsys.readouterr().out
 
 
 def test_optuna_learns_from_failures_and_not_from_points_outside_the_domains(search_file: StudyFile) -> None:
@@ -139,7 +139,7 @@ def test_an_experiment_with_other_settings_is_not_restored(search_file: StudyFil
     for change in changes:
         study = load_study(search_file(**change))
         experiment = Experiment(study, StudyState(study), Progress("quiet"), None, study.settings.parallel)
-        names.add(experiment._place()[1])
+        names.add(experiment._locate()[1])
     assert len(names) == len(changes)
 
 
@@ -152,8 +152,11 @@ def test_a_new_population_names_the_members_that_it_replaces(
         state.note(study.trial(study.draw(number), f"m{number}"), status)  # type: ignore[arg-type]
     monkeypatch.setattr(tune, "Tuner", lambda *_, **__: None)
     with Progress("lines") as progress:
-        Experiment(study, state, progress, None, None)._make("", "", None)  # type: ignore[arg-type]
-    assert "a new population begins; 2 members of the last one (1 finished) leave" in capsys.readouterr().out
+        Experiment(study, state, progress, None, None)._make_tuner("", "", None)  # type: ignore[arg-type]
+    assert (
+        "A new population starts. The results omit the 2 members of the last population (1 finished)."
+        in capsys.readouterr().out
+    )
 
 
 # -- with Ray Tune ---------------------------------------------------------------------------------------------------
@@ -210,7 +213,7 @@ def test_a_search_whose_driver_was_killed_is_restored_to_the_same_bits(
     try:
         process = _command(file)
         folder = tmp_path / "search"
-        _until(process, lambda: any(rounds_done(each.parent) > 11 for each in folder.glob("trial-*/LATEST")))
+        _until(process, lambda: any(count_rounds(each.parent) > 11 for each in folder.glob("trial-*/LATEST")))
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         assert list((folder / "tune").glob("few-*/experiment_state-*.json"))
@@ -223,9 +226,9 @@ def test_a_search_whose_driver_was_killed_is_restored_to_the_same_bits(
     state = StudyState.read(load_study(file))
     assert len(state.known) == 4
     assert all(state.is_over(trial) for trial in state.known)
-    assert any(state.of(trial).status == "finished" for trial in state.known)
+    assert any(state.get(trial).status == "finished" for trial in state.known)
     for number, trial in enumerate(state.known):
-        rounds = rounds_done(trial.run_dir)
+        rounds = count_rounds(trial.run_dir)
         own = [f"{key}={value}" for key, value in trial.values.items()]
         alone = tiny("evaluate.every=5", f"train.rounds={rounds}", f"run.name=alone-{number}", *own, method="fedprox")
         assert_same_bits(read_tensors(trial.run_dir), train_federation(alone))
@@ -264,7 +267,7 @@ def test_a_run_whose_process_is_killed_continues_to_the_same_bits(
     study = load_study(grid(axes={"c": {"a": {}}}, repeat={"run.seed": [1]}, settings=EVERY))
 
     def kill(run_dir: Path) -> None:
-        while rounds_done(run_dir) < 2:
+        while count_rounds(run_dir) < 2:
             time.sleep(0.005)
         os.kill(int((run_dir / ".driver.lock").read_text().split()[0]), signal.SIGKILL)
 
@@ -289,7 +292,7 @@ def test_resources_that_others_hold_are_waited_for_and_then_named(search_file: S
         study = load_study(search_file(samples=1, settings=settings), ["ray.ready_timeout=3"])
         with pytest.raises(
             ResourcesError,
-            match=r"no trial could begin within 3 s .* 0 CPU and 1 GPU of the cluster's 4 CPU and 1 GPU are free",
+            match=r"no trial could start within 3 s .* 0 CPU and 1 GPU of the cluster's 4 CPU and 1 GPU are free",
         ):
             run_study(study)
     finally:

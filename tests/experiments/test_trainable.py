@@ -19,8 +19,8 @@ from helpers import differ
 import raydfl
 from raydfl.core.errors import ConfigError
 from raydfl.engine.config import Config
-from raydfl.experiments.federation import branch, config_of, read_scores
-from raydfl.experiments.study import rounds_done
+from raydfl.experiments.federation import branch, make_trial_config, read_scores
+from raydfl.experiments.study import count_rounds
 from raydfl.testing import assert_same_bits, read_tensors, train_federation
 
 LR = "train.optimiser.lr"
@@ -33,11 +33,11 @@ def _plain(config: Config) -> dict[str, Any]:
 def test_what_the_tuner_chose_lies_over_the_configuration(tiny: Callable[..., Config]) -> None:
     base = _plain(tiny(method="fedprox"))
     chosen = {"method.mu": np.float64(0.5), LR: 0.2, "train.local_epochs": np.int64(3)}
-    config = config_of(base, chosen)
+    config = make_trial_config(base, chosen)
     assert config.method == {"name": "fedprox", "mu": 0.5}
     assert (config.train.optimiser.lr, config.train.local_epochs) == (0.2, 3)
     assert config.digest() == tiny("method.mu=0.5", f"{LR}=0.2", "train.local_epochs=3", method="fedprox").digest()
-    assert config_of(base, {}).digest() == tiny(method="fedprox").digest()
+    assert make_trial_config(base, {}).digest() == tiny(method="fedprox").digest()
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_settings_that_make_no_configuration_are_refused(
     tiny: Callable[..., Config], settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        config_of(_plain(tiny()), settings)
+        make_trial_config(_plain(tiny()), settings)
     with pytest.raises(ConfigError, match=message):
         raydfl.trainable(tiny()).default_resource_request(settings)
 
@@ -85,7 +85,7 @@ def test_a_checkpoint_goes_on_to_the_same_bits_or_with_other_rates(tiny: Callabl
     first.stop()
     assert [result["round"] for result in results] == [1, 2]
     assert all({"loss", "test model/accuracy", "validation model/loss"} <= result.keys() for result in results)
-    assert rounds_done(checkpoint) == 2
+    assert count_rounds(checkpoint) == 2
 
     again = federation({LR: 0.2})
     again.restore(str(checkpoint))
@@ -120,7 +120,7 @@ def test_what_an_earlier_attempt_left_does_not_count_without_a_checkpoint(tiny: 
     trial = federation({LR: 0.1})
     run_folder = Path(trial.train()["run"])
     trial.stop()
-    assert rounds_done(run_folder) == 1
+    assert count_rounds(run_folder) == 1
     assert "branches" not in json.loads((run_folder / "run.json").read_text())
 
 
@@ -202,7 +202,7 @@ def test_trials_of_pbt_have_the_bits_of_their_settings_one_after_another(
     results = _killed_and_restored("pbt", tmp_path, config)
     lines = [line for file in (tmp_path / "tune" / "pbt").glob("*/result.json") for line in file.open()]
     tried = [json.loads(line)["config"] for line in lines] + [result["settings"] for result in results]
-    had = {config_of(_plain(config), settings).digest(): settings for settings in tried}
+    had = {make_trial_config(_plain(config), settings).digest(): settings for settings in tried}
     branched = 0
     for number, result in enumerate(results):
         assert result["metrics"]["round"] == 6

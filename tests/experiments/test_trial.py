@@ -16,7 +16,7 @@ from ray import tune
 from raydfl.engine.config import Config
 from raydfl.experiments.federation import WORST, TrialOrder, branch, make_trainable, read_scores
 from raydfl.experiments.settings import MetricSettings
-from raydfl.experiments.study import is_complete, keys_of, rounds_done
+from raydfl.experiments.study import count_rounds, is_complete, list_keys
 from raydfl.testing import assert_same_bits, read_tensors
 
 LOSS = MetricSettings(score="loss", split="validation")
@@ -27,7 +27,7 @@ def begin(tmp_path: Path) -> Callable[..., tune.Trainable]:
     """Makes the trial of a study, which has a file for its end and a log."""
 
     def make(config: Config, log: Path = tmp_path / "logs" / "trial.log", **changes: Any) -> tune.Trainable:
-        keys = tuple(" ".join(key) for key in keys_of(config, LOSS))
+        keys = tuple(" ".join(key) for key in list_keys(config, LOSS))
         order = TrialOrder(config, **{"keys": keys, "stop": tmp_path / "stop", "log": log, **changes})
         return make_trainable(lambda *_: order, 1.0, copies=False)({})
 
@@ -94,13 +94,13 @@ def test_a_trial_that_is_not_judged_has_one_result_and_stops_after_its_round(
     (tmp_path / "stop").unlink()
 
     def stop_soon() -> None:
-        while rounds_done(folder) < 2:
+        while count_rounds(folder) < 2:
             time.sleep(0.005)
         (tmp_path / "stop").touch()
 
     threading.Thread(target=stop_soon, daemon=True).start()
     assert results() == ["interrupted"]
-    assert 2 <= rounds_done(folder) < 40
+    assert 2 <= count_rounds(folder) < 40
     (tmp_path / "stop").unlink()
     assert results() == ["finished"]
     assert_same_bits(read_tensors(folder), known(tiny("train.rounds=40", "evaluate.clients=none")))
@@ -168,7 +168,7 @@ def test_a_failure_is_reported_and_written_down(
     for log in (tmp_path / "logs" / "trial.log", tmp_path / "file" / "log"):  # the second one cannot be written
         last = begin(tiny("evaluate.clients=none"), log).train()  # so the score is not measured
         assert (last["status"], last["done"]) == ("failed", True)
-        assert last["failed"].startswith("metric: validation loss is not measured; what is: ")
+        assert last["failed"].startswith("metric: validation loss is not measured. Measured are ")
         assert "test model/accuracy" in last["failed"]
     assert "Traceback" in (tmp_path / "logs" / "trial.log").read_text()
 

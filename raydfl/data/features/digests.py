@@ -77,6 +77,7 @@ def digest_clips(
             if selectors:
                 parts[index] = "".join(selectors)
         else:
+            # Prefixes keep identities and parts apart from contents of whole files.
             digests[index] = _digest(b"identity:" + identity.encode())
     unreadable: dict[int, str] = {}
     if files:

@@ -231,6 +231,7 @@ def run_locally(function: Callable[[Chunk], ChunkReport], chunks: Sequence[Chunk
     spent = 0.0
     for position, chunk in enumerate(chunks):
         left = len(chunks) - position
+        # The first chunks run here. Processes start once they would save more time than their start takes.
         if position and workers > 1 and spent / position * left * (1 - 1 / workers) > _START_UP_S:
             yield from _run_in_processes(function, chunks[position:], workers)
             return

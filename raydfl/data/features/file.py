@@ -224,8 +224,8 @@ class _File:
     def explain_absence(self, clip: str) -> str:
         """Explain that a clip has no features, with examples of existing names."""
         names = sorted(self.names)
-        known, more = ", ".join(map(repr, names[:_SHOWN])), " ..." if len(names) > _SHOWN else ""
-        return f"{self.path} has no array {clip!r}, but {len(names)} others ({known}{more})"
+        examples, more = ", ".join(map(repr, names[:_SHOWN])), " ..." if len(names) > _SHOWN else ""
+        return f"{self.path} has no array {clip!r}, but {len(names)} others ({examples}{more})"
 
     def digest(self, clips: Mapping[int, str], cache: Path, progress: Progress) -> dict[int, bytes | str]:
         """Return by number the digest of a clip's features, or the reason why they are missing."""

@@ -92,7 +92,7 @@ class ImageFeatures(Settings):
         if image.shape[:2] != self.size or channels != self.channels:
             converted = Image.fromarray(image[..., 0] if channels == 1 and image.ndim == 3 else image)
             converted = converted.convert("L" if self.channels == 1 else "RGB")
-            if image.shape[:2] != self.size:
+            if image.shape[:2] != self.size:  # Pillow's sizes are columns before rows.
                 converted = converted.resize(self.size[::-1], Image.Resampling.BILINEAR)
             image = np.asarray(converted)
         return image.reshape(self.frames, self.bands).astype(np.float32)

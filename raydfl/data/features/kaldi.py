@@ -77,7 +77,7 @@ class KaldiFeatures(Settings):
     @property
     def points(self) -> int:
         """Number of points of the Fourier transform."""
-        return 1 << (self.window - 1).bit_length()
+        return 1 << (self.window - 1).bit_length()  # Kaldi rounds the window up to a power of two.
 
     @property
     def silence(self) -> float:

@@ -77,6 +77,7 @@ def normalise_groups(
 
 
 def _compute_statistics(store: FeatureStore, group: np.ndarray, training: np.ndarray, groups: int) -> np.ndarray:
+    # In float64, because float32 sums over many frames lose digits.
     frames = np.zeros((groups + 1, 1))
     total, squares = np.zeros((2, groups + 1, store.bands))
     for clip in np.flatnonzero(training).tolist():

@@ -153,7 +153,7 @@ def test_a_single_file(tmp_path: Path) -> None:
 
 
 def test_nothing_there(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"there is nothing at file://\S+/none; check the URI"):
+    with pytest.raises(DataError, match=r"there is nothing at file://\S+/none\. Check the URI"):
         fetch_recordings(f"file://{tmp_path}/none", tmp_path / "cache")
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"there are no files at file://\S+/empty"):

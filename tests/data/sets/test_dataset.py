@@ -88,5 +88,5 @@ def test_a_set_of_ones_own_can_be_a_pattern_for_file_names(tmp_path: Path, write
 
 
 def test_the_base_asks_for_a_manifest() -> None:
-    with pytest.raises(NotImplementedError, match=r"Dataset must say in manifest\(\) which clips it has"):
+    with pytest.raises(NotImplementedError, match=r"Dataset must implement manifest\(\)"):
         Dataset().manifest()

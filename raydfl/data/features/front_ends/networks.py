@@ -71,7 +71,7 @@ class NamedModel(nn.Module):
                 f"{where} does not accept the arguments from options and weights ({names}): {error}. Correct them."
             ) from error
         try:
-            with _seeded():
+            with _seed_equally():
                 self.model = cls(**arguments)
         except Exception as error:  # A user's class may raise anything.
             raise ConfigError(f"{where} cannot be built: {type(error).__name__}: {error}") from error
@@ -86,7 +86,7 @@ class NamedModel(nn.Module):
         Raises:
             DataError: The model returns anything else.
         """
-        with _seeded():
+        with _seed_equally():
             returned = self.model(samples[0].clone())
         settings, what = self.settings, "it returns"
         if not isinstance(returned, torch.Tensor | np.ndarray):
@@ -105,7 +105,7 @@ class NamedModel(nn.Module):
 
 
 @contextlib.contextmanager
-def _seeded() -> Iterator[None]:
+def _seed_equally() -> Iterator[None]:
     """Seed PyTorch's generator equally each time inside a ``with`` block, and restore it afterwards."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_for(0, 0, "", "feature model"))
