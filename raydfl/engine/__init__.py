@@ -1,6 +1,6 @@
 """The round and its results: configuration, federation, worker and storage. No Ray and no terminal.
 
-Imports attacks, methods, training, rules, models, data and core. Read federation.py and worker.py first. config.py has the settings
+Imports attacks, methods, training, rules, models, data and core. Begin with federation.py and worker.py. config.py has the settings
 of users, and storage/ the files of a run.
 """
 
