@@ -95,7 +95,7 @@ def test_an_unknown_key_names_the_nearest(
         ("data.split.test=all", "data.split.test: Input should be a valid dictionary or instance of "),
         (
             "data.corrupt.noise={clients: 2}",
-            "data.corrupt.noise.snr_db: Field required\n  data.corrupt.noise.snr_db: Power of the clip",
+            "data.corrupt.noise.snr_db: Field required\n  data.corrupt.noise.snr_db: Signal-to-noise ratio",
         ),
         (
             "data.corrupt.labels={rate: 0.1, clients: x}",

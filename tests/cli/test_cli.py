@@ -234,8 +234,8 @@ def test_data_sets_are_listed_and_described(raydfl: Raydfl) -> None:
         assert said.out.startswith(f"{name}: {card.title}\n")
         for fact in (card.layout, card.licence, card.url):
             assert " ".join(fact.split()) in " ".join(said.out.split())
-    assert "root (required): folder that holds the set's files" in raydfl("data", "info", "fsdd").out
-    assert "test_takes = 5: takes with a lower number are the test set" in raydfl("data", "info", "fsdd").out
+    assert "root (required): Folder with the files of the set." in raydfl("data", "info", "fsdd").out
+    assert "test_takes = 5: Number of each speaker's first takes" in raydfl("data", "info", "fsdd").out
     raydfl("data", "info", "fsd").refuses("unknown data set 'fsd'; did you mean 'fsdd'?")
     raydfl("data", "info", "fsdd", "root=x").refuses(
         "'root=x': 'fsdd' is not a configuration file. Settings need a configuration file before them."
