@@ -175,9 +175,10 @@ def test_the_resolved_configuration_explains_every_setting(raydfl: Raydfl, tiny:
         for line in mute
     )  # models have one comment for all; the tests' own data set describes none of its options
     text = "\n".join(lines)
-    assert "# share of cross-entropy in the local loss; 1: the local model learns alone (0 to 1)\n  alpha: 0.5" in text
-    assert "# communication rounds (1 to 1000000)\n  rounds: 3" in text
-    assert "# Time from one frame to the next in ms. Above 0, to 500.\n    hop_ms: 10.0" in text
+    alpha = "# Fraction of cross-entropy in the local loss. 1: the local model learns from labels only. Range: 0 to 1."
+    assert f"{alpha}\n  alpha: 0.5" in text
+    assert "# Number of communication rounds. Range: 1 to 1000000.\n  rounds: 3" in text
+    assert "# Time between frames in ms. Above 0, to 500.\n    hop_ms: 10.0" in text
 
 
 def test_writing_a_default_down_is_no_other_configuration(tiny: Tiny) -> None:
