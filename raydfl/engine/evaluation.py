@@ -125,7 +125,7 @@ class Evaluation:
             return self._method.plan_evaluation(state, clients)
 
     def _plan_complete_entries(self, state: State) -> list[Task]:
-        """Return a task for each entry with a complete model. Several entries are limited to those that clients receive."""
+        """Return a task for each entry with a complete model. Of several entries, only the clients' received ones count."""
         tasks = [Task(SERVER, phase="evaluate", receive=(key,)) for key in state.tensors]
         complete = [task for task in tasks if any(self._select_models(task, state, part) for part in self._shards)]
         if len(complete) < 2:
@@ -150,7 +150,7 @@ class Evaluation:
             if name not in available:
                 raise ConfigError(
                     f"plan_evaluation(): the server cannot evaluate the model {name!r} of {', '.join(map(repr, task.receive))}, "
-                    f"because some of its tensors are missing there. Plan entries with all of its tensors"
+                    f"because some of its tensors are missing there. Plan an evaluation of entries with all tensors"
                 )
         return tuple(available[name] for name in dict.fromkeys(named))
 

@@ -53,7 +53,7 @@ from raydfl.engine.validation import check_failed, check_overflow
 
 
 class Federation:
-    """A federation that executes one round at a time.
+    """Federation of a run, executed round by round.
 
     Only its checkpoint changes between rounds. Every commit stores the checkpoint, so a new Federation in the same folder resumes
     after the last commit and gives the same bits.
@@ -100,7 +100,8 @@ class Federation:
         if commit is None:
             self._start()
         else:
-            store.together = commit.together
+            store.together = commit.together  # another width would change the last bits of the run
+            # A crash between rows and LATEST leaves rows of rounds without a commit, which the run repeats.
             record.discard_rows(store.folder, self.state.round_index)
             self._restore_selection()
         if not store.private_here:

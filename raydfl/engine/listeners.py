@@ -134,7 +134,7 @@ class ReadAhead:
         """Next round, if clients already work on it."""
 
     def take(self, round_index: int) -> Round | None:
-        """Remove and return the started round after ``round_index`` completed rounds, if there is one."""
+        """Remove and return the started round after ``round_index`` completed rounds, if any."""
         begun, self.begun = self.begun, None
         return begun if begun is not None and begun.before.state.round_index == round_index else None
 

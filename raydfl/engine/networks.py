@@ -29,7 +29,7 @@ def build_models(method: Method, models: Sequence[ModelSpec], run_seed: int) -> 
 
     Equal architectures have equal initial weights at every client. The weights come from the run seed or from a file.
     """
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]):  # restores the caller's generator
         seed_torch(seeds.seed_for(run_seed, 0, "", "init"), torch.device("cpu"))
         copies = type(method).copies
         originals = tuple(spec for spec in models if spec.name not in copies)

@@ -156,7 +156,7 @@ class Worker:
             if isinstance(outcome, Exception):
                 raise outcome
             replies.append(outcome)
-        seconds = (time.perf_counter() - started) / len(orders)
+        seconds = (time.perf_counter() - started) / len(orders)  # a batch has no times of single clients
         return [
             dataclasses.replace(reply, seconds=seconds, waited=started - arrived + number * seconds)
             for number, reply in enumerate(replies)
@@ -178,7 +178,7 @@ class Worker:
             if not self._may_drop(order):
                 raise ClientError(self._describe(order, error)) from error
             if isinstance(error, torch.OutOfMemoryError):
-                torch.cuda.empty_cache()
+                torch.cuda.empty_cache()  # releases the failed client's cached memory to the next client
             return self._reject(order, broadcast, f"error: {describe(error)}")
 
     def _may_drop(self, order: Order) -> bool:

@@ -34,8 +34,8 @@ _CROP = "crop"
 class LateNormalisation:
     """Deferred conversion of power to features, after the transforms: the logarithm, and the z-score of each band."""
 
-    of_log_power: float
-    """``FeatureSettings.of_log_power``: the feature of a band is this factor times the logarithm of its power."""
+    log_power_factor: float
+    """``FeatureSettings.log_power_factor``: the feature of a band is this factor times the logarithm of its power."""
     least: float
     """Lower limit of power before the logarithm."""
     z_score: bool
@@ -43,11 +43,11 @@ class LateNormalisation:
 
     def to_power(self, x: Tensor, frames: Tensor) -> Tensor:
         """Convert features to power, 0 in padding. Overwrites ``x``."""
-        return spectra.to_power(x, frames, self.least, self.of_log_power).mul_(spectra.inside(x, frames))
+        return spectra.to_power(x, frames, self.least, self.log_power_factor).mul_(spectra.inside(x, frames))
 
     def to_features(self, power: Tensor, frames: Tensor) -> Tensor:
         """Convert power float32 [..., frames, bands] to features. Overwrites ``power``."""
-        return self.normalise(spectra.to_logarithm(power, frames, self.least, self.of_log_power), frames)
+        return self.normalise(spectra.to_logarithm(power, frames, self.least, self.log_power_factor), frames)
 
     def normalise(self, x: Tensor, frames: Tensor) -> Tensor:
         """Normalise features if the normalisation was deferred. Overwrites ``x``."""
@@ -353,4 +353,4 @@ def _make_late_normalisation(features: AnyFeatures, where: str) -> LateNormalisa
             f"reverberation."
         )
     least = features.least if features.spectrum == "power" else features.least**2
-    return LateNormalisation(features.of_log_power, least, features.normalise == "clip")
+    return LateNormalisation(features.log_power_factor, least, features.normalise == "clip")

@@ -22,7 +22,7 @@ def make_power_extractor(features: FeatureSettings) -> FeatureExtractor:
 
 def to_power(features: FeatureSettings, logarithms: np.ndarray) -> np.ndarray:
     """Convert log-mel features without normalisation to power: float32, of the same shape."""
-    power: np.ndarray = np.exp(logarithms / features.of_log_power).astype(np.float32)
+    power: np.ndarray = np.exp(logarithms / features.log_power_factor).astype(np.float32)
     return power
 
 

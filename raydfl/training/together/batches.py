@@ -25,10 +25,10 @@ def move_frames(store: FeatureStore, device: torch.device) -> Tensor | None:
     Returns:
         [frames, bands] in the store's type, or ``None`` if they need too much of the device's free memory.
     """
-    if device not in store.moved:
+    if device not in store.device_copies:
         fits = store.frames.nbytes <= _get_free_memory(device) * _SHARE
-        store.moved[device] = torch.from_numpy(np.array(store.frames)).to(device) if fits else None
-    frames: Tensor | None = store.moved[device]
+        store.device_copies[device] = torch.from_numpy(np.array(store.frames)).to(device) if fits else None
+    frames: Tensor | None = store.device_copies[device]
     return frames
 
 
