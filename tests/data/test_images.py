@@ -195,21 +195,21 @@ def test_mcmahans_network_has_the_papers_parameters() -> None:
 @pytest.mark.parametrize(
     ("file", "change", "says"),
     [
-        ("train-images-idx3-ubyte.gz", lambda content: content[:-20], "the packed file is truncated or damaged"),
-        ("t10k-images-idx3-ubyte", lambda content: content[:-20], "bytes, and 340 of 360 follow"),
+        ("train-images-idx3-ubyte.gz", lambda content: content[:-20], "the gzip file is truncated or damaged"),
+        ("t10k-images-idx3-ubyte", lambda content: content[:-20], "bytes, but 340 follow"),
         ("t10k-images-idx3-ubyte", lambda content: content[:9], "9 bytes are too few for an idx header of 16"),
         (
             "t10k-images-idx3-ubyte",
             lambda content: b"\0\0\x0d\x03" + content[4:],
-            "begins with 00000d03 and not 00000803",
+            "starts with 00000d03, not 00000803",
         ),
-        ("t10k-labels-idx1-ubyte", lambda _: idx(np.zeros((3, 3, 3), np.uint8)), "are images and labels exchanged"),
+        ("t10k-labels-idx1-ubyte", lambda _: idx(np.zeros((3, 3, 3), np.uint8)), "images and labels are exchanged"),
         (
             "t10k-labels-idx1-ubyte",
             lambda _: idx(np.zeros(7, np.uint8)),
-            "12 images and its labels are 7: they do not belong",
+            "12 images, but 7 labels",
         ),
-        ("t10k-labels-idx1-ubyte", None, "there is no t10k-labels-idx1-ubyte beside the images"),
+        ("t10k-labels-idx1-ubyte", None, "there is no t10k-labels-idx1-ubyte next to the images"),
     ],
 )
 def test_damaged_idx_files(root: Path, file: str, change: Callable[[bytes], bytes] | None, says: str) -> None:
