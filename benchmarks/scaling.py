@@ -42,7 +42,7 @@ from raydfl.engine.config import Config
 from raydfl.engine.networks import build_models
 from raydfl.engine.storage.private import PrivateIndex, PrivateRef, PrivateStore
 from raydfl.engine.storage.store import RunStore
-from raydfl.runs.folder import begin
+from raydfl.runs.folder import write_new_run
 
 METHODS: Mapping[str, Mapping[str, Any]] = {
     "fedavg": {"name": "fedavg"},
@@ -193,7 +193,7 @@ def measure(
             config = configuration(variant, method, folder, actors)
             run_dir = folder / str(config.run.name)
             population = enlarge(build_population(config.data, 0), variant.clients, variant.examples)
-            begin(run_dir, config, population, {})
+            write_new_run(run_dir, config, population, {})
             if variant.aged:
                 age(run_dir, config, population)
             started = time.perf_counter()

@@ -56,6 +56,7 @@ from raydfl.runs.report import read_run as read_run
 from raydfl.runs.report import split_round_times as split_round_times
 from raydfl.runs.tracking import FilesTracker as FilesTracker
 from raydfl.training import Step as Step
+from raydfl.training import autocast as autocast
 from raydfl.training import computing_in as computing_in
 from raydfl.training import fit as fit
 from raydfl.training import predict as predict

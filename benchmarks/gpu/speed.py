@@ -25,7 +25,7 @@ from raydfl.engine.autotune import measure_width
 from raydfl.engine.config import Config, make_config
 from raydfl.engine.federation import Federation
 from raydfl.engine.worker import Worker
-from raydfl.runs.folder import begin
+from raydfl.runs.folder import write_new_run
 
 TOGETHER, SPEED = "together: auto", "clients a second"
 CRNN = {"kernel": KERNEL, "dropout": 0.0}
@@ -83,7 +83,7 @@ def configuration(network: str, cohort: int, folder: Path, together: int | str, 
 def work_of(config: Config, device: str, clients: int, examples: int) -> Iterator[tuple[Federation, Worker]]:
     """Open a new run of that many clients on the device."""
     population = scaling.enlarge(build_population(config.data, 0), clients, examples)
-    begin(Path(config.run.dir) / str(config.run.name), config, population, {})
+    write_new_run(Path(config.run.dir) / str(config.run.name), config, population, {})
     with opened(config, device) as open_run:
         yield open_run
 

@@ -26,7 +26,7 @@ from raydfl.core.needs import Needs
 from raydfl.core.seeds import generator
 from raydfl.core.settings import StrictTypes
 from raydfl.core.types import Update
-from raydfl.data import Share, draw_clients, share_in_range
+from raydfl.data import Share, check_share, draw_clients
 from raydfl.data.features import Alteration, AnyFeatures
 from raydfl.methods import Method
 from raydfl.training import Step
@@ -64,7 +64,7 @@ class Attack(StrictTypes):
         int | None, Field(ge=1, description="Last round with attacks. null: the last round of the run.")
     ] = None
 
-    _clients_in_range = field_validator("clients")(share_in_range)
+    _clients_in_range = field_validator("clients")(check_share)
 
     @model_validator(mode="after")
     def _start_before_stop(self) -> Attack:

@@ -19,11 +19,11 @@ from raydfl.data import (
     Poisoner,
     TableSettings,
     assign_clips,
+    describe_sizes,
     find_dataset,
     list_clips,
     natural_order,
     read_remarks,
-    sizes_text,
 )
 
 _WIDTH = 110
@@ -182,7 +182,7 @@ def _counts(manifest: pa.Table, column: str, order: Sequence[str]) -> str:
     if len(occurrences) <= _MOST_NAMES:
         shown = (f"{name} ({occurrences[name]:,})" for name in order if name in occurrences)
         return ", ".join(text.replace(" ", _NO_BREAK) for text in shown)
-    return sizes_text(np.array(list(occurrences.values())))
+    return describe_sizes(np.array(list(occurrences.values())))
 
 
 def _groups(manifest: pa.Table) -> tuple[str, str]:
@@ -221,7 +221,7 @@ def _clients(tables: Assignment, settings: PartitionSettings) -> str:
     for role, name in (("validation", "validation"), ("client_test", "tests")):
         held_out = tables.has_role(role).sum()
         own += f"; {held_out:,} of them for the clients' own {name}" if held_out else ""
-    return f"{how}: {sizes_text(sizes)}, {sizes.sum():,} in all{own}"
+    return f"{how}: {describe_sizes(sizes)}, {sizes.sum():,} in all{own}"
 
 
 def _count_server(tables: Assignment, role: str) -> str:

@@ -21,9 +21,9 @@ from raydfl.data import (
     Assignment,
     DataSettings,
     assign_clips,
+    describe_sizes,
     find_dataset,
     list_clips,
-    sizes_text,
 )
 from raydfl.engine import Config, apply_values, make_config
 
@@ -137,8 +137,8 @@ def propose(config: Config, given: Sequence[str], problem: DataError | None = No
             break_long_words=False,
         )
     yield (
-        f"Proposal: {len(proposal.sizes):,} clients, {sizes_text(proposal.sizes)}; {proposal.tested:,} test clips. It fits these "
-        f"clips."
+        f"Proposal: {len(proposal.sizes):,} clients, {describe_sizes(proposal.sizes)}; {proposal.tested:,} test clips. "
+        f"It fits these clips."
     )
     for reason in proposal.reasons:
         yield from textwrap.wrap(reason, _WIDTH, initial_indent="  - ", subsequent_indent="    ")

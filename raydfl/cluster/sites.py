@@ -31,7 +31,7 @@ from raydfl.data import (
     Part,
     Population,
     build_population,
-    kept_labels,
+    exclude_labels,
     list_clips,
     natural_order,
     part_folder,
@@ -208,7 +208,9 @@ def _prepare_part(
     """Prepare the data of a part at its sites; return the part, and the reports for ``sites.json``."""
     sites = list(data.sites)
     site_labels = _call_sites(config, list_site_classes, [(site, part) for site in sites], progress)
-    classes = kept_labels(natural_order(sorted({label for labels in site_labels for label in labels})), data.leave_out)
+    classes = exclude_labels(
+        natural_order(sorted({label for labels in site_labels for label in labels})), data.leave_out
+    )
     separator = None if data.label_sets is None else data.label_sets.separator
     work: list[tuple[Any, ...]] = [(site, part, place_folder(config, run_dir, site), classes) for site in sites]
     reports: list[SiteReport] = _call_sites(config, prepare_site_part, work, progress)

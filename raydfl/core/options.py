@@ -162,6 +162,7 @@ def explain(error: ValidationError, where: str, values: Any, cls: Any = None) ->
         words = [str(item["msg"]).removeprefix("Value error, ") for item in complete[:1] or items]
         value = items[0]["input"]
         omit_value = items[0]["type"] == "missing" or (complete and isinstance(value, Mapping))
+        # Each member of a union adds "Input should be ...": name the alternatives after a single prefix.
         text = " or ".join(dict.fromkeys(words)).replace(" or Input should be ", " or ")
         lines.append(f"{name}: {text}{'' if omit_value else f' (got {_show(value)})'}")
         meaning = "" if complete else describe_field(_about(cls, place))
@@ -183,7 +184,7 @@ def _place(values: Any, item: Mapping[str, Any]) -> tuple[Any, ...]:
         if item_of_list or (isinstance(at, Mapping) and part in at):
             at = at[part]
         elif item["type"] != "missing" or position < len(item["loc"]):
-            continue
+            continue  # a union member; only a missing key is a place without a value
         place.append(part)
     return tuple(place)
 

@@ -223,6 +223,7 @@ class RemoteFolder:
         self._retry(name, "written", lambda: self._put(name, _read_blocks(path)))
 
     def _put(self, name: str, blocks: Iterable[bytes]) -> None:
+        """Write blocks to a file atomically."""
         system, path = self._opened[0], self._path(name)
         temporary = path
         if not self._keeps_objects:  # object stores show complete objects only; file systems need a rename

@@ -26,6 +26,7 @@ class StrictTypes:
 
 
 def _make_strict(schema: Any) -> None:
+    """Make numbers and booleans of a pydantic core schema strict, in place."""
     if isinstance(schema, (list, tuple)):
         for part in schema:
             _make_strict(part)

@@ -182,7 +182,7 @@ class Batch:
     y: Tensor
     """int64 [batch]: class indices. For sets of classes float32 [batch, classes]: 1 for the classes of a clip, else 0."""
     view_lengths: Mapping[str, Tensor] = field(default_factory=dict)
-    """int64 [batch] by view: valid frames of each example. Only views with examples of different lengths."""
+    """int64 [batch] by view: valid frames of each example. Views with examples of equal length have no entry."""
     present: Mapping[str, Tensor] = field(default_factory=dict)
     """bool [batch] by view of ``data.views``: whether an example has the view."""
     weight: Tensor | None = None

@@ -7,4 +7,13 @@ or Ray. Its names are imported lazily, because processes that only compute featu
 
 from raydfl.core.lazy import lazy_names
 
-__all__, __getattr__, __dir__ = lazy_names(__name__, __file__)
+__all__, __getattr__, __dir__ = lazy_names(
+    __name__,
+    __file__,
+    {
+        "dealt": "deal_values",
+        "kept_labels": "exclude_labels",
+        "share_in_range": "check_share",
+        "sizes_text": "describe_sizes",
+    },
+)

@@ -52,7 +52,7 @@ class Assembler:
         complete: bool,
     ) -> None:
         self.manifest, self.data, self.seed = manifest, data, seed
-        order = [tables.codes(name) for name in ("client", "pool", "role")]
+        order = [tables.codes(name) for name in ("client", "pool", "role")]  # lexsort's first key is the last
         self.tables = tables.select(np.lexsort(order))
         self.clip, self.client = self.tables.codes("clip"), self.tables.codes("client")
         self.train = self.tables.has_role("train")
@@ -94,7 +94,7 @@ class Assembler:
             messages: messages to the user about the features.
         """
         tables, data, classes = self.tables, self.data, self.tables.classes
-        starts, frames, number = features
+        starts, frames, store_index = features
         store = self.stores[CLEAN]
         arrays: dict[str, np.ndarray] = {}
         messages = [*messages, *tables.messages]
@@ -103,6 +103,7 @@ class Assembler:
             messages += self._describe_untrained_groups()
         (first_name, first_view), *additional_views = data.all_views.items()
         if self.train.any():
+            # Only training clips pass the transforms, so only their lengths must suit them.
             first_view.pipeline.check_size(int(frames[self.train].max()), store.bands, "data.transforms")
         arrays |= first_view.pipeline.make_tables(data.features, self.seed, table_prefix(first_name))
         row, first, length = self._cut(frames)
@@ -112,7 +113,7 @@ class Assembler:
             "role": tables.codes("role"),
             "pool": tables.codes("pool"),
             "client": self.client,
-            "store": number,
+            "store": store_index,
             "clip": self.clip,
             "label": label,
             "start": starts,
@@ -122,6 +123,7 @@ class Assembler:
             examples[f"column:{name}"] = tables.codes(f"batch:{name}")
             meanings[name] = tables.clips.column(f"batch:{name}").dictionary.to_pylist()
         if UNLABELLED in pools:
+            # Hidden labels stay in a separate column, because metrics of pseudo-labels compare against them.
             hidden = examples["pool"] == pools.index(UNLABELLED)
             examples["label"] = np.where(hidden, NO_LABEL, label)
             examples[f"column:{HIDDEN_LABEL}"] = np.where(hidden, np.maximum(label, -1), -1)
@@ -138,6 +140,7 @@ class Assembler:
             if name in data.missing:
                 present[tables.codes(f"lacks:{name}")] = 0
             examples[view_column(name, "frames")] = present
+        # Small integers, because a federation may have millions of examples. Rows of a store exceed int32.
         kinds = {"role": np.int8, "pool": np.int8, "store": np.int8, "start": np.int64}
         cut: dict[str, np.ndarray] = {}
         for name, values in examples.items():
@@ -172,7 +175,7 @@ class Assembler:
         self.stores.append(self._normalise(store, np.arange(self.manifest.num_rows)))
         offsets = self.stores[CLEAN].offsets
         starts, frames = offsets[self.clip], np.diff(offsets)[self.clip]
-        number, kind = np.zeros(len(starts), np.int8), self.tables.codes("store")
+        store_index, kind = np.zeros(len(starts), np.int8), self.tables.codes("store")
         channel = self._find_channels()
         for code, source in sorted({*zip(kind.tolist(), channel.tolist(), strict=True)} - {(CLEAN, _COMMON)}):
             rows = np.flatnonzero((kind == code) & (channel == source))
@@ -186,8 +189,8 @@ class Assembler:
             self.stores.append(self._normalise(changed, clips))
             offsets, place = self.stores[-1].offsets, np.searchsorted(clips, self.clip[rows])
             starts[rows], frames[rows] = offsets[place], np.diff(offsets)[place]
-            number[rows] = len(self.stores) - 1
-        return starts, frames, number
+            store_index[rows] = len(self.stores) - 1
+        return starts, frames, store_index
 
     def _find_channels(self) -> np.ndarray:
         """Return the channel of each clip's client, int64 [assigned clips]; ``_COMMON`` for the channel in the settings."""
@@ -196,6 +199,7 @@ class Assembler:
             owned = self.client >= 0
             client_channels = read_channels(self.tables, data.device, data.profile[data.device], self.seed)
             channel[owned] = client_channels[self.client[owned]]
+            # Clients with the channel of the settings share the clean store.
             common = getattr(data.features, "channel", "first")
             channel[channel == (0 if common == "first" else common)] = _COMMON
         return channel
@@ -214,13 +218,13 @@ class Assembler:
         names, noise, alterations = tables.clips.column("clip").to_pylist(), None, None
         noisy, altered = tables.codes("noise"), tables.codes("altered")
         if self.data.corrupt.noise is not None and noisy.any():
-            drawn = seed_noise(names, self.data.corrupt.noise.snr_db, self.seed)
-            seeds = (seed if yes else NOISELESS for seed, yes in zip(drawn.seeds, noisy, strict=True))
-            noise = Noise(drawn.snr_db, tuple(seeds))
+            noise = seed_noise(names, self.data.corrupt.noise.snr_db, self.seed)
+            seeds = (seed if is_noisy else NOISELESS for seed, is_noisy in zip(noise.seeds, noisy, strict=True))
+            noise = Noise(noise.snr_db, tuple(seeds))
         if alteration is not None:
             seeds = (
-                seed_for(self.seed, 0, name, "alteration") if yes else UNALTERED
-                for name, yes in zip(names, altered, strict=True)
+                seed_for(self.seed, 0, name, "alteration") if is_altered else UNALTERED
+                for name, is_altered in zip(names, altered, strict=True)
             )
             alterations = Alterations(alteration, tuple(seeds))
         features = self.data.first_view.stored_features
@@ -263,7 +267,7 @@ class Assembler:
             clip, first, length = segments(frames[rows], segment, stride)
             parts.append((rows[clip], first, length))
         row, first, length = (np.concatenate(column) for column in zip(*parts, strict=True))
-        order = np.argsort(row, kind="stable")
+        order = np.argsort(row, kind="stable")  # a client's segments must be adjacent, in the order of the tables
         return row[order], first[order], length[order]
 
     def _build_clients(self, row: np.ndarray) -> pa.RecordBatch:
@@ -276,6 +280,7 @@ class Assembler:
         columns = {name: clients.column(name) for name in clients.schema.names if not name.startswith("column:")}
         shared = "first" in columns
         if shared:
+            # Ranges of clips become ranges of examples: a clip may have several segments.
             bounds = tuple(columns[name].to_numpy() for name in ("first", "stop"))
             before = np.searchsorted(row, np.arange(self.train.sum() + 1)).astype(np.int32)  # training clips come first
             columns |= {name: pa.array(before[bound]) for name, bound in zip(("first", "stop"), bounds, strict=True)}

@@ -12,12 +12,15 @@ import numpy.typing as npt
 import soundfile
 
 from raydfl.core.errors import DataError
-from raydfl.data.manifest import _SUFFIXES, FFMPEG_SUFFIXES, _find_samples, shown_name
+from raydfl.data.manifest import FFMPEG_SUFFIXES, SOUNDFILE_SUFFIXES, find_samples, shown_name
 from raydfl.data.packed import load_source, open_binary
 from raydfl.data.video import has_decoder, is_video, read_sound
 
 AUDIO_SUFFIXES = tuple(
-    suffix for kind, suffixes in _SUFFIXES.items() if kind in soundfile.available_formats() for suffix in suffixes
+    suffix
+    for kind, suffixes in SOUNDFILE_SUFFIXES.items()
+    if kind in soundfile.available_formats()
+    for suffix in suffixes
 )
 """Suffixes of recordings that the installed libsndfile decodes, in lower case."""
 
@@ -66,7 +69,7 @@ def read_audio(
     try:
         with soundfile.SoundFile(source) as sound:
             rate = int(sound.samplerate)
-            first, last = _find_samples(start, stop, len(sound), rate, name)
+            first, last = find_samples(start, stop, len(sound), rate, name)
             promised = last - first
             lead_in = min(first, rate)  # decoders of mp3 and opus need the preceding second
             sound.seek(first - lead_in)
@@ -113,7 +116,7 @@ def _select_channel(
 def _decode(name: str, start: float, stop: float | None) -> tuple[npt.NDArray[np.float32], int]:
     """Read the sound of a file with PyAV (:func:`read_audio`)."""
     samples, rate = read_sound(name)
-    first, last = _find_samples(start, stop, len(samples), rate, name)
+    first, last = find_samples(start, stop, len(samples), rate, name)
     check_samples(samples[first:last], name)
     return samples[first:last], rate
 

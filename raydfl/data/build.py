@@ -60,7 +60,7 @@ def list_clips(
         fetch_recordings(uri, data.cache, progress)
     manifest = data.source.open().manifest()
     if manifest.column("label").null_count == manifest.num_rows:
-        raise DataError("data: no clip has a label, so the classes are unknown. Add labels to the recordings")
+        raise DataError("no clip has a label, so the classes are unknown. Add labels to the recordings")
     if data.tables.clips is not None:
         manifest = keep_named_clips(manifest, data.tables.clips)
     if data.leave_out:
@@ -133,7 +133,7 @@ def assign_clips(
             check_pool_names(tables.pools, data.views, "data.tables.clips: column 'pool'")
     steps = make_steps(data, seed, attack)
     if "role" in tables.clips.schema.names:
-        steps["split"] = steps["hold_out"] = lambda tables: tables
+        steps["split"] = steps["hold_out"] = lambda tables: tables  # the user's table has assigned the roles
     for name, step in steps.items():
         tables = step(tables)
         if name == "partition" and learnt and data.unseen == "stop" and data.label_sets is None:
@@ -200,6 +200,7 @@ def _build_part(
         data,
         seed,
         complete and labels_needed,
+        # A table of clients may share clips, but poisoning changes the clips of a single owner.
         attack=attack if data.partition.by != "table" else None,
     )
     tables = assign()  # before the features, so that invalid settings fail early
@@ -216,18 +217,19 @@ def _build_part(
             "data.split.as_published: training clips are also test clips. Scores measure memorisation of clips, not anomaly "
             "detection"
         )
+    # Noise, alteration and channels depend on the assignment, and reveal further unreadable clips. Repeat until all are readable.
     clips, failures, features = manifest.column("clip"), dict(store.failures), None
     while features is None:
         if failures:
             if len(failures) == len(clips):
                 first = min(failures)
                 raise DataError(
-                    f"data: none of {len(clips)} clips is readable. The first is {clips[first]}: {failures[first]}"
+                    f"none of {len(clips)} clips is readable. The first is {clips[first]}: {failures[first]}"
                 )
             tables = assign(readable=~np.isin(np.arange(len(clips)), list(failures)))
         assembler = Assembler(manifest, tables, data, seed, prepare_features, complete)
         features = assembler.find_features(store, None if attack is None else attack.alteration())
-        if assembler.failures:  # Without these clips, the assignment may change.
+        if assembler.failures:
             failures, features = failures | assembler.failures, None
     skipped = [(clips[index].as_py(), reason) for index, reason in sorted(failures.items())]
     if skipped:

@@ -20,7 +20,7 @@ from raydfl.core.remote import is_uri
 from raydfl.data.dataset import Dataset, find_dataset
 from raydfl.data.manifest import read_remarks
 from raydfl.data.remote import fetch_recordings
-from raydfl.data.sets._files import absolute, list_files
+from raydfl.data.sets._files import list_files, resolve_path
 from raydfl.data.sets._tables import LISTS
 from raydfl.data.sets.manifest import CHANNEL
 from raydfl.data.steps.listing import STANDARD
@@ -57,7 +57,7 @@ def import_recordings(
         raise InputError(f"--out {out}: the name must end in .csv or .parquet")
     if out.exists():
         raise InputError(f"--out {out}: the file exists already. Remove it, or choose another name")
-    root = fetch_recordings(source, None) if is_uri(source) else absolute(Path(source))
+    root = fetch_recordings(source, None) if is_uri(source) else resolve_path(Path(source))
     settings: dict[str, Any] = {"root": root} | dict(options or {})
     if client not in (None, NOBODY):
         settings["group_column"] = client
@@ -72,7 +72,7 @@ def import_recordings(
     classes, clients = (pc.count_distinct(table.column(name)).as_py() for name in ("label", "group"))
     if kind == "lhotse":
         table = table.rename_columns([CHANNEL if name == "channel" else name for name in table.column_names])
-    _write(table, absolute(out))
+    _write(table, resolve_path(out))
     return [*remarks, f"{table.num_rows:,} clips of {classes:,} classes and {clients:,} clients", choice]
 
 

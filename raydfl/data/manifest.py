@@ -30,7 +30,7 @@ from raydfl.core.errors import DataError, nearest
 
 SPLITS = ("train", "validation", "test")
 
-_SUFFIXES = {
+SOUNDFILE_SUFFIXES = {
     "WAV": (".wav", ".wave"),
     "RF64": (".rf64",),
     "W64": (".w64",),
@@ -109,7 +109,7 @@ def read_remarks(manifest: pa.Table) -> list[str]:
     return remarks
 
 
-def _find_samples(start: float, stop: float | None, samples: int, rate: int, name: str) -> tuple[int, int]:
+def find_samples(start: float, stop: float | None, samples: int, rate: int, name: str) -> tuple[int, int]:
     """Convert the start and stop of a clip in seconds to a range of samples (first, stop).
 
     Raises:

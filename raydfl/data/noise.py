@@ -62,6 +62,7 @@ def draw_noise(size: int, rumble: float, random: np.random.Generator) -> npt.NDA
         rumble: r in 0..1. 0: white noise. Larger values emphasise low frequencies.
         random: generator of the white noise.
     """
+    # The filter has 32 taps, and needs 31 samples before the first.
     noise: npt.NDArray[np.float32] = random.standard_normal(size + 31, np.float32)
     for delay in (1, 2, 4, 8, 16):
         noise = noise[delay:] + np.float32(rumble**delay) * noise[:-delay]

@@ -119,7 +119,7 @@ class Part:
     def use(self, data: DataSettings) -> None:
         """Set the pipelines of all views according to the settings."""
         for name, view in self.views.items():
-            pipeline = data.all_views[name].pipeline.with_tables(self.tables.arrays, table_prefix(name))
+            pipeline = data.all_views[name].pipeline.add_tables(self.tables.arrays, table_prefix(name))
             self.views[name] = dataclasses.replace(view, pipeline=pipeline)
         self._held_out.clear()
 

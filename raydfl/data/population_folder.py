@@ -21,6 +21,7 @@ from raydfl.data.client_ids import to_numbers
 from raydfl.data.tables import Tables, encode, join_tables
 
 FORMAT = 3
+"""Format of new populations. 1: arrays in a safetensors file. 2: tables of each part. 3: tables of all parts."""
 _FACTS, _CLIPS, _CLIENTS = "population.json", "clips.arrow", "clients.arrow"
 _CHUNK = 1 << 22
 

@@ -71,6 +71,7 @@ def _copy(uri: str, copy: Path, progress: Progress) -> int:
     files = {name: size for name, size in remote.files().items() if size >= 0}
     if not files:
         raise DataError(f"there are no files at {uri}. Check the URI")
+    # Downloads are atomic, so a file of the right size is complete.
     missing = [
         name for name, size in files.items() if not (path := copy / name).exists() or path.stat().st_size != size
     ]

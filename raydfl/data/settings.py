@@ -51,7 +51,7 @@ class SiteSettings(Settings):
 
     parts: dict[str, dict[str, Any]] = Field(
         default_factory=dict,
-        description="Parts with data at the site: their options here, by name. Empty: all parts.",
+        description="Parts with data at the site, each with its options at the site. Empty: all parts.",
     )
 
     def select_part(self, name: str) -> dict[str, Any]:
@@ -164,8 +164,8 @@ class DataSettings(Settings):
 
     heads: Literal["part", "common"] = Field(
         "part",
-        description="Last layers with parts. part: the server keeps a head for each part. common: all parts share a head with "
-        "the width of the largest part, so that updates do not reveal a client's part.",
+        description="Output layers with data.parts. part: the server keeps a head for each part. common: all parts share a head "
+        "as wide as the largest part, so that updates do not reveal a client's part.",
     )
 
     @field_validator("leave_out", mode="before")
@@ -196,7 +196,7 @@ class DataSettings(Settings):
     @model_validator(mode="before")
     @classmethod
     def _check_keys(cls, values: Any) -> Any:
-        if isinstance(values, str):
+        if isinstance(values, str):  # the short form `data: tones`
             values = {"name": values}
         if isinstance(values, Mapping) and values.get("parts"):
             values = {"name": "", **values}
@@ -389,22 +389,22 @@ class DataSettings(Settings):
         Raises:
             ConfigError: a setting is invalid. The message names the part.
         """
-        own, where = self.parts[name], f"data.parts.{name}"
+        options, where = self.parts[name], f"data.parts.{name}"
         for key in ("parts", "sites", "cache", "heads"):
-            if key in own:
+            if key in options:
                 raise ConfigError(f"{where}.{key} is not supported, because all parts share it. Set data.{key}")
-        if not own.get("name", self.name):
+        if not options.get("name", self.name):
             raise ConfigError(f"{where}.name is missing. Choose a data set from `raydfl data list`")
         common = self.model_dump(exclude={"parts", "sites", "heads"}, exclude_unset=True)
         sites = {
             key: site.select_part(name) for key, site in self.sites.items() if name in site.parts or not site.parts
         }
-        if "name" in own and own["name"] != self.name:
+        if options.get("name", self.name) != self.name:  # options of a different data set do not apply
             common = {key: value for key, value in common.items() if key in type(self).model_fields}
         try:
-            return DataSettings.model_validate({**common, "cache": self.cache, "sites": sites, **own})
+            return DataSettings.model_validate({**common, "cache": self.cache, "sites": sites, **options})
         except ValidationError as error:
-            raise ConfigError(explain(error, where, own, DataSettings)) from error
+            raise ConfigError(explain(error, where, options, DataSettings)) from error
         except ConfigError as error:
             raise relocate_error(error, where) from error
 

@@ -41,7 +41,8 @@ class Adversary:
             return False
         attack = self.attack
         now = round_index
-        # Attackers of the whole run are drawn only once, because a population may have millions of clients.
+        # Attackers of the whole run are drawn only once, because a population may have millions of clients. -1 and -2 stand for
+        # the rounds of the attack and the rounds outside it.
         if attack.draw == "run" and type(attack).attackers is Attack.attackers:
             started, over = attack.start <= round_index + 1, attack.stop is not None and attack.stop < round_index + 1
             now = -1 if started and not over else -2

@@ -24,7 +24,7 @@ from raydfl.engine.worker import Worker
 logger = logging.getLogger(__name__)
 
 _WORTH = 0.95
-"""Largest ratio of the times for a client that justifies a doubled width, which needs more memory."""
+"""Largest ratio of a client's times at the doubled and the former width that justifies the memory of the doubled width."""
 
 
 def ask_width(pool: Pool, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> int:
@@ -65,7 +65,7 @@ def choose_width(worker: Worker, orders: Sequence[Order], broadcast: Mapping[str
 
 def measure_width(worker: Worker, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> int:
     """Measure the fastest number of clients for batched training. The results of the training are discarded."""
-    orders = sorted(orders, key=lambda order: -order.cost)
+    orders = sorted(orders, key=lambda order: -order.cost)  # the largest clients need the most memory
     private = worker.private
 
     def measure_seconds(width: int) -> float:
@@ -79,7 +79,7 @@ def measure_width(worker: Worker, orders: Sequence[Order], broadcast: Mapping[st
         finally:
             worker.private.close()
             worker.private = private
-            worker.networks.replicas.clear()
+            worker.networks.replicas.clear()  # frees the GPU memory of widths that the run will not use
 
 
 def find_best_width(measure_seconds: Callable[[int], float], most: int) -> int:

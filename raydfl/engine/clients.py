@@ -12,7 +12,7 @@ from raydfl.core import seeds
 from raydfl.core.errors import ConfigError, nearest
 from raydfl.core.sequences import OnDemand
 from raydfl.core.types import Client, ModelSpec
-from raydfl.data import DataSettings, Population, dealt
+from raydfl.data import DataSettings, Population, deal_values
 from raydfl.engine.assembly import format_value, split_view
 from raydfl.engine.config import Config
 from raydfl.engine.draw import Draw, make_draw
@@ -46,7 +46,7 @@ class Clients(OnDemand[Client]):
         for part, part_data in population.parts.items():
             data, classes = settings[part], len(part_data.classes)
             values = {
-                name: (profile.values, dealt(name, profile, len(part_data), config.run.seed))
+                name: (profile.values, deal_values(name, profile, len(part_data), config.run.seed))
                 for name, profile in data.profile.items()
                 if profile.values
             }

@@ -74,7 +74,7 @@ class Config(Settings):
     @model_validator(mode="after")
     def _check_groups(self) -> Config:
         self.check_needs({})
-        if self.ray.actors == 0 or self.ray.gpus == 0 or self.ray.cpu_actors:
+        if self.ray.actors == 0 or self.ray.gpus == 0 or self.ray.cpu_actors:  # some clients train on the CPU
             check_device(self.train.precision, torch.device("cpu"))
         declared = self.parts.models
         _check_known(self.models, declared, f"models: {self.method['name']}")
@@ -107,7 +107,7 @@ class Config(Settings):
             ConfigError: A need is not met. The message describes the first conflict.
         """
         method, rule, attack = self.parts.method, self.parts.rule, self.parts.attack
-        phases = [self.train.in_phase(name) for name in self.phases.names]
+        phases = [self.train.resolve_phase(name) for name in self.phases.names]
         names = self.method["name"], self.objective["name"], str((self.attack or {}).get("name"))
         check_needs(names, method, attack, rule, self.data, self.train.clients, phases, pools)
 
@@ -146,7 +146,7 @@ class Config(Settings):
                     )
                 source = views[view]
                 frames, cut = source.features.frames, source.pipeline.cut
-                if data.segment is not None:
+                if data.segment is not None:  # the length of a segment is not that of the features
                     frames = None
                 if frames is not None and cut is not None:
                     frames = min(frames, cut)
@@ -191,8 +191,8 @@ class Config(Settings):
         differing = differing_kernels(self.__dict__.get(_KERNELS, {}))
         if differing:
             _log.warning(
-                "raydfl on %s uses different CPU kernels than the machine that started the run (%s). The last digits of the models "
-                "depend on the worker that trains a client. Use equal CPUs, and install the same raydfl on every node",
+                "raydfl on %s and on the starting machine of the run use different CPU kernels (%s). The last digits of the models "
+                "depend on each client's worker. Use equal CPUs, and install the same raydfl on every node",
                 platform.node(),
                 differing,
             )
@@ -236,7 +236,7 @@ class Config(Settings):
         parts["train"].pop("rounds")
         if type(self.parts.method).phases:
             parts["train"]["phases"] = [
-                (name, first, self.train.phases.get(name, PhaseSettings()).deciding())
+                (name, first, self.train.phases.get(name, PhaseSettings()).dump_deciding())
                 for name, first in zip(self.phases.names, self.phases.first, strict=True)
             ]
             parts |= self._dump_phase_criteria()

@@ -79,7 +79,7 @@ def make_draw(settings: ClientSettings, population: Population, column: Column) 
             f"train.clients excludes all {len(population)} clients. Remove one of its conditions (where, ids, min_examples), or "
             f"give a client a weight above 0"
         )
-    strata = np.broadcast_to(np.int8(0), len(population))
+    strata = np.broadcast_to(np.int8(0), len(population))  # a single stratum, without memory for each client
     if settings.strata is not None:
         strata = column(settings.strata)[1] + 1  # clients with an unknown value (-1) are a stratum too
     return Draw(chances, strata)

@@ -24,7 +24,7 @@ from raydfl.engine.settings import EvaluateSettings
 from raydfl.engine.storage import record
 from raydfl.engine.validation import Kinds, kinds_of, make_printable, reject_misfit
 from raydfl.methods import Method, check_prefixes
-from raydfl.training import fixed_tensors
+from raydfl.training import find_fixed_tensors
 
 Variants = Sequence[tuple[Sequence[ModelSpec], Mapping[str, nn.Module]]]
 """Distinct combinations of the clients' architectures, each with built models by name."""
@@ -125,7 +125,7 @@ class Evaluation:
             return self._method.plan_evaluation(state, clients)
 
     def _plan_complete_entries(self, state: State) -> list[Task]:
-        """Return a task for each entry with a complete model. Several entries are limited to those that clients receive."""
+        """Return a task for each entry with a complete model. Of several entries, only the clients' received ones count."""
         tasks = [Task(SERVER, phase="evaluate", receive=(key,)) for key in state.tensors]
         complete = [task for task in tasks if any(self._select_models(task, state, part) for part in self._shards)]
         if len(complete) < 2:
@@ -150,7 +150,7 @@ class Evaluation:
             if name not in available:
                 raise ConfigError(
                     f"plan_evaluation(): the server cannot evaluate the model {name!r} of {', '.join(map(repr, task.receive))}, "
-                    f"because some of its tensors are missing there. Plan entries with all of its tensors"
+                    f"because some of its tensors are missing there. Plan an evaluation of entries with all tensors"
                 )
         return tuple(available[name] for name in dict.fromkeys(named))
 
@@ -301,7 +301,7 @@ def _find_shared_models(method: Method, variants: Variants) -> dict[ModelSpec, d
     """
     shared: dict[str, tuple[ModelSpec, dict[str, torch.Size]]] = {}
     for specs, models in variants:
-        fixed = fixed_tensors(models, method.fixed)
+        fixed = find_fixed_tensors(models, method.fixed)
         for spec in specs:
             if spec.name in models and spec.name not in shared:
                 state = models[spec.name].state_dict()
@@ -333,7 +333,7 @@ def find_received_entries(config: Config, state: State, clients: Clients, begun:
     phase = config.phases.replace_first(begun).find(last)
     # The last round is planned again, because a method's schedule may end with it.
     before = dataclasses.replace(state, round_index=last, phase=phase)
-    cohort = config.train.in_phase(phase).cohort_size(clients.eligible)
+    cohort = config.train.resolve_phase(phase).cohort_size(clients.eligible)
     with naming_failures(method, "plan", f"round {last + 1}"):
         tasks = [*method.plan(before, clients, seeds.generator(config.run.seed, last, "", "plan"), cohort)]
     with naming_failures(method, "plan_evaluation", f"the evaluation after round {state.round_index}"):

@@ -53,7 +53,7 @@ from raydfl.engine.validation import check_failed, check_overflow
 
 
 class Federation:
-    """A federation that executes one round at a time.
+    """Federation of a run, executed round by round.
 
     Only its checkpoint changes between rounds. Every commit stores the checkpoint, so a new Federation in the same folder resumes
     after the last commit and gives the same bits.
@@ -74,7 +74,7 @@ class Federation:
         self.method = config.parts.method
         self.clients = Clients(population, config, planning=True)
         self._cohorts = {
-            name: config.train.in_phase(name).cohort_size(self.clients.eligible) for name in config.phases.names
+            name: config.train.resolve_phase(name).cohort_size(self.clients.eligible) for name in config.phases.names
         }
         self._attackers = Adversary(config.parts.attack, type(self.method).changes, population.ids, config.run.seed)
         self._place_of, self._part_of = population.place_of, population.part_of
@@ -100,7 +100,8 @@ class Federation:
         if commit is None:
             self._start()
         else:
-            store.together = commit.together
+            store.together = commit.together  # another width would change the last bits of the run
+            # A crash between rows and LATEST leaves rows of rounds without a commit, which the run repeats.
             record.discard_rows(store.folder, self.state.round_index)
             self._restore_selection()
         if not store.private_here:

@@ -57,6 +57,7 @@ def _init_wider(config: Config, clients: Clients, variants: Mapping[str, Variant
         width = None if spec.outputs is None else method.objective.outputs(spec.classes + 1)
         return dataclasses.replace(spec, classes=spec.classes + 1, outputs=width, init_from=())
 
+    # The comparison of shapes for two numbers of classes shows which tensors depend on the classes, also in users' networks.
     wider = [[widen(spec) for spec in specs] for specs, _ in next(iter(variants.values()))]
     return _init(config, clients, [build_models(method, specs, config.run.seed) for specs in wider])
 

@@ -134,7 +134,7 @@ class ReadAhead:
         """Next round, if clients already work on it."""
 
     def take(self, round_index: int) -> Round | None:
-        """Remove and return the started round after ``round_index`` completed rounds, if there is one."""
+        """Remove and return the started round after ``round_index`` completed rounds, if any."""
         begun, self.begun = self.begun, None
         return begun if begun is not None and begun.before.state.round_index == round_index else None
 
@@ -147,7 +147,7 @@ class ReadAhead:
             return checkpoint
         # Nothing enforces a deadline before the next call of Federation.round.
         moving = self._committer.select_sparse(checkpoint.private) is not None
-        if not moving and train.in_phase(state.phase).deadline is None:
+        if not moving and train.resolve_phase(state.phase).deadline is None:
             with contextlib.suppress(Exception):  # the next call of Federation.round raises the error again
                 self.begun = self._begin()
                 done.times["next started"] = self.begun.times["started"]

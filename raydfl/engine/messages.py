@@ -49,7 +49,7 @@ def _drop_models(tensors: FlatTensors, models: frozenset[str]) -> FlatTensors:
 
 
 def count_received_bytes(order: Order, broadcast: Mapping[str, FlatTensors], lacks: frozenset[str]) -> int:
-    """Count the bytes that the order's client downloads, without entries that it already has (``Task.has``)."""
+    """Count the bytes of the order's downloads, without the client's existing entries (``Task.has``)."""
     total = 0
     for key in order.task.receive:
         if key in order.task.has:
@@ -59,7 +59,7 @@ def count_received_bytes(order: Order, broadcast: Mapping[str, FlatTensors], lac
             shapes = zip(layout.names, layout.shapes, strict=True)
             layout = Layout.from_shapes({name: shape for name, shape in shapes if name.partition("/")[0] not in lacks})
         total += cut_size(layout, order.task.cuts)
-    return 4 * total
+    return 4 * total  # float32
 
 
 def split_updates(result: Update, who: str, shared: Callable[[str], bool], fixed: Collection[str]) -> list[Update]:
@@ -75,7 +75,7 @@ def split_updates(result: Update, who: str, shared: Callable[[str], bool], fixed
         RaydflError: The result is no update, two updates have the same key, or an update has a private or fixed tensor.
     """
     check_form(result, who)
-    updates = [dataclasses.replace(result, further=()), *result.further]
+    updates = [dataclasses.replace(result, further=()), *result.further]  # each update names its own key
     for update in result.further:
         check_form(update, who)
         if update.further:

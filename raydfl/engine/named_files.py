@@ -181,10 +181,9 @@ def check_same_files(at_start: Mapping[str, tuple[str, str]], here: Mapping[str,
     """
     for place, (path, content) in at_start.items():
         if here.get(place, (path, ""))[1] != content:
-            problem = "differs from its content" if place in here else "does not exist as it does"
+            problem = "differs from the starting machine's" if place in here else "is missing"
             raise ConfigError(
-                f"{place}: {path} on {platform.node()} {problem} on the machine that started the run. Provide the same content "
-                f"under this path on every node"
+                f"{place}: {path} on {platform.node()} {problem}. Provide the same content under this path on every node"
             )
 
 

@@ -13,7 +13,7 @@ from raydfl.core.tensors import FlatTensors
 from raydfl.core.types import ModelSpec
 from raydfl.methods import Method
 from raydfl.models import start_from_file
-from raydfl.training import Replica, fixed_tensors
+from raydfl.training import Replica, find_fixed_tensors
 
 
 def seed_torch(seed: int, device: torch.device) -> None:
@@ -29,7 +29,7 @@ def build_models(method: Method, models: Sequence[ModelSpec], run_seed: int) -> 
 
     Equal architectures have equal initial weights at every client. The weights come from the run seed or from a file.
     """
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]):  # restores the caller's generator
         seed_torch(seeds.seed_for(run_seed, 0, "", "init"), torch.device("cpu"))
         copies = type(method).copies
         originals = tuple(spec for spec in models if spec.name not in copies)
@@ -54,7 +54,7 @@ def build_fixed_tensors(method: Method, models: Sequence[ModelSpec], run_seed: i
         return FlatTensors.from_tensors({})
     built = build_models(method, [spec.whole or spec for spec in models], run_seed)
     states = {f"{name}/{key}": value for name, model in built.items() for key, value in model.state_dict().items()}
-    return FlatTensors.from_tensors({name: states[name] for name in sorted(fixed_tensors(built, method.fixed))})
+    return FlatTensors.from_tensors({name: states[name] for name in sorted(find_fixed_tensors(built, method.fixed))})
 
 
 class BuiltNetworks:
@@ -80,11 +80,11 @@ class BuiltNetworks:
             place: Number of the client in its group. Clients in batched training need networks of their own.
         """
         built = self.replicas.get((specs, place))
-        if built is None or not built.whole:
+        if built is None or not built.intact:
             models = build_models(self._method, specs, self._seed)
             for model in models.values():
                 model.to(self._device)
-            built = Replica(models, fixed_tensors(models, self._method.fixed), self._users_code)
+            built = Replica(models, find_fixed_tensors(models, self._method.fixed), self._users_code)
             self.replicas[specs, place] = built
         return built
 

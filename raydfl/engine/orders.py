@@ -54,7 +54,7 @@ class Order:
     server_models: tuple[ModelSpec, ...] = ()
     """Shared models, for an evaluation on the server's data."""
     group: int = -1
-    """Group of orders to execute as one batch in one worker; -1: unbatched."""
+    """Number of the order's group for batched execution in a worker; -1: unbatched."""
     attacking: bool = False
     """Whether the client attacks in this round."""
     part: str = ""
@@ -255,6 +255,7 @@ def assign_groups(orders: Sequence[Order], kinds: Sequence[Hashable], width: int
     group_of: dict[int, int] = {}
     number = 0
     for members in alike.values():
+        # Splits of nearly equal size: a small remainder would train almost unbatched.
         for part in np.array_split(np.array([order.position for order in members]), -(-len(members) // width)):
             group_of.update(dict.fromkeys(part.tolist(), number))
             number += 1

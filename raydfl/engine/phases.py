@@ -39,7 +39,7 @@ class Phases:
             )
         first = [0]
         for rounds in lengths[:-1]:
-            first.append(first[-1] + (rounds or max(1, train.rounds // len(names))))
+            first.append(first[-1] + (rounds or max(1, train.rounds // len(names))))  # the default is an equal share
         if any(lengths) and first[-1] > train.rounds:
             raise ConfigError(
                 f"train.phases: {names[-1]!r} would begin after round {first[-1]}, but train.rounds is {train.rounds}. Raise "

@@ -55,7 +55,7 @@ class SerialPool:
         self.workers = {worker.place: worker for worker in workers}
 
     def run(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> Iterator[Reply]:
-        """Carry out one group of orders after another, at the iteration that needs its replies."""
+        """Carry out groups of orders sequentially, each at the iteration that needs its replies."""
         for group in split_groups(orders):
             start = time.perf_counter()
             replies = self.workers[group[0].place].carry_out(group, broadcast, start)

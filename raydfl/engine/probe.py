@@ -19,7 +19,7 @@ from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
 from raydfl.engine.networks import build_models
 from raydfl.methods import Method, compute_logits
-from raydfl.training import fixed_tensors, preserved
+from raydfl.training import find_fixed_tensors, preserve_generators
 
 _FRAMES = 96
 """Frames of noise examples, which replace absent recordings of variable length."""
@@ -49,14 +49,14 @@ def try_models(config: Config, population: Population) -> dict[str, list[dict[st
         if config.labels_needed and data.unseen == "stop":
             _check_classes(part_data)
         batch, real = _make_batch(part_data, data)
-        with preserved(), torch.no_grad():
+        with preserve_generators(), torch.no_grad():
             for specs in narrower[part]:
                 models = _build(method, specs, config.run.seed)
                 for name in models:
                     _try(method, models, name, specs, batch, real)
             for specs in variants[part]:
                 models = _build(method, specs, config.run.seed)
-                fixed = fixed_tensors(models, method.fixed)
+                fixed = find_fixed_tensors(models, method.fixed)
                 for name, model in models.items():
                     _try(method, models, name, specs, batch, real)
                     spec = next(spec for spec in specs if spec.name == name)

@@ -51,8 +51,8 @@ class RaySettings(Settings):
 
     actors: int | Literal["per_client"] = Field(
         2,
-        description="Client actors. 0: train one client after another in this process, without Ray. per_client: one actor for "
-        "each client.",
+        description="Client actors. 0: train clients sequentially in this process, without Ray. per_client: an actor for each "
+        "client.",
     )
     cpus: float = Field(1.0, ge=0, description="CPUs that Ray reserves for each client actor.")
     gpus: Annotated[float, Field(ge=0)] | Literal["auto"] = Field(
@@ -173,11 +173,11 @@ class RunSettings(Settings):
     @classmethod
     def _check_name(cls, value: str | None) -> str | None:
         if value is not None and (value in ("", ".", "..") or "/" in value):
-            raise ValueError("a run's name is the name of one folder in run.dir: without / and not . or ..")
+            raise ValueError("a run's name must be a valid folder name, without / and neither . nor ..")
         if value is not None and (len(value.encode()) > _LONGEST_NAME or not value.isprintable()):
             raise ValueError(
-                f"a run's name is the name of a folder: at most {_LONGEST_NAME} bytes, this has {len(value.encode())}, "
-                "and no control characters"
+                f"a run's name must have at most {_LONGEST_NAME} bytes (this has {len(value.encode())}) and no control characters, "
+                "because it is the name of a folder"
             )
         return value
 

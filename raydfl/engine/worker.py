@@ -110,7 +110,7 @@ class Worker:
         users_code = any(is_users(type(part).__module__) for part in at_clients)
         self.networks = BuiltNetworks(self.method, config.run.seed, self.device, users_code)
         # Cached, because batched training requires the same settings object for all clients of a group.
-        self._training_in = functools.cache(config.train.in_phase)
+        self._training_in = functools.cache(config.train.resolve_phase)
         self._samples: dict[tuple[str, str, int], Examples] = {}
 
     def carry_out(
@@ -156,7 +156,7 @@ class Worker:
             if isinstance(outcome, Exception):
                 raise outcome
             replies.append(outcome)
-        seconds = (time.perf_counter() - started) / len(orders)
+        seconds = (time.perf_counter() - started) / len(orders)  # a batch has no times of single clients
         return [
             dataclasses.replace(reply, seconds=seconds, waited=started - arrived + number * seconds)
             for number, reply in enumerate(replies)
@@ -178,7 +178,7 @@ class Worker:
             if not self._may_drop(order):
                 raise ClientError(self._describe(order, error)) from error
             if isinstance(error, torch.OutOfMemoryError):
-                torch.cuda.empty_cache()
+                torch.cuda.empty_cache()  # releases the failed client's cached memory to the next client
             return self._reject(order, broadcast, f"error: {describe(error)}")
 
     def _may_drop(self, order: Order) -> bool:

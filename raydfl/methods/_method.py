@@ -32,7 +32,7 @@ from raydfl.methods._layers import check_prefixes
 from raydfl.models import build_model
 from raydfl.objectives import Classify, Objective
 from raydfl.rules import Rule, WeightedMean, find_rule
-from raydfl.training import Step, fit, fixed_tensors
+from raydfl.training import Step, find_fixed_tensors, fit
 
 CLIENTS = "clients"
 """Key of ``State.extra`` for the number of clients, N in many equations. With ``train.groups`` the engine sets it to the size of
@@ -123,7 +123,7 @@ class Method(StrictTypes):
         """Name prefixes of fixed parameters. Parameters built without gradients are fixed anyway.
 
         Server and clients know a fixed parameter from the run's seed or a file. It is neither trained, nor sent, nor stored.
-        Buffers of layers with only fixed parameters are fixed too (raydfl.training.fates). ``None``: nothing is fixed.
+        Buffers of layers with only fixed parameters are fixed too (raydfl.training.ownership). ``None``: nothing is fixed.
         """
         return ()
 
@@ -173,7 +173,7 @@ class Method(StrictTypes):
             check_prefixes(originals, getattr(self, option) or (), f"method.{option}")
         tensors: dict[str, Tensor] = {}
         for built in models:
-            fixed = fixed_tensors(built, self.fixed)
+            fixed = find_fixed_tensors(built, self.fixed)
             for model_name, model in built.items():
                 for key, value in model.state_dict().items():
                     name = f"{model_name}/{key}"

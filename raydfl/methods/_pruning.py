@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from raydfl.core.errors import ConfigError
 from raydfl.core.part_names import plain_name
 from raydfl.core.types import BuiltModels, Tensors, Update
-from raydfl.training import Step, computing_with, fixed_tensors
+from raydfl.training import Step, find_fixed_tensors, substitute_tensors
 
 Kind = Literal["convolution", "recurrent", "linear"]
 Solver = Literal["ramp", "uniform", "trust-constr"]
@@ -260,7 +260,7 @@ def apply_masks(step: Step, model: str) -> Iterator[dict[str, Tensor]]:
     if not tensors:
         yield tensors
         return
-    with computing_with(model, step.models[model], tensors):
+    with substitute_tensors(model, step.models[model], tensors):
         yield tensors
 
 
@@ -289,7 +289,7 @@ def map_prunable_tensors(models: BuiltModels, fixed: tuple[str, ...] | None, kin
     """
     layer_of: dict[str, str] = {}
     for built in models:
-        layers = find_prunable_layers(built, fixed_tensors(built, fixed), kinds)
+        layers = find_prunable_layers(built, find_fixed_tensors(built, fixed), kinds)
         if not layers:
             names = sorted({type(layer).__name__ for model in built.values() for layer in model.modules()})
             raise ConfigError(

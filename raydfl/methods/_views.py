@@ -27,7 +27,7 @@ from raydfl.methods._layers import last_layer
 from raydfl.methods._method import Method, UpdateCounter
 from raydfl.models import build_model
 from raydfl.rules import Rule, UniformMean
-from raydfl.training import Loss, Step, computing_in, fit
+from raydfl.training import Loss, Step, autocast, fit
 
 FUSION, GLOBAL = "fusion", "global"
 
@@ -106,7 +106,7 @@ class WithViews(Method):
     def _evaluate_fusion(self, step: Step, examples: Examples, batch_size: int) -> Metrics:
         for network in step.models.values():
             network.eval()
-        with torch.no_grad(), computing_in(step.training.precision, step.device):
+        with torch.no_grad(), autocast(step.training.precision, step.device):
             batches = examples.batches(batch_size, None, step.device)
             logits = torch.cat([compute_fusion(step.models, batch).cpu() for batch in batches])
         return self.objective.metrics(logits, examples)

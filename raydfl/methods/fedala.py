@@ -35,7 +35,7 @@ from raydfl.core.types import Batch, Metrics, Update
 from raydfl.data import Examples
 from raydfl.methods._copies import find_retained, retain
 from raydfl.methods._method import Method
-from raydfl.training import Step, computing_with, fit
+from raydfl.training import Step, fit, substitute_tensors
 
 _LAST, _STARTED = "last/", "started"
 
@@ -59,7 +59,7 @@ class FedALA(Method):
     def mixing_loss(self, step: Step, batch: Batch) -> Tensor:
         """Return the objective's loss of the mixture, with gradients only for the weights."""
         tensors = {name: value.detach() for name, value in step.parameters("model").items()} | self._mix(step)
-        with computing_with("model", step.models["model"], tensors):
+        with substitute_tensors("model", step.models["model"], tensors):
             return self.loss(step, batch)
 
     def _mix(self, step: Step) -> dict[str, Tensor]:

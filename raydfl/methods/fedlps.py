@@ -30,7 +30,7 @@ from raydfl.core.errors import ConfigError
 from raydfl.core.types import BuiltModels, Client, State, Update
 from raydfl.methods._masking import RatioMasking
 from raydfl.methods._pruning import MASK, find_prunable_layers, make_mask, spread_masks
-from raydfl.training import Step, fit, fixed_tensors
+from raydfl.training import Step, find_fixed_tensors, fit
 
 _NORMS = (nn.GroupNorm, nn.LayerNorm, nn.BatchNorm1d, nn.BatchNorm2d)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -50,7 +50,7 @@ class FedLPS(RatioMasking):
             ConfigError: A network has no prunable layer, or a client's profile has no valid ratio.
         """
         for built in models if self.prunes else ():
-            if not self._masks(built, fixed_tensors(built, self.fixed), 0.5):
+            if not self._masks(built, find_fixed_tensors(built, self.fixed), 0.5):
                 names = sorted({type(layer).__name__ for layer in built["model"].modules()})
                 raise ConfigError(
                     f"models.model: fedlps finds nothing to prune in a network of {', '.join(names)}. Choose a network with "

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from raydfl.core.types import Batch, Update
 from raydfl.methods.fedper import FedPer
-from raydfl.training import Step, computing_with, fit
+from raydfl.training import Step, fit, substitute_tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class FedRep(FedPer):
         frozen = {name: value.detach() for name, value in step.parameters("model").items() if self.shared(name)}
         if not frozen:
             return super().loss(step, batch)
-        with computing_with("model", step.models["model"], frozen):
+        with substitute_tensors("model", step.models["model"], frozen):
             return super().loss(step, batch)
 
     def loss(self, step: Step, batch: Batch) -> Tensor:
@@ -44,7 +44,7 @@ class FedRep(FedPer):
         frozen = {name: value.detach() for name, value in parameters.items() if not self.shared(name)}
         if len(frozen) in (0, len(parameters)):  # Nothing to freeze, or nothing to train.
             return super().loss(step, batch)
-        with computing_with("model", step.models["model"], frozen):
+        with substitute_tensors("model", step.models["model"], frozen):
             return super().loss(step, batch)
 
     def local(self, step: Step) -> Update:

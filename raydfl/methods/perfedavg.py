@@ -30,7 +30,7 @@ from raydfl.core.ops import drift_term
 from raydfl.core.types import Batch, Metrics, Update
 from raydfl.data import Examples
 from raydfl.methods._method import Method
-from raydfl.training import Step, computing_with, fit
+from raydfl.training import Step, fit, substitute_tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class PerFedAvg(Method):
         adapted = step.parameters("adapted")
         # The values of w_i, with gradients for the second network.
         at_model = {name: w + (v - v.detach()) for (name, v), w in zip(adapted.items(), received, strict=True)}
-        with computing_with("adapted", step.models["adapted"], at_model):
+        with substitute_tensors("adapted", step.models["adapted"], at_model):
             value = self.objective.loss(step, "adapted", _half(batch, 0))
         return value + drift_term(list(adapted.values()), 1 / self.alpha, received)
 
@@ -65,7 +65,7 @@ class PerFedAvg(Method):
         at_adapted = {
             name: w + (v - w).detach() for (name, w), v in zip(step.parameters("model").items(), adapted, strict=True)
         }
-        with computing_with("model", step.models["model"], at_adapted):
+        with substitute_tensors("model", step.models["model"], at_adapted):
             return super().loss(step, _half(batch, 1))
 
     def local(self, step: Step) -> Update:

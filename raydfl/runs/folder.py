@@ -42,7 +42,7 @@ from raydfl.engine.storage import (
     write_config,
 )
 from raydfl.runs.progress import Progress
-from raydfl.training import fixed_tensors
+from raydfl.training import find_fixed_tensors
 
 
 def ensure_features(run_dir: Path, config: Config, progress: Progress) -> None:
@@ -173,7 +173,7 @@ def prepare_run(run_dir: Path, config: Config, progress: Progress) -> None:
     _check_ids(config)
     eligible = Clients(population, config).eligible
     for name in config.phases.names:
-        config.train.in_phase(name).cohort_size(eligible)
+        config.train.resolve_phase(name).cohort_size(eligible)
     models = try_models(config, population)
     remarks = _collect_remarks(config, population)
     if config.train.clients is not None:
@@ -309,7 +309,7 @@ def _build_fixed_tensors(config: Config, variants: Sequence[tuple[ModelSpec, ...
     tensors: dict[str, Tensor] = {}
     unequal: set[str] = set()
     for models in [build_models(config.parts.method, specs, config.run.seed) for specs in variants]:
-        for name in sorted(fixed_tensors(models, config.parts.method.fixed)):
+        for name in sorted(find_fixed_tensors(models, config.parts.method.fixed)):
             model, _, key = name.partition("/")
             tensor = models[model].state_dict()[key].detach().contiguous()
             if not torch.equal(tensors.setdefault(name, tensor), tensor):

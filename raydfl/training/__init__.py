@@ -1,19 +1,23 @@
-"""One client's local work: the step that a method's code sees, the loop that trains, the optimiser.
+"""Local training of a client: the step of a method's code, the training loop, the optimiser.
 
-Imports data and core. Begin with step.py and _fit.py; together/ trains several clients in one computation.
+Imports data and core. Begin with step.py and _fit.py. together/ trains several clients in one batched computation.
+
+Terms: a *flat name* is ``"model/layer.weight"``. A tensor is *shared* (sent to the server), *private* (kept at the client) or
+*fixed* (never changed, sent or kept). A training is *batched* if several clients compute it at once, else *unbatched*.
 """
 
+from raydfl.core.deprecation import alias_former_names
 from raydfl.training._fit import fit, predict
 from raydfl.training.clock import Clock, DeadlineExceededError
 from raydfl.training.execution import Execution
-from raydfl.training.fates import fixed_tensors
+from raydfl.training.ownership import find_fixed_tensors
 from raydfl.training.plan import Plan
-from raydfl.training.precision import check_device, computing_in
-from raydfl.training.randomness import preserved
+from raydfl.training.precision import autocast, check_device, computing_in
+from raydfl.training.randomness import preserve_generators
 from raydfl.training.replica import Replica
 from raydfl.training.settings import ClientSettings, PhaseSettings, TrainSettings
 from raydfl.training.step import Loss, Reported, Step
-from raydfl.training.substitute import computing_with
+from raydfl.training.substitute import substitute_tensors
 
 __all__ = [
     "ClientSettings",
@@ -27,11 +31,21 @@ __all__ = [
     "Reported",
     "Step",
     "TrainSettings",
+    "autocast",
     "check_device",
     "computing_in",
-    "computing_with",
+    "find_fixed_tensors",
     "fit",
-    "fixed_tensors",
     "predict",
-    "preserved",
+    "preserve_generators",
+    "substitute_tensors",
 ]
+
+alias_former_names(
+    __name__,
+    {
+        "computing_with": "substitute_tensors",
+        "fixed_tensors": "find_fixed_tensors",
+        "preserved": "preserve_generators",
+    },
+)

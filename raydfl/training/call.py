@@ -12,7 +12,7 @@ from raydfl.training.step import Loss, Step
 
 @dataclass(frozen=True, eq=False)
 class FitCall:
-    """The arguments of ``fit``, with the settings in place of those that were not given."""
+    """Arguments of ``fit``, with omitted ones filled in from the settings."""
 
     step: Step
     losses: Sequence[Loss]
@@ -20,8 +20,8 @@ class FitCall:
     epochs: int
     plan: Plan | None
     rates: Mapping[str, float]
-    """Learning rates by model, in place of the configuration's."""
+    """Learning rates by model, overriding the configuration."""
 
-    def data(self) -> Examples:
-        """Return the examples that batches are drawn from."""
+    def select_examples(self) -> Examples:
+        """Select the training examples: the pools of the plan, or ``step.data.train`` without a plan."""
         return self.step.data.train if self.plan is None else self.plan.examples(self.step.data)

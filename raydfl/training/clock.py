@@ -1,7 +1,7 @@
-"""Stragglers: how long a client may train, and what becomes of one that takes longer or never answers.
+"""Time limit of a client's training (``train.deadline``).
 
-A deadline depends on the clock, so a run in which it touches a client is not the same on every machine; the record says which
-clients it touched. A deadline that touches nobody changes nothing.
+A deadline depends on the speed of the machine. Runs with late clients are therefore not reproducible; the metrics table lists
+the late clients. A deadline without late clients changes no result.
 """
 
 from __future__ import annotations
@@ -15,25 +15,24 @@ import torch
 
 
 class DeadlineExceededError(Exception):
-    """A client is left out of the round because its time was over; no mistake of its code."""
+    """A client exceeded its deadline and is left out of the round. Its code is not at fault."""
 
 
 class Clock:
-    """The time that one client's training takes: its own code, and the computations that it takes part in.
+    """Stopwatch of a client's training: its own code and its batched computations.
 
-    Time in which it only waits for other clients of its group does not count; of a computation of several clients all of it
-    counts for each of them.
+    Waiting for the rest of the group does not count. The full time of a batched computation counts for each of its clients.
     """
 
     __slots__ = ("_device", "_limit", "_partial", "_since", "_spent", "cut", "steps")
 
     def __init__(self, limit: float | None = None, partial: bool = True, device: torch.device | None = None) -> None:
-        """Create a clock that stands still.
+        """Create a stopped clock.
 
         Args:
-            limit: seconds; ``None``: no deadline.
-            partial: whether what was done until the deadline counts.
-            device: that computes, the CPU by default; a GPU is waited for before the clock is read.
+            limit: deadline in seconds. ``None``: no deadline.
+            partial: whether the steps before the deadline count (``train.late: partial``).
+            device: device of the training, by default the CPU. Reading the clock synchronises a GPU.
         """
         self._device = device
         self._limit = math.inf if limit is None else limit
@@ -41,24 +40,24 @@ class Clock:
         self._spent = 0.0
         self._since: float | None = None
         self.steps = 0
-        """Optimiser steps done; a method takes back those that train nothing of what is sent."""
+        """Completed optimiser steps. Methods subtract steps without an effect on the update."""
         self.cut = False
-        """True where training ended at the deadline with batches left to do."""
+        """Whether the deadline ended the training before its last batch."""
 
     def start(self) -> None:
-        """Let it go on."""
+        """Start or resume the clock."""
         if self._since is None:
             self._since = time.monotonic()
 
     def stop(self) -> None:
-        """Let it stand."""
+        """Stop the clock."""
         if self._since is not None:
             self._spent += time.monotonic() - self._since
             self._since = None
 
     @property
     def expired(self) -> bool:
-        """Return whether the deadline is over."""
+        """True if the deadline has passed."""
         if self._limit == math.inf:
             return False
         if self._device is not None and self._device.type == "cuda":
@@ -66,11 +65,11 @@ class Clock:
         return self._spent + (0.0 if self._since is None else time.monotonic() - self._since) >= self._limit
 
     @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Stop the clock while a client waits for a computation that it has asked for.
+    def pause(self) -> Iterator[None]:
+        """Stop the clock inside a ``with`` block, while a client waits for a computation.
 
         Raises:
-            DeadlineExceededError: at the end, if the deadline was over before the work was done and what was done does not count.
+            DeadlineExceededError: the deadline cut the training, and its steps do not count. Raised at the end of the block.
         """
         self.stop()
         try:
@@ -84,8 +83,8 @@ class Clock:
             )
 
     @contextlib.contextmanager
-    def computing(self) -> Iterator[None]:
-        """Inside, what this client asked for is computed."""
+    def run(self) -> Iterator[None]:
+        """Run the clock inside a ``with`` block, during a computation of this client."""
         self.start()
         try:
             yield

@@ -1,4 +1,4 @@
-"""Execution: how the executor computes one client's training. Methods do not need it."""
+"""Execution of one client's training, as seen by the executor. Methods do not need it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from raydfl.training.networks import Networks
 
 @dataclass(slots=True)
 class Execution:
-    """The executor's values for one step: what ``fit`` may reuse, and how the last call of ``fit`` was computed."""
+    """Notes of the executor on a step: reusable networks, and whether the last ``fit`` was batched."""
 
     together: int = 1
-    """Clients in the batched computation of the last training, including this one. 1: unbatched."""
+    """Number of clients in the batched computation of the last training. 1: unbatched."""
     looped_because: str = ""
-    """The reason why the last training could not be batched, where that was tried."""
+    """Reason why the last training could not be batched. Empty if it was batched, or batching was not tried."""
     networks: Networks | None = None
-    """The parts of the networks as they were built. ``None``: a user's code can change them."""
+    """Parts of the networks as built. ``None``: a user's code may replace them."""
 
-    def networks_of(self, models: Mapping[str, nn.Module]) -> Networks | None:
-        """Return the parts of a step's models; ``None`` if they are unknown or the models were replaced."""
+    def find_networks(self, models: Mapping[str, nn.Module]) -> Networks | None:
+        """Return the known parts of a step's models, or ``None`` if they are unknown or replaced."""
         return self.networks if self.networks is not None and self.networks.models == models else None

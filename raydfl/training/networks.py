@@ -1,7 +1,7 @@
-"""Networks: what one client's networks are made of, found out once and asked for in the training of every client that they serve.
+"""Index of the parts of a client's networks, built once and reused for every client.
 
-A walk through a small network's layers costs a noticeable share of a step: the objects are many, and between two clients the
-numbers have pushed them out of the caches.
+Walking the layers of a small network takes a noticeable share of a step: the many objects have left the CPU's caches since
+the last client.
 """
 
 from __future__ import annotations
@@ -16,27 +16,31 @@ from raydfl.core.users_code import is_users
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Networks:
-    """The parts of networks with which only raydfl's code works: it changes values and modes, and leaves each part in its place."""
+    """Parts of networks without a user's code. raydfl's code changes values and modes but replaces no part."""
 
     models: Mapping[str, nn.Module]
-    """By name."""
+    """Networks by name."""
     layers: Sequence[nn.Module]
     tensors: Sequence[Tensor]
     """Parameters and buffers, layer by layer."""
     parameters: Mapping[str, Mapping[str, nn.Parameter]]
-    """By the model's name and by flat name; a tied one once."""
+    """Parameters by model and flat name. Tied parameters appear once."""
     floating: Mapping[str, Mapping[str, Tensor]]
-    """By the model's name and by flat name: what has a floating type of a ``state_dict``, live, but what is fixed."""
+    """Live floating-point tensors of the ``state_dict`` by model and flat name. Fixed tensors are omitted."""
 
     @classmethod
-    def of(cls, models: Mapping[str, nn.Module], fixed: frozenset[str]) -> Networks | None:
-        """Look at networks as they were built; ``None`` where a layer is a user's, who may have kept hold of it.
+    def from_models(cls, models: Mapping[str, nn.Module], fixed: frozenset[str]) -> Networks | None:
+        """Index freshly built networks.
 
         Args:
-            models: by name.
+            models: networks by name.
             fixed: flat names of fixed tensors.
+
+        Returns:
+            The index, or ``None`` if a user's code may hold a reference to a part: a user's layer, or a ``state_dict`` with
+            tensors from elsewhere.
         """
-        layers, tensors = layers_and_tensors(models)
+        layers, tensors = list_layers_and_tensors(models)
         states = {name: model.state_dict(keep_vars=True) for name, model in models.items()}
         live = {id(tensor) for tensor in tensors}
         if any(is_users(type(layer).__module__) for layer in layers) or any(
@@ -62,8 +66,8 @@ class Networks:
         )
 
 
-def layers_and_tensors(models: Mapping[str, nn.Module]) -> tuple[list[nn.Module], list[Tensor]]:
-    """Return all layers of some models, and layer by layer their parameters and buffers."""
+def list_layers_and_tensors(models: Mapping[str, nn.Module]) -> tuple[list[nn.Module], list[Tensor]]:
+    """List all layers of the models, and layer by layer their parameters and buffers."""
     layers = [layer for model in models.values() for layer in model.modules()]
     tensors = [t for layer in layers for t in (*layer._parameters.values(), *layer._buffers.values())]
     return layers, [tensor for tensor in tensors if tensor is not None]

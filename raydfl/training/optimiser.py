@@ -1,10 +1,10 @@
-"""The clients' optimiser, over one client's parameters or over those of several clients stacked.
+"""The clients' optimiser, for a client's parameters or the stacked parameters of several clients.
 
-All of them act on each element by itself, so that on stacked parameters they do for each client what they do for it alone.
+All algorithms are element-wise. On stacked parameters, each client's result is therefore the same as unbatched.
 
-The operations are PyTorch's own. What ``torch.optim`` puts around them stays out of the training loop: making one of its optimisers
-takes a client 0.15 ms, its ``step`` longer than a small network's update itself, and the first in a process imports PyTorch's
-compiler (1 s, and 66 MB more in every client actor).
+The operations are PyTorch's own, without the overhead of ``torch.optim``: creating an optimiser takes 0.15 ms for each client,
+``step`` takes longer than the update of a small network, and the first optimiser of a process imports PyTorch's compiler (1 s,
+and 66 MB in every client actor).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from raydfl.training.settings import OptimiserSettings
 
 
 class Optimiser:
-    """Parameters that are trained, and what is kept for each."""
+    """SGD, Adam or AdamW over groups of parameters."""
 
     def __init__(
         self,
@@ -28,23 +28,23 @@ class Optimiser:
         round_index: int,
         rates: Mapping[str, float | Tensor] | None = None,
     ) -> None:
-        """Begin.
+        """Create the optimiser, without moments.
 
         Args:
-            parameters: leaf tensors by the name of their model.
-            settings: which one; a model's own learning rate is used where it has one.
-            round_index: rounds completed, by which the learning rates are decayed.
-            rates: learning rates by model, in place of the settings'; float32 [clients] where stacked clients have different ones.
+            parameters: leaf tensors by model name.
+            settings: algorithm and hyperparameters.
+            round_index: completed rounds, for the decay of the learning rates.
+            rates: learning rates by model, overriding the settings. float32 [clients] if stacked clients differ.
         """
         self.settings = settings
-        self.param_groups = _groups(parameters, settings, round_index, rates)
-        """For each model ``params`` and ``lr``."""
+        self.param_groups = _make_groups(parameters, settings, round_index, rates)
+        """Groups with ``params`` and ``lr``, one for each model."""
         self.state: dict[Tensor, dict[str, Tensor]] = {}
-        """By parameter, under the names that torch.optim has for them: moments, and ``step`` with Adam."""
+        """Moments (and ``step`` of Adam) by parameter, named as in torch.optim."""
 
     @torch.no_grad()
     def advance(self) -> None:
-        """Take one step, as the ``step`` of :func:`torch_optimiser` does. Parameters without a gradient stay as they are."""
+        """Take a step, equal to ``step`` of :func:`make_torch_optimiser`. Parameters without a gradient do not change."""
         settings = self.settings
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
@@ -52,33 +52,33 @@ class Optimiser:
             if not parameters:
                 continue
             if settings.name != "sgd":
-                self._adam(parameters, gradients, group["lr"])
+                self._adam_step(parameters, gradients, group["lr"])
                 continue
             if settings.weight_decay:
                 gradients = list(torch._foreach_add(gradients, parameters, alpha=settings.weight_decay))
             if settings.momentum:
-                gradients = self._with_momentum(parameters, gradients)
+                gradients = self._update_momentum(parameters, gradients)
             if isinstance(group["lr"], Tensor):
                 for parameter, gradient in zip(parameters, gradients, strict=True):
-                    parameter.sub_(gradient * _like(group["lr"], parameter))
+                    parameter.sub_(gradient * _expand_like(group["lr"], parameter))
                 continue
             torch._foreach_add_(parameters, gradients, alpha=-group["lr"])
 
-    def _with_momentum(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Return the moments after these gradients."""
+    def _update_momentum(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Add the gradients to the momentum buffers, and return the buffers."""
         moments = []
         for parameter, gradient in zip(parameters, gradients, strict=True):
-            kept = self.state.get(parameter)
+            state = self.state.get(parameter)
             moment = (
                 gradient.clone()
-                if kept is None
-                else kept["momentum_buffer"].mul_(self.settings.momentum).add_(gradient)
+                if state is None
+                else state["momentum_buffer"].mul_(self.settings.momentum).add_(gradient)
             )
             self.state[parameter] = {"momentum_buffer": moment}
             moments.append(moment)
         return moments
 
-    def _adam(self, parameters: list[Tensor], gradients: list[Tensor], lr: float | Tensor) -> None:
+    def _adam_step(self, parameters: list[Tensor], gradients: list[Tensor], lr: float | Tensor) -> None:
         for parameter in parameters:
             if parameter not in self.state:
                 self.state[parameter] = {
@@ -91,8 +91,8 @@ class Optimiser:
         )
         torch._foreach_add_(steps, 1)
         if isinstance(lr, Tensor) or steps[0].ndim:
-            for each in zip(parameters, gradients, means, squares, steps, strict=True):
-                self._adam_of_each(*each, lr)
+            for tensors in zip(parameters, gradients, means, squares, steps, strict=True):
+                self._adam_step_per_client(*tensors, lr)
             return
         operation = torch._fused_adam_ if self.settings.name == "adam" else torch._fused_adamw_
         operation(
@@ -111,13 +111,16 @@ class Optimiser:
             maximize=False,
         )
 
-    def _adam_of_each(
+    def _adam_step_per_client(
         self, parameter: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, step: Tensor, lr: float | Tensor
     ) -> None:
-        """Do the same for stacked clients that have different rates or numbers of steps, which the fused operations do not know."""
+        """Take an Adam step for stacked clients with different learning rates or step counts.
+
+        PyTorch's fused operations accept only one rate and scalar step counts.
+        """
         settings, (first, second) = self.settings, self.settings.betas
-        rate = _like(lr, parameter) if isinstance(lr, Tensor) else lr
-        count = (_like(step, parameter) if step.ndim else step).double()  # 1 - 0.999 needs the digits
+        rate = _expand_like(lr, parameter) if isinstance(lr, Tensor) else lr
+        count = (_expand_like(step, parameter) if step.ndim else step).double()  # 1 - 0.999**n would lose digits
         if settings.weight_decay and settings.name == "adam":
             gradient = gradient + settings.weight_decay * parameter
         elif settings.weight_decay:
@@ -127,18 +130,24 @@ class Optimiser:
         deviation = square.sqrt() / (1 - second**count).sqrt().float() + settings.eps
         parameter.sub_((rate / (1 - first**count)).float() * mean / deviation)
 
-    def forget_gradients(self) -> None:
+    def clear_gradients(self) -> None:
         """Set all gradients to ``None``."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
 
 
-def torch_optimiser(
+def make_torch_optimiser(
     parameters: Mapping[str, Sequence[Tensor]], settings: OptimiserSettings, round_index: int
 ) -> torch.optim.Optimizer:
-    """Return the same as one of torch.optim's, for training loops of a method's own; arguments as of :class:`Optimiser`."""
-    groups = _groups(parameters, settings, round_index)
+    """Create the equivalent torch.optim optimiser, for a method's own training loop.
+
+    Args:
+        parameters: leaf tensors by model name.
+        settings: algorithm and hyperparameters.
+        round_index: completed rounds, for the decay of the learning rates.
+    """
+    groups = _make_groups(parameters, settings, round_index)
     if settings.name == "sgd":
         return torch.optim.SGD(
             groups, lr=settings.lr, momentum=settings.momentum, weight_decay=settings.weight_decay, foreach=True
@@ -154,17 +163,17 @@ def torch_optimiser(
     )
 
 
-def _like(of_clients: Tensor, stacked: Tensor) -> Tensor:
-    """One number for each client as something that fits to a stacked parameter."""
-    return of_clients.view(-1, *[1] * (stacked.ndim - 1))
+def _expand_like(values: Tensor, stacked: Tensor) -> Tensor:
+    """Add trailing dimensions to values [clients] for broadcasting against a stacked parameter."""
+    return values.view(-1, *[1] * (stacked.ndim - 1))
 
 
-def _groups(
+def _make_groups(
     parameters: Mapping[str, Sequence[Tensor]],
     settings: OptimiserSettings,
     round_index: int,
     rates: Mapping[str, float | Tensor] | None = None,
 ) -> list[dict[str, Any]]:
     decay = settings.decay**round_index
-    known = {name: settings.models.get(name, settings.lr) for name in parameters} | dict(rates or {})
-    return [{"params": list(tensors), "lr": known[name] * decay} for name, tensors in parameters.items() if tensors]
+    initial = {name: settings.models.get(name, settings.lr) for name in parameters} | dict(rates or {})
+    return [{"params": list(tensors), "lr": initial[name] * decay} for name, tensors in parameters.items() if tensors]

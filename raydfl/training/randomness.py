@@ -1,4 +1,4 @@
-"""Random numbers inside a client's training: dropout masks that do not depend on who else is computed with the client."""
+"""Random numbers of a client's training, the same in batched and unbatched computation."""
 
 from __future__ import annotations
 
@@ -14,35 +14,38 @@ from raydfl.core.ops import random_state
 from raydfl.training.step import Step
 
 _STRIDE = 0x9E3779B97F4A7C15
-"""Odd and irregular, so that the seeds of a fit's steps have nothing to do with those of another's."""
+"""Odd and irregular (the 64-bit golden ratio), so that the step seeds of different fits are unrelated."""
 
 
 def fit_seed(step: Step) -> int:
-    """Return a 63-bit seed for one fit, a function of where the client's generator stands, which it leaves alone."""
-    stand: int = step.rng.bit_generator.state["state"]["state"]
-    digest = hashlib.blake2b(stand.to_bytes(16, "little"), digest_size=8).digest()
+    """Derive a 63-bit seed for one fit from the state of the client's generator, without advancing it."""
+    state: int = step.rng.bit_generator.state["state"]["state"]
+    digest = hashlib.blake2b(state.to_bytes(16, "little"), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
-def seed_of_step(seed: Tensor, number: int) -> Tensor:
-    """Return the seed of a fit's optimiser step ``number`` (from 0): int64, of the shape of ``seed``, computed without waiting."""
+def derive_step_seed(seed: Tensor, number: int) -> Tensor:
+    """Derive the seed of a fit's optimiser step ``number`` (from 0): int64, shaped like ``seed``.
+
+    The result stays on the device of ``seed``, without synchronisation.
+    """
     offset = number * _STRIDE % 2**64
     return seed + (offset - 2**64 if offset >= 2**63 else offset)
 
 
-def step_randomness(seed: Tensor | None) -> AbstractContextManager[None]:
-    """Inside, ``raydfl.ops.Dropout`` draws from this seed (int64 scalar); ``None``: as everywhere else."""
+def use_step_seed(seed: Tensor | None) -> AbstractContextManager[None]:
+    """Have ``raydfl.ops.Dropout`` draw from this seed (int64 scalar). ``None``: from PyTorch's generator."""
     return contextlib.nullcontext() if seed is None else random_state(seed)
 
 
 @contextlib.contextmanager
-def preserved(unless_done: bool = False) -> Iterator[None]:
-    """Leave PyTorch's generators as they were.
+def preserve_generators(unless_done: bool = False) -> Iterator[None]:
+    """Restore PyTorch's generators at the end of a ``with`` block.
 
     Args:
-        unless_done: only if what is inside fails.
+        unless_done: restore them only if the block raises.
     """
-    states = generator_states()
+    states = get_generator_states()
     done = False
     try:
         yield
@@ -52,8 +55,8 @@ def preserved(unless_done: bool = False) -> Iterator[None]:
             set_generator_states(states)
 
 
-def generator_states() -> list[Tensor]:
-    """Return the states of PyTorch's generators: the CPU's, and the current CUDA device's where CUDA is in use."""
+def get_generator_states() -> list[Tensor]:
+    """Return the states of PyTorch's CPU generator and, once CUDA is in use, of the current device's."""
     states = [torch.default_generator.get_state()]
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states.append(torch.cuda.get_rng_state())
@@ -61,7 +64,7 @@ def generator_states() -> list[Tensor]:
 
 
 def set_generator_states(states: Sequence[Tensor]) -> None:
-    """Put back what :func:`generator_states` gave."""
+    """Restore the states returned by :func:`get_generator_states`."""
     torch.default_generator.set_state(states[0])
     if len(states) > 1:
         torch.cuda.set_rng_state(states[1])

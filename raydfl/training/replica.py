@@ -1,4 +1,4 @@
-"""Built networks that serve one client after another: put back and loaded in a few operations, however many tensors they have."""
+"""Replica: built networks, reused for many clients. Resetting and loading them takes only a few operations."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from raydfl.core.errors import ConfigError
 from raydfl.core.tensors import FlatTensors, Layout
 from raydfl.training.networks import Networks
 
-_Fates = Callable[[str], bool | None]
-"""True where a tensor of that flat name is shared, False where it is private; ``None``: it is fixed."""
+_Ownership = Callable[[str], bool | None]
+"""Ownership of a tensor by flat name. True: shared, False: private, ``None``: fixed."""
 
-_Source = tuple[str | None, int]
-"""The origin of a stretch of values: the key of what was received, or ``None`` for the initial values; its first element."""
+_Origin = tuple[str | None, int]
+"""Origin of a block of values: the key of the received entry (``None``: the initial values), and the block's first element."""
 
 
 class Replica:
-    """One client's networks by name.
+    """Reusable networks for a single client at a time.
 
-    Where it is possible, all floating tensors are views of one vector: what a client receives is then copied by as many
-    operations as there are stretches of it, instead of several for each tensor, and what it sends by one (``flatten``).
+    If possible, all floating-point tensors are views of one vector. Loading the received tensors then takes one copy for each
+    contiguous block, instead of several operations for each tensor. Reading the update takes one copy (``flatten``).
     """
 
     def __init__(
         self, models: dict[str, nn.Module], fixed: frozenset[str] = frozenset(), users_code: bool = True
     ) -> None:
-        """Take over freshly built networks, which lie on their device.
+        """Take over freshly built networks, already on their device.
 
         Args:
-            models: by name.
-            fixed: flat names of tensors that stay as they are built.
-            users_code: whether a user's code works with them, and may put other parts in the place of theirs.
+            models: networks by name.
+            fixed: flat names of the fixed tensors.
+            users_code: whether a user's code works with the networks, and may replace their parts.
         """
         self.models = models
         self.fixed = fixed
@@ -42,21 +42,23 @@ class Replica:
             for key, parameter in model.named_parameters():
                 if f"{name}/{key}" in fixed:
                     parameter.requires_grad_(False)
-        self._vector = _Vector.of(models)
+        self._vector = _Vector.from_models(models)
         self._parts = _Parts(models)
         tensors = self._parts.tensors
         self._leaves = [(tensor, tensor.requires_grad) for tensor in tensors if tensor.is_leaf]
-        self._initial = {name: value.clone() for name, value in _state(models).items()} if self._vector is None else {}
-        loaded = {id(tensor) for tensor in self._vector.tensors} if self._vector else _loaded(models)
-        others = [tensor for tensor in tensors if id(tensor) not in loaded and 0 not in tensor.stride()]
-        self._others = [(tensor, tensor.detach().clone()) for tensor in others]
+        self._initial = (
+            {name: value.clone() for name, value in _list_state(models).items()} if self._vector is None else {}
+        )
+        loaded = {id(tensor) for tensor in self._vector.tensors} if self._vector else _list_state_ids(models)
+        internal = [tensor for tensor in tensors if id(tensor) not in loaded and 0 not in tensor.stride()]
+        self._internal = [(tensor, tensor.detach().clone()) for tensor in internal]
         """Tensors that are neither received nor kept (counters, tables), and their initial values."""
-        self.networks = None if users_code else Networks.of(models, fixed)
-        """Their parts, if no user's code can change these; else ``None``."""
+        self.networks = None if users_code else Networks.from_models(models, fixed)
+        """Index of the parts, or ``None`` if a user's code may replace them."""
 
     @property
-    def whole(self) -> bool:
-        """False when somebody's code has left in these networks what :meth:`start` does not put back: they are to be built anew."""
+    def intact(self) -> bool:
+        """True if :meth:`start` can reset the networks. False: a user's code has replaced parts; build new networks."""
         return self.networks is not None or self._parts.unchanged
 
     @torch.no_grad()
@@ -68,27 +70,27 @@ class Replica:
         whose: str = "",
         fixed: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Make them what the next client begins with; nothing of the last client's is left.
+        """Reset the networks and load the tensors of the next client. No trace of the last client remains.
 
         Args:
-            received: the server's tensors by key: a shared tensor is taken from the first that has it.
-            kept: tensors that the client itself has kept, by flat name, for those that are not shared.
-            shared: the method's.
-            whose: for a message: whose networks they become.
-            fixed: the client's part of fixed tensors, by flat name, if its networks are parts of whole ones.
+            received: the server's tensors by key. A shared tensor comes from the first entry with its name.
+            kept: the client's private tensors by flat name.
+            shared: ``Method.shared``.
+            whose: owner of the networks, for error messages.
+            fixed: the client's slices of fixed tensors by flat name, if its networks are cut from full ones.
 
         Raises:
-            ConfigError: one of these tensors has another shape than the network's.
+            ConfigError: a shape differs from the network's.
         """
         if self._vector is not None:
-            self._vector.load(received, kept, self._fates(shared), whose)
+            self._vector.load(received, kept, self._make_ownership(shared), whose)
         else:
-            self._load(received, kept, self._fates(shared), whose)
+            self._load(received, kept, self._make_ownership(shared), whose)
         if fixed:
-            state = _state(self.models)
+            state = _list_state(self.models)
             for name, value in fixed.items():
                 state[name].copy_(value)
-        for tensor, initial in self._others:
+        for tensor, initial in self._internal:
             tensor.copy_(initial)
         for leaf, trainable in self._leaves:
             if leaf.requires_grad is not trainable:
@@ -99,92 +101,92 @@ class Replica:
             for model in self.models.values():
                 model.train()
 
-    def _fates(self, shared: Callable[[str], bool]) -> _Fates:
+    def _make_ownership(self, shared: Callable[[str], bool]) -> _Ownership:
         return lambda name: None if name in self.fixed else shared(name)
 
     def _load(
-        self, received: Mapping[str, FlatTensors], kept: Mapping[str, Tensor], shared: _Fates, whose: str
+        self, received: Mapping[str, FlatTensors], kept: Mapping[str, Tensor], shared: _Ownership, whose: str
     ) -> None:
-        state = _state(self.models)
+        state = _list_state(self.models)
         devices = {value.device for value in state.values()}
         sent: list[Mapping[str, Tensor]] = list(received.values())
-        if len(devices) == 1:  # on a GPU one transfer of all, then copies there
+        if len(devices) == 1:  # one transfer to a GPU, then copies on it
             sent = [tensors.layout.views(tensors.to(*devices)) for tensors in received.values()]
         for name, value in state.items():
             origin: Mapping[str, Tensor] = self._initial
-            fate = shared(name)
-            if value.is_floating_point() and fate is not None:
-                origin = next((tensors for tensors in (sent if fate else [kept]) if name in tensors), origin)
+            is_shared = shared(name)
+            if value.is_floating_point() and is_shared is not None:
+                origin = next((tensors for tensors in (sent if is_shared else [kept]) if name in tensors), origin)
             check_shape(name, origin[name].shape, value.shape, whose)
             value.copy_(origin[name])
 
 
-def check_shape(name: str, given: Sequence[int], own: Sequence[int], whose: str) -> None:
-    """Refuse a tensor that has not the shape of the network's.
+def check_shape(name: str, given: Sequence[int], expected: Sequence[int], whose: str) -> None:
+    """Check the shape of a tensor against the network's tensor.
 
     Args:
-        name: flat, ``"model/layer.weight"``.
-        given: its shape.
-        own: the network's.
-        whose: network.
+        name: flat name, ``"model/layer.weight"``.
+        given: shape of the tensor.
+        expected: shape of the network's tensor.
+        whose: owner of the network, for the message.
 
     Raises:
-        ConfigError: it has not.
+        ConfigError: the shapes differ.
     """
-    if tuple(given) != tuple(own):
+    if tuple(given) != tuple(expected):
         model, _, tensor = name.partition("/")
         raise ConfigError(
-            f"{whose or 'loading'}: {tensor!r} of model {model!r} comes as {list(given)}, but the network has it as {list(own)}, "
-            f"and no tensor is cut or repeated to fit: give one architecture to all clients that share it, or let the method's "
-            f"plan() send them entries of the server's state of their own"
+            f"{whose or 'loading'}: {tensor!r} of model {model!r} has shape {list(given)}, but the network expects "
+            f"{list(expected)}. Use the same architecture for all clients of this model, or let the method's plan() send each "
+            f"architecture its own entry of the server's state."
         )
 
 
-def _state(models: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+def _list_state(models: Mapping[str, nn.Module]) -> dict[str, Tensor]:
     return {f"{name}/{key}": value for name, model in models.items() for key, value in model.state_dict().items()}
 
 
-def _loaded(models: Mapping[str, nn.Module]) -> set[int]:
+def _list_state_ids(models: Mapping[str, nn.Module]) -> set[int]:
     return {id(tensor) for model in models.values() for tensor in model.state_dict(keep_vars=True).values()}
 
 
 class _Parts:
-    """The parts of networks, as they once were: all that a client's code could put something else in the place of.
+    """Snapshot of the replaceable parts of networks.
 
-    That is: models, layers and their attributes (parameters, buffers, hooks, methods), what lists and dicts of these hold, the
-    tensors' hooks and attributes, and their places in memory.
+    It covers models, layers and their attributes (parameters, buffers, hooks, methods), nested lists and dicts, and the hooks,
+    attributes and memory addresses of tensors.
     """
 
     def __init__(self, models: Mapping[str, nn.Module]) -> None:
         self.tensors: list[Tensor] = []
-        """All of the networks', those that are plain attributes too."""
+        """All tensors of the networks, including plain attributes."""
         self.layers = [layer for model in models.values() for layer in _layers(model)]
         self._holders: list[Any] = []
-        """Dicts, lists and sets in which the parts are."""
+        """Dicts, lists and sets with parts."""
         self._known: dict[int, object] = {}
-        """Everything that was found by its id, which no other object can get as long as this one is kept."""
-        self._look_into(models)
+        """Visited objects by id. Keeping the objects alive keeps their ids unique."""
+        self._visit(models)
         for layer in self.layers:
-            self._look_into(vars(layer))
+            self._visit(vars(layer))
         self._filled = [holder for holder in self._holders if holder]
         self._strided = [tensor for tensor in self.tensors if tensor.layout is torch.strided]
-        self._once = self._now()
+        self._original = self._take_snapshot()
 
-    def _look_into(self, value: Any) -> None:
+    def _visit(self, value: Any) -> None:
         if id(value) in self._known:
             return
         self._known[id(value)] = value
         if isinstance(value, Tensor):
             self.tensors.append(value)
-            for held in (vars(value), value._backward_hooks, value._post_accumulate_grad_hooks):
-                self._look_into(held)
+            for attached in (vars(value), value._backward_hooks, value._post_accumulate_grad_hooks):
+                self._visit(attached)
         elif isinstance(value, (dict, list, tuple, set)):
             if not isinstance(value, tuple):
                 self._holders.append(value)
             for item in value.values() if isinstance(value, dict) else value:
-                self._look_into(item)
+                self._visit(item)
 
-    def _now(self) -> object:
+    def _take_snapshot(self) -> object:
         return (
             [*map(type, self.layers)],
             [*map(len, self._holders)],
@@ -196,12 +198,12 @@ class _Parts:
 
     @property
     def unchanged(self) -> bool:
-        """Return whether each part is still where it was. That takes some 50 microseconds for a small network."""
-        return self._now() == self._once
+        """True if no part was replaced or moved. The check takes about 50 microseconds for a small network."""
+        return self._take_snapshot() == self._original
 
 
 def _content(holder: Any) -> object:
-    """Return what a dict, list or set holds, by identity; but not whether a layer is training."""
+    """Return the ids of the items of a dict, list or set, ignoring a layer's ``training`` flag."""
     if not isinstance(holder, dict):
         return [*map(id, holder)] if isinstance(holder, list) else sorted(map(id, holder))
     values = [*map(id, holder.values())]
@@ -211,7 +213,7 @@ def _content(holder: Any) -> object:
 
 
 class _Vector:
-    """All floating tensors of some models as views of one vector."""
+    """Vector of all floating-point tensors of the models, as views."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         floating = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
@@ -223,14 +225,14 @@ class _Vector:
             view.copy_(floating[name].detach())
             floating[name].data = view
         self._initial = self._values.clone()
-        self._plans: dict[Any, tuple[Any, list[tuple[slice, _Source]]]] = {}
+        self._plans: dict[Any, tuple[Any, list[tuple[slice, _Origin]]]] = {}
 
     @classmethod
-    def of(cls, models: Mapping[str, nn.Module]) -> _Vector | None:
-        """Lay them out, or ``None`` where that cannot be.
+    def from_models(cls, models: Mapping[str, nn.Module]) -> _Vector | None:
+        """Move the models' tensors into a vector, or return ``None`` if this is impossible.
 
-        That is: other types than float32, tied tensors, tensors that only a ``state_dict`` knows, and layers that keep their
-        weights in memory of their own (cuDNN's).
+        Unsupported are types except float32, tied tensors, tensors that appear in the ``state_dict`` only, and layers with
+        their own weight memory (cuDNN's recurrent layers).
         """
         tensors: dict[str, Tensor] = {}
         for model_name, model in models.items():
@@ -239,7 +241,7 @@ class _Vector:
                     for key, tensor in holder.items():
                         if tensor is not None and key not in layer._non_persistent_buffers_set:
                             tensors[f"{model_name}/{path}.{key}" if path else f"{model_name}/{key}"] = tensor
-        state = _state(models)
+        state = _list_state(models)
         floating = [tensor for tensor in tensors.values() if tensor.is_floating_point()]
         if (
             state.keys() != tensors.keys()
@@ -255,43 +257,45 @@ class _Vector:
             return None
         return cls({name: tensors[name] for name in state})
 
-    def load(self, received: Mapping[str, FlatTensors], kept: Mapping[str, Tensor], shared: _Fates, whose: str) -> None:
-        """See Built.start."""
-        for stretch, (key, start) in self._plan(received, shared, whose):
+    def load(
+        self, received: Mapping[str, FlatTensors], kept: Mapping[str, Tensor], shared: _Ownership, whose: str
+    ) -> None:
+        """Load the tensors of a client. Arguments as for :meth:`Replica.start`."""
+        for block, (key, start) in self._plan(received, shared, whose):
             source = self._initial if key is None else received[key].to(self._values.device)
-            self._values[stretch].copy_(source[start : start + stretch.stop - stretch.start])
+            self._values[block].copy_(source[start : start + block.stop - block.start])
         for name, value in kept.items():
             if name in self._layout.positions and shared(name) is False:
                 check_shape(name, value.shape, self._layout.shapes[self._layout.positions[name]], whose)
                 self._values[self._layout.columns(name)].copy_(value.flatten())
 
-    def _plan(self, received: Mapping[str, FlatTensors], shared: _Fates, whose: str) -> list[tuple[slice, _Source]]:
-        """Plan where each stretch of the vector comes from, private tensors from the initial values; neighbours are joined."""
+    def _plan(self, received: Mapping[str, FlatTensors], shared: _Ownership, whose: str) -> list[tuple[slice, _Origin]]:
+        """Plan the origin of each block of the vector, joining adjacent blocks. Private tensors get their initial values."""
         layouts = [(key, tensors.layout) for key, tensors in received.items()]
-        known = tuple((key, id(layout)) for key, layout in layouts)
-        if known not in self._plans:
-            plan: list[tuple[slice, _Source]] = []
+        layout_ids = tuple((key, id(layout)) for key, layout in layouts)
+        if layout_ids not in self._plans:
+            plan: list[tuple[slice, _Origin]] = []
             for name in self._layout.names:
-                part, own = self._layout.columns(name), self._layout.shapes[self._layout.positions[name]]
+                block, shape = self._layout.columns(name), self._layout.shapes[self._layout.positions[name]]
                 key: str | None = None
-                start = part.start
-                for sender, layout in layouts if shared(name) else ():
+                start = block.start
+                for entry, layout in layouts if shared(name) else ():
                     if name in layout.positions:
-                        check_shape(name, layout.shapes[layout.positions[name]], own, whose)
-                        key, start = sender, layout.columns(name).start
+                        check_shape(name, layout.shapes[layout.positions[name]], shape, whose)
+                        key, start = entry, layout.columns(name).start
                         break
                 if plan:
-                    before, (last_key, first) = plan[-1]
-                    if last_key == key and first + before.stop - before.start == start:
-                        plan[-1] = (slice(before.start, part.stop), (last_key, first))
+                    last, (last_key, first) = plan[-1]
+                    if last_key == key and first + last.stop - last.start == start:
+                        plan[-1] = (slice(last.start, block.stop), (last_key, first))
                         continue
-                plan.append((part, (key, start)))
-            self._plans[known] = (layouts, plan)  # with the layouts: what has an id has to stay
-        return self._plans[known][1]
+                plan.append((block, (key, start)))
+            self._plans[layout_ids] = (layouts, plan)  # keeps the layouts alive, so that their ids stay unique
+        return self._plans[layout_ids][1]
 
 
 def _layers(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the module and all below it; ``modules()`` takes several times as long."""
+    """Yield a module and its descendants, several times as fast as ``modules()``."""
     yield module
     for child in module._modules.values():
         if child is not None:

@@ -1,4 +1,4 @@
-"""The groups of a configuration that are raydfl's own: training, evaluation, where clients run, and where the run lives."""
+"""Settings of training: the group ``train`` of a configuration."""
 
 from __future__ import annotations
 
@@ -13,25 +13,32 @@ Precision = Literal["float32", "bfloat16", "float16"]
 
 
 class OptimiserSettings(Settings):
-    """The clients' optimiser; it starts afresh at every participation, unless its moments are kept."""
+    """The clients' optimiser. Each participation starts it from zero moments, unless ``keep`` is set."""
 
-    name: Literal["sgd", "adam", "adamw"] = Field("sgd", description="which optimiser")
-    lr: float = Field(0.1, gt=0, description="learning rate of all models")
+    name: Literal["sgd", "adam", "adamw"] = Field("sgd", description="Optimisation algorithm.")
+    lr: float = Field(0.1, gt=0, description="Learning rate of all models.")
     models: dict[str, float] = Field(
-        default_factory=dict, description="learning rates of single models by name, instead of lr"
+        default_factory=dict, description="Learning rates by model name. Models without an entry use lr."
     )
-    decay: float = Field(1.0, gt=0, le=1, description="factor on the learning rates for every completed round")
-    momentum: float = Field(0.0, ge=0, lt=1, description="momentum (sgd only)")
-    weight_decay: float = Field(0.0, ge=0, description="weight decay (added to the gradient; decoupled for adamw)")
+    decay: float = Field(
+        1.0, gt=0, le=1, description="Factor on the learning rates for every completed round. 1: constant rates."
+    )
+    momentum: float = Field(0.0, ge=0, lt=1, description="Momentum (sgd only). 0 disables it.")
+    weight_decay: float = Field(
+        0.0, ge=0, description="Weight decay, added to the gradient (adamw: decoupled). 0 disables it."
+    )
     betas: tuple[float, float] = Field(
-        (0.9, 0.999), description="decay rates of both moments (adam, adamw), each in [0, 1)"
+        (0.9, 0.999), description="Decay rates of the first and the second moment (adam, adamw), each in [0, 1)."
     )
-    eps: float = Field(1e-8, gt=0, description="denominator offset (adam, adamw)")
+    eps: float = Field(1e-8, gt=0, description="Denominator offset (adam, adamw).")
     keep: bool = Field(
         False,
-        description="keep each client's moments for its next participation, as private state (sgd without momentum has none)",
+        description="Keep each client's moments for its next participation, as private state. No effect for sgd without "
+        "momentum.",
     )
-    clip_norm: float | None = Field(None, gt=0, description="largest gradient norm over all models; null: no clipping")
+    clip_norm: float | None = Field(
+        None, gt=0, description="Largest norm of the gradient over all models. null: no clipping."
+    )
 
     @field_validator("betas")
     @classmethod
@@ -50,35 +57,39 @@ class OptimiserSettings(Settings):
 
 
 class PhaseOptimiserSettings(Settings):
-    """Learning rates of one phase; null: those of train.optimiser."""
+    """Learning rates of a phase. null: as in ``train.optimiser``."""
 
-    lr: float | None = Field(None, gt=0, description="learning rate of all models")
+    lr: float | None = Field(None, gt=0, description="Learning rate of all models. null: as in train.optimiser.")
     models: dict[str, Annotated[float, Field(gt=0)]] | None = Field(
-        None, description="learning rates of single models by name, instead of lr"
+        None, description="Learning rates by model name. Models without an entry use lr. null: as in train.optimiser."
     )
     decay: float | None = Field(
-        None, gt=0, le=1, description="factor on the learning rates for every completed round of the run"
+        None,
+        gt=0,
+        le=1,
+        description="Factor on the learning rates for every completed round of the run. null: as in train.optimiser.",
     )
 
 
 class ClientSettings(Settings):
-    """Clients: which of them take part in training, and how a round's are drawn."""
+    """Eligibility and sampling of clients for training."""
 
     where: dict[str, Annotated[list[Any], Field(min_length=1)]] = Field(
         default_factory=dict,
-        description="by column of the profile, the values that a client must have one of, such as {device: [phone, tablet]}",
+        description="Accepted values by column of the profile: {device: [phone, tablet]}. An eligible client matches in every "
+        "column.",
     )
-    ids: list[str] | None = Field(None, min_length=1, description="the only clients that take part; null: all")
-    min_examples: int = Field(0, ge=0, description="training examples that a client must have at least")
+    ids: list[str] | None = Field(None, min_length=1, description="Ids of the eligible clients. null: all clients.")
+    min_examples: int = Field(0, ge=0, description="Least number of training examples of an eligible client.")
     weight: str | None = Field(
         None,
-        description="column of the profile with the weight that a client is drawn with, or examples: the number of its training "
-        "examples; null: all clients alike",
+        description="Column of the profile with the sampling weights of clients, or examples: the number of training examples. "
+        "A client of weight 0 does not take part. null: equal weights.",
     )
     strata: str | None = Field(
         None,
-        description="column of the profile: each of its values has its share of every round's clients, as exactly as can be; null: "
-        "as it comes",
+        description="Column of the profile for stratified sampling: every round's cohort has each value in proportion to its "
+        "clients. null: no strata.",
     )
 
     @field_validator("where", mode="before")
@@ -86,128 +97,141 @@ class ClientSettings(Settings):
     def _values(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        return {name: each if isinstance(each, list | tuple) else [each] for name, each in value.items()}
+        return {name: values if isinstance(values, list | tuple) else [values] for name, values in value.items()}
 
     @property
     def columns(self) -> dict[str, str]:
-        """The columns of the profile that are asked for, by the setting that asks."""
-        found = {f"where.{name}": name for name in self.where}
-        found |= {} if self.weight in (None, "examples") else {"weight": str(self.weight)}
-        return found | ({} if self.strata is None else {"strata": self.strata})
+        """Required columns of the profile by setting (``where.NAME``, ``weight``, ``strata``)."""
+        columns = {f"where.{name}": name for name in self.where}
+        columns |= {} if self.weight in (None, "examples") else {"weight": str(self.weight)}
+        return columns | ({} if self.strata is None else {"strata": self.strata})
 
 
 class PhaseSettings(Settings):
-    """One phase of a method that has several; null: as in train."""
+    """Phase of a multi-phase method. null: as in ``train``."""
 
     rounds: int | None = Field(
         None,
         ge=1,
-        description="rounds of the phase; null: an equal share; the last phase has what is left of train.rounds",
+        description="Number of rounds of the phase. The last phase gets the rest of train.rounds. null: an equal share.",
     )
     begin: Literal["last", "best"] = Field(
         "last",
-        description="round of the phase before with whose models and private state the phase begins: its last, or its best by "
-        "run.best",
+        description="Starting point of the phase: models and private state of the previous phase's last round, or of its best by "
+        "run.best.",
     )
-    cohort: int | float | None = Field(None, gt=0, description="clients a round, as train.cohort")
-    local_epochs: int | None = Field(None, ge=1, description="passes over a client's training data in a round")
+    cohort: int | float | None = Field(
+        None, gt=0, description="Clients in each round, in the form of train.cohort. null: as in train."
+    )
+    local_epochs: int | None = Field(
+        None, ge=1, description="Passes over a client's training data in a round. null: as in train."
+    )
     optimiser: PhaseOptimiserSettings = PhaseOptimiserSettings()
 
-    def deciding(self) -> dict[str, Any]:
-        """Return what decides numbers, beside when the phase begins, as plain data: ``begin`` only where it is not the last."""
+    def dump_deciding(self) -> dict[str, Any]:
+        """Dump the settings with an effect on results, as plain data.
+
+        ``rounds`` is missing, because the caller adds the first round of each phase. ``begin`` appears only if it is ``best``,
+        so that the configurations of earlier versions keep their digests.
+        """
         return self.model_dump(mode="json", exclude={"rounds"} if self.begin == "best" else {"rounds", "begin"})
 
     @model_validator(mode="before")
     @classmethod
     def _drop_tape(cls, values: Any) -> Any:
-        """Accept ``tape`` of earlier versions. It changed the time of a step, never its bits."""
+        """Accept ``tape`` of earlier versions. It changed the speed of a step, never its bits."""
         former = isinstance(values, dict) and isinstance(values.get("tape"), bool)
         return {name: value for name, value in values.items() if name != "tape"} if former else values
 
     @field_validator("cohort")
     @classmethod
-    def _share_at_most_one(cls, value: int | float | None) -> int | float | None:
-        return value if value is None else _checked_cohort(value)
+    def _check_cohort(cls, value: int | float | None) -> int | float | None:
+        return value if value is None else _check_fraction(value)
 
 
-def _checked_cohort(value: int | float) -> int | float:
+def _check_fraction(value: int | float) -> int | float:
     if isinstance(value, float) and value > 1:
-        raise ValueError("a share of the clients must be at most 1.0; for a number of clients write an integer")
+        raise ValueError("a fraction of the clients must be at most 1.0; for a number of clients, write an integer")
     return value
 
 
 class TrainSettings(Settings):
-    """Training: what every round does."""
+    """Training: rounds, cohorts and local training."""
 
-    rounds: int = Field(20, ge=1, le=1_000_000, description="communication rounds")
+    rounds: int = Field(20, ge=1, le=1_000_000, description="Number of communication rounds.")
     cohort: int | float = Field(
         0.2,
         gt=0,
-        description="clients a round: an integer is their number, a number with a decimal point their share (0..1]",
+        description="Clients in each round: an integer is a count, a number with a decimal point a fraction of the eligible "
+        "clients. 1: one client. 1.0: all clients.",
     )
     clients: ClientSettings | None = Field(
-        None, description="which clients take part, and how those of a round are drawn; null: all, uniformly"
+        None, description="Eligibility and sampling of clients. null: all clients, drawn uniformly."
     )
-    local_epochs: int = Field(1, ge=1, description="passes over a client's training data in a round")
-    batch_size: int = Field(16, ge=1, description="examples in a training batch")
+    local_epochs: int = Field(1, ge=1, description="Passes over a client's training data in a round.")
+    batch_size: int = Field(
+        16, ge=1, description="Examples in a training batch. The last batch of an epoch may be smaller."
+    )
     together: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         "auto",
-        description="clients trained in one computation; auto: 1 on the CPU, on a GPU measured when the run begins and kept",
+        description="Clients trained in one batched computation. 1: unbatched. auto: 1 on the CPU; on a GPU the fastest "
+        "number, measured at the start of the run and kept.",
     )
     groups: str | dict[str, Any] | None = Field(
         None,
-        description="groups of clients that have the method's state for themselves: hdbscan, known, ifca, cfl, none, or {name, "
-        "options ...}; null: the method's own (fedapta: hdbscan, the others: none)",
+        description="Rule that groups clients, each group with its own state of the method: hdbscan, known, ifca, cfl, none, or "
+        "{name, options ...}. null: the method's default (fedapta: hdbscan, all else: none).",
     )
     deadline: float | None = Field(
         None,
         gt=0,
-        description="seconds that a client may train in a round, looked at before each batch; null: as long as it takes",
+        description="Time limit for a client's training in a round in seconds, checked before each batch. null: no limit.",
     )
     late: Literal["partial", "drop"] = Field(
         "partial",
-        description="a client that is not done at the deadline returns what it has, if that is a step at least, or is left out",
+        description="Treatment of a client at the deadline. partial: its update counts after at least one step. drop: the "
+        "client is left out of the round.",
     )
     precision: Precision = Field(
         "float32",
-        description="what products, convolutions and recurrent layers compute in; parameters, optimiser and what is sent are "
-        "float32. bfloat16 is for GPUs that have it, float16 (with scaled gradients) for any GPU; float16 is refused on the CPU",
+        description="Number format of matrix products, convolutions and recurrent layers. Parameters, optimiser and messages are "
+        "float32. bfloat16 needs hardware support. float16 scales the gradients and needs a GPU.",
     )
     optimiser: OptimiserSettings = OptimiserSettings()
     phases: dict[str, PhaseSettings] = Field(
-        default_factory=dict, description="what differs in single phases of a method that has several, by their names"
+        default_factory=dict, description="Overrides for single phases of a multi-phase method, by the phase's name."
     )
 
     @field_validator("cohort")
     @classmethod
-    def _share_at_most_one(cls, value: int | float) -> int | float:
-        return _checked_cohort(value)
+    def _check_cohort(cls, value: int | float) -> int | float:
+        return _check_fraction(value)
 
-    def in_phase(self, name: str) -> TrainSettings:
-        """Return the settings of one phase; these themselves where it has none of its own."""
-        own = self.phases.get(name)
-        if own is None:
+    def resolve_phase(self, name: str) -> TrainSettings:
+        """Return the settings with the overrides of a phase."""
+        phase = self.phases.get(name)
+        if phase is None:
             return self
-        rates = own.optimiser.model_dump(exclude_none=True)
-        if own.optimiser.lr is not None and own.optimiser.models is None:
-            rates["models"] = {}  # lr is the phase's rate of all models
-        changed = own.model_dump(include={"cohort", "local_epochs"}, exclude_none=True)
+        rates = phase.optimiser.model_dump(exclude_none=True)
+        if phase.optimiser.lr is not None and phase.optimiser.models is None:
+            rates["models"] = {}  # the phase's lr applies to all models
+        changed = phase.model_dump(include={"cohort", "local_epochs"}, exclude_none=True)
         return self.model_copy(update={**changed, "optimiser": self.optimiser.model_copy(update=rates)})
 
     def cohort_size(self, population: int) -> int:
-        """Return the number of clients a round, rounded half up, at least 1.
+        """Return the number of clients in each round: at least 1, fractions rounded half up.
 
         Args:
-            population: clients that may take part.
+            population: number of eligible clients.
 
         Raises:
-            ConfigError: more clients asked for than there are.
+            ConfigError: the cohort exceeds the population.
         """
         size = self.cohort if isinstance(self.cohort, int) else max(1, int(self.cohort * population + 0.5))
         if size > population:
             raise ConfigError(
                 f"train.cohort: {size} clients a round, but "
-                f"{'the population has' if self.clients is None else 'train.clients leaves'} {population}; "
-                f"lower train.cohort or give a share such as 0.2"
+                f"{'the population has' if self.clients is None else 'train.clients leaves'} {population}. "
+                f"Lower train.cohort, or give a fraction such as 0.2."
             )
         return size

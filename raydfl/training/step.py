@@ -1,4 +1,7 @@
-"""Step: all that a client's code can reach while it carries out one task. No server, no store, no other client."""
+"""Step: the context of a method's code during a client's task.
+
+It gives no access to the server, the stores or further clients.
+"""
 
 from __future__ import annotations
 
@@ -20,84 +23,87 @@ from raydfl.training.clock import Clock
 from raydfl.training.execution import Execution
 from raydfl.training.replica import check_shape
 from raydfl.training.settings import TrainSettings
-from raydfl.training.substitute import computing_with, evaluating
+from raydfl.training.substitute import substitute_tensors, use_eval_mode
 
 
 @dataclass(slots=True)
 class Step:
-    """One client carrying out one task."""
+    """Context of a client's task: models, data, state, settings."""
 
     client: Client
     models: dict[str, nn.Module]
-    """By name, built and loaded: shared tensors as received, private ones as this client left them."""
+    """Networks by name, with the received shared tensors and this client's private tensors."""
     received: Mapping[str, Tensors]
-    """The server's tensors as sent, by key; this client's own copy."""
+    """The server's tensors by key. A copy for this client."""
     data: ClientData
     state: dict[str, Tensor]
-    """Tensors that the method keeps for this client between its participations, in and out. Never leaves the client."""
+    """The method's private tensors for this client, kept between participations. They never leave the client."""
     rng: np.random.Generator
-    """Seeded by (run seed, round, client, phase)."""
+    """Generator seeded with (run seed, round, client, phase)."""
     device: torch.device
     training: TrainSettings
     phase: str
     round_index: int
-    """Rounds completed before this one."""
+    """Completed rounds before this one."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """The task's options."""
     cuts: Cuts = field(default_factory=dict)
-    """The task's cuts: of what tensors this client has only a part, and which."""
+    """The task's cuts: this client's slices of the server's tensors, by flat name."""
     shared: Callable[[str], bool] = lambda name: True
-    """The method's ``shared``: which tensors leave the client."""
+    """``Method.shared``: whether a tensor leaves the client."""
     fixed: frozenset[str] = frozenset()
-    """Flat names of the tensors that never change and are neither sent nor kept (raydfl.training.fates)."""
+    """Flat names of the fixed tensors, never changed, sent or kept (raydfl.training.ownership)."""
     moments: dict[str, Tensor] = field(default_factory=dict)
-    """The optimiser's moments that ``fit`` keeps for this client with ``train.optimiser.keep``. They never leave the client."""
+    """Optimiser moments kept for this client (``train.optimiser.keep``). They never leave the client."""
     clock: Clock = field(default_factory=Clock)
-    """The time that this client has trained; ``fit`` stops at its deadline."""
+    """Training time of this client. ``fit`` stops at its deadline."""
     execution: Execution = field(default_factory=Execution)
-    """The executor's values; methods do not need them."""
+    """Notes of the executor. Methods do not need them."""
 
     def __post_init__(self) -> None:
-        # A copy of a step notes its own training.
+        # A copy of a step records its own training.
         self.execution = dataclasses.replace(self.execution)
 
     def forward(self, model: str, batch: Batch, tensors: Tensors | None = None) -> Tensor:
-        """Return logits float32 [batch, classes] of the named model, whatever train.precision it computes in.
+        """Compute the logits of a model, with gradients.
 
         Args:
-            model: its name.
-            batch: of examples.
-            tensors: by flat name; the model computes with them in place of its own of these names (``step.received["teacher"]``,
-                say). Those of other models are not looked at.
+            model: name of the model.
+            batch: batch of examples.
+            tensors: substitutes for the model's tensors by flat name, for example ``step.received["teacher"]``. Names of
+                different models are ignored.
+
+        Returns:
+            Logits [batch, classes], float32 for every ``train.precision``.
 
         Raises:
-            ConfigError: none of ``tensors`` is of this model, or one has another shape.
+            ConfigError: no tensor belongs to this model, or a shape differs from the model's.
         """
         network = self.models[model]
-        with contextlib.nullcontext() if tensors is None else computing_with(model, network, tensors):
+        with contextlib.nullcontext() if tensors is None else substitute_tensors(model, network, tensors):
             logits = cast(Tensor, network(*batch.input_of(network)))
         return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
 
     @contextlib.contextmanager
     def teacher(self, model: str, tensors: Tensors) -> Iterator[nn.Module]:
-        """Have the named model compute with other tensors, in evaluation mode and without gradients, inside a ``with`` block.
+        """Use a model with substitute tensors, in evaluation mode and without gradients, inside a ``with`` block.
 
         Args:
-            model: its name.
-            tensors: by flat name, as for :meth:`forward`.
+            model: name of the model.
+            tensors: substitutes by flat name, as for :meth:`forward`.
 
         Yields:
             The network.
 
         Raises:
-            ConfigError: none of ``tensors`` is of this model, or one has another shape.
+            ConfigError: no tensor belongs to this model, or a shape differs from the model's.
         """
         network = self.models[model]
-        with torch.no_grad(), computing_with(model, network, tensors), evaluating(network):
+        with torch.no_grad(), substitute_tensors(model, network, tensors), use_eval_mode(network):
             yield network
 
     def parameters(self, *models: str) -> dict[str, Tensor]:
-        """Return the named models' parameters (all by default) but fixed ones: ``"model/layer.weight"`` -> the live tensor."""
+        """Return the live parameters of the named models (all by default) by flat name, except fixed parameters."""
         return {
             key: parameter
             for name in (models or self.models)
@@ -106,20 +112,21 @@ class Step:
         }
 
     def named_parameters(self, model: str) -> Mapping[str, Tensor]:
-        """Return one model's parameters by flat name, fixed ones too: the live tensors."""
-        known = self.execution.networks_of(self.models)
-        if known is not None:
-            return known.parameters[model]
+        """Return all live parameters of a model by flat name, including fixed parameters."""
+        networks = self.execution.find_networks(self.models)
+        if networks is not None:
+            return networks.parameters[model]
         return {f"{model}/{key}": parameter for key, parameter in self.models[model].named_parameters()}
 
     def floating_state(self, *models: str) -> dict[str, Tensor]:
-        """Return the parameters and floating buffers of the named models (all by default), detached views of the live tensors.
+        """Return the parameters and floating-point buffers of the named models (all by default) by flat name.
 
-        Integer buffers (counters) and fixed tensors are neither sent nor kept, and are not among them.
+        The tensors are detached views of the live ones. Integer buffers (counters) and fixed tensors are neither sent nor
+        kept, and are omitted.
         """
-        known = self.execution.networks_of(self.models)
-        if known is not None:
-            return {k: v.detach() for name in (models or self.models) for k, v in known.floating[name].items()}
+        networks = self.execution.find_networks(self.models)
+        if networks is not None:
+            return {k: v.detach() for name in (models or self.models) for k, v in networks.floating[name].items()}
         return {
             f"{name}/{key}": value
             for name in (models or self.models)
@@ -128,17 +135,21 @@ class Step:
         }
 
     def reference(self, name: str) -> Tensor:
-        """Return the tensor of that flat name as it was received, from the first key that holds it."""
+        """Return a received tensor by flat name, from the first entry with this name.
+
+        Raises:
+            KeyError: no received entry has it.
+        """
         for tensors in self.received.values():
             if name in tensors:
                 return tensors[name]
-        raise KeyError(f"{name!r} was not received; received keys: {list(self.received)}")
+        raise KeyError(f"{name!r} was not received. Received entries: {list(self.received)}.")
 
     def load(self, key: str, *models: str) -> None:
-        """Load the named models (all by default) from the received entry ``key``, where it holds their tensors.
+        """Copy the received entry ``key`` into the named models (all by default). Missing tensors stay.
 
         Raises:
-            ConfigError: one of these tensors has another shape than the network's.
+            ConfigError: a shape differs from the network's.
         """
         tensors = self.received[key]
         with torch.no_grad():
@@ -159,15 +170,15 @@ class Step:
         cuts: Cuts | None = None,
         further: Sequence[Update] = (),
     ) -> Update:
-        """Return this client's update.
+        """Create this client's update.
 
         Args:
-            metrics: sums and counts of what was measured.
-            tensors: by flat name; by default every shared tensor of the models as they are now.
-            weight: by default the number of training examples.
-            key: the entry of the server's state that it changes; by default the first that was received.
-            cuts: what part of the server's tensors these are, by name; by default as the client received them.
-            further: updates to other keys, made by this method too.
+            metrics: measured sums and counts by name.
+            tensors: tensors by flat name. Default: the current shared tensors of all models.
+            weight: weight in the aggregation, one number or by tensor. Default: the number of training examples.
+            key: entry of the server's state to update. Default: the first received entry.
+            cuts: slices of the server's tensors by name. Default: the received slices.
+            further: additional updates, to different keys.
         """
         if tensors is None:
             tensors = {name: value for name, value in self.floating_state().items() if self.shared(name)}
@@ -181,37 +192,42 @@ class Step:
 
 
 Reported = Mapping[str, tuple[Tensor | float, Tensor | float]]
-"""A loss's reports of a batch: by name a sum and the count of what was summed up."""
+"""Reports of a loss for a batch: a pair (sum, count) by name."""
 
 Loss = Callable[[Step, Batch], Tensor | tuple[Tensor, Reported]]
-"""The loss of a batch, a scalar; or that and what it reports besides."""
+"""Loss of a batch: a scalar, or a scalar and reports."""
 
 
-def computed(loss: Loss, step: Step, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return a loss's value, and its reports by name as float32 [2]: sum and count.
+def compute_loss(loss: Loss, step: Step, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    """Compute a loss and its reports.
+
+    Returns:
+        The scalar loss, and the reports by name as float32 [2]: sum and count.
 
     Raises:
-        ValueError: a report has a name that ``fit`` uses itself, or is not a sum and a count.
+        ValueError: the name of a report is reserved for ``fit``, or its value is not a pair.
     """
     execution = step.execution
-    known, execution.networks = execution.networks, None  # in its networks' place a loss may compute with other tensors
+    # Inside a loss, the networks' tensors may be substitutes: the index of the original tensors would be wrong.
+    networks, execution.networks = execution.networks, None
     try:
-        found = loss(step, batch)
+        result = loss(step, batch)
     finally:
-        execution.networks = known
-    if not isinstance(found, tuple):
-        return found, {}
-    value, reported = found
+        execution.networks = networks
+    if not isinstance(result, tuple):
+        return result, {}
+    value, reported = result
     reports: dict[str, Tensor] = {}
     for name, pair in reported.items():
         if name in OF_FIT or not isinstance(pair, tuple) or len(pair) != 2:
             raise ValueError(
-                f"a loss reports {name!r}: {type(pair).__name__}; give a pair (sum, count), under another name than loss and steps"
+                f"Report {name!r} of a loss is a {type(pair).__name__}: give a pair (sum, count), under a name different from "
+                "loss and steps."
             )
-        plain = value.detach().float()
-        numbers = [
-            number.detach().float().reshape(()) if isinstance(number, Tensor) else plain.new_full((), number)
+        detached = value.detach().float()
+        scalars = [
+            number.detach().float().reshape(()) if isinstance(number, Tensor) else detached.new_full((), number)
             for number in pair
         ]
-        reports[name] = torch.stack(numbers)
+        reports[name] = torch.stack(scalars)
     return value, reports

@@ -1,4 +1,4 @@
-"""A network computing with other tensors than its own: a teacher's, the previous model's, the received ones."""
+"""Temporary substitution of a network's tensors: by a teacher's, the previous model's, the received ones."""
 
 from __future__ import annotations
 
@@ -13,50 +13,50 @@ from raydfl.training.replica import check_shape
 
 
 @contextlib.contextmanager
-def computing_with(model: str, network: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Inside, a network computes with other tensors, where there is one of its name; a tied tensor has all its places.
+def substitute_tensors(model: str, network: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Compute with substitute tensors inside a ``with`` block. A substitute replaces a tied tensor in all its places.
 
     Args:
-        model: the network's name.
-        network: whose layers hold the other tensors meanwhile.
-        tensors: by flat name; those of other models are not looked at.
+        model: name of the network.
+        network: network to change for the time of the block.
+        tensors: substitutes by flat name. Tensors without a substitute stay. Names of different models are ignored.
 
     Raises:
-        ConfigError: there is none of this network's, or one of another shape.
+        ConfigError: no tensor belongs to this network, or a shape differs from the network's.
     """
     places: list[tuple[dict[str, Any], str, Tensor]] = []
-    others: dict[int, Tensor] = {}
+    substitutes: dict[int, Tensor] = {}
     for path, layer in network.named_modules():
         for holder in (layer._parameters, layer._buffers):
-            for key, own in holder.items():
-                if own is None:
+            for key, original in holder.items():
+                if original is None:
                     continue
-                places.append((cast("dict[str, Any]", holder), key, own))
+                places.append((cast("dict[str, Any]", holder), key, original))
                 name = f"{model}/{path}.{key}" if path else f"{model}/{key}"
                 if name in tensors:
-                    others[id(own)] = tensors[name]
-                    check_shape(name, others[id(own)].shape, own.shape, f"step.forward({model!r}, tensors=...)")
-    if not others:
+                    check_shape(name, tensors[name].shape, original.shape, f"step.forward({model!r}, tensors=...)")
+                    substitutes[id(original)] = tensors[name]
+    if not substitutes:
         raise ConfigError(
-            f"step.forward({model!r}, tensors=...): none of the tensors is of this model; their names begin with {model + '/'!r}"
+            f"step.forward({model!r}, tensors=...): no tensor belongs to this model. Its names start with {model + '/'!r}."
         )
     recurrent = [(layer, [*layer._flat_weights]) for layer in network.modules() if isinstance(layer, nn.RNNBase)]
     try:
-        for holder, key, own in places:
-            holder[key] = others.get(id(own), own)
+        for holder, key, original in places:
+            holder[key] = substitutes.get(id(original), original)
         for layer, _ in recurrent:
-            _flatten(layer)
+            _refresh_flat_weights(layer)
         yield
     finally:
-        for holder, key, own in places:
-            holder[key] = own
-        for layer, before in recurrent:  # not those of now: in a stack of clients (together/stack.py) these are others
+        for holder, key, original in places:
+            holder[key] = original
+        for layer, before in recurrent:  # not the attributes: in a stack of clients (together/stack.py) they differ
             layer._flat_weights[:] = before
 
 
 @contextlib.contextmanager
-def evaluating(network: nn.Module) -> Iterator[None]:
-    """Inside, a network is in evaluation mode; afterwards each of its layers is in the mode that it was in."""
+def use_eval_mode(network: nn.Module) -> Iterator[None]:
+    """Set a network to evaluation mode inside a ``with`` block, then restore each layer's mode."""
     layers = [layer for layer in network.modules() if layer.training]
     for layer in layers:
         layer.training = False
@@ -67,7 +67,7 @@ def evaluating(network: nn.Module) -> Iterator[None]:
             layer.training = True
 
 
-def _flatten(layer: nn.RNNBase) -> None:
-    """Let one of PyTorch's recurrent layers, which hold their parameters in a list besides, compute with those that it has now."""
+def _refresh_flat_weights(layer: nn.RNNBase) -> None:
+    """Rebuild a recurrent layer's private list of weights from its current attributes."""
     for number, name in enumerate(layer._flat_weights_names):
         layer._flat_weights[number] = getattr(layer, name)

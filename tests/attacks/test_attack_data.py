@@ -232,8 +232,12 @@ def test_options_that_do_not_fit_the_data_are_rejected_before_feature_extraction
             ConfigError,
             "attack.to: the data have no class 'ton2'; did you mean 'tone2'",
         ),
-        (make_attack("sign_flip", clients=7), DataError, "attack: 7 clients are to be attackers, there are 6"),
-        (make_attack("sign_flip", clients=["s9"]), DataError, "attack: there is no client 's9'; did you mean"),
+        (
+            make_attack("sign_flip", clients=7),
+            DataError,
+            "attack: 7 clients are to be attackers, but the federation has 6",
+        ),
+        (make_attack("sign_flip", clients=["s9"]), DataError, "attack: unknown client 's9'; did you mean"),
     ):
         with pytest.raises(error, match=message):
             build_population(settings, 1, attack=attack)

@@ -101,7 +101,7 @@ def test_invalid_settings_are_rejected(tiny: Tiny, attack: str, message: str) ->
 
 
 def test_a_run_with_more_attackers_than_clients_is_rejected(tiny: Tiny) -> None:
-    with pytest.raises(DataError, match="attack: 9 clients are to be attackers, there are 6"):
+    with pytest.raises(DataError, match="attack: 9 clients are to be attackers, but the federation has 6"):
         create(tiny("attack={name: ipm, clients: 9}"), Progress("quiet"))
 
 

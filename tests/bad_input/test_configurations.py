@@ -76,13 +76,13 @@ def test_an_unknown_key_names_the_nearest(
     [
         (
             "train.rounds=many",
-            'train.rounds: Input should be a valid integer (got "many")\n  train.rounds: communication rounds (1 to 1000000)',
+            'train.rounds: Input should be a valid integer (got "many")\n  train.rounds: Number of communication rounds.',
         ),
         ("train.rounds=2.5", "train.rounds: Input should be a valid integer"),
         ("train.rounds=[3]", "train.rounds: Input should be a valid integer"),
         (
             "train.cohort=abc",
-            'train.cohort: Input should be a valid integer or a valid number (got "abc")\n  train.cohort: clients a round: ',
+            'train.cohort: Input should be a valid integer or a valid number (got "abc")\n  train.cohort: Clients in each round: ',
         ),
         ("train.optimiser.lr=fast", "train.optimiser.lr: Input should be a valid number"),
         ("train.optimiser.models={model: fast}", "train.optimiser.models.model: Input should be a valid number"),
@@ -95,7 +95,7 @@ def test_an_unknown_key_names_the_nearest(
         ("data.split.test=all", "data.split.test: Input should be a valid dictionary or instance of "),
         (
             "data.corrupt.noise={clients: 2}",
-            "data.corrupt.noise.snr_db: Field required\n  data.corrupt.noise.snr_db: Power of the clip",
+            "data.corrupt.noise.snr_db: Field required\n  data.corrupt.noise.snr_db: Signal-to-noise ratio",
         ),
         (
             "data.corrupt.labels={rate: 0.1, clients: x}",
@@ -145,7 +145,7 @@ def test_a_wrong_type_says_what_it_must_be(
         ("train.cohort=0", "train.cohort: Input should be greater than 0"),
         (
             "train.cohort=1.5",
-            "train.cohort: a share of the clients must be at most 1.0; for a number of clients write an integer (got 1.5)",
+            "train.cohort: a fraction of the clients must be at most 1.0; for a number of clients, write an integer (got 1.5)",
         ),
         ("train.optimiser.momentum=1", "train.optimiser.momentum: Input should be less than 1"),
         ("train.optimiser.lr=.nan", "train.optimiser.lr: Input should be a finite number"),
@@ -163,7 +163,7 @@ def test_a_wrong_type_says_what_it_must_be(
         ("data.split.test={by: clip, values: []}", "data.split.test.values: Tuple should have at least 1 item"),
         (
             "method={name: fedmlac, alpha: 2}",
-            "method.alpha: Input should be less than or equal to 1 (got 2)\n  method.alpha: share of cross-entropy",
+            "method.alpha: Input should be less than or equal to 1 (got 2)\n  method.alpha: Fraction of cross-entropy",
         ),
         ("method.rule={name: lpa, vl: 1}", "method.rule.vl: Input should be less than 1"),
         ("models.model.kernel=4", "models.model: kernel is 4, but kernels must be odd. Use 5"),

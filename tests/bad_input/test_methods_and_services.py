@@ -160,7 +160,7 @@ def test_a_tensor_of_another_shape_is_never_cut_to_fit(raydfl: Raydfl, tiny: Tin
     said = raydfl("run", written(tiny(), tmp_path), f"method={{name: '{tmp_path}/wide.py:Wide'}}")
     said.refuses(
         r"client 's\d+', round 1",
-        r"'convolutions.0.weight' of model 'model' comes as \[8, 16, 3\], but the network has it as \[4, 16, 3\]",
+        r"'convolutions.0.weight' of model 'model' has shape \[8, 16, 3\], but the network expects \[4, 16, 3\]",
     )
 
 

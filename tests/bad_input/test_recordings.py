@@ -226,7 +226,7 @@ def test_files_of_other_kinds_are_counted_and_named(raydfl: Raydfl, recordings: 
     data = {**CONFIGURATION["data"], "name": "folder", "root": str(tree), "cache": str(recordings / "cache")}  # type: ignore[dict-item]
     data["partition"] = {"by": "iid", "clients": 2}
     file.write_text(to_yaml({**CONFIGURATION, "data": data}, flow=False))
-    remark = "left out of .*/tree, as no recordings of a kind that is read: 8 .m4a .8 in all: left/bert-0.m4a, .*ffmpeg"
+    remark = "left out of .*/tree .no recordings of a supported type.: 8 .m4a .8 in all: left/bert-0.m4a, .*ffmpeg"
     for command in (["run", file, f"run.dir={recordings}/runs"], ["data", "info", file], ["data", "prepare", file]):
         said = raydfl(*command)
         assert said.code == 0
@@ -257,9 +257,7 @@ def test_a_list_without_a_column_names_those_it_has(training: Train, recordings:
 
 def test_a_list_without_groups_cannot_be_divided_by_them(training: Train, recordings: Path) -> None:
     relist(recordings, lambda lines: [line.rpartition(",")[0] for line in lines])
-    training().refuses(
-        "18 of 18 training clips have no 'group', so no client to go to", "choose another data.partition"
-    )
+    training().refuses("18 of 18 training clips have no 'group', so no client", "choose another data.partition")
     assert training("data.partition={by: iid, clients: 2}").code == 0
 
 
@@ -268,7 +266,7 @@ def test_a_list_without_groups_cannot_be_divided_by_them(training: Train, record
     [
         (
             lambda lines: [*lines[:3], "wav/anna-left-2.wav,,anna", *lines[4:]],
-            r"1 of 24 clips have no label, the first wav/anna-left-2.wav; label them, .* data.unlabelled='\{\}'",
+            r"1 of 24 clips have no label, the first wav/anna-left-2.wav; Label them, .*data.unlabelled='\{\}'",
         ),
         (lambda lines: [*lines[:3], ",left,anna", *lines[4:]], "row 3 has no path"),
         (lambda lines: [*lines, lines[1]], "1 clips are named more than once, the first 'wav/anna-left-0.wav'"),
@@ -280,7 +278,7 @@ def test_a_list_without_groups_cannot_be_divided_by_them(training: Train, record
         (lambda lines: [*lines[:2], "a,b,c,d,e"], "clips.csv cannot be read: .*; expected a CSV"),
         (
             lambda lines: [lines[0], *(line.replace("wav/", "waves/") for line in lines[1:])],
-            "not one of its 24 files exists.*set root",
+            "none of its 24 files exists.*Set root",
         ),
     ],
 )
@@ -292,7 +290,7 @@ def test_a_list_with_mistakes(
 
 
 def test_a_list_or_a_root_that_is_not_there(training: Train, recordings: Path) -> None:
-    training(f"data.file={recordings}/clip.csv").refuses(r"there is no list of recordings .*clip.csv; expected a CSV")
+    training(f"data.file={recordings}/clip.csv").refuses(r"there is no list of recordings .*clip.csv. Expected a CSV")
     (recordings / "clips.txt").write_text("x")
     training(f"data.file={recordings}/clips.txt").refuses("clips.txt is neither .csv nor .parquet|is neither")
     gone = training(f"data={{name: fsdd, root: {recordings}/gone}}", f"run.dir={recordings}/runs")
@@ -310,7 +308,7 @@ def test_what_is_there_is_told_even_if_it_cannot_be_divided(raydfl: Raydfl, trai
         "data", "info", recordings / "own.yaml", f"data.file={recordings}/clips.csv", "data.split.test={by: split}"
     )
     assert "anna (12), bert (12)" in said.out
-    assert "does not fit the clips: no clip has 'test' in column 'split'" in said.out
+    assert "does not fit the clips: data.split.test: no clip has 'test' in column 'split'" in said.out
     assert (said.code, said.err) == (0, "")
 
 
@@ -322,7 +320,7 @@ def test_what_is_there_is_told_even_if_it_cannot_be_divided(raydfl: Raydfl, trai
     [
         (
             "data.partition={by: iid, clients: 20}",
-            "18 clips cannot give 20 clients 1 each .20 needed.; take at most 18 clients",
+            "18 clips cannot give 20 clients 1 each .20 needed.. Set at most 18 clients",
         ),
         (
             "data.partition={by: group, shards: 10}",
@@ -343,12 +341,15 @@ def test_what_is_there_is_told_even_if_it_cannot_be_divided(raydfl: Raydfl, trai
         ),
         (
             "data.corrupt.labels={rate: 0.5, clients: [ana]}",
-            "data.corrupt: there is no client 'ana'; did you mean 'anna'?",
+            "data.corrupt: unknown client 'ana'; did you mean 'anna'?",
         ),
-        ("data.corrupt.labels={rate: 0.5, clients: 3}", "data.corrupt: 3 clients are to be corrupted, there are 2"),
+        (
+            "data.corrupt.labels={rate: 0.5, clients: 3}",
+            "data.corrupt: 3 clients are to be corrupted, but the federation has 2",
+        ),
         (
             "train.cohort=3",
-            "train.cohort: 3 clients a round, but the population has 2; lower train.cohort or give a share",
+            "train.cohort: 3 clients a round, but the population has 2. Lower train.cohort, or give a fraction",
         ),
     ],
 )

@@ -13,7 +13,7 @@ from raydfl.cluster.server import Server
 from raydfl.data.build import build_population
 from raydfl.data.population import Population
 from raydfl.engine.storage.store import RunStore
-from raydfl.runs.folder import begin
+from raydfl.runs.folder import write_new_run
 
 SMALL = scaling.Variant("small", clients=8, cohort=3, examples=7, model={"name": "mlp"}, aged=True)
 
@@ -45,7 +45,7 @@ def test_a_run_that_was_aged_goes_on(tmp_path: Path) -> None:
     config = scaling.configuration(SMALL, "fedper", tmp_path, 0)
     run_dir = tmp_path / "run"
     population = scaling.enlarge(build_population(config.data, 0), SMALL.clients, SMALL.examples)
-    begin(run_dir, config, population, {})
+    write_new_run(run_dir, config, population, {})
     scaling.age(run_dir, config, population)
     store = RunStore(run_dir)
     commit = store.load(store.latest() or "")

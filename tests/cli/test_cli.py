@@ -175,9 +175,10 @@ def test_the_resolved_configuration_explains_every_setting(raydfl: Raydfl, tiny:
         for line in mute
     )  # models have one comment for all; the tests' own data set describes none of its options
     text = "\n".join(lines)
-    assert "# share of cross-entropy in the local loss; 1: the local model learns alone (0 to 1)\n  alpha: 0.5" in text
-    assert "# communication rounds (1 to 1000000)\n  rounds: 3" in text
-    assert "# Time from one frame to the next in ms. Above 0, to 500.\n    hop_ms: 10.0" in text
+    alpha = "# Fraction of cross-entropy in the local loss. 1: the local model learns from labels only. Range: 0 to 1."
+    assert f"{alpha}\n  alpha: 0.5" in text
+    assert "# Number of communication rounds. Range: 1 to 1000000.\n  rounds: 3" in text
+    assert "# Time between frames in ms. Above 0, to 500.\n    hop_ms: 10.0" in text
 
 
 def test_writing_a_default_down_is_no_other_configuration(tiny: Tiny) -> None:
@@ -234,8 +235,8 @@ def test_data_sets_are_listed_and_described(raydfl: Raydfl) -> None:
         assert said.out.startswith(f"{name}: {card.title}\n")
         for fact in (card.layout, card.licence, card.url):
             assert " ".join(fact.split()) in " ".join(said.out.split())
-    assert "root (required): folder that holds the set's files" in raydfl("data", "info", "fsdd").out
-    assert "test_takes = 5: takes with a lower number are the test set" in raydfl("data", "info", "fsdd").out
+    assert "root (required): Folder with the files of the set." in raydfl("data", "info", "fsdd").out
+    assert "test_takes = 5: Number of each speaker's first takes" in raydfl("data", "info", "fsdd").out
     raydfl("data", "info", "fsd").refuses("unknown data set 'fsd'; did you mean 'fsdd'?")
     raydfl("data", "info", "fsdd", "root=x").refuses(
         "'root=x': 'fsdd' is not a configuration file. Settings need a configuration file before them."

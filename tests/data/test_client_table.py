@@ -161,17 +161,17 @@ def test_ids_may_be_numbers_or_absent(made: Make, tmp_path: Path) -> None:
         ({"first": [0]}, "no single column 'clips'"),
         (
             {"first": [0, 115], "clips": [5, 6]},
-            "row 2 of .* says first 115 and clips 6, .* the rows 0 to 119; 1 such rows",
+            "row 2 of .* has first 115 and clips 6, .* the rows 0 to 119; rows to correct: 1",
         ),
-        ({"first": [-1], "clips": [5]}, "row 1 of .* says first -1"),
+        ({"first": [-1], "clips": [5]}, "row 1 of .* has first -1"),
         ({"first": [0], "clips": [0]}, "clips must be at least 1"),
         ({"first": [1], "clips": [2**63 - 1]}, "clips must be at least 1"),
         ({"first": [0, None], "clips": [1, 1]}, "row 2 of .* has no 'first'"),
-        ({"first": [0.0], "clips": [1]}, "'first' of .* is of the type double; it must hold integers"),
+        ({"first": [0.0], "clips": [1]}, "'first' of .* has the type double; write integers"),
         ({"first": [0], "clips": [1]}, "1 of 1 clients have fewer than data.partition.minimum 1 clips to train on"),
-        ({"first": [1, 2], "clips": [1, 1], "client": ["a", "a"]}, "more than one row of .* has the client 'a'"),
+        ({"first": [1, 2], "clips": [1, 1], "client": ["a", "a"]}, "several rows of .* have the client 'a'"),
         ({"first": [1, 2], "clips": [1, 1], "client": ["a", ""]}, "the id in row 2 of .* is empty"),
-        ({"first": [1], "clips": [1], "client": [0.5]}, "must hold strings or integers"),
+        ({"first": [1], "clips": [1], "client": [0.5]}, "write strings or integers"),
         ({"first": pa.array([], pa.int64()), "clips": pa.array([], pa.int64())}, "has no rows"),
     ],
 )
@@ -182,7 +182,7 @@ def test_a_table_that_cannot_be_used_is_named(made: Make, tmp_path: Path, column
 
 def test_a_file_that_is_no_table_is_named(made: Make, tmp_path: Path) -> None:
     for name, message in (
-        ("x.txt", "must end in one of .parquet"),
+        ("x.txt", "ends in .parquet"),
         ("x.arrow", "cannot be read"),
         ("x.parquet", "cannot be read"),
     ):

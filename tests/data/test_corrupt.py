@@ -15,8 +15,8 @@ from raydfl.data.steps.corrupt import (
     LabelErrorSettings,
     NoiseSettings,
     Share,
-    transition_matrix,
-    wrong_labels,
+    draw_labels,
+    draw_transition_matrix,
 )
 
 IDS = [f"c{i}" for i in range(50)]
@@ -51,7 +51,7 @@ def test_each_clip_has_noise_of_its_own() -> None:
 def test_transition_matrix(classes: int, rate: float) -> None:
     repaired = 0
     for seed in range(30):
-        matrix = transition_matrix(classes, rate, np.random.default_rng(seed))
+        matrix = draw_transition_matrix(classes, rate, np.random.default_rng(seed))
         np.testing.assert_allclose(matrix.sum(axis=1), 1)
         np.testing.assert_allclose(np.diag(matrix), 1 - rate)
         if rate == 0:
@@ -70,7 +70,7 @@ def test_transition_matrix(classes: int, rate: float) -> None:
 
 def test_labels_go_wrong_at_the_rate_and_by_the_matrix() -> None:
     labels = np.repeat(np.arange(10), 5000)
-    wrong = wrong_labels(labels, 10, 0.5, 1, "anna")
+    wrong = draw_labels(labels, 10, 0.5, 1, "anna")
     assert (wrong != labels).mean() == pytest.approx(0.5, abs=0.01)
     table = np.zeros((10, 10))
     np.add.at(table, (labels, wrong), 1)
@@ -78,13 +78,13 @@ def test_labels_go_wrong_at_the_rate_and_by_the_matrix() -> None:
     for row, label in zip(table, range(10), strict=True):
         others = np.delete(row, label)
         assert stats.chisquare(others[others > 0]).pvalue > 0.001
-    np.testing.assert_array_equal(wrong, wrong_labels(labels, 10, 0.5, 1, "anna"))
+    np.testing.assert_array_equal(wrong, draw_labels(labels, 10, 0.5, 1, "anna"))
     for seed, client in ((2, "anna"), (1, "berta")):  # each client has a matrix of its own
         other = np.zeros((10, 10))
-        np.add.at(other, (labels, wrong_labels(labels, 10, 0.5, seed, client)), 1)
+        np.add.at(other, (labels, draw_labels(labels, 10, 0.5, seed, client)), 1)
         assert ((other == 0) != (table == 0)).any()
-    np.testing.assert_array_equal(wrong_labels(labels, 10, 0.0, 1, "anna"), labels)
-    assert not (wrong_labels(labels, 10, 1.0, 1, "anna") == labels).any()
+    np.testing.assert_array_equal(draw_labels(labels, 10, 0.0, 1, "anna"), labels)
+    assert not (draw_labels(labels, 10, 1.0, 1, "anna") == labels).any()
 
 
 def choose(wanted: Share, seed: int = 1) -> np.ndarray:
@@ -102,12 +102,12 @@ def test_clients_by_share_number_or_name() -> None:
 
 
 def test_what_cannot_be_corrupted() -> None:
-    with pytest.raises(DataError, match="51 clients are to be corrupted, there are 50"):
+    with pytest.raises(DataError, match="51 clients are to be corrupted, but the federation has 50"):
         choose(51)
-    with pytest.raises(DataError, match="there is no client 'c77'; did you mean 'c7'"):
+    with pytest.raises(DataError, match="unknown client 'c77'; did you mean 'c7'"):
         choose(("c77",))
-    with pytest.raises(DataError, match="needs at least 2 classes, the data have 1"):
-        transition_matrix(1, 0.1, np.random.default_rng(0))
+    with pytest.raises(DataError, match="needs at least 2 classes, but the data have 1"):
+        draw_transition_matrix(1, 0.1, np.random.default_rng(0))
 
 
 @pytest.mark.parametrize(

@@ -390,7 +390,7 @@ def test_a_run_keeps_the_number_of_bands_and_absolute_paths(tmp_path: Path, monk
         (
             {"kind": "file", "path": "x.npz", "bands": 2, "frames": 4},
             {"segment": {"frames": 2, "stride": 1}},
-            "set data.features.frames to null",
+            "data.features.frames limits it. Set either",
         ),
         (
             {"kind": "file", "path": "x.npz", "bands": 2},

@@ -195,21 +195,21 @@ def test_mcmahans_network_has_the_papers_parameters() -> None:
 @pytest.mark.parametrize(
     ("file", "change", "says"),
     [
-        ("train-images-idx3-ubyte.gz", lambda content: content[:-20], "the packed file is truncated or damaged"),
-        ("t10k-images-idx3-ubyte", lambda content: content[:-20], "bytes, and 340 of 360 follow"),
+        ("train-images-idx3-ubyte.gz", lambda content: content[:-20], "the gzip file is truncated or damaged"),
+        ("t10k-images-idx3-ubyte", lambda content: content[:-20], "bytes, but 340 follow"),
         ("t10k-images-idx3-ubyte", lambda content: content[:9], "9 bytes are too few for an idx header of 16"),
         (
             "t10k-images-idx3-ubyte",
             lambda content: b"\0\0\x0d\x03" + content[4:],
-            "begins with 00000d03 and not 00000803",
+            "starts with 00000d03, not 00000803",
         ),
-        ("t10k-labels-idx1-ubyte", lambda _: idx(np.zeros((3, 3, 3), np.uint8)), "are images and labels exchanged"),
+        ("t10k-labels-idx1-ubyte", lambda _: idx(np.zeros((3, 3, 3), np.uint8)), "images and labels are exchanged"),
         (
             "t10k-labels-idx1-ubyte",
             lambda _: idx(np.zeros(7, np.uint8)),
-            "12 images and its labels are 7: they do not belong",
+            "12 images, but 7 labels",
         ),
-        ("t10k-labels-idx1-ubyte", None, "there is no t10k-labels-idx1-ubyte beside the images"),
+        ("t10k-labels-idx1-ubyte", None, "there is no t10k-labels-idx1-ubyte next to the images"),
     ],
 )
 def test_damaged_idx_files(root: Path, file: str, change: Callable[[bytes], bytes] | None, says: str) -> None:
@@ -244,7 +244,7 @@ def test_files_of_several_sizes_and_colours(tmp_path: Path, tiny: Tiny) -> None:
     population = Population.load(create(of("size: 8, resize: true, channels: 3"), Progress("quiet")) / "population")
     assert population.views[FIRST_VIEW].bands == 24
     (tmp_path / "5.png").write_text("no image")
-    with pytest.raises(DataError, match="no image that can be read"):
+    with pytest.raises(DataError, match="not an image in a supported format"):
         create(of("size: 8, resize: true"), Progress("quiet"))
 
 
@@ -257,11 +257,11 @@ def test_what_does_not_fit_is_refused(tiny: Tiny, root: Path) -> None:
         tiny("models={model: cnn}")
     with pytest.raises(ConfigError, match="contains images, but data.features.kind is logmel"):
         tiny(f"data={{name: mnist, root: {root}}}")
-    with pytest.raises(ConfigError, match="at least 12 rows, and here the longest has 6"):
+    with pytest.raises(ConfigError, match="at least 12 rows, but the longest has 6"):
         federation(tiny, root, "data.transforms=[{name: random_crop, size: 12}]")
     with pytest.raises(ConfigError, match="too small for 2 times 2 x 2 pooling"):
         federation(tiny, root, "data.transforms=[{name: random_crop, size: 3}]")
-    with pytest.raises(ConfigError, match="noise acts on features of the kind logmel, these are of the kind image"):
+    with pytest.raises(ConfigError, match="noise supports features of the kind logmel, not image"):
         federation(tiny, root, "data.transforms=[noise]")
     with pytest.raises(ConfigError, match="data.corrupt.noise needs recordings"):
         federation(tiny, root, "data.corrupt={noise: {snr_db: 3, clients: 1}}")

@@ -93,7 +93,7 @@ def test_clips_of_nobody_are_dealt_evenly_and_stay_in_their_part(split: bool) ->
 
 def test_without_any_group_nothing_can_be_dealt() -> None:
     manifest = silence(split=True)
-    with pytest.raises(DataError, match="no clip has a group that the others could go to"):
+    with pytest.raises(DataError, match="no clip has a group. Set data.ungrouped=keep"):
         deal_ungrouped(manifest.filter(pa.array([clip.as_py() is None for clip in manifest["group"]])), 1)
 
 

@@ -99,24 +99,24 @@ def test_only_the_clips_of_the_table_are_dealt() -> None:
 def test_small_groups_stop_or_are_dropped() -> None:
     columns = {"group": ["a"] * 5 + ["b"] * 2 + ["c"]}
     message = (
-        r"2 of 3 clients \(by 'group', 1 shards each\) get fewer than data.partition.minimum 3 training clips; "
-        r"the fewest, 1, has 'c'.*smaller=drop"
+        r"2 of 3 clients \(by 'group', 1 shards each\) get fewer than minimum 3 training clips; "
+        r"client 'c' gets 1.*smaller=drop"
     )
     with pytest.raises(DataError, match=message):
         deal(8, 2, columns=columns, by="group", minimum=3)
     tables = deal(8, 2, columns=columns, minimum=2, smaller="drop")
     assert list(tables.ids) == ["a", "b"]
     assert owned(tables) == [[0, 1, 2, 3, 4], [5, 6]]
-    assert tables.messages == ("1 training clips belong to no client: theirs would have fewer than 2 clips",)
-    with pytest.raises(DataError, match="no client is left"):
+    assert tables.messages == ("1 training clips belong to no client: their clients would have fewer than 2 clips",)
+    with pytest.raises(DataError, match="leaves no client"):
         deal(8, 2, columns=columns, minimum=9, smaller="drop")
-    with pytest.raises(DataError, match=r"2 shards each.*the fewest, 0, has 'c/1'"):
+    with pytest.raises(DataError, match=r"2 shards each.*client 'c/1' gets 0"):
         deal(8, 2, columns=columns, by="group", shards=2)
 
 
 def test_clips_without_a_group() -> None:
     columns = {"group": ["a", None, "b", None]}
-    with pytest.raises(DataError, match="2 of 4 training clips have no 'group', so no client to go to: c1, c3; fill"):
+    with pytest.raises(DataError, match="2 of 4 training clips have no 'group', so no client: c1, c3. Fill"):
         deal(4, 2, columns=columns, by="group")
     deal(4, 2, rows=[0, 2], columns=columns, by="group")  # those of the test set may lack it
     with pytest.raises(DataError, match="data.partition: the recordings have no column 'speaker'; did you mean"):
@@ -175,14 +175,14 @@ def test_recordings_stay_whole() -> None:
 
 
 def test_a_recordings_label_is_the_most_frequent() -> None:
-    result = dealing._most_frequent(np.array([0, 0, 0, 1, 1]), np.array([2, 1, 2, 3, 0]), 2)
+    result = dealing._find_main_labels(np.array([0, 0, 0, 1, 1]), np.array([2, 1, 2, 3, 0]), 2)
     assert result.tolist() == [2, 0]
 
 
 def test_dealing_by_proportions_gives_nothing_to_proportion_0() -> None:
     thirds = np.array([1 / 3, 1 / 3, 1 / 3, 0.0])
     for count in (1, 3, 9, 3000):
-        dealt = np.bincount(dealing._dealt(count, thirds), minlength=4)
+        dealt = np.bincount(dealing._split_by_proportions(count, thirds), minlength=4)
         assert dealt[3] == 0
         assert dealt.sum() == count
         assert np.ptp(dealt[:3]) <= 1
@@ -196,14 +196,14 @@ def test_quantity_by_fedstars_rule(clips: int, clients: int, spread: float) -> N
     mean = clips / clients
     beyond = int(spread * mean + 1e-9)
     for seed in range(5):
-        sizes = dealing._spread_sizes(clips, clients, spread, np.random.default_rng(seed))
+        sizes = dealing._draw_sizes(clips, clients, spread, np.random.default_rng(seed))
         assert sizes.sum() == clips
         assert sizes.min() >= int(mean - beyond)
         assert sizes.max() <= max(int(mean + beyond), int(np.ceil(mean)))
 
 
 def test_the_rest_of_a_quantity_partition_is_dealt_uniformly() -> None:
-    sizes = dealing._spread_sizes(200_000, 100, 1.0, np.random.default_rng(0))  # from 0, the limit is not reached
+    sizes = dealing._draw_sizes(200_000, 100, 1.0, np.random.default_rng(0))  # from 0, the limit is not reached
     assert stats.chisquare(sizes).pvalue > 0.01
     with pytest.raises(DataError, match="the smallest client has 0 clips .2.0 on average., fewer than minimum 1"):
         deal(200, 4, by="quantity", clients=100, spread=1.0)
@@ -254,12 +254,12 @@ def test_iid() -> None:
         (
             100,
             {"by": "iid", "clients": 101},
-            r"100 clips cannot give 101 clients 1 each \(101 needed\); take at most 100",
+            r"100 clips cannot give 101 clients 1 each \(101 needed\). Set at most 100",
         ),
         (
             100,
             {"by": "iid", "clients": 30, "minimum": 4},
-            r"cannot give 30 clients 4 each \(120 needed\); take at most 25",
+            r"cannot give 30 clients 4 each \(120 needed\). Set at most 25",
         ),
         (100, {"by": "dirichlet", "clients": 51, "alpha": 1, "minimum": 2}, r"100 clips cannot give 51 clients 2 each"),
         (
@@ -270,10 +270,10 @@ def test_iid() -> None:
         (
             100,
             {"by": "dirichlet", "clients": 50, "alpha": 0.01, "minimum": 2},
-            r"in \d+ draws with alpha 0.01 at least one of 50 clients always had fewer than minimum 2; the best draw gave "
-            r"everyone 0 \(2.0 on average\). Raise alpha",
+            r"none of \d+ draws with alpha 0.01 gave all 50 clients the minimum of 2; the best draw gave "
+            r"every client 0 \(2.0 on average\). Raise alpha",
         ),
-        (100, {"by": "quantity", "clients": 50, "alpha": 0.1}, r"in \d+ draws with alpha 0.1 .*lower minimum"),
+        (100, {"by": "quantity", "clients": 50, "alpha": 0.1}, r"none of \d+ draws with alpha 0.1 .*lower minimum"),
         (
             100,
             {"by": "quantity", "clients": 4, "spread": 0.9, "minimum": 25},
@@ -288,7 +288,7 @@ def test_iid() -> None:
         (
             100,
             {"by": "classes", "clients": 14, "classes": 1, "minimum": 7},
-            r"in \d+ draws with 1 classes each .* fewer than minimum 7; the best draw gave everyone [1-6] \(7.1",
+            r"none of \d+ draws with 1 classes each .* minimum of 7; the best draw gave every client [1-6] \(7.1",
         ),
     ],
 )
@@ -305,8 +305,8 @@ def test_partitions_that_cannot_be_end_with_numbers(
     ("options", "message"),
     [
         ({"by": "dirichlet"}, "by: dirichlet needs alpha and clients"),
-        ({"by": "group", "clients": 5}, "clients means nothing with by: group"),
-        ({"by": "iid", "clients": 5, "shards": 2}, "shards means nothing with by: iid"),
+        ({"by": "group", "clients": 5}, "clients has no effect with by: group"),
+        ({"by": "iid", "clients": 5, "shards": 2}, "shards has no effect with by: iid"),
         ({"by": "quantity", "clients": 5}, "by: quantity needs either alpha or spread"),
         ({"by": "quantity", "clients": 5, "alpha": 1, "spread": 0.1}, "either alpha or spread"),
         ({"by": "classes", "clients": 5}, "by: classes needs classes"),

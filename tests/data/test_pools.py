@@ -149,11 +149,14 @@ def test_clients_hold_out_of_every_pool_that_has_labels(made: Make) -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"unlabelled": {"keep": 0.01}}, r"keep 0.01 of \d+ training clips of label 'w0' is none; keep at least 0.0"),
+        (
+            {"unlabelled": {"keep": 0.01}},
+            r"keep 0.01 of \d+ training clips of label 'w0' is none. Set keep to at least 0.0",
+        ),
         ({"unlabelled": {}}, "unlabelled is empty at every client: 0 of 96 training clips are without a label"),
         (
             {"name": f"{__file__}:PartlyLabelled"},
-            r"40 of 120 clips have no label, the first w0/g0/0; .*data.unlabelled='\{\}'",
+            r"40 of 120 clips have no label, the first w0/g0/0. .*data.unlabelled='\{\}'",
         ),
         (
             {"pools": {"a": {"column": "tak", "values": [1]}}},
@@ -179,7 +182,7 @@ def test_pools_that_cannot_be(made: Make, data: dict[str, Any], message: str) ->
 
 
 def test_two_ways_to_make_pools_are_one_too_many(made: Make) -> None:
-    with pytest.raises((ConfigError, ValueError), match="give one of them"):
+    with pytest.raises((ConfigError, ValueError), match="Remove either of them"):
         made(unlabelled={}, pools={"a": {"column": "take", "values": [2]}})
 
 

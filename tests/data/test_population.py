@@ -24,7 +24,7 @@ from raydfl.data.noise import add_noise, seed_noise
 from raydfl.data.part import Part, StoredView
 from raydfl.data.population import Population
 from raydfl.data.settings import DataSettings
-from raydfl.data.steps.corrupt import wrong_labels
+from raydfl.data.steps.corrupt import draw_labels
 from raydfl.data.tables import Tables, clips_table
 
 Make = Callable[..., DataSettings]
@@ -190,7 +190,7 @@ def test_wrong_labels_are_in_the_training_clips_of_the_chosen_clients_only(made:
         assert mine.train.clips.tolist() == theirs.train.clips.tolist()
         expected = mine.train.labels
         if i in chosen:
-            expected = wrong_labels(expected, 4, 0.8, 1, wrong.ids[i])
+            expected = draw_labels(expected, 4, 0.8, 1, wrong.ids[i])
             assert (expected != mine.train.labels).any()
         assert theirs.train.labels.tolist() == expected.tolist()
         assert columns(mine.validation) == columns(theirs.validation)
@@ -237,7 +237,7 @@ def test_a_label_that_no_client_has(tmp_path: Path, made: Make) -> None:
             (root / f"w1_g{group}_{take}.wav").write_bytes(b"")
     message = (
         r"no client has a clip of label 'w1': of its 6 clips 2 can be read, 2 are in the test set and 0 in the server's "
-        r"validation set; choose data.split"
+        r"validation set. Change data.split"
     )
     with pytest.raises(DataError, match=message):
         build_population(folder_settings(root, tmp_path / "cache", unreadable="skip"), 1)
@@ -265,7 +265,9 @@ def test_what_cannot_be_divided_fails_before_features_are_made(made: Make, tmp_p
 def test_dropped_clients_are_mentioned(made: Make) -> None:
     population = build_population(made(partition={"shards": 10, "minimum": 2, "smaller": "drop"}), 1)
     assert len(population) == 36  # 16 clips in 10 shards: 6 of them have 2
-    assert population.messages == ("24 training clips belong to no client: theirs would have fewer than 2 clips",)
+    assert population.messages == (
+        "24 training clips belong to no client: their clients would have fewer than 2 clips",
+    )
 
 
 def test_unknown_client(made: Make) -> None:

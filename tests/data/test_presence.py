@@ -111,15 +111,15 @@ def test_measuring_a_network_reads_no_other_view(tiny: Tiny, folder: Path, monke
     config = federation(tiny, folder, "unifl", "data.missing={video: 1.0}", "evaluate.every=1")
     server = start_server(config)
     read: list[int] = []
-    stored = Frames._stored
+    stored = Frames._read
 
     def watched(self: Frames, *arguments: Any) -> np.ndarray:
         read.append(self.stream)
         return stored(self, *arguments)
 
     federation_ = server._federation
-    monkeypatch.setattr(Frames, "_stored", watched)
-    orders = [o for o in federation_._evaluation.server_orders(federation_.state) if o.task.receive == ("global",)]
+    monkeypatch.setattr(Frames, "_read", watched)
+    orders = [o for o in federation_._evaluation.make_server_orders(federation_.state) if o.task.receive == ("global",)]
     list(federation_.pool.run(orders, federation_.broadcast({"global"})))
     assert set(read) == {0}
     server.close()

@@ -15,7 +15,7 @@ from raydfl.core.seeds import generator
 from raydfl.data.build import build_population
 from raydfl.data.population import Population
 from raydfl.data.settings import DataSettings
-from raydfl.data.steps.split import draw_share_of_each
+from raydfl.data.steps.split import draw_stratified
 
 Make = Callable[..., DataSettings]
 
@@ -69,7 +69,7 @@ def test_the_servers_validation_is_chosen_by_value_or_drawn_and_leaves_the_test_
         assert [(s.start, s.stop) for s in found.shards if s.split == "server_validation"] == [
             (0, len(found.validation))
         ]
-    with pytest.raises(DataError, match="data.split.server_validation: no clip that is left has '7' in column 'take'"):
+    with pytest.raises(DataError, match="data.split.server_validation: no remaining clip has '7' in column 'take'"):
         build_population(made(split={"server_validation": {"by": "take", "values": [7]}}), 1)
 
 
@@ -88,10 +88,10 @@ def test_roles_leave_others_training_clips_and_validation_as_they_were(made: Mak
 
 def test_a_stratified_share_is_rounded_for_each_label_and_never_all() -> None:
     labels = np.repeat([0, 1, 2], [10, 4, 1])
-    chosen = draw_share_of_each(labels, 0.3, generator(0, 0, "a", "test"))
+    chosen = draw_stratified(labels, 0.3, generator(0, 0, "a", "test"))
     assert np.bincount(labels[chosen], minlength=3).tolist() == [3, 1, 0]
-    assert not draw_share_of_each(np.zeros(1, int), 0.9, generator(0, 0, "a", "test")).all()
-    drawn = [draw_share_of_each(labels, 0.5, generator(seed, 0, "a", "t"))[:10] for seed in range(500)]
+    assert not draw_stratified(np.zeros(1, int), 0.9, generator(0, 0, "a", "test")).all()
+    drawn = [draw_stratified(labels, 0.5, generator(seed, 0, "a", "t"))[:10] for seed in range(500)]
     assert np.mean(drawn, axis=0) == pytest.approx(np.full(10, 0.5), abs=0.08)
 
 
@@ -120,7 +120,7 @@ def test_a_label_that_only_tests_have_is_kept_if_that_is_wanted(made: Make) -> N
 @pytest.mark.parametrize(
     ("split", "message"),
     [
-        ({"client_test": {"by": "take", "values": [9]}}, "data.split.client_test: no clip that is left has '9' in"),
+        ({"client_test": {"by": "take", "values": [9]}}, "data.split.client_test: no remaining clip has '9' in"),
         (
             {"validation": {"by": "tak", "values": [1]}},
             "data.split.validation: the recordings have no column 'tak'; did you mean 'take'",
@@ -139,7 +139,7 @@ def test_roles_that_cannot_be(made: Make, split: dict[str, Any], message: str) -
     [
         ({"by": "take"}, "by: take needs either values or fraction"),
         ({"by": "clip", "values": [1]}, "by: clip needs fraction, not values"),
-        ({"by": "take", "fraction": 0.5, "stratify": True}, "stratify goes with by: clip"),
+        ({"by": "take", "fraction": 0.5, "stratify": True}, "stratify has no effect with by: take"),
     ],
 )
 def test_groups_that_say_too_much_or_too_little(made: Make, group: dict[str, Any], message: str) -> None:
@@ -178,7 +178,7 @@ def test_all_anomalies_and_a_share_of_what_is_normal_are_tested_on(made: Make) -
             {"normal": 4, "anomaly": 4},
         ]
         assert len({clip for clips in roles for clip in clips}) == 18
-    with pytest.raises(ValueError, match="others, a share of the clips with other values, goes with values"):
+    with pytest.raises(ValueError, match="others is a fraction of the clips without the chosen values"):
         made(split={"client_test": {"fraction": 0.5, "others": 0.5}})
 
 
@@ -197,10 +197,12 @@ def test_as_published_tests_on_what_is_trained_on(made: Make) -> None:
         ):
             assert np.array_equal(tested[clip], x)
     assert any("data.split.as_published: training clips are also test clips" in m for m in population.messages)
-    with pytest.raises(ValueError, match="as_published has each client test on all its clips: set test to null"):
+    with pytest.raises(
+        ValueError, match="as_published has each client test on all its clips. Set test and client_test to null"
+    ):
         made(split={"as_published": True})
     takes_are_normal = made(split={"test": None, "as_published": {"column": "take", "normal": [0, 1, 2, 3, 4]}})
-    with pytest.raises(DataError, match="all of 120 clips are normal, that is 0, 1, 2, 3, 4 in column 'take'"):
+    with pytest.raises(DataError, match="all of 120 clips are normal .0, 1, 2, 3, 4 in column 'take'."):
         build_population(takes_are_normal, 1)
 
 

@@ -126,9 +126,9 @@ def test_local_hold_out_is_rounded_and_leaves_one() -> None:
         (
             listed(10),
             {"test": {"by": "clip", "fraction": 0.01}},
-            "0.01 of 10 clips of 7 labels is no clip: .*set data.split.test.fraction=0.25 or more",
+            "0.01 of 10 clips of 7 labels is no clip: .*Set data.split.test.fraction=0.25 or more",
         ),
-        (listed(7), {"test": {"by": "clip", "fraction": 0.5}}, "no label has more than one clip; hold out whole"),
+        (listed(7), {"test": {"by": "clip", "fraction": 0.5}}, "no label has more than one clip. Hold out whole"),
         (
             listed(),
             {"test": {"values": ["train", "validation", "test"]}},
@@ -137,7 +137,7 @@ def test_local_hold_out_is_rounded_and_leaves_one() -> None:
         (
             listed(4, group=["a", None, "b", None]),
             {"test": {"by": "group", "fraction": 0.5}},
-            "2 clips have no 'group' by which to hold them out: c1, c3",
+            "2 clips have no value in column 'group': c1, c3",
         ),
     ],
 )

@@ -52,7 +52,7 @@ def test_pools_gives_training_clips_a_pool_and_leaves_the_others_out(listed: Ass
     split = split_clips(listed, SplitSettings(test=HoldOutSettings(by="take", values=(0,))), 1)
     tables = assign_pools(split, {"late": PoolSettings(column="take", values=(2,))}, None, 1)
     assert column(tables, "pool") == [None, "late", None, "late"]
-    assert tables.messages == ("2 training clips are in no pool, so nobody trains on them",)
+    assert tables.messages == ("2 training clips are in no pool, so no client trains on them",)
 
 
 def test_partition_gives_clips_owners_and_sorts_them_by_owner(owned: Assignment) -> None:
@@ -144,11 +144,11 @@ ROLES = ["train"] * 4
     ("clips", "message"),
     [
         ({"role": ROLES}, "data.tables.clips: the table of clips .* has no single column 'clip'"),
-        ({"clip": [1, 2, 3, 4]}, "column 'clip' of .* is of the type int64; it must hold strings"),
-        ({"clip": CLIPS, "role": [1, 2, 3, 4]}, "column 'role' of .* is of the type int64; it must hold strings"),
-        ({"clip": CLIPS, "client": [0.5] * 4}, "column 'client' of .* is of the type double; .* strings or integers"),
+        ({"clip": [1, 2, 3, 4]}, "column 'clip' of .* has the type int64; write strings"),
+        ({"clip": CLIPS, "role": [1, 2, 3, 4]}, "column 'role' of .* has the type int64; write strings"),
+        ({"clip": CLIPS, "client": [0.5] * 4}, "column 'client' of .* has the type double; .* strings or integers"),
         ({"clip": ["w0/g0/1", None]}, "row 2 of .* has no 'clip'"),
-        ({"clip": ["w0/g0/9"]}, "row 1 of .*, clip 'w0/g0/9', is not on the list of clips; 1 such rows"),
+        ({"clip": ["w0/g0/9"]}, "row 1 of .*, clip 'w0/g0/9', is not on the list of clips; rows to correct: 1"),
         (
             {"clip": [*CLIPS, CLIPS[0]], "client": list("aabbb"), "role": ["train"] * 5},
             "row 5 of .*, clip 'w0/g0/1', has a row already: a clip has one role and one client",
@@ -160,24 +160,24 @@ ROLES = ["train"] * 4
         ({"clip": CLIPS, "role": ["train", None] * 2}, "row 2 of .* has an unknown role"),
         (
             {"clip": CLIPS, "role": ROLES, "client": [*"aab", None]},
-            "row 4 of .* has no client, which its role needs",
+            "row 4 of .* has no client, but its role needs it",
         ),
         (
             {"clip": CLIPS, "role": ["train"] * 3 + ["test"], "client": list("aabb")},
-            "has a client, which its role excl",
+            "has a client, but its role excl",
         ),
         (
             {"clip": CLIPS, "client": ["a", "b", "", "b"]},
-            "row 3 of .*, clip 'w2/g1/1', has an empty client; name it, or write null",
+            "row 3 of .*, clip 'w2/g1/1', has an empty client; fill it in, or write null",
         ),
-        ({"clip": CLIPS, "role": ["test"] * 4}, "no clip has the role train, so clients learn nothing"),
+        ({"clip": CLIPS, "role": ["test"] * 4}, "no clip has the role train, so clients cannot learn"),
         (
             {"clip": CLIPS, "role": ROLES, "pool": ["unlabelled"] * 4},
-            "no training clip is in a pool other than 'unlabelled'",
+            "all training clips are in the pool 'unlabelled'",
         ),
         (
             {"clip": ALL[:129], "role": ["train"] * 129, "pool": [f"p{number}" for number in range(129)]},
-            "there are 129 pools, at most 128 are poss",
+            "129 pools are more than the maximum of 128",
         ),
     ],
 )
@@ -192,15 +192,19 @@ def test_a_table_of_clips_that_cannot_be_used_is_named(
     ("clips", "clients", "message"),
     [
         ({"client": list("aabb")}, {}, "data.tables.clips: its column 'client' and data.partition.by: table both"),
-        ({"pool": list("xyxy")}, {}, "data.tables.clips: its column 'pool' needs clips that are one client's"),
+        ({"pool": list("xyxy")}, {}, "data.tables.clips: its column 'pool' needs a single owner of each clip"),
         (
             {"role": [*ROLES[:3], "client_test"]},
             {},
-            "data.tables.clips: its role 'client_test' needs clips that are one",
+            "data.tables.clips: its role 'client_test' needs a single owner",
         ),
-        ({"role": [*ROLES[:3], "validation"]}, {}, "data.tables.clips: its role 'validation' needs clips that are one"),
-        ({}, {"noisy": [True, False]}, "data.tables.clients: its column 'noisy' needs clips that are one client's"),
-        ({}, {"label_errors": [True, False]}, "data.tables.clients: its column 'label_errors' needs clips"),
+        (
+            {"role": [*ROLES[:3], "validation"]},
+            {},
+            "data.tables.clips: its role 'validation' needs a single owner",
+        ),
+        ({}, {"noisy": [True, False]}, "data.tables.clients: its column 'noisy' needs a single owner of each clip"),
+        ({}, {"label_errors": [True, False]}, "data.tables.clients: its column 'label_errors' needs a single owner"),
     ],
 )
 def test_a_column_for_clips_of_one_client_is_refused_where_clients_share_clips(
@@ -224,11 +228,11 @@ def test_the_pool_unlabelled_of_a_table_comes_last(made: Make, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("settings", "pool", "message"),
     [
-        ({}, "near by", "data.tables.clips: column 'pool': the name 'near by' may hold letters, digits, _ and - only"),
+        ({}, "near by", "data.tables.clips: column 'pool': the name 'near by' is invalid"),
         (
             {"views": {"near": {"column": "path", "features": {"kind": "image", "size": 8}}}},
             "near",
-            "data.views: 'near' is the name of a pool already; give the view another name",
+            "data.views: a pool has the name 'near' already. Give the view another name",
         ),
         (
             {"pools": {"low": {"column": "label", "values": ["w0"]}}},
@@ -256,24 +260,24 @@ def test_pools_of_a_table_that_cannot_be_used_are_named(
         ({"room": ["x"]}, "data.tables.clients: the table of clients .* has no single column 'client'"),
         ({"client": ["g0", "g1", "g2", "g3", "g4"]}, "has no row for client 'g5'; did you mean 'g[0-4]'"),
         ({"client": [f"g{i}" for i in range(7)]}, "has the client 'g6', who has no clips; did you mean"),
-        ({"client": ["g0", "g0"]}, "more than one row of .* has the client 'g0'"),
+        ({"client": ["g0", "g0"]}, "several rows of .* have the client 'g0'"),
         (
             {"client": IDS, "noisy": [1] * 6},
-            "column 'noisy' of .* int64; it must hold truth values",
+            "column 'noisy' of .* int64; write booleans",
         ),
         (
             {"client": IDS, "noisy": [True] * 6},
-            "there are noisy clients, so set data.corrupt.noise",
+            "column 'noisy' marks clients. Set data.corrupt.noise",
         ),
         (
             {"client": IDS, "mic": [[1]] * 6},
-            "column 'mic' of the table of clients is of the type list<.*>; it must hold",
+            "column 'mic' of the table of clients has the type list<.*>. Write",
         ),
         (
             {"client": IDS, "mic": pa.array([2**63] * 6, pa.uint64())},
-            "is 9223372036854775808 for client 'g0'; .* 0 to 1000",
+            "is 9223372036854775808 for client 'g0'. .* 0 .the first. to 1000",
         ),
-        ({"client": IDS, "mic": [1001] * 6}, "is 1001 for client 'g0'; .* 0 to 1000"),
+        ({"client": IDS, "mic": [1001] * 6}, "is 1001 for client 'g0'. .* 0 .the first. to 1000"),
     ],
 )
 def test_a_table_of_clients_that_cannot_be_used_is_named(
@@ -288,7 +292,7 @@ def test_a_table_of_clients_that_cannot_be_used_is_named(
 def test_a_column_that_is_there_twice_is_refused(made: Make, tmp_path: Path) -> None:
     table = pa.Table.from_arrays([pa.array(CLIPS), pa.array(ROLES), pa.array(ROLES)], names=["clip", "role", "role"])
     pq.write_table(table, tmp_path / "clips.parquet")
-    with pytest.raises(DataError, match="has no single column 'role'; it is there several times"):
+    with pytest.raises(DataError, match="has no single column 'role'; several columns have this name"):
         build_population(made(tables={"clips": tmp_path / "clips.parquet"}), 1)
 
 

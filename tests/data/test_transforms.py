@@ -28,7 +28,7 @@ def pipeline(*transforms: dict[str, Any], **features: Any) -> Pipeline:
     """With its tables, as a population has it."""
     settings = FeatureSettings(**{**PLAIN, **features})
     built = make_transforms(transforms, settings, "data.transforms")
-    return built.with_tables(built.make_tables(settings, SEED, "t/"), "t/")
+    return built.add_tables(built.make_tables(settings, SEED, "t/"), "t/")
 
 
 def examples(made: Pipeline, counts: tuple[int, ...] = (FRAMES,) * 40, sounding: int | None = None) -> Examples:
@@ -296,8 +296,8 @@ def test_an_example_does_not_depend_on_the_longest_beside_it() -> None:
         ([{"size": 3}], {}, "a name is missing"),
         ([{"name": "noise", "snr": 3}], {}, "unknown key 'snr'.*snr_db"),
         ([{"name": "noise", "snr_db": ["loud", 3]}], {}, "snr_db"),
-        ([{"name": "noise", "snr_db": [20, 0]}], {}, "the lowest, 20, comes first"),
-        ([{"name": "reverberation", "seconds": [0.5, 3.5]}], {}, "from 0 to 3 s; longer ones would be cut"),
+        ([{"name": "noise", "snr_db": [20, 0]}], {}, "the lower limit, 20, exceeds"),
+        ([{"name": "reverberation", "seconds": [0.5, 3.5]}], {}, "must be in ascending order, from 0 to 3 s"),
         ([{"name": "reverberation", "seconds": [-1, 1]}], {}, "from 0 to 3 s"),
         ([{"name": "random_crop", "size": 200}], {"seconds": 1.0}, "at least 200 frames.*longest has 101"),
         ([{"name": "spec_augment", "frames": 200}], {"seconds": 1.0}, "at least 200 frames"),
@@ -307,11 +307,11 @@ def test_an_example_does_not_depend_on_the_longest_beside_it() -> None:
             {"seconds": 1.0},
             "at least 20 frames.*has 10",
         ),
-        ([{"name": "spec_augment"}, {"name": "noise"}], {}, "the order is"),
-        ([{"name": "noise"}, {"name": "random_crop", "size": 3}], {}, "the order is"),
-        ([{"name": "gain"}], {"normalise": "clip"}, "takes any gain back"),
-        ([{"name": "noise"}], {"normalise": "group"}, "done once for all"),
-        ([{"name": "flip"}], {}, "of the kind image, these are of the kind logmel"),
+        ([{"name": "spec_augment"}, {"name": "noise"}], {}, "are in the wrong order"),
+        ([{"name": "noise"}, {"name": "random_crop", "size": 3}], {}, "are in the wrong order"),
+        ([{"name": "gain"}], {"normalise": "clip"}, "cancels every gain"),
+        ([{"name": "noise"}], {"normalise": "group"}, "normalises the cached features"),
+        ([{"name": "flip"}], {}, "of the kind image, not logmel"),
         ([{"name": "random_crop", "size": 3, "pad": 2}], {}, "pad is for images"),
     ],
 )

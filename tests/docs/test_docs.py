@@ -119,7 +119,7 @@ def run_block(
         folder = sandbox(block.page)
         monkeypatch.chdir(folder)
         if block.page.name == "report.md" and not fast:  # tests/runs/test_report.py draws every figure
-            monkeypatch.setattr("raydfl.runs.report.page.drawn", drawing)
+            monkeypatch.setattr("raydfl.runs.report.page.draw", drawing)
         if block.file is not None:
             (folder / block.file).parent.mkdir(parents=True, exist_ok=True)
             (folder / block.file).write_text(block.text, encoding="utf-8")

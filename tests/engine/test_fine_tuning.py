@@ -24,7 +24,7 @@ from raydfl.objectives import Classify
 from raydfl.runs.folder import create
 from raydfl.runs.progress import Progress
 from raydfl.testing import assert_same_bits, start_server
-from raydfl.training import Replica, fixed_tensors
+from raydfl.training import Replica, find_fixed_tensors
 
 Tiny = Callable[..., Config]
 
@@ -39,7 +39,7 @@ def test_a_copy_is_trained_on_the_clients_data(part: list[str]) -> None:
     method = FedBABU()
     step, reference = (make_steps(method, build)[1] for _ in range(2))
     for each in (step, reference):
-        each.fixed = fixed_tensors(each.models, method.fixed)
+        each.fixed = find_fixed_tensors(each.models, method.fixed)
         Replica(each.models, each.fixed)  # as the engine holds networks
     network = copy.deepcopy(reference.models["model"]).double().requires_grad_(True)
     trained = [p for name, p in network.named_parameters() if not part or f"model/{name}".startswith(part[0])]

@@ -187,12 +187,12 @@ def test_examples_of_every_pool_have_their_views(tiny: Tiny, folder: Path) -> No
 
 
 def test_a_view_and_a_pool_have_names_of_their_own(tiny: Tiny, folder: Path) -> None:
-    with pytest.raises(ConfigError, match="data.views: 'picture' is the name of a pool already"):
+    with pytest.raises(ConfigError, match="data.views: a pool has the name 'picture' already"):
         eyes(tiny, folder, f"{VIEWS}, pools: {{picture: {{column: room, values: [hall]}}}}")
     view = VIEWS.replace("picture", "unlabelled")
-    with pytest.raises(ConfigError, match="data.views: 'unlabelled' is the name of a pool already"):
+    with pytest.raises(ConfigError, match="data.views: a pool has the name 'unlabelled' already"):
         eyes(tiny, folder, f"{view}, unlabelled: {{keep: 0.5}}", "models.eye.view=unlabelled")
-    with pytest.raises(ConfigError, match="data.pools: the name 'a@b' may hold letters"):
+    with pytest.raises(ConfigError, match="data.pools: the name 'a@b' is invalid"):
         eyes(tiny, folder, f"{VIEWS}, pools: {{a@b: {{column: room, values: [hall]}}}}")
 
 

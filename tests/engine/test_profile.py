@@ -75,7 +75,10 @@ def test_a_column_of_the_manifest(tiny: Tiny) -> None:
     ("column", "message"),
     [
         ("rom", r"data.profile.room: the recordings have no column 'rom'; did you mean 'room'"),
-        ("mood", r"data.profile.room: column 'mood' says '[01]', '[01]' of clips of client 's0'; it must be one value"),
+        (
+            "mood",
+            r"data.profile.room: column 'mood' has the values '[01]', '[01]' for clips of client 's0', but a profile",
+        ),
         ("holes", r"data.profile.room: column 'holes' has no value for a clip of client 's0'"),
     ],
 )

@@ -21,7 +21,7 @@ from raydfl.data.examples import Examples
 from raydfl.methods.fedadam import FedAdam
 from raydfl.methods.fedmlac import FedMLAC
 from raydfl.training._fit import fit, make_optimiser
-from raydfl.training.randomness import fit_seed, seed_of_step, step_randomness
+from raydfl.training.randomness import derive_step_seed, fit_seed, use_step_seed
 from raydfl.training.step import Step
 
 
@@ -160,7 +160,7 @@ class FirstBatches(Method):
         batches = [b for _ in rounds for b in step.data.train.batches(step.training.batch_size, step.rng, step.device)]
         for number, batch in enumerate(batches[: self.steps]):
             optimiser.zero_grad()
-            with step_randomness(seed_of_step(seed, number)):
+            with use_step_seed(derive_step_seed(seed, number)):
                 loss = self.loss(step, batch)
             loss.backward()
             optimiser.step()

@@ -432,9 +432,9 @@ def test_a_clock_counts_a_clients_own_time(monkeypatch: pytest.MonkeyPatch) -> N
     assert not clock.expired  # it stands
     clock.start()
     time.now += 2
-    with clock.waiting():
+    with clock.pause():
         time.now += 30  # others' turn
-        with clock.computing():
+        with clock.run():
             time.now += 1
         time.now += 30
     time.now += 1.5
@@ -442,9 +442,9 @@ def test_a_clock_counts_a_clients_own_time(monkeypatch: pytest.MonkeyPatch) -> N
     clock.start()  # it goes already
     time.now += 0.5
     assert clock.expired
-    with clock.waiting():
+    with clock.pause():
         clock.cut, clock.steps = True, 1
-    with pytest.raises(DeadlineExceededError, match="late: 0 steps were done at train.deadline=5 s$"), clock.waiting():
+    with pytest.raises(DeadlineExceededError, match="late: 0 steps were done at train.deadline=5 s$"), clock.pause():
         clock.steps = 0
     endless = Clock()
     endless.start()

@@ -137,7 +137,7 @@ def test_bad_transforms_end_before_the_first_round(tiny: Tiny, tmp_path: Path) -
     with pytest.raises(ConfigError, match="both cut clips"):
         tiny("data.transforms=[{name: random_crop, size: 5}]", "data.segment={frames: 5, stride: 5}", DIFFERING)
     longer = tiny("data.transforms=[{name: random_crop, size: 50}]", DIFFERING)
-    with pytest.raises(ConfigError, match="at least 50 frames, and here the longest has 26"):
+    with pytest.raises(ConfigError, match="at least 50 frames, but the longest has 26"):
         create(longer, Progress("quiet"))
     rooms = tiny(f"data.transforms=[{{name: reverberation, folder: {tmp_path / 'rooms'}}}]")
     with pytest.raises(DataError, match="there is no folder"):

@@ -26,7 +26,7 @@ from raydfl.runs._run import resume, run
 from raydfl.runs.inference.model import load_model
 from raydfl.testing import assert_same_bits, read_tensors, start_server, to_bytes, train_federation
 from raydfl.training._fit import fit
-from raydfl.training.fates import fixed_tensors
+from raydfl.training.ownership import find_fixed_tensors
 from raydfl.training.step import Step
 
 Tiny = Callable[..., Config]
@@ -95,16 +95,16 @@ class Sending(Method):
 
 def test_what_is_fixed() -> None:
     model = FrozenStem(4, 3)
-    found = fixed_tensors({"m": model}, Method().fixed)
+    found = find_fixed_tensors({"m": model}, Method().fixed)
     layers = {"0.weight", "0.bias", "1.weight", "1.bias", "1.running_mean", "1.running_var"}
     assert found == {f"m/stem.{name}" for name in layers}  # the counter is no floating tensor
-    assert fixed_tensors({"m": FrozenStem(4, 3, frozen=False)}, Method().fixed) == frozenset()
+    assert find_fixed_tensors({"m": FrozenStem(4, 3, frozen=False)}, Method().fixed) == frozenset()
     model.stem[1].requires_grad_(True)  # its buffers move
-    assert fixed_tensors({"m": model}, Method().fixed) == {"m/stem.0.weight", "m/stem.0.bias"}
+    assert find_fixed_tensors({"m": model}, Method().fixed) == {"m/stem.0.weight", "m/stem.0.bias"}
     whole = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False), nn.Linear(2, 2)).requires_grad_(False)
-    assert "w/1.running_mean" in fixed_tensors({"w": whole}, Method().fixed)
+    assert "w/1.running_mean" in find_fixed_tensors({"w": whole}, Method().fixed)
     whole[2].requires_grad_(True)  # of the smallest part around it that has parameters, one trains
-    assert "w/1.running_mean" not in fixed_tensors({"w": whole}, Method().fixed)
+    assert "w/1.running_mean" not in find_fixed_tensors({"w": whole}, Method().fixed)
 
 
 def test_it_is_neither_sent_nor_kept_nor_committed(tiny: Tiny) -> None:
@@ -183,7 +183,7 @@ def test_methods_work_with_it_and_resume_to_the_same_bits(tiny: Tiny, method: st
 def test_it_is_there_when_the_model_is_exported_and_used(tiny: Tiny) -> None:
     run_dir = run(tiny(STEM, "run.name=used")).run_dir
     exported = safetensors.torch.load_file(run_dir / "model.safetensors")
-    assert exported.keys() == HEAD | fixed_tensors({"model": FrozenStem(4, 3)}, Method().fixed)
+    assert exported.keys() == HEAD | find_fixed_tensors({"model": FrozenStem(4, 3)}, Method().fixed)
     network = load_model(run_dir).network
     for name, tensor in network.state_dict().items():
         if tensor.is_floating_point():
@@ -215,7 +215,7 @@ def test_a_method_may_fix_what_could_train(tiny: Tiny) -> None:
 
 def test_training_or_sending_it_is_refused(tiny: Tiny) -> None:
     for name, message in (
-        ("Thawing", r"'stem.0.weight' of model 'model' is to train, but it did not when the model was built"),
+        ("Thawing", r"'stem.0.weight' of model 'model' requires gradients, but is fixed"),
         ("Sending", r"the update holds tensors that are fixed, because they do not train: model/stem.0.weight"),
     ):
         server = start_server(tiny(STEM, f"method.name={HERE}:{name}", f"run.name={name}"))

@@ -190,7 +190,10 @@ def test_a_pool_that_is_not_there_ends_the_run_before_anything_is_trained(tiny: 
     """Nobody is left out for it either: it is no failure of a client's."""
     config = tiny("run.on_error=drop", method=f"{__file__}:PseudoLabels")
     server = start_server(config)
-    with pytest.raises(ConfigError, match="names the pool 'labelled', which the clients .* data.unlabelled make pools"):
+    with pytest.raises(
+        ConfigError,
+        match="names the pool 'labelled', but the run has no such pool. Create pools with data.pools or data.unlabelled",
+    ):
         server.round()
     server.close()
     assert final_state(Path(config.run.dir, "tiny")).round_index == 0

@@ -104,7 +104,7 @@ def test_its_optimiser_is_pytorchs_adam() -> None:
     for number in range(1, 6):
         end = torch.tensor([float(number)], dtype=torch.float64)
         module.train(lambda own, end=end: ((own[:7] - target).square().sum(), end), 0.03, 0.2)
-        reference.forget_gradients()
+        reference.clear_gradients()
         (leaf - target).square().sum().backward()
         reference.advance()
     torch.testing.assert_close(module.vector[:7], leaf.detach())
@@ -214,7 +214,7 @@ def test_the_server_trains_the_generator_with_last_layers_and_gives_the_rule_the
         for update, share in zip(updates, shares, strict=True):
             logits = z @ update.tensors["model/output.weight"].T + update.tensors["model/output.bias"]
             loss = loss + (share[labels] * F.cross_entropy(logits, labels, reduction="none")).mean()
-        optimiser.forget_gradients()
+        optimiser.clear_gradients()
         (loss + similarity(noise, z)).backward()
         optimiser.advance()
         losses.append(loss.item())

@@ -257,9 +257,7 @@ def test_a_run_that_began_with_other_equations_is_not_continued(tiny: Tiny) -> N
     about = json.loads((folder / "run.json").read_text())
     assert about.pop("revision") == 2
     (folder / "run.json").write_text(json.dumps(about))
-    message = (
-        "began with revision 1 of the equations of method 'profila', .* revision 2. Start the run again under another"
-    )
+    message = "began with revision 1 of the equations of method 'profila', .* revision 2. Restart the run under another"
     with pytest.raises(RunDirectoryError, match=message):
         resume(folder)
     with pytest.raises(RunDirectoryError, match=message):

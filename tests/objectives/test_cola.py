@@ -19,7 +19,7 @@ from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
 from raydfl.engine.networks import build_models
 from raydfl.runs.folder import export
-from raydfl.training.randomness import fit_seed, seed_of_step
+from raydfl.training.randomness import derive_step_seed, fit_seed
 
 Tiny = Callable[..., Config]
 FRAMES, SIZE, ROUNDS, BATCH = 12, 8, 2, 8
@@ -60,7 +60,7 @@ def test_one_shard_equals_a_plain_training_loop(tiny: Tiny) -> None:
         order = rng.permutation(len(clips))
         for number, start in enumerate(range(0, len(clips), BATCH)):
             rows = order[start : start + BATCH]
-            with random_state(seed_of_step(seed, number)):
+            with random_state(derive_step_seed(seed, number)):
                 first, second = project(rows), project(rows)
             optimiser.zero_grad()
             F.cross_entropy(first @ network.objective.weight @ second.T, torch.arange(len(rows))).backward()

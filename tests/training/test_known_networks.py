@@ -41,7 +41,7 @@ def test_they_are_what_pytorch_says() -> None:
         "a": CRNN(4, 3, (5,), hidden=6),
         "b": nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)),
     }
-    found = Networks.of(models, frozenset({"b/0.bias"}))
+    found = Networks.from_models(models, frozenset({"b/0.bias"}))
     assert found is not None
     for name, model in models.items():
         assert found.parameters[name] == {f"{name}/{key}": value for key, value in model.named_parameters()}
@@ -54,7 +54,7 @@ def test_they_are_what_pytorch_says() -> None:
 
 @pytest.mark.parametrize("make", [Own, lambda: nn.Sequential(Own()), lambda: Told(2, 2)])
 def test_networks_that_have_to_be_looked_at(make: Callable[[], nn.Module]) -> None:
-    assert Networks.of({"model": make()}, frozenset()) is None
+    assert Networks.from_models({"model": make()}, frozenset()) is None
     assert Replica({"model": make()}, users_code=False).networks is None
     assert Replica({"model": nn.Linear(2, 2)}).networks is None
 

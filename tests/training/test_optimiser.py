@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from raydfl.training.optimiser import Optimiser, torch_optimiser
+from raydfl.training.optimiser import Optimiser, make_torch_optimiser
 from raydfl.training.settings import OptimiserSettings
 
 SETTINGS: list[dict[str, Any]] = [
@@ -27,7 +27,7 @@ def test_it_is_the_optimisers_own_step(settings: dict[str, Any]) -> None:
     starts = {"a": [torch.randn(3, 4), torch.randn(())], "b": [torch.randn(5), torch.randn(0)]}
     gradients = [[torch.randn_like(t) for ts in starts.values() for t in ts] for _ in range(4)]
     ends = []
-    for make in (torch_optimiser, Optimiser):
+    for make in (make_torch_optimiser, Optimiser):
         parameters = {name: [t.clone().requires_grad_() for t in tensors] for name, tensors in starts.items()}
         optimiser = make(parameters, OptimiserSettings(**{"lr": 0.1, **settings}), round_index=3)
         every = [p for ps in parameters.values() for p in ps]

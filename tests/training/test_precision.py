@@ -22,7 +22,7 @@ from raydfl.engine.storage.private import PrivateStore
 from raydfl.engine.storage.store import RunStore
 from raydfl.testing import assert_same_bits, train_federation
 from raydfl.training.optimiser import Optimiser
-from raydfl.training.precision import GradientScale, check_device, computing_in
+from raydfl.training.precision import GradientScale, autocast, check_device
 from raydfl.training.settings import OptimiserSettings
 
 Tiny = Callable[..., Config]
@@ -31,7 +31,7 @@ BFLOAT16 = {"rtol": 0.03, "atol": 0.03}
 METHODS = registry.names("raydfl.methods")
 
 
-def autocast() -> torch.autocast:
+def bfloat16_on_cpu() -> torch.autocast:
     return torch.autocast("cpu", torch.bfloat16)
 
 
@@ -48,7 +48,7 @@ def test_raydfls_operators_agree_with_torchs_under_autocast(implementation: Any,
     ends = []
     for module in (plain, own):
         inputs = x.clone().requires_grad_()
-        with ops.use(implementation), autocast():
+        with ops.use(implementation), bfloat16_on_cpu():
             output = module(inputs)[0] if kind == "gru" else module(inputs.transpose(1, 2))
         output.float().square().sum().backward()
         ends.append([output.float(), inputs.grad, *(p.grad for p in module.parameters())])
@@ -63,7 +63,7 @@ def test_on_the_cpu_raydfls_operators_stay_float32_whatever_comes_in(implementat
     gru, conv, x = GRU(6, 5, batch_first=True), Conv1d(6, 4, 3), torch.randn(2, 9, 6)
     with ops.use(implementation):
         expected = gru.outputs(x), conv.pooled(x, 2)
-        with autocast():
+        with bfloat16_on_cpu():
             found = gru.outputs(x), conv.pooled(x, 2)
             short = gru.outputs(x.bfloat16()), conv.pooled(x.bfloat16(), 2)
     for ours, theirs, rounded in zip(found, expected, short, strict=True):
@@ -113,7 +113,7 @@ def test_autocast_reaches_the_operators_of_a_gpu(monkeypatch: pytest.MonkeyPatch
         )
     torch.manual_seed(1)
     gru, conv, x = GRU(6, 5, batch_first=True), Conv1d(6, 4, 3), torch.randn(2, 9, 6)
-    with autocast():
+    with bfloat16_on_cpu():
         found = gru.outputs(x), conv.pooled(x, 2)
     for ours, theirs in zip(found, (gru.outputs(x), conv.pooled(x, 2)), strict=True):
         assert ours.dtype == torch.bfloat16
@@ -179,7 +179,9 @@ def test_what_a_loss_gets_is_float32(tiny: Tiny, tmp_path: Path) -> None:
 
 
 def test_float16_is_refused_on_the_cpu(tiny: Tiny) -> None:
-    refused = r"train.precision: float16 needs a GPU, but here the CPU works on clients: give every client actor a share of a GPU"
+    refused = (
+        r"train.precision: float16 needs a GPU, but clients train on the CPU. Give every client actor a share of a GPU"
+    )
     for settings in ([], ["ray.actors=2"], ["ray.actors=2", "ray.gpus=0.5", "ray.cpu_actors=1"], ["ray.gpus=0.5"]):
         with pytest.raises(ConfigError, match=refused):
             tiny("train.precision=float16", *settings)
@@ -193,9 +195,9 @@ def test_float16_is_refused_on_the_cpu(tiny: Tiny) -> None:
 
 
 def test_float32_computes_as_without_the_setting() -> None:
-    with computing_in("float32", torch.device("cpu")):
+    with autocast("float32", torch.device("cpu")):
         assert not torch.is_autocast_enabled("cpu")
-    with computing_in("float16", torch.device("cpu")):
+    with autocast("float16", torch.device("cpu")):
         assert torch.get_autocast_dtype("cpu") == torch.float16
 
 
@@ -213,7 +215,7 @@ def trained(settings: OptimiserSettings, scaled: bool, overflows: set[int], clip
     optimiser = Optimiser({"model": list(layer.parameters())}, settings, 0)
     scale = GradientScale((), torch.device("cpu"))
     for number in range(5):
-        optimiser.forget_gradients()
+        optimiser.clear_gradients()
         value = F.cross_entropy(layer(torch.randn(6, 4)), torch.arange(6) % 3)
         if number in overflows:
             if not scaled:
@@ -275,7 +277,7 @@ def test_of_stacked_clients_only_the_one_that_overflows_waits(settings: Optimise
     assert scale.scale.tolist() == [1024.0, 512.0, 1024.0]
     for client in range(3):
         torch.testing.assert_close(leaves.detach()[client], alone(client))
-    scale.keep(2)
+    scale.truncate(2)
     assert scale.scale.tolist() == [1024.0, 512.0]
 
 

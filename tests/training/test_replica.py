@@ -187,9 +187,9 @@ def test_whatever_is_left_in_a_network_is_noticed(what: str, make: Callable[[], 
     models = make()
     built = Replica(models)
     built.start({}, {}, shared)
-    assert built.whole
+    assert built.intact
     LEFT_BEHIND.get(what, lambda *_: None)(linear(models), models)
-    assert built.whole == (what == "nothing")
+    assert built.intact == (what == "nothing")
 
 
 def test_ordinary_work_leaves_nothing() -> None:
@@ -205,7 +205,7 @@ def test_ordinary_work_leaves_nothing() -> None:
         models["plugin"].eval()
         torch.func.functional_call(models["plugin"], {k: v + 1 for k, v in models["plugin"].named_parameters()}, (x,))
         models["plugin"].requires_grad_(False)
-        assert built.whole
+        assert built.intact
 
 
 @pytest.mark.parametrize("make", [networks, tied])
@@ -238,7 +238,7 @@ def test_where_it_is_possible_they_lie_in_one_vector() -> None:
         assert flat.vector.tobytes() == FlatTensors.from_tensors(sent).vector.tobytes()
         live[next(iter(live))].zero_()
         assert flat.vector.tobytes() == FlatTensors.from_tensors(sent).vector.tobytes()  # a copy
-        assert isinstance(built_module._Vector.of(models), built_module._Vector) == possible
+        assert isinstance(built_module._Vector.from_models(models), built_module._Vector) == possible
 
 
 def test_own_tensors_are_a_copy_made_when_needed() -> None:

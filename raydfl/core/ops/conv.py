@@ -81,6 +81,7 @@ class Conv1d(nn.Conv1d):
         return nn.functional.max_pool1d(super().forward(x.transpose(1, 2)).relu(), pool).transpose(1, 2)
 
     def _supports(self, x: Tensor) -> bool:
+        """Return whether :func:`conv1d` implements the module's options, and is faster for ``x``."""
         return (
             not torch_is_better(x)
             and x.dim() == 3

@@ -100,6 +100,7 @@ class GRU(nn.GRU):
         return weights
 
     def _supports(self, x: Tensor) -> bool:
+        """Return whether :func:`gru` implements the module's options for ``x``."""
         return self.num_layers == 1 and self.batch_first and x.dim() == 3 and x.shape[1] > 0
 
 

@@ -237,6 +237,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _read_json(folder: Path, name: str) -> Mapping[str, Any]:
+    """Read a JSON object from a file of the folder."""
     try:
         content = json.loads(read_regular(folder / name))
     except OSError as error:

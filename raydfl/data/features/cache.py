@@ -110,7 +110,7 @@ class FeatureStore:
         return self.frames.nbytes < memory / 2
 
     @functools.cached_property
-    def moved(self) -> dict[Any, Any]:
+    def device_copies(self) -> dict[Any, Any]:
         """Copies of the frames by device, filled by raydfl.training.together.batches."""
         return {}
 

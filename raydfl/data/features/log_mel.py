@@ -207,7 +207,7 @@ class FeatureSettings(Settings):
         return 1e-10 if self.spectrum == "power" else 1e-5
 
     @property
-    def of_log_power(self) -> float:
+    def log_power_factor(self) -> float:
         """Factor from the natural logarithm of a band's power (for magnitudes, of the squared sum) to the feature."""
         if self.scale == "db":
             return 10.0 / math.log(10.0)

@@ -1,4 +1,4 @@
-"""The built-in data sets. One file each; its name is the set's name in a configuration. Begin with emodb.py."""
+"""Built-in data sets. Each has a module with the set's name in a configuration. Start reading with emodb.py."""
 
 from raydfl.data.sets._files import PACKED_SUFFIXES, FileDataset, list_contents, list_recordings
 

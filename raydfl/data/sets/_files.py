@@ -1,4 +1,4 @@
-"""Data sets in folders: their base class, listing of files, and messages about a wrong layout."""
+"""Data sets in folders: base class, listing of files, and errors about an unexpected layout."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from raydfl.data.manifest import FFMPEG_SUFFIXES, VIDEO_SUFFIXES, make_manifest,
 from raydfl.data.packed import list_tar
 from raydfl.data.video import has_decoder
 
-_NAMED = 3
-"""Files that a message names."""
-_KINDS = 8
-"""Kinds of files that it counts."""
+_MOST_NAMES = 3
+"""Largest number of files named in a message."""
+_MOST_KINDS = 8
+"""Largest number of file types counted in a message."""
 PACKED_SUFFIXES = (".tar", ".parquet", ".arrow")
-"""Endings of files that hold recordings."""
+"""Endings of files that contain recordings."""
 
 SPLIT_OF = {
     "train": "train",
@@ -45,31 +45,31 @@ SPLIT_OF = {
 """Split by name in lower case."""
 
 
-def known_splits(values: Sequence[object], where: Callable[[int], str]) -> list[str | None]:
-    """Return the splits that a list's words mean; ``None``: no split.
+def parse_splits(values: Sequence[object], where: Callable[[int], str]) -> list[str | None]:
+    """Map the words of a list to splits; ``None`` stays ``None``.
 
     Args:
-        values: words of any case, such as ``dev``.
-        where: the beginning of the message about a row.
+        values: words in any case, such as ``dev``.
+        where: returns the start of the message about a row.
 
     Raises:
-        DataError: a word means none.
+        DataError: a word is unknown.
     """
-    known: dict[object, str | None] = {None: None}
+    splits: dict[object, str | None] = {None: None}
     for row, value in enumerate(values):
-        if value not in known:
+        if value not in splits:
             name = str(value).lower()
             if name not in SPLIT_OF:
                 raise DataError(f"{where(row)} has the unknown split {value!r}; {nearest(str(value), SPLIT_OF)}")
-            known[value] = SPLIT_OF[name]
-    return [known[value] for value in values]
+            splits[value] = SPLIT_OF[name]
+    return [splits[value] for value in values]
 
 
-def absolute(path: Path) -> Path:
-    """Return the path without links in it, which need not exist.
+def resolve_path(path: Path) -> Path:
+    """Return an absolute path without symbolic links. The file need not exist.
 
     Raises:
-        DataError: links that lead in a circle, or ``~NAME`` of nobody.
+        DataError: circular links, or ``~NAME`` of an unknown user.
     """
     try:
         return path.expanduser().resolve()
@@ -78,34 +78,36 @@ def absolute(path: Path) -> Path:
 
 
 def find_root(root: Path, card: Card) -> Path:
-    """Find the set's root as an absolute path.
+    """Return the set's root as an absolute path.
 
     Raises:
-        DataError: there is no such folder.
+        DataError: the root is missing, or not a folder.
     """
-    folder = absolute(root)
-    if not os.path.isdir(folder):  # noqa: PTH112  (pathlib's raises where a folder above is not readable)
-        what = "is a file" if os.path.exists(folder) else "does not exist"  # noqa: PTH110  (likewise)
-        source = f" The set is at {card.url}; data.root=FOLDER says where you have it" if card.url else ""
-        raise DataError(f"{card.title}: the root {folder} {what}. Expected a folder with {card.layout}.{source}")
+    folder = resolve_path(root)
+    if not os.path.isdir(folder):  # noqa: PTH112  (pathlib's version raises below an unreadable folder)
+        problem = "is a file" if os.path.exists(folder) else "does not exist"  # noqa: PTH110  (same reason)
+        source = f" Download the set from {card.url} and set data.root to its folder" if card.url else ""
+        raise DataError(f"{card.title}: the root {folder} {problem}. Expected a folder with {card.layout}.{source}")
     return folder
 
 
-def wrong_layout(folder: Path, card: Card, detail: str) -> DataError:
-    """Return the error for a root with another layout; it names the expected layout and the entries found."""
-    entries = sorted(shown_name(entry.name) + ("/" if _is_folder(entry) else "") for entry in _entries(str(folder)))
+def make_layout_error(folder: Path, card: Card, detail: str) -> DataError:
+    """Make the error for an unexpected layout. It names the expected layout and the folder's entries."""
+    entries = sorted(
+        shown_name(entry.name) + ("/" if _is_folder(entry) else "") for entry in _list_entries(str(folder))
+    )
     shown = ", ".join(entries[:8]) + (f", ... ({len(entries)} entries)" if len(entries) > 8 else "")
     return DataError(f"{card.title}: {detail} in {folder}. Expected {card.layout}. Found: {shown or 'an empty folder'}")
 
 
 def list_audio(folder: Path, suffixes: tuple[str, ...] = (".wav",)) -> list[str]:
-    """List files with one of these endings (in lower case) at any depth below ``folder``: sorted POSIX paths relative to it.
+    """List files by their ending (in lower case) at any depth below ``folder``: sorted POSIX paths relative to it.
 
-    Hidden files and folders are left out: unpacking on a Mac leaves ``._name.wav`` files that hold no sound. Symbolic links
-    to folders are followed.
+    Hidden files and folders are left out, because unpacking on a Mac creates ``._name.wav`` files without sound. Symbolic links to
+    folders are followed.
 
     Raises:
-        DataError: a folder that cannot be opened, a link to a folder that it lies in, or a name that is not UTF-8.
+        DataError: an unreadable folder, a link to a parent folder, or a name outside UTF-8.
     """
     names = [name for name in list_files(folder) if name.lower().endswith(suffixes)]
     for name in names:
@@ -114,143 +116,154 @@ def list_audio(folder: Path, suffixes: tuple[str, ...] = (".wav",)) -> list[str]
 
 
 def list_recordings(folder: Path, pictures: bool = False, films: bool = False) -> tuple[list[str], str]:
-    """List all files that can be decoded, as :func:`list_audio`, with any name; and describe the other files there.
+    """List all readable recordings below a folder, and describe the unreadable files.
 
     Args:
+        folder: root of the search, as for :func:`list_audio`, but names may be outside UTF-8.
         pictures: list images in place of recordings.
-        films: list films too, but those beside which a file of the same name is listed.
+        films: list videos too, except next to a listed file of the same name.
+
+    Returns:
+        Sorted POSIX paths relative to the folder, and a message about the unlisted files (empty without any).
 
     Raises:
-        DataError: a folder that cannot be opened, or a link to a folder that it lies in.
+        DataError: an unreadable folder, or a link to a parent folder.
     """
     names = list_files(folder)
-    wanted = IMAGE_SUFFIXES if pictures else AUDIO_SUFFIXES
-    found = [name for name in names if name.lower().endswith(wanted)]
+    suffixes = IMAGE_SUFFIXES if pictures else AUDIO_SUFFIXES
+    listed = [name for name in names if name.lower().endswith(suffixes)]
     if films:
-        stems = {_stem(name) for name in found}
-        found = sorted(
-            found + [name for name in names if name.lower().endswith(VIDEO_SUFFIXES) and _stem(name) not in stems]
-        )
-    listed = set(found)
-    others = [name for name in names if name not in listed]
-    return found, _left_out(folder, others, found, "images" if pictures else "recordings")
+        stems = {_remove_suffix(name) for name in listed}
+        videos = [name for name in names if name.lower().endswith(VIDEO_SUFFIXES)]
+        listed = sorted(listed + [name for name in videos if _remove_suffix(name) not in stems])
+    unlisted = sorted(set(names) - set(listed))
+    return listed, _describe_unlisted(folder, unlisted, listed, "images" if pictures else "recordings")
 
 
 def list_contents(file: Path, pictures: bool = False) -> list[str]:
-    """List the recordings in a tar archive, or in a Parquet or Arrow file, by their addresses, in their order.
+    """List the addresses of the recordings in a tar archive or in a Parquet or Arrow file, in the file's order.
 
     Args:
+        file: the archive or table.
         pictures: list the images of a tar archive in place of its recordings.
 
     Raises:
-        DataError: the file cannot be read, or holds none, or a table holds several columns of them.
+        DataError: the file is unreadable, has no recordings, or has several columns of recordings.
     """
     if file.suffix.lower() != ".tar":
         from raydfl.data.sets._tables import open_table, readable_table  # its libraries start slowly
 
         table = open_table(file)
         with readable_table(file):
-            return table.places(table.recordings(None))
+            return table.list_addresses(table.find_audio_column(None))
     sounds = (*AUDIO_SUFFIXES, *(FFMPEG_SUFFIXES if has_decoder() else ()))
-    wanted = (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES) if pictures else sounds
-    found = [address for _, address, _ in list_tar(file, lambda name: name.lower().endswith(wanted))]
-    if not found:
-        raise DataError(f"{file}: there is no {'image' if pictures else 'recording'} of a kind that is read in it")
-    return found
+    suffixes = (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES) if pictures else sounds
+    addresses = [address for _, address, _ in list_tar(file, lambda name: name.lower().endswith(suffixes))]
+    if not addresses:
+        raise DataError(f"{file}: the archive has no {'image' if pictures else 'recording'} of a supported type")
+    return addresses
 
 
 def check_name(name: str, folder: Path) -> None:
-    """Refuse the name of a file that no list and no message could hold.
+    """Reject the name of a file outside UTF-8, because lists and messages cannot contain it.
 
     Raises:
-        DataError: it is not UTF-8.
+        DataError: the name is not UTF-8.
     """
     try:
         name.encode()
     except UnicodeEncodeError:
         raise DataError(
-            f"the name of {shown_name(name)} in {folder} is not UTF-8; rename it, or all there with: "
+            f"the name of {shown_name(name)} in {folder} is not UTF-8. Rename the file, or convert all names with: "
             f"convmv -f latin1 -t utf8 -r --notest {shlex.quote(str(folder))}"
         ) from None
 
 
-def _left_out(folder: Path, others: Sequence[str], found: Iterable[str], what: str) -> str:
-    """Describe files in a folder that are no recordings (``what``), or none that can be decoded; empty when there are none."""
-    if not others:
+def _describe_unlisted(folder: Path, unlisted: Sequence[str], listed: Iterable[str], what: str) -> str:
+    """Describe the files of a folder that cannot be read as recordings or images (``what``)."""
+    if not unlisted:
         return ""
-    kinds = Counter(Path(name).suffix.lower() for name in others).most_common()
-    counts = [f"{count} {shown_name(suffix) or 'without an ending'}" for suffix, count in kinds[:_KINDS]]
-    counts += [f"{sum(count for _, count in kinds[_KINDS:])} of other kinds"] if len(kinds) > _KINDS else []
-    names = ", ".join(shown_name(name) for name in others[:_NAMED]) + (", ..." if len(others) > _NAMED else "")
-    said = f"left out of {folder}, as no {what} of a kind that is read: {', '.join(counts)} ({len(others)} in all: {names})"
-    decoded = {_stem(name) for name in found}
-    foreign = {
+    kinds = Counter(Path(name).suffix.lower() for name in unlisted).most_common()
+    counts = [f"{count} {shown_name(suffix) or 'without an ending'}" for suffix, count in kinds[:_MOST_KINDS]]
+    rest = sum(count for _, count in kinds[_MOST_KINDS:])
+    counts += [f"{rest} of further types"] if rest else []
+    names = ", ".join(map(shown_name, unlisted[:_MOST_NAMES])) + (", ..." if len(unlisted) > _MOST_NAMES else "")
+    text = (
+        f"left out of {folder} (no {what} of a supported type): {', '.join(counts)} ({len(unlisted)} in all: {names})"
+    )
+    decoded = {_remove_suffix(name) for name in listed}
+    convertible = {
         Path(name).suffix.lower()
-        for name in others
-        if name.lower().endswith(FFMPEG_SUFFIXES) and _stem(name) not in decoded
+        for name in unlisted
+        if name.lower().endswith(FFMPEG_SUFFIXES) and _remove_suffix(name) not in decoded
     }
-    if not foreign or what != "recordings":
-        return said
-    tests = " -o ".join(f"-iname '*{suffix}'" for suffix in sorted(foreign))
+    if not convertible or what != "recordings":
+        return text
+    tests = " -o ".join(f"-iname '*{suffix}'" for suffix in sorted(convertible))
     return (
-        f"{said}. ffmpeg makes wav files of {', '.join(sorted(foreign))}, which are then read:\n"
+        f"{text}. Convert {', '.join(sorted(convertible))} to wav files with ffmpeg:\n"
         f"find {shlex.quote(str(folder))} -type f \\( {tests} \\) "
         """-exec sh -c 'for file; do ffmpeg -nostdin -i "$file" "${file%.*}.wav"; done' sh {} +"""
     )
 
 
-def _stem(name: str) -> str:
+def _remove_suffix(name: str) -> str:
     return name.rpartition(".")[0]
 
 
 def list_files(folder: Path) -> list[str]:
-    """List all files at any depth below a folder but hidden ones, with any name: sorted POSIX paths relative to it.
+    """List all files at any depth below a folder, except hidden files: sorted POSIX paths relative to it.
 
     Raises:
-        DataError: a folder that cannot be opened, or a link to a folder that it lies in.
+        DataError: an unreadable folder, or a link to a parent folder.
     """
     return sorted(_walk(str(folder), "", frozenset()))
 
 
-def _walk(folder: str, prefix: str, above: frozenset[tuple[int, int]]) -> Iterator[str]:
-    """Files below a folder; ``above`` has the device and number of the folders that one went through."""
-    entries = _entries(folder)
+def _walk(folder: str, prefix: str, parents: frozenset[tuple[int, int]]) -> Iterator[str]:
+    """Yield the files below a folder.
+
+    Args:
+        prefix: start of their paths.
+        parents: device and inode of all parent folders, to detect circular links.
+    """
+    entries = _list_entries(folder)
     status = Path(folder).stat()
-    here = (status.st_dev, status.st_ino)
-    if here in above:
-        raise DataError(f"{shown_name(folder)} is a link to a folder that it lies in itself; remove the link")
+    inode = (status.st_dev, status.st_ino)
+    if inode in parents:
+        raise DataError(f"{shown_name(folder)} is a link to one of its parent folders. Remove the link")
     for entry in entries:
         if entry.name.startswith("."):
             continue
         if _is_folder(entry):
-            yield from _walk(entry.path, f"{prefix}{entry.name}/", above | {here})
+            yield from _walk(entry.path, f"{prefix}{entry.name}/", parents | {inode})
         else:
             yield prefix + entry.name
 
 
-def _entries(folder: str) -> list[os.DirEntry[str]]:
+def _list_entries(folder: str) -> list[os.DirEntry[str]]:
     try:
         with os.scandir(folder) as entries:
             return list(entries)
     except OSError as error:
         raise DataError(
-            f"the folder {shown_name(folder)} cannot be opened: {error.strerror}; make it readable, or move it elsewhere"
+            f"the folder {shown_name(folder)} cannot be opened: {error.strerror}. Make it readable, or move it elsewhere"
         ) from error
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
-    """Return whether an entry is a folder, or a link to one; a link to itself is none."""
+    """Return true for a folder or a link to a folder."""
     try:
         return entry.is_dir()
-    except OSError:
+    except OSError:  # a link to itself
         return False
 
 
 def read_rows(root: Path, name: str, needed: tuple[str, ...], card: Card) -> list[dict[str, str]]:
-    """Read the rows of a set's CSV file, all values as text.
+    """Read the rows of a set's CSV file, with all values as text.
 
     Raises:
-        DataError: it is missing, cannot be read, or lacks one of the columns ``needed``.
+        DataError: the file is missing, unreadable, or lacks a column of ``needed``.
     """
     path = root / name
     reader = csv.DictReader(read_text(root, name, card).splitlines(keepends=True))
@@ -260,7 +273,8 @@ def read_rows(root: Path, name: str, needed: tuple[str, ...], card: Card) -> lis
         raise DataError(f"{card.title}: {path} cannot be read: {error}") from error
     for column in needed:
         if column not in names:
-            raise DataError(f"{card.title}: {path} has no column {column!r}; its columns: {', '.join(names) or 'none'}")
+            columns = ", ".join(names) or "none"
+            raise DataError(f"{card.title}: {path} has no column {column!r}; its columns: {columns}. Download it again")
     for number, row in enumerate(rows, start=2):
         if any(row[column] is None for column in needed):
             raise DataError(f"{card.title}: line {number} of {path} has fewer values than the header has columns")
@@ -268,107 +282,112 @@ def read_rows(root: Path, name: str, needed: tuple[str, ...], card: Card) -> lis
 
 
 def read_text(root: Path, name: str, card: Card) -> str:
-    """Read one of a set's lists.
+    """Read a text file of a set.
 
     Raises:
-        DataError: it is missing or cannot be read.
+        DataError: the file is missing or unreadable.
     """
     path = root / name
     if not path.exists():
-        raise wrong_layout(root, card, f"there is no {name}")
+        raise make_layout_error(root, card, f"there is no {name}")
     try:
         return read_regular(path).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{card.title}: {path} cannot be read: {error}") from error
 
 
-def hold_out(rows: list[dict[str, Any]], column: str, values: Collection[int], card: Card) -> list[dict[str, Any]]:
-    """Make the clips with these values of a column the test set, and all others the training set; without values no split.
+def add_test_split(
+    rows: list[dict[str, Any]], column: str, values: Collection[int], card: Card
+) -> list[dict[str, Any]]:
+    """Put the clips with these values of a column into the test set, and all remaining clips into the training set.
+
+    Args:
+        values: values of the column for the test set. Empty: no split.
 
     Raises:
         DataError: no clip has one of the values.
     """
     if not values:
         return rows
-    there = sorted({row[column] for row in rows})
+    present = sorted({row[column] for row in rows})
     for value in values:
-        if value not in there:
+        if value not in present:
             raise DataError(
-                f"{card.title}: no clip is of {column} {value}, which is to be tested on; there are "
-                f"{', '.join(map(str, there))}"
+                f"{card.title}: {column} {value} of the test set has no clips. Choose from {', '.join(map(str, present))}"
             )
     return [row | {"split": "test" if row[column] in values else "train"} for row in rows]
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileDataset(Dataset):
-    r"""Base of data sets in a folder, whose file names a pattern explains.
+    r"""Base class of data sets in a folder, with metadata in the names of the files.
 
-    A complete set::
+    Example of a complete set::
 
         class MySet(FileDataset):
             pattern = r"(?P<group>\w+)/(?P<label>[AN])(?P<take>\d+)\.wav"
             codes = {"label": {"A": "anger", "N": "neutral"}, "take": int}
 
-    A set with lists or tables beside its recordings overrides :meth:`rows`.
+    A set with lists or tables next to its recordings overrides :meth:`rows`.
     """
 
     pattern: ClassVar[str] = ""
-    """Regular expression for a path below the root. Its named groups become columns: ``label``, ``group``, ``split``, others."""
+    """Regular expression for paths below the root. Its named groups become columns: ``label``, ``group``, ``split`` and more."""
     codes: ClassVar[Mapping[str, Mapping[str, Any] | Callable[[str], Any]]] = {}
     """Meanings of the codes in a column: a table, or a function such as ``int``."""
     files: ClassVar[str] = f".*({'|'.join(map(re.escape, AUDIO_SUFFIXES))})"
-    """Regular expression for the paths that must match ``pattern``, in either case unless it is the pattern itself. Other files are
-    left out."""
+    """Regular expression for the set's files; their paths must match ``pattern``. Case is ignored, unless it equals the pattern."""
 
-    root: Annotated[Path, Field(description="folder that holds the set's files")]
+    root: Annotated[Path, Field(description="Folder with the files of the set.")]
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        re.compile(cls.pattern)  # a mistake in it is reported with the user's file
-        if cls.card is Dataset.card:
+        re.compile(cls.pattern)  # report a mistake when the user's file is loaded
+        if cls.card is Dataset.card:  # a user's own set needs no card
             cls.card = Card(cls.__name__, f"files whose paths match {cls.pattern}")
 
     def manifest(self) -> pa.Table:
         """List the clips.
 
         Raises:
-            DataError: the root is missing or laid out in another way, or a file has another name.
+            DataError: the root is missing or has an unexpected layout, or a file has an unexpected name.
         """
         root = find_root(self.root, self.card)
         rows = [{"path": str(root / row["clip"]), **row} for row in self.rows(root)]
         if rows and not any(Path(row["path"]).is_file() for row in rows):
-            raise wrong_layout(root, self.card, f"none of the {len(rows)} listed files, such as {rows[0]['clip']}, is")
+            raise make_layout_error(
+                root, self.card, f"none of the {len(rows)} listed files, such as {rows[0]['clip']}, is"
+            )
         return make_manifest(rows, f"{self.card.title} in {root}")
 
     def rows(self, root: Path) -> list[dict[str, Any]]:
-        """Return a row for each clip: ``clip``, the path below ``root``, and the columns of the pattern.
+        """List a row for each clip: ``clip`` (the path below ``root``) and the columns of the pattern.
 
         Raises:
-            DataError: there is no file of the set, or a file has another name.
+            DataError: the folder has no file of the set, or a file has an unexpected name.
         """
         case = re.NOFLAG if self.files == self.pattern else re.IGNORECASE
-        rows, wanted = [], re.compile(self.files, case | re.DOTALL)
-        for name in filter(wanted.fullmatch, list_files(root)):
+        rows, expression = [], re.compile(self.files, case | re.DOTALL)
+        for name in filter(expression.fullmatch, list_files(root)):
             check_name(name, root)
-            rows.append({"clip": name, **self._columns(name)})
+            rows.append({"clip": name, **self._parse_name(name)})
         if not rows:
-            raise wrong_layout(root, self.card, "there is no file of the set")
+            raise make_layout_error(root, self.card, "there is no file of the set")
         return rows
 
-    def _columns(self, name: str) -> dict[str, Any]:
-        """Return what the pattern and the codes say of a file."""
-        found = re.fullmatch(self.pattern, name, re.DOTALL)
+    def _parse_name(self, name: str) -> dict[str, Any]:
+        """Parse a file's path with the pattern and the codes."""
+        match = re.fullmatch(self.pattern, name, re.DOTALL)
         try:
-            if found is None:
+            if match is None:
                 raise ValueError
-            columns: dict[str, Any] = found.groupdict()
+            columns: dict[str, Any] = match.groupdict()
             for column, codes in self.codes.items():
                 if columns.get(column) is not None:
                     columns[column] = (codes.__getitem__ if isinstance(codes, Mapping) else codes)(columns[column])
         except (KeyError, ValueError):
             raise DataError(
-                f"{self.card.title}: the file name {name!r} does not fit the layout {self.card.layout}; rename or "
+                f"{self.card.title}: the file name {name!r} does not fit the layout {self.card.layout}. Rename or "
                 f"remove the file"
             ) from None
         return columns

@@ -1,4 +1,4 @@
-"""Data sets in a few large files: their base class, finding the files, and the split of each."""
+"""Data sets in a few large files: base class, search for the files, and their splits."""
 
 from __future__ import annotations
 
@@ -17,24 +17,32 @@ from pydantic.dataclasses import dataclass
 from raydfl.core.errors import DataError, nearest
 from raydfl.data.dataset import Card, Dataset
 from raydfl.data.manifest import make_manifest
-from raydfl.data.sets._files import SPLIT_OF, absolute, check_name, find_root, known_splits, list_files, wrong_layout
+from raydfl.data.sets._files import (
+    SPLIT_OF,
+    check_name,
+    find_root,
+    list_files,
+    make_layout_error,
+    parse_splits,
+    resolve_path,
+)
 
-_MARKS = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+_WILDCARDS = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
 _MOST = 100_000
-"""Files that one pattern may stand for."""
+"""Largest number of patterns after the expansion of braces."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedSet(Dataset):
-    """Base of sets whose recordings are stored in a few large files, or listed in them."""
+    """Base class of sets with their recordings stored or listed in a few large files."""
 
-    root: Annotated[Path, Field(description="folder that holds the files, or one file")]
-    files: Annotated[str | None, Field(description="which files below the root")] = None
+    root: Annotated[Path, Field(description="Folder with the files, or the path of a single file.")]
+    files: Annotated[str | None, Field(description="Pattern for the files below the root.")] = None
     splits: Annotated[
         Mapping[str, Literal["train", "validation", "test"]] | None,
         Field(
-            description="what the set's splits are used as, such as {train.clean.100: train, test.other: test}, others are left "
-            "out; null: as their names say"
+            description="Use of the set's splits, such as {train.clean.100: train, test.other: test}. Unlisted splits are left "
+            "out. null: derive it from their names."
         ),
     ] = None
 
@@ -43,93 +51,95 @@ class PackedSet(Dataset):
         return self.read_files(*find_files(self.root, self.files or "", self.card))
 
     def read_files(self, root: Path, files: Sequence[str]) -> pa.Table:
-        """Return the manifest of some files below the root."""
+        """Make the manifest of files below the root."""
         splits = find_splits(files, self.splits, f"{self.card.title} in {root}")
-        return self.join([with_split(self.clips(root, file), [split]) for file, split in splits.items()], root)
+        return self.join([set_split(self.clips(root, file), [split]) for file, split in splits.items()], root)
 
     def clips(self, root: Path, file: str) -> pa.Table:
-        """Return the clips of one file, with columns of their own names."""
+        """Read the clips of a file, with the file's own names of columns."""
         raise NotImplementedError(f"{type(self).__name__} must read a file in clips()")
 
     def name_columns(self, table: pa.Table, where: str) -> pa.Table:
-        """Return the clips with columns ``label`` and, if it is known, ``group``."""
+        """Name the column of classes ``label``, and the column of owners, if any, ``group``."""
         return table
 
     def join(self, tables: Sequence[pa.Table], root: Path) -> pa.Table:
-        """Return the manifest of the clips of several files; a column that a file does not have is null there.
+        """Make the manifest of several files. Columns missing in a file are null for its clips.
 
         Raises:
-            DataError: the files disagree about what a column holds, there are no clips, or a split's name is unknown.
+            DataError: a column has different types, no file has clips, or a split's name is unknown.
         """
         where = f"{self.card.title} in {root}"
         try:
             table = self.name_columns(pa.concat_tables(tables, promote_options="permissive"), where)
         except (pa.ArrowException, TypeError) as error:
-            raise DataError(f"{where}: its files disagree about what a column holds: {error}") from error
+            raise DataError(f"{where}: its files disagree about the type of a column: {error}") from error
         if "split" in table.column_names:
-            splits = known_splits(table["split"].to_pylist(), lambda row: f"{where}: {table['clip'][row]}")
-            table = with_texts(table, "split", splits)
+            splits = parse_splits(table["split"].to_pylist(), lambda row: f"{where}: {table['clip'][row]}")
+            table = set_texts(table, "split", splits)
         return make_manifest(table, where)
 
 
-def with_texts(table: pa.Table, name: str, values: Sequence[str | None]) -> pa.Table:
-    """Return a table with a column of text, which replaces one of the same name."""
+def set_texts(table: pa.Table, name: str, values: Sequence[str | None]) -> pa.Table:
+    """Add or replace a column of text."""
     columns = dict(zip(table.column_names, table.columns, strict=True))
     return pa.table(columns | {name: pa.array(values, pa.string())})
 
 
-def with_split(table: pa.Table, splits: Sequence[str | None]) -> pa.Table:
-    """Return clips with their splits, or with the split of all; clips of no split keep a column of their own."""
+def set_split(table: pa.Table, splits: Sequence[str | None]) -> pa.Table:
+    """Add the column ``split``, from a split for each clip or a single split. Without a split, the table stays as it is."""
     if len(splits) == 1:
         splits = [*splits] * table.num_rows
-    return with_texts(table, "split", splits) if any(splits) else table
+    return set_texts(table, "split", splits) if any(splits) else table
 
 
 def find_files(root: Path, pattern: str, card: Card) -> tuple[Path, list[str]]:
-    """Find the files of a set whose paths below its root match a pattern.
+    """Find the files of a set by a pattern for their paths below its root.
 
     Args:
-        root: a folder; or one file, which is then all that is found.
-        pattern: with ``*`` (not across folders), ``**/`` (any folders), ``?``, ``{a,b}`` and ``{000..099}``. Of each alternative in
-            braces there must be files.
+        root: a folder, or a single file (returned whatever the pattern).
+        pattern: with ``*`` (not across folders), ``**/`` (any folders), ``?``, ``{a,b}`` and ``{000..099}``. Each alternative in
+            braces must match a file.
 
     Returns:
-        The folder as an absolute path, and sorted POSIX paths relative to it. Hidden files are left out, links to folders followed.
+        The folder as an absolute path, and sorted POSIX paths relative to it, without hidden files. Links to folders are followed.
 
     Raises:
-        DataError: there is no such folder, or no such file in it.
+        DataError: the folder is missing, or no file matches.
     """
-    place = absolute(root)
-    if place.is_file():
-        return place.parent, [place.name]
+    path = resolve_path(root)
+    if path.is_file():
+        return path.parent, [path.name]
     folder = find_root(root, card)
-    names, found = list_files(folder), set()
-    for each in _without_braces(pattern):
-        wanted = _expression(each)
-        matching = [name for name in names if wanted.fullmatch(name)]
+    names, matches = list_files(folder), set()
+    for expanded in _expand_braces(pattern):
+        expression = _compile_wildcards(expanded)
+        matching = [name for name in names if expression.fullmatch(name)]
         if not matching:
-            raise wrong_layout(folder, card, f"there is no file {each} (data.files)")
-        found.update(matching)
-    for name in found:
+            raise make_layout_error(folder, card, f"there is no file {expanded} (data.files)")
+        matches.update(matching)
+    for name in matches:
         check_name(name, folder)
-    return folder, sorted(found)
+    return folder, sorted(matches)
 
 
-def _without_braces(pattern: str) -> list[str]:
-    """Return the patterns that one with braces stands for.
+def _expand_braces(pattern: str) -> list[str]:
+    """Expand the braces of a pattern.
 
-    >>> _without_braces("{train,test}-{08..10}.tar")[:4]
+    >>> _expand_braces("{train,test}-{08..10}.tar")[:4]
     ['train-08.tar', 'train-09.tar', 'train-10.tar', 'test-08.tar']
     """
     pieces = re.split(r"\{([^{}]*)\}", pattern)
-    choices = [[piece] if number % 2 == 0 else list(_alternatives(piece)) for number, piece in enumerate(pieces)]
-    found = ["".join(parts) for parts in itertools.islice(itertools.product(*choices), _MOST + 1)]
-    if len(found) > _MOST:
-        raise DataError(f"data.files: {pattern} stands for more than {_MOST} files; use * in it")
-    return found
+    choices = [[piece] if number % 2 == 0 else list(_list_choices(piece)) for number, piece in enumerate(pieces)]
+    patterns = ["".join(parts) for parts in itertools.islice(itertools.product(*choices), _MOST + 1)]
+    if len(patterns) > _MOST:
+        raise DataError(
+            f"data.files: the braces of {pattern} expand to more than {_MOST} names. Use * in place of braces"
+        )
+    return patterns
 
 
-def _alternatives(braces: str) -> Iterator[str]:
+def _list_choices(braces: str) -> Iterator[str]:
     span = re.fullmatch(r"(\d+)\.\.(\d+)", braces)
     if span is None:
         yield from braces.split(",")
@@ -139,96 +149,103 @@ def _alternatives(braces: str) -> Iterator[str]:
         yield f"{number:0{width}d}"
 
 
-def _expression(pattern: str) -> re.Pattern[str]:
+def _compile_wildcards(pattern: str) -> re.Pattern[str]:
     parts = re.split(r"(\*\*/|\*\*|\*|\?)", pattern)
-    return re.compile("".join(_MARKS[part] if part in _MARKS else re.escape(part) for part in parts), re.DOTALL)
+    expression = "".join(_WILDCARDS[part] if part in _WILDCARDS else re.escape(part) for part in parts)
+    return re.compile(expression, re.DOTALL)
 
 
-def table_of(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
-    """Return rows of plain values as a table, a column for each key: of values of different kinds one of text."""
+def make_table(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
+    """Make a table from rows of plain values. A column with values of different types becomes text."""
     names = dict.fromkeys(itertools.chain.from_iterable(rows))
-    return pa.table({name: _column([row.get(name) for row in rows]) for name in names})
+    return pa.table({name: _make_column([row.get(name) for row in rows]) for name in names})
 
 
-def _column(values: list[Any]) -> pa.Array:
+def _make_column(values: list[Any]) -> pa.Array:
     if not any(isinstance(value, list) for value in values):
+        # Values of different types and integers beyond 64 bits become text.
         with contextlib.suppress(pa.ArrowException, TypeError, OverflowError):
             return pa.array(values)
-    return pa.array([as_text(value) for value in values], pa.string())
+    return pa.array([to_text(value) for value in values], pa.string())
 
 
 def is_plain(value: Any) -> bool:
-    """Return whether a value of JSON can stand in a column: text, a number, a truth value, nothing, or a list of these."""
+    """Return true for a JSON value that fits in a column: text, a number, a boolean, null, or a list of the first three."""
     if isinstance(value, list):
-        return all(isinstance(each, str | int | float) for each in value)
+        return all(isinstance(item, str | int | float) for item in value)
     return value is None or isinstance(value, str | int | float)
 
 
-def as_text(value: Any) -> str | None:
-    """Return a plain value as text, several values joined by ``|``.
+def to_text(value: Any) -> str | None:
+    """Convert a plain value to text. The items of a list are joined by ``|``.
 
-    >>> as_text(["dog", 3])
+    >>> to_text(["dog", 3])
     'dog|3'
     """
     if isinstance(value, list):
-        return "|".join(as_text(each) or "" for each in value) or "|"
+        return "|".join(to_text(item) or "" for item in value) or "|"
     return value if value is None or isinstance(value, str) else json.dumps(value)
 
 
-def named(table: pa.Table, label: str, group: str | None, where: str) -> pa.Table:
-    """Give a table's columns of classes and of owners the names ``label`` and ``group``, as text; others of these names go.
+def name_label_and_group(table: pa.Table, label: str, group: str | None, where: str) -> pa.Table:
+    """Rename the columns of classes and owners to ``label`` and ``group``, as text, replacing former columns of these names.
 
     Args:
-        group: ``None``: nobody owns the clips.
+        label: name of the column with the classes.
+        group: name of the column with the owners; ``None``: clips without owners.
 
     Raises:
-        DataError: there is no such column.
+        DataError: a column is missing.
     """
     columns = {name: table.column(name) for name in table.column_names if name not in (label, group, "label", "group")}
     for name, field in (("label", label), ("group", group)):
         if field is not None:
             if field not in table.column_names:
-                known = [each for each in table.column_names if each not in ("clip", "path", "split")]
+                known = [column for column in table.column_names if column not in ("clip", "path", "split")]
                 raise DataError(f"{where}: no clip has a field {field!r} (data.{name}_column); {nearest(field, known)}")
-            columns[name] = pa.array([as_text(value) for value in table.column(field).to_pylist()], pa.string())
+            columns[name] = pa.array([to_text(value) for value in table.column(field).to_pylist()], pa.string())
     return pa.table(columns)
 
 
-def find_splits(sources: Iterable[str], given: Mapping[str, str] | None, where: str) -> dict[str, str | None]:
-    """Return the split of each file or folder that belongs to the set, ``None`` for all if there are fewer than two splits.
+def find_splits(sources: Iterable[str], option: Mapping[str, str] | None, where: str) -> dict[str, str | None]:
+    """Find the split of each file or folder of the set.
 
-    A split's name is that of the file without its number and ending (``train.clean.100-00000-of-00014.parquet``), or a folder's.
+    A split's name is the name of the file without its number and ending (``train.clean.100-00000-of-00014.parquet``), or the name
+    of a folder.
 
     Args:
         sources: paths below the root.
-        given: the option ``splits``.
-        where: what messages call the set.
+        option: ``data.splits``; ``None``: derive the splits from the names.
+        where: name of the set in messages.
+
+    Returns:
+        Split by path, without paths of unlisted splits. All ``None`` if there are fewer than two splits.
 
     Raises:
-        DataError: a split in ``given`` that there is not, or a file of no known split among others.
+        DataError: a split of ``option`` has no files, or a file without a split is among files with splits.
     """
-    names = {source: _names(source) for source in sources}
-    there = list(itertools.chain.from_iterable(names.values()))
-    for name in given or ():
-        if name not in there:
-            raise DataError(f"data.splits: {where} has no files of a split {name!r}; {nearest(name, there)}")
-    find = _split_named if given is None else given.get
-    splits = {source: next(filter(None, map(find, own)), None) for source, own in names.items()}
+    names = {source: _list_split_names(source) for source in sources}
+    present = list(itertools.chain.from_iterable(names.values()))
+    for name in option or ():
+        if name not in present:
+            raise DataError(f"data.splits: {where} has no files of a split {name!r}; {nearest(name, present)}")
+    find = _parse_split if option is None else option.get
+    splits = {source: next(filter(None, map(find, candidates)), None) for source, candidates in names.items()}
     unknown = [source for source, split in splits.items() if split is None]
     known = len({*splits.values()} - {None})
-    if given is None and unknown and known:
+    if option is None and unknown and known:
         raise DataError(
-            f"{where}: nothing says of which split {unknown[0]} is, while others are of one; name them all, as in "
+            f"{where}: the split of {unknown[0]} is unknown, unlike the split of other files. Name the splits of all files: "
             f"data.splits='{{{next(iter(names[unknown[0]]), 'NAME')}: train, ...}}'"
         )
-    kept = {source: split for source, split in splits.items() if given is None or split is not None}
-    return kept if known > 1 else dict.fromkeys(kept)
+    used = {source: split for source, split in splits.items() if option is None or split is not None}
+    return used if known > 1 else dict.fromkeys(used)  # a single split leaves the division to data.split
 
 
-def _names(file: str) -> list[str]:
-    """Return what may be the name of a file's split: its own, then those of its folders.
+def _list_split_names(file: str) -> list[str]:
+    """List the candidates for the name of a file's split: the file's name, then the names of its folders.
 
-    >>> _names("default/train/0000.parquet")
+    >>> _list_split_names("default/train/0000.parquet")
     ['0000', 'train', 'default']
     """
     *folders, name = file.split("/")
@@ -239,11 +256,11 @@ def _names(file: str) -> list[str]:
     return [name for name in dict.fromkeys((short, stem, *reversed(folders))) if name]
 
 
-def _split_named(name: str) -> str | None:
-    """Return the split that a file name contains; ``None`` if it contains no split, or several.
+def _parse_split(name: str) -> str | None:
+    """Find the split in a file's name; ``None`` if the name contains no split, or several.
 
-    >>> _split_named("LibriSpeech_cuts_dev-clean")
+    >>> _parse_split("LibriSpeech_cuts_dev-clean")
     'validation'
     """
-    found = {SPLIT_OF[word] for word in re.split(r"[^a-z]+", name.lower()) if word in SPLIT_OF}
-    return found.pop() if len(found) == 1 else None
+    splits = {SPLIT_OF[word] for word in re.split(r"[^a-z]+", name.lower()) if word in SPLIT_OF}
+    return splits.pop() if len(splits) == 1 else None

@@ -1,8 +1,9 @@
-"""Ambient Acoustic Contexts (C. Park et al., MobileHCI 2020): sounds of everyday places, cut from videos in pieces of 1 s.
+"""Ambient Acoustic Contexts (C. Park et al., MobileHCI 2020): sounds of everyday places, cut from videos into clips of 1 s.
 
-Laid out as FedSTAR's lists have it: ``train_split.txt`` and ``test_split.txt`` name a file and its class in each line, and the
-files ``id_{video}_{begin}_{end}_{second}.wav`` lie anywhere below the root, as a rule in ``Data/Train`` and ``Data/Test``. The
-published lists name 3,936 and 697 files of nine classes, where the paper says ten. Nobody owns a clip (group is null).
+Layout of FedSTAR's lists: each line of ``train_split.txt`` and ``test_split.txt`` has a file and its class. The files
+``id_{video}_{begin}_{end}_{second}.wav`` are at any depth below the root, usually in ``Data/Train`` and ``Data/Test``. The
+published lists have 3,936 and 697 files of nine classes, while the paper reports ten classes. Clips have no owner (group is
+null).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class AmbientContexts(FileDataset):
 
     card: ClassVar[Card] = Card(
         title="Ambient Acoustic Contexts",
-        layout=f"{' and '.join(_LISTS)}, and their files {_FORM} below it",
+        layout=f"{' and '.join(_LISTS)}, and their files {_FORM} at any depth",
         licence="of the videos, which differ",
         url="https://www.esense.io/datasets/ambientacousticcontext/index.html",
     )
@@ -33,23 +34,22 @@ class AmbientContexts(FileDataset):
     codes: ClassVar = {"take": int}
 
     def rows(self, root: Path) -> list[dict[str, Any]]:
-        """List the files on the lists."""
-        places = defaultdict(list)
+        """List the files in the lists."""
+        rows_of = defaultdict(list)
         for row in super().rows(root):
-            places[Path(row["clip"]).name].append(row)
+            rows_of[Path(row["clip"]).name].append(row)
         rows: list[dict[str, Any]] = []
         for name, split in _LISTS.items():
             for line in filter(str.strip, read_text(root, name, self.card).splitlines()):
                 file, _, label = line.partition("\t")
                 if not label.strip():
                     raise DataError(f"{self.card.title}: {root / name}: {line!r} is not a file, a tab and a class")
-                file = file.rpartition("/")[2].strip()
-                if len(there := places[file]) != 1:
-                    where = (
-                        f"{len(there)} times: {', '.join(row['clip'] for row in there[:3])}" if there else "not there"
-                    )
+                file = file.rpartition("/")[2].strip()  # the lists' folders need not match the root's
+                if len(matches := rows_of[file]) != 1:
+                    clips = ", ".join(row["clip"] for row in matches[:3])
+                    problem = f"is there {len(matches)} times: {clips}" if matches else "is missing"
                     raise DataError(
-                        f"{self.card.title}: {file!r} of {name} is {where}; below {root} it must be once, named {_FORM}"
+                        f"{self.card.title}: {file!r} of {name} {problem}. Keep a single copy below {root}, named {_FORM}"
                     )
-                rows.append({"clip": there[0]["clip"], "label": label.strip(), "split": split, **there[0]})
+                rows.append({"clip": matches[0]["clip"], "label": label.strip(), "split": split, **matches[0]})
         return sorted(rows, key=lambda row: str(row["clip"]))

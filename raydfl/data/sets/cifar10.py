@@ -1,7 +1,7 @@
 """CIFAR-10 (A. Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009), the version for Python: small photographs.
 
-Five pickles of 10,000 images each for training and one for the test; the five, or the one, may be missing. They are read without
-executing code that they name.
+Layout: five pickles of 10,000 images each for training, and a pickle for the test. Either split may be missing. Pickles are read
+without executing code in them.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import numpy as np
 from raydfl.core.errors import DataError
 from raydfl.core.files import read_regular
 from raydfl.data.dataset import Card
-from raydfl.data.sets._arrays import ArraySet, check_arrays, read_once
+from raydfl.data.sets._arrays import ArraySet, check_arrays, read_cached
 
 _PLANES, _SIDE = 3, 32
 
 
 class CIFAR10(ArraySet):
-    """Photographs of animals and vehicles; nobody owns them."""
+    """Photographs of animals and vehicles, without owners."""
 
     card: ClassVar[Card] = Card(
         title="CIFAR-10",
-        layout="data_batch_1 ... data_batch_5 and test_batch, or a folder cifar-10-batches-py that holds them",
+        layout="data_batch_1 ... data_batch_5 and test_batch, directly or in a folder cifar-10-batches-py",
         licence="none given; published for research",
         url="https://www.cs.toronto.edu/~kriz/cifar.html",
         classes=10,
@@ -39,44 +39,44 @@ class CIFAR10(ArraySet):
     )
 
     def read_arrays(self, file: Path) -> tuple[np.ndarray, np.ndarray]:
-        """See :class:`ArraySet`."""
-        return read_once(_read, file)
+        """Read a pickle."""
+        return read_cached(_read, file)
 
 
 def _read(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Return images uint8 [images, 32, 32, 3] and labels int64 [images]."""
+    """Read images, uint8 [images, 32, 32, 3], and labels, int64 [images]."""
     file = io.BytesIO(read_regular(path))
     try:
         content = _Interpreter(file, encoding="bytes").load()
-        found = {name.decode() if isinstance(name, bytes) else name: value for name, value in content.items()}
+        batch = {name.decode() if isinstance(name, bytes) else name: value for name, value in content.items()}
     except _ForeignError as error:
         raise DataError(
-            f"{path}: it holds more than arrays, numbers and texts: {error}. Such a pickle could run code. Fetch the file again "
+            f"{path}: the pickle contains more than arrays, numbers and texts: {error}. It could run code. Download the file again "
             f"from the set's own page"
         ) from None
-    except Exception as error:  # damaged bytes can fail anywhere
+    except Exception as error:  # damaged bytes raise errors of many types
         raise DataError(
-            f"{path}: this is no pickle, or it is truncated or damaged ({type(error).__name__}: {error!s:.200}); fetch it again"
+            f"{path}: truncated, damaged, or not a pickle ({type(error).__name__}: {error!s:.200}). Download the file again"
         ) from error
     for name in ("data", "labels"):
-        if name not in found:
-            raise DataError(f"{path}: the batch has no {name!r}; fetch it again")
-    data, labels = (value.values if isinstance(value, _Array) else value for value in (found["data"], found["labels"]))
+        if name not in batch:
+            raise DataError(f"{path}: the batch has no {name!r}. Download the file again")
+    data, labels = (value.values if isinstance(value, _Array) else value for value in (batch["data"], batch["labels"]))
     images, numbers = check_arrays(path, data, labels, (_PLANES * _SIDE * _SIDE,))
-    return images.reshape(-1, _PLANES, _SIDE, _SIDE).transpose(0, 2, 3, 1), numbers
+    return images.reshape(-1, _PLANES, _SIDE, _SIDE).transpose(0, 2, 3, 1), numbers  # stored by colour plane
 
 
 class _ForeignError(Exception):
-    """The pickle holds more than arrays, containers, numbers and texts."""
+    """The pickle contains more than arrays, containers, numbers and texts."""
 
 
 class _DataType:
-    """Stand-in for a data type of NumPy, whose own state could make it follow addresses in the file."""
+    """Stand-in for a NumPy data type. The state of a real one could make NumPy follow addresses in the file."""
 
     def __init__(self, kind: Any, *_: Any) -> None:
         name = kind.decode("latin-1") if isinstance(kind, bytes) else kind
         if name not in ("b1", "u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f4", "f8"):
-            raise _ForeignError("it has an array of another data type than numbers")
+            raise _ForeignError("it has an array of an unsupported data type")
         self.dtype = np.dtype(name)
 
     def __setstate__(self, state: Any) -> None:
@@ -85,7 +85,7 @@ class _DataType:
 
 
 class _Array:
-    """Stand-in for an array of NumPy."""
+    """Stand-in for a NumPy array."""
 
     values: np.ndarray | None = None
 
@@ -104,7 +104,7 @@ _OPCODES = (
     *("EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"),
     *("BINPUT", "LONG_BINPUT", "MEMOIZE", "BINGET", "LONG_BINGET", "GLOBAL", "STACK_GLOBAL", "REDUCE", "BUILD"),
 )
-"""The opcodes in the files of CIFAR-10 and of sets in its layout."""
+"""Opcodes in files of CIFAR-10 and of sets in its layout."""
 
 
 class _Dispatch(dict[int, Any]):
@@ -113,9 +113,9 @@ class _Dispatch(dict[int, Any]):
 
 
 class _Interpreter(pickle._Unpickler):
-    """Interpreter of few opcodes that calls nothing but this file's own stand-ins.
+    """Unpickler with few opcodes. It calls only the stand-ins in this module.
 
-    It extends Python's unpickler that is written in Python. The one in C reserves as much memory as a damaged file asks for.
+    It extends the unpickler written in Python, because the C version allocates any amount of memory that a damaged file requests.
     """
 
     def load_build(self) -> None:
@@ -132,10 +132,10 @@ class _Interpreter(pickle._Unpickler):
     def __init__(self, file: io.BytesIO, **options: Any) -> None:
         super().__init__(file, **options)
         self._left = file.getbuffer().nbytes
-        """Characters that may still be encoded: a text that is encoded again and again takes hours."""
+        """Remaining characters to encode. A malicious file could encode a text repeatedly for hours."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the stand-in of a function or class that the pickle names."""
+        """Return the stand-in for a function or class."""
         match f"{module}.{name}":
             case "numpy.core.multiarray._reconstruct" | "numpy._core.multiarray._reconstruct" | "numpy.ndarray":
                 return _Array
@@ -146,7 +146,7 @@ class _Interpreter(pickle._Unpickler):
         raise _ForeignError(f"it names {module}.{name}"[:90])
 
     def _encode(self, text: str, encoding: str) -> bytes:
-        """Return bytes that Python 3 wrote for Python 2."""
+        """Recover bytes that Python 3 wrote as text for Python 2."""
         self._left -= len(text)
         if encoding != "latin1" or self._left < 0:
             raise _ForeignError("it has bytes in an unknown encoding")

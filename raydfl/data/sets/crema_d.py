@@ -1,11 +1,11 @@
 """CREMA-D (H. Cao and others, IEEE Trans. Affective Computing 2014): acted emotional speech of 91 actors.
 
-By default the label is the emotion that the actor was asked for: six classes. With ``labels="voted"`` it is the one that
-most raters saw and heard (``MultiModalVote`` of ``summaryTable.csv``); clips without a majority are left out. The list of
-FedAudio, used by FedMLAC (4,798 clips of the full set), is
-``labels="voted", emotions=["neutral", "happy", "sad", "anger"]``.
+By default the label is the emotion requested from the actor: six classes. With ``labels="voted"`` it is the emotion that most
+raters perceived in sound and video (``MultiModalVote`` of ``summaryTable.csv``), and clips without a majority are left out. The
+list of FedAudio, used by FedMLAC (4,798 clips of the full set), is ``labels="voted", emotions=["neutral", "happy", "sad",
+"anger"]``.
 
-Clip ``1076_MTI_SAD_XX`` has no sound in the published set and is always left out.
+The published clip ``1076_MTI_SAD_XX`` has no sound and is always left out.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pydantic.dataclasses import dataclass
 
 from raydfl.core.errors import DataError
 from raydfl.data.dataset import Card
-from raydfl.data.sets._files import FileDataset, hold_out, read_rows, wrong_layout
+from raydfl.data.sets._files import FileDataset, add_test_split, make_layout_error, read_rows
 
 _EMOTIONS = {"ANG": "anger", "DIS": "disgust", "FEA": "fear", "HAP": "happy", "NEU": "neutral", "SAD": "sad"}
 _NO_SOUND = "AudioWAV/1076_MTI_SAD_XX.wav"
@@ -31,10 +31,10 @@ Emotion = Literal["anger", "disgust", "fear", "happy", "neutral", "sad"]
 
 @dataclass(frozen=True, kw_only=True)
 class CremaD(FileDataset):
-    """Acted emotions; a group is an actor.
+    """Acted emotions. A group is an actor.
 
-    Extra columns: ``sentence``, ``level``, ``fold`` (int64, 1 to 5). There is no official split. The folds are the actors in order,
-    cut in five: FedAudio cross-validates like this.
+    Extra columns: ``sentence``, ``level``, ``fold`` (int64, 1 to 5). The set has no official split. The folds divide the sorted
+    actors into five ranges, as in FedAudio's cross-validation.
     """
 
     card: ClassVar[Card] = Card(
@@ -51,40 +51,39 @@ class CremaD(FileDataset):
     codes: ClassVar = {"label": _EMOTIONS}
 
     labels: Annotated[
-        Literal["acted", "voted"], Field(description="the emotion asked for, or the one that most raters saw and heard")
+        Literal["acted", "voted"],
+        Field(description="acted: emotion requested from the actor. voted: emotion perceived by most raters."),
     ] = "acted"
     emotions: Annotated[
-        tuple[Emotion, ...] | None, Field(min_length=1, description="keep only clips of these classes; null: all six")
+        tuple[Emotion, ...] | None, Field(min_length=1, description="Classes to read. null: all six.")
     ] = None
     test_folds: Annotated[
         tuple[int, ...],
-        Field(
-            description="the actors of these folds (1 to 5, by number of the actor) are the test set; none: no split"
-        ),
+        Field(description="Folds of actors (1 to 5, by the actors' numbers) in the test set. Empty: no split."),
     ] = ()
 
     def rows(self, root: Path) -> list[dict[str, Any]]:
         """List the clips of the chosen emotions."""
         rows = [row for row in super().rows(root) if row["clip"] != _NO_SOUND]
         if self.labels == "voted":
-            votes = self._votes(root)
+            votes = self._read_votes(root)
             for row in rows:
                 name = Path(row["clip"]).stem
                 if name not in votes:
-                    raise DataError(f"{self.card.title}: summaryTable.csv has no row for {name}; remove the file")
+                    raise DataError(f"{self.card.title}: summaryTable.csv has no row for {name}. Remove the file")
                 row["label"] = votes[name]
-        kept = self.emotions or _EMOTIONS.values()
-        rows = [row for row in rows if row["label"] in kept]
-        actors = np.array_split(sorted({row["group"] for row in rows}), _FOLDS)
-        folds = {actor: fold for fold, own in enumerate(actors, start=1) for actor in own.tolist()}
+        emotions = self.emotions or _EMOTIONS.values()
+        rows = [row for row in rows if row["label"] in emotions]
+        ranges = np.array_split(sorted({row["group"] for row in rows}), _FOLDS)
+        folds = {actor: fold for fold, actors in enumerate(ranges, start=1) for actor in actors.tolist()}
         rows = [row | {"fold": folds[row["group"]]} for row in rows]
-        return hold_out(rows, "fold", self.test_folds, self.card)
+        return add_test_split(rows, "fold", self.test_folds, self.card)
 
-    def _votes(self, root: Path) -> dict[str, str | None]:
-        """Return the emotion that won by file name without suffix; ``None`` in a draw."""
+    def _read_votes(self, root: Path) -> dict[str, str | None]:
+        """Read the winning emotion by file name without suffix; ``None`` for a tie."""
         emotions = {emotion[0].upper(): emotion for emotion in _EMOTIONS.values()}
         for name in _TABLES:
             if (root / name).is_file():
                 rows = read_rows(root, name, ("FileName", "MultiModalVote"), self.card)
                 return {row["FileName"]: emotions.get(row["MultiModalVote"]) for row in rows}
-        raise wrong_layout(root, self.card, f"labels: voted needs {_TABLES[0]}, which is not there")
+        raise make_layout_error(root, self.card, f"labels: voted needs {_TABLES[0]}, but the file is missing")

@@ -1,6 +1,6 @@
-"""DCASE 2020 task 2 (Y. Koizumi et al., DCASE workshop 2020): six types of machines of MIMII and ToyADMOS, several of each.
+"""DCASE 2020 task 2 (Y. Koizumi et al., DCASE workshop 2020): six types of machines from MIMII and ToyADMOS, several of each type.
 
-``{machine}/train`` and ``test`` with ``{normal|anomaly}_id_{nn}_{nnnnnnnn}.wav``; training clips are normal.
+Layout: ``{machine}/train`` and ``test`` with ``{normal|anomaly}_id_{nn}_{nnnnnnnn}.wav``. Training clips are normal.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from raydfl.data.sets._machine_sets import MachineSet
 
 
 class DCASE2020Task2(MachineSet):
-    """Machines, DCASE 2020's. Official split. Extra columns: ``condition``, ``machine``, ``id``, ``domain``."""
+    """Machines from DCASE 2020. Official split. Extra columns: ``condition``, ``machine``, ``id``, ``domain``."""
 
     card: ClassVar[Card] = Card(
         title="DCASE 2020 task 2, development set",

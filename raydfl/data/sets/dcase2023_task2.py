@@ -1,8 +1,9 @@
-"""DCASE 2023 task 2 (K. Dohi et al., arXiv:2305.07828): types of machines with one section each, source and target domain.
+"""DCASE 2023 task 2 (K. Dohi et al., arXiv:2305.07828): types of machines with a section each, in source and target domain.
 
-The development set, of MIMII DG and ToyADMOS2+: ``dev_data/raw/{machine}/train`` and ``test`` with
-``section_{nn}_{domain}_{split}_{condition}_{nnnn}_{attributes}.wav``. Later years have this layout too (``noAttribute`` where there
-is none). The evaluation set's test files name neither domain nor condition: they are not listed, ``raydfl predict`` takes them.
+Layout of the development set (from MIMII DG and ToyADMOS2+): ``dev_data/raw/{machine}/train`` and ``test`` with
+``section_{nn}_{domain}_{split}_{condition}_{nnnn}_{attributes}.wav``. Later years have the same layout, with ``noAttribute`` for
+empty attributes. The evaluation set's test files have neither domain nor condition. They are not listed; use ``raydfl predict``
+for them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from raydfl.data.sets._machine_sets import SECTION_FORM, SectionSet
 
 
 class DCASE2023Task2(SectionSet):
-    """Machines with shifts of domain, DCASE 2023's."""
+    """Machines with domain shifts, from DCASE 2023."""
 
     card: ClassVar[Card] = Card(
         title="DCASE 2023 task 2, development set",

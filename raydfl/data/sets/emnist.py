@@ -1,6 +1,6 @@
 """EMNIST (G. Cohen, S. Afshar, J. Tapson, A. van Schaik, arXiv:1702.05373): digits and letters, in MNIST's format.
 
-The images are transposed, as they are published: rows are columns. ``raydfl`` leaves them so, as torchvision does.
+The published images are transposed: rows are columns. raydfl keeps them transposed, like torchvision.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NAMES = {
 
 @dataclass(frozen=True, kw_only=True)
 class EMNIST(MNIST):
-    """Images of digits and letters; nobody owns them."""
+    """Images of handwritten digits and letters, without owners."""
 
     card: ClassVar[Card] = Card(
         title="EMNIST",
@@ -44,11 +44,11 @@ class EMNIST(MNIST):
     variant: Annotated[
         Literal["byclass", "bymerge", "balanced", "letters", "digits", "mnist"],
         Field(
-            description="which files: byclass (62 classes), bymerge and balanced (47: small letters that look like capitals are "
-            "these), letters (26: both are one), digits, mnist (10)"
+            description="Files to read: byclass (62 classes), bymerge or balanced (47, similar small and capital letters merged), "
+            "letters (26, all small and capital letters merged), digits or mnist (10)."
         ),
     ] = "byclass"
 
     def class_names(self) -> Sequence[str]:
-        """See :class:`ArraySet`."""
+        """Return the characters of the variant."""
         return _NAMES[self.variant] if self.names is None else self.names

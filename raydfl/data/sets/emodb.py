@@ -19,9 +19,9 @@ _EMOTIONS = {
 
 
 class EmoDB(FileDataset):
-    """Seven acted emotions; a group is a speaker.
+    """Seven acted emotions. A group is a speaker.
 
-    Extra columns: ``text`` (one of ten sentences) and ``take`` (a letter). There is no official split.
+    Extra columns: ``text`` (code of one of ten sentences) and ``take`` (a letter). The set has no official split.
     """
 
     card: ClassVar[Card] = Card(

@@ -1,7 +1,8 @@
 """ESC-50 and ESC-10 (K. Piczak, ACM Multimedia 2015): environmental sounds of 5 s in five folds, in both published layouts.
 
-ESC-50 is ``meta/esc50.csv`` with ``audio/*.wav``, and holds ESC-10 (``esc10_only``); before that ESC-10 was a set of its own,
-``{nnn - Class}/{fold}-{freesound id}-{take}.ogg``. Nobody owns a clip (group is null): partition by label or by recording.
+ESC-50 consists of ``meta/esc50.csv`` and ``audio/*.wav``, and includes ESC-10 (``esc10_only``). The earlier, separate ESC-10 has
+the layout ``{nnn - Class}/{fold}-{freesound id}-{take}.ogg``. Clips have no owner (group is null): partition by label or by
+recording.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pydantic.dataclasses import dataclass
 
 from raydfl.core.errors import DataError
 from raydfl.data.dataset import Card
-from raydfl.data.sets._files import FileDataset, hold_out, read_rows
+from raydfl.data.sets._files import FileDataset, add_test_split, read_rows
 
 _TABLE = "meta/esc50.csv"
 _COLUMNS = ("filename", "fold", "category", "esc10", "src_file", "take")
@@ -24,8 +25,8 @@ _COLUMNS = ("filename", "fold", "category", "esc10", "src_file", "take")
 class ESC(FileDataset):
     """Environmental sounds.
 
-    Extra columns: ``fold`` (int64), ``recording`` (the Freesound id) and ``take``. Clips of one recording belong together. The
-    official protocol is cross-validation over the folds.
+    Extra columns: ``fold`` (int64), ``recording`` (the Freesound id) and ``take``. Keep the clips of a recording in the same set.
+    The official protocol is cross-validation over the folds.
     """
 
     card: ClassVar[Card] = Card(
@@ -38,23 +39,23 @@ class ESC(FileDataset):
     pattern: ClassVar = r"\d{3} - (?P<label>[^/]+)/(?P<fold>\d)-(?P<recording>\d+)-(?P<take>[A-Z])\.(?:ogg|wav)"
     codes: ClassVar = {"fold": int}
 
-    esc10_only: Annotated[bool, Field(description="only the ten classes of ESC-10")] = False
-    test_folds: Annotated[
-        tuple[int, ...], Field(description="these folds (1 to 5) are the test set; none: no split")
-    ] = ()
+    esc10_only: Annotated[bool, Field(description="Read only the ten classes of ESC-10.")] = False
+    test_folds: Annotated[tuple[int, ...], Field(description="Folds (1 to 5) in the test set. Empty: no split.")] = ()
 
     def rows(self, root: Path) -> list[dict[str, Any]]:
         """List the clips of either layout."""
-        rows = self._esc50(root) if (root / _TABLE).is_file() else super().rows(root)
-        return hold_out(rows, "fold", self.test_folds, self.card)
+        rows = self._list_esc50(root) if (root / _TABLE).is_file() else super().rows(root)
+        return add_test_split(rows, "fold", self.test_folds, self.card)
 
-    def _esc50(self, root: Path) -> list[dict[str, Any]]:
+    def _list_esc50(self, root: Path) -> list[dict[str, Any]]:
         rows = []
         for row in read_rows(root, _TABLE, _COLUMNS, self.card):
             if self.esc10_only and row["esc10"].lower() != "true":
                 continue
             if not row["fold"].isdigit():
-                raise DataError(f"{self.card.title}: {row['filename']} is of fold {row['fold']!r} in {_TABLE}")
+                raise DataError(
+                    f"{self.card.title}: {row['filename']} has the fold {row['fold']!r} in {_TABLE}, not a number"
+                )
             clip = {"clip": f"audio/{row['filename']}", "label": row["category"], "fold": int(row["fold"])}
             rows.append({**clip, "recording": row["src_file"], "take": row["take"]})
         return sorted(rows, key=lambda row: str(row["clip"]))

@@ -9,7 +9,7 @@ from raydfl.data.sets.mnist import MNIST
 
 
 class FashionMNIST(MNIST):
-    """Images of clothes; nobody owns them."""
+    """Images of clothes, without owners."""
 
     card: ClassVar[Card] = Card(
         title="Fashion-MNIST",

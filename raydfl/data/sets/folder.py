@@ -1,8 +1,8 @@
-"""Your own recordings in a tree with one folder for each class: ``{class}/.../file``.
+"""Your own recordings in a folder for each class: ``{class}/.../file``.
 
-The files are of any kind that libsndfile decodes (wav, flac, ogg, opus, mp3, aiff ...), of any rate and channel count. When the
-folders of the root are named like splits (``train``, ``validation`` or ``val`` or ``dev``, ``test`` ...), they are the splits and
-the classes are the folders below them.
+Files may have any format of libsndfile (wav, flac, ogg, opus, mp3, aiff ...), any rate and any number of channels. Folders of the
+root with the names of splits (``train``, ``validation`` or ``val`` or ``dev``, ``test`` ...) are splits, with the folders of the
+classes inside.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from raydfl.core.errors import DataError
 from raydfl.data.audio import AUDIO_SUFFIXES
 from raydfl.data.dataset import Card, Dataset
 from raydfl.data.manifest import make_manifest
-from raydfl.data.sets._files import SPLIT_OF, check_name, find_root, list_recordings, wrong_layout
+from raydfl.data.sets._files import SPLIT_OF, check_name, find_root, list_recordings, make_layout_error
 
 
 @dataclass(frozen=True, kw_only=True)
 class Folder(Dataset):
-    """A folder of recordings, sorted into one folder for each class."""
+    """Recordings sorted into a folder for each class."""
 
     card: ClassVar[Card] = Card(
         title="A folder of your own recordings",
         layout="{class}/.../*.wav (or .flac, .ogg, .opus, .mp3, .aiff ...), or {train,validation,test}/{class}/.../*",
     )
 
-    root: Annotated[Path, Field(description="folder that holds the classes' folders, or the splits' folders")]
+    root: Annotated[Path, Field(description="Folder with the folders of the classes or splits.")]
     group_pattern: Annotated[
         str | None,
         Field(
-            description="regular expression with a part (?P<group>...), searched in the path below the class's folder "
-            "(name of the file, and of folders between), which says whose clip it is; null: nobody's"
+            description="Regular expression for the owner of a clip, with a named group (?P<group>...), searched in the path "
+            "below the class's folder. null: clips have no owner."
         ),
     ] = None
     split_folders: Annotated[
         bool | None,
         Field(
-            description="whether the root's folders are splits; null: yes if all are named like splits and one is train"
+            description="Whether the root's folders are splits. null: yes if all have names of splits, including train."
         ),
     ] = None
 
@@ -53,22 +53,22 @@ class Folder(Dataset):
             try:
                 groups = re.compile(pattern).groupindex
             except re.error as error:
-                raise ValueError(f"is no regular expression: {error}") from error
+                raise ValueError(f"is not a regular expression: {error}") from error
             if "group" not in groups:
-                raise ValueError(r"has no part named group, as in '(?P<group>[^_]+)_\d+'")
+                raise ValueError(r"needs a group named group, as in '(?P<group>[^_]+)_\d+'")
         return pattern
 
     def manifest(self) -> pa.Table:
-        """Return the clips, with the names of their folders as labels. A remark says which other files there are.
+        """List the clips, with the names of their folders as labels. A message describes the unlisted files.
 
         Raises:
-            DataError: also for an audio file that lies outside the classes' folders, or one that ``group_pattern`` does not fit.
+            DataError: the root is missing, an audio file is outside the classes' folders, or ``group_pattern`` does not match.
         """
         root = find_root(self.root, self.card)
-        files, left_out = list_recordings(root)
+        files, unlisted = list_recordings(root)
         if not files:
-            error = wrong_layout(root, self.card, f"there are no {', '.join(AUDIO_SUFFIXES)} files")
-            raise DataError(f"{error}. {left_out}") if left_out else error
+            error = make_layout_error(root, self.card, f"there are no {', '.join(AUDIO_SUFFIXES)} files")
+            raise DataError(f"{error}. {unlisted}") if unlisted else error
         splits = self._has_splits({name.split("/")[0] for name in files if "/" in name})
         depth = 2 if splits else 1
         rows = []
@@ -76,38 +76,41 @@ class Folder(Dataset):
             check_name(name, root)
             parts = name.split("/", depth)
             if len(parts) <= depth:
-                raise wrong_layout(root, self.card, f"{name!r} lies in no class's folder; move it into one")
+                raise make_layout_error(
+                    root, self.card, f"{name!r} is outside the folders of the classes; move it into one"
+                )
             rows.append(
                 {
                     "clip": name,
                     "path": str(root / name),
                     "label": parts[depth - 1],
-                    "group": self._group(parts[depth], name),
-                    "split": self._split(parts[0]) if splits else None,
+                    "group": self._find_group(parts[depth], name),
+                    "split": self._get_split(parts[0]) if splits else None,
                 }
             )
-        return make_manifest(rows, f"{self.card.title}, {root}", [left_out] if left_out else ())
+        return make_manifest(rows, f"{self.card.title}, {root}", [unlisted] if unlisted else ())
 
     def _has_splits(self, folders: set[str]) -> bool:
         if self.split_folders is not None:
             return self.split_folders
-        named = [SPLIT_OF.get(folder.lower()) for folder in folders]
-        return None not in named and "train" in named
+        splits = [SPLIT_OF.get(folder.lower()) for folder in folders]
+        return None not in splits and "train" in splits
 
-    def _split(self, folder: str) -> str:
+    def _get_split(self, folder: str) -> str:
         if folder.lower() not in SPLIT_OF:
             raise DataError(
-                f"{self.card.title}, {self.root}: split_folders is true and {folder!r} is no split; known names: "
+                f"{self.card.title}, {self.root}: split_folders is true, but {folder!r} is not the name of a split. Use one of "
                 f"{', '.join(SPLIT_OF)}"
             )
         return SPLIT_OF[folder.lower()]
 
-    def _group(self, path: str, name: str) -> str | None:
+    def _find_group(self, path: str, name: str) -> str | None:
         if self.group_pattern is None:
             return None
-        found = re.search(self.group_pattern, path)
-        if found is None or not found["group"]:
+        match = re.search(self.group_pattern, path)
+        if match is None or not match["group"]:
             raise DataError(
-                f"{self.card.title}, {self.root}: group_pattern {self.group_pattern!r} finds no group in {path!r} (of {name!r})"
+                f"{self.card.title}, {self.root}: group_pattern {self.group_pattern!r} finds no group in {path!r} (of {name!r}). "
+                f"Change the pattern, or rename the file"
             )
-        return found["group"]
+        return match["group"]

@@ -1,8 +1,8 @@
 """FSD50K (E. Fonseca et al., IEEE/ACM TASLP 2022): Freesound clips with sets of labels of AudioSet's ontology.
 
-As published: ``FSD50K.dev_audio/`` and ``FSD50K.eval_audio/`` hold ``{number}.wav``, ``FSD50K.ground_truth/dev.csv`` and
-``eval.csv`` say which classes a clip has, and dev.csv which clips are for validation. A label is the classes with commas between
-them: ``data.label_sets: {separator: ","}`` with the objective multi_label; for contrast labels do not matter.
+Layout as published: ``FSD50K.dev_audio/`` and ``FSD50K.eval_audio/`` contain ``{number}.wav``. ``FSD50K.ground_truth/dev.csv`` and
+``eval.csv`` list the classes of each clip, and dev.csv the validation clips. A label is a comma-separated list of classes: set
+``data.label_sets: {separator: ","}`` for the objective multi_label. The objective contrast ignores labels.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from raydfl.data.dataset import Card
-from raydfl.data.sets._files import SPLIT_OF, FileDataset, read_rows, wrong_layout
+from raydfl.data.sets._files import SPLIT_OF, FileDataset, make_layout_error, read_rows
 
 _PARTS = {"dev": ("fname", "labels", "split"), "eval": ("fname", "labels")}
 
 
 @dataclass(frozen=True, kw_only=True)
 class FSD50K(FileDataset):
-    """Sounds of 200 classes, several for a clip. Nobody owns a clip (group is null): partition by clips."""
+    """Sounds of 200 classes, several for a clip. Clips have no owner (group is null): partition by clips."""
 
     card: ClassVar[Card] = Card(
         title="FSD50K",
@@ -31,7 +31,8 @@ class FSD50K(FileDataset):
     )
 
     subset: Annotated[
-        Literal["all", "dev", "eval"], Field(description="dev: without the test set; eval: it alone; all: both")
+        Literal["all", "dev", "eval"],
+        Field(description="dev: training and validation set. eval: test set alone. all: both."),
     ] = "all"
 
     def rows(self, root: Path) -> list[dict[str, Any]]:
@@ -40,8 +41,9 @@ class FSD50K(FileDataset):
         for part in _PARTS if self.subset == "all" else (self.subset,):
             folder = f"FSD50K.{part}_audio"
             table = read_rows(root, f"FSD50K.ground_truth/{part}.csv", _PARTS[part], self.card)
+            # A single missing file is an unreadable clip, but a missing folder is a wrong layout.
             if not any((root / folder / f"{row['fname']}.wav").is_file() for row in table):
-                raise wrong_layout(root, self.card, f"{folder}/ has none of the files of {part}.csv")
+                raise make_layout_error(root, self.card, f"{folder}/ has none of the files of {part}.csv")
             for row in table:
                 split = SPLIT_OF.get(row["split"].lower(), "train") if part == "dev" else "test"
                 clip = {"clip": f"{folder}/{row['fname']}.wav", "label": row["labels"]}

@@ -17,7 +17,7 @@ from raydfl.data.sets._files import FileDataset
 
 @dataclass(frozen=True, kw_only=True)
 class FSDD(FileDataset):
-    """Spoken digits; a group is a speaker. Extra column: ``take`` (int64)."""
+    """Spoken digits. A group is a speaker. Extra column: ``take`` (int64)."""
 
     card: ClassVar[Card] = Card(
         title="Free Spoken Digit Dataset",
@@ -30,10 +30,12 @@ class FSDD(FileDataset):
     pattern: ClassVar = r"recordings/(?P<label>\d)_(?P<group>[^_]+)_(?P<take>\d+)\.wav"
     codes: ClassVar = {"take": int}
 
-    test_takes: Annotated[int, Field(ge=0, description="takes with a lower number are the test set; 0: no split")] = 5
+    test_takes: Annotated[
+        int, Field(ge=0, description="Number of each speaker's first takes of a digit in the test set. 0: no split.")
+    ] = 5
 
     def rows(self, root: Path) -> list[dict[str, Any]]:
-        """List the takes, divided into training and test."""
+        """List the takes, split into training and test."""
         rows = super().rows(root)
         for row in rows if self.test_takes else ():
             row["split"] = "test" if row["take"] < self.test_takes else "train"

@@ -1,8 +1,8 @@
 """IEMOCAP (C. Busso and others, Language Resources and Evaluation 2008): dialogues of ten actors in five sessions, by turn.
 
-The label is the one that most raters gave (``dialog/EmoEvaluation``); turns without a majority (``xxx``) are left out. By
-default the classes are the four of FedAudio and FedMLAC: neutral, happy with excited merged into it, sad, angry; other turns
-are left out. ``improvised=true`` keeps the improvised dialogues only, as both do.
+The label is the majority vote of the raters (``dialog/EmoEvaluation``). Turns without a majority (``xxx``) are left out. By
+default the set has the four classes of FedAudio and FedMLAC (neutral, happy including excited, sad, angry) and leaves out all
+remaining turns. ``improvised=true`` reads only improvised dialogues, as in both papers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pydantic.dataclasses import dataclass
 
 from raydfl.core.errors import DataError
 from raydfl.data.dataset import Card
-from raydfl.data.sets._files import FileDataset, hold_out, wrong_layout
+from raydfl.data.sets._files import FileDataset, add_test_split, make_layout_error
 
 _TURN = re.compile(
     r"\[(?P<start>[\d.]+) - (?P<end>[\d.]+)\]\s+"
@@ -30,9 +30,9 @@ _ALL = {code: code for code in ("neu", "hap", "exc", "sad", "ang", "fru", "fea",
 
 @dataclass(frozen=True, kw_only=True)
 class IEMOCAP(FileDataset):
-    """Emotions in dialogue; a group is an actor (``Ses01F`` ... ``Ses05M``).
+    """Emotions in dialogue. A group is an actor (``Ses01F`` ... ``Ses05M``).
 
-    Extra columns: ``session`` (int64) and ``dialogue``. There is no official split. Durations are those of the evaluation files.
+    Extra columns: ``session`` (int64) and ``dialogue``. The set has no official split. Durations are from the evaluation files.
     """
 
     card: ClassVar[Card] = Card(
@@ -43,12 +43,13 @@ class IEMOCAP(FileDataset):
         classes=len(set(_FOUR.values())),
     )
 
-    improvised: Annotated[bool, Field(description="only the improvised dialogues, not the scripted ones")] = False
+    improvised: Annotated[bool, Field(description="Leave out scripted dialogues.")] = False
     emotions: Annotated[
-        Literal["four", "all"], Field(description="four: neu, hap (with exc), sad, ang; all: the ten categories")
+        Literal["four", "all"],
+        Field(description="Classes. four: neu, hap (includes exc), sad, ang. all: the ten categories."),
     ] = "four"
     test_sessions: Annotated[
-        tuple[int, ...], Field(description="these sessions (1 to 5, two actors each) are the test set; none: no split")
+        tuple[int, ...], Field(description="Sessions (1 to 5, two actors each) in the test set. Empty: no split.")
     ] = ()
 
     def rows(self, root: Path) -> list[dict[str, Any]]:
@@ -57,29 +58,30 @@ class IEMOCAP(FileDataset):
             file for file in root.glob("Session[1-5]/dialog/EmoEvaluation/*.txt") if not file.name.startswith(".")
         )
         if not reports:
-            raise wrong_layout(root, self.card, "there is no Session{1-5}/dialog/EmoEvaluation with txt files")
-        rows = [row for report in reports for row in self._turns(report)]
-        return hold_out(rows, "session", self.test_sessions, self.card)
+            raise make_layout_error(root, self.card, "there is no Session{1-5}/dialog/EmoEvaluation with txt files")
+        rows = [row for report in reports for row in self._list_turns(report)]
+        return add_test_split(rows, "session", self.test_sessions, self.card)
 
-    def _turns(self, report: Path) -> Iterator[dict[str, Any]]:
-        """Yield the kept turns of one dialogue."""
+    def _list_turns(self, report: Path) -> Iterator[dict[str, Any]]:
+        """Yield the turns of a dialogue with chosen emotions."""
         labels = _FOUR if self.emotions == "four" else _ALL
+        # Latin-1 decodes any byte, and the parsed fields are ASCII.
         for number, line in enumerate(report.read_text("latin-1").splitlines(), start=1):
             if not line.startswith("["):
-                continue  # the header, and what each rater said
-            found = _TURN.match(line)
-            if found is None:
+                continue  # the header or a rater's vote
+            turn = _TURN.match(line)
+            if turn is None:
                 raise DataError(
-                    f"{self.card.title}: line {number} of {report} is no '[start - end] turn emotion ...': {line!r}"
+                    f"{self.card.title}: line {number} of {report} is not '[start - end] turn emotion ...': {line!r}"
                 )
-            if found["emotion"] not in labels or (self.improvised and found["kind"] != "impro"):
+            if turn["emotion"] not in labels or (self.improvised and turn["kind"] != "impro"):
                 continue
-            session = int(found["session"])
+            session = int(turn["session"])
             yield {
-                "clip": f"Session{session}/sentences/wav/{found['dialogue']}/{found['turn']}.wav",
-                "label": labels[found["emotion"]],
-                "group": f"Ses{found['session']}{found['speaker']}",
-                "seconds": float(found["end"]) - float(found["start"]),
+                "clip": f"Session{session}/sentences/wav/{turn['dialogue']}/{turn['turn']}.wav",
+                "label": labels[turn["emotion"]],
+                "group": f"Ses{turn['session']}{turn['speaker']}",
+                "seconds": float(turn["end"]) - float(turn["start"]),
                 "session": session,
-                "dialogue": found["dialogue"],
+                "dialogue": turn["dialogue"],
             }

@@ -1,8 +1,8 @@
-"""Cuts of the toolkit Lhotse, read without it: JSON lines, each a part of a recording with what is said of it (``CutSet.to_file``).
+"""Cuts of the toolkit Lhotse, read without it: JSON lines, each a segment of a recording with its annotations (``CutSet.to_file``).
 
-Read is a ``MonoCut`` of a recording in a file. Its samples are those that Lhotse reads: from ``start``, rounded to a sample (halves
-up), as many as ``duration`` rounds to. Refused by name is what Lhotse would compute or fetch: mixed cuts and padding, cuts of
-several channels, features without a recording, transforms (speed, resampling), and sources that are a command, a URL or bytes.
+Supported are ``MonoCut`` cuts of recordings in files. The samples equal Lhotse's: ``start`` and ``duration`` are rounded to
+samples, halves up. Cuts that Lhotse would compute or fetch raise an error: mixed cuts and padding, several channels, features
+without a recording, transforms (speed, resampling), and sources of the types command, URL or bytes.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from pydantic.dataclasses import dataclass
 from raydfl.core.errors import DataError
 from raydfl.data.audio import read_audio
 from raydfl.data.dataset import Card
-from raydfl.data.sets._files import absolute
-from raydfl.data.sets._packed import PackedSet, is_plain, named, table_of
+from raydfl.data.sets._files import resolve_path
+from raydfl.data.sets._packed import PackedSet, is_plain, make_table, name_label_and_group
 
-_SAID = ("text", "speaker", "language", "gender")
-"""Fields of a supervision that become columns, besides those of its own (``custom``)."""
+_FIELDS = ("text", "speaker", "language", "gender")
+"""Fields of a supervision that become columns, in addition to its ``custom`` fields."""
 _SEVERAL = "\0several"
-"""In place of a value that the supervisions of a cut do not agree on."""
+"""Placeholder for different values in the supervisions of a cut."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lhotse(PackedSet):
     """Cuts of recordings. A clip's id is the cut's.
 
-    Extra columns: ``start`` and ``stop`` (float64, seconds; null: all of the file), ``channel`` (its place in the file; null:
-    all), ``recording`` (its id), ``text``, ``language``, ``gender``, and what of ``custom`` is text, numbers or truth values.
+    Extra columns: ``start`` and ``stop`` (float64, seconds; null: the whole file), ``channel`` (its position in the file; null:
+    all), ``recording`` (its id), ``text``, ``language``, ``gender``, and the text, numbers and booleans of ``custom``.
     """
 
     card: ClassVar[Card] = Card(
@@ -47,47 +47,47 @@ class Lhotse(PackedSet):
     )
 
     files: Annotated[
-        str, Field(description="which files below the root are lists of cuts, such as cuts_{train,dev}.jsonl.gz")
+        str, Field(description="Pattern for the lists of cuts below the root, such as cuts_{train,dev}.jsonl.gz.")
     ] = "**/*cuts*.jsonl*"
     recordings: Annotated[
-        Path | None, Field(description="folder that relative paths of recordings start from; null: the root")
+        Path | None, Field(description="Base folder for relative paths of recordings. null: the root.")
     ] = None
     label_column: Annotated[
         str,
         Field(
-            description="what is the class: text, speaker, language, gender, or a field of custom, of supervision or cut"
+            description="Field with the class: text, speaker, language, gender, or a custom field of the supervision or cut."
         ),
     ] = "label"
     group_column: Annotated[
-        str | None, Field(description="owner of a clip, chosen like the label; null: speaker, if present")
+        str | None, Field(description="Field with the owner of a clip, as for the label. null: speaker, if present.")
     ] = None
 
     def clips(self, root: Path, file: str) -> pa.Table:
-        """See :class:`PackedSet`."""
-        folder = root if self.recordings is None else absolute(self.recordings)
+        """Read the clips of a list of cuts."""
+        folder = root if self.recordings is None else resolve_path(self.recordings)
         rows = list(_read_cuts(root / file, folder))
         if not rows:
-            raise DataError(f"{root / file}: it has no cuts")
-        return table_of(rows)
+            raise DataError(f"{root / file}: the list has no cuts. Set data.files to the lists of cuts")
+        return make_table(rows)
 
     def name_columns(self, table: pa.Table, where: str) -> pa.Table:
-        """See :class:`PackedSet`."""
+        """Name the columns of classes and owners, whose values must be unique for each cut."""
         group = self.group_column or ("speaker" if "speaker" in table.column_names else None)
         for field in (self.label_column, group):
             values = table.column(field).to_pylist() if field in table.column_names else []
             if _SEVERAL in values:
                 raise DataError(
                     f"{where}: the cut {table.column('clip')[values.index(_SEVERAL)]} has supervisions with different values of "
-                    f"{field!r}; make a cut of each (CutSet.trim_to_supervisions)"
+                    f"{field!r}. Make a cut of each supervision (CutSet.trim_to_supervisions)"
                 )
-        return named(table, self.label_column, group, where)
+        return name_label_and_group(table, self.label_column, group, where)
 
     def read(self, row: Mapping[str, Any]) -> tuple[npt.NDArray[np.float32], int]:
-        """Read the part of the file, and its channel."""
+        """Read the segment and channel of the file."""
         return read_audio(row["path"], row["start"] or 0.0, row["stop"], row["channel"])
 
     def part(self, row: Mapping[str, Any]) -> str | None:
-        """Return ``@start-stop#channel``, if it is not all of the file."""
+        """Return ``@start-stop#channel``, or ``None`` for a whole file."""
         if row["start"] is None and row["stop"] is None and row["channel"] is None:
             return None
         return f"@{row['start'] or 0.0!r}-{row['stop']!r}#{row['channel']}"
@@ -97,44 +97,45 @@ def _read_cuts(file: Path, folder: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of a list of cuts.
 
     Args:
-        folder: where relative paths of recordings start.
+        file: the list, optionally compressed with gzip.
+        folder: base of relative paths of recordings.
     """
-    place = str(file)
+    where = str(file)
     try:
         with (gzip.open if file.suffix == ".gz" else open)(file, "rt", encoding="utf-8") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
-                    place = f"{file}: line {number}"
+                    where = f"{file}: line {number}"
                     cut = json.loads(line)
-                    place += f" (cut {cut.get('id')!r})"
-                    yield _row(cut, folder)
+                    where += f" (cut {cut.get('id')!r})"
+                    yield _make_row(cut, folder)
     except (OSError, EOFError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         reason = (isinstance(error, OSError) and error.strerror) or error
         if isinstance(error, LookupError | TypeError | AttributeError):
-            reason = f"it is not as Lhotse writes one: {type(error).__name__}: {error}"
+            reason = f"the cut is not in Lhotse's format: {type(error).__name__}: {error}"
         raise DataError(
-            f"{place} cannot be read: {reason}. raydfl reads cuts of one channel (MonoCut) of recordings in files, without "
-            f"transforms; CutSet.save_audios writes such recordings"
+            f"{where} cannot be read: {reason}. raydfl reads single-channel cuts (MonoCut) of recordings in files, without "
+            f"transforms. Convert the recordings with CutSet.save_audios"
         ) from error
 
 
-def _row(cut: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the row of a cut.
+def _make_row(cut: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Make the row of a cut.
 
     Raises:
-        ValueError: it is a cut that Lhotse would compute or fetch.
+        ValueError: Lhotse would compute or fetch the cut.
     """
     kind, recording, channel = cut.get("type", "MonoCut"), cut.get("recording"), cut.get("channel", 0)
     if kind not in ("MonoCut", "Cut") or not isinstance(channel, int):
         raise ValueError(f"it is a {kind} of the channels {channel}")
     if not recording:
-        raise ValueError("it has no recording, only features or nothing")
+        raise ValueError("it has no recording, at most features")
     if recording.get("transforms"):
         raise ValueError(f"its recording has the transforms {json.dumps(recording['transforms'])}")
     rate, length = int(recording["sampling_rate"]), int(recording["num_samples"])
-    first, count = _samples(cut["start"], rate), _samples(cut["duration"], rate)
+    first, count = _count_samples(cut["start"], rate), _count_samples(cut["duration"], rate)
     if first < 0 or count < 1 or rate < 1:
-        raise ValueError(f"it begins at sample {first}, and has {count} samples at {rate} Hz")
+        raise ValueError(f"it starts at sample {first}, and has {count} samples at {rate} Hz")
     sources = [source for source in recording["sources"] if channel in source["channels"]]
     if not sources or sources[0]["type"] != "file":
         raise ValueError(
@@ -143,7 +144,7 @@ def _row(cut: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     channels = sources[0]["channels"]
     whole = first == 0 and count >= length
     return {
-        **_said(cut),
+        **_collect_fields(cut),
         "clip": str(cut["id"]),
         "path": os.path.normpath(folder / Path(str(sources[0]["source"])).expanduser()),
         "seconds": count / rate,
@@ -154,20 +155,19 @@ def _row(cut: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     }
 
 
-def _said(cut: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a cut's own fields, and of its supervisions where these agree."""
-    found: dict[str, Any] = {key: value for key, value in (cut.get("custom") or {}).items() if is_plain(value)}
-    each = [
-        {name: said[name] for name in _SAID if said.get(name) is not None} | dict(said.get("custom") or {})
-        for said in cut.get("supervisions") or ()
+def _collect_fields(cut: Mapping[str, Any]) -> dict[str, Any]:
+    """Collect the custom fields of a cut, and the fields of its supervisions (:data:`_SEVERAL` for different values)."""
+    fields: dict[str, Any] = {key: value for key, value in (cut.get("custom") or {}).items() if is_plain(value)}
+    supervisions = [
+        {name: item[name] for name in _FIELDS if item.get(name) is not None} | dict(item.get("custom") or {})
+        for item in cut.get("supervisions") or ()
     ]
-    for name in dict.fromkeys(itertools.chain.from_iterable(each)):
-        values = [said[name] for said in each if name in said]
+    for name in dict.fromkeys(itertools.chain.from_iterable(supervisions)):
+        values = [item[name] for item in supervisions if name in item]
         if is_plain(values[0]):
-            found[name] = values[0] if all(value == values[0] for value in values) else _SEVERAL
-    return found
+            fields[name] = values[0] if all(value == values[0] for value in values) else _SEVERAL
+    return fields
 
 
-def _samples(seconds: float, rate: int) -> int:
-    """Return how many samples that are, halves rounded up as Lhotse does it."""
-    return math.floor(round(seconds * rate, 8) + 0.5)
+def _count_samples(seconds: float, rate: int) -> int:
+    return math.floor(round(seconds * rate, 8) + 0.5)  # halves up, as in Lhotse

@@ -1,8 +1,8 @@
-"""Your own recordings, listed in a CSV or Parquet file: which file, which class, and if known whose it is and which split.
+"""Your own recordings, listed in a CSV or Parquet file with their classes, and optionally owners and splits.
 
-Relative paths are taken from the folder of the list, or from ``root``. The files are of any kind that libsndfile decodes, of any
-rate and channel count, or films (extra ``video``). With the columns ``start`` and ``stop`` (seconds) a clip is a part of its file,
-with ``file_channel`` (counted from 0) a channel of it. Further columns are kept.
+Relative paths start at the folder of the list, or at ``root``. Files may have any format of libsndfile, any rate and any number of
+channels, or be videos (extra ``video``). The columns ``start`` and ``stop`` (seconds) select a segment of the file, and
+``file_channel`` (from 0) a channel. Further columns are kept.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from raydfl.data.dataset import Card, Dataset
 from raydfl.data.images import read_image
 from raydfl.data.manifest import make_manifest
 from raydfl.data.packed import resolve_address, split_address
-from raydfl.data.sets._files import SPLIT_OF, absolute, known_splits
+from raydfl.data.sets._files import SPLIT_OF, parse_splits, resolve_path
 
-_PART = ("start", "stop")
+_SEGMENT = ("start", "stop")
 CHANNEL = "file_channel"
-"""Column with the only channel of the file that belongs to the clip, counted from 0."""
-_RESERVED = ("clip", "path", "label", "group", "split", *_PART)
+"""Column with the channel of the clip in its file, from 0. null: all channels."""
+_RESERVED = ("clip", "path", "label", "group", "split", *_SEGMENT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,36 +46,37 @@ class Manifest(Dataset):
         "and optionally group, split, start and stop",
     )
 
-    file: Annotated[Path, Field(description="the list, *.csv or *.parquet")]
-    root: Annotated[Path | None, Field(description="folder that relative paths start from; null: the list's own")] = (
+    file: Annotated[Path, Field(description="The list, *.csv or *.parquet.")]
+    root: Annotated[Path | None, Field(description="Base folder for relative paths. null: the folder of the list.")] = (
         None
     )
-    path_column: Annotated[str, Field(description="column with the paths")] = "path"
-    label_column: Annotated[str, Field(description="column with the classes")] = "label"
+    path_column: Annotated[str, Field(description="Column with the paths.")] = "path"
+    label_column: Annotated[str, Field(description="Column with the classes.")] = "label"
     group_column: Annotated[
-        str | None, Field(description="column with the owner of a clip; null: 'group', if present")
+        str | None, Field(description="Column with the owner of a clip. null: group, if present.")
     ] = None
     split_column: Annotated[
         str | None,
-        Field(description=f"column with {', '.join(SPLIT_OF)}; null: 'split' if there is one"),
+        Field(description=f"Column with the split of a clip ({', '.join(SPLIT_OF)}). null: split, if present."),
     ] = None
 
     def manifest(self) -> pa.Table:
-        """List the rows in the order of the file. Extra columns: those that are not mapped; ``start`` and ``stop`` as float64.
+        """List the rows in the order of the file.
 
-        A clip's id is its path, relative to the root if it lies below it; for a part of a file followed by ``@start-stop``.
+        Extra columns: all columns without an option, and ``start`` and ``stop`` as float64. A clip's id is its path, relative to
+        the root if possible. A segment adds ``@start-stop``.
 
         Raises:
-            DataError: also when none of the files exists; a part of them missing is found when they are read.
+            DataError: the list is invalid, or none of its files exists. Single missing files raise an error when they are read.
         """
-        file = absolute(self.file)
-        table = self._read(file)
-        twice = [name for name, count in Counter(table.column_names).items() if count > 1]
-        if twice:
+        file = resolve_path(self.file)
+        table = self._read_table(file)
+        repeated = [name for name, count in Counter(table.column_names).items() if count > 1]
+        if repeated:
             raise DataError(
-                f"{file} has more than one column {twice[0]!r}; its columns: {', '.join(table.column_names)}. Rename or remove one"
+                f"{file} has several columns {repeated[0]!r}; its columns: {', '.join(table.column_names)}. Rename or remove one"
             )
-        root = file.parent if self.root is None else absolute(self.root)
+        root = file.parent if self.root is None else resolve_path(self.root)
         mapped = {"path": self.path_column, "label": self.label_column}
         for name, option in (("group", self.group_column), ("split", self.split_column)):
             if option is not None or name in table.column_names:
@@ -87,55 +88,55 @@ class Manifest(Dataset):
                     f"Name the right one with {name}_column"
                 )
         columns = {name: table.column(column) for name, column in mapped.items()}
-        paths = self._paths(columns["path"].to_pylist(), file, root)
+        paths = self._resolve_paths(columns["path"].to_pylist(), file, root)
         columns["path"] = pa.array(paths, pa.string())
         channels = table.column(CHANNEL).to_pylist() if CHANNEL in table.column_names else [None] * len(paths)
-        clips = [_clip(path, root) for path in paths]
-        parts = [name for name in _PART if name in table.column_names]
-        if parts:
-            starts, stops = (_seconds(table, name, file) for name in _PART)
+        clips = [_relative_to(path, root) for path in paths]
+        segment = [name for name in _SEGMENT if name in table.column_names]
+        if segment:
+            starts, stops = (_read_seconds(table, name, file) for name in _SEGMENT)
             for row, (start, stop) in enumerate(zip(starts, stops, strict=True)):
-                clips[row] += _place(start, stop, None)
+                clips[row] += _format_segment(start, stop, None)
                 if stop is not None and stop <= (start or 0.0):
                     raise DataError(
-                        f"{file}: row {row + 1} stops at {stop:g} s, which is not after its start at {start or 0.0:g} s"
+                        f"{file}: row {row + 1} stops at {stop:g} s, not after its start at {start or 0.0:g} s. Correct the row"
                     )
             lengths = [
                 None if stop is None else stop - (start or 0.0) for start, stop in zip(starts, stops, strict=True)
             ]
             columns["seconds"] = pa.array(lengths, pa.float64())
-            columns |= {name: pa.array({"start": starts, "stop": stops}[name], pa.float64()) for name in parts}
-        named = (clip + _place(None, None, channel) for clip, channel in zip(clips, channels, strict=True))
-        columns["clip"] = pa.array(named, pa.string())
+            columns |= {name: pa.array({"start": starts, "stop": stops}[name], pa.float64()) for name in segment}
+        ids = (clip + _format_segment(None, None, channel) for clip, channel in zip(clips, channels, strict=True))
+        columns["clip"] = pa.array(ids, pa.string())
         if "split" in columns:
-            splits = known_splits(columns["split"].to_pylist(), lambda row: f"{file}: row {row + 1}")
+            splits = parse_splits(columns["split"].to_pylist(), lambda row: f"{file}: row {row + 1}")
             columns["split"] = pa.array(splits, pa.string())
         extra = {name: table.column(name) for name in table.column_names if name not in {*mapped.values(), *_RESERVED}}
         return make_manifest(extra | columns, str(file))
 
     def file_of(self, row: Mapping[str, Any], column: str) -> str | None:
-        """See :class:`Dataset`: relative paths begin where those of the recordings do."""
-        root = absolute(self.file).parent if self.root is None else absolute(self.root)
+        """Return the path of another file in a row. Relative paths start at the same folder as the recordings' paths."""
+        root = resolve_path(self.file).parent if self.root is None else resolve_path(self.root)
         value = row[column]
         return resolve_address(str(value), root) if value else None
 
     def read(self, row: Mapping[str, Any]) -> tuple[npt.NDArray[np.float32], int]:
-        """Read the file, or the part and the channel of it."""
+        """Read the file, or a segment or channel of it."""
         return read_audio(row["path"], row.get("start") or 0.0, row.get("stop"), row.get(CHANNEL))
 
     def image(self, row: Mapping[str, Any]) -> npt.NDArray[np.uint8]:
-        """Read the image, or the middle of the film or of the part of it."""
+        """Read the image, or the frame in the middle of the video or its segment."""
         image: npt.NDArray[np.uint8] = read_image(row["path"], row.get("start") or 0.0, row.get("stop"))
         return image
 
     def part(self, row: Mapping[str, Any]) -> str | None:
-        """Return ``@start-stop#channel``, as far as that is given."""
-        return _place(row.get("start"), row.get("stop"), row.get(CHANNEL)) or None
+        """Return ``@start-stop#channel`` with the given values, or ``None`` for a whole file."""
+        return _format_segment(row.get("start"), row.get("stop"), row.get(CHANNEL)) or None
 
-    def _read(self, file: Path) -> pa.Table:
+    def _read_table(self, file: Path) -> pa.Table:
         try:
             if not file.is_file():
-                raise DataError(f"there is no list of recordings {file}; expected {self.card.layout}")
+                raise DataError(f"there is no list of recordings {file}. Expected {self.card.layout}")
             if file.suffix.lower() == ".parquet":
                 return pa.parquet.read_table(file)
             if file.suffix.lower() == ".csv":
@@ -144,35 +145,36 @@ class Manifest(Dataset):
                     self.label_column,
                     self.group_column or "group",
                     self.split_column or "split",
-                    *_PART,
+                    *_SEGMENT,
                 )
                 return read_csv(file, names)
         except (OSError, pa.ArrowException) as error:
             reason = (isinstance(error, OSError) and error.strerror) or error
-            raise DataError(f"{file} cannot be read: {reason}; expected {self.card.layout}") from error
-        raise DataError(f"{file} is neither *.csv nor *.parquet; expected {self.card.layout}")
+            raise DataError(f"{file} cannot be read: {reason}. Expected {self.card.layout}") from error
+        raise DataError(f"{file} is neither *.csv nor *.parquet. Expected {self.card.layout}")
 
-    def _paths(self, values: list[object], file: Path, root: Path) -> list[str]:
-        """Return absolute paths."""
+    def _resolve_paths(self, values: list[object], file: Path, root: Path) -> list[str]:
+        """Return absolute paths, after checking that at least one file exists."""
         for number, value in enumerate(values, start=1):
             if not isinstance(value, str) or not value or "\0" in value:
-                raise DataError(f"{file}: row {number} has no path (column {self.path_column!r} is {value!r})")
+                raise DataError(
+                    f"{file}: row {number} has no path (column {self.path_column!r} is {value!r}). Fill the column"
+                )
         paths = [resolve_address(str(value), root) for value in values]
-        if paths and not any(os.path.exists(split_address(path)[0]) for path in paths):  # noqa: PTH110  (pathlib's raises where it may not look)
+        if paths and not any(os.path.exists(split_address(path)[0]) for path in paths):  # noqa: PTH110  (pathlib's version raises below an unreadable folder)
             raise DataError(
-                f"{file}: not one of its {len(paths)} files exists, the first is {paths[0]}; set root to the folder that the paths "
-                "start from"
+                f"{file}: none of its {len(paths)} files exists, the first is {paths[0]}. Set root to the base folder of the paths"
             )
         return paths
 
 
-def _clip(path: str, root: Path) -> str:
-    found = Path(path)
-    return found.relative_to(root).as_posix() if found.is_relative_to(root) else found.as_posix()
+def _relative_to(path: str, root: Path) -> str:
+    file = Path(path)
+    return file.relative_to(root).as_posix() if file.is_relative_to(root) else file.as_posix()
 
 
-def _seconds(table: pa.Table, name: str, file: Path) -> list[float | None]:
-    """Read a column of times, ``None`` where there is none."""
+def _read_seconds(table: pa.Table, name: str, file: Path) -> list[float | None]:
+    """Read a column of times in seconds; ``None`` for missing values or a missing column."""
     if name not in table.column_names:
         return [None] * table.num_rows
     values: list[float | None] = []
@@ -183,18 +185,18 @@ def _seconds(table: pa.Table, name: str, file: Path) -> list[float | None]:
             values.append(math.nan)
         if values[-1] is not None and not 0 <= values[-1] < math.inf:
             raise DataError(
-                f"{file}: row {number} has the {name} {value!r}; it must be a number of seconds from the beginning of the file, "
-                f"such as 1.5. If the column means something else, rename it"
+                f"{file}: row {number} has the {name} {value!r}. Write the number of seconds from the beginning of the file, such "
+                f"as 1.5, or rename a column with a different meaning"
             )
     return values
 
 
-def _place(start: float | None, stop: float | None, channel: int | None) -> str:
-    """Return the part of a clip's id after the file; empty for all of the file."""
-    part = f"@{_number(start or 0.0)}-{'' if stop is None else _number(stop)}" if start or stop is not None else ""
-    return part if channel is None else f"{part}#{channel}"
+def _format_segment(start: float | None, stop: float | None, channel: int | None) -> str:
+    """Format the suffix of a clip's id for a segment or channel; empty for a whole file."""
+    times = f"@{_format_number(start or 0.0)}-{'' if stop is None else _format_number(stop)}"
+    segment = times if start or stop is not None else ""
+    return segment if channel is None else f"{segment}#{channel}"
 
 
-def _number(value: float) -> str:
-    """Write all digits that a float64 has, and no more: ``3`` and ``0.1``."""
-    return repr(value).removesuffix(".0")
+def _format_number(value: float) -> str:
+    return repr(value).removesuffix(".0")  # the shortest text of the same float64

@@ -1,8 +1,8 @@
 """MIMII (H. Purohit et al., DCASE workshop 2019): fans, pumps, sliders and valves, four to seven of each, eight microphones.
 
-``[{snr}_dB_{machine}/]{machine}/id_{nn}/{normal,abnormal}/{nnnnnnnn}.wav``: the archives hold the machine's folder, and the folders
-``-6_dB_fan`` ... tell apart the signal-to-noise ratios for which the same recordings were mixed with noise of a factory. The set
-has no split: hold anomalous clips out by condition, and with several ratios hold out by ``recording``.
+Layout: ``[{snr}_dB_{machine}/]{machine}/id_{nn}/{normal,abnormal}/{nnnnnnnn}.wav``. Folders such as ``-6_dB_fan`` distinguish the
+signal-to-noise ratios, for which the same recordings were mixed with factory noise. The archives contain the folder
+``{machine}``. The set has no split: hold out anomalous clips by condition, and with several ratios hold out by ``recording``.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from raydfl.data.sets._machine_sets import ANOMALY, NORMAL, MachineSet
 
 @dataclass(frozen=True, kw_only=True)
 class MIMII(MachineSet):
-    """Machines in a factory, eight microphones.
+    """Factory machines, recorded by eight microphones.
 
-    Extra columns: ``condition``, ``machine``, ``id``, ``domain``, ``snr`` (dB as text, ``unknown`` if no folder states it) and
-    ``recording``, the same for one recording at several ratios.
+    Extra columns: ``condition``, ``machine``, ``id``, ``domain``, ``snr`` (dB as text; ``unknown`` if no folder states it) and
+    ``recording``, equal for a recording at several ratios.
     """
 
     card: ClassVar[Card] = Card(
@@ -41,7 +41,7 @@ class MIMII(MachineSet):
     codes: ClassVar = {"label": {"normal": NORMAL, "abnormal": ANOMALY}}
 
     snr: Annotated[
-        int | None, Field(description="only clips of this ratio: -6, 0 or 6 dB; null: all that are there")
+        int | None, Field(description="Signal-to-noise ratio of the clips to read: -6, 0 or 6 dB. null: all ratios.")
     ] = None
 
     def rows(self, root: Path) -> list[dict[str, Any]]:
@@ -54,7 +54,7 @@ class MIMII(MachineSet):
         chosen = [row for row in rows if row["snr"] == str(self.snr)]
         if not chosen:
             raise DataError(
-                f"{self.card.title}: no clip in {root} is of {self.snr} dB by its folder's name (-6_dB_fan ...); there are "
+                f"{self.card.title}: no folder of {root} has clips of {self.snr} dB (as in -6_dB_fan). Choose from "
                 f"{', '.join(sorted({row['snr'] for row in rows}))}"
             )
         return chosen

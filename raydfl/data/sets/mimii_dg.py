@@ -1,8 +1,8 @@
-"""MIMII DG (K. Dohi et al., DCASE workshop 2022): five types of machines, to be heard failing in domains with few clips.
+"""MIMII DG (K. Dohi et al., DCASE workshop 2022): five types of machines for anomaly detection in domains with few clips.
 
-Its layout is that of DCASE 2022 task 2: ``{machine}/train`` and ``test`` with
-``section_{nn}_{domain}_{split}_{condition}_{nnnn}_{attributes}.wav``. The lists
-``attributes_{nn}.csv`` say the same and are not read.
+Layout of DCASE 2022 task 2: ``{machine}/train`` and ``test`` with
+``section_{nn}_{domain}_{split}_{condition}_{nnnn}_{attributes}.wav``. The lists ``attributes_{nn}.csv`` repeat the names of the
+files and are not read.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from raydfl.data.sets._machine_sets import SECTION_FORM, SectionSet
 
 
 class MIMIIDG(SectionSet):
-    """Machines with shifts of domain, DCASE 2022's."""
+    """Machines with domain shifts, from DCASE 2022."""
 
     card: ClassVar[Card] = Card(
         title="MIMII DG, DCASE 2022 task 2",

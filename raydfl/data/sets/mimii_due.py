@@ -1,7 +1,7 @@
-"""MIMII DUE (R. Tanabe et al., WASPAA 2021): five types of machines whose sound shifts with load and surroundings.
+"""MIMII DUE (R. Tanabe et al., WASPAA 2021): five types of machines with domain shifts in load and environment.
 
-Its layout is that of DCASE 2021 task 2, the toy car and train of that year included: ``{machine}/train``, ``source_test`` and
-``target_test`` with ``section_{nn}_{domain}_{split}_{condition}_{nnnn}[_{attributes}].wav``. Test files have no attributes.
+Layout of DCASE 2021 task 2, including its toy car and toy train: ``{machine}/train``, ``source_test`` and ``target_test`` with
+``section_{nn}_{domain}_{split}_{condition}_{nnnn}[_{attributes}].wav``. Test files have no attributes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from raydfl.data.sets._machine_sets import SECTION_FORM, SectionSet
 
 
 class MIMIIDUE(SectionSet):
-    """Machines with shifts of domain, DCASE 2021's."""
+    """Machines with domain shifts, from DCASE 2021."""
 
     card: ClassVar[Card] = Card(
         title="MIMII DUE, DCASE 2021 task 2",

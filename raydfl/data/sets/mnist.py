@@ -1,8 +1,8 @@
-"""MNIST (Y. LeCun, C. Cortes, C. Burges), and every set in its layout: Fashion-MNIST, Kuzushiji-MNIST, notMNIST.
+"""MNIST (Y. LeCun, C. Cortes, C. Burges), and sets in its layout: Fashion-MNIST, Kuzushiji-MNIST, notMNIST.
 
-Grey images and their labels, in two idx files for training and two for the test; either pair may be missing. An idx file is often
-packed with gzip: two zero bytes, one for the type (8: unsigned bytes), one for the number of dimensions; then each dimension as a
-32-bit number, most significant byte first; then the values.
+Layout: idx files of grey images and of labels, a pair for training and a pair for the test. Either pair may be missing. An idx file
+is often compressed with gzip. It consists of two zero bytes, a byte for the type (8: unsigned bytes) and a byte for the number of
+dimensions, the dimensions as 32-bit integers (big-endian), and the values.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import numpy as np
 from raydfl.core.errors import DataError
 from raydfl.core.files import read_regular
 from raydfl.data.dataset import Card
-from raydfl.data.sets._arrays import ArraySet, read_once
-from raydfl.data.sets._files import wrong_layout
+from raydfl.data.sets._arrays import ArraySet, read_cached
+from raydfl.data.sets._files import make_layout_error
 
 _IMAGES, _LABELS = "-images-idx3-ubyte", "-labels-idx1-ubyte"
 _UNSIGNED_BYTES = 8
 
 
 class MNIST(ArraySet):
-    """Images of digits; nobody owns them."""
+    """Images of handwritten digits, without owners."""
 
     card: ClassVar[Card] = Card(
         title="MNIST",
@@ -41,25 +41,25 @@ class MNIST(ArraySet):
     below: ClassVar[tuple[str, ...]] = ("raw", "MNIST/raw")
 
     def read_arrays(self, file: Path) -> tuple[np.ndarray, np.ndarray]:
-        """Read images, and the labels in the file beside them."""
+        """Read images, and their labels from a file next to them."""
         name = file.name.removesuffix(".gz").replace(_IMAGES, _LABELS)
         for labels in (file.with_name(name), file.with_name(f"{name}.gz")):
             if labels.is_file():
                 return read_idx(file, 3), read_idx(labels, 1)
-        raise wrong_layout(file.parent, self.card, f"there is no {name} beside the images")
+        raise make_layout_error(file.parent, self.card, f"there is no {name} next to the images")
 
 
 def read_idx(path: Path, dimensions: int) -> np.ndarray:
     """Read an idx file of unsigned bytes: uint8, read-only.
 
     Args:
-        path: of the file, packed or not.
-        dimensions: that it must have.
+        path: the file, optionally compressed with gzip.
+        dimensions: expected number of dimensions.
 
     Raises:
-        DataError: the file is missing, truncated, or something else.
+        DataError: the file is missing, truncated, or of another type.
     """
-    return read_once(_read, path, dimensions)
+    return read_cached(_read, path, dimensions)
 
 
 def _read(path: Path, dimensions: int) -> np.ndarray:
@@ -68,23 +68,23 @@ def _read(path: Path, dimensions: int) -> np.ndarray:
         try:
             content = gzip.decompress(content)
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise DataError(f"{path}: the packed file is truncated or damaged ({error}); fetch it again") from error
+            raise DataError(f"{path}: the gzip file is truncated or damaged ({error}). Download it again") from error
     start = 4 + 4 * dimensions
     if len(content) < start:
         raise DataError(
-            f"{path}: truncated: {len(content)} bytes are too few for an idx header of {start}; fetch it again"
+            f"{path}: truncated: {len(content)} bytes are too few for an idx header of {start}. Download the file again"
         )
     magic = bytes([0, 0, _UNSIGNED_BYTES, dimensions])
     if content[:4] != magic:
         raise DataError(
-            f"{path}: it begins with {content[:4].hex()} and not {magic.hex()}: this is no idx file of unsigned bytes with "
-            f"{dimensions} dimensions; are images and labels exchanged?"
+            f"{path}: not an idx file of unsigned bytes with {dimensions} dimensions: it starts with {content[:4].hex()}, not "
+            f"{magic.hex()}. Check whether images and labels are exchanged, or download the file again"
         )
     shape = struct.unpack(f">{dimensions}I", content[4:start])
-    wanted = math.prod(shape)
-    if len(content) - start != wanted:
+    size = math.prod(shape)
+    if len(content) - start != size:
         raise DataError(
-            f"{path}: its header announces {' x '.join(map(str, shape))} bytes, and {len(content) - start} of {wanted} follow; the "
-            f"file is truncated or damaged: fetch it again"
+            f"{path}: truncated or damaged: the header announces {' x '.join(map(str, shape))} = {size} bytes, but "
+            f"{len(content) - start} follow. Download the file again"
         )
-    return np.frombuffer(content, np.uint8, wanted, start).reshape(shape)
+    return np.frombuffer(content, np.uint8, size, start).reshape(shape)

@@ -9,7 +9,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from raydfl.data.dataset import Card
-from raydfl.data.sets._files import FileDataset, wrong_layout
+from raydfl.data.sets._files import FileDataset, make_layout_error
 
 _EMOTIONS = {
     "01": "neutral",
@@ -25,10 +25,10 @@ _EMOTIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class RAVDESS(FileDataset):
-    """Eight acted emotions in speech (six in song); a group is an actor.
+    """Eight acted emotions in speech (six in song). A group is an actor.
 
     Extra columns: ``channel`` (speech or song), ``intensity`` (normal or strong), ``statement`` and ``repetition`` (1 or 2, int64).
-    There is no official split.
+    The set has no official split.
     """
 
     card: ClassVar[Card] = Card(
@@ -53,7 +53,7 @@ class RAVDESS(FileDataset):
     }
 
     channel: Annotated[
-        Literal["speech", "song", "both"], Field(description="which recordings, where the root has both")
+        Literal["speech", "song", "both"], Field(description="Recordings to read: speech, song or both.")
     ] = "speech"
 
     def rows(self, root: Path) -> list[dict[str, Any]]:
@@ -61,5 +61,5 @@ class RAVDESS(FileDataset):
         rows = super().rows(root)
         chosen = [row for row in rows if self.channel in (row["channel"], "both")]
         if not chosen:
-            raise wrong_layout(root, self.card, f"none of the {len(rows)} files is {self.channel}")
+            raise make_layout_error(root, self.card, f"none of the {len(rows)} files is {self.channel}")
         return chosen

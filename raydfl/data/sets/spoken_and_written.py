@@ -1,8 +1,8 @@
 """Spoken and written digits: each recording of the Free Spoken Digit Dataset with an image of the same digit from MNIST.
 
-A light set of two views. Test recordings get the first images of their digit, training recordings those that follow, each another
-one; where there are too few, training recordings share theirs, but never with the test. Either view can be made harder, in training
-and test alike, so that one teaches the other something or not.
+A small set with two views. Test recordings get the first images of their digit, and training recordings the following images. If
+MNIST has too few images, training recordings share images, but never with test recordings. Noise in either view, in training and
+test alike, controls how much the views can learn from each other.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _WHITE = 255
 
 @dataclass(frozen=True, kw_only=True)
 class SpokenAndWritten(FSDD):
-    """Spoken digits with images of them; a group is a speaker."""
+    """Spoken digits with images of the digits. A group is a speaker."""
 
     card: ClassVar[Card] = Card(
         title="Free Spoken Digit Dataset with images of MNIST",
@@ -41,46 +41,52 @@ class SpokenAndWritten(FSDD):
         classes=10,
     )
 
-    pictures: Annotated[Path, Field(description="folder that holds MNIST's idx files, of which one pair is enough")]
+    pictures: Annotated[Path, Field(description="Folder with MNIST's idx files. A single pair is sufficient.")]
     snr_db: Annotated[
-        float | None, Field(description="white noise in every recording, in dB below its power; null: none")
+        float | None,
+        Field(description="Signal-to-noise ratio of white noise in every recording, in dB. null: no noise."),
     ] = None
     picture_noise: Annotated[
-        float, Field(ge=0, description="deviation of Gaussian noise in every image, in shares of white; 0: none")
+        float,
+        Field(ge=0, description="Standard deviation of Gaussian noise in every image, relative to white. 0: no noise."),
     ] = 0.0
 
     def manifest(self) -> pa.Table:
-        """Extra columns: ``take`` (int64), ``image`` (the file) and ``image_number`` (int64, of the image in it).
+        """List the recordings with their images.
+
+        Extra columns: ``take`` (int64), ``image`` (the file) and ``image_number`` (int64, position of the image in the file).
 
         Raises:
             DataError: a set is missing or damaged, or has too few images of a digit.
         """
         sounds = super().manifest()
         images = MNIST(root=self.pictures).manifest()
-        of_digit: dict[str, list[tuple[str, int]]] = defaultdict(list)
+        images_of: dict[str, list[tuple[str, int]]] = defaultdict(list)
         for row in images.select(["path", "label", "number"]).to_pylist():
-            of_digit[row["label"]].append((row["path"], row["number"]))
+            images_of[row["label"]].append((row["path"], row["number"]))
         labels = sounds.column("label").to_pylist()
         tests = [split == "test" for split in sounds.column("split").to_pylist()]
-        tested = Counter(itertools.compress(labels, tests))
-        given: list[tuple[str, int]] = []
-        counted: Counter[tuple[str, bool]] = Counter()
+        test_counts = Counter(itertools.compress(labels, tests))
+        chosen: list[tuple[str, int]] = []
+        used: Counter[tuple[str, bool]] = Counter()
         for label, test in zip(labels, tests, strict=True):
-            there, held, own = of_digit[label], tested[label], counted[label, test]
-            if len(there) <= held:
+            candidates, reserved, number = images_of[label], test_counts[label], used[label, test]
+            if len(candidates) <= reserved:
                 raise DataError(
-                    f"{self.pictures} has {len(there)} images of digit {label}, but {held} test recordings are of it, and "
-                    f"training needs others; get more images, or lower data.test_takes"
+                    f"{self.pictures} has {len(candidates)} images of digit {label}, but {reserved} test recordings and the "
+                    f"training recordings need different images. Add images, or lower data.test_takes"
                 )
-            given.append(there[own] if test else there[held + own % (len(there) - held)])
-            counted[label, test] += 1
-        paths, numbers = zip(*given, strict=True)
+            # The first images of a digit are reserved for the test.
+            position = number if test else reserved + number % (len(candidates) - reserved)
+            chosen.append(candidates[position])
+            used[label, test] += 1
+        paths, numbers = zip(*chosen, strict=True)
         return sounds.append_column("image", pa.array(paths)).append_column(
             "image_number", pa.array(numbers, pa.int64())
         )
 
     def read(self, row: Mapping[str, Any]) -> tuple[npt.NDArray[np.float32], int]:
-        """See :class:`Dataset`."""
+        """Read a recording, with the set's noise."""
         samples, rate = super().read(row)
         if self.snr_db is None:
             return samples, rate
@@ -89,7 +95,7 @@ class SpokenAndWritten(FSDD):
         return np.stack(columns, axis=1).clip(-1, 1), rate
 
     def image(self, row: Mapping[str, Any]) -> npt.NDArray[np.uint8]:
-        """See :class:`Dataset`."""
+        """Read the image of a recording, with the set's noise."""
         image: npt.NDArray[np.uint8] = read_idx(Path(row["image"]), 3)[row["image_number"]]
         if self.picture_noise == 0:
             return image
@@ -97,8 +103,8 @@ class SpokenAndWritten(FSDD):
         return (image + _WHITE * self.picture_noise * noise).round().clip(0, _WHITE).astype(np.uint8)
 
     def part(self, row: Mapping[str, Any]) -> str | None:
-        """See :class:`Dataset`."""
-        if row["path"] == row["image"]:
+        """Return the number of an image, or the noise of a recording."""
+        if row["path"] == row["image"]:  # the features of the view image are computed
             noisy = f" noise {self.picture_noise} {row['clip']}" if self.picture_noise else ""
             return f"{row['image_number']}{noisy}"
         return None if self.snr_db is None else f"noise {self.snr_db} dB {row['clip']}"

@@ -1,7 +1,7 @@
-"""ToyADMOS (Y. Koizumi et al., WASPAA 2019): toy cars, conveyors and trains, four microphones in files of their own.
+"""ToyADMOS (Y. Koizumi et al., WASPAA 2019): toy cars, conveyors and trains, recorded by four microphones in separate files.
 
-``{machine}/case{n}/{NormalSound,AnomalousSound}_IND/{number}_{machine}_case{n}_{normal|ab{nn}}_IND_ch{n}_{nnnn}.wav``. A case is
-one toy, of parts of its own. Long recordings (``_CNT``) and the noise of the surroundings are not listed. The set has no split.
+Layout: ``{machine}/case{n}/{NormalSound,AnomalousSound}_IND/{number}_{machine}_case{n}_{normal|ab{nn}}_IND_ch{n}_{nnnn}.wav``. A
+case is a toy with its own parts. Long recordings (``_CNT``) and environmental noise are not listed. The set has no split.
 """
 
 from __future__ import annotations
@@ -39,15 +39,16 @@ class ToyADMOS(MachineSet):
     files: ClassVar = pattern
     codes: ClassVar = {"label": {"normal": NORMAL, "ab": ANOMALY}, "channel": int}
 
-    microphone: Annotated[int, Field(ge=1, description="the microphone whose files are taken, 1 to 4")] = 1
+    microphone: Annotated[int, Field(ge=1, description="Number of the microphone to read, 1 to 4.")] = 1
 
     def rows(self, root: Path) -> list[dict[str, Any]]:
-        """List one microphone's clips."""
+        """List the clips of the chosen microphone."""
         rows = super().rows(root)
-        there = sorted({row["channel"] for row in rows})
-        if self.microphone not in there:
+        present = sorted({row["channel"] for row in rows})
+        if self.microphone not in present:
             raise DataError(
-                f"{self.card.title}: {root} has no clips of microphone {self.microphone}; there are {', '.join(map(str, there))}"
+                f"{self.card.title}: {root} has no clips of microphone {self.microphone}. Choose from "
+                f"{', '.join(map(str, present))}"
             )
         chosen = [row for row in rows if row.pop("channel") == self.microphone]
         for row in chosen:

@@ -1,4 +1,4 @@
-"""UCF101: films of 101 human actions, of which 51 have sound.
+"""UCF101: videos of 101 human actions, 51 of them with sound.
 
 K. Soomro, A. R. Zamir, M. Shah, UCF101: A Dataset of 101 Human Actions Classes From Videos in The Wild, arXiv 1212.0402, 2012.
 
@@ -18,7 +18,7 @@ from raydfl.core.errors import DataError
 from raydfl.data.dataset import Card
 from raydfl.data.sets._files import FileDataset, read_text
 
-_FILMS, _LISTS = "UCF-101", "ucfTrainTestlist"
+_VIDEOS, _LISTS = "UCF-101", "ucfTrainTestlist"
 _SILENT = frozenset(
     [
         *("BaseballPitch", "Basketball", "BenchPress", "Biking", "Billiards", "BreastStroke", "CleanAndJerk", "Diving"),
@@ -30,59 +30,57 @@ _SILENT = frozenset(
         *("VolleyballSpiking", "WalkingWithDog", "YoYo"),
     ]
 )
-"""The classes of UCF50."""
+"""Classes of UCF50, without sound."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UCF101(FileDataset):
-    """Films of human actions. A group is a scene: ``{class}/g{group}``.
+    """Videos of human actions. A group is a scene: ``{class}/g{group}``.
 
-    Extra column: ``number`` (int64). Without the folder of lists there is no official split.
+    Extra column: ``number`` (int64). Without the folder of lists, the set has no split.
     """
 
     card: ClassVar[Card] = Card(
         title="UCF101",
-        layout=f"{_FILMS}/{{class}}/v_{{class}}_g{{group}}_c{{number}}.avi and {_LISTS}/{{trainlist,testlist}}0{{1,2,3}}.txt",
+        layout=f"{_VIDEOS}/{{class}}/v_{{class}}_g{{group}}_c{{number}}.avi and {_LISTS}/{{trainlist,testlist}}0{{1,2,3}}.txt",
         licence="research use",
         url="https://www.crcv.ucf.edu/data/UCF101.php",
         classes=51,
     )
-    files: ClassVar = rf"{_FILMS}/.*\.avi"
-    pattern: ClassVar = rf"(?a:{_FILMS}/(?P<label>.*)/v_\w+_g(?P<group>\d+)_c(?P<number>\d+)\.avi)"
+    files: ClassVar = rf"{_VIDEOS}/.*\.avi"
+    pattern: ClassVar = rf"(?a:{_VIDEOS}/(?P<label>.*)/v_\w+_g(?P<group>\d+)_c(?P<number>\d+)\.avi)"
     codes: ClassVar = {"number": int}
 
-    fold: Annotated[Literal[1, 2, 3], Field(description="which of the official divisions into training and test")] = 1
+    fold: Annotated[Literal[1, 2, 3], Field(description="Number of the official training and test split.")] = 1
     classes: Annotated[
         Literal["with_sound", "all"],
-        Field(
-            description="`with_sound`: the 51 classes whose films have sound; `all`: all 101, of which 50 are silent"
-        ),
+        Field(description="with_sound: the 51 classes with sound. all: all 101 classes, 50 of them silent."),
     ] = "with_sound"
 
     def rows(self, root: Path) -> list[dict[str, Any]]:
-        """List the films that are there, divided as the lists say."""
-        films = super().rows(root)
-        rows = [film for film in films if self.classes == "all" or film["label"] not in _SILENT]
+        """List the videos of the chosen classes, split by the lists."""
+        videos = super().rows(root)
+        rows = [video for video in videos if self.classes == "all" or video["label"] not in _SILENT]
         if not rows:
             raise DataError(
-                f"{self.card.title}: the {len(films)} films in {root / _FILMS} are of classes without sound; for pictures alone "
+                f"{self.card.title}: the {len(videos)} videos in {root / _VIDEOS} are of classes without sound. For images alone "
                 f"set data.classes=all"
             )
-        split_of = self._lists(root)
+        split_of = self._read_lists(root)
         for row in rows:
-            film = row["clip"].removeprefix(f"{_FILMS}/")
-            row["group"] = f"{row['label']}/g{row['group']}"
+            video = row["clip"].removeprefix(f"{_VIDEOS}/")
+            row["group"] = f"{row['label']}/g{row['group']}"  # numbers repeat between classes
             if split_of is not None:
-                if film not in split_of:
+                if video not in split_of:
                     raise DataError(
-                        f"{self.card.title}: {film} is on neither list of fold {self.fold} in {root / _LISTS}; remove it, or "
+                        f"{self.card.title}: {video} is on neither list of fold {self.fold} in {root / _LISTS}. Remove it, or "
                         f"complete the lists"
                     )
-                row["split"] = split_of[film]
+                row["split"] = split_of[video]
         return rows
 
-    def _lists(self, root: Path) -> dict[str, str] | None:
-        """Return the part of the split by film: ``{class}/{name}``; ``None`` without lists."""
+    def _read_lists(self, root: Path) -> dict[str, str] | None:
+        """Read the split of each video ``{class}/{name}``; ``None`` without lists."""
         if not (root / _LISTS).is_dir():
             return None
         return {

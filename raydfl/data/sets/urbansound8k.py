@@ -1,8 +1,8 @@
 """UrbanSound8K (J. Salamon and others, ACM Multimedia 2014): urban sounds of at most 4 s in ten folds.
 
-Rates and channel counts differ from file to file. Nobody owns a clip (group is null): partition by label or by recording,
-since slices of one recording belong together. FedAudio and FedMLAC leave out clips shorter than 0.1 s
-(``shortest_seconds=0.1``) and hold out one fold at a time.
+Rates and channel counts differ between files. Clips have no owner (group is null): partition by label, or by recording to keep the
+slices of a recording together. FedAudio and FedMLAC leave out clips shorter than 0.1 s (``shortest_seconds=0.1``) and hold out one
+fold at a time.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from pydantic.dataclasses import dataclass
 from raydfl.core.errors import DataError
 from raydfl.data.audio import audio_seconds
 from raydfl.data.dataset import Card
-from raydfl.data.sets._files import FileDataset, hold_out, read_rows
+from raydfl.data.sets._files import FileDataset, add_test_split, read_rows
 
 _TABLE = "metadata/UrbanSound8K.csv"
 _COLUMNS = ("slice_file_name", "fsID", "fold", "classID")
-# By classID. The column with the names is called class in some copies of the file and class_name in others.
+# By classID, because copies of the file disagree on the name of the column with the names (class, class_name).
 _CLASSES = (
     *("air_conditioner", "car_horn", "children_playing", "dog_bark", "drilling"),
     *("engine_idling", "gun_shot", "jackhammer", "siren", "street_music"),
@@ -43,10 +43,8 @@ class UrbanSound8K(FileDataset):
         classes=len(_CLASSES),
     )
 
-    shortest_seconds: Annotated[float, Field(ge=0, description="leave out clips shorter than this, s")] = 0.0
-    test_folds: Annotated[
-        tuple[int, ...], Field(description="these folds (1 to 10) are the test set; none: no split")
-    ] = ()
+    shortest_seconds: Annotated[float, Field(ge=0, description="Leave out shorter clips, in seconds. 0: none.")] = 0.0
+    test_folds: Annotated[tuple[int, ...], Field(description="Folds (1 to 10) in the test set. Empty: no split.")] = ()
 
     def rows(self, root: Path) -> list[dict[str, Any]]:
         """List the clips of the table."""
@@ -60,9 +58,9 @@ class UrbanSound8K(FileDataset):
                     f"{self.card.title}: line {number} of {root / _TABLE} has no fold or no class: {error}"
                 ) from error
             clip, seconds = f"audio/fold{fold}/{row['slice_file_name']}", None
-            # The file states it, since some copies of the set are padded. If it cannot be read, reading the clip says so.
+            # Some copies of the set are padded, so only the file has the duration. Reading the clip reports an unreadable file.
             with contextlib.suppress(DataError):
                 seconds = audio_seconds(root / clip)
             if seconds is None or seconds >= self.shortest_seconds:
                 rows.append({"clip": clip, "label": label, "seconds": seconds, "fold": fold, "recording": row["fsID"]})
-        return hold_out(sorted(rows, key=lambda row: str(row["clip"])), "fold", self.test_folds, self.card)
+        return add_test_split(sorted(rows, key=lambda row: str(row["clip"])), "fold", self.test_folds, self.card)

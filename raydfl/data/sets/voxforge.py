@@ -1,9 +1,9 @@
-"""VoxForge (voxforge.org): sentences that volunteers read, in several languages; the class is the language.
+"""VoxForge (voxforge.org): sentences read by volunteers in several languages. The class is the language.
 
-Laid out as it is mirrored: ``{language}/Trunk/Audio/Main/16kHz_16bit/{speaker}-{date}-{letters}/wav/*.wav`` or ``.flac``, each
-submission in a folder of its own; what stands between language and submission does not matter. Where ``test_split.txt`` names
-files, these are the test set and all others for training (FedSTAR's list names 30,397 of six languages); without it there is no
-split.
+Layout of the mirrors: ``{language}/Trunk/Audio/Main/16kHz_16bit/{speaker}-{date}-{letters}/wav/*.wav`` or ``.flac``, with a
+folder for each submission. The folders between language and submission are arbitrary. If ``test_split.txt`` exists, its files are
+the test set and all remaining files are for training (FedSTAR's list has 30,397 files of six languages). Without this list, the
+set has no split.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from pydantic.dataclasses import dataclass
 
 from raydfl.core.errors import DataError
 from raydfl.data.dataset import Card
-from raydfl.data.sets._files import FileDataset, read_text, wrong_layout
+from raydfl.data.sets._files import FileDataset, make_layout_error, read_text
 
 _LIST = "test_split.txt"
 
 
 @dataclass(frozen=True, kw_only=True)
 class VoxForge(FileDataset):
-    """Read sentences in several languages. Groups are speakers within a language. Extra column: ``submission``."""
+    """Sentences in several languages. A group is a speaker within a language. Extra column: ``submission``."""
 
     card: ClassVar[Card] = Card(
         title="VoxForge",
-        layout="one folder for each language (de, en ...) with {speaker}-{date}-{letters}/wav/*.wav below it, and "
-        f"{_LIST} if there is one",
+        layout="a folder for each language (de, en ...) with {speaker}-{date}-{letters}/wav/*.wav below it, and optionally "
+        f"{_LIST}",
         licence="GPL 3",
         url="http://www.voxforge.org",
     )
@@ -40,21 +40,23 @@ class VoxForge(FileDataset):
 
     languages: Annotated[
         tuple[str, ...],
-        Field(description="only these languages, by the names of their folders; none: all that are there"),
+        Field(description="Languages to read, by the names of their folders. Empty: all languages in the root."),
     ] = ()
 
     def rows(self, root: Path) -> list[dict[str, Any]]:
-        """List the recordings of the chosen languages, divided by the list if there is one."""
+        """List the recordings of the chosen languages, split by the list if it exists."""
         rows = [row for row in super().rows(root) if not self.languages or row["label"] in self.languages]
         for language in self.languages:
             if not any(row["label"] == language for row in rows):
-                raise wrong_layout(root, self.card, f"there is no folder {language}/ with recordings")
+                raise make_layout_error(root, self.card, f"there is no folder {language}/ with recordings")
         for row in rows:
-            row["group"] = f"{row['label']}/{row['group']}"
+            row["group"] = f"{row['label']}/{row['group']}"  # names repeat between languages
         if (root / _LIST).is_file():
             lines = read_text(root, _LIST, self.card).splitlines()
             listed = {line.partition("\t")[0].strip() for line in lines}
             if not any(row["clip"] in listed for row in rows):
-                raise DataError(f"{self.card.title}: none of the recordings in {root} is on {root / _LIST}")
+                raise DataError(
+                    f"{self.card.title}: no recording in {root} is on {root / _LIST}. Correct the paths, or remove the list"
+                )
             rows = [{**row, "split": "test" if row["clip"] in listed else "train"} for row in rows]
         return rows

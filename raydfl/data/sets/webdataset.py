@@ -1,8 +1,9 @@
-"""Shards of the library ``webdataset``, read without it: tar archives in which the files of one sample stand one after another.
+"""Shards of the library ``webdataset``, read without it: tar archives with the files of each sample in sequence.
 
-A file belongs to the sample that its path names up to the first dot of the file's name: ``dog/0001.wav``, ``dog/0001.cls`` and
-``dog/0001.left.wav`` are of the sample ``dog/0001``. What follows that dot is the field. Recordings stay in the archive: a clip's
-path is an address in it (:mod:`raydfl.data.packed`). The library itself reads archives as streams, without the places of files.
+The sample of a file is its path up to the first dot of the file's name, and the field is the rest: ``dog/0001.wav``,
+``dog/0001.cls`` and ``dog/0001.left.wav`` are the fields ``wav``, ``cls`` and ``left.wav`` of the sample ``dog/0001``. Recordings
+stay in the archive: a clip's path is an address in it (:mod:`raydfl.data.packed`). The library itself reads archives as streams,
+without the addresses of files.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from raydfl.data.dataset import Card
 from raydfl.data.images import IMAGE_SUFFIXES
 from raydfl.data.manifest import FFMPEG_SUFFIXES
 from raydfl.data.packed import list_tar, own_name
-from raydfl.data.sets._packed import PackedSet, is_plain, named, table_of, with_texts
+from raydfl.data.sets._packed import PackedSet, is_plain, make_table, name_label_and_group, set_texts
 
 _NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]+)", re.DOTALL)
 _TEXTS = ("txt", "text", "transcript", "cls", "cls2", "class", "count", "index", "inx", "id")
-"""Fields of text, as the library has them."""
+"""The library's fields of text."""
 _JSON = ("json", "jsn")
 _SOUNDS = (*AUDIO_SUFFIXES, *FFMPEG_SUFFIXES)
 _MEDIA = (*_SOUNDS, *IMAGE_SUFFIXES)
@@ -38,52 +39,52 @@ _MEDIA = (*_SOUNDS, *IMAGE_SUFFIXES)
 class WebDataset(PackedSet):
     """Shards of recordings.
 
-    Extra columns: the other fields of text, the values of the field json (text, numbers, truth values), and where each further
-    recording or image lies, for ``data.views``. A clip's id is the shard's path below the root and the recording's name in it,
+    Extra columns: all fields of text, the values of the field json (text, numbers, booleans), and the addresses of further
+    recordings or images, for ``data.views``. A clip's id is the shard's path below the root and the recording's name in the shard:
     ``train-000000.tar/dog/0001.wav``.
     """
 
     card: ClassVar[Card] = Card(
         title="WebDataset shards",
-        layout="*.tar, in which the files of a sample stand one after another: NAME.wav (or .flac, .mp3, .opus ...), and NAME.cls, "
-        "NAME.json or NAME.txt",
+        layout="*.tar with the files of each sample in sequence: NAME.wav (or .flac, .mp3, .opus ...), and NAME.cls, NAME.json or "
+        "NAME.txt",
     )
 
     files: Annotated[
-        str, Field(description="which files below the root are shards, such as train-{000000..000099}.tar")
+        str, Field(description="Pattern for the shards below the root, such as train-{000000..000099}.tar.")
     ] = "**/*.tar"
     audio_field: Annotated[
         str | None,
         Field(
-            description="field with the recording (or image), such as wav or left.wav; null: the only one of a known kind"
+            description="Field with the recording (or image), such as wav or left.wav. null: the only field of a known type."
         ),
     ] = None
     label_column: Annotated[
-        str | None, Field(description="field of text, or key of the field json, with the class; null: cls, else label")
+        str | None, Field(description="Field of text, or key of the field json, with the class. null: cls, else label.")
     ] = None
     group_column: Annotated[
         str | None,
         Field(
-            description="field of text, or key of the field json, that says whose clip it is; null: group if there is one"
+            description="Field of text, or key of the field json, with the owner of the clip. null: group, if present."
         ),
     ] = None
     names: Annotated[
         tuple[str, ...] | None,
-        Field(description="names of the classes, in the order of their numbers in cls; null: what stands there"),
+        Field(description="Names of the classes, in the order of their numbers in cls. null: use the content of cls."),
     ] = None
 
     def clips(self, root: Path, file: str) -> pa.Table:
-        """See :class:`PackedSet`."""
-        rows = [self._clip(root / file, file, name, sample) for name, sample in _samples(root / file)]
+        """Read the clips of a shard."""
+        rows = [self._make_row(root / file, file, name, sample) for name, sample in _read_samples(root / file)]
         if not rows:
-            raise DataError(f"{root / file} has no samples; expected {self.card.layout}")
-        return table_of(rows)
+            raise DataError(f"{root / file} has no samples. Expected {self.card.layout}")
+        return make_table(rows)
 
     def name_columns(self, table: pa.Table, where: str) -> pa.Table:
-        """See :class:`PackedSet`."""
+        """Name the columns of classes and owners, and replace numbers by the option ``names``."""
         label = self.label_column or ("cls" if "cls" in table.column_names else "label")
         group = self.group_column or ("group" if "group" in table.column_names else None)
-        table = named(table, label, group, where)
+        table = name_label_and_group(table, label, group, where)
         if self.names is None:
             return table
         names = {None: None} | {str(number): name for number, name in enumerate(self.names)}
@@ -91,58 +92,60 @@ class WebDataset(PackedSet):
         for row, label in enumerate(labels):
             if label not in names:
                 raise DataError(
-                    f"{where}: {table.column('clip')[row]} has the class {label!r}, and data.names has {len(self.names)} names: "
-                    f"give one for each number"
+                    f"{where}: {table.column('clip')[row]} has the class {label!r}, but data.names has {len(self.names)} names. "
+                    f"Give a name for each number"
                 )
-        return with_texts(table, "label", [names[label] for label in labels])
+        return set_texts(table, "label", [names[label] for label in labels])
 
-    def _clip(self, path: Path, file: str, name: str, sample: Mapping[str, str | bytes]) -> dict[str, Any]:
-        """Return the row of a sample: where its files are, and the values in its texts."""
+    def _make_row(self, path: Path, file: str, name: str, sample: Mapping[str, str | bytes]) -> dict[str, Any]:
+        """Make the row of a sample: the addresses of its recordings and images, and the values in its texts."""
         media = {field: address for field, address in sample.items() if isinstance(address, str)}
-        found = [field for field in media if f".{field}".endswith(_SOUNDS)] or list(media)
+        fields = [field for field in media if f".{field}".endswith(_SOUNDS)] or list(media)
         if self.audio_field is not None:
-            found = [field for field in media if field == self.audio_field.lower()]
-        if len(found) != 1:
-            problem = (
-                f"has several recordings: {', '.join(found)}" if found else f"has no {self.audio_field or 'recording'}"
-            )
+            fields = [field for field in media if field == self.audio_field.lower()]
+        if len(fields) != 1:
+            problem = f"has no {self.audio_field or 'recording'}"
+            if fields:
+                problem = f"has several recordings: {', '.join(fields)}"
             raise DataError(
-                f"{path}: the sample {name} {problem}; choose a field with data.audio_field, there are {', '.join(sample)}"
+                f"{path}: the sample {name} {problem}. Set data.audio_field to one of its fields: {', '.join(sample)}"
             )
-        row: dict[str, Any] = {"clip": f"{file}/{own_name(media[found[0]])}", "path": media[found[0]]}
-        row |= {field: address for field, address in media.items() if field != found[0]}
+        row: dict[str, Any] = {"clip": f"{file}/{own_name(media[fields[0]])}", "path": media[fields[0]]}
+        row |= {field: address for field, address in media.items() if field != fields[0]}
         for field, content in sample.items():
             if isinstance(content, bytes):
-                values = _parse(field, content, f"{path}: {name}.{field}")
+                values = _parse_text(field, content, f"{path}: {name}.{field}")
                 row |= {key: value for key, value in values.items() if key not in media}
         return row
 
 
-def _samples(path: Path) -> Iterator[tuple[str, dict[str, str | bytes]]]:
-    """Yield the samples of a shard: by field the address of a recording or image, or the content of a text."""
-    found = (
-        (*_split(name), address, read) for name, address, read in list_tar(path, lambda name: _split(name)[1] != "")
+def _read_samples(path: Path) -> Iterator[tuple[str, dict[str, str | bytes]]]:
+    """Yield the samples of a shard: by field, the address of a recording or image, or the content of a text."""
+    members = (
+        (*_split_name(name), address, read)
+        for name, address, read in list_tar(path, lambda name: _split_name(name)[1] != "")
     )
-    for name, group in itertools.groupby(found, lambda each: each[0]):
+    # The files of a sample are in sequence, so memory holds the texts of a single sample.
+    for name, group in itertools.groupby(members, lambda member: member[0]):
         sample: dict[str, str | bytes] = {}
         for _, field, address, read in group:
             if field in sample:
-                raise DataError(f"{path}: the sample {name} has two files {name}.{field}; names must differ")
+                raise DataError(f"{path}: the sample {name} has two files {name}.{field}. Give them different names")
             sample[field] = address if f".{field}".endswith(_MEDIA) else read()
         yield name, sample
 
 
-def _split(name: str) -> tuple[str, str]:
-    """Return the sample and the field of a file; an empty field: the file means nothing."""
-    found = _NAME.fullmatch(name)
-    if found is None or found[1].rpartition("/")[2].startswith("__"):
+def _split_name(name: str) -> tuple[str, str]:
+    """Split the name of a file into its sample and field. Files to ignore have an empty field."""
+    match = _NAME.fullmatch(name)
+    if match is None or match[1].rpartition("/")[2].startswith("__"):  # the library's own metadata
         return name, ""
-    field = found[2].lower()
-    return found[1], field if f".{field}".endswith(_MEDIA) or field in (*_TEXTS, *_JSON) else ""
+    field = match[2].lower()
+    return match[1], field if f".{field}".endswith(_MEDIA) or field in (*_TEXTS, *_JSON) else ""
 
 
-def _parse(field: str, content: bytes, where: str) -> dict[str, Any]:
-    """Return the value of a text, or those values of a JSON object that can be in a column."""
+def _parse_text(field: str, content: bytes, where: str) -> dict[str, Any]:
+    """Parse the value of a text, or the plain values of a JSON object, by column."""
     try:
         text = content.decode("utf-8-sig")
         if field not in _JSON:
@@ -151,5 +154,5 @@ def _parse(field: str, content: bytes, where: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where} cannot be read as {'JSON' if field in _JSON else 'UTF-8 text'}: {error}") from error
     if not isinstance(values, dict):
-        raise DataError(f"{where} is no JSON object, but {type(values).__name__}")
+        raise DataError(f"{where} must be a JSON object, not {type(values).__name__}")
     return {key: value for key, value in values.items() if key not in ("clip", "path") and is_plain(value)}

@@ -1,7 +1,7 @@
-"""Corrupt: chosen clients' training clips get noise and wrong labels, as in FedMLAC's robustness experiments.
+"""Corrupt: add noise and wrong labels to training clips of chosen clients, as in FedMLAC's robustness experiments.
 
-Their source is FedAudio (Zhang et al., ICASSP 2023), which repairs empty rows of the transition matrix for 4 classes only; here
-they are repaired for any number. ``remove_views`` takes views from clients.
+Source: FedAudio (Zhang et al., ICASSP 2023). FedAudio repairs empty rows of the transition matrix for 4 classes only; raydfl
+repairs them for any number of classes. ``remove_views`` removes views from clients.
 """
 
 from __future__ import annotations
@@ -22,18 +22,22 @@ from raydfl.data.steps.listing import Assignment, set_columns
 from raydfl.data.tables import encode
 
 STORES = ("clean", "noisy", "altered")
-"""Kinds of features of a clip."""
+"""Variants of a clip's features."""
 CLEAN, NOISY, ALTERED = range(len(STORES))
 SPARSITY = 0.4
-"""Share of a transition matrix's off-diagonal cells that are 0."""
+"""Fraction of zeros among the off-diagonal cells of a transition matrix."""
 
 Share = int | float | tuple[str, ...]
-CLIENTS = "Which clients: a share (0.2; 1.0: all), a number (an integer), or a list of ids; the first two draw them."
-"""The meaning of a setting of the type :data:`Share`."""
+CLIENTS = "Clients: a fraction (0.2; 1.0: all), a count (an integer), or a list of ids. A fraction or count is drawn."
+"""Description of a setting of the type :data:`Share`."""
 
 
-def share_in_range(value: Share) -> Share:
-    """Return ``value`` if it can be a share, number or list of clients; else raise a ValueError."""
+def check_share(value: Share) -> Share:
+    """Return ``value`` unchanged if it is a valid fraction, count or list of clients.
+
+    Raises:
+        ValueError: a fraction outside 0 to 1, or a negative count.
+    """
     if isinstance(value, float) and not 0 <= value <= 1:
         raise ValueError("a share of the clients must be between 0.0 and 1.0; for a number of clients write an integer")
     if isinstance(value, int) and value < 0:
@@ -44,35 +48,39 @@ def share_in_range(value: Share) -> Share:
 class _ClientsSettings(Settings):
     clients: Share = Field(1.0, description=CLIENTS)
 
-    _check = field_validator("clients")(share_in_range)
+    _check = field_validator("clients")(check_share)
 
 
 class NoiseSettings(_ClientsSettings):
-    """White Gaussian noise in the waves of training clips."""
+    """White Gaussian noise in the waveforms of training clips."""
 
     snr_db: float = Field(
-        ge=-100, le=300, description="Power of the clip over the power of its noise, in decibels. -100 to 300."
+        ge=-100,
+        le=300,
+        description="Signal-to-noise ratio in decibels, from -100 (noise alone) to 300 (inaudible noise).",
     )
 
 
 class LabelErrorSettings(_ClientsSettings):
-    """Wrong labels of training clips, by a transition matrix for each client."""
+    """Wrong labels of training clips, drawn by a transition matrix for each client."""
 
-    rate: float = Field(ge=0, le=1, description="Expected share of a client's clips with a wrong label, 0 to 1.")
+    rate: float = Field(
+        ge=0, le=1, description="Expected fraction of wrong labels in a client's clips. 0: none; 1: all."
+    )
 
 
 class CorruptSettings(Settings):
-    """Corruption of the training data; validation and test stay clean."""
+    """Corruption of the training data. Validation and test data stay clean."""
 
     noise: NoiseSettings | None = Field(None, description="Background noise. null: none.")
     labels: LabelErrorSettings | None = Field(None, description="Wrong labels. null: none.")
 
 
 def corrupt(tables: Assignment, settings: CorruptSettings, seed: int) -> Assignment:
-    """Add ``store``, ``noise`` and ``altered``, put wrong labels in place, and flag the clients whose data are corrupted.
+    """Add the columns ``store``, ``noise`` and ``altered``, replace labels, and flag the corrupted clients.
 
     Raises:
-        DataError: more clients than there are, or an unknown id.
+        DataError: more clients than the federation has, or an unknown id.
     """
     noisy = choose_clients(tables, None if settings.noise is None else settings.noise.clients, "noisy", seed)
     wrong = choose_clients(tables, None if settings.labels is None else settings.labels.clients, "label_errors", seed)
@@ -80,9 +88,11 @@ def corrupt(tables: Assignment, settings: CorruptSettings, seed: int) -> Assignm
     if settings.labels is not None:
         rows, bounds = tables.train_bounds()
         for number in np.flatnonzero(wrong).tolist():
-            mine = rows[bounds[number] : bounds[number + 1]]
-            mine = mine[label[mine] >= 0]
-            label[mine] = wrong_labels(label[mine], len(tables.classes), settings.labels.rate, seed, tables.ids[number])
+            clips = rows[bounds[number] : bounds[number + 1]]
+            clips = clips[label[clips] >= 0]
+            label[clips] = draw_labels(
+                label[clips], len(tables.classes), settings.labels.rate, seed, tables.ids[number]
+            )
     noise = train & (client >= 0)
     noise[noise] = noisy[client[noise]]
     flags = {name: pa.array(flag) for name, flag in (("noisy", noisy), ("label_errors", wrong)) if flag.any()}
@@ -97,76 +107,88 @@ def corrupt(tables: Assignment, settings: CorruptSettings, seed: int) -> Assignm
 _PURPOSES = {"noisy": "noise", "label_errors": "labels"}
 
 
-def choose_clients(tables: Assignment, wanted: Share | None, name: str, seed: int) -> np.ndarray:
-    """Choose the clients whose data are corrupted, by their column of the user's table or by a draw: bool [clients].
+def choose_clients(tables: Assignment, share: Share | None, name: str, seed: int) -> np.ndarray:
+    """Choose the clients with corrupted data, by a column of the user's table or by a draw: bool [clients].
 
     Args:
-        wanted: of the settings; ``None``: there is no such corruption.
-        name: ``noisy`` or ``label_errors``; it keeps the draws apart.
+        share: setting of the corruption; ``None``: off.
+        name: ``noisy`` or ``label_errors``, the column's name. It also seeds the draw.
+
+    Raises:
+        DataError: too many clients, an unknown id, or a column without the setting.
     """
-    own = f"column:{name}"
-    if own in tables.clients.schema.names:
-        chosen = to_numbers(tables.clients.column(own))
-        if chosen.any() and wanted is None:
-            raise DataError(f"data.tables.clients: there are {name} clients, so set data.corrupt.{_PURPOSES[name]} too")
+    column = f"column:{name}"
+    if column in tables.clients.schema.names:
+        chosen = to_numbers(tables.clients.column(column))
+        if chosen.any() and share is None:
+            raise DataError(
+                f"data.tables.clients: column {name!r} marks clients. Set data.corrupt.{_PURPOSES[name]} too, or remove the column"
+            )
         return chosen
-    if wanted is None:
+    if share is None:
         return np.zeros(tables.clients.num_rows, bool)
     rng = generator(seed, 0, "", f"corrupt {_PURPOSES[name]}")
-    return draw_clients(tables.ids, wanted, rng, "data.corrupt", "corrupted")
+    return draw_clients(tables.ids, share, rng, "data.corrupt", "corrupted")
 
 
 def remove_views(tables: Assignment, missing: Mapping[str, float], seed: int) -> Assignment:
-    """Add the columns ``lacks:VIEW`` for views that are taken from clients.
+    """Add the columns ``lacks:VIEW`` for the views missing at clients.
 
-    A client loses a view of its training clips, its hold-out and its own test; the server keeps it. Exactly ``share * clients``
-    clients lose it, rounded half up, each view drawn by itself. Those of a smaller share are among those of a larger one.
+    A client loses a view of its training, validation and test clips. The server keeps the view. Each view is drawn separately, for
+    ``fraction * clients`` clients, halves rounded up. A larger fraction only adds clients.
 
     Args:
-        missing: by view the share of the clients, 0 to 1.
+        missing: fraction of the clients without the view, 0 to 1, by view.
     """
     client = tables.codes("client")
-    for view, share in missing.items():
-        # 0.29 of 50 clients is 14.5, though not in floating point
-        number = math.floor(round(share * tables.clients.num_rows, 9) + 0.5)
+    for view, fraction in missing.items():
+        # 0.29 of 50 clients is 14.5, but 14.499... in floating point
+        number = math.floor(round(fraction * tables.clients.num_rows, 9) + 0.5)
         rng = generator(seed, 0, "", f"missing {view}")
-        without = draw_clients(tables.ids, number, rng, f"data.missing.{view}", "without")
-        tables = tables.set_clips(**{f"lacks:{view}": pa.array((client >= 0) & without[client])})
+        affected = draw_clients(tables.ids, number, rng, f"data.missing.{view}", "without")
+        tables = tables.set_clips(**{f"lacks:{view}": pa.array((client >= 0) & affected[client])})
     return tables
 
 
-def draw_clients(ids: Sequence[str], wanted: Share, rng: np.random.Generator, where: str, what: str) -> np.ndarray:
-    """Return which clients a share, a number or a list of ids means: bool [clients].
+def draw_clients(ids: Sequence[str], share: Share, rng: np.random.Generator, where: str, what: str) -> np.ndarray:
+    """Resolve a fraction, a count or a list of ids to a mask over clients: bool [clients].
 
     Args:
-        where: the group of settings that asks, for the messages.
-        what: what they are to be, for the messages.
+        where: the group of settings, for the messages.
+        what: the effect on the clients, such as "corrupted", for the messages.
 
     Raises:
-        DataError: more clients than there are, or an unknown id.
+        DataError: a count above the number of clients, or an unknown id.
     """
     chosen = np.zeros(len(ids), bool)
-    if isinstance(wanted, tuple):
-        for name in wanted:
+    if isinstance(share, tuple):
+        for name in share:
             if name not in ids:
-                raise DataError(f"{where}: there is no client {name!r}; {nearest(name, ids)}")
+                raise DataError(f"{where}: unknown client {name!r}; {nearest(name, ids)}")
             chosen[ids.index(name)] = True
         return chosen
-    number = wanted if isinstance(wanted, int) else int(np.floor(wanted * len(ids) + 0.5))
+    number = share if isinstance(share, int) else int(np.floor(share * len(ids) + 0.5))
     if number > len(ids):
-        raise DataError(f"{where}: {number} clients are to be {what}, there are {len(ids)}")
+        raise DataError(
+            f"{where}: {number} clients are to be {what}, but the federation has {len(ids)}. Lower the number"
+        )
     chosen[rng.permutation(len(ids))[:number]] = True
     return chosen
 
 
-def transition_matrix(classes: int, rate: float, rng: np.random.Generator) -> np.ndarray:
-    """Return the probability that label ``row`` becomes ``column``: float64 [classes, classes].
+def draw_transition_matrix(classes: int, rate: float, rng: np.random.Generator) -> np.ndarray:
+    """Draw the probabilities of label errors: float64 [true class, drawn class].
 
-    The diagonal is ``1 - rate``; 40 % of the other cells, drawn at random, are 0; the others of a row share ``rate`` evenly. A row
-    that lost all its cells gets one back.
+    The diagonal is ``1 - rate``. Of the off-diagonal cells, 40 % drawn at random are 0; the rest of a row shares ``rate`` evenly. A
+    row without cells gets one back at random.
+
+    Raises:
+        DataError: fewer than 2 classes.
     """
     if classes < 2:
-        raise DataError(f"data.corrupt.labels needs at least 2 classes, the data have {classes}")
+        raise DataError(
+            f"data.corrupt.labels needs at least 2 classes, but the data have {classes}. Set data.corrupt.labels to null"
+        )
     rows, columns = np.nonzero(~np.eye(classes, dtype=bool))
     possible = np.zeros((classes, classes), bool)
     possible[rows, columns] = True
@@ -179,11 +201,11 @@ def transition_matrix(classes: int, rate: float, rng: np.random.Generator) -> np
     return matrix
 
 
-def wrong_labels(labels: np.ndarray, classes: int, rate: float, seed: int, client_id: str) -> np.ndarray:
-    """Draw a client's labels (int64 [clips]) by its transition matrix: int64 [clips]."""
+def draw_labels(labels: np.ndarray, classes: int, rate: float, seed: int, client_id: str) -> np.ndarray:
+    """Draw a client's wrong labels by its transition matrix: int64 [clips]."""
     rng = generator(seed, 0, client_id, "label errors")
-    bounds = np.cumsum(transition_matrix(classes, rate, rng), axis=1)
-    drawn = rng.random(len(labels))
-    # The last bound may be 0.999...: the number of bounds passed is then one too many.
-    result: np.ndarray = np.minimum((drawn[:, None] >= bounds[labels]).sum(axis=1), classes - 1).astype(np.int64)
+    bounds = np.cumsum(draw_transition_matrix(classes, rate, rng), axis=1)
+    uniform = rng.random(len(labels))
+    # Rounding may leave the last bound at 0.999..., so the class may exceed the last by 1.
+    result: np.ndarray = np.minimum((uniform[:, None] >= bounds[labels]).sum(axis=1), classes - 1).astype(np.int64)
     return result

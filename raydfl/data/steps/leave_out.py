@@ -1,4 +1,4 @@
-"""Leave out: clips with some labels leave the list, and clips without a group get one."""
+"""Leave out: remove clips of unwanted labels from the list, and assign groups to clips without a group."""
 
 from __future__ import annotations
 
@@ -13,40 +13,40 @@ from raydfl.core.seeds import generator
 from raydfl.data.steps.listing import natural_order
 
 
-def leave_out_labels(manifest: pa.Table, left_out: Sequence[str], complete: bool) -> pa.Table:
-    """Return the list without the clips of some labels.
+def leave_out_labels(manifest: pa.Table, excluded: Sequence[str], complete: bool) -> pa.Table:
+    """Remove the clips of the excluded labels from a list.
 
     Args:
-        left_out: the labels.
-        complete: whether these are all clips of the federation, so that each label must be among theirs.
+        excluded: the labels, ``data.leave_out``.
+        complete: whether the list has all clips of the federation, so that it must contain every excluded label.
 
     Raises:
-        DataError: there is no such label, or none is left.
+        DataError: no clip has an excluded label, or all labels are excluded.
     """
     labels = manifest.column("label").unique().drop_null().to_pylist()
-    kept = kept_labels(labels, left_out if complete else set(left_out) & set(labels))
-    return manifest.filter(pc.is_in(manifest.column("label"), pa.array([*kept, None])))
+    remaining = exclude_labels(labels, excluded if complete else set(excluded) & set(labels))
+    return manifest.filter(pc.is_in(manifest.column("label"), pa.array([*remaining, None])))
 
 
-def kept_labels(labels: Sequence[str], left_out: Iterable[str]) -> list[str]:
-    """Return ``labels`` without those of ``left_out``.
+def exclude_labels(labels: Sequence[str], excluded: Iterable[str]) -> list[str]:
+    """Return ``labels`` without the labels in ``excluded``.
 
     Raises:
-        DataError: a label to be left out is not there, or none is left.
+        DataError: an excluded label is not in ``labels``, or no label remains.
     """
-    for label in left_out:
+    for label in excluded:
         if label not in labels:
             raise DataError(f"data.leave_out: no clip has the label {label!r}; {nearest(label, labels)}")
-    kept = [label for label in labels if label not in left_out]
-    if not kept:
-        raise DataError("data.leave_out names every label of the data; nothing is left to learn")
-    return kept
+    remaining = [label for label in labels if label not in excluded]
+    if not remaining:
+        raise DataError("data.leave_out names every label of the data. Keep at least one to learn")
+    return remaining
 
 
 def deal_ungrouped(manifest: pa.Table, seed: int) -> pa.Table:
-    """Give a group to the clips that have none: dealt out evenly, in random order.
+    """Deal the clips without a group evenly to the groups, in random order.
 
-    Clips of the official split go to groups that have clips in the same part of it, so that nobody is in two parts.
+    A clip goes to a group with clips in the same official split, so that dealing puts no group into a second split.
 
     Args:
         seed: the run's.
@@ -55,15 +55,15 @@ def deal_ungrouped(manifest: pa.Table, seed: int) -> pa.Table:
         DataError: no clip has a group.
     """
     groups = np.array(manifest.column("group").to_pylist(), dtype=object)
-    split = np.array(manifest.column("split").to_pylist(), dtype=object)
-    nobodys = np.array([group is None for group in groups], bool)
-    if nobodys.all():
-        raise DataError("data.ungrouped=deal: no clip has a group that the others could go to; set data.ungrouped=keep")
+    splits = np.array(manifest.column("split").to_pylist(), dtype=object)
+    ungrouped = np.array([group is None for group in groups], bool)
+    if ungrouped.all():
+        raise DataError("data.ungrouped=deal: no clip has a group. Set data.ungrouped=keep, or fill the column group")
     rng = generator(seed, 0, "", "ungrouped")
-    for part in sorted(set(split[nobodys]), key=str):
-        clips = rng.permutation(np.flatnonzero(nobodys & (split == part)))
-        takers = groups[~nobodys & (split == part)]
-        names = rng.permutation(natural_order(list(set(takers if len(takers) else groups[~nobodys]))))
+    for split in sorted(set(splits[ungrouped]), key=str):
+        clips = rng.permutation(np.flatnonzero(ungrouped & (splits == split)))
+        takers = groups[~ungrouped & (splits == split)]
+        names = rng.permutation(natural_order(list(set(takers if len(takers) else groups[~ungrouped]))))
         groups[clips] = names[np.arange(len(clips)) % len(names)]
-    place = manifest.column_names.index("group")
-    return manifest.set_column(place, "group", pa.array(groups.tolist(), pa.string()))
+    index = manifest.column_names.index("group")
+    return manifest.set_column(index, "group", pa.array(groups.tolist(), pa.string()))

@@ -1,4 +1,4 @@
-"""List: the first table of clips, made of a data set's list."""
+"""List: the first table of clips, made from a data set's manifest."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from raydfl.data.tables import encode
 STANDARD = ("clip", "path", "label", "group", "split", "seconds")
 """Columns of every list."""
 TRAIN, LABELLED, UNLABELLED = "train", "labelled", "unlabelled"
-"""Pools: the only one, and those of ``data.unlabelled``."""
+"""Names of pools: the default pool, then the two pools of ``data.unlabelled``."""
 NO_LABEL = -100
-"""The label of an example without one: PyTorch's ``cross_entropy`` leaves it out."""
+"""Class of an unlabelled example. PyTorch's ``cross_entropy`` ignores it."""
 
 
 @dataclass(frozen=True)
@@ -34,18 +34,18 @@ class Assignment:
     ============ ========= =========== ====================================================================================
     clip         list      dictionary  name; its code is the clip's row in the list
     label        list      dictionary  name of the class; null: unknown
-    column:NAME  list      any         a further column of the list
-    batch:NAME   list      dictionary  a column that batches carry (``data.columns``)
+    column:NAME  list      any         additional column of the list
+    batch:NAME   list      dictionary  column carried by batches (``data.columns``)
     role         split     dictionary  one of :data:`raydfl.data.tables.ROLES`
     pool         pools     dictionary  pool of a training clip
     client       partition dictionary  owner; null: the server, or clients that share clips
     store        corrupt   dictionary  features: clean, noisy or altered
     noise        corrupt   bool        whether the recording gets noise
     altered      corrupt   bool        whether an attacker alters the recording
-    lacks:VIEW   corrupt   bool        whether ``data.missing`` takes the view from the owner
+    lacks:VIEW   corrupt   bool        whether ``data.missing`` removes the view from the owner
     ============ ========= =========== ====================================================================================
 
-    From the step partition onwards, clips are sorted by client and pool, and those of the server come last.
+    After the step partition, clips are sorted by client and pool. The server's clips come last.
     """
 
     clips: pa.RecordBatch
@@ -57,14 +57,14 @@ class Assignment:
     @property
     def classes(self) -> list[str]:
         """Names of the classes."""
-        found: list[str] = self.clips.column("label").dictionary.to_pylist()
-        return found
+        names: list[str] = self.clips.column("label").dictionary.to_pylist()
+        return names
 
     @property
     def pools(self) -> list[str]:
         """Names of the pools."""
-        found: list[str] = self.clips.column("pool").dictionary.to_pylist()
-        return found
+        names: list[str] = self.clips.column("pool").dictionary.to_pylist()
+        return names
 
     @property
     def ids(self) -> ClientIds:
@@ -76,23 +76,24 @@ class Assignment:
         return to_numbers(self.clips.column(name))
 
     def has_role(self, *roles: str) -> np.ndarray:
-        """Return which clips have one of the roles: bool [clips]."""
+        """Return a mask of the clips with any of the roles: bool [clips]."""
         names = self.clips.column("role").dictionary.to_pylist()
-        found: np.ndarray = np.isin(self.codes("role"), [names.index(role) for role in roles])
-        return found
+        mask: np.ndarray = np.isin(self.codes("role"), [names.index(role) for role in roles])
+        return mask
 
     def train_bounds(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the rows of all clients' training clips, and of each client its first position among them and the next one's.
+        """Return the rows of all training clips, and the bounds of each client's clips among them.
 
         Returns:
-            int64 [training clips] and int64 [clients + 1].
+            rows: int64 [training clips].
+            bounds: int64 [clients + 1]; client i has ``rows[bounds[i]:bounds[i + 1]]``.
         """
         rows = np.flatnonzero(self.has_role("train"))
         return rows, np.searchsorted(self.codes("client")[rows], np.arange(self.clients.num_rows + 1))
 
     def sizes(self, *roles: str) -> np.ndarray:
-        """Return the number of clips of each client, int64 [clients]: of these roles, or of all."""
-        if "first" in self.clients.schema.names:
+        """Count the clips of each client, by default of all roles: int64 [clients]."""
+        if "first" in self.clients.schema.names:  # clients share clips, so clips have no owner
             first, stop = (self.clients.column(name).to_numpy() for name in ("first", "stop"))
             sizes: np.ndarray = np.subtract(stop, first, dtype=np.int64)
             return sizes
@@ -106,21 +107,21 @@ class Assignment:
             where: the setting that names the column.
 
         Raises:
-            DataError: there is no such column.
+            DataError: the list lacks the column.
         """
         key = name if name in STANDARD else f"column:{name}"
         if key not in self.clips.schema.names:
-            known = [*STANDARD, *(each[7:] for each in self.clips.schema.names if each.startswith("column:"))]
+            known = [*STANDARD, *(key[7:] for key in self.clips.schema.names if key.startswith("column:"))]
             raise DataError(f"{where}: the recordings have no column {name!r}; {nearest(name, known)}")
         return self.clips.column(key)
 
     def texts(self, name: str, where: str) -> np.ndarray:
-        """Return a column of the list as text: object [clips], ``None`` where there is no value."""
+        """Return a column of the list as text: object [clips], ``None`` for a missing value."""
         values = self.column(name, where).to_pylist()
         return np.array([None if value is None else str(value) for value in values], dtype=object)
 
     def select(self, rows: np.ndarray) -> Assignment:
-        """Return the tables with some rows of clips: bool [clips], or int [rows]."""
+        """Return the tables with a selection of clips: a mask (bool [clips]) or rows (int [rows])."""
         chosen = pa.array(rows)
         clips = self.clips.filter(chosen) if rows.dtype == bool else self.clips.take(chosen)
         return replace(self, clips=clips)
@@ -130,7 +131,7 @@ class Assignment:
         return replace(self, clips=set_columns(self.clips, columns))
 
     def with_message(self, message: str) -> Assignment:
-        """Return the tables with one more message."""
+        """Return the tables with a message appended."""
         return replace(self, messages=(*self.messages, message))
 
 
@@ -143,24 +144,28 @@ def make_assignment(manifest: pa.Table, classes: Sequence[str]) -> Assignment:
     """Make the tables from a list of clips.
 
     Args:
-        manifest: the list; see :func:`raydfl.make_manifest`.
-        classes: names of the classes in their order.
+        manifest: the list, as made by :func:`raydfl.make_manifest`.
+        classes: names of the classes in their order. A clip of another class counts as unlabelled.
     """
     columns: dict[str, pa.Array] = {}
     for name in manifest.column_names:
         columns[name if name in STANDARD else f"column:{name}"] = manifest.column(name).combine_chunks()
     rows = np.arange(manifest.num_rows, dtype=np.int32)
-    columns["clip"] = pa.DictionaryArray.from_arrays(pa.array(rows), columns["clip"])
+    columns["clip"] = pa.DictionaryArray.from_arrays(
+        pa.array(rows), columns["clip"]
+    )  # codes survive a selection of rows
     labels = pc.index_in(columns["label"], value_set=pa.array(classes, pa.string()))
     columns["label"] = encode(to_numbers(labels.fill_null(-1)), classes)
     return Assignment(pa.record_batch(columns), pa.record_batch({"client": pa.array([], pa.large_string())}))
 
 
 def add_batch_column(tables: Assignment, name: str) -> Assignment:
-    """Add the column ``batch:NAME``, a column of the list as numbers for batches, with its values in natural order.
+    """Add the column ``batch:NAME``: a column of the list, encoded as integers for batches.
+
+    The integers count the values in natural order.
 
     Raises:
-        DataError: there is no such column, or a clip has no value in it.
+        DataError: the list lacks the column, or a clip has no value in it.
     """
     where = "data.columns"
     texts = tables.texts(name, where)
@@ -168,8 +173,8 @@ def add_batch_column(tables: Assignment, name: str) -> Assignment:
     if len(absent):
         clip = tables.clips.column("clip")[int(absent[0])]
         raise DataError(
-            f"{where}: {len(absent)} of {len(texts)} clips have no value in column {name!r}, the first {clip}; give "
-            f"them one, or leave the column out"
+            f"{where}: {len(absent)} of {len(texts)} clips have no value in column {name!r}, the first {clip}. Fill the "
+            f"column, or remove it from {where}"
         )
     values = natural_order(list(set(texts.tolist())))
     code = {value: number for number, value in enumerate(values)}
@@ -177,7 +182,7 @@ def add_batch_column(tables: Assignment, name: str) -> Assignment:
     return tables.set_clips(**{f"batch:{name}": encode(codes, values)})
 
 
-def sizes_text(sizes: np.ndarray) -> str:
+def describe_sizes(sizes: np.ndarray) -> str:
     """Describe sizes: ``18 to 24 clips each, median 21``."""
     if sizes.min() == sizes.max():
         return f"{sizes.min():,} clips each"
@@ -185,14 +190,14 @@ def sizes_text(sizes: np.ndarray) -> str:
 
 
 def natural_order(names: Sequence[str]) -> list[str]:
-    """Return the names, sorted with the numbers in them as numbers: ``a/2`` before ``a/10``."""
-    return sorted(names, key=_natural)
+    """Sort names with digits compared as numbers: ``a/2`` before ``a/10``."""
+    return sorted(names, key=_split_digits)
 
 
 _NUMBER = re.compile("([0-9]+)")
 
 
-def _natural(name: str) -> list[Any]:
-    parts: list[Any] = _NUMBER.split(name)  # text and numbers take turns
+def _split_digits(name: str) -> list[Any]:
+    parts: list[Any] = _NUMBER.split(name)  # text and numbers alternate, so lists compare type by type
     parts[1::2] = [(int(number), number) for number in parts[1::2]]
     return parts

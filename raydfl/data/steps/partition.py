@@ -1,4 +1,4 @@
-"""Partition: clips get owners, the clients."""
+"""Partition: assign an owner, a client, to every clip."""
 
 from __future__ import annotations
 
@@ -19,60 +19,60 @@ from raydfl.data.tables import encode
 
 
 def partition_clips(
-    tables: Assignment, settings: PartitionSettings, own: Mapping[str, PartitionSettings | None], seed: int
+    tables: Assignment, settings: PartitionSettings, overrides: Mapping[str, PartitionSettings | None], seed: int
 ) -> Assignment:
     """Add the column ``client``, make the table of clients, and sort the clips by client and pool.
 
-    Each pool, and the clips that clients hold out by value, is dealt by itself. Owners in a user's table of clips stay.
+    Every pool is dealt separately, and so is every set that clients hold out by value. Owners in a user's table of clips stay.
 
     Args:
         settings: ``data.partition``.
-        own: partitions of pools by name.
+        overrides: partitions of single pools, by name; ``None``: as in ``settings``.
         seed: the run's.
 
     Raises:
-        DataError: clips without a group, a minimum that cannot be met, with the numbers, or a client that would hold out all.
+        DataError: clips without a group, an unattainable minimum, or a client without a training clip.
     """
-    deals = _split_by_deal(tables)
+    deals = _group_by_deal(tables)
     if "client" in tables.clips.schema.names:
         owners = _take_owners(tables)
         reason = "data.tables.clips names no client for them"
     else:
-        owners = _deal_all(tables, deals, settings, own, seed)
-        reason = f"theirs would have fewer than {settings.minimum} clips"
+        owners = _deal_all(tables, deals, settings, overrides, seed)
+        reason = f"their clients would have fewer than {settings.minimum} clips"
     ids, client = owners.ids, owners.owner.astype(np.int32)
     counts = np.bincount(client[client >= 0], minlength=len(ids))
     if counts.min() < settings.minimum:
         least = int(counts.argmin())
         raise DataError(
             f"data.partition: client {ids[least]!r} gets {counts[least]} training clips in all pools together, fewer than "
-            f"data.partition.minimum {settings.minimum}; take fewer clients or a smaller minimum"
+            f"data.partition.minimum {settings.minimum}. Set fewer clients or a smaller minimum"
         )
     trained = np.bincount(client[tables.has_role("train") & (client >= 0)], minlength=len(ids))
     if trained.min() == 0:
         least = int(trained.argmin())
         raise DataError(
-            f"client {ids[least]!r} would hold out all its {counts[least]} clips and have none to "
-            f"train on; choose data.split.client_test, data.split.validation or data.partition differently"
+            f"data.split: client {ids[least]!r} would hold out all its {counts[least]} clips and have none to train on. "
+            f"Change data.split.client_test, data.split.validation or data.partition"
         )
     index = ClientIds.from_strings(ids)
     columns = index.columns() | ({} if owners.group is None else {"group": encode(owners.group, owners.groups)})
     deal = np.full(len(client), len(deals))
     for number, rows in enumerate(deals.values()):
         deal[rows] = number
-    order = np.lexsort((deal, np.where(client < 0, len(ids), client)))
-    kept = (client >= 0) | tables.has_role("server_validation", "test")
+    order = np.lexsort((deal, np.where(client < 0, len(ids), client)))  # the server's clips last
+    used = (client >= 0) | tables.has_role("server_validation", "test")
     tables = replace(tables, clients=pa.record_batch(columns)).set_clips(client=encode(client, index.column))
-    if not kept.all():
-        tables = tables.with_message(f"{(~kept).sum()} training clips belong to no client: {reason}")
-    return tables.select(order[kept[order]])
+    if not used.all():
+        tables = tables.with_message(f"{(~used).sum()} training clips belong to no client: {reason}")
+    return tables.select(order[used[order]])
 
 
-def _split_by_deal(tables: Assignment) -> dict[str, np.ndarray]:
-    """Return the clips that are dealt together, by the names of the draws: the pools, then what clients hold out by value."""
+def _group_by_deal(tables: Assignment) -> dict[str, np.ndarray]:
+    """Group the clips by the deal that assigns them: the pools, then the sets held out by value. Keys seed the draws."""
     pool = tables.codes("pool")
     held_out = {purpose: np.flatnonzero(tables.has_role(role)) for role, purpose in PURPOSES.items()}
-    return {name: np.flatnonzero(pool == place) for place, name in enumerate(tables.pools)} | {
+    return {name: np.flatnonzero(pool == number) for number, name in enumerate(tables.pools)} | {
         purpose: rows for purpose, rows in held_out.items() if len(rows)
     }
 
@@ -81,60 +81,66 @@ def _deal_all(
     tables: Assignment,
     deals: Mapping[str, np.ndarray],
     settings: PartitionSettings,
-    own: Mapping[str, PartitionSettings | None],
+    overrides: Mapping[str, PartitionSettings | None],
     seed: int,
 ) -> Owners:
-    """Deal all clips of clients."""
-    alone, found = [*deals] == [TRAIN], []
+    """Carry out all deals and merge their owners."""
+    single, parts = [*deals] == [TRAIN], []
     for number, (name, rows) in enumerate(deals.items()):
-        how = own.get(name) or settings
-        if not alone:
-            how = how.model_copy(update={"minimum": 0})  # all deals together must reach it
+        partition = overrides.get(name) or settings
+        if not single:
+            partition = partition.model_copy(update={"minimum": 0})  # the sum of all deals must reach it
         if len(rows):
             rng = generator(seed, 0, "" if number == 0 else name, "partition")
-            found.append((rows, deal_clips(tables.select(rows), how, rng)))
-    names = [each.ids for _, each in found]
-    ids = names[0] if alone else natural_order(list(dict.fromkeys(itertools.chain(*names))))  # mostly in order already
-    place = {name: number for number, name in enumerate(ids)}
-    groups = natural_order(list({name for _, each in found for name in each.groups}))
-    number_of = {name: number for number, name in enumerate(groups)}
+            parts.append((rows, deal_clips(tables.select(rows), partition, rng)))
+    names = [owners.ids for _, owners in parts]
+    # dict.fromkeys keeps the order, so natural_order gets almost sorted names.
+    ids = names[0] if single else natural_order(list(dict.fromkeys(itertools.chain(*names))))
+    client_of = {name: number for number, name in enumerate(ids)}
+    groups = natural_order(list({name for _, owners in parts for name in owners.groups}))
+    group_of = {name: number for number, name in enumerate(groups)}
     owner, group = np.full(tables.clips.num_rows, -1), np.full(len(ids), -1)
-    for rows, each in found:
-        places = np.array([place[name] for name in each.ids])
-        owner[rows] = np.where(each.owner < 0, -1, places[each.owner])
-        if each.group is not None:
-            group[places] = np.array([number_of[name] for name in each.groups])[each.group]
+    for rows, owners in parts:
+        clients = np.array([client_of[name] for name in owners.ids])
+        owner[rows] = np.where(owners.owner < 0, -1, clients[owners.owner])
+        if owners.group is not None:
+            group[clients] = np.array([group_of[name] for name in owners.groups])[owners.group]
     return Owners(ids, owner, groups, group.astype(np.int32) if groups else None)
 
 
 def _take_owners(tables: Assignment) -> Owners:
-    """Return the owners in the user's table of clips."""
+    """Read the owners from the user's table of clips."""
     names = tables.clips.column("client").to_pylist()
-    owned = tables.has_role("train", "validation", "client_test")
-    ids = natural_order(list({name for name, mine in zip(names, owned, strict=True) if mine and name is not None}))
+    ownable = tables.has_role("train", "validation", "client_test")  # the server owns the clips of all other roles
+    ids = natural_order(list({name for name, can in zip(names, ownable, strict=True) if can and name is not None}))
     if not ids:
-        raise DataError("data.tables.clips: no training clip has a client; name the client of each")
-    place = {name: number for number, name in enumerate(ids)}
-    owner = [place.get(name, -1) if mine else -1 for name, mine in zip(names, owned, strict=True)]
+        raise DataError("data.tables.clips: no training clip has a client. Fill its column client")
+    client_of = {name: number for number, name in enumerate(ids)}
+    owner = [client_of.get(name, -1) if can else -1 for name, can in zip(names, ownable, strict=True)]
     return Owners(ids, np.array(owner))
 
 
 def check_classes(tables: Assignment, listed: Assignment, readable: Assignment) -> None:
-    """Refuse a class that no client could learn.
+    """Reject data with a class without clips at the clients.
 
     Args:
+        tables: the clips after the step partition.
         listed: all clips of the list.
-        readable: those that can be read.
+        readable: the readable clips of the list.
+
+    Raises:
+        DataError: naming the class, with the numbers of its clips.
     """
 
-    def count(of: Assignment, *roles: str) -> np.ndarray:
-        labels = of.codes("label")
-        return np.bincount(labels[(labels >= 0) & (of.has_role(*roles) if roles else True)], minlength=len(of.classes))
+    def count(clips: Assignment, *roles: str) -> np.ndarray:
+        labels = clips.codes("label")
+        mask = (labels >= 0) & (clips.has_role(*roles) if roles else True)
+        return np.bincount(labels[mask], minlength=len(clips.classes))
 
     for number in np.flatnonzero(count(tables, "train", "validation", "client_test") == 0).tolist():
         raise DataError(
             f"no client has a clip of label {tables.classes[number]!r}: of its {count(listed)[number]} clips "
             f"{count(readable)[number]} can be read, {count(tables, 'test')[number]} are in the test set and "
-            f"{count(tables, 'server_validation')[number]} in the server's validation set; choose data.split or "
-            "data.partition differently, or leave the label out of the data"
+            f"{count(tables, 'server_validation')[number]} in the server's validation set. Change data.split or "
+            "data.partition, or leave the label out with data.leave_out"
         )

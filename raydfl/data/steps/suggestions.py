@@ -1,4 +1,4 @@
-"""Suggestions in messages: another split or partition that fits the clips."""
+"""Suggestions in messages: splits and partitions that fit the clips."""
 
 from __future__ import annotations
 
@@ -8,31 +8,32 @@ import numpy as np
 
 from raydfl.data.steps.listing import Assignment
 
-_SHARE = 0.2
-"""Share of the values or clips that is held out in the suggestions."""
-_WAYS = 3
-"""Suggestions of a message."""
+_FRACTION = 0.2
+"""Suggested fraction of held-out values or clips."""
+_MOST = 3
+"""Largest number of suggestions in a message."""
 
 
 def suggest_split(tables: Assignment) -> str:
-    """Suggest other settings of data.split.test, and of data.partition where clips have no group."""
+    """Suggest settings of data.split.test, and of data.partition if a clip has no group."""
     labels = tables.texts("label", "data.split")
     names = ["group", *(name[7:] for name in tables.clips.schema.names if name.startswith("column:"))]
-    ways = []
+    splits = []
     for name in names:
         values = tables.texts(name, "data.split")
         if None in values:
             continue
-        held_out = max(1, int(_SHARE * len(set(values)) + 0.5))
+        held_out = max(1, int(_FRACTION * len(set(values)) + 0.5))
         pairs = set(zip(labels.tolist(), values.tolist(), strict=True))
-        if min(Counter(label for label, _ in pairs).values()) > held_out:  # clips of every label are left
-            ways.append(f"{{by: {name}, fraction: {_SHARE}}}")
-    enough = enough_of_each_label(labels)
-    if enough is not None:
-        ways.insert(1, f"{{by: clip, fraction: {max(_SHARE, enough):g}}}")
+        if min(Counter(label for label, _ in pairs).values()) > held_out:  # every label keeps training clips
+            splits.append(f"{{by: {name}, fraction: {_FRACTION}}}")
+    least = find_least_fraction(labels)
+    if least is not None:
+        # Second, so that a message with few suggestions includes it.
+        splits.insert(1, f"{{by: clip, fraction: {max(_FRACTION, least):g}}}")
     text = "choose data.split.test differently"
-    if ways:
-        text += ", for example " + " or ".join(f"data.split.test='{way}'" for way in ways[:_WAYS])
+    if splits:
+        text += ", for example " + " or ".join(f"data.split.test='{split}'" for split in splits[:_MOST])
     if tables.column("group", "data.split").null_count:
         clips = len(labels)
         text += f". The clips have no groups to be clients: choose data.partition too, for example {suggest_dirichlet(clips)}"
@@ -40,13 +41,14 @@ def suggest_split(tables: Assignment) -> str:
 
 
 def suggest_dirichlet(clips: int) -> str:
-    """Return a setting with which this many clips without owners can be dealt."""
+    """Suggest a partition by labels for this number of clips."""
     return f"data.partition='{{by: dirichlet, clients: {min(10, max(2, clips // 10))}, alpha: 0.5}}'"
 
 
-def enough_of_each_label(labels: np.ndarray) -> float | None:
-    """Return a share of which every label with at least two clips gives one; ``None`` when there is no such label."""
+def find_least_fraction(labels: np.ndarray) -> float | None:
+    """Find a fraction that holds out a clip of every label with at least two clips; ``None`` without such labels."""
     known = labels[[label is not None for label in labels]]
     counts = np.unique(known.astype(str), return_counts=True)[1]
-    several = counts[counts > 1]
-    return float(np.ceil(1000 * 0.5 / several.min()) / 1000) if len(several) else None
+    divisible = counts[counts > 1]
+    # Half a clip rounds up to a whole one.
+    return float(np.ceil(1000 * 0.5 / divisible.min()) / 1000) if len(divisible) else None

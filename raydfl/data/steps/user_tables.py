@@ -1,26 +1,26 @@
-"""A user's tables of clients and of clips, in place of steps.
+"""Tables of clients and clips written by the user, in place of steps.
 
-The table of clients has a row for each client. It may describe millions of clients: only the needed columns are read, and an Arrow
-file is mapped into memory. ``first`` and ``clips`` belong to ``data.partition.by: table``, where clients may share clips.
+The table of clients has a row for each client. It may describe millions of clients: only the needed columns are read, and Arrow
+files are memory-mapped. ``first`` and ``clips`` belong to ``data.partition.by: table``, where clients may share clips.
 
 ====================== ======= ====================================================================================
 column                 type    meaning
 ====================== ======= ====================================================================================
-client                 string  id, which may be an integer; ``by: table`` without it: ``client-0``, ``client-1`` ...
-first                  integer row of the list of clips, from 0, at which the client's clips begin; clips that
-                       ``data.leave_out`` leaves out are not on the list
-clips                  integer how many rows of the list the client has from there on
-noisy, label_errors    bool    clients whose training clips get noise or wrong labels, in place of a draw
+client                 string  id, also as an integer; default of ``by: table``: ``client-0``, ``client-1`` ...
+first                  integer row of the client's first clip in the list of clips, from 0; the list has no clips of
+                       ``data.leave_out``
+clips                  integer number of the client's clips, in consecutive rows
+noisy, label_errors    bool    clients with noise or wrong labels in their training clips, in place of a draw
 ====================== ======= ====================================================================================
 
-Further columns are for ``data.profile``. The table of clips has a row for each clip that is used:
+Further columns are for ``data.profile``. The table of clips has a row for each used clip:
 
 ====================== ======= ====================================================================================
 column                 type    meaning
 ====================== ======= ====================================================================================
 clip                   string  name in the list of clips
 role                   string  train, validation, client_test, server_validation or test; in place of ``data.split``
-pool                   string  pool of a training clip, null for others; in place of ``data.pools``
+pool                   string  pool of a training clip, null for held-out clips; in place of ``data.pools``
 client                 string  owner, null for the server; in place of ``data.partition``
 ====================== ======= ====================================================================================
 """
@@ -56,40 +56,40 @@ class TableSettings(Settings):
 
     clips: Path | None = Field(
         None,
-        description="A row for each clip: its role, pool and client, in place of split, pools and partition. Others are left "
-        "out. null: none.",
+        description="Table with a row for each clip: its role, pool and client, in place of split, pools and partition. Clips "
+        "without a row are left out. null: none.",
     )
     clients: Path | None = Field(
         None,
-        description="A row for each client: its id, and columns for profile. It decides the order of the clients. null: none.",
+        description="Table with a row for each client: its id, and columns for profile. Sets the clients' order. null: none.",
     )
 
 
 def keep_named_clips(manifest: pa.Table, path: Path) -> pa.Table:
-    """Leave out the clips of a list that a user's table does not name.
+    """Select the clips of a list that are in a user's table.
 
     Raises:
-        DataError: the table cannot be used, names a clip twice, or one that is not on the list.
+        DataError: the table is invalid, has a clip twice, or has a clip outside the list.
     """
-    table = _read(path, _CLIPS_FILE, {"clip": _CLIPS_FILE}, ())
+    table = _read_table(path, _CLIPS_FILE, {"clip": _CLIPS_FILE}, ())
     names = _to_text(table.column("clip"), "clip", path, _CLIPS_FILE)
     known = manifest.column("clip").combine_chunks().cast(pa.large_string())
-    place = to_numbers(pc.index_in(names, value_set=known).fill_null(-1))
-    _refuse_rows(place < 0, "is not on the list of clips", path, names)
-    order = np.argsort(place, kind="stable")
-    twice = np.zeros(len(place), bool)
-    twice[order[1:]] = place[order[1:]] == place[order[:-1]]
-    reason = "has a row already: a clip has one role and one client (only data.partition.by: table shares clips)"
-    _refuse_rows(twice, reason, path, names)
-    return manifest.take(pa.array(np.sort(place)))
+    position = to_numbers(pc.index_in(names, value_set=known).fill_null(-1))
+    _check_rows(position < 0, "is not on the list of clips", path, names)
+    order = np.argsort(position, kind="stable")
+    repeated = np.zeros(len(position), bool)
+    repeated[order[1:]] = position[order[1:]] == position[order[:-1]]
+    problem = "has a row already: a clip has one role and one client (only data.partition.by: table shares clips)"
+    _check_rows(repeated, problem, path, names)
+    return manifest.take(pa.array(np.sort(position)))
 
 
-def _refuse_rows(wrong: np.ndarray, problem: str, path: Path, names: pa.LargeStringArray) -> None:
-    """Refuse rows of a table of clips."""
+def _check_rows(wrong: np.ndarray, problem: str, path: Path, names: pa.LargeStringArray) -> None:
+    """Raise an error for the first wrong row of a table of clips."""
     if wrong.any():
         row = int(wrong.argmax())
         raise DataError(
-            f"{_CLIPS_FILE}: row {row + 1} of {path}, clip {names[row].as_py()!r}, {problem}; {wrong.sum():,} such rows"
+            f"{_CLIPS_FILE}: row {row + 1} of {path}, clip {names[row].as_py()!r}, {problem}; rows to correct: {wrong.sum():,}"
         )
 
 
@@ -97,21 +97,21 @@ def add_clip_columns(tables: Assignment, path: Path) -> Assignment:
     """Add the columns ``role``, ``pool`` and ``client`` of a user's table of clips.
 
     Raises:
-        DataError: the table cannot be used.
+        DataError: the table is invalid.
     """
-    table = _read(path, _CLIPS_FILE, {"clip": _CLIPS_FILE}, ("role", "pool", _CLIENT))
+    table = _read_table(path, _CLIPS_FILE, {"clip": _CLIPS_FILE}, ("role", "pool", _CLIENT))
     texts = {name: _to_text(table.column(name), name, path, _CLIPS_FILE) for name in table.column_names}
     for name in [name for name in ("pool", _CLIENT) if name in texts]:
         empty = to_numbers(pc.equal(texts[name], "").fill_null(False))
-        _refuse_rows(empty, f"has an empty {name}; name it, or write null for none", path, texts["clip"])
+        _check_rows(empty, f"has an empty {name}; fill it in, or write null", path, texts["clip"])
     if "role" in texts:
         role = to_numbers(pc.index_in(texts["role"], value_set=pa.array(_ROLES, pa.large_string())).fill_null(-1))
-        _refuse_rows(role < 0, f"has an unknown role; known: {', '.join(_ROLES)}", path, texts["clip"])
+        _check_rows(role < 0, f"has an unknown role; known: {', '.join(_ROLES)}", path, texts["clip"])
         for name, owned in (("pool", role == 0), (_CLIENT, role < _ROLES.index("server_validation"))):
             if name in texts:
                 absent = np.asarray(texts[name].is_null())
-                _refuse_rows(owned & absent, f"has no {name}, which its role needs", path, texts["clip"])
-                _refuse_rows(~owned & ~absent, f"has a {name}, which its role excludes", path, texts["clip"])
+                _check_rows(owned & absent, f"has no {name}, but its role needs it", path, texts["clip"])
+                _check_rows(~owned & ~absent, f"has a {name}, but its role excludes it", path, texts["clip"])
     clips = tables.clips.column("clip").dictionary.cast(pa.large_string())
     rows = to_numbers(pc.index_in(clips, value_set=texts["clip"]))[tables.codes("clip")]
     columns: dict[str, pa.Array] = {}
@@ -128,46 +128,48 @@ def add_clip_columns(tables: Assignment, path: Path) -> Assignment:
 
 
 def match_clients(tables: Assignment, path: Path, columns: Iterable[str]) -> Assignment:
-    """Put the clients in the order of a user's table of clients, and add its columns.
+    """Sort the clients by a user's table of clients, and add its columns.
 
     Args:
-        columns: further columns to read, if they are there.
+        columns: optional columns to read.
 
     Raises:
-        DataError: the table cannot be used, or has other clients.
+        DataError: the table is invalid, or its clients differ from the partition's.
     """
     where = _CLIENTS_FILE
-    table = _read(path, where, {_CLIENT: where}, (*_FLAGS, *columns))
-    ids, own = _read_ids(table, path, where), tables.ids
-    for some, others, problem in (
-        (own, ids, f"{path} has no row for client {{!r}}"),
-        (ids, own, f"{path} has the client {{!r}}, who has no clips"),
+    table = _read_table(path, where, {_CLIENT: where}, (*_FLAGS, *columns))
+    ids, former_ids = _read_ids(table, path, where), tables.ids
+    for names, known, problem in (
+        (former_ids, ids, f"{path} has no row for client {{!r}}"),
+        (ids, former_ids, f"{path} has the client {{!r}}, who has no clips"),
     ):
-        unknown = next((name for name in some if name not in others), None)
+        unknown = next((name for name in names if name not in known), None)
         if unknown is not None:
-            raise DataError(f"{where}: {problem.format(unknown)}; {nearest(unknown, others)}")
-    place = np.array([ids.index(name) for name in own], np.int32)
+            raise DataError(f"{where}: {problem.format(unknown)}; {nearest(unknown, known)}")
+    position = np.array([ids.index(name) for name in former_ids], np.int32)
     client = tables.codes(_CLIENT)
-    client = np.where(client < 0, -1, place[client]).astype(np.int32)
+    client = np.where(client < 0, -1, position[client]).astype(np.int32)
     order = np.argsort(np.where(client < 0, len(ids), client), kind="stable")
     clients = ids.columns()
     if "group" in tables.clients.schema.names:
-        clients["group"] = tables.clients.column("group").take(pa.array(np.argsort(place)))
-    clients |= _further(table, [name for name in table.column_names if name != _CLIENT], path, where)
-    found = replace(tables, clients=pa.record_batch(clients)).set_clips(client=encode(client, ids.column))
-    return found.select(order)
+        clients["group"] = tables.clients.column("group").take(pa.array(np.argsort(position)))
+    clients |= _get_columns(table, [name for name in table.column_names if name != _CLIENT], path, where)
+    result = replace(tables, clients=pa.record_batch(clients)).set_clips(client=encode(client, ids.column))
+    return result.select(order)
 
 
 def share_clips(tables: Assignment, path: Path, where: str, minimum: int, profiles: Mapping[str, str]) -> Assignment:
-    """Give clips to clients as a table says: the table of clients gets the ranges ``first`` and ``stop`` of training clips.
+    """Assign clips to clients by a table in which clients may share clips.
+
+    The table of clients gets the ranges ``first`` and ``stop`` of rows of training clips. Held-out clips leave these ranges.
 
     Args:
-        where: the setting that names the table.
-        minimum: training clips that each client must have; clients do without their held-out clips.
-        profiles: further columns to read, with the settings that name them.
+        where: the setting with the table's path.
+        minimum: smallest number of training clips of a client.
+        profiles: additional columns to read, with the settings that require them.
 
     Raises:
-        DataError: the table cannot be used, or leaves a client below the minimum.
+        DataError: the table is invalid, or leaves a client below the minimum.
     """
     if _CLIENT in tables.clips.schema.names:
         raise DataError(
@@ -175,11 +177,11 @@ def share_clips(tables: Assignment, path: Path, where: str, minimum: int, profil
         )
     trained = tables.has_role("train")
     held_out = [f"role {role!r}" for role in ("validation", "client_test") if tables.has_role(role).any()]
-    _refuse_shared(_CLIPS_FILE, ["column 'pool'"] if tables.pools != [TRAIN] else held_out)
+    _check_shareable(_CLIPS_FILE, ["column 'pool'"] if tables.pools != [TRAIN] else held_out)
     flags = _FLAGS if where == _CLIENTS_FILE else ()  # data.partition.file may have any columns
     rows, listed = tables.codes("clip")[trained], len(tables.clips.column("clip").dictionary)
-    table = _read(path, where, {_FIRST: where, _CLIPS: where, **profiles}, (_CLIENT, *flags))
-    _refuse_shared(where, [f"column {name!r}" for name in flags if name in table.column_names])
+    table = _read_table(path, where, {_FIRST: where, _CLIPS: where, **profiles}, (_CLIENT, *flags))
+    _check_shareable(where, [f"column {name!r}" for name in flags if name in table.column_names])
     before = np.searchsorted(rows, np.arange(listed + 1)).astype(np.int32)
     first, stop = (before[bound] for bound in _find_ranges(table, listed, path, where))
     counts = stop - first
@@ -187,104 +189,104 @@ def share_clips(tables: Assignment, path: Path, where: str, minimum: int, profil
         row = int(counts.argmin())
         raise DataError(
             f"{where}: {int((counts < minimum).sum()):,} of {len(table):,} clients have fewer than "
-            f"data.partition.minimum {minimum} clips to train on; the one in row {row + 1} of {path} has "
-            f"{counts[row]}: its other clips are held out by data.split or cannot be read; give it others"
+            f"data.partition.minimum {minimum} clips to train on; the client in row {row + 1} of {path} has {counts[row]}, because "
+            f"data.split holds its clips out or they cannot be read. Give it more clips, or lower the minimum"
         )
-    # What no client has is left out: how many begin at or before a clip, and how many end there.
-    begun, ended = (np.cumsum(np.bincount(bound, minlength=len(rows) + 1)) for bound in (first, stop))
-    owned = (begun > ended)[:-1]
-    place = np.concatenate([[0], np.cumsum(owned)]).astype(np.int32)
+    # A clip is owned if more ranges start at or before it than end there.
+    started, ended = (np.cumsum(np.bincount(bound, minlength=len(rows) + 1)) for bound in (first, stop))
+    owned = (started > ended)[:-1]
+    position = np.concatenate([[0], np.cumsum(owned)]).astype(np.int32)
     ids = _read_ids(table, path, where)
-    clients = {**ids.columns(), "first": pa.array(place[first]), "stop": pa.array(place[stop])}
-    clients |= _further(table, profiles, path, where)
+    clients = {**ids.columns(), "first": pa.array(position[first]), "stop": pa.array(position[stop])}
+    clients |= _get_columns(table, profiles, path, where)
     order = np.concatenate([np.flatnonzero(trained)[owned], np.flatnonzero(~trained)])
-    found = replace(tables.select(order), clients=pa.record_batch(clients))
-    found = found.set_clips(client=encode(np.full(len(order), -1, np.int32), ids.column))
+    result = replace(tables.select(order), clients=pa.record_batch(clients))
+    result = result.set_clips(client=encode(np.full(len(order), -1, np.int32), ids.column))
     if owned.all():
-        return found
-    return found.with_message(f"{(~owned).sum()} training clips belong to no client: none of {path} has them")
+        return result
+    return result.with_message(f"{(~owned).sum()} training clips belong to no client of {path}")
 
 
-def _refuse_shared(where: str, found: Sequence[str]) -> None:
-    """Refuse columns and roles of a table that exclude shared clips."""
-    if found:
+def _check_shareable(where: str, obstacles: Sequence[str]) -> None:
+    """Raise an error for the first column or role that excludes shared clips."""
+    if obstacles:
         raise DataError(
-            f"{where}: its {found[0]} needs clips that are one client's, but by data.partition.by: table clients may share "
-            f"clips; leave it out, or take another partition"
+            f"{where}: its {obstacles[0]} needs a single owner of each clip, but clients may share clips with data.partition.by: "
+            f"table. Remove it, or choose another partition"
         )
 
 
-def _further(table: pa.Table, names: Iterable[str], path: Path, where: str) -> dict[str, pa.Array]:
-    """Return further columns of a table of clients."""
+def _get_columns(table: pa.Table, names: Iterable[str], path: Path, where: str) -> dict[str, pa.Array]:
+    """Return columns of a table of clients under their names in an assignment, after checking the flags."""
     for name in names:
         if name in _FLAGS and not pa.types.is_boolean(table.column(name).type):
             kind = table.column(name).type
-            raise DataError(f"{where}: column {name!r} of {path} is of the type {kind}; it must hold truth values")
+            raise DataError(f"{where}: column {name!r} of {path} has the type {kind}; write booleans")
     return {f"column:{name}": table.column(name).combine_chunks() for name in names}
 
 
-def _read(path: Path, where: str, needed: Mapping[str, str], optional: Iterable[str]) -> pa.Table:
+def _read_table(path: Path, where: str, needed: Mapping[str, str], optional: Iterable[str]) -> pa.Table:
     """Read columns of a table.
 
     Args:
         path: ``*.parquet``, ``*.arrow``, ``*.feather`` or ``*.csv``.
-        where: the setting that names the file.
-        needed: columns that must be there, with the settings that ask for them.
-        optional: columns that may be there.
+        where: the setting with the file's path.
+        needed: required columns, with the settings that require them.
+        optional: columns to read if the file has them.
     """
     kind, row_of = path.suffix.lower(), "clip" if where == _CLIPS_FILE else "client"
-    wanted = [*dict.fromkeys([*needed, *optional])]
+    requested = [*dict.fromkeys([*needed, *optional])]
     if kind not in _KINDS:
         raise DataError(
-            f"{where}: the name of {path} must end in one of {', '.join(_KINDS)}; write the table of {row_of}s as such a file"
+            f"{where}: {path} has an unknown ending. Write the table of {row_of}s to a file that ends in {', '.join(_KINDS)}"
         )
     try:
         if kind == ".parquet":
             file = pa.parquet.ParquetFile(path, memory_map=True)
             names = file.schema_arrow.names
-            table = file.read([name for name in wanted if name in names])
+            table = file.read([name for name in requested if name in names])
         elif kind == ".csv":
             table = read_csv(path, ["clip", "role", "pool", _CLIENT])
             names = table.column_names
         else:
-            table, names = _map(path, wanted)
+            table, names = _map_columns(path, requested)
     except (OSError, pa.ArrowException) as error:
         reason = (isinstance(error, OSError) and error.strerror) or str(error)
         raise DataError(
             f"{where}: {path} cannot be read: {reason}; it must be a Parquet, Arrow or CSV file with a row for each {row_of}"
         ) from error
     if not table.num_rows:
-        raise DataError(f"{where}: {path} has no rows; it must have one for each {row_of}")
-    there = [name for name in wanted if name in needed or name in names]
-    for name in there:
+        raise DataError(f"{where}: {path} has no rows. Write a row for each {row_of}")
+    present = [name for name in requested if name in needed or name in names]
+    for name in present:
         setting = needed.get(name, where)
         if names.count(name) != 1:
-            hint = "it is there several times" if name in names else nearest(name, names)
+            hint = "several columns have this name" if name in names else nearest(name, names)
             raise DataError(f"{setting}: the table of {row_of}s {path} has no single column {name!r}; {hint}")
         column = table.column(name)
         if column.null_count and (row_of == "client" or name == "clip"):
             row = pc.index(pc.is_null(column), True).as_py()
             raise DataError(
-                f"{setting}: row {row + 1} of {path} has no {name!r}; {column.null_count:,} such rows; fill them in"
+                f"{setting}: row {row + 1} of {path} has no {name!r}; rows to fill in: {column.null_count:,}"
             )
-    return table.select(there)
+    return table.select(present)
 
 
-def _map(path: Path, wanted: Iterable[str]) -> tuple[pa.Table, list[str]]:
-    """Map columns of an Arrow file, and return the names of all its columns."""
+def _map_columns(path: Path, requested: Iterable[str]) -> tuple[pa.Table, list[str]]:
+    """Memory-map columns of an Arrow file, and return the names of all its columns."""
     with pa.memory_map(str(path)) as file, pa.ipc.open_file(file) as reader:
         names: list[str] = reader.schema.names
-        chosen = [number for number, name in enumerate(names) if name in wanted]
-        # Batch by batch: read_all copies, and of a compressed file one batch at a time is unpacked.
+        chosen = [number for number, name in enumerate(names) if name in requested]
+        # read_all would copy, and reading by batch decompresses a single batch at a time.
         batches = [reader.get_batch(number).select(chosen) for number in range(reader.num_record_batches)]
         return pa.Table.from_batches(batches, pa.schema([reader.schema.field(number) for number in chosen])), names
 
 
 def _find_ranges(table: pa.Table, clips: int, path: Path, where: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the ranges of the clients in the list of clips, first rows and stops: int32 [clients] each.
+    """Return the clients' ranges of rows in the list of clips, first and stop: int32 [clients] each.
 
     Args:
-        clips: rows of the list of clips.
+        clips: number of rows of the list.
     """
     first, count = (_to_integers(table.column(name), name, path, where) for name in (_FIRST, _CLIPS))
     stop = first + count
@@ -292,27 +294,27 @@ def _find_ranges(table: pa.Table, clips: int, path: Path, where: str) -> tuple[n
     if wrong.any():
         row = int(wrong.argmax())
         raise DataError(
-            f"{where}: row {row + 1} of {path} says first {first[row]} and clips {count[row]}, but clips "
-            f"must be at least 1 and the list has the rows 0 to {clips - 1}; {int(wrong.sum()):,} such rows"
+            f"{where}: row {row + 1} of {path} has first {first[row]} and clips {count[row]}, but clips "
+            f"must be at least 1 and the list has the rows 0 to {clips - 1}; rows to correct: {int(wrong.sum()):,}"
         )
     return first.astype(np.int32), stop.astype(np.int32)
 
 
 def _to_integers(column: pa.ChunkedArray, name: str, path: Path, where: str) -> np.ndarray:
     if not pa.types.is_integer(column.type):
-        raise DataError(f"{where}: column {name!r} of {path} is of the type {column.type}; it must hold integers")
+        raise DataError(f"{where}: column {name!r} of {path} has the type {column.type}; write integers")
     try:
-        found: np.ndarray = column.cast(pa.int64()).to_numpy()
+        integers: np.ndarray = column.cast(pa.int64()).to_numpy()
     except pa.ArrowException as error:
         raise DataError(f"{where}: column {name!r} of {path}: {error}") from error
-    return found
+    return integers
 
 
 def _read_ids(table: pa.Table, path: Path, where: str) -> ClientIds:
     if _CLIENT not in table.column_names:
         large = pa.large_string()
         numbers = pa.array(np.arange(len(table))).cast(large)
-        width = len(str(len(table) - 1))
+        width = len(str(len(table) - 1))  # padding gives text and numbers the same order
         padded = pc.utf8_lpad(numbers, width, "0")
         return ClientIds.from_strings(
             pc.binary_join_element_wise(pa.scalar("client", large), padded, pa.scalar("-", large))
@@ -320,11 +322,13 @@ def _read_ids(table: pa.Table, path: Path, where: str) -> ClientIds:
     column = _to_text(table.column(_CLIENT), _CLIENT, path, where)
     empty = pc.index(column, pa.scalar("", column.type)).as_py()
     if empty >= 0:
-        raise DataError(f"{where}: the id in row {empty + 1} of {path} is empty; give every client one")
+        raise DataError(f"{where}: the id in row {empty + 1} of {path} is empty. Give every client an id")
     ids = ClientIds.from_strings(column)
-    twice = ids.find_duplicate()
-    if twice is not None:
-        raise DataError(f"{where}: more than one row of {path} has the client {twice!r}; a client is one row")
+    duplicate = ids.find_duplicate()
+    if duplicate is not None:
+        raise DataError(
+            f"{where}: several rows of {path} have the client {duplicate!r}. Write a single row for each client"
+        )
     return ids
 
 
@@ -333,8 +337,8 @@ def _to_text(column: pa.ChunkedArray, name: str, path: Path, where: str) -> pa.L
     kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
     texts = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
     if not texts and not (name == _CLIENT and pa.types.is_integer(kind)):
-        wanted = "strings or integers" if name == _CLIENT else "strings"
-        raise DataError(f"{where}: column {name!r} of {path} is of the type {column.type}; it must hold {wanted}")
+        expected = "strings or integers" if name == _CLIENT else "strings"
+        raise DataError(f"{where}: column {name!r} of {path} has the type {column.type}; write {expected}")
     column = column.cast(kind).cast(pa.large_string())
-    # combine_chunks would copy a single chunk too.
+    # combine_chunks would copy even a single chunk.
     return column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays(column.chunks)

@@ -1,6 +1,6 @@
-"""Transforms: what is done to training examples, anew in every batch; one file for each.
+"""Transforms: random augmentations of training examples, redrawn for every batch. Each transform has its own file.
 
-Begin with ``_transform.py`` (what a transform is) and ``_pipeline.py`` (in which order batches are made of stored features).
+Begin with ``_transform.py`` (the base class) and ``_pipeline.py`` (the order of steps from stored features to batches).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Pipeline: what becomes of stored features on their way into a batch.
+"""Pipeline from stored features to batches.
 
-In this order: a random crop, transforms of power, the logarithm and normalisation that had to wait for these, all other transforms.
-Where no transform acts on power, features come normalised from the cache. Examples that are measured on take the same way without
-anything random: the crop is the middle.
+The order is: random crop, transforms of power, deferred logarithm and normalisation, all further transforms. Without
+transforms of power, features come normalised from the cache. Evaluation examples pass through the same pipeline without random
+steps, and with a centre crop.
 """
 
 from __future__ import annotations
@@ -32,30 +32,31 @@ _CROP = "crop"
 
 @dataclass(frozen=True)
 class LateNormalisation:
-    """The last steps from power to features, after the transforms: the logarithm, and the z-score of each band."""
+    """Deferred conversion of power to features, after the transforms: the logarithm, and the z-score of each band."""
 
-    of_log_power: float
-    """See FeatureSettings."""
+    log_power_factor: float
+    """``FeatureSettings.log_power_factor``: the feature of a band is this factor times the logarithm of its power."""
     least: float
-    """The power that smaller power is taken for."""
+    """Lower limit of power before the logarithm."""
     z_score: bool
+    """Whether to normalise each band of an example to mean 0 and variance 1."""
 
     def to_power(self, x: Tensor, frames: Tensor) -> Tensor:
-        """Return the power of features: float32, of the shape of ``x``, which is overwritten; 0 in padding."""
-        return spectra.to_power(x, frames, self.least, self.of_log_power).mul_(spectra.inside(x, frames))
+        """Convert features to power, 0 in padding. Overwrites ``x``."""
+        return spectra.to_power(x, frames, self.least, self.log_power_factor).mul_(spectra.inside(x, frames))
 
-    def of_power(self, power: Tensor, frames: Tensor) -> Tensor:
-        """Return the features of power float32 [..., frames, bands], which is overwritten."""
-        return self.normalised(spectra.to_logarithm(power, frames, self.least, self.of_log_power), frames)
+    def to_features(self, power: Tensor, frames: Tensor) -> Tensor:
+        """Convert power float32 [..., frames, bands] to features. Overwrites ``power``."""
+        return self.normalise(spectra.to_logarithm(power, frames, self.least, self.log_power_factor), frames)
 
-    def normalised(self, x: Tensor, frames: Tensor) -> Tensor:
-        """Return features normalised, where that had to wait; ``x`` is overwritten."""
+    def normalise(self, x: Tensor, frames: Tensor) -> Tensor:
+        """Normalise features if the normalisation was deferred. Overwrites ``x``."""
         return spectra.to_z_scores(x, frames, EPSILON) if self.z_score else x
 
 
 @dataclass(frozen=True)
 class Pixels:
-    """The way of stored rows of bytes to images."""
+    """Conversion of stored rows of bytes to normalised images."""
 
     rows: int
     columns: int
@@ -63,16 +64,16 @@ class Pixels:
     mean: tuple[float, ...]
     deviation: tuple[float, ...]
 
-    def images(self, x: Tensor) -> Tensor:
-        """Return float32 [..., channels, rows, columns] of bytes float32 [..., rows, columns * channels]."""
+    def to_images(self, x: Tensor) -> Tensor:
+        """Convert bytes, float32 [..., rows, columns * channels], to images [..., channels, rows, columns]."""
         x = x.view(*x.shape[:-1], self.columns, self.channels).movedim(-1, -3) / 255.0
-        return self._scaled(x).contiguous()
+        return self._scale(x).contiguous()
 
-    def black(self, device: torch.device) -> Tensor:
-        """Return what a pixel of 0 becomes: float32 [channels, 1, 1]."""
-        return self._scaled(torch.zeros(self.channels, 1, 1, device=device))
+    def make_black(self, device: torch.device) -> Tensor:
+        """Return a black pixel after normalisation: float32 [channels, 1, 1]."""
+        return self._scale(torch.zeros(self.channels, 1, 1, device=device))
 
-    def _scaled(self, x: Tensor) -> Tensor:
+    def _scale(self, x: Tensor) -> Tensor:
         mean, deviation = (
             torch.tensor(values, device=x.device)[:, None, None] for values in (self.mean, self.deviation)
         )
@@ -81,38 +82,38 @@ class Pixels:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The way of a view's examples from the cache into a batch."""
+    """Steps from a view's cached features to the examples of a batch."""
 
     crop: RandomCrop | None = None
     transforms: tuple[Transform, ...] = ()
-    """All but the crop, those of power first."""
+    """Transforms without the crop, transforms of power first."""
     late: LateNormalisation | None = None
-    """``None``: features come normalised from the cache."""
+    """Deferred normalisation. ``None``: features come normalised from the cache."""
     pixels: Pixels | None = None
-    """``None``: features, not images."""
+    """Conversion to images. ``None``: the view has features."""
     tables: Mapping[int, np.ndarray] = field(default_factory=dict, compare=False)
-    """The data that transforms need from elsewhere (recordings of noise, say), by their position."""
+    """External data of transforms, such as recordings of noise, by position in ``transforms``."""
 
     @property
     def all(self) -> tuple[Transform, ...]:
-        """The transforms in the order in which they were given."""
+        """All transforms in the configured order, including the crop."""
         return (*(() if self.crop is None else (self.crop,)), *self.transforms)
 
     @property
     def plain(self) -> bool:
-        """True where a batch holds what is stored, as it is."""
+        """True if batches hold the stored features unchanged."""
         return self.crop is None and self.late is None and self.pixels is None and not self.transforms
 
     @property
     def cut(self) -> int | None:
-        """Frames that longer examples are cut to; ``None``: none are."""
+        """Largest number of frames after the crop. ``None``: no limit."""
         return None if self.crop is None or self.pixels is not None else self.crop.size
 
     def shape(self, bands: int) -> int | tuple[int, int, int]:
-        """Return what a network gets: bands of a frame; of images channels, rows and columns.
+        """Return the input shape of a network: the bands of a frame, or the channels, rows and columns of an image.
 
         Args:
-            bands: stored.
+            bands: stored bands of a frame.
         """
         if self.pixels is None:
             return bands
@@ -122,25 +123,25 @@ class Pipeline:
         return self.pixels.channels, rows, columns
 
     def check_size(self, frames: int, bands: int, where: str) -> None:
-        """Refuse transforms that are larger than the examples.
+        """Check that the examples are large enough for all transforms.
 
         Args:
-            frames: stored, of the longest.
-            bands: stored.
-            where: ``"data.transforms"``, for the message.
+            frames: stored frames of the longest example.
+            bands: stored bands of a frame.
+            where: place of the transforms for the message, ``"data.transforms"``.
 
         Raises:
-            ConfigError: one is.
+            ConfigError: a transform needs larger examples.
         """
-        what = ("frames", "bands")
+        units = ("frames", "bands")
         if self.pixels is not None:
-            frames, bands, what = self.pixels.rows, self.pixels.columns, ("rows", "columns")
+            frames, bands, units = self.pixels.rows, self.pixels.columns, ("rows", "columns")
         for transform in self.all:
-            for wanted, there, name in zip(transform.least(), (frames, bands), what, strict=True):
-                if wanted > there:
+            for required, available, unit in zip(transform.least(), (frames, bands), units, strict=True):
+                if required > available:
                     raise ConfigError(
-                        f"{where}: {_name(transform)} needs examples of at least {wanted} {name}, and here the longest has "
-                        f"{there}; give it smaller values, or take longer clips"
+                        f"{where}: {_name(transform)} needs examples of at least {required} {unit}, but the longest has "
+                        f"{available}. Lower its options, or use longer clips."
                     )
             if transform is self.crop:
                 frames = min(frames, self.crop.size) if self.pixels is None else self.crop.size
@@ -149,7 +150,13 @@ class Pipeline:
     def window(
         self, starts: np.ndarray, counts: np.ndarray, drawn: Drawn | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return first frames and numbers of frames of some examples after the crop: in the middle where nothing is drawn."""
+        """Return the first frames and frame counts of examples after the crop.
+
+        Args:
+            starts: first stored frame of each example, int64 [examples].
+            counts: stored frames of each example, int64 [examples].
+            drawn: random values from :meth:`draw`. ``None``: crop the centre.
+        """
         if self.cut is None:
             return starts, counts
         free = np.maximum(counts - self.cut, 0)
@@ -162,102 +169,117 @@ class Pipeline:
         bands: int,
         sounding: Callable[[Drawn], np.ndarray] | None = None,
     ) -> dict[str, np.ndarray]:
-        """Draw what is random about one batch.
+        """Draw the random values of a batch.
 
         Args:
-            key: seed of the fit, number of the batch in it, number of the view.
-            counts: int [examples]: stored frames of each example.
-            bands: stored numbers of a frame.
-            sounding: gives the frames that are no padding after the crop that was drawn; ``None``: all are not.
+            key: seed of the fit, number of the batch in the fit, number of the view.
+            counts: stored frames of each example, int [examples].
+            bands: stored values of a frame.
+            sounding: gives the frame counts without padding for a drawn crop. ``None``: there is no padding.
+
+        Returns:
+            Arrays [examples, ...] by name. The names start with the transform's position, or ``crop``.
         """
         if self.crop is None and not self.transforms:
             return {}
         rng = np.random.default_rng(tuple(key))
-        found: dict[str, np.ndarray] = {}
+        values: dict[str, np.ndarray] = {}
         counts = np.asarray(counts, np.int64)
         if self.pixels is not None:
             counts, bands = np.full(len(counts), self.pixels.rows), self.pixels.columns
             if self.crop is not None:
-                found = self.crop.corners(rng, len(counts), self.pixels.rows, self.pixels.columns)
+                values = self.crop.draw_corners(rng, len(counts), self.pixels.rows, self.pixels.columns)
                 counts, bands = np.full(len(counts), self.crop.size), self.crop.size
         else:
             if self.cut is not None:
-                found[_CROP] = rng.integers(0, np.maximum(counts - self.cut, 0) + 1)
+                values[_CROP] = rng.integers(0, np.maximum(counts - self.cut, 0) + 1)
                 counts = np.minimum(counts, self.cut)
             if sounding is not None:
-                counts = np.maximum(sounding(found), 1)
-        for place, transform in enumerate(self.transforms):
-            drawn = transform.draw(rng, counts, bands, self.tables.get(place))
-            found |= {f"{place}/{name}": array for name, array in drawn.items()}
-        return found
+                counts = np.maximum(sounding(values), 1)
+        for position, transform in enumerate(self.transforms):
+            drawn = transform.draw(rng, counts, bands, self.tables.get(position))
+            values |= {f"{position}/{name}": array for name, array in drawn.items()}
+        return values
 
     def apply(self, x: Tensor, frames: Tensor, drawn: Mapping[str, Tensor] | None) -> Tensor:
-        """Make the examples of a batch of what is stored of them; ``x`` is overwritten.
+        """Convert stored features to the examples of a batch. Overwrites ``x``.
 
         Args:
-            x: float32 [..., examples, frames, bands], cropped already.
-            frames: int64 [..., examples]: frames that are no padding.
-            drawn: see :meth:`draw`; ``None``: nothing random is done.
+            x: stored features after the crop, float32 [..., examples, frames, bands].
+            frames: frame counts without padding, int64 [..., examples].
+            drawn: random values from :meth:`draw` on the device of ``x``. ``None``: skip the random transforms.
         """
         if self.pixels is not None:
-            x = self.pixels.images(x)
+            x = self.pixels.to_images(x)
             if self.crop is not None:
-                black = self.pixels.black(x.device) if self.crop.pad_with == "black" else None
+                black = self.pixels.make_black(x.device) if self.crop.pad_with == "black" else None
                 x = self.crop.cut_images(x, drawn, black)
-            return x if drawn is None else self._transformed(x, frames, drawn, False)
+            return x if drawn is None else self._transform(x, frames, drawn, False)
         if self.late is not None:
             if drawn is not None:
                 x = self.late.to_power(x, frames)
-                x = self._transformed(x, frames, drawn, True)
-                x = self.late.of_power(x, frames)
+                x = self._transform(x, frames, drawn, True)
+                x = self.late.to_features(x, frames)
             else:
-                x = self.late.normalised(x, frames)
+                x = self.late.normalise(x, frames)
         if drawn is not None:
-            x = self._transformed(x, frames, drawn, False)
+            x = self._transform(x, frames, drawn, False)
         return x.mul_(spectra.inside(x, frames))
 
-    def _transformed(self, x: Tensor, frames: Tensor, drawn: Mapping[str, Tensor], power: bool) -> Tensor:
-        for place, transform in enumerate(self.transforms):
+    def _transform(self, x: Tensor, frames: Tensor, drawn: Mapping[str, Tensor], power: bool) -> Tensor:
+        """Apply either the transforms of power or all further transforms."""
+        for position, transform in enumerate(self.transforms):
             if transform.power is power:
-                own = {name.partition("/")[2]: t for name, t in drawn.items() if name.startswith(f"{place}/")}
-                x = transform.apply(x, frames, own, self._table(place, x.device))
+                values = {name.partition("/")[2]: t for name, t in drawn.items() if name.startswith(f"{position}/")}
+                x = transform.apply(x, frames, values, self._load_table(position, x.device))
         return x
 
-    def _table(self, place: int, device: torch.device) -> Tensor | None:
-        if place not in self.tables:
+    def _load_table(self, position: int, device: torch.device) -> Tensor | None:
+        """Return a transform's table on a device, copied there once."""
+        if position not in self.tables:
             return None
-        if (place, device) not in self._moved:
-            self._moved[place, device] = torch.from_numpy(np.array(self.tables[place])).to(device)
-        return self._moved[place, device]
+        if (position, device) not in self._moved:
+            self._moved[position, device] = torch.from_numpy(np.array(self.tables[position])).to(device)
+        return self._moved[position, device]
 
     @functools.cached_property
     def _moved(self) -> dict[tuple[int, torch.device], Tensor]:
         return {}
 
-    def with_tables(self, arrays: Mapping[str, np.ndarray], prefix: str) -> Pipeline:
-        """Return this pipeline with the tables that a population keeps under ``prefix``."""
+    def add_tables(self, arrays: Mapping[str, np.ndarray], prefix: str) -> Pipeline:
+        """Return a copy of the pipeline with the tables of a population.
+
+        Args:
+            arrays: arrays of the population by name.
+            prefix: prefix of the names of this pipeline's tables.
+        """
         tables = {int(name.removeprefix(prefix)): array for name, array in arrays.items() if name.startswith(prefix)}
         return Pipeline(self.crop, self.transforms, self.late, self.pixels, tables)
 
     def make_tables(self, features: AnyFeatures, seed: int, prefix: str) -> dict[str, np.ndarray]:
-        """Return what the transforms need of the outside world, as a population keeps it.
+        """Create the tables of the transforms, for a population.
+
+        Args:
+            features: features of the view.
+            seed: seed of the run.
+            prefix: prefix of the tables' names.
 
         Raises:
-            DataError: that cannot be read.
+            DataError: a recording cannot be read.
         """
-        found = {place: transform.table(features, seed) for place, transform in enumerate(self.transforms)}
-        return {f"{prefix}{place}": table for place, table in found.items() if table is not None}
+        tables = {position: transform.table(features, seed) for position, transform in enumerate(self.transforms)}
+        return {f"{prefix}{position}": table for position, table in tables.items() if table is not None}
 
 
 PLAIN = Pipeline()
-"""The pipeline that changes nothing: a batch holds what is stored."""
+"""Identity pipeline: batches hold the stored features."""
 
 
 def find_transform(name: str) -> type[Transform]:
-    """Find the transform called ``name``: a built-in, or the user's ``my_file.py:Class`` or ``my_module:Class``.
+    """Find a transform by name: a built-in, or a user's ``my_file.py:Class`` or ``my_module:Class``.
 
     Raises:
-        ConfigError: there is none; the nearest name is given.
+        ConfigError: the name is unknown. The message suggests the nearest name.
     """
     return registry.find(_PACKAGE, name, Transform, "transform")
 
@@ -266,12 +288,12 @@ def make_transforms(values: Sequence[Mapping[str, Any]], features: AnyFeatures, 
     """Build and check the transforms of a view.
 
     Args:
-        values: name and options of each.
-        features: of the view.
-        where: ``"data.transforms"``, for the messages.
+        values: name and options of each transform.
+        features: features of the view.
+        where: place of the transforms for messages, ``"data.transforms"``.
 
     Raises:
-        ConfigError: an unknown name or option, a value out of range, a wrong order, or features that one cannot act on.
+        ConfigError: unknown name or option, value out of range, wrong order, or unsupported features.
     """
     built: list[Transform] = []
     for number, value in enumerate(values):
@@ -279,12 +301,12 @@ def make_transforms(values: Sequence[Mapping[str, Any]], features: AnyFeatures, 
         name = options.pop("name", None)
         place = f"{where}.{number}"
         if not isinstance(name, str):
-            raise ConfigError(f"{place}: a name is missing; known: {', '.join(registry.names(_PACKAGE))}")
+            raise ConfigError(f"{place}: a name is missing. Known transforms: {', '.join(registry.names(_PACKAGE))}.")
         transform = registry.build(find_transform(name), options, f"{place}: {name}")
         if features.kind not in transform.kinds:
             raise ConfigError(
-                f"{place}: {name} acts on features of the kind {' or '.join(transform.kinds)}, these are of the kind "
-                f"{features.kind}; leave it out"
+                f"{place}: {name} supports features of the kind {' or '.join(transform.kinds)}, not {features.kind}. "
+                f"Remove this transform."
             )
         try:
             transform.check(features)
@@ -294,38 +316,39 @@ def make_transforms(values: Sequence[Mapping[str, Any]], features: AnyFeatures, 
     ranks = [0 if isinstance(transform, RandomCrop) else 1 if transform.power else 2 for transform in built]
     if ranks != sorted(ranks) or ranks.count(0) > 1:
         raise ConfigError(
-            f"{where}: the order is one random_crop, then what acts on power (gain, noise, reverberation), then the others; "
-            f"here it is {', '.join(str(value['name']) for value in values)}"
+            f"{where}: {', '.join(str(value['name']) for value in values)} are in the wrong order. List at most one random_crop, "
+            f"then transforms of power (gain, noise, reverberation), then the rest."
         )
     crop = next((transform for transform in built if isinstance(transform, RandomCrop)), None)
-    others = tuple(transform for transform in built if transform is not crop)
+    further = tuple(transform for transform in built if transform is not crop)
     late = None
-    if any(transform.power for transform in others):
-        late = _late(features, where)
-    found = Pipeline(crop, others, late, _pixels(features))
+    if any(transform.power for transform in further):
+        late = _make_late_normalisation(features, where)
+    pipeline = Pipeline(crop, further, late, _make_pixels(features))
     if features.frames is not None:
-        found.check_size(features.frames, features.bands, where)
-    return found
+        pipeline.check_size(features.frames, features.bands, where)
+    return pipeline
 
 
 def _name(transform: Transform) -> str:
-    """Return what a configuration calls it; of a user's own the class."""
+    """Return a transform's name in configurations, or the class name of a user's transform."""
     package, _, name = type(transform).__module__.rpartition(".")
     return name if package == _PACKAGE else type(transform).__name__
 
 
-def _pixels(features: AnyFeatures) -> Pixels | None:
+def _make_pixels(features: AnyFeatures) -> Pixels | None:
     if not isinstance(features, ImageFeatures):
         return None
     return Pixels(*features.size, features.channels, features.mean, features.deviation)
 
 
-def _late(features: AnyFeatures, where: str) -> LateNormalisation:
-    assert isinstance(features, FeatureSettings)  # noqa: S101 - of the kinds that transforms of power act on
+def _make_late_normalisation(features: AnyFeatures, where: str) -> LateNormalisation:
+    assert isinstance(features, FeatureSettings)  # noqa: S101 - the only features that transforms of power support
     if features.normalise in BY_TRAINING_CLIPS:
         raise ConfigError(
-            f"{where}: what acts on power comes before normalisation, and normalise: {features.normalise} is done once for all; "
-            f"take data.features.normalise clip or none, or leave gain, noise and reverberation out"
+            f"{where}: transforms of power come before normalisation, but data.features.normalise: {features.normalise} "
+            f"normalises the cached features. Set data.features.normalise to clip or none, or remove gain, noise and "
+            f"reverberation."
         )
     least = features.least if features.spectrum == "power" else features.least**2
-    return LateNormalisation(features.of_log_power, least, features.normalise == "clip")
+    return LateNormalisation(features.log_power_factor, least, features.normalise == "clip")

@@ -1,4 +1,4 @@
-"""Recordings that transforms use: noise, and impulse responses of rooms."""
+"""Recordings for transforms: noise, and impulse responses of rooms."""
 
 from __future__ import annotations
 
@@ -14,34 +14,39 @@ from raydfl.data.features.log_mel import FeatureSettings
 from raydfl.data.sets import list_recordings
 
 
-def extractor_of_power(features: FeatureSettings) -> FeatureExtractor:
-    """Return what computes log-mel features that are neither cut nor normalised."""
+def make_power_extractor(features: FeatureSettings) -> FeatureExtractor:
+    """Create an extractor of log-mel features of full length, without normalisation."""
     neutral = {"normalise": "none", "seconds": None, "wave": "as_is", "dtype": "float32"}
     return FeatureExtractor(features.model_copy(update=neutral))
 
 
-def power_of(features: FeatureSettings, logarithms: np.ndarray) -> np.ndarray:
-    """Return the power in bands, of features that are not normalised: float32, of the same shape."""
-    result: np.ndarray = np.exp(logarithms / features.of_log_power).astype(np.float32)
-    return result
+def to_power(features: FeatureSettings, logarithms: np.ndarray) -> np.ndarray:
+    """Convert log-mel features without normalisation to power: float32, of the same shape."""
+    power: np.ndarray = np.exp(logarithms / features.log_power_factor).astype(np.float32)
+    return power
 
 
-def waves_in(folder: Path, extractor: FeatureExtractor, what: str) -> Iterator[np.ndarray]:
-    """Yield the recordings in a folder, at any depth, in the order of their names: float32 [samples] at the features' rate.
+def load_waves(folder: Path, extractor: FeatureExtractor, option: str) -> Iterator[np.ndarray]:
+    """Yield the recordings in a folder and its subfolders in alphabetical order.
 
     Args:
-        what: they are, for the messages.
+        folder: folder with recordings.
+        extractor: extractor with the sample rate of the features.
+        option: name of the folder's option, for messages.
+
+    Yields:
+        Samples at the features' sample rate, float32 [samples].
 
     Raises:
-        DataError: there is no such folder, none is in it, or one cannot be read.
+        DataError: the folder does not exist, has no recordings, or contains an unreadable one.
     """
     if not folder.is_dir():
-        raise DataError(f"{what}: there is no folder {folder}; name a folder of recordings")
+        raise DataError(f"{option}: there is no folder {folder}. Give the path of a folder of recordings.")
     names, _ = list_recordings(folder)
     if not names:
-        raise DataError(f"{what}: no recording is in {folder}; it must hold recordings (.wav, .flac, .ogg ...)")
+        raise DataError(f"{option}: no recording is in {folder}. Add recordings (.wav, .flac, .ogg ...).")
     for name in sorted(names):
         try:
             yield extractor.wave(*read_audio(folder / name))
         except DataError as error:
-            raise DataError(f"{what}: {folder / name} cannot be used: {error}") from error
+            raise DataError(f"{option}: {folder / name} cannot be used: {error}") from error

@@ -1,9 +1,8 @@
-"""Transform: the base of everything that changes training examples at random.
+"""Transform: base class of random augmentations of training examples.
 
-What is random is drawn on the CPU, a few numbers for each example, from a generator of its own for each batch: a function of where
-the client's generator stands at the beginning of its training, and of the number of the batch. The change itself is tensor
-operations on any device and for any number of leading dimensions. So a client's examples are the same whoever computes it, alone or
-together with others.
+The CPU draws a few random numbers for each example. Each batch has its own generator, seeded by the state of the client's
+generator at the start of its training and the number of the batch. Tensor operations then change the examples on any device,
+with any number of leading dimensions. A client's examples are therefore the same in batched and unbatched training.
 """
 
 from __future__ import annotations
@@ -19,58 +18,69 @@ from raydfl.core.settings import StrictTypes
 from raydfl.data.features.kinds import AnyFeatures
 
 Drawn = Mapping[str, np.ndarray]
-"""Random numbers drawn for the examples of a batch: [examples, ...] each, by name."""
+"""Random values for the examples of a batch by name, each [examples, ...]."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Transform(StrictTypes):
-    """Base of every transform. The fields of a subclass (a frozen pydantic dataclass) are its options."""
+    """Base class of transforms. The fields of a subclass (a frozen pydantic dataclass) are its options."""
 
     power: ClassVar[bool] = False
-    """True where it acts on the power in bands: then features are normalised after it, as each batch is made."""
+    """Whether the transform acts on the power in bands. Normalisation then happens in each batch, after the transform."""
 
     kinds: ClassVar[tuple[str, ...]] = ("logmel", "kaldi", "file", "model")
-    """Kinds of features that it can act on."""
+    """Supported kinds of features."""
 
     def least(self) -> tuple[int, int]:
-        """Return the frames and bands (of images: rows and columns) that an example must have for it to make sense."""
+        """Return the least numbers of frames and bands (images: rows and columns) of an example."""
         return 1, 1
 
     def check(self, features: AnyFeatures) -> None:
-        """Refuse features that it is not defined for, with a ConfigError."""
-
-    def table(self, features: AnyFeatures, seed: int) -> np.ndarray | None:
-        """Return what it needs of the outside world (recordings of noise, say), kept with the population: float32.
-
-        Args:
-            features: of the view that it acts on.
-            seed: the run's.
+        """Check that the transform supports the features.
 
         Raises:
-            DataError: that cannot be read.
+            ConfigError: it does not.
+        """
+
+    def table(self, features: AnyFeatures, seed: int) -> np.ndarray | None:
+        """Load external data of the transform, such as recordings of noise. The population stores it.
+
+        Args:
+            features: features of the view.
+            seed: seed of the run.
+
+        Returns:
+            A float32 array, or ``None`` without external data.
+
+        Raises:
+            DataError: a recording cannot be read.
         """
         return None
 
     def draw(
         self, rng: np.random.Generator, frames: np.ndarray, bands: int, table: np.ndarray | None
     ) -> dict[str, np.ndarray]:
-        """Draw what is random about the examples of a batch: a few numbers for each.
+        """Draw the random values for the examples of a batch.
 
         Args:
-            frames: int64 [examples]: frames that each example has, padding left out; of images rows.
-            bands: of a frame; of images columns.
-            table: see :meth:`table`.
+            rng: generator of the batch.
+            frames: frame counts without padding (images: rows), int64 [examples].
+            bands: bands of a frame (images: columns).
+            table: result of :meth:`table`.
+
+        Returns:
+            Arrays [examples, ...] by name, for :meth:`apply`.
         """
-        raise NotImplementedError(f"{type(self).__name__} must draw, in draw(), what apply() is to do")
+        raise NotImplementedError(f"{type(self).__name__}.draw() must return the random values for apply().")
 
     def apply(self, x: Tensor, frames: Tensor, drawn: Mapping[str, Tensor], table: Tensor | None) -> Tensor:
-        """Return the changed examples; ``x`` may be overwritten.
+        """Transform the examples of a batch. It may overwrite ``x``.
 
         Args:
-            x: float32 [..., examples, frames, bands]: features, or with ``power`` the power in bands (not negative, 0 in padding);
-                of images [..., examples, channels, rows, columns].
-            frames: int64 [..., examples]: frames that are no padding; what is changed in padding is made 0 again.
-            drawn: see :meth:`draw`: [..., examples, ...] each.
-            table: see :meth:`table`.
+            x: features float32 [..., examples, frames, bands], or with ``power`` the power in bands (not negative, 0 in
+                padding). Images are [..., examples, channels, rows, columns].
+            frames: frame counts without padding, int64 [..., examples]. The pipeline resets padding to 0 afterwards.
+            drawn: values from :meth:`draw`, each [..., examples, ...].
+            table: result of :meth:`table`.
         """
-        raise NotImplementedError(f"{type(self).__name__} must change the examples in apply()")
+        raise NotImplementedError(f"{type(self).__name__}.apply() must return the transformed examples.")

@@ -1,7 +1,7 @@
-"""Cutout: a square of each example is 0.
+"""Cutout: set a square of each example to 0.
 
-T. DeVries, G. W. Taylor, Improved Regularization of Convolutional Neural Networks with Cutout, arXiv:1708.04552, section 3: the
-middle of the square is drawn evenly among all places, so that a part of it may lie outside.
+T. DeVries, G. W. Taylor, Improved Regularization of Convolutional Neural Networks with Cutout, arXiv:1708.04552, section 3. The
+centre of the square is drawn uniformly, so that part of the square may be outside.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ from raydfl.data.transforms._transform import Transform
 
 @dataclass(frozen=True, kw_only=True)
 class Cutout(Transform):
-    """A square of an image, or as many frames and bands, becomes 0."""
+    """Set a random square of an image, or of frames and bands, to 0."""
 
     kinds: ClassVar[tuple[str, ...]] = ("logmel", "kaldi", "file", "model", "image")
 
-    size: Annotated[int, Field(ge=1, description="Rows and columns of the square; of features its frames and bands.")]
+    size: Annotated[int, Field(ge=1, description="Rows and columns of the square (features: frames and bands).")]
 
     def least(self) -> tuple[int, int]:
-        """See :class:`Transform`."""
+        """Require at least as many frames as the square."""
         return self.size, 1
 
     def draw(
         self, rng: np.random.Generator, frames: np.ndarray, bands: int, table: np.ndarray | None
     ) -> dict[str, np.ndarray]:
-        """See :class:`Transform`: row and column of the square's middle, int64 [examples]."""
+        """Draw the row and column of the square's centre, int64 [examples]."""
         return {"row": rng.integers(0, frames), "column": rng.integers(0, bands, len(frames))}
 
     def apply(self, x: Tensor, frames: Tensor, drawn: Mapping[str, Tensor], table: Tensor | None) -> Tensor:
-        """See :class:`Transform`."""
+        """Set the square to 0."""
         rows, columns = (
-            _within(drawn[name], self.size, size) for name, size in (("row", x.shape[-2]), ("column", x.shape[-1]))
+            _mask_around(drawn[name], self.size, size) for name, size in (("row", x.shape[-2]), ("column", x.shape[-1]))
         )
         square = rows.unsqueeze(-1) & columns.unsqueeze(-2)
         return x.masked_fill(square.unsqueeze(-3) if x.ndim > frames.ndim + 2 else square, 0.0)
 
 
-def _within(middle: Tensor, length: int, size: int) -> Tensor:
-    """Return which of ``size`` places lie in a stretch of that length around the middle: bool [..., size]."""
-    first = (middle - length // 2).unsqueeze(-1)
-    place = spectra.places(size, middle.device)
-    return (place >= first) & (place < first + length)
+def _mask_around(centre: Tensor, length: int, size: int) -> Tensor:
+    """Return a mask of ``length`` positions around each centre: bool [..., size]."""
+    first = (centre - length // 2).unsqueeze(-1)
+    position = spectra.places(size, centre.device)
+    return (position >= first) & (position < first + length)

@@ -1,4 +1,4 @@
-"""Flip: an image's mirror image."""
+"""Flip: mirror images horizontally."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from raydfl.data.transforms._transform import Transform
 
 @dataclass(frozen=True, kw_only=True)
 class Flip(Transform):
-    """Left and right are exchanged."""
+    """Swap left and right of random images."""
 
     kinds: ClassVar[tuple[str, ...]] = ("image",)
 
-    share: Annotated[float, Field(ge=0, le=1, description="Share of the images that are flipped, drawn anew.")] = 0.5
+    share: Annotated[float, Field(ge=0, le=1, description="Probability of a flip for each image.")] = 0.5
 
     def draw(
         self, rng: np.random.Generator, frames: np.ndarray, bands: int, table: np.ndarray | None
     ) -> dict[str, np.ndarray]:
-        """See :class:`Transform`: bool [examples]."""
+        """Draw the flipped images: bool [examples]."""
         return {"flipped": rng.random(len(frames)) < self.share}
 
     def apply(self, x: Tensor, frames: Tensor, drawn: Mapping[str, Tensor], table: Tensor | None) -> Tensor:
-        """See :class:`Transform`."""
+        """Flip the drawn images."""
         return torch.where(drawn["flipped"][..., None, None, None], x.flip(-1), x)

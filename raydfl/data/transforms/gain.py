@@ -1,4 +1,4 @@
-"""Gain: an example is louder or softer."""
+"""Gain: make examples louder or softer."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from raydfl.data.transforms._values import Range
 
 @dataclass(frozen=True, kw_only=True)
 class Gain(Transform):
-    """A factor on an example's power."""
+    """Multiply the power of each example by a random factor."""
 
     power: ClassVar[bool] = True
     kinds: ClassVar[tuple[str, ...]] = ("logmel",)
 
-    db: Annotated[Range, Field(description="Lowest and highest gain in dB, between which it is drawn evenly.")] = (
+    db: Annotated[Range, Field(description="Lower and upper limit of the gain in dB. Uniform in between.")] = (
         -6.0,
         6.0,
     )
 
     def check(self, features: AnyFeatures) -> None:
-        """See :class:`Transform`: a z-score of the clip takes every gain back."""
+        """Check that normalisation does not cancel the gain."""
         if features.normalise == "clip":
             raise ConfigError(
-                "data.features.normalise: clip takes any gain back, so it would change nothing; leave it out, or take "
-                "normalise none"
+                "data.features.normalise: clip cancels every gain, so that gain has no effect. Remove gain, or set "
+                "data.features.normalise to none."
             )
 
     def draw(
         self, rng: np.random.Generator, frames: np.ndarray, bands: int, table: np.ndarray | None
     ) -> dict[str, np.ndarray]:
-        """See :class:`Transform`: the factor on power, float32 [examples]."""
+        """Draw the factor on power, float32 [examples]."""
         return {"factor": (10 ** (rng.uniform(*self.db, len(frames)) / 10)).astype(np.float32)}
 
     def apply(self, x: Tensor, frames: Tensor, drawn: Mapping[str, Tensor], table: Tensor | None) -> Tensor:
-        """See :class:`Transform`."""
+        """Multiply the power by the factor."""
         return x.mul_(drawn["factor"][..., None, None])

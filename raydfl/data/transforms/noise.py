@@ -1,8 +1,8 @@
-"""Noise: white noise or recordings of noise in the background, at a drawn signal-to-noise ratio.
+"""Noise: background noise, white or from recordings, at a random signal-to-noise ratio.
 
-It is added to the power in mel bands: the power of a sum of two signals that have nothing to do with each other is, on average, the
-sum of their powers. Noise that is drawn here is real noise's power, with its fluctuations from frame to frame; what is left out is
-the product of the two signals, whose mean is 0.
+The noise is added to the power in mel bands. On average, the power of a sum of two independent signals is the sum of their
+powers. The added power is computed from real noise and fluctuates from frame to frame. The cross term of the two signals, with
+mean 0, is neglected.
 """
 
 from __future__ import annotations
@@ -20,53 +20,56 @@ from raydfl.core.ops import spectra
 from raydfl.core.seeds import generator
 from raydfl.data.features.kinds import AnyFeatures
 from raydfl.data.features.log_mel import FeatureSettings
-from raydfl.data.transforms._recordings import extractor_of_power, power_of, waves_in
+from raydfl.data.transforms._recordings import load_waves, make_power_extractor, to_power
 from raydfl.data.transforms._transform import Transform
 from raydfl.data.transforms._values import Range
 
 _WHITE_S = 10.0
 _LONGEST_S = 600.0
-"""Limit for all recordings of noise together; what comes after it is not used."""
+"""Largest total duration of the recordings of noise in seconds. Further recordings are ignored."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Noise(Transform):
-    """Noise in the background. The ratio is that of mean powers, summed over the bands."""
+    """Add background noise. The signal-to-noise ratio compares mean powers, summed over the bands."""
 
     power: ClassVar[bool] = True
     kinds: ClassVar[tuple[str, ...]] = ("logmel",)
 
     snr_db: Annotated[
-        Range, Field(description="Lowest and highest signal-to-noise ratio in dB, between which it is drawn evenly.")
+        Range, Field(description="Lower and upper limit of the signal-to-noise ratio in dB. Uniform in between.")
     ] = (0.0, 20.0)
-    share: Annotated[float, Field(ge=0, le=1, description="Share of the examples that get noise, drawn anew.")] = 1.0
+    share: Annotated[float, Field(ge=0, le=1, description="Probability of noise for each example. 0: no noise.")] = 1.0
     folder: Annotated[
         Path | None,
-        Field(description="Recordings of noise, of which a stretch is drawn; at most 10 minutes. null: white noise."),
+        Field(
+            description="Folder of noise recordings. Each example gets a random excerpt. Only the first 10 minutes are used. "
+            "null: white noise."
+        ),
     ] = None
 
     def table(self, features: AnyFeatures, seed: int) -> np.ndarray:
-        """See :class:`Transform`: the power in bands, float32 [frames, bands]; mean of a frame's sum: 1."""
-        assert isinstance(features, FeatureSettings)  # noqa: S101 - see kinds
-        extractor = extractor_of_power(features)
+        """Compute the power of the noise in bands: float32 [frames, bands], with a mean frame power of 1."""
+        assert isinstance(features, FeatureSettings)  # noqa: S101 - ensured by kinds
+        extractor = make_power_extractor(features)
         samples = round(_WHITE_S * features.sample_rate)
         waves: list[np.ndarray] = []
         if self.folder is None:
             white = generator(seed, 0, "", "transform/noise").standard_normal(samples, dtype=np.float32)
             waves.append(0.1 * white)
         else:
-            for wave in waves_in(self.folder, extractor, "the noise of data.transforms"):
+            for wave in load_waves(self.folder, extractor, "the noise of data.transforms"):
                 waves.append(wave / max(float(np.sqrt(np.mean(np.square(wave)))), 1e-9))
                 if sum(map(len, waves)) > _LONGEST_S * features.sample_rate:
                     break
-        power = np.concatenate([power_of(features, extractor.features(wave)) for wave in waves])
+        power = np.concatenate([to_power(features, extractor.features(wave)) for wave in waves])
         scaled: np.ndarray = (power / power.sum(axis=1).mean()).astype(np.float32)
         return scaled
 
     def draw(
         self, rng: np.random.Generator, frames: np.ndarray, bands: int, table: np.ndarray | None
     ) -> dict[str, np.ndarray]:
-        """See :class:`Transform`: power of noise to that of the signal float32 [examples]; the noise's first frame."""
+        """Draw the ratio of noise power to signal power, float32 [examples], and the first frame of the excerpt."""
         assert table is not None  # noqa: S101
         noisy = rng.random(len(frames)) < self.share
         ratio = 10 ** (-rng.uniform(*self.snr_db, len(frames)) / 10)
@@ -76,6 +79,6 @@ class Noise(Transform):
         }
 
     def apply(self, x: Tensor, frames: Tensor, drawn: Mapping[str, Tensor], table: Tensor | None) -> Tensor:
-        """See :class:`Transform`."""
+        """Add the scaled noise."""
         assert table is not None  # noqa: S101
         return spectra.add_noise(x, frames, table, drawn["first"], drawn["ratio"])

@@ -108,7 +108,7 @@ class Grouped(Method):
         own, start = Membership.from_state(state).groups(), rng.bit_generator.state
         tasks: list[Task] = []
         for group in dict.fromkeys(own.values()):
-            rng.bit_generator.state = start
+            rng.bit_generator.state = start  # so that all groups draw the same cohort
             planned = self.ungrouped.plan(_select_state(state, group), clients, rng, cohort)
             tasks += [self._address(state, task, group) for task in planned if own[task.client_id] == group]
         place = {client: number for number, client in enumerate(own)}
@@ -201,7 +201,7 @@ class Grouped(Method):
                 states[group] = states[had.most_common(1)[0][0]]
         senders = dict.fromkeys(after[update.client_id] for update in spool)
         for group in senders:
-            rng.bit_generator.state = start
+            rng.bit_generator.state = start  # so that a group's result does not depend on earlier groups
             places: list[str] = []
             own_updates = _select_updates(spool, after, group, weights.setdefault(group, Counter()), places)
             start_state = _set_size(states[group], new, group)

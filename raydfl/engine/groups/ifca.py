@@ -59,7 +59,7 @@ class Ifca(DiscoveryRule):
         for number in range(1, self.groups + 1):
             entry = dict(state.tensors[GLOBAL])
             for name, value in entry.items() if number > 1 else ():
-                if name in parameters and value.numel() > 1:
+                if name in parameters and value.numel() > 1:  # the deviation of a single value is 0
                     noise = torch.from_numpy(rng.standard_normal(tuple(value.shape))).to(value.dtype)
                     entry[name] = value + self.spread * value.std(correction=0) * noise
             states[f"{PREFIX}{number}"] = dataclasses.replace(state, tensors={**state.tensors, GLOBAL: entry})

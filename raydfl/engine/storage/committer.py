@@ -102,7 +102,7 @@ class Committer:
         self.round_index = state.round_index
 
     def begin(self) -> None:
-        """Start the write of the prepared commit, if there is one."""
+        """Start the write of the prepared commit, if any."""
         if self._prepared is not None:
             self._under_way, self._prepared = self._thread.submit(self._prepared), None
 
@@ -128,7 +128,7 @@ class Committer:
         return time.perf_counter() - started, rows
 
     def wait(self) -> Sequence[MetricRow]:
-        """Wait for the current commit, if there is one, and return its rows.
+        """Wait for the current commit, if any, and return its rows.
 
         Raises:
             ResourcesError: The disk is full, or the mirror cannot be reached. The previous commit stays valid.

@@ -180,7 +180,7 @@ def check_same(run_dir: Path, config: Config, trust: bool = False) -> None:
 
 
 def check_revision(run_dir: Path, config: Config) -> None:
-    """Reject a run that began with another revision of its method's equations.
+    """Reject a run of another revision of its method's equations.
 
     Raises:
         RunDirectoryError: The revisions differ. The message names both.
@@ -189,7 +189,7 @@ def check_revision(run_dir: Path, config: Config) -> None:
     if began != now:
         raise RunDirectoryError(
             f"{run_dir} began with revision {began} of the equations of method {config.method['name']!r}, and this version of "
-            f"raydfl has revision {now}. Start the run again under another run.name, or continue it in the version that began it"
+            f"raydfl has revision {now}. Restart the run under another run.name, or continue it with its former version of raydfl"
         )
 
 
@@ -225,7 +225,7 @@ _NOT_FREE = ("run.seed", "ray.threads")
 
 
 def decisive_changes(began: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """List the differing settings that affect results, such as ``train.optimiser.lr: 0.1 there, 0.2 here``."""
+    """List the differing settings with an effect on results, as ``train.optimiser.lr: 0.1 there, 0.2 here``."""
     return _list_changes(began, now, lambda key: not key.startswith(_FREE) or key.startswith(_NOT_FREE))
 
 

@@ -215,7 +215,7 @@ class PrivateStore:
             for block in blocks:
                 checksum = zlib.crc32(block, checksum)
                 written = 0
-                while written < block.nbytes:
+                while written < block.nbytes:  # an unbuffered write may be partial
                     written += self._file.write(block[written:])
         return PrivateRef(segment, offset, length, checksum)
 
@@ -284,7 +284,7 @@ class PrivateStore:
             self.remove(name for name in names.difference(named) if _OURS.fullmatch(name))
 
     def close(self) -> None:
-        """Close the segment, so that processes on other nodes can read it. A later record reopens it.
+        """Close the segment, to publish it to processes on other nodes. A later record reopens it.
 
         Raises:
             ResourcesError: The disk is full. A network file system may report this only here.

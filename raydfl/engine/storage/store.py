@@ -87,7 +87,7 @@ class RunStore:
         self.files: dict[str, frozenset[str]] = {}
         """Files in private/ that each kept commit refers to, by the commit's name, oldest first."""
         self._best = ""
-        """Name of the commit of the best round, which is kept in addition to the newest ones."""
+        """Name of the best round's commit, which is kept in addition to the newest commits."""
 
     def lock(self, wait: float = 20.0) -> None:
         """Acquire the exclusive right to commit. The lock ends with the process.
@@ -314,7 +314,7 @@ def round_of(commit: str) -> int:
 
 
 def as_stored(state: State) -> State:
-    """Convert a state to the form that a commit restores, so that continued and resumed runs see equal states.
+    """Convert a state to its form after a commit, so that continued and resumed runs have equal states.
 
     Its ``extra`` passes through JSON (tuples become lists, keys become strings). No two tensors share memory.
 
@@ -327,7 +327,7 @@ def as_stored(state: State) -> State:
     ends = 0
     lying = [(value.data_ptr(), key, name) for key, group in groups.items() for name, value in group.items()]
     for start, key, name in sorted(lying):
-        if start < ends:
+        if start < ends:  # overlaps the previous tensor, which restored tensors never do
             groups[key][name] = groups[key][name].clone()
         ends = max(ends, start + groups[key][name].nbytes)
     return State(state.round_index, groups, _to_plain(state.extra))

@@ -51,8 +51,8 @@ def check_code(run_dir: Path, values: Any, trust: bool) -> None:
                 else "is code that you have neither run nor approved on this machine"
             )
             raise RunDirectoryError(
-                f"{run_dir} names {reference}: {path} {problem}. Code can do everything that you can do. Read the file and the "
-                f"files that it imports. If you trust them, add --trust (in Python: trust=True)"
+                f"{run_dir} names {reference}: {path} {problem}. Code runs with all of your permissions. Read the file and its "
+                f"imports. If you trust them, add --trust (in Python: trust=True)"
             )
 
 

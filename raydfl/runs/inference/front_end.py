@@ -122,7 +122,7 @@ def _describe_features(settings: WaveFeatures) -> dict[str, Any]:
         },
         "log": {
             "formula": "factor * log(max(sum, floor)), with the natural logarithm",
-            "factor": settings.of_log_power * (1 if settings.spectrum == "power" else 2),
+            "factor": settings.log_power_factor * (1 if settings.spectrum == "power" else 2),
             "floor": settings.least,
         },
     }

@@ -37,7 +37,7 @@ from raydfl.engine.storage import Commit, PrivateStore, RunStore, local_run, rea
 from raydfl.methods import Method, compute_logits
 from raydfl.objectives import Classify, Objective
 from raydfl.runs.inference.threshold import Threshold, read_threshold
-from raydfl.training import Replica, fixed_tensors
+from raydfl.training import Replica, find_fixed_tensors
 
 Specs = tuple[ModelSpec, ...]
 
@@ -276,7 +276,7 @@ class _Run:
             received = {key: cut_tensors(tensors, cuts, f"client {client_id!r}") for key, tensors in whole.items()}
         networks, absent = self._load(client.models, received, kept, f"client {client_id!r}", cuts)
         if model is None:
-            fixed = fixed_tensors(networks, self.method.fixed)
+            fixed = find_fixed_tensors(networks, self.method.fixed)
             private = [
                 name
                 for name in networks
@@ -317,7 +317,7 @@ class _Run:
         return {label: model for label, model in shared.items() if model[2] in keys}
 
     def _is_whole(self, networks: Mapping[str, nn.Module], name: str, tensors: Tensors) -> bool:
-        fixed = fixed_tensors(networks, self.method.fixed)
+        fixed = find_fixed_tensors(networks, self.method.fixed)
         trained = {tensor: value for tensor, value in _names(networks, name).items() if tensor not in fixed}
         return bool(trained) and all(
             self.method.shared(tensor) and tensor in tensors and tensors[tensor].shape == value.shape
@@ -331,7 +331,7 @@ class _Run:
         networks = build_models(self.method, specs, self.config.run.seed)
         private = {name.removeprefix(KEPT_MODEL): value for name, value in state.items() if name.startswith(KEPT_MODEL)}
         flat = {key: FlatTensors.from_tensors(tensors) for key, tensors in received.items()}
-        fixed = fixed_tensors(networks, self.method.fixed)
+        fixed = find_fixed_tensors(networks, self.method.fixed)
         slices = cut_tensors(build_fixed_tensors(self.method, specs, self.config.run.seed), cuts or {}, owner)
         Replica(networks, fixed).start(flat, private, self.method.shared, f"{self.run_dir}, {owner}", slices)
         sent = {name for tensors in flat.values() for name in tensors}

@@ -12,7 +12,7 @@ from matplotlib.colors import ListedColormap, LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, StrMethodFormatter
 
-from raydfl.data import Population, sizes_text
+from raydfl.data import Population, describe_sizes
 
 _MOST_NAMES = 64
 _MOST_ROWS = 400
@@ -56,7 +56,7 @@ def plot_partition(population: Population, path: Path) -> None:
     else:
         cells.set_ylabel("client (number)")
     figure.suptitle(
-        f"{clients:,} clients, {int(sizes.sum()):,} training clips, {classes} classes; {sizes_text(sizes)}",
+        f"{clients:,} clients, {int(sizes.sum()):,} training clips, {classes} classes; {describe_sizes(sizes)}",
         fontsize=10,
     )
     path.parent.mkdir(parents=True, exist_ok=True)

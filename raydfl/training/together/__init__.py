@@ -1,6 +1,6 @@
-"""Several clients in one computation.
+"""Batched computation of several clients.
 
-Begin with lockstep.py (clients side by side) and executor.py (their models stacked, and the rules for such code).
+Begin with lockstep.py (clients in lockstep) and executor.py (stacked models, and the rules for batched losses).
 """
 
 from raydfl.training.together.lockstep import run_in_lockstep

@@ -1,4 +1,7 @@
-"""Features on a device: the whole store where it fits, else the examples at hand. Batches are cut there; nothing is waited for."""
+"""Stacked batches of several clients, cut on the device from the full feature store or, if it is too large, from their examples.
+
+Cutting a batch never synchronises the device.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +16,24 @@ from raydfl.data import Drawn, Examples, Frames
 from raydfl.data.features import FeatureStore
 
 _SHARE = 1 / 3
-"""The share of a device's free memory that a store may take: the rest is for models and what is computed."""
+"""Largest fraction of a device's free memory for a feature store. The rest is for models and activations."""
 
 
-def frames_on(store: FeatureStore, device: torch.device) -> Tensor | None:
-    """Return all frames of a store on a device, [frames, bands] of the store's own type; ``None`` when they would take too much."""
-    if device not in store.moved:
-        fits = store.frames.nbytes <= _free(device) * _SHARE
-        store.moved[device] = torch.from_numpy(np.array(store.frames)).to(device) if fits else None
-    frames: Tensor | None = store.moved[device]
+def move_frames(store: FeatureStore, device: torch.device) -> Tensor | None:
+    """Copy all frames of a store to a device, once.
+
+    Returns:
+        [frames, bands] in the store's type, or ``None`` if they need too much of the device's free memory.
+    """
+    if device not in store.device_copies:
+        fits = store.frames.nbytes <= _get_free_memory(device) * _SHARE
+        store.device_copies[device] = torch.from_numpy(np.array(store.frames)).to(device) if fits else None
+    frames: Tensor | None = store.device_copies[device]
     return frames
 
 
-def _free(device: torch.device) -> float:
-    """Return how many bytes this process may still take of a device."""
+def _get_free_memory(device: torch.device) -> float:
+    """Return the remaining memory of a device for this process, in bytes. The CPU has no limit."""
     if device.type != "cuda":
         return float("inf")
     free, total = torch.cuda.mem_get_info(device)
@@ -34,15 +41,15 @@ def _free(device: torch.device) -> float:
     return min(float(free), allowed)
 
 
-class Resident:
-    """The examples of some clients on a device, with the positions of every batch.
+class ResidentFrames:
+    """Frames of several clients on a device, and the windows of every batch.
 
     Args:
-        views: of each client.
-        plans: of each client the positions of each batch, longest list first.
-        windows: of each client first rows in the store and numbers of frames of the examples of each batch.
-        widest: the most examples of a client in a batch.
-        device: where they are wanted.
+        views: frames of each client.
+        plans: positions in each batch of each client, longest plan first.
+        windows: first rows in the store and frame counts of the examples in each batch of each client.
+        widest: largest number of examples of a client in a batch.
+        device: target device.
     """
 
     def __init__(
@@ -54,27 +61,27 @@ class Resident:
         device: torch.device,
     ) -> None:
         store = views[0].store
-        one = len(store.frames) > 0 and all(own.store is store for own in views)
-        whole = frames_on(store, device) if one else None
+        is_common = len(store.frames) > 0 and all(view.store is store for view in views)
+        all_frames = move_frames(store, device) if is_common else None
         starts = np.zeros((len(plans[0]), len(plans), widest), np.int64)
         counts = np.zeros_like(starts)
-        place = 0
-        for client, (own, plan) in enumerate(zip(views, plans, strict=True)):
-            moved = np.zeros_like(own.starts)
-            if whole is None:  # where _gathered puts them
-                moved = place + np.cumsum(own.counts) - own.counts - own.starts
-                place += int(own.counts.sum())
+        position = 0
+        for client, (view, plan) in enumerate(zip(views, plans, strict=True)):
+            offsets = np.zeros_like(view.starts)
+            if all_frames is None:  # rows in the result of _gather_frames
+                offsets = position + np.cumsum(view.counts) - view.counts - view.starts
+                position += int(view.counts.sum())
             for step, (index, (first, length)) in enumerate(zip(plan, windows[client], strict=True)):
-                starts[step, client, : len(index)] = first + moved[index]
+                starts[step, client, : len(index)] = first + offsets[index]
                 counts[step, client, : len(index)] = length
-        self._frames = _gathered(views, device) if whole is None else whole
+        self._frames = _gather_frames(views, device) if all_frames is None else all_frames
         self._starts = torch.from_numpy(starts).to(device)
         self._counts = torch.from_numpy(counts).to(device)
         self._longest = int(counts.max(initial=0))
         self._time = torch.arange(self._longest, device=device)
 
     def cut(self, step: int, clients: int, width: int, frames: int) -> Tensor:
-        """Return one step's features of the first clients, float32 [clients, width, frames, bands], 0 where there is no frame."""
+        """Cut the features of a step for the first clients: float32 [clients, width, frames, bands], 0 in padding."""
         starts, counts = (table[step, :clients, :width, None] for table in (self._starts, self._counts))
         inside = self._time[:frames] < counts
         rows = torch.where(inside, starts + self._time[:frames], 0)
@@ -82,30 +89,30 @@ class Resident:
         return x.masked_fill_(~inside.unsqueeze(-1), 0.0)
 
 
-def _gathered(views: Sequence[Frames], device: torch.device) -> Tensor:
-    """Return the clients' own frames one after another on the device."""
-    count = sum(int(own.counts.sum()) for own in views)
+def _gather_frames(views: Sequence[Frames], device: torch.device) -> Tensor:
+    """Concatenate the clients' frames on a device."""
+    count = sum(int(view.counts.sum()) for view in views)
     frames = np.empty((max(count, 1), views[0].store.bands), views[0].store.frames.dtype)
-    place = 0
-    for own in views:
-        for start, length in zip(own.starts.tolist(), own.counts.tolist(), strict=True):
-            frames[place : place + length] = own.store.frames[start : start + length]
-            place += length
+    position = 0
+    for view in views:
+        for start, length in zip(view.starts.tolist(), view.counts.tolist(), strict=True):
+            frames[position : position + length] = view.store.frames[start : start + length]
+            position += length
     return torch.from_numpy(frames).to(device)
 
 
 class StackedBatches:
-    """The batches of several clients, step by step.
+    """Batches of several clients, step by step.
 
-    Clients come with the most steps first, so that those who have a batch in a step are always a prefix. In a step all have as
-    many examples as the one that has the most: the others' missing examples are padding of weight 0 (features 0, label 0, one
-    frame). On the CPU a batch is copied together when it is asked for; on another device everything lies there from the start.
+    Clients are sorted by decreasing number of steps, so that the active clients of a step are a prefix. In each step, smaller
+    batches are padded to the largest with examples of weight 0 (features 0, label 0, one frame). The CPU assembles a batch on
+    request. A GPU gets all data at the start.
 
     Args:
-        examples: of each client, all of the same form.
-        plans: of each client the positions of each batch, longest list first.
-        device: where the batches are wanted.
-        seeds: of each client's fit, for the transforms; ``None``: nothing random is done to examples.
+        examples: examples of each client, all of the same form.
+        plans: positions in each batch of each client, longest plan first.
+        device: device of the batches.
+        seeds: seed of each client's fit, for the transforms. ``None``: no random transforms.
         first: number of the first batch in the fit.
     """
 
@@ -119,23 +126,23 @@ class StackedBatches:
     ) -> None:
         steps, clients = len(plans[0]), len(plans)
         self.sizes = np.zeros((steps, clients), np.int64)
-        """int64 [steps, clients]: real examples."""
+        """Numbers of examples without padding, int64 [steps, clients]."""
         for client, plan in enumerate(plans):
             self.sizes[: len(plan), client] = [len(index) for index in plan]
         widest = int(self.sizes.max(initial=0))
         labels = np.zeros((steps, clients, widest), np.int64)
         columns = {name: np.zeros_like(labels) for name in examples[0].columns}
-        for client, (own, plan) in enumerate(zip(examples, plans, strict=True)):
+        for client, (source, plan) in enumerate(zip(examples, plans, strict=True)):
             for step, index in enumerate(plan):
-                labels[step, client, : len(index)] = own.labels[index]
+                labels[step, client, : len(index)] = source.labels[index]
                 for name, column in columns.items():
-                    column[step, client, : len(index)] = own.columns[name][index]
+                    column[step, client, : len(index)] = source.columns[name][index]
         self._labels = torch.from_numpy(examples[0].targets(labels)).to(device)
         self._columns = {name: torch.from_numpy(column).to(device) for name, column in columns.items()}
         real = np.arange(widest) < self.sizes[:, :, None]
         self._weights = torch.from_numpy(real.astype(np.float32)).to(device)
         self._views = {
-            name: _StackedView([own.views[name] for own in examples], plans, real.shape, device, seeds, first)
+            name: _StackedView([source.views[name] for source in examples], plans, real.shape, device, seeds, first)
             for name in examples[0].views
         }
 
@@ -143,20 +150,20 @@ class StackedBatches:
         return len(self.sizes)
 
     def clients(self, step: int) -> int:
-        """Return how many clients, from the first on, have a batch in this step."""
+        """Return the number of clients with a batch in this step."""
         return int(np.count_nonzero(self.sizes[step]))
 
     def batch(self, step: int) -> Batch:
-        """Return the clients' batches of one step: views [clients, batch, frames, bands], everything else [clients, batch, ...].
+        """Assemble the batch of a step: views [clients, batch, frames, bands], everything else [clients, batch, ...].
 
-        ``weight`` is ``None`` where there is no padding.
+        ``weight`` is ``None`` without padding.
         """
         clients = self.clients(step)
         sizes = self.sizes[step, :clients]
         width = int(sizes.max())
 
         def cut(tables: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-            return {name: own[step, :clients, :width] for name, own in tables.items() if own is not None}
+            return {name: table[step, :clients, :width] for name, table in tables.items() if table is not None}
 
         return Batch(
             {name: view.features(step, clients, width) for name, view in self._views.items()},
@@ -169,10 +176,10 @@ class StackedBatches:
 
 
 class _StackedView:
-    """One view of the batches of several clients. Arguments as those of :class:`StackedBatches`.
+    """A single view in the batches of several clients. Arguments as for :class:`StackedBatches`.
 
     Args:
-        shape: steps, clients and the most examples of a client in a batch.
+        shape: steps, clients and the largest number of examples of a client in a batch.
     """
 
     def __init__(
@@ -188,28 +195,28 @@ class _StackedView:
         drawn: list[list[Drawn | None]] = [[None] * len(plan) for plan in plans]
         if not plain and seeds is not None:
             drawn = [
-                [own.draw(index, seed, first + step) for step, index in enumerate(plan)]
-                for own, plan, seed in zip(views, plans, seeds, strict=True)
+                [view.draw(index, seed, first + step) for step, index in enumerate(plan)]
+                for view, plan, seed in zip(views, plans, seeds, strict=True)
             ]
         self._windows = [
-            [own.window(index, random) for index, random in zip(plan, each, strict=True)]
-            for own, plan, each in zip(views, plans, drawn, strict=True)
+            [view.window(index, values) for index, values in zip(plan, batches, strict=True)]
+            for view, plan, batches in zip(views, plans, drawn, strict=True)
         ]
         frames, present = np.ones(shape, np.int64), np.zeros(shape, bool)
-        for client, (own, plan) in enumerate(zip(views, plans, strict=True)):
+        for client, (view, plan) in enumerate(zip(views, plans, strict=True)):
             for step, index in enumerate(plan):
                 frames[step, client, : len(index)] = self._windows[client][step][1]
-                present[step, client, : len(index)] = own.counts[index] > 0
+                present[step, client, : len(index)] = view.counts[index] > 0
         self._longest = frames.max(axis=(1, 2), initial=1) if fixed is None else np.full(shape[0], fixed)
         self.lengths = torch.from_numpy(frames).to(device) if fixed is None else None
-        """int64 [steps, clients, batch]: frames of each example; ``None``: all have the same number."""
+        """Frame counts, int64 [steps, clients, batch]. ``None``: all examples have the same length."""
         self.present = torch.from_numpy(present).to(device) if views[0].optional else None
-        """bool [steps, clients, batch]: whether each example has the view; ``None``: all have."""
+        """Mask of the examples with this view, bool [steps, clients, batch]. ``None``: every example has it."""
         self._transforms = None if plain else _Transforms(views, self._windows, drawn, shape, device)
-        self._resident = Resident(views, plans, self._windows, shape[2], device) if device.type != "cpu" else None
+        self._resident = ResidentFrames(views, plans, self._windows, shape[2], device) if device.type != "cpu" else None
 
     def features(self, step: int, clients: int, width: int) -> Tensor:
-        """Return one step's features of the first clients: float32 [clients, width, frames, bands]."""
+        """Assemble the features of a step for the first clients: float32 [clients, width, frames, bands]."""
         frames = int(self._longest[step])
         if self._resident is not None:
             x = self._resident.cut(step, clients, width, frames)
@@ -219,27 +226,27 @@ class _StackedView:
 
     def _copy(self, step: int, clients: int, width: int, frames: int) -> Tensor:
         x = np.empty((clients, width, frames, self._views[0].store.bands), np.float32)
-        for row, own, windows in zip(x, self._views, self._windows, strict=False):
+        for row, view, windows in zip(x, self._views, self._windows, strict=False):
             starts, counts = windows[step]
-            own.copy(starts, counts, row[: len(starts)])
+            view.copy(starts, counts, row[: len(starts)])
             row[len(starts) :] = 0.0
         return torch.from_numpy(x)
 
 
-def batch_of_first(batch: Batch) -> Batch:
-    """Return the first client's batch, which has no padding."""
+def select_first(batch: Batch) -> Batch:
+    """Select the first client's batch from a stacked batch without padding."""
     return Batch.from_tensors({name: tensor[0] for name, tensor in batch.tensors().items()})
 
 
 class _Transforms:
-    """The pipeline of the examples for each step's batches, with all that was drawn for it on the device.
+    """Transforms of the batches of each step, with their random values on the device.
 
     Args:
-        views: of each client.
-        windows: of each client first rows in the store and numbers of frames of the examples of each batch.
-        drawn: of each client what was drawn for each batch.
-        shape: steps, clients and the most examples of a client in a batch.
-        device: where the batches are.
+        views: frames of each client.
+        windows: first rows in the store and frame counts of the examples in each batch of each client.
+        drawn: random values for each batch of each client.
+        shape: steps, clients and the largest number of examples of a client in a batch.
+        device: device of the batches.
     """
 
     def __init__(
@@ -253,17 +260,17 @@ class _Transforms:
         self._pipeline = views[0].pipeline
         tables: dict[str, np.ndarray] = {"": np.zeros(shape, np.int64)}
         self._random = drawn[0][0] is not None if drawn[0] else False
-        for client, (own, each, random) in enumerate(zip(views, windows, drawn, strict=True)):
-            for step, (starts, counts) in enumerate(each):
-                tables[""][step, client, : len(starts)] = own.count_valid_frames(starts, counts)
-                for name, values in (random[step] or {}).items():
+        for client, (view, client_windows, batches) in enumerate(zip(views, windows, drawn, strict=True)):
+            for step, (starts, counts) in enumerate(client_windows):
+                tables[""][step, client, : len(starts)] = view.count_valid_frames(starts, counts)
+                for name, values in (batches[step] or {}).items():
                     if name not in tables:
                         tables[name] = np.zeros((*shape, *values.shape[1:]), values.dtype)
                     tables[name][step, client, : len(starts)] = values
         self._tables = {name: torch.from_numpy(table).to(device) for name, table in tables.items()}
 
     def apply(self, x: Tensor, step: int, clients: int, width: int) -> Tensor:
-        """Return one step's x [clients, width, ...] as the batch has it."""
-        own = {name: table[step, :clients, :width] for name, table in self._tables.items()}
-        frames = own.pop("")
-        return self._pipeline.apply(x, frames, own if self._random else None)
+        """Transform the features [clients, width, ...] of a step."""
+        values = {name: table[step, :clients, :width] for name, table in self._tables.items()}
+        frames = values.pop("")
+        return self._pipeline.apply(x, frames, values if self._random else None)

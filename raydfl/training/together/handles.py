@@ -1,4 +1,4 @@
-"""Handles: what a loss sees of its step while it is computed for several clients at once."""
+"""Stand-ins for the fields of a step during the batched computation of a loss."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from raydfl.training.step import Step
 from raydfl.training.together.lockstep import NotBatchableError
 
 
-class UnlikeError(NotBatchableError):
-    """These clients hold different things; others may not."""
+class UnequalClientsError(NotBatchableError):
+    """The clients of this group differ. A different group of the same kind may be batchable."""
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """A tensor that a step holds for its client: ``step.state[name]``, or ``step.received[key][name]``."""
+class TensorSource:
+    """Place of a client's tensor: ``step.state[name]`` or ``step.received[key][name]``."""
 
     key: str | None
-    """``None``: in ``step.state``."""
+    """Key in ``step.received``. ``None``: the tensor is in ``step.state``."""
     name: str
 
-    def of(self, steps: Sequence[Step]) -> list[Tensor]:
+    def read(self, steps: Sequence[Step]) -> list[Tensor]:
         """Return the tensor of each client.
 
         Raises:
-            UnlikeError: some client has none, or one of another shape or type.
+            UnequalClientsError: a client has no such tensor, or the shapes or types differ.
         """
         values = []
         for step in steps:
             tensors = step.state if self.key is None else step.received.get(self.key, {})
             if self.name not in tensors:
-                raise UnlikeError(f"not all clients have {self}")
+                raise UnequalClientsError(f"not all clients have {self}")
             values.append(tensors[self.name])
         first = values[0]
         for value in values[1:]:
             if value.shape != first.shape or value.dtype != first.dtype:
-                raise UnlikeError(f"{self} differs between clients in shape or type")
+                raise UnequalClientsError(f"{self} differs between clients in shape or type")
         return values
 
     def __str__(self) -> str:
@@ -47,50 +47,50 @@ class Source:
 
 
 class TensorHandle(Mapping[str, Tensor]):
-    """``step.state`` or an entry of ``step.received``; read only.
+    """Read-only stand-in for ``step.state`` or an entry of ``step.received``.
 
     Args:
-        key: as in :class:`Source`.
-        tensors: each client's own.
-        given: the tensors to show, of whichever client is being computed; filled before each computation.
-        wanted: where what was asked for and not given is noted; the first client's tensor then stands in for it, and the
-            computation is to be done again.
+        key: key as in :class:`TensorSource`.
+        tensors: tensors of each client.
+        available: mapped tensors of the current computation, updated before each computation.
+        requested: receives the sources that are not available. The handle then returns the first client's tensor, and the
+            computation must be repeated.
     """
 
     def __init__(
         self,
         key: str | None,
         tensors: Sequence[Mapping[str, Tensor]],
-        given: Mapping[Source, Tensor],
-        wanted: dict[Source, None],
+        available: Mapping[TensorSource, Tensor],
+        requested: dict[TensorSource, None],
     ) -> None:
         self._key = key
         self._tensors = tensors
-        self._given = given
-        self._wanted = wanted
+        self._available = available
+        self._requested = requested
 
     def __getitem__(self, name: str) -> Tensor:
-        source = Source(self._key, name)
-        if source in self._given:
-            return self._given[source]
+        source = TensorSource(self._key, name)
+        if source in self._available:
+            return self._available[source]
         if name not in self:
             raise KeyError(name)
-        self._wanted[source] = None
+        self._requested[source] = None
         return self._tensors[0][name].detach().clone()
 
     def __contains__(self, name: object) -> bool:
-        if isinstance(name, str) and Source(self._key, name) in self._given:
+        if isinstance(name, str) and TensorSource(self._key, name) in self._available:
             return True
-        having = sum(name in tensors for tensors in self._tensors)
-        if 0 < having < len(self._tensors):
-            raise UnlikeError(f"not all clients have {Source(self._key, str(name))}")
-        return having > 0
+        count = sum(name in tensors for tensors in self._tensors)
+        if 0 < count < len(self._tensors):
+            raise UnequalClientsError(f"not all clients have {TensorSource(self._key, str(name))}")
+        return count > 0
 
     def __iter__(self) -> Iterator[str]:
         names = self._tensors[0].keys()
         if any(tensors.keys() != names for tensors in self._tensors[1:]):
-            what = "step.state" if self._key is None else f"step.received[{self._key!r}]"
-            raise UnlikeError(f"{what} does not hold the same names at all clients")
+            place = "step.state" if self._key is None else f"step.received[{self._key!r}]"
+            raise UnequalClientsError(f"{place} does not hold the same names at all clients")
         return iter(names)
 
     def __len__(self) -> int:
@@ -98,10 +98,10 @@ class TensorHandle(Mapping[str, Tensor]):
 
 
 class Unavailable:
-    """Stands in for what is no tensor and not the same for all: whatever is done with it, clients are computed apart.
+    """Stand-in for a field without a batched form. Any use of it ends the batched computation.
 
     Args:
-        name: the field of the step.
+        name: name of the field of the step.
     """
 
     def __init__(self, name: str) -> None:

@@ -1,13 +1,12 @@
-"""Several clients' code side by side, so that what they have in common can be computed for all of them at once.
+"""Lockstep execution of several clients' code, so that equal calls of ``fit`` and ``predict`` are computed in one batch.
 
-A client's code is ordinary Python: it does what it likes and calls :func:`raydfl.fit` or ``predict`` where it likes.
-:func:`run_in_lockstep` runs each client's code in a thread of its own, but only one at a time and in the clients' order. A client
-runs until it is done or until it makes a :class:`Call`, at which it is parked. When all are parked or done, the calls with
-equal keys are computed together, everybody gets its answer, and the clients go on, again in order. So the order in which
-things happen is a function of the clients' code alone.
+A client's code is arbitrary Python with calls of :func:`raydfl.fit` or ``predict``. :func:`run_in_lockstep` runs each client in
+its own thread, one thread at a time, in the order of the clients. A client runs until it finishes or makes a :class:`Call`,
+then it waits. After the last client, calls with equal keys are computed in one batch, and the clients resume in order with
+their answers. The sequence of operations is therefore a function of the clients' code only.
 
-Each client has PyTorch's global random numbers for itself: their state is exchanged whenever another client goes on, so a
-client draws the same numbers in company as alone.
+Each client has its own state of PyTorch's global generators, exchanged at every switch between clients. Its random numbers are
+the same as unbatched.
 """
 
 from __future__ import annotations
@@ -21,60 +20,60 @@ import torch
 from torch import Tensor
 
 from raydfl.core.users_code import FAILURES
-from raydfl.training.randomness import generator_states, set_generator_states
+from raydfl.training.randomness import get_generator_states, set_generator_states
 
 T = TypeVar("T")
 
 
 class Call(Protocol):
-    """Something that a client wants computed and that may be computed for several clients at once."""
+    """A client's request for a batchable computation."""
 
     def key(self) -> Hashable | None:
-        """Return the key: calls with equal ones may be computed together; ``None``: this one only alone."""
+        """Return the batching key. Calls with equal keys are computed in one batch. ``None``: never batch this call."""
 
-    def alone(self) -> Any:
-        """Compute it for this client only."""
+    def compute(self) -> Any:
+        """Compute the answer of this client, unbatched."""
 
-    def several(self, others: Sequence[Any]) -> list[Any]:
-        """Compute it for this client and others whose calls have an equal key; one answer each, this client's first.
+    def compute_batched(self, others: Sequence[Any]) -> list[Any]:
+        """Compute the answers of this call and of further calls with an equal key, in this order.
 
         Raises:
-            NotBatchableError: it cannot be done; nothing has been changed, and each is to be computed alone.
+            NotBatchableError: batching is impossible. No client has changed; compute each call unbatched.
         """
 
-    def apart(self, others: Sequence[Any]) -> None:
-        """Take note that no two of this and the other clients' calls have an equal key: all are computed alone."""
+    def note_unequal_keys(self, others: Sequence[Any]) -> None:
+        """Record the reason if the keys of all waiting calls differ and no call is batched."""
 
 
 class NotBatchableError(Exception):
-    """Calls that looked alike cannot be computed together."""
+    """Calls with equal keys cannot be computed in one batch."""
 
 
 class _Abandoned(BaseException):
-    """Ends a client's thread whose result nobody waits for any more."""
+    """End the thread of a client whose result is not needed."""
 
 
 _current = threading.local()
 
 
 def answer(call: Call) -> Any:
-    """Return what the call computes: at once, or together with other clients' calls when a group is being carried out."""
+    """Compute a call: in lockstep together with equal calls of different clients, else at once."""
     member: _Member | None = getattr(_current, "member", None)
-    return call.alone() if member is None else member.park(call)
+    return call.compute() if member is None else member.park(call)
 
 
 def run_in_lockstep(functions: Sequence[Callable[[], T]]) -> list[T | Exception]:
-    """Run the functions side by side; no thread is left when this returns or raises.
+    """Run the code of several clients in lockstep. All threads have ended when this returns or raises.
 
     Args:
-        functions: one for each client. They run one at a time, so they may share what is not thread-safe, but what one has
-            under way when it calls ``fit`` or ``predict`` must not be in another's way.
+        functions: code of each client. Only one function runs at a time, so functions may share objects that are not
+            thread-safe. They switch only in calls of ``fit`` and ``predict``.
 
     Returns:
-        What each function returned, or the exception that it raised.
+        Result of each function, or the exception that it raised.
 
     Raises:
-        BaseException: what is no ``Exception`` (``KeyboardInterrupt``) ends all of them.
+        BaseException: an exception beyond ``Exception``, such as ``KeyboardInterrupt``, ends all clients.
     """
     group = _Group(functions)
     try:
@@ -84,8 +83,11 @@ def run_in_lockstep(functions: Sequence[Callable[[], T]]) -> list[T | Exception]
     return [cast("T | Exception", member.outcome) for member in group.members]
 
 
-def _closed() -> threading.Lock:
-    """Return a gate that one thread opens for another, which closes it behind itself; a Semaphore takes many times as long."""
+def _make_gate() -> threading.Lock:
+    """Create a closed gate for the hand-over between two threads: ``release`` opens it, ``acquire`` waits and closes it.
+
+    A plain lock is many times as fast as a Semaphore.
+    """
     gate = threading.Lock()
     gate.acquire()
     return gate
@@ -95,7 +97,7 @@ class _Group:
     def __init__(self, functions: Sequence[Callable[[], Any]]) -> None:
         self.threads = torch.get_num_threads()
         self.members = [_Member(function, self) for function in functions]
-        self.turn_over = _closed()
+        self.turn_over = _make_gate()
         self.abandoned = False
 
     def run(self) -> None:
@@ -104,12 +106,12 @@ class _Group:
             for member in waiting:
                 member.resume()
             waiting = [member for member in waiting if not member.done]
-            groups = _alike(waiting)
+            groups = _group_calls(waiting)
             if len(groups) == len(waiting) > 1:
-                first, *others = (cast(Call, member.call) for member in waiting)
-                first.apart(others)
+                first, *rest = (cast(Call, member.call) for member in waiting)
+                first.note_unequal_keys(rest)
             for members in groups:
-                _compute(members)
+                _answer_calls(members)
 
     def abandon(self) -> None:
         self.abandoned = True
@@ -118,13 +120,13 @@ class _Group:
 
 
 class _Member:
-    """One client's code and the thread that it runs in."""
+    """A client of the group, with its code and thread."""
 
     def __init__(self, function: Callable[[], Any], group: _Group) -> None:
         self.function = function
         self.group = group
         self.thread = threading.Thread(target=self._run, daemon=True)
-        self.turn = _closed()
+        self.turn = _make_gate()
         self.call: Call | None = None
         self.answer: Any = None
         self.failure: BaseException | None = None
@@ -132,11 +134,11 @@ class _Member:
         self.fatal: BaseException | None = None
         self.done = False
         self.randomness: list[Tensor] | None = None
-        """State of PyTorch's generators at this client; ``None``: as it happens to be, the client has not begun."""
+        """State of PyTorch's generators for this client. ``None``: the client has not started."""
 
     def _run(self) -> None:
         _current.member = self
-        torch.set_num_threads(self.group.threads)  # holds for one thread of a process only
+        torch.set_num_threads(self.group.threads)  # PyTorch keeps this setting for each thread
         try:
             self.outcome = self.function()
         except Exception as error:  # noqa: BLE001 - whatever a client's code raises is its outcome
@@ -148,7 +150,7 @@ class _Member:
             self.group.turn_over.release()
 
     def park(self, call: Call) -> Any:
-        """In the client's thread: hand over, and wait for the answer."""
+        """Hand over to the group and wait for the answer (in the client's thread)."""
         if self.group.abandoned:
             raise _Abandoned
         self.call = call
@@ -156,15 +158,15 @@ class _Member:
         self.turn.acquire()
         if self.group.abandoned:
             raise _Abandoned
-        found, failure = self.answer, self.failure
+        result, failure = self.answer, self.failure
         self.answer = self.failure = None
         if failure is not None:
             raise failure
-        return found
+        return result
 
     def resume(self) -> None:
-        """In the group's thread: let this client go on until it parks or is done."""
-        with self.own_randomness():
+        """Run this client until it makes a call or finishes (in the group's thread)."""
+        with self.use_own_generators():
             if self.thread.ident is None:
                 self.thread.start()
             else:
@@ -174,23 +176,25 @@ class _Member:
             raise self.fatal
 
     def end(self) -> None:
-        """In the group's thread: make sure that the thread is gone."""
+        """End the client's thread and wait for its end (in the group's thread)."""
         if self.thread.ident is not None:
-            with contextlib.suppress(RuntimeError):  # open already: it was about to go on, or has nothing to wait for
+            with contextlib.suppress(
+                RuntimeError
+            ):  # the gate is already open if the client was about to resume or is done
                 self.turn.release()
             self.thread.join()
 
     @contextlib.contextmanager
-    def own_randomness(self) -> Iterator[None]:
-        """PyTorch's generators as this client left them; how they are left now is remembered unless something fails."""
+    def use_own_generators(self) -> Iterator[None]:
+        """Set PyTorch's generators to this client's state inside a ``with`` block, and save it unless the block raises."""
         if self.randomness is not None:
             set_generator_states(self.randomness)
         yield
-        self.randomness = generator_states()
+        self.randomness = get_generator_states()
 
 
-def _alike(members: Sequence[_Member]) -> list[list[_Member]]:
-    """Return the parked members in groups whose calls can be computed together, in the members' order."""
+def _group_calls(members: Sequence[_Member]) -> list[list[_Member]]:
+    """Group the waiting members by the keys of their calls, in the members' order."""
     groups: dict[Hashable, list[_Member]] = {}
     for member in members:
         key = cast(Call, member.call).key()
@@ -198,20 +202,20 @@ def _alike(members: Sequence[_Member]) -> list[list[_Member]]:
     return list(groups.values())
 
 
-def _compute(members: Sequence[_Member]) -> None:
-    """Answer the members' calls, together if that can be done."""
+def _answer_calls(members: Sequence[_Member]) -> None:
+    """Answer the members' calls, in one batch if possible."""
     first = members[0]
     calls = [cast(Call, member.call) for member in members]
     if len(members) > 1:
-        # One computation draws from one generator: the first client's.
-        with contextlib.suppress(NotBatchableError), first.own_randomness():
-            answers = calls[0].several(calls[1:])
-            for member, found in zip(members, answers, strict=True):
-                member.answer = found
+        # A batched computation draws from a single generator: the first client's.
+        with contextlib.suppress(NotBatchableError), first.use_own_generators():
+            answers = calls[0].compute_batched(calls[1:])
+            for member, result in zip(members, answers, strict=True):
+                member.answer = result
             return
     for member, call in zip(members, calls, strict=True):
-        with member.own_randomness():
+        with member.use_own_generators():
             try:
-                member.answer = call.alone()
-            except FAILURES as error:  # the client's own, raised where it made the call
+                member.answer = call.compute()
+            except FAILURES as error:  # raised again in the client's thread, at its call
                 member.failure = error

@@ -1,7 +1,6 @@
-"""Signatures of computations: two clients' losses and models with equal ones are the same computation on different tensors.
+"""Signatures of computations: losses and models with equal signatures are the same computation on different tensors.
 
-Each function gives something hashable; equal results mean alike. In doubt the results differ: then clients are computed one
-after another, which is never wrong.
+Signatures are hashable. In doubt they differ, and the clients are computed unbatched, which is always correct.
 """
 
 from __future__ import annotations
@@ -24,94 +23,96 @@ _UNCHANGING = (type, types.ModuleType, types.BuiltinFunctionType, enum.Enum, tor
 
 
 _KINDS: dict[tuple[int, int], tuple[Any, Hashable]] = {}
-"""Findings of :func:`kind` about methods' losses, by the ids of function and method; and the loss, which keeps these ids."""
-_MOST = 100
+"""Cache of :func:`kind` by the ids of a method's function and object. It holds the loss, so that the ids stay unique."""
+_LARGEST_CACHE = 100
 
 
 def identity(value: Any) -> Hashable:
-    """Equal for equal plain values, for containers of them, and for functions of equal code over equal captured values.
+    """Return a signature of a value within this process.
 
-    Everything that can be changed (a tensor above all) is equal to itself only.
+    It is equal for equal plain values, for containers of them, and for functions with equal code and equal captured values. A
+    mutable object (above all a tensor) equals only itself.
     """
-    return _looks(value, id, {})
+    return _describe(value, id, {})
 
 
 def kind(loss: Callable[..., Any]) -> Hashable:
-    """Return what a loss is: its code and the plain values and functions that it captured.
+    """Return a signature of a loss for caches: its code, and its captured plain values and functions.
 
-    Of other captured objects it holds the type only, so it outlives them, and what was found out about a loss is remembered.
+    Mutable captured objects are represented by their type, so that the signature is valid beyond their lifetime.
     """
     if not isinstance(loss, types.MethodType) or is_users(type(loss.__self__).__module__):
-        return _looks(loss, _sort, {})
-    # raydfl's own methods are frozen: to look at all their fields for each client would take longer than a step.
-    place = id(loss.__func__), id(loss.__self__)
-    if place not in _KINDS:
-        if len(_KINDS) >= _MOST:
+        return _describe(loss, _describe_type, {})
+    # raydfl's own methods are frozen: describing all their fields for each client would take longer than a step.
+    ids = id(loss.__func__), id(loss.__self__)
+    if ids not in _KINDS:
+        if len(_KINDS) >= _LARGEST_CACHE:
             _KINDS.clear()
-        _KINDS[place] = loss, _looks(loss, _sort, {})
-    return _KINDS[place][1]
+        _KINDS[ids] = loss, _describe(loss, _describe_type, {})
+    return _KINDS[ids][1]
 
 
-def _sort(value: Any) -> Hashable:
+def _describe_type(value: Any) -> Hashable:
     name = f"{type(value).__module__}.{type(value).__qualname__}"
     return (name, repr(value)) if dataclasses.is_dataclass(value) else name
 
 
-def _looks(value: Any, of_others: Callable[[Any], Hashable], seen: dict[int, int]) -> Hashable:
-    """Return what a value looks like, as something hashable.
+def _describe(value: Any, describe_mutable: Callable[[Any], Hashable], seen: dict[int, int]) -> Hashable:
+    """Return a hashable description of a value.
 
     Args:
-        value: anything.
-        of_others: what stands for an object that can be changed.
-        seen: the functions and objects that stand before this value or around it, ``id`` to their number: some refer to themselves.
+        value: any object.
+        describe_mutable: gives the description of a mutable object.
+        seen: numbers of the visited functions and objects by ``id``, because some contain themselves.
     """
 
-    def looks(part: Any) -> Hashable:
-        return _looks(part, of_others, seen)
+    def describe(part: Any) -> Hashable:
+        return _describe(part, describe_mutable, seen)
 
     if isinstance(value, _PLAIN):
         return (type(value), value)
     if isinstance(value, types.BuiltinMethodType) and not isinstance(value.__self__, (type, types.ModuleType)):
-        return (types.BuiltinMethodType, value.__name__, looks(value.__self__))  # ``append`` of a list
+        return (types.BuiltinMethodType, value.__name__, describe(value.__self__))  # ``append`` of a list
     if isinstance(value, _UNCHANGING):
         return cast(Hashable, value)
     if isinstance(value, (list, tuple)):
-        return (type(value), *map(looks, value))
+        return (type(value), *map(describe, value))
     if isinstance(value, dict):
-        return (dict, *[(looks(key), looks(item)) for key, item in value.items()])
+        return (dict, *[(describe(key), describe(item)) for key, item in value.items()])
     if isinstance(value, functools.partial):
-        return (functools.partial, *map(looks, (value.func, value.args, value.keywords)))
+        return (functools.partial, *map(describe, (value.func, value.args, value.keywords)))
     if isinstance(value, types.MethodType):
-        return (types.MethodType, looks(value.__func__), looks(value.__self__))
+        return (types.MethodType, describe(value.__func__), describe(value.__self__))
     if id(value) in seen:
         return ("seen", seen[id(value)])
     seen[id(value)] = len(seen)
     if isinstance(value, types.FunctionType):
-        held = [*_cells(value), value.__defaults__, value.__kwdefaults__, value.__dict__]
-        return (value.__code__, id(value.__globals__), *map(looks, held))
+        parts = [*_list_captured(value), value.__defaults__, value.__kwdefaults__, value.__dict__]
+        return (value.__code__, id(value.__globals__), *map(describe, parts))
     if isinstance(value, Settings):
-        return (type(value), looks(vars(value)))
+        return (type(value), describe(vars(value)))
     if dataclasses.is_dataclass(value) and getattr(type(value), "__dataclass_params__").frozen:  # noqa: B009
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        return (type(value), looks({**fields, **getattr(value, "__dict__", {})}))
-    return of_others(value)
+        return (type(value), describe({**fields, **getattr(value, "__dict__", {})}))
+    return describe_mutable(value)
 
 
-def _cells(function: types.FunctionType) -> list[Any]:
-    """Return what a function has captured."""
+def _list_captured(function: types.FunctionType) -> list[Any]:
+    """List the captured variables of a function."""
     contents = []
     for cell in function.__closure__ or ():
         try:
             contents.append(cell.cell_contents)
-        except ValueError:  # a variable that has no value yet
+        except ValueError:  # an unassigned variable
             contents.append(None)
     return contents
 
 
 def architecture(models: Mapping[str, nn.Module]) -> Hashable:
-    """Names, classes, plain attributes, and the shapes of all parameters and buffers of the models."""
+    """Return a signature of models: names, classes, plain attributes, and the shapes of parameters and buffers."""
     return tuple(
-        (name, *(_layer(path, layer) for path, layer in model.named_modules())) for name, model in models.items()
+        (name, *(_describe_layer(path, layer) for path, layer in model.named_modules()))
+        for name, model in models.items()
     )
 
 
@@ -120,13 +121,13 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 _RECURRENT = {"_flat_weights", "_flat_weights_names", "_flat_weight_refs", "_all_weights"}
 _TORCHS_OWN = {*vars(nn.Module()), *_RECURRENT}
-"""Attributes that say nothing beyond a layer's class, options, parameters and buffers."""
+"""Attributes that are functions of a layer's class, options, parameters and buffers."""
 
 
-def _layer(path: str, layer: nn.Module) -> Hashable:
+def _describe_layer(path: str, layer: nn.Module) -> Hashable:
     content = vars(layer)
     attributes = ((name, identity(value)) for name, value in content.items() if name not in _TORCHS_OWN)
-    # A hook is a user's code that may hold on to this one client's tensors.
+    # A hook is a user's code and may hold references to this client's tensors.
     hooked = id(layer) if any(content[hooks] for hooks in _HOOKS) else None
     tensors = (
         (name, None if t is None else (t.shape, t.dtype, t.requires_grad))

@@ -1,6 +1,6 @@
-"""The models of several clients stacked along a leading dimension, and a loss or a forward pass computed for all of them.
+"""Stacked models of several clients, and batched losses and forward passes.
 
-``torch.func.vmap`` runs code that was written for one client over it (executor.py has the rules for such code).
+``torch.func.vmap`` maps code for a single client over the leading dimension (executor.py lists the rules for such code).
 """
 
 from __future__ import annotations
@@ -15,36 +15,36 @@ from torch import Tensor, nn
 
 from raydfl.core.types import Batch
 from raydfl.training.execution import Execution
-from raydfl.training.fates import begin_training
-from raydfl.training.randomness import step_randomness
+from raydfl.training.ownership import set_training_mode
+from raydfl.training.randomness import use_step_seed
 from raydfl.training.step import Step
-from raydfl.training.together.handles import Source, TensorHandle, Unavailable, UnlikeError
+from raydfl.training.together.handles import TensorHandle, TensorSource, Unavailable, UnequalClientsError
 from raydfl.training.together.lockstep import NotBatchableError
 
 
-class MoreSourcesError(Exception):
-    """A loss read something that was not stacked."""
+class MissingSourcesError(Exception):
+    """A loss read unstacked tensors of its step."""
 
 
-class _Tensors:
-    """All parameters and buffers of some models of one client, by names that are the same at every client.
+class _ModelTensors:
+    """Parameters and buffers of a client's models, by names common to all clients.
 
-    A tensor that stands in several places (tied weights) has one name. What ``torch.func.functional_call`` does to one module
-    for one call is done here to several for as long as a loss is computed, and without looking for the places every time.
+    A tensor in several places (tied weights) has a single name. :meth:`install` resembles ``torch.func.functional_call``, but
+    serves several modules for the whole computation of a loss, and finds the places of the tensors only once.
     """
 
     def __init__(self, models: Mapping[str, nn.Module], fixed: frozenset[str] = frozenset()) -> None:
-        self.own: dict[str, Tensor] = {}
-        """Live tensors by name; a parameter's begins with its model's."""
+        self.by_name: dict[str, Tensor] = {}
+        """Live tensors by name. The name starts with the model's name."""
         self.fixed: dict[str, Tensor] = {}
-        """Those of them that are the same at all clients."""
+        """Tensors of ``by_name`` with equal values for all clients."""
         self.buffers: list[str] = []
         self.trainable: dict[str, list[str]] = {name: [] for name in models}
-        """Names of the parameters that require gradients, by model."""
+        """Names of the trainable parameters by model."""
         self._places: list[tuple[dict[str, Any], str, str]] = []
         self._attributes: list[dict[str, Any]] = []
-        """The attributes of every layer, live."""
-        known: dict[int, str] = {}
+        """Live attributes of every layer."""
+        names: dict[int, str] = {}
         for model, module in models.items():
             for path, layer in module.named_modules():
                 self._attributes.append(vars(layer))
@@ -52,11 +52,11 @@ class _Tensors:
                     for key, tensor in holder.items():
                         if tensor is None:
                             continue
-                        name = known.setdefault(id(tensor), f"{model}/{path}.{key}")
+                        name = names.setdefault(id(tensor), f"{model}/{path}.{key}")
                         self._places.append((cast("dict[str, Any]", holder), key, name))
-                        if name in self.own:
+                        if name in self.by_name:
                             continue
-                        self.own[name] = tensor
+                        self.by_name[name] = tensor
                         if (f"{model}/{path}.{key}" if path else f"{model}/{key}") in fixed:
                             self.fixed[name] = tensor
                             continue
@@ -66,11 +66,11 @@ class _Tensors:
                             self.trainable[model].append(name)
 
     @contextlib.contextmanager
-    def replaced(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-        """Inside, the models compute with these tensors.
+    def install(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+        """Compute with the given tensors inside a ``with`` block.
 
         Raises:
-            NotBatchableError: a model put a new tensor in a buffer's place, or set an attribute: it would be lost.
+            NotBatchableError: a model replaced a buffer or set an attribute. The change would be lost.
         """
         attributes = [(live, dict(live)) for live in self._attributes]
         try:
@@ -81,10 +81,10 @@ class _Tensors:
                 raise NotBatchableError("a model replaces a buffer in its forward(); change it in place instead")
             changed = [name for live, before in attributes for name in live if live[name] is not before.get(name)]
             if changed:
-                raise NotBatchableError(f"a model stores something in its forward(), in its attribute {changed[0]!r}")
+                raise NotBatchableError(f"a model stores a value in its forward(), in its attribute {changed[0]!r}")
         finally:
             for holder, key, name in self._places:
-                holder[key] = self.own[name]
+                holder[key] = self.by_name[name]
             for live, before in attributes:
                 for name in live.keys() - before.keys():
                     del live[name]
@@ -92,66 +92,66 @@ class _Tensors:
 
 
 class StackedClients:
-    """Several clients' models stacked.
+    """Stacked models of several clients.
 
     Args:
-        steps: of the clients, the one with the most steps to do first.
-        names: the models that are computed.
-        trained: those of them that are trained; without any, all are set to evaluation.
+        steps: steps of the clients, sorted by decreasing number of optimiser steps.
+        names: names of the models.
+        trained: names of the trained models. If empty, all models are set to evaluation mode.
     """
 
     def __init__(self, steps: Sequence[Step], names: Sequence[str], trained: tuple[str, ...]) -> None:
         self.steps = steps
         self.names = names
         self.trained = trained
-        # Of a network that is cut, each client has other channels of a fixed tensor.
-        alike = steps[0].fixed.difference(*(step.cuts for step in steps))
-        self.tensors = [_Tensors({name: step.models[name] for name in names}, alike) for step in steps]
-        self.sources: tuple[Source, ...] = ()
-        """The tensors of its step that the loss reads, as far as they are known; :meth:`start` stacks them."""
+        # Clients with cut networks have different channels of a fixed tensor.
+        common = steps[0].fixed.difference(*(step.cuts for step in steps))
+        self.tensors = [_ModelTensors({name: step.models[name] for name in names}, common) for step in steps]
+        self.sources: tuple[TensorSource, ...] = ()
+        """Known sources of the loss, stacked by :meth:`start`."""
         for step in steps:
             if trained:
-                begin_training([(name, step.models[name]) for name in names], step.fixed)
+                set_training_mode([(name, step.models[name]) for name in names], step.fixed)
             else:
                 for name in names:
                     step.models[name].eval()
 
     def start(self) -> None:
-        """Stack everything as the clients have it now."""
+        """Stack the current tensors of all clients."""
         self.stacked: dict[str, Tensor] = {}
-        """[clients, ...] by name, of parameters and buffers."""
-        for name in self.tensors[0].own:
+        """Parameters and buffers [clients, ...] by name."""
+        for name in self.tensors[0].by_name:
             if name in self.tensors[0].fixed:
                 continue
-            self.stacked[name] = torch.stack([tensors.own[name].detach() for tensors in self.tensors])
+            self.stacked[name] = torch.stack([tensors.by_name[name].detach() for tensors in self.tensors])
         self.live = dict(self.stacked)
-        """The part of ``stacked`` that is computed: of the clients that still have steps to do; trained ones are leaves."""
+        """Rows of ``stacked`` of the active clients. Trained tensors are leaves."""
         self.active = len(self.steps)
         self.leaves: dict[str, dict[str, Tensor]] = {}
         for model in self.trained:
             trainable = self.tensors[0].trainable[model]
             self.leaves[model] = {name: self.live[name].requires_grad_() for name in trainable}
-        self._same: dict[Source, Tensor] = {}
-        self._differing: dict[Source, Tensor] = {}
+        self._same: dict[TensorSource, Tensor] = {}
+        self._differing: dict[TensorSource, Tensor] = {}
         for source in self.sources:
             try:
-                values = source.of(self.steps)
-            except UnlikeError:  # only if the loss reads it here too are these clients unlike
+                values = source.read(self.steps)
+            except UnequalClientsError:  # raised later if the loss of this group reads the tensor too
                 continue
-            if _all_the_same(source, values):
-                # A copy: a loss that writes into it shall not reach the client's.
+            if _is_same_everywhere(source, values):
+                # A copy, so that a loss writing into it does not change the client's tensor.
                 self._same[source] = values[0].detach().clone()
             else:
                 self._differing[source] = torch.stack([value.detach() for value in values])
-        self._given: dict[Source, Tensor] = {}
-        self._wanted: dict[Source, None] = {}
-        self._shown = self._show()
+        self._available: dict[TensorSource, Tensor] = {}
+        self._requested: dict[TensorSource, None] = {}
+        self._visible_step = self._make_visible_step()
 
-    def _show(self) -> Step:
-        """Return what a loss sees as its step."""
+    def _make_visible_step(self) -> Step:
+        """Create the step for batched losses, with stand-ins for unavailable fields."""
         first = self.steps[0]
         received = {
-            key: TensorHandle(key, [s.received.get(key, {}) for s in self.steps], self._given, self._wanted)
+            key: TensorHandle(key, [s.received.get(key, {}) for s in self.steps], self._available, self._requested)
             for key in first.received
         }
         return dataclasses.replace(
@@ -162,13 +162,13 @@ class StackedClients:
             moments=cast(Any, Unavailable("moments")),
             cuts=cast(Any, Unavailable("cuts")),
             received=cast(Any, received),
-            state=cast(Any, TensorHandle(None, [s.state for s in self.steps], self._given, self._wanted)),
+            state=cast(Any, TensorHandle(None, [s.state for s in self.steps], self._available, self._requested)),
             models={name: first.models[name] for name in self.names},
             execution=Execution(),
         )
 
-    def keep(self, clients: int) -> None:
-        """From now on compute the first clients only (a leaf becomes a view of a leaf: memory stays the same)."""
+    def truncate(self, clients: int) -> None:
+        """Drop all but the first clients from the following computations. Leaves become views of the stacked memory."""
         if clients == self.active:
             return
         self.active = clients
@@ -178,60 +178,63 @@ class StackedClients:
     def compute(
         self, function: Callable[[Step, Batch], Any], batch: Batch, seeds: Tensor | None, shared_batch: bool = False
     ) -> Any:
-        """Return what a function gives for every active client: tensors [clients, ...], one or several in a tuple or mapping.
+        """Compute a function for every active client.
 
         Args:
-            function: of a step and a batch: a forward pass, or a loss with its reports.
-            batch: every tensor with a leading dimension of clients, unless ``shared_batch``.
-            seeds: int64 [clients], of this step.
-            shared_batch: it has none: all clients compute the same examples.
+            function: function of a step and a batch: a forward pass, or a loss with reports.
+            batch: batch with a leading dimension of clients, unless ``shared_batch``.
+            seeds: seeds of this step, int64 [clients].
+            shared_batch: whether all clients compute the same examples. The batch then has no dimension of clients.
+
+        Returns:
+            The function's result with tensors [clients, ...]: a tensor, or several in a tuple or mapping.
 
         Raises:
-            MoreSourcesError: ``sources`` now has what was missing; to be begun again with :meth:`start`.
-            NotBatchableError: it cannot be computed so, and why.
+            MissingSourcesError: the loss read unstacked tensors, now in ``sources``. Repeat from :meth:`start`.
+            NotBatchableError: the reason why the function cannot be batched.
         """
         fields = batch.tensors()
-        own_fields = {} if shared_batch else fields
-        own_sources = {source: value[: self.active] for source, value in self._differing.items()}
-        # What is mapped comes in as an argument; what is the same for all is simply there.
-        arguments = [*self.live.values(), *own_sources.values(), *own_fields.values()]
+        mapped_fields = {} if shared_batch else fields
+        mapped_sources = {source: value[: self.active] for source, value in self._differing.items()}
+        # vmap maps over arguments. Values equal for all clients reach the function through its closure.
+        arguments = [*self.live.values(), *mapped_sources.values(), *mapped_fields.values()]
         if seeds is not None:
             arguments.append(seeds)
 
-        def one(*tensors: Tensor) -> Any:
-            given = iter(tensors)
-            installed = {**self.tensors[0].fixed, **{name: next(given) for name in self.live}}
-            self._given.clear()
-            self._given.update(self._same)
-            self._given.update((source, next(given)) for source in own_sources)
-            own = Batch.from_tensors({**fields, **{name: next(given) for name in own_fields}})
-            with step_randomness(next(given, None)), self.tensors[0].replaced(installed):
-                return function(self._shown, own)
+        def run_client(*tensors: Tensor) -> Any:
+            remaining = iter(tensors)
+            installed = {**self.tensors[0].fixed, **{name: next(remaining) for name in self.live}}
+            self._available.clear()
+            self._available.update(self._same)
+            self._available.update((source, next(remaining)) for source in mapped_sources)
+            client_batch = Batch.from_tensors({**fields, **{name: next(remaining) for name in mapped_fields}})
+            with use_step_seed(next(remaining, None)), self.tensors[0].install(installed):
+                return function(self._visible_step, client_batch)
 
-        given = [*self._same.values(), *own_sources.values(), *fields.values()]
-        versions = [tensor._version for tensor in given]
-        value = torch.vmap(one, randomness="different")(*arguments)
-        if versions != [tensor._version for tensor in given]:
+        inputs = [*self._same.values(), *mapped_sources.values(), *fields.values()]
+        versions = [tensor._version for tensor in inputs]
+        value = torch.vmap(run_client, randomness="different")(*arguments)
+        if versions != [tensor._version for tensor in inputs]:
             raise NotBatchableError("the loss writes into a tensor of its step or batch")
-        if self._wanted:
-            for source in self._wanted:
-                source.of(self.steps)
-            self.sources = (*self.sources, *self._wanted)
-            raise MoreSourcesError
+        if self._requested:
+            for source in self._requested:
+                source.read(self.steps)
+            self.sources = (*self.sources, *self._requested)
+            raise MissingSourcesError
         return value
 
     def write_back(self) -> None:
-        """Give every client what was computed for it."""
+        """Copy the results into the clients' models."""
         changed = [name for leaves in self.leaves.values() for name in leaves]
         with torch.no_grad():
             for name in (*changed, *self.tensors[0].buffers):
-                torch._foreach_copy_([tensors.own[name] for tensors in self.tensors], self.stacked[name].unbind())
+                torch._foreach_copy_([tensors.by_name[name] for tensors in self.tensors], self.stacked[name].unbind())
 
 
-def _all_the_same(source: Source, values: Sequence[Tensor]) -> bool:
-    """Return whether all clients hold the same there, so that one tensor does for all."""
+def _is_same_everywhere(source: TensorSource, values: Sequence[Tensor]) -> bool:
+    """Return whether a source has the same value for all clients. A single copy then suffices."""
     first = values[0]
     if all(value is first for value in values):
         return True
-    # What the server sent is the same at all clients, each in memory of its own; on a GPU asking would wait for it.
+    # Each client has its own copy of the server's tensors. A comparison on a GPU would synchronise it.
     return source.key is not None and first.device.type == "cpu" and all(first.equal(value) for value in values[1:])

@@ -207,7 +207,7 @@ def test_a_killed_start_leaves_nothing_at_the_sites(silos: Silos, monkeypatch: p
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(rundir, "begin", killed)
+        patch.setattr(rundir, "write_new_run", killed)
         for _ in range(2):
             with pytest.raises(KeyboardInterrupt):
                 create(silos(), Progress("quiet"))

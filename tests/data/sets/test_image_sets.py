@@ -178,25 +178,25 @@ def rewritten(**change: Any) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (cut, "data_batch_3: this is no pickle, or it is truncated or damaged"),
-        (lambda file: file.write_bytes(b""), "data_batch_3: this is no pickle"),
+        (cut, "data_batch_3: truncated, damaged, or not a pickle"),
+        (lambda file: file.write_bytes(b""), "data_batch_3: truncated, damaged, or not a pickle"),
         (rewritten(labels=None), "data_batch_3: the batch has no 'labels'"),
-        (rewritten(labels=[1, 2]), "data_batch_3 holds 4 images and its labels are 2"),
-        (rewritten(labels=[1, 2, 3, 10]), "data_batch_3 has the label 10, and the set has 10 names"),
-        (rewritten(labels="abcd"), "data_batch_3: its labels are no list of whole numbers"),
+        (rewritten(labels=[1, 2]), "data_batch_3 has 4 images, but 2 labels"),
+        (rewritten(labels=[1, 2, 3, 10]), "data_batch_3 has the label 10, but the set has 10 names"),
+        (rewritten(labels="abcd"), "data_batch_3: its labels are not a list of integers"),
         (
             rewritten(data=np.zeros((4, 3071), np.uint8)),
             r"its images are uint8 \[4, 3071\], not bytes \[images, 3072\]",
         ),
         (
             rewritten(batch_label=Opens()),
-            r"data_batch_3: it holds more than arrays, numbers and texts: it names \w*io.open",
+            r"data_batch_3: the pickle contains more than arrays, numbers and texts: it names \w*io.open",
         ),
-        (rewritten(batch_label=Builds(np.dtype, ("O8", False, True))), "an array of another data type than numbers"),
-        (rewritten(labels=[crashing("O8")]), "an array of another data type than numbers"),
+        (rewritten(batch_label=Builds(np.dtype, ("O8", False, True))), "an array of an unsupported data type"),
+        (rewritten(labels=[crashing("O8")]), "an array of an unsupported data type"),
         (rewritten(labels=[crashing("u8")]), "it changes the state of an object"),
-        (rewritten(labels=np.array([None])), "an array of another data type than numbers"),
-        (rewritten(labels=[[1, 2]] * 4), "its labels are no list of whole numbers"),
+        (rewritten(labels=np.array([None])), "an array of an unsupported data type"),
+        (rewritten(labels=[[1, 2]] * 4), "its labels are not a list of integers"),
         (rewritten(data=Builds(_reconstruct, (np.ndarray, (0,), b"b"))), "its images are NoneType, not bytes"),
         (rewritten(labels=[1, 2, 3, 2**40]), "it has the opcode 0x8a"),
         (
@@ -205,9 +205,9 @@ def rewritten(**change: Any) -> Callable[[Path], None]:
         ),
         (
             lambda file: file.write_bytes(b"\x80\x02X\x10\x00\x00\x00" + b"\xff" * 16),
-            r"damaged \(UnicodeDecodeError: .{0,200}\)",
+            r"not a pickle \(UnicodeDecodeError: .{0,200}\)",
         ),
-        (rewritten(labels=["x"] * 4), "its labels are no list of whole numbers"),
+        (rewritten(labels=["x"] * 4), "its labels are not a list of integers"),
         (lambda file: file.unlink(), "there is no data_batch_3 in"),
     ],
 )
@@ -223,11 +223,14 @@ def test_damaged_batches(tmp_path: Path, change: Callable[[Path], None], says: s
     [
         ({"X": None}, "train_32x32.mat: the file has no 'X'"),
         ({"y": None}, "train_32x32.mat: the file has no 'y'"),
-        ({"y": np.zeros((2, 1), np.uint8)}, "train_32x32.mat holds 3 images and its labels are 2"),
-        ({"y": np.array([[1.5], [2], [3]])}, "its labels are no list of whole numbers"),
+        ({"y": np.zeros((2, 1), np.uint8)}, "train_32x32.mat has 3 images, but 2 labels"),
+        ({"y": np.array([[1.5], [2], [3]])}, "its labels are not a list of integers"),
         ({"X": np.zeros((32, 32, 3, 3))}, r"its images are float64 \[3, 32, 32, 3\], not bytes \[images, 32, 32, 3\]"),
-        (cut, "train_32x32.mat: this is no MATLAB file of version 4 to 7, or it is truncated"),
-        (lambda file: file.write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(600)), "train_32x32.mat: this is no MATLAB file"),
+        (cut, "train_32x32.mat: truncated, damaged, or not a MATLAB file of version 4 to 7"),
+        (
+            lambda file: file.write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(600)),
+            "train_32x32.mat: truncated, damaged, or not a MATLAB file",
+        ),
     ],
 )
 def test_damaged_mat_files(tmp_path: Path, change: Any, says: str) -> None:

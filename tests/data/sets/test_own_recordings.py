@@ -65,7 +65,7 @@ def test_the_group_is_what_the_pattern_finds_below_the_class(tree: Path) -> None
 
 @pytest.mark.parametrize(
     ("pattern", "message"),
-    [("(?P<group>", "is no regular expression"), (r"(\w+)_\d", r"has no part named group, as in '\(\?P<group>")],
+    [("(?P<group>", "is not a regular expression"), (r"(\w+)_\d", r"needs a group named group, as in '\(\?P<group>")],
 )
 def test_a_pattern_that_cannot_work_is_refused_at_once(pattern: str, message: str) -> None:
     with pytest.raises(ConfigError, match=f"data.group_pattern: .*{message}"):
@@ -88,11 +88,13 @@ def test_a_class_called_test_is_no_split_unless_there_is_a_train(tmp_path: Path,
     write_audio("tree/test/a.wav")
     write_audio("tree/dog/a.wav")
     assert facts(Folder(root=tmp_path / "tree"), "label", "split") == [("dog", None), ("test", None)]
-    with pytest.raises(DataError, match="'dog/a.wav' lies in no class's folder; move it into one"):
+    with pytest.raises(DataError, match="'dog/a.wav' is outside the folders of the classes; move it into one"):
         Folder(root=tmp_path / "tree", split_folders=True).manifest()
     write_audio("tree/dog/deeper/a.wav")
     (tmp_path / "tree/dog/a.wav").unlink()
-    with pytest.raises(DataError, match="split_folders is true and 'dog' is no split; known names: train, training, "):
+    with pytest.raises(
+        DataError, match="split_folders is true, but 'dog' is not the name of a split. Use one of train, training, "
+    ):
         Folder(root=tmp_path / "tree", split_folders=True).manifest()
 
 
@@ -119,7 +121,7 @@ def test_every_kind_of_recording_is_read_and_the_other_files_are_counted(
         )
     (remark,) = read_remarks(manifest)
     assert "2 .m4a, 1 without an ending, 1 .wma, 1 .txt (5 in all: README, dog/a.wma, dog/b.m4a, ...)" in remark
-    assert "ffmpeg makes wav files of .m4a, which" in remark, "a.wma is there as a.wav and more already"
+    assert "Convert .m4a to wav files with ffmpeg" in remark, "a.wma is there as a.wav and more already"
     assert read_remarks(manifest.slice(1)) == [remark]
 
 
@@ -147,9 +149,7 @@ def test_the_command_for_what_is_not_decoded_makes_it_readable(tmp_path: Path, m
 
 def test_a_link_to_a_folder_above_is_refused(tree: Path) -> None:
     (tree / "dog/again").symlink_to(tree)
-    with pytest.raises(
-        DataError, match=r"tree/dog/again is a link to a folder that it lies in itself; remove the link"
-    ):
+    with pytest.raises(DataError, match=r"tree/dog/again is a link to one of its parent folders. Remove the link"):
         Folder(root=tree).manifest()
 
 
@@ -177,7 +177,7 @@ def test_a_folder_that_cannot_be_opened_is_named(tree: Path, monkeypatch: pytest
 
     monkeypatch.setattr(os, "scandir", refusing(os.scandir))
     with pytest.raises(
-        DataError, match="the folder .*/dog/outside cannot be opened: Permission denied; make it readable"
+        DataError, match="the folder .*/dog/outside cannot be opened: Permission denied. Make it readable"
     ):
         Folder(root=tree).manifest()
     monkeypatch.setattr(os, "stat", refusing(os.stat))
@@ -189,13 +189,15 @@ def test_a_name_that_is_not_utf8_is_refused(tree: Path) -> None:
     (tree / "dog" / os.fsdecode(b"caf\xe9.txt")).touch()
     assert "(2 in all: dog/caf\\xe9.txt, dog/notes.txt)" in read_remarks(Folder(root=tree).manifest())[0]
     (tree / "dog" / os.fsdecode(b"caf\xe9.wav")).touch()
-    with pytest.raises(DataError, match=r"the name of dog/caf\\xe9\.wav in .* is not UTF-8; rename it, .*convmv"):
+    with pytest.raises(DataError, match=r"the name of dog/caf\\xe9\.wav in .* is not UTF-8. Rename the file, .*convmv"):
         Folder(root=tree).manifest()
 
 
 def test_a_file_outside_the_classes_is_named(tree: Path, write_audio: WriteAudio) -> None:
     write_audio("tree/stray.wav")
-    with pytest.raises(DataError, match=r"'stray\.wav' lies in no class's folder; move it into one in .*Found: dog/, "):
+    with pytest.raises(
+        DataError, match=r"'stray\.wav' is outside the folders of the classes; move it into one in .*Found: dog/, "
+    ):
         Folder(root=tree).manifest()
 
 
@@ -362,23 +364,23 @@ def test_a_clip_outside_the_root_keeps_its_path(clips: Path) -> None:
         (
             "path,label,path\nclips/a.wav,x,b\n",
             {},
-            r"more than one column 'path'; its columns: path, label, path. Rename",
+            r"several columns 'path'; its columns: path, label, path. Rename",
         ),
-        ("path,label,n,n\nclips/a.wav,x,1,2\n", {}, r"more than one column 'n'; .* Rename or remove one"),
+        ("path,label,n,n\nclips/a.wav,x,1,2\n", {}, r"several columns 'n'; .* Rename or remove one"),
         (
             "path,label,start\nclips/a.wav,x,noon\n",
             {},
-            r"row 1 has the start 'noon'; it must be a number of seconds .* rename it",
+            r"row 1 has the start 'noon'. Write the number of seconds .* rename",
         ),
-        ("path;label;stop\nclips/a.wav;x;0,5\n", {}, r"row 1 has the stop '0,5'; it must be a number .* such as 1\.5"),
-        ("path,label,start\nclips/a.wav,x,-1\n", {}, r"row 1 has the start '-1'; it must be a number of seconds"),
-        ("path,label,stop\nclips/a.wav,x,nan\n", {}, r"row 1 has the stop 'nan'; it must be a number of seconds"),
+        ("path;label;stop\nclips/a.wav;x;0,5\n", {}, r"row 1 has the stop '0,5'. Write the number .* such as 1\.5"),
+        ("path,label,start\nclips/a.wav,x,-1\n", {}, r"row 1 has the start '-1'. Write the number of seconds"),
+        ("path,label,stop\nclips/a.wav,x,nan\n", {}, r"row 1 has the stop 'nan'. Write the number of seconds"),
         (
             "path,label,start,stop\nclips/a.wav,x,,\nclips/a.wav,x,2,1.5\n",
             {},
-            r"row 2 stops at 1\.5 s, which is not after its start at 2 s",
+            r"row 2 stops at 1\.5 s, not after its start at 2 s",
         ),
-        ("path,label,stop\nclips/a.wav,x,0\n", {}, r"row 1 stops at 0 s, which is not after its start at 0 s"),
+        ("path,label,stop\nclips/a.wav,x,0\n", {}, r"row 1 stops at 0 s, not after its start at 0 s"),
         (
             "path,label,start,stop\nclips/a.wav,x,1,2\nclips/a.wav,y,1.0,2.0\n",
             {},
@@ -389,7 +391,7 @@ def test_a_clip_outside_the_root_keeps_its_path(clips: Path) -> None:
         (
             "path,label\nq/a.wav,x\nq/b.wav,x\n",
             {},
-            r"not one of its 2 files exists, the first is .*/q/a\.wav; set root to",
+            r"none of its 2 files exists, the first is .*/q/a\.wav\. Set root to",
         ),
     ],
 )
@@ -413,7 +415,7 @@ def test_a_missing_list_and_other_kinds_of_file(clips: Path) -> None:
         Manifest(file=clips / "latin.csv").manifest()
     with pytest.raises(DataError, match=r"row 1 has no path \(column 'path' is 'a\\x00b\.wav'\)"):
         Manifest(file=write(clips / "null.csv", "path,label\na\0b.wav,x\nclips/a.wav,x\n")).manifest()
-    with pytest.raises(DataError, match=r"no list of recordings .*/none\.csv; expected a CSV \(header line, UTF-8"):
+    with pytest.raises(DataError, match=r"no list of recordings .*/none\.csv\. Expected a CSV \(header line, UTF-8"):
         Manifest(file=clips / "none.csv").manifest()
     with pytest.raises(DataError, match=r"list\.xlsx is neither \*\.csv nor \*\.parquet"):
         Manifest(file=write(clips / "list.xlsx", "x")).manifest()

@@ -224,7 +224,7 @@ def test_a_further_file_of_a_sample_is_a_view(tmp_path: Path) -> None:
     files = {"a.left.wav": encoded(tone(0, 0), "WAV"), "a.right.wav": encoded(tone(1, 0), "WAV"), "a.cls": b"dog"}
     shard = write_tar(tmp_path / "a.tar", files)
     with pytest.raises(
-        DataError, match=r"a\.tar: the sample a has several recordings: left\.wav, right\.wav; choose a field"
+        DataError, match=r"a\.tar: the sample a has several recordings: left\.wav, right\.wav\. Set data\.audio_field"
     ):
         WebDataset(root=shard).manifest()
     dataset = WebDataset(root=shard, audio_field="left.wav")
@@ -390,31 +390,31 @@ def write_compressed(path: Path) -> None:
         ("mark", r"a\.tar: truncated or damaged: byte 1536 starts neither"),
         ("packed", r"a\.tar: it is compressed, .* Unpack it with gzip -d"),
         ("text", r"a\.tar: truncated, or not a tar archive"),
-        ("no samples", r"a\.tar has no samples; expected \*\.tar, in which"),
+        ("no samples", r"a\.tar has no samples\. Expected \*\.tar with"),
         (
             "no recording",
-            r"a\.tar: the sample a has no recording; choose a field with data\.audio_field, there are cls, json",
+            r"a\.tar: the sample a has no recording\. Set data\.audio_field to one of its fields: cls, json",
         ),
         ("json", r"a\.tar: a\.json cannot be read as JSON: "),
         ("deep", r"a\.tar: a\.json cannot be read as JSON: "),
         ("no label", r"no clip has a field 'label' \(data\.label_column\); .*txt"),
-        ("no name", r"a\.tar/a\.wav has the class '2', and data\.names has 2 names"),
-        ("twice", r"a\.tar: the sample a has two files a\.wav; names must differ"),
+        ("no name", r"a\.tar/a\.wav has the class '2', but data\.names has 2 names"),
+        ("twice", r"a\.tar: the sample a has two files a\.wav\. Give them different names"),
         ("link", r"a\.tar: its member b\.cls is a link to a\.cls .*tar --dereference --hard-dereference"),
         ("hard link", r"a\.tar: its member b\.cls is a link to a\.cls"),
         ("no shard", r"there is no file \*\*/\*\.tar \(data\.files\) in .*Found: readme\.txt"),
-        ("split", r"nothing says of which split other-0\.tar is, .* data\.splits='\{other: train, \.\.\.\}'"),
+        ("split", r"the split of other-0\.tar is unknown, .* data\.splits='\{other: train, \.\.\.\}'"),
         ("no such split", r"data\.splits: .* has no files of a split 'tset'"),
-        ("parquet", r"rows\.parquet: it is damaged, truncated, or something else: "),
-        ("no audio", r"rows\.parquet: no column has recordings .*; there are label, text"),
+        ("parquet", r"rows\.parquet: the file is damaged, truncated, or of another type: "),
+        ("no audio", r"rows\.parquet: no column has recordings .* to one of label, text"),
         ("column", r"rows\.parquet: no clip has a field 'speaker' \(data\.group_column\); known: label"),
         ("not audio", r"rows\.parquet: column 'label' has no recordings .*data\.audio_column"),
         ("two", r"rows\.parquet: the columns a, b may all be recordings .*data\.audio_column"),
         ("label", r"rows\.parquet: no clip has a field 'label' \(data\.label_column\); known: text"),
         ("empty", r"the manifest is empty"),
         ("own split", r"rows\.parquet/0 has the unknown split 'fold1'"),
-        ("arrow", r"a\.arrow: it is damaged, truncated, or something else: "),
-        ("compressed", r"a\.arrow: it is compressed, .* save it without compression"),
+        ("arrow", r"a\.arrow: the file is damaged, truncated, or of another type: "),
+        ("compressed", r"a\.arrow: the file is compressed, .* Save it without compression"),
     ],
 )
 def test_what_cannot_be_used_is_named(tmp_path: Path, kind: str, message: str) -> None:
@@ -445,11 +445,11 @@ RECORDING: dict[str, Any] = CUT["recording"]  # type: ignore[assignment]
     [
         (
             {"type": "MixedCut"},
-            r"line 1 \(cut 'c1'\) cannot be read: it is a MixedCut .*\. raydfl reads cuts of one channel",
+            r"line 1 \(cut 'c1'\) cannot be read: it is a MixedCut .*\. raydfl reads single-channel cuts",
         ),
         ({"type": "PaddingCut"}, r"it is a PaddingCut"),
         ({"type": "MultiCut", "channel": [0, 1]}, r"it is a MultiCut of the channels \[0, 1\]"),
-        ({"recording": None, "features": {"type": "fbank"}}, r"has no recording, only features or nothing"),
+        ({"recording": None, "features": {"type": "fbank"}}, r"has no recording, at most features"),
         (
             {"recording": RECORDING | {"transforms": [{"name": "Speed", "kwargs": {"factor": 0.9}}]}},
             r"has the transforms .*Speed",
@@ -463,11 +463,11 @@ RECORDING: dict[str, Any] = CUT["recording"]  # type: ignore[assignment]
             r"has no file with channel 0, but .*url",
         ),
         ({"channel": 1}, r"has no file with channel 1, but "),
-        ({"duration": 0.0}, r"it begins at sample 0, and has 0 samples"),
-        ({"recording": {"id": "r"}}, r"is not as Lhotse writes one: KeyError: 'sampling_rate'"),
+        ({"duration": 0.0}, r"it starts at sample 0, and has 0 samples"),
+        ({"recording": {"id": "r"}}, r"the cut is not in Lhotse's format: KeyError: 'sampling_rate'"),
         (
             {"supervisions": [{"custom": {"label": "dog"}}, {"custom": {"label": "cat"}}]},
-            r"the cut c1 has supervisions with different values of 'label'; make a cut of each",
+            r"the cut c1 has supervisions with different values of 'label'. Make a cut of each",
         ),
         ({"supervisions": []}, r"no clip has a field 'label'"),
     ],

@@ -358,25 +358,25 @@ def test_a_set_in_its_layout(
     [
         (
             *("ambient_contexts", AMBIENT | {"test_split.txt": "id_gone_0_9_00.wav\tCrowd\n"}, {}),
-            "'id_gone_0_9_00.wav' of test_split.txt is not there; below",
+            "'id_gone_0_9_00.wav' of test_split.txt is missing. Keep a single copy below",
         ),
         (
             *("ambient_contexts", AMBIENT | {"Data/id__x_0_9_00.wav": 0.05}, {}),
-            "'id__x_0_9_00.wav' of test_split.txt is 2 times: Data/Test/id__x_0_9_00.wav, Data/id__x",
+            "'id__x_0_9_00.wav' of test_split.txt is there 2 times: Data/Test/id__x_0_9_00.wav, Data/id__x",
         ),
         (
             *("ambient_contexts", AMBIENT | {"test_split.txt": "id__x_0_9_00.wav\n"}, {}),
             "is not a file, a tab and a class",
         ),
         ("voxforge", VOXFORGE, {"languages": ("ru",)}, "there is no folder ru/ with recordings"),
-        ("voxforge", VOXFORGE | {"test_split.txt": "en/absent.wav\n"}, {}, "none of the recordings in .* is on "),
+        ("voxforge", VOXFORGE | {"test_split.txt": "en/absent.wav\n"}, {}, "no recording in .* is on "),
         (
             *("fsd50k", {name: FSD50K[name] for name in [*FSD50K][:4]}, {}),
             r"there is no FSD50K.ground_truth/eval.csv in ",
         ),
         (
             *("crema_d", recordings_at(*[*CREMA][:2]), {"labels": "voted"}),
-            r"labels: voted needs processedResults/summaryTable\.csv, which is not there",
+            r"labels: voted needs processedResults/summaryTable\.csv, but the file is missing",
         ),
         (
             *("crema_d", CREMA | {TABLE: "FileName,VoiceVote\n1001_DFA_ANG_XX,A\n"}, {"labels": "voted"}),
@@ -392,7 +392,7 @@ def test_a_set_in_its_layout(
         ),
         (
             *("crema_d", CREMA, {"test_folds": (6,)}),
-            "CREMA-D: no clip is of fold 6, which is to be tested on; there are 1, 2, 3",
+            "CREMA-D: fold 6 of the test set has no clips. Choose from 1, 2, 3",
         ),
         (
             *("crema_d", CREMA, {"emotions": ("disgust",)}),
@@ -401,11 +401,11 @@ def test_a_set_in_its_layout(
         ("ravdess", {"Actor_03/03-01-05-02-01-02-03.wav": 0.05}, {"channel": "song"}, "none of the 1 files is song"),
         (
             *("iemocap", IEMOCAP, {"test_sessions": (2,)}),
-            "no clip is of session 2, which is to be tested on; there are 1, 5",
+            "session 2 of the test set has no clips. Choose from 1, 5",
         ),
         (
             *("iemocap", IEMOCAP | {[*IEMOCAP][2]: f"{HEADER}[5.0 - 6.0] Ses05M_impro07_F011\n"}, {}),
-            r"line 3 of .*Ses05M_impro07\.txt is no '\[start - end\] turn emotion",
+            r"line 3 of .*Ses05M_impro07\.txt is not '\[start - end\] turn emotion",
         ),
         (
             *("iemocap", {name: IEMOCAP[name] for name in [*IEMOCAP][:3]}, {}),
@@ -417,7 +417,7 @@ def test_a_set_in_its_layout(
         ),
         (
             *("esc", {"meta/esc50.csv": str(ESC50["meta/esc50.csv"]).replace("wav,5,", "wav,five,")}, {}),
-            r"5-9032-A-0\.wav is of fold 'five' in meta/esc50\.csv",
+            r"5-9032-A-0\.wav has the fold 'five' in meta/esc50\.csv",
         ),
         (
             *("urbansound8k", {URBAN_TABLE: URBAN[URBAN_TABLE]}, {}),
@@ -427,8 +427,13 @@ def test_a_set_in_its_layout(
             *("urbansound8k", {URBAN_TABLE: str(URBAN[URBAN_TABLE]).replace("1,2,3", "1,2,12")}, {}),
             r"line 3 of .*UrbanSound8K\.csv has no fold or no class: '12'",
         ),
-        ("mimii", MIMII, {"snr": 3}, r"no clip in .* is of 3 dB by its folder's name .*there are -6, 0, 6, unknown"),
-        ("mimii", MIMII, {"machines": ("slider",)}, "has no machines of the type 'slider'; there are fan, pump, valve"),
+        ("mimii", MIMII, {"snr": 3}, r"no folder of .* has clips of 3 dB .*Choose from -6, 0, 6, unknown"),
+        (
+            "mimii",
+            MIMII,
+            {"machines": ("slider",)},
+            "has no machines of the type 'slider'. Choose from fan, pump, valve",
+        ),
         (
             *("ucf101", UCF101 | {"ucfTrainTestlist/trainlist01.txt": ""}, {}),
             r"HandstandPushups/v_HandStand.* is on neither list of fold 1",
@@ -437,9 +442,9 @@ def test_a_set_in_its_layout(
             "ucf101",
             {f"UCF-101/{FILMS[2]}": ""},
             {},
-            "the 1 films in .* are of classes without sound; .*data.classes=all",
+            "the 1 videos in .* are of classes without sound. .*data.classes=all",
         ),
-        ("toyadmos", TOYS, {"microphone": 3}, "has no clips of microphone 3; there are 1, 2"),
+        ("toyadmos", TOYS, {"microphone": 3}, "has no clips of microphone 3. Choose from 1, 2"),
     ],
 )
 def test_a_set_that_cannot_be_listed(

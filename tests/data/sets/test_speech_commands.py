@@ -156,7 +156,7 @@ def test_the_test_archive_takes_the_place_of_the_testing_list(tree: Path, archiv
     [
         ({"task": "keywords", "keywords": ("yess",)}, r"no folder for the keyword 'yess'; did you mean 'yes'\?"),
         ({"test_root": "."}, "test_root is not the test archive: no _unknown_ or _silence_"),
-        ({}, r"there is no testing_list\.txt in .*/v2\. Expected one folder for each word with .*Found: README\.md, "),
+        ({}, r"there is no testing_list\.txt in .*/v2\. Expected a folder for each word with .*Found: README\.md, "),
     ],
 )
 def test_a_tree_that_does_not_fit(tree: Path, options: dict[str, Any], message: str) -> None:
@@ -193,6 +193,6 @@ def test_silence_is_left_out_or_dealt_to_speakers(archive: Path, tmp_path: Path)
 
     assert sizes(leave_out=["_silence_"]) == {"0a1b2c3d": 3, "ffffffff": 2}
     assert sizes(ungrouped="deal") == {"0a1b2c3d": 4, "ffffffff": 3}
-    message = "2 of 7 training clips have no 'group'.*deal them out with data.ungrouped=deal, leave .* data.leave_out"
+    message = "2 of 7 training clips have no 'group'.*deal them to the groups with data.ungrouped=deal, leave .* data.leave_out"
     with pytest.raises(DataError, match=message):
         sizes()

@@ -10,7 +10,7 @@ import pytest
 from digits import IMAGES, spoken_and_written
 
 from raydfl.core.errors import DataError
-from raydfl.data.features.digests import rows_of
+from raydfl.data.features.digests import iterate_rows
 from raydfl.data.sets.spoken_and_written import SpokenAndWritten
 from raydfl.engine.config import Config
 from raydfl.runs.folder import create
@@ -26,7 +26,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_no_image_is_in_both_training_and_test(folder: Path) -> None:
     """The images of a digit in their order: the test has the first, training the others again and again."""
-    rows = list(rows_of(SpokenAndWritten(root=folder, pictures=folder, test_takes=1).manifest()))
+    rows = list(iterate_rows(SpokenAndWritten(root=folder, pictures=folder, test_takes=1).manifest()))
     assert [row["image_number"] for row in rows] == [1, 2, 4, 2, 0, 3, 3, 3]
     assert [row["split"] for row in rows] == ["test", "train", "train", "train"] * 2
     with pytest.raises(DataError, match="2 images of digit 7, but 2 test recordings"):
@@ -37,7 +37,7 @@ def test_either_view_is_made_harder_in_training_and_test_alike(folder: Path) -> 
     """Oracle: the power of what was added, and the deviation of what was."""
     plain = SpokenAndWritten(root=folder, pictures=folder, test_takes=1)
     hard = SpokenAndWritten(root=folder, pictures=folder, test_takes=1, snr_db=0.0, picture_noise=0.1)
-    for row in rows_of(plain.manifest()):
+    for row in iterate_rows(plain.manifest()):
         (clean, _), (noisy, _) = plain.read(row), hard.read(row)
         assert np.var(noisy - clean) / np.mean(clean**2) == pytest.approx(1, rel=0.2)
         assert np.array_equal(plain.image(row), IMAGES[row["image_number"]])

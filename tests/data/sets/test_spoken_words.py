@@ -93,7 +93,7 @@ def test_pitch_is_heard() -> None:
 
 @pytest.mark.parametrize("language", ["en-us", "en-gb-x-rp", "vi-vn-x-central", "de", "eu", "yue-latn-jyutping"])
 def test_a_voice_by_its_name_is_the_voice_by_its_file(language: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    longest = max(espeak.variants(), key=len)
+    longest = max(espeak.list_variants(), key=len)
     by_file = digest(espeak.speak("yes", language, longest))
     monkeypatch.setattr(espeak, "_OPENED", "/there/is/none")
     assert digest(espeak.speak("yes", language, longest)) == by_file
@@ -109,13 +109,13 @@ def test_unknown_names_give_the_nearest() -> None:
 
 
 def test_a_text_that_nothing_is_said_for_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"eSpeak NG says nothing for '\.\.\.' in 'en-us'"):
+    with pytest.raises(ConfigError, match=r"eSpeak NG returns silence for '\.\.\.' in 'en-us'"):
         espeak.speak("...", "en-us", "m1")
 
 
 @pytest.fixture
 def without_espeak(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    caches: list[Callable[..., Any]] = [espeak.languages, espeak.variants, espeak.version]
+    caches: list[Callable[..., Any]] = [espeak.list_languages, espeak.list_variants, espeak.get_version]
     for cached in caches:
         cached.cache_clear()  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "espeakng_loader", None)
@@ -128,12 +128,12 @@ def without_espeak(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_without_the_package_the_message_says_what_to_install() -> None:
     for call in (
         lambda: espeak.speak("yes", "en-us", "m1"),
-        espeak.languages,
-        espeak.variants,
-        espeak.version,
+        espeak.list_languages,
+        espeak.list_variants,
+        espeak.get_version,
         lambda: SpokenWords().manifest(),
     ):
-        with pytest.raises(ConfigError, match=r"needs eSpeak NG: pip install 'raydfl\[speech\]'"):
+        with pytest.raises(ConfigError, match=r"needs eSpeak NG\. Run pip install 'raydfl\[speech\]'"):
             call()
 
 
@@ -146,7 +146,7 @@ def test_another_user_of_the_library_in_the_process_is_noticed() -> None:
         with pytest.warns(RuntimeWarning, match="eSpeak NG stays in memory between words"):
             espeak.speak("yes", "en-us", "m1")
     finally:
-        espeak._c_library().dlclose(other._handle)
+        espeak._load_c_library().dlclose(other._handle)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         espeak.speak("yes", "en-us", "m1")
@@ -227,7 +227,7 @@ def test_what_changes_the_samples_changes_the_identity(
     other = SpokenWords(speakers=6, takes=2, words=("yes", "no", "backward"), **options)
     assert digest(other.read(rows[0])[0]) != digests[0]
     assert other.identity(rows[0]) != dataset.identity(rows[0])
-    assert espeak.version() in dataset.identity(rows[0])
+    assert espeak.get_version() in dataset.identity(rows[0])
 
 
 def test_the_label_may_be_the_language() -> None:
@@ -318,7 +318,7 @@ def test_the_split_is_by_speaker(
 
 def test_speakers_share_variants_as_little_as_possible() -> None:
     dataset = SpokenWords(speakers=150)
-    variants = Counter(dataset._speaker(index).variant for index in range(len(espeak.variants())))
+    variants = Counter(dataset._draw_speaker(index).variant for index in range(len(espeak.list_variants())))
     assert set(variants.values()) == {1}
 
 
@@ -356,23 +356,23 @@ def test_coloured_noise_is_white_noise_through_a_decaying_filter() -> None:
     ("options", "message"),
     [
         ({"speakers": 0}, "data.speakers: Input should be greater than or equal to 1"),
-        ({"words": []}, "words must name at least one"),
-        ({"words": ["yes", " "]}, "words must name at least one, and none may be empty"),
+        ({"words": []}, "words must be a non-empty list"),
+        ({"words": ["yes", " "]}, "words must be a non-empty list without empty strings"),
         ({"words": ["yes", "no", "yes"]}, "words names 'yes' more than once"),
         (
             {"words": "ten"},
             "data.words: Input should be 'speech_commands_10', 'speech_commands_12'.* or a valid tuple",
         ),
         ({"languages": []}, r"data.languages: .* should have at least 1 item"),
-        ({"speakers": 5, "clips": 4}, "clips is 4 for 5 speakers; each needs at least one"),
+        ({"speakers": 5, "clips": 4}, "clips is 4 for 5 speakers. Set at least one"),
         ({"snr_db": [30, 10]}, "snr_db must be two numbers from -20 to 100, the lower one first"),
         ({"snr_db": [float("nan"), 10]}, "data.snr_db.0: Input should be a finite number"),
         ({"test_speakers": 0.5, "validation_speakers": 0.5}, "leave no speaker to train on"),
         ({"test_speakers": 1.0}, "data.test_speakers: Input should be less than 1"),
         ({"seed": -1}, "data.seed: Input should be greater than or equal to 0"),
         ({"speaker": 5}, r"unknown key 'speaker' for SpokenWords; did you mean 'speakers'\?"),
-        ({"words": "speech_commands_12", "label": "language"}, "goes with words that are said"),
-        ({"words": "speech_commands_12", "snr_db": None}, "snr_db null leaves no room noise"),
+        ({"words": "speech_commands_12", "label": "language"}, "label: language needs spoken words"),
+        ({"words": "speech_commands_12", "snr_db": None}, "needs room noise"),
     ],
 )
 def test_options_that_contradict_or_leave_their_range(options: dict[str, Any], message: str) -> None:

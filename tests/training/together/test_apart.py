@@ -164,7 +164,7 @@ class Remembering(nn.Module):
 @pytest.mark.parametrize(
     ("network", "reason"),
     [
-        (Remembering, "stores something in its forward(), in its attribute 'mean'"),
+        (Remembering, "stores a value in its forward(), in its attribute 'mean'"),
         (lambda: extra_methods.WithBuffers(BANDS, CLASSES), "batch normalisation"),
         (Replacing, "a model replaces a buffer"),
         (Recurrent, "aten::gru"),
@@ -221,7 +221,7 @@ def scaled(scale: float, step: Step, batch: Batch) -> Tensor:
 )
 def test_losses_that_capture_something_of_their_client_are_not_mixed(make: Callable[[Step], Loss]) -> None:
     steps = compare(With(make=make))
-    assert all("captured something that differs" in step.execution.looped_because for step in steps)
+    assert all("captured values that differ" in step.execution.looped_because for step in steps)
 
 
 def test_losses_that_capture_the_same_are_computed_together() -> None:

@@ -114,7 +114,7 @@ def test_reports_are_added_up_over_all_batches() -> None:
 )
 def test_a_report_that_cannot_be_one_is_refused(report: dict[str, Any]) -> None:
     step = make_steps(FedAvg(), networks(find_objective({"name": "classify"})), sizes=(3,))[0]
-    with pytest.raises(ValueError, match=r"give a pair \(sum, count\), under another name"):
+    with pytest.raises(ValueError, match=r"give a pair \(sum, count\), under a name different"):
         fit(step, lambda step, batch: (step.forward("model", batch).mean(), report))
 
 

@@ -73,9 +73,9 @@ def test_gradients_reach_the_tensors_that_were_given() -> None:
 def test_tensors_that_do_not_fit_are_refused() -> None:
     step = make_steps(Method(), mlp)[0]
     batch = next(step.data.train.batches(4, None))
-    with pytest.raises(ConfigError, match=r"none of the tensors is of this model; their names begin with 'model/'"):
+    with pytest.raises(ConfigError, match=r"no tensor belongs to this model. Its names start with 'model/'"):
         step.forward("model", batch, tensors={"output.bias": torch.zeros(CLASSES)})
-    with pytest.raises(ConfigError, match=r"'output.bias' of model 'model' comes as \[99\]"):
+    with pytest.raises(ConfigError, match=r"'output.bias' of model 'model' has shape \[99\]"):
         step.forward("model", batch, tensors={"model/output.bias": torch.zeros(99)})
 
 

@@ -91,9 +91,9 @@ def test_the_configured_rate_given_is_the_configured_rate() -> None:
     ("lr", "message"),
     [
         (-0.1, "not negative"),
-        (float("nan"), "finite number"),
+        (float("nan"), "finite and not negative"),
         ({"modle": 0.1}, "no model 'modle' is trained here; did you mean 'model'"),
-        ("fast", "finite number"),
+        ("fast", "finite and not negative"),
     ],
 )
 def test_bad_rates(lr: Any, message: str) -> None:

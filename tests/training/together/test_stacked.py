@@ -13,7 +13,7 @@ from raydfl.methods.fedavg import FedAvg
 from raydfl.models.dense import MeanMLP
 from raydfl.training import _fit as train
 from raydfl.training.together import batches as resident_module
-from raydfl.training.together.batches import Resident, StackedBatches, frames_on
+from raydfl.training.together.batches import ResidentFrames, StackedBatches, move_frames
 
 
 @pytest.mark.parametrize("fits", [False, True])
@@ -24,12 +24,12 @@ def test_every_client_has_its_own_batches_and_padding_of_weight_0(
     every = make_examples(20, 0, lengths)
     examples = [every.take(np.arange(*part)) for part in ((4, 14), (13, 20), (0, 3))]
     monkeypatch.setattr(resident_module, "_SHARE", 1 if fits else 0)
-    monkeypatch.setattr(resident_module, "_free", lambda device: 1e9)
+    monkeypatch.setattr(resident_module, "_get_free_memory", lambda device: 1e9)
     plans = [own.order(4, np.random.default_rng(1)) for own in examples]
     assert [[len(index) for index in plan] for plan in plans] == [[4, 4, 2], [4, 3], [3]]
     batches = StackedBatches(examples, plans, torch.device("cpu"))
     views = [own.first_view for own in examples]
-    resident = Resident(views, plans, windows(views, plans), 4, torch.device("cpu"))
+    resident = ResidentFrames(views, plans, windows(views, plans), 4, torch.device("cpu"))
     assert len(batches) == 3
     assert [batches.clients(step) for step in range(3)] == [3, 2, 1]
     for step in range(3):
@@ -57,7 +57,7 @@ def test_every_client_has_its_own_batches_and_padding_of_weight_0(
                 assert batch.lengths is not None
                 assert batch.lengths[client].tolist() == alone.lengths.tolist() + [1] * (width - size)
     assert batches.batch(2).weight is None
-    moved = frames_on(every.first_view.store, torch.device("cpu"))
+    moved = move_frames(every.first_view.store, torch.device("cpu"))
     assert (moved is not None) == fits
     assert (resident._frames is moved) == fits
 
@@ -67,7 +67,7 @@ def test_clients_of_different_stores_are_put_together() -> None:
     examples = [make_examples(5, 1), make_examples(3, 2)]
     plans = [own.order(5, None) for own in examples]
     views = [own.first_view for own in examples]
-    cut = Resident(views, plans, windows(views, plans), 5, torch.device("cpu")).cut(0, 2, 5, FRAMES)
+    cut = ResidentFrames(views, plans, windows(views, plans), 5, torch.device("cpu")).cut(0, 2, 5, FRAMES)
     for client, own in enumerate(examples):
         assert torch.equal(cut[client, : len(own)], own.batch(plans[client][0]).x)
     assert not cut[1, 3:].any()
@@ -96,7 +96,7 @@ def test_a_client_alone_on_a_device_has_the_same_batches(lengths: bool) -> None:
 def on_device(examples: list[Examples], plans: list[list[np.ndarray]]) -> StackedBatches:
     batches = StackedBatches(examples, plans, torch.device("cpu"))
     views = [own.first_view for own in examples]
-    batches._views[FIRST_VIEW]._resident = Resident(views, plans, windows(views, plans), 4, torch.device("cpu"))
+    batches._views[FIRST_VIEW]._resident = ResidentFrames(views, plans, windows(views, plans), 4, torch.device("cpu"))
     return batches
 
 

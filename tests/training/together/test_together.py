@@ -23,14 +23,14 @@ class Add:
     def key(self) -> Hashable | None:
         return self._key
 
-    def alone(self) -> Any:
+    def compute(self) -> Any:
         if self.failure is not None:
             raise self.failure
         return (self.number, 1)
 
-    def apart(self, others: Sequence[Add]) -> None: ...
+    def note_unequal_keys(self, others: Sequence[Add]) -> None: ...
 
-    def several(self, others: Sequence[Add]) -> list[Any]:
+    def compute_batched(self, others: Sequence[Add]) -> list[Any]:
         calls = [self, *others]
         for call in calls:
             if call.failure is not None:
@@ -86,7 +86,7 @@ def test_clients_run_one_at_a_time_in_their_order() -> None:
 def test_what_cannot_be_computed_together_is_computed_alone() -> None:
     apart = together.NotBatchableError("no")
     calls = [Add(1), Add(2)]
-    calls[0].several = lambda others: (_ for _ in ()).throw(apart)  # type: ignore[method-assign]
+    calls[0].compute_batched = lambda others: (_ for _ in ()).throw(apart)  # type: ignore[method-assign]
     assert together.run_in_lockstep([asking(call) for call in calls]) == [[(1, 1)], [(2, 1)]]
 
 

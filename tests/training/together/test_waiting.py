@@ -63,7 +63,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Operations:
         return run
 
     monkeypatch.setattr(vectorised, "StackedBatches", lambda examples, plans, *_: on_device(examples, plans))
-    monkeypatch.setattr(vectorised, "_train", watched(vectorised._train))
+    monkeypatch.setattr(vectorised, "_run_steps", watched(vectorised._run_steps))
     return seen
 
 
