@@ -147,7 +147,7 @@ def latex(results: StudyResults) -> str:
     cells = itertools.groupby(zip(results.contestants, lines, strict=True), key=lambda pair: pair[0].labels)
     best = [line for _, pairs in cells for _, line in itertools.islice(pairs, _IN_LATEX)]
     if len(best) < len(lines):
-        caption += f" The table has the best {_IN_LATEX} draws{' of contestant cell' if study.axes else ''}."
+        caption += f" The table has the best {_IN_LATEX} draws{' of each cell' if study.axes else ''}."
     table = [headings[place] for place in places], [[line[place] for place in places] for line in best]
     tables.append(_latex_table(table, len(left), caption, f"{label}-all"))
     return "% \\usepackage{booktabs}\n" + "\n".join(tables)
@@ -281,7 +281,7 @@ def describe_results(results: StudyResults) -> list[str]:
     if any(contestant.best for contestant in results.contestants):
         cells = f"of the cells that differ only in {study.axes[-1]}" if study.axes else ""
         notes.append(
-            f"Bold: the best {('draw of contestant cell' if study.axes else 'draw') if settings.domains else cells}."
+            f"Bold: the best {('draw of each cell' if study.axes else 'draw') if settings.domains else cells}."
         )
     if settings.control:
         names = ", ".join(f"{name} {label}" for name, label in settings.control.items())
