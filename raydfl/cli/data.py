@@ -56,7 +56,7 @@ def data_info(
 
     if Path(what).suffix in (".yaml", ".yml") or Path(what).is_file():
         from raydfl.cli.proposal import propose
-        from raydfl.data import with_part
+        from raydfl.data import qualify_error
         from raydfl.engine import load_config
 
         config = load_config(Path(what), overrides or [])
@@ -71,7 +71,7 @@ def data_info(
                 for line in lines:
                     print(line)  # noqa: T201
         except DataError as error:
-            problem = with_part(error, part)
+            problem = qualify_error(error, part)
         if config.data.sites or config.data.parts or step is not None:
             if problem is not None:
                 raise problem

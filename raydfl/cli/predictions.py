@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from raydfl.core.errors import InputError
-from raydfl.data import shown_name
+from raydfl.data import escape_path
 from raydfl.runs.inference import Prediction
 
 Form = Literal["table", "csv", "json"]
@@ -71,7 +71,7 @@ def show(
     writers[form](count_predictions(), top, heading, out)
     out.flush()
     if failed:
-        errors = [f"  {shown_name(prediction.file)}: {prediction.error}" for prediction in failed[:_LISTED]]
+        errors = [f"  {escape_path(prediction.file)}: {prediction.error}" for prediction in failed[:_LISTED]]
         more = [f"  and {len(failed) - _LISTED} more"] if len(failed) > _LISTED else []
         raise InputError("\n".join([f"{len(failed)} of {total} could not be classified:", *errors, *more]))
 
@@ -89,14 +89,14 @@ def as_data(prediction: Prediction, top: int) -> dict[str, Any]:
         ``file`` and ``error`` for an unreadable recording.
     """
     if prediction.error:
-        return {"file": shown_name(prediction.file), "error": prediction.error}
+        return {"file": escape_path(prediction.file), "error": prediction.error}
     if prediction.answers == "score":
-        return {"file": shown_name(prediction.file), "score": prediction.score, **_describe_decision(prediction)}
+        return {"file": escape_path(prediction.file), "score": prediction.score, **_describe_decision(prediction)}
     answer: dict[str, Any] = {"label": prediction.label, "probability": prediction.probability}
     if prediction.answers == "set":
         answer = {"labels": list(prediction.labels)}
     return {
-        "file": shown_name(prediction.file),
+        "file": escape_path(prediction.file),
         **({"model": prediction.model} if prediction.model else {}),
         **answer,
         "top": [{"label": label, "probability": probability} for label, probability in prediction.top(top)],
@@ -123,7 +123,7 @@ def _write_csv(found: Iterable[Prediction], top: int, _: str, out: TextIO, sever
     for prediction in found:
         cells = [cell for pair in _top_classes(prediction, top) for cell in pair]
         cells = [*cells, *[""] * (2 * top - len(cells)), *[prediction.model] * several]
-        writer.writerow([shown_name(prediction.file), *cells, prediction.error])
+        writer.writerow([escape_path(prediction.file), *cells, prediction.error])
 
 
 def _write_score_csv(found: Iterable[Prediction], _: int, __: str, out: TextIO) -> None:
@@ -132,7 +132,7 @@ def _write_score_csv(found: Iterable[Prediction], _: int, __: str, out: TextIO) 
     for prediction in found:
         score, decision = ("", {}) if prediction.error else (prediction.score, _describe_decision(prediction))
         cells = [decision.get(name, "") for name in ("decision", "threshold", "threshold_origin")]
-        writer.writerow([shown_name(prediction.file), score, *cells, prediction.error])
+        writer.writerow([escape_path(prediction.file), score, *cells, prediction.error])
 
 
 def _write_score_table(found: Iterable[Prediction], _: int, heading: str, out: TextIO) -> None:
@@ -140,7 +140,7 @@ def _write_score_table(found: Iterable[Prediction], _: int, heading: str, out: T
     table.columns[0].overflow = "fold"
     for prediction in found:
         score = "-" if prediction.error else f"{prediction.score:.4g}"
-        table.add_row(Text(shown_name(prediction.file)), Text(score), Text(prediction.decision))
+        table.add_row(Text(escape_path(prediction.file)), Text(score), Text(prediction.decision))
     _print(table, heading, out)
 
 
@@ -151,7 +151,7 @@ def _write_set_csv(found: Iterable[Prediction], top: int, _: str, out: TextIO) -
     writer.writerow(["file", "labels", *(name + rank for rank in ranks for name in ("label", "probability")), "error"])
     for prediction in found:
         cells = [cell for pair in _top_classes(prediction, top) for cell in pair] or [""] * 2 * top
-        writer.writerow([shown_name(prediction.file), "|".join(prediction.labels), *cells, prediction.error])
+        writer.writerow([escape_path(prediction.file), "|".join(prediction.labels), *cells, prediction.error])
 
 
 def _write_set_table(found: Iterable[Prediction], top: int, heading: str, out: TextIO) -> None:
@@ -159,7 +159,7 @@ def _write_set_table(found: Iterable[Prediction], top: int, heading: str, out: T
     table.columns[0].overflow = "fold"
     for prediction in found:
         ranks = ", ".join(f"{label} {probability:.3f}" for label, probability in _top_classes(prediction, top))
-        table.add_row(*map(Text, (shown_name(prediction.file), ", ".join(prediction.labels) or "-", ranks)))
+        table.add_row(*map(Text, (escape_path(prediction.file), ", ".join(prediction.labels) or "-", ranks)))
     _print(table, heading, out)
 
 
@@ -178,7 +178,7 @@ def _write_table(found: Iterable[Prediction], top: int, heading: str, out: TextI
         cells = [f"{label} {probability:.3f}" for label, probability in _top_classes(prediction, top)[1:]]
         first = ["-", ""] if prediction.error else [prediction.label, f"{prediction.probability:.3f}"]
         table.add_row(
-            Text(shown_name(prediction.file)),
+            Text(escape_path(prediction.file)),
             *map(Text, first),
             *([Text(", ".join(cells))] if top > 1 else []),
             *([Text(prediction.model)] if several else []),

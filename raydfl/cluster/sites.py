@@ -35,7 +35,7 @@ from raydfl.data import (
     list_clips,
     natural_order,
     part_folder,
-    with_part,
+    qualify_error,
 )
 from raydfl.engine import Config, SerialPool, Worker
 from raydfl.engine.storage import PrivateStore, read_about
@@ -197,7 +197,7 @@ def prepare_sites(config: Config, run_dir: Path, progress: Progress) -> Populati
         try:
             parts[part], reports[part] = _prepare_part(config, part, data, run_dir, progress)
         except (ConfigError, DataError) as error:
-            raise with_part(error, part) from error
+            raise qualify_error(error, part) from error
     write_durably(run_dir / "sites.json", json.dumps({"parts": reports}, indent=2).encode())
     return Population(parts)
 

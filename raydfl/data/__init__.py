@@ -12,8 +12,13 @@ __all__, __getattr__, __dir__ = lazy_names(
     __file__,
     {
         "dealt": "deal_values",
+        "is_film": "is_video",
         "kept_labels": "exclude_labels",
+        "remarks_of": "read_remarks",
+        "samples_as_file": "encode_wav",
         "share_in_range": "check_share",
+        "shown_name": "escape_path",
         "sizes_text": "describe_sizes",
+        "with_part": "qualify_error",
     },
 )

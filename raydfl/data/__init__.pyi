@@ -14,9 +14,9 @@ from raydfl.data.examples import Examples as Examples
 from raydfl.data.examples import Frames as Frames
 from raydfl.data.images import read_image as read_image
 from raydfl.data.imports import import_recordings as import_recordings
+from raydfl.data.manifest import escape_path as escape_path
 from raydfl.data.manifest import make_manifest as make_manifest
 from raydfl.data.manifest import read_remarks as read_remarks
-from raydfl.data.manifest import shown_name as shown_name
 from raydfl.data.noise import add_noise as add_noise
 from raydfl.data.packed import encode_wav as encode_wav
 from raydfl.data.part import Part as Part
@@ -28,7 +28,7 @@ from raydfl.data.segment import segments as segments
 from raydfl.data.sets import FileDataset as FileDataset
 from raydfl.data.settings import DataSettings as DataSettings
 from raydfl.data.settings import place_of as place_of
-from raydfl.data.settings import with_part as with_part
+from raydfl.data.settings import qualify_error as qualify_error
 from raydfl.data.shards import Shard as Shard
 from raydfl.data.steps.corrupt import Share as Share
 from raydfl.data.steps.corrupt import check_share as check_share

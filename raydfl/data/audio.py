@@ -12,7 +12,7 @@ import numpy.typing as npt
 import soundfile
 
 from raydfl.core.errors import DataError
-from raydfl.data.manifest import FFMPEG_SUFFIXES, SOUNDFILE_SUFFIXES, find_samples, shown_name
+from raydfl.data.manifest import FFMPEG_SUFFIXES, SOUNDFILE_SUFFIXES, escape_path, find_samples
 from raydfl.data.packed import load_source, open_binary
 from raydfl.data.video import has_decoder, is_video, read_sound
 
@@ -55,7 +55,7 @@ def read_audio(
     try:
         name.encode()
     except UnicodeEncodeError:
-        raise DataError(f"{shown_name(name)}: the file's name is not UTF-8. Rename the file") from None
+        raise DataError(f"{escape_path(name)}: the file's name is not UTF-8. Rename the file") from None
     try:
         source = load_source(name)
         with open_binary(source) as (file, size):

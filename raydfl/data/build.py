@@ -20,7 +20,7 @@ from raydfl.data.manifest import read_remarks
 from raydfl.data.part import Part
 from raydfl.data.population import Population
 from raydfl.data.remote import fetch_recordings
-from raydfl.data.settings import DataSettings, with_part
+from raydfl.data.settings import DataSettings, qualify_error
 from raydfl.data.steps.corrupt import corrupt, remove_views
 from raydfl.data.steps.leave_out import deal_ungrouped, leave_out_labels
 from raydfl.data.steps.listing import UNLABELLED, Assignment, add_batch_column, make_assignment, natural_order
@@ -173,7 +173,7 @@ def build_population(
         try:
             parts[name] = _build_part(settings, seed, progress, run_chunks, attack, classes, labels_needed)
         except (ConfigError, DataError) as error:
-            raise with_part(error, name) from error
+            raise qualify_error(error, name) from error
     return Population(parts).use(data)
 
 

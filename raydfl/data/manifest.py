@@ -130,10 +130,10 @@ def find_samples(start: float, stop: float | None, samples: int, rate: int, name
     return first, last
 
 
-def shown_name(path: str | os.PathLike[str]) -> str:
+def escape_path(path: str | os.PathLike[str]) -> str:
     r"""Convert a path to printable text. Bytes that are not UTF-8 become escape sequences.
 
-    >>> shown_name(os.fsdecode(b"caf\xe9.wav"))
+    >>> escape_path(os.fsdecode(b"caf\xe9.wav"))
     'caf\\xe9.wav'
     """
     return os.fsencode(path).decode("utf-8", "backslashreplace")

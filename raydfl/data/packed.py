@@ -30,7 +30,7 @@ import soundfile
 
 from raydfl.core.errors import DataError
 from raydfl.core.files import check_regular, open_regular
-from raydfl.data.manifest import shown_name
+from raydfl.data.manifest import escape_path
 
 _SPAN = re.compile(r"(?P<file>.+)#(?P<name>.*)@(?P<offset>\d{1,18})\+(?P<length>\d{1,18})", re.DOTALL)
 _CELL = re.compile(r"(?P<file>.+\.parquet)#(?P<name>.+)\[(?P<row>\d{1,18})\]", re.DOTALL)
@@ -277,7 +277,7 @@ def list_tar(path: Path, accept: Callable[[str], bool]) -> Iterator[tuple[str, s
                     end = info.offset_data + info.size
                     if end > size:
                         raise DataError(
-                            f"{path}: truncated: its member {shown_name(info.name)} ends at byte {end}, but the file has {size} "
+                            f"{path}: truncated: its member {escape_path(info.name)} ends at byte {end}, but the file has {size} "
                             f"bytes. Copy the archive again"
                         )
                     if (info.isreg() or info.issym() or info.islnk()) and not info.issparse() and accept(info.name):
@@ -301,11 +301,11 @@ def list_tar(path: Path, accept: Callable[[str], bool]) -> Iterator[tuple[str, s
 
 
 def _check_member(info: tarfile.TarInfo, path: Path) -> None:
-    name = shown_name(info.name)
+    name = escape_path(info.name)
     if name != info.name:
         raise DataError(f"{path}: the name of its member {name} is not UTF-8. Rename the member")
     if not info.isreg():
         raise DataError(
-            f"{path}: its member {name} is a link to {shown_name(info.linkname)} without content. Pack the files again with tar "
+            f"{path}: its member {name} is a link to {escape_path(info.linkname)} without content. Pack the files again with tar "
             f"--dereference --hard-dereference"
         )

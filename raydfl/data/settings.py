@@ -472,7 +472,7 @@ def place_of(part: str) -> str:
     return f"data.parts.{part}" if part else "data"
 
 
-def with_part(error: _E, part: str) -> _E:
+def qualify_error(error: _E, part: str) -> _E:
     """Replace ``data.KEY`` by ``data.parts.NAME.KEY`` in the message of an error. An empty name changes nothing."""
     return relocate_error(error, place_of(part)) if part else error
 

@@ -20,7 +20,7 @@ from raydfl.core.files import read_regular
 from raydfl.data.audio import AUDIO_SUFFIXES
 from raydfl.data.dataset import Card, Dataset
 from raydfl.data.images import IMAGE_SUFFIXES
-from raydfl.data.manifest import FFMPEG_SUFFIXES, VIDEO_SUFFIXES, make_manifest, shown_name
+from raydfl.data.manifest import FFMPEG_SUFFIXES, VIDEO_SUFFIXES, escape_path, make_manifest
 from raydfl.data.packed import list_tar
 from raydfl.data.video import has_decoder
 
@@ -94,7 +94,7 @@ def find_root(root: Path, card: Card) -> Path:
 def make_layout_error(folder: Path, card: Card, detail: str) -> DataError:
     """Make the error for an unexpected layout. It names the expected layout and the folder's entries."""
     entries = sorted(
-        shown_name(entry.name) + ("/" if _is_folder(entry) else "") for entry in _list_entries(str(folder))
+        escape_path(entry.name) + ("/" if _is_folder(entry) else "") for entry in _list_entries(str(folder))
     )
     shown = ", ".join(entries[:8]) + (f", ... ({len(entries)} entries)" if len(entries) > 8 else "")
     return DataError(f"{card.title}: {detail} in {folder}. Expected {card.layout}. Found: {shown or 'an empty folder'}")
@@ -174,7 +174,7 @@ def check_name(name: str, folder: Path) -> None:
         name.encode()
     except UnicodeEncodeError:
         raise DataError(
-            f"the name of {shown_name(name)} in {folder} is not UTF-8. Rename the file, or convert all names with: "
+            f"the name of {escape_path(name)} in {folder} is not UTF-8. Rename the file, or convert all names with: "
             f"convmv -f latin1 -t utf8 -r --notest {shlex.quote(str(folder))}"
         ) from None
 
@@ -184,10 +184,10 @@ def _describe_unlisted(folder: Path, unlisted: Sequence[str], listed: Iterable[s
     if not unlisted:
         return ""
     kinds = Counter(Path(name).suffix.lower() for name in unlisted).most_common()
-    counts = [f"{count} {shown_name(suffix) or 'without an ending'}" for suffix, count in kinds[:_MOST_KINDS]]
+    counts = [f"{count} {escape_path(suffix) or 'without an ending'}" for suffix, count in kinds[:_MOST_KINDS]]
     rest = sum(count for _, count in kinds[_MOST_KINDS:])
     counts += [f"{rest} of further types"] if rest else []
-    names = ", ".join(map(shown_name, unlisted[:_MOST_NAMES])) + (", ..." if len(unlisted) > _MOST_NAMES else "")
+    names = ", ".join(map(escape_path, unlisted[:_MOST_NAMES])) + (", ..." if len(unlisted) > _MOST_NAMES else "")
     text = (
         f"left out of {folder} (no {what} of a supported type): {', '.join(counts)} ({len(unlisted)} in all: {names})"
     )
@@ -231,7 +231,7 @@ def _walk(folder: str, prefix: str, parents: frozenset[tuple[int, int]]) -> Iter
     status = Path(folder).stat()
     inode = (status.st_dev, status.st_ino)
     if inode in parents:
-        raise DataError(f"{shown_name(folder)} is a link to one of its parent folders. Remove the link")
+        raise DataError(f"{escape_path(folder)} is a link to one of its parent folders. Remove the link")
     for entry in entries:
         if entry.name.startswith("."):
             continue
@@ -247,7 +247,7 @@ def _list_entries(folder: str) -> list[os.DirEntry[str]]:
             return list(entries)
     except OSError as error:
         raise DataError(
-            f"the folder {shown_name(folder)} cannot be opened: {error.strerror}. Make it readable, or move it elsewhere"
+            f"the folder {escape_path(folder)} cannot be opened: {error.strerror}. Make it readable, or move it elsewhere"
         ) from error
 
 

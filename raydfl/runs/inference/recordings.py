@@ -23,7 +23,7 @@ from torch import Tensor
 
 from raydfl.core.errors import DataError, InputError, RaydflError
 from raydfl.core.settings import FIRST_VIEW
-from raydfl.data import Examples, Frames, has_decoder, read_audio, read_image, segments, shown_name
+from raydfl.data import Examples, Frames, escape_path, has_decoder, read_audio, read_image, segments
 from raydfl.data.features import (
     BY_TRAINING_CLIPS,
     FeatureExtractor,
@@ -306,4 +306,4 @@ def attempt(function: Callable[[Argument], np.ndarray], argument: Argument, file
 
 def remove_name(error: RaydflError, file: Path) -> str:
     """Return an error's text without the leading name of the file."""
-    return str(error).removeprefix(f"{shown_name(file)}: ")
+    return str(error).removeprefix(f"{escape_path(file)}: ")

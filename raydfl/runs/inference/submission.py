@@ -16,7 +16,7 @@ from pathlib import Path
 
 from raydfl.core.errors import InputError
 from raydfl.core.files import write_durably
-from raydfl.data import shown_name
+from raydfl.data import escape_path
 from raydfl.runs.inference.model import RunModel, load_model, load_models_of
 from raydfl.runs.inference.recordings import predictions, recordings
 from raydfl.runs.inference.threshold import Threshold
@@ -63,7 +63,7 @@ def write_submission(
     """
     listed, failures = recordings(files)
     for file, reason in failures.items():
-        raise InputError(f"{shown_name(file)}: {reason}")
+        raise InputError(f"{escape_path(file)}: {reason}")
     machines = _machines(listed)
     names = [f"{machine}_{number}" for machine, _, number in machines]
     if client is None:
@@ -98,7 +98,7 @@ def _machines(files: Sequence[Path]) -> dict[tuple[str, str, str], list[Path]]:
     if unknown:
         more = f" and {len(unknown) - _NAMED} more" if len(unknown) > _NAMED else ""
         raise InputError(
-            f"--dcase: the names of {', '.join(shown_name(file) for file in unknown[:_NAMED])}{more} do not identify a machine. "
+            f"--dcase: the names of {', '.join(escape_path(file) for file in unknown[:_NAMED])}{more} do not identify a machine. "
             f"Name files MACHINE/test/section_NN_...wav, or ..._id_NN_...wav."
         )
     return machines
@@ -122,7 +122,7 @@ def _score_clips(model: RunModel, files: Sequence[Path]) -> tuple[list[tuple[str
     scores, decisions = [], []
     for prediction in predictions(model, files):
         if prediction.error:
-            raise InputError(f"{shown_name(prediction.file)}: {prediction.error}")
+            raise InputError(f"{escape_path(prediction.file)}: {prediction.error}")
         scores.append((prediction.file.name, prediction.score))
         decisions.append((prediction.file.name, int(prediction.decision == "anomaly")))
     return sorted(scores), sorted(decisions)
