@@ -54,7 +54,7 @@ class _Slot:
 
     @property
     def starting(self) -> bool:
-        """Whether the actor is still starting."""
+        """True while the actor is still starting."""
         return self.deadline < math.inf
 
 
@@ -237,7 +237,7 @@ class ActorPool:
 
     @property
     def busy(self) -> bool:
-        """Whether orders are waiting or running."""
+        """True while orders are waiting or running."""
         return bool(self._waiting or self._calls)
 
     def list_pending(self) -> list[Any]:

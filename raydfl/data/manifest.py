@@ -186,5 +186,5 @@ def _check_rows(manifest: pa.Table, where: str) -> None:
         index = pc.index(pc.is_null(split), True).as_py()
         raise DataError(
             f"{where}: row {index + 1} (clip {manifest.column('clip')[index].as_py()!r}) has no split. Rows without split: "
-            f"{split.null_count} of {len(split)}. Set the split of all rows to one of {', '.join(SPLITS)}, or of none"
+            f"{split.null_count} of {len(split)}. Set it in all rows ({', '.join(SPLITS)}), or leave the column empty"
         )

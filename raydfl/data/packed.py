@@ -86,7 +86,7 @@ def resolve_address(path: str, folder: Path) -> str:
     return os.path.normpath(folder / Path(file).expanduser()) + path[len(file) :]
 
 
-def own_name(path: str) -> str:
+def recording_name(path: str) -> str:
     """Return the name of a recording, with its suffix: the path of a file, or the name in an address."""
     address = _parse(path)
     return path if address is None else address["name"]

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from raydfl.core.errors import ConfigError, DataError
 from raydfl.data.manifest import VIDEO_SUFFIXES
-from raydfl.data.packed import load_source, own_name
+from raydfl.data.packed import load_source, recording_name
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -38,7 +38,7 @@ class AbsentError(DataError):
 
 def is_video(path: str) -> bool:
     """Return whether a file has the suffix of a video."""
-    return own_name(path).lower().endswith(VIDEO_SUFFIXES)
+    return recording_name(path).lower().endswith(VIDEO_SUFFIXES)
 
 
 def read_frame(path: str, start: float = 0.0, stop: float | None = None) -> npt.NDArray[np.uint8]:

@@ -153,7 +153,7 @@ class Contestant:
 
     @property
     def complete(self) -> bool:
-        """Whether all runs are finished."""
+        """True if all runs are finished."""
         return self.done == len(self.trials)
 
     @property
@@ -208,7 +208,7 @@ class StudyResults:
 
     @property
     def complete(self) -> bool:
-        """Whether all trials are over."""
+        """True if all trials are over."""
         return not self.failed and not self.open
 
     @property

@@ -363,7 +363,7 @@ class StudySettings(Settings):
 
     @property
     def sequential(self) -> bool:
-        """Whether a trial's settings depend on the results of earlier trials."""
+        """True if a trial's settings depend on the results of earlier trials."""
         return self.searcher == "optuna" or self.population is not None
 
     @property

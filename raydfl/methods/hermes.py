@@ -115,7 +115,7 @@ class Hermes(PruningMethod):
             live[name].copy_(torch.where(layer.spread(newer, name, value), live[name], value))
 
     def _accuracy(self, step: Step) -> float:
-        """Return the accuracy on held-out clips, or on the training data if there are none."""
+        """Return the accuracy on held-out clips, or without any on the training data."""
         examples = step.data.validation if len(step.data.validation) else step.data.train
         accuracy = self.objective.evaluate(step, "model", examples, 64)["accuracy"]
         return cast(Ratio, accuracy).value

@@ -220,7 +220,7 @@ class ProFiLA(Method):
         return pool_epochs(metrics)
 
     def train_epoch(self, step: Step, epoch: int | None, rate: float | None) -> Metrics:
-        """Train for an epoch, or for all epochs at once if ``epoch`` is None."""
+        """Train for an epoch. ``None``: for all epochs at once."""
         if self.aligns:
             weight = self.compute_weight(step.round_index, ((epoch or 0) + 1) / step.training.local_epochs)
             step.state[LAMBDA] = torch.tensor(weight, dtype=torch.float32, device=step.device)

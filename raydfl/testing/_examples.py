@@ -1,4 +1,4 @@
-"""Batches and examples of one view, for tests of losses and networks."""
+"""Batches and examples with a single view, for tests of losses and networks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raydfl.data import Examples, Frames
 
 
 def make_batch(x: Tensor, y: Tensor, lengths: Tensor | None = None, **fields: Any) -> Batch:
-    """Make a batch of one view.
+    """Make a batch with a single view.
 
     Args:
         x: Inputs, float32 [batch, ...].
@@ -25,7 +25,7 @@ def make_batch(x: Tensor, y: Tensor, lengths: Tensor | None = None, **fields: An
 
 
 def make_examples(labels: np.ndarray, *view: Any) -> Examples:
-    """Make examples of one view.
+    """Make examples with a single view.
 
     Args:
         labels: int64 [examples].

@@ -85,7 +85,7 @@ def digest(content: Mapping[str, bytes]) -> str:
 
 
 def describe_kernels() -> str:
-    """Name the kernels and the processor, which together determine the last bits of results on this machine."""
+    """Name the kernels and the processor. They determine the last bits of results on this machine."""
     model = re.findall(r"^(?:cpu family|model|stepping)\s*: (\d+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)[
         :3
     ]

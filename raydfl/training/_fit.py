@@ -320,6 +320,7 @@ class _Fit(FitCall):
         save_moments(moments, step.moments)
         if not values:
             return {"loss": Ratio(0.0, 0), "steps": Ratio(0, 1)}
+        # Each loss is a mean over its batch, and the last batch may be smaller.
         total = sum(value * size for value, size in zip(torch.stack(values).tolist(), sizes, strict=True))
         reported = {name: Ratio(*report.tolist()) for name, report in sums.items()}
         return {"loss": Ratio(total, sum(sizes) / len(losses)), "steps": Ratio(len(values), 1), **reported}

@@ -21,7 +21,7 @@ def fit_seed(step: Step) -> int:
     """Derive a 63-bit seed for one fit from the state of the client's generator, without advancing it."""
     state: int = step.rng.bit_generator.state["state"]["state"]
     digest = hashlib.blake2b(state.to_bytes(16, "little"), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+    return int.from_bytes(digest, "little") >> 1  # 63 bits fit into a tensor of int64
 
 
 def derive_step_seed(seed: Tensor, number: int) -> Tensor:
@@ -30,7 +30,7 @@ def derive_step_seed(seed: Tensor, number: int) -> Tensor:
     The result stays on the device of ``seed``, without synchronisation.
     """
     offset = number * _STRIDE % 2**64
-    return seed + (offset - 2**64 if offset >= 2**63 else offset)
+    return seed + (offset - 2**64 if offset >= 2**63 else offset)  # the offset as int64, whose sum wraps around
 
 
 def use_step_seed(seed: Tensor | None) -> AbstractContextManager[None]:

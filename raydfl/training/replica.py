@@ -50,6 +50,7 @@ class Replica:
             {name: value.clone() for name, value in _list_state(models).items()} if self._vector is None else {}
         )
         loaded = {id(tensor) for tensor in self._vector.tensors} if self._vector else _list_state_ids(models)
+        # An expanded tensor (stride 0) cannot be written to.
         internal = [tensor for tensor in tensors if id(tensor) not in loaded and 0 not in tensor.stride()]
         self._internal = [(tensor, tensor.detach().clone()) for tensor in internal]
         """Tensors that are neither received nor kept (counters, tables), and their initial values."""
@@ -207,7 +208,7 @@ def _content(holder: Any) -> object:
     if not isinstance(holder, dict):
         return [*map(id, holder)] if isinstance(holder, list) else sorted(map(id, holder))
     values = [*map(id, holder.values())]
-    if "training" in holder:
+    if "training" in holder:  # Replica.start resets the mode of every layer
         values[[*holder].index("training")] = 0
     return [*holder], values
 

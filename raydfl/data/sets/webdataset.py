@@ -24,7 +24,7 @@ from raydfl.data.audio import AUDIO_SUFFIXES
 from raydfl.data.dataset import Card
 from raydfl.data.images import IMAGE_SUFFIXES
 from raydfl.data.manifest import FFMPEG_SUFFIXES
-from raydfl.data.packed import list_tar, own_name
+from raydfl.data.packed import list_tar, recording_name
 from raydfl.data.sets._packed import PackedSet, is_plain, make_table, name_label_and_group, set_texts
 
 _NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]+)", re.DOTALL)
@@ -110,7 +110,7 @@ class WebDataset(PackedSet):
             raise DataError(
                 f"{path}: the sample {name} {problem}. Set data.audio_field to one of its fields: {', '.join(sample)}"
             )
-        row: dict[str, Any] = {"clip": f"{file}/{own_name(media[fields[0]])}", "path": media[fields[0]]}
+        row: dict[str, Any] = {"clip": f"{file}/{recording_name(media[fields[0]])}", "path": media[fields[0]]}
         row |= {field: address for field, address in media.items() if field != fields[0]}
         for field, content in sample.items():
             if isinstance(content, bytes):

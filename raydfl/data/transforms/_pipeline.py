@@ -182,7 +182,9 @@ class Pipeline:
         """
         if self.crop is None and not self.transforms:
             return {}
-        rng = np.random.default_rng(tuple(key))
+        rng = np.random.default_rng(
+            tuple(key)
+        )  # independent of the batches before, so that any executor draws the same
         values: dict[str, np.ndarray] = {}
         counts = np.asarray(counts, np.int64)
         if self.pixels is not None:

@@ -56,7 +56,7 @@ class Noise(Transform):
         waves: list[np.ndarray] = []
         if self.folder is None:
             white = generator(seed, 0, "", "transform/noise").standard_normal(samples, dtype=np.float32)
-            waves.append(0.1 * white)
+            waves.append(0.1 * white)  # any level serves: the power is scaled to 1 below
         else:
             for wave in load_waves(self.folder, extractor, "the noise of data.transforms"):
                 waves.append(wave / max(float(np.sqrt(np.mean(np.square(wave)))), 1e-9))

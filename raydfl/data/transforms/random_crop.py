@@ -74,7 +74,9 @@ class RandomCrop(Transform):
         """
         margins = (self.pad, self.pad, self.pad, self.pad)
         pad = torch.nn.functional.pad
-        x = pad(x, margins) if black is None else pad(x - black, margins) + black
+        x = (
+            pad(x, margins) if black is None else pad(x - black, margins) + black
+        )  # pad() has one value for all channels
         rows, columns = x.shape[-2:]
         steps = spectra.places(self.size, x.device)
         if drawn is None:

@@ -18,7 +18,7 @@ from pydantic.dataclasses import dataclass
 from raydfl.core.errors import ConfigError, nearest
 from raydfl.core.types import Client, Tensors
 from raydfl.engine.groups._membership import Membership
-from raydfl.engine.groups._rule import Division, GroupRule, Sent
+from raydfl.engine.groups._rule import ClientUpdate, Division, GroupRule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class Known(GroupRule):
                     f"Change train.clients, or remove the group's data"
                 )
 
-    def divide(self, membership: Membership, sent: Iterable[Sent], kept: Tensors) -> Division:
+    def divide(self, membership: Membership, updates: Iterable[ClientUpdate], kept: Tensors) -> Division:
         """Assign every client to the group in its profile, also outside the cohort."""
         truth = cast(Sequence[str], membership.truth)
         groups = {client: f"task_{kind}" for client, kind in zip(membership.clients, truth, strict=True)}

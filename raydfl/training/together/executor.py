@@ -112,6 +112,7 @@ def fit_batched(calls: Sequence[FitCall]) -> list[Metrics]:
             for position, step in enumerate(group.steps):
                 save_moments(moments, step.moments, position)
     except BaseException:
+        # The unbatched computation must draw the same batches.
         for step, state in zip(steps, draws, strict=True):
             step.rng.bit_generator.state = state
         raise
@@ -244,6 +245,7 @@ def _run_steps(
         first.round_index,
         {name: _stack_rates([client_rates[name] for client_rates in rates], first.device) for name in rates[0]},
     )
+    # Names in a stack are "model/path.key", also for an empty path. Moments are kept by flat names.
     leaves = {name.replace("/.", "/", 1): leaf for tensors in group.leaves.values() for name, leaf in tensors.items()}
     moments = restore_moments(optimiser, leaves, group.steps, stacked=True)
     precision = first.training.precision
@@ -351,7 +353,7 @@ def _check_padding(group: StackedClients, losses: Sequence[Loss], batch: Batch, 
     """
     layers = [layer for name in group.names for layer in group.steps[0].models[name].modules()]
     dropouts = [layer for layer in layers if isinstance(layer, nn.modules.dropout._DropoutNd) and layer.training]
-    for module in dropouts:
+    for module in dropouts:  # their masks depend on the shape of the batch, hence on padding
         module.eval()
     try:
         for loss in losses:

@@ -23,7 +23,7 @@ from raydfl.core.registry import build
 from raydfl.data.audio import read_audio
 from raydfl.data.build import build_population
 from raydfl.data.dataset import Dataset, find_dataset
-from raydfl.data.packed import cell_address, own_name, span_address, split_address
+from raydfl.data.packed import cell_address, recording_name, span_address, split_address
 from raydfl.data.sets import list_contents
 from raydfl.data.sets._packed import find_splits
 from raydfl.data.sets.huggingface import HuggingFace
@@ -176,11 +176,11 @@ def test_features_are_those_of_the_same_recordings_as_files(tmp_path: Path) -> N
 
 def test_an_address_says_which_file_and_which_place_in_it() -> None:
     span = span_address("/a b/C#.tar", "x@1+2/dog.wav", 512, 44)
-    assert (split_address(span), own_name(span)) == (("/a b/C#.tar", "@512+44"), "x@1+2/dog.wav")
+    assert (split_address(span), recording_name(span)) == (("/a b/C#.tar", "@512+44"), "x@1+2/dog.wav")
     cell = cell_address("rows.parquet", "audio", 12)
-    assert (split_address(cell), own_name(cell)) == (("rows.parquet", "#audio[12]"), "audio")
+    assert (split_address(cell), recording_name(cell)) == (("rows.parquet", "#audio[12]"), "audio")
     for path in ("C#.wav", "take#3[1].wav", "a@1+2", "rows.csv#audio[1]"):
-        assert (split_address(path), own_name(path)) == ((path, None), path)
+        assert (split_address(path), recording_name(path)) == ((path, None), path)
 
 
 @pytest.mark.parametrize(("kind", "subtype"), [("WAV", None), ("MP3", None), ("OGG", "OPUS"), ("OGG", "VORBIS")])

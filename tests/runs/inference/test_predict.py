@@ -411,7 +411,7 @@ def test_a_client_without_a_model_of_its_own(tmp_path: Path) -> None:
 def test_a_damaged_population(mutual: Finished, tmp_path: Path) -> None:
     shutil.copytree(mutual.folder, tmp_path / "run")
     (tmp_path / "run" / "population" / "clients.arrow").write_bytes(b"12345678")
-    with pytest.raises(RunDirectoryError, match="clients.arrow has 8 bytes instead of .* start the run again"):
+    with pytest.raises(RunDirectoryError, match="clients.arrow has 8 bytes instead of .* restart the run"):
         load_model(tmp_path / "run")
 
 
