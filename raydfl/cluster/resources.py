@@ -88,20 +88,20 @@ def count_fitting(nodes: Iterable[Mapping[str, float]], kinds: Sequence[ActorKin
     for kind, number in sorted(Counter(kinds).items(), key=lambda item: (item[0].gpus, item[0].cpus), reverse=True):
         left = number
         for node in free:
-            fitting = int(min(left, _times(node[0], kind.cpus), _on_devices(node[1], kind.gpus)))
+            fitting = int(min(left, _count_times(node[0], kind.cpus), _fit_devices(node[1], kind.gpus)))
             node[0] -= fitting * kind.cpus
             left -= fitting
         placed += number - left
     return placed
 
 
-def _times(has: float, each: float) -> float:
-    return math.inf if each == 0 else (has + _EXACT) // each
+def _count_times(available: float, share: float) -> float:
+    return math.inf if share == 0 else (available + _EXACT) // share
 
 
-def _on_devices(has: float, each: float) -> float:
+def _fit_devices(available: float, share: float) -> float:
     """Return how often a share of GPUs fits. A share below 1 must be on a single device."""
-    return _times(has, each) if each >= 1 or each == 0 else int(has) * ((1 + _EXACT) // each)
+    return _count_times(available, share) if share >= 1 or share == 0 else int(available) * ((1 + _EXACT) // share)
 
 
 def format_kinds(kinds: Sequence[ActorKind]) -> str:

@@ -565,7 +565,7 @@ def test_where_a_run_cannot_be_written(raydfl: Raydfl, tiny: Tiny, tmp_path: Pat
     raydfl("run", file, f"data.cache={tmp_path}/file/cache").refuses(
         "the features .*cannot be written to .*file/cache: Not a directory; .*choose another folder with data.cache"
     )
-    raydfl("run", file, f"run.name={'n' * 300}").refuses("run.name.*at most 240 bytes, this has 300")
+    raydfl("run", file, f"run.name={'n' * 300}").refuses(r"run.name.*at most 240 bytes \(this has 300\)")
     raydfl("run", file, 'run.name="a\\nb"').refuses("run.name.*no control characters")
     raydfl("run", file, "run.dir=/proc/x").refuses("cannot create the run directory /proc/x/tiny")
 
