@@ -141,7 +141,7 @@ def test_only_the_options_of_sites_and_parts_are_in_the_digest(silos: Silos) -> 
 @pytest.mark.parametrize(
     ("overrides", "north", "message"),
     [
-        ([PARTS], {"parts": {"hihg": {}}}, r"data\.sites\.north\.parts: unknown part 'hihg'.* did you mean 'high'"),
+        ([PARTS], {"parts": {"hihg": {}}}, r"data\.sites\.north\.parts: unknown part 'hihg'.* Did you mean 'high'"),
         ([], {"parts": {"low": {}}}, r"data\.sites\.north\.parts: unknown part 'low', not in data.parts; remove it"),
         ([PARTS], {"parts": {"high": {"speekers": 1}}}, r"data\.parts\.high: .*unknown key 'speekers'"),
         (
