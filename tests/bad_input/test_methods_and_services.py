@@ -169,7 +169,7 @@ def test_a_tracking_server_that_does_not_answer(raydfl: Raydfl, tiny: Tiny, tmp_
     said = raydfl("run", file, "track={mlflow: true, uri: 'http://anna:secret@127.0.0.1:9'}")
     said.refuses(
         r"MLflow at http://\*\*\*@127.0.0.1:9 cannot be used: no server answers",
-        "start the server or correct track.uri, or set track.mlflow=false",
+        "Start the server or correct track.uri, or set track.mlflow=false",
     )
     assert "secret" not in said.err
     assert raydfl("run", file).code == 0  # the run directory it left is whole
