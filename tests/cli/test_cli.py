@@ -217,7 +217,7 @@ def test_methods_by_name(raydfl: Raydfl) -> None:
     assert some == {"methods": {"fedprox": fedprox}, "rules": {"median": median}, **{kind: {} for kind in kinds}}
     shown = raydfl("methods", "fedprox").out
     assert shown.startswith("Methods (method: {name: ...})\n\nfedprox: ")
-    assert "\n  mu = 0.01: weight of the proximal term" in shown
+    assert "\n  mu = 0.01: Weight of the proximal term" in shown
     assert len(shown.splitlines()) < 10
     raydfl("methods", "fedprx").refuses("'fedprx' is built in; did you mean 'fedprox'")
 

@@ -130,7 +130,7 @@ class Assignment:
         """Return the tables with columns of clips added or replaced."""
         return replace(self, clips=set_columns(self.clips, columns))
 
-    def with_message(self, message: str) -> Assignment:
+    def add_message(self, message: str) -> Assignment:
         """Return the tables with a message appended."""
         return replace(self, messages=(*self.messages, message))
 

@@ -136,7 +136,7 @@ def assign_pools(
     for number, chosen in enumerate(members.values()):
         pool[rows[chosen]] = number
     if unlabelled is None and (idle := int((pool[rows] < 0).sum())):
-        tables = tables.with_message(f"{idle} training clips are in no pool, so no client trains on them")
+        tables = tables.add_message(f"{idle} training clips are in no pool, so no client trains on them")
     return tables.set_clips(pool=encode(pool, [*members])).select(np.where(train, pool >= 0, ~without_label))
 
 

@@ -204,7 +204,7 @@ def share_clips(tables: Assignment, path: Path, where: str, minimum: int, profil
     result = result.set_clips(client=encode(np.full(len(order), -1, np.int32), ids.column))
     if owned.all():
         return result
-    return result.with_message(f"{(~owned).sum()} training clips belong to no client of {path}")
+    return result.add_message(f"{(~owned).sum()} training clips belong to no client of {path}")
 
 
 def _check_shareable(where: str, obstacles: Sequence[str]) -> None:
