@@ -200,7 +200,7 @@ def test_scores_relative_to_training_clips_use_segments(tiny: Tiny) -> None:
     server.round()
     server.finish()
     worker, federation = server._federation.pool.workers[""], server._federation  # type: ignore[attr-defined]
-    (order,) = federation._orders(federation.method.plan_evaluation(federation.state, federation.clients[:1]), ())
+    (order,) = federation._make_orders(federation.method.plan_evaluation(federation.state, federation.clients[:1]), ())
     step = worker.prepare(order, federation.broadcast({"global"}))
     server.close()
     train = step.data.train
