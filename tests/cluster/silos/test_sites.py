@@ -357,7 +357,7 @@ def test_the_paths_of_a_site_are_absolute(tiny: Silos) -> None:
         ("{north: {folder: relative}}", "absolute path"),
         ("{north: {speakers: 3}}", "folder"),
         ("{no@rth: {folder: /x}}", "letters, digits"),
-        ("{..: {folder: /x}}", "not begin with"),
+        ("{..: {folder: /x}}", "do not start with"),
         ("{north: {folder: /x, speekers: 3}}", "Did you mean 'speakers'|speakers"),
         ("{north: {folder: /x, speakers: many}}", "speakers"),
     ],

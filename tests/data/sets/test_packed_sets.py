@@ -397,7 +397,7 @@ def write_compressed(path: Path) -> None:
         ),
         ("json", r"a\.tar: a\.json cannot be read as JSON: "),
         ("deep", r"a\.tar: a\.json cannot be read as JSON: "),
-        ("no label", r"no clip has a field 'label' \(data\.label_column\); .*txt"),
+        ("no label", r"no clip has a field 'label' \(data\.label_column\)\. .*txt"),
         ("no name", r"a\.tar/a\.wav has the class '2', but data\.names has 2 names"),
         ("twice", r"a\.tar: the sample a has two files a\.wav\. Give them different names"),
         ("link", r"a\.tar: its member b\.cls is a link to a\.cls .*tar --dereference --hard-dereference"),
