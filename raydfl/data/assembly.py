@@ -305,7 +305,7 @@ class Assembler:
         manifest, where = self.manifest, view.where
         if view.column not in manifest.column_names:
             hint = nearest(view.column, manifest.column_names)
-            raise DataError(f"{where}.column: the manifest has no column {view.column!r}; {hint}")
+            raise DataError(f"{where}.column: the manifest has no column {view.column!r}. {hint}")
         dataset = self.data.source.open()
         paths = [dataset.file_of(row, view.column) for row in iterate_rows(manifest)]
         rows = np.array([row for row, path in enumerate(paths) if path is not None], np.int64)

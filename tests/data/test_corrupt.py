@@ -104,7 +104,7 @@ def test_clients_by_share_number_or_name() -> None:
 def test_what_cannot_be_corrupted() -> None:
     with pytest.raises(DataError, match="51 clients are to be corrupted, but the federation has 50"):
         choose(51)
-    with pytest.raises(DataError, match="unknown client 'c77'; did you mean 'c7'"):
+    with pytest.raises(DataError, match="unknown client 'c77'. Did you mean 'c7'"):
         choose(("c77",))
     with pytest.raises(DataError, match="needs at least 2 classes, but the data have 1"):
         draw_transition_matrix(1, 0.1, np.random.default_rng(0))
