@@ -34,8 +34,8 @@ from raydfl.data import Population
 from raydfl.engine import Config, Federation, Pool, RoundReport
 from raydfl.engine.storage import RunStore, mirror_of
 
-_AT_ONCE = 0.6
-"""Seconds of rounds in a call to the server actor. A request to stop takes effect after this time at the latest."""
+_CALL_S = 0.6
+"""Time limit in seconds for the rounds of a call to the server actor. A request to stop waits for the end of the call."""
 
 
 class Server:
@@ -267,7 +267,7 @@ class RemoteServer:
 
     def rounds(self, round_index: int, until: int) -> list[RoundReport] | None:
         """Compute a round, or several short rounds. ``None`` if a lost server was restarted from an earlier round."""
-        reports: list[RoundReport] | None = self._answer(self._actor.rounds.remote(round_index, until, _AT_ONCE))
+        reports: list[RoundReport] | None = self._answer(self._actor.rounds.remote(round_index, until, _CALL_S))
         return reports
 
     def finish(self, round_index: int) -> RoundReport | None:

@@ -36,6 +36,6 @@ class Needs:
     recordings: bool = False
     """Whether features must be computed from recordings. Excludes features of the kinds file and image."""
     own_clips: bool = False
-    """Whether a clip must belong to one client. Excludes ``data.partition.by=table``."""
+    """Whether each clip must belong to a single client. Excludes ``data.partition.by=table``."""
     new_values: bool = False
     """Whether clients must send new values of the server's tensors. Excludes methods that send changes."""

@@ -72,7 +72,7 @@ class Layout:
         return {name: position for position, name in enumerate(self.names)}
 
     def columns(self, name: str) -> slice:
-        """Return the range of a tensor's elements.
+        """Return the slice of a tensor's elements in the vector.
 
         Raises:
             KeyError: the name is unknown.

@@ -296,11 +296,11 @@ class Assembler:
         return pa.record_batch({name: columns[name] for name in [*order, *columns] if name in columns})
 
     def _prepare_view(self, name: str, view: View) -> tuple[StoredView, np.ndarray, np.ndarray]:
-        """Prepare the features of a view of ``data.views``.
+        """Load a view's features, or compute them if they are not in the cache.
 
         Returns:
-            The view, and first frame and number of frames of each clip, int64 and int32 [rows of the manifest]. Clips without
-            the view have 0 frames.
+            The view, and the first frame and the number of frames of each clip, int64 and int32 [rows of the manifest]. Clips
+            without the view have 0 frames.
         """
         manifest, where = self.manifest, view.where
         if view.column not in manifest.column_names:

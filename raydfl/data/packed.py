@@ -108,7 +108,7 @@ def load_source(path: str) -> str | io.BytesIO:
             raise DataError(f"{path}: cannot be read: {getattr(error, 'strerror', error)}") from error
         return path
     if not Path(address["file"]).is_file():
-        raise DataError(f"{path}: there is no such file as {address['file']}")
+        raise DataError(f"{path}: the file {address['file']} does not exist. Copy it there, or correct the path")
     try:
         if address.re is _SPAN:
             return io.BytesIO(_read_span(path, Path(address["file"]), int(address["offset"]), int(address["length"])))
@@ -122,11 +122,11 @@ def _read_span(path: str, file: Path, offset: int, length: int) -> bytes:
     missing = offset + length - file.stat().st_size
     if missing > 0:  # before reading, because Python allocates memory for the length in the address
         raise DataError(
-            f"{path}: truncated: {file} ends {missing} bytes before the recording does. Copy the file again"
+            f"{path}: {file} is truncated: the last {missing} bytes of the recording are missing. Copy the file again"
         )
-    with file.open("rb") as opened:
-        opened.seek(offset)
-        return opened.read(length)
+    with file.open("rb") as stream:
+        stream.seek(offset)
+        return stream.read(length)
 
 
 def _read_cell(file: str, column: str, row: int) -> Any:

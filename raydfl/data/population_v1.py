@@ -27,7 +27,7 @@ def is_in(folder: Path) -> bool:
 
 
 def remove(folder: Path) -> None:
-    """Remove the population of format 1 from a folder."""
+    """Delete a folder's population of format 1, if there is one."""
     (folder / _FILE).unlink(missing_ok=True)
 
 

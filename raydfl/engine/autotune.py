@@ -109,16 +109,16 @@ def measure_once(path: Path, kind: Hashable, measure: Callable[[], int]) -> int:
 
     Args:
         path: JSON file of the cache.
-        kind: Everything that affects the number. Equal kinds must have an equal ``repr``.
+        kind: All values that affect the number. Equal kinds must have an equal ``repr``.
         measure: Function that measures the number.
     """
     key = hashlib.blake2b(repr(kind).encode(), digest_size=12).hexdigest()
-    known: dict[str, int] = {}
+    cached: dict[str, int] = {}
     with contextlib.suppress(OSError, ValueError):  # the file is missing, or of an older version
-        known = json.loads(path.read_text())
-    if isinstance(known.get(key), int):
-        return known[key]
+        cached = json.loads(path.read_text())
+    if isinstance(cached.get(key), int):
+        return cached[key]
     number = measure()
     with contextlib.suppress(OSError):  # without a writable cache, the next run measures again
-        write_atomically(path, lambda temporary: temporary.write_text(json.dumps({**known, key: number}, indent=1)))
+        write_atomically(path, lambda temporary: temporary.write_text(json.dumps({**cached, key: number}, indent=1)))
     return number

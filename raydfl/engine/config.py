@@ -187,7 +187,7 @@ class Config(Settings):
             check_same_files(self.__dict__[_FILES], self.files())
 
     def check_kernels(self) -> None:
-        """Warn if this machine and the starting machine compute different last digits on the CPU."""
+        """Warn if this machine's CPU kernels differ from the starting machine's, because the last digits may then differ."""
         differing = differing_kernels(self.__dict__.get(_KERNELS, {}))
         if differing:
             _log.warning(
@@ -206,7 +206,7 @@ class Config(Settings):
 
     @property
     def labels_needed(self) -> bool:
-        """True if the objective learns from labels. Each class then needs training clips."""
+        """Whether the objective learns from labels. Each class then needs training clips."""
         return self.parts.method.objective.labels != "any"
 
     def files(self) -> dict[str, tuple[str, str]]:

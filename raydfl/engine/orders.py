@@ -101,9 +101,9 @@ class Reply:
     waited: float = 0.0
     """Seconds in the worker's queue."""
     span: Span | None = None
-    """Time of the work on the server's clock. The pool fills it in."""
+    """Time of the work on the server's clock, set by the pool."""
     retried: int = 0
-    """Times that the order moved to another actor. The pool fills it in."""
+    """Number of moves of the order to another actor, set by the pool."""
     bytes_down: int = 0
     bytes_up: int = 0
     together: int = 1

@@ -51,8 +51,8 @@ class RaySettings(Settings):
 
     actors: int | Literal["per_client"] = Field(
         2,
-        description="Client actors. 0: train clients sequentially in this process, without Ray. per_client: an actor for each "
-        "client.",
+        description="Number of client actors. 0: train clients sequentially in this process, without Ray. per_client: an actor "
+        "for each client.",
     )
     cpus: float = Field(1.0, ge=0, description="CPUs that Ray reserves for each client actor.")
     gpus: Annotated[float, Field(ge=0)] | Literal["auto"] = Field(
@@ -64,7 +64,9 @@ class RaySettings(Settings):
         False,
         description="Train on the CPU if gpus is above 0 and an actor's node has no GPU. false: stop with an error.",
     )
-    threads: int = Field(1, ge=1, le=1024, description="PyTorch threads of the server and of each client actor.")
+    threads: int = Field(
+        1, ge=1, le=1024, description="Number of PyTorch threads in the server and in each client actor."
+    )
     address: str | None = Field(
         None,
         description="Address of a running Ray cluster. null: $RAY_ADDRESS if it is set, otherwise a local cluster.",
@@ -75,8 +77,8 @@ class RaySettings(Settings):
     min_actors: int | None = Field(
         None,
         ge=1,
-        description="Client actors that a round requires. With fewer, the run waits for at most ready_timeout seconds. Further "
-        "actors may join and leave with their nodes. null: all actors.",
+        description="Minimum number of client actors for a round. With fewer, the run waits for at most ready_timeout seconds. "
+        "Further actors may join and leave with their nodes. null: all actors.",
     )
     autoscale: bool = Field(
         False, description="Wait for nodes that the cluster's autoscaler adds for the requested actors."

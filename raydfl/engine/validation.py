@@ -51,10 +51,10 @@ def check_form(update: Any, who: str) -> None:
 
     Args:
         update: Return value of ``local``.
-        who: The client, for the message.
+        who: The client in words, for the message.
 
     Raises:
-        RaydflError: The result is no update, or its key, tensors or cuts have a wrong type.
+        RaydflError: The result is not an update, or its key, tensors or cuts have a wrong type.
     """
     if not isinstance(update, Update):
         raise RaydflError(
@@ -64,9 +64,7 @@ def check_form(update: Any, who: str) -> None:
         raise RaydflError(f"{who}: the update's key is {update.key!r}, not a string")
     for name, tensor in update.tensors.items():
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
-            raise RaydflError(
-                f"{who}: the update holds {name!r}: {type(tensor).__name__}, but only tensors by name are allowed"
-            )
+            raise RaydflError(f"{who}: the update's entry {name!r} is a {type(tensor).__name__}. Map names to tensors")
     if not isinstance(update.cuts, Mapping) or not all(isinstance(cut, Cut) for cut in update.cuts.values()):
         raise RaydflError(
             f"{who}: the update's cuts are {update.cuts!r:.80}. Map the names of cut tensors to Cut objects"
@@ -91,7 +89,7 @@ def check_number(metrics: Collection[str], who: str) -> None:
 
     Args:
         metrics: Names of the metrics.
-        who: The client, for the message.
+        who: The client in words, for the message.
 
     Raises:
         RaydflError: There are more metrics.
@@ -107,7 +105,7 @@ def check_metrics(metrics: Any, who: str) -> Metrics:
 
     Args:
         metrics: Metrics of a method's ``local`` or ``evaluate``.
-        who: The client, for the message.
+        who: The client in words, for the message.
 
     Raises:
         RaydflError: A metric is neither a ratio, an array of numbers nor scores, a confusion matrix is not square, or there are too

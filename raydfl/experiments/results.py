@@ -82,7 +82,11 @@ class Difference:
 
     @classmethod
     def between(cls, treatment: Spread, control: Spread) -> Difference | None:
-        """Compute ``treatment - control`` over common repeats, with the interval of Student's t; ``None`` without pairs."""
+        """Compute the mean of ``treatment - control`` over common repeats, with Student's t confidence interval.
+
+        Returns:
+            The difference. ``None`` without common repeats, or if a score is not finite.
+        """
         scores, baseline = treatment.by_repeat, control.by_repeat
         differences = [scores[repeat] - baseline[repeat] for repeat in scores if repeat in baseline]
         if not differences or not np.isfinite(differences).all():
@@ -123,22 +127,22 @@ class Contestant:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The cell."""
+        """Labels of the cell."""
         return self.trials[0].labels
 
     @property
     def draw(self) -> str:
-        """The name of the draw; empty without domains."""
+        """Name of the draw. Empty without domains."""
         return self.trials[0].draw
 
     @property
     def values(self) -> Mapping[str, Any]:
-        """The draw."""
+        """Drawn values by setting."""
         return self.trials[0].values
 
     @property
     def name(self) -> str:
-        """A readable name."""
+        """Name of the cell and the draw, for tables and messages."""
         return ", ".join(filter(None, (*self.labels, self.draw)))
 
     @property
@@ -153,12 +157,12 @@ class Contestant:
 
     @property
     def complete(self) -> bool:
-        """True if all runs are finished."""
+        """Whether all runs are finished."""
         return self.done == len(self.trials)
 
     @property
     def rounds(self) -> int:
-        """Maximum completed rounds of a trial."""
+        """Largest number of completed rounds of a run."""
         return max(int(row["rounds"]) for row in self.runs)
 
     @property

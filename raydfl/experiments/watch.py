@@ -48,18 +48,18 @@ class Watch(tune.Callback):
         self._study, self._state, self._left = state.study, state, state.left
         self._seconds = state.study.first.config.ray.ready_timeout
         self._progress, self._signals, self._stop = progress, signals, stop
-        self._before = list_placement_groups()
-        self._since = self._looked = time.monotonic()
+        self._foreign_groups = list_placement_groups()
+        self._starved_since = self._looked = time.monotonic()
         self._announced = self._ending = False
         self._started: dict[str, float] = {}
-        self._over = 0
+        self._ended = 0
         self._bars: dict[str, tuple[contextlib.ExitStack, Advance, int]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _find_watch, ()
 
-    def _trial(self, trial: Any) -> Trial:
-        return self._study.trial(get_point(trial.config), trial.trial_id)
+    def _find_trial(self, tune_trial: Any) -> Trial:
+        return self._study.trial(get_point(tune_trial.config), tune_trial.trial_id)
 
     def on_step_begin(self, iteration: int, trials: list[Any], **info: Any) -> None:
         """Update progress bars, and check for a request to stop and for a lack of resources.
@@ -78,24 +78,26 @@ class Watch(tune.Callback):
         now = time.monotonic()
         if self._progress.live and now - self._looked > _LOOK:
             self._looked = now
-            self._update_bars([self._trial(trial) for trial in running])
+            self._update_bars([self._find_trial(trial) for trial in running])
         pending = next((trial for trial in trials if trial.status == "PENDING"), None)
         if running or pending is None:
-            self._since = now
-        elif now - self._since >= min(_QUIET, self._seconds):
+            self._starved_since = now
+        elif now - self._starved_since >= min(_QUIET, self._seconds):
             self._check_wait(
-                tuple(make_bundles(self._trial(pending).config, self._study.settings.cpus, clients=0)), now
+                tuple(make_bundles(self._find_trial(pending).config, self._study.settings.cpus, clients=0)), now
             )
 
     def _check_wait(self, bundles: Sequence[Bundle], now: float) -> None:
-        if is_granted(bundles, self._before):  # The trial's process is starting, which is slow on a busy machine.
-            self._since = now
+        if is_granted(
+            bundles, self._foreign_groups
+        ):  # The trial's process is starting, which is slow on a busy machine.
+            self._starved_since = now
             return
         text = format_shortage(bundles)
         if not self._announced:
             self._announced = True
             self._progress.message(f"waiting for resources: {text}")
-        if now - self._since > self._seconds:
+        if now - self._starved_since > self._seconds:
             self.error = ResourcesError(
                 f"no trial could start within {self._seconds:g} s (ray.ready_timeout): {text}. Wait for the end of other jobs, "
                 f"lower actors, ray.cpus, ray.gpus or cpus, or raise ray.ready_timeout if nodes are still starting. The same "
@@ -128,8 +130,8 @@ class Watch(tune.Callback):
                 self._stop.touch()
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """Report a started trial."""
-        started = self._trial(trial)
+        """Report the start of a trial."""
+        started = self._find_trial(trial)
         if trial.trial_id not in self._started:
             self._started[trial.trial_id] = time.monotonic()
             done = count_rounds(started.run_dir)
@@ -140,12 +142,12 @@ class Watch(tune.Callback):
     def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """Report the loss of a trial's process."""
         self._progress.message(
-            f"lost: {self._trial(trial).name}. Its process was killed, perhaps for lack of memory. The trial continues."
+            f"lost: {self._find_trial(trial).name}. Its process was killed, perhaps for lack of memory. The trial continues."
         )
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """Record and report a completed trial."""
-        completed, result = self._trial(trial), trial.last_result
+        completed, result = self._find_trial(trial), trial.last_result
         if FAILED in result:
             self._fail(completed, result[FAILED])
             return
@@ -153,21 +155,21 @@ class Watch(tune.Callback):
         reason = self._study.settings.scheduler.name if stopped else result.get(WORTHLESS, "")
         status = "stopped" if stopped else "finished"
         self._record(completed, status, reason)
-        self._over += 1
-        took = format_duration(time.monotonic() - self._started.get(trial.trial_id, time.monotonic()))
+        self._ended += 1
+        duration = format_duration(time.monotonic() - self._started.get(trial.trial_id, time.monotonic()))
         searched = bool(self._study.settings.domains)
         metric = completed.metric
         score = f", {metric.title} {metric.scale * result[SCORE]:.2f}" if searched else ""
         why = f" after round {result[ROUND]} ({reason})" if stopped else f"; worthless: {reason}" * bool(reason)
-        self._progress.message(f"{status}: {completed.name}, {took} ({self._over} of {self._left}){score}{why}")
+        self._progress.message(f"{status}: {completed.name}, {duration} ({self._ended} of {self._left}){score}{why}")
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """Record a trial that failed after too many losses of its process."""
-        self._fail(self._trial(trial), "its process was lost again and again, perhaps for lack of memory")
+        self._fail(self._find_trial(trial), "its process was lost repeatedly, perhaps for lack of memory")
 
     def _fail(self, trial: Trial, reason: str) -> None:
         self._record(trial, "failed", reason)
-        self._over += 1
+        self._ended += 1
         self._progress.message(f"failed: {trial.name}: {(reason.splitlines() or [''])[0][:SHORT]}")
 
     def on_experiment_end(self, trials: list[Any], **info: Any) -> None:

@@ -159,12 +159,12 @@ def compute_fusion(models: Mapping[str, nn.Module], batch: Batch) -> Tensor:
 
 
 def compute_logits(method: Method, models: Mapping[str, nn.Module], name: str, batch: Batch) -> Tensor:
-    """Return the outputs of one of a method's models, float32 [batch, outputs].
+    """Compute the logits of a client's model for a batch, [batch, outputs].
 
     Args:
         method: The method.
-        models: All of a client's models, by name.
-        name: The model. A model in ``method.on_features`` reads the features of all others.
+        models: All models of the client, by name.
+        name: Name of the model. A model in ``method.on_features`` reads the features of all encoders.
         batch: The input.
     """
     if name in method.on_features:

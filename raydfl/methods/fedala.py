@@ -100,12 +100,12 @@ class FedALA(Method):
         """Measure the global model, and the mixture v as ``personal``."""
         models = {name: model for name, model in step.models.items() if name != "weights"}
         if "weights" in step.models:
-            models["personal"] = self._personal(step)
+            models["personal"] = self._build_personal(step)
         return super().evaluate(dataclasses.replace(step, models=models), examples, batch_size)
 
     @torch.no_grad()
-    def _personal(self, step: Step) -> nn.Module:
-        """Return a network with the mixture v."""
+    def _build_personal(self, step: Step) -> nn.Module:
+        """Build the personal network: the paper's mixture v of the global and the local model."""
         network, mixed = copy.deepcopy(step.models["weights"]), self._mix(step)
         received = next(iter(step.received.values()))
         for key, value in network.state_dict().items():

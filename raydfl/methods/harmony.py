@@ -65,7 +65,7 @@ class Harmony(WithViews):
     ] = 2
 
     def plan(self, state: State, clients: Sequence[Client], rng: np.random.Generator, cohort: int) -> list[Task]:
-        """Sample from all clients, in the second phase from the clients with all views, and send their group's classifier."""
+        """Sample from all clients. In the second phase, sample clients with all views, and send their group's classifier."""
         if state.phase != FUSING:
             return super().plan(state, clients, rng, cohort)
         members = select_clients(state, clients, ALL)
@@ -75,7 +75,7 @@ class Harmony(WithViews):
         ]
 
     def local(self, step: Step) -> Update:
-        """Train each view's network, or in the second phase the fusion with the client's own encoders."""
+        """Train each view's network. In the second phase, train the fusion with the client's own encoders."""
         if step.phase != FUSING:
             metrics = self.train_views(step)
             state = step.floating_state(*list_encoders(step))

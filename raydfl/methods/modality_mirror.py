@@ -95,7 +95,7 @@ class ModalityMirror(MultiFL):
         return self.student or next(iter(state.tensors[GLOBAL])).partition("/")[0]
 
     def plan(self, state: State, clients: Sequence[Client], rng: np.random.Generator, cohort: int) -> list[Task]:
-        """Sample from all clients, in the second phase from the clients with all views."""
+        """Sample from all clients. In the second phase, sample clients with all views."""
         if state.phase != DISTIL:
             return super().plan(state, clients, rng, cohort)
         members = select_clients(state, clients, ALL)
@@ -111,7 +111,7 @@ class ModalityMirror(MultiFL):
         return super().plan_evaluation(state, clients) or [Task("", phase="evaluate")]
 
     def local(self, step: Step) -> Update:
-        """Train as MultiFL, or in the second phase train the student."""
+        """Train like MultiFL. In the second phase, train only the student."""
         if step.phase != DISTIL:
             return super().local(step)
         student = next(iter(step.models))
@@ -120,7 +120,7 @@ class ModalityMirror(MultiFL):
         return step.update(metrics, tensors=tensors)
 
     def distil(self, step: Step, batch: Batch) -> Tensor:
-        """Return cross-entropy of the student plus its divergence from the teacher."""
+        """Return the cross-entropy of the student plus its divergence from the teacher."""
         student = next(iter(step.models))
         if self.kd_weight == 0:
             return self.view_loss(step, student, batch)

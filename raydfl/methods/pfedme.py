@@ -43,13 +43,15 @@ class PFedMe(Method):
     copies: ClassVar[Mapping[str, str]] = {"personal": "model"}
 
     lam: Annotated[
-        float, Field(gt=0, description="Weight of the distance between both models. The paper tries 0.1 to 50.")
+        float, Field(gt=0, description="Weight of the distance between the two models. The paper tries 0.1 to 50.")
     ] = 15.0
     personal_steps: Annotated[int, Field(ge=1, description="Steps of the personal model per batch.")] = 5
     personal_lr: Annotated[
         float | None, Field(gt=0, description="Learning rate of the personal model. null: the run's.")
     ] = None
-    beta: Annotated[float, Field(gt=0, description="Server step along the mean change. 1: the clients' mean.")] = 1.0
+    beta: Annotated[
+        float, Field(gt=0, description="Server's step size along the mean change. 1: the clients' mean.")
+    ] = 1.0
 
     def personal_loss(self, step: Step, batch: Batch) -> Tensor:
         """Return the objective of equation 7."""
@@ -60,7 +62,7 @@ class PFedMe(Method):
         return self._distance(step, "model", "personal")
 
     def _distance(self, step: Step, moving: str, fixed: str) -> Tensor:
-        """Return half the weighted squared distance of two models, with gradients for ``moving`` only."""
+        """Return (lam / 2) times the squared distance between two models, with gradients only for ``moving``."""
         anchors = [value.detach() for value in step.parameters(fixed).values()]
         return drift_term(list(step.parameters(moving).values()), self.lam, anchors)
 
@@ -72,7 +74,7 @@ class PFedMe(Method):
         return step.update(fit(step, *losses, lr=rates))
 
     def aggregate(self, state: State, updates: Iterable[Update], rng: np.random.Generator) -> tuple[State, Metrics]:
-        """Step along the mean change."""
+        """Move the global model by ``beta`` times the mean change."""
         averaged, report = super().aggregate(state, updates, rng)
         if self.beta == 1:
             return averaged, report

@@ -41,9 +41,9 @@ class Scaffold(ControlMethod):
 
     default_rule: ClassVar[Rule] = UniformMean()
 
-    server_lr: Annotated[float, Field(gt=0, description="Server step along the mean change. 1: the clients' mean.")] = (
-        1.0
-    )
+    server_lr: Annotated[
+        float, Field(gt=0, description="Server's step size along the mean change. 1: the clients' mean.")
+    ] = 1.0
 
     def loss(self, step: Step, batch: Batch) -> Tensor:
         """Return the objective's loss plus <y, c - c_k>."""

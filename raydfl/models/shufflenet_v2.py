@@ -27,7 +27,7 @@ _BRANCHES = 2
 
 
 class ShuffleNetV2(VisionNetwork):
-    """Small network for images or sequences of feature frames. With ``lengths``, outputs do not depend on padding."""
+    """Small convolutional network for images or feature frames. With ``lengths``, outputs do not depend on padding."""
 
     def __init__(
         self,

@@ -74,12 +74,14 @@ def read_weight(
     Raises:
         RaydflError: the weight is missing, out of range, not a number or has the wrong shape.
     """
-    what = f"client {update.client_id!r}: the weight of its update"
+    subject = f"client {update.client_id!r}: the weight of its update"
     value: float | Tensor
     if isinstance(weight, Mapping):
-        what = f"client {update.client_id!r}: the weight of {name!r}"
+        subject = f"client {update.client_id!r}: the weight of {name!r}"
         if name not in weight:
-            raise RaydflError(f"{what} is missing. A mapping of weights needs a weight for each tensor of the update.")
+            raise RaydflError(
+                f"{subject} is missing. A mapping of weights needs a weight for each tensor of the update."
+            )
         value = weight[name]
     else:
         value = weight
@@ -87,8 +89,8 @@ def read_weight(
         sizes = tuple(value.shape)
         if len(sizes) != len(shape) or any(extent not in (1, size) for extent, size in zip(sizes, shape, strict=True)):
             raise RaydflError(
-                f"{what} has shape {sizes}, but the tensor has {shape}. Use a weight that broadcasts to the tensor and has as many "
-                f"dimensions, or a number."
+                f"{subject} has shape {sizes}, but the tensor has {shape}. Use a number, or a weight with as many dimensions that "
+                f"broadcasts to the tensor."
             )
         value = value.detach().cpu()
         value = value if value.dtype in (torch.float32, torch.float64) else value.double()
@@ -96,15 +98,15 @@ def read_weight(
         elements: np.ndarray = value[tuple(slice(1 if step == 0 else None) for step in value.stride())].numpy()
         if elements.size and not (elements.min() >= 0 and elements.max() <= LARGEST_WEIGHT):  # true for NaN, too
             raise RaydflError(
-                f"{what} has elements outside 0 to {LARGEST_WEIGHT:g}. Use finite weights in this range; 0 excludes an element."
+                f"{subject} has elements outside 0 to {LARGEST_WEIGHT:g}. Use finite weights in this range; 0 excludes an element."
             )
         return elements
     try:
         number = float(value)
     except (TypeError, ValueError, RuntimeError):
-        raise RaydflError(f"{what} is {value!r:.80}. It must be a number.") from None
+        raise RaydflError(f"{subject} is {value!r:.80}. It must be a number.") from None
     if not 0 <= number <= LARGEST_WEIGHT:
-        raise RaydflError(f"{what} is {number}. It must be from 0 to {LARGEST_WEIGHT:g}; 0 excludes the client.")
+        raise RaydflError(f"{subject} is {number}. It must be from 0 to {LARGEST_WEIGHT:g}; 0 excludes the client.")
     return number
 
 

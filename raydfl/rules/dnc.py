@@ -54,7 +54,12 @@ class DnC(RobustRule):
         int, Field(ge=1, description="b: number of elements drawn in an iteration, limited to all elements.")
     ] = 10_000
     filter: Annotated[
-        float, Field(ge=0, description="c: clients excluded in an iteration, in multiples of f. 0: the uniform mean.")
+        float,
+        Field(
+            ge=0,
+            description="c: number of clients excluded in an iteration, as a multiple of the assumed attackers. 0: the uniform "
+            "mean.",
+        ),
     ] = 1.0
 
     def decide(self, voters: Group) -> np.ndarray:

@@ -41,8 +41,8 @@ class NormClipping(WeightedMean):
         Field(
             gt=0,
             allow_inf_nan=True,
-            description="Euclidean norm to which changes are clipped. null: the median norm of the cohort (deviation: the "
-            "paper sets a constant). .inf: no clipping, the weighted mean.",
+            description="Maximum Euclidean norm of a change. null: the median norm of the cohort (deviation: the paper sets a "
+            "constant). .inf: no clipping, the weighted mean.",
         ),
     ] = None
 

@@ -122,10 +122,10 @@ def torch_is_better(x: Tensor) -> bool:
 
 
 def stack_clients(clients: int, dims: tuple[Any, ...], values: tuple[Any, ...]) -> list[Any]:
-    """Return an operation's arguments for all clients: every tensor as [clients, ...].
+    """Give every tensor argument of an operation a first dimension of clients: [clients, ...].
 
     Args:
-        clients: size of the mapped dimension.
+        clients: number of clients, the size of the mapped dimension.
         dims: mapped dimension of each value. ``None``: all clients share the value.
         values: tensors, and constants, returned unchanged.
     """

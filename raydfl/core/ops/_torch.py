@@ -111,7 +111,7 @@ def _valid_steps(lengths: Tensor, frames: int, directions: int) -> Tensor:
 
 
 def gru_forward(x: Tensor, lengths: Tensor | None, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Compute :func:`raydfl.ops.gru`.
+    """Run :func:`raydfl.ops.gru` forward, and keep its gates for the backward pass.
 
     Returns:
         The output, and ``gates`` [clients, directions, frames, batch, 4 * hidden]: r, z, n, s.

@@ -15,7 +15,7 @@ UNALTERED = -1
 
 @dataclass(frozen=True)
 class Alteration(ABC):
-    """Alteration of waves. A subclass's ``repr`` must contain all its parameters, because it is part of the cache key."""
+    """Base class of changes to waveforms. A subclass's ``repr`` must contain all parameters: it is part of the cache key."""
 
     @abstractmethod
     def __call__(self, wave: np.ndarray, extractor: FeatureExtractor, seed: int) -> np.ndarray:
@@ -30,12 +30,12 @@ class Alteration(ABC):
 
 @dataclass(frozen=True)
 class Alterations:
-    """Alterations to the waves of some clips."""
+    """An alteration of the waveforms of some clips."""
 
-    what: Alteration
+    alteration: Alteration
     seeds: tuple[int, ...]
     """A seed for each clip, at least 0, or :data:`UNALTERED`."""
 
     def part(self, start: int, stop: int) -> Alterations:
         """Return the alterations of clips ``start`` to ``stop - 1``."""
-        return Alterations(self.what, self.seeds[start:stop])
+        return Alterations(self.alteration, self.seeds[start:stop])

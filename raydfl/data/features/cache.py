@@ -254,7 +254,7 @@ def _store_key(
     if noise is not None:
         digest.update(np.array(noise.seeds, np.int64).tobytes())
     if alterations is not None:
-        digest.update(repr(alterations.what).encode())
+        digest.update(repr(alterations.alteration).encode())
         digest.update(np.array(alterations.seeds, np.int64).tobytes())
     return digest.hexdigest()
 

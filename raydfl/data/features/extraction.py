@@ -52,7 +52,7 @@ class Source:
     """Fields of the data set's class."""
 
     def open(self) -> Dataset:
-        """Open the data set.
+        """Build the data set from its name and options.
 
         Raises:
             ConfigError: The name or an option is unknown.
@@ -186,7 +186,7 @@ def _make_wave_reader(chunk: Chunk, settings: WaveFeatures) -> _Reader:
         if noise is not None and noise.seeds[position] != NOISELESS:
             wave = add_noise(wave, noise.snr_db, noise.seeds[position])
         if alterations is not None and alterations.seeds[position] != UNALTERED:
-            wave = alterations.what(wave[: settings.samples], extractor, alterations.seeds[position])
+            wave = alterations.alteration(wave[: settings.samples], extractor, alterations.seeds[position])
         if not isinstance(settings, ModelFeatures | PretrainedFeatures):
             return extractor.features(wave)
         try:

@@ -71,8 +71,8 @@ class FeatureSettings(Settings):
         Field(
             gt=0,
             le=3_600,
-            description="Minimum length of clips in seconds. Shorter clips get equal silence on both sides before unit_norm, and "
-            "its frames count. null: no minimum.",
+            description="Minimum length of clips in seconds. Shorter clips are padded with silence on both sides before unit_norm. "
+            "The silent frames belong to the clip. null: no minimum.",
         ),
     ] = None
     channel: Channel = "first"
@@ -177,7 +177,7 @@ class FeatureSettings(Settings):
 
     @property
     def zeros_before(self) -> int:
-        """Number of zeros before the window, centred in the points of the Fourier transform."""
+        """Number of padding zeros before the window, which is centred in the Fourier transform."""
         return (self.points - self.window) // 2
 
     @property

@@ -96,7 +96,7 @@ def speak(
 
 @functools.cache
 def list_languages() -> dict[str, Path]:
-    """List the files of eSpeak's languages and accents by name in lower case: ``en-us``, ``en-gb-x-rp``, ``de``, ``cmn`` ...
+    """Map the lower-case names of eSpeak's languages and accents to their files: ``en-us``, ``en-gb-x-rp``, ``de``, ``cmn`` ...
 
     Raises:
         ConfigError: eSpeak NG is not installed.

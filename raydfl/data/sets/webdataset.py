@@ -60,13 +60,12 @@ class WebDataset(PackedSet):
         ),
     ] = None
     label_column: Annotated[
-        str | None, Field(description="Field of text, or key of the field json, with the class. null: cls, else label.")
+        str | None,
+        Field(description="Text field, or key in the json field, with the clip's class. null: cls, else label."),
     ] = None
     group_column: Annotated[
         str | None,
-        Field(
-            description="Field of text, or key of the field json, with the owner of the clip. null: group, if present."
-        ),
+        Field(description="Text field, or key in the json field, with the clip's owner. null: group, if present."),
     ] = None
     names: Annotated[
         tuple[str, ...] | None,

@@ -39,7 +39,9 @@ def check_share(value: Share) -> Share:
         ValueError: a fraction outside 0 to 1, or a negative count.
     """
     if isinstance(value, float) and not 0 <= value <= 1:
-        raise ValueError("a share of the clients must be between 0.0 and 1.0; for a number of clients write an integer")
+        raise ValueError(
+            "a fraction of the clients must be between 0.0 and 1.0. Write an integer for a number of clients"
+        )
     if isinstance(value, int) and value < 0:
         raise ValueError("a number of clients must be at least 0")
     return value

@@ -16,7 +16,7 @@ from raydfl.data.transforms._transform import Transform
 
 @dataclass(frozen=True, kw_only=True)
 class Flip(Transform):
-    """Swap left and right of random images."""
+    """Mirror random images horizontally."""
 
     kinds: ClassVar[tuple[str, ...]] = ("image",)
 
@@ -25,9 +25,9 @@ class Flip(Transform):
     def draw(
         self, rng: np.random.Generator, frames: np.ndarray, bands: int, table: np.ndarray | None
     ) -> dict[str, np.ndarray]:
-        """Draw the flipped images: bool [examples]."""
+        """Draw a mask of the images to flip: bool [examples]."""
         return {"flipped": rng.random(len(frames)) < self.share}
 
     def apply(self, x: Tensor, frames: Tensor, drawn: Mapping[str, Tensor], table: Tensor | None) -> Tensor:
-        """Flip the drawn images."""
+        """Flip the images in the mask."""
         return torch.where(drawn["flipped"][..., None, None, None], x.flip(-1), x)

@@ -311,7 +311,7 @@ def _select_updates(
 
 
 def _average_groups(states: Mapping[str, State], weights: Mapping[str, Counter[tuple[str, str]]]) -> State:
-    """Return the state without a group: the mean of the groups' tensors, weighted like their updates.
+    """Average the tensors of all groups, weighted like their updates, for clients without a group.
 
     Entries without updates, such as a generator or moments, are copied from the group with the largest weight.
     """

@@ -78,7 +78,7 @@ class Cfl(DiscoveryRule):
         splits, means, largest, following = 0, 0.0, 0.0, 0
         for clients in groups.values():
             mean, most = (
-                _compute_norm(_average(clients, changes, weights)),
+                _compute_norm(_average_changes(clients, changes, weights)),
                 max(_compute_norm(changes[client]) for client in clients),
             )
             means, largest = means + mean, largest + most
@@ -127,25 +127,26 @@ class Cfl(DiscoveryRule):
     def _place(groups: dict[str, list[str]], changes: Mapping[str, _Change], weights: Mapping[str, float]) -> None:
         """Move clients without a group to the group of the round with the most similar mean change, in place."""
         new = groups.pop("")
-        means = {group: _average(clients, changes, weights) for group, clients in groups.items()}
+        means = {group: _average_changes(clients, changes, weights) for group, clients in groups.items()}
         for client in new:
             row = distances([changes[client], *means.values()], "cosine")[0, 1:]
             groups[[*means][int(np.argmin(row))]].append(client)
 
 
-def _average(clients: Iterable[str], changes: Mapping[str, _Change], weights: Mapping[str, float]) -> dict[str, Tensor]:
+def _average_changes(
+    clients: Iterable[str], changes: Mapping[str, _Change], weights: Mapping[str, float]
+) -> dict[str, Tensor]:
     """Return the weighted mean of changes. Each tensor is averaged over the clients with the same shape."""
     sums: dict[str, Tensor] = {}
     totals: dict[str, float] = {}
     for client in clients:
-        for tensor, value in changes[client].items():
-            alike = tensor not in sums or sums[tensor].shape == value.shape
-            name = (
-                tensor if alike else f"{tensor} {tuple(value.shape)}"
-            )  # the same layer may have another shape in each part
-            sums[name] = sums[name] + weights[client] * value if name in sums else weights[client] * value
-            totals[name] = totals.get(name, 0.0) + weights[client]
-    return {name: value / max(totals[name], 1e-12) for name, value in sums.items()}
+        for name, value in changes[client].items():
+            # A layer may have different shapes in different parts of the data.
+            same_shape = name not in sums or sums[name].shape == value.shape
+            key = name if same_shape else f"{name} {tuple(value.shape)}"
+            sums[key] = sums[key] + weights[client] * value if key in sums else weights[client] * value
+            totals[key] = totals.get(key, 0.0) + weights[client]
+    return {key: value / max(totals[key], 1e-12) for key, value in sums.items()}
 
 
 def _compute_norm(change: _Change) -> float:

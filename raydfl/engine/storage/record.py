@@ -268,8 +268,8 @@ def _read(file: _RowsFile, columns: Sequence[str], where: pc.Expression | None) 
         raise
     except (OSError, ValueError, pa.ArrowException) as error:
         raise RunDirectoryError(
-            f"{file.path} is not a readable Parquet file ({first_line(error)}). Restore it from a copy, or move it away: "
-            f"then reports lack its rounds, without other consequences"
+            f"{file.path} is not a readable Parquet file ({first_line(error)}). Restore it from a copy or move it away. "
+            f"Without it, reports lack its rounds, and nothing else changes"
         ) from error
 
 

@@ -53,7 +53,7 @@ class Exported:
 
     @property
     def quantised(self) -> str:
-        """Summary of int8 in one line, with the scores before and after. Empty: the network is in float32."""
+        """One-line summary of the int8 quantisation, with the scores before and after. Empty for a float32 network."""
         facts = self.description.get("quantised")
         if facts is None:
             return ""

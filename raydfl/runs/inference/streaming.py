@@ -130,12 +130,12 @@ class Streaming(nn.Module):
         return past // self.front_end.hop + 1
 
     def _count_final_frames(self, samples: Tensor) -> Tensor:
-        """Return the number of final frames: no later sample changes them."""
+        """Return the number of frames that later samples cannot change."""
         hop = self.front_end.hop
         return (samples - self.needed + hop).clamp_min(0) // hop
 
     def _count_final_steps(self, frames: Tensor) -> Tensor:
-        """Return the number of final steps of the GRU: no later frame changes them."""
+        """Return the number of GRU steps that later frames cannot change."""
         steps: Tensor = (frames - self.around).clamp_min(0) // self.together
         return steps
 

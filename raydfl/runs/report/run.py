@@ -1,4 +1,4 @@
-"""The report about one run: its sections, notes and tiles."""
+"""Report of a run: its sections, notes and tiles."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from raydfl.runs.words import format_duration, format_size
 
 
 def show_settings(run: RunRecord) -> Section:
-    """Show all settings."""
+    """List all settings of the run, folded."""
     rows = [(key, format_value(value)) for key, value in flatten(run.config).items()]
     return Section("Configuration", headings=("setting", "value"), rows=rows, folded=f"{len(rows)} settings")
 
@@ -45,7 +45,7 @@ _SECTIONS = (*_WITH_FIGURES, show_traffic, show_skipped, show_incidents, show_mo
 
 
 def render_run(run: RunRecord) -> str:
-    """Return the report about one run as an HTML page."""
+    """Render the report of a run as an HTML page."""
     notes = [*list_notes(run), *run.remarks]
     return render_page(run.id, _format_subtitle(run), [show(run) for show in _SECTIONS], notes, _make_tiles(run))
 

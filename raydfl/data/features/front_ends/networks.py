@@ -18,7 +18,7 @@ from raydfl.data.features.pretrained import PretrainedFeatures, read_folder
 
 
 class EncoderTokens(nn.Module):
-    """Front end of the kind pretrained: a folder's feature extractor, and the first layers of its encoder.
+    """Front end for pretrained features: a folder's feature extractor, and the first layers of its encoder.
 
     Raises:
         ConfigError: The folder is not usable.
@@ -50,7 +50,7 @@ class EncoderTokens(nn.Module):
 
 
 class NamedModel(nn.Module):
-    """Front end of the kind model: a user's class.
+    """Front end for features computed by a user's class.
 
     Raises:
         ConfigError: The class is missing, does not accept the arguments or fails, or its instance is not callable.

@@ -103,7 +103,7 @@ class Spectral(nn.Module):
 
 
 class LogMel(Spectral):
-    """Front end of the kind logmel."""
+    """Front end for log-mel features."""
 
     def __init__(self, settings: FeatureSettings) -> None:
         from torchaudio.functional import melscale_fbanks
@@ -114,7 +114,7 @@ class LogMel(Spectral):
         self.settings = settings
 
     def forward(self, samples: Tensor) -> Tensor:
-        """Cut, pad and scale recordings, and return decibels or logarithms."""
+        """Compute the log-mel features of recordings, after cutting, padding and scaling them."""
         settings, least = self.settings, self.settings.least_samples
         if settings.samples is not None:
             samples = take(samples, 0, smaller(samples.shape[1], settings.samples))
@@ -134,7 +134,7 @@ class LogMel(Spectral):
 
 
 class FilterBank(Spectral):
-    """Front end of the kind kaldi, a scaled ``torchaudio.compliance.kaldi.fbank``."""
+    """Front end for Kaldi's filter bank, a scaled ``torchaudio.compliance.kaldi.fbank``."""
 
     def __init__(self, settings: KaldiFeatures) -> None:
         from torchaudio.compliance.kaldi import get_mel_banks
@@ -146,7 +146,7 @@ class FilterBank(Spectral):
         self.settings = settings
 
     def forward(self, samples: Tensor) -> Tensor:
-        """Cut recordings, subtract their mean, scale, and pad or cut to the configured frames."""
+        """Compute scaled filter bank features of recordings without their mean, padded or cut to the configured frames."""
         settings = self.settings
         if settings.samples is not None:
             samples = take(samples, 0, smaller(samples.shape[1], settings.samples))
