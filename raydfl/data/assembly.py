@@ -15,7 +15,7 @@ from raydfl.data.features.cache import FeatureStore
 from raydfl.data.features.digests import iterate_rows
 from raydfl.data.features.statistics import load_statistics, normalise_groups, number_groups
 from raydfl.data.features.wave import BY_TRAINING_CLIPS
-from raydfl.data.noise import NOISELESS, Noise, seed_noise
+from raydfl.data.noise import NOISELESS, ClipNoise, seed_noise
 from raydfl.data.part import CLEAN, Part, StoredView
 from raydfl.data.segment import segments
 from raydfl.data.settings import DataSettings, relocate_error
@@ -220,7 +220,7 @@ class Assembler:
         if self.data.corrupt.noise is not None and noisy.any():
             noise = seed_noise(names, self.data.corrupt.noise.snr_db, self.seed)
             seeds = (seed if is_noisy else NOISELESS for seed, is_noisy in zip(noise.seeds, noisy, strict=True))
-            noise = Noise(noise.snr_db, tuple(seeds))
+            noise = ClipNoise(noise.snr_db, tuple(seeds))
         if alteration is not None:
             seeds = (
                 seed_for(self.seed, 0, name, "alteration") if is_altered else UNALTERED

@@ -9,7 +9,7 @@ from scipy import signal, stats
 
 from raydfl.core.errors import DataError
 from raydfl.data import draw_clients
-from raydfl.data.noise import Noise, add_noise, seed_noise
+from raydfl.data.noise import ClipNoise, add_noise, seed_noise
 from raydfl.data.steps.corrupt import (
     CorruptSettings,
     LabelErrorSettings,
@@ -43,7 +43,7 @@ def test_each_clip_has_noise_of_its_own() -> None:
     noise = seed_noise(["a", "b", "c"], 10.0, seed=1)
     assert len(set(noise.seeds)) == 3
     assert noise == seed_noise(["a", "b", "c"], 10.0, seed=1)
-    assert noise.part(1, 3) == Noise(10.0, seed_noise(["b", "c"], 10.0, 1).seeds)
+    assert noise.part(1, 3) == ClipNoise(10.0, seed_noise(["b", "c"], 10.0, 1).seeds)
     assert noise.seeds != seed_noise(["a", "b", "c"], 10.0, seed=2).seeds
 
 

@@ -22,7 +22,7 @@ from raydfl.data.features.kinds import AnyFeatures
 from raydfl.data.features.log_mel import FeatureSettings
 from raydfl.data.features.model import ModelFeatures
 from raydfl.data.features.wave import EPSILON
-from raydfl.data.noise import Noise, seed_noise
+from raydfl.data.noise import ClipNoise, seed_noise
 from raydfl.data.population import Population
 from raydfl.data.settings import DataSettings
 from raydfl.engine.config import Config, make_config
@@ -63,7 +63,7 @@ def write_folder_of_npy(place: Path, matrices: Mapping[str, np.ndarray]) -> Path
 WRITERS = pytest.mark.parametrize("write", [write_safetensors, write_npz, write_folder_of_npy])
 
 
-def log_mels(noise: Noise | None = None, **options: Any) -> dict[str, np.ndarray]:
+def log_mels(noise: ClipNoise | None = None, **options: Any) -> dict[str, np.ndarray]:
     """The features of all clips, as someone would make them who writes a file."""
     extractor = FeatureExtractor(FeatureSettings(**LOG_MEL, **options))
     found = {}
