@@ -154,7 +154,7 @@ class ActorPool:
     def _running_slots(self) -> list[_Slot]:
         return [slot for slot in self._slots.values() if not slot.starting]
 
-    def places(self) -> int:
+    def count_workers(self) -> int:
         """Return the number of running actors."""
         return len(self._running_slots())
 

@@ -72,7 +72,7 @@ class RayPool:
         while not self._enough(needed):
             left = until - time.monotonic()
             if left <= 0:
-                raise self._not_started(needed)
+                raise self._make_start_error(needed)
             self._wait(min(left, _LOOK))
 
     def _wait(self, seconds: float) -> list[Any]:
@@ -89,7 +89,7 @@ class RayPool:
 
     def _enough(self, needed: int) -> bool:
         """Return whether enough actors are running, with at least one at each place."""
-        running = [pool.places() for pool in self._pools.values()]
+        running = [pool.count_workers() for pool in self._pools.values()]
         return sum(running) >= needed and all(running)
 
     def _check_enough(self) -> None:
@@ -101,7 +101,7 @@ class RayPool:
         now, settings = time.monotonic(), self._settings
         if settings.actors == "per_client":
             if any(pool.list_late() for pool in self._pools.values()):
-                raise self._not_started(len(self._kinds()))
+                raise self._make_start_error(len(self._kinds()))
             return
         if not settings.autoscale and settings.min_actors is None:
             for pool in self._pools.values():
@@ -112,11 +112,11 @@ class RayPool:
         elif self._few_since is None:
             self._few_since = now
         elif now > self._few_since + settings.ready_timeout:
-            raise self._not_started(needed)
+            raise self._make_start_error(needed)
 
-    def _not_started(self, needed: int) -> ResourcesError:
-        running = sum(pool.places() for pool in self._pools.values())
-        empty = sorted(site for site, pool in self._pools.items() if site and not pool.places())
+    def _make_start_error(self, needed: int) -> ResourcesError:
+        running = sum(pool.count_workers() for pool in self._pools.values())
+        empty = sorted(site for site, pool in self._pools.items() if site and not pool.count_workers())
         where = f", none at site {', '.join(empty)}, but each site needs at least one actor" if empty else ""
         return ResourcesError(
             f"{running} of {needed} client actors started within {self._settings.ready_timeout:g} s{where}. Requested: "
@@ -124,9 +124,11 @@ class RayPool:
             f"ray.gpus, or raise ray.ready_timeout if nodes are still starting."
         )
 
-    def places(self) -> int:
-        """Return the number of running client actors; 0 with ``per_client``, where each client has an actor of its own."""
-        return 0 if self._settings.actors == "per_client" else sum(pool.places() for pool in self._pools.values())
+    def count_workers(self) -> int:
+        """Return the number of running client actors. 0 with ``per_client``: each client has its own actor."""
+        return (
+            0 if self._settings.actors == "per_client" else sum(pool.count_workers() for pool in self._pools.values())
+        )
 
     def fallbacks(self) -> list[str]:
         """List reasons for training on the CPU despite a share of a GPU, for each affected actor."""

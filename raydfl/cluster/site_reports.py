@@ -19,8 +19,8 @@ from raydfl.data import (
     StoredView,
     Tables,
     encode,
+    make_empty_clips,
     natural_order,
-    no_clips,
 )
 
 
@@ -143,7 +143,7 @@ def join_sites(reports: Sequence[SiteReport], classes: Sequence[str], separator:
     views = {FIRST_VIEW: StoredView(lengths.pop() if len(lengths) == 1 else None, bands=reports[0].bands)}
     views |= {view: StoredView(_common_length([report.views[view] for report in reports])) for view in reports[0].views}
     return Part(
-        Tables(no_clips(), pa.record_batch(clients)),
+        Tables(make_empty_clips(), pa.record_batch(clients)),
         classes,
         views,
         columns=columns,

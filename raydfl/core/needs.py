@@ -32,7 +32,7 @@ class Needs:
     one_class_list: bool = False
     """Whether all clients must have the same classes. Excludes ``data.parts``."""
     own_outputs: bool = False
-    """Whether a network must have an output for each class of its part, and no more. Excludes ``data.heads=common``."""
+    """Whether a network's outputs must be exactly the classes of its part. Excludes ``data.heads=common``."""
     recordings: bool = False
     """Whether features must be computed from recordings. Excludes features of the kinds file and image."""
     own_clips: bool = False

@@ -134,7 +134,7 @@ class Part:
         return counts if self.sets is None else counts @ self.sets.astype(np.int64)
 
     def examples(self, rows: slice, store: int | None = None) -> Examples:
-        """Return the examples of a range of rows, which must have the same feature store.
+        """Return the examples in a range of rows with a common feature store.
 
         Args:
             rows: rows of the table of clips.

@@ -14,7 +14,7 @@ import safetensors
 import safetensors.numpy
 
 from raydfl.data.client_ids import ClientIds
-from raydfl.data.tables import POOLED, ROLES, Tables, encode, no_clips
+from raydfl.data.tables import POOLED, ROLES, Tables, encode, make_empty_clips
 
 _FILE = "population.safetensors"
 _OWNED = ("train", "validation", "client_test", "attack")
@@ -75,7 +75,7 @@ def convert(folder: Path, verify: bool) -> tuple[dict[str, Any], Tables]:
 
 def _convert_clips(arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any]) -> pa.RecordBatch:
     if "train/starts" not in arrays:
-        return no_clips()
+        return make_empty_clips()
     pools, columns, views = facts.get("pools", ["train"]), facts.get("columns") or {}, facts.get("views", {})
     last, blocks = len(facts["stores"]) - 1, []
     for role in ROLES:

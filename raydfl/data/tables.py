@@ -57,7 +57,7 @@ def clips_table(columns: Mapping[str, np.ndarray]) -> pa.RecordBatch:
     )
 
 
-def no_clips() -> pa.RecordBatch:
+def make_empty_clips() -> pa.RecordBatch:
     """Build an empty table of clips, for a federation with all clips at sites."""
     kinds = {"role": np.int8, "pool": np.int8, "client": np.int32}
     return clips_table({name: np.zeros(0, kind) for name, kind in kinds.items()})

@@ -57,7 +57,7 @@ class Arrivals:
         self._vectorised = 0
 
     def updates(self, tensors: Mapping[str, Tensors], additions: tuple[str, ...]) -> Iterator[Update]:
-        """Yield the accepted updates in client order, regardless of their arrival.
+        """Yield the accepted updates in client order, regardless of their order of arrival.
 
         Args:
             tensors: Tensors of the server by key.

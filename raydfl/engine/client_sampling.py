@@ -36,7 +36,7 @@ class Draw:
 
 
 def make_draw(settings: ClientSettings, population: Population, column: Column) -> Draw:
-    """Apply ``train.clients`` to a population.
+    """Compute the sampling weights and strata of a population's clients from ``train.clients``.
 
     Args:
         settings: ``train.clients``.

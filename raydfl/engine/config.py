@@ -178,7 +178,7 @@ class Config(Settings):
         return state
 
     def check_files(self) -> None:
-        """Verify that this machine has the same content as the starting machine in all files and folders of options.
+        """Verify that the files and folders in options have the same content as on the starting machine.
 
         Raises:
             ConfigError: The content of a file or folder differs. The message names the first one.

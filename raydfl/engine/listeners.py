@@ -185,7 +185,7 @@ class Recorder:
         if len(checkpoint.phases.names) > 1:
             rows.add({"phase": Ratio(checkpoint.phases.number(report.phase), 1)})
         rows.extend(done.measured)
-        arrivals.record_work(rows, self._pool.places(), done.times["started"], self._clients.index_of)
+        arrivals.record_work(rows, self._pool.count_workers(), done.times["started"], self._clients.index_of)
         # A commit runs during the next round, so its time is known one round later.
         now = done.times.get("next started") or time.perf_counter()
         commit, waited = self._committer.take_seconds()

@@ -24,7 +24,7 @@ class Pool(Protocol):
         """Yield the replies to all orders, in order of completion. Work may begin before the first iteration."""
         ...
 
-    def places(self) -> int:
+    def count_workers(self) -> int:
         """Return the number of clients (or groups) that can be processed concurrently; 0: no limit."""
         ...
 
@@ -61,7 +61,7 @@ class SerialPool:
             replies = self.workers[group[0].place].carry_out(group, broadcast, start)
             yield from add_spans(replies, 0, start, time.perf_counter())
 
-    def places(self) -> int:
+    def count_workers(self) -> int:
         """Return 1, for this process."""
         return 1
 

@@ -50,13 +50,17 @@ def check_settings(values: Any, settings: type[_Checked], file: Path | str, wher
 
 
 def raise_first(faults: Mapping[str, object], where: str = "") -> None:
-    """Raise the first message with a true value.
+    """Raise an error with the first message whose condition is true.
+
+    Args:
+        faults: Conditions by message.
+        where: Prefix of the message.
 
     Raises:
-        ConfigError: A message has a true value. The message is prefixed with ``where``.
+        ConfigError: A condition is true.
     """
-    for message, wrong in faults.items():
-        if wrong:
+    for message, condition in faults.items():
+        if condition:
             raise ConfigError(where + message)
 
 

@@ -57,7 +57,7 @@ class Trial:
 
     @property
     def name(self) -> str:
-        """A readable name: ``FedAvg, clean, run.seed=1``."""
+        """Name for tables and messages: ``FedAvg, clean, run.seed=1``."""
         return ", ".join(filter(None, (*self.labels, self.draw, self.repeat)))
 
     @property
@@ -134,7 +134,7 @@ class Study:
 
     @property
     def rounds(self) -> int:
-        """Maximum rounds of a trial."""
+        """Number of rounds of a complete trial."""
         return self.first.config.train.rounds
 
     @property

@@ -67,7 +67,7 @@ def _columns(results: StudyResults) -> dict[str, Callable[[Contestant], str]]:
         title = results.contestants[0].metrics[place].title if results.contestants else metric.title
         columns[title] = lambda contestant, place=place: str(contestant.score(summary, place))  # type: ignore[misc]
     if settings.paper is not None:
-        columns["paper"] = _paper_text
+        columns["paper"] = _format_paper
         if settings.control:
             columns["paper's difference"] = lambda contestant: format_number(contestant.paper_difference, signed=True)
     return columns
@@ -77,7 +77,7 @@ def _bold(text: str, contestant: Contestant) -> str:
     return f"**{text}**" if contestant.best else text
 
 
-def _paper_text(contestant: Contestant) -> str:
+def _format_paper(contestant: Contestant) -> str:
     mean, spread = contestant.paper or (None, None)
     return format_number(mean) + (f" ± {format_number(spread)}" if spread is not None else "")
 
@@ -86,7 +86,7 @@ def pivot(results: StudyResults, text: Callable[[Contestant], str] | None = None
     """Make a table of the headline with the last axis as columns and all further axes as rows."""
     by_labels = {contestant.labels: contestant for contestant in results.contestants}
     usual = results.kinds_of_evaluations[:1]
-    text = text or (lambda contestant: _pivot_text(contestant, results.summary, usual))
+    text = text or (lambda contestant: _format_cell(contestant, results.summary, usual))
     last = results.study.settings.axes[results.study.axes[-1]]
     across = [label for label in last if any(labels[-1] == label for labels in by_labels)]
     lines = []
@@ -96,7 +96,7 @@ def pivot(results: StudyResults, text: Callable[[Contestant], str] | None = None
     return [*results.study.axes[:-1], *across], lines
 
 
-def _pivot_text(contestant: Contestant, summary: str, usual: Sequence[str]) -> str:
+def _format_cell(contestant: Contestant, summary: str, usual: Sequence[str]) -> str:
     if not contestant.done:
         parts = [contestant.n]
     else:

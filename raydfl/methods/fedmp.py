@@ -99,8 +99,12 @@ class FedMP(PruningMethod):
             for task in tasks
         ]
 
-    def _choose(self, rewards: Mapping[str, Sequence[float]]) -> int:
-        """Return the position of the next ratio, from the discounted numbers and sums of a client's rewards by position."""
+    def _choose_ratio(self, rewards: Mapping[str, Sequence[float]]) -> int:
+        """Return the position of a client's next ratio: an untried ratio, or else the largest upper confidence bound.
+
+        Args:
+            rewards: Discounted number and sum of the client's rewards, by the ratio's position.
+        """
         bounds: list[float] = []
         tries = sum(number for number, _ in rewards.values())
         for position in range(len(self.ratios)):

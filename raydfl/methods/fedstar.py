@@ -84,8 +84,8 @@ class FedSTAR(Method):
     weight: Annotated[
         Literal["clips", "batches"],
         Field(
-            description="Weight of a client. clips: all its clips. batches: its unlabelled clips (or labelled, if it has no "
-            "others), rounded up to whole batches."
+            description="Weight of a client. clips: number of its clips. batches: number of its unlabelled clips (labelled "
+            "clips if all have labels), rounded up to whole batches."
         ),
     ] = "clips"
     learn_from: Annotated[

@@ -37,13 +37,13 @@ _PREVIOUS = "previous/"
 
 @dataclass(frozen=True, kw_only=True)
 class Moon(Method):
-    """FedAvg plus a contrast between the received and the client's previous model."""
+    """FedAvg plus a contrastive loss with the received model and the client's previous model."""
 
     needs = Needs(objectives=("classify",))
 
-    mu: Annotated[float, Field(ge=0, description="Weight of the contrast. 0 is FedAvg. The paper tries 0.1 to 10.")] = (
-        1.0
-    )
+    mu: Annotated[
+        float, Field(ge=0, description="Weight of the contrastive loss. 0: FedAvg. The paper tries 0.1 to 10.")
+    ] = 1.0
     temperature: Annotated[
         float, Field(gt=0, description="Divisor of the similarities. Small values sharpen the contrast.")
     ] = 0.5
@@ -65,7 +65,7 @@ class Moon(Method):
         return built
 
     def loss(self, step: Step, batch: Batch) -> Tensor:
-        """Return cross-entropy plus the contrast."""
+        """Return the cross-entropy plus the contrastive loss."""
         network = cast(Any, step.models["model"])
         z = _compute_representation(network, batch)
         logits = network.output.classify(z) if isinstance(network.output, _ProjectionHead) else network.output(z)

@@ -42,7 +42,7 @@ class UniFL(MultiFL):
         return dataclasses.replace(state, tensors={GLOBAL: separate, FUSED: {n: t.clone() for n, t in whole.items()}})
 
     def plan(self, state: State, clients: Sequence[Client], rng: np.random.Generator, cohort: int) -> list[Task]:
-        """Sample a cohort from each population."""
+        """Sample a cohort of clients with missing views, and a cohort of clients with all views."""
         tasks: list[Task] = []
         for kind, key in ((SOME, GLOBAL), (ALL, FUSED)):
             members = select_clients(state, clients, kind)

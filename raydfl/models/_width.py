@@ -45,8 +45,8 @@ def chain_layers(layers: Sequence[str], dimensions: int) -> dict[str, tuple[tupl
         dimensions: number of dimensions of the weights.
     """
     groups: dict[str, tuple[tuple[str, ...], ...]] = {}
-    before: tuple[str, ...] = ()
+    previous: tuple[str, ...] = ()
     for layer in layers:
-        groups |= {f"{layer}.weight": ((layer,), before, *((),) * (dimensions - 2)), f"{layer}.bias": ((layer,),)}
-        before = (layer,)
+        groups |= {f"{layer}.weight": ((layer,), previous, *((),) * (dimensions - 2)), f"{layer}.bias": ((layer,),)}
+        previous = (layer,)
     return groups

@@ -24,7 +24,7 @@ class Contribution:
     values: np.ndarray
     """float32, contiguous, in the shape that the client sent."""
     weight: Weight
-    """A number, or floats that broadcast to ``values`` and have as many dimensions."""
+    """A number, or an array that broadcasts to ``values`` and has the same number of dimensions."""
     cut: Cut | None
     """The cut of the tensor, or ``None`` for a whole tensor."""
 
@@ -50,7 +50,7 @@ class TensorSum:
         self.shape = shape
         self.total = total
         self.weight: Weight = 0.0
-        """Sum of the weights: a number, or float64 that broadcasts to the tensor and has as many dimensions."""
+        """Sum of the weights: a number, or a float64 array that broadcasts to the tensor, with the same number of dimensions."""
 
     def add(self, contributions: Sequence[Contribution]) -> None:
         """Add the contributions of clients in order."""

@@ -16,7 +16,7 @@ from raydfl.core.users_code import is_users
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Networks:
-    """Parts of networks without a user's code. raydfl's code changes values and modes but replaces no part."""
+    """Layers and tensors of built-in networks. Training changes their values and modes, but never replaces them."""
 
     models: Mapping[str, nn.Module]
     """Networks by name."""

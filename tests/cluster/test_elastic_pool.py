@@ -139,7 +139,7 @@ def test_on_a_cluster_that_stays_as_it_is_a_place_is_given_up(cluster: FakeClust
     pool = open_pool(cluster, actors=2, ready_timeout=30.0)
     cluster.at(5.0, lambda: cluster.leave("b"))
     carry_out(pool, [1.0] * 100)
-    assert pool.places() == 1
+    assert pool.count_workers() == 1
     assert not cluster.waiting
     cluster.leave("a")
     with pytest.raises(ResourcesError, match="0 of 1 client actors started within 30 s"):

@@ -21,7 +21,7 @@ from raydfl.core.yaml import parse_yaml
 from raydfl.data.build import build_population
 from raydfl.data.client_ids import ClientIds
 from raydfl.data.population import Population
-from raydfl.data.tables import Tables, encode, join_tables, no_clips
+from raydfl.data.tables import Tables, encode, join_tables, make_empty_clips
 from raydfl.engine.clients import Clients
 from raydfl.engine.initial_state import join_states
 from raydfl.methods import Method
@@ -97,7 +97,7 @@ def test_a_profile_of_numbers_in_one_part_and_text_in_another_is_text() -> None:
     def tables(*values: Any) -> Tables:
         codes = np.arange(len(values), dtype=np.int32)
         ids = ClientIds.from_strings(f"c{code}" for code in codes)
-        return Tables(no_clips(), pa.record_batch({**ids.columns(), "profile:room": encode(codes, values)}))
+        return Tables(make_empty_clips(), pa.record_batch({**ids.columns(), "profile:room": encode(codes, values)}))
 
     joined = join_tables({"a": tables(1, 2), "b": tables("hall", "2")})
     assert joined.clients["profile:room"].to_pylist() == ["1", "2", "hall", "2"]

@@ -117,7 +117,7 @@ def autocast_type(x: Tensor) -> torch.dtype | None:
 
 
 def torch_is_better(x: Tensor) -> bool:
-    """Return whether PyTorch's own layer (cuDNN) is faster: on a GPU outside vmap, which cannot map it."""
+    """Return whether PyTorch's own layer (cuDNN) is faster. This is so on a GPU, except in vmap, which does not support it."""
     return x.is_cuda and not torch._C._are_functorch_transforms_active()
 
 

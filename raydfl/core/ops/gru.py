@@ -51,7 +51,7 @@ class GRU(nn.GRU):
     """
 
     def forward(self, x: Any, hx: Tensor | None = None) -> tuple[Any, Tensor]:
-        """Return the output and the last state, as torch.nn.GRU."""
+        """Return the output and the last state, like torch.nn.GRU."""
         if not isinstance(x, Tensor) or hx is not None or not self._supports(x) or self._torch_is_better(x):
             output: tuple[Any, Tensor] = nn.GRU.forward(self, x, hx)
             return output

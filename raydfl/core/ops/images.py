@@ -159,19 +159,19 @@ def _rows_last(x: Tensor) -> Tensor:
     return x.permute(0, 3, 1, 2)
 
 
-def _inside(x: Tensor, lengths: Tensor) -> Tensor:
-    """Return a mask over valid rows of x [batch, rows, ...], 1 or 0: [batch, rows, 1, 1]."""
+def _make_row_mask(x: Tensor, lengths: Tensor) -> Tensor:
+    """Return a mask of the valid rows of x [batch, rows, ...], 1 or 0: [batch, rows, 1, 1]."""
     return (torch.arange(x.shape[1], device=x.device) < lengths.unsqueeze(1)).to(x.dtype)[:, :, None, None]
 
 
 def _group_norm(x: Tensor, weight: Tensor, bias: Tensor, groups: int, epsilon: float, lengths: Tensor | None) -> Tensor:
     if lengths is None:
         return _channels_last(F.group_norm(_rows_last(x), groups, weight, bias, epsilon))
-    inside = _inside(x, lengths)
+    valid = _make_row_mask(x, lengths)
     channels = x.shape[3] // groups
     grouped = x.reshape(*x.shape[:3], groups, channels)
-    mask = inside.unsqueeze(4)
-    count = (inside.sum(dim=(1, 2, 3)) * (x.shape[2] * channels)).clamp_min(1.0)[:, None, None, None, None]
+    mask = valid.unsqueeze(4)
+    count = (valid.sum(dim=(1, 2, 3)) * (x.shape[2] * channels)).clamp_min(1.0)[:, None, None, None, None]
     centred = (grouped - (grouped * mask).sum(dim=(1, 2, 4), keepdim=True) / count) * mask
     variance = centred.square().sum(dim=(1, 2, 4), keepdim=True) / count
     output: Tensor = (centred * (variance + epsilon).rsqrt()).flatten(3) * weight + bias
@@ -182,5 +182,5 @@ def _relu_and_pool(y: Tensor, relu: bool, pool: int, ceil: bool, lengths: Tensor
     if relu:
         y = y.relu()
     if lengths is not None:
-        y = y * _inside(y, lengths)  # after ReLU no value is negative, so padding of 0 is never the maximum
+        y = y * _make_row_mask(y, lengths)  # after ReLU no value is negative, so padding of 0 is never the maximum
     return _channels_last(F.max_pool2d(_rows_last(y), pool, ceil_mode=ceil)) if pool else y

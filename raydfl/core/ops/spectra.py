@@ -19,14 +19,14 @@ _LEAST_NORMAL = 2e-37
 
 
 @functools.lru_cache(maxsize=256)
-def places(size: int, device: torch.device) -> Tensor:
+def make_range(size: int, device: torch.device) -> Tensor:
     """Return 0 to ``size`` - 1: int64 [size]. The tensor is cached for all batches, so do not modify it."""
     return torch.arange(size, device=device)
 
 
-def inside(x: Tensor, frames: Tensor) -> Tensor:
-    """Return a mask over valid frames, 1 or 0: float32 [..., frames, 1]."""
-    return (places(x.shape[-2], x.device) < frames.unsqueeze(-1)).unsqueeze(-1).float()
+def make_frame_mask(x: Tensor, frames: Tensor) -> Tensor:
+    """Return a mask of the valid frames, 1 or 0: float32 [..., frames, 1]."""
+    return (make_range(x.shape[-2], x.device) < frames.unsqueeze(-1)).unsqueeze(-1).float()
 
 
 def to_power(x: Tensor, frames: Tensor, least: float, factor: float) -> Tensor:
@@ -63,7 +63,7 @@ def to_z_scores(x: Tensor, frames: Tensor, epsilon: float) -> Tensor:
         operators.to_z_scores(x, frames, epsilon)
         return x
     # Multiplication by a mask is vectorised, and takes a tenth of the time of masked_fill.
-    real = inside(x, frames)
+    real = make_frame_mask(x, frames)
     count = frames.clamp_min(1)[..., None, None]
     x = x.mul_(real)
     x = x.sub_(x.sum(dim=-2, keepdim=True).div_(count)).mul_(real)
@@ -85,8 +85,8 @@ def add_noise(x: Tensor, frames: Tensor, noise: Tensor, first: Tensor, ratio: Te
         x = x.contiguous()
         operators.add_noise(x, frames, noise, first, ratio)
         return x
-    mean = (x * inside(x, frames)).sum(dim=(-2, -1)) / frames.clamp_min(1)
-    rows = (first.unsqueeze(-1) + places(x.shape[-2], x.device)) % len(noise)
+    mean = (x * make_frame_mask(x, frames)).sum(dim=(-2, -1)) / frames.clamp_min(1)
+    rows = (first.unsqueeze(-1) + make_range(x.shape[-2], x.device)) % len(noise)
     stretch = noise.index_select(0, rows.flatten()).view(*rows.shape, x.shape[-1])
     return x.addcmul_(stretch, (ratio * mean)[..., None, None])
 
@@ -107,7 +107,7 @@ def mask(x: Tensor, frames: Tensor, firsts: Tensor, lengths: Tensor, lowest: Ten
         x = x.contiguous()
         operators.mask(x, frames, firsts, lengths, lowest, widths)
         return x
-    mean = (x * inside(x, frames)).sum(dim=(-2, -1)) / (frames.clamp_min(1) * x.shape[-1])
+    mean = (x * make_frame_mask(x, frames)).sum(dim=(-2, -1)) / (frames.clamp_min(1) * x.shape[-1])
     visible = _is_visible(firsts, lengths, x.shape[-2]).unsqueeze(-1)
     visible = visible * _is_visible(lowest, widths, x.shape[-1]).unsqueeze(-2)
     return x.mul_(visible).addcmul_(1 - visible, mean[..., None, None])
@@ -115,6 +115,6 @@ def mask(x: Tensor, frames: Tensor, firsts: Tensor, lengths: Tensor, lowest: Ten
 
 def _is_visible(first: Tensor, length: Tensor, size: int) -> Tensor:
     """Return 1 for positions outside all masks and 0 inside: float32 [..., size]."""
-    place = places(size, first.device)
+    place = make_range(size, first.device)
     first = first.unsqueeze(-1)
     return ((place < first) | (place >= first + length.unsqueeze(-1))).all(dim=-2).float()

@@ -71,7 +71,7 @@ class Encoder(nn.Module):
             lengths: int64 [batch]: valid frames or tokens. ``None``: all.
         """
         tokens, count = (x, lengths if self._uses_lengths else None) if self.stem is None else self.stem(x, lengths)
-        mask = None if count is None else inside(count, tokens.shape[1])[:, None, None]
+        mask = None if count is None else lengths_to_mask(count, tokens.shape[1])[:, None, None]
         for layer in self.layers.values():
             tokens = layer(tokens, attention_mask=mask)
         return (tokens if self.norm is None else self.norm(tokens)), count
@@ -95,8 +95,8 @@ def pool_tokens(tokens: Tensor, count: Tensor | None, how: str, kind: str) -> Te
     return mean_over_time(tokens, count)
 
 
-def inside(count: Tensor, size: int) -> Tensor:
-    """Return a mask over positions without padding: bool [batch, size]."""
+def lengths_to_mask(count: Tensor, size: int) -> Tensor:
+    """Return a mask of the positions without padding: bool [batch, size]."""
     return torch.arange(size, device=count.device) < count.unsqueeze(1)
 
 
@@ -127,11 +127,11 @@ class _WaveStem(nn.Module):
             if count is None or not isinstance(norm, nn.GroupNorm):
                 frames = layer(frames)
             else:
-                frames = layer.activation(_normalise(layer.conv(frames), norm, inside(count, self._length(x))))
+                frames = layer.activation(_normalise(layer.conv(frames), norm, lengths_to_mask(count, self._length(x))))
         projected = self.feature_projection(frames.transpose(1, 2))
         tokens = projected[0] if isinstance(projected, tuple) else projected
         if count is not None:  # the position embeddings are a convolution, so padding must be 0
-            tokens = tokens.masked_fill(~inside(count, tokens.shape[1]).unsqueeze(2), 0.0)
+            tokens = tokens.masked_fill(~lengths_to_mask(count, tokens.shape[1]).unsqueeze(2), 0.0)
         tokens = tokens + self.pos_conv_embed(tokens)
         return self.dropout(tokens if self.layer_norm is None else self.layer_norm(tokens)), count
 
@@ -177,7 +177,9 @@ class _WhisperStem(nn.Module):
 
     def forward(self, x: Tensor, lengths: Tensor | None) -> Tokens:
         # Silence after the extractor: it clips logarithms at 8 below the clip's maximum and at -10, adds 4 and divides by 4.
-        sounding = x if lengths is None else x.masked_fill(~inside(lengths, x.shape[1]).unsqueeze(2), -torch.inf)
+        sounding = (
+            x if lengths is None else x.masked_fill(~lengths_to_mask(lengths, x.shape[1]).unsqueeze(2), -torch.inf)
+        )
         silence = (sounding.amax(dim=(1, 2), keepdim=True) - 2.0).clamp_min(-1.5)
         x = _fill(x, lengths, self._frames, silence)
         tokens = F.gelu(self.conv2(F.gelu(self.conv1(x.transpose(1, 2))))).transpose(1, 2)
@@ -189,4 +191,4 @@ def _fill(x: Tensor, lengths: Tensor | None, frames: int, value: Tensor | float)
     size = x.shape[1]
     count = x.new_full((len(x),), size, dtype=torch.int64) if lengths is None else lengths
     whole = F.pad(x, (0, 0, 0, frames))[:, :frames]  # torch.export allows no branch on the length
-    return torch.where(inside(count, frames).unsqueeze(2), whole, value)
+    return torch.where(lengths_to_mask(count, frames).unsqueeze(2), whole, value)

@@ -311,7 +311,7 @@ def _check_settings(folder: EncoderFolder) -> None:
     for output, value, required, expected in pairs:
         if value != expected:
             raise ConfigError(
-                f"{folder.path}: {_FRONT_END} makes {output} {value}, but the encoder requires {required} {expected}. Use both "
+                f"{folder.path}: {_FRONT_END} sets {output} to {value}, but the encoder requires {required} {expected}. Use both "
                 f"files of a single model."
             )
 

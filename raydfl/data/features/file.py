@@ -222,13 +222,13 @@ class _File:
         yield from self.names
 
     def explain_absence(self, clip: str) -> str:
-        """Explain that a clip has no features, with examples of existing names."""
+        """Describe the absence of a clip's features, with examples of available names."""
         names = sorted(self.names)
         examples, more = ", ".join(map(repr, names[:_SHOWN])), " ..." if len(names) > _SHOWN else ""
         return f"{self.path} has no array {clip!r}, but {len(names)} others ({examples}{more})"
 
     def digest(self, clips: Mapping[int, str], cache: Path, progress: ProgressReporter) -> dict[int, bytes | str]:
-        """Return by number the digest of a clip's features, or the reason why they are missing."""
+        """Return each clip's digest of its features, or the reason for their absence, by the clip's number."""
         whole = digest_files({0: str(self.path.absolute())}, cache, progress)[0]
         if isinstance(whole, OSError):
             raise _unusable(self.path, whole)

@@ -121,7 +121,7 @@ class ArraySet(FileDataset):
 
 
 def read_cached(read: Callable[..., T], path: Path, *options: int) -> T:
-    """Return ``read(path, *options)``, from a cache of the last files. A modified file is read again.
+    """Call ``read(path, *options)``, and cache the results of the last files. A modified file is read again.
 
     Raises:
         DataError: the file cannot be opened.

@@ -122,9 +122,10 @@ class SpeechCommands(FileDataset):
         return f"{content_digest(Path(row['path']))} from {row['start']} s for {_SILENCE_SECONDS} s"
 
     def _list_words(self, root: Path, split_of: Mapping[str, str], default: str | None = None) -> list[dict[str, Any]]:
-        """List the files of a folder.
+        """List the clips of a folder, with their words, labels and splits.
 
         Args:
+            root: the folder.
             split_of: split by path.
             default: split of files outside ``split_of``.
         """

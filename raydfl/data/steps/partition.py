@@ -35,7 +35,7 @@ def partition_clips(
     """
     deals = _group_by_deal(tables)
     if "client" in tables.clips.schema.names:
-        owners = _take_owners(tables)
+        owners = _read_owners(tables)
         reason = "data.tables.clips names no client for them"
     else:
         owners = _deal_all(tables, deals, settings, overrides, seed)
@@ -108,7 +108,7 @@ def _deal_all(
     return Owners(ids, owner, groups, group.astype(np.int32) if groups else None)
 
 
-def _take_owners(tables: Assignment) -> Owners:
+def _read_owners(tables: Assignment) -> Owners:
     """Read the owners from the user's table of clips."""
     names = tables.clips.column("client").to_pylist()
     ownable = tables.has_role("train", "validation", "client_test")  # the server owns the clips of all other roles

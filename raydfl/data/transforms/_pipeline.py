@@ -43,7 +43,7 @@ class LateNormalisation:
 
     def to_power(self, x: Tensor, frames: Tensor) -> Tensor:
         """Convert features to power, 0 in padding. Overwrites ``x``."""
-        return spectra.to_power(x, frames, self.least, self.log_power_factor).mul_(spectra.inside(x, frames))
+        return spectra.to_power(x, frames, self.least, self.log_power_factor).mul_(spectra.make_frame_mask(x, frames))
 
     def to_features(self, power: Tensor, frames: Tensor) -> Tensor:
         """Convert power float32 [..., frames, bands] to features. Overwrites ``power``."""
@@ -226,7 +226,7 @@ class Pipeline:
                 x = self.late.normalise(x, frames)
         if drawn is not None:
             x = self._transform(x, frames, drawn, False)
-        return x.mul_(spectra.inside(x, frames))
+        return x.mul_(spectra.make_frame_mask(x, frames))
 
     def _transform(self, x: Tensor, frames: Tensor, drawn: Mapping[str, Tensor], power: bool) -> Tensor:
         """Apply either the transforms of power or all further transforms."""

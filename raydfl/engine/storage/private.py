@@ -27,7 +27,7 @@ from raydfl.core.tensor_file import parts_of_safetensors, to_safetensors
 _RECENT = 4096
 """Rows that an index may always hold in addition to its base."""
 _PART = 16
-"""Inverse of the largest ratio between an index's rows and its base's; above it, the index gets a new base."""
+"""An index gets a new base if it has more rows than 1 / 16 of its base's rows."""
 _COPIED = 1 << 22
 """Largest record, in bytes, to join before writing. Joining is faster than one system call per tensor."""
 _OURS = re.compile(r"\d{6,}-\S+\.seg|[0-9a-f]{16}\.index|\..+\.part")

@@ -219,7 +219,7 @@ def _trace_network(network: nn.Module, model: RunModel, frames: int | None, with
 
 
 def _draw_example(model: RunModel, batch: int, frames: int, with_lengths: bool) -> tuple[Tensor, Tensor | None]:
-    """Draw random inputs. The first example has all frames, as the longest example of a batch does."""
+    """Draw a batch of random inputs. The first example has all frames, like the longest example of any batch."""
     random = torch.Generator().manual_seed(batch * 10_000 + frames)
     inputs = model.spec.inputs
     x = torch.randn(batch, *(inputs if isinstance(inputs, tuple) else (frames, inputs)), generator=random)

@@ -147,8 +147,8 @@ def _draw_timelines(run: RunRecord) -> Iterator[Plot]:
                 clients, _, begins, ends = rows[rows[:, 1] == lane].T
                 bars = list(zip(begins, ends - begins, strict=True))
                 colours = [SERIES[int(client) % len(SERIES)] for client in clients]
-                look: dict[str, Any] = {"edgecolors": "white", "linewidths": 0.4, "alpha": 0.9}
-                axes.broken_barh(bars, (lane - 0.4, 0.8), facecolors=colours, **look)
+                style: dict[str, Any] = {"edgecolors": "white", "linewidths": 0.4, "alpha": 0.9}
+                axes.broken_barh(bars, (lane - 0.4, 0.8), facecolors=colours, **style)
                 for client, (begin, length) in zip(clients.astype(int), bars, strict=True):
                     if length > _LABELLED * width:
                         name = names[client] if client < len(names) else f"client {client}"

@@ -178,9 +178,8 @@ class _Member:
     def end(self) -> None:
         """End the client's thread and wait for its end (in the group's thread)."""
         if self.thread.ident is not None:
-            with contextlib.suppress(
-                RuntimeError
-            ):  # the gate is already open if the client was about to resume or is done
+            # If the client was about to resume or is done, its turn is already released.
+            with contextlib.suppress(RuntimeError):
                 self.turn.release()
             self.thread.join()
 
