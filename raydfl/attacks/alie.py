@@ -36,7 +36,7 @@ class ALIE(ColludingAttack):
     ] = None
 
     def together(self, known: HonestUpdates, cohort: Cohort) -> np.ndarray:
-        """Shift the honest mean."""
+        """Return the honest mean, shifted by a multiple of the standard deviation."""
         z = largest_z(cohort.clients, cohort.attackers) if self.z is None else self.z
         return known.mean - z * known.deviation
 

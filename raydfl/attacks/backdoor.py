@@ -152,7 +152,7 @@ class Backdoor(UpdateAttack):
             )
 
     def alteration(self) -> Alteration:
-        """Return the trigger."""
+        """Return the trigger, mixed into attackers' recordings."""
         position = None if self.position == "random" else float(self.position)
         if self.file is not None:
             return Trigger.from_file(self.file, self.seconds, self.loudness_db, position)

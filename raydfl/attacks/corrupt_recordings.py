@@ -31,7 +31,7 @@ class Damage(Alteration):
     """clipping: maximum amplitude, as a fraction of the clip's largest amplitude, from 0 to 1."""
 
     def __call__(self, wave: np.ndarray, extractor: FeatureExtractor, seed: int) -> np.ndarray:
-        """Damage a waveform."""
+        """Return the damaged waveform."""
         if self.kind == "noise":
             return add_noise(wave, self.snr_db, seed)
         if self.kind == "clipping":
@@ -74,9 +74,9 @@ class CorruptRecordings(Attack):
     ] = 0.05
 
     def alteration(self) -> Alteration:
-        """Return the damage."""
+        """Return the damage to attackers' recordings."""
         return Damage(self.kind, self.snr_db, self.silent, self.ceiling)
 
     def altered(self, count: int, rng: np.random.Generator) -> np.ndarray:
-        """Draw the damaged clips."""
+        """Draw a mask of the clips to damage."""
         return draw_share(count, self.share, rng)

@@ -43,7 +43,7 @@ class LabelFlip(Attack):
     def labels(
         self, labels: np.ndarray, altered: np.ndarray, classes: Sequence[str], rng: np.random.Generator
     ) -> np.ndarray:
-        """Flip the labels."""
+        """Return the attackers' flipped labels."""
         if self.to == "next":
             return (labels + 1) % len(classes)
         if self.to == "random":  # a shift by 1 to classes - 1 never keeps a label

@@ -54,7 +54,7 @@ def describe_dataset(name: str) -> list[str]:
     classes = "as in the recordings" if card.classes is None else f"{card.classes} by default"
     facts = {"layout": card.layout, "licence": card.licence, "source": card.url, "classes": classes}
     for label, text in facts.items():
-        lines += _entry(label, text) if text else []
+        lines += _format_entry(label, text) if text else []
     lines += ["", "Options in the group `data` of a configuration:"]
     for option in options_of(cls):
         default = "(required)" if option.required else f"= {json.dumps(option.default)}"
@@ -81,20 +81,22 @@ def describe_data(data: DataSettings, seed: int, labels_needed: bool = True) -> 
     yield f"{data.name}: {dataset.card.title}"
     root = getattr(dataset, "root", None)
     if root is not None:
-        yield from _entry("root", str(root))
-    yield from _entry("clips", f"{manifest.num_rows:,}")
-    yield from _entry("length", _length(manifest))
-    yield from _entry(f"classes ({len(classes):,})", _counts(manifest, "label", classes))
+        yield from _format_entry("root", str(root))
+    yield from _format_entry("clips", f"{manifest.num_rows:,}")
+    yield from _format_entry("length", _describe_length(manifest))
+    yield from _format_entry(f"classes ({len(classes):,})", _format_counts(manifest, "label", classes))
     without = manifest.column("label").null_count
     if without:
-        yield from _entry("without a label", f"{without:,} clips")
-    yield from _entry(*_groups(manifest))
+        yield from _format_entry("without a label", f"{without:,} clips")
+    yield from _format_entry(*_describe_groups(manifest))
     if "condition" in manifest.column_names:
-        yield from _entry("conditions", _conditions(manifest))
-    yield from _entry("official split", _counts(manifest, "split", ("train", "validation", "test")) or "none")
+        yield from _format_entry("conditions", _conditions(manifest))
+    yield from _format_entry(
+        "official split", _format_counts(manifest, "split", ("train", "validation", "test")) or "none"
+    )
     extra = [name for name in manifest.column_names if name not in _STANDARD]
     if extra:
-        yield from _entry("other columns", ", ".join(extra))
+        yield from _format_entry("other columns", ", ".join(extra))
     yield from read_remarks(manifest)
     tables = assign_clips(manifest, classes, data, seed, labels_needed, last="hold_out")
     yield ""
@@ -102,16 +104,18 @@ def describe_data(data: DataSettings, seed: int, labels_needed: bool = True) -> 
         yield f"Without the sites ({', '.join(data.sites)}), which divide their own clips:"
     else:
         yield "With this configuration:"
-    yield from _entry(f"clients ({len(tables.ids):,})", _clients(tables, data.partition))
+    yield from _format_entry(f"clients ({len(tables.ids):,})", _describe_clients(tables, data.partition))
     if len(tables.pools) > 1:
         pool = tables.codes("pool")
-        yield from _entry("pools", ", ".join(f"{name} ({(pool == n).sum():,})" for n, name in enumerate(tables.pools)))
-    yield from _entry("test set", _count_server(tables, "test"))
+        yield from _format_entry(
+            "pools", ", ".join(f"{name} ({(pool == n).sum():,})" for n, name in enumerate(tables.pools))
+        )
+    yield from _format_entry("test set", _count_server(tables, "test"))
     if tables.has_role("server_validation").any():
-        yield from _entry("server validation", _count_server(tables, "server_validation"))
+        yield from _format_entry("server validation", _count_server(tables, "server_validation"))
     left_out = manifest.num_rows - len(np.unique(tables.codes("clip")))
     if left_out:
-        yield from _entry("left out", f"{left_out:,} clips")
+        yield from _format_entry("left out", f"{left_out:,} clips")
     yield ""
     yield "To find unreadable clips: raydfl data prepare FILE"
 
@@ -152,14 +156,14 @@ def _format_table(table: pa.RecordBatch) -> Iterator[str]:
         yield f"... and {table.num_rows - _MOST_ROWS:,} more"
 
 
-def _entry(label: str, text: str) -> list[str]:
+def _format_entry(label: str, text: str) -> list[str]:
     """Format ``label    text``, wrapped in a column beside the label."""
     start, other = f"  {label:<{_LABEL}}", " " * (_LABEL + 2)
     lines = textwrap.wrap(text, _WIDTH, initial_indent=start, subsequent_indent=other, break_on_hyphens=False)
     return [line.replace(_NO_BREAK, " ") for line in lines]
 
 
-def _length(manifest: pa.Table) -> str:
+def _describe_length(manifest: pa.Table) -> str:
     seconds = manifest.column("seconds").drop_null().to_numpy()
     if not len(seconds):
         return "unknown; raydfl data prepare reads it from the clips"
@@ -170,36 +174,36 @@ def _length(manifest: pa.Table) -> str:
     return f"{seconds.min():.2f} to {seconds.max():.2f} s, median {np.median(seconds):.2f} s, {total} in all{known}"
 
 
-def _occurrences(manifest: pa.Table, column: str) -> Mapping[str, int]:
+def _count_values(manifest: pa.Table, column: str) -> Mapping[str, int]:
     """Count the clips of each value of a column, ignoring nulls."""
     pairs = manifest.column(column).drop_null().value_counts().to_pylist()
     return {pair["values"]: pair["counts"] for pair in pairs}
 
 
-def _counts(manifest: pa.Table, column: str, order: Sequence[str]) -> str:
+def _format_counts(manifest: pa.Table, column: str, order: Sequence[str]) -> str:
     """Format ``yes (300), no (295)``, or a summary of the counts if there are many values."""
-    occurrences = _occurrences(manifest, column)
+    occurrences = _count_values(manifest, column)
     if len(occurrences) <= _MOST_NAMES:
         shown = (f"{name} ({occurrences[name]:,})" for name in order if name in occurrences)
         return ", ".join(text.replace(" ", _NO_BREAK) for text in shown)
     return describe_sizes(np.array(list(occurrences.values())))
 
 
-def _groups(manifest: pa.Table) -> tuple[str, str]:
+def _describe_groups(manifest: pa.Table) -> tuple[str, str]:
     """Return label and text of the line about groups."""
-    occurrences = _occurrences(manifest, "group")
+    occurrences = _count_values(manifest, "group")
     if not occurrences:
         return "groups (0)", "the clips have no known owners"
     without = manifest.column("group").null_count
-    text = _counts(manifest, "group", natural_order(list(occurrences)))
+    text = _format_counts(manifest, "group", natural_order(list(occurrences)))
     return f"groups ({len(occurrences):,})", text + (f"; {without:,} clips have no group" if without else "")
 
 
 def _conditions(manifest: pa.Table) -> str:
     """Format ``fan_00: 60 normal, 20 anomaly; fan_01: ...``, or totals if the groups are many or absent."""
     table = manifest.select(["group", "condition"])
-    if not 0 < len(_occurrences(manifest, "group")) <= _MOST_NAMES:
-        return _counts(manifest, "condition", natural_order(list(_occurrences(manifest, "condition"))))
+    if not 0 < len(_count_values(manifest, "group")) <= _MOST_NAMES:
+        return _format_counts(manifest, "condition", natural_order(list(_count_values(manifest, "condition"))))
     counts: dict[str, list[str]] = {}
     for row in table.group_by(["group", "condition"]).aggregate([([], "count_all")]).to_pylist():
         counts.setdefault(str(row["group"]), []).append(f"{row['count_all']:,} {row['condition']}")
@@ -213,7 +217,7 @@ def _condition_order(count: str) -> tuple[bool, str]:
     return name != "normal", name
 
 
-def _clients(tables: Assignment, settings: PartitionSettings) -> str:
+def _describe_clients(tables: Assignment, settings: PartitionSettings) -> str:
     sizes = tables.sizes()
     how = f"by {settings.column or 'group'}" if settings.by == "group" else settings.by
     how += f", {settings.shards} shards each" if settings.shards > 1 else ""

@@ -19,10 +19,10 @@ def write_examples(folder: Path) -> list[Path]:
     Raises:
         InputError: a file exists with different content (then nothing is written), or the folder cannot be written.
     """
-    examples = _examples()
-    source = _source()
+    examples = _list_examples()
+    source = _find_source()
     new = [path for path in examples if not (folder / path).exists()]
-    changed = [path for path in examples if path not in new and not _same(source / path, folder / path)]
+    changed = [path for path in examples if path not in new and not _is_same(source / path, folder / path)]
     if changed:
         raise InputError(
             f"{folder} has different files with these names: {', '.join(map(str, changed))}; nothing was written. "
@@ -40,14 +40,14 @@ def write_examples(folder: Path) -> list[Path]:
     return new
 
 
-def _source() -> Path:
+def _find_source() -> Path:
     """Return the folder with the examples: in the wheel, or in the repository of an editable install."""
     package = Path(__file__).parents[1]
     return package / "examples" if (package / "examples").is_dir() else package.parent
 
 
-def _examples() -> list[Path]:
-    source = _source()
+def _list_examples() -> list[Path]:
+    source = _find_source()
     paths = [path for name in _NAMES for path in (source / name, *(source / name).rglob("*"))]
     files = sorted(path.relative_to(source) for path in paths if path.is_file() and "__pycache__" not in path.parts)
     if not files:
@@ -57,5 +57,5 @@ def _examples() -> list[Path]:
     return files
 
 
-def _same(source: Path, target: Path) -> bool:
+def _is_same(source: Path, target: Path) -> bool:
     return target.is_file() and target.read_bytes() == source.read_bytes()

@@ -41,7 +41,7 @@ def explain_config(config: Config) -> str:
             lines += _comment(str(field.description), 0)
             lines += ["method:", *_comment("Name of the method. `raydfl methods` lists them.", 1)]
             lines.append(f"  name: {to_yaml(config.method['name'])}")
-            options, values = options_of(type(built)), plain(built) | _former(config)
+            options, values = options_of(type(built)), plain(built) | _list_former_options(config)
             lines += [
                 f"  {name}: {to_yaml(values[name])}  # option of an earlier version"
                 for name in sorted(values.keys() - {option.name for option in options})
@@ -71,14 +71,16 @@ def explain_config(config: Config) -> str:
             )
             lines.append("models:")
             for model, choices in config.components.models.items():
-                lines.append(f"  {model}: {to_yaml(_as_written(choices, config.components.chosen_by.get(model)))}")
+                lines.append(
+                    f"  {model}: {to_yaml(_format_architectures(choices, config.components.chosen_by.get(model)))}"
+                )
         else:
             lines += _group(name, resolved.get(name, getattr(config, name)), 0)
         lines.append("")
     return "\n".join(lines).rstrip()
 
 
-def _former(config: Config) -> dict[str, Any]:
+def _list_former_options(config: Config) -> dict[str, Any]:
     """Return options of earlier versions that the digest of the configuration depends on."""
     named = registry.find(
         "raydfl.methods", config.method["name"], Method, "method"
@@ -90,7 +92,9 @@ def _former(config: Config) -> dict[str, Any]:
     return {name: value for name, value in config.components.former.items() if name in today | former}
 
 
-def _as_written(choices: Sequence[tuple[str, Mapping[str, Any]]], chosen: tuple[str, Sequence[str]] | None) -> Any:
+def _format_architectures(
+    choices: Sequence[tuple[str, Mapping[str, Any]]], chosen: tuple[str, Sequence[str]] | None
+) -> Any:
     """Return the architectures of a model in the shortest form of a configuration."""
     items = [{"name": name, **options} if options else name for name, options in choices]
     if chosen is not None:

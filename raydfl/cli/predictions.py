@@ -121,7 +121,7 @@ def _write_csv(found: Iterable[Prediction], top: int, _: str, out: TextIO, sever
     model = ["model"] * several
     writer.writerow(["file", *(name + rank for rank in ranks for name in ("label", "probability")), *model, "error"])
     for prediction in found:
-        cells = [cell for pair in _top_classes(prediction, top) for cell in pair]
+        cells = [cell for pair in _select_top_classes(prediction, top) for cell in pair]
         cells = [*cells, *[""] * (2 * top - len(cells)), *[prediction.model] * several]
         writer.writerow([escape_path(prediction.file), *cells, prediction.error])
 
@@ -150,7 +150,7 @@ def _write_set_csv(found: Iterable[Prediction], top: int, _: str, out: TextIO) -
     ranks = [""] + [f"_{rank}" for rank in range(2, top + 1)]
     writer.writerow(["file", "labels", *(name + rank for rank in ranks for name in ("label", "probability")), "error"])
     for prediction in found:
-        cells = [cell for pair in _top_classes(prediction, top) for cell in pair] or [""] * 2 * top
+        cells = [cell for pair in _select_top_classes(prediction, top) for cell in pair] or [""] * 2 * top
         writer.writerow([escape_path(prediction.file), "|".join(prediction.labels), *cells, prediction.error])
 
 
@@ -158,12 +158,12 @@ def _write_set_table(found: Iterable[Prediction], top: int, heading: str, out: T
     table = Table("file", "labels", "most probable", box=None, pad_edge=False)
     table.columns[0].overflow = "fold"
     for prediction in found:
-        ranks = ", ".join(f"{label} {probability:.3f}" for label, probability in _top_classes(prediction, top))
+        ranks = ", ".join(f"{label} {probability:.3f}" for label, probability in _select_top_classes(prediction, top))
         table.add_row(*map(Text, (escape_path(prediction.file), ", ".join(prediction.labels) or "-", ranks)))
     _print(table, heading, out)
 
 
-def _top_classes(prediction: Prediction, top: int) -> Sequence[tuple[str, float]]:
+def _select_top_classes(prediction: Prediction, top: int) -> Sequence[tuple[str, float]]:
     return [] if prediction.error else prediction.top(top)
 
 
@@ -175,7 +175,7 @@ def _write_table(found: Iterable[Prediction], top: int, heading: str, out: TextI
         table.add_column("model")
     table.columns[0].overflow = "fold"
     for prediction in found:
-        cells = [f"{label} {probability:.3f}" for label, probability in _top_classes(prediction, top)[1:]]
+        cells = [f"{label} {probability:.3f}" for label, probability in _select_top_classes(prediction, top)[1:]]
         first = ["-", ""] if prediction.error else [prediction.label, f"{prediction.probability:.3f}"]
         table.add_row(
             Text(escape_path(prediction.file)),

@@ -181,9 +181,12 @@ def find_proposal(config: Config) -> Proposal | None:
             reasons.append(f"{config.method['name']} needs labelled classes, fedavg does not")
     replaced = {"test", "as_published"} | ({"client_test", "official_validation"} if conditions is not None else set())
     configured = config.data.split.model_dump(mode="json", exclude_defaults=True, exclude=replaced)
-    tests = [*(_tests(manifest) if conditions is None else _tests_of_machines(manifest, conditions))]
+    tests = [*(_suggest_tests(manifest) if conditions is None else _suggest_machine_tests(manifest, conditions))]
     for kept, strict, (test, why_test), (partition, why_partition) in itertools.product(
-        [configured, {}] if configured else [{}], (True, False), tests, _partitions(manifest, skewed=conditions is None)
+        [configured, {}] if configured else [{}],
+        (True, False),
+        tests,
+        _suggest_partitions(manifest, skewed=conditions is None),
     ):
         tried = {**settings, "data.split": {**kept, **test}, "data.partition": partition, **objective}
         try:
@@ -259,7 +262,7 @@ def _conditions(config: Config, manifest: pa.Table) -> Conditions | None:
     return None
 
 
-def _tests_of_machines(manifest: pa.Table, conditions: Conditions) -> Iterator[tuple[dict[str, Any], str]]:
+def _suggest_machine_tests(manifest: pa.Table, conditions: Conditions) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield candidate test sets of clients, best first. All keep anomalous clips out of training."""
     names = ", ".join(map(str, conditions.anomalous[:3])) + (" ..." if len(conditions.anomalous) > 3 else "")
     why = f"column {conditions.column} marks anomalous clips ({names}): clients test on them and train only on normal clips"
@@ -293,13 +296,13 @@ def _suits_machines(tables: Assignment, conditions: Conditions, strict: bool) ->
     return bool(trained and (both.all() if strict else both.any()))
 
 
-def _tests(manifest: pa.Table) -> Iterator[tuple[dict[str, Any], str]]:
+def _suggest_tests(manifest: pa.Table) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield candidate test sets of the server, best first, with reasons."""
-    for test, why in _candidate_tests(manifest):
+    for test, why in _list_candidate_tests(manifest):
         yield {"test": test}, why
 
 
-def _candidate_tests(manifest: pa.Table) -> Iterator[tuple[dict[str, Any] | None, str]]:
+def _list_candidate_tests(manifest: pa.Table) -> Iterator[tuple[dict[str, Any] | None, str]]:
     if "test" in manifest.column("split").to_pylist():
         yield {"by": "split"}, "the data set has an official split"
     groups = manifest.column("group")
@@ -329,7 +332,7 @@ def _candidate_tests(manifest: pa.Table) -> Iterator[tuple[dict[str, Any] | None
     yield None, "no test set: a label has too few clips. Collect more before you trust a result"
 
 
-def _partitions(manifest: pa.Table, skewed: bool) -> Iterator[tuple[dict[str, Any], str]]:
+def _suggest_partitions(manifest: pa.Table, skewed: bool) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield candidate partitions, best first, with reasons.
 
     Args:

@@ -220,7 +220,7 @@ class ActorPool:
         self._references = references
         self._calls, self._losses, self._again = {}, Counter(), Counter()
         self._waiting = {group[0].position: group for group in split_groups(orders)}
-        pieces = [(position, _cost(group)) for position, group in self._waiting.items()]
+        pieces = [(position, _sum_costs(group)) for position, group in self._waiting.items()]
         self._backlog, self._alone = Backlog(pieces), Backlog()
         if self._patience.deadline is not None:
             self._backlog, self._alone = self._alone, self._backlog
@@ -233,7 +233,7 @@ class ActorPool:
         # A group of a lost call gets a call of its own, because it may have ended the actor.
         lost = any(order.position in self._losses for order in group)
         alone = lost or self._patience.deadline is not None
-        (self._alone if alone else self._backlog).add(position, _cost(group))
+        (self._alone if alone else self._backlog).add(position, _sum_costs(group))
 
     @property
     def busy(self) -> bool:
@@ -273,9 +273,9 @@ class ActorPool:
         sent = time.perf_counter()
         reference: Any = slot.actor.carry_out.remote(orders, receive, *[self._references[name] for name in receive])
         self._calls[reference] = _Call(orders, key, slot, sent)
-        slot.load, slot.work = slot.load + 1, slot.work + _cost(orders)
+        slot.load, slot.work = slot.load + 1, slot.work + _sum_costs(orders)
         training = orders[0].measure is None
-        slot.free_at = max(slot.free_at, time.monotonic()) + _cost(orders) * self._get_pace(slot.kind, training)
+        slot.free_at = max(slot.free_at, time.monotonic()) + _sum_costs(orders) * self._get_pace(slot.kind, training)
         if training:
             slot.limit = self._patience.limit(len(orders))
             slot.due = time.monotonic() + slot.limit
@@ -292,7 +292,7 @@ class ActorPool:
             return []
         slot = call.slot
         slot.load -= 1
-        slot.work -= _cost(call.orders)
+        slot.work -= _sum_costs(call.orders)
         slot.limit = slot.due = math.inf
         try:
             replies = ray.get(reference)
@@ -362,7 +362,7 @@ class ActorPool:
 
     def _update_pace(self, call: _Call, replies: Sequence[Reply]) -> None:
         """Update the pace of the actor's kind and its expected end of work."""
-        slot, training, cost = call.slot, call.orders[0].measure is None, _cost(call.orders)
+        slot, training, cost = call.slot, call.orders[0].measure is None, _sum_costs(call.orders)
         if cost > 0:
             pace = sum(reply.seconds for reply in replies) / cost
             before = self._pace.get((slot.kind, training), pace)
@@ -388,5 +388,5 @@ class ActorPool:
             return None
 
 
-def _cost(orders: Sequence[Order]) -> float:
+def _sum_costs(orders: Sequence[Order]) -> float:
     return sum(order.cost for order in orders)

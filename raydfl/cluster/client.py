@@ -101,7 +101,7 @@ class ClientActor:
         return os.getpid()
 
     def carry_out(self, orders: list[Order], keys: list[str], *tensors: FlatTensors) -> list[Reply]:
-        """Carry out orders of any clients, and return their replies by value, so that they outlive this actor.
+        """Carry out clients' orders, and return the replies by value. They outlive this actor.
 
         Args:
             orders: Orders of any clients.

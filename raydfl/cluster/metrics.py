@@ -70,6 +70,6 @@ class RayMetrics:
 
 
 def _add(counter: object, value: float, **tags: str) -> None:
-    """Increase a counter."""
+    """Add an amount to a counter."""
     if value > 0:  # Ray rejects an increase of 0.
         counter.inc(value, tags or None)  # type: ignore[attr-defined]

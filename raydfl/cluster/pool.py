@@ -69,7 +69,7 @@ class RayPool:
     def _await_actors(self, needed: int) -> None:
         """Wait until the first round can start."""
         until = time.monotonic() + self._settings.ready_timeout
-        while not self._enough(needed):
+        while not self._has_enough(needed):
             left = until - time.monotonic()
             if left <= 0:
                 raise self._make_start_error(needed)
@@ -87,7 +87,7 @@ class RayPool:
             pool.update_started()
         return done
 
-    def _enough(self, needed: int) -> bool:
+    def _has_enough(self, needed: int) -> bool:
         """Return whether enough actors are running, with at least one at each place."""
         running = [pool.count_workers() for pool in self._pools.values()]
         return sum(running) >= needed and all(running)
@@ -107,7 +107,7 @@ class RayPool:
             for pool in self._pools.values():
                 pool.give_up_late()
         needed = settings.min_actors or 1
-        if self._enough(needed):
+        if self._has_enough(needed):
             self._few_since = None
         elif self._few_since is None:
             self._few_since = now

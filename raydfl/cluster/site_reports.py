@@ -38,7 +38,7 @@ class ViewReport:
 
 @dataclass(frozen=True)
 class SiteReport:
-    """A site's report about its data: plain values, which can be written as JSON.
+    """Report of a site about its data, in plain values for JSON.
 
     Together with the names of its classes, it is all information about the data that leaves a site.
     """
@@ -141,7 +141,9 @@ def join_sites(reports: Sequence[SiteReport], classes: Sequence[str], separator:
         for report in reports
     ]
     views = {FIRST_VIEW: StoredView(lengths.pop() if len(lengths) == 1 else None, bands=reports[0].bands)}
-    views |= {view: StoredView(_common_length([report.views[view] for report in reports])) for view in reports[0].views}
+    views |= {
+        view: StoredView(_find_common_length([report.views[view] for report in reports])) for view in reports[0].views
+    }
     return Part(
         Tables(make_empty_clips(), pa.record_batch(clients)),
         classes,
@@ -161,7 +163,7 @@ def _encode_mixed(values: Sequence[Any]) -> pa.DictionaryArray:
     return encode(np.array([known.index(value) for value in values], np.int32), known)
 
 
-def _common_length(reports: Sequence[ViewReport]) -> int | None:
+def _find_common_length(reports: Sequence[ViewReport]) -> int | None:
     """Return the frames of a view at all sites with examples of it, or ``None`` if they differ."""
     lengths = {report.length for report in reports if report.examples}
     return lengths.pop() if len(lengths) == 1 else None

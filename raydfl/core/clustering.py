@@ -69,10 +69,10 @@ def _compare_rows(rows: np.ndarray, kind: Distance) -> np.ndarray:
         return np.asarray(1 - np.clip(unit @ unit.T, -1, 1))
     if kind == "inner":
         return np.asarray(rows @ rows.T)
-    return np.stack([np.abs(rows - row).sum(axis=1) if kind == "l1" else _norms(rows - row) for row in rows])
+    return np.stack([np.abs(rows - row).sum(axis=1) if kind == "l1" else _compute_norms(rows - row) for row in rows])
 
 
-def _norms(rows: np.ndarray) -> np.ndarray:
+def _compute_norms(rows: np.ndarray) -> np.ndarray:
     return np.asarray(np.sqrt((rows * rows).sum(axis=1)))
 
 

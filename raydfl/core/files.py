@@ -167,7 +167,7 @@ def write_durably(path: Path, content: bytes, advice: str = RESUME) -> None:
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or a folder's entries, to the disk, so that they survive a power cut."""
+    """Flush a file, or a folder's entries, to the disk. They then survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -248,7 +248,7 @@ def summarise(metrics: Metrics) -> dict[str, Ratio]:
             summary |= {prefix + score: ratio for score, ratio in ranking_metrics(value).items()}
         elif base_name(name) == "confusion":
             prefix = name.removesuffix("confusion")
-            summary[f"{prefix}macro_f1"], summary[f"{prefix}average_recall"] = _from_confusion(value)
+            summary[f"{prefix}macro_f1"], summary[f"{prefix}average_recall"] = _score_confusion(value)
     return summary
 
 
@@ -296,8 +296,10 @@ def ranking_metrics(scores: Scores, only: Collection[str] | None = None) -> dict
         "auc": lambda: sklearn_metrics.roc_auc_score(targets, ranked, average="macro"),
         "macro_f1": lambda: sklearn_metrics.f1_score(targets, ranked >= threshold, average="macro", zero_division=0),
         "pauc": lambda: sklearn_metrics.roc_auc_score(targets, ranked, max_fpr=MAX_FALSE_POSITIVES),
-        "eer": lambda: _equal_error_rate(*sklearn_metrics.roc_curve(targets, ranked, drop_intermediate=False)[:2]),
-        "oracle_f1": lambda: _largest_f1(*sklearn_metrics.precision_recall_curve(targets, ranked)[:2]),
+        "eer": lambda: _compute_equal_error_rate(
+            *sklearn_metrics.roc_curve(targets, ranked, drop_intermediate=False)[:2]
+        ),
+        "oracle_f1": lambda: _find_largest_f1(*sklearn_metrics.precision_recall_curve(targets, ranked)[:2]),
         "f1": lambda: sklearn_metrics.f1_score(targets, ranked >= threshold, zero_division=0),
         "dcase": lambda: math.nan if groups is None else dcase_score(values, truth, groups),
     }
@@ -343,7 +345,7 @@ def harmonic_mean(values: Sequence[float]) -> float:
     return statistics.harmonic_mean(values) if values else float("nan")
 
 
-def _equal_error_rate(false_positives: NDArray[np.float64], true_positives: NDArray[np.float64]) -> float:
+def _compute_equal_error_rate(false_positives: NDArray[np.float64], true_positives: NDArray[np.float64]) -> float:
     """Return the false positive rate where it equals the false negative rate, by linear interpolation of a ROC curve."""
     above = false_positives - (1 - true_positives)  # rises from -1 to 1
     stop = int(np.argmax(above >= 0))
@@ -351,12 +353,12 @@ def _equal_error_rate(false_positives: NDArray[np.float64], true_positives: NDAr
     return float(false_positives[stop - 1] + share * (false_positives[stop] - false_positives[stop - 1]))
 
 
-def _largest_f1(precision: NDArray[np.float64], recall: NDArray[np.float64]) -> float:
+def _find_largest_f1(precision: NDArray[np.float64], recall: NDArray[np.float64]) -> float:
     """Return the largest F1 on a precision-recall curve."""
     return float((2 * precision * recall / np.maximum(precision + recall, 1e-300)).max())
 
 
-def _from_confusion(confusion: NDArray[Any]) -> tuple[Ratio, Ratio]:
+def _score_confusion(confusion: NDArray[Any]) -> tuple[Ratio, Ratio]:
     """Compute macro-F1 and average recall from a confusion matrix."""
     right = np.diag(confusion).astype(np.float64)
     truth, predicted = confusion.sum(axis=1), confusion.sum(axis=0)

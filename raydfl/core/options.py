@@ -63,7 +63,7 @@ def describe_field(about: Mapping[str, Any]) -> str:
     text = str(about.get("description", "")).replace("\n", " ").strip()
     ranges, choices = [], []
     for part in (about, *about.get("anyOf", ())):
-        phrase = _range(part)
+        phrase = _describe_range(part)
         if phrase and phrase not in text.lower():
             ranges.append(phrase)
         values = [str(value) for value in part.get("enum", ())]
@@ -76,7 +76,7 @@ def describe_field(about: Mapping[str, Any]) -> str:
     return f"{text} ({'; '.join(limits)})".lstrip() if limits else text
 
 
-def _range(part: Mapping[str, Any]) -> str:
+def _describe_range(part: Mapping[str, Any]) -> str:
     """Describe a range: ``"1 to 512"``, ``"above 0, to 500"``, ``"at least 1"`` ... Empty: no limits."""
     low, above, high, below = (part.get(key) for key in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"))
     if low is not None and high is not None:
@@ -90,7 +90,7 @@ def _range(part: Mapping[str, Any]) -> str:
 
 
 class _Lenient(GenerateJsonSchema):
-    """Schema generator that tolerates types without a JSON schema, as in users' classes."""
+    """Schema generator for users' classes. It tolerates types without a JSON schema."""
 
     ignored_warning_kinds = {"skipped-choice", "non-serializable-default"}  # noqa: RUF012  (pydantic's own way)
 
@@ -116,7 +116,7 @@ def unknown_key(key: str, known: Iterable[str], where: str, of: str = "") -> Con
         of: the keys' owner, ``" for data set 'fsdd'"``, for the message.
     """
     known, elsewhere = list(known), dict[str, list[str]]()
-    for place in () if Settings.tree is None else dict.fromkeys(_places(Settings.tree, "")):
+    for place in () if Settings.tree is None else dict.fromkeys(_iter_places(Settings.tree, "")):
         elsewhere.setdefault(place.rpartition(".")[2], []).append(place)
     close = difflib.get_close_matches(key, [*known, *elsewhere], n=1, cutoff=0.6)
     places = elsewhere.get(close[0], []) if close and close[0] not in known else []
@@ -124,7 +124,7 @@ def unknown_key(key: str, known: Iterable[str], where: str, of: str = "") -> Con
     return ConfigError(f"{where}{': ' if where else ''}unknown key {key!r}{of}. {hint}")
 
 
-def _places(model: type[BaseModel], prefix: str) -> Iterator[str]:
+def _iter_places(model: type[BaseModel], prefix: str) -> Iterator[str]:
     """Yield the places of all settings within a group, ``"train.optimiser.lr"``."""
     for name, field in model.model_fields.items():
         place = f"{prefix}.{name}" if prefix else name
@@ -133,7 +133,7 @@ def _places(model: type[BaseModel], prefix: str) -> Iterator[str]:
         is_mapping = get_origin(field.annotation) in (dict, Mapping)
         for kind in () if is_mapping else (field.annotation, *get_args(field.annotation)):
             if isinstance(kind, type) and issubclass(kind, Settings):
-                yield from _places(kind, place)
+                yield from _iter_places(kind, place)
 
 
 def explain(error: ValidationError, where: str, values: Any, cls: Any = None) -> str:
@@ -213,7 +213,7 @@ def _resolve(node: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, A
 
 
 def _show(value: Any) -> str:
-    """Format a value as in a configuration, shortened."""
+    """Format a value like in a configuration file, shortened."""
     text = json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]} ..."
 

@@ -86,7 +86,7 @@ class Layout:
         Args:
             vector: float32 [size], contiguous.
         """
-        whole = _as_tensor(vector)
+        whole = _wrap_vector(vector)
         if whole.shape != (self.size,):
             raise ValueError(f"Layout.views: the vector has shape {tuple(whole.shape)}, not ({self.size},).")
         parts = zip(self.names, self.shapes, self.offsets, self.offsets[1:], strict=False)
@@ -129,7 +129,7 @@ class FlatTensors(Mapping[str, Tensor]):
     @property
     def whole(self) -> Tensor:
         """The vector as a tensor that shares its memory (see the module's warning)."""
-        return _as_tensor(self.vector)
+        return _wrap_vector(self.vector)
 
     def to(self, device: torch.device) -> Tensor:
         """Return the vector as a read-only tensor on a device. The copy is cached for all clients of the process."""
@@ -141,7 +141,7 @@ class FlatTensors(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         part = self.vector[self.layout.columns(name)]
-        return _as_tensor(part).view(self.layout.shapes[self.layout.positions[name]])
+        return _wrap_vector(part).view(self.layout.shapes[self.layout.positions[name]])
 
     def __contains__(self, name: object) -> bool:
         return name in self.layout.positions
@@ -197,7 +197,7 @@ def flatten(tensors: Mapping[str, Tensor]) -> tuple[Layout, np.ndarray]:
     if isinstance(tensors, FlatTensors):
         return tensors.layout, tensors.vector
     layout = Layout.from_tensors(tensors)
-    block = _block(list(tensors.values()), layout)
+    block = _find_block(list(tensors.values()), layout)
     if block is not None:  # a single copy, as for a network whose parameters are views of one vector
         return layout, block.numpy().copy()
     for name, tensor in tensors.items():
@@ -222,7 +222,7 @@ def _concatenate(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.detach().to(device, torch.float32).flatten() for tensor in tensors])
 
 
-def _block(tensors: Sequence[Tensor], layout: Layout) -> Tensor | None:
+def _find_block(tensors: Sequence[Tensor], layout: Layout) -> Tensor | None:
     """Return a view over float32 CPU tensors in adjacent memory; ``None`` if they are not adjacent."""
     if not tensors or any(t.dtype is not torch.float32 or t.device.type != "cpu" for t in tensors):
         return None
@@ -241,7 +241,7 @@ def _block(tensors: Sequence[Tensor], layout: Layout) -> Tensor | None:
     return first.detach().as_strided((layout.size,), (1,))
 
 
-def _as_tensor(vector: np.ndarray | Tensor) -> Tensor:
+def _wrap_vector(vector: np.ndarray | Tensor) -> Tensor:
     """Wrap a vector's memory in a tensor."""
     if isinstance(vector, Tensor):
         return vector

@@ -98,7 +98,7 @@ class ModelSpec:
 
     @property
     def width(self) -> int:
-        """Output size."""
+        """Number of outputs."""
         return self.classes if self.outputs is None else self.outputs
 
 
@@ -192,7 +192,7 @@ class Batch:
 
     @property
     def x(self) -> Tensor:
-        """The first view."""
+        """Input tensor of the first view."""
         return next(iter(self.views.values()))
 
     @property

@@ -39,7 +39,7 @@ class Frames:
 
     @classmethod
     def concatenate(cls, parts: Sequence[Frames]) -> Frames:
-        """Concatenate the frames of several parts, which must share a feature store."""
+        """Concatenate the frames of several parts with a common feature store."""
         if any(part.store is not parts[0].store for part in parts):
             raise ValueError("a batch cannot mix examples of several feature stores")
         starts, counts = (np.concatenate([getattr(part, name) for part in parts]) for name in ("starts", "counts"))
@@ -83,7 +83,7 @@ class Frames:
     def _transform(
         self, starts: np.ndarray, counts: np.ndarray, longest: int, device: torch.device | str, drawn: Drawn | None
     ) -> Tensor:
-        """Return frames after the pipeline, which skips frames that are padding in all examples."""
+        """Apply the pipeline to frames. It skips frames that are padding in all examples."""
         valid = self.count_valid_frames(starts, counts)
         frames = longest if self.pipeline.pixels is not None else int(valid.max(initial=1))
         stored = self._read(starts, np.minimum(counts, frames), frames)
@@ -156,7 +156,7 @@ class Examples:
 
     @property
     def first_view(self) -> Frames:
-        """The first view."""
+        """Frames of the first view."""
         return next(iter(self.views.values()))
 
     @property
@@ -202,7 +202,7 @@ class Examples:
 
     @classmethod
     def concatenate(cls, parts: Sequence[Examples], column: str) -> Examples:
-        """Concatenate examples, which must share their feature stores.
+        """Concatenate examples with common feature stores.
 
         Args:
             parts: the examples.

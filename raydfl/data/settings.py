@@ -384,7 +384,7 @@ class DataSettings(Settings):
         return self.all_views[FIRST_VIEW]
 
     def part(self, name: str) -> DataSettings:
-        """Return the settings of a part, which override those of ``data``.
+        """Return the settings of a part: those of ``data`` with the part's overrides.
 
         Raises:
             ConfigError: a setting is invalid. The message names the part.

@@ -28,7 +28,7 @@ from raydfl.engine.worker import Worker
 
 
 class Listener(Protocol):
-    """Decision after a round."""
+    """Interface of an action after each round."""
 
     def after_round(self, done: Round, checkpoint: Checkpoint) -> Checkpoint:
         """Return the starting checkpoint of the next round.

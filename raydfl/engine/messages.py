@@ -41,7 +41,7 @@ def _select_part(entry: FlatTensors, part: str) -> FlatTensors:
 
 
 def _drop_models(tensors: FlatTensors, models: frozenset[str]) -> FlatTensors:
-    """Return the tensors without those of some models."""
+    """Return the tensors without the tensors of some models."""
     names = [name for name in tensors if name.partition("/")[0] not in models] if models else ()
     if not models or len(names) == len(tensors):
         return tensors

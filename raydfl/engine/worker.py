@@ -186,7 +186,7 @@ class Worker:
         return self.config.run.on_error == "drop" and order.task.client_id != SERVER
 
     def _reject(self, order: Order, broadcast: Mapping[str, FlatTensors], reason: str) -> Reply:
-        """Make the reply of a dropped client, which keeps its previous private state."""
+        """Make the reply for a dropped client. The client keeps its previous private state."""
         return Reply(
             order.position,
             order.task.client_id,

@@ -74,9 +74,9 @@ class Domain(Settings):
         if self.listed:
             return list(self.values)
         low, high = self.values[:2]
-        return [low, _readable(low + self.values[2] * self._steps()) if self.kind == "quniform" else high]
+        return [low, _round_readably(low + self.values[2] * self._count_steps()) if self.kind == "quniform" else high]
 
-    def _steps(self) -> int:
+    def _count_steps(self) -> int:
         low, high, step = self.values
         return int((high - low) / step + 1e-9)
 
@@ -88,10 +88,10 @@ class Domain(Settings):
         if self.kind == "randint":
             return int(rng.integers(low, high, endpoint=True))
         if self.kind == "quniform":
-            return _readable(low + self.values[2] * int(rng.integers(self._steps(), endpoint=True)))
+            return _round_readably(low + self.values[2] * int(rng.integers(self._count_steps(), endpoint=True)))
         if self.kind == "loguniform":
-            return self.clip(_readable(math.exp(rng.uniform(math.log(low), math.log(high)))))
-        return self.clip(_readable(rng.uniform(low, high)))
+            return self.clip(_round_readably(math.exp(rng.uniform(math.log(low), math.log(high)))))
+        return self.clip(_round_readably(rng.uniform(low, high)))
 
     def clip(self, value: Any) -> Any:
         """Clip a number to a range and round it to its steps. Return values of lists unchanged."""
@@ -99,7 +99,7 @@ class Domain(Settings):
             return value
         low, high = self.ends()
         if self.kind == "quniform":
-            value = _readable(low + self.values[2] * round((value - low) / self.values[2]))
+            value = _round_readably(low + self.values[2] * round((value - low) / self.values[2]))
         return min(high, max(low, round(value) if self.kind == "randint" else value))
 
     def contains(self, value: Any) -> bool:
@@ -130,5 +130,5 @@ class Domain(Settings):
         return tune.loguniform(low, high) if self.kind == "loguniform" else tune.uniform(low, high)
 
 
-def _readable(value: float) -> float:
+def _round_readably(value: float) -> float:
     return float(f"{value:.{_DIGITS}g}")

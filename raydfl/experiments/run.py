@@ -129,7 +129,7 @@ def _train(study: Study, state: StudyState, progress: Progress, run_config: RunC
         on_cluster = compute_on_cluster if config.ray.address or os.environ.get("RAY_ADDRESS") else None
         needed = [study.make_corner_trial(values) for values in corners(settings)] if settings.sequential else waiting
         prepare(needed, progress, on_cluster)
-        groups = {str(bundles): bundles for bundles in (_bundles(study, trial) for trial in needed)}.values()
+        groups = {str(bundles): bundles for bundles in (_make_bundles(study, trial) for trial in needed)}.values()
         for bundles in groups:
             check_trial_fits(bundles, config.ray.autoscale)
         slots = min(parallel or left, *(count_parallel(bundles, left) for bundles in groups))
@@ -138,14 +138,14 @@ def _train(study: Study, state: StudyState, progress: Progress, run_config: RunC
         Experiment(study, state, progress, run_config, parallel).fit()
 
 
-def _bundles(study: Study, trial: Trial) -> list[Bundle]:
+def _make_bundles(study: Study, trial: Trial) -> list[Bundle]:
     return make_bundles(trial.config, study.settings.cpus, clients=0)
 
 
 def _local_cpus(study: Study, parallel: int | None) -> int:
     """Return the CPUs of a local Ray: the CPUs of the machine, or more if the parallel runs reserve more."""
     machine, cpus = int(joblib.cpu_count()), study.settings.cpus
-    actors = sum(bundle.get("CPU", 0.0) for bundle in _bundles(study, study.first)) - cpus
+    actors = sum(bundle.get("CPU", 0.0) for bundle in _make_bundles(study, study.first)) - cpus
     reserved = (parallel or 1) * (cpus + actors) if actors <= machine else 0.0
     return max(machine, math.ceil(reserved))
 

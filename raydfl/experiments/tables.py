@@ -112,12 +112,12 @@ def markdown(results: StudyResults) -> str:
     """Format tables and notes as Markdown."""
     settings = results.study.settings
     parts = [f"# {settings.title}", *filter(None, (settings.question, settings.note))]
-    parts += [] if settings.domains else [_markdown_table(pivot(results))]
-    parts += ["\n".join(f"- {note}" for note in describe_results(results)), _markdown_table(make_full_table(results))]
+    parts += [] if settings.domains else [_format_markdown(pivot(results))]
+    parts += ["\n".join(f"- {note}" for note in describe_results(results)), _format_markdown(make_full_table(results))]
     return "\n\n".join(parts) + "\n"
 
 
-def _markdown_table(table: Table) -> str:
+def _format_markdown(table: Table) -> str:
     headings, lines = table
     rows = [headings, ["---"] * len(headings), *lines]
     return "\n".join(f"| {' | '.join(text.replace('|', '/') for text in row)} |" for row in rows)
@@ -139,7 +139,7 @@ def latex(results: StudyResults) -> str:
     tables, label = [], f"tab:{study.file.stem}"
     if len(study.axes) > 1 and not settings.domains:
         table = pivot(results, lambda contestant: _bold(str(contestant.score(results.summary)), contestant))
-        tables.append(_latex_table(table, len(study.axes) - 1, caption, label))
+        tables.append(_format_latex(table, len(study.axes) - 1, caption, label))
     headings, lines = make_full_table(results)
     left = [*study.axes, *(["draw", *settings.domains] if settings.domains else [])]
     selected = {*left, "score", results.headline, "n", "difference", "values by repeat"}
@@ -149,11 +149,11 @@ def latex(results: StudyResults) -> str:
     if len(best) < len(lines):
         caption += f" The table has the best {_IN_LATEX} draws{' of each cell' if study.axes else ''}."
     table = [headings[place] for place in places], [[line[place] for place in places] for line in best]
-    tables.append(_latex_table(table, len(left), caption, f"{label}-all"))
+    tables.append(_format_latex(table, len(left), caption, f"{label}-all"))
     return "% \\usepackage{booktabs}\n" + "\n".join(tables)
 
 
-def _latex_table(table: Table, left: int, caption: str, label: str) -> str:
+def _format_latex(table: Table, left: int, caption: str, label: str) -> str:
     headings, lines = table
     frame = pd.DataFrame([list(map(_escape_latex, line)) for line in lines], columns=list(map(_escape_latex, headings)))
     text: str = frame.style.hide(axis="index").to_latex(

@@ -137,7 +137,7 @@ def renew_drifts(step: Step, trained: Tensors, masks: Tensors, controls: bool = 
         step.state[DRIFT + name] = payload[DRIFT + name] = change + step.state.get(DRIFT + name, zero)
         if controls:
             # Reuse the tensor in place for the change of the control variate, divided by the scale.
-            change /= -_pace(step) * client_scale(step)
+            change /= -_compute_pace(step) * client_scale(step)
             change -= step.reference(CONTROL + name)
             payload[CONTROL + name] = change
             step.state[CONTROL + name] = torch.add(
@@ -151,7 +151,7 @@ def client_scale(step: Step) -> float:
     return float(step.options[MEAN_EXAMPLES]) / max(1, step.client.num_examples)
 
 
-def _pace(step: Step) -> float:
+def _compute_pace(step: Step) -> float:
     """Return lr E ceil(mean(n) / B), with momentum lr times the effective number of steps."""
     settings, training = step.training.optimiser, step.training
     steps = training.local_epochs * math.ceil(float(step.options[MEAN_EXAMPLES]) / training.batch_size)

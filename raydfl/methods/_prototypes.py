@@ -60,7 +60,7 @@ class PrototypeMethod(Method, ABC):
         name = type(self).__name__.lower()
         for built in models:
             check_features(built["model"], name)
-        size = self.projected_size or _common_width([built["model"] for built in models], name)
+        size = self.projected_size or _find_common_width([built["model"] for built in models], name)
         state = super().init(clients, models, rng)
         classes = next(spec.classes for spec in clients[0].models if spec.name == "model")
         nothing = {MEANS: torch.zeros(classes, size), COUNTS: torch.zeros(classes)}
@@ -131,7 +131,7 @@ class _TopFeatures(nn.Module):
         return _project(cast(Any, self.network).embed(x, lengths), self.size)
 
 
-def _common_width(networks: Sequence[nn.Module], method: str) -> int:
+def _find_common_width(networks: Sequence[nn.Module], method: str) -> int:
     """Return the common number of features of some networks.
 
     Raises:

@@ -89,7 +89,7 @@ def find_prunable_layers(
         for path, layer in modules:
             if layer is last or not isinstance(layer, types):
                 continue
-            for name, units, tensors in _units(layer):
+            for name, units, tensors in _iter_units(layer):
                 flat = {f"{model_name}/{path}.{key}": rows for key, rows in tensors.items()}
                 trains = all(layer.get_parameter(key).requires_grad for key in tensors)
                 if trains and not any(key in fixed for key in flat):
@@ -97,7 +97,7 @@ def find_prunable_layers(
     return prunable
 
 
-def _units(layer: nn.Module) -> Iterator[tuple[str, int, dict[str, int]]]:
+def _iter_units(layer: nn.Module) -> Iterator[tuple[str, int, dict[str, int]]]:
     """Yield the name suffix, the number of units and the rows per unit of a layer or of each recurrent direction."""
     if isinstance(layer, nn.RNNBase):
         if layer.proj_size:  # The projection mixes the hidden units, so a masked unit would not output 0.

@@ -84,20 +84,20 @@ class FedLPS(RatioMasking):
             if isinstance(layer, _CONVOLUTIONS):
                 mask = torch.ones(values.shape[:2])
                 if self.inputs and not first:
-                    mask = mask * make_mask(_norms(values, 1, 1), ratio)
+                    mask = mask * make_mask(_compute_norms(values, 1, 1), ratio)
                 shape = (*values.shape[:2], *[1] * (values.ndim - 2))
-                units = make_mask(_norms(values * mask.view(shape), 0, 1), ratio)
+                units = make_mask(_compute_norms(values * mask.view(shape), 0, 1), ratio)
                 masks[weight], first = (mask * units[:, None]).view(shape), False
                 if bias in tensors:
                     masks[bias] = units
             elif isinstance(layer, nn.Linear) and self.inputs:
-                masks[weight] = make_mask(_norms(values, 1, 2), ratio)[None]
+                masks[weight] = make_mask(_compute_norms(values, 1, 2), ratio)[None]
             elif isinstance(layer, _NORMS) and self.norms:
                 masks[weight] = make_mask(values.abs().flatten().numpy(), ratio).view(values.shape)
         return masks
 
 
-def _norms(values: Tensor, dim: int, order: int) -> np.ndarray:
+def _compute_norms(values: Tensor, dim: int, order: int) -> np.ndarray:
     """Return the norms of a tensor's slices along a dimension: float64 [slices]."""
     norms: np.ndarray = torch.linalg.vector_norm(values.transpose(0, dim).flatten(1), ord=order, dim=1).numpy()
     return norms

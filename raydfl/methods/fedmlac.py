@@ -115,22 +115,22 @@ class FedMLAC(Method):
     def loss(self, step: Step, batch: Batch) -> Tensor:
         """Return the sum of equations 8 and 9. Their gradients concern disjoint parameters."""
         local, plugin = step.forward("local", batch), step.forward("plugin", batch)
-        return self._local_loss(local, plugin, batch) + self._plugin_loss(local, plugin, batch)
+        return self._compute_local_loss(local, plugin, batch) + self._compute_plugin_loss(local, plugin, batch)
 
     def local(self, step: Step) -> Update:
         """Train both models, after the warm-up of a new client's local model, and send the plug-in."""
         if self.warm_epochs and _WARM not in step.state:
-            fit(step, self._labels_only, models=("local",), epochs=self.warm_epochs)
+            fit(step, self._compute_supervised_loss, models=("local",), epochs=self.warm_epochs)
             step.state[_WARM] = torch.ones(())
             step.clock.steps = 0  # If train.deadline ends the training here, the plug-in was not trained.
         if not self.sequential:
             return step.update(fit(step, self.loss))
 
         def local_loss(step: Step, batch: Batch) -> Tensor:
-            return self._local_loss(step.forward("local", batch), step.forward("plugin", batch), batch)
+            return self._compute_local_loss(step.forward("local", batch), step.forward("plugin", batch), batch)
 
         def plugin_loss(step: Step, batch: Batch) -> Tensor:
-            return self._plugin_loss(step.forward("local", batch), step.forward("plugin", batch), batch)
+            return self._compute_plugin_loss(step.forward("local", batch), step.forward("plugin", batch), batch)
 
         return step.update(fit(step, local_loss, plugin_loss))
 
@@ -140,27 +140,27 @@ class FedMLAC(Method):
         lpa = LayerwisePruning(vl=self.vl, vh=self.vh, by=self.layer)
         return find_rule(self.rule, lpa if self.lpa else self.default_rule, "method.rule")
 
-    def _labels_only(self, step: Step, batch: Batch) -> Tensor:
+    def _compute_supervised_loss(self, step: Step, batch: Batch) -> Tensor:
         """Return the cross-entropy of the local model (equation 6)."""
         return batch.cross_entropy(step.forward("local", batch))
 
-    def _local_loss(self, local: Tensor, plugin: Tensor, batch: Batch) -> Tensor:
+    def _compute_local_loss(self, local: Tensor, plugin: Tensor, batch: Batch) -> Tensor:
         """Return equation 8 from both models' logits [batch, classes]."""
         cross_entropy = batch.cross_entropy(local)
         if not self.mutual or self.alpha == 1:
             return cross_entropy
-        return self.alpha * cross_entropy + (1 - self.alpha) * self._divergence(plugin, local, batch)
+        return self.alpha * cross_entropy + (1 - self.alpha) * self._compute_divergence(plugin, local, batch)
 
-    def _plugin_loss(self, local: Tensor, plugin: Tensor, batch: Batch) -> Tensor:
+    def _compute_plugin_loss(self, local: Tensor, plugin: Tensor, batch: Batch) -> Tensor:
         """Return equation 9 from both models' logits, with the optional cross-entropy term."""
         cross_entropy = batch.cross_entropy(plugin)
         if not self.mutual:
             return cross_entropy
-        divergence = self._divergence(local, plugin, batch)
+        divergence = self._compute_divergence(local, plugin, batch)
         weight = FORMS[self.form] if isinstance(self.form, str) else self.form
         return divergence if weight == 0 else divergence + weight * cross_entropy
 
-    def _divergence(self, teacher: Tensor, student: Tensor, batch: Batch) -> Tensor:
+    def _compute_divergence(self, teacher: Tensor, student: Tensor, batch: Batch) -> Tensor:
         """Return T^2 KL(softmax(teacher / T) || softmax(student / T)), with a constant teacher, averaged over the batch."""
         t = self.temperature
         return t * t * batch.mean(compute_divergences(teacher.detach(), student, t))

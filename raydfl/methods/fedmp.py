@@ -81,10 +81,10 @@ class FedMP(PruningMethod):
         extra: dict[str, Any] = {**state.extra, _BANDIT: {}, _LOSS: None}
         extra[_PRUNED] = map_prunable_tensors(models, self.fixed, self.prune)
         if self.speed_from is not None:
-            extra[_SPEEDS] = {client.id: self._speed(client, self.speed_from) for client in clients}
+            extra[_SPEEDS] = {client.id: self._read_speed(client, self.speed_from) for client in clients}
         return dataclasses.replace(state, extra=extra)
 
-    def _speed(self, client: Client, column: str) -> float:
+    def _read_speed(self, client: Client, column: str) -> float:
         owner = f"client {client.id!r}"
         return read_number(client.profile, column, "speed_from", "above 0", lambda speed: 0 < speed < math.inf, owner)
 
@@ -95,7 +95,9 @@ class FedMP(PruningMethod):
             return tasks
         rewards = state.extra[_BANDIT]
         return [
-            dataclasses.replace(task, options={_RATIO: self.ratios[self._choose(rewards.get(task.client_id, {}))]})
+            dataclasses.replace(
+                task, options={_RATIO: self.ratios[self._choose_ratio(rewards.get(task.client_id, {}))]}
+            )
             for task in tasks
         ]
 
@@ -137,7 +139,7 @@ class FedMP(PruningMethod):
         extra = {**new.extra, _LOSS: mean_loss}
         before = state.extra[_LOSS]
         if before is not None:  # The first round has no loss to compare with, so it gives no rewards.
-            extra[_BANDIT] = self._reward(state, before - mean_loss, outcomes)
+            extra[_BANDIT] = self._compute_rewards(state, before - mean_loss, outcomes)
         mean = Ratio(sum(ratio for _, _, ratio in outcomes.values()), len(outcomes))
         return dataclasses.replace(new, extra=extra), {**report, "fedmp/ratio": mean}
 
@@ -147,12 +149,12 @@ class FedMP(PruningMethod):
         """Yield complete models, and write each client's training loss, examples and ratio to ``outcomes``."""
         rewards = state.extra[_BANDIT]
         for update in updates:
-            loss, ratio = update.metrics.get("loss"), self.ratios[self._choose(rewards.get(update.client_id, {}))]
+            loss, ratio = update.metrics.get("loss"), self.ratios[self._choose_ratio(rewards.get(update.client_id, {}))]
             value = loss.value if isinstance(loss, Ratio) else math.nan
             outcomes[update.client_id] = value, cast(float, update.weight), ratio
             yield recover_pruned(update, state.tensors[update.key], state.extra[_PRUNED])
 
-    def _reward(
+    def _compute_rewards(
         self, state: State, progress: float, outcomes: Mapping[str, tuple[float, float, float]]
     ) -> dict[str, dict[str, list[float]]]:
         """Return the bandit's rewards after a round that lowered the loss by ``progress``."""

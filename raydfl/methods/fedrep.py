@@ -31,7 +31,7 @@ class FedRep(FedPer):
     head_epochs: Annotated[int, Field(ge=1, description="Epochs of the personal layers' training.")] = 10
 
     def head_loss(self, step: Step, batch: Batch) -> Tensor:
-        """Return the objective's loss with gradients for the personal layers alone."""
+        """Return the objective's loss with gradients only for the personal layers."""
         frozen = {name: value.detach() for name, value in step.parameters("model").items() if self.shared(name)}
         if not frozen:
             return super().loss(step, batch)
@@ -39,7 +39,7 @@ class FedRep(FedPer):
             return super().loss(step, batch)
 
     def loss(self, step: Step, batch: Batch) -> Tensor:
-        """Return the objective's loss with gradients for the shared layers alone."""
+        """Return the objective's loss with gradients only for the shared layers."""
         parameters = step.parameters("model")
         frozen = {name: value.detach() for name, value in parameters.items() if not self.shared(name)}
         if len(frozen) in (0, len(parameters)):  # Nothing to freeze, or nothing to train.

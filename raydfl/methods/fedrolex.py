@@ -41,5 +41,5 @@ class FedRolex(ScaledCutting):
     ] = 1
 
     def chosen(self, state: State, client: Client, group: str, channels: int, kept: int) -> np.ndarray:
-        """Return the window of the round."""
+        """Choose the round's window of consecutive channels."""
         return np.sort((state.round_index * self.stride + np.arange(kept)) % channels)

@@ -132,10 +132,10 @@ class FedSTAR(Method):
             x, lengths = batch.views[self.strong], batch.view_lengths.get(self.strong)
             student = step.forward("model", batch.with_input_of(step.models["model"], x, lengths))
         # Unlabelled clips have label -1. They have weight 0 in the first term.
-        supervised = _average(_cross_entropy(logits, batch.y.clamp_min(0)), labelled, labelled)
-        guessed = _average(_cross_entropy(student, guess), accepted, unlabelled)
+        supervised = _average(_compute_cross_entropy(logits, batch.y.clamp_min(0)), labelled, labelled)
+        guessed = _average(_compute_cross_entropy(student, guess), accepted, unlabelled)
         share = 1 - self.beta if self.mix == "weighted" else 1.0
-        value = share * supervised + self.beta * guessed + self._decay(step)
+        value = share * supervised + self.beta * guessed + self._compute_decay(step)
         return value, {
             "accepted": (accepted.sum(), unlabelled.sum()),
             "pseudo_label_accuracy": ((known * (guess == hidden)).sum(), known.sum()),
@@ -148,12 +148,12 @@ class FedSTAR(Method):
         rows = {LABELLED: half, UNLABELLED: step.training.batch_size - half}
         if self.learn_from == "labelled":
             clips, size = len(step.data.train), step.training.batch_size
-            metrics = fit(step, self._baseline_loss)
+            metrics = fit(step, self._compute_baseline_loss)
         elif self.learn_from == "labelled_as_often":
             clips, size = len(pools[LABELLED]), step.training.batch_size
             leader = UNLABELLED if len(pools[UNLABELLED]) else LABELLED
             steps = max(1, math.ceil(len(pools[leader]) / rows[leader]))
-            metrics = fit(step, self._baseline_loss, batches=Plan({LABELLED: size}, steps=steps, repeats=True))
+            metrics = fit(step, self._compute_baseline_loss, batches=Plan({LABELLED: size}, steps=steps, repeats=True))
         else:
             leader = UNLABELLED if len(pools[UNLABELLED]) else LABELLED
             clips, size = len(pools[leader]), rows[leader]
@@ -165,11 +165,11 @@ class FedSTAR(Method):
         examples = clips if self.weight == "clips" else step.training.batch_size * math.ceil(clips / size)
         return step.update(metrics, weight=float(examples))
 
-    def _baseline_loss(self, step: Step, batch: Batch) -> Tensor:
+    def _compute_baseline_loss(self, step: Step, batch: Batch) -> Tensor:
         """Return the loss of the baselines."""
-        return batch.mean(_cross_entropy(step.forward("model", batch), batch.y)) + self._decay(step)
+        return batch.mean(_compute_cross_entropy(step.forward("model", batch), batch.y)) + self._compute_decay(step)
 
-    def _decay(self, step: Step) -> Tensor:
+    def _compute_decay(self, step: Step) -> Tensor:
         """Return the weighted sum of squares of all kernels, the tensors with more than two dimensions."""
         kernels = [tensor for tensor in step.parameters("model").values() if tensor.dim() > 2]
         total = [kernel.square().sum() for kernel in kernels if self.kernel_decay]
@@ -201,7 +201,7 @@ class FedSTAR(Method):
         return thresholds.to(step.device)
 
 
-def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+def _compute_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits, labels, reduction="none")
 
 

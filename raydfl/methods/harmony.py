@@ -124,7 +124,7 @@ class Harmony(WithViews):
         return dataclasses.replace(new, extra=extra), {**report, "groups": Ratio(len(set(labels)), 1)}
 
     def _cluster(self, updates: Sequence[Update], rng: np.random.Generator) -> list[int]:
-        """Return the cluster of each client by its biases. A missing or invalid bias counts as 0, an unchanged encoder."""
+        """Return the cluster of each client by its modality biases. Missing and invalid biases count as 0."""
         names = sorted({name for update in updates for name in update.tensors if name.startswith(BIAS)})
         rows = [[update.tensors.get(name) for name in names] for update in updates]
         biases = np.array([[0.0 if b is None or b.numel() != 1 else float(b) for b in row] for row in rows])
@@ -188,6 +188,6 @@ def _compute_bias(encoder: Mapping[str, Tensor], reference: Mapping[str, Tensor]
 
 
 def _select_classifier(update: Update, key: str) -> Update:
-    """Return an update of the fusion alone, for the entry of a group."""
+    """Return an update with only the fusion, for the entry of a group."""
     tensors = {name: value for name, value in update.tensors.items() if name.startswith(f"{FUSION}/")}
     return dataclasses.replace(update, tensors=tensors, key=key)

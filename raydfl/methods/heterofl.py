@@ -28,5 +28,5 @@ class HeteroFL(ScaledCutting):
     """FedAvg over nested sub-networks of fixed widths."""
 
     def chosen(self, state: State, client: Client, group: str, channels: int, kept: int) -> np.ndarray:
-        """Return the first channels."""
+        """Choose the first channels."""
         return np.arange(kept)

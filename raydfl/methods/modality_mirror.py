@@ -84,14 +84,14 @@ class ModalityMirror(MultiFL):
     def begin_phase(self, state: State) -> State:
         """Freeze a copy of all models as the teacher, and keep the student."""
         whole = state.tensors[GLOBAL]
-        student = {name: value for name, value in whole.items() if name.startswith(f"{self._student(state)}/")}
+        student = {name: value for name, value in whole.items() if name.startswith(f"{self._find_student(state)}/")}
         return dataclasses.replace(
             state,
             tensors={GLOBAL: student, TEACHER: {name: value.clone() for name, value in whole.items()}},
             extra={**state.extra, _TAUGHT: []},
         )
 
-    def _student(self, state: State) -> str:
+    def _find_student(self, state: State) -> str:
         return self.student or next(iter(state.tensors[GLOBAL])).partition("/")[0]
 
     def plan(self, state: State, clients: Sequence[Client], rng: np.random.Generator, cohort: int) -> list[Task]:

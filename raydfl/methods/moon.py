@@ -73,10 +73,12 @@ class Moon(Method):
         if self.mu == 0:
             return value
         previous = find_retained(step, _PREVIOUS)
-        near, far = (self._similarity(step, batch, z, t) for t in (next(iter(step.received.values())), previous))
+        near, far = (
+            self._compute_similarity(step, batch, z, t) for t in (next(iter(step.received.values())), previous)
+        )
         return value + self.mu * batch.mean(F.softplus(far - near))  # -log(e^near / (e^near + e^far))
 
-    def _similarity(self, step: Step, batch: Batch, z: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
+    def _compute_similarity(self, step: Step, batch: Batch, z: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return the cosine of z and a teacher's representation, divided by the temperature: [batch]."""
         with step.teacher("model", tensors) as network:
             target = _compute_representation(network, batch)

@@ -54,7 +54,7 @@ class PerFedAvg(Method):
         # The values of w_i, with gradients for the second network.
         at_model = {name: w + (v - v.detach()) for (name, v), w in zip(adapted.items(), received, strict=True)}
         with substitute_tensors("adapted", step.models["adapted"], at_model):
-            value = self.objective.loss(step, "adapted", _half(batch, 0))
+            value = self.objective.loss(step, "adapted", _select_half(batch, 0))
         return value + drift_term(list(adapted.values()), 1 / self.alpha, received)
 
     def loss(self, step: Step, batch: Batch) -> Tensor:
@@ -66,7 +66,7 @@ class PerFedAvg(Method):
             name: w + (v - w).detach() for (name, w), v in zip(step.parameters("model").items(), adapted, strict=True)
         }
         with substitute_tensors("model", step.models["model"], at_adapted):
-            return super().loss(step, _half(batch, 1))
+            return super().loss(step, _select_half(batch, 1))
 
     def local(self, step: Step) -> Update:
         """Train the global model by the loss of the adapted model."""
@@ -82,7 +82,7 @@ class PerFedAvg(Method):
         return super().evaluate(dataclasses.replace(step, models=models), examples, batch_size)
 
 
-def _half(batch: Batch, first: int) -> Batch:
+def _select_half(batch: Batch, first: int) -> Batch:
     """Return a batch with weight 0 for every second example. ``first`` is the first counted example, 0 or 1."""
     counts = (torch.arange(len(batch.y), device=batch.y.device) % 2 == first).float()
     return dataclasses.replace(batch, weight=counts if batch.weight is None else counts * batch.weight)

@@ -55,13 +55,13 @@ class PFedMe(Method):
 
     def personal_loss(self, step: Step, batch: Batch) -> Tensor:
         """Return the objective of equation 7."""
-        return self.objective.loss(step, "personal", batch) + self._distance(step, "personal", "model")
+        return self.objective.loss(step, "personal", batch) + self._compute_distance(step, "personal", "model")
 
     def loss(self, step: Step, batch: Batch) -> Tensor:
         """Return (lam / 2) ||w_i - theta_i||^2. Its gradient gives the step of w_i."""
-        return self._distance(step, "model", "personal")
+        return self._compute_distance(step, "model", "personal")
 
-    def _distance(self, step: Step, moving: str, fixed: str) -> Tensor:
+    def _compute_distance(self, step: Step, moving: str, fixed: str) -> Tensor:
         """Return (lam / 2) times the squared distance between two models, with gradients only for ``moving``."""
         anchors = [value.detach() for value in step.parameters(fixed).values()]
         return drift_term(list(step.parameters(moving).values()), self.lam, anchors)

@@ -131,7 +131,7 @@ class ProFiLA(Method):
 
     @property
     def needs(self) -> Needs:
-        """Require the objective ``compact``."""
+        """Requirements: the objective ``compact``."""
         return Needs(objectives=("compact",))
 
     def shared(self, name: str) -> bool:

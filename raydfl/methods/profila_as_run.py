@@ -147,7 +147,7 @@ class ProFiLAAsRun(ProFiLA):
             distances = ((z - centre).square().sum(dim=1) + 1e-12).sqrt()
             value = value + weight * pushed.mean((margin - distances).relu().square())
         if self.contrast:
-            value = value + self.contrast * _contrast(z, anomalous, batch, self.contrast_temperature)
+            value = value + self.contrast * _compute_contrast(z, anomalous, batch, self.contrast_temperature)
         return value
 
     def compute_weight(self, round_index: int, progress: float = 1.0) -> float:
@@ -207,7 +207,7 @@ def _select(batch: Batch, mask: Tensor) -> Batch:
     return dataclasses.replace(batch, weight=weight)
 
 
-def _contrast(z: Tensor, kind: Tensor, batch: Batch, temperature: float) -> Tensor:
+def _compute_contrast(z: Tensor, kind: Tensor, batch: Batch, temperature: float) -> Tensor:
     """Return the supervised contrastive loss, a scalar. It is a mean over the examples with a second example of their kind.
 
     Args:

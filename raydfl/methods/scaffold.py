@@ -65,13 +65,13 @@ class Scaffold(ControlMethod):
         tensors = {name: value for name, value in step.floating_state().items() if self.shared(name)}
         for name in names:
             del step.state["correction/" + name]
-            scale = steps * self._rate(step, name)
+            scale = steps * self._compute_rate(step, name)
             new = c_k[name] - c[name] + (step.reference(name) - trained[name].detach()) / scale
             tensors[CONTROL + name] = new - c_k[name]
             step.state[CONTROL + name] = new
         return step.update(metrics, tensors=tensors)
 
-    def _rate(self, step: Step, name: str) -> float:
+    def _compute_rate(self, step: Step, name: str) -> float:
         settings = step.training.optimiser
         return float(settings.models.get(name.partition("/")[0], settings.lr) * settings.decay**step.round_index)
 

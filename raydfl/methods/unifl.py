@@ -52,7 +52,7 @@ class UniFL(MultiFL):
         return tasks
 
     def plan_evaluation(self, state: State, clients: Sequence[Client]) -> list[Task]:
-        """Measure the student in ``global`` and the fusion in ``fused``. A client has either of them."""
+        """Measure the student in ``global`` and the fusion in ``fused``. A client has one of the two."""
         if not clients:
             return [Task("", phase="evaluate", receive=(key,)) for key in (GLOBAL, FUSED)]
         fused = {client.id for client in clients if any(spec.name == FUSION for spec in client.models)}

@@ -49,7 +49,7 @@ def make_cuts(spec: ModelSpec, choose: Callable[[str, int, int], np.ndarray]) ->
     if spec.whole is None:
         return {}
     chosen = {group: choose(group, whole, kept) for group, (whole, kept) in _count_channels(spec).items()}
-    return {f"{spec.name}/{name}": cut for name, cut in _cuts(_inspect(spec.whole), chosen).items()}
+    return {f"{spec.name}/{name}": cut for name, cut in _make_cuts(_inspect(spec.whole), chosen).items()}
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def _count_channels(spec: ModelSpec) -> Mapping[str, tuple[int, int]]:
                 f"{where}: the group {group!r} has {fewer} channels in the narrower network, but {size} in the whole network. "
                 f"Decrease its channels with the width."
             )
-    cuts = _cuts(whole, {group: np.arange(fewer) for group, (_, fewer) in counts.items()})
+    cuts = _make_cuts(whole, {group: np.arange(fewer) for group, (_, fewer) in counts.items()})
     for name, shape in whole.shapes.items():
         expected = cuts[name].shape(shape) if name in cuts else shape
         if expected != narrower.shapes[name]:
@@ -141,13 +141,15 @@ def _count_channels(spec: ModelSpec) -> Mapping[str, tuple[int, int]]:
     return counts
 
 
-def _cuts(whole: _NetworkTensors, chosen: Mapping[str, np.ndarray]) -> dict[str, Cut]:
+def _make_cuts(whole: _NetworkTensors, chosen: Mapping[str, np.ndarray]) -> dict[str, Cut]:
     """Make the cuts of a network's tensors that keep the chosen channels of each group."""
     cache: dict[tuple[tuple[str, ...], int], np.ndarray | None] = {}
 
     def indices(groups: tuple[str, ...], size: int) -> np.ndarray | None:
         if (groups, size) not in cache:
-            cache[groups, size] = _block_indices([(whole.sizes[group], chosen[group]) for group in groups], size)
+            cache[groups, size] = _compute_block_indices(
+                [(whole.sizes[group], chosen[group]) for group in groups], size
+            )
         return cache[groups, size]
 
     return {
@@ -157,7 +159,7 @@ def _cuts(whole: _NetworkTensors, chosen: Mapping[str, np.ndarray]) -> dict[str,
     }
 
 
-def _block_indices(blocks: Sequence[tuple[int, np.ndarray]], size: int) -> np.ndarray | None:
+def _compute_block_indices(blocks: Sequence[tuple[int, np.ndarray]], size: int) -> np.ndarray | None:
     """Compute the kept indices of a dimension with concatenated groups.
 
     Args:

@@ -33,7 +33,7 @@ def normalise(
     pool: int = 0,
     ceil: bool = False,
 ) -> Tensor:
-    """Normalise tensors by their layers and concatenate their channels, as :func:`raydfl.core.ops.group_norm` does.
+    """Normalise tensors by their layers and concatenate their channels with :func:`raydfl.core.ops.group_norm`.
 
     Args:
         xs: float32 [batch, frames, bands, channels] each.

@@ -117,7 +117,7 @@ class VisionNetwork(nn.Module):
     def _apply_parts(
         self, parts: Sequence[nn.Module], x: Tensor, lengths: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Apply submodules in sequence, as :meth:`_apply_part` does. Normalisation and ReLU are one operation."""
+        """Apply submodules in sequence by :meth:`_apply_part`. Normalisation and ReLU form a single operation."""
         for before, part, after in zip((None, *parts), parts, (*parts[1:], None), strict=False):
             if isinstance(part, GroupNorm) and isinstance(after, nn.ReLU):
                 x = part(x, lengths, relu=True)

@@ -140,7 +140,7 @@ class SSAST(nn.Module):
         return translated, ("head_norm.*", "output.*")
 
     def _check_variant(self, patches: Tensor) -> None:
-        """Check that the file's size and patches are those of the network.
+        """Check that the file and the network have the same size and patches.
 
         Args:
             patches: patch embedding of the file, float32 [embedding, 1, bands, frames].

@@ -90,7 +90,7 @@ class Compact(AnomalyObjective):
         Returns:
             float32 [batch, size], with gradients.
         """
-        member = self._membership(batch, z, centres.counts)
+        member = self._compute_membership(batch, z, centres.counts)
         mass = member if batch.weight is None else member * batch.weight.unsqueeze(1)
         counts = mass.sum(dim=0)
         means = (mass.T @ z) / counts.clamp_min(_NONE).unsqueeze(1)
@@ -102,9 +102,9 @@ class Compact(AnomalyObjective):
     def distance(self, z: Tensor, centres: Tensor, batch: Batch) -> Tensor:
         """Compute the mean squared distance between z and centres, both float32 [batch, size], plus the variance term."""
         squares = (z - centres).square().sum(dim=1)
-        return batch.mean(squares + self.spread * _narrowness(z, batch) if self.spread else squares)
+        return batch.mean(squares + self.spread * _compute_narrowness(z, batch) if self.spread else squares)
 
-    def _membership(self, batch: Batch, z: Tensor, counts: Tensor) -> Tensor:
+    def _compute_membership(self, batch: Batch, z: Tensor, counts: Tensor) -> Tensor:
         """Compute the membership of examples in centres: float32 [batch, centres]. Sets of classes have equal shares."""
         if self.by == "all":
             return torch.ones_like(z[:, :1])
@@ -134,7 +134,7 @@ class Compact(AnomalyObjective):
         return distances(self.score, z, reference, same)[:, None]
 
 
-def _narrowness(z: Tensor, batch: Batch) -> Tensor:
+def _compute_narrowness(z: Tensor, batch: Batch) -> Tensor:
     """Compute the variance term v, without padding: a scalar from 0 (spread over the sphere) to 1 (collapsed).
 
     Args:

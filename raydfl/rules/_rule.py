@@ -17,7 +17,7 @@ from raydfl.core.types import Metrics, Ratio, Tensors, Update
 
 @dataclasses.dataclass(frozen=True)
 class Aggregate:
-    """Result of a rule."""
+    """Result of an aggregation rule."""
 
     tensors: dict[str, dict[str, Tensor]]
     """The server's new tensors by key and name, float32. A rule with a memory stores it under an additional key and reads it

@@ -127,7 +127,7 @@ class _SlicePlan:
         self._weights = np.asarray(member.weight, np.float64).reshape(-1)
         self._rows = None if kept[0] is None else np.asarray(kept[0], np.int64)
         self._last = max((d for d, indices in enumerate(kept) if indices is not None), default=0)
-        self._columns = _flat_indices(kept[1 : self._last + 1], shape[1 : self._last + 1])
+        self._columns = _compute_flat_indices(kept[1 : self._last + 1], shape[1 : self._last + 1])
         by_row = kept[0] is not None or self._weights.size > 1
         self.sizes = (shape[0] if by_row else 1, *shape[1 : self._last + 1], *[1] * len(shape[self._last + 1 :]))
         """Shape of the weights in the whole tensor, with 1 where they do not vary."""
@@ -137,7 +137,7 @@ class _SlicePlan:
         return Slice(self._weights, values, self._rows, self._columns, math.prod(sizes[self._last + 1 :]))
 
 
-def _flat_indices(kept: Sequence[Sequence[int] | np.ndarray | None], shape: Sequence[int]) -> np.ndarray | None:
+def _compute_flat_indices(kept: Sequence[Sequence[int] | np.ndarray | None], shape: Sequence[int]) -> np.ndarray | None:
     """Compute the flat indices of the elements in a cut of several dimensions: int64, or ``None`` for no dimension."""
     if not kept:
         return None

@@ -40,7 +40,7 @@ class _RunningMean:
         self._size = 0  # elements of the largest whole update
 
     def add(self, update: Update, weight: float | Mapping[str, float | Tensor]) -> None:
-        """Add an update with this weight in place of its own."""
+        """Add an update. ``weight`` replaces the update's own weight."""
         sent = FlatTensors.from_tensors(update.tensors)
         plain = sent.layout == self._layout and not isinstance(weight, Mapping) and not update.cuts
         # Pending updates are all of one form: their order must not change.

@@ -169,7 +169,7 @@ _IN_MLFLOW: dict[str, Status] = {"finished": "FINISHED", "stopped": "KILLED", "f
 def execute(
     run_dir: Path, config: Config, progress: Progress, waits: bool = False, durable: bool = False, signals: bool = True
 ) -> Rounds:
-    """Run the remaining rounds as :func:`iterate_rounds` does, then export the models and write the report.
+    """Run the remaining rounds like :func:`iterate_rounds`, then export the models and write the report.
 
     Raises:
         InputError: The folder or the cluster cannot be used.

@@ -305,7 +305,7 @@ def _collect_fixed_tensors(config: Config, clients: Clients) -> dict[str, dict[s
 
 
 def _build_fixed_tensors(config: Config, variants: Sequence[tuple[ModelSpec, ...]]) -> dict[str, Tensor]:
-    """Build each variant's models and return the fixed tensors of those models that are equal in all variants."""
+    """Build each variant's models, and return the fixed tensors of models that are equal in all variants."""
     tensors: dict[str, Tensor] = {}
     unequal: set[str] = set()
     for models in [build_models(config.components.method, specs, config.run.seed) for specs in variants]:

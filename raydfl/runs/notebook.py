@@ -57,7 +57,7 @@ class NotebookBars:
             self._show()
 
     def remove_task(self, task: int) -> None:
-        """Remove a bar."""
+        """Remove a progress bar."""
         del self._tasks[task]
         self._show()
 
@@ -76,14 +76,14 @@ class NotebookBars:
         lines = [(task.description, task.status) for task in self._tasks.values()]
         content = {
             "text/plain": "\n".join(["  ".join(line) for line in lines] + [self.below] * bool(self.below)),
-            "text/html": self._as_html(),
+            "text/html": self._format_html(),
         }
         if self._handle is None:
             self._handle = display(content, raw=True, display_id=True)
         else:
             self._handle.update(content, raw=True)
 
-    def _as_html(self) -> str:
+    def _format_html(self) -> str:
         rows = []
         for task in self._tasks.values():
             value = "" if task.total is None else f' value="{task.completed}" max="{max(1, task.total)}"'

@@ -131,7 +131,7 @@ class Result:
         best: bool = False,
         trust: bool = False,
     ) -> Prediction | list[Prediction]:
-        """Classify recordings in memory, as :func:`raydfl.classify` does for files.
+        """Classify recordings in memory, like :func:`raydfl.classify` for files.
 
         Each call loads the model, so pass several recordings as a list.
 

@@ -12,7 +12,7 @@ from raydfl.runs.progress import Progress
 
 
 def interrupt() -> None:
-    """Interrupt the current work, as Ctrl-C does without a handler.
+    """Interrupt the current work, like Ctrl-C without a handler.
 
     Raises:
         KeyboardInterrupt: always.

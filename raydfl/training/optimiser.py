@@ -52,7 +52,7 @@ class Optimiser:
             if not parameters:
                 continue
             if settings.name != "sgd":
-                self._adam_step(parameters, gradients, group["lr"])
+                self._take_adam_step(parameters, gradients, group["lr"])
                 continue
             if settings.weight_decay:
                 gradients = list(torch._foreach_add(gradients, parameters, alpha=settings.weight_decay))
@@ -78,7 +78,7 @@ class Optimiser:
             moments.append(moment)
         return moments
 
-    def _adam_step(self, parameters: list[Tensor], gradients: list[Tensor], lr: float | Tensor) -> None:
+    def _take_adam_step(self, parameters: list[Tensor], gradients: list[Tensor], lr: float | Tensor) -> None:
         for parameter in parameters:
             if parameter not in self.state:
                 self.state[parameter] = {

@@ -38,7 +38,7 @@ def check_device(precision: Precision, device: torch.device) -> None:
 
 
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
-    """Run eligible operations in a lower precision inside a ``with`` block, as ``torch.autocast`` does.
+    """Run eligible operations in a lower precision inside a ``with`` block, like ``torch.autocast``.
 
     Args:
         precision: ``float32`` changes nothing.

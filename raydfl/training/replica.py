@@ -161,7 +161,7 @@ class _Parts:
     def __init__(self, models: Mapping[str, nn.Module]) -> None:
         self.tensors: list[Tensor] = []
         """All tensors of the networks, including plain attributes."""
-        self.layers = [layer for model in models.values() for layer in _layers(model)]
+        self.layers = [layer for model in models.values() for layer in _iter_layers(model)]
         self._holders: list[Any] = []
         """Dicts, lists and sets with parts."""
         self._known: dict[int, object] = {}
@@ -191,7 +191,7 @@ class _Parts:
         return (
             [*map(type, self.layers)],
             [*map(len, self._holders)],
-            [_content(holder) for holder in self._filled],
+            [_list_ids(holder) for holder in self._filled],
             [*map(Tensor.data_ptr, self._strided)],
             [(tensor.shape, tensor.stride()) for tensor in self._strided],
             [(id(tensor._backward_hooks), id(tensor._post_accumulate_grad_hooks)) for tensor in self.tensors],
@@ -203,7 +203,7 @@ class _Parts:
         return self._take_snapshot() == self._original
 
 
-def _content(holder: Any) -> object:
+def _list_ids(holder: Any) -> object:
     """Return the ids of the items of a dict, list or set, ignoring a layer's ``training`` flag."""
     if not isinstance(holder, dict):
         return [*map(id, holder)] if isinstance(holder, list) else sorted(map(id, holder))
@@ -261,7 +261,7 @@ class _Vector:
     def load(
         self, received: Mapping[str, FlatTensors], kept: Mapping[str, Tensor], shared: _Ownership, whose: str
     ) -> None:
-        """Load the tensors of a client. Arguments as for :meth:`Replica.start`."""
+        """Load the tensors of a client. Takes the arguments of :meth:`Replica.start`."""
         for block, (key, start) in self._plan(received, shared, whose):
             source = self._initial if key is None else received[key].to(self._values.device)
             self._values[block].copy_(source[start : start + block.stop - block.start])
@@ -295,9 +295,9 @@ class _Vector:
         return self._plans[layout_ids][1]
 
 
-def _layers(module: nn.Module) -> Iterator[nn.Module]:
+def _iter_layers(module: nn.Module) -> Iterator[nn.Module]:
     """Yield a module and its descendants, several times as fast as ``modules()``."""
     yield module
     for child in module._modules.values():
         if child is not None:
-            yield from _layers(child)
+            yield from _iter_layers(child)

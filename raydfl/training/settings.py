@@ -57,7 +57,7 @@ class OptimiserSettings(Settings):
 
 
 class PhaseOptimiserSettings(Settings):
-    """Learning rates of a phase. null: as in ``train.optimiser``."""
+    """Learning rates of a phase. null: the value in ``train.optimiser``."""
 
     lr: float | None = Field(None, gt=0, description="Learning rate of all models. null: as in train.optimiser.")
     models: dict[str, Annotated[float, Field(gt=0)]] | None = Field(
@@ -108,7 +108,7 @@ class ClientSettings(Settings):
 
 
 class PhaseSettings(Settings):
-    """Phase of a multi-phase method. null: as in ``train``."""
+    """Overrides for a phase of a multi-phase method. null: the value in ``train``."""
 
     rounds: int | None = Field(
         None,

@@ -16,7 +16,7 @@ NOWHERE = 255  # code of a pool without positive values
 # --- convolution ----------------------------------------------------------------------------------------------------------
 
 
-def _windows(x: Tensor, lengths: Tensor | None, padding: int, kernel: int) -> Tensor:
+def _make_windows(x: Tensor, lengths: Tensor | None, padding: int, kernel: int) -> Tensor:
     """Return the convolution's window at each frame: [clients, batch * frames, inputs * kernel]."""
     if lengths is not None:
         outside = torch.arange(x.shape[2], device=x.device) >= lengths.unsqueeze(2)
@@ -40,7 +40,7 @@ def conv_forward(
     clients, batch = x.shape[:2]
     outputs, kernel = weight.shape[1], weight.shape[3]
     frames = x.shape[2] + 2 * padding - kernel + 1
-    windows = _windows(x, lengths, padding, kernel)
+    windows = _make_windows(x, lengths, padding, kernel)
     y = torch.baddbmm(bias.unsqueeze(1), windows, weight.flatten(2).transpose(1, 2))
     y = y.view(clients, batch, frames, outputs)
     if pool == 0:
@@ -74,14 +74,14 @@ def conv_backward(
         spread = (dy.unsqueeze(3) * (codes.unsqueeze(3) == places)).flatten(2, 3)
         dy = torch.nn.functional.pad(spread, (0, 0, 0, frames - spread.shape[2]))
     flat = dy.reshape(clients, batch * frames, outputs)
-    windows = _windows(x, lengths, padding, kernel)
+    windows = _make_windows(x, lengths, padding, kernel)
     dweight = (flat.transpose(1, 2) @ windows).view_as(weight)
     dbias = flat.sum(dim=1)
     if not needed:
         return dy.new_empty(clients, 0), dweight, dbias
     around = torch.nn.functional.pad(dy, (0, 0, kernel - 1 - padding, kernel - 1 - padding))
     reverse = weight.flip(3).transpose(1, 2).flatten(2).transpose(1, 2)  # [clients, outputs * kernel, inputs]
-    dx = (_windows(around, None, 0, kernel) @ reverse).view(clients, batch, x.shape[2], inputs)
+    dx = (_make_windows(around, None, 0, kernel) @ reverse).view(clients, batch, x.shape[2], inputs)
     if lengths is not None:
         dx.masked_fill_((torch.arange(x.shape[2], device=x.device) >= lengths.unsqueeze(2)).unsqueeze(3), 0.0)
     return dx, dweight, dbias
@@ -104,7 +104,7 @@ def _stack_weights(weights: Sequence[Tensor], kind: int) -> Tensor:
     return torch.stack(list(weights[kind::4]), dim=1)
 
 
-def _valid_steps(lengths: Tensor, frames: int, directions: int) -> Tensor:
+def _make_step_mask(lengths: Tensor, frames: int, directions: int) -> Tensor:
     """Return a mask over steps without padding: bool [clients, directions, frames, batch, 1]."""
     valid = torch.arange(frames, device=lengths.device) < lengths.unsqueeze(2)
     return _to_steps(valid.unsqueeze(3), directions)
@@ -131,7 +131,7 @@ def gru_forward(x: Tensor, lengths: Tensor | None, weights: Sequence[Tensor]) ->
     gates = x.new_empty(group, frames, batch, 4 * hidden)
     input_gates = gates.view(group, frames * batch, 4 * hidden)[..., : 3 * hidden]
     torch.baddbmm(bias.unsqueeze(1), steps, w_ih.transpose(1, 2), out=input_gates)
-    valid = None if lengths is None else _valid_steps(lengths, frames, directions).flatten(0, 1)
+    valid = None if lengths is None else _make_step_mask(lengths, frames, directions).flatten(0, 1)
     states = x.new_empty(group, frames, batch, hidden)
     state = x.new_zeros(group, batch, hidden)
     # On a GPU the number of launches in this loop determines the time: six operations, all in place.
@@ -168,7 +168,7 @@ def gru_backward(
         return torch.stack(units, dim=1).flatten(0, 1)
 
     dstates, before = split_directions(dy), torch.nn.functional.pad(split_directions(y), (0, 0, 0, 0, 1, 0))[:, :-1]
-    valid = None if lengths is None else _valid_steps(lengths, frames, directions).flatten(0, 1)
+    valid = None if lengths is None else _make_step_mask(lengths, frames, directions).flatten(0, 1)
     r, z, n, s = torch.split(gates.flatten(0, 1), hidden, dim=-1)
     # Factors from a step's total gradient to r, z, s and the previous state. They do not depend on later steps, so compute them
     # for all steps at once.

@@ -139,7 +139,7 @@ class Conv2d(nn.Conv2d):
 def _trim_kernel(
     x: Tensor, weight: Tensor, stride: tuple[int, int], padding: tuple[int, int, int, int]
 ) -> tuple[Tensor, tuple[int, int, int, int]]:
-    """Remove outer taps over padding alone, as for very small images. Returns the kernel and its padding."""
+    """Remove a kernel's outer taps that see only padding in very small images. Returns the kernel and its padding."""
     around = list(padding)
     for dim in (0, 1):
         size, kernel, before, after = x.shape[1 + dim], weight.shape[2 + dim], padding[dim], padding[2 + dim]

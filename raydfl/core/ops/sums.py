@@ -115,7 +115,7 @@ class ClientVectors:
         count = len(self.vectors)
         squares = np.zeros(count)
         with np.errstate(over="ignore", invalid="ignore"):
-            for _, _, block in self._blocks(ranges, range(count), dtype):
+            for _, _, block in self._iter_blocks(ranges, range(count), dtype):
                 mean = np.dot(np.ones(count, dtype), block)
                 mean /= count
                 differences = np.subtract(block, mean, out=block)
@@ -167,7 +167,7 @@ class ClientVectors:
         centre = self.vectors[self._find_centre()]
         products = np.zeros((count, count))
         with np.errstate(over="ignore", invalid="ignore"):
-            for begin, end, block in self._blocks([(0, elements)], range(count), dtype):
+            for begin, end, block in self._iter_blocks([(0, elements)], range(count), dtype):
                 differences = np.subtract(block, centre[begin:end], out=block)
                 products += differences @ differences.T
             lengths = np.diagonal(products)
@@ -221,11 +221,11 @@ class ClientVectors:
         """
         narrow = weights.astype(np.float32)
         total = np.empty(sum(stop - start for start, stop in ranges), np.float32)
-        for begin, end, block in self._blocks(ranges, chosen, np.float32):
+        for begin, end, block in self._iter_blocks(ranges, chosen, np.float32):
             np.dot(narrow, block, out=total[begin:end])
         return total
 
-    def _blocks(
+    def _iter_blocks(
         self, ranges: Ranges, chosen: Sequence[int], dtype: type[np.floating]
     ) -> Iterator[tuple[int, int, np.ndarray]]:
         """Copy vectors block by block.

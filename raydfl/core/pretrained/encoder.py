@@ -127,7 +127,9 @@ class _WaveStem(nn.Module):
             if count is None or not isinstance(norm, nn.GroupNorm):
                 frames = layer(frames)
             else:
-                frames = layer.activation(_normalise(layer.conv(frames), norm, lengths_to_mask(count, self._length(x))))
+                frames = layer.activation(
+                    _normalise(layer.conv(frames), norm, lengths_to_mask(count, self._count_frames(x)))
+                )
         projected = self.feature_projection(frames.transpose(1, 2))
         tokens = projected[0] if isinstance(projected, tuple) else projected
         if count is not None:  # the position embeddings are a convolution, so padding must be 0
@@ -135,7 +137,7 @@ class _WaveStem(nn.Module):
         tokens = tokens + self.pos_conv_embed(tokens)
         return self.dropout(tokens if self.layer_norm is None else self.layer_norm(tokens)), count
 
-    def _length(self, x: Tensor) -> int:
+    def _count_frames(self, x: Tensor) -> int:
         """Return the number of output frames of the first convolution, the only one with a group norm."""
         kernel, stride = self._sizes[0]
         return int((x.shape[1] - kernel) // stride + 1)

@@ -96,7 +96,7 @@ class EncoderFolder:
 
     @property
     def width(self) -> int:
-        """Size of a token."""
+        """Number of features of a token."""
         return int(getattr(self.settings, FAMILIES[self.kind].width))
 
     @property

@@ -19,7 +19,7 @@ class Alteration(ABC):
 
     @abstractmethod
     def __call__(self, wave: np.ndarray, extractor: FeatureExtractor, seed: int) -> np.ndarray:
-        """Return the altered wave, with the same length.
+        """Return the altered waveform, with the same length.
 
         Args:
             wave: float32 [samples] at the extractor's rate, cut to the length used by the features.

@@ -223,12 +223,12 @@ def prepare(
         else:
             digests, missing = digest_clips(source.open(), manifest, cache, progress)
             if missing and unreadable == "stop":
-                raise _unreadable(manifest, features, missing)
+                raise _make_error(manifest, features, missing)
         folder = cache / _store_key(digests, features, noise, alterations)
         work = _Preparation(source, manifest, features, folder, noise, alterations, unreadable)
     store = open_or_make(folder, needed, lambda: work.run(run_chunks or run_locally, progress))
     if store.failures and unreadable == "stop":
-        raise _unreadable(
+        raise _make_error(
             manifest, features, store.failures, f" (recorded in {folder}. Delete this folder to try again)"
         )
     return store
@@ -259,7 +259,7 @@ def _store_key(
     return digest.hexdigest()
 
 
-def _unreadable(manifest: pa.Table, features: AnyFeatures, failures: Mapping[int, str], note: str = "") -> DataError:
+def _make_error(manifest: pa.Table, features: AnyFeatures, failures: Mapping[int, str], note: str = "") -> DataError:
     """Return the error for unreadable clips, or the encoder's error if several clips fail for the same reason."""
     places = [
         manifest.column("path")[index].as_py() or manifest.column("clip")[index].as_py() for index in sorted(failures)
@@ -388,7 +388,7 @@ class _Preparation:
                 reports[report.number] = report
                 if report.failures and self.unreadable == "stop":
                     failed = {starts[report.number] + position: why for position, why in report.failures.items()}
-                    raise _unreadable(self.manifest, self.features, failed)
+                    raise _make_error(self.manifest, self.features, failed)
                 advance(report.clips)
         absent = [chunk.path for chunk in chunks if chunk.number not in reports or not Path(chunk.path).exists()]
         if absent:

@@ -55,7 +55,7 @@ class FeatureExtractor:
         if rate <= 0:
             raise DataError(f"the clip's sample rate is {rate} Hz")
         if wave.ndim == 2:
-            wave = self._channel(wave)
+            wave = self._select_channel(wave)
         if wave.ndim != 1:
             raise DataError(f"the clip's samples have shape {samples.shape}, not [samples, channels]")
         if not np.isfinite(wave).all():
@@ -67,7 +67,7 @@ class FeatureExtractor:
         result: np.ndarray = resampled.numpy()
         return result
 
-    def _channel(self, samples: np.ndarray) -> np.ndarray:
+    def _select_channel(self, samples: np.ndarray) -> np.ndarray:
         """Return the configured channel of float32 [samples, channels]."""
         if self.settings.channel == "mean":
             mean: np.ndarray = samples.mean(axis=1)

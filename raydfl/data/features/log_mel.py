@@ -142,7 +142,7 @@ class FeatureSettings(Settings):
             raise ValueError(
                 f"fft {self.fft} is shorter than the window of {self.window} samples ({self.window_ms} ms). Raise it, or set null"
             )
-        empty = _empty_bands(self, self.points)
+        empty = _count_empty_bands(self, self.points)
         if empty:
             raise ValueError(
                 f"{empty} of {self.bands} mel bands are empty with fft {self.points} at {self.sample_rate} Hz. "
@@ -171,7 +171,7 @@ class FeatureSettings(Settings):
         if self.fft is not None:
             return self.fft
         points = 1 << (self.window - 1).bit_length()
-        while points < _LARGEST_FFT and _empty_bands(self, points):
+        while points < _LARGEST_FFT and _count_empty_bands(self, points):
             points *= 2
         return points
 
@@ -250,7 +250,7 @@ def _count_empty(sample_rate: int, low_hz: float, high_hz: float, mel: str, band
     return int((stop <= first).sum())
 
 
-def _empty_bands(settings: FeatureSettings, points: int) -> int:
+def _count_empty_bands(settings: FeatureSettings, points: int) -> int:
     """Count the mel bands without a Fourier bin. Their features would be constant."""
     edges = settings.low_hz, settings.highest_hz, settings.mel
     return _count_empty(settings.sample_rate, *edges, settings.bands, points)

@@ -39,7 +39,7 @@ class CIFAR10(ArraySet):
     )
 
     def read_arrays(self, file: Path) -> tuple[np.ndarray, np.ndarray]:
-        """Read a pickle."""
+        """Read the images and labels of a pickle file."""
         return read_cached(_read, file)
 
 

@@ -36,7 +36,7 @@ class SVHN(ArraySet):
     published: ClassVar = "0123456789"
 
     def read_arrays(self, file: Path) -> tuple[np.ndarray, np.ndarray]:
-        """Read a MATLAB file."""
+        """Read the images and labels of a MATLAB file."""
         return read_cached(_read, file)
 
 

@@ -55,7 +55,7 @@ class UnlabelledSettings(Settings):
 
 
 class PoolSettings(Settings):
-    """Training clips with certain values in a column."""
+    """Pool of the training clips with certain values in a column."""
 
     column: str = Field(description="A column of the manifest: label, condition, domain ...")
     values: tuple[str | int | float, ...] = Field(

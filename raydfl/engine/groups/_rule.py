@@ -68,7 +68,7 @@ class Division:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupRule(StrictTypes, ABC):
-    """Base of group rules."""
+    """Base class of rules that assign clients to groups."""
 
     choosing: ClassVar[bool] = False
     """Whether clients receive the models of all groups and select a group by :meth:`choose`."""

@@ -153,7 +153,7 @@ class Committer:
 
 
 def _snapshot(state: State) -> State:
-    """Copy a state, so that the next round of the method cannot change it."""
+    """Copy a state, to protect it from changes by the method's next round."""
     tensors = {key: {name: tensor.clone() for name, tensor in group.items()} for key, group in state.tensors.items()}
     return State(state.round_index, tensors, copy.deepcopy(dict(state.extra)))
 

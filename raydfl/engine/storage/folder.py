@@ -225,7 +225,7 @@ _NOT_FREE = ("run.seed", "ray.threads")
 
 
 def decisive_changes(began: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """List the differing settings with an effect on results, as ``train.optimiser.lr: 0.1 there, 0.2 here``."""
+    """List the settings that differ and affect results, such as ``train.optimiser.lr: 0.1 there, 0.2 here``."""
     return _list_changes(began, now, lambda key: not key.startswith(_FREE) or key.startswith(_NOT_FREE))
 
 
@@ -260,7 +260,7 @@ def describe_edit(run_dir: Path, began: Mapping[str, Any], now: Mapping[str, Any
 
 
 def _strip_folder(value: Any) -> Any:
-    """Strip the folder, which may differ between jobs, from a reference ``my_file.py:Class``."""
+    """Strip the folder from a reference ``my_file.py:Class``, because it may differ between jobs."""
     return re.sub(r"^.*/([^/]+\.py:\w+)$", r"\1", value) if isinstance(value, str) else value
 
 

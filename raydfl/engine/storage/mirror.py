@@ -261,7 +261,7 @@ def _parse_round(latest: bytes) -> int:
 
 
 def _identify(about: bytes) -> Any:
-    """Return the identity of a run, which differs between runs of the same name."""
+    """Return the identity of a run, different for runs with the same name."""
     try:
         facts = json.loads(about)
         return facts["id"], facts["created"], facts["digest"]

@@ -272,7 +272,7 @@ class PrivateStore:
             (self.folder / segment).unlink(missing_ok=True)
 
     def retain(self, named: Collection[str]) -> None:
-        """Remove orphaned files, which remain from calls with lost results.
+        """Remove orphaned files of calls with lost results.
 
         A folder without any of the named files stays as it is: it may belong to another run.
 

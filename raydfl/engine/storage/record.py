@@ -362,7 +362,7 @@ def _read_row_groups(files: Iterable[_RowsFile], where: pc.Expression | None = N
 
 
 def discard_rows(run_dir: Path, after_round: int) -> None:
-    """Remove the rows of rounds after ``after_round``, which a resumed run repeats.
+    """Remove the rows of rounds after ``after_round``, because a resumed run repeats these rounds.
 
     Also removes unfinished temporary files of an earlier process.
     """

@@ -164,7 +164,7 @@ class RunStore:
         return next((name for name in self.commits() if round_of(name) == round_index), None)
 
     def _forget(self, newest: str, files: frozenset[str]) -> None:
-        """Remove superseded commits, and those of their files and of ``files`` without a remaining reference."""
+        """Remove superseded commits, and their files and ``files`` unless a remaining commit refers to them."""
         names, gone = self.commits(), files
         for name in names[: names.index(newest) + 1][: -self.keep]:
             if name != self._best:

@@ -331,7 +331,7 @@ class _Run:
     def _load(
         self, specs: Specs, received: Mapping[str, Tensors], state: Tensors, owner: str, cuts: Cuts | None = None
     ) -> tuple[dict[str, nn.Module], set[str]]:
-        """Build networks, load their tensors as the engine does, and return the names of missing tensors."""
+        """Build networks, load their tensors like the engine, and return the names of missing tensors."""
         networks = build_models(self.method, specs, self.config.run.seed)
         private = {name.removeprefix(KEPT_MODEL): value for name, value in state.items() if name.startswith(KEPT_MODEL)}
         flat = {key: FlatTensors.from_tensors(tensors) for key, tensors in received.items()}

@@ -81,7 +81,7 @@ class Features(nn.Module):
         return x, sounding
 
     def normalise(self, x: Tensor) -> Tensor:
-        """Normalise features by the training clips' statistics, and round them as in the feature cache."""
+        """Normalise features by the training clips' statistics, and round them like the feature cache."""
         if self.settings.normalise in BY_TRAINING_CLIPS:
             x = (x - self.mean) / self.deviation
         return x.half().float() if self.settings.dtype == "float16" else x

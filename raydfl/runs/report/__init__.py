@@ -66,7 +66,7 @@ def write_report(run_dirs: Sequence[Path], out: Path) -> Path:
 
 
 def write_page(runs: Sequence[RunRecord], out: Path) -> Path:
-    """Write a report as :func:`write_report` does, of runs in memory."""
+    """Write a report about runs in memory, like :func:`write_report`."""
     page = render_run(runs[0]) if len(runs) == 1 else render_comparison(runs)
     out = out / "report.html" if out.is_dir() else out
     content = page.encode()

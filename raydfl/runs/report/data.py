@@ -61,7 +61,7 @@ class Curve:
 
     @property
     def last(self) -> float:
-        """The last value."""
+        """Last value of the curve."""
         return float(self.values[-1])
 
     @property
@@ -172,7 +172,7 @@ class RunRecord:
         return next((name for name, score in SCORES.items() if score.headline and name in measured), "loss")
 
     def classes_of(self, metric: str) -> list[str]:
-        """Return the names of a metric's classes: those of its part of the data, or of all data. Empty if unknown."""
+        """Return the names of a metric's classes, in its part of the data or in all data. Empty if unknown."""
         parts, part = self.about.get("parts"), metric.partition(":")[0]
         names = parts.get(part) if isinstance(parts, Mapping) else self.about.get("classes")
         return [str(name) for name in names] if isinstance(names, list) else []

@@ -113,7 +113,7 @@ class FilesTracker(Tracker):
             self._last_round = number
 
     def open(self, run_name: str, params: Mapping[str, Any], tags: Mapping[str, str]) -> None:
-        """Delete the files of an earlier start and create new ones. The arguments are those of :meth:`start`."""
+        """Replace the files of an earlier start by new files. Takes the arguments of :meth:`start`."""
         raise NotImplementedError
 
     def write(self, number: int, metrics: Mapping[str, float]) -> None:

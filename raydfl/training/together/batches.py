@@ -176,7 +176,7 @@ class StackedBatches:
 
 
 class _StackedView:
-    """A single view in the batches of several clients. Arguments as for :class:`StackedBatches`.
+    """A single view in the batches of several clients. Takes the arguments of :class:`StackedBatches`.
 
     Args:
         shape: steps, clients and the largest number of examples of a client in a batch.

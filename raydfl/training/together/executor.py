@@ -316,7 +316,7 @@ def _shrink_optimiser(optimiser: Optimiser, group: StackedClients) -> None:
 
 
 def _clip_gradients(optimiser: Optimiser, largest: float) -> None:
-    """Clip each client's gradient norm, as ``clip_grad_norm_`` does."""
+    """Clip each client's gradient norm, like ``clip_grad_norm_``."""
     gradients = [p.grad for param_group in optimiser.param_groups for p in param_group["params"] if p.grad is not None]
     norms = torch.stack([g.flatten(1).norm(dim=1) if g.ndim > 1 else g.abs() for g in gradients]).norm(dim=0)
     factors = (largest / (norms + 1e-6)).clamp(max=1.0)
