@@ -25,7 +25,7 @@ def check_begun(run_dir: Path) -> None:
         RunDirectoryError: The folder is no run directory, or the run stopped before its first round.
     """
     if not run_dir.is_dir():
-        raise RunDirectoryError(f"there is no run directory {run_dir}")
+        raise RunDirectoryError(f"there is no run directory {run_dir}. Give the folder printed by `raydfl run`.")
     if not (run_dir / "config.yaml").exists() or not (run_dir / "run.json").exists():
         raise RunDirectoryError(
             f"{run_dir} is not a run directory, or the run was interrupted before it began (config.yaml or run.json is missing). "
@@ -185,7 +185,7 @@ def check_revision(run_dir: Path, config: Config) -> None:
     Raises:
         RunDirectoryError: The revisions differ. The message names both.
     """
-    began, now = read_about(run_dir).get("revision") or 1, type(config.parts.method).revision
+    began, now = read_about(run_dir).get("revision") or 1, type(config.components.method).revision
     if began != now:
         raise RunDirectoryError(
             f"{run_dir} began with revision {began} of the equations of method {config.method['name']!r}, and this version of "

@@ -80,8 +80,8 @@ def test_attackers_are_sampled_from_all_clients_and_poison_data_at_their_site(si
     rows = read_rows(get_folder(config)).to_pylist()
     recorded = {row["client"] for row in rows if row["metric"] == "attacker"}
     known, at_sites = open_sites(config)
-    assert config.parts.attack is not None
-    attackers = config.parts.attack.candidates(known.ids, config.run.seed)
+    assert config.components.attack is not None
+    attackers = config.components.attack.candidates(known.ids, config.run.seed)
     assert recorded == {known.ids[i] for i in np.flatnonzero(attackers)}
     assert {name[:5] for name in recorded} == {"north", "south"}
     for i in range(9):
