@@ -32,16 +32,16 @@ Undisturbed = Callable[..., dict[str, bytes]]
 
 
 @pytest.fixture(scope="module")
-def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def template_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("finished")
 
 
 @pytest.fixture
-def run_dir(finished_run: Path, tiny: Tiny, tmp_path: Path) -> Path:
+def run_dir(template_run: Path, tiny: Tiny, tmp_path: Path) -> Path:
     """Return a copy of a FedMLAC run after two rounds."""
-    if not (finished_run / "tiny").exists():
-        run(tiny("train.rounds=2", f"run.dir={finished_run}", method="fedmlac"))
-    return Path(shutil.copytree(finished_run / "tiny", tmp_path / "run"))
+    if not (template_run / "tiny").exists():
+        run(tiny("train.rounds=2", f"run.dir={template_run}", method="fedmlac"))
+    return Path(shutil.copytree(template_run / "tiny", tmp_path / "run"))
 
 
 def flip(path: Path, at: float = 0.5) -> None:

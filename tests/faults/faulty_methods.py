@@ -245,12 +245,12 @@ class NonsenseToAdam(FedAdam):
         return SENT[self.what](update) if guilty else update
 
 
-def _tensors(update: Update, **change_update: Any) -> Update:
-    return dataclasses.replace(update, tensors={**update.tensors, **change_update})
+def _tensors(update: Update, **changes: Any) -> Update:
+    return dataclasses.replace(update, tensors={**update.tensors, **changes})
 
 
-def _metrics(update: Update, **change_update: Any) -> Update:
-    return dataclasses.replace(update, metrics={**update.metrics, **change_update})
+def _metrics(update: Update, **changes: Any) -> Update:
+    return dataclasses.replace(update, metrics={**update.metrics, **changes})
 
 
 def _replace_first(value: Any) -> Callable[[Update], Update]:
