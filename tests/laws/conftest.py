@@ -1,4 +1,4 @@
-"""Fixtures of the laws that need Ray."""
+"""Fixtures for laws with Ray."""
 
 from __future__ import annotations
 

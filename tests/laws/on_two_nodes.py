@@ -1,7 +1,6 @@
 """Runs on a cluster of two nodes with a shared network file system: ``python on_two_nodes.py FOLDER``.
 
-FOLDER holds ``configs.json``, a list of configurations whose ``run.dir`` is ``FOLDER/runs``.
-
+FOLDER holds ``configs.json``, a list of configurations. Each has its ``run.dir`` at ``FOLDER/runs``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Fixed tensors (those that never train) are not sent or committed, are equal everywhere, and are part of every exported model."""
+"""Fixed tensors (never trained) are not sent or committed, are equal everywhere, and are part of every exported model."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class PrivateModel(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class Thawing(Method):
-    """Train a tensor that was frozen when the network was built."""
+    """Train a tensor of a frozen layer."""
 
     def local(self, step: Step) -> Update:
         step.models["model"].requires_grad_(True)
@@ -131,7 +131,7 @@ def test_sending_fixed_tensors_gives_the_same_model(tiny: Tiny) -> None:
 
 
 def test_fixed_tensors_of_a_cut_network_are_not_sent(tiny: Tiny) -> None:
-    """Check that clients cut their channels from the full network, which each client builds itself."""
+    """Clients cut their channels from a full network built by themselves."""
     network = [f"models.model={NETWORKS}:NarrowStem", "train.cohort=1.0", "method.share=0.5"]
     train_federation(tiny(*network, "run.name=fixed", method="feddrop"))
     run_dir = Path(tiny().run.dir) / "fixed"

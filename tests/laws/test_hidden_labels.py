@@ -74,7 +74,7 @@ def test_permuted_hidden_labels_give_the_same_bits(tiny: Tiny, together: int) ->
         )
 
     assert_same_bits(*train_twice())
-    assert differ(*train_twice(cheats=True)), "a method that reads hidden labels must change the model"
+    assert differ(*train_twice(cheats=True)), "reading hidden labels must change the model"
 
 
 def test_fedstar_reads_hidden_labels_only_to_measure_its_pseudo_labels(tiny: Tiny) -> None:
@@ -96,7 +96,7 @@ def test_fedstar_reads_hidden_labels_only_to_measure_its_pseudo_labels(tiny: Tin
 
 @dataclass(frozen=True, kw_only=True)
 class Machines(Tones):
-    """Tones with anomalous takes, whose labels are wrong where ``mislabelled`` is not 0."""
+    """Tones with anomalous takes. Their labels are wrong where ``mislabelled`` is not 0."""
 
     anomalous: int = 1
     mislabelled: int = 0
@@ -182,7 +182,7 @@ _PLAIN = str.maketrans("", "", "{}' :")
 
 
 def test_only_the_plan_trains_on_the_unlabelled_pool(tiny: Tiny) -> None:
-    """Compare FedAvg, which trains on the labelled pool only, with the plan's method, which trains on both pools."""
+    """FedAvg trains only on the labelled pool. The plan's method trains on both pools."""
     by_plan = train_federation(tiny(*POOLS, "run.name=plan", method=f"{__file__}:PseudoLabels"))
     labelled_only = train_federation(tiny(*POOLS, "run.name=labelled"))
     everything = train_federation(tiny("train.rounds=2", "run.name=everything"))
@@ -191,7 +191,7 @@ def test_only_the_plan_trains_on_the_unlabelled_pool(tiny: Tiny) -> None:
 
 
 def test_a_missing_pool_ends_the_run_before_training(tiny: Tiny) -> None:
-    """Check that ``run.on_error=drop`` does not apply: the error is no client's failure."""
+    """``run.on_error=drop`` does not apply, because the error is no client's failure."""
     config = tiny("run.on_error=drop", method=f"{__file__}:PseudoLabels")
     server = start_server(config)
     with pytest.raises(

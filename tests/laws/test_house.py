@@ -32,7 +32,7 @@ def test_the_root_contains_only_public_modules() -> None:
 
 
 def test_type_checking_imports_hide_no_circular_import() -> None:
-    """Allow three files, whose real imports would make ``raydfl --help`` or reading a configuration wait for PyTorch."""
+    """Allow three files. Their real imports would make ``raydfl --help`` or reading a configuration wait for PyTorch."""
     assert {file for file, _ in list_type_checking_imports()} <= {"cli/main.py", "cli/_arguments.py", "data/views.py"}
 
 
@@ -90,7 +90,7 @@ def list_public_names(package: str) -> list[str] | None:
 
 
 def is_public(module: str, name: str) -> bool:
-    """Return whether other rooms may import the name with ``from module import name``."""
+    """Return whether ``from module import name`` is allowed in all rooms."""
     if package_file(module).is_file():
         return name in (list_public_names(module) or ())
     package, _, door = module.rpartition(".")
@@ -113,7 +113,7 @@ def list_imports() -> Iterator[tuple[str, str, str, str]]:
 
 
 def test_rooms_import_only_public_names_of_other_rooms() -> None:
-    """Check that other rooms import only names in ``__all__`` of a room or of a folder in it."""
+    """Imports between rooms use only names in ``__all__`` of a room or of a folder in it."""
     crossings, violations = 0, set()
     for package, file, module, name in list_imports():
         room = module.split(".")[1] if "." in module else ""
@@ -127,7 +127,7 @@ def test_rooms_import_only_public_names_of_other_rooms() -> None:
 
 
 def test_modules_never_import_through_their_own_package() -> None:
-    """Check that modules import each other directly, never through their own ``__init__``, to avoid circular imports."""
+    """Modules of a room import each other directly. Importing from their own ``__init__`` would be circular."""
     violations = set()
     for package, file, module, name in list_imports():
         own_package = f"{package}.".startswith(f"{module}.") and module.count(".") > 0
@@ -152,7 +152,7 @@ def test_every_public_name_exists() -> None:
 
 
 def test_no_module_has_the_name_of_a_public_name() -> None:
-    """Check that no module hides a public name: importing ``runs/run.py`` would replace the function ``raydfl.runs.run``."""
+    """Importing a module ``runs/run.py`` would replace the function ``raydfl.runs.run``."""
     stubs = list(PACKAGE.glob("*/**/__init__.pyi"))
     assert stubs
     for stub in stubs:
@@ -164,7 +164,7 @@ def test_no_module_has_the_name_of_a_public_name() -> None:
 
 
 def test_lazy_rooms_import_no_heavy_package() -> None:
-    """Check that importing the package and its lazy rooms imports no PyTorch, Ray or Arrow."""
+    """Importing the package and its lazy rooms loads no PyTorch, Ray or Arrow."""
     program = "import sys, raydfl, raydfl.core, raydfl.data, raydfl.runs, raydfl.cli; print(*sys.modules)"
     modules = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
     assert "raydfl.runs" in modules

@@ -23,10 +23,10 @@ ALL = {
 }
 
 SPREAD = ["method.vh=0.2", "method.vl=0.2", "train.optimiser.lr=1.0", "train.local_epochs=3", "data.speakers=6"]
-"""Settings that make clients differ in a weight and in its bias in different ways."""
+"""Settings under which clients differ in a weight and in its bias in different ways."""
 
 SKEWED = ["data.partition={by: dirichlet, clients: 5, alpha: 0.1}"]
-"""A partition in which clients lack classes."""
+"""A partition where clients lack classes."""
 
 SURE, RISING = ["method.threshold=[0.4, 0.4]"], ["method.threshold=[0.34, 0.9]"]
 
@@ -42,7 +42,7 @@ TRIED = ["method.ratios=[0.0, 0.5]", "train.rounds=5"]
 READY = ["method.threshold=0.0"]
 
 STEERED = ["train.optimiser.lr=0.0005"]
-"""A learning rate between those of equation 6."""
+"""A learning rate between the limits of equation 6."""
 
 WELL = [
     "method.auc_threshold=0.0",
@@ -53,7 +53,7 @@ WELL = [
     "data.speakers=6",
     "data.takes=6",
 ]
-"""Learning rates that fall after a best performance, which some of six clients with six takes reach."""
+"""Learning rates fall after a best performance. Some of six clients with six takes reach it."""
 
 POOLED = ["data.pools={normal: {column: label, values: [tone0]}, anomalous: {column: label, values: [tone1, tone2]}}"]
 AS_RUN = [*POOLED, "method.anomalous_share=0.25"]

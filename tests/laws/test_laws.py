@@ -49,7 +49,7 @@ METHODS = [
 
 
 def make_common_settings(method: str, together: int) -> list[str]:
-    """Return the settings of several laws, whose common reference runs train only once."""
+    """Return the settings shared by several laws, so their reference runs train only once."""
     # FedOpt's usual eps turns the rounding of a change near 0 into a whole step.
     return [f"train.together={together}", "evaluate.every=3", *(["method.eps=0.001"] if method == "fedopt" else [])]
 
@@ -63,7 +63,7 @@ def resembles_fedadam(method: str) -> bool:
 def make_method_params(
     *variants: int, every: Sequence[str] = tuple(METHODS), all_of: Sequence[str] = ("fedavg", "fedmlac")
 ) -> list[Any]:
-    """Pair all methods with the first way, and those of ``all_of`` with every way. The other pairs are slow."""
+    """Pair all methods with the first way, and ``all_of`` with every way. Mark the rest as slow."""
     return [
         pytest.param(
             variant,
@@ -78,12 +78,12 @@ def make_method_params(
 
 
 def make_params_of_all_methods() -> list[Any]:
-    """Return all methods, and mark those like FedAdam as slow."""
+    """Return all methods, and mark methods similar to FedAdam as slow."""
     return [pytest.param(method, marks=[pytest.mark.slow] if resembles_fedadam(method) else []) for method in METHODS]
 
 
 class WatchedPool(SerialPool):
-    """Pool that delivers replies in random order and records every byte of orders, broadcasts and replies."""
+    """Pool with replies in random order, and a record of all bytes of orders, broadcasts and replies."""
 
     def __init__(self, worker: Worker, seed: int) -> None:
         super().__init__(worker)
@@ -136,7 +136,7 @@ def test_law_1_any_order_of_work_and_arrival_gives_the_same_bits(tiny: Tiny, met
 @pytest.mark.parametrize("together", [1, 3])
 @pytest.mark.parametrize("how", ["entry", "layer", "frozen", "hook", "gradient hook", "buffer", "more entries"])
 def test_law_1_no_client_sees_changes_to_a_network_by_another_client(tiny: Tiny, how: str, together: int) -> None:
-    """Change each client's networks after its training. No other client may see the changes."""
+    """Change each client's networks after its training. The rest of the cohort must not see the changes."""
     settings = (f"train.together={together}", "train.cohort=1.0", "data.speakers=4", "train.rounds=2")
     reference = known(tiny(*settings, "method.how=''", method=f"{EXTRA}:Untidy"))
     assert_same_bits(
@@ -149,7 +149,7 @@ def test_law_1_no_client_sees_changes_to_a_network_by_another_client(tiny: Tiny,
 def test_a_network_is_built_once_for_all_clients(
     tiny: Tiny, method: str, together: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Check that networks are reused unless a user's code changes them, and that raydfl's own code changes none."""
+    """Networks are reused unless a user's code changes them. raydfl's own code changes none."""
     replicas: list[Replica] = []
 
     def make(*arguments: Any) -> Replica:
@@ -344,7 +344,7 @@ def test_law_2_rows_are_recorded_once_each(tiny: Tiny) -> None:
 
 
 def test_law_3_a_round_opens_only_its_cohort(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Record every client whose data or private state a round opens."""
+    """Record every client with opened data or private state."""
     config = tiny("train.rounds=3", "train.cohort=2", method="fedmlac")
     clients: list[int] = []
     original = Population.data
@@ -426,7 +426,7 @@ def test_law_6_floating_buffers_are_averaged_and_counters_are_not(tiny: Tiny) ->
 
 
 def test_counters_start_at_zero_for_every_client(tiny: Tiny) -> None:
-    """Check the integer buffers of a network that is loaded again in place."""
+    """Inspect the integer buffers of a network after loading it again in place."""
     config = tiny(f"models.model={EXTRA}:WithBuffers")
     run_dir = create(config, Progress("quiet"))
     worker = Worker(run_dir, config, PrivateStore(run_dir / "private"))

@@ -1,7 +1,6 @@
-"""Plain language of the package, measured for each room against ceilings that only fall.
+"""Plain language of the package, measured for each room against ceilings.
 
-``python tests/laws/test_plain_words.py`` measures every room and lowers its ceilings in plain_words.json. It never raises one.
-
+``python tests/laws/test_plain_words.py`` measures every room and lowers its ceilings in plain_words.json. It never raises them.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ NAMES = re.compile(
 
 
 def list_texts(tree: ast.AST) -> Iterator[str]:
-    """Yield the first paragraphs of docstrings, and other strings of at least ten words."""
+    """Yield the first paragraphs of docstrings, and all strings of at least ten words."""
     docstrings = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and (doc := ast.get_docstring(node)):

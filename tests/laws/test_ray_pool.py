@@ -62,7 +62,7 @@ def test_law_4_a_vandal_in_an_actor_leaves_the_bits_unchanged(tiny: Tiny) -> Non
 
 
 def test_an_exception_of_a_method_on_the_server_ends_the_run(tiny: Tiny) -> None:
-    """Use a LookupError, which was once mistaken for a missing remote server and retried for ever."""
+    """Use a LookupError. It was once mistaken for a missing remote server and retried for ever."""
     with pytest.raises(ClientError, match="KeyError: 'no such entry'"):
         run(tiny(f"method.name={EXTRA}:Forgetful", "run.name=forgetful", "ray.actors=1"))
 
@@ -81,7 +81,7 @@ def test_missing_resources_are_reported_with_numbers(tiny: Tiny) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="applies to machines without CUDA")
 def test_a_missing_gpu_is_rejected_unless_cpu_fallback_is_allowed(tiny: Tiny) -> None:
-    """Give Ray a logical GPU that PyTorch does not find. The CPU gives the bits of a run without a GPU share."""
+    """Give Ray a logical GPU unknown to PyTorch. The CPU gives the bits of a run without a GPU share."""
     share = ("run.name=gpu", "ray.gpus=0.25")
     with pytest.raises(
         ResourcesError, match=r"ray.gpus=0.25, but PyTorch finds no GPU: .* is built for CUDA .*; install"

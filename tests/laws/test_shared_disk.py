@@ -1,4 +1,4 @@
-"""Private state on a network file system, where other nodes see a write only after its file is closed or synced."""
+"""Private state on a network file system, where remote nodes see a write only after its file is closed or synced."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ METHODS = [*registry.names("raydfl.methods"), *(f"{EXTRA}:{name}" for name in ("
 
 
 class Nodes(SerialPool):
-    """Pool with a worker on the server's node and one on another. Clients alternate between the nodes."""
+    """Pool with a worker on the server's node and a worker on a remote node. Clients alternate between the nodes."""
 
     def __init__(self, disk: SharedDisk, server_worker: Worker, remote_worker: Worker) -> None:
         super().__init__(server_worker)
@@ -55,7 +55,7 @@ class Nodes(SerialPool):
 def test_two_nodes_on_a_network_file_system_give_the_same_bits(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    """Also check that no commit refers to an unsynced segment."""
+    """No commit refers to an unsynced segment either."""
     settings = ("evaluate.every=3", "train.cohort=1.0", "data.speakers=4")
     reference = known(tiny(*settings, method=method))
     config = tiny("run.name=nodes", *settings, method=method)
@@ -87,7 +87,7 @@ def test_compacted_records_reach_the_other_nodes(tmp_path: Path, monkeypatch: py
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_actors_on_two_nodes_of_a_network_file_system_give_the_same_bits(tiny: Tiny, tmp_path: Path) -> None:
-    """Run all methods with private state on one cluster, where every process is a node of its own."""
+    """Run all methods with private state on a shared cluster, where every process is a node of its own."""
     settings = ("evaluate.every=3", "train.cohort=1.0", "data.speakers=4")
     references = {name: known(tiny(*settings, method=name)) for name in METHODS}
     private = [name for name, tensors in references.items() if any(key.startswith("client ") for key in tensors)]

@@ -37,7 +37,7 @@ def mlp(dropout: bool = False) -> nn.Module:
 
 
 def make_first_step(method: Method, build: Callable[[], dict[str, nn.Module]]) -> tuple[Step, Batch]:
-    """Return a client's step whose model differs from the received model, and a batch of the client."""
+    """Return a client's step, with a model changed from the received model, and a batch of the client."""
     step = make_steps(method, build)[0]
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -75,7 +75,7 @@ def test_fedntd_distils_the_received_models_not_true_classes(beta: float, tau: f
 
 
 def test_a_teacher_is_in_evaluation_mode_and_receives_no_gradient() -> None:
-    """Check that dropout changes the student's outputs but not the teacher's, and that the network's modes are restored."""
+    """Dropout changes the student's outputs but not the teacher's. The network's modes are restored."""
     step, batch = make_first_step(FedNTD(), lambda: {"model": mlp(dropout=True)})
     network = step.models["model"].train()
     network.output.eval()

@@ -1,4 +1,4 @@
-"""Whole runs that rewrite the index of private state every few rounds: the results stay the same."""
+"""Whole runs with a new index of private state every few rounds have the same results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROUNDS = ["train.rounds=5", "train.cohort=3", "evaluate.every=99"]
 
 @pytest.fixture
 def reference(tiny: Tiny) -> Path:
-    """Train a run with so few clients that it needs no index file."""
+    """Train a run with too few clients for an index file."""
     config = tiny(*ROUNDS, "run.name=reference", method="fedmlac")
     train_federation(config)
     run_dir = Path(config.run.dir) / "reference"

@@ -1,7 +1,6 @@
-"""Methods on a network with one parameter and the loss (v - x)^2 / 2, where each step can be checked by hand.
+"""Methods on a network with a single parameter and the loss (v - x)^2 / 2, where each step can be checked by hand.
 
-One step with learning rate 1/2 moves v halfway to x.
-
+A step with learning rate 1/2 moves v halfway to x.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ Tiny = Callable[..., Config]
 
 
 class Number(nn.Module):
-    """Network whose output is the sum of its parameters."""
+    """Network with the sum of its parameters as output."""
 
     def __init__(self, *names: str) -> None:
         super().__init__()
@@ -126,7 +125,7 @@ def get_value(tensors: Any, name: str = "model/v") -> float:
 
 
 def test_feddyn() -> None:
-    """Check w = 0 and x = 4: w_k = 2 with the gradient g_k = -2. One of two clients trained, so w = 2 + 2 / 2 = 3."""
+    """Check w = 0 and x = 4: w_k = 2 with the gradient g_k = -2. Half of the clients trained, so w = 2 + 2 / 2 = 3."""
     method = FedDyn(alpha=1.0)
     first = make_initial_state(method)
     update, step = train(method, first, [4.0])
@@ -138,7 +137,7 @@ def test_feddyn() -> None:
 
 
 def test_feddc() -> None:
-    """Check w = 0 and x = 4: w_i = 2, the drift is 2, and 4 is sent. One of two clients trained, so g = -4 / 2."""
+    """Check w = 0 and x = 4: w_i = 2, the drift is 2, and 4 is sent. Half of the clients trained, so g = -4 / 2."""
     method = FedDC(alpha=1.0)
     first = make_initial_state(method)
     update, step = train(method, first, [4.0])
@@ -150,7 +149,7 @@ def test_feddc() -> None:
 
 
 def test_fednova() -> None:
-    """Check one step to 2 and three steps to 4, 6 and 7: tau_eff = 2, w = 2 (2 / 1 + 7 / 3) / 2 = 13 / 3."""
+    """Check 1 step to 2 and 3 steps to 4, 6 and 7: tau_eff = 2, w = 2 (2 / 1 + 7 / 3) / 2 = 13 / 3."""
     method = FedNova()
     state = make_initial_state(method)
     one, three = train(method, state, [4.0])[0], train(method, state, [8.0], [8.0], [8.0])[0]
@@ -169,7 +168,7 @@ def test_fedrep() -> None:
 
 
 def test_fedbn() -> None:
-    """Check body and norm, which move from 0 to 2. The client sends only the body."""
+    """Body and norm move from 0 to 2. The client sends only the body."""
     method, network = FedBN(), lambda: Number("body", "norm")
     update, step = train(method, make_initial_state(method, network), [4.0], network=network)
     assert {name: float(value) for name, value in update.tensors.items()} == {"model/body": 2.0}
@@ -186,7 +185,7 @@ def test_fedbn_rejects_normalisation_layers_outside_its_setting() -> None:
 
 
 def test_pfedme() -> None:
-    """Check theta, which moves from 0 to 2 for x = 4, and w, which follows by 1/2 (2 - 0) = 1. The server moves halfway."""
+    """Theta moves from 0 to 2 for x = 4, and w follows by 1/2 (2 - 0) = 1. The server moves halfway."""
     method = PFedMe(lam=1.0, personal_steps=1, beta=0.5)
     state = make_initial_state(method)
     update, step = train(method, state, [4.0])
@@ -202,7 +201,7 @@ def test_perfedavg() -> None:
 
 
 def test_fedala() -> None:
-    """Check the loss for x = 2, which is least halfway from 0 to 4: the gradient for W is (4 - 2) 4 = 8, so W = 1 - 8 / 16."""
+    """The loss for x = 2 is least halfway from 0 to 4: the gradient for W is (4 - 2) 4 = 8, so W = 1 - 8 / 16."""
     method = FedALA(layers=("model/v",), eta=1 / 16, start_epochs=1)
     first = make_initial_state(method)
     update, step = train(method, first, [0.0])
@@ -240,7 +239,7 @@ def test_fedproto() -> None:
 
 
 def test_heterofl() -> None:
-    """Average a client with the first two of four channels, which sends 1, and a client with all, which sends 3: (2, 2, 3, 3)."""
+    """A client with 2 of 4 channels sends 1, and a client with all channels sends 3: the mean is (2, 2, 3, 3)."""
     method = HeteroFL()
     state = State(5, {"global": {"model/v": torch.zeros(4)}})
     first = method.chosen(state, CLIENT, "v", 4, 2)

@@ -1,4 +1,4 @@
-"""Methods that train parts of a network: one round of each in NumPy, and rejected configurations."""
+"""Training of parts of a network: a round of each method in NumPy, and rejected configurations."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def train_one_step(weights: Weights, x: np.ndarray, y: np.ndarray, class_mask: n
 def compute_round(
     server: Weights, population: Population, units: dict[int, np.ndarray], *, masked: bool
 ) -> tuple[Weights, int, int]:
-    """Compute the server's tensors after a round in which each client trains its units, and the bytes down and up."""
+    """Compute the server's tensors after a round with the given units of each client, and the bytes down and up."""
     totals = {name: np.zeros_like(value) for name, value in server.items()}
     counts = {name: np.zeros_like(value) for name, value in server.items()}
     down = up = 0
@@ -146,7 +146,7 @@ def test_the_draw_depends_only_on_seed_round_and_client(tiny: Tiny) -> None:
 
 
 def test_a_share_of_1_equals_fedavg(tiny: Tiny) -> None:
-    """Compare all tensors but the entries that describe the sampling."""
+    """Compare all tensors except the entries about sampling."""
     profile = ["data.profile={capability: {values: [1]}}", "train.rounds=2"]
     for method in ("feddrop", "fedrolex"):
         own = ["method.masked=false"] if method == "fedrolex" else []

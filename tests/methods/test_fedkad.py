@@ -84,7 +84,7 @@ def make_step(method: Method, model: nn.Module, state: State | None = None, labe
 
 
 def make_state(counts: list[float], size: int = SIZE) -> State:
-    """Return a state that has means of all classes with a count above 0."""
+    """Return a state with means of all classes with a count above 0."""
     means = torch.randn(CLASSES, size, generator=torch.Generator().manual_seed(9))
     return State(0, {"global": {MEANS: means, COUNTS: torch.tensor(counts)}})
 
@@ -201,7 +201,7 @@ def test_the_server_takes_the_mean_of_each_class_over_its_holders(rule: str | No
 
 @dataclass(frozen=True)
 class PlainMedian(CollectingRule):
-    """A user's rule that ignores weights."""
+    """A user's rule without weights."""
 
     def combine(self, group: Group) -> np.ndarray:
         return np.median(group.matrix(), axis=0)

@@ -198,7 +198,7 @@ def train_one_round(config: Config) -> tuple[dict[str, list[int]], dict[str, dic
 
 
 def test_steps_of_fedstar_and_of_its_baselines(tiny: Tiny) -> None:
-    """Batches of 8: half are unlabelled clips, which determine the steps. The supervised baseline takes 8 labelled clips."""
+    """Half of a batch of 8 is unlabelled and determines the steps. The supervised baseline takes 8 labelled clips."""
     common = ("train.rounds=1", "train.cohort=1.0", "evaluate.server=false", "evaluate.clients=none")
     step_counts = {
         "all": lambda labelled, unlabelled: -(-unlabelled // 4),
@@ -272,7 +272,7 @@ def test_fully_labelled_data_run_and_unusable_settings_are_rejected(tiny: Tiny) 
 
 
 def test_beta_0_equals_the_labelled_loss_under_the_same_plan(tiny: Tiny) -> None:
-    """Check that pseudo-labels have no effect at beta 0, and an effect at another beta."""
+    """Pseudo-labels have no effect at beta 0, and an effect at beta 0.7."""
     common = ("train.rounds=1", "method.mix=added", "evaluate.server=false", "evaluate.clients=none")
     settings = {
         "labels": ("method.beta=0.0",),

@@ -1,4 +1,4 @@
-"""Each method's formulas against closed forms and independent computations, on one client and without the engine."""
+"""Each method's formulas against closed forms and independent computations, for a single client and without the engine."""
 
 from __future__ import annotations
 

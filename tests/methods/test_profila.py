@@ -66,7 +66,7 @@ def test_the_weight_of_the_alignment_follows_its_schedule() -> None:
 
 
 def compute_loss(method: Any, weight: float, pool: list[int] | None = None) -> tuple[float, torch.Tensor, Any]:
-    """Return the loss of a batch, its embeddings and the network, whose own prototype was (1, 0, 0) before."""
+    """Return the loss of a batch, its embeddings and the network. Its own prototype was (1, 0, 0) before."""
     step = make_steps(method, make_networks)[1]
     network: Any = step.models["model"]
     network.own_prototype.copy_(torch.tensor([3.0, 0.0, 0.0]))

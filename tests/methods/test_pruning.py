@@ -45,7 +45,7 @@ def test_a_ramp_of_equal_layers_is_linear() -> None:
 
 
 def test_prunable_layers_of_each_network() -> None:
-    """Check names and units of prunable layers, which exclude normalisation and last layers."""
+    """Normalisation and last layers are not prunable."""
 
     def count_units(model: nn.Module, *kinds: str) -> dict[str, int]:
         return {layer.name: layer.units for layer in find_prunable_layers({"model": model}, (), kinds)}  # type: ignore[arg-type]
@@ -67,7 +67,7 @@ def test_prunable_layers_of_each_network() -> None:
 
 
 def test_masks_prune_the_smallest_filters_and_set_them_to_zero() -> None:
-    """Check that masked units of convolutions and GRUs give exactly 0. Removing them and their readers keeps the function."""
+    """Masked units of convolutions and GRUs give exactly 0. Removing them and their readers keeps the function."""
     model = make_network("crnn", filters=(6, 8), hidden=10, dropout=0.0).eval()
     layers = find_prunable_layers({"model": model}, (), ("convolution", "recurrent"))
     tensors = {f"model/{name}": value for name, value in model.state_dict().items()}

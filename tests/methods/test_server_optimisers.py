@@ -159,7 +159,7 @@ def test_buffers_are_averaged(method: ServerOptimiser) -> None:
 
 
 class Tied(nn.Module):
-    """Network with two layers that share one weight."""
+    """Network with two layers of a shared weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ def test_both_names_of_a_tied_weight_stay_equal(method: ServerOptimiser) -> None
 
 @pytest.mark.parametrize("method", ALL, ids=lambda method: type(method).__name__)
 def test_a_round_without_updates_leaves_the_state_unchanged(method: ServerOptimiser) -> None:
-    """Check that momentum has no effect and that Adam's step count stays."""
+    """Momentum has no effect, and Adam's step count stays."""
     states, _ = simulate_rounds(method)
     after, report = method.aggregate(states[-1], iter(()), RNG(0))
     assert report == {}

@@ -57,7 +57,7 @@ def make_fedavg_config(tiny: Tiny, folder: Path, *overrides: str, method: str = 
 
 @pytest.mark.parametrize("rule", ["uniform_mean", "weighted_mean"])
 def test_harmonys_audio_network_equals_fedavg_over_all_clients(tiny: Tiny, folder: Path, rule: str) -> None:
-    """Compare bit for bit, with and without clients that lack video."""
+    """Compare bit for bit, with and without clients lacking video."""
     same_for = ["train.rounds=2", "train.cohort=4", "train.optimiser.clip_norm=0.5", f"method.rule={rule}"]
     reference = select_audio(train_federation(make_fedavg_config(tiny, folder, *same_for)), "model")
     for share in (0.0, 0.5):
@@ -101,7 +101,7 @@ def test_the_first_phase_equals_multifl_and_the_teacher_is_frozen(tiny: Tiny, fo
 
 
 def test_without_distillation_the_student_equals_fedavg_from_the_first_phase(tiny: Tiny, folder: Path) -> None:
-    """Compare bit for bit over the clients that have all views."""
+    """Compare bit for bit over the clients with all views."""
     plain = ["train.rounds=3", "method.rule=uniform_mean", "evaluate.every=9"]
     config = federation(tiny, folder, "modality_mirror", *MIRROR, "data.missing={video: 0.5}", "method.kd_weight=0.0")
     server = start_server(config)
@@ -157,7 +157,7 @@ def test_the_divergence_follows_the_paper(tiny: Tiny, folder: Path) -> None:
 
 
 def test_the_teacher_is_sent_once_to_each_client(tiny: Tiny, folder: Path) -> None:
-    """Compare with the bytes of the tensors, also in a run that is resumed in the second phase."""
+    """Compare with the bytes of the tensors, also after resuming in the second phase."""
     config = federation(tiny, folder, "modality_mirror", *MIRROR, "train.rounds=5", "data.missing={video: 0.5}")
     down = []
     for rounds in (3, 5):
@@ -193,7 +193,7 @@ def test_a_round_without_one_kind_of_client_keeps_its_networks(tiny: Tiny, folde
 def test_a_second_phase_without_clients_with_all_views_is_rejected_before_the_first_round(
     leaves_none: str, tiny: Tiny, folder: Path
 ) -> None:
-    """Check a population and a cohort without clients that have all views."""
+    """Check a population and a cohort where every client lacks a view."""
     settings = [leaves_none]
     if "ids" in leaves_none:
         config = federation(tiny, folder, "multifl", "data.missing={video: 0.5}", "run.name=some")
@@ -252,7 +252,7 @@ def test_the_fusion_predicts_clips_with_both_views_and_the_student_the_rest(
 
 
 def test_clients_with_similar_bias_are_grouped() -> None:
-    """Group clients whose audio or whose video has moved. Each view is scaled by its own maximum."""
+    """Group clients by the moved view, audio or video. Each view is scaled by its own maximum."""
     biases = np.array([[1e-6, 0.9], [9e-6, 0.1], [1.2e-6, 1.0], [8e-6, 0.05]])
     assert cluster_biases(biases, 2, 0) == [0, 1, 0, 1]
     assert cluster_biases(biases, 1, 0) == [0] * 4
@@ -265,7 +265,7 @@ def test_clients_with_similar_bias_are_grouped() -> None:
 
 
 def test_each_group_of_harmony_has_a_classifier_and_encoders_are_frozen(tiny: Tiny, folder: Path) -> None:
-    """Check one group: its classifier is the mean over all clients, equal to the global classifier."""
+    """The classifier of a single group is the mean over all clients, equal to the global classifier."""
     settings = [
         "train.rounds=3",
         "train.phases.unimodal.rounds=1",
