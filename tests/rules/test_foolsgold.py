@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rule_cases import call, make_row_updates, vector
+from rule_cases import call, get_vector, make_row_updates
 
 from raydfl.core.errors import RaydflError
 from raydfl.core.types import Update
@@ -66,18 +66,18 @@ def test_sybils_are_excluded_and_dissimilar_clients_give_the_weighted_mean_to_th
     directions = np.eye(6, 40, dtype=np.float32)
     weights = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     result = call(FoolsGold(), directions, weights, np.zeros(40))
-    np.testing.assert_array_equal(vector(result), vector(call(WeightedMean(), directions, weights)))
+    np.testing.assert_array_equal(get_vector(result), get_vector(call(WeightedMean(), directions, weights)))
     sybils = directions.copy()
     sybils[4] = sybils[5]
     result = call(FoolsGold(), sybils, weights, np.zeros(40))
     assert result.influence is not None
     assert result.influence.tolist() == [1, 1, 1, 1, 0, 0]
-    np.testing.assert_array_equal(vector(result), vector(call(WeightedMean(), sybils[:4], weights[:4])))
+    np.testing.assert_array_equal(get_vector(result), get_vector(call(WeightedMean(), sybils[:4], weights[:4])))
 
 
 def test_with_identical_clients_the_server_keeps_its_model() -> None:
     result = call(FoolsGold(), np.ones((4, 5)), None, np.full(5, 7.0))
-    assert vector(result).tolist() == [7.0] * 5
+    assert get_vector(result).tolist() == [7.0] * 5
     assert result.metrics()["rule/left_out"].value == 1  # type: ignore[union-attr]
 
 

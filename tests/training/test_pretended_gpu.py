@@ -69,7 +69,9 @@ def test_the_simulated_gpu_raises_the_errors_of_a_gpu() -> None:
     assert not torch.cuda.is_available() or torch.cuda.get_device_name() != "pretended"
 
 
-@pytest.mark.parametrize(("training", "gradients", "torchs"), [(True, True, 1), (False, False, 1), (False, True, 0)])
+@pytest.mark.parametrize(
+    ("training", "gradients", "cudnn_calls"), [(True, True, 1), (False, False, 1), (False, True, 0)]
+)
 def test_cudnn_is_not_used_where_it_cannot_compute_gradients(
     training: bool, gradients: bool, cudnn_calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

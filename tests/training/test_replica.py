@@ -181,7 +181,7 @@ CHANGES: dict[str, Callable[[nn.Linear, dict[str, nn.Module]], object]] = {
 }
 
 
-@pytest.mark.parametrize("what", ["nothing", *CHANGES])
+@pytest.mark.parametrize("change", ["nothing", *CHANGES])
 @pytest.mark.parametrize("make", [make_networks, make_tied_networks])
 def test_any_change_of_a_network_is_detected(change: str, make: Callable[[], dict[str, nn.Module]]) -> None:
     models = make()
