@@ -149,7 +149,7 @@ class Clients(OnDemand[Client]):
             value = self._read_profile(int(missing[0])).get(column)
             raise ConfigError(
                 f"models.{model}.choices: no architecture for client {self._population.ids[int(missing[0])]!r}, whose {column} is "
-                f"{value!r}; {nearest(format_value(value), keys)}"
+                f"{value!r}. {nearest(format_value(value), keys)}"
             )
         return _shrink(places)
 

@@ -333,15 +333,18 @@ def test_what_is_there_is_told_even_if_it_cannot_be_divided(raydfl: Raydfl, trai
         ),
         ("data.partition={by: group, column: speaker}", "data.partition: the recordings have no column 'speaker'"),
         ("data.split.test={by: fold, values: [1]}", "data.split.test: the recordings have no column 'fold'"),
-        ("data.split.test={by: split}", "no clip has 'test' in column 'split' .the column is empty."),
-        ("data.split.test={by: group, values: [carl]}", "no clip has 'carl' in column 'group' .known: anna, bert."),
+        ("data.split.test={by: split}", "no clip has 'test' in column 'split'. The column is empty."),
+        (
+            "data.split.test={by: group, values: [carl]}",
+            "no clip has 'carl' in column 'group'. Choose one of anna, bert.",
+        ),
         (
             "data.split.test={by: label, values: [left]}",
             "no client has a clip of label 'left': of its 12 clips 12 can be read, 12 are in the test",
         ),
         (
             "data.corrupt.labels={rate: 0.5, clients: [ana]}",
-            "data.corrupt: unknown client 'ana'; did you mean 'anna'?",
+            "data.corrupt: unknown client 'ana'. Did you mean 'anna'?",
         ),
         (
             "data.corrupt.labels={rate: 0.5, clients: 3}",

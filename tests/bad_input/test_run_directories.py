@@ -379,7 +379,7 @@ def test_another_configuration_is_not_mixed_into_a_run(raydfl: Raydfl, tiny: Tin
     assert "data.takes" in said.err
     assert "train.rounds" not in said.err  # may differ
     raydfl("resume", outcome.run_dir, "run.seed=2").refuses("run.seed: 1 there, 2 here")
-    raydfl("resume", outcome.run_dir, "train.ronds=2").refuses("train: unknown key 'ronds'; did you mean 'rounds'")
+    raydfl("resume", outcome.run_dir, "train.ronds=2").refuses("train: unknown key 'ronds'. Did you mean 'rounds'")
     assert before == {path: path.read_bytes() for path in outcome.run_dir.rglob("*") if path.is_file()}
 
 

@@ -201,7 +201,7 @@ _NORM = "encoder.layers.1.layer_norm.weight"
         ),
         (_piped("model.safetensors"), "has no model.safetensors"),
         (_indexed("x.bin"), "index.json names x.bin, and reading it could run code"),
-        (_settings("config.json", model_type="hubort"), "'hubort'; did you mean 'hubert'"),
+        (_settings("config.json", model_type="hubort"), "'hubort'. Did you mean 'hubert'"),
         (_without("preprocessor_config.json"), "preprocessor_config.json cannot be read (No such file"),
         (_without("model.safetensors"), "has no model.safetensors. Copy it"),
         (_pickled, "pytorch_model.bin only, and reading a pickle can run code"),

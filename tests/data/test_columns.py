@@ -56,7 +56,7 @@ def test_a_column_that_is_not_there_is_refused_before_a_clip_is_read(
     made: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("raydfl.data.build.prepare", None)
-    with pytest.raises(DataError, match="no column 'takes'; did you mean 'take'"):
+    with pytest.raises(DataError, match="no column 'takes'. Did you mean 'take'"):
         build_population(made(columns=["takes"]), 1)
 
 

@@ -140,7 +140,9 @@ def test_the_owner_of_a_clip_is_asked_for_where_several_columns_may_name_it(rayd
         assert f"8 clips of 2 classes and {count} clients" in said.out
         groups = Manifest(file=out).manifest().column("group")
         assert len(set(groups.to_pylist()) - {None}) == count
-    raydfl(*command, tmp_path / "1.csv", "--client", "sex").refuses(r"no clip has a field 'sex' \(--client\); known: ")
+    raydfl(*command, tmp_path / "1.csv", "--client", "sex").refuses(
+        r"no clip has a field 'sex' \(--client\). Choose one of "
+    )
 
 
 def test_what_cannot_be_imported_is_named(raydfl: Raydfl, tmp_path: Path) -> None:
@@ -150,11 +152,11 @@ def test_what_cannot_be_imported_is_named(raydfl: Raydfl, tmp_path: Path) -> Non
     def run(kind: str = "huggingface", source: str = "rows.parquet", out: str = "list.csv", *options: str) -> Any:
         return raydfl("data", "import", kind, tmp_path / source, "--out", tmp_path / out, *options)
 
-    run("webdatset").refuses(r"unknown format 'webdatset'; did you mean 'webdataset'\?")
+    run("webdatset").refuses(r"unknown format 'webdatset'. Did you mean 'webdataset'\?")
     run(out="list.txt").refuses(r"list\.txt: the name must end in \.csv or \.parquet")
     run(out="there.csv").refuses(r"there\.csv: the file exists already")
     run(source="none").refuses(r"the root .*none does not exist")
-    run().refuses(r"no clip has a field 'label' \(label_column\); known: word")
+    run().refuses(r"no clip has a field 'label' \(label_column\). Choose one of word")
     run("huggingface", "rows.parquet", "list.csv", "labels=word").refuses(r"unknown key 'labels' for HuggingFace")
     assert run("huggingface", "rows.parquet", "list.csv", "label_column=word").code == 0
     assert (tmp_path / "list.csv").is_file()

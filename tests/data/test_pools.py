@@ -160,7 +160,7 @@ def test_clients_hold_out_of_every_pool_that_has_labels(made: Make) -> None:
         ),
         (
             {"pools": {"a": {"column": "tak", "values": [1]}}},
-            "data.pools.a: the recordings have no column 'tak'; did you mean 'take'",
+            "data.pools.a: the recordings have no column 'tak'. Did you mean 'take'",
         ),
         (
             {"pools": {"a": {"column": "take", "values": [9]}}},

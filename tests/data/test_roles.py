@@ -123,7 +123,7 @@ def test_a_label_that_only_tests_have_is_kept_if_that_is_wanted(made: Make) -> N
         ({"client_test": {"by": "take", "values": [9]}}, "data.split.client_test: no remaining clip has '9' in"),
         (
             {"validation": {"by": "tak", "values": [1]}},
-            "data.split.validation: the recordings have no column 'tak'; did you mean 'take'",
+            "data.split.validation: the recordings have no column 'tak'. Did you mean 'take'",
         ),
         ({"client_test": {"by": "take", "values": [1, 2, 3, 4]}}, "holds out all 96 clips and leaves none to train on"),
         ({"client_test": {"by": "group", "values": ["g0"]}}, "client 'g0' would hold out all its 16 clips"),

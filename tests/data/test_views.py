@@ -236,14 +236,14 @@ def test_what_does_not_fit_is_refused(tiny: Tiny, folder: Path) -> None:
     refused("unknown view 'film'. Choose one of data.views", "models.eye.view=film")
     refused("no model reads the view 'picture'", "models={eye: {name: crnn_tiny}}")
     refused("cnn_small reads images, but the data are features", "models={eye: cnn_small}")
-    refused("no column 'fram'; did you mean 'frame'", error=DataError, view=f"{{column: fram, {image}}}")
+    refused("no column 'fram'. Did you mean 'frame'", error=DataError, view=f"{{column: fram, {image}}}")
     refused("unknown key 'colum'", view=f"{{colum: frame, {image}}}")
     refused(
         "8 rows and 9 columns, not 8 and 8", error=DataError, view="{column: frame, features: {kind: image, size: 8}}"
     )
     place = r"^data\.views\.picture"
     for features, says in {
-        "{kind: imag}": r"\.features\.kind is 'imag'; did you mean 'image'",
+        "{kind: imag}": r"\.features\.kind is 'imag'. Did you mean 'image'",
         "{kind: image, size: many}": r"\.features\.size.*: Input should be ",
         "{kind: image, size: 8, bands: 4}": r"\.features: 'bands' is a setting of the kind .*data\.views\.picture\.features='",
         "5": r"\.features is 5. It must be a group",

@@ -98,7 +98,7 @@ def test_failed_tracker_warns_once_and_the_run_continues(tiny: Tiny, capsys: pyt
 
 
 def test_unknown_tracker_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="unknown tracker 'tensorbord'; did you mean 'tensorboard'"):
+    with pytest.raises(ConfigError, match="unknown tracker 'tensorbord'. Did you mean 'tensorboard'"):
         make_tracker(TrackSettings(mlflow=False, also=["tensorbord"]), tmp_path, tmp_path)
     with pytest.raises(ConfigError, match=r"tracker '.*:MlflowTracker' is not a subclass of raydfl.FilesTracker"):
         make_tracker(TrackSettings(also=[f"{MlflowTracker.__module__}:MlflowTracker"]), tmp_path, tmp_path)

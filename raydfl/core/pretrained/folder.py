@@ -196,7 +196,7 @@ def _read(folder: Path, _stamp: tuple[tuple[str, int], ...]) -> EncoderFolder:
     about = _read_json(folder, _ABOUT)
     kind = str(about.get("model_type"))
     if kind not in FAMILIES:
-        raise ConfigError(f"{folder} holds a model of the unsupported type {kind!r}; {nearest(kind, FAMILIES)}")
+        raise ConfigError(f"{folder} holds a model of the unsupported type {kind!r}. {nearest(kind, FAMILIES)}")
     front_end = _read_json(folder, _FRONT_END)
     _weight_files(folder)
     if importlib.util.find_spec("transformers") is None:

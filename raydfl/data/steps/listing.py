@@ -112,7 +112,7 @@ class Assignment:
         key = name if name in STANDARD else f"column:{name}"
         if key not in self.clips.schema.names:
             known = [*STANDARD, *(key[7:] for key in self.clips.schema.names if key.startswith("column:"))]
-            raise DataError(f"{where}: the recordings have no column {name!r}; {nearest(name, known)}")
+            raise DataError(f"{where}: the recordings have no column {name!r}. {nearest(name, known)}")
         return self.clips.column(key)
 
     def texts(self, name: str, where: str) -> np.ndarray:

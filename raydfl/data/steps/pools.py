@@ -149,7 +149,7 @@ def _select_by_column(tables: Assignment, pools: Mapping[str, PoolSettings]) -> 
         for value in settings.values:
             if str(value) not in present:
                 raise DataError(
-                    f"data.pools.{name}: no training clip has {str(value)!r} in column {settings.column!r}; "
+                    f"data.pools.{name}: no training clip has {str(value)!r} in column {settings.column!r}. "
                     f"{nearest(str(value), present)}"
                 )
         chosen = np.flatnonzero(np.isin(texts, [str(value) for value in settings.values]))

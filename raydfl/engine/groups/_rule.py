@@ -171,7 +171,7 @@ def find_group_rule(setting: str | Mapping[str, Any]) -> GroupRule | None:
     known = [*registry.names("raydfl.engine.groups"), "none"]
     if name not in known[:-1]:
         raise ConfigError(
-            f"{_WHERE}: unknown rule {setting!r:.80}. Choose one of {', '.join(known)}, or write {{name: RULE, OPTION: VALUE}}; "
+            f"{_WHERE}: unknown rule {setting!r:.80}. Choose one of {', '.join(known)}, or write {{name: RULE, OPTION: VALUE}}. "
             f"{nearest(str(name), known)}"
         )
     cls = registry.find("raydfl.engine.groups", name, GroupRule, "rule of train.groups")  # type: ignore[type-abstract]

@@ -89,7 +89,7 @@ class Hdbscan(DiscoveryRule):
         selected = [name for name in names if plain_name(name).startswith(self.layers)]
         if not selected:
             raise ConfigError(
-                f"train.groups.layers: no tensor's name begins with {' or '.join(self.layers)}; {nearest(self.layers[0], names)}"
+                f"train.groups.layers: no tensor's name begins with {' or '.join(self.layers)}. {nearest(self.layers[0], names)}"
             )
         return selected
 

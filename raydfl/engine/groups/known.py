@@ -36,7 +36,7 @@ class Known(GroupRule):
         """Reject an unknown column, and a group without training clients."""
         if any(self.by not in client.profile for client in clients):
             raise ConfigError(
-                f"train.groups.by: the clients' profiles have no column {self.by!r}; {nearest(self.by, clients[0].profile)} Add it "
+                f"train.groups.by: the clients' profiles have no column {self.by!r}. {nearest(self.by, clients[0].profile)} Add it "
                 f"with data.profile, or use 'part' with data.parts"
             )
         groups = dict.fromkeys(str(client.profile[self.by]) for client in clients)

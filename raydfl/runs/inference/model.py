@@ -226,7 +226,7 @@ class _Run:
             )
         if model is None:
             raise InputError(f"this run has several shared models. Choose one with --model: {', '.join(shared)}.")
-        raise InputError(f"this run has no model {model!r}; {nearest(model, [*shared, *self.config.parts.models])}")
+        raise InputError(f"this run has no model {model!r}. {nearest(model, [*shared, *self.config.parts.models])}")
 
     def _check_reads_data(self, model: str | None) -> None:
         """Reject a fusion model, because it reads outputs of models instead of data."""
@@ -286,7 +286,7 @@ class _Run:
             ]
             model = (private or list(networks))[0]
         if model not in networks:
-            raise InputError(f"client {client_id!r} has no model {model!r}; {nearest(model, networks)}")
+            raise InputError(f"client {client_id!r} has no model {model!r}. {nearest(model, networks)}")
         if any(tensor in absent for tensor in _name_tensors(networks, model)):
             raise InputError(
                 f"client {client_id!r} has no model {model!r} yet, because it took part in none of the "

@@ -54,7 +54,7 @@ def test_labels_that_are_numbers_become_text() -> None:
         ([row("a"), row("b", label="")], r"here: row 2 \(clip 'b'\) has no label\. Rows without label: 1\."),
         ([row("a"), row("")], r"row 2 \(clip ''\) has no clip"),
         ([row("a"), row("b"), row("a")], r"1 clips are named more than once, the first 'a'"),
-        ([row("a", split="tset")], r"unknown split 'tset'; did you mean 'test'\?"),
+        ([row("a", split="tset")], r"unknown split 'tset'. Did you mean 'test'\?"),
         (
             [row("a", split="test"), row("b", split=None)],
             r"row 2 \(clip 'b'\) has no split\. Rows without split: 1 of 2\.",

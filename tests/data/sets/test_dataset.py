@@ -26,12 +26,12 @@ def test_every_set_says_what_it_is(name: str) -> None:
 
 
 def test_an_unknown_set_names_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="unknown data set 'fsddd'; did you mean 'fsdd'"):
+    with pytest.raises(ConfigError, match="unknown data set 'fsddd'. Did you mean 'fsdd'"):
         find_dataset("fsddd")
 
 
 def test_an_unknown_option_names_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"data: unknown key 'test_take' for FSDD; did you mean 'test_takes'\?"):
+    with pytest.raises(ConfigError, match=r"data: unknown key 'test_take' for FSDD. Did you mean 'test_takes'\?"):
         build(find_dataset("fsdd"), {"root": "x", "test_take": 3}, "data")
 
 

@@ -94,7 +94,7 @@ def test_a_rate_given_to_fit_equals_the_same_configured_rate() -> None:
     [
         (-0.1, "not negative"),
         (float("nan"), "finite and not negative"),
-        ({"modle": 0.1}, "no model 'modle' is trained here; did you mean 'model'"),
+        ({"modle": 0.1}, "no model 'modle' is trained here. Did you mean 'model'"),
         ("fast", "finite and not negative"),
     ],
 )
