@@ -67,11 +67,11 @@ def send_updates(
 def test_statistics_of_known_updates_equal_numpy(elements: int) -> None:
     """The reference is NumPy without blocks. A large common offset must not reduce the precision."""
     rows, direction = draw_changes(5, elements, offset=1000.0), np.random.default_rng(1).normal(size=elements)
-    seen = make_known(rows, 999.0)
+    known = make_known(rows, 999.0)
     wide = rows.astype(np.float64)
-    np.testing.assert_allclose(seen.mean, wide.mean(axis=0) - 999, rtol=1e-10)
-    np.testing.assert_allclose(seen.deviation, wide.std(axis=0), rtol=1e-10, atol=1e-12)
-    gram, along = seen.products(direction)
+    np.testing.assert_allclose(known.mean, wide.mean(axis=0) - 999, rtol=1e-10)
+    np.testing.assert_allclose(known.deviation, wide.std(axis=0), rtol=1e-10, atol=1e-12)
+    gram, along = known.products(direction)
     centred = wide - wide.mean(axis=0)
     np.testing.assert_allclose(gram, centred @ centred.T, rtol=1e-9, atol=1e-9)
     np.testing.assert_allclose(along, centred @ direction, rtol=1e-9, atol=1e-9)

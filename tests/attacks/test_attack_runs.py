@@ -93,11 +93,9 @@ def test_an_attack_changes_the_result_only_with_attackers(tiny: Tiny, name: str)
     assert_same_bits(honest, train_federation(tiny(*shape, make_attack(name, "0"), "run.name=none")))
     config = tiny(*shape, make_attack(name), "run.name=attacked")
     assert differ(honest, train_federation(config))
-    recorded = read_rows_of(config, "attacked")
-    assert [row["value"] for row in recorded if row["metric"] == "attackers"] == [3.0, 3.0]
-    attackers = [
-        {row["client"] for row in recorded if row["metric"] == "attacker" and row["round"] == r} for r in (1, 2)
-    ]
+    rows = read_rows_of(config, "attacked")
+    assert [row["value"] for row in rows if row["metric"] == "attackers"] == [3.0, 3.0]
+    attackers = [{row["client"] for row in rows if row["metric"] == "attacker" and row["round"] == r} for r in (1, 2)]
     assert len(attackers[0]) == 3
     assert attackers[0] == attackers[1]
 
@@ -123,7 +121,7 @@ VARIANTS = ("min_max", "gaussian_noise", "backdoor", "free_rider")
 @pytest.mark.parametrize("name", VARIANTS)
 def test_the_order_of_work_and_a_restart_do_not_change_the_bits(tiny: Tiny, name: str) -> None:
     shape = ("train.cohort=1.0", make_attack(name, more=", draw: round"))
-    undisturbed = known(tiny(*shape))
+    reference = known(tiny(*shape))
 
     config = tiny(*shape, "run.name=shuffled")
     run_dir = create(config, Progress("quiet"))
@@ -132,13 +130,13 @@ def test_the_order_of_work_and_a_restart_do_not_change_the_bits(tiny: Tiny, name
     while federation.state.round_index < config.train.rounds:
         federation.round()
     federation.close()
-    assert_same_bits(undisturbed, read_tensors(run_dir))
+    assert_same_bits(reference, read_tensors(run_dir))
 
     config = tiny(*shape, "run.name=stopped")
     server = start_server(config)
     server.round()
     server.close()
-    assert_same_bits(undisturbed, train_federation(config))
+    assert_same_bits(reference, train_federation(config))
 
 
 @pytest.mark.slow
@@ -239,11 +237,11 @@ def test_only_cohorts_with_attackers_are_attacked(tiny: Tiny) -> None:
     """One of six clients attacks, and a cohort has three clients. The attacker has no effect outside its cohorts."""
     config = tiny("attack={name: scaling, clients: [s0], boost: 100}", "run.name=seldom", "train.rounds=6")
     train_federation(config)
-    taken = {
+    cohorts = {
         row["round"] for row in read_rows_of(config, "seldom") if row["client"] == "s0" and row["split"] == "train"
     }
-    assert 0 < len(taken) < 6
-    assert {r for r, ids in list_attackers(config, "seldom").items() if ids} == taken
+    assert 0 < len(cohorts) < 6
+    assert {r for r, ids in list_attackers(config, "seldom").items() if ids} == cohorts
 
 
 # -- effects of single attacks ---------------------------------------------------------------------------------------
@@ -280,8 +278,8 @@ def test_replay_repeats_the_training_of_an_attacker(tiny: Tiny) -> None:
     config = tiny("train.cohort=1.0", "attack={name: label_flip, clients: [s2]}", "run.name=replayed")
     train_federation(config)
     again = replay(Path(config.run.dir) / "replayed", 3, "s2")
-    recorded = [row for row in read_rows_of(config, "replayed") if (row["round"], row["client"]) == (3, "s2")]
-    loss = next(row["value"] for row in recorded if row["metric"] == "loss" and row["split"] == "train")
+    rows = [row for row in read_rows_of(config, "replayed") if (row["round"], row["client"]) == (3, "s2")]
+    loss = next(row["value"] for row in rows if row["metric"] == "loss" and row["split"] == "train")
     assert again.metrics["loss"] == pytest.approx(loss, rel=1e-6)
 
 
@@ -312,21 +310,21 @@ def test_the_recorded_success_rate_equals_the_model_by_hand(tiny: Tiny) -> None:
     model.load_state_dict({name.partition("/")[2]: t for name, t in final_state(run_dir).tensors["global"].items()})
     model.eval()
     with torch.no_grad():
-        taken = model(copies.batch(np.arange(len(copies))).x, None).argmax(dim=1)
-    found = [row for row in read_rows_of(config, "hand") if row["split"] == "triggered"]
-    assert {row["metric"] for row in found} == {"model/attack_success"}
-    assert [row["round"] for row in found] == [1, 2, 3, 4]  # evaluated after every round
-    assert found[-1]["value"] == pytest.approx(float((taken == 2).float().mean()))
-    assert found[-1]["count"] == 24
+        predictions = model(copies.batch(np.arange(len(copies))).x, None).argmax(dim=1)
+    rows = [row for row in read_rows_of(config, "hand") if row["split"] == "triggered"]
+    assert {row["metric"] for row in rows} == {"model/attack_success"}
+    assert [row["round"] for row in rows] == [1, 2, 3, 4]  # evaluated after every round
+    assert rows[-1]["value"] == pytest.approx(float((predictions == 2).float().mean()))
+    assert rows[-1]["count"] == 24
 
 
 def test_the_success_rate_is_also_measured_for_private_models(tiny: Tiny) -> None:
     config = tiny("attack={name: backdoor, target: tone2, hz: 900}", "run.name=both", method="fedmlac")
     train_federation(config)
-    found = [row for row in read_rows_of(config, "both") if row["split"] == "triggered" and row["round"] == 3]
-    assert {row["metric"] for row in found if not row["client"]} >= {"plugin/attack_success", "local/attack_success"}
-    assert sum(row["metric"] == "local/attack_success" for row in found if row["client"]) == 3
-    assert {row["count"] for row in found if row["client"]} == {10.0}  # evaluate.client_test_clips
+    rows = [row for row in read_rows_of(config, "both") if row["split"] == "triggered" and row["round"] == 3]
+    assert {row["metric"] for row in rows if not row["client"]} >= {"plugin/attack_success", "local/attack_success"}
+    assert sum(row["metric"] == "local/attack_success" for row in rows if row["client"]) == 3
+    assert {row["count"] for row in rows if row["client"]} == {10.0}  # evaluate.client_test_clips
 
 
 def test_the_effect_of_the_trigger_is_measured_without_attackers(tiny: Tiny) -> None:

@@ -213,12 +213,12 @@ def test_a_copied_model_has_the_architecture_and_initial_weights_of_the_original
     ditto, fedavg = (tiny(objective, method=name) for name in ("ditto", "fedavg"))
     assert ditto.parts.models["personal"] == ditto.parts.models["model"] == fedavg.parts.models["model"]
     specs = [ModelSpec(name, "mlp", BANDS, CLASSES, outputs=8) for name in ("model", "personal")]
-    built, plain = (build_models(c.parts.method, specs[:n], 1) for c, n in ((ditto, 2), (fedavg, 1)))
-    assert [*built] == ["model", "personal"]
+    networks, plain = (build_models(c.parts.method, specs[:n], 1) for c, n in ((ditto, 2), (fedavg, 1)))
+    assert [*networks] == ["model", "personal"]
     for name, value in plain["model"].state_dict().items():
-        for model in built.values():
+        for model in networks.values():
             assert torch.equal(model.state_dict()[name], value), name
-    assert built["personal"].output.weight.data_ptr() != built["model"].output.weight.data_ptr()
+    assert networks["personal"].output.weight.data_ptr() != networks["model"].output.weight.data_ptr()
     assert tiny("models.personal={name: crnn_tiny, hidden: 8, filters: [4]}", method="ditto").digest()
     with pytest.raises(
         ConfigError,

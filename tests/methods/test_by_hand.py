@@ -84,8 +84,8 @@ CLIENT = Client("anna", 0, 1)
 def make_initial_state(method: Method, network: Callable[[], nn.Module] = Number) -> State:
     """Return the initial state of a federation of two clients."""
     object.__setattr__(method, "objective", Halves())
-    built = {name: network() for name in method.models}
-    return method.init([CLIENT, CLIENT], [built], np.random.default_rng(0))
+    networks = {name: network() for name in method.models}
+    return method.init([CLIENT, CLIENT], [networks], np.random.default_rng(0))
 
 
 def train(
@@ -254,5 +254,5 @@ def test_feddc_equals_fedapta_without_pruning_and_groups(tiny: Tiny) -> None:
     b = train_federation(tiny(*common, "method.ratio=0.0", "method.tasks=none", "run.name=b", method="fedapta"))
     names = [name for name in a if name.startswith("server global ")]
     for name in names:
-        one, other = (np.frombuffer(each[name], np.float32) for each in (a, b))
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+        feddc, fedapta = (np.frombuffer(tensors[name], np.float32) for tensors in (a, b))
+        np.testing.assert_allclose(feddc, fedapta, rtol=1e-4, atol=1e-6)

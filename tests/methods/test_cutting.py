@@ -141,18 +141,20 @@ def test_the_draw_depends_only_on_seed_round_and_client(tiny: Tiny) -> None:
 
     first = chosen("anna", 3, 1)
     assert first == chosen("anna", 3, 1) == sorted(set(first))
-    others = [chosen("bert", 3, 1), chosen("anna", 4, 1), chosen("anna", 3, 2), chosen("anna", 3, 1, "gru")]
-    assert all(first != other for other in others)
+    draws = [chosen("bert", 3, 1), chosen("anna", 4, 1), chosen("anna", 3, 2), chosen("anna", 3, 1, "gru")]
+    assert all(first != draw for draw in draws)
 
 
 def test_a_share_of_1_equals_fedavg(tiny: Tiny) -> None:
     """Compare all tensors except the entries about sampling."""
     profile = ["data.profile={capability: {values: [1]}}", "train.rounds=2"]
     for method in ("feddrop", "fedrolex"):
-        own = ["method.masked=false"] if method == "fedrolex" else []
-        found = train_federation(tiny(*profile, *own, "method.share=capability", f"run.name={method}", method=method))
+        options = ["method.masked=false"] if method == "fedrolex" else []
+        tensors = train_federation(
+            tiny(*profile, *options, "method.share=capability", f"run.name={method}", method=method)
+        )
         expected = known(tiny("train.rounds=2"))
-        assert_same_bits({**found, "extra": b""}, {**expected, "extra": b""})
+        assert_same_bits({**tensors, "extra": b""}, {**expected, "extra": b""})
 
 
 PROFILE = "data.profile={capability: {values: [%s]}}"

@@ -150,9 +150,9 @@ def test_two_rounds_with_two_clusters_follow_the_equations(drift: Any, tasks: di
     zero = {name: np.zeros_like(value) for name, value in first.items()}
     models, controls = [first] * 2, [zero] * 2  # the groups of even and odd clients
     h, g_i = [dict(zero) for _ in CLIENTS], [dict(zero) for _ in CLIENTS]
-    kept: list[dict[str, torch.Tensor]] = [{} for _ in CLIENTS]
+    drifts: list[dict[str, torch.Tensor]] = [{} for _ in CLIENTS]
     for round_index in range(2):
-        state, updates, report = train_round(method, state, kept)
+        state, updates, report = train_round(method, state, drifts)
         keys = Membership.from_state(state).keys[:2]
         assert Membership.from_state(state).keys == keys * 3
         assert report["tasks/groups"].value == 2
@@ -160,21 +160,24 @@ def test_two_rounds_with_two_clusters_follow_the_equations(drift: Any, tasks: di
         for group in range(2):
             members = [i for i in range(len(CLIENTS)) if i % 2 == group]
             w, g = models[group], controls[group]
-            trained = {}
+            models_by_client = {}
             moves: list[Arrays] = []
             for i in members:
-                own, mask, loss = compute_client_round(w, i, h[i], g_i[i], g, RATIOS[i], drift)
-                trained[i] = own
+                parameters, mask, loss = compute_client_round(w, i, h[i], g_i[i], g, RATIOS[i], drift)
+                models_by_client[i] = parameters
                 assert updates[i].metrics["loss"].value == pytest.approx(loss, rel=1e-4)  # type: ignore[union-attr]
-                sent = updates[i].tensors["mask/model/hidden"].numpy()
-                np.testing.assert_array_equal(sent, mask["hidden.bias"])
+                sent_mask = updates[i].tensors["mask/model/hidden"].numpy()
+                np.testing.assert_array_equal(sent_mask, mask["hidden.bias"])
                 scale = np.mean(SIZES) / SIZES[i]
-                change = {n: -scale * g[n] - (own[n] - w[n]) / (RATE * math.ceil(np.mean(SIZES) / SIZE)) for n in own}
-                h[i] = {n: h[i][n] + value - w[n] for n, value in own.items()}
-                g_i[i] = {n: g_i[i][n] + change[n] for n in own}
-                moves.append({n: change[n] / scale for n in own})
+                change = {
+                    n: -scale * g[n] - (parameters[n] - w[n]) / (RATE * math.ceil(np.mean(SIZES) / SIZE))
+                    for n in parameters
+                }
+                h[i] = {n: h[i][n] + value - w[n] for n, value in parameters.items()}
+                g_i[i] = {n: g_i[i][n] + change[n] for n in parameters}
+                moves.append({n: change[n] / scale for n in parameters})
             n_all = sum(SIZES[i] for i in members)
-            mean = {n: sum(SIZES[i] * trained[i][n] for i in members) / n_all for n in w}
+            mean = {n: sum(SIZES[i] * models_by_client[i][n] for i in members) / n_all for n in w}
             if drift != "off":
                 mean = {n: mean[n] + sum(h[i][n] for i in members) / len(members) for n in w}
             new.append(mean)
@@ -194,7 +197,7 @@ def test_two_rounds_with_two_clusters_follow_the_equations(drift: Any, tasks: di
                         state.tensors[key][f"control/model/{name}"].numpy(), controls[group][name], atol=2e-5, rtol=1e-4
                     )
         assert not [name for entry in state.tensors.values() for name in entry if name.startswith(("drift/", "mask/"))]
-    for i, private in enumerate(kept):  # only the drift is kept
+    for i, private in enumerate(drifts):  # only the drift is kept
         assert {name.partition("/")[0] for name in private} == {
             "full": {"drift", "control"},
             "server": {"drift"},
@@ -252,9 +255,9 @@ def test_the_ratio_comes_from_the_profile_and_masks_from_the_received_model(tiny
         for order, result in zip(orders, federation._send(orders), strict=True):
             assert result.update is not None
             for name, mask in expected.items():
-                own = result.update.tensors[f"mask/{name}"]
+                client_mask = result.update.tensors[f"mask/{name}"]
                 odd = int(order.task.client_id[1:]) % 2
-                assert torch.equal(own, mask if odd else torch.ones_like(mask))
+                assert torch.equal(client_mask, mask if odd else torch.ones_like(mask))
         server.round()
     server.close()
 

@@ -35,12 +35,12 @@ class Reference(nn.Module):
 
     def __init__(self, vector: Tensor) -> None:
         super().__init__()
-        own = SIZES.tensors(vector)
+        tensors = SIZES.tensors(vector)
         self.first = nn.Linear(SIZES.noise + SIZES.classes, SIZES.hidden)
         self.norm = nn.BatchNorm1d(SIZES.hidden)
         self.last = nn.Linear(SIZES.hidden, SIZES.width)
         with torch.no_grad():
-            self.first.weight.copy_(torch.cat([own["of_noise"], own["of_label"].T], dim=1))
+            self.first.weight.copy_(torch.cat([tensors["of_noise"], tensors["of_label"].T], dim=1))
             for tensor, name in [
                 (self.first.bias, "bias"),
                 (self.norm.weight, "scale"),
@@ -50,7 +50,7 @@ class Reference(nn.Module):
                 (self.last.weight, "output"),
                 (self.last.bias, "output_bias"),
             ]:
-                tensor.copy_(own[name])
+                tensor.copy_(tensors[name])
 
     def forward(self, labels: Tensor, noise: Tensor) -> Tensor:
         inputs = torch.cat([noise, F.one_hot(labels, SIZES.classes).to(noise.dtype)], dim=1)

@@ -88,17 +88,17 @@ def test_fedlps_masks_inputs_filters_scales_and_heads() -> None:
 def test_fedlps_prunes_after_the_first_training_and_returns_pruned_entries_unchanged() -> None:
     method = FedLPS()
     state = method.init(CLIENTS, [{"model": make_network(hidden=10)}], RNG)
-    kept: dict[str, torch.Tensor] = {}
-    first = method.local(make_step(method, state, kept, 0))
+    state_of_client: dict[str, torch.Tensor] = {}
+    first = method.local(make_step(method, state, state_of_client, 0))
     assert (first.tensors["model/output.weight"] != state.tensors["global"]["model/output.weight"]).all()
-    mask = kept["mask/model/output.weight"]
+    mask = state_of_client["mask/model/output.weight"]
     norms = torch.linalg.vector_norm(first.tensors["model/output.weight"].double(), dim=0)
     assert torch.equal(mask[0] == 1, norms > norms.sort().values[4])
-    second = method.local(make_step(method, state, kept, 0)).tensors["model/output.weight"]
+    second = method.local(make_step(method, state, state_of_client, 0)).tensors["model/output.weight"]
     before = state.tensors["global"]["model/output.weight"]
     assert torch.equal(second[:, mask[0] == 0], before[:, mask[0] == 0])
     assert (second[:, mask[0] == 1] != before[:, mask[0] == 1]).any()
-    assert torch.equal(kept["mask/model/output.weight"], mask)  # masks never change again
+    assert torch.equal(state_of_client["mask/model/output.weight"], mask)  # masks never change again
     with pytest.raises(ConfigError, match="nothing to prune in a network of Flatten"):
         method.init(CLIENTS, [{"model": nn.Sequential(nn.Flatten())}], RNG)
 
@@ -111,11 +111,11 @@ def test_fedmps_bandit_follows_its_formula_and_the_residual_is_restored() -> Non
         tasks = method.plan(state, CLIENTS, RNG, 3)
         chosen = [float(task.options["ratio"]) for task in tasks]
         for client, ratio in zip(CLIENTS, chosen, strict=True):
-            known = by_client[client.id]
-            tries = sum(n for n, _ in known.values())
+            counts = by_client[client.id]
+            tries = sum(n for n, _ in counts.values())
             bounds = {
-                arm: known[arm][1] / known[arm][0] + 0.3 * math.sqrt(math.log(max(tries, 1)) / known[arm][0])
-                if arm in known
+                arm: counts[arm][1] / counts[arm][0] + 0.3 * math.sqrt(math.log(max(tries, 1)) / counts[arm][0])
+                if arm in counts
                 else math.inf
                 for arm in (0.0, 0.5)
             }
@@ -136,12 +136,12 @@ def test_fedmps_bandit_follows_its_formula_and_the_residual_is_restored() -> Non
             continue  # The first round has no earlier loss, so no client gets a reward.
         times = [c.num_examples * (1 - r) / (1 + c.index) for c, r in zip(CLIENTS, chosen, strict=True)]
         for client, ratio, time in zip(CLIENTS, chosen, times, strict=True):
-            known = {arm: (0.5 * n, 0.5 * total) for arm, (n, total) in by_client[client.id].items()}
+            counts = {arm: (0.5 * n, 0.5 * total) for arm, (n, total) in by_client[client.id].items()}
             expected = (losses[-2] - losses[-1]) / (1 + abs(time - np.mean(times)) / np.mean(times))
-            number, total = known.get(ratio, (0.0, 0.0))
-            by_client[client.id] = {**known, ratio: (number + 1, total + expected)}
-            found = state.extra["bandit"][client.id][str(method.ratios.index(ratio))]
-            assert found == pytest.approx([number + 1, total + expected])
+            number, total = counts.get(ratio, (0.0, 0.0))
+            by_client[client.id] = {**counts, ratio: (number + 1, total + expected)}
+            arm_statistics = state.extra["bandit"][client.id][str(method.ratios.index(ratio))]
+            assert arm_statistics == pytest.approx([number + 1, total + expected])
     with pytest.raises(ConfigError, match="the profile of client 'c0' has None under 'power'"):
         FedMP(prune=("linear",), speed_from="power").init(CLIENTS, [{"model": make_network()}], RNG)
 
@@ -156,11 +156,11 @@ class Rated(Hermes):
 def test_hermes_averages_commonly_kept_units_and_keeps_the_rest_private() -> None:
     method = Rated(prune=("linear",), step=0.4, target=0.5)
     state = method.init(CLIENTS, [{"model": make_network(hidden=10)}], RNG)
-    kept: list[dict[str, torch.Tensor]] = [{} for _ in CLIENTS]
+    private_states: list[dict[str, torch.Tensor]] = [{} for _ in CLIENTS]
 
     def round_of(chosen: list[int]) -> list[Update]:
         nonlocal state
-        updates = [method.local(make_step(method, state, kept[i], i)) for i in chosen]
+        updates = [method.local(make_step(method, state, private_states[i], i)) for i in chosen]
         new, _ = method.aggregate(state, iter(updates), RNG)
         state = dataclasses.replace(new, round_index=state.round_index + 1)
         return updates
@@ -182,15 +182,15 @@ def test_hermes_averages_commonly_kept_units_and_keeps_the_rest_private() -> Non
     assert after[f"round/{layer}"].tolist() == common.float().tolist()
     # Client 1 alone, then client 0 again: it receives the average since its last round, without its pruned units.
     own_of_1 = updates[1].tensors[name]
-    step = make_step(method, state, kept[1], 1)
+    step = make_step(method, state, private_states[1], 1)
     method._load_personal(step, _find_layers(method, step))
     torch.testing.assert_close(step.parameters()[name].detach(), torch.where(common[:, None], after[name], own_of_1))
     round_of([1])
-    step = make_step(method, state, kept[0], 0)
+    step = make_step(method, state, private_states[0], 0)
     method._load_personal(step, _find_layers(method, step))
-    taken = step.parameters()[name].detach()
-    assert torch.equal(taken[masks[0] == 1], state.tensors["global"][name][masks[0] == 1])
-    assert not taken[masks[0] == 0].any()
+    received = step.parameters()[name].detach()
+    assert torch.equal(received[masks[0] == 1], state.tensors["global"][name][masks[0] == 1])
+    assert not received[masks[0] == 0].any()
     again = round_of([0])[0].tensors[f"mask/{layer}"]
     assert int((again == 0).sum()) == 5  # 0.8 exceeds the target
     assert (again[masks[0] == 0] == 0).all()

@@ -36,17 +36,17 @@ def simulate_rounds(
 ) -> tuple[list[State], list[list[np.ndarray]]]:
     """Return the states before and after each round, and the biases of its clients, drawn around the server's bias."""
     state = method.init(CLIENTS, [{"model": make_network()}], RNG(0))
-    states, sent = [state], []
+    states, biases = [state], []
     rng = RNG(seed)
     for _ in range(ROUNDS):
         now = state.tensors["global"]["model/bias"].numpy()
         # Use changes of very different sizes, so that the second moment rises and falls.
-        moved = [now + rng.normal(size=now.shape) * 10.0 ** rng.uniform(-3, 0) for _ in CLIENTS]
-        moved = [value.astype(np.float32) for value in moved]
-        state, _ = method.aggregate(state, iter(make_updates(moved)), RNG(0))
+        client_biases = [now + rng.normal(size=now.shape) * 10.0 ** rng.uniform(-3, 0) for _ in CLIENTS]
+        client_biases = [value.astype(np.float32) for value in client_biases]
+        state, _ = method.aggregate(state, iter(make_updates(client_biases)), RNG(0))
         states.append(state)
-        sent.append(moved)
-    return states, sent
+        biases.append(client_biases)
+    return states, biases
 
 
 def make_updates(biases: list[np.ndarray]) -> list[Update]:
@@ -114,13 +114,13 @@ def test_yogis_second_moment_rises_falls_and_stays_positive() -> None:
 @pytest.mark.parametrize("options", [{}, {"server_lr": 0.03, "beta1": 0.5, "beta2": 0.7, "eps": 0.1}], ids=str)
 def test_fedopt_equals_torchs_adam_on_the_negative_mean_change(options: dict[str, float]) -> None:
     method = FedOpt(**options)
-    states, sent = simulate_rounds(method)
+    states, biases = simulate_rounds(method)
     bias = nn.Parameter(states[0].tensors["global"]["model/bias"].clone())
     reference = torch.optim.Adam(
         [bias], lr=method.server_lr, betas=(method.beta1, method.beta2), eps=method.eps, foreach=False
     )
-    for state, biases in zip(states[1:], sent, strict=True):
-        bias.grad = bias.detach() - torch.from_numpy(np.mean(biases, axis=0, dtype=np.float64).astype(np.float32))
+    for state, pair in zip(states[1:], biases, strict=True):
+        bias.grad = bias.detach() - torch.from_numpy(np.mean(pair, axis=0, dtype=np.float64).astype(np.float32))
         reference.step()
         torch.testing.assert_close(state.tensors["global"]["model/bias"], bias.detach(), rtol=1e-5, atol=1e-6)
     assert states[-1].extra["server_steps"] == ROUNDS
@@ -129,10 +129,10 @@ def test_fedopt_equals_torchs_adam_on_the_negative_mean_change(options: dict[str
 
 def test_fedopts_first_step_has_the_size_of_the_learning_rate() -> None:
     """Check the closed form: with bias-corrected moments, the first step m / sqrt(v) is the sign of the change."""
-    states, sent = simulate_rounds(FedOpt(server_lr=0.02))
+    states, biases = simulate_rounds(FedOpt(server_lr=0.02))
     before = states[0].tensors["global"]["model/bias"].numpy()
-    moved = states[1].tensors["global"]["model/bias"].numpy() - before
-    np.testing.assert_allclose(moved, 0.02 * np.sign(np.mean(sent[0], axis=0) - before), rtol=1e-3)
+    step = states[1].tensors["global"]["model/bias"].numpy() - before
+    np.testing.assert_allclose(step, 0.02 * np.sign(np.mean(biases[0], axis=0) - before), rtol=1e-3)
 
 
 def test_momentum_0_equals_fedavg_to_the_bit() -> None:
@@ -209,7 +209,7 @@ def test_rounds_without_a_part_leave_its_tensors_unchanged(method: ServerOptimis
 
 
 def test_a_state_without_a_step_count_is_resumed() -> None:
-    states, sent = simulate_rounds(FedAdam())
+    states, biases = simulate_rounds(FedAdam())
     old = dataclasses.replace(states[2], extra={})
-    new, _ = FedAdam().aggregate(old, iter(make_updates(sent[2])), RNG(0))
+    new, _ = FedAdam().aggregate(old, iter(make_updates(biases[2])), RNG(0))
     assert torch.equal(new.tensors["global"]["model/bias"], states[3].tensors["global"]["model/bias"])

@@ -139,7 +139,7 @@ def test_the_divergence_follows_the_paper(tiny: Tiny, folder: Path) -> None:
         step.models = {name: network.eval() for name, network in step.models.items()}
         batch = step.data.train.batch(np.arange(4))
         distil = dataclasses.replace(inner.method, kd_weight=3.0, temperature=4.0, divergence=setting)
-        found = distil.distil(step, batch)
+        loss = distil.distil(step, batch)
         student = step.models["audio"](batch.x)
         features = torch.cat(
             [step.models["audio"].embed(batch.x), step.models["video"].embed(batch.views["video"])], dim=1
@@ -150,8 +150,8 @@ def test_the_divergence_follows_the_paper(tiny: Tiny, folder: Path) -> None:
             for logits in ((student, teacher) if first_is_student else (teacher, student))
         )
         divergence = F.kl_div(b, a, reduction="batchmean", log_target=True)
-        torch.testing.assert_close(found, F.cross_entropy(student, batch.y) + 3.0 * 16.0 * divergence)
-        found.backward()
+        torch.testing.assert_close(loss, F.cross_entropy(student, batch.y) + 3.0 * 16.0 * divergence)
+        loss.backward()
         assert all(p.grad is None for name in ("video", "fusion") for p in step.models[name].parameters())
     server.close()
 

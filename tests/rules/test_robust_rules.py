@@ -112,11 +112,11 @@ def test_bulyan_follows_both_stages_of_the_paper(clients: int, byzantine: float)
     matrix = draw_honest_clients(clients, 200, seed=clients)
     f = min(int(byzantine * clients), (clients - 3) // 4)
     assert f > 0
-    left, chosen = list(range(clients)), []
+    remaining, chosen = list(range(clients)), []
     for _ in range(clients - 2 * f):
-        best = left[int(np.argmin(naive_krum_scores(matrix[left], f)))]
+        best = remaining[int(np.argmin(naive_krum_scores(matrix[remaining], f)))]
         chosen.append(best)
-        left.remove(best)
+        remaining.remove(best)
     expected = []
     for values in matrix[chosen].T.astype(float):
         nearest = np.argsort(np.abs(values - np.median(values)), kind="stable")
@@ -152,10 +152,10 @@ def test_the_geometric_median_equals_the_minimum_of_scipy() -> None:
         return np.asarray(np.asarray(weights) @ (away / np.linalg.norm(away, axis=1, keepdims=True)))
 
     best = scipy.optimize.minimize(cost, matrix.mean(axis=0), jac=slope, method="BFGS", options={"gtol": 1e-10})
-    found = get_vector(call(GeometricMedian(iterations=200), matrix, weights))
-    np.testing.assert_allclose(found, best.x, atol=2e-5)
-    assert cost(found) <= best.fun * (1 + 1e-6)
-    assert np.abs(found - get_vector(call(GeometricMedian(iterations=200), matrix))).max() > 1e-3  # weights count
+    result = get_vector(call(GeometricMedian(iterations=200), matrix, weights))
+    np.testing.assert_allclose(result, best.x, atol=2e-5)
+    assert cost(result) <= best.fun * (1 + 1e-6)
+    assert np.abs(result - get_vector(call(GeometricMedian(iterations=200), matrix))).max() > 1e-3  # weights count
 
 
 @pytest.mark.parametrize("server", [None, 5.0])
@@ -176,7 +176,7 @@ def test_each_step_of_the_geometric_median_follows_the_paper(server: float | Non
 
 @pytest.mark.parametrize("noise", [0.0, 1e-6, 1e-3])
 @pytest.mark.parametrize("riders", [1, 3])
-def test_free_riders_do_not_hold_the_geometric_median_at_the_server_model(riders: int, noise: float) -> None:
+def test_free_riders_do_not_keep_the_geometric_median_at_the_server_model(riders: int, noise: float) -> None:
     matrix = draw_honest_clients(15, 500) + 0.2
     matrix[:riders] = noise * draw_honest_clients(riders, 500, seed=7)
 
@@ -184,9 +184,9 @@ def test_free_riders_do_not_hold_the_geometric_median_at_the_server_model(riders
         away = point - matrix.astype(float)
         return float(np.linalg.norm((away / np.linalg.norm(away, axis=1, keepdims=True)).sum(axis=0)))
 
-    found = get_vector(call(GeometricMedian(), matrix))
-    assert slope(found) < 0.1  # 0 at the minimum
-    assert np.linalg.norm(found - matrix[riders:].mean(axis=0)) < 0.5 * np.linalg.norm(matrix[riders:].mean(axis=0))
+    result = get_vector(call(GeometricMedian(), matrix))
+    assert slope(result) < 0.1  # 0 at the minimum
+    assert np.linalg.norm(result - matrix[riders:].mean(axis=0)) < 0.5 * np.linalg.norm(matrix[riders:].mean(axis=0))
 
 
 def test_the_geometric_median_is_where_most_clients_agree() -> None:
@@ -298,10 +298,10 @@ def test_dnc_draws_elements_from_its_generator_and_keeps_clients_good_in_every_i
         good &= set(np.argsort(outlier_scores(matrix[:, drawn].astype(float)))[:16].tolist())
     rule = DnC(sample=7, iterations=4)
     assert find_influential_clients(call(rule, matrix)) == sorted(good)
-    others = [
+    selections = [
         find_influential_clients(rule(make_row_updates(matrix), {}, np.random.default_rng(seed))) for seed in range(6)
     ]
-    assert len({tuple(those) for those in others}) > 1
+    assert len({tuple(selection) for selection in selections}) > 1
     with pytest.raises(RaydflError, match="draws random numbers: call it as rule"):
         rule(make_row_updates(matrix), {})
 
@@ -331,9 +331,9 @@ def test_distances_replace_masked_elements_by_the_values_of_the_server(rule: Rul
         (one,) = find_influential_clients(result)
         np.testing.assert_array_equal(get_vector(result), np.where(masks[one], matrix[one], server))
     if isinstance(rule, MultiKrum | DnC):
-        those = find_influential_clients(result)
-        counts = masks[those].sum(axis=0)
-        sums = np.where(masks, matrix, 0)[those].sum(axis=0, dtype=float)
+        influential = find_influential_clients(result)
+        counts = masks[influential].sum(axis=0)
+        sums = np.where(masks, matrix, 0)[influential].sum(axis=0, dtype=float)
         expected = np.where(counts > 0, sums / np.maximum(counts, 1), server)
         np.testing.assert_allclose(get_vector(result), expected, rtol=1e-5)
 
@@ -346,8 +346,8 @@ def test_the_geometric_median_weights_masked_elements_separately() -> None:
         far = np.linalg.norm(np.where(weights > 0, matrix, server) - point, axis=1, keepdims=True)
         point = (weights / far * matrix).sum(axis=0) / (weights / far).sum(axis=0)
     given = [{"net/w": torch.from_numpy(row)} for row in weights]
-    found = get_vector(call(GeometricMedian(iterations=3), matrix, given, server))
-    np.testing.assert_allclose(found, point, rtol=1e-5, atol=1e-6)
+    result = get_vector(call(GeometricMedian(iterations=3), matrix, given, server))
+    np.testing.assert_allclose(result, point, rtol=1e-5, atol=1e-6)
 
 
 # Laws of all robust rules
@@ -360,9 +360,9 @@ def test_the_order_of_the_clients_does_not_matter(rule: Rule, seed: int, clients
     # With this many clients, Krum and Bulyan use at least two neighbours. With one neighbour, the two nearest clients tie.
     matrix = draw_honest_clients(clients, 50, seed)
     order = np.random.default_rng(seed).permutation(clients)
-    sent = make_row_updates(matrix, np.arange(1.0, clients + 1).tolist())
-    first = rule(sent, {}, np.random.default_rng(1))
-    second = rule([sent[index] for index in order], {}, np.random.default_rng(1))
+    updates = make_row_updates(matrix, np.arange(1.0, clients + 1).tolist())
+    first = rule(updates, {}, np.random.default_rng(1))
+    second = rule([updates[index] for index in order], {}, np.random.default_rng(1))
     np.testing.assert_allclose(get_vector(second), get_vector(first), rtol=1e-4, atol=1e-5)
     if first.influence is not None and second.influence is not None:
         np.testing.assert_allclose(second.influence, first.influence[order], atol=1e-4)
@@ -387,20 +387,19 @@ TOLERANT = [
 def test_distant_outliers_do_not_move_the_result_away_from_the_honest_clients(
     rule: Rule, distance: float, together: bool
 ) -> None:
-    matrix = draw_honest_clients(20, 400)
-    good, bad = matrix[:16], [2, 7, 12, 19]
+    good, bad = draw_honest_clients(20, 400)[:16], [2, 7, 12, 19]
     directions = np.ones((4, 400)) if together else np.random.default_rng(1).normal(size=(4, 400))
-    sent = np.empty((20, 400), np.float32)
-    sent[[index for index in range(20) if index not in bad]] = good
-    sent[bad] = distance * directions
+    matrix = np.empty((20, 400), np.float32)
+    matrix[[index for index in range(20) if index not in bad]] = good
+    matrix[bad] = distance * directions
     centre = good.mean(axis=0, dtype=float)
     server = centre + 0.05
-    result = call(rule, sent, None, server)
+    result = call(rule, matrix, None, server)
     furthest = max(math.dist(row, centre) for row in good)
     assert math.dist(get_vector(result), centre) <= furthest
     if not isinstance(rule, Bulyan):  # Bulyan may select outliers, but bounds their effect
         assert result.influence is None or not np.any(result.influence[bad] > 0.8)
-    assert math.dist(get_vector(call(WeightedMean(), sent)), centre) > 10 * furthest
+    assert math.dist(get_vector(call(WeightedMean(), matrix)), centre) > 10 * furthest
 
 
 @pytest.mark.parametrize("rule", [Krum(), MultiKrum(), Bulyan(byzantine=0.2), GeometricMedian(), CentredClipping()])
@@ -436,7 +435,7 @@ def test_neutral_options_equal_the_simpler_rule_to_the_bit(rule: Rule, simpler: 
     if masked:
         masks = generator.random((11, 300)) < 0.7
         weights = [{"net/w": torch.from_numpy(mask * 3.0)} for mask in masks]
-    ours, theirs = (get_vector(call(each, matrix, weights, server)) for each in (rule, simpler))
+    ours, theirs = (get_vector(call(variant, matrix, weights, server)) for variant in (rule, simpler))
     if isinstance(rule, TrimmedMean):  # which adds values in sorted order
         np.testing.assert_allclose(ours, theirs, rtol=1e-6)
     else:
@@ -486,7 +485,7 @@ def test_clients_of_weight_0_are_ignored(rule: Rule) -> None:
 @pytest.mark.parametrize("rule", ROBUST, ids=lambda rule: type(rule).__name__)
 def test_partial_models_and_keys_are_combined_separately(rule: Rule) -> None:
     audio, video = draw_honest_clients(8, 30), draw_honest_clients(8, 12, seed=3)
-    sent = [
+    updates = [
         Update(
             {"b/w": torch.from_numpy(audio[i])} | ({"a/w": torch.from_numpy(video[i])} if i % 2 else {}),
             1.0,
@@ -497,7 +496,7 @@ def test_partial_models_and_keys_are_combined_separately(rule: Rule) -> None:
     ]
     if type(rule).__name__ == "FoolsGold":
         rule = RULES["foolsgold"](features="b/")  # type: ignore[call-arg]
-    result = rule(sent, {}, np.random.default_rng(1))
+    result = rule(updates, {}, np.random.default_rng(1))
     generator = np.random.default_rng(1)  # groups come in this order
     if isinstance(rule, NormClipping) or type(rule).__name__ == "FoolsGold":
         assert result.tensors["one"]["a/w"].shape == (12,)
@@ -524,8 +523,10 @@ def test_influence_is_from_0_to_1_and_summarised_in_the_metrics(rule: Rule) -> N
 
 def test_lpa_reports_the_fraction_of_elements_of_each_client() -> None:
     rows = [{"a.w": [float(i), 0, 0], "b.w": [float(-((i - 3) ** 2))]} for i in range(5)]
-    sent = [Update({n: torch.tensor(v) for n, v in row.items()}, 1.0, client_id=str(i)) for i, row in enumerate(rows)]
-    result = find_rule({"name": "lpa", "vl": 0.0, "vh": 0.2}, WeightedMean())(sent, {})
+    updates = [
+        Update({n: torch.tensor(v) for n, v in row.items()}, 1.0, client_id=str(i)) for i, row in enumerate(rows)
+    ]
+    result = find_rule({"name": "lpa", "vl": 0.0, "vh": 0.2}, WeightedMean())(updates, {})
     assert result.influence is not None
     # a: deviations 2 1 0 1 2, the later of the two farthest goes; b: -9 -4 -1 0 -1, the first goes
     assert result.influence.tolist() == [0.75, 1.0, 1.0, 1.0, 0.25]

@@ -39,8 +39,8 @@ def test_steps_equal_torchs_optimisers(settings: dict[str, Any]) -> None:
             optimiser.advance() if isinstance(optimiser, Optimiser) else optimiser.step()
             assert all(p.grad is None or torch.equal(p.grad, value) for p, value in zip(every, values, strict=True))
         ends.append(every)
-    for one, other in zip(*ends, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+    for one, reference in zip(*ends, strict=True):
+        torch.testing.assert_close(one, reference, rtol=1e-6, atol=1e-7)
 
 
 def test_plain_sgd_equals_its_formula_to_the_bit() -> None:

@@ -43,16 +43,16 @@ def test_raydfls_operators_agree_with_torchs_under_autocast(implementation: Any,
     plain: nn.Module = (
         nn.GRU(6, 5, batch_first=True, bidirectional=True) if kind == "gru" else nn.Conv1d(6, 5, 3, padding=1)
     )
-    own: Any = GRU(6, 5, batch_first=True, bidirectional=True) if kind == "gru" else Conv1d(6, 5, 3, padding=1)
-    own.load_state_dict(plain.state_dict())
+    module: Any = GRU(6, 5, batch_first=True, bidirectional=True) if kind == "gru" else Conv1d(6, 5, 3, padding=1)
+    module.load_state_dict(plain.state_dict())
     results = []
-    for module in (plain, own):
+    for layer in (plain, module):
         inputs = x.clone().requires_grad_()
         with ops.use(implementation), autocast_to_bfloat16():
-            output = module(inputs)[0] if kind == "gru" else module(inputs.transpose(1, 2))
+            output = layer(inputs)[0] if kind == "gru" else layer(inputs.transpose(1, 2))
         output.float().square().sum().backward()
-        results.append([output.float(), inputs.grad, *(p.grad for p in module.parameters())])
-        assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in module.parameters())
+        results.append([output.float(), inputs.grad, *(p.grad for p in layer.parameters())])
+        assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in layer.parameters())
     for ours, theirs in zip(results[1], results[0], strict=True):
         torch.testing.assert_close(ours, theirs, **BFLOAT16)
 
