@@ -64,7 +64,7 @@ def test_every_room_is_documented() -> None:
             assert (path.parent / file).is_file(), (path.parent.name, file)
 
 
-# Packages whose modules are public themselves, because their ``__all__`` lists modules, with the reason.
+# Packages with public modules, listed in their ``__all__``, and the reasons.
 MODULES_ARE_PUBLIC = {
     "raydfl.core": "twenty small, unrelated modules; a common list of their names would explain nothing",
     "raydfl.cli": "no room imports it; its only entry point is the command, main.py",
@@ -171,7 +171,7 @@ def test_lazy_rooms_import_no_heavy_package() -> None:
     assert not {"torch", "ray", "numpy", "pyarrow", "pydantic", "pandas", "matplotlib"} & set(modules)
 
 
-# Docstrings of functions start with a verb, those of classes and modules with a noun phrase.
+# Docstrings of functions start with a verb, and docstrings of classes and modules with a noun phrase.
 BAD_FIRST_WORDS = {"What", "Whether", "How", "Who", "Whom", "Whose", "Of", "Where", "When", "Which", "Why"}
 BAD_FIRST_WORDS_OF_FUNCTIONS = {
     "The",

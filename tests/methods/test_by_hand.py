@@ -155,7 +155,7 @@ def test_fednova() -> None:
     one, three = train(method, state, [4.0])[0], train(method, state, [8.0], [8.0], [8.0])[0]
     assert (get_value(one.tensors), get_value(three.tensors)) == (2.0, pytest.approx(7 / 3))
     assert get_value(aggregate(method, state, one, three).tensors["global"]) == pytest.approx(13 / 3)
-    # A client without steps sends what it received.
+    # A client without steps returns the received model.
     assert get_value(aggregate(method, state, train(method, state)[0]).tensors["global"]) == 0.0
 
 

@@ -71,8 +71,8 @@ def test_the_median_and_the_trimmed_mean_ignore_masked_elements() -> None:
     matrix = draw_honest_clients(9, 40)
     generator = np.random.default_rng(1)
     masks = (generator.random((9, 40)) < 0.6).astype(np.float32)
-    masks[:, 0] = 0  # nobody
-    masks[:, 1], masks[0, 1] = 0, 1  # one
+    masks[:, 0] = 0  # no client
+    masks[:, 1], masks[0, 1] = 0, 1  # a single client
     weights = [{"net/w": torch.from_numpy(mask * 7)} for mask in masks]
     server = np.full(40, 3.0)
     median = get_vector(call(Median(), matrix, weights, server))

@@ -187,7 +187,7 @@ def test_float16_is_rejected_on_the_cpu(tiny: Tiny) -> None:
     for settings in ([], ["ray.actors=2"], ["ray.actors=2", "ray.gpus=0.5", "ray.cpu_actors=1"], ["ray.gpus=0.5"]):
         with pytest.raises(ConfigError, match=message):
             tiny("train.precision=float16", *settings)
-    # Only the process that trains can check the GPU.
+    # Only the training process can check the GPU.
     config = tiny("train.precision=float16", "ray.actors=2", "ray.gpus=0.5")
     on_cpu = config.model_copy(update={"ray": config.ray.model_copy(update={"actors": 0})})
     with pytest.raises(ConfigError, match=message):

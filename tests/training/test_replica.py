@@ -111,7 +111,7 @@ def test_a_replica_starts_without_traces_of_the_last_client(make: Callable[[], d
     fresh = read_state(models)
     replica = Replica(models)
     for parameter in models["plugin"].parameters():
-        parameter.requires_grad_(False)  # Simulate a user's code that runs after the build.
+        parameter.requires_grad_(False)  # Simulate a user's code after the build.
     spoil(models)
     replica.start({}, {}, is_shared)
     for name, value in read_state(models).items():

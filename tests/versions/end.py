@@ -39,7 +39,7 @@ def run_tests(log: Path, *arguments: str) -> tuple[int, str]:
         *arguments,
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    # Start outside the repository: Ray's workers import from the driver's folder first, where raydfl has no compiled operators.
+    # Ray's workers import from the driver's folder first. In the repository, raydfl has no compiled operators there.
     process = subprocess.run(command, check=False, cwd=log.parent, env=environment, capture_output=True, text=True)
     with log.open("a", encoding="utf-8") as file:
         file.write(process.stdout + process.stderr)
