@@ -103,7 +103,7 @@ def age(run_dir: Path, config: Config, private: int, cohort: int) -> None:
     The amount of the index outside the base equals the average over many rounds.
     """
     population = Population.load(run_dir / "population", verify=True)
-    method, clients = config.parts.method, Clients(population, config)
+    method, clients = config.components.method, Clients(population, config)
     models = build_models(method, clients[0].models, config.run.seed)
     state = method.init(clients, [models], generator(config.run.seed, 0, "", "init"))
     kept = {

@@ -155,7 +155,7 @@ def age(run_dir: Path, config: Config, population: Population) -> None:
 
     The amount of its index outside the base equals the average over many rounds.
     """
-    method, clients = config.parts.method, Clients(population, config)
+    method, clients = config.components.method, Clients(population, config)
     models: dict[str, nn.Module] = build_models(method, clients[0].models, config.run.seed)
     state = method.init(clients, [models], generator(config.run.seed, 0, "", "init"))
     kept = {
