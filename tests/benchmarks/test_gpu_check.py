@@ -10,7 +10,7 @@ import gpu_check
 import pytest
 import torch
 from gpu import equality, federations
-from gpu.lines import Line, Watch, failed, table, tried
+from gpu.lines import Line, Watch, report_failure, run_checked, table
 
 from raydfl.core import registry
 
@@ -54,10 +54,10 @@ def test_parts_without_time_are_cut_short_and_failures_are_listed(tmp_path: Path
     def fail() -> Line:
         raise RuntimeError("a tensor on the CPU\nand more")
 
-    line = tried("part", "thing", fail)
+    line = run_checked("part", "thing", fail)
     assert (line.result, line.figure) == ("FAILED", "RuntimeError: a tensor on the CPU")
-    assert "fails" in line.details["traceback"]
-    assert table([line, failed("p", "x", ValueError("v"))]).splitlines() == [
+    assert "in fail" in line.details["traceback"]
+    assert table([line, report_failure("p", "x", ValueError("v"))]).splitlines() == [
         "part  thing  FAILED  RuntimeError: a tensor on the CPU",
         "p     x      FAILED  ValueError: v",
     ]

@@ -166,9 +166,8 @@ def test_a_network_is_built_once_for_all_clients(
         number_of_variants <= first <= number_of_variants * together + 1
     )  # The server's evaluation builds its own network.
     server.round()
-    next_phase = (
-        len(type(config.parts.method).phases) > 1
-    )  # The next phase may evaluate different models on the server.
+    # The next phase may evaluate different models on the server.
+    next_phase = len(type(config.components.method).phases) > 1
     assert len(replicas) <= first + next_phase
     by_user = "extra_methods" in method
     for replica in replicas:

@@ -211,9 +211,9 @@ def test_a_copied_model_has_the_architecture_and_initial_weights_of_the_original
     """Compare with the initial weights of FedAvg's model, also where the objective adds tensors."""
     objective = "objective={name: contrast, frames: 12, size: 8}"
     ditto, fedavg = (tiny(objective, method=name) for name in ("ditto", "fedavg"))
-    assert ditto.parts.models["personal"] == ditto.parts.models["model"] == fedavg.parts.models["model"]
+    assert ditto.components.models["personal"] == ditto.components.models["model"] == fedavg.components.models["model"]
     specs = [ModelSpec(name, "mlp", BANDS, CLASSES, outputs=8) for name in ("model", "personal")]
-    networks, plain = (build_models(c.parts.method, specs[:n], 1) for c, n in ((ditto, 2), (fedavg, 1)))
+    networks, plain = (build_models(c.components.method, specs[:n], 1) for c, n in ((ditto, 2), (fedavg, 1)))
     assert [*networks] == ["model", "personal"]
     for name, value in plain["model"].state_dict().items():
         for model in networks.values():
