@@ -6,7 +6,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-from kills import PLAN, Kill, campaign, configured, known, table, undisturbed
+from kills import PLAN, Kill, campaign, make_tiny_config, read_tensors, run_undisturbed, table
 
 from raydfl.core import registry
 
@@ -26,7 +26,7 @@ def test_the_table_lists_kills_and_their_effects() -> None:
 def test_runs_are_compared_bit_by_bit(tmp_path: Path) -> None:
     short = ["ray.actors=0", "train.rounds=2"]
     runs = [
-        known(undisturbed(configured("fedmlac", tmp_path, f"run{number}", *short, f"run.seed={seed}")))
+        read_tensors(run_undisturbed(make_tiny_config("fedmlac", tmp_path, f"run{number}", *short, f"run.seed={seed}")))
         for number, seed in enumerate((1, 1, 2))
     ]
     assert runs[0] == runs[1]
@@ -37,7 +37,7 @@ def test_runs_are_compared_bit_by_bit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", registry.names("raydfl.methods"))
 def test_every_method_has_a_campaign(tmp_path: Path, method: str) -> None:
-    assert configured(method, tmp_path, "x").components.method is not None
+    assert make_tiny_config(method, tmp_path, "x").components.method is not None
 
 
 @pytest.mark.slow
