@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from commands import Raydfl, written
+from commands import Raydfl, write_config
 
 from raydfl.core.errors import ConfigError
 from raydfl.core.yaml import parse_yaml, to_yaml
@@ -66,7 +66,7 @@ _BOMB = ("- &a0 [x]\n" + "\n".join(f"- &a{i} [{f'*a{i - 1}, ' * 10}]" for i in r
 def test_an_unknown_key_suggests_the_nearest(
     raydfl: Raydfl, tiny: Tiny, tmp_path: Path, override: str, message: str
 ) -> None:
-    file = written(tiny(method="fedmlac"), tmp_path)
+    file = write_config(tiny(method="fedmlac"), tmp_path)
     overrides = override.split(" ") if override.count("=") > 1 else [override]
     raydfl("run", file, *overrides).refuses(re.escape(message))
 
@@ -128,7 +128,7 @@ def test_an_unknown_key_suggests_the_nearest(
 def test_a_wrong_type_reports_the_expected_type(
     raydfl: Raydfl, tiny: Tiny, tmp_path: Path, override: str, message: str
 ) -> None:
-    raydfl("run", written(tiny(), tmp_path), override).refuses(re.escape(message))
+    raydfl("run", write_config(tiny(), tmp_path), override).refuses(re.escape(message))
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_a_wrong_type_reports_the_expected_type(
 def test_a_value_out_of_range_reports_the_range(
     raydfl: Raydfl, tiny: Tiny, tmp_path: Path, override: str, message: str
 ) -> None:
-    raydfl("run", written(tiny(), tmp_path), override).refuses(re.escape(message))
+    raydfl("run", write_config(tiny(), tmp_path), override).refuses(re.escape(message))
 
 
 @pytest.mark.parametrize(
@@ -199,11 +199,11 @@ def test_a_value_out_of_range_reports_the_range(
 def test_malformed_overrides_are_rejected(
     raydfl: Raydfl, tiny: Tiny, tmp_path: Path, override: str, message: str
 ) -> None:
-    raydfl("run", written(tiny(), tmp_path), override).refuses(re.escape(message))
+    raydfl("run", write_config(tiny(), tmp_path), override).refuses(re.escape(message))
 
 
 def test_a_rejected_configuration_leaves_no_files(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
-    raydfl("run", written(tiny(), tmp_path), "train.rounds=0").refuses("train.rounds")
+    raydfl("run", write_config(tiny(), tmp_path), "train.rounds=0").refuses("train.rounds")
     assert [path.name for path in tmp_path.iterdir()] == ["experiment.yaml"]
 
 
@@ -284,7 +284,7 @@ def test_a_file_of_many_runs_has_the_same_limits(raydfl: Raydfl, tmp_path: Path,
 )
 def test_no_setting_converts_a_value_of_another_type(tiny: Tiny, tmp_path: Path, override: str) -> None:
     with pytest.raises(ConfigError, match="Input should be a valid "):
-        load_config(written(tiny(), tmp_path), [override])
+        load_config(write_config(tiny(), tmp_path), [override])
 
 
 def test_an_alias_next_to_its_anchor_is_not_a_cycle() -> None:

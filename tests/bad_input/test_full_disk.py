@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from commands import Raydfl, written
+from commands import Raydfl, write_config
 
 from raydfl.engine.config import Config
 from raydfl.runs._run import run
@@ -53,7 +53,7 @@ def test_missing_space_for_the_features_is_reported_beforehand(
     raydfl: Raydfl, tiny: Tiny, check_reference: Undisturbed, tmp_path: Path, small_disk: Callable[[int], Path]
 ) -> None:
     disk = small_disk(200_000)
-    file = written(tiny(f"data.cache={disk}"), tmp_path)
+    file = write_config(tiny(f"data.cache={disk}"), tmp_path)
     # 162 clips x 26 frames x 16 bands x 4 bytes, in chunks and again in the complete file.
     output = raydfl("run", file)
     output.refuses(
@@ -74,7 +74,7 @@ def test_a_disk_may_fill_up_during_feature_extraction(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     disk = small_disk(300_000)
-    file = written(tiny(f"data.cache={disk}"), tmp_path)
+    file = write_config(tiny(f"data.cache={disk}"), tmp_path)
     with monkeypatch.context() as patch:  # the free space seems sufficient
         patch.setattr("raydfl.data.features.cache.free_bytes", lambda _: 10**9)
         output = raydfl("data", "prepare", file)
@@ -120,7 +120,7 @@ def run_with_full_disk(
     """Run with a full disk at one write, then with free space. Return whether the write happened."""
     name = f"full{number}"
     config = tiny("train.rounds=2", f"run.name={name}", f"data.cache={tmp_path / name}", method="fedmlac")
-    file = written(config, tmp_path)
+    file = write_config(config, tmp_path)
     full = FullAt(number)
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)

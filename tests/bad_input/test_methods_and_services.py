@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from commands import Raydfl, Said, written
+from commands import CommandResult, Raydfl, write_config
 
 from raydfl.engine.config import Config
 
@@ -46,11 +46,11 @@ def test_unusable_method_files_are_rejected(
     raydfl: Raydfl, tiny: Tiny, tmp_path: Path, source: str, name: str, message: str
 ) -> None:
     (tmp_path / "mine.py").write_text(source)
-    raydfl("run", written(tiny(), tmp_path), f"method={{name: '{tmp_path}/mine.py:{name}'}}").refuses(message)
+    raydfl("run", write_config(tiny(), tmp_path), f"method={{name: '{tmp_path}/mine.py:{name}'}}").refuses(message)
 
 
 def test_missing_files_and_modules_are_reported(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
-    file = written(tiny(), tmp_path)
+    file = write_config(tiny(), tmp_path)
     raydfl("run", file, f"method.name={tmp_path}/gone.py:Mine").refuses(
         f"gone.py:Mine': there is no file {tmp_path}/gone.py"
     )
@@ -68,7 +68,7 @@ def test_options_of_user_classes_are_checked(raydfl: Raydfl, tiny: Tiny, tmp_pat
         "    strength: float = 1.0\n\n\nclass Net(nn.Module):\n    def __init__(self, inputs, classes, width: int = 3):\n"
         "        super().__init__()\n"
     )
-    file = written(tiny(), tmp_path)
+    file = write_config(tiny(), tmp_path)
     mine = f"method.name={tmp_path}/mine.py:Mine"
     raydfl("run", file, mine, "method.strenght=2").refuses(
         "method: unknown key 'strenght' for Mine. Did you mean 'strength'?"
@@ -84,7 +84,7 @@ def test_a_failing_user_network_is_reported(raydfl: Raydfl, tiny: Tiny, tmp_path
         "from torch import nn\n\n\nclass Net(nn.Module):\n    def __init__(self, inputs, classes):\n        super().__init__()\n"
         "        self.layer = nn.Linear(inputs, -1)\n"
     )
-    output = raydfl("run", written(tiny(f"models.model={tmp_path}/net.py:Net"), tmp_path))
+    output = raydfl("run", write_config(tiny(f"models.model={tmp_path}/net.py:Net"), tmp_path))
     output.refuses(
         "models.model: .*net.py:Net cannot be built: RuntimeError: Trying to create tensor with negative dimension"
     )
@@ -120,7 +120,7 @@ def test_an_unusable_network_is_rejected_before_the_first_round(
 ) -> None:
     (tmp_path / "net.py").write_text(NETWORK.replace(*wrong))
     assert wrong[0] in NETWORK
-    raydfl("run", written(tiny(f"models.model={tmp_path}/net.py:Net"), tmp_path)).refuses(
+    raydfl("run", write_config(tiny(f"models.model={tmp_path}/net.py:Net"), tmp_path)).refuses(
         r"models.model: .*net.py:Net", *messages
     )
     assert not (tmp_path / "runs" / "tiny").exists()
@@ -136,7 +136,7 @@ def test_a_model_may_be_a_part_of_a_classifier(raydfl: Raydfl, tiny: Tiny, tmp_p
         "    def loss(self, step, batch):\n        return step.models['head'](step.models['model'](batch.x)).square().mean()\n\n"
         "    def evaluate(self, step, examples, batch_size):\n        return {}\n"
     )
-    file = written(tiny("train.rounds=1"), tmp_path)
+    file = write_config(tiny("train.rounds=1"), tmp_path)
     settings = [
         f"method={{name: '{tmp_path}/parts.py:Parts'}}",
         f"models={{model: '{tmp_path}/net.py:Net', head: crnn_tiny}}",
@@ -157,7 +157,7 @@ def test_a_tensor_with_a_wrong_shape_is_never_cut(raydfl: Raydfl, tiny: Tiny, tm
         "        for name, tensor in state.tensors['global'].items():\n"
         "            state.tensors['global'][name] = tensor.repeat(2, *[1] * (tensor.dim() - 1))\n        return state\n"
     )
-    output = raydfl("run", written(tiny(), tmp_path), f"method={{name: '{tmp_path}/wide.py:Wide'}}")
+    output = raydfl("run", write_config(tiny(), tmp_path), f"method={{name: '{tmp_path}/wide.py:Wide'}}")
     output.refuses(
         r"client 's\d+', round 1",
         r"'convolutions.0.weight' of model 'model' has shape \[8, 16, 3\], but the network expects \[4, 16, 3\]",
@@ -165,7 +165,7 @@ def test_a_tensor_with_a_wrong_shape_is_never_cut(raydfl: Raydfl, tiny: Tiny, tm
 
 
 def test_an_unreachable_tracking_server_is_reported(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
-    file = written(tiny(), tmp_path)
+    file = write_config(tiny(), tmp_path)
     output = raydfl("run", file, "track={mlflow: true, uri: 'http://anna:secret@127.0.0.1:9'}")
     output.refuses(
         r"MLflow at http://\*\*\*@127.0.0.1:9 cannot be used: no server answers",
@@ -176,7 +176,7 @@ def test_an_unreachable_tracking_server_is_reported(raydfl: Raydfl, tiny: Tiny, 
 
 
 def test_json_output_stays_valid_after_errors(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
-    file = written(tiny(), tmp_path)
+    file = write_config(tiny(), tmp_path)
     for wrong in ("train.cohort=9", "data.partition={by: iid, clients: 999}", "train.rounds=0"):
         output = raydfl("run", file, wrong, "--json")
         output.refuses("train|data")
@@ -188,7 +188,7 @@ def test_json_output_stays_valid_after_errors(raydfl: Raydfl, tiny: Tiny, tmp_pa
 @pytest.mark.usefixtures("ray_session")
 def test_missing_resources_of_the_cluster_are_reported(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
     """The message has required and available numbers. The session's Ray has 4 CPUs and 1 GPU."""
-    file = written(tiny(), tmp_path)
+    file = write_config(tiny(), tmp_path)
     raydfl("run", file, "ray.actors=8").refuses(
         "8 client actors with 1 CPU each need 8 CPU, but the cluster has 4. Lower ray.actors or ray.cpus"
     )
@@ -207,12 +207,12 @@ def test_a_missing_cluster_is_reported(tiny: Tiny, tmp_path: Path) -> None:
         "-m",
         "raydfl",
         "run",
-        written(tiny(), tmp_path),
+        write_config(tiny(), tmp_path),
         "ray.actors=1",
         "ray.address=127.0.0.1:1",
     ]
     ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    output = Said(ended.returncode, ended.stdout, ended.stderr)
+    output = CommandResult(ended.returncode, ended.stdout, ended.stderr)
     output.refuses(
         "cannot reach the Ray cluster at 127.0.0.1:1: Connection refused", "Check the address", "or set ray.actors=0"
     )

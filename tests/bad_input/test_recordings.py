@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from commands import Raydfl, Said
+from commands import CommandResult, Raydfl
 from safetensors.torch import load_file
 
 from raydfl.core.yaml import to_yaml
@@ -62,18 +62,18 @@ def recordings(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def training(raydfl: Raydfl, recordings: Path) -> Callable[..., Said]:
+def training(raydfl: Raydfl, recordings: Path) -> Callable[..., CommandResult]:
     file = recordings / "own.yaml"
     file.write_text(to_yaml(CONFIGURATION, flow=False))
 
-    def train(*overrides: str) -> Said:
+    def train(*overrides: str) -> CommandResult:
         places = [f"data.file={recordings}/clips.csv", f"data.cache={recordings}/cache", f"run.dir={recordings}/runs"]
         return raydfl("run", file, *(overrides if any("data=" in o for o in overrides) else [*places, *overrides]))
 
     return train
 
 
-Train = Callable[..., Said]
+Train = Callable[..., CommandResult]
 
 
 def rewrite_list(recordings: Path, change: Callable[[list[str]], list[str]]) -> None:

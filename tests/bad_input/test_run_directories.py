@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import Raydfl, written
+from commands import Raydfl, write_config
 from helpers import known
 
 from raydfl.core.errors import RunDirectoryError
@@ -354,14 +354,14 @@ def test_a_run_that_crashed_before_its_first_round_restarts(
     (folder / "population").mkdir(parents=True)
     (folder / "population" / "clips.arrow").write_bytes(b"half")
     (folder / "config.yaml").write_text("method: fed")
-    assert raydfl("run", written(config, tmp_path)).code == 0
+    assert raydfl("run", write_config(config, tmp_path)).code == 0
     assert_same_bits(check_reference(1, "fedavg"), read_tensors(folder))
 
 
 def test_rounds_without_a_run_json_are_not_mixed_with_a_new_run(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
     outcome = run(tiny("train.rounds=1"))
     (outcome.run_dir / "run.json").unlink()
-    output = raydfl("run", written(tiny("train.rounds=2", "run.seed=7"), tmp_path))
+    output = raydfl("run", write_config(tiny("train.rounds=2", "run.seed=7"), tmp_path))
     output.refuses(
         "contains rounds of a run, but its run.json is missing",
         "give the new run another `run.name`, or remove the folder",
@@ -371,7 +371,7 @@ def test_rounds_without_a_run_json_are_not_mixed_with_a_new_run(raydfl: Raydfl, 
 def test_a_run_rejects_a_different_configuration(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
     outcome = run(tiny("train.rounds=1"))
     before = {path: path.read_bytes() for path in outcome.run_dir.rglob("*") if path.is_file()}
-    file = written(tiny("train.rounds=1"), tmp_path)
+    file = write_config(tiny("train.rounds=1"), tmp_path)
     output = raydfl("run", file, "train.optimiser.lr=0.2", "train.rounds=5", "data.takes=5")
     output.refuses(
         "runs/tiny belongs to another configuration",
@@ -473,7 +473,7 @@ def test_the_report_distinguishes_added_settings_from_explicit_defaults(
     raydfl: Raydfl, tiny: Callable[..., Config], tmp_path: Path
 ) -> None:
     run_dir = run(tiny("train.rounds=1", method="fedprox")).run_dir
-    assert raydfl("run", written(tiny("train.rounds=1", "method.mu=0.01", method="fedprox"), tmp_path)).code == 0
+    assert raydfl("run", write_config(tiny("train.rounds=1", "method.mu=0.01", method="fedprox"), tmp_path)).code == 0
     assert raydfl("report", run_dir).err == "", "it is the default"
     edit(run_dir, "method.mu", 5.0)
     raydfl("resume", run_dir).refuses("method.mu: None there, 5.0 here")
@@ -511,7 +511,7 @@ def test_a_run_of_an_earlier_version_resumes(raydfl: Raydfl, check_reference: Un
 
 
 def test_a_rejected_run_leaves_no_files(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
-    file, folder = written(tiny("ray.actors=1"), tmp_path), tmp_path / "runs"
+    file, folder = write_config(tiny("ray.actors=1"), tmp_path), tmp_path / "runs"
     for override in ("ray.address=127.0.0.1:1", "train.cohort=7"):
         raydfl("run", file, override).refuses("cannot reach the Ray cluster|cohort")
         assert not folder.exists()
@@ -560,7 +560,7 @@ def test_impossible_replays_are_rejected(raydfl: Raydfl, tiny: Tiny) -> None:
 
 def test_an_unwritable_run_folder_is_reported(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    file = written(tiny(), tmp_path)
+    file = write_config(tiny(), tmp_path)
     raydfl("run", file, f"run.dir={tmp_path}/file").refuses(
         "cannot create the run directory .*file/tiny: Not a directory"
     )

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import soundfile
-from commands import Raydfl, written
+from commands import Raydfl, write_config
 
 from raydfl.core import registry
 from raydfl.core.errors import DataError
@@ -204,7 +204,7 @@ def test_code_in_the_users_configuration_needs_no_approval(
     config = tiny("train.rounds=1", method=f"{user_method}/own.py:Own")
     folder = run(config).run_dir
     (user_method / "own.py").write_text((user_method / "own.py").read_text() + "# changed\n")
-    output = raydfl("run", written(config, tmp_path), "train.rounds=2")
+    output = raydfl("run", write_config(config, tmp_path), "train.rounds=2")
     assert output.code == 0
     assert "your own code has changed since the run began" in output.out
     assert code_digest(user_method / "own.py") in json.loads((folder / "run.json").read_text())["code"]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from commands import Raydfl, written
+from commands import Raydfl, write_config
 
 import raydfl as package
 from raydfl.core import registry
@@ -114,7 +114,7 @@ def test_a_bug_exits_with_code_1_and_a_traceback(
 ) -> None:
     monkeypatch.setattr("raydfl.runs._run.run", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):  # Python prints the traceback and exits with 1
-        raydfl("run", written(tiny(), tmp_path))
+        raydfl("run", write_config(tiny(), tmp_path))
 
 
 def test_control_c_outside_a_round_exits_with_code_1_without_traceback(
@@ -124,7 +124,7 @@ def test_control_c_outside_a_round_exits_with_code_1_without_traceback(
         raise KeyboardInterrupt
 
     monkeypatch.setattr("raydfl.runs._run.run", interrupt)
-    output = raydfl("run", written(tiny(), tmp_path))
+    output = raydfl("run", write_config(tiny(), tmp_path))
     assert (output.code, output.out, output.err) == (1, "", "stopped\n")
 
 
@@ -144,7 +144,7 @@ def test_control_c_outside_a_round_exits_with_code_1_without_traceback(
 def test_the_resolved_configuration_is_a_valid_equal_configuration(
     raydfl: Raydfl, tiny: Tiny, tmp_path: Path, method: str, overrides: list[str]
 ) -> None:
-    file = written(tiny(method=method), tmp_path)
+    file = write_config(tiny(method=method), tmp_path)
     output = raydfl("config", file, *overrides)
     assert (output.code, output.err) == (0, "")
     again = tmp_path / "again.yaml"
@@ -154,7 +154,7 @@ def test_the_resolved_configuration_is_a_valid_equal_configuration(
 
 
 def test_the_resolved_configuration_explains_every_setting(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
-    lines = raydfl("config", written(tiny(method="fedmlac"), tmp_path)).out.splitlines()
+    lines = raydfl("config", write_config(tiny(method="fedmlac"), tmp_path)).out.splitlines()
     keys = [number for number, line in enumerate(lines) if line.partition("#")[0].strip()]
     mute = [lines[number] for number in keys if not lines[number - 1].lstrip().startswith("#")]
     assert mute == [
@@ -248,7 +248,7 @@ def test_the_data_are_described_without_reading_a_clip(
 ) -> None:
     """Tones: 6 speakers x 3 classes x (2 test takes + 6, 7, 8, 6, 7, 8 training takes)."""
     monkeypatch.setattr("raydfl.data.features.extraction.compute_chunk", None)
-    output = raydfl("data", "info", written(tiny("data.takes=6", f"data.cache={tmp_path / 'no'}"), tmp_path))
+    output = raydfl("data", "info", write_config(tiny("data.takes=6", f"data.cache={tmp_path / 'no'}"), tmp_path))
     assert output.code == 0
     rows = [" ".join(line.split()) for line in output.out.splitlines()]
     assert "clips 162" in rows
@@ -266,7 +266,7 @@ def test_the_data_are_described_without_reading_a_clip(
 
 def test_the_suggested_command_runs_as_printed(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
     """This holds even if the file's partition does not fit."""
-    file = written(tiny("data.takes=6", "data.partition={by: iid, clients: 5000}"), tmp_path)
+    file = write_config(tiny("data.takes=6", "data.partition={by: iid, clients: 5000}"), tmp_path)
     output = raydfl("data", "info", file)
     assert output.code == 0
     assert "126 clips cannot give 5000 clients 1 each" in output.out
@@ -288,14 +288,14 @@ def test_clips_without_a_fitting_partition_are_an_error(raydfl: Raydfl, tmp_path
 
 def test_some_clips_may_belong_to_no_client(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
     dropping = ["data.takes=6", "data.partition={by: group, minimum: 20, smaller: drop}", "data.split.validation=0"]
-    output = raydfl("data", "info", written(tiny(*dropping), tmp_path))
+    output = raydfl("data", "info", write_config(tiny(*dropping), tmp_path))
     rows = [" ".join(line.split()) for line in output.out.splitlines()]
     assert "clients (4) by group: 21 to 24 clips each, median 22.5, 90 in all" in rows
     assert "left out 36 clips" in rows
 
 
 def test_features_are_prepared_once_and_announced(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
-    file = written(tiny(f"data.cache={tmp_path / 'cache'}"), tmp_path)
+    file = write_config(tiny(f"data.cache={tmp_path / 'cache'}"), tmp_path)
     events = raydfl("data", "prepare", file, "--json").events
     assert {"event": "steps", "description": "computing features", "done": 108, "total": 108} in events
     ready = "Features are ready: 6 clients, 36 test examples, 3 classes, 0 clips left out"
@@ -305,7 +305,7 @@ def test_features_are_prepared_once_and_announced(raydfl: Raydfl, tiny: Tiny, tm
 
 
 def test_the_partition_is_plotted(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
-    file, out = written(tiny(), tmp_path), tmp_path / "who.png"
+    file, out = write_config(tiny(), tmp_path), tmp_path / "who.png"
     output = raydfl("data", "plot", file, "--out", out)
     assert output.out.splitlines()[-1] == str(out)
     assert out.read_bytes().startswith(b"\x89PNG")
@@ -321,7 +321,7 @@ def test_the_partition_is_plotted(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) ->
 
 
 def test_json_output_contains_only_json(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
-    file = written(tiny("train.rounds=2", "run.name=machine"), tmp_path)
+    file = write_config(tiny("train.rounds=2", "run.name=machine"), tmp_path)
     output = raydfl("run", file, "--json")
     assert (output.code, output.err) == (0, "")
     assert [event["event"] for event in output.events if event["event"] in ("start", "round", "finish")] == [
@@ -336,7 +336,7 @@ def test_json_output_contains_only_json(raydfl: Raydfl, tiny: Tiny, tmp_path: Pa
 
 
 def test_a_run_prints_its_files_and_next_steps(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
-    output = raydfl("run", written(tiny("train.rounds=2"), tmp_path))
+    output = raydfl("run", write_config(tiny("train.rounds=2"), tmp_path))
     lines = output.out.splitlines()
     assert lines[-2] == f"run directory: {tmp_path / 'runs/tiny'}"
     assert lines[-1].startswith("next: open ")
@@ -346,7 +346,7 @@ def test_a_run_prints_its_files_and_next_steps(raydfl: Raydfl, tiny: Tiny, tmp_p
 
 
 def test_quiet_prints_nothing_but_errors(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
-    file = written(tiny("train.rounds=1"), tmp_path)
+    file = write_config(tiny("train.rounds=1"), tmp_path)
     output = raydfl("run", file, "--quiet")
     assert (output.code, output.out, output.err) == (0, "", "")
     raydfl("run", file, "-q", "train.cohort=9").refuses("train.cohort")
@@ -354,7 +354,7 @@ def test_quiet_prints_nothing_but_errors(raydfl: Raydfl, tiny: Tiny, tmp_path: P
 
 def test_resume_adds_rounds(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
     long = run(tiny("train.rounds=4", "run.name=long"))
-    raydfl("run", written(tiny("train.rounds=2", "run.name=short"), tmp_path))
+    raydfl("run", write_config(tiny("train.rounds=2", "run.name=short"), tmp_path))
     short = tmp_path / "runs/short"
     done = raydfl("resume", short)
     assert done.code == 0
@@ -367,7 +367,7 @@ def test_resume_adds_rounds(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
 
 
 def test_the_same_command_resumes_a_named_run(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
-    file = written(tiny("train.rounds=1"), tmp_path)
+    file = write_config(tiny("train.rounds=1"), tmp_path)
     raydfl("run", file)
     output = raydfl("run", file, "train.rounds=2")
     assert "tiny: 2 rounds, 1 of them done" in output.out
@@ -395,7 +395,7 @@ def test_a_replay_is_printed_and_saved(raydfl: Raydfl, tiny: Tiny, tmp_path: Pat
 
 def test_a_replay_of_a_failing_method_shows_its_traceback(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
     method = f"{Path(__file__).parent.parent / 'extra_methods.py'}:Failing"
-    file = written(tiny(f"method.name={method}", "method.client=s2", "train.cohort=1.0"), tmp_path)
+    file = write_config(tiny(f"method.name={method}", "method.client=s2", "train.cohort=1.0"), tmp_path)
     failed = raydfl("run", file)
     assert failed.code == 1
     assert "client 's2' failed in round 2, phase 'train': ZeroDivisionError: a method's own mistake" in failed.err
@@ -411,7 +411,7 @@ def test_a_replay_of_a_failing_method_shows_its_traceback(raydfl: Raydfl, tiny: 
 def test_a_run_reports_uncompiled_operators(
     raydfl: Raydfl, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = written(tiny("train.rounds=1"), tmp_path)
+    file = write_config(tiny("train.rounds=1"), tmp_path)
     monkeypatch.setattr("raydfl.core.ops.is_compiled", lambda: False)
     output = raydfl("run", file)
     assert output.code == 0

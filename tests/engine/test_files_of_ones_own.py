@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from commands import Raydfl, written
+from commands import Raydfl, write_config
 
 from raydfl.core.errors import ConfigError
 from raydfl.core.registry import load_object
@@ -125,7 +125,7 @@ def test_a_run_with_a_changed_file_is_not_resumed(raydfl: Raydfl, configure_file
     (tmp_path / "here" / "scale").write_text("2.50")
     message = r"models.model.scale of .*: the content of the file .*here/scale has changed since the run began"
     raydfl("resume", folder, "train.rounds=3").refuses(message)
-    raydfl("run", written(config, tmp_path), "train.rounds=3").refuses(message)
+    raydfl("run", write_config(config, tmp_path), "train.rounds=3").refuses(message)
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     (tmp_path / "here" / "scale").write_text("1.0")
     assert raydfl("resume", folder, "train.rounds=3").code == 0
