@@ -324,7 +324,7 @@ class Tables:
         return np.concatenate([np.ones(min(len(clips), 1), bool), clips[1:] != clips[:-1]])
 
     def holds_same(self, other: Tables) -> bool:
-        """Return whether clips and clients are equal. Arrays depend on features, whose last bits may differ."""
+        """Return whether clips and clients are equal. Arrays are ignored, because the last bits of features may differ."""
         return _are_equal(self.clips, other.clips) and _are_equal(self.clients, other.clients)
 
 

@@ -61,7 +61,7 @@ class Clients(OnDemand[Client]):
         """For each model, the position of every client's architecture; ``None``: all clients have the same."""
         for name, choices in config.components.models.items():
             if name in config.components.chosen_by:
-                self._choices.append(self._choose(name, *config.components.chosen_by[name]))
+                self._choices.append(self._choose_architectures(name, *config.components.chosen_by[name]))
                 continue
             rng = seeds.generator(config.run.seed, 0, "", f"architecture/{name}")
             drawn = rng.integers(len(choices), size=len(population)) if len(choices) > 1 else None
@@ -136,7 +136,7 @@ class Clients(OnDemand[Client]):
         own = {name: values[int(places[position - first])] for name, (values, places) in dealt_values.items()}
         return {**self._population.profile(position), **own}
 
-    def _choose(self, model: str, column: str, keys: Sequence[str]) -> np.ndarray:
+    def _choose_architectures(self, model: str, column: str, keys: Sequence[str]) -> np.ndarray:
         """Return the position of every client's architecture, selected by a profile column.
 
         Raises:

@@ -206,7 +206,7 @@ class Config(Settings):
 
     @property
     def labels_needed(self) -> bool:
-        """Whether the objective learns from labels. Each class then needs training clips."""
+        """True if the objective learns from labels. Each class then needs training clips."""
         return self.components.method.objective.labels != "any"
 
     def files(self) -> dict[str, tuple[str, str]]:

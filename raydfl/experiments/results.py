@@ -157,7 +157,7 @@ class Contestant:
 
     @property
     def complete(self) -> bool:
-        """Whether all runs are finished."""
+        """True if all runs are finished."""
         return self.done == len(self.trials)
 
     @property

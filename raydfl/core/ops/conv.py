@@ -60,7 +60,7 @@ class Conv1d(nn.Conv1d):
     """Fast replacement of torch.nn.Conv1d. Unsupported options, such as strides, fall back to torch's implementation."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Convolve x [batch, channels, frames] to [batch, channels, frames], as torch.nn.Conv1d."""
+        """Convolve x [batch, channels, frames] to [batch, channels, frames], like torch.nn.Conv1d."""
         if not self._supports(x):
             return super().forward(x)
         return conv1d(x.transpose(-1, -2), self.weight, self.bias, int(self.padding[0])).transpose(-1, -2)

@@ -30,7 +30,7 @@ def gru(x: Tensor, weights: Sequence[Tensor], lengths: Tensor | None = None) -> 
             output of padding is 0. ``None``: all.
 
     Returns:
-        [..., batch, frames, directions * hidden], as torch.nn.GRU with ``batch_first``.
+        [..., batch, frames, directions * hidden], like torch.nn.GRU with ``batch_first``.
     """
     dtype = autocast_type(x)
     if dtype is not None:

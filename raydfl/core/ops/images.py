@@ -69,7 +69,7 @@ def group_norm(
     ceil: bool = False,
     lengths: Tensor | None = None,
 ) -> Tensor:
-    """Normalise over groups of channels as torch.nn.GroupNorm, optionally followed by ReLU and max pooling.
+    """Normalise over groups of channels like torch.nn.GroupNorm, optionally followed by ReLU and max pooling.
 
     Args:
         xs: float [batch, rows, columns, channels], or a sequence of tensors with different channels. Each has its own groups, and
@@ -121,7 +121,7 @@ class Conv2d(nn.Conv2d):
     """Fast replacement of torch.nn.Conv2d. Unsupported options, such as dilation, fall back to torch's implementation."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Convolve x [batch, channels, rows, columns] to the same layout, as torch.nn.Conv2d."""
+        """Convolve x [batch, channels, rows, columns] to the same layout, like torch.nn.Conv2d."""
         if x.dim() != 4 or select_operators(x) is None:
             return super().forward(x)
         return _rows_last(self.channels_last(_channels_last(x)))

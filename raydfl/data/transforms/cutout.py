@@ -48,5 +48,5 @@ class Cutout(Transform):
 def _mask_around(centre: Tensor, length: int, size: int) -> Tensor:
     """Return a mask of ``length`` positions around each centre: bool [..., size]."""
     first = (centre - length // 2).unsqueeze(-1)
-    position = spectra.places(size, centre.device)
+    position = spectra.make_range(size, centre.device)
     return (position >= first) & (position < first + length)

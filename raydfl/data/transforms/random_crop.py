@@ -78,7 +78,7 @@ class RandomCrop(Transform):
             pad(x, margins) if black is None else pad(x - black, margins) + black
         )  # pad() has one value for all channels
         rows, columns = x.shape[-2:]
-        steps = spectra.places(self.size, x.device)
+        steps = spectra.make_range(self.size, x.device)
         if drawn is None:
             top, left = (rows - self.size) // 2, (columns - self.size) // 2
             return x[..., top : top + self.size, left : left + self.size].contiguous()

@@ -34,6 +34,6 @@ class Shift(Transform):
 
     def apply(self, x: Tensor, frames: Tensor, drawn: Mapping[str, Tensor], table: Tensor | None) -> Tensor:
         """Rotate the frames of each example, without its padding."""
-        position = spectra.places(x.shape[-2], x.device)
+        position = spectra.make_range(x.shape[-2], x.device)
         source = (position - drawn["by"].unsqueeze(-1)) % frames.clamp_min(1).unsqueeze(-1)
         return x.gather(-2, source.unsqueeze(-1).expand(x.shape))

@@ -24,7 +24,7 @@ class Threshold:
     """Description of the origin."""
 
     def decision(self, score: float) -> str:
-        """Return ``"anomaly"`` or ``"normal"``."""
+        """Classify a score as ``"anomaly"`` or ``"normal"``."""
         return "anomaly" if score >= self.value else "normal"
 
 
