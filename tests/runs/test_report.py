@@ -86,7 +86,7 @@ class Page(HTMLParser):
         return text in " ".join(" ".join(self.text).split())
 
     def table(self, *header: str) -> list[list[str]]:
-        """The rows of the table whose header begins so."""
+        """Return the rows of the table with this start of the header."""
         for table in self.tables:
             if tuple(table[0][: len(header)]) == header:
                 return table[1:]
