@@ -74,8 +74,8 @@ def list_fields(group: type[Settings], at: str = "") -> Iterator[str]:
             inner = [type(field.default)]
         if not inner:
             yield at + name
-        for each in inner:
-            yield from list_fields(each, f"{at}{name}.")
+        for item in inner:
+            yield from list_fields(item, f"{at}{name}.")
 
 
 VALUES = ((int, 7), (float, 0.7), (Path, Path("/x")), (str, "x"))
@@ -107,11 +107,11 @@ def change_fields(settings: Settings, at: str = "") -> Iterator[tuple[str, Any]]
         value, place = getattr(settings, name), at + name
         if isinstance(value, Settings):
             copies = ((of, copy) for of, copy in change_fields(value, f"{place}."))
-        elif isinstance(value, dict) and any(isinstance(each, Settings) for each in value.values()):
+        elif isinstance(value, dict) and any(isinstance(item, Settings) for item in value.values()):
             copies = (
                 (of, {**value, key: copy})
-                for key, each in value.items()
-                for of, copy in change_fields(each, f"{place}.{key}.")
+                for key, item in value.items()
+                for of, copy in change_fields(item, f"{place}.{key}.")
             )
         elif re.fullmatch(NAMED, place) or find_settings(field.annotation):
             continue

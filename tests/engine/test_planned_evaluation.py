@@ -91,13 +91,13 @@ def test_the_server_evaluates_the_planned_entries(tiny: Tiny) -> None:
     assert read_metrics(planned, "validation") == {"model/accuracy"}  # client models are evaluated as usual
     load_model(planned, "best:model", client=None)
     joined = tiny("run.name=joined", f"method.name={HERE}:Planned", "method.receive=[[head, trunk]]", "train.rounds=1")
-    found = run(joined).run_dir
-    assert read_metrics(found) == {"head:model/accuracy"}
+    joined_run = run(joined).run_dir
+    assert read_metrics(joined_run) == {"head:model/accuracy"}
     values = [
         rows.loc[(rows["split"] == "test") & (rows["metric"] == metric) & (rows["round"] == 1), "value"].tolist()
         for rows, metric in (
             (record.read_rows(planned).to_pandas(), "best:model/loss"),
-            (record.read_rows(found).to_pandas(), "head:model/loss"),
+            (record.read_rows(joined_run).to_pandas(), "head:model/loss"),
         )
     ]
     assert values[0] == values[1]  # both are the initial model

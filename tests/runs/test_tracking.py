@@ -137,11 +137,11 @@ def test_rounds_are_tracked_once(place: Place) -> None:
     run_id = tracker.start("r", {"a": 1}, {})
     tracker.log_rows(place.commit(make_rows(1)))
     tracker.log_rows(make_rows(1) + place.commit(make_rows(2)))
-    again = place.tracker()
-    assert again.start("r", {"a": 2, "b": 3}, {"resumed": "yes"}, run_id) == run_id
+    second_tracker = place.tracker()
+    assert second_tracker.start("r", {"a": 2, "b": 3}, {"resumed": "yes"}, run_id) == run_id
     assert place.client().get_run(run_id).info.status == "RUNNING"
-    again.log_rows(make_rows(2))
-    again.log_rows(place.commit(make_rows(3)))
+    second_tracker.log_rows(make_rows(2))
+    second_tracker.log_rows(place.commit(make_rows(3)))
     assert place.read_history(run_id, "test/plugin/accuracy") == make_expected_points(range(1, 4))
     data = place.client().get_run(run_id).data
     assert data.params == {"a": "1", "b": "3"}
@@ -165,10 +165,10 @@ def test_crash_around_a_commit(place: Place, monkeypatch: pytest.MonkeyPatch, di
         with pytest.raises(KeyboardInterrupt):
             tracker.log_rows(place.commit(make_rows(2)))
     place.commit(make_rows(3))  # committed, and the process died before it was mirrored
-    again = place.tracker()
-    again.start("r", {}, {}, run_id)
-    again.log_rows(place.commit(make_rows(4)))
-    again.finish("FINISHED")
+    second_tracker = place.tracker()
+    second_tracker.start("r", {}, {}, run_id)
+    second_tracker.log_rows(place.commit(make_rows(4)))
+    second_tracker.finish("FINISHED")
     assert place.read_curve(run_id, "test/plugin/accuracy") == make_expected_points(range(1, 5))
     assert place.client().get_run(run_id).data.tags["raydfl.mirrored_round"] == "4"
     assert not place.warnings
@@ -262,8 +262,8 @@ def test_lost_run_is_restored_from_the_metrics_table(place: Place) -> None:
     first = tracker.start("r", {}, {})
     tracker.log_rows(place.commit(make_rows(1)))
     place.client().delete_run(first)
-    again = place.tracker()
-    second = again.start("r", {}, {}, first)
+    second_tracker = place.tracker()
+    second = second_tracker.start("r", {}, {}, first)
     assert second != first
     assert f"no longer has the run {first}" in place.warnings[0]
     assert place.read_history(second, "test/plugin/accuracy") == make_expected_points(range(1, 2))
@@ -435,10 +435,10 @@ def test_invalid_mlflow_names_become_valid_and_stay_unique() -> None:
     from mlflow.utils.validation import _validate_metric_name
 
     metrics = ["größe", "grÖße", "a//b", "../up", "x" * 400, "x" * 401, "a(b)", "a[b]", "'; drop", "tab\there", "/root"]
-    found = [metric_name(MetricRow(1, "train", "", "test", metric, 0, 1)) for metric in metrics]
-    for name in found:
+    metric_names = [metric_name(MetricRow(1, "train", "", "test", metric, 0, 1)) for metric in metrics]
+    for name in metric_names:
         _validate_metric_name(name)
-    assert len(set(found)) == len(metrics)
+    assert len(set(metric_names)) == len(metrics)
 
 
 def test_passwords_are_not_shown(tmp_path: Path) -> None:

@@ -58,8 +58,8 @@ def cluster() -> Iterator[Callable[[grpc.StatusCode | None], Cluster]]:
         return started[-1]
 
     yield start
-    for one in started:
-        one.close()
+    for process in started:
+        process.close()
 
 
 @pytest.fixture(autouse=True)

@@ -125,12 +125,12 @@ def test_recordings_through_the_exported_model(segmented: Finished, model_with_l
     for prediction in classify(segmented.folder, segmented.test_files[:6]):
         matrix = extractor(*soundfile.read(prediction.file, dtype="float32", always_2d=True))
         starts = range(0, max(1, len(matrix) - segment["frames"] + 1), segment["stride"])
-        found = []
+        actual = []
         for start in starts:
             x = matrix[start : start + segment["frames"]]
             (part,) = run.run(["probabilities"], {"x": x[None], "lengths": np.array([len(x)])})
-            found.append(part[0])
-        np.testing.assert_allclose(np.mean(found, axis=0), prediction.probabilities, atol=1e-5)
+            actual.append(part[0])
+        np.testing.assert_allclose(np.mean(actual, axis=0), prediction.probabilities, atol=1e-5)
 
 
 @pytest.fixture
@@ -159,8 +159,8 @@ def test_the_exported_file_classifies_samples(raydfl: Raydfl, mutual: Finished, 
     assert json.loads(properties["raydfl"]) == about
     for prediction in classify(mutual.folder, mutual.test_files):
         samples = soundfile.read(prediction.file, dtype="float32")[0]
-        (found,) = open_session(path).run(["probabilities"], {"samples": samples[None]})
-        np.testing.assert_allclose(found[0], prediction.probabilities, atol=1e-5)
+        (actual,) = open_session(path).run(["probabilities"], {"samples": samples[None]})
+        np.testing.assert_allclose(actual[0], prediction.probabilities, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -177,10 +177,10 @@ def test_int8_export_reports_its_accuracy(raydfl: Raydfl, mutual: Finished, cach
     classes, right = about["classes"], {"float32": 0, "int8": 0}
     for prediction, label in zip(classify(mutual.folder, mutual.test_files), mutual.labels, strict=True):
         samples = soundfile.read(prediction.file, dtype="float32")[0]
-        (found,) = open_session(path).run(["probabilities"], {"samples": samples[None]})
-        assert 0 < np.abs(found[0] - prediction.probabilities).max() < 0.1
+        (actual,) = open_session(path).run(["probabilities"], {"samples": samples[None]})
+        assert 0 < np.abs(actual[0] - prediction.probabilities).max() < 0.1
         right["float32"] += prediction.label == label
-        right["int8"] += classes[int(found.argmax())] == label
+        right["int8"] += classes[int(actual.argmax())] == label
     count, measured = len(mutual.labels), about["quantised"]["measured"]
     assert (measured["metric"], measured["split"], measured["clips"]) == ("accuracy", "test", count)
     for kind, number in right.items():
@@ -229,8 +229,8 @@ def test_a_detector_gives_scores(raydfl: Raydfl, tmp_path: Path, monkeypatch: py
     assert about["threshold"]["value"] == pytest.approx(thresholds[-1])
     model = load_model(folder)
     x, _ = make_batch(model, 3, model.length or 9, 0)
-    found = open_session(path).run(["score"], {"x": x.numpy()})[0]
-    np.testing.assert_allclose(found, model.logits(x, None).numpy(), rtol=1e-4)
+    actual = open_session(path).run(["score"], {"x": x.numpy()})[0]
+    np.testing.assert_allclose(actual, model.logits(x, None).numpy(), rtol=1e-4)
     graph = Graph(path.read_bytes(), None, False, 0.0)
     monkeypatch.setattr("raydfl.runs.inference.network.to_onnx", lambda *_: graph)  # takes seconds
     heard = export_model(folder, input="wave")

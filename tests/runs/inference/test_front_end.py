@@ -107,9 +107,9 @@ def test_the_front_end_supports_all_rates(front_end: ModuleType, rate: int) -> N
     settings = FeatureSettings(**FEATURES)
     noise = np.random.default_rng(rate).uniform(-1, 1, (rate // 5, 1)).astype(np.float32)
     expected = FeatureExtractor(settings).wave(noise, rate)
-    found = front_end.wave(noise, rate, describe(settings))
-    assert found.shape == expected.shape
-    np.testing.assert_allclose(found, expected, atol=5e-5)
+    actual = front_end.wave(noise, rate, describe(settings))
+    assert actual.shape == expected.shape
+    np.testing.assert_allclose(actual, expected, atol=5e-5)
 
 
 def test_the_front_end_normalises_and_handles_silence(front_end: ModuleType) -> None:

@@ -33,10 +33,10 @@ from raydfl.runs.progress import Progress
 
 
 def predict_probabilities(run: Finished, **chosen: Any) -> np.ndarray:
-    found = classify(run.folder, run.test_files, **chosen)
-    assert [prediction.file for prediction in found] == run.test_files
-    assert [prediction.error for prediction in found] == [""] * len(found)
-    return np.stack([prediction.probabilities for prediction in found])
+    results = classify(run.folder, run.test_files, **chosen)
+    assert [prediction.file for prediction in results] == run.test_files
+    assert [prediction.error for prediction in results] == [""] * len(results)
+    return np.stack([prediction.probabilities for prediction in results])
 
 
 def read_accuracy(run: Finished, model: str) -> float:
@@ -54,8 +54,8 @@ def assert_agrees(run: Finished, *, model: str = "plugin", client: str | None = 
 def test_the_shared_model_predicts_like_the_engine(name: str, request: pytest.FixtureRequest) -> None:
     run: Finished = request.getfixturevalue(name)
     assert_agrees(run)
-    found = classify(run.folder, run.test_files)
-    right = [prediction.label == label for prediction, label in zip(found, run.labels, strict=True)]
+    results = classify(run.folder, run.test_files)
+    right = [prediction.label == label for prediction, label in zip(results, run.labels, strict=True)]
     assert np.mean(right) == pytest.approx(read_accuracy(run, "plugin"))
 
 
@@ -147,7 +147,7 @@ def test_without_statistics_each_folder_counts_as_a_speaker(tmp_path: Path) -> N
     for file in speaker:
         (tmp_path / "speaker").mkdir(exist_ok=True)
         shutil.copy(file, tmp_path / "speaker" / f"{file.parent.name}_{file.name}")
-    found = {each.file.name: each.probabilities for each in predictions(model, [tmp_path / "speaker"])}
+    results = {item.file.name: item.probabilities for item in predictions(model, [tmp_path / "speaker"])}
     extractor = FeatureExtractor(model.data.features)
     matrices = {file: extractor(*read_audio(file)) for file in speaker}
     frames = np.concatenate(list(matrices.values())).astype(np.float64)
@@ -155,9 +155,9 @@ def test_without_statistics_each_folder_counts_as_a_speaker(tmp_path: Path) -> N
         x = torch.from_numpy((matrix - frames.mean(axis=0)) / (frames.std(axis=0) + EPSILON)).float()[None]
         logits = model.logits(torch.nn.functional.pad(x, (0, 0, 0, 64 - x.shape[1])), torch.tensor([x.shape[1]]))
         expected = logits.double().softmax(dim=1)[0].numpy()
-        np.testing.assert_allclose(found[f"{file.parent.name}_{file.name}"], expected, atol=1e-6)
+        np.testing.assert_allclose(results[f"{file.parent.name}_{file.name}"], expected, atol=1e-6)
     arrays = [Recording(Path(str(number)), *read_audio(file)) for number, file in enumerate(sorted(matrices))]
-    for here, (_, there) in zip(predictions(model, arrays), sorted(found.items()), strict=True):
+    for here, (_, there) in zip(predictions(model, arrays), sorted(results.items()), strict=True):
         np.testing.assert_array_equal(here.probabilities, there)  # arrays of one call count as a folder
 
 
@@ -186,17 +186,17 @@ def test_prediction_needs_neither_recordings_nor_features_of_the_run(mutual: Fin
     cache = mutual.folder.parent.parent / "cache"
     hidden = cache.rename(cache.with_name("hidden"))
     try:
-        found = [classify(moved, [file], client=who)[0].probabilities for who in (None, client)]
+        results = [classify(moved, [file], client=who)[0].probabilities for who in (None, client)]
     finally:
         hidden.rename(cache)
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(results, expected)
 
 
 def test_very_short_recordings_are_classified_with_known_lengths(segmented: Finished, tmp_path: Path) -> None:
     soundfile.write(tmp_path / "click.wav", np.full(10, 0.5, np.float32), RATE)
-    found = classify(segmented.folder, [tmp_path / "click.wav"])[0]
-    assert found.error == ""
-    assert found.probabilities.sum() == pytest.approx(1)
+    results = classify(segmented.folder, [tmp_path / "click.wav"])[0]
+    assert results.error == ""
+    assert results.probabilities.sum() == pytest.approx(1)
 
 
 def test_a_partly_shared_network_predicts_like_the_engine(tmp_path: Path) -> None:
@@ -263,9 +263,9 @@ def test_folders_are_searched_without_duplicates(mutual: Finished, tmp_path: Pat
 
 
 def test_top_classes_are_ordered_and_ties_go_to_the_first_class() -> None:
-    found = Prediction(Path("x"), ("a", "b", "c"), np.array([0.25, 0.5, 0.25]))
-    assert found.top(3) == [("b", 0.5), ("a", 0.25), ("c", 0.25)]
-    assert (found.label, found.probability) == ("b", 0.5)
+    results = Prediction(Path("x"), ("a", "b", "c"), np.array([0.25, 0.5, 0.25]))
+    assert results.top(3) == [("b", 0.5), ("a", 0.25), ("c", 0.25)]
+    assert (results.label, results.probability) == ("b", 0.5)
     nothing = Prediction(Path("x"), ("a", "b"), np.zeros(0), "broken")
     assert nothing.label == ""
     assert math.isnan(nothing.probability)
@@ -273,7 +273,7 @@ def test_top_classes_are_ordered_and_ties_go_to_the_first_class() -> None:
 
 def test_predictions_are_printed_as_json_csv_and_table(raydfl: Raydfl, mutual: Finished) -> None:
     files = mutual.test_files[:4]
-    found = classify(mutual.folder, files)
+    results = classify(mutual.folder, files)
     output = raydfl("predict", mutual.folder, *files, "--json", "--top", 2)
     assert output.code == 0
     assert output.events == [
@@ -283,11 +283,11 @@ def test_predictions_are_printed_as_json_csv_and_table(raydfl: Raydfl, mutual: F
             "probability": prediction.probability,
             "top": [{"label": label, "probability": value} for label, value in prediction.top(2)],
         }
-        for prediction in found
+        for prediction in results
     ]
     rows = list(csv.DictReader(io.StringIO(raydfl("predict", mutual.folder, *files, "--csv", "--top", 9).out)))
     assert list(rows[0]) == ["file", *(f"{n}{r}" for r in ("", "_2", "_3") for n in ("label", "probability")), "error"]
-    for row, prediction in zip(rows, found, strict=True):
+    for row, prediction in zip(rows, results, strict=True):
         assert [row["label"], row["label_2"], row["label_3"]] == [label for label, _ in prediction.top(3)]
         assert float(row["probability"]) == prediction.probability
     client = mutual.list_trained()[0]
@@ -422,8 +422,8 @@ def test_a_diverged_model_is_reported(mutual: Finished) -> None:
     model = load_model(mutual.folder)
     with torch.no_grad():
         next(model.network.parameters()).fill_(float("nan"))
-    (found,) = predictions(model, mutual.test_files[:1])
-    assert found.error == "the model's output is not finite: its training diverged"
+    (results,) = predictions(model, mutual.test_files[:1])
+    assert results.error == "the model's output is not finite: its training diverged"
 
 
 def test_a_network_without_classes_is_rejected(mutual: Finished) -> None:
@@ -443,15 +443,15 @@ def test_arrays_and_files_give_equal_predictions(mutual: Finished) -> None:
     result = load_result(mutual.folder)
     sounds = [read_audio(file)[0] for file in mutual.test_files]
     for chosen in ({}, {"client": mutual.list_trained()[0]}):
-        found = result.predict(sounds, RATE, **chosen)
+        results = result.predict(sounds, RATE, **chosen)
         expected = classify(mutual.folder, mutual.test_files, **chosen)
-        for here, there in zip(found, expected, strict=True):
+        for here, there in zip(results, expected, strict=True):
             np.testing.assert_array_equal(here.probabilities, there.probabilities)
-    assert [str(each.file) for each in found[:2]] == ["array-0", "array-1"]
+    assert [str(item.file) for item in results[:2]] == ["array-0", "array-1"]
     of_one = result.predict(sounds[0][:, 0].astype(np.float64), RATE, client=mutual.list_trained()[0])
-    np.testing.assert_array_equal(of_one.probabilities, found[0].probabilities)
+    np.testing.assert_array_equal(of_one.probabilities, results[0].probabilities)
     of_tensor = result.predict(torch.from_numpy(sounds[0]), RATE, client=mutual.list_trained()[0])
-    assert of_tensor.label == found[0].label
+    assert of_tensor.label == results[0].label
     silent, heard = result.predict([np.full(800, np.nan, np.float32), sounds[0]], RATE)
     assert "800 samples are NaN" in silent.error
     assert heard.error == ""

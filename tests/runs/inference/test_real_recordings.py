@@ -35,11 +35,13 @@ def test_predictions_of_held_out_digits_match_the_recorded_accuracy(tmp_path: Pa
         models={"model": {**TINY, "hidden": 16}},
         train={"rounds": 2, "cohort": 1.0, "batch_size": 16, "optimiser": {"name": "adam", "lr": 0.01}},
     )
-    done = run(config)
+    outcome = run(config)
     held_out = [RECORDINGS / f"{d}_{s}_{t}.wav" for d in range(10) for s in speakers() for t in range(5)]
-    found = classify(done.run_dir, held_out)
-    accuracy = np.mean([prediction.label == prediction.file.name[0] for prediction in found])
-    rows = [row for row in to_rows(read_rows(done.run_dir)) if row.metric == "model/accuracy" and row.split == "test"]
+    results = classify(outcome.run_dir, held_out)
+    accuracy = np.mean([prediction.label == prediction.file.name[0] for prediction in results])
+    rows = [
+        row for row in to_rows(read_rows(outcome.run_dir)) if row.metric == "model/accuracy" and row.split == "test"
+    ]
     assert len(held_out) == 300
     assert accuracy == pytest.approx(next(row.value for row in rows if row.round == 2 and not row.client))
     assert accuracy > 0.2  # better than chance

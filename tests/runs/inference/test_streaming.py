@@ -57,15 +57,15 @@ def test_streaming_agrees_with_the_complete_recording(case: str, pieces_ms: tupl
         if by == "PyTorch":
             with torch.no_grad():
                 answer, *state = module(torch.from_numpy(waves[:, begin:end]), *state)
-            found = answer.numpy()
+            actual = answer.numpy()
         else:
-            found = stream.process(waves[:, begin:end])
+            actual = stream.process(waves[:, begin:end])
         if (number < 3 or number % 4 == 0 or end == waves.shape[1]) and end > 0.025 * rate:
             expected = np.stack([front_end.answer_to(wave[:end], rate) for wave in waves])
-            np.testing.assert_allclose(found, expected, atol=1e-5)
+            np.testing.assert_allclose(actual, expected, atol=1e-5)
         if end == waves.shape[1]:
             break
-    assert np.ptp(found) > 0.05
+    assert np.ptp(actual) > 0.05
 
 
 @pytest.mark.parametrize(
