@@ -174,7 +174,7 @@ def test_second_derivatives_are_rejected() -> None:
     weight = make_noise(3, 2, 1).requires_grad_()
     (first,) = torch.autograd.grad(ops.conv1d(make_noise(1, 4, 2), weight).square().sum(), weight, create_graph=True)
     with pytest.raises(
-        RuntimeError, match=r"Conv1d of raydfl.ops cannot be differentiated doubled; use Conv1d of torch\.nn"
+        RuntimeError, match=r"Conv1d of raydfl.ops cannot be differentiated twice; use Conv1d of torch\.nn"
     ):
         first.sum().backward()
 
