@@ -73,7 +73,7 @@ def in_pieces(session: object, samples: int) -> Answer:
     def answer(wave: np.ndarray) -> np.ndarray:
         stream = Stream(session)
         for start in range(0, len(wave), samples):
-            found = stream.hear(wave[None, start : start + samples])
+            found = stream.process(wave[None, start : start + samples])
         return found[0]
 
     return answer

@@ -262,7 +262,7 @@ def _machines(server: Server, config: Config) -> list[Machine]:
     federation = server._federation
     run_dir = Path(config.run.dir, str(config.run.name))
     clients = list(federation.clients)
-    orders = federation._orders(federation.method.plan_evaluation(federation.state, clients), ())
+    orders = federation._make_orders(federation.method.plan_evaluation(federation.state, clients), ())
     broadcast = federation.broadcast(keys_of(orders))
     worker = Worker(run_dir, config, PrivateStore(run_dir / "private"))
     return [_machine(worker.prepare(order, broadcast), federation.method.objective) for order in orders]

@@ -226,7 +226,7 @@ def class_index(name: str | int, classes: Sequence[str], where: str) -> int:
         ConfigError: the class is unknown. The message suggests the nearest name.
     """
     if str(name) not in classes:
-        raise ConfigError(f"{where}: the data have no class {str(name)!r}; {nearest(str(name), classes)}")
+        raise ConfigError(f"{where}: the data have no class {str(name)!r}. {nearest(str(name), classes)}")
     return list(classes).index(str(name))
 
 

@@ -128,7 +128,7 @@ def describe_step(data: DataSettings, seed: int, step: str, attack: Poisoner | N
         DataError: the step or an earlier step does not fit the clips.
     """
     if step not in STEPS:
-        raise ConfigError(f"--step {step}: unknown step; {nearest(step, STEPS)}")
+        raise ConfigError(f"--step {step}: unknown step. {nearest(step, STEPS)}")
     if step == "list":
         data = data.model_copy(update={"leave_out": (), "ungrouped": "keep", "tables": TableSettings()})
     manifest, classes = list_clips(data, seed)

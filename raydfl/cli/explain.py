@@ -172,7 +172,7 @@ def methods_as_data(only: Sequence[str] = ()) -> dict[str, Any]:
         if name not in known:
             hint = nearest(name, known)
             raise ConfigError(
-                f"no method, rule, attack, objective, transform or architecture {name!r} is built in; {hint}"
+                f"no method, rule, attack, objective, transform or architecture {name!r} is built in. {hint}"
             )
     return {
         kind: {name: about for name, about in entries.items() if not only or name in only}

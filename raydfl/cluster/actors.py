@@ -54,13 +54,13 @@ class _Slot:
 
     @property
     def starting(self) -> bool:
-        """Whether the actor is still starting."""
+        """True while the actor is still starting."""
         return self.deadline < math.inf
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A call to an actor: one or more orders."""
+    """A call to an actor with its orders."""
 
     orders: list[Order]
     key: Any
@@ -148,7 +148,7 @@ class ActorPool:
 
     @property
     def fallbacks(self) -> list[str]:
-        """Reasons of all actors that train on the CPU despite a share of a GPU."""
+        """Reasons for training on the CPU despite a share of a GPU, for each affected actor."""
         return [slot.fallback for slot in self._slots.values() if slot.fallback]
 
     def _running_slots(self) -> list[_Slot]:
@@ -162,7 +162,7 @@ class ActorPool:
         return [slot.ready for slot in self._slots.values() if slot.starting]
 
     def update_started(self) -> None:
-        """Update slots with a started actor, and replace actors that failed to start.
+        """Update slots of started actors, and replace actors after a failed start.
 
         Raises:
             ResourcesError: Actors failed to start more than ``ray.retries`` times in a row.
@@ -192,12 +192,12 @@ class ActorPool:
                 self._failed_starts = 0
 
     def list_late(self) -> list[Any]:
-        """Return the keys of slots with an actor that has exceeded ``ray.ready_timeout``."""
+        """List the keys of slots without an actor after ``ray.ready_timeout``."""
         now = time.monotonic()
         return [key for key, slot in self._slots.items() if now > slot.deadline]
 
     def give_up_late(self) -> None:
-        """Remove slots with an actor that did not start in time, but keep at least one slot."""
+        """Remove slots without an actor after ``ray.ready_timeout``, but keep at least one slot."""
         for key in self.list_late():
             if len(self._slots) > 1:
                 logger.warning("A client actor did not start in time. The run continues with %d.", len(self._slots) - 1)
@@ -211,7 +211,7 @@ class ActorPool:
     # -- orders
 
     def start(self, orders: Sequence[Order], references: Mapping[str, Any]) -> None:
-        """Replace all orders by new ones and send the first of them.
+        """Replace all orders by new orders, and send the first.
 
         Args:
             orders: New orders. Unfinished earlier orders are dropped.
@@ -237,7 +237,7 @@ class ActorPool:
 
     @property
     def busy(self) -> bool:
-        """Whether orders are waiting or running."""
+        """True while orders are waiting or running."""
         return bool(self._waiting or self._calls)
 
     def list_pending(self) -> list[Any]:
@@ -340,7 +340,7 @@ class ActorPool:
         return left_out
 
     def replace_late(self, done: Collection[Any]) -> list[Reply]:
-        """Replace actors that exceeded their time limit; return replies that reject their clients.
+        """Replace actors after their time limit, and return replies with the rejection of their clients.
 
         Args:
             done: References of finished calls.

@@ -116,7 +116,7 @@ class ClientActor:
             return self._worker.carry_out(orders, broadcast, arrived)
 
     def do(self, job: Callable[[Worker], Any]) -> Any:
-        """Run a job on the worker between the calls that train clients."""
+        """Run a job on the worker between two calls."""
         with self._one_at_a_time:
             return job(self._worker)
 

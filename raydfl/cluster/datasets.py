@@ -63,7 +63,7 @@ def write_recordings(
         raise DataError("the dataset has no rows. Pass a dataset with at least one recording.")
     for name, option in ((audio, "audio"), (rate, "rate"), (label, "label"), (group, "group")):
         if name is not None and name not in columns:
-            raise DataError(f"{option}={name}: the dataset has no column of this name; {nearest(name, columns)}")
+            raise DataError(f"{option}={name}: the dataset has no column of this name. {nearest(name, columns)}")
     new = target.with_name(f".{target.name}.raydfl-unfinished")
     shutil.rmtree(new, ignore_errors=True)  # A killed process may have left it.
     encoded = dataset.map(functools.partial(_encode_audio, audio=audio, rate=rate))

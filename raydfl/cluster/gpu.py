@@ -42,7 +42,7 @@ class Memory:
 
     @property
     def slots(self) -> int:
-        """Number of actors that fit on the GPU."""
+        """Maximum number of actors on the GPU."""
         return self.total // self.peak
 
 
@@ -218,7 +218,7 @@ def _run_heaviest(run_dir: Path, config: Config, where: str) -> None:
 
 
 class _Probe:
-    """An actor that measures memory on a whole GPU."""
+    """An actor on a whole GPU, for the measurement of memory."""
 
     def memory(self, run_dir: str, config: Config) -> Memory:
         """Measure the memory of a client actor on this actor's GPU."""

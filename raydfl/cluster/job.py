@@ -13,7 +13,7 @@ from raydfl.core.errors import ConfigError, ResourcesError
 _COPIES = ("runtime_resources", "working_dir_files")
 """Folder of unpacked working directories, in the temporary folder of Ray's session."""
 _VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-"""Environment variable of the process that ``ray job submit`` starts."""
+"""Environment variable that marks the entry point of a submitted job."""
 
 
 def is_job() -> bool:
@@ -71,7 +71,7 @@ def _holds(path: Path, token: str) -> bool:
 
 
 def check_visible(run_dir: Path) -> None:
-    """Check that this machine sees the folder of a run.
+    """Check the visibility of a run's folder on this machine.
 
     Raises:
         ResourcesError: The folder is not visible here.

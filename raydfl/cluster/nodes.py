@@ -9,7 +9,7 @@ from raydfl.cluster.resources import ActorKind, count_fitting, format_kinds, for
 
 
 class NodeWatch:
-    """A watch over the cluster's nodes that reports changes."""
+    """A watch over the cluster's nodes with messages about changes."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class NodeWatch:
             )
 
     def report_changes(self) -> None:
-        """Report nodes that joined or left, at most once per interval."""
+        """Report joined and lost nodes, at most once per interval."""
         if time.monotonic() < self._looked + self._every:
             return
         self._looked = time.monotonic()

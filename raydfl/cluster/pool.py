@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class RayPool:
-    """Client actors at each place, with a common loop that waits for their replies.
+    """Client actors at each place, with a common loop for their replies.
 
     All actors are requested at once, so that an autoscaler sees the full demand. An actor receives orders as soon as it has
     started, also in the middle of a round.
@@ -93,7 +93,7 @@ class RayPool:
         return sum(running) >= needed and all(running)
 
     def _check_enough(self) -> None:
-        """Give up actors that do not start, if the cluster does not grow.
+        """Give up late actors, if the cluster does not grow.
 
         Raises:
             ResourcesError: Too few actors have been running for ``ray.ready_timeout``.
@@ -129,7 +129,7 @@ class RayPool:
         return 0 if self._settings.actors == "per_client" else sum(pool.places() for pool in self._pools.values())
 
     def fallbacks(self) -> list[str]:
-        """List the reasons of all actors that train on the CPU despite a share of a GPU."""
+        """List reasons for training on the CPU despite a share of a GPU, for each affected actor."""
         return [reason for pool in self._pools.values() for reason in pool.fallbacks]
 
     def ask(self, place: str, job: Callable[[Worker], T], wait: bool = True) -> T | None:

@@ -18,7 +18,7 @@ Bundle = dict[str, float]
 
 @dataclass(frozen=True, slots=True)
 class ActorKind:
-    """The resources that Ray reserves for a client actor."""
+    """The reserved resources of a client actor."""
 
     cpus: float
     gpus: float
@@ -88,20 +88,20 @@ def count_fitting(nodes: Iterable[Mapping[str, float]], kinds: Sequence[ActorKin
     for kind, number in sorted(Counter(kinds).items(), key=lambda item: (item[0].gpus, item[0].cpus), reverse=True):
         left = number
         for node in free:
-            fitting = int(min(left, _times(node[0], kind.cpus), _on_devices(node[1], kind.gpus)))
+            fitting = int(min(left, _count_times(node[0], kind.cpus), _fit_devices(node[1], kind.gpus)))
             node[0] -= fitting * kind.cpus
             left -= fitting
         placed += number - left
     return placed
 
 
-def _times(has: float, each: float) -> float:
-    return math.inf if each == 0 else (has + _EXACT) // each
+def _count_times(available: float, share: float) -> float:
+    return math.inf if share == 0 else (available + _EXACT) // share
 
 
-def _on_devices(has: float, each: float) -> float:
+def _fit_devices(available: float, share: float) -> float:
     """Return how often a share of GPUs fits. A share below 1 must be on a single device."""
-    return _times(has, each) if each >= 1 or each == 0 else int(has) * ((1 + _EXACT) // each)
+    return _count_times(available, share) if share >= 1 or share == 0 else int(available) * ((1 + _EXACT) // share)
 
 
 def format_kinds(kinds: Sequence[ActorKind]) -> str:
@@ -169,7 +169,7 @@ def check_resources(config: Config, clients: int, grows: bool) -> None:
 
 
 def check_trial_fits(bundles: Sequence[Bundle], autoscale: bool) -> None:
-    """Reject a trial that does not fit on the empty cluster, unless ``ray.autoscale`` lets the cluster grow.
+    """Reject a trial without room on the empty cluster, unless ``ray.autoscale`` lets the cluster grow.
 
     Raises:
         ResourcesError: The nodes have no room for the trial's placement group.
@@ -191,7 +191,7 @@ def check_trial_fits(bundles: Sequence[Bundle], autoscale: bool) -> None:
 
 
 def count_parallel(bundles: Sequence[Bundle], most: int) -> int:
-    """Count the trials with these bundles that fit on the cluster at a time, from 1 to ``most``."""
+    """Count the parallel trials with the given bundles on the cluster, from 1 to ``most``."""
     nodes, kinds = list_alive_nodes().values(), _to_kinds(bundles)
     return next((count for count in range(most, 1, -1) if count_fitting(nodes, kinds * count) == len(kinds) * count), 1)
 
@@ -206,7 +206,7 @@ def list_placement_groups() -> set[str]:
 
 
 def is_granted(bundles: Sequence[Bundle], before: set[str]) -> bool:
-    """Return whether a new placement group with these bundles has its resources.
+    """Return whether a new placement group with the given bundles has its resources.
 
     Args:
         bundles: Bundles of the placement group.

@@ -232,7 +232,7 @@ def schedule(backlog: Backlog, alone: Backlog, lanes: Sequence[Lane], now: float
 
 
 def _select_helpful(kinds: Sequence[_Kind], cost: float, work: float, speed: float) -> list[_Kind]:
-    """Select kinds with a lane that finishes a piece before the remaining lanes finish all other work."""
+    """Select kinds with a lane fast enough to finish a piece before the remaining lanes finish the rest."""
     first = min(kind.soonest() + kind.pace * cost for kind in kinds)
     helpful = []
     for kind in kinds:

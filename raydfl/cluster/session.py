@@ -19,7 +19,7 @@ from raydfl.engine import Config, RaySettings
 
 _SECONDS = 10
 _METHOD = "/ray.rpc.NodeInfoGcsService/GetClusterId"
-"""A call without arguments that every cluster answers to authorised clients."""
+"""A call without arguments, open to all authorised clients."""
 _REFUSED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 
 _TOKEN_FILE = (".ray", "auth_token")
@@ -27,7 +27,7 @@ _TOKEN_FILE = (".ray", "auth_token")
 
 
 def check_access(address: str) -> None:
-    """Check that the cluster at ``host:port`` (or ``ray://host:port``) grants access. Skip other forms of addresses.
+    """Check access to the cluster at ``host:port`` or ``ray://host:port``, and skip further forms of addresses.
 
     Raises:
         OSError: The address refuses connections.
@@ -60,10 +60,10 @@ def _check_token(address: str) -> None:
 
 
 def _check_mode(path: Path) -> None:
-    """Reject a token file that other users of this machine can read.
+    """Reject a token file with permissions for the group or for all users.
 
     Raises:
-        ResourcesError: Others have rights to the file.
+        ResourcesError: The group or all users have permissions for the file.
     """
     mode = path.stat().st_mode & 0o777
     if mode & 0o077:
@@ -83,7 +83,7 @@ def _sends_by_default() -> bool:
 
 
 def current_token() -> tuple[str, str]:
-    """Return the token that Ray would send, and its source.
+    """Return Ray's authentication token and its source.
 
     Returns:
         The token and the name of its variable or file. Without a token: "" and the reason.
@@ -120,7 +120,7 @@ def start_local_ray(**options: Any) -> None:
 
 
 def check_without_actors(settings: RaySettings) -> None:
-    """Reject settings that have no effect without client actors.
+    """Reject settings without effect if ``ray.actors`` is 0.
 
     Raises:
         ConfigError: The settings request a GPU or a cluster.

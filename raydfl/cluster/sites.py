@@ -24,7 +24,7 @@ from raydfl.cluster.job import check_visible
 from raydfl.cluster.site_reports import SiteReport, join_sites
 from raydfl.core.errors import ConfigError, DataError, ResourcesError, RunDirectoryError, first_line
 from raydfl.core.files import RESUME, make_private_folder, plain_name, write_durably, writing
-from raydfl.core.progress import Progress
+from raydfl.core.progress import ProgressReporter
 from raydfl.core.users_code import naming_failures
 from raydfl.data import (
     DataSettings,
@@ -180,7 +180,7 @@ def _make_key(run_dir: Path) -> None:
         write_durably(path, f"{run_dir.name}-{uuid.uuid4().hex[:8]}".encode())
 
 
-def prepare_sites(config: Config, run_dir: Path, progress: Progress) -> Population:
+def prepare_sites(config: Config, run_dir: Path, progress: ProgressReporter) -> Population:
     """Prepare the data at every site, and build the federation's population from the reports.
 
     The reports are stored in ``sites.json``.
@@ -203,7 +203,7 @@ def prepare_sites(config: Config, run_dir: Path, progress: Progress) -> Populati
 
 
 def _prepare_part(
-    config: Config, part: str, data: DataSettings, run_dir: Path, progress: Progress
+    config: Config, part: str, data: DataSettings, run_dir: Path, progress: ProgressReporter
 ) -> tuple[Part, dict[str, Any]]:
     """Prepare the data of a part at its sites; return the part, and the reports for ``sites.json``."""
     sites = list(data.sites)
@@ -243,7 +243,7 @@ def _prepare_part(
 
 
 def _call_sites(
-    config: Config, function: Callable[..., Any], arguments: list[tuple[Any, ...]], progress: Progress
+    config: Config, function: Callable[..., Any], arguments: list[tuple[Any, ...]], progress: ProgressReporter
 ) -> list[Any]:
     """Call a function of this module at each site, and return the results.
 

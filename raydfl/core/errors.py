@@ -48,13 +48,13 @@ def nearest(word: str, known: Iterable[str]) -> str:
     """Suggest the closest known word, or list all known words if none is close.
 
     >>> nearest("ronds", ["rounds", "cohort"])
-    "did you mean 'rounds'?"
+    "Did you mean 'rounds'?"
     """
     names = sorted(set(known))
     close = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
     if close:
-        return f"did you mean {close[0]!r}?"
-    return f"known: {', '.join(names)}" if names else "there is none"
+        return f"Did you mean {close[0]!r}?"
+    return f"Choose one of {', '.join(names)}." if names else "There is none."
 
 
 def first_line(error: BaseException) -> str:

@@ -120,8 +120,8 @@ def unknown_key(key: str, known: Iterable[str], where: str, of: str = "") -> Con
         elsewhere.setdefault(place.rpartition(".")[2], []).append(place)
     close = difflib.get_close_matches(key, [*known, *elsewhere], n=1, cutoff=0.6)
     places = elsewhere.get(close[0], []) if close and close[0] not in known else []
-    hint = f"did you mean {' or '.join(places)}?" if 0 < len(places) < 4 else nearest(key, known)
-    return ConfigError(f"{where}{': ' if where else ''}unknown key {key!r}{of}; {hint}")
+    hint = f"Did you mean {' or '.join(places)}?" if 0 < len(places) < 4 else nearest(key, known)
+    return ConfigError(f"{where}{': ' if where else ''}unknown key {key!r}{of}. {hint}")
 
 
 def _places(model: type[BaseModel], prefix: str) -> Iterator[str]:

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 
-class Progress(Protocol):
+class ProgressReporter(Protocol):
     """Reports progress to the user."""
 
     def steps(self, description: str, total: int | None) -> AbstractContextManager[Callable[..., None]]:

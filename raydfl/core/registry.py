@@ -160,7 +160,7 @@ def load_object(reference: str) -> Any:
                 f"to another file and name it FILE.py:{name}, or set ray.actors=0 in the script."
             )
         public = [n for n in vars(module) if not n.startswith("_")]
-        raise ConfigError(f"{reference!r}: {place} has no {name!r}; {nearest(name, public)}")
+        raise ConfigError(f"{reference!r}: {place} has no {name!r}. {nearest(name, public)}")
     return getattr(module, name)
 
 
@@ -183,7 +183,7 @@ def find(package: str, name: str, base: type[T], what: str) -> type[T]:
         return cls
     known = names(package)
     if name not in known:
-        raise ConfigError(f"unknown {what} {name!r}; {nearest(name, known)} Your own class: my_file.py:Class")
+        raise ConfigError(f"unknown {what} {name!r}. {nearest(name, known)} Your own class: my_file.py:Class")
     module = importlib.import_module(f"{package}.{name}")
     classes = [
         value

@@ -15,7 +15,7 @@ from raydfl.data.features.cache import FeatureStore
 from raydfl.data.features.digests import iterate_rows
 from raydfl.data.features.statistics import load_statistics, normalise_groups, number_groups
 from raydfl.data.features.wave import BY_TRAINING_CLIPS
-from raydfl.data.noise import NOISELESS, Noise, seed_noise
+from raydfl.data.noise import NOISELESS, ClipNoise, seed_noise
 from raydfl.data.part import CLEAN, Part, StoredView
 from raydfl.data.segment import segments
 from raydfl.data.settings import DataSettings, relocate_error
@@ -220,7 +220,7 @@ class Assembler:
         if self.data.corrupt.noise is not None and noisy.any():
             noise = seed_noise(names, self.data.corrupt.noise.snr_db, self.seed)
             seeds = (seed if is_noisy else NOISELESS for seed, is_noisy in zip(noise.seeds, noisy, strict=True))
-            noise = Noise(noise.snr_db, tuple(seeds))
+            noise = ClipNoise(noise.snr_db, tuple(seeds))
         if alteration is not None:
             seeds = (
                 seed_for(self.seed, 0, name, "alteration") if is_altered else UNALTERED
@@ -305,7 +305,7 @@ class Assembler:
         manifest, where = self.manifest, view.where
         if view.column not in manifest.column_names:
             hint = nearest(view.column, manifest.column_names)
-            raise DataError(f"{where}.column: the manifest has no column {view.column!r}; {hint}")
+            raise DataError(f"{where}.column: the manifest has no column {view.column!r}. {hint}")
         dataset = self.data.source.open()
         paths = [dataset.file_of(row, view.column) for row in iterate_rows(manifest)]
         rows = np.array([row for row, path in enumerate(paths) if path is not None], np.int64)

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from raydfl.core.errors import ConfigError, DataError
-from raydfl.core.progress import Progress
+from raydfl.core.progress import ProgressReporter
 from raydfl.core.users_code import naming_failures
 from raydfl.data.assembly import Assembler
 from raydfl.data.features.cache import prepare
@@ -37,7 +37,7 @@ STEPS = ("list", "leave_out", "split", "pools", "partition", "hold_out", "profil
 
 
 def list_clips(
-    data: DataSettings, seed: int, progress: Progress | None = None, complete: bool = True
+    data: DataSettings, seed: int, progress: ProgressReporter | None = None, complete: bool = True
 ) -> tuple[pa.Table, list[str]]:
     """List the clips and classes of the configured data set, without opening clips.
 
@@ -146,7 +146,7 @@ def assign_clips(
 def build_population(
     data: DataSettings,
     seed: int,
-    progress: Progress | None = None,
+    progress: ProgressReporter | None = None,
     run_chunks: RunChunks | None = None,
     attack: Poisoner | None = None,
     classes: Sequence[str] | None = None,
@@ -180,7 +180,7 @@ def build_population(
 def _build_part(
     data: DataSettings,
     seed: int,
-    progress: Progress | None,
+    progress: ProgressReporter | None,
     run_chunks: RunChunks | None,
     attack: Poisoner | None,
     classes: Sequence[str] | None,

@@ -52,7 +52,7 @@ def import_recordings(
         InputError: an argument is invalid, or the recordings cannot be listed.
     """
     if kind not in FORMATS:
-        raise InputError(f"unknown format {kind!r}; {nearest(kind, FORMATS)}")
+        raise InputError(f"unknown format {kind!r}. {nearest(kind, FORMATS)}")
     if out.suffix not in (".csv", ".parquet"):
         raise InputError(f"--out {out}: the name must end in .csv or .parquet")
     if out.exists():

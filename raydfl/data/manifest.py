@@ -181,7 +181,7 @@ def _check_rows(manifest: pa.Table, where: str) -> None:
     split = manifest.column("split")
     for value in pc.unique(split).to_pylist():
         if value is not None and value not in SPLITS:
-            raise DataError(f"{where}: unknown split {value!r}; {nearest(value, SPLITS)}")
+            raise DataError(f"{where}: unknown split {value!r}. {nearest(value, SPLITS)}")
     if 0 < split.null_count < len(split):
         index = pc.index(pc.is_null(split), True).as_py()
         raise DataError(

@@ -20,7 +20,7 @@ NOISELESS = -1
 
 
 @dataclass(frozen=True)
-class Noise:
+class ClipNoise:
     """White noise for a sequence of clips."""
 
     snr_db: float
@@ -28,14 +28,14 @@ class Noise:
     seeds: tuple[int, ...]
     """Seed for each clip, at least 0, or :data:`NOISELESS`."""
 
-    def part(self, start: int, stop: int) -> Noise:
+    def part(self, start: int, stop: int) -> ClipNoise:
         """Return the noise of the clips from ``start`` to ``stop - 1``."""
-        return Noise(self.snr_db, self.seeds[start:stop])
+        return ClipNoise(self.snr_db, self.seeds[start:stop])
 
 
-def seed_noise(clips: Iterable[str], snr_db: float, seed: int) -> Noise:
+def seed_noise(clips: Iterable[str], snr_db: float, seed: int) -> ClipNoise:
     """Derive the noise of clips from their names and the seed of the run."""
-    return Noise(snr_db, tuple(seed_for(seed, 0, clip, "noise") for clip in clips))
+    return ClipNoise(snr_db, tuple(seed_for(seed, 0, clip, "noise") for clip in clips))
 
 
 def add_noise(wave: np.ndarray, snr_db: float, seed: int) -> np.ndarray:

@@ -193,7 +193,7 @@ class Population:
             return self.ids.index(client_id)
         except ValueError:
             raise DataError(
-                f"there is no client {client_id!r} among {len(self)} clients; {nearest(client_id, self.ids)}"
+                f"there is no client {client_id!r} among {len(self)} clients. {nearest(client_id, self.ids)}"
             ) from None
 
     def num_examples(self, index: int) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 from raydfl.core.errors import DataError
 from raydfl.core.files import CHOOSE_CACHE, default_cache, write_durably, writing
 from raydfl.core.lock import hold_lock
-from raydfl.core.progress import Progress, Silent
+from raydfl.core.progress import ProgressReporter, Silent
 from raydfl.core.remote import RemoteFolder, split_uri
 
 _AT_ONCE = 16
@@ -27,7 +27,7 @@ def local_copy(uri: str, cache: Path | None) -> Path:
     return folder / "recordings" / digest / split_uri(uri)[1]
 
 
-def fetch_recordings(uri: str, cache: Path | None, progress: Progress | None = None) -> Path:
+def fetch_recordings(uri: str, cache: Path | None, progress: ProgressReporter | None = None) -> Path:
     """Copy the file or folder at a URI to the cache, or resume an interrupted copy.
 
     Several processes may call this function concurrently. The first copies, and the rest wait.
@@ -59,7 +59,7 @@ def fetch_recordings(uri: str, cache: Path | None, progress: Progress | None = N
     return copy
 
 
-def _copy(uri: str, copy: Path, progress: Progress) -> int:
+def _copy(uri: str, copy: Path, progress: ProgressReporter) -> int:
     """Copy missing files, and return the number of files in the copy."""
     remote = RemoteFolder(uri, "check the URI and your access to it. Repeat the command to resume the copy")
     try:

@@ -263,8 +263,8 @@ class DataSettings(Settings):
         for site, settings in self.sites.items():
             for name in settings.parts:
                 if name not in self.parts:
-                    hint = nearest(name, self.parts) if self.parts else "remove it"
-                    raise ConfigError(f"data.sites.{site}.parts: unknown part {name!r}, not in data.parts; {hint}")
+                    hint = nearest(name, self.parts) if self.parts else "Remove it."
+                    raise ConfigError(f"data.sites.{site}.parts: unknown part {name!r}, not in data.parts. {hint}")
         if self.sites and self.tables != TableSettings():
             raise ConfigError(
                 "data.tables is not supported with data.sites, because the clips are at the sites. Give the tables in "
@@ -285,7 +285,7 @@ class DataSettings(Settings):
         for name in self.missing:
             if name not in self.views:
                 raise ConfigError(
-                    f"data.missing: unknown view {name!r}, not in data.views; {nearest(name, self.views)}"
+                    f"data.missing: unknown view {name!r}, not in data.views. {nearest(name, self.views)}"
                 )
 
     def _check_device(self) -> None:
@@ -294,7 +294,7 @@ class DataSettings(Settings):
             return
         where = f"data.device: {self.device!r}"
         if self.device not in self.profile:
-            raise ConfigError(f"{where} is not in data.profile; {nearest(self.device, self.profile)}")
+            raise ConfigError(f"{where} is not in data.profile. {nearest(self.device, self.profile)}")
         if self.sites and self.profile[self.device].column is None:
             raise ConfigError(
                 f"{where} has randomly assigned values, which data.sites do not support. Give a column of the manifest in "

@@ -1,11 +1,12 @@
 """The round and its results: configuration, federation, worker and storage. No Ray and no terminal.
 
-Imports attacks, methods, training, rules, models, data and core. Read federation.py and worker.py first. config.py has the settings
+Imports attacks, methods, training, rules, models, data and core. Begin with federation.py and worker.py. config.py has the settings
 of users, and storage/ the files of a run.
 """
 
 from raydfl.core.deprecation import alias_former_names
 from raydfl.engine.autotune import measure_once
+from raydfl.engine.best_round import Best, find_best
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config, load_config, make_config
 from raydfl.engine.evaluation import find_received_entries, label_entry
@@ -15,7 +16,6 @@ from raydfl.engine.orders import SERVER, Order, Reply, keys_of, split_groups
 from raydfl.engine.overrides import apply_overrides, apply_values
 from raydfl.engine.pool import Pool, SerialPool
 from raydfl.engine.probe import try_models
-from raydfl.engine.recall import Best, find_best
 from raydfl.engine.selection import Criterion, Leader, holds_out
 from raydfl.engine.settings import RaySettings, TrackSettings, hide_passwords
 from raydfl.engine.telemetry import TIMELINE, WALL, RoundReport, add_spans

@@ -101,7 +101,7 @@ def _declare_models(method: Method, configured: Iterable[str]) -> Mapping[str, s
     for name in last:
         if name not in own:
             cls = type(method).__name__
-            raise ConfigError(f"{cls}.on_features: unknown model {name!r} in {cls}.models; {nearest(name, own)}")
+            raise ConfigError(f"{cls}.on_features: unknown model {name!r} in {cls}.models. {nearest(name, own)}")
     names = [name for name in configured if name not in last]
     encoders = {name: own.get(name, "crnn_lite") for name in names}
     if not names or set(names) < set(own):
@@ -117,7 +117,7 @@ def _declare_models(method: Method, configured: Iterable[str]) -> Mapping[str, s
         )
     student = getattr(method, "student", None) or next(iter(encoders))
     if student not in encoders:
-        raise ConfigError(f"method.student: unknown model {student!r}; {nearest(student, encoders)}")
+        raise ConfigError(f"method.student: unknown model {student!r}. {nearest(student, encoders)}")
     return {student: encoders.pop(student), **encoders, **{name: own[name] for name in last}}
 
 

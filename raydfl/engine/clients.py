@@ -14,8 +14,8 @@ from raydfl.core.sequences import OnDemand
 from raydfl.core.types import Client, ModelSpec
 from raydfl.data import DataSettings, Population, deal_values
 from raydfl.engine.assembly import format_value, split_view
+from raydfl.engine.client_sampling import Draw, make_draw
 from raydfl.engine.config import Config
-from raydfl.engine.draw import Draw, make_draw
 from raydfl.models import INIT_FROM
 
 _CACHE_SIZE = 4096
@@ -149,7 +149,7 @@ class Clients(OnDemand[Client]):
             value = self._read_profile(int(missing[0])).get(column)
             raise ConfigError(
                 f"models.{model}.choices: no architecture for client {self._population.ids[int(missing[0])]!r}, whose {column} is "
-                f"{value!r}; {nearest(format_value(value), keys)}"
+                f"{value!r}. {nearest(format_value(value), keys)}"
             )
         return _shrink(places)
 

@@ -141,7 +141,7 @@ class Config(Settings):
                 read.add(view)
                 if view not in views:
                     raise ConfigError(
-                        f"models.{name}.view: unknown view {view!r}. Choose one of data.views, or omit it to read data.features; "
+                        f"models.{name}.view: unknown view {view!r}. Choose one of data.views, or omit it to read data.features. "
                         f"{nearest(str(view), data.views)}"
                     )
                 source = views[view]
@@ -206,7 +206,7 @@ class Config(Settings):
 
     @property
     def labels_needed(self) -> bool:
-        """Whether the objective learns from labels. If so, each class needs training clips."""
+        """True if the objective learns from labels. Each class then needs training clips."""
         return self.parts.method.objective.labels != "any"
 
     def files(self) -> dict[str, tuple[str, str]]:
@@ -261,7 +261,7 @@ def _check_known(names: Iterable[str], models: Iterable[str], where: str) -> Non
     """Reject unknown names of models."""
     for name in names:
         if name not in models:
-            raise ConfigError(f"{where} has no model {name!r}; {nearest(name, models)}")
+            raise ConfigError(f"{where} has no model {name!r}. {nearest(name, models)}")
 
 
 def _check_choices(
@@ -286,17 +286,17 @@ def _check_choices(
     for profile in profiles:
         if column not in profile and column not in KNOWN:
             raise ConfigError(
-                f"{where}.by: the clients' profiles have no column {column!r}; {nearest(column, [*profile, *KNOWN])}"
+                f"{where}.by: the clients' profiles have no column {column!r}. {nearest(column, [*profile, *KNOWN])}"
             )
     dealt = [profile[column].values if column in profile else () for profile in profiles]
     values = list(parts) if column == "part" else [format_value(value) for group in dealt for value in group]
     for value in values:
         if value not in keys:
-            raise ConfigError(f"{where}.choices: no architecture for {column} {value!r}; {nearest(value, keys)}")
+            raise ConfigError(f"{where}.choices: no architecture for {column} {value!r}. {nearest(value, keys)}")
     known = column == "part" or all(dealt)  # the values of a manifest column are known only after its clients are read
     for key in keys if known else ():
         if key not in values:
-            raise ConfigError(f"{where}.choices: no client has {column} {key!r}; {nearest(key, values)}")
+            raise ConfigError(f"{where}.choices: no client has {column} {key!r}. {nearest(key, values)}")
 
 
 def make_config(values: Any, where: str = "configuration") -> Config:
@@ -351,7 +351,7 @@ def _suggest_file(path: Path) -> str:
     files = [file.name for file in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
     hint = nearest(path.name, files) if files else ""
     return (
-        f"{hint[0].upper()}{hint[1:]}"
-        if hint.lower().startswith("did you mean")
+        hint
+        if hint.startswith("Did you mean")
         else "Give a YAML file, such as jobs/quickstart.yaml (raydfl init writes it)"
     )

@@ -14,10 +14,11 @@ from raydfl.data import Population
 from raydfl.engine.adversary import Adversary
 from raydfl.engine.arrivals import Arrivals
 from raydfl.engine.autotune import ask_width
+from raydfl.engine.best_round import check_file_names, restore_selection
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
 from raydfl.engine.evaluation import Evaluation, find_received_entries, pool_replies
-from raydfl.engine.first_state import make_first_state
+from raydfl.engine.initial_state import make_initial_state
 from raydfl.engine.listeners import (
     BestRound,
     Compaction,
@@ -41,7 +42,6 @@ from raydfl.engine.orders import (
     sort_replies,
 )
 from raydfl.engine.pool import Pool, ask_everywhere
-from raydfl.engine.recall import check_file_names, restore_selection
 from raydfl.engine.rounds import Checkpoint, Round
 from raydfl.engine.storage import record
 from raydfl.engine.storage.committer import Committer
@@ -93,7 +93,7 @@ class Federation:
             lambda state: find_received_entries(config, state, self.clients, self.checkpoint.phases.first),
         )
         commit, self.warnings = store.open_latest()
-        state = make_first_state(config, self.clients, variants) if commit is None else commit.state
+        state = make_initial_state(config, self.clients, variants) if commit is None else commit.state
         private, begun = (PrivateIndex(), ()) if commit is None else (commit.private, commit.begun)
         selection = config.make_selection(population)
         self.checkpoint = Checkpoint(state, private, config.phases.replace_first(begun), selection).replace_state(state)

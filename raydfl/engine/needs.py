@@ -66,7 +66,8 @@ def check_needs(
             *(c for part, own in data.each.items() for c in _find_data_conflicts(declared, own, pools.get(part))),
         )
         for place, need, reason, remedy in conflicts:
-            raise ConfigError(f"{place}: {owner} needs {need}, but {reason}. {remedy[0].upper()}{remedy[1:]}.")
+            end = "" if remedy.endswith(("?", ".")) else "."
+            raise ConfigError(f"{place}: {owner} needs {need}, but {reason}. {remedy[0].upper()}{remedy[1:]}{end}")
 
 
 def _read_needs(owner: str, declarer: Method | Objective | Attack) -> Needs:
@@ -155,12 +156,12 @@ def _find_data_conflicts(needs: Needs, data: DataSettings, pools: Sequence[str] 
             yield "data.unlabelled.use", "clips without labels", "it is 0", remedy
     for view in needs.views:
         if view not in data.views:
-            remedy = f"add it, or choose another view ({nearest(view, data.views)})"
+            remedy = f"add it, or choose another view. {nearest(view, data.views)}"
             yield "data.views", f"the view {view!r}", "it is not defined", remedy
     for column in needs.columns:
         if column not in data.profile and column not in KNOWN:
             hint = nearest(column, [*data.profile, *KNOWN])
-            remedy = f"set data.profile.{column}='{{values: [...]}}', or choose another column ({hint})"
+            remedy = f"set data.profile.{column}='{{values: [...]}}', or choose another column. {hint}"
             yield "data.profile", f"the column {column!r}", "the clients' profiles do not have it", remedy
 
 

@@ -200,19 +200,19 @@ def check_server_tasks(
             )
         for key in task.receive:
             if key not in keys:
-                raise ConfigError(f"{where} the server's state has no {key!r}; {nearest(key, keys)}")
+                raise ConfigError(f"{where} the server's state has no {key!r}. {nearest(key, keys)}")
         for name in task.options:
             if name not in _SERVERS_OPTIONS:
-                raise ConfigError(f"{where} it has the option {name!r}; {nearest(name, _SERVERS_OPTIONS)}")
+                raise ConfigError(f"{where} it has the option {name!r}. {nearest(name, _SERVERS_OPTIONS)}")
         split, named = task.options.get("split"), task.options.get("models", models)
         if split is not None and split not in _SERVERS_SPLITS:
-            raise ConfigError(f"{where} there is no split {split!r}; {nearest(str(split), _SERVERS_SPLITS)}")
+            raise ConfigError(f"{where} there is no split {split!r}. {nearest(str(split), _SERVERS_SPLITS)}")
         _check_weights_of_parts(task.options.get("parts", {}), parts, where)
         if isinstance(named, str) or not named:
             raise ConfigError(f"{where} models is {named!r}. Set it to a list of {', '.join(map(repr, models))}")
         for name in named:
             if name not in models:
-                raise ConfigError(f"{where} the server has no whole model {name!r}; {nearest(name, models)}")
+                raise ConfigError(f"{where} the server has no whole model {name!r}. {nearest(name, models)}")
             for task_split in _SERVERS_SPLITS if split is None else (split,):
                 if (task.receive[0], task_split, name) in seen:
                     raise ConfigError(

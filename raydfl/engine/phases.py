@@ -84,5 +84,5 @@ def check_phases(phases: Iterable[str], names: Sequence[str], where: str, method
     """
     for name in phases:
         if name not in filter(None, names):
-            hint = f"; {nearest(name, names)}" if any(names) else f", because it has no phases. Remove {where}"
+            hint = f". {nearest(name, names)}" if any(names) else f", because it has no phases. Remove {where}"
             raise ConfigError(f"{where}: method {method!r} has no phase {name!r}{hint}")

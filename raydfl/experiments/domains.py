@@ -66,7 +66,7 @@ class Domain(Settings):
 
     @property
     def listed(self) -> bool:
-        """Whether the domain is a list of values."""
+        """True if the domain is a list of values."""
         return self.kind in ("choice", "grid")
 
     def ends(self) -> list[Any]:

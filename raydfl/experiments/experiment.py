@@ -241,16 +241,16 @@ class Experiment:
         )
 
     def _make_run_config(self, storage: str, name: str, watch: Watch) -> tune.RunConfig:
-        given = self.given or tune.RunConfig()
+        user_config = self.given or tune.RunConfig()
         return tune.RunConfig(
             name=name,
             storage_path=storage,
-            storage_filesystem=given.storage_filesystem,
+            storage_filesystem=user_config.storage_filesystem,
             verbose=0,
-            stop=given.stop if isinstance(given, tune.RunConfig) else None,
+            stop=user_config.stop if isinstance(user_config, tune.RunConfig) else None,
             failure_config=self._make_failure_config(),
             checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),  # Run folders contain their commits.
-            callbacks=[watch, *(given.callbacks or [])],
+            callbacks=[watch, *(user_config.callbacks or [])],
         )
 
     def _make_failure_config(self) -> tune.FailureConfig:

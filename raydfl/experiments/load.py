@@ -88,8 +88,8 @@ def _read_groups(file: Path) -> dict[str, Any]:
     for key in values:
         if key not in (*StudySettings.model_fields, *FORMER):
             hint = nearest(str(key), StudySettings.model_fields)
-            advice = f". Write settings of the runs below settings:, or pass {key}=... on the command line."
-            raise ConfigError(f"{file}: unknown key {key!r}; {hint}{advice if key in Config.model_fields else ''}")
+            advice = f" Write settings of the runs below settings:, or pass {key}=... on the command line."
+            raise ConfigError(f"{file}: unknown key {key!r}. {hint}{advice if key in Config.model_fields else ''}")
     return values
 
 

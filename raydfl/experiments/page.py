@@ -121,19 +121,19 @@ def _make_title(title: str, cells: Sequence[Contestant], inner: int) -> str:
 def _draw_curves(cells: Sequence[Contestant], search: bool) -> Iterator[Picture]:
     """Draw the headline over the rounds, with a curve per label of the last axis or per draw."""
     series = []
-    for place, each in enumerate(cells):
-        if not each.curves:
+    for place, cell in enumerate(cells):
+        if not cell.curves:
             continue
-        rounds, values, _ = align(each.curves)
+        rounds, values, _ = align(cell.curves)
         mean, low, high = values.mean(axis=0), None, None
         if len(values) > 1:
             spread = values.std(axis=0, ddof=1)
             low, high = mean - spread, mean + spread
-        label, look = "" if search else each.labels[-1], (place, place)
+        label, look = "" if search else cell.labels[-1], (place, place)
         if search:
-            look = (min(place, _NAMED), 0 if each.complete else 1)
+            look = (min(place, _NAMED), 0 if cell.complete else 1)
             if place < _NAMED:
-                label = each.draw + ("" if each.complete else f" ({each.states[0]})")
+                label = cell.draw + ("" if cell.complete else f" ({cell.states[0]})")
         series.append(Series(label, rounds, mean, low, high, *look))
     if series:
         caption = "Bands: mean ± standard deviation." if any(item.low is not None for item in series) else ""
@@ -146,7 +146,7 @@ def _draw_curves(cells: Sequence[Contestant], search: bool) -> Iterator[Picture]
 
 def _make_unit(cells: Sequence[Contestant]) -> str:
     """Make the axis label of contestants that may have different headlines."""
-    titles = list(dict.fromkeys(each.metrics[0].title for each in cells))
+    titles = list(dict.fromkeys(cell.metrics[0].title for cell in cells))
     return " or ".join(titles) + (" (%)" if cells[0].metrics[0].scale == 100 else "")
 
 
@@ -156,23 +156,23 @@ def _arrange(cells: Sequence[Contestant]) -> tuple[list[str], list[str], dict[tu
     Returns:
         Labels of the second last axis (``""`` for a single axis), labels of the last axis, and contestants by both labels.
     """
-    by_both = {(each.labels[-2] if len(each.labels) > 1 else "", each.labels[-1]): each for each in cells}
+    by_both = {(cell.labels[-2] if len(cell.labels) > 1 else "", cell.labels[-1]): cell for cell in cells}
     return list(dict.fromkeys(key[0] for key in by_both)), list(dict.fromkeys(key[1] for key in by_both)), by_both
 
 
 def _draw_bars(cells: Sequence[Contestant], results: StudyResults) -> Iterator[Picture]:
     """Draw the headline with its spread and the paper's results, with a colour per label of the last axis."""
     groups, labels, by_both = _arrange(cells)
-    if not any(each.done for each in cells) or len(groups) * len(labels) > _BARS:
+    if not any(cell.done for cell in cells) or len(groups) * len(labels) > _BARS:
         return
 
-    def numbers(each: Contestant | None) -> tuple[float, float, float]:
-        if each is None:
+    def read_values(cell: Contestant | None) -> tuple[float, float, float]:
+        if cell is None:
             return math.nan, math.nan, math.nan
-        score = each.score(results.summary)
-        return score.mean, score.std, math.nan if each.paper is None else each.paper[0]
+        score = cell.score(results.summary)
+        return score.mean, score.std, math.nan if cell.paper is None else cell.paper[0]
 
-    table = np.array([[numbers(by_both.get((group, label))) for group in groups] for label in labels])
+    table = np.array([[read_values(by_both.get((group, label))) for group in groups] for label in labels])
     means, spread, paper = np.moveaxis(table, -1, 0)
 
     def draw(axes: Axes) -> None:
@@ -201,16 +201,16 @@ def _draw_bars(cells: Sequence[Contestant], results: StudyResults) -> Iterator[P
 def _draw_maps(cells: Sequence[Contestant], results: StudyResults) -> Iterator[Picture]:
     """Draw heat maps over the last two axes: the headline, its difference, and the further metrics."""
     rows, columns, by_both = _arrange(cells)
-    if len(rows) < 2 or len(columns) < 2 or not any(each.done for each in cells):
+    if len(rows) < 2 or len(columns) < 2 or not any(cell.done for cell in cells):
         return
-    kinds: dict[str, Callable[[Contestant], float]] = {_make_unit(cells): lambda each: each.score(results.summary).mean}
+    kinds: dict[str, Callable[[Contestant], float]] = {_make_unit(cells): lambda cell: cell.score(results.summary).mean}
     if results.study.settings.control:
-        kinds["difference"] = lambda each: math.nan if each.difference is None else each.difference.mean
+        kinds["difference"] = lambda cell: math.nan if cell.difference is None else cell.difference.mean
     for place, metric in enumerate(cells[0].metrics[1:], start=1):
-        kinds[metric.title] = lambda each, place=place: each.score(results.summary, place).mean  # type: ignore[misc]
+        kinds[metric.title] = lambda cell, place=place: cell.score(results.summary, place).mean  # type: ignore[misc]
     for title, value in kinds.items():
-        found = ((by_both.get((row, column)) for column in columns) for row in rows)
-        matrix = np.array([[math.nan if each is None else value(each) for each in row] for row in found])
+        grid = ((by_both.get((row, column)) for column in columns) for row in rows)
+        matrix = np.array([[math.nan if cell is None else value(cell) for cell in row] for row in grid])
         if np.isfinite(matrix).any():
             yield _draw_heat_map(_make_title(title, cells, 2), matrix, rows, columns, results.study.axes[-2:])
 
@@ -265,10 +265,10 @@ def _draw_importance(results: StudyResults) -> Iterator[Picture]:
 def _draw_parallel(results: StudyResults) -> Iterator[Picture]:
     """Draw each draw as a line across vertical axes for settings and score, with a stronger colour for better scores."""
     domains = results.study.settings.domains
-    ranked = [each for each in results.contestants if math.isfinite(each.score(results.summary).mean)]
+    ranked = [cell for cell in results.contestants if math.isfinite(cell.score(results.summary).mean)]
     if len(ranked) < 2 or not domains:
         return
-    scores = np.array([each.score(results.summary).mean for each in ranked])
+    scores = np.array([cell.score(results.summary).mean for cell in ranked])
     low, high = float(scores.min()), float(scores.max())
     heights = (scores - low) / (high - low or 1.0)
     strength = heights if ranked[0].metrics[0].best == "max" else 1 - heights
@@ -277,11 +277,11 @@ def _draw_parallel(results: StudyResults) -> Iterator[Picture]:
     def draw(axes: Axes) -> None:
         x = np.arange(len(ticks))
         for index in sorted(range(len(ranked)), key=lambda index: (ranked[index] is results.best, strength[index])):
-            each = ranked[index]
-            places = [*(domain.position(each.values[key]) for key, domain in domains.items()), heights[index]]
-            best = each is results.best
+            cell = ranked[index]
+            places = [*(domain.position(cell.values[key]) for key, domain in domains.items()), heights[index]]
+            best = cell is results.best
             colour, width, alpha = (SERIES[1], 2.0, 1.0) if best else (SERIES[0], 1.0, 0.15 + 0.7 * strength[index])
-            axes.plot(x, places, "-" if each.complete else "--", color=colour, alpha=alpha, linewidth=width)
+            axes.plot(x, places, "-" if cell.complete else "--", color=colour, alpha=alpha, linewidth=width)
         for place, texts in zip(x.tolist(), ticks, strict=True):
             axes.axvline(place, color=INK, linewidth=0.8)
             for height, text in texts:

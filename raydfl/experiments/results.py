@@ -153,7 +153,7 @@ class Contestant:
 
     @property
     def complete(self) -> bool:
-        """Whether all runs are finished."""
+        """True if all runs are finished."""
         return self.done == len(self.trials)
 
     @property
@@ -208,20 +208,24 @@ class StudyResults:
 
     @property
     def complete(self) -> bool:
-        """Whether all trials are over."""
+        """True if all trials are over."""
         return not self.failed and not self.open
 
     @property
     def best(self) -> Contestant | None:
         """The best draw of a search; ``None`` without scores or without domains."""
-        scored = [each for each in self.contestants if math.isfinite(each.score(self.summary).mean)]
-        best = min(scored, key=lambda each: _rank(each, self.summary), default=None)
+        scored = [contestant for contestant in self.contestants if math.isfinite(contestant.score(self.summary).mean)]
+        best = min(scored, key=lambda contestant: _rank(contestant, self.summary), default=None)
         return best if self.study.settings.domains else None
 
     @property
     def scored(self) -> list[tuple[Trial, float]]:
         """Pairs of a trial and its last score, in the table's unit."""
-        spreads = [(trial, each.score("last").by_repeat) for each in self.contestants for trial in each.trials]
+        spreads = [
+            (trial, contestant.score("last").by_repeat)
+            for contestant in self.contestants
+            for trial in contestant.trials
+        ]
         return [(trial, values[trial.repeat]) for trial, values in spreads if trial.repeat in values]
 
     @property
@@ -239,20 +243,20 @@ class StudyResults:
     @property
     def kinds_of_evaluations(self) -> list[str]:
         """Counts and intervals of evaluations, the most frequent first."""
-        counts = Counter(text for each in self.contestants for text in each.evaluations)
+        counts = Counter(text for contestant in self.contestants for text in contestant.evaluations)
         return [text for text, _ in counts.most_common()]
 
     @property
     def headline(self) -> str:
         """Name of the headline: ``accuracy (%), mean of the last 3 of 3 evaluations``."""
-        titles = {each.metrics[0].unit for each in self.contestants} or {self.study.first.metric.unit}
+        titles = {contestant.metrics[0].unit for contestant in self.contestants} or {self.study.first.metric.unit}
         return f"{titles.pop() if len(titles) == 1 else 'headline'}, {self.titles[self.summary]}"
 
     @cached_property
     def importance(self) -> dict[str, float]:
         """Importance of each domain, with the sum 1; empty with too few draws."""
         return measure_importance(
-            self.study, [(each.values, each.score(self.summary).mean) for each in self.contestants]
+            self.study, [(contestant.values, contestant.score(self.summary).mean) for contestant in self.contestants]
         )
 
 
@@ -265,11 +269,11 @@ def collect(study: Study, state: StudyState) -> StudyResults:
     order = {labels: index for index, labels in enumerate(study.cells)}
     groups = dict(sorted(groups.items(), key=lambda item: order[item[0][0]]))
     contestants = {key: _read_contestant(study, state, trials, records) for key, trials in groups.items()}
-    compared = [_compare(study, each, contestants) for each in contestants.values()]
+    compared = [_compare(study, contestant, contestants) for contestant in contestants.values()]
     if study.settings.domains:
-        compared.sort(key=lambda each: (order[each.labels], *_rank(each, study.settings.summarised)))
+        compared.sort(key=lambda contestant: (order[contestant.labels], *_rank(contestant, study.settings.summarised)))
     unfinished = {trial.name: state.get(trial) for trial in known if not trial.finished}
-    failed = {name: each.reason for name, each in unfinished.items() if each.status == "failed"}
+    failed = {name: trial_state.reason for name, trial_state in unfinished.items() if trial_state.status == "failed"}
     over = {trial.identity for trial in known if state.is_over(trial) or trial.name in failed}
     return StudyResults(study, tuple(_mark_best(study, compared)), failed, max(0, study.total - len(over)))
 
@@ -343,17 +347,19 @@ def summarise(curve: Curve, metric: MetricSettings, chosen: int = 0) -> dict[str
     }
 
 
-def _compare(study: Study, each: Contestant, others: Mapping[tuple[tuple[str, ...], str], Contestant]) -> Contestant:
+def _compare(
+    study: Study, contestant: Contestant, others: Mapping[tuple[tuple[str, ...], str], Contestant]
+) -> Contestant:
     """Add the difference from the control to a contestant, if the control has the same metric."""
     settings, summary, papers = study.settings, study.settings.summarised, study.settings.paper_scores()
-    cell = tuple(settings.control.get(name, label) for name, label in zip(study.axes, each.labels, strict=True))
-    control, paper = others.get((cell, each.draw)), papers.get(cell)
-    if cell == each.labels or (control is not None and control.metrics[0].unit != each.metrics[0].unit):
-        return each
+    cell = tuple(settings.control.get(name, label) for name, label in zip(study.axes, contestant.labels, strict=True))
+    control, paper = others.get((cell, contestant.draw)), papers.get(cell)
+    if cell == contestant.labels or (control is not None and control.metrics[0].unit != contestant.metrics[0].unit):
+        return contestant
     return replace(
-        each,
-        difference=None if control is None else Difference.between(each.score(summary), control.score(summary)),
-        paper_difference=None if each.paper is None or paper is None else each.paper[0] - paper[0],
+        contestant,
+        difference=None if control is None else Difference.between(contestant.score(summary), control.score(summary)),
+        paper_difference=None if contestant.paper is None or paper is None else contestant.paper[0] - paper[0],
     )
 
 
@@ -363,16 +369,22 @@ def _mark_best(study: Study, contestants: Sequence[Contestant]) -> list[Contesta
     A group has the cells with equal labels except on the last axis. With domains, it has the draws of a cell.
     """
     search, groups = bool(study.settings.domains), dict[tuple[str, ...], list[Contestant]]()
-    for each in contestants:
-        groups.setdefault(each.labels if search else each.labels[:-1], []).append(each)
+    for contestant in contestants:
+        groups.setdefault(contestant.labels if search else contestant.labels[:-1], []).append(contestant)
     best: set[int] = set()
     for group in groups.values():
-        ranks = {id(each): _rank(each, study.settings.summarised) for each in group if each.complete}
+        ranks = {
+            id(contestant): _rank(contestant, study.settings.summarised) for contestant in group if contestant.complete
+        }
         ranks = {key: rank for key, rank in ranks.items() if not rank[0]}  # Only contestants with a score.
-        comparable = search or all(each.complete for each in group)
-        if comparable and len(set(ranks.values())) > 1 and len({each.metrics[0].title for each in group}) == 1:
+        comparable = search or all(contestant.complete for contestant in group)
+        if (
+            comparable
+            and len(set(ranks.values())) > 1
+            and len({contestant.metrics[0].title for contestant in group}) == 1
+        ):
             best |= {key for key, rank in ranks.items() if rank == min(ranks.values())}
-    return [replace(each, best=id(each) in best) for each in contestants]
+    return [replace(contestant, best=id(contestant) in best) for contestant in contestants]
 
 
 def measure_importance(study: Study, scored: Sequence[tuple[Mapping[str, Any], float]]) -> dict[str, float]:

@@ -40,7 +40,7 @@ from raydfl.experiments.study import Study, Trial, corners
 from raydfl.experiments.tables import write_tables
 from raydfl.runs import Progress, Tracker, default_progress, make_tracker
 
-_Given = ParamSpec("_Given")
+_Parameters = ParamSpec("_Parameters")
 _Returned = TypeVar("_Returned")
 
 
@@ -121,7 +121,9 @@ def _train(study: Study, state: StudyState, progress: Progress, run_config: RunC
     if left <= 0:
         return
     parallel = settings.parallel
-    if parallel is None and any(each.config.data.sites and each.config.ray.actors for each in (*waiting, study.first)):
+    if parallel is None and any(
+        trial.config.data.sites and trial.config.ray.actors for trial in (*waiting, study.first)
+    ):
         parallel = 1  # Actors at sites are outside placement groups, so parallel runs could deadlock.
     with _quiet_tune(), connect_ray(config.ray.address, quiet=True, local_cpus=_local_cpus(study, parallel)):
         on_cluster = compute_on_cluster if config.ray.address or os.environ.get("RAY_ADDRESS") else None
@@ -176,12 +178,12 @@ def _quiet_tune() -> Iterator[None]:
 # -- former names, which warn until the next release -----------------------------------------------------------------
 
 
-def _rename(former: str, function: Callable[_Given, _Returned]) -> Callable[_Given, _Returned]:
+def _rename(former: str, function: Callable[_Parameters, _Returned]) -> Callable[_Parameters, _Returned]:
     @functools.wraps(function)
-    def call(*given: _Given.args, **named: _Given.kwargs) -> _Returned:
+    def call(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Returned:
         name = f"{former.partition('_')[0]}_study"
         warnings.warn(f"raydfl.{former} is now raydfl.{name}. Use the new name.", FutureWarning, stacklevel=2)
-        return function(*given, **named)
+        return function(*args, **kwargs)
 
     return call
 

@@ -32,7 +32,7 @@ def check_known(name: str, known: Iterable[str], what: str) -> None:
         ConfigError: The name is unknown. The message has ``what``, the name, and the most similar known name.
     """
     if name not in known:
-        raise ConfigError(f"{what} {name!r}; {nearest(name, known)}")
+        raise ConfigError(f"{what} {name!r}. {nearest(name, known)}")
 
 
 def check_settings(values: Any, settings: type[_Checked], file: Path | str, where: str = "") -> _Checked:
@@ -363,7 +363,7 @@ class StudySettings(Settings):
 
     @property
     def sequential(self) -> bool:
-        """Whether a trial's settings depend on the results of earlier trials."""
+        """True if a trial's settings depend on the results of earlier trials."""
         return self.searcher == "optuna" or self.population is not None
 
     @property

@@ -77,7 +77,7 @@ class Trial:
 
     @property
     def finished(self) -> bool:
-        """Whether all rounds are completed, and model and report are written."""
+        """True if all rounds are completed, and model and report are written."""
         return is_complete(self.run_dir, self.config) and (self.run_dir / "report.html").exists()
 
 

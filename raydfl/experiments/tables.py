@@ -36,9 +36,9 @@ def make_full_table(results: StudyResults) -> Table:
     """Make a table with a line per contestant and all its results."""
     domains, texts = results.study.settings.domains, _columns(results)
     lines = []
-    for each in results.contestants:
-        draw = [each.draw, *(describe_value(each.values[key]) for key in domains)] if domains else []
-        lines.append([*each.labels, *draw, *(text(each) for text in texts.values())])
+    for contestant in results.contestants:
+        draw = [contestant.draw, *(describe_value(contestant.values[key]) for key in domains)] if domains else []
+        lines.append([*contestant.labels, *draw, *(text(contestant) for text in texts.values())])
     return [*results.study.axes, *(["draw", *domains] if domains else []), *texts], lines
 
 
@@ -47,27 +47,29 @@ def _columns(results: StudyResults) -> dict[str, Callable[[Contestant], str]]:
     settings, summary = results.study.settings, results.summary
     columns: dict[str, Callable[[Contestant], str]] = {}
     if results.headline.startswith("headline"):
-        columns["score"] = lambda each: each.metrics[0].title
-    columns[results.headline] = lambda each: _bold(str(each.score(summary)), each)
-    columns["n"] = lambda each: each.n
+        columns["score"] = lambda contestant: contestant.metrics[0].title
+    columns[results.headline] = lambda contestant: _bold(str(contestant.score(summary)), contestant)
+    columns["n"] = lambda contestant: contestant.n
     if settings.domains:
-        columns["rounds"] = lambda each: str(each.rounds)
+        columns["rounds"] = lambda contestant: str(contestant.rounds)
     elif len(results.kinds_of_evaluations) > 1:
-        columns["evaluations"] = lambda each: "; ".join(each.evaluations) or "-"
+        columns["evaluations"] = lambda contestant: "; ".join(contestant.evaluations) or "-"
     if settings.control:
-        columns["difference"] = lambda each: "-" if each.difference is None else str(each.difference)
-    if any(len(each.trials) > 1 for each in results.contestants):
-        columns["values by repeat"] = lambda each: ", ".join(map(format_number, each.score(summary).values)) or "-"
+        columns["difference"] = lambda contestant: "-" if contestant.difference is None else str(contestant.difference)
+    if any(len(contestant.trials) > 1 for contestant in results.contestants):
+        columns["values by repeat"] = lambda contestant: (
+            ", ".join(map(format_number, contestant.score(summary).values)) or "-"
+        )
     for key, title in results.titles.items():
         if key != summary:
-            columns[title] = lambda each, key=key: str(each.score(key))  # type: ignore[misc]
+            columns[title] = lambda contestant, key=key: str(contestant.score(key))  # type: ignore[misc]
     for place, metric in enumerate(settings.also, start=1):
         title = results.contestants[0].metrics[place].title if results.contestants else metric.title
-        columns[title] = lambda each, place=place: str(each.score(summary, place))  # type: ignore[misc]
+        columns[title] = lambda contestant, place=place: str(contestant.score(summary, place))  # type: ignore[misc]
     if settings.paper is not None:
         columns["paper"] = _paper_text
         if settings.control:
-            columns["paper's difference"] = lambda each: format_number(each.paper_difference, signed=True)
+            columns["paper's difference"] = lambda contestant: format_number(contestant.paper_difference, signed=True)
     return columns
 
 
@@ -82,27 +84,27 @@ def _paper_text(contestant: Contestant) -> str:
 
 def pivot(results: StudyResults, text: Callable[[Contestant], str] | None = None) -> Table:
     """Make a table of the headline with the last axis as columns and all further axes as rows."""
-    by_labels = {each.labels: each for each in results.contestants}
+    by_labels = {contestant.labels: contestant for contestant in results.contestants}
     usual = results.kinds_of_evaluations[:1]
-    text = text or (lambda each: _pivot_text(each, results.summary, usual))
+    text = text or (lambda contestant: _pivot_text(contestant, results.summary, usual))
     last = results.study.settings.axes[results.study.axes[-1]]
     across = [label for label in last if any(labels[-1] == label for labels in by_labels)]
     lines = []
     for down in dict.fromkeys(labels[:-1] for labels in by_labels):
         cells = [by_labels.get((*down, label)) for label in across]
-        lines.append([*down, *("-" if each is None else text(each) for each in cells)])
+        lines.append([*down, *("-" if contestant is None else text(contestant) for contestant in cells)])
     return [*results.study.axes[:-1], *across], lines
 
 
-def _pivot_text(each: Contestant, summary: str, usual: Sequence[str]) -> str:
-    if not each.done:
-        parts = [each.n]
+def _pivot_text(contestant: Contestant, summary: str, usual: Sequence[str]) -> str:
+    if not contestant.done:
+        parts = [contestant.n]
     else:
-        mark = _MARK if each.evaluations not in ([], usual) else ""
-        parts = [_bold(str(each.score(summary)), each) + mark]
-        parts += [f"({each.n})"] if not each.complete or each.worthless else []
-    parts += [f"({each.difference})"] if each.difference is not None else []
-    parts += [f"[paper {format_number(each.paper[0])}]"] if each.paper is not None else []
+        mark = _MARK if contestant.evaluations not in ([], usual) else ""
+        parts = [_bold(str(contestant.score(summary)), contestant) + mark]
+        parts += [f"({contestant.n})"] if not contestant.complete or contestant.worthless else []
+    parts += [f"({contestant.difference})"] if contestant.difference is not None else []
+    parts += [f"[paper {format_number(contestant.paper[0])}]"] if contestant.paper is not None else []
     return " ".join(parts)
 
 
@@ -136,7 +138,7 @@ def latex(results: StudyResults) -> str:
     caption = caption.replace(f"{_MARK} marks", "An asterisk marks")
     tables, label = [], f"tab:{study.file.stem}"
     if len(study.axes) > 1 and not settings.domains:
-        table = pivot(results, lambda each: _bold(str(each.score(results.summary)), each))
+        table = pivot(results, lambda contestant: _bold(str(contestant.score(results.summary)), contestant))
         tables.append(_latex_table(table, len(study.axes) - 1, caption, label))
     headings, lines = make_full_table(results)
     left = [*study.axes, *(["draw", *settings.domains] if settings.domains else [])]
@@ -187,23 +189,28 @@ def _escape_latex(text: str) -> str:
 def records(results: StudyResults) -> list[dict[str, Any]]:
     """Make a flat row of values for each contestant, with NaN for missing values."""
     rows, settings, nothing = [], results.study.settings, float("nan")
-    for each in results.contestants:
-        score, difference = each.score(results.summary), each.difference
-        row: dict[str, Any] = dict(zip(results.study.axes, each.labels, strict=True))
-        row |= {"draw": each.draw, **each.values} if each.draw else {}
-        row |= {"score": each.metrics[0].title, "summary": results.summary}
-        row |= {"n": each.done, "wanted": len(each.trials), "worthless": each.worthless, "best": each.best}
-        row |= {"evaluations": "; ".join(each.evaluations), "mean": score.mean, "std": score.std}
-        for trial in each.trials if len(each.trials) > 1 else ():
+    for contestant in results.contestants:
+        score, difference = contestant.score(results.summary), contestant.difference
+        row: dict[str, Any] = dict(zip(results.study.axes, contestant.labels, strict=True))
+        row |= {"draw": contestant.draw, **contestant.values} if contestant.draw else {}
+        row |= {"score": contestant.metrics[0].title, "summary": results.summary}
+        row |= {
+            "n": contestant.done,
+            "wanted": len(contestant.trials),
+            "worthless": contestant.worthless,
+            "best": contestant.best,
+        }
+        row |= {"evaluations": "; ".join(contestant.evaluations), "mean": score.mean, "std": score.std}
+        for trial in contestant.trials if len(contestant.trials) > 1 else ():
             row[trial.repeat] = score.by_repeat.get(trial.repeat, nothing)
         for name in ("mean", "low", "high", "n") if settings.control else ():
             row[f"difference {name}"] = getattr(difference, name, nothing)
         if settings.paper is not None:
-            values = (*(each.paper or (None, None)), each.paper_difference)
+            values = (*(contestant.paper or (None, None)), contestant.paper_difference)
             titles = ("paper", "paper_std", "paper_difference")
             row |= {name: nothing if value is None else value for name, value in zip(titles, values, strict=True)}
-        for (place, metric), summary in itertools.product(enumerate(each.metrics), results.titles):
-            name, score = f"{metric.title if place else 'headline'} {summary}", each.score(summary, place)
+        for (place, metric), summary in itertools.product(enumerate(contestant.metrics), results.titles):
+            name, score = f"{metric.title if place else 'headline'} {summary}", contestant.score(summary, place)
             row |= {f"{name} mean": score.mean, f"{name} std": score.std}
         rows.append(row)
     return rows
@@ -255,10 +262,10 @@ def write_tables(results: StudyResults) -> list[Path]:
 def describe_results(results: StudyResults) -> list[str]:
     """Make the notes of the tables about summary, best, control, features, paper and search."""
     study, settings = results.study, results.study.settings
-    trials = [trial for each in results.contestants for trial in each.trials]
+    trials = [trial for contestant in results.contestants for trial in contestant.trials]
     repeats = " or ".join(dict.fromkeys(trial.repeat.partition("=")[0] for trial in trials if trial.repeat))
     over = f"; mean ± sample standard deviation over {repeats}" if repeats else ""
-    counts = {each.n for each in results.contestants}
+    counts = {contestant.n for contestant in results.contestants}
     runs = f"n = {counts.pop()}" if len(counts) == 1 and results.complete else "n: runs"
     notes = [f"Headline: {results.headline}{over}; {runs}."]
     if results.summary == "chosen":
@@ -271,7 +278,7 @@ def describe_results(results: StudyResults) -> list[str]:
         notes.append(
             f"Runs have different evaluations ({'; '.join(kinds)}). * marks cells with evaluations other than {kinds[0]}."
         )
-    if any(each.best for each in results.contestants):
+    if any(contestant.best for contestant in results.contestants):
         cells = f"of the cells that differ only in {study.axes[-1]}" if study.axes else ""
         notes.append(
             f"Bold: the best {('draw of each cell' if study.axes else 'draw') if settings.domains else cells}."
@@ -315,7 +322,7 @@ def _describe_features(study: Study) -> list[str]:
     """Make notes about the input features of a study's networks, with the labels of differing cells."""
     described: dict[str, list[tuple[str, ...]]] = {}
     for labels in study.cells:
-        trial = next((each for each in study.trials if each.labels == labels), study.first)
+        trial = next((trial for trial in study.trials if trial.labels == labels), study.first)
         described.setdefault(describe_features(trial.config), []).append(labels)
     if len(described) == 1:
         return [f"Features: {next(iter(described))}."]

@@ -67,7 +67,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 @dataclass(frozen=True, kw_only=True)
 class ProFiLA(Method):
-    """Prototypes and private adapters, with aggregation weights and learning rates from detection performance."""
+    """Prototypes and private adapters. Detection performance sets weights and learning rates."""
 
     revision: ClassVar[int] = 2  # Revision 1 accumulated the client's prototype in sums weighted by full batches.
 

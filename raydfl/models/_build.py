@@ -138,7 +138,7 @@ def find_architecture(name: str, where: str) -> Architecture:
     known = _list_architectures()
     if name not in known:
         raise ConfigError(
-            f"{where}: unknown architecture {name!r}; {nearest(name, known)} Your own class: my_file.py:Class"
+            f"{where}: unknown architecture {name!r}. {nearest(name, known)} Your own class: my_file.py:Class"
         )
     return known[name]
 
@@ -151,8 +151,8 @@ def _check_options(cls: type[nn.Module], options: Mapping[str, Any], where: str)
     checked = {}
     for key, value in options.items():
         if key not in known and not accepts_any:
-            hint = nearest(key, known) if known else "it has no options"
-            raise ConfigError(f"{where}: unknown option {key!r}; {hint}")
+            hint = nearest(key, known) if known else "It has no options."
+            raise ConfigError(f"{where}: unknown option {key!r}. {hint}")
         try:
             checked[key] = _get_adapter(cls, key).validate_python(value)
         except ValidationError as error:

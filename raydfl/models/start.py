@@ -179,7 +179,7 @@ def _choose_group(tensors: Mapping[str, Tensor], init_from: InitFrom, model: str
     if init_from.model is not None:
         if init_from.model not in groups:
             raise ConfigError(
-                f"{where}.model: {init_from.file} has no {init_from.model!r}; {nearest(init_from.model, groups)}"
+                f"{where}.model: {init_from.file} has no {init_from.model!r}. {nearest(init_from.model, groups)}"
             )
         return groups[init_from.model]
     if len(groups) == 1:

@@ -54,7 +54,7 @@ class AnomalyObjective(Objective):
         """Check that the normal classes exist and that an anomalous class remains."""
         for name in self.normal:
             if name not in classes:
-                raise ConfigError(f"objective.normal: there is no class {name!r}; {nearest(name, classes)}")
+                raise ConfigError(f"objective.normal: there is no class {name!r}. {nearest(name, classes)}")
         if self.normal and set(classes) <= set(self.normal):
             raise ConfigError(
                 f"objective.normal names every class of the data ({', '.join(classes)}), so no clip is anomalous. Remove the "

@@ -85,7 +85,7 @@ def find_rule(setting: str | Mapping[str, Any] | None, default: Rule, where: str
     name = options.pop("name", None)
     if not isinstance(name, str):
         raise ConfigError(
-            f"{where}: the name of the rule is missing. Write, for example, {where}: {{name: lpa, vl: 0.1}}; "
+            f"{where}: the name of the rule is missing. Write, for example, {where}: {{name: lpa, vl: 0.1}}. "
             f"{nearest('', RULES)}"
         )
     return registry.build(rule_class(name), options, where)

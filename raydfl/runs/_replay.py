@@ -1,4 +1,4 @@
-"""Replay of one client's training in one round, for inspection and for debugging a method."""
+"""Replay of a client's training in a round, for inspection and for debugging a method."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from raydfl.engine.storage import RunStore, check_revision, local_run, read_conf
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """The repeated training of one client in one round."""
+    """Repeated training of a client in a round."""
 
     client: Client
     round: int
@@ -37,7 +37,7 @@ def _make_strict(config: Config) -> Config:
 
 
 def replay(run_dir: str | Path, round_number: int, client_id: str, trust: bool = False) -> Replay:
-    """Repeat one client's training in one round, in this process. The run does not change.
+    """Repeat a client's training in a round, in this process. The run does not change.
 
     Args:
         run_dir: The run's folder or URI.

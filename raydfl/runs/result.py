@@ -62,7 +62,7 @@ class Result:
 
     @property
     def worthless(self) -> str:
-        """Why the run's scores are meaningless. Empty if they are not."""
+        """Reason why the run's scores are meaningless. Empty if they are not."""
         return "; ".join(problem.text for problem in self.problems if problem.worthless)
 
     # The methods below import matplotlib and pandas on use, because the imports take a second.

@@ -103,7 +103,7 @@ def _resolve_rates(lr: float | Mapping[str, float] | None, models: Sequence[str]
     rates = lr if isinstance(lr, Mapping) else {} if lr is None else dict.fromkeys(models, lr)
     for name, rate in rates.items():
         if name not in models:
-            raise ConfigError(f"fit(lr=...): no model {name!r} is trained here; {nearest(name, models)}")
+            raise ConfigError(f"fit(lr=...): no model {name!r} is trained here. {nearest(name, models)}")
         if not (isinstance(rate, (int, float)) and math.isfinite(rate) and rate >= 0):
             raise ConfigError(f"fit(lr={rate!r}): a learning rate must be finite and not negative.")
     return rates

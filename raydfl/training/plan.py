@@ -47,7 +47,7 @@ class Plan:
         if not self.rows or any(count < 1 for count in self.rows.values()):
             raise ConfigError(f"Plan(rows={dict(self.rows)}): give at least one pool, and at least 1 example of each.")
         if self.leads is not None and self.leads not in self.rows:
-            raise ConfigError(f"Plan(leads={self.leads!r}): no such pool in rows; {nearest(self.leads, self.rows)}")
+            raise ConfigError(f"Plan(leads={self.leads!r}): no such pool in rows. {nearest(self.leads, self.rows)}")
         if self.steps is not None and (self.steps < 1 or self.leads is not None):
             raise ConfigError(f"Plan(steps={self.steps}): give at least 1 step, and either steps or leads.")
 
@@ -61,7 +61,7 @@ class Plan:
             if name not in data.pools:
                 raise ConfigError(
                     f"The method's Plan(rows=...) names the pool {name!r}, but the run has no such pool. Create pools with "
-                    f"data.pools or data.unlabelled; {nearest(name, data.pools)}"
+                    f"data.pools or data.unlabelled. {nearest(name, data.pools)}"
                 )
         return Examples.concatenate([data.pools[name] for name in self.rows], POOL)
 

@@ -225,19 +225,19 @@ def test_options_that_do_not_fit_the_data_are_rejected_before_feature_extraction
         (
             make_attack("backdoor", target="tone11"),
             ConfigError,
-            "attack.target: the data have no class 'tone11'; did you mean 'tone1'",
+            "attack.target: the data have no class 'tone11'. Did you mean 'tone1'",
         ),
         (
             make_attack("label_flip", to={"tone0": "ton2"}),
             ConfigError,
-            "attack.to: the data have no class 'ton2'; did you mean 'tone2'",
+            "attack.to: the data have no class 'ton2'. Did you mean 'tone2'",
         ),
         (
             make_attack("sign_flip", clients=7),
             DataError,
             "attack: 7 clients are to be attackers, but the federation has 6",
         ),
-        (make_attack("sign_flip", clients=["s9"]), DataError, "attack: unknown client 's9'; did you mean"),
+        (make_attack("sign_flip", clients=["s9"]), DataError, "attack: unknown client 's9'. Did you mean"),
     ):
         with pytest.raises(error, match=message):
             build_population(settings, 1, attack=attack)

@@ -77,9 +77,9 @@ def test_a_trigger_file_is_found_from_any_folder(tiny: Tiny) -> None:
 @pytest.mark.parametrize(
     ("attack", "message"),
     [
-        ("sign_flop", "unknown attack 'sign_flop'; did you mean 'sign_flip'"),
+        ("sign_flop", "unknown attack 'sign_flop'. Did you mean 'sign_flip'"),
         ("{clients: 0.2}", "attack: a name is missing. Choose one of alie, backdoor"),
-        ("{name: sign_flip, scal: 2}", "attack: unknown key 'scal' for SignFlip; did you mean 'scale'"),
+        ("{name: sign_flip, scal: 2}", "attack: unknown key 'scal' for SignFlip. Did you mean 'scale'"),
         ("{name: sign_flip, scale: -1}", "attack.scale: Input should be greater than or equal to 0"),
         ("{name: sign_flip, clients: 1.5}", "a share of the clients must be between 0.0 and 1.0"),
         ("{name: sign_flip, clients: -1}", "a number of clients must be at least 0"),

@@ -21,46 +21,46 @@ _BOMB = ("- &a0 [x]\n" + "\n".join(f"- &a{i} [{f'*a{i - 1}, ' * 10}]" for i in r
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("train.ronds=3", "train: unknown key 'ronds'; did you mean 'rounds'?"),
-        ("ronuds=3", "unknown key 'ronuds'; did you mean train.rounds?"),
-        ("train.optimiser.lrr=1", "train.optimiser: unknown key 'lrr'; did you mean 'lr'?"),
-        ("ray.actor=2", "ray: unknown key 'actor'; did you mean 'actors'?"),
-        ("track.experimnt=x", "track: unknown key 'experimnt'; did you mean 'experiment'?"),
-        ("data.features.bnads=3", "data.features: unknown key 'bnads'; did you mean 'bands'?"),
-        ("data.split.test.fractoin=3", "data.split.test: unknown key 'fractoin'; did you mean 'fraction'?"),
-        ("data.corrupt.noise={snr: 3}", "data.corrupt.noise: unknown key 'snr'; did you mean 'snr_db'?"),
+        ("train.ronds=3", "train: unknown key 'ronds'. Did you mean 'rounds'?"),
+        ("ronuds=3", "unknown key 'ronuds'. Did you mean train.rounds?"),
+        ("train.optimiser.lrr=1", "train.optimiser: unknown key 'lrr'. Did you mean 'lr'?"),
+        ("ray.actor=2", "ray: unknown key 'actor'. Did you mean 'actors'?"),
+        ("track.experimnt=x", "track: unknown key 'experimnt'. Did you mean 'experiment'?"),
+        ("data.features.bnads=3", "data.features: unknown key 'bnads'. Did you mean 'bands'?"),
+        ("data.split.test.fractoin=3", "data.split.test: unknown key 'fractoin'. Did you mean 'fraction'?"),
+        ("data.corrupt.noise={snr: 3}", "data.corrupt.noise: unknown key 'snr'. Did you mean 'snr_db'?"),
         ("data.speaker=3", "data: unknown key 'speaker' for data set '"),
-        ("data.speaker=3", "did you mean 'speakers'?"),
-        ("method.alhpa=1", "method: unknown key 'alhpa' for FedMLAC; did you mean 'alpha'?"),
-        ("method.rule={name: lpa, vll: 1}", "method.rule: unknown key 'vll' for LayerwisePruning; did you mean 'vl'?"),
-        ("models.plugn=crnn_tiny", "models: fedmlac has no model 'plugn'; did you mean 'plugin'?"),
+        ("data.speaker=3", "Did you mean 'speakers'?"),
+        ("method.alhpa=1", "method: unknown key 'alhpa' for FedMLAC. Did you mean 'alpha'?"),
+        ("method.rule={name: lpa, vll: 1}", "method.rule: unknown key 'vll' for LayerwisePruning. Did you mean 'vl'?"),
+        ("models.plugn=crnn_tiny", "models: fedmlac has no model 'plugn'. Did you mean 'plugin'?"),
         (
             "models.plugin={name: crnn_lite, kernal: 5}",
-            "models.plugin: crnn_lite: unknown option 'kernal'; did you mean 'kernel'?",
+            "models.plugin: crnn_lite: unknown option 'kernal'. Did you mean 'kernel'?",
         ),
         (
             "models.local=[crnn_lite, {name: mlp, hiden: 5}]",
-            "models.local: mlp: unknown option 'hiden'; did you mean 'hidden'?",
+            "models.local: mlp: unknown option 'hiden'. Did you mean 'hidden'?",
         ),
         (
             "models.plugin=linear models.plugin.width=5",
-            "models.plugin: linear: unknown option 'width'; it has no options",
+            "models.plugin: linear: unknown option 'width'. It has no options",
         ),
         (
             "train.optimiser.models={locl: 1}",
-            "train.optimiser.models: fedmlac has no model 'locl'; did you mean 'local'?",
+            "train.optimiser.models: fedmlac has no model 'locl'. Did you mean 'local'?",
         ),
-        ("modles.plugin=linear", "unknown key 'modles'; did you mean 'models'?"),
+        ("modles.plugin=linear", "unknown key 'modles'. Did you mean 'models'?"),
         # Keys of other groups: a name alone, or in the wrong place.
-        ("rounds=5", "unknown key 'rounds'; did you mean train.rounds?"),
-        ("train.lr=0.1", "train: unknown key 'lr'; did you mean train.optimiser.lr?"),
-        ("data.sample_rate=8000", "did you mean data.features.sample_rate?"),
-        ("data.features.stride=3", "data.features: unknown key 'stride'; did you mean data.segment.stride?"),
+        ("rounds=5", "unknown key 'rounds'. Did you mean train.rounds?"),
+        ("train.lr=0.1", "train: unknown key 'lr'. Did you mean train.optimiser.lr?"),
+        ("data.sample_rate=8000", "Did you mean data.features.sample_rate?"),
+        ("data.features.stride=3", "data.features: unknown key 'stride'. Did you mean data.segment.stride?"),
         # Unknown names.
-        ("method.name=fedavgg", "unknown method 'fedavgg'; did you mean 'fedavg'? Your own class: my_file.py:Class"),
-        ("method.rule=lpaa", "unknown rule 'lpaa'; did you mean 'lpa'? Your own class: my_file.py:Class"),
-        ("data={name: fsddd}", "unknown data set 'fsddd'; did you mean 'fsdd'? Your own class: my_file.py:Class"),
-        ("models.plugin=crnn_lit", "models.plugin: unknown architecture 'crnn_lit'; did you mean 'crnn_lite'?"),
+        ("method.name=fedavgg", "unknown method 'fedavgg'. Did you mean 'fedavg'? Your own class: my_file.py:Class"),
+        ("method.rule=lpaa", "unknown rule 'lpaa'. Did you mean 'lpa'? Your own class: my_file.py:Class"),
+        ("data={name: fsddd}", "unknown data set 'fsddd'. Did you mean 'fsdd'? Your own class: my_file.py:Class"),
+        ("models.plugin=crnn_lit", "models.plugin: unknown architecture 'crnn_lit'. Did you mean 'crnn_lite'?"),
     ],
 )
 def test_an_unknown_key_names_the_nearest(
@@ -343,7 +343,7 @@ def test_a_file_that_is_there_is_not_proposed_instead_of_itself(raydfl: Raydfl, 
     (tmp_path / "bin.yaml").write_bytes(b"\xff\xfe\x00")
     said = raydfl("run", tmp_path / "bin.yaml")
     said.refuses("bin.yaml: it is not UTF-8 text. Give a readable text file")
-    assert "did you mean" not in said.err
+    assert "Did you mean" not in said.err
     raydfl("run", tmp_path / "bim.yaml").refuses("No such file or directory. Did you mean 'bin.yaml'")
     (tmp_path / "circle").symlink_to("circle")
     raydfl("run", ROOT / "jobs/fsdd.yaml", f"data.root={tmp_path}/circle").refuses(

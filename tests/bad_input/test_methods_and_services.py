@@ -32,7 +32,7 @@ METHOD = "from raydfl import Method, Rule\nfrom torch import nn\n\n\n"
             "mine.py:Mine' cannot be imported: ModuleNotFoundError: No module named 'nowhere'",
         ),
         ("raise RuntimeError('no')\n", "Mine", "mine.py:Mine' cannot be imported: RuntimeError: no"),
-        (METHOD + "class Mine(Method):\n    pass\n", "Mime", "mine.py has no 'Mime'; did you mean 'Mine'?"),
+        (METHOD + "class Mine(Method):\n    pass\n", "Mime", "mine.py has no 'Mime'. Did you mean 'Mine'?"),
         (
             METHOD + "class Mine:\n    pass\n",
             "Mine",
@@ -71,11 +71,11 @@ def test_options_of_classes_of_ones_own_are_checked(raydfl: Raydfl, tiny: Tiny, 
     file = written(tiny(), tmp_path)
     mine = f"method.name={tmp_path}/mine.py:Mine"
     raydfl("run", file, mine, "method.strenght=2").refuses(
-        "method: unknown key 'strenght' for Mine; did you mean 'strength'?"
+        "method: unknown key 'strenght' for Mine. Did you mean 'strength'?"
     )
     raydfl("run", file, mine, "method.strength=strong").refuses("method.strength: Input should be a valid number")
     net = f"models.model={{name: '{tmp_path}/mine.py:Net'}}"
-    raydfl("run", file, net, "models.model.widht=2").refuses("unknown option 'widht'; did you mean 'width'?")
+    raydfl("run", file, net, "models.model.widht=2").refuses("unknown option 'widht'. Did you mean 'width'?")
     raydfl("run", file, net, "models.model.width=wide").refuses("mine.py:Net.width: Input should be a valid integer")
 
 
@@ -169,7 +169,7 @@ def test_a_tracking_server_that_does_not_answer(raydfl: Raydfl, tiny: Tiny, tmp_
     said = raydfl("run", file, "track={mlflow: true, uri: 'http://anna:secret@127.0.0.1:9'}")
     said.refuses(
         r"MLflow at http://\*\*\*@127.0.0.1:9 cannot be used: no server answers",
-        "start the server or correct track.uri, or set track.mlflow=false",
+        "Start the server or correct track.uri, or set track.mlflow=false",
     )
     assert "secret" not in said.err
     assert raydfl("run", file).code == 0  # the run directory it left is whole

@@ -266,7 +266,7 @@ def test_a_list_without_groups_cannot_be_divided_by_them(training: Train, record
     [
         (
             lambda lines: [*lines[:3], "wav/anna-left-2.wav,,anna", *lines[4:]],
-            r"1 of 24 clips have no label, the first wav/anna-left-2.wav; Label them, .*data.unlabelled='\{\}'",
+            r"1 of 24 clips have no label, the first wav/anna-left-2.wav. Label them, .*data.unlabelled='\{\}'",
         ),
         (lambda lines: [*lines[:3], ",left,anna", *lines[4:]], "row 3 has no path"),
         (lambda lines: [*lines, lines[1]], "1 clips are named more than once, the first 'wav/anna-left-0.wav'"),
@@ -275,7 +275,7 @@ def test_a_list_without_groups_cannot_be_divided_by_them(training: Train, record
             "1 of 2 training clips have no 'group'.*wav/anna-left-1.wav",
         ),
         (lambda lines: [lines[0]], "clips.csv"),
-        (lambda lines: [*lines[:2], "a,b,c,d,e"], "clips.csv cannot be read: .*; expected a CSV"),
+        (lambda lines: [*lines[:2], "a,b,c,d,e"], "clips.csv cannot be read: .*. Expected a CSV"),
         (
             lambda lines: [lines[0], *(line.replace("wav/", "waves/") for line in lines[1:])],
             "none of its 24 files exists.*Set root",
@@ -296,7 +296,7 @@ def test_a_list_or_a_root_that_is_not_there(training: Train, recordings: Path) -
     gone = training(f"data={{name: fsdd, root: {recordings}/gone}}", f"run.dir={recordings}/runs")
     gone.refuses(
         rf"Free Spoken Digit Dataset: the root {recordings}/gone does not exist. Expected a folder with recordings/",
-        "The set is at https://",
+        "Download the set from https://",
     )
     other = training(f"data={{name: fsdd, root: {recordings}}}", f"run.dir={recordings}/runs")
     other.refuses("there is no file of the set in .*Expected .*Found: cache/|Found: clips.csv")
@@ -329,19 +329,22 @@ def test_what_is_there_is_told_even_if_it_cannot_be_divided(raydfl: Raydfl, trai
         ("data.partition={by: classes, clients: 4, classes: 3}", "data.partition.classes 3 is more than the 2 labels"),
         (
             "data.partition={by: dirichlet, clients: 6, alpha: 0.001, minimum: 3, balance: false}",
-            "in .* draws with alpha 0.001.*Raise alpha",
+            "none of .* draws with alpha 0.001.*Raise alpha",
         ),
         ("data.partition={by: group, column: speaker}", "data.partition: the recordings have no column 'speaker'"),
         ("data.split.test={by: fold, values: [1]}", "data.split.test: the recordings have no column 'fold'"),
-        ("data.split.test={by: split}", "no clip has 'test' in column 'split' .the column is empty."),
-        ("data.split.test={by: group, values: [carl]}", "no clip has 'carl' in column 'group' .known: anna, bert."),
+        ("data.split.test={by: split}", "no clip has 'test' in column 'split'. The column is empty."),
+        (
+            "data.split.test={by: group, values: [carl]}",
+            "no clip has 'carl' in column 'group'. Choose one of anna, bert.",
+        ),
         (
             "data.split.test={by: label, values: [left]}",
             "no client has a clip of label 'left': of its 12 clips 12 can be read, 12 are in the test",
         ),
         (
             "data.corrupt.labels={rate: 0.5, clients: [ana]}",
-            "data.corrupt: unknown client 'ana'; did you mean 'anna'?",
+            "data.corrupt: unknown client 'ana'. Did you mean 'anna'?",
         ),
         (
             "data.corrupt.labels={rate: 0.5, clients: 3}",

@@ -217,9 +217,9 @@ def test_methods_by_name(raydfl: Raydfl) -> None:
     assert some == {"methods": {"fedprox": fedprox}, "rules": {"median": median}, **{kind: {} for kind in kinds}}
     shown = raydfl("methods", "fedprox").out
     assert shown.startswith("Methods (method: {name: ...})\n\nfedprox: ")
-    assert "\n  mu = 0.01: weight of the proximal term" in shown
+    assert "\n  mu = 0.01: Weight of the proximal term" in shown
     assert len(shown.splitlines()) < 10
-    raydfl("methods", "fedprx").refuses("'fedprx' is built in; did you mean 'fedprox'")
+    raydfl("methods", "fedprx").refuses("'fedprx' is built in. Did you mean 'fedprox'")
 
 
 # -- data ------------------------------------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ def test_data_sets_are_listed_and_described(raydfl: Raydfl) -> None:
             assert " ".join(fact.split()) in " ".join(said.out.split())
     assert "root (required): Folder with the files of the set." in raydfl("data", "info", "fsdd").out
     assert "test_takes = 5: Number of each speaker's first takes" in raydfl("data", "info", "fsdd").out
-    raydfl("data", "info", "fsd").refuses("unknown data set 'fsd'; did you mean 'fsdd'?")
+    raydfl("data", "info", "fsd").refuses("unknown data set 'fsd'. Did you mean 'fsdd'?")
     raydfl("data", "info", "fsdd", "root=x").refuses(
         "'root=x': 'fsdd' is not a configuration file. Settings need a configuration file before them."
     )

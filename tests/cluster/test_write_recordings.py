@@ -92,7 +92,7 @@ def test_a_dataset_is_written_in_its_order_and_read_as_it_is(ray_session: None, 
     ]
     for each in rows:
         assert np.array_equal(read_audio(each["path"])[0][:, 0], row(each["n"])["wave"])
-    with pytest.raises(DataError, match=r"^audio=wav: the dataset has no column of this name; did you mean 'wave'\?"):
+    with pytest.raises(DataError, match=r"^audio=wav: the dataset has no column of this name. Did you mean 'wave'\?"):
         write_recordings(dataset, tmp_path / "other", audio="wav")
     with pytest.raises(DataError, match=r"^the row \{.*'n': 0.*\} has str in column 'label': neither bytes"):
         write_recordings(dataset, tmp_path / "other", audio="label", label="client")

@@ -199,7 +199,7 @@ _NORM = "encoder.layers.1.layer_norm.weight"
         ),
         (_replace_by_pipe("model.safetensors"), "has no model.safetensors"),
         (_move_weights("x.bin"), "index.json names x.bin, and reading it could run code"),
-        (_change_settings("config.json", model_type="hubort"), "'hubort'; did you mean 'hubert'"),
+        (_change_settings("config.json", model_type="hubort"), "'hubort'. Did you mean 'hubert'"),
         (_remove_file("preprocessor_config.json"), "preprocessor_config.json cannot be read (No such file"),
         (_remove_file("model.safetensors"), "has no model.safetensors. Copy it"),
         (_rename_to_pickle, "pytorch_model.bin only, and reading a pickle can run code"),

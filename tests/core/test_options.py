@@ -102,7 +102,7 @@ def test_callables_become_text_without_memory_addresses() -> None:
             "mine.either: Input should be a valid integer, got a number with a fractional part or 'all' (got 0.5)\n"
             "  mine.either: a number, or all",
         ),
-        ({"sise": 1}, "mine: unknown key 'sise' for Mine; did you mean 'size'?"),
+        ({"sise": 1}, "mine: unknown key 'sise' for Mine. Did you mean 'size'?"),
     ],
 )
 def test_messages_describe_wrong_options(options: dict[str, Any], message: str) -> None:
@@ -222,12 +222,12 @@ def test_each_wrong_nested_setting_has_a_message(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ValidationError) as caught:
         Tree.model_validate(values)
     assert explain(caught.value, "", values, Tree).splitlines() == [
-        "optimiser: unknown key 'rounsd'; did you mean rounds?",
-        "optimiser: unknown key 'l'; did you mean 'lr'?",
-        "named.mine: unknown key 'rl'; did you mean 'lr'?",
+        "optimiser: unknown key 'rounsd'. Did you mean rounds?",
+        "optimiser: unknown key 'l'. Did you mean 'lr'?",
+        "named.mine: unknown key 'rl'. Did you mean 'lr'?",
         "named.other: Input should be a valid dictionary or instance of Optimiser (got 5)",
         "  named.other: A group.",
-        "unknown key 'ronuds'; did you mean 'rounds'?",
-        "unknown key 'lr'; did you mean optimiser.lr?",
-        "unknown key 'zzz'; known: named, optimiser, rounds",
+        "unknown key 'ronuds'. Did you mean 'rounds'?",
+        "unknown key 'lr'. Did you mean optimiser.lr?",
+        "unknown key 'zzz'. Choose one of named, optimiser, rounds.",
     ]

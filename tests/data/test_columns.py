@@ -54,7 +54,7 @@ def test_a_batch_has_the_codes_of_its_examples(make_data: Make) -> None:
 
 def test_an_unknown_column_is_rejected_before_clips_are_read(make_data: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("raydfl.data.build.prepare", None)
-    with pytest.raises(DataError, match="no column 'takes'; did you mean 'take'"):
+    with pytest.raises(DataError, match="no column 'takes'. Did you mean 'take'"):
         build_population(make_data(columns=["takes"]), 1)
 
 

@@ -9,7 +9,7 @@ from scipy import signal, stats
 
 from raydfl.core.errors import DataError
 from raydfl.data import draw_clients
-from raydfl.data.noise import Noise, add_noise, seed_noise
+from raydfl.data.noise import ClipNoise, add_noise, seed_noise
 from raydfl.data.steps.corrupt import (
     CorruptSettings,
     LabelErrorSettings,
@@ -43,7 +43,7 @@ def test_each_clip_has_its_own_noise() -> None:
     noise = seed_noise(["a", "b", "c"], 10.0, seed=1)
     assert len(set(noise.seeds)) == 3
     assert noise == seed_noise(["a", "b", "c"], 10.0, seed=1)
-    assert noise.part(1, 3) == Noise(10.0, seed_noise(["b", "c"], 10.0, 1).seeds)
+    assert noise.part(1, 3) == ClipNoise(10.0, seed_noise(["b", "c"], 10.0, 1).seeds)
     assert noise.seeds != seed_noise(["a", "b", "c"], 10.0, seed=2).seeds
 
 
@@ -104,7 +104,7 @@ def test_clients_are_chosen_by_share_count_or_name() -> None:
 def test_impossible_corruption_is_rejected() -> None:
     with pytest.raises(DataError, match="51 clients are to be corrupted, but the federation has 50"):
         choose(51)
-    with pytest.raises(DataError, match="unknown client 'c77'; did you mean 'c7'"):
+    with pytest.raises(DataError, match="unknown client 'c77'. Did you mean 'c7'"):
         choose(("c77",))
     with pytest.raises(DataError, match="needs at least 2 classes, but the data have 1"):
         draw_transition_matrix(1, 0.1, np.random.default_rng(0))

@@ -42,9 +42,9 @@ def test_a_name_is_enough() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"groups": 3, "grops": 3}, r"data: unknown key 'grops' for data set '.*:Made'; did you mean 'groups'\?"),
-        ({"partitoin": {}}, r"unknown key 'partitoin' .*did you mean 'partition'\?"),
-        ({"features": {"band": 3}}, r"data.features: unknown key 'band'; did you mean 'bands'\?"),
+        ({"groups": 3, "grops": 3}, r"data: unknown key 'grops' for data set '.*:Made'. Did you mean 'groups'\?"),
+        ({"partitoin": {}}, r"unknown key 'partitoin' .*Did you mean 'partition'\?"),
+        ({"features": {"band": 3}}, r"data.features: unknown key 'band'. Did you mean 'bands'\?"),
         ({"features": {"bands": "x"}}, r"data.features.bands: Input should be a valid integer"),
         ({"groups": "many"}, r"data.groups: Input should be a valid integer"),
         (

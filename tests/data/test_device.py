@@ -93,7 +93,7 @@ def test_a_clip_without_the_channel_of_its_client_can_be_skipped(stereo: dict[st
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"device": "phone"}, "'phone' is not in data.profile; did you mean 'microphone'"),
+        ({"device": "phone"}, "'phone' is not in data.profile. Did you mean 'microphone'"),
         ({"features": {"kind": "image", "size": [8, 8]}}, "needs recordings, but data.features.kind is image"),
         ({"features": {"sample_rate": 8000, "normalise": "client"}}, "would mix channels"),
         ({"profile": {"microphone": {"values": [0, "left"]}}}, "is 'left' for client 'bob'. Write the number"),

@@ -30,7 +30,7 @@ from raydfl.data.features.digests import digest_clips
 from raydfl.data.features.extraction import Chunk, ChunkReport, Source, chunk_bounds, run_locally
 from raydfl.data.features.extractor import FeatureExtractor
 from raydfl.data.features.log_mel import FeatureSettings
-from raydfl.data.noise import Noise, add_noise
+from raydfl.data.noise import ClipNoise, add_noise
 from raydfl.data.sets.manifest import Manifest
 
 SETS = Path(__file__).parent / "tiny_sets.py"
@@ -314,13 +314,13 @@ def test_noise_is_added_to_the_wave_before_the_features(tmp_path: Path, small_ch
     root = write_folder(tmp_path / "data")
     clean, _ = prepare_folder(root, tmp_path / "cache")
     seeds = tuple(range(100, 118))
-    noisy, _ = prepare_folder(root, tmp_path / "cache", noise=Noise(10.0, seeds))
+    noisy, _ = prepare_folder(root, tmp_path / "cache", noise=ClipNoise(10.0, seeds))
     assert noisy.folder != clean.folder
     dataset, extractor = Folder(root=root), FeatureExtractor(SETTINGS)
     for index, row in enumerate(dataset.manifest().to_pylist()):
         wave = extractor.wave(*dataset.read(row))
         np.testing.assert_array_equal(noisy.clip(index), extractor.features(add_noise(wave, 10.0, seeds[index])))
-    for other in (Noise(11.0, seeds), Noise(10.0, seeds[::-1])):
+    for other in (ClipNoise(11.0, seeds), ClipNoise(10.0, seeds[::-1])):
         assert prepare_folder(root, tmp_path / "cache", noise=other)[0].folder != noisy.folder
 
 

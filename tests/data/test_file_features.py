@@ -22,7 +22,7 @@ from raydfl.data.features.kinds import AnyFeatures
 from raydfl.data.features.log_mel import FeatureSettings
 from raydfl.data.features.model import ModelFeatures
 from raydfl.data.features.wave import EPSILON
-from raydfl.data.noise import Noise, seed_noise
+from raydfl.data.noise import ClipNoise, seed_noise
 from raydfl.data.population import Population
 from raydfl.data.settings import DataSettings
 from raydfl.engine.config import Config, make_config
@@ -63,7 +63,7 @@ def write_npy_folder(place: Path, matrices: Mapping[str, np.ndarray]) -> Path:
 WRITERS = pytest.mark.parametrize("write", [write_safetensors, write_npz, write_npy_folder])
 
 
-def compute_log_mels(noise: Noise | None = None, **options: Any) -> dict[str, np.ndarray]:
+def compute_log_mels(noise: ClipNoise | None = None, **options: Any) -> dict[str, np.ndarray]:
     """Compute the features of all clips, as a user would before writing a file."""
     extractor = FeatureExtractor(FeatureSettings(**LOG_MEL, **options))
     features = {}
@@ -373,7 +373,7 @@ def test_a_run_records_the_number_of_bands_and_absolute_paths(tmp_path: Path, mo
 @pytest.mark.parametrize(
     ("features", "data", "message"),
     [
-        ({"kind": "mfcc"}, {}, r"data.features.kind is 'mfcc'; known: file, image, kaldi, logmel, model"),
+        ({"kind": "mfcc"}, {}, r"data.features.kind is 'mfcc'. Choose one of file, image, kaldi, logmel, model"),
         (3, {}, r"data.features is 3. It must be a group of settings"),
         ({"kind": "file"}, {}, r"data.features.path is missing. It must be a .safetensors file"),
         (
@@ -384,7 +384,7 @@ def test_a_run_records_the_number_of_bands_and_absolute_paths(tmp_path: Path, mo
         (
             {"kind": "file", "path": "x.npz", "bands": 2, "frame": 2},
             {},
-            r"unknown key 'frame'; did you mean 'frames'\?",
+            r"unknown key 'frame'. Did you mean 'frames'\?",
         ),
         (
             {"kind": "file", "path": "x.npz", "hop_ms": 10},
@@ -549,7 +549,7 @@ def test_wrong_return_values_of_a_model_are_rejected(tmp_path: Path, what: str, 
     ("options", "message"),
     [
         ({"model": "nowhere.py:Model"}, r"data.features.model: 'nowhere.py:Model': there is no file"),
-        ({"model": f"{OWN}:Logmel"}, r"has no 'Logmel'; did you mean 'LogMel'\?"),
+        ({"model": f"{OWN}:Logmel"}, r"has no 'Logmel'. Did you mean 'LogMel'\?"),
         ({"model": f"{OWN}:function"}, "function' is not a class"),
         ({"model": "builtins:list"}, "'builtins:list' has no file, so changes cannot be detected"),
         ({"model": f"{OWN}:NoCall"}, "cannot be called. Add a method forward"),

@@ -142,7 +142,9 @@ def test_several_candidate_client_columns_require_a_choice(raydfl: Raydfl, tmp_p
         assert f"8 clips of 2 classes and {count} clients" in result.out
         groups = Manifest(file=out).manifest().column("group")
         assert len(set(groups.to_pylist()) - {None}) == count
-    raydfl(*command, tmp_path / "1.csv", "--client", "sex").refuses(r"no clip has a field 'sex' \(--client\); known: ")
+    raydfl(*command, tmp_path / "1.csv", "--client", "sex").refuses(
+        r"no clip has a field 'sex' \(--client\). Choose one of "
+    )
 
 
 def test_impossible_imports_are_rejected(raydfl: Raydfl, tmp_path: Path) -> None:
@@ -152,11 +154,11 @@ def test_impossible_imports_are_rejected(raydfl: Raydfl, tmp_path: Path) -> None
     def run(kind: str = "huggingface", source: str = "rows.parquet", out: str = "list.csv", *options: str) -> Any:
         return raydfl("data", "import", kind, tmp_path / source, "--out", tmp_path / out, *options)
 
-    run("webdatset").refuses(r"unknown format 'webdatset'; did you mean 'webdataset'\?")
+    run("webdatset").refuses(r"unknown format 'webdatset'. Did you mean 'webdataset'\?")
     run(out="list.txt").refuses(r"list\.txt: the name must end in \.csv or \.parquet")
     run(out="there.csv").refuses(r"there\.csv: the file exists already")
     run(source="none").refuses(r"the root .*none does not exist")
-    run().refuses(r"no clip has a field 'label' \(label_column\); known: word")
+    run().refuses(r"no clip has a field 'label' \(label_column\). Choose one of word")
     run("huggingface", "rows.parquet", "list.csv", "labels=word").refuses(r"unknown key 'labels' for HuggingFace")
     assert run("huggingface", "rows.parquet", "list.csv", "label_column=word").code == 0
     assert (tmp_path / "list.csv").is_file()

@@ -32,8 +32,8 @@ def test_excluded_labels_are_not_read(make_data: Make) -> None:
 @pytest.mark.parametrize(
     ("labels", "message"),
     [
-        (["w33"], "data.leave_out: no clip has the label 'w33'; did you mean 'w3'"),
-        (["silence"], "no clip has the label 'silence'; known: w0, w1, w2, w3"),
+        (["w33"], "data.leave_out: no clip has the label 'w33'. Did you mean 'w3'"),
+        (["silence"], "no clip has the label 'silence'. Choose one of w0, w1, w2, w3"),
         (["w0", "w1", "w2", "w3"], "data.leave_out names every label"),
     ],
 )

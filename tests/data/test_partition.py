@@ -119,7 +119,7 @@ def test_training_clips_need_a_group() -> None:
     with pytest.raises(DataError, match="2 of 4 training clips have no 'group', so no client: c1, c3. Fill"):
         deal(4, 2, columns=columns, by="group")
     deal(4, 2, rows=[0, 2], columns=columns, by="group")  # clips of the test set may lack a group
-    with pytest.raises(DataError, match="data.partition: the recordings have no column 'speaker'; did you mean"):
+    with pytest.raises(DataError, match="data.partition: the recordings have no column 'speaker'. Did you mean"):
         deal(4, 2, columns={"speakers": list("aabb")}, by="group", column="speaker")
 
 

@@ -163,7 +163,7 @@ def test_clients_hold_out_clips_of_each_labelled_pool(make_data: Make) -> None:
         ),
         (
             {"pools": {"a": {"column": "tak", "values": [1]}}},
-            "data.pools.a: the recordings have no column 'tak'; did you mean 'take'",
+            "data.pools.a: the recordings have no column 'tak'. Did you mean 'take'",
         ),
         (
             {"pools": {"a": {"column": "take", "values": [9]}}},

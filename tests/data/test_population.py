@@ -275,7 +275,7 @@ def test_dropped_clients_are_mentioned(make_data: Make) -> None:
 def test_unknown_clients_are_rejected(make_data: Make) -> None:
     population = build_population(make_data(), 1)
     assert population.index("g3") == 3
-    with pytest.raises(DataError, match="there is no client 'g33' among 6 clients; did you mean 'g3'"):
+    with pytest.raises(DataError, match="there is no client 'g33' among 6 clients. Did you mean 'g3'"):
         population.index("g33")
 
 

@@ -129,7 +129,7 @@ def test_unseen_test_labels_raise_or_are_kept(make_data: Make) -> None:
         ({"client_test": {"by": "take", "values": [9]}}, "data.split.client_test: no remaining clip has '9' in"),
         (
             {"validation": {"by": "tak", "values": [1]}},
-            "data.split.validation: the recordings have no column 'tak'; did you mean 'take'",
+            "data.split.validation: the recordings have no column 'tak'. Did you mean 'take'",
         ),
         ({"client_test": {"by": "take", "values": [1, 2, 3, 4]}}, "holds out all 96 clips and leaves none to train on"),
         ({"client_test": {"by": "group", "values": ["g0"]}}, "client 'g0' would hold out all its 16 clips"),

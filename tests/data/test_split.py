@@ -110,17 +110,17 @@ def test_a_local_held_out_share_is_rounded_and_leaves_a_training_clip() -> None:
         (
             list_clips(official=False),
             {},
-            r"no clip has 'test' in column 'split' \(the column is empty\).*\{by: clip, fraction",
+            r"no clip has 'test' in column 'split'. The column is empty.*\{by: clip, fraction",
         ),
         (
             list_clips(),
             {"test": {"by": "fold", "values": [6]}},
-            "no clip has '6' in column 'fold' .*known: 1, 2, 3, 4, 5",
+            "no clip has '6' in column 'fold'. Choose one of 1, 2, 3, 4, 5",
         ),
         (
             list_clips(),
             {"test": {"by": "fodl", "values": [1]}},
-            "data.split.test: the recordings have no column 'fodl'; did you mean 'fold'",
+            "data.split.test: the recordings have no column 'fodl'. Did you mean 'fold'",
         ),
         (list_clips(), {"test": {"by": "group", "fraction": 0.99}}, "0.99 of 11 values of column 'group' leaves none"),
         (

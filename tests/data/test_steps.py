@@ -157,7 +157,7 @@ ROLES = ["train"] * 4
         ),
         (
             {"clip": CLIPS, "role": ["train", "trian", "test", "test"]},
-            "row 2 of .*, clip 'w1/g0/1', has an unknown role; known: train, validation",
+            "row 2 of .*, clip 'w1/g0/1', has an unknown role, not one of train, validation",
         ),
         ({"clip": CLIPS, "role": ["train", None] * 2}, "row 2 of .* has an unknown role"),
         (
@@ -260,8 +260,8 @@ def test_unusable_pools_of_a_table_are_rejected(
     ("clients", "message"),
     [
         ({"room": ["x"]}, "data.tables.clients: the table of clients .* has no single column 'client'"),
-        ({"client": ["g0", "g1", "g2", "g3", "g4"]}, "has no row for client 'g5'; did you mean 'g[0-4]'"),
-        ({"client": [f"g{i}" for i in range(7)]}, "has the client 'g6', who has no clips; did you mean"),
+        ({"client": ["g0", "g1", "g2", "g3", "g4"]}, "has no row for client 'g5'. Did you mean 'g[0-4]'"),
+        ({"client": [f"g{i}" for i in range(7)]}, "has the client 'g6', who has no clips. Did you mean"),
         ({"client": ["g0", "g0"]}, "several rows of .* have the client 'g0'"),
         (
             {"client": IDS, "noisy": [1] * 6},
@@ -294,7 +294,7 @@ def test_unusable_client_tables_are_rejected(
 def test_a_duplicate_column_is_rejected(make_data: Make, tmp_path: Path) -> None:
     table = pa.Table.from_arrays([pa.array(CLIPS), pa.array(ROLES), pa.array(ROLES)], names=["clip", "role", "role"])
     pq.write_table(table, tmp_path / "clips.parquet")
-    with pytest.raises(DataError, match="has no single column 'role'; several columns have this name"):
+    with pytest.raises(DataError, match="has no single column 'role'. Several columns have this name"):
         build_population(make_data(tables={"clips": tmp_path / "clips.parquet"}), 1)
 
 
@@ -307,7 +307,7 @@ def test_data_info_prints_the_tables_after_a_step(raydfl: Raydfl, tmp_path: Path
     assert [line.split() for line in text.splitlines() if line.startswith("w0/g0/1 ")] == [
         ["w0/g0/1", "w0", "g0", "validation", "1", "r0-0", "1", "train"]
     ]
-    raydfl("data", "info", job, "--step", "spilt").refuses("--step spilt: unknown step; did you mean 'split'?")
+    raydfl("data", "info", job, "--step", "spilt").refuses("--step spilt: unknown step. Did you mean 'split'?")
 
 
 def test_tables_of_sites_are_configured_per_site(make_data: Make, tmp_path: Path) -> None:

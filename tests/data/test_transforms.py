@@ -300,7 +300,7 @@ def test_an_example_does_not_depend_on_longer_examples_in_its_batch() -> None:
 @pytest.mark.parametrize(
     ("transforms", "features", "message"),
     [
-        ([{"name": "spec_augmnt"}], {}, "did you mean 'spec_augment'"),
+        ([{"name": "spec_augmnt"}], {}, "Did you mean 'spec_augment'"),
         ([{"size": 3}], {}, "a name is missing"),
         ([{"name": "noise", "snr": 3}], {}, "unknown key 'snr'.*snr_db"),
         ([{"name": "noise", "snr_db": ["loud", 3]}], {}, "snr_db"),

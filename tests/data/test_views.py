@@ -241,14 +241,14 @@ def test_unsuitable_views_are_rejected(tiny: Tiny, folder: Path) -> None:
     assert_rejected("unknown view 'film'. Choose one of data.views", "models.eye.view=film")
     assert_rejected("no model reads the view 'picture'", "models={eye: {name: crnn_tiny}}")
     assert_rejected("cnn_small reads images, but the data are features", "models={eye: cnn_small}")
-    assert_rejected("no column 'fram'; did you mean 'frame'", error=DataError, view=f"{{column: fram, {image}}}")
+    assert_rejected("no column 'fram'. Did you mean 'frame'", error=DataError, view=f"{{column: fram, {image}}}")
     assert_rejected("unknown key 'colum'", view=f"{{colum: frame, {image}}}")
     assert_rejected(
         "8 rows and 9 columns, not 8 and 8", error=DataError, view="{column: frame, features: {kind: image, size: 8}}"
     )
     place = r"^data\.views\.picture"
     for features, message in {
-        "{kind: imag}": r"\.features\.kind is 'imag'; did you mean 'image'",
+        "{kind: imag}": r"\.features\.kind is 'imag'. Did you mean 'image'",
         "{kind: image, size: many}": r"\.features\.size.*: Input should be ",
         "{kind: image, size: 8, bands: 4}": r"\.features: 'bands' is a setting of the kind .*data\.views\.picture\.features='",
         "5": r"\.features is 5. It must be a group",

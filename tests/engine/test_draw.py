@@ -133,7 +133,7 @@ def test_a_column_of_a_table_of_clients_is_a_weight(kind: str, tiny: Tiny, tmp_p
             "{where: {devise: [phone]}}",
             "data.profile: train.clients.where.devise needs the column 'devise', but the clients' profiles do not have it.",
         ),
-        ("{where: {device: [fone]}}", "train.clients.where.device: no client has fone; did you mean 'phone'"),
+        ("{where: {device: [fone]}}", "train.clients.where.device: no client has fone. Did you mean 'phone'"),
         ("{ids: [s9]}", "train.clients.ids: there is no client 's9'"),
         (
             "{ids: [s0, s1, s0]}",

@@ -145,7 +145,7 @@ def test_needs_that_cannot_be_read_are_refused(
             "Mine.default_rule is 'median'. It must be a rule, such as default_rule = UniformMean",
         ),
         ("default_rule = raydfl.rules.UniformMean", "Mine.default_rule is <class .*It must be a rule, such as"),
-        ("on_features = ('head',)", "Mine.on_features: unknown model 'head' in Mine.models; "),
+        ("on_features = ('head',)", "Mine.on_features: unknown model 'head' in Mine.models. "),
     ],
 )
 def test_class_variables_of_the_wrong_kind_are_refused(tiny: Tiny, tmp_path: Path, members: str, message: str) -> None:

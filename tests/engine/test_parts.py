@@ -23,7 +23,7 @@ from raydfl.data.client_ids import ClientIds
 from raydfl.data.population import Population
 from raydfl.data.tables import Tables, encode, join_tables, no_clips
 from raydfl.engine.clients import Clients
-from raydfl.engine.first_state import join_states
+from raydfl.engine.initial_state import join_states
 from raydfl.methods import Method
 from raydfl.runs._run import run
 from raydfl.runs.folder import create

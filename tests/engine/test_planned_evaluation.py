@@ -119,11 +119,11 @@ def test_an_entry_that_no_task_receives_is_no_model(tiny: Tiny) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["method.receive=[[bset]]"], r"the server's state has no 'bset'; did you mean 'best'"),
+        (["method.receive=[[bset]]"], r"the server's state has no 'bset'. Did you mean 'best'"),
         (["method.receive=[[]]"], r"it receives no entry of the server's state"),
-        (["method.options={splt: test}"], r"it has the option 'splt'; did you mean 'split'"),
-        (["method.options={split: tset}"], r"there is no split 'tset'; did you mean 'test'"),
-        (["method.options={models: [modle]}"], r"no whole model 'modle'; did you mean 'model'"),
+        (["method.options={splt: test}"], r"it has the option 'splt'. Did you mean 'split'"),
+        (["method.options={split: tset}"], r"there is no split 'tset'. Did you mean 'test'"),
+        (["method.options={models: [modle]}"], r"no whole model 'modle'. Did you mean 'model'"),
         (["method.options={models: model}"], r"models is 'model'. Set it to a list"),
         (["method.receive=[[best], [best]]"], r"'model' of 'best' is measured twice on the split 'test'"),
         (

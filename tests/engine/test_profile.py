@@ -74,7 +74,7 @@ def test_a_column_of_the_manifest(tiny: Tiny) -> None:
 @pytest.mark.parametrize(
     ("column", "message"),
     [
-        ("rom", r"data.profile.room: the recordings have no column 'rom'; did you mean 'room'"),
+        ("rom", r"data.profile.room: the recordings have no column 'rom'. Did you mean 'room'"),
         (
             "mood",
             r"data.profile.room: column 'mood' has the values '[01]', '[01]' for clips of client 's0', but a profile",
@@ -104,7 +104,7 @@ def test_parts_may_deal_different_values(tiny: Tiny) -> None:
         ([CHOICES], r"models.local.by: the clients' profiles have no column 'capability'"),
         (
             [BY_TURN, CHOICES.replace("high:", "hihg:")],
-            r"models.local.choices: no architecture for capability 'high'; did you mean 'hihg'",
+            r"models.local.choices: no architecture for capability 'high'. Did you mean 'hihg'",
         ),
         ([BY_TURN.replace("high", "low"), CHOICES], r"models.local.choices: no client has capability 'high'"),
         ([BY_TURN, "models.local={by: capability}"], r"models.local: .*by profile. Write {by: COLUMN, choices"),
@@ -144,7 +144,7 @@ def test_chosen_by_what_is_known_besides(tiny: Tiny) -> None:
         "models.local={by: room, choices: {kitchen: crnn_tiny, hal: crnn_lite}}",
         method="fedmlac",
     )
-    with pytest.raises(ConfigError, match=r"no architecture for client 's1', whose room is 'hall'; did you mean 'hal'"):
+    with pytest.raises(ConfigError, match=r"no architecture for client 's1', whose room is 'hall'. Did you mean 'hal'"):
         create(missing, Progress("quiet"))
     noisy = tiny("models.local={by: noisy, choices: {false: crnn_tiny, true: crnn_lite}}", method="fedmlac")
     assert {spec.architecture for client in clients(noisy) for spec in client.models[1:]} == {"crnn_tiny"}

@@ -12,9 +12,9 @@ import safetensors
 
 from raydfl.cluster.server import Server
 from raydfl.core.errors import ConfigError, InputError
+from raydfl.engine.best_round import find_best
 from raydfl.engine.config import Config
 from raydfl.engine.phases import Phases
-from raydfl.engine.recall import find_best
 from raydfl.engine.selection import Selection
 from raydfl.engine.settings import BestSettings, RunSettings, StopSettings
 from raydfl.engine.storage import RunStore

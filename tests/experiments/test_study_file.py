@@ -95,14 +95,14 @@ def test_a_renamed_cell_keeps_its_run_and_a_changed_one_is_a_new_run(grid: Study
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"axis": {}}, r"unknown key 'axis'; did you mean 'axes'\?"),
+    ({"axis": {}}, r"unknown key 'axis'. Did you mean 'axes'\?"),
     ({"train": {"rounds": 3}}, r"unknown key 'train'.*below settings"),
     ({"axes": {}}, "axes"),
     ({"axes": {"method": {}}}, "axes.method has no labels"),
     ({"title": None}, "title: Field required"),
     ({"base": "nowhere.yaml"}, "the base configuration .*nowhere.yaml cannot be read"),
-    ({"control": {"conditon": "clean"}}, r"control: there is no axis 'conditon'; did you mean 'condition'\?"),
-    ({"reference": {"condition": "clear"}}, r"control.condition: there is no label 'clear'; did you mean 'clean'\?"),
+    ({"control": {"conditon": "clean"}}, r"control: there is no axis 'conditon'. Did you mean 'condition'\?"),
+    ({"reference": {"condition": "clear"}}, r"control.condition: there is no label 'clear'. Did you mean 'clean'\?"),
     (
         {"control": {"condition": "clean"}, "reference": {"condition": "clean"}},
         "reference is the former name of control",
@@ -117,7 +117,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         {"paper": {"source": "P", "values": {"clean": {"FedAvg": "many"}}}},
         "paper.values.clean.FedAvg is 'many', but must be a number",
     ),
-    ({"paper": {"source": "P", "values": {"clear": {"FedAvg": 1}}}}, r"no label 'clear'; did you mean 'clean'\?"),
+    ({"paper": {"source": "P", "values": {"clear": {"FedAvg": 1}}}}, r"no label 'clear'. Did you mean 'clean'\?"),
     ({"paper": {"source": "P", "values": {"clean": 3}}}, "must be a group with labels of axis 'method'"),
     ({"settings": {"train": {"rounds": 9}}}, r"settings: train would replace the whole group. Write single settings"),
     ({"axes": {"a": {"x": {"metric": {"skore": "loss"}}}}}, "skore"),
@@ -136,8 +136,8 @@ def test_a_wrong_file_is_explained(grid: StudyFile, changes: dict[str, Any], mes
     ("only", "message"),
     [
         ("method", "is not of the form axis=label"),
-        ("metod=FedAvg", r"--only: there is no axis 'metod'; did you mean 'method'\?"),
-        ("method=FedAvgg", r"axis 'method' has no label 'FedAvgg'; did you mean 'FedAvg'\?"),
+        ("metod=FedAvg", r"--only: there is no axis 'metod'. Did you mean 'method'\?"),
+        ("method=FedAvgg", r"axis 'method' has no label 'FedAvgg'. Did you mean 'FedAvg'\?"),
     ],
 )
 def test_a_wrong_choice_is_explained(grid: StudyFile, only: str, message: str) -> None:
@@ -154,7 +154,7 @@ def test_every_faulty_cell_is_named_before_anything_starts(grid: StudyFile, rayd
     assert said.code == 2
     assert "3 cells cannot be run. No run was started." in said.err
     assert "low, FedBvg" in said.err
-    assert "did you mean 'fedavg'?" in said.err
+    assert "Did you mean 'fedavg'?" in said.err
     assert "none, FedAvg" in said.err
     assert "train.optimiser.lr: Input should be greater than 0" in said.err
     assert not (tmp_path / "runs").exists()
@@ -290,13 +290,13 @@ def test_all_corners_are_looked_at(search_file: StudyFile) -> None:
 
 
 WRONG_SEARCH: list[tuple[dict[str, Any], str]] = [
-    ({"sample": 3}, r"unknown key 'sample'; did you mean 'samples'"),
+    ({"sample": 3}, r"unknown key 'sample'. Did you mean 'samples'"),
     ({"domains": {}}, r"needs axes \(a grid\), domains \(a search\), or both"),
     (
         {"domains": {"method.nu": {"uniform": [0.1, 1.0]}}},
         r"a trial with method.nu=0.1 cannot be run, so no run was started: .*'mu'",
     ),
-    ({"domains": {"train.optimizer.lr": {"uniform": [0.1, 1.0]}}}, "did you mean 'optimiser'"),
+    ({"domains": {"train.optimizer.lr": {"uniform": [0.1, 1.0]}}}, "Did you mean 'optimiser'"),
     ({"domains": {"method.mu": {"uniform": [-1.0, 1.0]}}}, "method.mu: Input should be greater than or equal to 0"),
     ({"domains": {"method.mu": {"uniformly": [0.0, 1.0]}}}, "uniformly"),
     ({"domains": {"train.rounds": {"randint": [2, 9]}}}, "trials would not differ.*rounds and scheduler"),
@@ -335,12 +335,12 @@ def test_a_wrong_search_is_explained(
     [
         ("method.mu=0.1", r"method.mu is set on the command line\. Remove it from the domains"),
         ("run.dir=s3://bucket/runs", "dir: .*is a URI"),
-        ("metric.score=acuracy", r"metric\.score: nothing measures 'acuracy'; did you mean 'accuracy'"),
+        ("metric.score=acuracy", r"metric\.score: nothing measures 'acuracy'. Did you mean 'accuracy'"),
         ("metric.model=plugn", r"metric\.model: there is no model 'plugn'"),
         ("data.split.validation=0", r"metric\.split is validation, but data\.split\.validation is 0"),
         ("dir=s3://bucket/x", r"dir: s3://bucket/x is a URI"),
         ("dir=s3:/bucket/x", r"If you mean a URI, write s3://bucket/x"),
-        ("scheduler={name: asha, grase: 2}", r"scheduler: unknown key 'grase'; did you mean 'grace'"),
+        ("scheduler={name: asha, grase: 2}", r"scheduler: unknown key 'grase'. Did you mean 'grace'"),
     ],
 )
 def test_a_wrong_setting_of_the_command_line_is_explained(search_file: StudyFile, override: str, message: str) -> None:

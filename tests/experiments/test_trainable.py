@@ -43,7 +43,7 @@ def test_what_the_tuner_chose_lies_over_the_configuration(tiny: Callable[..., Co
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"train.optimiser.rate": 0.1}, "did you mean|known"),
+        ({"train.optimiser.rate": 0.1}, "Did you mean|Choose one of"),
         ({"train": {"rounds": 3}}, "param_space: train would replace the whole group"),
         ({"method.mu": 0.5}, "mu"),
     ],

@@ -58,7 +58,7 @@ class InThisProcess(RemoteServer):
         self._actor: Any = SimpleNamespace(
             **{name: SimpleNamespace(remote=functools.partial(functools.partial, call, name)) for name in CALLS}
         )
-        self._watch: Any = SimpleNamespace(look=lambda: None)
+        self._watch: Any = SimpleNamespace(report_changes=lambda: None)
 
     def close(self) -> None:
         self._actor.close.remote()()

@@ -57,9 +57,10 @@ def test_every_room_has_a_face() -> None:
     for path in PACKAGE.glob("*/__init__.py"):
         face = ast.parse(path.read_text())
         said = ast.get_docstring(face) or ""
-        assert "Begin with " in said, path.parent.name
-        assert re.search(r"\bImports ", said), path.parent.name
-        for file in re.findall(r"\b[\w/]+\.py\b", said.partition("Begin with ")[2].partition("\n\n")[0]):
+        start = re.search(r"\b(Begin with|Start with|Read)\s", said)
+        assert start, path.parent.name
+        assert re.search(r"\b[Ii]mports\s", said), path.parent.name
+        for file in re.findall(r"\b[\w/]+\.py\b", said[start.end() :].partition("\n\n")[0]):
             assert (path.parent / file).is_file(), (path.parent.name, file)
 
 

@@ -103,11 +103,11 @@ def test_an_example_without_frames_has_finite_logits() -> None:
 @pytest.mark.parametrize(
     ("architecture", "options", "message"),
     [
-        ("crnn_base", {"kernal": 5}, "models.plugin: crnn_base: unknown option 'kernal'; did you mean 'kernel'"),
+        ("crnn_base", {"kernal": 5}, "models.plugin: crnn_base: unknown option 'kernal'. Did you mean 'kernel'"),
         (
             "crnn_bass",
             {},
-            "models.plugin: unknown architecture 'crnn_bass'; did you mean 'crnn_base'.*my_file.py:Class",
+            "models.plugin: unknown architecture 'crnn_bass'. Did you mean 'crnn_base'.*my_file.py:Class",
         ),
         (
             "crnn_base",
@@ -123,7 +123,7 @@ def test_an_example_without_frames_has_finite_logits() -> None:
         ),
         ("crnn_base", {"kernel": 4}, "models.plugin: kernel is 4, .* Use 5"),
         ("crnn_base", {"inputs": 4}, "unknown option 'inputs'"),
-        ("linear", {"hidden": 4}, "models.plugin: linear: unknown option 'hidden'; it has no options"),
+        ("linear", {"hidden": 4}, "models.plugin: linear: unknown option 'hidden'. It has no options"),
         ("no_such_file.py:Net", {}, "there is no file"),
     ],
 )
@@ -180,12 +180,12 @@ def test_a_user_defined_network_is_built_with_its_options(module_file: str, name
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("Net", {"widht": 2}, "unknown option 'widht'; did you mean 'width'"),
+        ("Net", {"widht": 2}, "unknown option 'widht'. Did you mean 'width'"),
         ("Net", {"width": "x"}, "Net.width: Input should be a valid integer"),
         ("Needy", {}, "cannot be built: TypeError: .*missing 1 required positional argument: 'width'"),
         ("Needy", {"width": 13}, "cannot be built: RuntimeError: unlucky"),
         ("NotOne", {}, "is not a subclass of torch.nn.Module"),
-        ("Nat", {}, "has no 'Nat'; did you mean 'Net'"),
+        ("Nat", {}, "has no 'Nat'. Did you mean 'Net'"),
     ],
 )
 def test_a_user_defined_network_that_cannot_be_built_is_rejected(

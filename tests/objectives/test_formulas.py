@@ -225,7 +225,7 @@ def test_multi_label_averages_the_segments_of_clips() -> None:
             {"name": "compact", "normal": ["nromal"]},
             ("normal", "x"),
             9,
-            r"objective.normal: there is no class 'nromal'; did you mean 'normal'",
+            r"objective.normal: there is no class 'nromal'. Did you mean 'normal'",
         ),
         ({"name": "reconstruct", "normal": ["a", "b"]}, ("a", "b"), 9, "names every class of the data"),
         ({"name": "contrast", "frames": 9}, ("a",), 9, r"objective.frames is 9, but clips have 9 frames"),

@@ -200,7 +200,7 @@ def test_scores_relative_to_training_clips_use_segments(tiny: Tiny) -> None:
     server.round()
     server.finish()
     worker, federation = server._federation.pool.workers[""], server._federation  # type: ignore[attr-defined]
-    (order,) = federation._orders(federation.method.plan_evaluation(federation.state, federation.clients[:1]), ())
+    (order,) = federation._make_orders(federation.method.plan_evaluation(federation.state, federation.clients[:1]), ())
     step = worker.prepare(order, federation.broadcast({"global"}))
     server.close()
     train = step.data.train
@@ -401,8 +401,8 @@ def test_a_user_defined_objective_is_loaded_from_its_file(tiny: Tiny, tmp_path: 
 # -- bad input ---------------------------------------------------------------------------------------------------------
 
 BAD: dict[str, tuple[tuple[str, ...], str]] = {
-    "unknown": (("objective=clasify",), "unknown objective 'clasify'; did you mean 'classify'"),
-    "option": (("objective={name: contrast, frame: 3}",), "unknown key 'frame' for Contrast; did you mean 'frames'"),
+    "unknown": (("objective=clasify",), "unknown objective 'clasify'. Did you mean 'classify'"),
+    "option": (("objective={name: contrast, frame: 3}",), "unknown key 'frame' for Contrast. Did you mean 'frames'"),
     "range": (("objective={name: compact, momentum: 1}",), "objective.momentum: Input should be less than 1"),
     "no name": (("objective={frames: 3}",), "objective: the name is missing. Choose one of classify, compact"),
     "sets for classes": (
@@ -424,7 +424,7 @@ BAD: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "normal": (
         (MACHINES, "objective={name: compact, normal: [nromal]}"),
-        "there is no class 'nromal'; did you mean 'normal'",
+        "there is no class 'nromal'. Did you mean 'normal'",
     ),
     "all normal": (
         (MACHINES, "objective={name: compact, normal: [normal, anomalous]}"),

@@ -362,13 +362,13 @@ def test_a_rule_from_a_file_is_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("weigthed_mean", "unknown rule 'weigthed_mean'; did you mean 'weighted_mean'"),
-        ({"name": "lpa", "vi": 0.1}, "rule: unknown key 'vi' for LayerwisePruning; did you mean 'vl'"),
+        ("weigthed_mean", "unknown rule 'weigthed_mean'. Did you mean 'weighted_mean'"),
+        ({"name": "lpa", "vi": 0.1}, "rule: unknown key 'vi' for LayerwisePruning. Did you mean 'vl'"),
         ({"name": "lpa", "vl": 1.0}, "rule.vl: Input should be less than 1"),
         ({"name": "lpa", "by": "layer"}, "rule.by: Input should be 'module' or 'tensor'"),
         (
             {"vl": 0.1},
-            "rule: the name of the rule is missing.* known: bulyan, centred_clipping, dnc, .*, weighted_mean",
+            "rule: the name of the rule is missing.* Choose one of bulyan, centred_clipping, dnc, .*, weighted_mean",
         ),
         ("nowhere.py:Rule", "there is no file"),
     ],

@@ -531,10 +531,10 @@ def test_lpa_reports_the_fraction_of_elements_of_each_client() -> None:
     [
         ({"name": "trimmed_mean", "trim": 0.5}, "rule.trim: Input should be less than 0.5"),
         ({"name": "krum", "byzantine": 0.5}, "rule.byzantine: Input should be less than 0.5"),
-        ({"name": "krum", "byzantin": 0.1}, "unknown key 'byzantin' for Krum; did you mean 'byzantine'"),
+        ({"name": "krum", "byzantin": 0.1}, "unknown key 'byzantin' for Krum. Did you mean 'byzantine'"),
         ({"name": "multi_krum", "keep": 0}, "rule.keep: Input should be greater than 0"),
         ({"name": "norm_clipping", "norm": -1}, "rule.norm: Input should be greater than 0"),
-        ({"name": "centered_clipping"}, "unknown rule 'centered_clipping'; did you mean 'centred_clipping'"),
+        ({"name": "centered_clipping"}, "unknown rule 'centered_clipping'. Did you mean 'centred_clipping'"),
         ({"name": "dnc", "iterations": 0}, "rule.iterations: Input should be greater than or equal to 1"),
         ({"name": "geometric_median", "smoothing": math.inf}, "rule.smoothing: .*finite"),
     ],

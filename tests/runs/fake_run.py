@@ -1,4 +1,4 @@
-"""Makes run directories with known numbers, as a real run would leave them."""
+"""Run directories with known metrics, in the format of a real run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def config(method: str = "fedmlac", seed: int = 1, rounds: int = 20, **method_op
     }
 
 
-def predictions(rng: np.random.Generator, skill: float, examples: int, classes: int) -> dict[str, Ratio | np.ndarray]:
+def draw_predictions(
+    rng: np.random.Generator, skill: float, examples: int, classes: int
+) -> dict[str, Ratio | np.ndarray]:
     """Metrics of a model that is right with probability ``skill``."""
     labels = rng.integers(classes, size=examples)
     predicted = np.where(rng.random(examples) < skill, labels, rng.integers(classes, size=examples))
@@ -39,12 +41,12 @@ def predictions(rng: np.random.Generator, skill: float, examples: int, classes: 
     return classification_metrics(logits.astype(np.float32), labels, None, classes)
 
 
-def named(model: str, metrics: Metrics) -> dict[str, Ratio | np.ndarray]:
+def name_metrics(model: str, metrics: Metrics) -> dict[str, Ratio | np.ndarray]:
     """Metrics as the metrics of a model."""
     return {f"{model}/{name}": value for name, value in metrics.items()}
 
 
-def round_rows(
+def make_round_rows(
     round_index: int,
     rng: np.random.Generator,
     *,
@@ -55,7 +57,7 @@ def round_rows(
     classes: int,
     lpa: bool,
 ) -> list[MetricRow]:
-    """What a federation records of one round."""
+    """Rows of the metrics table for one round."""
     rows = rows_from_clients(
         round_index, "train", "train", {c: {"loss": Ratio(float(40 * (1.6 - skill)), 40)} for c in clients}
     )
@@ -74,12 +76,14 @@ def round_rows(
     rows += rows_from_metrics(round_index, "train", "", "server", server)
     if evaluate:
         model = "plugin" if heterogeneous else "model"
-        measured = named(model, predictions(rng, skill, 400, classes))
+        measured = name_metrics(model, draw_predictions(rng, skill, 400, classes))
         rows += rows_from_metrics(round_index, "evaluate", "", "test", {**measured, **summarise(measured)})
         own: dict[str, Metrics] = {}
         for index, client in enumerate(clients):
             better = min(1.0, skill * (0.3 + 0.8 * index / len(clients)))
-            own[client] = named("local" if heterogeneous else "model", predictions(rng, better, 30, classes))
+            own[client] = name_metrics(
+                "local" if heterogeneous else "model", draw_predictions(rng, better, 30, classes)
+            )
         rows += rows_from_clients(round_index, "evaluate", "validation", own)
     return rows
 
@@ -93,7 +97,7 @@ def make_run(
     classes: Sequence[str] = tuple(CLASSES),
     about: Mapping[str, Any] | None = None,
 ) -> list[MetricRow]:
-    """A run directory, finished unless ``done`` says how far it got; returns its rows."""
+    """Write a run directory with ``done`` completed rounds (default: all), and return its rows."""
     settings = settings or config()
     total = settings["train"]["rounds"]
     done = total if done is None else done
@@ -128,7 +132,7 @@ def make_run(
     top = 0.9 if heterogeneous else 0.8
     everything = []
     for round_index in range(1, done + 1):
-        rows = round_rows(
+        rows = make_round_rows(
             round_index,
             rng,
             clients=[f"client-{index:03d}" for index in range(clients)],

@@ -1,4 +1,4 @@
-"""Which runs went wrong. Oracles: runs known to have diverged, or to be as they should, and the closed form of guessing."""
+"""Problems of runs. Oracles: runs with known divergence, ordinary runs, and the closed form of the loss of guessing."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ GUESSING = np.log(4)
 NAN = float("nan")
 
 
-def judged(folder: Path, *rows: MetricRow, settings: dict[str, Any] | None = None, **about: Any) -> list[Problem]:
-    """A run of which the last of five rounds recorded these rows."""
+def diagnose(folder: Path, *rows: MetricRow, settings: dict[str, Any] | None = None, **about: Any) -> list[Problem]:
+    """Return the problems of a run of five rounds with these rows in the last round."""
     make_run(folder, {**config("fedavg", rounds=5), **(settings or {})}, about=about)
     write_rows(rows_path(folder, 5), rows)
     return find_problems(read_run(folder))
 
 
-def measured(loss: float, confusion: np.ndarray, split: str = "test") -> list[MetricRow]:
+def make_scores(loss: float, confusion: np.ndarray, split: str = "test") -> list[MetricRow]:
     number, right = float(confusion.sum()), float(np.trace(confusion))
     return [
         MetricRow(5, "evaluate", "", split, "model/loss", loss, number),
@@ -40,7 +40,7 @@ def measured(loss: float, confusion: np.ndarray, split: str = "test") -> list[Me
     ]
 
 
-def trained(loss: float, clients: int = 10, bad: int = 0) -> list[MetricRow]:
+def make_training_rows(loss: float, clients: int = 10, bad: int = 0) -> list[MetricRow]:
     return [
         MetricRow(5, "train", "", "train", "loss", loss, 40.0),
         MetricRow(5, "train", "", "server", "clients", float(clients), 1.0),
@@ -67,46 +67,46 @@ SLIGHT = GUESSES + 8 * np.eye(4)  # 18 of 48 right in each class: far above chan
         (0.1, RIGHT, False),
     ],
 )
-def test_a_senseless_loss_without_any_skill_is_divergence(
+def test_excessive_loss_without_skill_is_divergence(
     tmp_path: Path, loss: float, confusion: np.ndarray, diverged: bool
 ) -> None:
-    found = judged(tmp_path / "run", *trained(1.0), *measured(loss, confusion))
+    found = diagnose(tmp_path / "run", *make_training_rows(1.0), *make_scores(loss, confusion))
     assert [(problem.kind, problem.worthless) for problem in found] == [("diverged", True)] * diverged
     if diverged:
         assert "train.optimiser.lr" in found[0].text
         assert "guessing 1.39" in found[0].text
 
 
-def test_one_model_of_sense_is_enough(tmp_path: Path) -> None:
-    """The shared model is broken, clients' own are not: personal models, or a robust rule that failed on one of two."""
-    own = measured(0.5, RIGHT, "validation")
-    assert judged(tmp_path / "own", *trained(1.0), *measured(1e9, CONSTANT), *own) == []
-    own = measured(1e9, CONSTANT, "validation")
-    (problem,) = judged(tmp_path / "both", *trained(1.0), *measured(1e9, CONSTANT), *own)
+def test_one_model_with_skill_prevents_the_alarm(tmp_path: Path) -> None:
+    """The shared model diverged, but the clients' models did not, as with personal models or a failed robust rule."""
+    own = make_scores(0.5, RIGHT, "validation")
+    assert diagnose(tmp_path / "own", *make_training_rows(1.0), *make_scores(1e9, CONSTANT), *own) == []
+    own = make_scores(1e9, CONSTANT, "validation")
+    (problem,) = diagnose(tmp_path / "both", *make_training_rows(1.0), *make_scores(1e9, CONSTANT), *own)
     assert problem.worthless
 
 
 @pytest.mark.parametrize(("bad", "confusion", "diverged"), [(6, GUESSES, True), (5, GUESSES, False), (9, RIGHT, False)])
-def test_most_clients_that_are_not_finite_are_divergence(
+def test_non_finite_updates_of_most_clients_are_divergence(
     tmp_path: Path, bad: int, confusion: np.ndarray, diverged: bool
 ) -> None:
-    """Their updates are left out, so the state may still be the first one, with the loss of guessing."""
-    found = judged(tmp_path / "run", *trained(1.0, 10, bad), *measured(GUESSING, confusion))
+    """Non-finite updates are excluded, so the model may still be the initial model with the loss of guessing."""
+    found = diagnose(tmp_path / "run", *make_training_rows(1.0, 10, bad), *make_scores(GUESSING, confusion))
     assert [problem.kind for problem in found] == ["diverged"] * diverged
     if diverged:
         assert "6 of 10 clients in round 5 were not finite" in found[0].text
 
 
-def test_what_an_attack_has_done_is_no_failure_of_the_run(tmp_path: Path) -> None:
+def test_divergence_under_attack_is_only_a_warning(tmp_path: Path) -> None:
     attack = {"attack": {"name": "scaling"}}
-    (problem,) = judged(tmp_path / "run", *trained(1e9), *measured(1e9, CONSTANT), settings=attack)
+    (problem,) = diagnose(tmp_path / "run", *make_training_rows(1e9), *make_scores(1e9, CONSTANT), settings=attack)
     assert (problem.kind, problem.worthless) == ("diverged", False)
     assert "attack" in problem.text
 
 
 @pytest.mark.parametrize(("loss", "warned"), [(1e9, True), (NAN, True), (2.0, False), (0.01, False)])
-def test_without_evaluation_a_training_loss_is_a_warning(tmp_path: Path, loss: float, warned: bool) -> None:
-    """A method's own loss may be on any scale: one that is smaller than in the first round is as it should."""
+def test_excessive_training_loss_without_evaluation_is_a_warning(tmp_path: Path, loss: float, warned: bool) -> None:
+    """The scale of a method's own loss is unknown, so a loss below the first round's is no problem."""
     folder = tmp_path / "run"
     make_run(folder, config("fedavg", rounds=5), done=0)
     (folder / "LATEST").write_text("000005-00000000.safetensors")
@@ -120,16 +120,16 @@ def test_without_evaluation_a_training_loss_is_a_warning(tmp_path: Path, loss: f
 def test_classes_without_test_clips_are_named(tmp_path: Path) -> None:
     confusion = RIGHT.copy()
     confusion[[1, 3]] = 0
-    (problem,) = judged(tmp_path / "run", *trained(0.1), *measured(0.1, confusion))
+    (problem,) = diagnose(tmp_path / "run", *make_training_rows(0.1), *make_scores(0.1, confusion))
     assert (problem.kind, problem.worthless) == ("missing classes", False)
     assert "no clip of 2 of 4 classes ('one', 'three')" in problem.text
     # A private model is measured on a sample of the test data, which proves nothing.
-    assert judged(tmp_path / "own", *measured(0.1, confusion), models={"model": {"shared": False}}) == []
+    assert diagnose(tmp_path / "own", *make_scores(0.1, confusion), models={"model": {"shared": False}}) == []
 
 
-def test_one_class_is_nothing_to_learn(tmp_path: Path) -> None:
+def test_single_class_is_a_problem(tmp_path: Path) -> None:
     alone = np.full((1, 1), 40)
-    (problem,) = judged(tmp_path / "run", *trained(0.0), *measured(0.0, alone), classes=["bark"])
+    (problem,) = diagnose(tmp_path / "run", *make_training_rows(0.0), *make_scores(0.0, alone), classes=["bark"])
     assert (problem.kind, problem.worthless) == ("one class", True)
     assert "'bark'" in problem.text
     folder = tmp_path / "anomalies"  # a method of its own scores, for which one class is right
@@ -139,13 +139,13 @@ def test_one_class_is_nothing_to_learn(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedmlac"])
-def test_ordinary_runs_are_not_suspected(tmp_path: Path, method: str) -> None:
+def test_ordinary_runs_have_no_problems(tmp_path: Path, method: str) -> None:
     make_run(tmp_path / "run", config(method, rounds=6), classes=CLASSES)
     assert find_problems(read_run(tmp_path / "run")) == []
 
 
-def test_pages_say_it_first(tmp_path: Path) -> None:
-    judged(tmp_path / "bad", *trained(1.0), *measured(1e20, CONSTANT))
+def test_problems_are_at_the_top_of_the_report(tmp_path: Path) -> None:
+    diagnose(tmp_path / "bad", *make_training_rows(1.0), *make_scores(1e20, CONSTANT))
     make_run(tmp_path / "good", config(rounds=5))
     page = write_report([tmp_path / "bad"], tmp_path / "one.html").read_text()
     assert "Worthless: the training diverged: the loss on the test data is 1e+20" in page
@@ -165,7 +165,7 @@ def test_pages_say_it_first(tmp_path: Path) -> None:
         (["data.classes=1"], "one class", "worthless: the data have a single class, 'tone0'"),
     ],
 )
-def test_a_worthless_run_is_said_and_has_the_code_of_bad_input(
+def test_worthless_run_exits_with_code_2(
     raydfl: Raydfl, tiny: Tiny, tmp_path: Path, overrides: list[str], kind: str, text: str
 ) -> None:
     file = written(tiny("train.rounds=2", *overrides), tmp_path)
@@ -185,7 +185,7 @@ def test_a_worthless_run_is_said_and_has_the_code_of_bad_input(
     assert said.out == ""
 
 
-def test_a_run_of_fewer_rounds_than_it_has_done_is_done(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
+def test_lowering_train_rounds_finishes_the_run(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
     raydfl("run", written(tiny("train.rounds=2"), tmp_path))
     said = raydfl("resume", tmp_path / "runs" / "tiny", "train.rounds=1")
     assert said.code == 0

@@ -21,7 +21,7 @@ from raydfl.runs.progress import Progress
 Tiny = Callable[..., Config]
 
 
-def test_a_resume_on_other_kernels_is_recorded_and_warned_of(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resume_on_other_kernels_is_recorded_with_a_warning(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny("train.rounds=1", "run.name=moved")
     stop_after(config, 1)
     run_dir = Path(config.run.dir) / "moved"
@@ -54,7 +54,7 @@ def test_a_resume_on_other_kernels_is_recorded_and_warned_of(tiny: Tiny, monkeyp
     assert "other kernels" not in messages(5)
 
 
-def test_a_worker_with_other_kernels_says_so(
+def test_worker_with_other_kernels_logs_a_warning(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     sent = pickle.dumps(tiny())

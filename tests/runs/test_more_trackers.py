@@ -1,4 +1,4 @@
-"""Trackers beside MLflow. Oracle: their files, read back by their own formats."""
+"""Trackers other than MLflow's. Oracle: their files, parsed independently."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Points = dict[str, list[tuple[int, float]]]
 
 
 class Failing(FilesTracker):
-    """Cannot write the second round."""
+    """Tracker that fails in the second round."""
 
     def open(self, run_name: str, params: object, tags: object) -> None:
         pass
@@ -34,8 +34,8 @@ class Failing(FilesTracker):
             raise OSError("the disk is full")
 
 
-def points_of_tensorboard(folder: Path) -> Points:
-    """By name, from the records of the event file: length, its check sum, the event, its check sum."""
+def read_tensorboard(folder: Path) -> Points:
+    """Return the points by name from an event file's records: length, its checksum, event, its checksum."""
     (file,) = folder.glob("events.out.tfevents.*")
     data, at, found = file.read_bytes(), 0, {}
     while at < len(data):
@@ -48,8 +48,8 @@ def points_of_tensorboard(folder: Path) -> Points:
     return found
 
 
-def points_of_wandb(folder: Path) -> Points:
-    """By name, from an offline run's file: LevelDB's log, whose blocks of 32 KiB hold pieces of records, after 7 bytes."""
+def read_wandb(folder: Path) -> Points:
+    """Return the points by name from an offline run's file: a LevelDB log with a 7-byte header and blocks of 32 KiB."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     (file,) = folder.glob("offline-run-*/*.wandb")
@@ -72,9 +72,9 @@ def points_of_wandb(folder: Path) -> Points:
 
 
 @pytest.mark.parametrize("name", ["tensorboard", pytest.param("wandb", marks=pytest.mark.slow)])
-def test_its_files_hold_the_record_once_also_after_a_resume(name: str, tiny: Tiny) -> None:
+def test_files_have_each_row_once_after_a_resume(name: str, tiny: Tiny) -> None:
     pytest.importorskip({"tensorboard": "tensorboardX", "wandb": "wandb"}[name])
-    read = {"tensorboard": points_of_tensorboard, "wandb": points_of_wandb}[name]
+    read = {"tensorboard": read_tensorboard, "wandb": read_wandb}[name]
     settings = ["run.name=watched", "ray.actors=0", "evaluate.every=1", f"track={{mlflow: false, also: [{name}]}}"]
     outcome = run(tiny(*settings, "train.rounds=2"), Progress("quiet"))
     resume(outcome.run_dir, ["train.rounds=3"], Progress("quiet"))
@@ -88,17 +88,17 @@ def test_its_files_hold_the_record_once_also_after_a_resume(name: str, tiny: Tin
         assert found[key] == [(step, pytest.approx(value, rel=1e-6, nan_ok=True)) for step, value in sorted(points)]
 
 
-def test_one_that_fails_is_told_once_and_the_run_goes_on(tiny: Tiny, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failed_tracker_warns_once_and_the_run_continues(tiny: Tiny, capsys: pytest.CaptureFixture[str]) -> None:
     also = f"track={{mlflow: false, also: ['{__file__}:Failing', tensorboard]}}"
     outcome = run(tiny("run.name=failing", "ray.actors=0", "train.rounds=4", also), Progress("lines"))
     said = capsys.readouterr()
     assert (said.out + said.err).count("Failing failed (OSError: the disk is full). The run continues without it") == 1
     assert outcome.finished
-    assert max(step for step, _ in points_of_tensorboard(outcome.run_dir / "tensorboard")["work/clients"]) == 4
+    assert max(step for step, _ in read_tensorboard(outcome.run_dir / "tensorboard")["work/clients"]) == 4
 
 
-def test_a_name_that_there_is_not(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="unknown tracker 'tensorbord'; did you mean 'tensorboard'"):
+def test_unknown_tracker_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="unknown tracker 'tensorbord'. Did you mean 'tensorboard'"):
         make_tracker(TrackSettings(mlflow=False, also=["tensorbord"]), tmp_path, tmp_path)
     with pytest.raises(ConfigError, match=r"tracker '.*:MlflowTracker' is not a subclass of raydfl.FilesTracker"):
         make_tracker(TrackSettings(also=[f"{MlflowTracker.__module__}:MlflowTracker"]), tmp_path, tmp_path)

@@ -1,4 +1,4 @@
-"""What the commands print: one line a round, JSON that a machine can read, a bar, or nothing."""
+"""Progress output of commands: one line per round, JSON, bars, or nothing."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ class Clock:
         return self.now
 
 
-def a_round(index: int, **values: Any) -> RoundReport:
+def make_report(index: int, **values: Any) -> RoundReport:
     given: dict[str, Any] = {"clients": 12, "bytes_down": 1_700_000, "bytes_up": 800_000} | values
     return RoundReport(index, loss=0.5, seconds={"train_and_aggregate": 3.0}, **given)
 
 
-def ended(folder: Path, **values: Any) -> Result:
+def make_result(folder: Path, **values: Any) -> Result:
     given: dict[str, Any] = {"finished": False, "scores": {"test m/accuracy": 0.75}} | values
     return Result(folder, 7, **given)
 
 
-def shown(mode: Mode, stream: io.StringIO) -> str:
-    """All that a run of two rounds prints."""
+def print_run(mode: Mode, stream: io.StringIO) -> str:
+    """Return the complete output of a run of two rounds."""
     clock = Clock()
     with Progress(mode, stream, clock) as progress:
         with progress.steps("features [red]", 30) as advance:
@@ -49,17 +49,19 @@ def shown(mode: Mode, stream: io.StringIO) -> str:
                 advance()
         progress.start(20, 5, "fedmlac on fsdd")
         clock.now = 4.0
-        progress.round(a_round(6))
+        progress.round(make_report(6))
         progress.message("client [bold]anna[/bold] was slow")
         clock.now = 10.0
         failed = {"s1": "lost: its actor", "s2": "late"}
-        progress.round(a_round(7, clients=14, scores={"test m/accuracy": 0.75, "test m/loss": 0.4}, rejected=failed))
-        progress.finish(ended(Path("runs/x")), 200.0, "raydfl resume x")
+        progress.round(
+            make_report(7, clients=14, scores={"test m/accuracy": 0.75, "test m/loss": 0.4}, rejected=failed)
+        )
+        progress.finish(make_result(Path("runs/x")), 200.0, "raydfl resume x")
     return stream.getvalue()
 
 
-def test_a_log_gets_one_line_a_round() -> None:
-    assert shown("auto", io.StringIO()).splitlines() == [
+def test_log_has_one_line_per_round() -> None:
+    assert print_run("auto", io.StringIO()).splitlines() == [
         "features [red]: 30 of 30",
         "fedmlac on fsdd: 20 rounds, 5 of them done",
         "round  6/20  loss 0.5000  12 clients  4.0 clients/s  1.7 MB down  800.0 kB up  56 s left",
@@ -73,8 +75,8 @@ def test_a_log_gets_one_line_a_round() -> None:
 
 
 def test_quiet_prints_nothing() -> None:
-    assert shown("quiet", io.StringIO()) == ""
-    assert shown("quiet", Terminal()) == ""
+    assert print_run("quiet", io.StringIO()) == ""
+    assert print_run("quiet", Terminal()) == ""
 
 
 KEYS_OF_A_ROUND = [
@@ -84,8 +86,8 @@ KEYS_OF_A_ROUND = [
 """Programs read them."""
 
 
-def test_json_is_one_valid_object_a_line() -> None:
-    lines = [json.loads(line) for line in shown("json", io.StringIO()).splitlines()]
+def test_json_is_one_valid_object_per_line() -> None:
+    lines = [json.loads(line) for line in print_run("json", io.StringIO()).splitlines()]
     assert [line["event"] for line in lines] == ["steps", "start", "round", "message", "round", "finish"]
     assert lines[0] == {"event": "steps", "description": "features [red]", "done": 30, "total": 30}
     assert lines[1]["total_rounds"] == 20
@@ -108,7 +110,7 @@ def test_json_is_one_valid_object_a_line() -> None:
     assert lines[5]["status"] == "stopped"
 
 
-def test_json_has_no_not_a_number() -> None:
+def test_json_replaces_nan_by_null() -> None:
     stream = io.StringIO()
     progress = Progress("json", stream)
     progress.round(RoundReport(1, scores={"m/accuracy": math.inf}))  # not started: no time left is known either
@@ -125,15 +127,15 @@ def test_json_has_no_not_a_number() -> None:
 
 
 def test_json_on_a_terminal_is_json() -> None:
-    for line in shown("json", Terminal()).splitlines():
+    for line in print_run("json", Terminal()).splitlines():
         json.loads(line)
 
 
-def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_terminal_shows_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TERM", "xterm")
     stream = Terminal()
-    text = shown("auto", stream)
+    text = print_run("auto", stream)
     assert "\x1b[?25l" in text  # the cursor is hidden while the bar lives
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")  # and given back
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
@@ -145,8 +147,8 @@ def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("mode", ["lines", "bar", "json"])
-def test_what_clients_say_cannot_steer_the_terminal(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor turn letters round, nor be beyond what a stream can encode; JSON stays JSON that says what was said."""
+def test_control_characters_of_clients_are_escaped(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This includes characters that reverse the text direction or cannot be encoded. JSON keeps the original text."""
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "200")
     evil = "\x1b]0;owned\x07 \x9b2J \u202eabc \udcff \x7f\r"
@@ -154,8 +156,8 @@ def test_what_clients_say_cannot_steer_the_terminal(mode: Mode, monkeypatch: pyt
     with Progress(mode, stream) as progress:
         progress.start(20, 0, "x")
         progress.message(evil)
-        progress.round(a_round(1, rejected={"anna": evil}))
-        progress.finish(ended(Path("x"), scores={f"{evil} accuracy": 0.5}), 200.0)
+        progress.round(make_report(1, rejected={"anna": evil}))
+        progress.finish(make_result(Path("x"), scores={f"{evil} accuracy": 0.5}), 200.0)
     text = stream.getvalue()
     text.encode()
     assert not set(text) & set("\x07\x9b\u202e")
@@ -166,7 +168,7 @@ def test_what_clients_say_cannot_steer_the_terminal(mode: Mode, monkeypatch: pyt
         assert text.count(r"\x1b]0;owned\x07 \x9b2J \u202eabc \udcff \x7f\r") >= 2
 
 
-def test_the_terminal_is_given_back_after_an_error() -> None:
+def test_terminal_is_restored_after_an_error() -> None:
     stream = Terminal()
     with contextlib.suppress(KeyboardInterrupt), Progress("bar", stream) as progress:
         progress.start(20, 0, "x")
@@ -185,7 +187,7 @@ def test_steps_within_rounds_share_the_bar() -> None:
         assert [task.description for task in progress._bar.tasks] == ["x"]
 
 
-def test_long_steps_are_shown_now_and_then() -> None:
+def test_long_steps_are_shown_at_intervals() -> None:
     clock, stream = Clock(), io.StringIO()
     with Progress("lines", stream, clock).steps("features", 100) as advance:
         for _ in range(100):
@@ -198,7 +200,7 @@ def test_long_steps_are_shown_now_and_then() -> None:
     ]
 
 
-def test_steps_of_unknown_number_and_by_several() -> None:
+def test_steps_with_unknown_total() -> None:
     stream = io.StringIO()
     with Progress("lines", stream).steps("clips", None) as advance:
         advance(5)
@@ -206,12 +208,12 @@ def test_steps_of_unknown_number_and_by_several() -> None:
     assert stream.getvalue() == "clips: 7\n"
 
 
-def test_a_first_round_without_time() -> None:
+def test_first_round_without_elapsed_time() -> None:
     stream = io.StringIO()
     progress = Progress("lines", stream)
     progress.start(20, 0, "x")
     progress.round(RoundReport(1))
-    progress.finish(ended(Path("r"), finished=True, scores={}), 200.0)
+    progress.finish(make_result(Path("r"), finished=True, scores={}), 200.0)
     lines = stream.getvalue().splitlines()
     assert lines[1].startswith("round  1/20  loss nan  0 clients  0 B down")
     assert lines[2:] == ["finished after 7 of 20 rounds, 3 min 20 s", "run directory: r"]
@@ -239,7 +241,7 @@ def test_sizes(count: float, words: str) -> None:
     assert format_size(count) == words
 
 
-def test_without_an_accuracy_the_first_scores_are_shown() -> None:
+def test_first_scores_are_shown_without_an_accuracy() -> None:
     assert format_scores({"a/loss": 1.0, "b/own": 0.5}) == "a/loss 1.000  b/own 0.500"
     assert format_scores({}) == ""
     measured = {"a/loss_client_mean": 1.0, "a/loss": 2.0, "a/dice": 3.0, "a/loss_worst_decile": 4.0}

@@ -1,4 +1,4 @@
-"""Reports of made-up runs with known numbers: what a page shows, what it must never hold, and what is missing."""
+"""Reports of generated runs with known metrics: contents of the page, forbidden contents, and remarks on missing files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ VOID = {"meta", "br", "link", "img", "input", "hr"}
 
 
 class Page(HTMLParser):
-    """A page taken apart; fails when tags are not closed in order, or when anything would be fetched or executed."""
+    """Parsed page. Parsing fails for tags in a wrong order, and for content that loads or executes anything."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -97,33 +97,33 @@ class Page(HTMLParser):
         return self.tags.count("figure")
 
 
-def page(tmp_path: Path, *folders: Path) -> Page:
+def open_page(tmp_path: Path, *folders: Path) -> Page:
     out = tmp_path / "out" / "page.html"
     assert write_report(list(folders), out) == out
     assert [path.name for path in out.parent.iterdir()] == ["page.html"]
     return Page(out)
 
 
-def value(rows: Sequence[MetricRow], round_index: int, split: str, metric: str) -> float:
+def find_value(rows: Sequence[MetricRow], round_index: int, split: str, metric: str) -> float:
     found = [r.value for r in rows if (r.round, r.client, r.split, r.metric) == (round_index, "", split, metric)]
     assert len(found) == 1
     return found[0]
 
 
-def percent(number: float) -> str:
+def format_percent(number: float) -> str:
     return f"{100 * number:.1f} %"
 
 
 def test_one_run(tmp_path: Path) -> None:
     rows = make_run(tmp_path / "a run")
-    shown = page(tmp_path, tmp_path / "a run")
+    shown = open_page(tmp_path, tmp_path / "a run")
     results = {tuple(row[:3]): row[3:] for row in shown.table("model", "data", "score")}
 
-    accuracies = [value(rows, r, "test", "plugin/accuracy") for r in (5, 10, 15, 20)]
+    accuracies = [find_value(rows, r, "test", "plugin/accuracy") for r in (5, 10, 15, 20)]
     last, tail, best, clients, worst = results["plugin", "test data", "accuracy"]
-    assert last == f"{percent(accuracies[-1])} (round 20)"
-    assert tail == f"{percent(float(np.mean(accuracies)))} (last {len(accuracies)} of {len(accuracies)})"
-    assert best == f"{percent(max(accuracies))} (round {5 * (int(np.argmax(accuracies)) + 1)})"
+    assert last == f"{format_percent(accuracies[-1])} (round 20)"
+    assert tail == f"{format_percent(float(np.mean(accuracies)))} (last {len(accuracies)} of {len(accuracies)})"
+    assert best == f"{format_percent(max(accuracies))} (round {5 * (int(np.argmax(accuracies)) + 1)})"
     assert (clients, worst) == ("-", "-")
 
     own = [
@@ -131,10 +131,12 @@ def test_one_run(tmp_path: Path) -> None:
     ]
     assert len(own) == 12
     _, _, _, clients, worst = results["local", "clients' held-out clips", "accuracy"]
-    assert clients == f"{percent(float(np.mean(own)))} ± {percent(float(np.std(own)))}"
-    assert worst == percent(worst_decile(own))
+    assert clients == f"{format_percent(float(np.mean(own)))} ± {format_percent(float(np.std(own)))}"
+    assert worst == format_percent(worst_decile(own))
     assert results["local", "clients' held-out clips", "loss"][0].endswith("(round 20)")
-    assert results["plugin", "test data", "macro F1"][0].startswith(percent(value(rows, 20, "test", "plugin/macro_f1")))
+    assert results["plugin", "test data", "macro F1"][0].startswith(
+        format_percent(find_value(rows, 20, "test", "plugin/macro_f1"))
+    )
     assert len(results) == 9  # two models with four scores each, and the training loss
 
     assert shown.has("method fedmlac · data fsdd · seed 1 · 2026-01-02 03:04:05 · raydfl 0.1.0")
@@ -158,7 +160,7 @@ def test_one_run(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("pictures")
 def test_confusion_matrix_and_pruning_in_the_figures(tmp_path: Path) -> None:
     rows = make_run(tmp_path / "run")
-    shown = page(tmp_path, tmp_path / "run")
+    shown = open_page(tmp_path, tmp_path / "run")
     matrix = next(r.array for r in rows if r.metric == "plugin/confusion" and r.round == 20)
     assert matrix is not None
     assert {f"{number:.0f}" for number in matrix.ravel() if number} <= set(shown.svg_text)
@@ -168,48 +170,48 @@ def test_confusion_matrix_and_pruning_in_the_figures(tmp_path: Path) -> None:
     assert shown.has("plugin/gru 2.5")
 
 
-def test_no_pruning_no_failures_no_clients(tmp_path: Path) -> None:
+def test_sections_without_content_are_omitted(tmp_path: Path) -> None:
     make_run(tmp_path / "run", config("fedavg", rounds=2))
-    shown = page(tmp_path, tmp_path / "run")
+    shown = open_page(tmp_path, tmp_path / "run")
     assert not shown.has("pruning")
     assert not shown.has("Aggregation")
 
 
 def test_an_unfinished_run(tmp_path: Path) -> None:
     make_run(tmp_path / "run", done=7)
-    shown = page(tmp_path, tmp_path / "run")
+    shown = open_page(tmp_path, tmp_path / "run")
     assert shown.has(
         f"This run is not finished: 7 of 20 rounds are done. Resume it with: raydfl resume {tmp_path / 'run'}"
     )
     assert shown.table("model", "data", "score")[0][3].endswith("(round 5)")
 
 
-def test_rounds_that_were_not_committed_do_not_count(tmp_path: Path) -> None:
+def test_uncommitted_rounds_are_ignored(tmp_path: Path) -> None:
     make_run(tmp_path / "run", done=7)
     (tmp_path / "run" / "LATEST").write_text("000006-00000000.safetensors")
-    assert page(tmp_path, tmp_path / "run").has("6 of 20 rounds are done")
+    assert open_page(tmp_path, tmp_path / "run").has("6 of 20 rounds are done")
 
 
 def test_a_run_before_its_first_round(tmp_path: Path) -> None:
     make_run(tmp_path / "run", done=0)
-    shown = page(tmp_path, tmp_path / "run")
+    shown = open_page(tmp_path, tmp_path / "run")
     assert shown.has("No round of this run is recorded yet. Resume it with: raydfl resume")
     assert shown.figures == 0
     assert ["method.name", "fedmlac"] in shown.table("setting")
 
 
-def test_a_compacted_run_gives_the_same_page(tmp_path: Path) -> None:
+def test_compacted_run_has_the_same_report(tmp_path: Path) -> None:
     make_run(tmp_path / "run")
-    before = page(tmp_path, tmp_path / "run").source
+    before = open_page(tmp_path, tmp_path / "run").source
     compact(tmp_path / "run")
-    assert page(tmp_path, tmp_path / "run").source == before
+    assert open_page(tmp_path, tmp_path / "run").source == before
 
 
-def test_missing_files_are_named_and_left_out(tmp_path: Path) -> None:
+def test_missing_files_are_named(tmp_path: Path) -> None:
     make_run(tmp_path / "run")
     for name in ("config.yaml", "run.json", "LATEST"):
         (tmp_path / "run" / name).unlink()
-    shown = page(tmp_path, tmp_path / "run")
+    shown = open_page(tmp_path, tmp_path / "run")
     assert shown.has("config.yaml is missing, so the configuration is not shown.")
     assert shown.has("run.json is missing, so the names of classes and models are unknown.")
     assert len(shown.table("model", "data", "score")) == 9
@@ -218,13 +220,13 @@ def test_missing_files_are_named_and_left_out(tmp_path: Path) -> None:
 def test_skipped_clips_are_listed(tmp_path: Path) -> None:
     clips = [{"clip": f"clip-{i}.wav", "reason": "empty"} for i in range(250)]
     make_run(tmp_path / "run", config(rounds=1), about={"skipped": [*clips, "plain.wav"]})
-    shown = page(tmp_path, tmp_path / "run")
+    shown = open_page(tmp_path, tmp_path / "run")
     assert shown.has("251 clips skipped")
     assert len(shown.table("clip", "reason")) == 200
     assert shown.has("The first 200 of 251. All are in run.json.")
 
 
-def test_hostile_names_stay_text(tmp_path: Path) -> None:
+def test_html_in_names_is_escaped(tmp_path: Path) -> None:
     evil = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>$\\frac{{{% raw %}"
     settings = config(rounds=5)
     settings["data"]["name"] = evil
@@ -248,19 +250,19 @@ def test_hostile_names_stay_text(tmp_path: Path) -> None:
         MetricRow(5, "train", "", "server", f"seconds/{evil}", 1.0, 1.0),
     ]
     write_rows(rows_path(tmp_path / "run", 5), [*more])
-    shown = page(tmp_path, tmp_path / "run")
+    shown = open_page(tmp_path, tmp_path / "run")
     assert shown.has(evil)
     assert "script" not in shown.tags
     assert "img" not in shown.tags
     make_run(tmp_path / "other", config("fedavg", rounds=5))
-    compared = page(tmp_path, tmp_path / "run", tmp_path / "other")
+    compared = open_page(tmp_path, tmp_path / "run", tmp_path / "other")
     assert compared.has(evil)
     assert "img" not in compared.tags
 
 
 def test_passwords_are_not_shown(tmp_path: Path) -> None:
     make_run(tmp_path / "run", config(rounds=1))
-    shown = page(tmp_path, tmp_path / "run")
+    shown = open_page(tmp_path, tmp_path / "run")
     assert "secret" not in shown.source
     assert ["track.uri", "https://***@tracking.example"] in shown.table("setting")
 
@@ -274,7 +276,7 @@ def test_a_diverged_run(tmp_path: Path) -> None:
         MetricRow(2, "evaluate", "", "test", "plugin/accuracy", nothing, 0.0),
     ]
     write_rows(rows_path(tmp_path / "run", 2), rows)
-    results = {tuple(row[:3]): row[3:] for row in page(tmp_path, tmp_path / "run").table("model", "data", "score")}
+    results = {tuple(row[:3]): row[3:] for row in open_page(tmp_path, tmp_path / "run").table("model", "data", "score")}
     assert results["plugin", "test data", "loss"][0] == "inf (round 2)"
     assert results["-", "training data", "loss"][0] == "nan (round 2)"
     assert results["-", "training data", "loss"][2].endswith("(round 1)")  # the best is a number
@@ -292,19 +294,19 @@ def test_several_runs(tmp_path: Path) -> None:
     }.items():
         settings["ray"]["actors"] = len(name)  # where a run was computed does not tell it from others
         recorded[name] = make_run(tmp_path / name, settings)
-    shown = page(tmp_path, *(tmp_path / name for name in recorded))
+    shown = open_page(tmp_path, *(tmp_path / name for name in recorded))
     assert shown.has("5 runs of 3 configurations")
     scores = {tuple(row[:3]): row[3:] for row in shown.table("configuration", "model", "data")}
     assert {key[0] for key in scores} == {"fedmlac", "fedmlac alpha=0.9", "fedavg"}
 
-    last = [value(recorded[f"mlac-{i}"], 20, "test", "plugin/accuracy") for i in (1, 2, 3)]
+    last = [find_value(recorded[f"mlac-{i}"], 20, "test", "plugin/accuracy") for i in (1, 2, 3)]
     row = scores["fedmlac", "plugin", "test data"]
     assert row[0] == "3"
-    assert row[1] == f"{percent(float(np.mean(last)))} ({100 * min(last):.1f} to {100 * max(last):.1f})"
-    losses = [value(recorded[f"mlac-{i}"], 20, "test", "plugin/loss") for i in (1, 2, 3)]
+    assert row[1] == f"{format_percent(float(np.mean(last)))} ({100 * min(last):.1f} to {100 * max(last):.1f})"
+    losses = [find_value(recorded[f"mlac-{i}"], 20, "test", "plugin/loss") for i in (1, 2, 3)]
     assert row[3] == f"{np.mean(losses):.3f} ({min(losses):.3f} to {max(losses):.3f})"
-    own = value(recorded["avg"], 20, "validation", "model/accuracy_client_mean")
-    assert scores["fedavg", "model", "clients' held-out clips"][:2] == ["1", percent(own)]
+    own = find_value(recorded["avg"], 20, "validation", "model/accuracy_client_mean")
+    assert scores["fedavg", "model", "clients' held-out clips"][:2] == ["1", format_percent(own)]
 
     differences = {row[0]: row[1:] for row in shown.table("setting")}
     assert differences["method.alpha"] == ["-", "0.9", "-"]
@@ -322,13 +324,13 @@ def test_several_runs(tmp_path: Path) -> None:
     assert "fedmlac alpha=0.9: plugin" in shown.svg_text
 
 
-def test_several_runs_of_which_some_are_not_finished(tmp_path: Path) -> None:
+def test_comparison_of_finished_and_unfinished_runs(tmp_path: Path) -> None:
     make_run(tmp_path / "done", config(rounds=10))
     make_run(tmp_path / "half", config(rounds=10, seed=2), done=7)
     make_run(tmp_path / "none", config(rounds=10, seed=3), done=0)
     make_run(tmp_path / "bare", config(rounds=10, seed=4))
     (tmp_path / "bare" / "config.yaml").unlink()
-    shown = page(tmp_path, *(tmp_path / name for name in ("done", "half", "none", "bare")))
+    shown = open_page(tmp_path, *(tmp_path / name for name in ("done", "half", "none", "bare")))
     assert shown.has("half: This run is not finished: 7 of 10 rounds are done.")
     assert shown.has("none: No round of this run is recorded yet.")
     assert shown.has("bare: config.yaml is missing")
@@ -338,8 +340,8 @@ def test_several_runs_of_which_some_are_not_finished(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("pictures")
-def test_each_curve_of_a_comparison_looks_like_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor does it look different in another figure. With more curves than colours, colour and dashes together are unique."""
+def test_curves_of_a_comparison_look_different(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A curve looks the same in all figures. With more curves than colours, the pair of colour and dashes is unique."""
     drawn: list[list[plots.Series]] = []
     draw = plots.plot_curves
 
@@ -353,7 +355,7 @@ def test_each_curve_of_a_comparison_looks_like_no_other(tmp_path: Path, monkeypa
         # the shared model is measured on the clients' own hold-out too
         own = [dataclasses.replace(row, split="validation") for row in rows if row.metric.startswith("plugin/")]
         write_rows(rows_path(tmp_path / f"{alpha}", 5), [*(row for row in rows if row.round == 5), *own])
-    page(tmp_path, *(tmp_path / f"{alpha}" for alpha in range(5)))
+    open_page(tmp_path, *(tmp_path / f"{alpha}" for alpha in range(5)))
     assert max(map(len, drawn)) == 10
     looks: dict[str, tuple[int, int]] = {}
     for series in drawn:
@@ -365,17 +367,17 @@ def test_each_curve_of_a_comparison_looks_like_no_other(tmp_path: Path, monkeypa
             assert len({looks[item.label][0] for item in series}) == len(series)
 
 
-def test_the_same_run_twice_is_one(tmp_path: Path) -> None:
+def test_duplicate_runs_are_shown_once(tmp_path: Path) -> None:
     make_run(tmp_path / "run", config(rounds=1))
-    assert page(tmp_path, tmp_path / "run", tmp_path / "x" / ".." / "run").has("method fedmlac")
+    assert open_page(tmp_path, tmp_path / "run", tmp_path / "x" / ".." / "run").has("method fedmlac")
 
 
-def test_a_folder_gets_a_file(tmp_path: Path) -> None:
+def test_output_folder_gets_report_html(tmp_path: Path) -> None:
     make_run(tmp_path / "run", config(rounds=1))
     assert write_report([tmp_path / "run"], tmp_path / "run") == tmp_path / "run" / "report.html"
 
 
-def test_two_phases_of_a_round_are_one_curve_and_their_bytes_add_up(tmp_path: Path) -> None:
+def test_phases_of_a_round_are_one_curve_with_added_bytes(tmp_path: Path) -> None:
     rows = [
         MetricRow(1, "stage one", "", "server", "bytes_up", 10.0, 3.0),
         MetricRow(1, "stage two", "", "server", "bytes_up", 5.0, 2.0),
@@ -396,7 +398,7 @@ def test_two_phases_of_a_round_are_one_curve_and_their_bytes_add_up(tmp_path: Pa
     ]
 
 
-def test_only_the_last_measurement_of_each_client_score_is_taken(tmp_path: Path) -> None:
+def test_only_the_last_client_scores_are_read(tmp_path: Path) -> None:
     rows = [
         MetricRow(1, "evaluate", "a", "validation", "m/accuracy", 0.1, 5),
         MetricRow(1, "evaluate", "b", "validation", "m/accuracy", 0.2, 5),
@@ -411,7 +413,7 @@ def test_only_the_last_measurement_of_each_client_score_is_taken(tmp_path: Path)
     assert clients == {("validation", "m/accuracy"): (2, [0.7]), ("test", "m/accuracy"): (1, [0.4])}
 
 
-def broken(folder: Path, name: str, content: bytes) -> Path:
+def break_file(folder: Path, name: str, content: bytes) -> Path:
     make_run(folder, config(rounds=1))
     (folder / name).write_bytes(content)
     return folder
@@ -436,13 +438,13 @@ def broken(folder: Path, name: str, content: bytes) -> Path:
     ],
 )
 def test_damaged_files_are_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
-    folder = broken(tmp_path / "run", name, content)
+    folder = break_file(tmp_path / "run", name, content)
     with pytest.raises(RunDirectoryError, match=message):
         write_report([folder], tmp_path / "page.html")
     assert not (tmp_path / "page.html").exists()
 
 
-def test_no_run_directory(tmp_path: Path) -> None:
+def test_missing_run_directory_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(RunDirectoryError, match="there is no run directory .*nowhere[.] Give the folder"):
         write_report([tmp_path / "nowhere"], tmp_path / "page.html")
     (tmp_path / "empty").mkdir()
@@ -454,7 +456,7 @@ def test_no_run_directory(tmp_path: Path) -> None:
         write_report([], tmp_path / "page.html")
 
 
-def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+def test_unwritable_output_is_an_error(tmp_path: Path) -> None:
     make_run(tmp_path / "run", config(rounds=1))
     (tmp_path / "file").write_text("x")
     with pytest.raises(
@@ -464,8 +466,8 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("pictures")
-def test_a_run_json_of_another_shape(tmp_path: Path) -> None:
-    """Whatever the parts hold, a page comes out."""
+def test_run_json_with_other_types(tmp_path: Path) -> None:
+    """A report is written for any types of the values."""
     make_run(tmp_path / "run", config(rounds=5))
     about = {
         "method": {"name": "m"},
@@ -475,7 +477,7 @@ def test_a_run_json_of_another_shape(tmp_path: Path) -> None:
     }
     (tmp_path / "run" / "run.json").write_text(json.dumps(about))
     (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump({"method": "fedmlac", "train": None}))
-    shown = page(tmp_path, tmp_path / "run")
+    shown = open_page(tmp_path, tmp_path / "run")
     assert shown.table("model", "architecture") == [["plugin", "crnn_lite", "", "", ""]]
     assert {"0", "1", "2", "3"} <= set(shown.svg_text)
 
@@ -483,8 +485,8 @@ def test_a_run_json_of_another_shape(tmp_path: Path) -> None:
 # -- figures -------------------------------------------------------------------------------------------------------------
 
 
-def figure_of(folder: Path, title: str, rows: dict[int, list[MetricRow]]) -> Any:
-    """The figure of the page of a run with these rows by round, and nothing else."""
+def draw_figure(folder: Path, title: str, rows: dict[int, list[MetricRow]]) -> Any:
+    """Draw a figure of a run with only these rows by round."""
     for number, some in rows.items():
         write_rows(rows_path(folder, number), some)
     return draw_figures(read_run(folder), title)[title]
@@ -495,7 +497,7 @@ def server_row(number: int, metric: str, value: float, array: np.ndarray | None 
 
 
 @pytest.mark.usefixtures("pictures")
-def test_every_colour_of_a_figure_follows_the_page() -> None:
+def test_colours_of_a_figure_are_css_variables() -> None:
     x = np.arange(5.0)
     series = [plots.Series(f"s{i}", x, x / 5 + i, colour=i, dash=i) for i in range(9)]
     svg = plots.plot_curves("what", "It shows.", series, "accuracy (%)", percent=True).to_svg("f")
@@ -508,7 +510,7 @@ def test_every_colour_of_a_figure_follows_the_page() -> None:
 
 
 @pytest.mark.usefixtures("pictures")
-def test_figures_are_the_same_each_time_and_leave_the_settings_of_matplotlib_alone() -> None:
+def test_figures_are_reproducible_and_keep_matplotlib_settings() -> None:
     import matplotlib as mpl
 
     before = dict(mpl.rcParams)
@@ -518,9 +520,9 @@ def test_figures_are_the_same_each_time_and_leave_the_settings_of_matplotlib_alo
     assert dict(mpl.rcParams) == before
 
 
-def test_bytes_are_added_up_and_get_a_fitting_unit(tmp_path: Path) -> None:
+def test_bytes_are_cumulative_with_a_suitable_unit(tmp_path: Path) -> None:
     rows = {number: [server_row(number, "bytes_up", number * 1e6)] for number in (1, 2, 3)}
-    (axes,) = figure_of(tmp_path, "bytes sent", rows).axes
+    (axes,) = draw_figure(tmp_path, "bytes sent", rows).axes
     assert axes.lines[0].get_ydata().tolist() == [1.0, 3.0, 6.0]
     assert axes.get_ylabel() == "sent so far (MB)"
 
@@ -528,7 +530,7 @@ def test_bytes_are_added_up_and_get_a_fitting_unit(tmp_path: Path) -> None:
 def test_clients_are_sorted(tmp_path: Path) -> None:
     scores = {"a": 0.9, "b": 0.1, "c": 0.5, "": 0.5}
     rows = [MetricRow(1, "evaluate", client, "test", "m/accuracy", score, 1.0) for client, score in scores.items()]
-    (axes,) = figure_of(tmp_path, "accuracy of each client", {1: rows}).axes
+    (axes,) = draw_figure(tmp_path, "accuracy of each client", {1: rows}).axes
     assert axes.lines[0].get_ydata().tolist() == [0.1, 0.5, 0.9]
     assert axes.lines[0].get_xdata().tolist() == pytest.approx([1 / 6, 3 / 6, 5 / 6])
 
@@ -537,7 +539,7 @@ def test_clients_are_sorted(tmp_path: Path) -> None:
 def test_a_large_confusion_matrix_is_readable(tmp_path: Path) -> None:
     matrix = np.random.default_rng(0).integers(5, size=(200, 200)).astype(float)
     row = MetricRow(1, "evaluate", "", "test", "m/confusion", np.nan, matrix.sum(), matrix)
-    (axes,) = figure_of(tmp_path, "m, test data", {1: [row]}).axes
+    (axes,) = draw_figure(tmp_path, "m, test data", {1: [row]}).axes
     assert len(axes.get_xticks()) == 50  # every fourth
     assert not axes.texts
     (picture,) = show_confusions(read_run(tmp_path)).pictures
@@ -547,7 +549,7 @@ def test_a_large_confusion_matrix_is_readable(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rounds", [[2], [1, 2], [3, 4, 5], [1, 1000]])
-def test_rounds_are_whole_numbers(tmp_path: Path, rounds: list[int]) -> None:
+def test_ticks_of_rounds_are_whole_numbers(tmp_path: Path, rounds: list[int]) -> None:
     names = ("bytes_up", "failed", "lpa/pruned/conv", *(f"seconds/{name}" for name in (*WALL, "round", "fit")))
     work = np.array([[0.0, actor, 0.0, 1.0] for actor in range(len(rounds))])
     for number in rounds:
@@ -560,21 +562,21 @@ def test_rounds_are_whole_numbers(tmp_path: Path, rounds: list[int]) -> None:
         *("bytes sent", "where the time goes", "other times per round"),
     ]
     for figure in figures.values():
-        ticks = shown_ticks(figure.axes[-1].xaxis)
+        ticks = list_ticks(figure.axes[-1].xaxis)
         assert ticks
         assert all(tick == int(tick) for tick in ticks)
         assert set(ticks) >= set(rounds) or len(rounds) < rounds[-1]
-    assert shown_ticks(actors.axes[0].yaxis) == list(range(len(rounds)))
+    assert list_ticks(actors.axes[0].yaxis) == list(range(len(rounds)))
 
 
-def shown_ticks(axis: Axis) -> list[float]:
+def list_ticks(axis: Axis) -> list[float]:
     low, high = sorted(axis.get_view_interval())
     return [tick for tick in axis.get_majorticklocs().tolist() if low <= tick <= high]
 
 
 @pytest.mark.parametrize("values", [[np.nan, np.nan], [np.inf, 1.0], []])
 @pytest.mark.usefixtures("pictures")
-def test_curves_of_odd_values(values: list[float]) -> None:
+def test_curves_with_extreme_values(values: list[float]) -> None:
     y = np.array(values)
     series = plots.Series("s", np.arange(float(len(y))), y, y, y)
     for percent_axis in (False, True):
@@ -582,14 +584,14 @@ def test_curves_of_odd_values(values: list[float]) -> None:
 
 
 @pytest.mark.usefixtures("pictures")
-def test_the_groups_of_clients_over_rounds(tmp_path: Path) -> None:
+def test_groups_of_clients_over_rounds(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     make_run(folder, config("fedavg", rounds=3))
     groups = {1: [[0, 1, 1], [1, 0, 0]], 2: [[2, 1, 1], [1, 0, 0]], 3: [[2, 2, 1], [1, 0, 0]]}
     rows = [server_row(r, "tasks/membership", np.nan, np.array(found, np.float64)) for r, found in groups.items()]
     rows += [server_row(r, "tasks/purity", 1.0) for r in groups]
     write_rows(rows_path(folder, 3), rows)
-    shown = page(tmp_path, folder)
+    shown = open_page(tmp_path, folder)
     assert shown.has("who is with whom")
     assert shown.has("Clients in round 3: group 1: 1, group 2: 2.")
     assert shown.has("At the end: purity 1.00.")

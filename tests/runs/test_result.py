@@ -1,4 +1,4 @@
-"""The result of a run: its history, figures and page for a notebook are the record's; it is the same when it is loaded again."""
+"""The result of a run: history, figures and notebook output match the metrics table, and a loaded result is equal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from fake_run import config, make_run
 from matplotlib.figure import Figure
-from test_progress import Clock, a_round, ended
+from test_progress import Clock, make_report, make_result
 
 from raydfl import Result, load_result, run
 from raydfl.core.errors import InputError, RunDirectoryError
@@ -24,7 +24,7 @@ from raydfl.runs.report import write_report
 Tiny = Callable[..., Config]
 
 
-def test_the_history_is_the_record(tmp_path: Path) -> None:
+def test_history_equals_the_metrics_table(tmp_path: Path) -> None:
     rows = make_run(tmp_path / "run", config(rounds=6), clients=3)
     history = Result(tmp_path / "run", 6, finished=True).history
     assert history.index.tolist() == [1, 2, 3, 4, 5, 6]
@@ -39,7 +39,7 @@ def test_the_history_is_the_record(tmp_path: Path) -> None:
     assert history.columns[0] == "test plugin/accuracy"  # as on the page: scores first
 
 
-def test_the_figures_are_the_pages(tmp_path: Path) -> None:
+def test_figures_equal_those_of_the_report(tmp_path: Path) -> None:
     make_run(tmp_path / "run", config(rounds=5), clients=3)
     result = Result(tmp_path / "run", 5, finished=True)
     figures = result.figures()
@@ -66,7 +66,7 @@ def test_before_the_first_round(tmp_path: Path) -> None:
         load_result(tmp_path / "elsewhere")
 
 
-def test_a_loaded_result_is_what_the_run_returned(tiny: Tiny) -> None:
+def test_loaded_result_equals_the_returned_result(tiny: Tiny) -> None:
     stop = {"run.stop={patience: 1, min_delta: 10}", "run.best={}", "evaluate.every=1", "train.rounds=4"}
     for name, settings in {"ended": stop, "whole": {"train.rounds=2"}}.items():
         result = run(tiny(f"run.name={name}", *settings))
@@ -78,7 +78,7 @@ def test_a_loaded_result_is_what_the_run_returned(tiny: Tiny) -> None:
     assert (stopped.status, stopped.round) == ("stopped", 1)
 
 
-def test_a_notebook_shows_names_as_text(tmp_path: Path) -> None:
+def test_notebook_escapes_names(tmp_path: Path) -> None:
     result = Result(
         tmp_path / "<i>", 3, finished=True, scores={"test <b>m</b>/accuracy": 0.25, "test m/accuracy_client_std": 1.0}
     )
@@ -90,7 +90,7 @@ def test_a_notebook_shows_names_as_text(tmp_path: Path) -> None:
 
 
 class Page(ModuleType):
-    """What stands below a cell, by IPython's interface."""
+    """Displays below a notebook's cell, recorded through IPython's interface."""
 
     def __init__(self) -> None:
         super().__init__("IPython")
@@ -120,16 +120,16 @@ def page(monkeypatch: pytest.MonkeyPatch) -> Page:
     return found
 
 
-def test_a_notebook_gets_one_place_that_is_written_over(page: Page, capsys: pytest.CaptureFixture[str]) -> None:
+def test_notebook_overwrites_one_display(page: Page, capsys: pytest.CaptureFixture[str]) -> None:
     clock = Clock()
     progress = Progress("auto", clock=clock)
     assert (progress.mode, progress.live) == ("notebook", True)
     progress.start(1000, 0, "fedavg <on> fsdd")
     for index in range(1, 1001):
         clock.now = index / 64
-        progress.round(a_round(index, scores={"test m/accuracy": 0.75}))
+        progress.round(make_report(index, scores={"test m/accuracy": 0.75}))
     progress.message("client [bold]anna[/bold] was slow")
-    progress.finish(ended(Path("runs/x")), 10.0)
+    progress.finish(make_result(Path("runs/x")), 10.0)
     (states,) = page.shown
     assert len(states) == 1 + 1000 // 13 + 1  # at the start, after each fifth of a second, at the end
     assert states[-1]["text/plain"].splitlines()[0] == "fedavg <on> fsdd  round 1000/1000  0 s left"

@@ -1,4 +1,4 @@
-"""Asking long work to stop: once in order, and then at once."""
+"""Signals that stop long work: the first after the current step, the second at once."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from raydfl.runs.progress import Mode, Progress
 from raydfl.runs.stopping import StopSignals
 
 
-class Told(Progress):
-    """Keeps its messages."""
+class RecordingProgress(Progress):
+    """Progress that records its messages."""
 
     def __init__(self) -> None:
         super().__init__("quiet")
@@ -32,20 +32,20 @@ class Told(Progress):
         (signal.SIGTERM, "stopping"),  # a job's log is no keyboard
     ],
 )
-def test_the_first_signal_asks_and_the_second_ends(number: signal.Signals, said: str) -> None:
-    before, told = signal.getsignal(number), Told()
-    with StopSignals(told, "stopping") as stop:
+def test_first_signal_requests_a_stop_and_second_interrupts(number: signal.Signals, said: str) -> None:
+    before, recorder = signal.getsignal(number), RecordingProgress()
+    with StopSignals(recorder, "stopping") as stop:
         assert not stop.asked
         signal.raise_signal(number)
         assert stop.asked
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(number)
-    assert told.messages == [said]
+    assert recorder.messages == [said]
     assert signal.getsignal(number) is before
 
 
 class Pipe(io.RawIOBase):
-    """Ctrl-C comes in the middle of the first write."""
+    """Stream that raises SIGINT during the first write."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -63,36 +63,36 @@ class Pipe(io.RawIOBase):
 
 
 @pytest.mark.parametrize("mode", ["json", "lines", "bar"])
-def test_a_signal_in_the_middle_of_a_line_is_told_after_it(mode: Mode) -> None:
+def test_signal_during_a_line_prints_after_it(mode: Mode) -> None:
     pipe = Pipe()
     with io.TextIOWrapper(io.BufferedWriter(pipe)) as stream, Progress(mode, stream) as progress:
         with StopSignals(progress, "stopping") as stop:
             progress.message("one")
             assert stop.asked
             progress.message("two")
-        told = pipe.text.splitlines()
+        recorder = pipe.text.splitlines()
     if mode == "json":
-        told = [json.loads(line)["text"] for line in told]
-    assert told == ["one", "stopping (press Ctrl-C again to stop at once)", "two"]
+        recorder = [json.loads(line)["text"] for line in recorder]
+    assert recorder == ["one", "stopping (press Ctrl-C again to stop at once)", "two"]
 
 
-def test_what_is_done_can_be_chosen() -> None:
+def test_actions_of_signals_are_configurable() -> None:
     done: list[str] = []
-    told = Told()
-    with StopSignals(told, "runs stop", "them", lambda: done.append("file"), lambda: done.append("kill")) as stop:
+    recorder = RecordingProgress()
+    with StopSignals(recorder, "runs stop", "them", lambda: done.append("file"), lambda: done.append("kill")) as stop:
         for _ in range(3):
             signal.raise_signal(signal.SIGINT)
         assert stop.asked
     assert done == ["file", "kill", "kill"]
-    assert told.messages == ["runs stop (press Ctrl-C again to stop them at once)"]
+    assert recorder.messages == ["runs stop (press Ctrl-C again to stop them at once)"]
 
 
-def test_in_another_thread_signals_are_left_alone() -> None:
+def test_other_threads_do_not_handle_signals() -> None:
     before = signal.getsignal(signal.SIGINT)
     seen: list[object] = []
 
     def work() -> None:
-        with StopSignals(Told(), "stopping"):
+        with StopSignals(RecordingProgress(), "stopping"):
             seen.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=work)

@@ -1,4 +1,4 @@
-"""The MLflow mirror, read back through MLflow's own client: nothing wrong, nothing missing, and no run lost because of it."""
+"""Tracking with MLflow. Oracle: the tracked values, read through MLflow's client. No failure of MLflow may end a run."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from raydfl.runs.tracking import _mlflow as track
 
 @pytest.fixture(scope="session")
 def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An MLflow database with its tables, which take MLflow seconds to make."""
+    """An MLflow database with tables. They are shared, because MLflow takes seconds to create them."""
     folder = tmp_path_factory.mktemp("mlflow")
     MlflowTracker(TrackSettings(), folder, folder)._connect()
     return folder / "mlflow.db"
 
 
 class Place:
-    """A folder of runs with a database, and one run in it."""
+    """A folder with a database and a run."""
 
     def __init__(self, folder: Path) -> None:
         self.runs_dir = folder
@@ -68,8 +68,8 @@ def place(tmp_path: Path, empty_database: Path) -> Place:
     return Place(folder)
 
 
-def of_round(round_index: int) -> list[MetricRow]:
-    """Two pooled numbers, one of a client, one matrix."""
+def make_rows(round_index: int) -> list[MetricRow]:
+    """Return rows of a round: two pooled metrics, one metric of a client, and a matrix."""
     return [
         MetricRow(round_index, "train", "", "train", "loss", 1.0 / (round_index + 1), 40.0),
         MetricRow(round_index, "evaluate", "", "test", "plugin/accuracy", round_index / 10, 40.0),
@@ -82,12 +82,12 @@ def expected(rounds: range) -> list[tuple[int, float]]:
     return [(r, r / 10) for r in rounds]
 
 
-def test_a_run_read_back(place: Place) -> None:
+def test_tracked_run_is_read_back(place: Place) -> None:
     tracker = place.tracker(experiment="my experiment")
     params = {"train.rounds": 3, "method.name": "fedmlac", "track.uri": "https://anna:secret@host", "long": "x" * 7000}
     run_id = tracker.start("first", params, {"kind": "test"})
     for round_index in range(3):
-        tracker.log_rows(place.commit(of_round(round_index)))
+        tracker.log_rows(place.commit(make_rows(round_index)))
     report = place.run_dir / "report.html"
     report.write_text("<p>report</p>")
     model = place.run_dir / "model"
@@ -115,8 +115,8 @@ def test_a_run_read_back(place: Place) -> None:
     assert not place.warnings
 
 
-def test_many_numbers_in_one_round(place: Place) -> None:
-    """More than MLflow takes in one call."""
+def test_round_with_many_metrics(place: Place) -> None:
+    """The round has more metrics than MLflow accepts in one call."""
     tracker = place.tracker()
     run_id = tracker.start("r", {f"p{i}": i for i in range(230)}, {})
     tracker.log_rows([MetricRow(1, "train", "", "test", f"m{i}", float(i), 1.0) for i in range(2300)])
@@ -125,23 +125,23 @@ def test_many_numbers_in_one_round(place: Place) -> None:
     assert run.data.metrics == {f"test/m{i}": float(i) for i in range(2300)}
 
 
-def test_not_a_number_is_kept(place: Place) -> None:
+def test_nan_is_tracked(place: Place) -> None:
     tracker = place.tracker()
     run_id = tracker.start("r", {}, {})
     tracker.log_rows([MetricRow(1, "train", "", "train", "loss", math.nan, 1.0)])
     assert math.isnan(place.client().get_metric_history(run_id, "train/loss")[0].value)
 
 
-def test_rounds_are_mirrored_once(place: Place) -> None:
+def test_rounds_are_tracked_once(place: Place) -> None:
     tracker = place.tracker()
     run_id = tracker.start("r", {"a": 1}, {})
-    tracker.log_rows(place.commit(of_round(1)))
-    tracker.log_rows(of_round(1) + place.commit(of_round(2)))
+    tracker.log_rows(place.commit(make_rows(1)))
+    tracker.log_rows(make_rows(1) + place.commit(make_rows(2)))
     again = place.tracker()
     assert again.start("r", {"a": 2, "b": 3}, {"resumed": "yes"}, run_id) == run_id
     assert place.client().get_run(run_id).info.status == "RUNNING"
-    again.log_rows(of_round(2))
-    again.log_rows(place.commit(of_round(3)))
+    again.log_rows(make_rows(2))
+    again.log_rows(place.commit(make_rows(3)))
     assert place.history(run_id, "test/plugin/accuracy") == expected(range(1, 4))
     data = place.client().get_run(run_id).data
     assert data.params == {"a": "1", "b": "3"}
@@ -149,13 +149,13 @@ def test_rounds_are_mirrored_once(place: Place) -> None:
 
 
 @pytest.mark.parametrize("dies_at", ["log_batch", "set_tag"])
-def test_a_crash_around_a_commit(place: Place, monkeypatch: pytest.MonkeyPatch, dies_at: str) -> None:
-    """Before the metrics, or between the metrics and the tag: the resumed run completes the mirror from its rows."""
+def test_crash_around_a_commit(place: Place, monkeypatch: pytest.MonkeyPatch, dies_at: str) -> None:
+    """The crash is before the metrics, or between the metrics and the tag. The resumed run copies the missing rows."""
     from mlflow import MlflowClient
 
     tracker = place.tracker()
     run_id = tracker.start("r", {}, {})
-    tracker.log_rows(place.commit(of_round(1)))
+    tracker.log_rows(place.commit(make_rows(1)))
 
     def die(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
@@ -163,19 +163,19 @@ def test_a_crash_around_a_commit(place: Place, monkeypatch: pytest.MonkeyPatch, 
     with monkeypatch.context() as patch:
         patch.setattr(MlflowClient, dies_at, die)
         with pytest.raises(KeyboardInterrupt):
-            tracker.log_rows(place.commit(of_round(2)))
-    place.commit(of_round(3))  # committed, and the process died before it was mirrored
+            tracker.log_rows(place.commit(make_rows(2)))
+    place.commit(make_rows(3))  # committed, and the process died before it was mirrored
     again = place.tracker()
     again.start("r", {}, {}, run_id)
-    again.log_rows(place.commit(of_round(4)))
+    again.log_rows(place.commit(make_rows(4)))
     again.finish("FINISHED")
     assert place.curve(run_id, "test/plugin/accuracy") == expected(range(1, 5))
     assert place.client().get_run(run_id).data.tags["raydfl.mirrored_round"] == "4"
     assert not place.warnings
 
 
-class Weather:
-    """Makes MLflow fail, before or after it did its work, until told otherwise."""
+class Outage:
+    """Lets MLflow fail before or after its work until the failure is switched off."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from mlflow import MlflowClient
@@ -199,70 +199,68 @@ class Weather:
 
 
 @pytest.mark.parametrize("failure", ["down", "answers get lost"])
-def test_a_failure_in_the_middle_is_made_up_for(place: Place, monkeypatch: pytest.MonkeyPatch, failure: str) -> None:
-    weather = Weather(monkeypatch)
+def test_rounds_missed_in_a_failure_are_tracked_later(
+    place: Place, monkeypatch: pytest.MonkeyPatch, failure: str
+) -> None:
+    outage = Outage(monkeypatch)
     monkeypatch.setattr(track, "_RETRY_SECONDS", 0.0)
     tracker = place.tracker()
     run_id = tracker.start("r", {}, {})
-    tracker.log_rows(place.commit(of_round(1)))
-    weather.state = failure
+    tracker.log_rows(place.commit(make_rows(1)))
+    outage.state = failure
     for round_index in (2, 3):
-        tracker.log_rows(place.commit(of_round(round_index)))
+        tracker.log_rows(place.commit(make_rows(round_index)))
     assert len(place.warnings) == 1
     assert "The run continues" in place.warnings[0]
     assert "secret" not in place.warnings[0]
     assert "traceback" not in place.warnings[0]
-    weather.state = "fine"
-    tracker.log_rows(place.commit(of_round(4)))
+    outage.state = "fine"
+    tracker.log_rows(place.commit(make_rows(4)))
     assert place.warnings[1].endswith("answers again and has all rounds up to round 4.")
-    tracker.log_rows(place.commit(of_round(5)))
+    tracker.log_rows(place.commit(make_rows(5)))
     tracker.finish("FINISHED")
     assert place.curve(run_id, "test/plugin/accuracy") == expected(range(1, 6))
     assert len(place.warnings) == 2
 
 
-def test_a_store_that_is_down_is_left_alone_for_a_while_and_tried_once_more_at_the_end(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    weather = Weather(monkeypatch)
+def test_failed_store_is_retried_after_a_pause_and_at_the_end(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    outage = Outage(monkeypatch)
     tracker = place.tracker()
     run_id = tracker.start("r", {}, {})
-    weather.state = "down"
+    outage.state = "down"
     place.run_dir.mkdir()
     note = place.run_dir / "note.txt"
     note.write_text("n")
     for round_index in range(1, 5):
-        tracker.log_rows(place.commit(of_round(round_index)))
+        tracker.log_rows(place.commit(make_rows(round_index)))
     tracker.log_artifact(note)
-    assert weather.tries == 1
-    weather.state = "fine"
+    assert outage.tries == 1
+    outage.state = "fine"
     tracker.finish("FINISHED")
     assert place.history(run_id, "test/plugin/accuracy") == expected(range(1, 5))
     assert place.client().get_run(run_id).info.status == "FINISHED"
     assert [item.path for item in place.client().list_artifacts(run_id)] == ["note.txt"]
 
 
-def test_what_is_still_missing_at_the_end_is_said_and_follows_with_a_resumed_run(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    weather = Weather(monkeypatch)
+def test_rounds_missing_at_the_end_are_tracked_after_a_resume(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    outage = Outage(monkeypatch)
     tracker = place.tracker()
     run_id = tracker.start("r", {}, {})
-    tracker.log_rows(place.commit(of_round(1)))
-    weather.state = "down"
-    tracker.log_rows(place.commit(of_round(2)))
+    tracker.log_rows(place.commit(make_rows(1)))
+    outage.state = "down"
+    tracker.log_rows(place.commit(make_rows(2)))
     tracker.finish("FAILED")
     assert f"The MLflow run {run_id} at sqlite:///" in place.warnings[-1]
     assert "lacks rounds after 1. They are in " in place.warnings[-1]
-    weather.state = "fine"
+    outage.state = "fine"
     place.tracker().start("r", {}, {}, run_id)
     assert place.history(run_id, "test/plugin/accuracy") == expected(range(1, 3))
 
 
-def test_a_run_that_the_store_lost_is_made_anew_from_the_record(place: Place) -> None:
+def test_lost_run_is_restored_from_the_metrics_table(place: Place) -> None:
     tracker = place.tracker()
     first = tracker.start("r", {}, {})
-    tracker.log_rows(place.commit(of_round(1)))
+    tracker.log_rows(place.commit(make_rows(1)))
     place.client().delete_run(first)
     again = place.tracker()
     second = again.start("r", {}, {}, first)
@@ -272,7 +270,7 @@ def test_a_run_that_the_store_lost_is_made_anew_from_the_record(place: Place) ->
     assert place.tracker().start("r", {}, {}, "0" * 32) != second
 
 
-def test_a_deleted_experiment_is_named(place: Place) -> None:
+def test_deleted_experiment_is_an_error(place: Place) -> None:
     place.tracker(experiment="gone").start("r", {}, {})
     place.client().delete_experiment(place.client().get_experiment_by_name("gone").experiment_id)
     with pytest.raises(
@@ -281,7 +279,7 @@ def test_a_deleted_experiment_is_named(place: Place) -> None:
         place.tracker(experiment="gone").start("r", {}, {})
 
 
-def test_a_database_that_is_none(tmp_path: Path) -> None:
+def test_damaged_database_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "mlflow.db").write_text("this is a text, not a database\n" * 100)
     tracker = MlflowTracker(TrackSettings(), tmp_path, tmp_path)
     with pytest.raises(InputError, match=r"mlflow.db cannot be used: .*or set track.mlflow=false"):
@@ -289,7 +287,7 @@ def test_a_database_that_is_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_runs_that_start_at_once_on_a_new_store(tmp_path: Path) -> None:
+def test_two_runs_start_at_once_on_a_new_store(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path\n"
         "from raydfl.engine import TrackSettings; from raydfl.runs.tracking import MlflowTracker\n"
@@ -305,7 +303,7 @@ def test_two_runs_that_start_at_once_on_a_new_store(tmp_path: Path) -> None:
     assert sorted(run.info.run_name for run in client.search_runs([experiment])) == ["a", "b"]
 
 
-def test_nothing_listens(tmp_path: Path) -> None:
+def test_unreachable_server_is_an_error(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -320,7 +318,7 @@ def test_nothing_listens(tmp_path: Path) -> None:
 
 @pytest.fixture
 def other_server() -> Iterator[str]:
-    """A web server that is not MLflow's."""
+    """A web server without MLflow."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -341,12 +339,12 @@ def other_server() -> Iterator[str]:
     server.server_close()
 
 
-def test_something_else_answers(tmp_path: Path, other_server: str) -> None:
+def test_server_without_mlflow_is_an_error(tmp_path: Path, other_server: str) -> None:
     with pytest.raises(InputError, match=f"MLflow at {other_server} cannot be used: "):
         MlflowTracker(TrackSettings(uri=other_server), tmp_path, tmp_path).start("r", {}, {})
 
 
-def test_without_mlflow_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_mlflow_package_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mlflow", None)
     with pytest.raises(InputError, match="Install mlflow, or set track.mlflow=false"):
         MlflowTracker(TrackSettings(), tmp_path, tmp_path).start("r", {}, {})
@@ -363,7 +361,7 @@ def test_the_null_tracker_does_nothing(tmp_path: Path) -> None:
     assert type(tracker) is Tracker
     assert tracker.start("r", {}, {}) == ""
     assert tracker.start("r", {}, {}, "known") == "known"
-    tracker.log_rows(of_round(1))
+    tracker.log_rows(make_rows(1))
     tracker.log_artifact(tmp_path)
     tracker.finish("FINISHED")
     assert list(tmp_path.iterdir()) == []
@@ -378,12 +376,12 @@ def test_the_null_tracker_does_nothing(tmp_path: Path) -> None:
         ("sqlite:///mlflow.db", "relative database path is lost"),
     ],
 )
-def test_stores_that_would_lose_runs_are_refused(uri: str, message: str) -> None:
+def test_stores_that_lose_runs_are_rejected(uri: str, message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         TrackSettings(uri=uri)
 
 
-def test_stores_that_keep_runs() -> None:
+def test_persistent_stores_are_accepted() -> None:
     for uri in (None, "http://host:5000", "https://host", "sqlite:////srv/mlflow.db", "postgresql://host/db"):
         assert TrackSettings(uri=uri).uri == uri
 
@@ -402,8 +400,8 @@ def test_names_in_mlflow(row: MetricRow, name: str) -> None:
     assert metric_name(row) == name
 
 
-def test_the_charts_of_mlflow_begin_with_the_accuracy() -> None:
-    """Its pages sort them by what stands before the last slash of their names, and then by their names."""
+def test_accuracy_comes_first_in_mlflow_charts() -> None:
+    """MLflow sorts charts by the prefix before the last slash, then by name."""
     measured = [
         ("server", "seconds/round"),
         ("server", "bytes_up"),
@@ -417,7 +415,7 @@ def test_the_charts_of_mlflow_begin_with_the_accuracy() -> None:
     assert charts[-2:] == ["work/bytes_up", "work/seconds/round"]
 
 
-def test_curves_of_a_run_begun_by_an_earlier_version_go_on(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_curves_of_earlier_versions_continue(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     def seconds(round_index: int) -> list[MetricRow]:
         return [MetricRow(round_index, "train", "", "server", "seconds/round", round_index / 10, 1.0)]
 
@@ -433,7 +431,7 @@ def test_curves_of_a_run_begun_by_an_earlier_version_go_on(place: Place, monkeyp
     assert place.history(run_id, "server/seconds/round") == expected(range(2))
 
 
-def test_names_that_mlflow_refuses_become_valid_and_stay_different() -> None:
+def test_invalid_mlflow_names_become_valid_and_stay_unique() -> None:
     from mlflow.utils.validation import _validate_metric_name
 
     metrics = ["größe", "grÖße", "a//b", "../up", "x" * 400, "x" * 401, "a(b)", "a[b]", "'; drop", "tab\there", "/root"]

@@ -21,8 +21,8 @@ WITH_RAY = [
     "tests/cluster/jobs/test_submitted_jobs.py::test_a_job_is_stopped_and_the_same_command_ends_as_if_it_had_not_been",
     "tests/experiments/search/test_search_run.py::test_a_search_and_its_trials_are_nested_in_mlflow",
     "tests/experiments/test_trainable.py::test_trials_of_asha_have_the_bits_of_runs_alone",
-    "tests/runs/test_tracking.py::test_a_run_read_back",
-    "tests/runs/test_tracking.py::test_rounds_are_mirrored_once",
+    "tests/runs/test_tracking.py::test_tracked_run_is_read_back",
+    "tests/runs/test_tracking.py::test_rounds_are_tracked_once",
 ]
 """The pool, a submitted job, a search and somebody's own Tuner, the tracker."""
 

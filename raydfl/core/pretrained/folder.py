@@ -101,7 +101,7 @@ class EncoderFolder:
 
     @property
     def takes_waves(self) -> bool:
-        """Whether the encoder's inputs are samples. False: spectrograms."""
+        """True if the encoder's inputs are samples. False: spectrograms."""
         return self.kind in ("wav2vec2", "hubert")
 
     @property
@@ -116,7 +116,7 @@ class EncoderFolder:
 
     @property
     def fills(self) -> bool:
-        """Whether short recordings are padded with audible zeros. False: the encoder masks padding by the lengths."""
+        """True if short recordings are padded with audible zeros. False: the encoder masks padding by the lengths."""
         return self.takes_waves and not self.extractor.return_attention_mask
 
     def check_layers(self, after: int | None) -> None:
@@ -196,7 +196,7 @@ def _read(folder: Path, _stamp: tuple[tuple[str, int], ...]) -> EncoderFolder:
     about = _read_json(folder, _ABOUT)
     kind = str(about.get("model_type"))
     if kind not in FAMILIES:
-        raise ConfigError(f"{folder} holds a model of the unsupported type {kind!r}; {nearest(kind, FAMILIES)}")
+        raise ConfigError(f"{folder} holds a model of the unsupported type {kind!r}. {nearest(kind, FAMILIES)}")
     front_end = _read_json(folder, _FRONT_END)
     _weight_files(folder)
     if importlib.util.find_spec("transformers") is None:

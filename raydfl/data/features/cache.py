@@ -43,7 +43,7 @@ from raydfl.core.files import (
     writing,
 )
 from raydfl.core.lock import hold_lock
-from raydfl.core.progress import Progress, Silent
+from raydfl.core.progress import ProgressReporter, Silent
 from raydfl.data.features.alteration import Alterations
 from raydfl.data.features.digests import digest_clips, iterate_rows
 from raydfl.data.features.extraction import (
@@ -62,7 +62,7 @@ from raydfl.data.features.log_mel import FeatureSettings
 from raydfl.data.features.model import ModelFeatures
 from raydfl.data.features.pretrained import PretrainedFeatures
 from raydfl.data.features.wave import BY_TRAINING_CLIPS
-from raydfl.data.noise import Noise
+from raydfl.data.noise import ClipNoise
 
 FORMAT = 1
 """Version of the computation and the files, part of every key."""
@@ -180,9 +180,9 @@ def prepare(
     *,
     cache: Path | None = None,
     unreadable: Literal["stop", "skip"] = "stop",
-    noise: Noise | None = None,
+    noise: ClipNoise | None = None,
     alterations: Alterations | None = None,
-    progress: Progress | None = None,
+    progress: ProgressReporter | None = None,
     run_chunks: RunChunks | None = None,
 ) -> FeatureStore:
     """Return the features of a manifest's clips from the cache, and compute missing ones.
@@ -244,7 +244,7 @@ def _estimate_bytes(manifest: pa.Table, features: AnyFeatures) -> int:
 def _store_key(
     digests: Sequence[bytes],
     features: AnyFeatures,
-    noise: Noise | None,
+    noise: ClipNoise | None,
     alterations: Alterations | None,
 ) -> str:
     digest = hashlib.blake2b(digest_size=16)
@@ -371,11 +371,11 @@ class _Preparation:
     manifest: pa.Table
     features: AnyFeatures
     folder: Path
-    noise: Noise | None
+    noise: ClipNoise | None
     alterations: Alterations | None
     unreadable: Literal["stop", "skip"]
 
-    def run(self, run_chunks: RunChunks, progress: Progress) -> None:
+    def run(self, run_chunks: RunChunks, progress: ProgressReporter) -> None:
         parts = self.folder.with_suffix(".parts")
         parts.mkdir(exist_ok=True)
         chunks = self._chunks(parts)

@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from raydfl.core.errors import DataError
 from raydfl.core.files import check_regular, file_digest, write_atomically
-from raydfl.core.progress import Progress
+from raydfl.core.progress import ProgressReporter
 from raydfl.data.dataset import Dataset
 from raydfl.data.packed import split_address
 
@@ -43,7 +43,7 @@ def iterate_rows(manifest: pa.Table) -> Iterator[dict[str, Any]]:
 
 
 def digest_clips(
-    dataset: Dataset, manifest: pa.Table, cache: Path, progress: Progress
+    dataset: Dataset, manifest: pa.Table, cache: Path, progress: ProgressReporter
 ) -> tuple[list[bytes], dict[int, str]]:
     """Compute the digest of every clip's content.
 
@@ -93,7 +93,7 @@ def _digest(content: bytes) -> bytes:
     return hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest()
 
 
-def digest_files(files: Mapping[int, str], cache: Path, progress: Progress) -> dict[int, bytes | OSError]:
+def digest_files(files: Mapping[int, str], cache: Path, progress: ProgressReporter) -> dict[int, bytes | OSError]:
     """Compute the digest of each file's content. Files may exceed the memory, and are read once.
 
     Args:
@@ -131,7 +131,7 @@ def _digest_new_files(
     unknown: Mapping[str, tuple[int, int]],
     known: dict[str, tuple[int, int, bytes]],
     table: Path,
-    progress: Progress,
+    progress: ProgressReporter,
 ) -> dict[str, bytes | OSError]:
     """Compute the digests of files missing in the table, and add them.
 

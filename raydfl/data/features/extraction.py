@@ -31,7 +31,7 @@ from raydfl.data.features.image import ImageFeatures
 from raydfl.data.features.kinds import AnyFeatures
 from raydfl.data.features.model import ModelFeatures
 from raydfl.data.features.pretrained import PretrainedFeatures
-from raydfl.data.noise import NOISELESS, Noise, add_noise
+from raydfl.data.noise import NOISELESS, ClipNoise, add_noise
 from raydfl.data.video import NoDecoderError
 
 _CLIPS = 128
@@ -71,7 +71,7 @@ class Chunk:
     features: AnyFeatures
     path: str
     """Path of the output file."""
-    noise: Noise | None = None
+    noise: ClipNoise | None = None
     alterations: Alterations | None = None
     """Applied after the noise."""
     encoder: str = ""

@@ -26,11 +26,11 @@ from safetensors import safe_open
 
 from raydfl.core.errors import ConfigError, DataError
 from raydfl.core.files import check_regular
-from raydfl.core.progress import Progress
+from raydfl.core.progress import ProgressReporter
 from raydfl.core.settings import Settings
 from raydfl.data.features.digests import DIGEST_BYTES, UNREADABLE, digest_files
 from raydfl.data.features.wave import Dtype, Frames, GivenNormalise, standardise
-from raydfl.data.noise import NOISELESS, Noise
+from raydfl.data.noise import NOISELESS, ClipNoise
 
 _FORMATS = "a .safetensors file, an .npz file, or a folder of CLIP.npy"
 _FLOATS = ("float16", "float32", "float64")
@@ -126,7 +126,7 @@ def read_features(settings: FileFeatures, clip: str, noisy: bool) -> np.ndarray:
 
 
 def digest_features(
-    settings: FileFeatures, clips: Sequence[str], noise: Noise | None, cache: Path, progress: Progress
+    settings: FileFeatures, clips: Sequence[str], noise: ClipNoise | None, cache: Path, progress: ProgressReporter
 ) -> tuple[list[bytes], dict[int, str]]:
     """Compute digests of clips' features, like :func:`raydfl.data.features.digests.digest_clips` for recordings.
 
@@ -227,7 +227,7 @@ class _File:
         examples, more = ", ".join(map(repr, names[:_SHOWN])), " ..." if len(names) > _SHOWN else ""
         return f"{self.path} has no array {clip!r}, but {len(names)} others ({examples}{more})"
 
-    def digest(self, clips: Mapping[int, str], cache: Path, progress: Progress) -> dict[int, bytes | str]:
+    def digest(self, clips: Mapping[int, str], cache: Path, progress: ProgressReporter) -> dict[int, bytes | str]:
         """Return by number the digest of a clip's features, or the reason why they are missing."""
         whole = digest_files({0: str(self.path.absolute())}, cache, progress)[0]
         if isinstance(whole, OSError):
@@ -275,7 +275,7 @@ class _Folder(_File):
             names = (Path(folder) / name for name in sorted(files) if name.endswith(".npy"))
             yield from (str(name.relative_to(self.path).with_suffix("")) for name in names)
 
-    def digest(self, clips: Mapping[int, str], cache: Path, progress: Progress) -> dict[int, bytes | str]:
+    def digest(self, clips: Mapping[int, str], cache: Path, progress: ProgressReporter) -> dict[int, bytes | str]:
         if not self.path.is_dir():
             raise _unusable(self.path, FileNotFoundError(2, os.strerror(2)))
         files = {number: str(self._path(clip).absolute()) for number, clip in clips.items()}

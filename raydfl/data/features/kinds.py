@@ -39,7 +39,7 @@ def kind_of(values: Mapping[str, Any], where: str = "data.features") -> type[Any
     """
     kind = values.get("kind", "logmel")
     if not isinstance(kind, str) or kind not in _KINDS:
-        raise ConfigError(f"{where}.kind is {kind!r}; {nearest(str(kind), _KINDS)}")
+        raise ConfigError(f"{where}.kind is {kind!r}. {nearest(str(kind), _KINDS)}")
     cls = _KINDS[kind]
     for key in values:
         owners = [name for name, settings in _KINDS.items() if key in settings.model_fields]

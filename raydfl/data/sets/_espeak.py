@@ -56,9 +56,9 @@ def speak(
         ConfigError: eSpeak NG is missing or fails, or the language or variant is unknown.
     """
     if language not in list_languages():
-        raise ConfigError(f"eSpeak NG has no language {language!r}; {nearest(language, list_languages())}")
+        raise ConfigError(f"eSpeak NG has no language {language!r}. {nearest(language, list_languages())}")
     if variant not in list_variants():
-        raise ConfigError(f"eSpeak NG has no voice variant {variant!r}; {nearest(variant, list_variants())}")
+        raise ConfigError(f"eSpeak NG has no voice variant {variant!r}. {nearest(variant, list_variants())}")
     pieces: list[bytes] = []
 
     def collect(samples: int | None, count: int, _events: int | None) -> int:

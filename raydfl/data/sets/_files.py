@@ -60,7 +60,7 @@ def parse_splits(values: Sequence[object], where: Callable[[int], str]) -> list[
         if value not in splits:
             name = str(value).lower()
             if name not in SPLIT_OF:
-                raise DataError(f"{where(row)} has the unknown split {value!r}; {nearest(str(value), SPLIT_OF)}")
+                raise DataError(f"{where(row)} has the unknown split {value!r}. {nearest(str(value), SPLIT_OF)}")
             splits[value] = SPLIT_OF[name]
     return [splits[value] for value in values]
 

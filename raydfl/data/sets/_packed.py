@@ -202,7 +202,7 @@ def name_label_and_group(table: pa.Table, label: str, group: str | None, where: 
         if field is not None:
             if field not in table.column_names:
                 known = [column for column in table.column_names if column not in ("clip", "path", "split")]
-                raise DataError(f"{where}: no clip has a field {field!r} (data.{name}_column); {nearest(field, known)}")
+                raise DataError(f"{where}: no clip has a field {field!r} (data.{name}_column). {nearest(field, known)}")
             columns[name] = pa.array([to_text(value) for value in table.column(field).to_pylist()], pa.string())
     return pa.table(columns)
 
@@ -228,7 +228,7 @@ def find_splits(sources: Iterable[str], option: Mapping[str, str] | None, where:
     present = list(itertools.chain.from_iterable(names.values()))
     for name in option or ():
         if name not in present:
-            raise DataError(f"data.splits: {where} has no files of a split {name!r}; {nearest(name, present)}")
+            raise DataError(f"data.splits: {where} has no files of a split {name!r}. {nearest(name, present)}")
     find = _parse_split if option is None else option.get
     splits = {source: next(filter(None, map(find, candidates)), None) for source, candidates in names.items()}
     unknown = [source for source, split in splits.items() if split is None]

@@ -140,7 +140,7 @@ class SpeechCommands(FileDataset):
         for word in self.keywords if self.task == "keywords" else ():
             if word not in folders:
                 known = nearest(word, folders - {UNKNOWN, SILENCE})
-                raise DataError(f"{self.card.title}: there is no folder for the keyword {word!r}; {known}")
+                raise DataError(f"{self.card.title}: there is no folder for the keyword {word!r}. {known}")
         return rows
 
 

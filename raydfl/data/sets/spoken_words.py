@@ -149,7 +149,7 @@ class SpokenWords(Dataset):
         for language in self.languages:
             if language not in espeak.list_languages():
                 raise ConfigError(
-                    f"eSpeak NG has no language {language!r}; {nearest(language, espeak.list_languages())}"
+                    f"eSpeak NG has no language {language!r}. {nearest(language, espeak.list_languages())}"
                 )
         splits, seconds = self._assign_splits(), self._samples / espeak.SAMPLE_RATE
         rows: list[dict[str, Any]] = []

@@ -164,7 +164,7 @@ def draw_clients(ids: Sequence[str], share: Share, rng: np.random.Generator, whe
     if isinstance(share, tuple):
         for name in share:
             if name not in ids:
-                raise DataError(f"{where}: unknown client {name!r}; {nearest(name, ids)}")
+                raise DataError(f"{where}: unknown client {name!r}. {nearest(name, ids)}")
             chosen[ids.index(name)] = True
         return chosen
     number = share if isinstance(share, int) else int(np.floor(share * len(ids) + 0.5))

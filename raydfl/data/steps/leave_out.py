@@ -36,7 +36,7 @@ def exclude_labels(labels: Sequence[str], excluded: Iterable[str]) -> list[str]:
     """
     for label in excluded:
         if label not in labels:
-            raise DataError(f"data.leave_out: no clip has the label {label!r}; {nearest(label, labels)}")
+            raise DataError(f"data.leave_out: no clip has the label {label!r}. {nearest(label, labels)}")
     remaining = [label for label in labels if label not in excluded]
     if not remaining:
         raise DataError("data.leave_out names every label of the data. Keep at least one to learn")

@@ -112,7 +112,7 @@ class Assignment:
         key = name if name in STANDARD else f"column:{name}"
         if key not in self.clips.schema.names:
             known = [*STANDARD, *(key[7:] for key in self.clips.schema.names if key.startswith("column:"))]
-            raise DataError(f"{where}: the recordings have no column {name!r}; {nearest(name, known)}")
+            raise DataError(f"{where}: the recordings have no column {name!r}. {nearest(name, known)}")
         return self.clips.column(key)
 
     def texts(self, name: str, where: str) -> np.ndarray:
@@ -130,7 +130,7 @@ class Assignment:
         """Return the tables with columns of clips added or replaced."""
         return replace(self, clips=set_columns(self.clips, columns))
 
-    def with_message(self, message: str) -> Assignment:
+    def add_message(self, message: str) -> Assignment:
         """Return the tables with a message appended."""
         return replace(self, messages=(*self.messages, message))
 

@@ -64,7 +64,7 @@ def partition_clips(
     used = (client >= 0) | tables.has_role("server_validation", "test")
     tables = replace(tables, clients=pa.record_batch(columns)).set_clips(client=encode(client, index.column))
     if not used.all():
-        tables = tables.with_message(f"{(~used).sum()} training clips belong to no client: {reason}")
+        tables = tables.add_message(f"{(~used).sum()} training clips belong to no client: {reason}")
     return tables.select(order[used[order]])
 
 

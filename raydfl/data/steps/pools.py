@@ -136,7 +136,7 @@ def assign_pools(
     for number, chosen in enumerate(members.values()):
         pool[rows[chosen]] = number
     if unlabelled is None and (idle := int((pool[rows] < 0).sum())):
-        tables = tables.with_message(f"{idle} training clips are in no pool, so no client trains on them")
+        tables = tables.add_message(f"{idle} training clips are in no pool, so no client trains on them")
     return tables.set_clips(pool=encode(pool, [*members])).select(np.where(train, pool >= 0, ~without_label))
 
 
@@ -149,7 +149,7 @@ def _select_by_column(tables: Assignment, pools: Mapping[str, PoolSettings]) -> 
         for value in settings.values:
             if str(value) not in present:
                 raise DataError(
-                    f"data.pools.{name}: no training clip has {str(value)!r} in column {settings.column!r}; "
+                    f"data.pools.{name}: no training clip has {str(value)!r} in column {settings.column!r}. "
                     f"{nearest(str(value), present)}"
                 )
         chosen = np.flatnonzero(np.isin(texts, [str(value) for value in settings.values]))

@@ -294,8 +294,8 @@ def _check_values(settings: HoldOutSettings, present: list[str], what: str, reme
     held_out = ["test"] if settings.values is None else [*map(str, settings.values)]
     for value in held_out:
         if value not in present:
-            hint = nearest(value, present) if present else "the column is empty"
-            raise DataError(f"{what} has {value!r} in column {settings.by!r} ({hint}){remedy}")
+            hint = nearest(value, present) if present else "The column is empty."
+            raise DataError(f"{what} has {value!r} in column {settings.by!r}. {hint}{remedy}")
     return held_out
 
 
@@ -337,7 +337,7 @@ def _choose_test(tables: Assignment, settings: HoldOutSettings, seed: int) -> np
     values = tables.texts(settings.by, where)
     present = sorted({value for value in values if value is not None})
     if settings.fraction is None:
-        held_out = _check_values(settings, present, f"{where}: no clip", f"; {suggest_split(tables)}")
+        held_out = _check_values(settings, present, f"{where}: no clip", f" Or {suggest_split(tables)}")
     else:
         missing = tables.clips.column("clip").filter(pa.array(values == None)).to_pylist()  # noqa: E711
         if missing:

@@ -106,7 +106,7 @@ def add_clip_columns(tables: Assignment, path: Path) -> Assignment:
         _check_rows(empty, f"has an empty {name}; fill it in, or write null", path, texts["clip"])
     if "role" in texts:
         role = to_numbers(pc.index_in(texts["role"], value_set=pa.array(_ROLES, pa.large_string())).fill_null(-1))
-        _check_rows(role < 0, f"has an unknown role; known: {', '.join(_ROLES)}", path, texts["clip"])
+        _check_rows(role < 0, f"has an unknown role, not one of {', '.join(_ROLES)}", path, texts["clip"])
         for name, owned in (("pool", role == 0), (_CLIENT, role < _ROLES.index("server_validation"))):
             if name in texts:
                 absent = np.asarray(texts[name].is_null())
@@ -145,7 +145,7 @@ def match_clients(tables: Assignment, path: Path, columns: Iterable[str]) -> Ass
     ):
         unknown = next((name for name in names if name not in known), None)
         if unknown is not None:
-            raise DataError(f"{where}: {problem.format(unknown)}; {nearest(unknown, known)}")
+            raise DataError(f"{where}: {problem.format(unknown)}. {nearest(unknown, known)}")
     position = np.array([ids.index(name) for name in former_ids], np.int32)
     client = tables.codes(_CLIENT)
     client = np.where(client < 0, -1, position[client]).astype(np.int32)
@@ -204,7 +204,7 @@ def share_clips(tables: Assignment, path: Path, where: str, minimum: int, profil
     result = result.set_clips(client=encode(np.full(len(order), -1, np.int32), ids.column))
     if owned.all():
         return result
-    return result.with_message(f"{(~owned).sum()} training clips belong to no client of {path}")
+    return result.add_message(f"{(~owned).sum()} training clips belong to no client of {path}")
 
 
 def _check_shareable(where: str, obstacles: Sequence[str]) -> None:
@@ -261,8 +261,8 @@ def _read_table(path: Path, where: str, needed: Mapping[str, str], optional: Ite
     for name in present:
         setting = needed.get(name, where)
         if names.count(name) != 1:
-            hint = "several columns have this name" if name in names else nearest(name, names)
-            raise DataError(f"{setting}: the table of {row_of}s {path} has no single column {name!r}; {hint}")
+            hint = "Several columns have this name." if name in names else nearest(name, names)
+            raise DataError(f"{setting}: the table of {row_of}s {path} has no single column {name!r}. {hint}")
         column = table.column(name)
         if column.null_count and (row_of == "client" or name == "clip"):
             row = pc.index(pc.is_null(column), True).as_py()

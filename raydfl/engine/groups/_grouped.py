@@ -27,7 +27,7 @@ from raydfl.core.spool import Spool
 from raydfl.core.types import BuiltModels, Client, Metric, Metrics, State, Task, Tensors, Update
 from raydfl.data import Examples
 from raydfl.engine.groups._membership import BOOK, GLOBAL, PREFIX, Membership, entry_key, split_key
-from raydfl.engine.groups._rule import GroupRule, Sent
+from raydfl.engine.groups._rule import ClientUpdate, GroupRule
 from raydfl.methods import CLIENTS, Method
 from raydfl.training import Step
 
@@ -214,7 +214,7 @@ class Grouped(Method):
         report = _pool_reports(reports, [update.client_id for update in spool])
         return _join(state, states, new, division.kept), {**report, **division.metrics, **new.metrics()}
 
-    def _receive(self, state: State, updates: Iterable[Update], spool: Spool) -> Iterator[Sent]:
+    def _receive(self, state: State, updates: Iterable[Update], spool: Spool) -> Iterator[ClientUpdate]:
         """Store all updates in the spool, under the method's keys, and yield the first update of each client."""
         states: dict[str, State] = {}
         seen: set[str] = set()
@@ -228,7 +228,9 @@ class Grouped(Method):
             if update.client_id not in seen:
                 seen.add(update.client_id)
                 entry = states[group].tensors.get(key, {})
-                yield Sent(whole, {name: value for name, value in entry.items() if not name.startswith(changes)}, group)
+                yield ClientUpdate(
+                    whole, {name: value for name, value in entry.items() if not name.startswith(changes)}, group
+                )
 
 
 def _list_groups(state: State) -> list[str]:

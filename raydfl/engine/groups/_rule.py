@@ -27,7 +27,7 @@ _WHERE = "train.groups"
 
 
 @dataclasses.dataclass(frozen=True)
-class Sent:
+class ClientUpdate:
     """A client's first update of a round, with the received tensors."""
 
     update: Update
@@ -110,12 +110,12 @@ class GroupRule(StrictTypes, ABC):
         return next(iter(entries))
 
     @abstractmethod
-    def divide(self, membership: Membership, sent: Iterable[Sent], kept: Tensors) -> Division:
+    def divide(self, membership: Membership, updates: Iterable[ClientUpdate], kept: Tensors) -> Division:
         """Assign a round's clients to groups.
 
         Args:
             membership: Membership before the round.
-            sent: First update of each client in client order. It can be iterated only once.
+            updates: First update of each client in client order. It can be iterated only once.
             kept: Tensors that the last division kept.
         """
 
@@ -171,7 +171,7 @@ def find_group_rule(setting: str | Mapping[str, Any]) -> GroupRule | None:
     known = [*registry.names("raydfl.engine.groups"), "none"]
     if name not in known[:-1]:
         raise ConfigError(
-            f"{_WHERE}: unknown rule {setting!r:.80}. Choose one of {', '.join(known)}, or write {{name: RULE, OPTION: VALUE}}; "
+            f"{_WHERE}: unknown rule {setting!r:.80}. Choose one of {', '.join(known)}, or write {{name: RULE, OPTION: VALUE}}. "
             f"{nearest(str(name), known)}"
         )
     cls = registry.find("raydfl.engine.groups", name, GroupRule, "rule of train.groups")  # type: ignore[type-abstract]

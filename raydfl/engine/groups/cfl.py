@@ -31,7 +31,7 @@ from raydfl.core.clustering import distances
 from raydfl.core.errors import ConfigError
 from raydfl.core.types import Client, Ratio, Tensors
 from raydfl.engine.groups._membership import Membership
-from raydfl.engine.groups._rule import DiscoveryRule, Division, Sent, name_clusters
+from raydfl.engine.groups._rule import ClientUpdate, DiscoveryRule, Division, name_clusters
 
 _Change = Mapping[str, Tensor]
 
@@ -60,12 +60,12 @@ class Cfl(DiscoveryRule):
             )
         super().check(clients, tensors)
 
-    def divide(self, membership: Membership, sent: Iterable[Sent], kept: Tensors) -> Division:
+    def divide(self, membership: Membership, updates: Iterable[ClientUpdate], kept: Tensors) -> Division:
         """Split each group whose norms meet the criteria."""
         own = membership.groups()
         changes: dict[str, _Change] = {}
         weights: dict[str, float] = {}
-        for message in sent:
+        for message in updates:
             client, weight = message.update.client_id, message.update.weight
             changes[client] = message.change(message.names())
             weights[client] = float(weight) if isinstance(weight, (int, float)) else 1.0

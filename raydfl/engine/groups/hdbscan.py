@@ -24,7 +24,7 @@ from raydfl.core.errors import ConfigError, nearest
 from raydfl.core.part_names import plain_name
 from raydfl.core.types import Client, Ratio, Tensors
 from raydfl.engine.groups._membership import Membership
-from raydfl.engine.groups._rule import DiscoveryRule, Division, Sent, name_clusters
+from raydfl.engine.groups._rule import ClientUpdate, DiscoveryRule, Division, name_clusters
 
 
 def _list_layers(tensors: Iterable[str]) -> list[str]:
@@ -89,7 +89,7 @@ class Hdbscan(DiscoveryRule):
         selected = [name for name in names if plain_name(name).startswith(self.layers)]
         if not selected:
             raise ConfigError(
-                f"train.groups.layers: no tensor's name begins with {' or '.join(self.layers)}; {nearest(self.layers[0], names)}"
+                f"train.groups.layers: no tensor's name begins with {' or '.join(self.layers)}. {nearest(self.layers[0], names)}"
             )
         return selected
 
@@ -117,10 +117,10 @@ class Hdbscan(DiscoveryRule):
         threshold = self.threshold if self.noise == "attach" else 0.0
         return assign_noise(clusters, matrix, threshold), int((clusters < 0).sum()), bool((clusters < 0).all())
 
-    def divide(self, membership: Membership, sent: Iterable[Sent], kept: Tensors) -> Division:
+    def divide(self, membership: Membership, updates: Iterable[ClientUpdate], kept: Tensors) -> Division:
         """Cluster the clients of the round, and with ``accumulate`` also the clients of earlier rounds."""
         heads = _read_heads(kept, membership) if self.accumulate else {}
-        for message in sent:
+        for message in updates:
             change = message.change(self.head(message.names()))
             client = message.update.client_id
             earlier = heads.get(client)

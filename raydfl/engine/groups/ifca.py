@@ -25,7 +25,7 @@ from pydantic.dataclasses import dataclass
 from raydfl.core.errors import ConfigError
 from raydfl.core.types import Client, Ratio, State, Tensors
 from raydfl.engine.groups._membership import GLOBAL, PREFIX, Membership
-from raydfl.engine.groups._rule import DiscoveryRule, Division, Sent
+from raydfl.engine.groups._rule import ClientUpdate, DiscoveryRule, Division
 from raydfl.methods import Method
 from raydfl.training import Step
 
@@ -82,10 +82,10 @@ class Ifca(DiscoveryRule):
             step.load(key)
         return chosen
 
-    def divide(self, membership: Membership, sent: Iterable[Sent], kept: Tensors) -> Division:
+    def divide(self, membership: Membership, updates: Iterable[ClientUpdate], kept: Tensors) -> Division:
         """Move each client to its chosen group."""
         own = membership.groups()
-        chosen = {message.update.client_id: message.group for message in sent}
+        chosen = {message.update.client_id: message.group for message in updates}
         moved = sum(own[client] != group for client, group in chosen.items())
         return Division(
             membership.move(chosen, self.groups + 1),

@@ -18,7 +18,7 @@ from pydantic.dataclasses import dataclass
 from raydfl.core.errors import ConfigError, nearest
 from raydfl.core.types import Client, Tensors
 from raydfl.engine.groups._membership import Membership
-from raydfl.engine.groups._rule import Division, GroupRule, Sent
+from raydfl.engine.groups._rule import ClientUpdate, Division, GroupRule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class Known(GroupRule):
         """Reject an unknown column, and a group without training clients."""
         if any(self.by not in client.profile for client in clients):
             raise ConfigError(
-                f"train.groups.by: the clients' profiles have no column {self.by!r}; {nearest(self.by, clients[0].profile)} Add it "
+                f"train.groups.by: the clients' profiles have no column {self.by!r}. {nearest(self.by, clients[0].profile)} Add it "
                 f"with data.profile, or use 'part' with data.parts"
             )
         groups = dict.fromkeys(str(client.profile[self.by]) for client in clients)
@@ -48,7 +48,7 @@ class Known(GroupRule):
                     f"Change train.clients, or remove the group's data"
                 )
 
-    def divide(self, membership: Membership, sent: Iterable[Sent], kept: Tensors) -> Division:
+    def divide(self, membership: Membership, updates: Iterable[ClientUpdate], kept: Tensors) -> Division:
         """Assign every client to the group in its profile, also outside the cohort."""
         truth = cast(Sequence[str], membership.truth)
         groups = {client: f"task_{kind}" for client, kind in zip(membership.clients, truth, strict=True)}

@@ -230,7 +230,7 @@ def _compute_checksum(file: IO[bytes], parts: Sequence[tuple[int, int]]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _File:
+class _RowsFile:
     path: Path
     first: int
     last: int
@@ -239,27 +239,27 @@ class _File:
     def merged(self) -> bool:
         return "-" in self.path.stem
 
-    def is_superseded_by(self, other: _File) -> bool:
+    def is_superseded_by(self, other: _RowsFile) -> bool:
         return self != other and other.merged and other.first <= self.first and self.last <= other.last
 
 
-def _list_all_files(run_dir: Path) -> list[_File]:
+def _list_all_files(run_dir: Path) -> list[_RowsFile]:
     """List all files of rows by first round, including superseded files. Ignores foreign names."""
     files = []
     for path in (run_dir / "rows").glob("*.parquet"):
         match = re.fullmatch(r"(\d{8,})(?:-(\d{8,}))?", path.stem)
         if match:
-            files.append(_File(path, int(match[1]), int(match[2] or match[1])))
+            files.append(_RowsFile(path, int(match[1]), int(match[2] or match[1])))
     return sorted(files, key=lambda file: (file.first, file.last))
 
 
-def _files(run_dir: Path) -> list[_File]:
+def _files(run_dir: Path) -> list[_RowsFile]:
     """List the files of the metrics table, without superseded files."""
     files = _list_all_files(run_dir)
     return [file for file in files if not any(file.is_superseded_by(other) for other in files)]
 
 
-def _read(file: _File, columns: Sequence[str], where: pc.Expression | None) -> pa.Table:
+def _read(file: _RowsFile, columns: Sequence[str], where: pc.Expression | None) -> pa.Table:
     try:
         _check_seal(file.path)
         # The schema fills columns that older versions did not write with null.
@@ -273,7 +273,7 @@ def _read(file: _File, columns: Sequence[str], where: pc.Expression | None) -> p
         ) from error
 
 
-def _make_filter(file: _File, until_round: int | None, where: pc.Expression | None) -> pc.Expression | None:
+def _make_filter(file: _RowsFile, until_round: int | None, where: pc.Expression | None) -> pc.Expression | None:
     """Combine ``where`` with a filter of rounds, for a merged file that extends beyond ``until_round``."""
     if until_round is None or file.last <= until_round:
         return where
@@ -349,7 +349,7 @@ def compact(run_dir: Path, gather: int | None = None) -> Path | None:
     return merged
 
 
-def _read_row_groups(files: Iterable[_File], where: pc.Expression | None = None) -> Iterator[pa.Table]:
+def _read_row_groups(files: Iterable[_RowsFile], where: pc.Expression | None = None) -> Iterator[pa.Table]:
     """Yield the rows of the files in tables of about ``_MERGE_ROWS`` rows."""
     waiting: list[pa.Table] = []
     for file in files:

@@ -31,7 +31,7 @@ from raydfl.runs.inference.recordings import (
     Recording,
     Source,
     answer,
-    name_of,
+    get_name,
     predictions,
     recordings,
     remove_name,
@@ -107,9 +107,9 @@ def classify_arrays(
     """
     fusion = open_model(run_dir, model, client, trust, best, bool(views))
     if isinstance(fusion, RunModel):
-        return list(predictions(fusion, [_recording(fusion, *pair, rate) for pair in enumerate(arrays)]))
+        return list(predictions(fusion, [_make_recording(fusion, *pair, rate) for pair in enumerate(arrays)]))
     arrays_by_view = {FIRST_VIEW: arrays, **(views or {})}
-    ends = front_ends(fusion, views or ())
+    ends = make_front_ends(fusion, views or ())
     sources: list[dict[str, Recording | None]] = [{} for _ in arrays]
     for encoder in fusion.encoders:
         name = encoder.spec.view
@@ -120,7 +120,7 @@ def classify_arrays(
             )
         for index, array in enumerate(values):
             absent = array is None and name != FIRST_VIEW
-            sources[index][name] = None if absent else _recording(encoder, index, array, rate)
+            sources[index][name] = None if absent else _make_recording(encoder, index, array, rate)
     return [_predict_recording(fusion, source, ends) for source in sources]
 
 
@@ -135,7 +135,7 @@ def predict_fused(model: RunFusion, files: Sequence[Path], views: Mapping[str, P
     Raises:
         InputError: Unknown view, missing file or folder, or a view with unknown normalisation statistics.
     """
-    ends = front_ends(model, views)
+    ends = make_front_ends(model, views)
     for name, path in views.items():
         if not path.exists():
             raise InputError(f"view {name!r}: there is no file or folder {path}")
@@ -144,7 +144,7 @@ def predict_fused(model: RunFusion, files: Sequence[Path], views: Mapping[str, P
         for encoder in model.encoders
         if encoder.spec.view != FIRST_VIEW
     }
-    first = _first(model)
+    first = _get_first_encoder(model)
     listed, failures = recordings(files, isinstance(first.view.features, ImageFeatures))
     for file, reason in failures.items():
         yield Prediction(file, first.classes, np.zeros(0), reason)
@@ -157,7 +157,7 @@ def predict_fused(model: RunFusion, files: Sequence[Path], views: Mapping[str, P
         yield _predict_recording(model, sources, ends)
 
 
-def front_ends(model: RunFusion, views: Iterable[str]) -> dict[str, FrontEnd]:
+def make_front_ends(model: RunFusion, views: Iterable[str]) -> dict[str, FrontEnd]:
     """Build the front end of each view of a fusion model.
 
     Args:
@@ -180,7 +180,7 @@ def front_ends(model: RunFusion, views: Iterable[str]) -> dict[str, FrontEnd]:
     return {encoder.spec.view: FrontEnd(encoder) for encoder in model.encoders}
 
 
-def _first(model: RunFusion) -> RunModel:
+def _get_first_encoder(model: RunFusion) -> RunModel:
     """Return the model of the first view."""
     return next(encoder for encoder in model.encoders if encoder.spec.view == FIRST_VIEW)
 
@@ -222,30 +222,30 @@ def _predict_recording(
     Args:
         model: Fusion model.
         sources: File or array by view. ``None``: the view is missing.
-        ends: Front end by view, from :func:`front_ends`.
+        ends: Front end by view, from :func:`make_front_ends`.
     """
-    main, first = sources[FIRST_VIEW], _first(model)
+    main, first = sources[FIRST_VIEW], _get_first_encoder(model)
     assert main is not None  # noqa: S101 - the first view is never missing
-    file = name_of(main)
+    file = get_name(main)
     matrices: dict[str, np.ndarray] = {}
     for name, source in sources.items():
-        matrix = None if source is None else _matrix(ends[name], source, optional=name != FIRST_VIEW)
+        matrix = None if source is None else _compute_matrix(ends[name], source, optional=name != FIRST_VIEW)
         if source is None or matrix is None:
             (prediction,) = predictions(model.student, [main])
             return dataclasses.replace(prediction, model=model.student.name)
         if isinstance(matrix, str):
-            where = f"view {name}: {name_of(source)}: " if name != FIRST_VIEW else ""
+            where = f"view {name}: {get_name(source)}: " if name != FIRST_VIEW else ""
             return Prediction(file, first.classes, np.zeros(0), where + matrix)
         matrices[name] = matrix
-    logits = [model.logits(batch) for batch in _batches(matrices, ends)]
+    logits = [model.logits(batch) for batch in _make_batches(matrices, ends)]
     return Prediction(
         file, first.classes, answer(first, torch.cat(logits)), answers=first.objective.answers, model=model.name
     )
 
 
-def _matrix(end: FrontEnd, source: Source, optional: bool) -> np.ndarray | str | None:
+def _compute_matrix(end: FrontEnd, source: Source, optional: bool) -> np.ndarray | str | None:
     """Return the features of a file or array, an error text, or ``None`` if a video lacks an optional view."""
-    path = name_of(source)
+    path = get_name(source)
     try:
         matrix: np.ndarray | str = end.matrix(source)
     except AbsentError as error:
@@ -255,9 +255,11 @@ def _matrix(end: FrontEnd, source: Source, optional: bool) -> np.ndarray | str |
     return end.normalise({path: matrix})[path]
 
 
-def _batches(matrices: Mapping[str, np.ndarray], ends: Mapping[str, FrontEnd]) -> Iterator[Batch]:
+def _make_batches(matrices: Mapping[str, np.ndarray], ends: Mapping[str, FrontEnd]) -> Iterator[Batch]:
     """Yield the segments of the first view, each with the complete input of every further view."""
-    further = {name: _only(ends[name].inputs(matrix)) for name, matrix in matrices.items() if name != FIRST_VIEW}
+    further = {
+        name: _unpack_single(ends[name].inputs(matrix)) for name, matrix in matrices.items() if name != FIRST_VIEW
+    }
     for x, lengths in ends[FIRST_VIEW].inputs(matrices[FIRST_VIEW]):
         count, first_lengths = len(x), {} if lengths is None else {FIRST_VIEW: lengths}
         yield Batch(
@@ -268,12 +270,12 @@ def _batches(matrices: Mapping[str, np.ndarray], ends: Mapping[str, FrontEnd]) -
         )
 
 
-def _only(values: Iterable[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
+def _unpack_single(values: Iterable[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
     (only,) = values
     return only
 
 
-def _recording(model: RunModel, index: int, array: ArrayLike | None, rate: int | None) -> Recording:
+def _make_recording(model: RunModel, index: int, array: ArrayLike | None, rate: int | None) -> Recording:
     """Check an array, and wrap it as a recording for the model's view."""
     name, values = Path(f"array-{index}"), np.asarray(array)
     if isinstance(model.view.features, ImageFeatures):

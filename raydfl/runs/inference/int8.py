@@ -24,7 +24,7 @@ from raydfl.core.metrics import summarise
 from raydfl.data import Examples, Population
 from raydfl.objectives import Objective
 from raydfl.runs.inference.model import RunModel
-from raydfl.runs.inference.network import Graph, open_session, quiet
+from raydfl.runs.inference.network import Graph, open_session, silence
 from raydfl.runs.inference.recordings import LEAST_FRAMES
 
 QUANTISED = ("Conv", "Gemm", "MatMul")
@@ -47,9 +47,9 @@ def quantise(model: RunModel, graph: Graph) -> tuple[Graph, dict[str, Any]]:
     Raises:
         InputError: Training clips for calibration are missing here, or the network has no quantisable operator.
     """
-    train, held_out, split = _examples(model)
+    train, held_out, split = _load_examples(model)
     chosen = np.sort(np.random.default_rng(0).permutation(len(train))[:_CALIBRATION])
-    content, operators = _quantise_static(graph.content, list(_feeds(model, graph, train.take(chosen))))
+    content, operators = _quantise_static(graph.content, list(_make_feeds(model, graph, train.take(chosen))))
     if not operators:
         raise InputError(
             f"--quantize int8: model {model.name!r} ({model.spec.architecture}) has no convolution and no linear layer to "
@@ -64,7 +64,7 @@ def quantise(model: RunModel, graph: Graph) -> tuple[Graph, dict[str, Any]]:
     return quantised, facts
 
 
-def _examples(model: RunModel) -> tuple[Examples, Examples, str]:
+def _load_examples(model: RunModel) -> tuple[Examples, Examples, str]:
     """Return the model's training examples, its held-out examples, and the name of the held-out split.
 
     Raises:
@@ -99,7 +99,7 @@ def _examples(model: RunModel) -> tuple[Examples, Examples, str]:
     return train.select_view(model.spec.view), held_out.select_view(model.spec.view), split
 
 
-def _feeds(model: RunModel, graph: Graph, examples: Examples) -> Iterator[dict[str, np.ndarray]]:
+def _make_feeds(model: RunModel, graph: Graph, examples: Examples) -> Iterator[dict[str, np.ndarray]]:
     """Yield the graph's inputs by name, batch by batch."""
     for batch in examples.batches(_BATCH, None):
         x, lengths = batch.x, batch.lengths
@@ -116,7 +116,7 @@ def _feeds(model: RunModel, graph: Graph, examples: Examples) -> Iterator[dict[s
 def _score(model: RunModel, graph: Graph, examples: Examples) -> float:
     """Compute the objective's headline score of a graph."""
     session, name = open_session(graph.content), model.output_names[0]
-    outputs = np.concatenate([session.run([name], feed)[0] for feed in _feeds(model, graph, examples)])
+    outputs = np.concatenate([session.run([name], feed)[0] for feed in _make_feeds(model, graph, examples)])
     metrics = summarise(model.objective.metrics(torch.from_numpy(outputs), examples))
     return metrics[model.objective.headline].value
 
@@ -133,7 +133,7 @@ class _Clips(CalibrationDataReader):  # type: ignore[misc]
 
 def _quantise_static(content: bytes, batches: list[dict[str, np.ndarray]]) -> tuple[bytes, int]:
     """Return an ONNX model in int8, and the number of quantised operators."""
-    with tempfile.TemporaryDirectory(prefix="raydfl-int8-") as name, quiet(""):
+    with tempfile.TemporaryDirectory(prefix="raydfl-int8-") as name, silence(""):
         folder = Path(name)
         original, prepared, quantised = (folder / f"{stem}.onnx" for stem in ("original", "prepared", "int8"))
         original.write_bytes(content)

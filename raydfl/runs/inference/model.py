@@ -155,7 +155,7 @@ def open_model(
     if model is not None and model.rpartition(":")[2] in type(read_config(folder, trust).parts.method).on_features:
         if client is not None:
             raise InputError(f"model {model!r} exists only on the server. Omit the client.")
-        return _Run(folder, trust, best).fusion(model)
+        return _Run(folder, trust, best).load_fusion(model)
     if several:
         raise InputError("--view needs a model of several views. Add --model fusion (in Python: model='fusion').")
     return load_model(folder, model, client, trust, best)
@@ -183,16 +183,16 @@ def load_model(
             ``run.best``.
     """
     run = _Run(local_run(run_dir), trust, best)
-    return run.load_shared(model) if client is None else run.clients_model(model, client)
+    return run.load_shared(model) if client is None else run.load_client(model, client)
 
 
-def load_models_of(
+def load_client_models(
     run_dir: str | Path, clients: Iterable[str], model: str | None = None, trust: bool = False, best: bool = False
 ) -> dict[str, RunModel]:
     """Load the model of each client, or the shared model for an unknown id. See :func:`load_model` for arguments and errors."""
     run = _Run(local_run(run_dir), trust, best)
     known = run.population.ids
-    return {name: run.clients_model(model, name) if name in known else run.load_shared(model) for name in clients}
+    return {name: run.load_client(model, name) if name in known else run.load_shared(model) for name in clients}
 
 
 class _Run:
@@ -201,7 +201,7 @@ class _Run:
     def __init__(self, run_dir: Path, trust: bool, best: bool = False) -> None:
         self.run_dir = run_dir
         self.config: Config = read_config(run_dir, trust)
-        self.commit, self.chosen = _best_commit(run_dir, self.config) if best else (_last_commit(run_dir), "")
+        self.commit, self.chosen = _load_best_commit(run_dir, self.config) if best else (_load_last_commit(run_dir), "")
         self.method: Method = self.config.parts.method
         self.population = Population.load(run_dir / "population", features=False)
         self.clients = Clients(self.population, self.config)
@@ -226,7 +226,7 @@ class _Run:
             )
         if model is None:
             raise InputError(f"this run has several shared models. Choose one with --model: {', '.join(shared)}.")
-        raise InputError(f"this run has no model {model!r}; {nearest(model, [*shared, *self.config.parts.models])}")
+        raise InputError(f"this run has no model {model!r}. {nearest(model, [*shared, *self.config.parts.models])}")
 
     def _check_reads_data(self, model: str | None) -> None:
         """Reject a fusion model, because it reads outputs of models instead of data."""
@@ -237,7 +237,7 @@ class _Run:
                 f"raydfl predict, or choose one of {', '.join(whole)} with --model."
             )
 
-    def fusion(self, model: str) -> RunFusion:
+    def load_fusion(self, model: str) -> RunFusion:
         """Load a fusion model with its encoders."""
         entry, _, name = model.rpartition(":")
         for part, variants in self.clients.variants_of_parts().items():
@@ -260,12 +260,12 @@ class _Run:
             f"{', '.join(self._find_shared())} with --model."
         )
 
-    def clients_model(self, model: str | None, client_id: str) -> RunModel:
+    def load_client(self, model: str | None, client_id: str) -> RunModel:
         """Load a client's model: shared tensors as the client receives them, and its private tensors."""
         self._check_reads_data(model)
         client = self.clients.by_id(client_id)
         record = self.commit.private.get(client.index)
-        kept = {} if record is None else PrivateStore(self.run_dir / "private").read(record)
+        private_tensors = {} if record is None else PrivateStore(self.run_dir / "private").read(record)
         tasks = [task for task in self.method.plan_evaluation(self.commit.state, [client]) if task.client_id != SERVER]
         keys = tasks[0].receive if tasks else tuple(self.commit.state.tensors)
         part = self.population.part_of(client.index)
@@ -274,18 +274,20 @@ class _Run:
         if cuts:
             whole = {key: FlatTensors.from_tensors(tensors) for key, tensors in received.items()}
             received = {key: cut_tensors(tensors, cuts, f"client {client_id!r}") for key, tensors in whole.items()}
-        networks, absent = self._load(client.models, received, kept, f"client {client_id!r}", cuts)
+        networks, absent = self._load(client.models, received, private_tensors, f"client {client_id!r}", cuts)
         if model is None:
             fixed = find_fixed_tensors(networks, self.method.fixed)
             private = [
                 name
                 for name in networks
-                if any(tensor not in fixed and not self.method.shared(tensor) for tensor in _names(networks, name))
+                if any(
+                    tensor not in fixed and not self.method.shared(tensor) for tensor in _name_tensors(networks, name)
+                )
             ]
             model = (private or list(networks))[0]
         if model not in networks:
-            raise InputError(f"client {client_id!r} has no model {model!r}; {nearest(model, networks)}")
-        if any(tensor in absent for tensor in _names(networks, model)):
+            raise InputError(f"client {client_id!r} has no model {model!r}. {nearest(model, networks)}")
+        if any(tensor in absent for tensor in _name_tensors(networks, model)):
             raise InputError(
                 f"client {client_id!r} has no model {model!r} yet, because it took part in none of the "
                 f"{self.commit.state.round_index} completed rounds. Choose another client; {self._describe_owners()}."
@@ -318,7 +320,7 @@ class _Run:
 
     def _is_whole(self, networks: Mapping[str, nn.Module], name: str, tensors: Tensors) -> bool:
         fixed = find_fixed_tensors(networks, self.method.fixed)
-        trained = {tensor: value for tensor, value in _names(networks, name).items() if tensor not in fixed}
+        trained = {tensor: value for tensor, value in _name_tensors(networks, name).items() if tensor not in fixed}
         return bool(trained) and all(
             self.method.shared(tensor) and tensor in tensors and tensors[tensor].shape == value.shape
             for tensor, value in trained.items()
@@ -335,7 +337,7 @@ class _Run:
         slices = cut_tensors(build_fixed_tensors(self.method, specs, self.config.run.seed), cuts or {}, owner)
         Replica(networks, fixed).start(flat, private, self.method.shared, f"{self.run_dir}, {owner}", slices)
         sent = {name for tensors in flat.values() for name in tensors}
-        names = {tensor for name in networks for tensor in _names(networks, name)} - fixed
+        names = {tensor for name in networks for tensor in _name_tensors(networks, name)} - fixed
         return networks, {name for name in names if name not in (sent if self.method.shared(name) else private)}
 
     def _wrap(self, label: str, client_id: str, part: str, specs: Specs, name: str, network: nn.Module) -> RunModel:
@@ -372,28 +374,28 @@ class _Run:
         return f"clients with a model: {', '.join(ids[:_LISTED])}{' ...' if len(ids) > _LISTED else ''}"
 
 
-def _names(networks: Mapping[str, nn.Module], name: str) -> dict[str, Tensor]:
+def _name_tensors(networks: Mapping[str, nn.Module], name: str) -> dict[str, Tensor]:
     """Return a model's floating-point tensors (not copies) by flat name."""
     return {f"{name}/{key}": v for key, v in networks[name].state_dict().items() if v.is_floating_point()}
 
 
-def _best_commit(run_dir: Path, config: Config) -> tuple[Commit, str]:
+def _load_best_commit(run_dir: Path, config: Config) -> tuple[Commit, str]:
     """Return the commit of the best round, and a description of the choice.
 
     Raises:
         RunDirectoryError: The run has no completed round.
         InputError: The run keeps no best round.
     """
-    _last_commit(run_dir)
+    _load_last_commit(run_dir)
     best = find_best(run_dir, config)
     if best is None:
-        why = "no best round is recorded yet" if config.run.best else "run.best was not set"
-        raise InputError(f"--best: {run_dir} keeps no best round, because {why}. Omit --best to use the last round.")
+        reason = "no best round is recorded yet" if config.run.best else "run.best was not set"
+        raise InputError(f"--best: {run_dir} keeps no best round, because {reason}. Omit --best to use the last round.")
     leader = best.leader
     return best.commit, f"the best: {leader.criterion.metric} {leader.value:.4f}, chosen by {leader.criterion.chooser}"
 
 
-def _last_commit(run_dir: Path) -> Commit:
+def _load_last_commit(run_dir: Path) -> Commit:
     commit = RunStore(run_dir).newest()
     if commit is None or commit.state.round_index == 0:
         raise RunDirectoryError(

@@ -58,7 +58,7 @@ def trace(module: nn.Module, examples: Mapping[str, Tensor], sizes: Sequence[Any
         sizes: Free dimensions of each input, in the format of ``torch.export``.
         outputs: Names of the outputs.
     """
-    with quiet("torch.onnx", "torch.fx", "onnxscript", "onnx_ir"), use("torch"), torch.no_grad():
+    with silence("torch.onnx", "torch.fx", "onnxscript", "onnx_ir"), use("torch"), torch.no_grad():
         program: Any = torch.onnx.export(
             module,
             tuple(examples.values()),
@@ -109,7 +109,7 @@ def to_onnx(model: RunModel, with_lengths: bool | None = None) -> Graph:
         except InputError:
             raise
         except Exception as error:  # noqa: BLE001  (copying, tracing or calling a user's network raises anything)
-            reasons.append(_reason(error))
+            reasons.append(_summarise_error(error))
     raise InputError(
         f"model {model.name!r} ({model.spec.architecture}) cannot be exported to ONNX: {reasons[0]}. Its "
         f"forward(x, lengths) must be traceable by torch.export: do not branch on a tensor's value, and take sizes from x.shape. "
@@ -161,22 +161,22 @@ class _Recurrence(nn.Module):
         }
         suffixes = ("", "_reverse") if gru.bidirectional else ("",)
 
-        def gates(name: str) -> Tensor:
+        def stack_gates(name: str) -> Tensor:
             return torch.stack([_reorder_gates(getattr(gru, name + suffix).detach()) for suffix in suffixes])
 
-        self.register_buffer("weights", gates("weight_ih_l0"))
-        self.register_buffer("recurrent_weights", gates("weight_hh_l0"))
-        biases = [gates("bias_ih_l0"), gates("bias_hh_l0")] if gru.bias else []
+        self.register_buffer("weights", stack_gates("weight_ih_l0"))
+        self.register_buffer("recurrent_weights", stack_gates("weight_hh_l0"))
+        biases = [stack_gates("bias_ih_l0"), stack_gates("bias_hh_l0")] if gru.bias else []
         self.register_buffer("biases", torch.cat(biases, dim=1) if biases else None)
         self.directions, self.hidden = len(suffixes), gru.hidden_size
 
     def forward(self, x: Tensor, hx: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return self._node(x, None, hx)
+        return self._build_node(x, None, hx)
 
     def outputs(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
-        return self._node(x, lengths, None)[0]
+        return self._build_node(x, lengths, None)[0]
 
-    def _node(self, x: Tensor, lengths: Tensor | None, hx: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _build_node(self, x: Tensor, lengths: Tensor | None, hx: Tensor | None) -> tuple[Tensor, Tensor]:
         frames_first = x.transpose(0, 1)
         frames, batch = frames_first.shape[:2]
         counts = None if lengths is None else lengths.to(torch.int32)
@@ -210,7 +210,7 @@ def replace_modules(network: nn.Module) -> nn.Module:
 
 
 def _trace_network(network: nn.Module, model: RunModel, frames: int | None, with_lengths: bool) -> bytes:
-    x, lengths = _example(model, _BATCH, frames or _FRAMES, with_lengths)
+    x, lengths = _draw_example(model, _BATCH, frames or _FRAMES, with_lengths)
     fixed = frames or isinstance(model.spec.inputs, tuple)
     any_size = {0: "batch"} if fixed else {0: "batch", 1: "frames"}
     sizes = (any_size, {0: "batch"}) if with_lengths else (any_size,)
@@ -218,7 +218,7 @@ def _trace_network(network: nn.Module, model: RunModel, frames: int | None, with
     return trace(network, inputs, sizes, model.output_names)
 
 
-def _example(model: RunModel, batch: int, frames: int, with_lengths: bool) -> tuple[Tensor, Tensor | None]:
+def _draw_example(model: RunModel, batch: int, frames: int, with_lengths: bool) -> tuple[Tensor, Tensor | None]:
     """Draw random inputs. The first example has all frames, as the longest example of a batch does."""
     random = torch.Generator().manual_seed(batch * 10_000 + frames)
     inputs = model.spec.inputs
@@ -239,7 +239,7 @@ def _compare_graph(content: bytes, model: RunModel, frames: int | None, with_len
     """
     session, worst = open_session(content), 0.0
     for batch, length in ((1, frames or 64), (2, frames or 101), (5, frames or 230)):
-        x, lengths = _example(model, batch, length, with_lengths)
+        x, lengths = _draw_example(model, batch, length, with_lengths)
         expected = model.logits(x, lengths).numpy()
         inputs = {"x": x.numpy()} if lengths is None else {"x": x.numpy(), "lengths": lengths.numpy()}
         outputs = session.run([*model.output_names], inputs)
@@ -272,7 +272,7 @@ def compare(actual: np.ndarray, expected: np.ndarray, model: RunModel, case: str
     return difference
 
 
-def _reason(error: Exception) -> str:
+def _summarise_error(error: Exception) -> str:
     """Summarise the innermost cause of an exporter's error in one line."""
     while error.__cause__ is not None and isinstance(error.__cause__, Exception):
         error = error.__cause__
@@ -281,7 +281,7 @@ def _reason(error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def quiet(*names: str) -> Iterator[None]:
+def silence(*names: str) -> Iterator[None]:
     """Suppress warnings, standard error, and log messages below ERROR of the named loggers."""
     logs = [logging.getLogger(name) for name in names]
     levels = [log.level for log in logs]

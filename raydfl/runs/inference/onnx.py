@@ -108,7 +108,7 @@ def export_model(
     _check_form(input, quantize, streaming)
     form = "streaming" if streaming else input
     loaded = load_model(run_dir, model, client, trust, best)
-    path = _default_path(loaded, form, quantize) if out is None else Path(out)
+    path = _make_default_path(loaded, form, quantize) if out is None else Path(out)
     if path.suffix != ".onnx":
         raise InputError(f"--out {path}: the name must end in .onnx")
     content, difference, more = _make(loaded, form, quantize is not None)
@@ -142,14 +142,14 @@ def _make(model: RunModel, form: str, int8: bool) -> tuple[bytes, float, dict[st
         return graph.content, graph.difference, more
     rate = {"sample_rate": wave.read_settings(model).sample_rate}
     if form == "streaming":
-        content = streaming.stream_graph(model)
+        content = streaming.build_stream_graph(model)
         stream = streaming.Stream(network.open_session(content), 2)
-        return content, streaming.largest_difference(stream.hear, model), rate
+        return content, streaming.measure_difference(stream.process, model), rate
     wave.Answer(model, model.logits)  # rejects unsupported models before the slow export of the network
     graph, more = _make_network(model, int8, wave.takes_lengths(model))
-    content = wave.answer_graph(model, graph)
+    content = wave.build_answer_graph(model, graph)
     session = network.open_session(content)
-    difference = wave.largest_difference(lambda waves: session.run(None, {"samples": waves})[0], model, tolerant=int8)
+    difference = wave.measure_difference(lambda waves: session.run(None, {"samples": waves})[0], model, tolerant=int8)
     return content, difference, {**rate, **more}
 
 
@@ -165,7 +165,7 @@ def _make_network(model: RunModel, int8: bool, with_lengths: bool | None) -> tup
     return graph, {"quantised": quantised}
 
 
-def _default_path(model: RunModel, form: str, quantize: str | None) -> Path:
+def _make_default_path(model: RunModel, form: str, quantize: str | None) -> Path:
     name = model.name if not model.client else f"{model.name}-{model.client}"
     endings = ("best" if model.chosen else "", "" if form == "features" else form, quantize or "")
     return model.run_dir / "export" / f"{'-'.join([file_name_of(name), *filter(None, endings)])}.onnx"

@@ -61,7 +61,7 @@ class Recording:
 Source = Path | Recording
 
 
-def name_of(source: Source) -> Path:
+def get_name(source: Source) -> Path:
     """Return the name of a file or of a recording in memory."""
     return source if isinstance(source, Path) else source.name
 
@@ -134,12 +134,12 @@ def predictions(model: RunModel, sources: Sequence[Source]) -> Iterator[Predicti
     if model.view.features.normalise in BY_TRAINING_CLIPS and model.statistics is None:
         folders: dict[Path, list[Source]] = {}
         for source in listed:
-            folders.setdefault(name_of(source).absolute().parent, []).append(source)
+            folders.setdefault(get_name(source).absolute().parent, []).append(source)
         groups = list(folders.values())
     else:
         groups = [[source] for source in listed]
     for group in groups:
-        named = {name_of(source): source for source in group}
+        named = {get_name(source): source for source in group}
         matrices = front_end.normalise(
             {file: attempt(front_end.matrix, source, file) for file, source in named.items()}
         )
@@ -258,13 +258,13 @@ class FrontEnd:
 
     def inputs(self, matrix: np.ndarray) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Yield the network's inputs ``x`` and ``lengths`` for batches of a recording's segments."""
-        for batch in self._examples(matrix).batches(_BATCH, None):
+        for batch in self._make_examples(matrix).batches(_BATCH, None):
             x = batch.x
             if batch.lengths is not None and x.shape[1] < LEAST_FRAMES:
                 x = torch.nn.functional.pad(x, (0, 0, 0, LEAST_FRAMES - x.shape[1]))
             yield x, batch.lengths
 
-    def _examples(self, matrix: np.ndarray) -> Examples:
+    def _make_examples(self, matrix: np.ndarray) -> Examples:
         """Cut a recording into segments, padded and stored like the run's test clips."""
         settings, segment = self._settings, self._model.view.test_segments
         padded = matrix

@@ -86,27 +86,29 @@ class Streaming(nn.Module):
     ) -> tuple[Tensor, ...]:
         """Compute the answers for all samples so far, and the next state (:data:`STATES`)."""
         before, after = heard[0], heard[0] + samples.shape[1]
-        first_frame, final_frame = self._final_frames(before), self._final_frames(after)
-        first_step, final_step = self._final_steps(first_frame), self._final_steps(final_frame)
-        lengths = [self._frames(after)]
+        first_frame, final_frame = self._count_final_frames(before), self._count_final_frames(after)
+        first_step, final_step = self._count_final_steps(first_frame), self._count_final_steps(final_frame)
+        lengths = [self._count_frames(after)]
         """Lengths of a recording that ends now, before each convolution and after the last. They are at least 1 frame."""
         for _ in range(self.layers):
             lengths.append((lengths[-1] // self.pool).clamp_min(1))
         count = (samples.shape[1] + self.needed - 1) // self.front_end.hop + 1
         steps = (count + self.around + self.together - 1) // self.together
         sounds = torch.cat([tail, samples], 1)
-        known = torch.cat([frames, self._new_frames(sounds, first_frame + torch.arange(count), before, after)], 1)
+        known = torch.cat(
+            [frames, self._compute_new_frames(sounds, first_frame + torch.arange(count), before, after)], 1
+        )
         begin = first_step * self.together - self.around
         required = begin + torch.arange(steps * self.together + 2 * self.around)
         x = _take_clamped(known, required - first_frame + self.kept_frames)
-        x = torch.where(_inside(required, lengths[0]), x, 0.0)
+        x = torch.where(_is_inside(required, lengths[0]), x, 0.0)
         for layer, convolution in enumerate(self.network.convolutions, start=1):
             maps = F.conv1d(x.transpose(1, 2), convolution.weight, convolution.bias).relu().unsqueeze(2)  # type: ignore[arg-type]
             # max_pool2d, because torch.export takes the frames of max_pool1d for a constant.
             x = F.max_pool2d(maps, (1, self.pool)).squeeze(2).transpose(1, 2)
             if layer < self.layers:  # the next convolution pads with 0, not with the convolution of zeros
                 begin = first_step * self.pool ** (self.layers - layer) - self.edges[self.layers - layer]
-                x = torch.where(_inside(begin + torch.arange(x.shape[1]), lengths[layer]), x, 0.0)
+                x = torch.where(_is_inside(begin + torch.arange(x.shape[1]), lengths[layer]), x, 0.0)
         outputs = self.network.gru(x, hidden)[0]
         numbers = torch.arange(steps)[None, :, None]
         complete = total + torch.where(numbers < lengths[-1] - first_step, outputs, 0.0).sum(1)
@@ -122,22 +124,22 @@ class Streaming(nn.Module):
             total + torch.where(numbers < final, outputs, 0.0).sum(1),
         )
 
-    def _frames(self, samples: Tensor) -> Tensor:
+    def _count_frames(self, samples: Tensor) -> Tensor:
         """Return the number of frames of a recording."""
         past = samples if self.front_end.centred else (samples - len(self.front_end.window)).clamp_min(0)
         return past // self.front_end.hop + 1
 
-    def _final_frames(self, samples: Tensor) -> Tensor:
+    def _count_final_frames(self, samples: Tensor) -> Tensor:
         """Return the number of final frames: no later sample changes them."""
         hop = self.front_end.hop
         return (samples - self.needed + hop).clamp_min(0) // hop
 
-    def _final_steps(self, frames: Tensor) -> Tensor:
+    def _count_final_steps(self, frames: Tensor) -> Tensor:
         """Return the number of final steps of the GRU: no later frame changes them."""
         steps: Tensor = (frames - self.around).clamp_min(0) // self.together
         return steps
 
-    def _new_frames(self, sounds: Tensor, numbers: Tensor, before: Tensor, after: Tensor) -> Tensor:
+    def _compute_new_frames(self, sounds: Tensor, numbers: Tensor, before: Tensor, after: Tensor) -> Tensor:
         """Compute features of a recording that ends now, float32 [batch, frames, bands].
 
         Args:
@@ -159,7 +161,7 @@ def _take_clamped(x: Tensor, places: Tensor) -> Tensor:
     return x.index_select(1, places.clamp(0, x.shape[1] - 1))
 
 
-def _inside(numbers: Tensor, length: Tensor) -> Tensor:
+def _is_inside(numbers: Tensor, length: Tensor) -> Tensor:
     """Return whether each frame is in a recording of ``length`` frames, bool [1, frames, 1]."""
     return ((numbers >= 0) & (numbers < length))[None, :, None]
 
@@ -224,7 +226,7 @@ class Stream:
         sizes = {item.name: [batch if size == "batch" else size for size in item.shape] for item in state}
         self._state = {item.name: np.zeros(sizes[item.name], dtypes[item.type]) for item in state}
 
-    def hear(self, samples: np.ndarray) -> np.ndarray:
+    def process(self, samples: np.ndarray) -> np.ndarray:
         """Process the next samples, float32 [batch, samples], and return the answers so far, float32 [batch, answers]."""
         answers: np.ndarray
         answers, *state = self._session.run(None, {"samples": samples, **self._state})
@@ -232,7 +234,7 @@ class Stream:
         return answers
 
 
-def stream_graph(model: RunModel) -> bytes:
+def build_stream_graph(model: RunModel) -> bytes:
     """Build the streaming ONNX model from ``samples`` and a state to answers and the next state.
 
     Raises:
@@ -245,11 +247,11 @@ def stream_graph(model: RunModel) -> bytes:
     return trace(replace_modules(module).eval(), examples, [{0: "batch", 1: "samples"}, *sizes], outputs)
 
 
-def largest_difference(hear: Callable[[np.ndarray], np.ndarray], model: RunModel) -> float:
+def measure_difference(process: Callable[[np.ndarray], np.ndarray], model: RunModel) -> float:
     """Return the largest absolute difference between streamed answers and the network's answers.
 
     Args:
-        hear: Function from the next samples of two streams to their answers.
+        process: Function from the next samples of two streams to their answers.
         model: Model of a run.
 
     Raises:
@@ -259,7 +261,7 @@ def largest_difference(hear: Callable[[np.ndarray], np.ndarray], model: RunModel
     rate, window, worst = settings.sample_rate, settings.window, 0.0
     waves, piece = make_sounds(round(_SECONDS * rate), rate), round(_PIECE * rate)
     for end in range(piece, waves.shape[1] + 1, piece):
-        answers = hear(waves[:, end - piece : end])
+        answers = process(waves[:, end - piece : end])
         if end >= window and (end % (5 * piece) == 0 or end <= 3 * piece):
             expected = predict_waves(front_end, waves[:, :end], rate)
             if expected is not None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from raydfl.core.errors import InputError
 from raydfl.core.files import write_durably
 from raydfl.data import escape_path
-from raydfl.runs.inference.model import RunModel, load_model, load_models_of
+from raydfl.runs.inference.model import RunModel, load_client_models, load_model
 from raydfl.runs.inference.recordings import predictions, recordings
 from raydfl.runs.inference.threshold import Threshold
 
@@ -64,10 +64,10 @@ def write_submission(
     listed, failures = recordings(files)
     for file, reason in failures.items():
         raise InputError(f"{escape_path(file)}: {reason}")
-    machines = _machines(listed)
+    machines = _group_machines(listed)
     names = [f"{machine}_{number}" for machine, _, number in machines]
     if client is None:
-        models = load_models_of(run_dir, names, model, trust, best)
+        models = load_client_models(run_dir, names, model, trust, best)
     else:
         models = dict.fromkeys(names, load_model(run_dir, model, client, trust, best))
     written = []
@@ -83,7 +83,7 @@ def write_submission(
     return written
 
 
-def _machines(files: Sequence[Path]) -> dict[tuple[str, str, str], list[Path]]:
+def _group_machines(files: Sequence[Path]) -> dict[tuple[str, str, str], list[Path]]:
     """Group recordings by machine type, "section" or "id", and number."""
     machines: dict[tuple[str, str, str], list[Path]] = {}
     unknown = []

@@ -113,7 +113,7 @@ def _score_clips(run: _Run, model: str | None, threshold: Threshold | None) -> I
             test = clients.data(number).test
             if len(test):
                 client = population.ids[first + number]
-                yield from _apply_model(run.clients_model(model, client), test, names, client, threshold)
+                yield from _apply_model(run.load_client(model, client), test, names, client, threshold)
         first += len(clients)
         if len(clients.test):
             shared = f"{part}:{model or next(iter(type(run.method).models))}" if part else model

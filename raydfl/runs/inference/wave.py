@@ -74,7 +74,7 @@ class Features(nn.Module):
         """Compute features, float32 [batch, frames, bands], and return them with the number of frames before padding."""
         x, settings = self.front_end(samples), self.settings
         if settings.normalise == "clip":
-            x = z_scores(x)
+            x = compute_z_scores(x)
         x, sounding = self.normalise(x), x.shape[1]
         if settings.frames is not None:
             x = take(torch.cat([x, x.new_zeros(x.shape[0], settings.frames, settings.bands)], 1), 0, settings.frames)
@@ -149,11 +149,11 @@ class Answer(nn.Module):
         places = first.unsqueeze(1) + torch.arange(size)
         parts = x.index_select(1, places.flatten()).reshape(x.shape[0], count, size, x.shape[2])
         if late is not None and late.z_score:
-            parts = z_scores(parts, (places < sounding).float().unsqueeze(2))
+            parts = compute_z_scores(parts, (places < sounding).float().unsqueeze(2))
         return parts
 
 
-def answer_graph(model: RunModel, network: Graph) -> bytes:
+def build_answer_graph(model: RunModel, network: Graph) -> bytes:
     """Build the ONNX model from ``samples`` float32 [batch, samples] to answers float32 [batch, answers].
 
     Args:
@@ -200,7 +200,7 @@ def takes_lengths(model: RunModel) -> bool:
     return model.length is None or model.view.stored_features.frames is None
 
 
-def z_scores(x: Tensor, real: Tensor | None = None) -> Tensor:
+def compute_z_scores(x: Tensor, real: Tensor | None = None) -> Tensor:
     """Compute z-scores of each band over the frames.
 
     Args:
@@ -216,7 +216,7 @@ def z_scores(x: Tensor, real: Tensor | None = None) -> Tensor:
     return away / ((away.square().sum(-2, keepdim=True) / count).sqrt() + EPSILON)
 
 
-def largest_difference(answer: Callable[[np.ndarray], np.ndarray], model: RunModel, tolerant: bool = False) -> float:
+def measure_difference(answer: Callable[[np.ndarray], np.ndarray], model: RunModel, tolerant: bool = False) -> float:
     """Return the largest absolute difference from the answers of ``raydfl predict``, on recordings of several lengths.
 
     Args:

@@ -120,7 +120,7 @@ def _show_scores(groups: Groups, keys: Sequence[Key]) -> Section:
 
 
 def _make_score_rows(groups: Groups, key: Key, bases: Sequence[str]) -> Iterator[list[str]]:
-    """Yield a row with the final scores of one model on one split, for each group with such a score."""
+    """Yield the final scores of a model on a split, with a row for each group."""
     split, metric = key
     headline = base_name(metric)
     for label, members in groups.items():

@@ -139,7 +139,7 @@ class RunRecord:
 
     @property
     def stopped(self) -> str:
-        """Why ``run.stop`` ended the training in the last recorded round. Empty if it did not."""
+        """Reason of ``run.stop`` to end the training in the last recorded round. Empty if it did not."""
         round_index, _, reason = self.facts.get("stopped", (0, 0.0, ""))
         return reason if round_index and round_index == self.done else ""
 

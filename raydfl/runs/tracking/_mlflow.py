@@ -41,7 +41,7 @@ _RETRY_SECONDS = 60.0  # pause after a failure, because each attempt may block t
 
 
 class MlflowTracker(Tracker):
-    """Tracker that copies a run to MLflow. Use it in one process only: the driver.
+    """Tracker with a copy of a run in MLflow. Use it only in the driver's process.
 
     ``start`` raises an error if the store cannot be used. Later failures raise no error: the first failure is a warning, and the
     missing rounds are copied later from the metrics table.

@@ -1,4 +1,4 @@
-"""Base classes of trackers, which copy a run's metrics during training. The run's folder remains authoritative."""
+"""Base classes of trackers. A tracker copies a run's metrics during training. The run's folder remains authoritative."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def metric_name(row: MetricRow, work: str = WORK) -> str:
 
 
 class Tracker:
-    """Base class of trackers, which itself copies nothing. Use a tracker in one process only: the driver."""
+    """Base class of trackers. It copies nothing itself. Use trackers only in the driver's process."""
 
     def start(
         self, run_name: str, params: Mapping[str, Any], tags: Mapping[str, str], run_id: str | None = None
@@ -77,7 +77,7 @@ class Tracker:
 
 
 class FilesTracker(Tracker):
-    """Base class of trackers that write files to a folder of the run.
+    """Base class of trackers with files in the run's folder.
 
     Each start or resume of the run rewrites the files from the metrics table, so rows are neither duplicated nor lost.
     """

@@ -12,7 +12,7 @@ from raydfl.runs.tracking._tracker import FilesTracker, Status
 
 
 class TensorBoardTracker(FilesTracker):
-    """Tracker that writes TensorBoard's event files."""
+    """Tracker with TensorBoard's event files."""
 
     def open(self, run_name: str, params: Mapping[str, Any], tags: Mapping[str, str]) -> None:
         """Start a new event file with the settings as text."""

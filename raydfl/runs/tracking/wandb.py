@@ -16,7 +16,7 @@ from raydfl.runs.tracking._tracker import FilesTracker, Status
 
 
 class WandbTracker(FilesTracker):
-    """Tracker that writes W&B's files."""
+    """Tracker with offline files of Weights & Biases."""
 
     def open(self, run_name: str, params: Mapping[str, Any], tags: Mapping[str, str]) -> None:
         """Start the files of a run. Its W&B id is a hash of name and digest, so a resumed run keeps its id.

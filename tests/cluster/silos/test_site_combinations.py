@@ -141,8 +141,8 @@ def test_only_the_options_of_sites_and_parts_are_in_the_digest(silos: Silos) -> 
 @pytest.mark.parametrize(
     ("overrides", "north", "message"),
     [
-        ([PARTS], {"parts": {"hihg": {}}}, r"data\.sites\.north\.parts: unknown part 'hihg'.* did you mean 'high'"),
-        ([], {"parts": {"low": {}}}, r"data\.sites\.north\.parts: unknown part 'low', not in data.parts; remove it"),
+        ([PARTS], {"parts": {"hihg": {}}}, r"data\.sites\.north\.parts: unknown part 'hihg'.* Did you mean 'high'"),
+        ([], {"parts": {"low": {}}}, r"data\.sites\.north\.parts: unknown part 'low', not in data.parts. Remove it"),
         ([PARTS], {"parts": {"high": {"speekers": 1}}}, r"data\.parts\.high: .*unknown key 'speekers'"),
         (
             ["data.parts={low: {}, high: {}}", "data.sites.south.parts={low: {}}"],

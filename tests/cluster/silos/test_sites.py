@@ -357,8 +357,8 @@ def test_the_paths_of_a_site_are_absolute(tiny: Silos) -> None:
         ("{north: {folder: relative}}", "absolute path"),
         ("{north: {speakers: 3}}", "folder"),
         ("{no@rth: {folder: /x}}", "letters, digits"),
-        ("{..: {folder: /x}}", "not begin with"),
-        ("{north: {folder: /x, speekers: 3}}", "did you mean 'speakers'|speakers"),
+        ("{..: {folder: /x}}", "do not start with"),
+        ("{north: {folder: /x, speekers: 3}}", "Did you mean 'speakers'|speakers"),
         ("{north: {folder: /x, speakers: many}}", "speakers"),
     ],
 )

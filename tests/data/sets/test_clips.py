@@ -57,7 +57,7 @@ def test_numeric_labels_become_strings() -> None:
         ([make_row("a"), make_row("b", label="")], r"here: row 2 \(clip 'b'\) has no label\. Rows without label: 1\."),
         ([make_row("a"), make_row("")], r"row 2 \(clip ''\) has no clip"),
         ([make_row("a"), make_row("b"), make_row("a")], r"1 clips are named more than once, the first 'a'"),
-        ([make_row("a", split="tset")], r"unknown split 'tset'; did you mean 'test'\?"),
+        ([make_row("a", split="tset")], r"unknown split 'tset'. Did you mean 'test'\?"),
         (
             [make_row("a", split="test"), make_row("b", split=None)],
             r"row 2 \(clip 'b'\) has no split\. Rows without split: 1 of 2\.",

@@ -19,25 +19,20 @@ def test_each_data_set_has_a_complete_card(name: str) -> None:
     assert isinstance(card, Card)
     assert card.title
     assert card.layout
-    if name not in {
-        "folder",
-        "huggingface",
-        "lhotse",
-        "manifest",
-        "webdataset",
-    }:  # formats of the user's own recordings
+    # Formats of the user's own recordings have no licence.
+    if name not in {"folder", "huggingface", "lhotse", "manifest", "webdataset"}:
         assert card.licence
         assert card.url.startswith("http") or name == "machines", "only the generated set has no website"
     assert all(field.description for field in dataset.__pydantic_fields__.values())
 
 
 def test_an_unknown_data_set_suggests_the_nearest_name() -> None:
-    with pytest.raises(ConfigError, match="unknown data set 'fsddd'; did you mean 'fsdd'"):
+    with pytest.raises(ConfigError, match="unknown data set 'fsddd'. Did you mean 'fsdd'"):
         find_dataset("fsddd")
 
 
 def test_an_unknown_option_suggests_the_nearest_name() -> None:
-    with pytest.raises(ConfigError, match=r"data: unknown key 'test_take' for FSDD; did you mean 'test_takes'\?"):
+    with pytest.raises(ConfigError, match=r"data: unknown key 'test_take' for FSDD. Did you mean 'test_takes'\?"):
         build(find_dataset("fsdd"), {"root": "x", "test_take": 3}, "data")
 
 

@@ -349,7 +349,7 @@ def test_a_clip_outside_the_root_keeps_its_path(clips: Path) -> None:
         ("file,label\nclips/a.wav,x\n", {}, r"has no column 'path'; its columns: file, label\. Name .* path_column"),
         ("path,label\nclips/a.wav,x\n", {"group_column": "who"}, r"has no column 'who'; .* group_column"),
         ("path,label\nclips/a.wav,x\n,x\n", {}, r"row 2 has no path \(column 'path' is None\)"),
-        ("path,label,split\nclips/a.wav,x,tran\n", {}, r"row 1 has the unknown split 'tran'; did you mean 'train'\?"),
+        ("path,label,split\nclips/a.wav,x,tran\n", {}, r"row 1 has the unknown split 'tran'. Did you mean 'train'\?"),
         ("path,label,split\nclips/a.wav,x,train\nclips/b.flac,x,\n", {}, "has no split. Rows without split: 1 of 2."),
         (
             "path,label\nclips/a.wav,x\nclips/a.wav,y\n",

@@ -154,7 +154,7 @@ def test_the_test_archive_replaces_the_testing_list(tree: Path, archive: Path) -
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"task": "keywords", "keywords": ("yess",)}, r"no folder for the keyword 'yess'; did you mean 'yes'\?"),
+        ({"task": "keywords", "keywords": ("yess",)}, r"no folder for the keyword 'yess'. Did you mean 'yes'\?"),
         ({"test_root": "."}, "test_root is not the test archive: no _unknown_ or _silence_"),
         ({}, r"there is no testing_list\.txt in .*/v2\. Expected a folder for each word with .*Found: README\.md, "),
     ],

@@ -100,11 +100,11 @@ def test_voices_by_name_and_by_file_are_identical(language: str, monkeypatch: py
 
 
 def test_unknown_names_suggest_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"has no language 'en-uk'; did you mean 'en-u"):
+    with pytest.raises(ConfigError, match=r"has no language 'en-uk'. Did you mean 'en-u"):
         espeak.speak("yes", "en-uk", "m1")
-    with pytest.raises(ConfigError, match=r"has no voice variant 'Andrew'; did you mean 'Andrea'\?"):
+    with pytest.raises(ConfigError, match=r"has no voice variant 'Andrew'. Did you mean 'Andrea'\?"):
         espeak.speak("yes", "en-us", "Andrew")
-    with pytest.raises(ConfigError, match=r"eSpeak NG has no language 'en-usa'; did you mean 'en-us'\?"):
+    with pytest.raises(ConfigError, match=r"eSpeak NG has no language 'en-usa'. Did you mean 'en-us'\?"):
         SpokenWords(languages=("de", "en-usa")).manifest()
 
 
@@ -370,7 +370,7 @@ def test_coloured_noise_is_white_noise_through_a_decaying_filter() -> None:
         ({"test_speakers": 0.5, "validation_speakers": 0.5}, "leave no speaker to train on"),
         ({"test_speakers": 1.0}, "data.test_speakers: Input should be less than 1"),
         ({"seed": -1}, "data.seed: Input should be greater than or equal to 0"),
-        ({"speaker": 5}, r"unknown key 'speaker' for SpokenWords; did you mean 'speakers'\?"),
+        ({"speaker": 5}, r"unknown key 'speaker' for SpokenWords. Did you mean 'speakers'\?"),
         ({"words": "speech_commands_12", "label": "language"}, "label: language needs spoken words"),
         ({"words": "speech_commands_12", "snr_db": None}, "needs room noise"),
     ],

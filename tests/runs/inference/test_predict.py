@@ -380,15 +380,15 @@ def test_models_and_clients_that_are_not_there(raydfl: Raydfl, mutual: Finished,
     file = mutual.test_files[0]
     raydfl("predict", tmp_path / "no", file).refuses("there is no run directory")
     raydfl("predict", tmp_path, file).refuses("is not a run directory")
-    raydfl("predict", mutual.folder, file, "--model", "plugn").refuses("no model 'plugn'; did you mean 'plugin'")
-    raydfl("predict", mutual.folder, file, "--model", "zzz").refuses("no model 'zzz'; known: local, plugin$")
+    raydfl("predict", mutual.folder, file, "--model", "plugn").refuses("no model 'plugn'. Did you mean 'plugin'")
+    raydfl("predict", mutual.folder, file, "--model", "zzz").refuses("no model 'zzz'. Choose one of local, plugin.$")
     trained, untrained = mutual.trained(), mutual.untrained()
     assert trained
     raydfl("predict", mutual.folder, file, "--model", "local").refuses(
         "model 'local' of this run is not shared as a whole", f"--client; clients with a model: {trained[0]}"
     )
-    raydfl("predict", mutual.folder, file, "--client", "speaker01").refuses("no client 'speaker01'.*did you mean")
-    raydfl("predict", mutual.folder, file, "--client", trained[0], "--model", "locl").refuses("did you mean 'local'")
+    raydfl("predict", mutual.folder, file, "--client", "speaker01").refuses("no client 'speaker01'.*Did you mean")
+    raydfl("predict", mutual.folder, file, "--client", trained[0], "--model", "locl").refuses("Did you mean 'local'")
     raydfl("predict", mutual.folder, file, "--json", "--csv").refuses("--csv and --json exclude each other")
     for client in untrained:
         raydfl("predict", mutual.folder, file, "--client", client).refuses(
@@ -411,7 +411,7 @@ def test_a_client_without_a_model_of_its_own(tmp_path: Path) -> None:
 def test_a_damaged_population(mutual: Finished, tmp_path: Path) -> None:
     shutil.copytree(mutual.folder, tmp_path / "run")
     (tmp_path / "run" / "population" / "clients.arrow").write_bytes(b"12345678")
-    with pytest.raises(RunDirectoryError, match="clients.arrow has 8 bytes instead of .* start the run again"):
+    with pytest.raises(RunDirectoryError, match="clients.arrow has 8 bytes instead of .* restart the run"):
         load_model(tmp_path / "run")
 
 

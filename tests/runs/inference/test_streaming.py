@@ -40,7 +40,7 @@ UNEVEN = (3.0, 71.0, 1.25, 33.0)
 def test_pieces_say_what_the_whole_says(case: str, pieces_ms: tuple[float, ...], by: str) -> None:
     from raydfl.runs.inference.network import open_session
     from raydfl.runs.inference.recordings import FrontEnd
-    from raydfl.runs.inference.streaming import Stream, Streaming, remove_limits, stream_graph
+    from raydfl.runs.inference.streaming import Stream, Streaming, build_stream_graph, remove_limits
     from raydfl.runs.inference.wave import make_sounds
 
     features, options = CASES[case]
@@ -51,7 +51,7 @@ def test_pieces_say_what_the_whole_says(case: str, pieces_ms: tuple[float, ...],
         module = Streaming(model)
         state, end = module.start(len(waves)), 0
     else:
-        stream, end = Stream(open_session(stream_graph(model), 1), len(waves)), 0
+        stream, end = Stream(open_session(build_stream_graph(model), 1), len(waves)), 0
     for number, piece in enumerate(itertools.cycle(pieces_ms)):
         begin, end = end, min(end + round(piece * rate / 1000), waves.shape[1])
         if by == "PyTorch":
@@ -59,7 +59,7 @@ def test_pieces_say_what_the_whole_says(case: str, pieces_ms: tuple[float, ...],
                 answer, *state = module(torch.from_numpy(waves[:, begin:end]), *state)
             found = answer.numpy()
         else:
-            found = stream.hear(waves[:, begin:end])
+            found = stream.process(waves[:, begin:end])
         if (number < 3 or number % 4 == 0 or end == waves.shape[1]) and end > 0.025 * rate:
             expected = np.stack([front_end.answer_to(wave[:end], rate) for wave in waves])
             np.testing.assert_allclose(found, expected, atol=1e-5)

@@ -75,12 +75,12 @@ def answers(model: RunModel) -> Callable[[np.ndarray], np.ndarray]:
 def test_the_answer_is_that_of_predict(name: str, by: str) -> None:
     from raydfl.runs.inference.network import open_session, to_onnx
     from raydfl.runs.inference.recordings import FrontEnd
-    from raydfl.runs.inference.wave import answer_graph, make_sounds, takes_lengths
+    from raydfl.runs.inference.wave import build_answer_graph, make_sounds, takes_lengths
 
     model = untrained("linear", **FRONT_ENDS[name])
     answer, front_end = answers(model), FrontEnd(model)
     if by == "ONNX Runtime":
-        session = open_session(answer_graph(model, to_onnx(model, takes_lengths(model))), 1)
+        session = open_session(build_answer_graph(model, to_onnx(model, takes_lengths(model))), 1)
 
         def answer(samples: np.ndarray) -> np.ndarray:
             (found,) = session.run(["probabilities"], {"samples": samples})
@@ -103,13 +103,13 @@ def test_silence_is_what_it_is_to_predict() -> None:
 
 
 def test_a_front_end_that_disagrees_is_not_written() -> None:
-    from raydfl.runs.inference.wave import largest_difference
+    from raydfl.runs.inference.wave import measure_difference
 
     model = untrained("linear", **FRONT_ENDS["kaldi"])
     answer = answers(model)
-    assert largest_difference(answer, model) < 1e-5
+    assert measure_difference(answer, model) < 1e-5
     with pytest.raises(InputError, match=r"model 'm' \(linear\) differs from raydfl predict by .*nothing was"):
-        largest_difference(lambda samples: answer(0.9 * samples + 0.01 * samples**2), model)
+        measure_difference(lambda samples: answer(0.9 * samples + 0.01 * samples**2), model)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -93,9 +93,9 @@ def test_the_leading_pools_draws_are_those_of_training_without_a_plan() -> None:
     [
         (lambda: Plan({}), "at least one pool"),
         (lambda: Plan({"labelled": 0}), "at least 1 example"),
-        (lambda: Plan({"labelled": 1}, leads="labeled"), "did you mean 'labelled'"),
+        (lambda: Plan({"labelled": 1}, leads="labeled"), "Did you mean 'labelled'"),
         (lambda: Plan({"labelled": 1}, leads="labelled", steps=3), "either steps or leads"),
-        (lambda: Plan({"labeled": 1}).examples(pooled(2, 2)), "data.unlabelled; did you mean 'labelled'"),
+        (lambda: Plan({"labeled": 1}).examples(pooled(2, 2)), "data.unlabelled. Did you mean 'labelled'"),
     ],
 )
 def test_a_plan_that_cannot_be_is_refused(plan: object, message: str) -> None:

@@ -92,7 +92,7 @@ def test_the_configured_rate_given_is_the_configured_rate() -> None:
     [
         (-0.1, "not negative"),
         (float("nan"), "finite and not negative"),
-        ({"modle": 0.1}, "no model 'modle' is trained here; did you mean 'model'"),
+        ({"modle": 0.1}, "no model 'modle' is trained here. Did you mean 'model'"),
         ("fast", "finite and not negative"),
     ],
 )

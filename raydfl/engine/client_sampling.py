@@ -55,7 +55,7 @@ def make_draw(settings: ClientSettings, population: Population, column: Column) 
         )  # the last is place -1, unknown
         if not fits.any():
             raise ConfigError(
-                f"train.clients.where.{name}: no client has {' or '.join(accepted)}; "
+                f"train.clients.where.{name}: no client has {' or '.join(accepted)}. "
                 f"{nearest(accepted[0], [*map(format_value, values)])}"
             )
         chances[~fits[places]] = 0

@@ -19,7 +19,7 @@ from raydfl.engine.networks import build_models
 from raydfl.engine.storage.store import as_stored
 
 
-def make_first_state(config: Config, clients: Clients, variants: Mapping[str, Variants]) -> State:
+def make_initial_state(config: Config, clients: Clients, variants: Mapping[str, Variants]) -> State:
     """Create the method's initial state, joined over the parts.
 
     Args:
