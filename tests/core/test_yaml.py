@@ -46,9 +46,9 @@ def test_plain_scalars_follow_the_core_schema() -> None:
     ],
 )
 def test_scalars_with_a_changed_meaning_are_rejected_with_both_readings(text: str, before: str, now: str) -> None:
-    both = rf"{re.escape(text)} in line 2 was {re.escape(before)} in earlier versions and is {re.escape(now)} now, in YAML 1.2"
+    readings = rf"{re.escape(text)} in line 2 was {re.escape(before)} in earlier versions and is {re.escape(now)} now, in YAML 1.2"
     for place in (f"\n- {text}", f"\n{text}: key"):
-        with pytest.raises(ConfigError, match=f"here: {both}. Write {re.escape(before)} or {re.escape(now)}"):
+        with pytest.raises(ConfigError, match=f"here: {readings}. Write {re.escape(before)} or {re.escape(now)}"):
             parse_yaml(place, "here")
     assert repr(parse_yaml(before, "")) != repr(parse_yaml(now, ""))  # both proposals must be readable
     assert str(parse_yaml(f"'{text}'", "")) == text

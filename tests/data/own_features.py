@@ -49,8 +49,8 @@ class Dithered(Frames):
 class Returns:
     """An extractor that returns a wrong kind of features, chosen by name."""
 
-    def __init__(self, what: str) -> None:
-        self.what = what
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
 
     def __call__(self, wave: Tensor) -> Any:
         return {
@@ -60,7 +60,7 @@ class Returns:
             "wide": torch.zeros(3, 7),
             "whole": torch.zeros(3, 5, dtype=torch.int64),
             "nan": torch.full((3, 5), torch.nan),
-        }[self.what]
+        }[self.kind]
 
 
 class Fails:

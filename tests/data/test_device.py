@@ -37,11 +37,11 @@ def stereo(tmp_path: Path) -> dict[str, Any]:
     }
 
 
-def build(settings: dict[str, Any], **more: Any) -> Population:
-    return build_population(DataSettings.model_validate({**settings, **more}), 1)
+def build(settings: dict[str, Any], **options: Any) -> Population:
+    return build_population(DataSettings.model_validate({**settings, **options}), 1)
 
 
-def batch_inputs(population: Population, client: int, part: str) -> np.ndarray:
+def load_inputs(population: Population, client: int, part: str) -> np.ndarray:
     examples = getattr(population.data(client), part)
     return examples.batch(np.arange(len(examples))).x.numpy()
 
@@ -56,18 +56,18 @@ def test_clients_use_their_own_channel_and_the_server_uses_the_common_one(
         features = {**stereo["features"], "channel": channel}
         single = build(stereo, features=features)
         for part in ("train", "test"):
-            np.testing.assert_array_equal(batch_inputs(mixed, client, part), batch_inputs(single, client, part))
+            np.testing.assert_array_equal(load_inputs(mixed, client, part), load_inputs(single, client, part))
     first = build(stereo)
     examples = mixed.first_examples(100)
     assert examples is not None
     if noise is None:  # the first client reads the common channel
         np.testing.assert_array_equal(
-            examples.batch(np.arange(len(examples))).x.numpy(), batch_inputs(mixed, 0, "train")
+            examples.batch(np.arange(len(examples))).x.numpy(), load_inputs(mixed, 0, "train")
         )
     np.testing.assert_array_equal(
         *(source.test.batch(np.arange(len(source.test))).x.numpy() for source in (mixed, first))
     )
-    assert not np.array_equal(batch_inputs(mixed, 1, "train"), batch_inputs(first, 1, "train"))
+    assert not np.array_equal(load_inputs(mixed, 1, "train"), load_inputs(first, 1, "train"))
 
 
 def test_a_clip_without_the_channel_of_its_client_can_be_skipped(stereo: dict[str, Any], tmp_path: Path) -> None:
@@ -84,14 +84,14 @@ def test_a_clip_without_the_channel_of_its_client_can_be_skipped(stereo: dict[st
     expected = build(stereo)
     for client in range(2):
         for part in ("train", "test"):
-            np.testing.assert_array_equal(batch_inputs(partial, client, part), batch_inputs(expected, client, part))
+            np.testing.assert_array_equal(load_inputs(partial, client, part), load_inputs(expected, client, part))
     (tmp_path / "list.csv").write_text("\n".join(lines))
     with pytest.raises(InputError, match="data.device: channel 1 of 'microphone': 1 of 6 clips cannot be read"):
         build({**stereo, "unreadable": "stop"})
 
 
 @pytest.mark.parametrize(
-    ("more", "message"),
+    ("options", "message"),
     [
         ({"device": "phone"}, "'phone' is not in data.profile. Did you mean 'microphone'"),
         ({"features": {"kind": "image", "size": [8, 8]}}, "needs recordings, but data.features.kind is image"),
@@ -100,6 +100,6 @@ def test_a_clip_without_the_channel_of_its_client_can_be_skipped(stereo: dict[st
         ({"profile": {"microphone": {"values": [0, 5]}}}, "channel 5 of 'microphone': 6 of 6 clips cannot be read"),
     ],
 )
-def test_impossible_devices_are_rejected(stereo: dict[str, Any], more: dict[str, Any], message: str) -> None:
+def test_impossible_devices_are_rejected(stereo: dict[str, Any], options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=f"^data.device: (.*|){message}"):
-        build({**stereo, "profile": {"microphone": CHANNELS}, "device": "microphone", **more})
+        build({**stereo, "profile": {"microphone": CHANNELS}, "device": "microphone", **options})

@@ -169,9 +169,9 @@ def test_a_clip_without_noisy_features_can_be_skipped(tmp_path: Path, normalise:
     expected = build("without")
     assert len(partial) == len(expected) == 3
     for index in range(3):
-        actual, wanted = (population.data(index).train for population in (partial, expected))
-        np.testing.assert_array_equal(actual.clips, wanted.clips)
-        np.testing.assert_array_equal(*(part.batch(np.arange(len(part))).x.numpy() for part in (actual, wanted)))
+        actual, reference = (population.data(index).train for population in (partial, expected))
+        np.testing.assert_array_equal(actual.clips, reference.clips)
+        np.testing.assert_array_equal(*(part.batch(np.arange(len(part))).x.numpy() for part in (actual, reference)))
 
 
 def normalise_by_group(folder: Path, features: dict[str, Any]) -> FeatureStore:
@@ -476,8 +476,8 @@ def test_random_numbers_of_a_model_depend_only_on_the_clip(tmp_path: Path) -> No
     first = prepare_store(make_model_features("Dithered", bands=5), tmp_path / "a")
     assert first.frames.any()
     assert_equal_stores(prepare_store(make_model_features("Dithered", bands=5), tmp_path / "b"), first)
-    few = MADE.manifest().slice(7, 3)  # different preceding clips and chunks must not change the draws
-    partial_store = prepare(SOURCE, few, make_model_features("Dithered", bands=5), cache=tmp_path / "c")
+    manifest = MADE.manifest().slice(7, 3)  # different preceding clips and chunks must not change the draws
+    partial_store = prepare(SOURCE, manifest, make_model_features("Dithered", bands=5), cache=tmp_path / "c")
     for index in range(3):
         np.testing.assert_array_equal(partial_store.clip(index), first.clip(7 + index))
     plain = prepare_store(make_model_features("Frames", bands=5), tmp_path / "a")
@@ -528,7 +528,7 @@ def test_changed_weights_are_read_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "message"),
+    ("kind", "message"),
     [
         ("list", r"it returns list instead of a tensor or array \[frames, bands\]"),
         ("vector", r"returns the shape \[5\] instead of \[frames, bands\] with at least one frame"),
@@ -539,10 +539,10 @@ def test_changed_weights_are_read_again(tmp_path: Path) -> None:
         ("nothing", r"KeyError: 'nothing'"),
     ],
 )
-def test_wrong_return_values_of_a_model_are_rejected(tmp_path: Path, what: str, message: str) -> None:
+def test_wrong_return_values_of_a_model_are_rejected(tmp_path: Path, kind: str, message: str) -> None:
     place = r"^data\.features: own_features\.py:Returns: "
     with pytest.raises(DataError, match=f"{place}.*{message}.* 24 of 24 clips fail for this reason"):
-        prepare_store(make_model_features("Returns", bands=5, options={"what": what}), tmp_path / "cache")
+        prepare_store(make_model_features("Returns", bands=5, options={"kind": kind}), tmp_path / "cache")
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,7 @@ def test_transforms_of_fedapta_match_torchvision(root: Path, tmp_path: Path) -> 
         np.testing.assert_allclose(actual[row], scaled, atol=1e-5)
 
 
-def federation(tiny: Tiny, root: Path, *overrides: str) -> Config:
+def make_federation(tiny: Tiny, root: Path, *overrides: str) -> Config:
     features = f"{{kind: image, size: [{ROWS}, {COLUMNS}]}}"
     dataset = f"name: mnist, root: {root}, partition: {{by: iid, clients: 6}}, split: {{validation: 0.2}}"
     data = f"data={{{dataset}, features: {features}}}"
@@ -167,19 +167,19 @@ ON = f"data.transforms={json.dumps(TRANSFORMS)}"
 def test_batched_and_unbatched_training_on_images_agree(tiny: Tiny, root: Path) -> None:
     models = {}
     for group_size in (1, 3):
-        config = federation(tiny, root, f"train.together={group_size}", f"run.name=w{group_size}", ON)
+        config = make_federation(tiny, root, f"train.together={group_size}", f"run.name=w{group_size}", ON)
         train_federation(config)
         models[group_size] = load_model(Path(config.run.dir) / f"w{group_size}").network.state_dict()
     for name, tensor in models[1].items():
         torch.testing.assert_close(models[3][name], tensor, rtol=1e-4, atol=1e-5)
     assert_same_bits(
-        train_federation(federation(tiny, root, "run.name=a", ON)),
-        train_federation(federation(tiny, root, "run.name=b", ON)),
+        train_federation(make_federation(tiny, root, "run.name=a", ON)),
+        train_federation(make_federation(tiny, root, "run.name=b", ON)),
     )
 
 
 def test_classified_image_files_match_the_network(tiny: Tiny, root: Path, tmp_path: Path) -> None:
-    config = federation(tiny, root, "train.rounds=4", "run.name=seen")
+    config = make_federation(tiny, root, "train.rounds=4", "run.name=seen")
     train_federation(config)
     run_dir = Path(config.run.dir) / "seen"
     Image.fromarray(read_pixels(root)[2]).save(tmp_path / "two.png")
@@ -260,20 +260,20 @@ def test_unsuitable_settings_for_images_are_rejected(tiny: Tiny, root: Path) -> 
     with pytest.raises(
         ConfigError, match="crnn_base reads features, but the data are images. Set models.model to one of cnn"
     ):
-        federation(tiny, root, "models={}")
+        make_federation(tiny, root, "models={}")
     with pytest.raises(ConfigError, match="cnn reads images, but the data are features"):
         tiny("models={model: cnn}")
     with pytest.raises(ConfigError, match="contains images, but data.features.kind is logmel"):
         tiny(f"data={{name: mnist, root: {root}}}")
     with pytest.raises(ConfigError, match="at least 12 rows, but the longest has 6"):
-        federation(tiny, root, "data.transforms=[{name: random_crop, size: 12}]")
+        make_federation(tiny, root, "data.transforms=[{name: random_crop, size: 12}]")
     with pytest.raises(ConfigError, match="too small for 2 times 2 x 2 pooling"):
-        federation(tiny, root, "data.transforms=[{name: random_crop, size: 3}]")
+        make_federation(tiny, root, "data.transforms=[{name: random_crop, size: 3}]")
     with pytest.raises(ConfigError, match="noise supports features of the kind logmel, not image"):
-        federation(tiny, root, "data.transforms=[noise]")
+        make_federation(tiny, root, "data.transforms=[noise]")
     with pytest.raises(ConfigError, match="data.corrupt.noise needs recordings"):
-        federation(tiny, root, "data.corrupt={noise: {snr_db: 3, clients: 1}}")
+        make_federation(tiny, root, "data.corrupt={noise: {snr_db: 3, clients: 1}}")
     with pytest.raises(ConfigError, match="needs recordings"):
-        federation(tiny, root, "attack={name: corrupt_recordings, clients: 1}")
+        make_federation(tiny, root, "attack={name: corrupt_recordings, clients: 1}")
     with pytest.raises(ValueError, match="2 numbers for 1 channels"):
         ImageFeatures(kind="image", size=(8, 8), mean=(0.1, 0.2))

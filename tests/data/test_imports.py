@@ -27,7 +27,7 @@ from raydfl.data.settings import DataSettings
 
 PACKED = Path(__file__).parent / "packed"
 sys.path.insert(0, str(PACKED))
-from write import CLIPS, RATE, encode, tone
+from write import CLIPS, RATE, encode, make_tone
 
 SETS: dict[str, tuple[str, dict[str, Any]]] = {
     "webdataset": ("webdataset", {"names": ["hum", "whistle"], "group_column": "speaker"}),
@@ -39,7 +39,7 @@ SETS: dict[str, tuple[str, dict[str, Any]]] = {
 def write_audiofolder(root: Path, text: str) -> Path:
     root.mkdir(parents=True, exist_ok=True)
     for label, take in CLIPS:
-        (root / f"{label}_{take}.wav").write_bytes(encode(tone(label, take), "WAV"))
+        (root / f"{label}_{take}.wav").write_bytes(encode(make_tone(label, take), "WAV"))
     (root / "metadata.csv").write_text(text)
     return root
 
@@ -92,8 +92,8 @@ def test_an_imported_list_moves_with_its_recordings(raydfl: Raydfl, tmp_path: Pa
     (tmp_path / "old").mkdir()
     with tarfile.open(tmp_path / "old" / "a.tar", "w") as archive:
         for name, content in {
-            "./x/../take#1.left.wav": encode(tone(0, 0), "WAV"),
-            "./x/../take#1.right.wav": encode(tone(1, 0), "WAV"),
+            "./x/../take#1.left.wav": encode(make_tone(0, 0), "WAV"),
+            "./x/../take#1.right.wav": encode(make_tone(1, 0), "WAV"),
             "./x/../take#1.cls": b"hum",
         }.items():
             info = tarfile.TarInfo(name)
@@ -106,7 +106,7 @@ def test_an_imported_list_moves_with_its_recordings(raydfl: Raydfl, tmp_path: Pa
     (row,) = imported.manifest().to_pylist()
     other = row | {"path": imported.file_of(row, "right.wav")}
     for label, entry in enumerate((row, other)):
-        assert np.abs(imported.read(entry)[0][:, 0] - tone(label, 0)).max() < 2 / 32768
+        assert np.abs(imported.read(entry)[0][:, 0] - make_tone(label, 0)).max() < 2 / 32768
 
 
 def test_an_audiofolder_is_labelled_by_a_list_or_by_folders(raydfl: Raydfl, tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_an_audiofolder_is_labelled_by_a_list_or_by_folders(raydfl: Raydfl, tmp_
     for label, take in CLIPS:
         path = tmp_path / "classes" / "ab"[label] / f"s{take}-0.wav"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(encode(tone(label, take), "WAV"))
+        path.write_bytes(encode(make_tone(label, take), "WAV"))
     pattern = "group_pattern=(?P<group>s[0-9])-"
     result = raydfl("data", "import", "audiofolder", tmp_path / "classes", "--out", tmp_path / "c.csv", pattern)
     assert "8 clips of 2 classes and 4 clients" in result.out
@@ -148,7 +148,7 @@ def test_several_candidate_client_columns_require_a_choice(raydfl: Raydfl, tmp_p
 
 
 def test_impossible_imports_are_rejected(raydfl: Raydfl, tmp_path: Path) -> None:
-    pq.write_table(pa.table({"audio": [encode(tone(0, 0))], "word": ["yes"]}), tmp_path / "rows.parquet")
+    pq.write_table(pa.table({"audio": [encode(make_tone(0, 0))], "word": ["yes"]}), tmp_path / "rows.parquet")
     (tmp_path / "there.csv").touch()
 
     def run(kind: str = "huggingface", source: str = "rows.parquet", out: str = "list.csv", *options: str) -> Any:
@@ -165,7 +165,7 @@ def test_impossible_imports_are_rejected(raydfl: Raydfl, tmp_path: Path) -> None
 
 
 def test_a_channel_of_a_file_is_a_clip(tmp_path: Path) -> None:
-    waves = np.stack([tone(0, 0), tone(1, 0)], axis=1)
+    waves = np.stack([make_tone(0, 0), make_tone(1, 0)], axis=1)
     soundfile.write(tmp_path / "a.wav", waves, RATE, subtype="FLOAT")
     (tmp_path / "list.csv").write_text(
         "path,label,file_channel\n" + "".join(f"a.wav,x,{c}\n" for c in ("0", "1", "", "2"))
@@ -186,7 +186,7 @@ def test_importing_50_gigabytes_needs_less_than_one_gigabyte_of_memory(tmp_path:
     """Sparse shards have the size of long recordings but occupy no disk space."""
     size, shards = 100 << 20, tmp_path / "shards"
     shards.mkdir()
-    head = encode(tone(*CLIPS[0]), "WAV")
+    head = encode(make_tone(*CLIPS[0]), "WAV")
     for shard in range(5):
         with (shards / f"sounds-{shard}.tar").open("wb") as file:
             for clip in range(100):

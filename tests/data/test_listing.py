@@ -72,15 +72,15 @@ def make_manifest_with_silence(split: bool) -> pa.Table:
 @pytest.mark.parametrize("split", [True, False])
 def test_ungrouped_clips_are_dealt_evenly_within_their_split(split: bool) -> None:
     before, after = make_manifest_with_silence(split), deal_ungrouped(make_manifest_with_silence(split), 1)
-    groups, owned = after.column("group").to_pylist(), before.column("group").to_pylist()
-    assert all(new == old for new, old in zip(groups, owned, strict=True) if old is not None)
+    groups, original_groups = after.column("group").to_pylist(), before.column("group").to_pylist()
+    assert all(new == old for new, old in zip(groups, original_groups, strict=True) if old is not None)
     parts = after.column("split").to_pylist()
     dealt = {
-        part: Counter(g for g, old, p in zip(groups, owned, parts, strict=True) if old is None and p == part)
+        part: Counter(g for g, old, p in zip(groups, original_groups, parts, strict=True) if old is None and p == part)
         for part in set(parts)
     }
     for part, counts in dealt.items():
-        recipients = {g for g, p in zip(owned, parts, strict=True) if g is not None and p == part}
+        recipients = {g for g, p in zip(original_groups, parts, strict=True) if g is not None and p == part}
         assert set(counts) <= recipients
         assert {counts[name] for name in recipients} <= {
             sum(counts.values()) // len(recipients),

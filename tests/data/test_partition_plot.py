@@ -17,16 +17,16 @@ from raydfl.runs.report.partition import plot_partition
 
 def capture_counts(population: Population, path: Path, monkeypatch: pytest.MonkeyPatch) -> np.ndarray:
     """Plot the partition and return the plotted counts [clients, classes]."""
-    shown: list[np.ndarray] = []
+    counts: list[np.ndarray] = []
     original = plot_module._draw_cells
     monkeypatch.setattr(
-        plot_module, "_draw_cells", lambda figure, axes, counts: (shown.append(counts), original(figure, axes, counts))
+        plot_module, "_draw_cells", lambda figure, axes, counts: (counts.append(counts), original(figure, axes, counts))
     )
     plot_partition(population, path)
     pixels = matplotlib.image.imread(path)
     assert pixels.shape[0] > 400
     assert pixels.std() > 0.05  # not a blank page
-    return shown[0]
+    return counts[0]
 
 
 @pytest.mark.parametrize("shards", [1, 4])
@@ -34,8 +34,8 @@ def test_few_clients_are_all_plotted_in_order(
     make_data: Callable[..., DataSettings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shards: int
 ) -> None:
     population = build_population(make_data(partition={"shards": shards}), 1)
-    shown = capture_counts(population, tmp_path / "new" / "plot.png", monkeypatch)
-    np.testing.assert_array_equal(shown, population.label_counts())
+    counts = capture_counts(population, tmp_path / "new" / "plot.png", monkeypatch)
+    np.testing.assert_array_equal(counts, population.label_counts())
 
 
 @pytest.mark.parametrize("ending", ["png", "svg"])
@@ -52,8 +52,8 @@ def test_many_clients_are_sampled_and_sorted_by_size(
     make_data: Callable[..., DataSettings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     population = make_many_clients(2618, build_population(make_data(), 1).stores[0])
-    shown = capture_counts(population, tmp_path / "plot.png", monkeypatch)
-    sizes = shown.sum(axis=1)
-    assert len(shown) == 400
+    counts = capture_counts(population, tmp_path / "plot.png", monkeypatch)
+    sizes = counts.sum(axis=1)
+    assert len(counts) == 400
     assert (np.diff(sizes) <= 0).all()
     assert (sizes[0], sizes[-1]) == (19, 1)

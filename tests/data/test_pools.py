@@ -32,12 +32,14 @@ def test_the_chosen_share_of_each_label_is_kept_and_the_rest_hidden(make_data: M
     whole = build_population(make_data(), 1)
     population = build_population(make_data(unlabelled={"keep": 0.25, "use": 0.5}), 1)
     labels = Counter(label for i in range(len(whole)) for label in whole.data(i).train.labels.tolist())
-    kept = Counter(label for i in range(len(population)) for label in population.data(i).train.labels.tolist())
-    assert kept == {label: int(0.25 * count) for label, count in labels.items()}
+    labelled_counts = Counter(
+        label for i in range(len(population)) for label in population.data(i).train.labels.tolist()
+    )
+    assert labelled_counts == {label: int(0.25 * count) for label, count in labels.items()}
     labelled, unlabelled = list_clips(population, "labelled"), list_clips(population, "unlabelled")
-    everything = list_clips(whole, "train")
-    assert len(unlabelled) == (len(everything) - len(labelled)) // 2
-    assert set(labelled) | set(unlabelled) <= set(everything)
+    all_clips = list_clips(whole, "train")
+    assert len(unlabelled) == (len(all_clips) - len(labelled)) // 2
+    assert set(labelled) | set(unlabelled) <= set(all_clips)
     assert not set(labelled) & set(unlabelled)
     population.save(tmp_path)
     for restored in (population, Population.load(tmp_path)):

@@ -61,7 +61,7 @@ def test_groups_become_clients_with_their_clips(make_data: Make) -> None:
     assert population.classes == ("w0", "w1", "w2", "w3")
     assert population.views[FIRST_VIEW].bands == 16
     assert population.views[FIRST_VIEW].length == 21
-    seen = []
+    all_clips = []
     for i in range(6):
         data = population.data(i)
         assert population.num_examples(i) == len(data.train) == 12  # of 16: take 0 is the test set
@@ -76,9 +76,9 @@ def test_groups_become_clients_with_their_clips(make_data: Make) -> None:
                 batch = part.batch(np.array([position]))
                 np.testing.assert_array_equal(batch.x[0].numpy(), population.stores[0].clip(clip))
                 assert batch.lengths is None
-            seen += part.clips.tolist()
-    seen += population.test.clips.tolist()
-    assert sorted(seen) == list(range(120))
+            all_clips += part.clips.tolist()
+    all_clips += population.test.clips.tolist()
+    assert sorted(all_clips) == list(range(120))
     assert {rows[clip]["split"] for clip in population.test.clips} == {"test"}
     assert (np.diff(population.test.clips) > 0).all()
     counts = population.label_counts()

@@ -50,10 +50,10 @@ def test_a_share_of_clients_is_exact_and_nested() -> None:
 
     before = np.zeros(50, bool)
     for share, count in ((0.0, 0), (0.09, 5), (0.1, 5), (0.29, 15), (0.3, 15), (0.9, 45), (1.0, 50)):
-        taken = draw_lacking(3, video=share)["video"]
-        assert taken.sum() == count
-        assert not (before & ~taken).any()
-        before = taken
+        lacking = draw_lacking(3, video=share)["video"]
+        assert lacking.sum() == count
+        assert not (before & ~lacking).any()
+        before = lacking
     half = [draw_lacking(seed, video=0.5, depth=0.5) for seed in (3, 4)]
     assert (half[0]["video"] != half[0]["depth"]).any()
     assert (half[0]["video"] != half[1]["video"]).any()
@@ -65,12 +65,12 @@ def test_clients_train_the_networks_of_their_views(tiny: Tiny, folder: Path) -> 
         tiny, folder, "harmony", "data.missing={video: 0.5, depth: 0.3}", "data.split.validation=0.3", views=VIEWS
     )
     population = Population.load(create(config, Progress("quiet")) / "population").use(config.data)
-    taken = {name: ~population.owners(name) for name in VIEWS}
+    lacking = {name: ~population.owners(name) for name in VIEWS}
     clients = Clients(population, config)
-    assert [int(taken[name].sum()) for name in VIEWS] == [3, 2]
+    assert [int(lacking[name].sum()) for name in VIEWS] == [3, 2]
     for client in range(CLIENTS):
         data = population.data(client)
-        has = tuple(name for name in VIEWS if not taken[name][client])
+        has = tuple(name for name in VIEWS if not lacking[name][client])
         assert clients[client].profile["views"] == has
         for part in (data.train, data.validation):
             batch = part.batch(np.arange(len(part)))
@@ -96,14 +96,14 @@ def test_clients_receive_only_their_networks(tiny: Tiny, folder: Path) -> None:
     server.close()
     rows = to_rows(read_rows(Path(config.run.dir) / config.run.name))
     traffic = {row.metric: row.value for row in rows if row.metric.startswith("views/")}
-    both = sizes["audio"] + sizes["video"]
+    both_networks = sizes["audio"] + sizes["video"]
     assert traffic == {
         "views/none/clients": 3,
         "views/none/bytes_down": 3 * sizes["audio"],
         "views/none/bytes_up": 3 * sizes["audio"],
         "views/video/clients": 3,
-        "views/video/bytes_down": 3 * (both + sizes["fusion"]),
-        "views/video/bytes_up": 3 * both,
+        "views/video/bytes_down": 3 * (both_networks + sizes["fusion"]),
+        "views/video/bytes_up": 3 * both_networks,
     }
 
 

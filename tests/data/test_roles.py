@@ -62,10 +62,10 @@ def test_server_validation_does_not_change_the_test_set(make_data: Make) -> None
     assert find_takes(by_value, population.validation.clips.tolist()) == {2, 3}
     assert find_takes(by_value, list_training_clips(population)) == {1, 4}
     by_share = make_data(split={"server_validation": {"fraction": 0.25, "stratify": True}})
-    drawn = build_population(by_share, 1)
-    labels = Counter(drawn.validation.labels.tolist())
+    stratified = build_population(by_share, 1)
+    labels = Counter(stratified.validation.labels.tolist())
     assert labels == dict.fromkeys(range(4), 6)  # per label, a quarter of the 4 takes of 6 groups
-    for result in (population, drawn):
+    for result in (population, stratified):
         assert result.test.clips.tolist() == plain.test.clips.tolist()
         assert sorted(list_training_clips(result) + result.validation.clips.tolist()) == sorted(
             list_training_clips(plain)
@@ -83,11 +83,11 @@ def test_client_tests_come_from_the_training_and_validation_clips(make_data: Mak
     population = build_population(
         make_data(split={"validation": 0.25, "client_test": {"by": "clip", "fraction": 0.25, "stratify": True}}), 1
     )
-    everything = [
+    all_clips = [
         sorted(a + b) for a, b in zip(list_clips(plain, "train"), list_clips(plain, "validation"), strict=True)
     ]
     parts = [list_clips(population, role) for role in ("train", "validation", "test")]
-    assert [sorted(a + b + c) for a, b, c in zip(*parts, strict=True)] == everything
+    assert [sorted(a + b + c) for a, b, c in zip(*parts, strict=True)] == all_clips
     for i in range(len(population)):
         assert set(Counter(population.data(i).test.labels.tolist()).values()) == {1}, "one of four takes of each label"
 
@@ -97,8 +97,8 @@ def test_a_stratified_share_is_rounded_for_each_label_and_never_complete() -> No
     chosen = draw_stratified(labels, 0.3, generator(0, 0, "a", "test"))
     assert np.bincount(labels[chosen], minlength=3).tolist() == [3, 1, 0]
     assert not draw_stratified(np.zeros(1, int), 0.9, generator(0, 0, "a", "test")).all()
-    drawn = [draw_stratified(labels, 0.5, generator(seed, 0, "a", "t"))[:10] for seed in range(500)]
-    assert np.mean(drawn, axis=0) == pytest.approx(np.full(10, 0.5), abs=0.08)
+    selections = [draw_stratified(labels, 0.5, generator(seed, 0, "a", "t"))[:10] for seed in range(500)]
+    assert np.mean(selections, axis=0) == pytest.approx(np.full(10, 0.5), abs=0.08)
 
 
 def test_pools_and_client_tests_by_value_can_be_combined(make_data: Make) -> None:

@@ -64,7 +64,7 @@ def folder(tmp_path: Path) -> Path:
 IMAGES = "{column: frame, features: {kind: image, size: [8, 9]}}"
 
 
-def federation(tiny: Tiny, folder: Path, *overrides: str, view: str = IMAGES) -> Config:
+def make_federation(tiny: Tiny, folder: Path, *overrides: str, view: str = IMAGES) -> Config:
     features = "features: {sample_rate: 8000, bands: 16, seconds: 0.25}"
     data = f"data={{name: manifest, file: {folder / 'list.csv'}, {features}, partition: {{by: group}}, views: {{picture: {view}}}}}"
     models = "models={ear: {name: crnn_tiny, hidden: 8, filters: [4]}, eye: {name: cnn_small, view: picture}}"
@@ -72,7 +72,7 @@ def federation(tiny: Tiny, folder: Path, *overrides: str, view: str = IMAGES) ->
 
 
 def test_a_batch_has_the_images_of_the_column(tiny: Tiny, folder: Path) -> None:
-    config = federation(tiny, folder)
+    config = make_federation(tiny, folder)
     population = Population.load(create(config, Progress("quiet")) / "population").use(config.data)
     train = population.data(1).train
     batch = train.batch(np.arange(len(train)))
@@ -94,7 +94,7 @@ def test_batched_and_unbatched_training_agree_and_both_networks_learn(tiny: Tiny
     models = {}
     for group_size in (1, 3):
         overrides = [f"train.together={group_size}", f"run.name=w{group_size}"]
-        config = federation(tiny, folder, transforms, *overrides, "train.cohort=6", "train.rounds=2")
+        config = make_federation(tiny, folder, transforms, *overrides, "train.cohort=6", "train.rounds=2")
         train_federation(config)
         run_dir = Path(config.run.dir) / f"w{group_size}"
         models[group_size] = {name: load_model(run_dir, name).network.state_dict() for name in ("ear", "eye")}
@@ -104,22 +104,24 @@ def test_batched_and_unbatched_training_agree_and_both_networks_learn(tiny: Tiny
     for name, tensors in models[1].items():
         for key, tensor in tensors.items():
             torch.testing.assert_close(models[3][name][key], tensor, rtol=1e-4, atol=1e-5)
-    other = train_federation(federation(tiny, folder, "run.name=other", "train.cohort=6", "train.rounds=2"))
-    config = federation(tiny, folder, transforms, "run.name=again", "train.cohort=6", "train.rounds=2")
+    other = train_federation(make_federation(tiny, folder, "run.name=other", "train.cohort=6", "train.rounds=2"))
+    config = make_federation(tiny, folder, transforms, "run.name=again", "train.cohort=6", "train.rounds=2")
     server = start_server(config)
     server.round()
     server.close()
     again = train_federation(config)
     assert_same_bits(
         again,
-        train_federation(federation(tiny, folder, transforms, "run.name=third", "train.cohort=6", "train.rounds=2")),
+        train_federation(
+            make_federation(tiny, folder, transforms, "run.name=third", "train.cohort=6", "train.rounds=2")
+        ),
     )
     assert any(again[name] != other[name] for name in again if "eye" in name)
 
 
 def test_views_change_the_digest(tiny: Tiny, folder: Path) -> None:
     digests = {
-        federation(tiny, folder, view=view).digest()
+        make_federation(tiny, folder, view=view).digest()
         for view in (
             "{column: frame, features: {kind: image, size: [8, 9]}}",
             "{column: frame, features: {kind: image, size: [8, 9], mean: 0.5}}",
@@ -148,7 +150,7 @@ def test_predict_and_export_read_the_view_of_the_model(
         monkeypatch.setattr("raydfl.runs.inference.network.to_onnx", lambda *_: graph)
     crop = "data.views.picture.transforms=[{name: random_crop, size: 8, pad: 1}, flip]"
     view = IMAGES.replace("[8, 9]", "[8, 9], mean: 0.25, deviation: 0.5, resize: true")
-    config = federation(tiny, folder, crop, "train.rounds=1", view=view)
+    config = make_federation(tiny, folder, crop, "train.rounds=1", view=view)
     train_federation(config)
     run_dir = Path(config.run.dir) / "tiny"
     assert classify(run_dir, [folder / "0.wav"], model="ear")[0].label in ("a", "b")
@@ -187,7 +189,7 @@ def test_predict_and_export_read_the_view_of_the_model(
 )
 def test_each_segment_has_the_whole_image_of_its_clip(tiny: Tiny, folder: Path, cut: str) -> None:
     seconds = "data.features.seconds=null"
-    config = federation(tiny, folder, seconds, cut, "train.rounds=1", "train.cohort=6")
+    config = make_federation(tiny, folder, seconds, cut, "train.rounds=1", "train.cohort=6")
     train_federation(config)
     population = Population.load(Path(config.run.dir) / "tiny" / "population").use(config.data)
     test, whole = population.test, np.arange(len(population.test))
@@ -214,7 +216,7 @@ def test_sites_with_views_match_a_run_without_sites(tiny: Tiny, folder: Path) ->
         (folder / f"{name}.csv").write_text("\n".join([table[0], *rows]))
     (folder / "list.csv").write_text("\n".join([table[0], *(folder / "north.csv").read_text().splitlines()[1:]]))
     sites = [f"{name}: {{file: {folder}/{name}.csv, folder: {folder}/nodes/{name}}}" for name in ("north", "south")]
-    config = federation(tiny, folder, f"data.sites={{{', '.join(sites)}}}", "train.cohort=6", "train.rounds=1")
+    config = make_federation(tiny, folder, f"data.sites={{{', '.join(sites)}}}", "train.cohort=6", "train.rounds=1")
     train_federation(config)
     run_dir = Path(config.run.dir) / "tiny"
     parts = json.loads((run_dir / "sites.json").read_text())["parts"][""]["sites"]
@@ -222,7 +224,7 @@ def test_sites_with_views_match_a_run_without_sites(tiny: Tiny, folder: Path) ->
         {"examples": 15, "length": 8, "clients": [True] * 3},
         {"examples": 0, "length": None, "clients": [False] * 3},
     ]
-    central = federation(tiny, folder, "run.name=alone", "train.cohort=3", "train.rounds=1")
+    central = make_federation(tiny, folder, "run.name=alone", "train.cohort=3", "train.rounds=1")
     train_federation(central)
     at_site = Population.load(folder / "nodes/north/runs" / (run_dir / "sites.key").read_text() / "north/population")
     at_centre = Population.load(Path(central.run.dir) / "alone" / "population")
@@ -235,7 +237,7 @@ def test_sites_with_views_match_a_run_without_sites(tiny: Tiny, folder: Path) ->
 def test_unsuitable_views_are_rejected(tiny: Tiny, folder: Path) -> None:
     def assert_rejected(message: str, *overrides: str, error: type[Exception] = ConfigError, **options: Any) -> None:
         with pytest.raises(error, match=message):
-            create(federation(tiny, folder, *overrides, **options), Progress("quiet"))
+            create(make_federation(tiny, folder, *overrides, **options), Progress("quiet"))
 
     image = "features: {kind: image, size: [8, 9]}"
     assert_rejected("unknown view 'film'. Choose one of data.views", "models.eye.view=film")

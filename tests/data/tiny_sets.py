@@ -55,7 +55,7 @@ class Made(Dataset):
                 "label": f"w{label}",
                 "group": f"g{group}",
                 "split": "validation" if take == 1 else "test" if take == 0 else "train",
-                "seconds": self._seconds(take),
+                "seconds": self._compute_seconds(take),
                 "take": take,
                 "recording": f"r{group}-{label}",
             }
@@ -65,18 +65,18 @@ class Made(Dataset):
         ]
         return make_manifest(rows, "made-up tones")
 
-    def _seconds(self, take: int) -> float:
+    def _compute_seconds(self, take: int) -> float:
         return self.seconds * (1 + 0.5 * take) if self.uneven else self.seconds
 
     def read(self, row: Mapping[str, Any]) -> tuple[np.ndarray, int]:
         label, group = int(row["label"][1:]), int(row["group"][1:])
         rng = np.random.default_rng([label, group, row["take"]])
-        time = np.arange(round(RATE * self._seconds(row["take"]))) / RATE
+        time = np.arange(round(RATE * self._compute_seconds(row["take"]))) / RATE
         wave = (group + 1) * 0.05 * np.sin(2 * np.pi * 300 * (label + 1) * time) + 0.01 * rng.standard_normal(len(time))
         return wave.astype(np.float32)[:, None], RATE
 
     def identity(self, row: Mapping[str, Any]) -> str:
-        return f"tone {row['clip']} {self._seconds(row['take'])}"
+        return f"tone {row['clip']} {self._compute_seconds(row['take'])}"
 
 
 def list_synthetic(clips: int, labels: int = 2, **columns: list[Any]) -> Assignment:

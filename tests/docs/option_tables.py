@@ -27,16 +27,16 @@ from raydfl.rules import RULES
 
 _CELLS = re.compile(r"(?<!\\)\|")
 _OPTION = re.compile(r"\[?`([^`]+)`")
-"""An option in the first cell, which may be a link."""
+"""An option in the first cell, possibly a link."""
 
 
-def settings_groups(model: type[Settings], place: str = "") -> dict[str, type[Settings]]:
+def list_settings_groups(model: type[Settings], place: str = "") -> dict[str, type[Settings]]:
     """Map the place of every group of settings to its class. A class with several places has the first one."""
     groups: dict[str, type[Settings]] = {place: model} if place else {}
     for name, field in model.model_fields.items():
         for kind in (field.annotation, *getattr(field.annotation, "__args__", ())):
             if isinstance(kind, type) and issubclass(kind, Settings):
-                inner = settings_groups(kind, f"{place}.{name}" if place else name)
+                inner = list_settings_groups(kind, f"{place}.{name}" if place else name)
                 groups |= {key: cls for key, cls in inner.items() if cls not in groups.values()}
     return groups
 
@@ -67,9 +67,9 @@ def find_classes(page: str) -> dict[str, tuple[type, set[str]]]:
     elif page == "pretrained.md":
         classes = {"data.features of the kind pretrained": (PretrainedFeatures, set())}
     if page in ("configuration.md", "data.md", "views.md"):
-        places = settings_groups(Config)
+        places = list_settings_groups(Config)
         for place, cls in places.items():
-            inner = {other.rpartition(".")[2] for other in places if other.rpartition(".")[0] == place}
+            inner = {name.rpartition(".")[2] for name in places if name.rpartition(".")[0] == place}
             if PAGE_OF_SETTINGS.get(place, PAGE_OF_SETTINGS.get(place.partition(".")[0])) == page:
                 classes[place] = (cls, inner)
     return {heading: (cls, omitted) for heading, (cls, omitted) in classes.items() if _list_options(cls, omitted)}

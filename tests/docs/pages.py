@@ -37,7 +37,7 @@ class Block:
 
     @property
     def file(self) -> str | None:
-        """File name in the first line, such as ``# my_method.py``. Such a block is saved to the file instead of run."""
+        """File name in the first line, such as ``# my_method.py``. The block is saved to this file instead of run."""
         match = _FILE.match(self.text) if self.language in ("python", "yaml") else None
         return match["path"] if match else None
 

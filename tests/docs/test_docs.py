@@ -110,7 +110,7 @@ def run_block(
     monkeypatch: pytest.MonkeyPatch,
     fast: bool,
 ) -> Callable[[Block], None]:
-    """Return a function that runs a block in the folder of its page."""
+    """Return a runner of blocks in the folder of their page."""
     monkeypatch.setenv("RAYDFL_CACHE", str(documentation_cache))
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     raydfl = Raydfl(capsys)
@@ -319,13 +319,13 @@ def test_each_override_point_and_each_member_of_a_step_is_described() -> None:
 
 
 def test_the_dashboard_queries_exactly_the_metrics_of_the_page() -> None:
-    """tests/cluster checks that a node exports these metrics."""
-    known = set(re.findall(r"`ray_raydfl_(\w+)`", _find_page("observability.md").read_text()))
+    """tests/cluster checks the export of these metrics."""
+    documented = set(re.findall(r"`ray_raydfl_(\w+)`", _find_page("observability.md").read_text()))
     board = json.loads((ROOT / "docs" / "grafana.json").read_text())
     queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
     queried = [re.findall(r"ray_raydfl_(\w+)", query) for query in queries]
     assert all(queried)
-    assert {re.sub("_(sum|count|bucket)$", "", name) for names in queried for name in names} == known
+    assert {re.sub("_(sum|count|bucket)$", "", name) for names in queried for name in names} == documented
 
 
 def test_the_readme_names_each_method_and_data_set() -> None:

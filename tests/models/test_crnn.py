@@ -52,7 +52,7 @@ def test_layers_are_pruned_separately() -> None:
 
 
 def compute_logits(network: CRNN, x: np.ndarray) -> np.ndarray:
-    """Compute the logits of one example, x [frames, inputs], in float64."""
+    """Compute the logits of a single example, x [frames, inputs], in float64."""
     weights = {name: value.double().numpy() for name, value in network.state_dict().items()}
 
     def sigmoid(values: np.ndarray) -> np.ndarray:

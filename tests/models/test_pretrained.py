@@ -71,7 +71,7 @@ def train_run(config: Config, name: str) -> dict[str, torch.Tensor]:
 def test_caching_the_output_of_frozen_layers_does_not_change_the_run(
     tiny: Tiny, folders: Any, kind: str, train: str, after: int
 ) -> None:
-    """Equal to tolerance, because cached clips are computed one by one and not in a batch."""
+    """Results agree to a tolerance, because cached clips are computed individually instead of in a batch."""
     folder, train_option = folders(kind), f"models.model.train={train}"
     length = {} if kind == "wav2vec2-masked" else {"seconds": 0.2}
     whole = train_run(configure(tiny, folder, None, train_option, **length), "whole")

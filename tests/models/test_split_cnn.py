@@ -23,7 +23,7 @@ def test_the_number_of_weights_is_the_published_number() -> None:
 
 
 def test_every_step_equals_its_formula() -> None:
-    """The formulas are loops in float64. Kernels of 4 read one position before and two after."""
+    """The formulas are loops in float64. Kernels of 4 read a position before and two after."""
     torch.manual_seed(0)
     network = SplitCNN(5, 3, filters=(4, 8), groups=2).eval()
     with torch.no_grad():

@@ -109,12 +109,14 @@ def make_released_weights(frames: int, bands: int, patch: tuple[int, int], width
         "v.patch_embed.proj.bias": (width,),
         "v.norm.weight": (width,),
         "v.norm.bias": (width,),
-        **{f"v.{head}.{kind}": size for head in ("head", "head_dist") for kind, size in linear_shapes(1000, width)},
+        **{
+            f"v.{head}.{kind}": size for head in ("head", "head_dist") for kind, size in list_linear_shapes(1000, width)
+        },
         **{
             f"{p}predlayer.{n}.{kind}": size
             for p in "cg"
             for n, o in ((0, width), (2, 256))
-            for kind, size in linear_shapes(o, width)
+            for kind, size in list_linear_shapes(o, width)
         },
     }
     for number in range(12):
@@ -123,14 +125,14 @@ def make_released_weights(frames: int, bands: int, patch: tuple[int, int], width
         parts = {"attn.qkv": (3 * width, width), "attn.proj": (width, width)}
         parts |= {"mlp.fc1": (4 * width, width), "mlp.fc2": (width, 4 * width)}
         shapes |= {
-            f"{block}.{part}.{kind}": size for part, sides in parts.items() for kind, size in linear_shapes(*sides)
+            f"{block}.{part}.{kind}": size for part, sides in parts.items() for kind, size in list_linear_shapes(*sides)
         }
     tensors = {f"module.{name}": 0.3 * torch.randn(shape) for name, shape in shapes.items()}
     sizes = {"module.p_input_fdim": torch.tensor(bands), "module.p_input_tdim": torch.tensor(frames)}
     return {name: torch.nn.Parameter(value, requires_grad=False) for name, value in (sizes | tensors).items()}
 
 
-def linear_shapes(outputs: int, inputs: int) -> list[tuple[str, tuple[int, ...]]]:
+def list_linear_shapes(outputs: int, inputs: int) -> list[tuple[str, tuple[int, ...]]]:
     return [("weight", (outputs, inputs)), ("bias", (outputs,))]
 
 

@@ -63,8 +63,8 @@ def test_safetensors_and_several_forms_of_checkpoints_are_read(tmp_path: Path) -
         torch.save(content, tmp_path / name)
     torch.save(expected, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     safetensors.torch.save_file(expected, tmp_path / "plain.safetensors")
-    both = {f"{group}/{name}": value for group in ("model", "local") for name, value in expected.items()}
-    safetensors.torch.save_file({name: value.clone() for name, value in both.items()}, tmp_path / "run.safetensors")
+    prefixed = {f"{group}/{name}": value for group in ("model", "local") for name, value in expected.items()}
+    safetensors.torch.save_file({name: value.clone() for name, value in prefixed.items()}, tmp_path / "run.safetensors")
     assert_equal(load_from_file(file=str(tmp_path / "plain.pt")), expected)
     assert_equal(load_from_file(file=str(tmp_path / "old.pt")), expected)
     assert_equal(load_from_file(file=str(tmp_path / "nested.pt"), model="state_dict"), expected)
@@ -115,7 +115,7 @@ def test_tied_tensors_need_a_single_name(tmp_path: Path) -> None:
 
 
 class WriteOnLoad:
-    """An object that writes a file when it is unpickled."""
+    """An object with a side effect: unpickling it writes a file."""
 
     def __init__(self, path: str) -> None:
         self.path = path

@@ -69,7 +69,7 @@ def test_without_normalisation_a_narrow_network_equals_the_whole_network_without
     torch.manual_seed(1)
     whole_spec, rng = make_spec(name, (1, 16, 16)), np.random.default_rng(2)
     part_spec = narrow(whole_spec, 0.3)
-    cuts = make_cuts(part_spec, lambda group, channels, kept: np.sort(rng.choice(channels, kept, replace=False)))
+    cuts = make_cuts(part_spec, lambda group, channels, count: np.sort(rng.choice(channels, count, replace=False)))
     whole, part = build_model(whole_spec).eval(), build_model(part_spec).eval()
     for parameter in whole.parameters():
         if parameter.ndim == 4:  # keeps the scale of values constant over layers

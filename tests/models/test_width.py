@@ -36,7 +36,7 @@ def compute_outputs(kind: str, share: float) -> tuple[Tensor, Tensor]:
     spec = make_spec(kind)
     small = narrow(spec, share)
     rng = np.random.default_rng(2)
-    cuts = make_cuts(small, lambda group, channels, kept: np.sort(rng.choice(channels, kept, replace=False)))
+    cuts = make_cuts(small, lambda group, channels, count: np.sort(rng.choice(channels, count, replace=False)))
     whole, part = build_model(spec).eval(), build_model(small).eval()
     state = {f"model/{name}": tensor for name, tensor in whole.state_dict().items()}
     slices = cut_tensors(FlatTensors.from_tensors(state), cuts, "")
@@ -71,28 +71,28 @@ def test_a_narrow_network_with_group_norm_differs_from_the_whole_network() -> No
 def test_the_width_applies_to_every_group_of_channels(kind: str) -> None:
     counts: dict[str, tuple[int, int]] = {}
 
-    def choose(group: str, channels: int, kept: int) -> np.ndarray:
-        counts[group] = channels, kept
-        return np.arange(kept)
+    def choose(group: str, channels: int, count: int) -> np.ndarray:
+        counts[group] = channels, count
+        return np.arange(count)
 
     make_cuts(narrow(make_spec(kind), 0.5), choose)
     # Rounded up to whole channels, or to pairs for networks with two groups.
     multiple = 2 if kind == "split_cnn" else 1
     assert counts
-    assert all(kept == -(-channels // (2 * multiple)) * multiple for channels, kept in counts.values())
+    assert all(count == -(-channels // (2 * multiple)) * multiple for channels, count in counts.values())
     assert narrow(make_spec(kind), 1) == make_spec(kind)
     assert make_cuts(make_spec(kind), choose) == {}
 
 
 def test_widths_multiply() -> None:
     spec = make_spec("mlp", width=0.5)
-    cuts = make_cuts(narrow(spec, 0.5), lambda group, channels, kept: np.array([channels, kept]) - 1)
-    assert [list(kept) for kept in cuts["model/hidden.bias"].indices if kept is not None] == [[4, 2]]  # 9, 5, 3
+    cuts = make_cuts(narrow(spec, 0.5), lambda group, channels, count: np.array([channels, count]) - 1)
+    assert [list(count) for count in cuts["model/hidden.bias"].indices if count is not None] == [[4, 2]]  # 9, 5, 3
 
 
 @pytest.mark.parametrize("kind", ["cnn", "crnn", "split_cnn"])
 def test_scaling_compensates_for_removed_inputs_during_training(kind: str) -> None:
-    """Outputs of a convolution are divided by the width, which equals doubling the weights of the next layer."""
+    """Outputs of a convolution are divided by the width, equivalent to doubling the weights of the next layer."""
     filters = (8,) if kind == "split_cnn" else (6,)
     plain, scaled = (
         build_model(make_spec(kind, filters=filters, dropout=0.0, width=0.5, scaled=on)) for on in (False, True)
@@ -111,7 +111,7 @@ def test_scaling_compensates_for_removed_inputs_during_training(kind: str) -> No
 
 
 class Odd(nn.Module):
-    """A network whose ``channels()`` may be wrong."""
+    """A network with a possibly wrong ``channels()``."""
 
     wrong = "groups"
 

@@ -72,7 +72,7 @@ def test_one_shard_equals_a_plain_training_loop(tiny: Tiny) -> None:
 
 
 def test_a_federation_starts_from_the_pretrained_encoder(tiny: Tiny) -> None:
-    """The new federation loads all tensors except the last layer, whose width differs, and the similarity."""
+    """The new federation loads all tensors except the last layer (of a different width) and the similarity."""
     cola = tiny(*SETTINGS, "run.name=cola")
     stop_after(cola, ROUNDS)
     (file,) = export(Path(cola.run.dir) / "cola", cola)

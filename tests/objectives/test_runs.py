@@ -15,7 +15,7 @@ import soundfile
 import torch
 from commands import Raydfl, written
 from helpers import stop_after
-from machines import RATE, hum
+from machines import RATE, synthesise_hum
 from sklearn.metrics import average_precision_score, roc_auc_score
 
 from raydfl import load_model, read_rows, run
@@ -296,7 +296,7 @@ def recordings(tmp_path: Path) -> list[Path]:
     files = []
     for name, anomalous in (("normal", False), ("strange", True)):
         files.append(tmp_path / f"{name}.wav")
-        soundfile.write(files[-1], hum(name, anomalous), RATE)
+        soundfile.write(files[-1], synthesise_hum(name, anomalous), RATE)
     return files
 
 

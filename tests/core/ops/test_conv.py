@@ -144,8 +144,8 @@ def test_vmap_matches_a_loop(shared: str | None) -> None:
     mapped = torch.func.vmap(convolve, in_dims=tuple(dims.values()))(*values.values())
     loop = torch.stack([convolve(*(v if dims[n] is None else v[c] for n, v in values.items())) for c in range(3)])
     torch.testing.assert_close(mapped, loop, atol=1e-6, rtol=1e-6)
-    for left, right in zip(compute_gradients(mapped, leaves), compute_gradients(loop, leaves), strict=True):
-        torch.testing.assert_close(left, right, atol=1e-5, rtol=1e-5)
+    for a, b in zip(compute_gradients(mapped, leaves), compute_gradients(loop, leaves), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
 
 
 def test_vmap_of_grad_matches_a_loop() -> None:

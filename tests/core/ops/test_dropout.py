@@ -22,10 +22,10 @@ def drop_ones(seed: int, *shape: int, p: float = 0.3, calls: int = 1) -> Tensor:
 def test_dropout_has_the_chosen_share_and_scale() -> None:
     for p in (0.1, 0.5, 0.9):
         y = drop_ones(7, 200, 25, 64, p=p)
-        kept = (y != 0).double()
-        assert abs(float(kept.mean()) - (1 - p)) < 5 * (p * (1 - p) / y.numel()) ** 0.5
-        torch.testing.assert_close(y[y != 0], torch.full((int(kept.sum()),), 1 / (1 - p)))
-        by_row, by_column = kept.mean(dim=(1, 2)), kept.mean(dim=0)
+        is_kept = (y != 0).double()
+        assert abs(float(is_kept.mean()) - (1 - p)) < 5 * (p * (1 - p) / y.numel()) ** 0.5
+        torch.testing.assert_close(y[y != 0], torch.full((int(is_kept.sum()),), 1 / (1 - p)))
+        by_row, by_column = is_kept.mean(dim=(1, 2)), is_kept.mean(dim=0)
         assert float((by_row - (1 - p)).abs().max()) < 5 * (p * (1 - p) / 1600) ** 0.5
         assert float((by_column - (1 - p)).abs().max()) < 6 * (p * (1 - p) / 200) ** 0.5
 

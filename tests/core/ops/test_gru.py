@@ -164,8 +164,8 @@ def test_vmap_matches_a_loop(shared: str) -> None:
         ]
     )
     torch.testing.assert_close(mapped, loop, atol=1e-6, rtol=1e-6)
-    for left, right in zip(compute_gradients(mapped, leaves), compute_gradients(loop, leaves), strict=True):
-        torch.testing.assert_close(left, right, atol=1e-5, rtol=1e-5)
+    for a, b in zip(compute_gradients(mapped, leaves), compute_gradients(loop, leaves), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
 
 
 def test_vmap_of_grad_for_shared_and_per_client_weights() -> None:
@@ -213,9 +213,9 @@ def test_second_derivatives_are_rejected() -> None:
 
 def test_gradients_are_computed_only_where_required() -> None:
     x, leaves = make_noise(2, 3, 3).requires_grad_(), draw_weights(3, 4, 1)
-    (only,) = torch.autograd.grad(ops.gru(x, [w.detach() for w in leaves]).sum(), x)
-    both = torch.autograd.grad(ops.gru(x, leaves).sum(), [x, leaves[0]])
-    assert torch.equal(only, both[0])
+    (input_gradient,) = torch.autograd.grad(ops.gru(x, [w.detach() for w in leaves]).sum(), x)
+    gradients = torch.autograd.grad(ops.gru(x, leaves).sum(), [x, leaves[0]])
+    assert torch.equal(input_gradient, gradients[0])
     assert ops.gru(x.detach(), [w.detach() for w in leaves]).grad_fn is None
 
 

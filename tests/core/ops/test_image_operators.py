@@ -62,7 +62,7 @@ SHAPES = [
 def test_conv2d_matches_torch(shape: tuple, batch: int) -> None:  # type: ignore[type-arg]
     inputs, rows, columns, outputs, kernel, (above, left, below, right), stride = shape
 
-    def reference(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    def compute_reference(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         padded = F.pad(x.permute(0, 3, 1, 2), (left, right, above, below))
         return F.conv2d(padded, weight, bias, stride).permute(0, 2, 3, 1)
 
@@ -71,7 +71,7 @@ def test_conv2d_matches_torch(shape: tuple, batch: int) -> None:  # type: ignore
 
     weight = make_noise(outputs, inputs, *kernel, seed=1)
     assert_close_to_float64(
-        compute, reference, [make_noise(batch, rows, columns, inputs), weight, make_noise(outputs, seed=2)]
+        compute, compute_reference, [make_noise(batch, rows, columns, inputs), weight, make_noise(outputs, seed=2)]
     )
 
 
@@ -90,7 +90,7 @@ def test_group_norm_matches_torch_without_padding(
         parts = (tensors[:count], tensors[count : 2 * count], tensors[2 * count :])
         return ops.group_norm(*parts, 2, 1e-3, relu=relu, pool=pool, ceil=ceil, lengths=lengths_tensor)
 
-    def reference(*tensors: Tensor) -> Tensor:
+    def compute_reference(*tensors: Tensor) -> Tensor:
         items = []
         for item, length in enumerate(lengths or [7] * 3):  # each item separately, without padding
             normed = [
@@ -107,7 +107,7 @@ def test_group_norm_matches_torch_without_padding(
     images = [make_noise(3, 7, 5, size, seed=size) + 1 for size in channels]
     assert_close_to_float64(
         compute,
-        reference,
+        compute_reference,
         [*images, *(make_noise(size, seed=3) for size in channels), *(make_noise(size, seed=4) for size in channels)],
     )
 

@@ -20,9 +20,9 @@ from raydfl.models.crnn import CRNN
 
 @pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("way", ["sum", "grad"])
+@pytest.mark.parametrize("mode", ["sum", "grad"])
 def test_vmap_of_a_crnn_over_clients_matches_a_loop(
-    implementation: str, bidirectional: bool, padded: bool, way: str
+    implementation: str, bidirectional: bool, padded: bool, mode: str
 ) -> None:
     torch.manual_seed(0)
     network = CRNN(6, 4, filters=(8, 5), kernel=5, hidden=7, bidirectional=bidirectional, dropout=0.3)
@@ -35,7 +35,7 @@ def test_vmap_of_a_crnn_over_clients_matches_a_loop(
             return F.cross_entropy(torch.func.functional_call(network, parameters, (x, lengths)), y)
 
     dims = (0, 0, 0, 0, 0 if padded else None)
-    if way == "grad":
+    if mode == "grad":
         gradients = torch.func.vmap(torch.func.grad(loss), in_dims=dims)(parameters, x, y, seeds, lengths)
     else:
         leaves = {name: value.clone().requires_grad_() for name, value in parameters.items()}

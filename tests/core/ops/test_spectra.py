@@ -99,19 +99,19 @@ def test_inputs_may_be_strided() -> None:
 @pytest.mark.skipif(not ops.is_compiled(), reason="the operators in C++ were not built here")
 def test_compiled_operators_check_their_arguments() -> None:
     x, count, compiled = torch.rand(3, 5, 4), torch.tensor([5, 5, 5]), torch.ops.raydfl
-    one, ratio = torch.tensor([0, 0, 0]), torch.rand(3)
+    starts, ratio = torch.tensor([0, 0, 0]), torch.rand(3)
     for operator, arguments, message in [
         (compiled.to_power, (x.double(), count, 1.0), "x is not float32 and contiguous"),
         (compiled.to_power, (x.transpose(1, 2), count, 1.0), "x is not float32 and contiguous"),
         (compiled.to_z_scores, (x, count[:2], 1.0), "not one int64 for each example"),
         (
             compiled.add_noise,
-            (x, count, torch.rand(7, 3), one, ratio),
+            (x, count, torch.rand(7, 3), starts, ratio),
             r"noise has shape \[7, 3\], not float32 \[1 or more, 4\]",
         ),
         (
             compiled.add_noise,
-            (x, count, torch.rand(7, 4), one[:2], ratio),
+            (x, count, torch.rand(7, 4), starts[:2], ratio),
             r"first has shape \[2\] of Long, which does not fit",
         ),
     ]:

@@ -20,8 +20,8 @@ RATE = 8000
 CLIPS = [(label, take) for take in range(4) for label in range(2)]
 
 
-def tone(label: int, take: int) -> np.ndarray:
-    """Synthesise a tone with noise: float32 [400]."""
+def make_tone(label: int, take: int) -> np.ndarray:
+    """Synthesise a make_tone with noise: float32 [400]."""
     time = np.arange(400) / RATE
     noise = 0.01 * np.random.default_rng([label, take]).standard_normal(400)
     return (0.2 * np.sin(2 * np.pi * 300 * (1 + label) * time) + noise).astype(np.float32)
@@ -42,7 +42,12 @@ def write_webdataset(folder: Path) -> None:
             for label, take in CLIPS:
                 if take in takes:
                     metadata = {"speaker": f"s{take}", "snr": 1.5 * take}
-                    sample = {"flac": encode(tone(label, take)), "cls": label, "json": metadata, "txt": f"take {take}"}
+                    sample = {
+                        "flac": encode(make_tone(label, take)),
+                        "cls": label,
+                        "json": metadata,
+                        "txt": f"take {take}",
+                    }
                     shards.write({"__key__": f"{label}/{take}", **sample})
 
 
@@ -57,7 +62,7 @@ def write_datasets(hub: Path, disk: Path) -> None:
     def make_split(*takes: int) -> Dataset:
         rows = [
             {
-                "audio": {"bytes": encode(tone(label, take)), "path": f"{label}_{take}.flac"},
+                "audio": {"bytes": encode(make_tone(label, take)), "path": f"{label}_{take}.flac"},
                 "label": label,
                 "speaker": f"s{take}",
             }

@@ -34,7 +34,7 @@ from raydfl.runs.inference.recordings import recordings as recordings_in
 
 PACKED = Path(__file__).parents[1] / "packed"
 sys.path.insert(0, str(PACKED))
-from write import CLIPS, RATE, encode, tone
+from write import CLIPS, RATE, encode, make_tone
 
 STEP = 2 / 32768
 """Tolerance of samples that were rounded to 16 bits."""
@@ -56,14 +56,14 @@ def write_shard(path: Path, **extra: bytes) -> Path:
     files = {}
     for label, take in CLIPS:
         name = f"{NAMES[label]}-{take}"
-        files |= {f"{name}.wav": encode(tone(label, take), "WAV"), f"{name}.cls": str(label).encode()}
+        files |= {f"{name}.wav": encode(make_tone(label, take), "WAV"), f"{name}.cls": str(label).encode()}
     return write_tar(path, files | extra)
 
 
 def make_clip_table(**columns: Any) -> pa.Table:
     """Make a table of all eight clips, with the recordings as bytes."""
     defaults = {
-        "audio": [{"bytes": encode(tone(*clip)), "path": None} for clip in CLIPS],
+        "audio": [{"bytes": encode(make_tone(*clip)), "path": None} for clip in CLIPS],
         "label": [NAMES[label] for label, _ in CLIPS],
     }
     return pa.table({name: values for name, values in (defaults | columns).items() if values is not None})
@@ -89,7 +89,7 @@ def test_files_of_the_libraries_are_read_in_place(dataset: Dataset, first: str) 
     }
     for row in rows:
         samples, rate = dataset.read(row)
-        expected = tone(NAMES.index(row["label"]), int(row["group"][1:]))
+        expected = make_tone(NAMES.index(row["label"]), int(row["group"][1:]))
         assert (rate, samples.shape) == (RATE, (400, 1))
         assert np.abs(samples[:, 0] - expected).max() < STEP
     if isinstance(dataset, WebDataset):
@@ -108,7 +108,7 @@ def test_rows_of_arrow_may_name_files(tmp_path: Path, footer: bool) -> None:
     """Without decoding, ``save_to_disk`` writes paths and no bytes."""
     paths = [tmp_path / f"{number}.wav" for number in range(len(CLIPS))]
     for path, clip in zip(paths, CLIPS, strict=True):
-        path.write_bytes(encode(tone(*clip), "WAV"))
+        path.write_bytes(encode(make_tone(*clip), "WAV"))
     kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
     audio = pa.array([{"bytes": None, "path": str(path)} for path in paths], kind)
     new = pa.ipc.new_file if footer else pa.ipc.new_stream
@@ -118,7 +118,7 @@ def test_rows_of_arrow_may_name_files(tmp_path: Path, footer: bool) -> None:
     dataset = HuggingFace(root=tmp_path / "rows.arrow")
     rows = dataset.manifest().to_pylist()
     assert [row["path"] for row in rows] == [str(path) for path in paths]
-    assert np.abs(dataset.read(rows[5])[0][:, 0] - tone(*CLIPS[5])).max() < STEP
+    assert np.abs(dataset.read(rows[5])[0][:, 0] - make_tone(*CLIPS[5])).max() < STEP
 
 
 def test_cuts_have_the_same_samples_as_in_lhotse() -> None:
@@ -186,7 +186,7 @@ def test_addresses_name_a_file_and_a_place_in_it() -> None:
 @pytest.mark.parametrize(("kind", "subtype"), [("WAV", None), ("MP3", None), ("OGG", "OPUS"), ("OGG", "VORBIS")])
 def test_recordings_in_a_shard_match_files(tmp_path: Path, kind: str, subtype: str | None) -> None:
     file = tmp_path / f"a.{'opus' if subtype == 'OPUS' else kind.lower()}"
-    soundfile.write(file, np.tile(tone(0, 0), 20), RATE, format=kind, subtype=subtype)
+    soundfile.write(file, np.tile(make_tone(0, 0), 20), RATE, format=kind, subtype=subtype)
     shard = write_tar(tmp_path / "a.tar", {file.name: file.read_bytes(), "b.cls": b"1"})
     (address,) = list_contents(shard)
     for part in ((0.0, None), (0.3, 0.45)):
@@ -198,7 +198,7 @@ def test_recordings_in_a_shard_match_files(tmp_path: Path, kind: str, subtype: s
 
 @pytest.mark.parametrize("dtype", [np.float32, np.int16])
 def test_samples_in_a_cell_keep_their_values(tmp_path: Path, dtype: type) -> None:
-    wave = tone(1, 0) if dtype is np.float32 else np.arange(-200, 200, dtype=np.int16)
+    wave = make_tone(1, 0) if dtype is np.float32 else np.arange(-200, 200, dtype=np.int16)
     cells = [
         {"array": wave, "sampling_rate": 44100},
         {"array": np.stack([wave, -wave]).tolist(), "sampling_rate": 8000},
@@ -217,11 +217,15 @@ def test_rows_are_read_in_any_order(tmp_path: Path) -> None:
     pq.write_table(make_clip_table(), tmp_path / "rows.parquet", row_group_size=3)
     addresses = list_contents(tmp_path / "rows.parquet")
     for row in (0, 1, 5, 4, 7, 7, 2):
-        assert np.abs(read_audio(addresses[row])[0][:, 0] - tone(*CLIPS[row])).max() < STEP
+        assert np.abs(read_audio(addresses[row])[0][:, 0] - make_tone(*CLIPS[row])).max() < STEP
 
 
 def test_a_second_recording_of_a_sample_is_a_view(tmp_path: Path) -> None:
-    files = {"a.left.wav": encode(tone(0, 0), "WAV"), "a.right.wav": encode(tone(1, 0), "WAV"), "a.cls": b"dog"}
+    files = {
+        "a.left.wav": encode(make_tone(0, 0), "WAV"),
+        "a.right.wav": encode(make_tone(1, 0), "WAV"),
+        "a.cls": b"dog",
+    }
     shard = write_tar(tmp_path / "a.tar", files)
     with pytest.raises(
         DataError, match=r"a\.tar: the sample a has several recordings: left\.wav, right\.wav\. Set data\.audio_field"
@@ -231,7 +235,8 @@ def test_a_second_recording_of_a_sample_is_a_view(tmp_path: Path) -> None:
     (row,) = dataset.manifest().to_pylist()
     other = row | {"path": dataset.file_of(row, "right.wav")}
     assert [
-        np.abs(dataset.read(entry)[0][:, 0] - tone(label, 0)).max() < STEP for label, entry in enumerate([row, other])
+        np.abs(dataset.read(entry)[0][:, 0] - make_tone(label, 0)).max() < STEP
+        for label, entry in enumerate([row, other])
     ]
     assert (row["clip"], row["label"]) == ("a.tar/a.left.wav", "dog")
 
@@ -241,7 +246,7 @@ def test_a_metadata_list_next_to_the_recordings(tmp_path: Path, name: str) -> No
     for split in ("train", "dev"):
         (tmp_path / split / "deep").mkdir(parents=True)
         rows = [{"file_name": "deep/test_1.wav", "label": "007", "speaker": "x"}]
-        (tmp_path / split / "deep" / "test_1.wav").write_bytes(encode(tone(0, 0), "WAV"))
+        (tmp_path / split / "deep" / "test_1.wav").write_bytes(encode(make_tone(0, 0), "WAV"))
         text = "file_name,label,speaker\ndeep/test_1.wav,a,x\n" if name.endswith("csv") else json.dumps(rows[0])
         (tmp_path / split / name).write_text(text)
     dataset = HuggingFace(root=tmp_path, group_column="speaker")
@@ -254,7 +259,7 @@ def test_a_metadata_list_next_to_the_recordings(tmp_path: Path, name: str) -> No
 
 
 def test_rows_may_have_paths_instead_of_bytes(tmp_path: Path) -> None:
-    (tmp_path / "a.wav").write_bytes(encode(tone(0, 0), "WAV"))
+    (tmp_path / "a.wav").write_bytes(encode(make_tone(0, 0), "WAV"))
     kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
     table = pa.table({"audio": pa.array([{"bytes": None, "path": "a.wav"}], kind), "label": ["dog"]})
     pq.write_table(table, tmp_path / "rows.parquet")
@@ -323,7 +328,7 @@ def truncate_file(path: Path, size: int) -> None:
 def write_unusable_set(folder: Path, kind: str) -> dict[str, Any]:
     """Write an unusable data set and return its options."""
     shard, rows = folder / "a.tar", folder / "rows.parquet"
-    wav = encode(tone(0, 0), "WAV")
+    wav = encode(make_tone(0, 0), "WAV")
     shard_writers: dict[str, Callable[[], Any]] = {
         "member": lambda: truncate_file(write_shard(shard), 700),
         "header": lambda: truncate_file(write_shard(shard), 512 * 5 + 100),
@@ -367,7 +372,7 @@ def write_unusable_set(folder: Path, kind: str) -> dict[str, Any]:
 
 def write_link(path: Path, kind: bytes) -> None:
     """Write a shard in which a sample's class is a link to another member, and an irrelevant link."""
-    wav = encode(tone(0, 0), "WAV")
+    wav = encode(make_tone(0, 0), "WAV")
     write_tar(path, {"a.wav": wav, "a.cls": b"1", "b.wav": wav})
     with tarfile.open(path, "a") as archive:
         for name in ("README", "b.cls"):
