@@ -26,7 +26,7 @@ def make_numbered_examples(lengths: list[int], length: int | None = None, dtype:
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
-def test_batches_of_fixed_length(dtype: type) -> None:
+def test_batches_of_fixed_length_have_no_lengths(dtype: type) -> None:
     data = make_numbered_examples([4] * 6, length=4, dtype=dtype)
     batch = data.batch(np.array([5, 0, 5]))
     assert batch.x.dtype == torch.float32

@@ -74,7 +74,7 @@ def extract_features(root: Path, settings: FeatureSettings = SETTINGS) -> list[n
     return [extractor(*dataset.read(row)) for row in dataset.manifest().to_pylist()]
 
 
-def test_clips_of_unequal_length(tmp_path: Path, small_chunks: None) -> None:
+def test_clips_of_unequal_length_are_concatenated(tmp_path: Path, small_chunks: None) -> None:
     root = write_folder(tmp_path / "data")
     store, _ = prepare_folder(root, tmp_path / "cache")
     clips = extract_features(root)

@@ -35,7 +35,7 @@ GREY = (np.arange(7)[:, None, None] * 30 + np.arange(8)[:, None] * np.ones(6)).a
 """Seven frames of 8 rows and 6 columns."""
 
 
-def test_the_middle_frame_and_the_sound_of_a_video_and_of_a_part(tmp_path: Path) -> None:
+def test_videos_give_their_middle_frame_and_their_sound(tmp_path: Path) -> None:
     samples = np.random.default_rng(0).integers(-32768, 32768, (5600, 2))
     path = str(write_film(tmp_path / "a.mkv", GREY, samples))  # 0.7 s, one frame every 0.1 s
     assert (read_image(path) == GREY[3][:, :, None]).all()
@@ -51,7 +51,7 @@ def test_the_middle_frame_and_the_sound_of_a_video_and_of_a_part(tmp_path: Path)
 
 @pytest.mark.skipif(not FOLDER.is_dir(), reason="no sample films: set RAYDFL_DATA")
 @pytest.mark.parametrize("name", FILMS)
-def test_published_videos(name: str, tmp_path: Path) -> None:
+def test_published_videos_are_decoded(name: str, tmp_path: Path) -> None:
     path = str(FOLDER / name)
     with av.open(path) as film:
         frames = list(film.decode(video=0))
@@ -106,7 +106,7 @@ def job(tmp_path: Path) -> Path:
     return tmp_path / "job.yaml"
 
 
-def test_silent_and_broken_videos_and_a_missing_decoder(
+def test_silent_and_broken_videos_and_a_missing_decoder_are_reported(
     job: Path, raydfl: Raydfl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Errors name the unusable videos. The setting ``skip`` skips and lists them, but never hides a missing decoder."""

@@ -228,7 +228,7 @@ def test_damaged_idx_files_are_rejected(
         MNIST(root=root).manifest()
 
 
-def test_image_files_of_several_sizes_and_colours(tmp_path: Path, tiny: Tiny) -> None:
+def test_image_files_of_several_sizes_and_colours_are_converted(tmp_path: Path, tiny: Tiny) -> None:
     rng = np.random.default_rng(0)
     rows = ["path,label,split"]
     for number in range(24):

@@ -231,7 +231,7 @@ def test_each_client_has_the_chosen_number_of_classes(clients: int, per_client: 
         assert shares.sum() == 300
 
 
-def test_a_random_number_of_classes_for_each_client() -> None:
+def test_the_number_of_classes_can_be_random() -> None:
     """FedSTAR draws int(Normal(3, sqrt(0.5))), mostly 2 or 3. Every label belongs to some client."""
     table = count_labels(deal(400 * 12, 12, by="classes", clients=400, classes=3, variance=0.5))
     numbers = (table > 0).sum(axis=1)

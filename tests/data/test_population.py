@@ -125,7 +125,7 @@ def test_a_population_survives_a_round_trip(make_data: Make, tmp_path: Path, opt
             np.testing.assert_array_equal(original.x.numpy(), changed.x.numpy())
 
 
-def test_clips_of_unequal_length(make_data: Make) -> None:
+def test_clips_of_unequal_length_have_lengths_in_batches(make_data: Make) -> None:
     population = build_population(make_data(uneven=True), 1)
     assert population.views[FIRST_VIEW].length is None
     batch = population.test.batch(np.arange(3))

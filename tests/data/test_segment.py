@@ -28,7 +28,7 @@ def test_segments_match_a_plain_loop() -> None:
             assert (start + count <= lengths[clip]).all()
 
 
-def test_urban_sound_protocol_of_fedaudio() -> None:
+def test_segments_match_the_urban_sound_protocol_of_fedaudio() -> None:
     settings = SegmentSettings(frames=300, stride=50, test_stride=100, keep_last=False)
     assert segments(np.array([401]), settings, None)[1].tolist() == [
         0,

@@ -44,7 +44,7 @@ def split(table: Assignment, seed: int = 1, **options: Any) -> tuple[np.ndarray,
     return train, validation, test
 
 
-def test_official_split() -> None:
+def test_the_official_split_is_used_by_default() -> None:
     numbers = np.arange(200)
     train, validation, test = split(list_clips())
     np.testing.assert_array_equal(test, numbers[numbers % 4 == 3])
@@ -58,7 +58,7 @@ def test_official_split() -> None:
     assert not len(validation)
 
 
-def test_a_test_set_by_values_of_a_column() -> None:
+def test_column_values_select_the_test_set() -> None:
     _, _, test = split(list_clips(), test={"by": "fold", "values": [1, "3"]})
     numbers = np.arange(200)
     np.testing.assert_array_equal(test, numbers[np.isin(numbers % 5, [0, 2])])
@@ -66,7 +66,7 @@ def test_a_test_set_by_values_of_a_column() -> None:
     np.testing.assert_array_equal(test, numbers[numbers % 4 >= 2])
 
 
-def test_no_test_set() -> None:
+def test_the_test_set_may_be_empty() -> None:
     train, _, test = split(list_clips(), test=None)
     assert (len(train), len(test)) == (200, 0)
 

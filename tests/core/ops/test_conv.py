@@ -107,7 +107,7 @@ def test_results_do_not_depend_on_the_batch(implementation: str, kernel: int) ->
             assert torch.equal(a[item : item + 1], b)
 
 
-def test_gradcheck() -> None:
+def test_gradients_pass_gradcheck() -> None:
     x, weight, bias = (make_noise(*s, dtype=torch.float64).requires_grad_() for s in ((2, 9, 3), (4, 3, 3), (4,)))
     lengths = torch.tensor([9, 5])
     assert torch.autograd.gradcheck(lambda *t: ops.conv1d(*t, 1, pool=2, lengths=lengths), (x, weight, bias))

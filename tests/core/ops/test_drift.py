@@ -52,7 +52,7 @@ def test_only_trained_weights_have_a_gradient() -> None:
     assert not drift_term(draw_tensors(), 1.0).requires_grad
 
 
-def test_gradcheck() -> None:
+def test_gradients_pass_gradcheck() -> None:
     weights = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in [(2, 3), (4,)]]
     anchors, slopes = ([torch.randn_like(weight) for weight in weights] for _ in range(2))
     assert torch.autograd.gradcheck(lambda *weights: drift_term(weights, 0.7, anchors, slopes), weights)

@@ -114,7 +114,7 @@ def test_extreme_values_saturate_and_nan_is_propagated() -> None:
     assert bool(module(torch.full((1, 2, 1), float("nan")))[0].isnan().all())
 
 
-def test_gradcheck() -> None:
+def test_gradients_pass_gradcheck() -> None:
     x, all_weights = (
         make_noise(2, 4, 3, dtype=torch.float64).requires_grad_(),
         draw_weights(3, 2, 2, dtype=torch.float64),
@@ -168,7 +168,7 @@ def test_vmap_matches_a_loop(shared: str) -> None:
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
 
 
-def test_vmap_of_grad_for_shared_and_per_client_weights() -> None:
+def test_vmap_of_grad_matches_a_loop_for_shared_and_per_client_weights() -> None:
     x, client_weights = make_noise(3, 2, 6, 5), [w.detach() for w in draw_weights(5, 7, 1, clients=3)]
 
     def loss(weights: list[Tensor], x: Tensor) -> Tensor:

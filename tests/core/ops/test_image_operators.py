@@ -120,7 +120,7 @@ def test_relu_pool_matches_torch() -> None:
     )
 
 
-def test_gradcheck() -> None:
+def test_gradients_pass_gradcheck() -> None:
     x, weight, bias = (make_noise(*s).double().requires_grad_() for s in ((2, 5, 4, 4), (6, 4, 3, 2), (6,)))
     assert torch.autograd.gradcheck(lambda *t: ops.conv2d(*t, stride=(2, 1), padding=(1, 1, 0, 0)), (x, weight, bias))
     scale, shift = (make_noise(4, seed=s).double().requires_grad_() for s in (1, 2))

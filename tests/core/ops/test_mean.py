@@ -34,7 +34,7 @@ def test_the_mean_excludes_padded_frames(shape: tuple[int, int, int], padded: bo
         torch.testing.assert_close(a, b)
 
 
-def test_gradcheck() -> None:
+def test_gradients_pass_gradcheck() -> None:
     x = torch.randn(3, 5, 4, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: mean_over_time(x, torch.tensor([5, 2, 1])), x)
 

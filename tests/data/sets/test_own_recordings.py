@@ -215,7 +215,7 @@ def write_text(path: Path, text: str) -> Path:
     return path
 
 
-def test_a_csv_list_with_all_columns(clips: Path) -> None:
+def test_a_csv_list_may_have_all_columns(clips: Path) -> None:
     file = write_text(
         clips / "list.csv",
         "path,label,group,split,room,level\n"
@@ -245,7 +245,7 @@ def test_a_parquet_list_matches_a_csv_list(clips: Path) -> None:
     ]
 
 
-def test_custom_column_names_and_root(clips: Path) -> None:
+def test_column_names_and_the_root_can_be_chosen(clips: Path) -> None:
     (clips / "lists").mkdir()
     file = write_text(
         clips / "lists/list.csv", "file,sound,who,part,path\na.wav,dog,anna,train,zzz\nb.flac,cat,bob,test,zzz\n"
@@ -270,7 +270,7 @@ def test_the_column_separator_is_detected(clips: Path) -> None:
         assert list_columns(Manifest(file=file), "clip", "label", "note") == [("clips/a.wav", "dog", "x")]
 
 
-def test_several_clips_of_a_file(clips: Path) -> None:
+def test_a_file_may_have_several_clips(clips: Path) -> None:
     """Oracle: the same samples, cut from the whole file."""
     file = write_text(
         clips / "list.csv",

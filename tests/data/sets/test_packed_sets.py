@@ -242,7 +242,7 @@ def test_a_second_recording_of_a_sample_is_a_view(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["metadata.csv", "metadata.jsonl"])
-def test_a_metadata_list_next_to_the_recordings(tmp_path: Path, name: str) -> None:
+def test_a_metadata_list_next_to_the_recordings_is_read(tmp_path: Path, name: str) -> None:
     for split in ("train", "dev"):
         (tmp_path / split / "deep").mkdir(parents=True)
         rows = [{"file_name": "deep/test_1.wav", "label": "007", "speaker": "x"}]
@@ -266,7 +266,7 @@ def test_rows_may_have_paths_instead_of_bytes(tmp_path: Path) -> None:
     assert [row["path"] for row in HuggingFace(root=tmp_path).manifest().to_pylist()] == [str(tmp_path / "a.wav")]
 
 
-def test_labels_of_several_kinds(tmp_path: Path) -> None:
+def test_labels_of_several_kinds_are_decoded(tmp_path: Path) -> None:
     def read_labels(values: pa.Array, feature: dict[str, Any] | None = None) -> list[str | None]:
         table = pa.table({"audio": make_clip_table()["audio"].slice(0, len(values)), "label": values})
         features = {"audio": {"_type": "Audio"}, "label": feature or {"_type": "Value"}}

@@ -250,7 +250,7 @@ def test_the_default_label_leaves_the_digest_unchanged() -> None:
     assert digest_config(label="word") == digest_config() != digest_config(label="language")
 
 
-def test_the_twelve_classes_of_keyword_spotting() -> None:
+def test_the_corpus_can_have_the_twelve_classes_of_keyword_spotting() -> None:
     corpus = SpokenWords(speakers=40, words="speech_commands_12", clips=3600)
     rows = corpus.manifest().to_pylist()
     counts = Counter(row["label"] for row in rows)
