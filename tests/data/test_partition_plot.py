@@ -17,16 +17,18 @@ from raydfl.runs.report.partition import plot_partition
 
 def capture_counts(population: Population, path: Path, monkeypatch: pytest.MonkeyPatch) -> np.ndarray:
     """Plot the partition and return the plotted counts [clients, classes]."""
-    counts: list[np.ndarray] = []
+    captured: list[np.ndarray] = []
     original = plot_module._draw_cells
     monkeypatch.setattr(
-        plot_module, "_draw_cells", lambda figure, axes, counts: (counts.append(counts), original(figure, axes, counts))
+        plot_module,
+        "_draw_cells",
+        lambda figure, axes, counts: (captured.append(counts), original(figure, axes, counts)),
     )
     plot_partition(population, path)
     pixels = matplotlib.image.imread(path)
     assert pixels.shape[0] > 400
     assert pixels.std() > 0.05  # not a blank page
-    return counts[0]
+    return captured[0]
 
 
 @pytest.mark.parametrize("shards", [1, 4])
