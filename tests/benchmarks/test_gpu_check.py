@@ -10,7 +10,7 @@ import gpu_check
 import pytest
 import torch
 from gpu import equality, federations
-from gpu.lines import Line, Watch, failed, table, tried
+from gpu.lines import Line, Watch, report_failure, run_checked, table
 
 from raydfl.core import registry
 
@@ -54,10 +54,10 @@ def test_a_part_without_time_says_so_and_a_failure_does_not_end_it(tmp_path: Pat
     def fails() -> Line:
         raise RuntimeError("a tensor on the CPU\nand more")
 
-    line = tried("part", "thing", fails)
+    line = run_checked("part", "thing", fails)
     assert (line.result, line.figure) == ("FAILED", "RuntimeError: a tensor on the CPU")
     assert "fails" in line.details["traceback"]
-    assert table([line, failed("p", "x", ValueError("v"))]).splitlines() == [
+    assert table([line, report_failure("p", "x", ValueError("v"))]).splitlines() == [
         "part  thing  FAILED  RuntimeError: a tensor on the CPU",
         "p     x      FAILED  ValueError: v",
     ]

@@ -422,13 +422,13 @@ def test_recording_attacks_need_recordings(tmp_path: Path, attack: dict[str, Any
     path = write_npz(tmp_path / "features", compute_log_mels())
     data = config.data.model_copy(update={"features": make_file_features(path)})
     with pytest.raises(ConfigError, match="alters recordings"):
-        build_population(data, 1, attack=config.parts.attack)
+        build_population(data, 1, attack=config.components.attack)
     flipped = {
         **values,
         "attack": "label_flip",
         "data": {**values["data"], "features": make_file_features(path).model_dump()},
     }
-    assert make_config(flipped).parts.attack is not None
+    assert make_config(flipped).components.attack is not None
 
 
 # -- features by a model -----------------------------------------------------------------------------------------------

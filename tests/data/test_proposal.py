@@ -163,7 +163,7 @@ def test_no_client_trains_on_anomalies(tmp_path: Path, case: str) -> None:
     data = data if "name" in data else {"name": "folder", "root": str(tmp_path), **data}
     from_yaml, from_command, _ = apply_proposal(make_config({"method": "fedavg", **settings, "data": data}))
     assert from_yaml.digest() == from_command.digest()
-    objective = from_command.parts.method.objective
+    objective = from_command.components.method.objective
     assert len(objective.normal) == 1
     assert objective.answers == "score"
     assert (from_command.objective or {}).items() >= settings.get("objective", {"name": "reconstruct"}).items()

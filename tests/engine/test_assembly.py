@@ -84,7 +84,7 @@ def test_a_configuration_travels_as_a_description(tiny: Tiny, built: Counter[str
     assert arrived == config
     assert not built
     assert arrived.digest() == config.digest()
-    assert arrived.parts == config.parts
+    assert arrived.components == config.components
     assert built == {"method": 1, "objective": 1, "method.rule": 1, "attack": 1}
 
 
@@ -95,7 +95,7 @@ def test_a_process_loads_users_files_by_itself(tiny: Tiny, tmp_path: Path) -> No
     (tmp_path / "sent").write_bytes(pickle.dumps(tiny(f"method.name={file}:Mine")))
     program = (
         "import pathlib, pickle, sys; config = pickle.loads(pathlib.Path(sys.argv[1]).read_bytes())\n"
-        "print(type(config.parts.method).__name__)"
+        "print(type(config.components.method).__name__)"
     )
     command = [sys.executable, "-c", program, str(tmp_path / "sent")]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "Mine\n"
@@ -127,17 +127,17 @@ def test_a_users_class_that_another_process_cannot_load_is_said_before_any_clien
     file.unlink()
     monkeypatch.setattr(registry, "load_file", registry.load_file.__wrapped__)
     with pytest.raises(ConfigError, match=f"'{file}:(Mine|Net)': there is no file {file}"):
-        _ = config.parts
+        _ = config.components
 
 
 def test_a_copy_has_the_parts_of_what_it_describes(tiny: Tiny, built: Counter[str]) -> None:
     config = tiny()
     built.clear()
-    assert config.model_copy(update={"run": config.run}).parts is config.parts
+    assert config.model_copy(update={"run": config.run}).components is config.components
     assert not built
     other = config.model_copy(update={"method": {"name": "fedprox", "mu": 0.5}})
-    assert isinstance(other.parts.method, FedProx)
-    assert config.parts.method == FedAvg()
+    assert isinstance(other.components.method, FedProx)
+    assert config.components.method == FedAvg()
 
 
 def test_a_method_holds_its_rule(built: Counter[str]) -> None:

@@ -79,7 +79,7 @@ def test_results_with_and_without_it_are_recorded_and_the_run_is_the_same(tiny: 
     plain = {
         name for name in names if not name.startswith("personal-") and (method == "ditto" or "personal/" not in name)
     }
-    models = config.parts.models
+    models = config.components.models
     assert plain
     for name in plain:
         model, _, metric = name.partition("/")
@@ -88,11 +88,11 @@ def test_results_with_and_without_it_are_recorded_and_the_run_is_the_same(tiny: 
 
 def test_the_former_options_of_fedbabu_mean_the_same(tiny: Tiny) -> None:
     former = tiny("method.fine_tune_epochs=2", "method.fine_tune_part=head", method="fedbabu")
-    assert former.parts.fine_tune.model_dump() == {"epochs": 2, "part": ["model/output"]}
-    assert tiny(method="fedbabu").parts.fine_tune.epochs == 5
-    assert tiny().parts.fine_tune.epochs == 0
+    assert former.components.fine_tune.model_dump() == {"epochs": 2, "part": ["model/output"]}
+    assert tiny(method="fedbabu").components.fine_tune.epochs == 5
+    assert tiny().components.fine_tune.epochs == 0
     explicit = tiny("evaluate.fine_tune={epochs: 3}", method="fedbabu")
-    assert explicit.parts.fine_tune.epochs == 3
+    assert explicit.components.fine_tune.epochs == 3
     assert explicit.digest() == tiny(method="fedbabu").digest() != former.digest()  # what is measured decides nothing
 
 
