@@ -23,6 +23,7 @@ from raydfl.data.features.kaldi import KaldiFeatures
 from raydfl.data.features.model import ModelFeatures
 from raydfl.data.features.pretrained import PretrainedFeatures
 from raydfl.engine.groups import GroupRule
+from raydfl.experiments.settings import MetricSettings, PaperSettings, StudySettings
 from raydfl.rules import RULES
 
 _CELLS = re.compile(r"(?<!\\)\|")
@@ -64,6 +65,9 @@ def find_classes(page: str) -> dict[str, tuple[type, set[str]]]:
         classes |= {heading: (cls, set()) for heading, cls in FEATURES.items()}
     elif page == "views.md":
         classes = {"Images": (ImageFeatures, set())}
+    elif page == "sweeps.md":
+        studies = {"The file": StudySettings, "metric": MetricSettings, "paper": PaperSettings}
+        classes = {heading: (cls, set()) for heading, cls in studies.items()}
     elif page == "pretrained.md":
         classes = {"data.features of the kind pretrained": (PretrainedFeatures, set())}
     if page in ("configuration.md", "data.md", "views.md"):
@@ -140,7 +144,8 @@ def _format_default(cls: type, option: Option, cell: str) -> str:
         return "required"
     default = option.default
     if issubclass(cls, Settings):  # a JSON schema lacks the results of factories
-        default = plain(cls.model_fields[option.name].get_default(call_default_factory=True))
+        value = cls.model_fields[option.name].get_default(call_default_factory=True)
+        default = value.model_dump(mode="json", exclude_none=True) if isinstance(value, Settings) else plain(value)
     text = cell.strip("`").replace(r"\|", "|")
     if text != "required" and parse_yaml(text, option.name) == default:
         return cell

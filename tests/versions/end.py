@@ -1,4 +1,4 @@
-"""Tests with one end of the versions that raydfl takes, and one line about it: ``make test-versions``.
+"""Run tests with the oldest or newest supported versions, and print a summary line: ``make test-versions``.
 
 python -P tests/versions/end.py oldest LOG
 """
@@ -19,16 +19,16 @@ WITH_RAY = [
     "tests/laws/test_ray_pool.py::test_law_1_serial_and_1_2_and_4_actors_give_the_same_bits[fedavg]",
     "tests/cluster/jobs/test_submitted_jobs.py::test_jobs_without_the_token_are_rejected",
     "tests/cluster/jobs/test_submitted_jobs.py::test_a_stopped_job_resumes_to_the_same_bits",
-    "tests/experiments/search/test_search_run.py::test_a_search_and_its_trials_are_nested_in_mlflow",
+    "tests/experiments/test_study_run.py::test_a_study_and_its_runs_are_nested_in_mlflow",
     "tests/experiments/test_trainable.py::test_trials_of_asha_have_the_bits_of_runs_alone",
     "tests/runs/test_tracking.py::test_tracked_run_is_read_back",
     "tests/runs/test_tracking.py::test_rounds_are_tracked_once",
 ]
-"""The pool, a submitted job, a search and somebody's own Tuner, the tracker."""
+"""The pool, a submitted job, a search, a user's own Tuner, and the tracker."""
 
 
-def tests(log: Path, *arguments: str) -> tuple[int, str]:
-    """Run some tests; the exit code, and pytest's last line."""
+def run_tests(log: Path, *arguments: str) -> tuple[int, str]:
+    """Run tests and return the exit code and pytest's last line."""
     command = [
         sys.executable,
         "-P",
@@ -39,19 +39,19 @@ def tests(log: Path, *arguments: str) -> tuple[int, str]:
         *arguments,
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    # Away from the repository: Ray's workers import from the driver's folder first, and would have raydfl without its operators.
-    done = subprocess.run(command, check=False, cwd=log.parent, env=environment, capture_output=True, text=True)
+    # Ray's workers import from the driver's folder first. In the repository, raydfl has no compiled operators there.
+    process = subprocess.run(command, check=False, cwd=log.parent, env=environment, capture_output=True, text=True)
     with log.open("a", encoding="utf-8") as file:
-        file.write(done.stdout + done.stderr)
-    return done.returncode, (done.stdout.strip().splitlines() or ["nothing printed"])[-1].strip("= ")
+        file.write(process.stdout + process.stderr)
+    return process.returncode, (process.stdout.strip().splitlines() or ["nothing printed"])[-1].strip("= ")
 
 
 def main() -> None:
-    """Run the fast laws, then those with Ray, and print the line."""
+    """Run the fast laws, then the tests with Ray, and print the summary line."""
     end, log = sys.argv[1], Path(sys.argv[2]).resolve()
     log.write_text("", encoding="utf-8")
-    laws = tests(log, "--color=no", "--override-ini=addopts=", "-m", "not slow", str(ROOT / "tests" / "laws"))
-    ray = tests(log, "--color=no", "--override-ini=addopts=", *(f"{ROOT}/{test}" for test in WITH_RAY))
+    laws = run_tests(log, "--color=no", "--override-ini=addopts=", "-m", "not slow", str(ROOT / "tests" / "laws"))
+    ray = run_tests(log, "--color=no", "--override-ini=addopts=", *(f"{ROOT}/{test}" for test in WITH_RAY))
     packages = ", ".join(f"{name} {version(name)}" for name in SHOWN)
     print(
         f"{end}: Python {platform.python_version()}, {packages}; laws: {laws[1]}; with Ray: {ray[1]}; all of it: {log}"

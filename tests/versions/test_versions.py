@@ -1,4 +1,4 @@
-"""What is said of versions fits together: the bounds of pyproject.toml, what both ends are tried with, and the docs."""
+"""Supported versions agree in the bounds of pyproject.toml, the tested ends and the docs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from end import WITH_RAY
 from packaging.requirements import Requirement
 from packaging.version import Version
 
@@ -15,12 +16,14 @@ ROOT = HERE.parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
-def pinned(path: Path) -> dict[str, Version]:
+def read_pins(path: Path) -> dict[str, Version]:
     lines = [line.split("==") for line in path.read_text().splitlines() if not line.startswith("#")]
     return {name.lower(): Version(version) for name, version in lines}
 
 
-OLDEST, NEWEST, USUAL = (pinned(path) for path in (HERE / "oldest.txt", HERE / "newest.txt", ROOT / "constraints.txt"))
+OLDEST, NEWEST, USUAL = (
+    read_pins(path) for path in (HERE / "oldest.txt", HERE / "newest.txt", ROOT / "constraints.txt")
+)
 OF_USERS = [
     *PROJECT["dependencies"],
     *(
@@ -33,17 +36,17 @@ OF_USERS = [
 
 
 @pytest.mark.parametrize("line", OF_USERS)
-def test_a_lower_bound_is_what_was_tried(line: str) -> None:
-    needed = Requirement(line)
-    name = needed.name.lower()
+def test_lower_bounds_equal_the_oldest_tested_versions(line: str) -> None:
+    requirement = Requirement(line)
+    name = requirement.name.lower()
     for versions in (OLDEST, NEWEST, USUAL):
-        assert versions[name] in needed.specifier
+        assert versions[name] in requirement.specifier
     assert OLDEST[name] <= USUAL[name]
-    lower = [Version(each.version) for each in needed.specifier if each.operator == ">="]
+    lower = [Version(bound.version) for bound in requirement.specifier if bound.operator == ">="]
     assert lower in ([], [OLDEST[name]])
 
 
-def test_the_docs_name_both_ends() -> None:
+def test_the_docs_list_the_oldest_and_newest_versions() -> None:
     page = (ROOT / "docs" / "install.md").read_text()
     rows = {
         name.lower(): ends for name, *ends in re.findall(r"^\| (\w+) \| ([\d.]+) \| ([\d.]+) \|$", page, re.MULTILINE)
@@ -52,3 +55,9 @@ def test_the_docs_name_both_ends() -> None:
     for name in rows.keys() - {"python"}:
         package = {"pytorch": "torch"}.get(name, name)
         assert rows[name] == [str(OLDEST[package]), str(NEWEST[package])], name
+
+
+def test_the_listed_tests_with_ray_exist() -> None:
+    for test in WITH_RAY:
+        file, _, name = test.partition("::")
+        assert f"def {name.partition('[')[0]}(" in (ROOT / file).read_text(), test
