@@ -1,4 +1,4 @@
-"""What a configuration describes is built once: counted, and looked at in another process."""
+"""Objects described by a configuration are built once, counted here and in another process."""
 
 from __future__ import annotations
 
@@ -38,58 +38,58 @@ class Mine(FedAvg):
 
 
 @pytest.fixture
-def built(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often methods, rules, attacks and networks were built, by kind."""
+def build_counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Count the built methods, rules, attacks and networks by kind."""
     counts: Counter[str] = Counter()
     build, network = registry.build, CRNN.__init__
 
-    def counted_build(cls: type, options: dict[str, object], where: str) -> object:
+    def count_build(cls: type, options: dict[str, object], where: str) -> object:
         counts[where] += 1
         return build(cls, options, where)
 
     @functools.wraps(network)
-    def counted_network(self: CRNN, *arguments: object, **options: object) -> None:
+    def count_network(self: CRNN, *arguments: object, **options: object) -> None:
         counts["network"] += 1
         network(self, *arguments, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(registry, "build", counted_build)
-    monkeypatch.setattr(CRNN, "__init__", counted_network)
+    monkeypatch.setattr(registry, "build", count_build)
+    monkeypatch.setattr(CRNN, "__init__", count_network)
     monkeypatch.setattr(_build, "_TRIED", set())
     return counts
 
 
-def test_from_the_configuration_to_round_2_everything_is_built_once(tiny: Tiny, built: Counter[str]) -> None:
-    """Of networks four: to check the options, to try and describe them, for the server and for the clients."""
+def test_everything_is_built_once_up_to_round_2(tiny: Tiny, build_counts: Counter[str]) -> None:
+    """Four networks are built: to check the options, to describe the models, for the server and for the clients."""
     config = tiny(*EVERYTHING, "run.name=counted")
-    assert built == {"method": 1, "objective": 1, "method.rule": 1, "attack": 1, "network": 1}
+    assert build_counts == {"method": 1, "objective": 1, "method.rule": 1, "attack": 1, "network": 1}
     outcome = run(config, on_round=lambda report: report.round == 2)
     assert outcome.round == 2
-    assert built == {"method": 1, "objective": 1, "method.rule": 1, "attack": 1, "network": 4}
+    assert build_counts == {"method": 1, "objective": 1, "method.rule": 1, "attack": 1, "network": 4}
 
 
-def test_a_run_that_goes_on_is_checked_once(tiny: Tiny, built: Counter[str]) -> None:
-    """Of networks three: for the server, for the clients, and for what the export holds of them that was never sent."""
+def test_a_resumed_run_is_checked_once(tiny: Tiny, build_counts: Counter[str]) -> None:
+    """Three networks are built: for the server, for the clients, and for exported tensors that were never sent."""
     run_dir = run(tiny(*EVERYTHING), on_round=lambda report: True).run_dir
-    built.clear()
+    build_counts.clear()
     assert resume(run_dir).finished
-    assert built == {"method": 1, "objective": 1, "method.rule": 1, "attack": 1, "network": 3}
+    assert build_counts == {"method": 1, "objective": 1, "method.rule": 1, "attack": 1, "network": 3}
 
 
-def test_a_configuration_travels_as_a_description(tiny: Tiny, built: Counter[str]) -> None:
-    """Nothing is checked when it arrives, and built what is asked for."""
+def test_a_configuration_is_pickled_as_a_description(tiny: Tiny, build_counts: Counter[str]) -> None:
+    """The receiver checks nothing, and builds only requested objects."""
     config = tiny(*EVERYTHING)
     sent = pickle.dumps(config)
-    built.clear()
+    build_counts.clear()
     arrived = pickle.loads(sent)
     assert arrived == config
-    assert not built
+    assert not build_counts
     assert arrived.digest() == config.digest()
     assert arrived.components == config.components
-    assert built == {"method": 1, "objective": 1, "method.rule": 1, "attack": 1}
+    assert build_counts == {"method": 1, "objective": 1, "method.rule": 1, "attack": 1}
 
 
 def test_a_process_loads_users_files_by_itself(tiny: Tiny, tmp_path: Path) -> None:
-    """Nothing that travels refers to a module of theirs, which another process may not have yet, or not find."""
+    """Pickled data do not refer to modules of users, which another process may lack."""
     file = tmp_path / "mine.py"
     file.write_text(OWN)
     (tmp_path / "sent").write_bytes(pickle.dumps(tiny(f"method.name={file}:Mine")))
@@ -102,10 +102,10 @@ def test_a_process_loads_users_files_by_itself(tiny: Tiny, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("equal", [False, True])
-def test_a_worker_warns_if_its_kernels_are_not_those_of_the_driver(
+def test_a_worker_warns_if_its_kernels_differ_from_the_drivers(
     tiny: Tiny, tmp_path: Path, equal: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """They compute other last digits than PyTorch's, so law 1 would not hold between such workers."""
+    """Different kernels differ in the last digits, so law 1 fails between such workers."""
     config = tiny("train.rounds=1")
     with monkeypatch.context() as at_the_driver:
         there = kernels() if equal else {**kernels(), "operators": "another"}
@@ -113,12 +113,12 @@ def test_a_worker_warns_if_its_kernels_are_not_those_of_the_driver(
         sent = pickle.loads(pickle.dumps(config))
     run_dir = create(sent, Progress("quiet"))
     Worker(run_dir, sent, PrivateStore(run_dir / "private"), "cpu")
-    said = [record.getMessage() for record in caplog.records if "last digits" in record.getMessage()]
-    assert bool(said) == (not equal)
+    output = [record.getMessage() for record in caplog.records if "last digits" in record.getMessage()]
+    assert bool(output) == (not equal)
 
 
 @pytest.mark.parametrize("own", ["method.name={}:Mine", "models.model={}:Net"])
-def test_a_users_class_that_another_process_cannot_load_is_said_before_any_client_works(
+def test_a_class_unavailable_to_workers_is_reported_before_training(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str
 ) -> None:
     file = tmp_path / "own.py"
@@ -130,23 +130,23 @@ def test_a_users_class_that_another_process_cannot_load_is_said_before_any_clien
         _ = config.components
 
 
-def test_a_copy_has_the_parts_of_what_it_describes(tiny: Tiny, built: Counter[str]) -> None:
+def test_a_copy_has_the_parts_of_its_description(tiny: Tiny, build_counts: Counter[str]) -> None:
     config = tiny()
-    built.clear()
+    build_counts.clear()
     assert config.model_copy(update={"run": config.run}).components is config.components
-    assert not built
+    assert not build_counts
     other = config.model_copy(update={"method": {"name": "fedprox", "mu": 0.5}})
     assert isinstance(other.components.method, FedProx)
     assert config.components.method == FedAvg()
 
 
-def test_a_method_holds_its_rule(built: Counter[str]) -> None:
-    """It is no option: two methods are equal, and mean the same, whether or not they have built it."""
+def test_a_method_keeps_its_rule(build_counts: Counter[str]) -> None:
+    """The built rule is not an option: two methods are equal whether or not they have built it."""
     own, configured = FedAvg(), FedAvg(rule="uniform_mean")
     assert isinstance(own.built_rule, WeightedMean)
     assert isinstance(configured.built_rule, UniformMean)
     assert configured.built_rule is configured.built_rule
-    assert built == {"method.rule": 1}
+    assert build_counts == {"method.rule": 1}
     assert own == FedAvg() != configured
     assert hash(own) == hash(FedAvg())
     assert repr(own) == repr(FedAvg())

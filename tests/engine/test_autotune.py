@@ -1,4 +1,4 @@
-"""How many clients are trained at once: the search, what is remembered of it, and the groups."""
+"""The number of clients trained at once: search, cached measurements and groups."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from raydfl.testing import assert_same_bits, start_server, train_federation
 Tiny = Callable[..., Config]
 
 
-def test_the_width_is_the_last_that_gained() -> None:
+def test_the_width_is_the_last_with_a_gain() -> None:
     seconds = {1: 1.0, 2: 0.6, 4: 0.4, 8: 0.39, 16: 0.1}
     asked: list[int] = []
     assert find_best_width(lambda width: (asked.append(width), seconds[width])[1], 100) == 4
@@ -44,7 +44,7 @@ def test_a_width_without_memory_ends_the_search() -> None:
     assert find_best_width(seconds, 100) == 4
 
 
-def test_a_measurement_is_made_once_for_a_kind(tmp_path: Path) -> None:
+def test_each_kind_is_measured_once(tmp_path: Path) -> None:
     path = tmp_path / "cache" / "widths.json"
     assert measure_once(path, ("crnn", 16), lambda: 8) == 8
     assert measure_once(path, ("crnn", 16), lambda: 1) == 8
@@ -54,7 +54,7 @@ def test_a_measurement_is_made_once_for_a_kind(tmp_path: Path) -> None:
     assert measure_once(path, ("crnn", 16), lambda: 4) == 4
 
 
-def test_groups_hold_alike_clients_of_similar_cost() -> None:
+def test_groups_contain_similar_clients_of_similar_cost() -> None:
     orders = [Order(i, Task(f"c{i}", phase="ab"[i % 2]), 0, float(10 + i)) for i in range(9)]
     kinds = ["x"] * 8 + ["y"]
     groups = split_groups(assign_groups(orders, kinds, 3))

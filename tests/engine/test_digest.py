@@ -1,4 +1,4 @@
-"""The digest: every setting that decides numbers is in it, and no other. The test goes through all fields, those to come too."""
+"""The digest covers exactly the settings that affect results. The test visits all fields, including future fields."""
 
 from __future__ import annotations
 
@@ -59,30 +59,30 @@ CONFIGURATIONS = {
 }
 
 
-def settings_in(annotation: Any) -> list[type[Settings]]:
-    """The groups of settings that a field may hold."""
+def find_settings(annotation: Any) -> list[type[Settings]]:
+    """Return the settings classes that a field accepts."""
     if isinstance(annotation, type) and issubclass(annotation, Settings):
         return [annotation]
-    return [found for inner in typing.get_args(annotation) for found in settings_in(inner)]
+    return [found for inner in typing.get_args(annotation) for found in find_settings(inner)]
 
 
-def fields(group: type[Settings], at: str = "") -> Iterator[str]:
-    """The names of all fields, without the keys of groups by name; of features those of the default kind."""
+def list_fields(group: type[Settings], at: str = "") -> Iterator[str]:
+    """Return the names of all fields, without keys of named groups. Features have the default kind."""
     for name, field in group.model_fields.items():
-        inner = settings_in(field.annotation)
+        inner = find_settings(field.annotation)
         if name == "features" and inner:
             inner = [type(field.default)]
         if not inner:
             yield at + name
         for each in inner:
-            yield from fields(each, f"{at}{name}.")
+            yield from list_fields(each, f"{at}{name}.")
 
 
 VALUES = ((int, 7), (float, 0.7), (Path, Path("/x")), (str, "x"))
 
 
-def another(value: Any, annotation: Any) -> Any:
-    """Another value of a field, which need not be one that is accepted."""
+def change_value(value: Any, annotation: Any) -> Any:
+    """Return a different value of a field, which may be invalid."""
     kinds = [annotation, *typing.get_args(annotation)]
     for kind in kinds:
         if typing.get_origin(kind) is Literal:
@@ -101,50 +101,50 @@ def another(value: Any, annotation: Any) -> Any:
     return {**value, "x": 0.5} if isinstance(value, dict) else (*value, "x")
 
 
-def changed(settings: Settings, at: str = "") -> Iterator[tuple[str, Any]]:
-    """Copies of which each has one field changed, unchecked, and the field's place."""
+def change_fields(settings: Settings, at: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield copies with one changed field each, without validation, and the field's place."""
     for name, field in type(settings).model_fields.items():
         value, place = getattr(settings, name), at + name
         if isinstance(value, Settings):
-            copies = ((of, copy) for of, copy in changed(value, f"{place}."))
+            copies = ((of, copy) for of, copy in change_fields(value, f"{place}."))
         elif isinstance(value, dict) and any(isinstance(each, Settings) for each in value.values()):
             copies = (
                 (of, {**value, key: copy})
                 for key, each in value.items()
-                for of, copy in changed(each, f"{place}.{key}.")
+                for of, copy in change_fields(each, f"{place}.{key}.")
             )
-        elif re.fullmatch(NAMED, place) or settings_in(field.annotation):
+        elif re.fullmatch(NAMED, place) or find_settings(field.annotation):
             continue
         else:
-            copies = iter([(place, another(value, field.annotation))])
+            copies = iter([(place, change_value(value, field.annotation))])
         for of, copy in copies:
             yield of, settings.model_copy(update={name: copy})
 
 
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
-def test_every_setting_that_decides_numbers_is_in_the_digest_and_no_other(tiny: Tiny) -> None:
+def test_the_digest_covers_exactly_the_settings_with_effect_on_results(tiny: Tiny) -> None:
     seen = set[str]()
     for what, overrides in CONFIGURATIONS.items():
         config = tiny(*overrides, "train.deadline=10")
         before = config.digest()
-        for place, other in changed(config):
+        for place, other in change_fields(config):
             name = re.sub(r"\.(size|a|seen|here|multimodal)\.", ".", place)
             if name not in seen and not re.fullmatch(PLUGINS, name):
                 decides = re.fullmatch(DECIDES_NOTHING, name) is None
                 assert (other.digest() != before) is decides, f"{what}: {place}"
             seen.add(name)
     groups = {place[:end] for place in seen for end, sign in enumerate(f"{place}.") if sign == "."}
-    unseen = {name for name in fields(Config) if name not in groups and not re.fullmatch(NAMED, name)}
+    unseen = {name for name in list_fields(Config) if name not in groups and not re.fullmatch(NAMED, name)}
     assert unseen == set()
 
 
-def test_the_first_pool_is_what_is_trained_on(tiny: Tiny) -> None:
+def test_the_first_pool_is_the_training_pool(tiny: Tiny) -> None:
     pools = [f"{name}: {{column: label, values: [{label}]}}" for name, label in (("a", "tone0"), ("b", "tone1"))]
     one, other = (tiny(f"data.pools={{{', '.join(order)}}}").digest() for order in (pools, pools[::-1]))
     assert one != other
 
 
-def test_defaults_of_a_views_transforms_may_be_written_down(tiny: Tiny) -> None:
+def test_explicit_defaults_of_a_views_transforms_keep_the_digest(tiny: Tiny) -> None:
     features = "features: {sample_rate: 8000, bands: 16, seconds: 0.25}"
     given = ("[shift]", "[{name: shift}]", "[{name: shift, frames: 10}]", "[{name: shift, frames: 9}]")
     views = [f"data.views={{seen: {{column: frame, {features}, transforms: {transforms}}}}}" for transforms in given]
@@ -174,7 +174,7 @@ POOLED = "data.pools={normal: {column: label, values: [tone0]}, anomalous: {colu
 def test_options_of_earlier_versions_keep_their_digests(
     tiny: Tiny, method: str, options: list[str], digest: str
 ) -> None:
-    """The digests are those of the last version that had these options."""
+    """The digests are from the last version with these options."""
     assert tiny(*options, method=method).digest() == digest
 
 
@@ -192,9 +192,7 @@ def test_options_of_earlier_versions_keep_their_digests(
         ("fedapta", []),
     ],
 )
-def test_a_printed_configuration_with_options_of_earlier_versions_means_the_same(
-    tiny: Tiny, method: str, options: list[str]
-) -> None:
+def test_a_printed_configuration_with_former_options_is_equal(tiny: Tiny, method: str, options: list[str]) -> None:
     config = tiny(*options, method=method)
     printed = make_config(parse_yaml(explain_config(config), "printed"))
     assert printed.digest() == config.digest()
@@ -217,6 +215,6 @@ def test_a_printed_configuration_with_options_of_earlier_versions_means_the_same
         ["method.plug_ce_weight=true"],
     ],
 )
-def test_a_former_weight_that_was_never_allowed_is_refused(tiny: Tiny, options: list[str]) -> None:
+def test_an_invalid_former_weight_is_rejected(tiny: Tiny, options: list[str]) -> None:
     with pytest.raises(ConfigError, match=r"method.plug_ce_weight: .*. Set method.form=NUMBER instead"):
         tiny(*options, method="fedmlac")

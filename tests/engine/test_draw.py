@@ -1,4 +1,4 @@
-"""Who takes part, and how a round's clients are drawn. Oracle: frequencies by scipy, shares by hand, and the uniform draw."""
+"""Eligible clients and the sampling of cohorts. Oracles: frequencies by scipy, shares by hand, uniform sampling."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Tiny = Callable[..., Config]
 DEVICES = "data.profile={device: {values: [phone, tablet, watch]}, power: {values: [1, 2, 3]}}"
 
 
-def people(chances: list[float], strata: list[int] | None = None) -> list[Client]:
+def make_population(chances: list[float], strata: list[int] | None = None) -> list[Client]:
     groups = strata or [0] * len(chances)
     return [
         Client(f"c{place}", place, 1, chance=chance, stratum=group)
@@ -38,24 +38,24 @@ def people(chances: list[float], strata: list[int] | None = None) -> list[Client
 
 
 class FirstTwo(Method):
-    """Draws in its own way."""
+    """Method with its own sampling of clients."""
 
     def plan(self, state: Any, clients: Any, rng: Any, cohort: int) -> list[Task]:
         return [Task(clients[place].id) for place in (0, 1)]
 
 
-def test_weights_are_probabilities() -> None:
+def test_weights_are_sampling_probabilities() -> None:
     weights = [1.0, 0.0, 2.0, 5.0]
     rng, counts = np.random.default_rng(1), np.zeros(4)
     for _ in range(4000):
-        counts[sample_clients(people(weights), rng, 1)[0].index] += 1
+        counts[sample_clients(make_population(weights), rng, 1)[0].index] += 1
     assert counts[1] == 0
     assert chisquare(counts[[0, 2, 3]], [500, 1000, 2500]).pvalue > 0.01
 
 
 def test_each_group_has_its_share_of_every_round() -> None:
-    """Six of 7, 5 and 3 clients: 2.8, 2 and 1.2 on average, never more than one away."""
-    clients = people([1.0] * 15, [0] * 7 + [1] * 5 + [2] * 3)
+    """Six of 7, 5 and 3 clients: on average 2.8, 2 and 1.2, with deviations below 1."""
+    clients = make_population([1.0] * 15, [0] * 7 + [1] * 5 + [2] * 3)
     rng = np.random.default_rng(1)
     shares = np.array(
         [np.bincount([c.stratum for c in sample_clients(clients, rng, 6)], minlength=3) for _ in range(2000)]
@@ -65,13 +65,13 @@ def test_each_group_has_its_share_of_every_round() -> None:
     assert shares.mean(axis=0) == pytest.approx([2.8, 2.0, 1.2], abs=0.05)
 
 
-def test_fewer_come_where_fewer_take_part() -> None:
-    some = people([0.0, 1.0, 0.0, 2.0])
+def test_few_eligible_clients_make_small_cohorts() -> None:
+    some = make_population([0.0, 1.0, 0.0, 2.0])
     assert [client.index for client in sample_clients(some, np.random.default_rng(1), 3)] == [1, 3]
-    assert sample_clients(people([0.0, 0.0]), np.random.default_rng(1), 1) == []
+    assert sample_clients(make_population([0.0, 0.0]), np.random.default_rng(1), 1) == []
 
 
-def test_settings_that_ask_for_nothing_leave_the_draw_as_it_was(tiny: Tiny) -> None:
+def test_neutral_settings_do_not_change_the_sampling(tiny: Tiny) -> None:
     whole = train_federation(tiny("run.name=whole", "train.rounds=1"))
     for name, asked in {"empty": "{}", "all": "{min_examples: 1, weight: null}"}.items():
         assert_same_bits(whole, train_federation(tiny(f"run.name={name}", "train.rounds=1", f"train.clients={asked}")))
@@ -87,7 +87,7 @@ def test_settings_that_ask_for_nothing_leave_the_draw_as_it_was(tiny: Tiny) -> N
         ("{weight: power, where: {power: [2, 3]}}", lambda client: client.profile["power"] > 1),
     ],
 )
-def test_only_who_fits_takes_part(asked: str, fits: Callable[[Client], bool], tiny: Tiny) -> None:
+def test_only_eligible_clients_take_part(asked: str, fits: Callable[[Client], bool], tiny: Tiny) -> None:
     settings = [DEVICES, "run.name=some", "train.cohort=1.0", "train.rounds=2", f"train.clients={asked}"]
     if "phone, power" in asked:
         settings[0] = "data.profile={device: {values: [phone]}, power: {values: [1, 2, 3]}}"
@@ -95,10 +95,10 @@ def test_only_who_fits_takes_part(asked: str, fits: Callable[[Client], bool], ti
     train_federation(config)
     folder = Path(config.run.dir, "some")
     clients = Clients(Population.load(folder / "population"), config, planning=True)
-    wanted = {client.id for client in clients if fits(client)}
-    assert {row.client for row in to_rows(read_rows(folder)) if row.client and row.metric == "loss"} == wanted
-    assert 0 < len(wanted) < len(clients)
-    assert f"{len(wanted)} of 6 clients may take part" in (folder / "run.json").read_text()  # which the page shows
+    expected = {client.id for client in clients if fits(client)}
+    assert {row.client for row in to_rows(read_rows(folder)) if row.client and row.metric == "loss"} == expected
+    assert 0 < len(expected) < len(clients)
+    assert f"{len(expected)} of 6 clients may take part" in (folder / "run.json").read_text()  # shown in the report
 
 
 @pytest.mark.parametrize("kind", ["parquet", "csv"])
@@ -150,7 +150,7 @@ def test_a_column_of_a_table_of_clients_is_a_weight(kind: str, tiny: Tiny, tmp_p
         ("{where: {device: [phone]}}, method: OWN", "plans client 's1', which the setting excludes"),
     ],
 )
-def test_bad_settings(asked: str, message: str, tiny: Tiny) -> None:
+def test_invalid_settings_are_rejected(asked: str, message: str, tiny: Tiny) -> None:
     clients, _, more = asked.partition("}, ")
     settings = [DEVICES, f"train.clients={clients}{'}' if more else ''}", "run.name=bad", "train.cohort=2"]
     if "cohort" in more:
@@ -163,7 +163,7 @@ def test_bad_settings(asked: str, message: str, tiny: Tiny) -> None:
         train_federation(tiny(*settings))
 
 
-def test_methods_that_draw_from_some_of_the_clients_do_as_they_are_told(tiny: Tiny) -> None:
+def test_methods_sample_from_a_given_subset_of_clients(tiny: Tiny) -> None:
     config = tiny(DEVICES, "run.name=some", "train.cohort=1.0", "train.clients={where: {device: watch}}")
     clients = Clients(Population.load(create(config, Progress("quiet")) / "population"), config, planning=True)
     some = sample_clients(list(clients)[1:], np.random.default_rng(1), 4)

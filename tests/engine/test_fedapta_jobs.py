@@ -1,4 +1,4 @@
-"""The configurations in jobs/fedapta: each is valid, and the paper's numbers are in their places."""
+"""The configurations in jobs/fedapta are valid and contain the paper's numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from raydfl.engine.config import load_config
 JOBS = Path(__file__).resolve().parents[2] / "jobs" / "fedapta"
 
 
-def test_the_five_image_tasks_of_the_paper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_five_image_tasks_match_the_paper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The paper and its code: tasks, partition, augmentation, scales, ratios, optimiser."""
     monkeypatch.setenv("RAYDFL_DATA", str(tmp_path))
     config = load_config(JOBS / "images.yaml", [])
@@ -38,7 +38,7 @@ def test_the_five_image_tasks_of_the_paper(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 @pytest.mark.parametrize("name", ["images_twin", "audio", "mixed"])
-def test_the_jobs_on_data_at_hand(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_jobs_on_available_data_are_valid(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("RAYDFL_DATA", str(tmp_path))
     config = load_config(JOBS / f"{name}.yaml", [])
     assert all(data.profile["pruning_ratio"].values for data in config.data.each.values())

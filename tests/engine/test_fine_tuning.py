@@ -1,4 +1,4 @@
-"""Fine-tuning at evaluation: copies of a client's models train, their results are recorded, and nothing is kept."""
+"""Fine-tuning at evaluation: copies of a client's models are trained, evaluated and discarded."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from raydfl.training import Replica, find_fixed_tensors
 Tiny = Callable[..., Config]
 
 
-def build() -> dict[str, nn.Module]:
+def build_model() -> dict[str, nn.Module]:
     return {"model": MeanMLP(BANDS, CLASSES, hidden=7)}
 
 
 @pytest.mark.parametrize("part", [[], ["model/output"], ["model/hidden"]])
 def test_a_copy_is_trained_on_the_clients_data(part: list[str]) -> None:
-    """Plain SGD in float64 is the oracle. The method's fixed head trains too, unless the part excludes it."""
+    """Oracle: plain SGD in float64. The method's fixed head trains too, unless the part excludes it."""
     method = FedBABU()
-    step, reference = (make_steps(method, build)[1] for _ in range(2))
+    step, reference = (make_steps(method, build_model)[1] for _ in range(2))
     for each in (step, reference):
         each.fixed = find_fixed_tensors(each.models, method.fixed)
-        Replica(each.models, each.fixed)  # as the engine holds networks
+        Replica(each.models, each.fixed)  # like the networks of the engine
     network = copy.deepcopy(reference.models["model"]).double().requires_grad_(True)
     trained = [p for name, p in network.named_parameters() if not part or f"model/{name}".startswith(part[0])]
     for _ in range(3):
@@ -68,7 +68,7 @@ FAST = ("fedavg", "ditto")
     "method",
     [pytest.param(name, marks=[] if name in FAST else [pytest.mark.slow]) for name in registry.names("raydfl.methods")],
 )
-def test_results_with_and_without_it_are_recorded_and_the_run_is_the_same(tiny: Tiny, method: str) -> None:
+def test_results_with_and_without_fine_tuning_are_recorded_and_training_is_unchanged(tiny: Tiny, method: str) -> None:
     settings = ["train.rounds=2", "evaluate.clients=all"]
     config = tiny(*settings, "evaluate.fine_tune={epochs: 1}", "run.name=tuned", method=method)
     run_dir = create(config, Progress("quiet"))
@@ -86,14 +86,16 @@ def test_results_with_and_without_it_are_recorded_and_the_run_is_the_same(tiny: 
         assert (f"personal/{metric}" if len(models) == 1 else f"personal-{model}/{metric}") in names
 
 
-def test_the_former_options_of_fedbabu_mean_the_same(tiny: Tiny) -> None:
+def test_the_former_options_of_fedbabu_are_equivalent(tiny: Tiny) -> None:
     former = tiny("method.fine_tune_epochs=2", "method.fine_tune_part=head", method="fedbabu")
     assert former.components.fine_tune.model_dump() == {"epochs": 2, "part": ["model/output"]}
     assert tiny(method="fedbabu").components.fine_tune.epochs == 5
     assert tiny().components.fine_tune.epochs == 0
     explicit = tiny("evaluate.fine_tune={epochs: 3}", method="fedbabu")
     assert explicit.components.fine_tune.epochs == 3
-    assert explicit.digest() == tiny(method="fedbabu").digest() != former.digest()  # what is measured decides nothing
+    assert (
+        explicit.digest() == tiny(method="fedbabu").digest() != former.digest()
+    )  # evaluation does not affect training
 
 
 @pytest.mark.parametrize(
@@ -112,7 +114,7 @@ def test_the_former_options_of_fedbabu_mean_the_same(tiny: Tiny) -> None:
         (["method.fine_tune_part=head", "method.head=[]"], "fedbabu", "names of tensors in method.head"),
     ],
 )
-def test_fine_tuning_that_cannot_be_is_rejected_before_the_first_round(
+def test_impossible_fine_tuning_is_rejected_before_the_first_round(
     tiny: Tiny, settings: list[str], method: str, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):

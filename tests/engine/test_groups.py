@@ -1,4 +1,4 @@
-"""Groups of clients: discovery rules, names that last, and each group's state for every method."""
+"""Groups of clients: discovery rules, stable names, and the state of each group for every method."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ RNG = np.random.default_rng(0)
 
 
 @pytest.mark.parametrize(("kind", "scipy_name"), [("cosine", "cosine"), ("l1", "cityblock"), ("l2", "euclidean")])
-def test_distances_are_scipys(kind: Distance, scipy_name: str) -> None:
+def test_distances_agree_with_scipy(kind: Distance, scipy_name: str) -> None:
     rows = np.random.default_rng(1).normal(size=(7, 6))
     vectors = [{"w": torch.tensor(row[:4]).view(2, 2), "b": torch.tensor(row[4:])} for row in rows]
     expected = pdist(rows, scipy_name)
@@ -45,9 +45,11 @@ def test_distances_are_scipys(kind: Distance, scipy_name: str) -> None:
     )
 
 
-def test_inner_products_and_unlike_heads() -> None:
+def test_inner_products_and_different_heads() -> None:
     given = [{"w": torch.tensor(values)} for values in ([1.0, 0.0], [2.0, 0.0], [0.0, 1.0], [1.0, 0.0, 0.0])]
-    inner = distances(given[:3], "inner")  # products 2, 0, 0: away from the largest 0, 2, 2, of which the mean is 4 / 3
+    inner = distances(
+        given[:3], "inner"
+    )  # products 2, 0, 0: the distances from the largest are 0, 2, 2 with the mean 4 / 3
     np.testing.assert_allclose(inner, [[0, 0, 1.5], [0, 0, 1.5], [1.5, 1.5, 0]])
     for kind in ("cosine", "l1", "l2", "inner"):
         assert distances(given, kind)[3, :3].tolist() == [2.0, 2.0, 2.0]  # type: ignore[arg-type]
@@ -55,7 +57,7 @@ def test_inner_products_and_unlike_heads() -> None:
     assert still.tolist() == [[0, 1], [1, 0]]
 
 
-def test_noise_is_attached_to_the_nearest_cluster_or_alone() -> None:
+def test_noise_joins_the_nearest_cluster_or_forms_its_own() -> None:
     points = np.array([0.0, 0.1, 0.2, 5.0, 5.1, 5.2, 1.0, 9.0])
     matrix = np.abs(points[:, None] - points)
     labels = np.array([0, 0, 0, 1, 1, 1, -1, -1])
@@ -66,10 +68,10 @@ def test_noise_is_attached_to_the_nearest_cluster_or_alone() -> None:
     assert hdbscan_labels(matrix[:6, :6], 3, 2, "eom", 0.0, False).tolist() in ([0, 0, 0, 1, 1, 1], [1, 1, 1, 0, 0, 0])
 
 
-def test_a_cluster_keeps_the_name_that_most_of_its_members_had() -> None:
-    # Two of task1 and one of task2 are now together; the others of task2 keep its name; new clients are a new cluster.
+def test_a_cluster_keeps_the_name_of_most_of_its_members() -> None:
+    # Two members of task1 join one of task2; the rest of task2 keeps its name; new clients form a new cluster.
     assert match([4, 4, 4, 7, 7, 9], ["task1", "task1", "task2", "task2", "task2", ""]) == {4: "task1", 7: "task2"}
-    # Both have members of task1 only: the larger share takes it, the other is new.
+    # Both have only members of task1: the larger share takes the name, the rest is new.
     assert match([0, 0, 1], ["task1", "task1", "task1"]) == {0: "task1"}
     assert purity([0, 0, 0, 1], ["a", "a", "b", "b"]) == 0.75
 
@@ -77,7 +79,7 @@ def test_a_cluster_keeps_the_name_that_most_of_its_members_had() -> None:
 NAMES = [f"c{number}" for number in range(8)]
 
 
-def grouped(rule: Any, method: Method | None = None) -> Method:
+def make_grouped_method(rule: Any, method: Method | None = None) -> Method:
     found = find_group_rule(rule)
     assert found is not None
     return add_groups(FedAvg() if method is None else method, found)
@@ -94,7 +96,7 @@ def begin(method: Method, truth: str = "part") -> State:
 
 
 def update(state: State, number: int, direction: Sequence[float], weight: float = 1.0) -> Update:
-    """What client ``number`` sends whose last layer has moved by ``direction`` and whose first by 1."""
+    """Make the update of client ``number``: the last layer moves by ``direction``, the first layer by 1."""
     book = Membership.from_state(state)
     key = book.groups()[NAMES[number]] or "global"
     tensors = dict(state.tensors[key])
@@ -106,59 +108,62 @@ def update(state: State, number: int, direction: Sequence[float], weight: float 
 UP, DOWN = (1.0, 0.0, 0.0, 0.0), (0.0, 0.0, 0.0, 1.0)
 
 
-def groups(state: State) -> list[str]:
+def get_groups(state: State) -> list[str]:
     return list(Membership.from_state(state).keys)
 
 
-def test_groups_have_models_of_their_own_and_every_client_always_one() -> None:
-    method = grouped({"name": "hdbscan", "min_cluster_size": 2, "min_samples": 1})
+def test_every_client_always_has_its_groups_model() -> None:
+    method = make_grouped_method({"name": "hdbscan", "min_cluster_size": 2, "min_samples": 1})
     state = begin(method)
     small = [0.01, 0.0, -0.01, 0.0]
-    # Even clients go up, odd ones down; client 6 and 7 are not chosen.
+    # Even clients move up, odd clients down. Clients 6 and 7 are not selected.
     sent = [update(state, i, np.add(DOWN if i % 2 else UP, small[i % 4]), weight=1 + i) for i in range(6)]
     state, report = method.aggregate(state, iter(sent), RNG)
-    assert groups(state) == ["task1", "task2"] * 3 + ["", ""]
+    assert get_groups(state) == ["task1", "task2"] * 3 + ["", ""]
     assert set(state.tensors) == {"global", "task1", "task2"}
     for key, members in (("task1", (0, 2, 4)), ("task2", (1, 3, 5))):
         expected = sum((1 + i) * sent[i].tensors["model/1.weight"] for i in members) / sum(1 + i for i in members)
         torch.testing.assert_close(state.tensors[key]["model/1.weight"], expected)
-    everybody = sum((1 + i) * sent[i].tensors["model/1.weight"] for i in range(6)) / 21
-    torch.testing.assert_close(state.tensors["global"]["model/1.weight"], everybody)
+    all_clients = sum((1 + i) * sent[i].tensors["model/1.weight"] for i in range(6)) / 21
+    torch.testing.assert_close(state.tensors["global"]["model/1.weight"], all_clients)
     assert report["tasks/purity"] == Ratio(1.0, 1)
     assert report["tasks/rand_index"] == Ratio(1.0, 1)
     assert report["tasks/membership"].tolist() == [[1, 2, 1, 2, 1, 2, 0, 0], [0, 1] * 4]  # type: ignore[union-attr]
-    assert [task.receive for task in method.plan(state, clients_of(state), RNG, 8)] == [
-        (key or "global",) for key in groups(state)
+    assert [task.receive for task in method.plan(state, list_members(state), RNG, 8)] == [
+        (key or "global",) for key in get_groups(state)
     ]
-    # Now 0 behaves like the odd ones, and 7 comes in. 1, 2 and 6 stay away.
+    # Now client 0 behaves like the odd clients, and client 7 takes part. Clients 1, 2 and 6 are absent.
     old = state
     again = [update(state, i, np.add(UP if i == 4 else DOWN, small[i % 4])) for i in (0, 3, 4, 5, 7)]
     again.insert(3, dataclasses.replace(again[2], client_id="c6", key="global"))
     again = sorted(again, key=lambda each: each.client_id)
     state, report = method.aggregate(state, iter(again), RNG)
-    assert groups(state) == ["task2", "task2", "task1", "task2", "task1", "task2", "task1", "task2"]
-    # Everybody is compared with what he was sent: 0 came from task1, and yet is with those of task2.
+    assert get_groups(state) == ["task2", "task2", "task1", "task2", "task1", "task2", "task1", "task2"]
+    # Clients are compared by change from their received model: client 0 leaves task1 for task2.
     expected = sum(each.tensors["model/1.weight"] for each in again if each.client_id in ("c0", "c3", "c5", "c7")) / 4
     torch.testing.assert_close(state.tensors["task2"]["model/1.weight"], expected)
-    # A group whose last members left is gone: nobody's model is missing.
+    # A group without members is removed, and each client still has a model.
     assert not torch.equal(old.tensors["task1"]["model/0.weight"], state.tensors["task1"]["model/0.weight"])
     state, report = method.aggregate(state, (update(state, i, UP) for i in range(3)), RNG)
     assert report["tasks/undivided"] == Ratio(1.0, 1)
-    assert groups(state)[:3] == ["task2"] * 3
+    assert get_groups(state)[:3] == ["task2"] * 3
     state, _ = method.aggregate(state, (update(state, i, UP) for i in (0, 4, 6)), RNG)
-    assert set(state.tensors) == {"global", *groups(state)}
+    assert set(state.tensors) == {"global", *get_groups(state)}
 
 
-def clients_of(state: State) -> list[Client]:
+def list_members(state: State) -> list[Client]:
     return [Client(name, i, 10, profile={}) for i, name in enumerate(Membership.from_state(state).clients)]
 
 
-def test_earlier_changes_count_where_they_are_kept() -> None:
+def test_kept_changes_of_earlier_rounds_count() -> None:
     options = {"name": "hdbscan", "min_cluster_size": 2, "min_samples": 1}
     for share, divided in ((0.0, False), (1.0, True)):
-        method = grouped({**options, "accumulate": share})
+        method = make_grouped_method({**options, "accumulate": share})
         state = begin(method)
-        for chosen in (range(4), range(4, 8)):  # each cohort is as large as it has to be; the last one says little
+        for chosen in (
+            range(4),
+            range(4, 8),
+        ):  # each cohort is as small as possible; the last carries little information
             noise = np.random.default_rng(5).normal(size=(8, 4)) * 0.01
             sent = [update(state, i, np.add(DOWN if i % 2 else UP, noise[i])) for i in chosen]
             state, report = method.aggregate(state, iter(sent), RNG)
@@ -166,14 +171,14 @@ def test_earlier_changes_count_where_they_are_kept() -> None:
         assert (report["tasks/undivided"] == Ratio(0.0, 1)) is divided
         assert (KEPT in state.tensors) is divided
         if divided:
-            assert groups(state) == ["task1", "task2"] * 4
+            assert get_groups(state) == ["task1", "task2"] * 4
             assert len(state.tensors[KEPT]) == 8
             kept = state.tensors[KEPT]["0/model/1.weight"].flatten().numpy()
             first = update(begin(method), 0, UP).tensors["model/1.weight"].flatten().numpy()
             assert kept == pytest.approx(first + noise[0] + 0.05, abs=1e-6)
 
 
-def test_what_is_compared_is_the_last_layer_or_what_is_named() -> None:
+def test_clients_are_compared_by_the_last_or_the_named_layers() -> None:
     names = [
         "model/conv.weight",
         "model/conv.bias",
@@ -189,7 +194,7 @@ def test_what_is_compared_is_the_last_layer_or_what_is_named() -> None:
         find(["model/head"])
 
 
-def test_updates_beyond_some_size_are_read_back_from_a_file() -> None:
+def test_large_updates_are_stored_in_a_file() -> None:
     given = [
         Update({"a": torch.full((3,), float(i)), "b": torch.ones(2, 2) * i}, i, {}, "k", f"c{i}") for i in range(5)
     ]
@@ -205,7 +210,7 @@ def test_updates_beyond_some_size_are_read_back_from_a_file() -> None:
 PARTS = "data.parts={low: {speakers: 3}, high: {first: 10, speakers: 3}}"
 
 
-def test_the_server_is_not_told_the_part_and_each_group_is_measured_on_its_members(tiny: Tiny) -> None:
+def test_the_server_does_not_know_the_part_and_groups_are_evaluated_on_their_members(tiny: Tiny) -> None:
     config = tiny(
         PARTS,
         "data.heads=common",
@@ -232,7 +237,7 @@ def test_the_server_is_not_told_the_part_and_each_group_is_measured_on_its_membe
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedmlac"])
-def test_known_tasks_are_the_mean_of_their_own_clients_and_resume_to_the_bit(tiny: Tiny, method: str) -> None:
+def test_known_tasks_average_their_clients_and_resume_to_the_same_bits(tiny: Tiny, method: str) -> None:
     settings = [PARTS, "train.groups=known", "train.rounds=2", "evaluate.clients=none"]
     whole = train_federation(tiny(*settings, method=method))
     assert {name.split()[1] for name in whole if name.startswith("server")} == {"global", "task_low", "task_high"}
@@ -259,22 +264,22 @@ def test_known_tasks_are_the_mean_of_their_own_clients_and_resume_to_the_bit(tin
         ({"name": "cfl", "gamma": 2}, "train.groups.gamma"),
     ],
 )
-def test_groups_that_cannot_be_are_rejected(rule: object, message: str) -> None:
+def test_impossible_groups_are_rejected(rule: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        begin(grouped(rule), truth="kind")
+        begin(make_grouped_method(rule), truth="kind")
 
 
-def test_the_state_says_who_is_where() -> None:
-    state = begin(grouped({"name": "known", "by": "task"}), truth="task")
+def test_the_state_contains_the_group_of_each_client() -> None:
+    state = begin(make_grouped_method({"name": "known", "by": "task"}), truth="task")
     assert state.extra[BOOK]["truth"] == ["a", "b"] * 4
-    state, _ = grouped({"name": "known", "by": "task"}).aggregate(state, iter([update(state, 0, UP)]), RNG)
-    assert groups(state) == ["task_a", "task_b"] * 4  # those not chosen too
+    state, _ = make_grouped_method({"name": "known", "by": "task"}).aggregate(state, iter([update(state, 0, UP)]), RNG)
+    assert get_groups(state) == ["task_a", "task_b"] * 4  # including clients not selected
     assert torch.equal(state.tensors["task_b"]["model/1.weight"], torch.zeros(2, 2))
 
 
-def test_the_number_of_clients_in_equations_is_that_of_the_group() -> None:
-    """Scaffold's control variate moves by the share of the group's clients that came."""
-    plain, method = Scaffold(), grouped({"name": "known", "by": "kind"}, Scaffold())
+def test_equations_use_the_number_of_clients_in_the_group() -> None:
+    """Scaffold's control variate moves by the fraction of the group's clients that took part."""
+    plain, method = Scaffold(), make_grouped_method({"name": "known", "by": "kind"}, Scaffold())
     state = begin(method, truth="kind")
     sent = [update(state, number, UP) for number in range(5)]
     sent = [
@@ -310,23 +315,25 @@ def test_ifca_takes_the_group_with_the_smallest_loss() -> None:
     assert all(torch.equal(value, given[chosen]["global"][name]) for name, value in step.floating_state().items())
 
 
-def test_ifca_averages_the_models_of_those_who_chose_a_group() -> None:
-    method = grouped({"name": "ifca", "groups": 3, "spread": 0.5})
+def test_ifca_averages_the_models_of_clients_that_chose_a_group() -> None:
+    method = make_grouped_method({"name": "ifca", "groups": 3, "spread": 0.5})
     models: dict[str, nn.Module] = {"model": nn.Sequential(nn.Linear(2, 2, bias=False))}
     state = method.init([Client(name, i, 10) for i, name in enumerate(NAMES)], [models], RNG)
     first = [state.tensors[key]["model/0.weight"] for key in ("global", "task1", "task2", "task3")]
     assert torch.equal(first[0], first[1])
     assert not torch.equal(first[1], first[2])
-    assert {task.receive for task in method.plan(state, clients_of(state), RNG, 8)} == {("task1", "task2", "task3")}
+    assert {task.receive for task in method.plan(state, list_members(state), RNG, 8)} == {("task1", "task2", "task3")}
     sent = [
         Update({"model/0.weight": torch.full((2, 2), float(i))}, 1.0 + i, {}, f"task{1 + i % 2}", NAMES[i])
         for i in range(4)
     ]
     state, report = method.aggregate(state, iter(sent), RNG)
-    assert groups(state) == ["task1", "task2"] * 2 + [""] * 4
+    assert get_groups(state) == ["task1", "task2"] * 2 + [""] * 4
     for key, mean in (("task1", (0 * 1 + 2 * 3) / 4), ("task2", (1 * 2 + 3 * 4) / 6)):
         torch.testing.assert_close(state.tensors[key]["model/0.weight"], torch.full((2, 2), mean))
-    assert torch.equal(state.tensors["task3"]["model/0.weight"], first[3])  # nobody chose it, and it stays
+    assert torch.equal(
+        state.tensors["task3"]["model/0.weight"], first[3]
+    )  # no client chose the group, and it is unchanged
     assert report["tasks/moved"] == Ratio(4, 4)
 
 
@@ -348,7 +355,7 @@ CROSS = (-1 + 0.01) / 1.01
     ],
 )
 def test_cfl_splits_a_group_by_the_criteria_of_the_paper(options: dict[str, float], split: bool) -> None:
-    method = grouped({"name": "cfl", **{name: type(value)(value) for name, value in options.items()}})
+    method = make_grouped_method({"name": "cfl", **{name: type(value)(value) for name, value in options.items()}})
     state = begin(method)
     sent = []
     for number, change in enumerate(FOUR):
@@ -356,29 +363,29 @@ def test_cfl_splits_a_group_by_the_criteria_of_the_paper(options: dict[str, floa
         tensors["model/1.weight"][0] = torch.tensor(change)
         sent.append(Update(tensors, 1.0, {}, "global", NAMES[number]))
     state, report = method.aggregate(state, iter(sent), RNG)
-    assert groups(state)[:4] == (["task1", "task1", "task2", "task2"] if split else ["task1"] * 4)
+    assert get_groups(state)[:4] == (["task1", "task1", "task2", "task2"] if split else ["task1"] * 4)
     assert report["tasks/mean_norm"].value == pytest.approx(0.05)  # type: ignore[union-attr]
     assert report["tasks/max_norm"].value == pytest.approx(np.sqrt(1.01))  # type: ignore[union-attr]
 
 
 def test_cfl_puts_a_new_client_into_the_most_similar_group() -> None:
-    method = grouped({"name": "cfl", "eps_mean": 1.0, "eps_max": 0.5})
+    method = make_grouped_method({"name": "cfl", "eps_mean": 1.0, "eps_max": 0.5})
     state = begin(method)
     directions = [(1.0, 0.0), (-1.0, 0.0)]
     for chosen in (range(4), range(6)):
         sent = []
         for number in chosen:
-            key = groups(state)[number] or "global"
+            key = get_groups(state)[number] or "global"
             tensors = {name: value.clone() for name, value in state.tensors[key].items()}
             tensors["model/1.weight"][0] += 0.9 * torch.tensor(directions[number % 2])
             sent.append(Update(tensors, 1.0, {}, key, NAMES[number]))
         state, _ = method.aggregate(state, iter(sent), RNG)
-    assert groups(state) == ["task1", "task2"] * 3 + ["", ""]
+    assert get_groups(state) == ["task1", "task2"] * 3 + ["", ""]
 
 
 @pytest.mark.parametrize("rule", ["{name: cfl, eps_mean: 100, eps_max: 0}", "ifca", "hdbscan"])
-def test_parts_may_have_classes_of_their_own(tiny: Tiny, rule: str) -> None:
-    """Last layers of different shapes are told apart, and each group has the layers of both parts."""
+def test_parts_may_have_different_classes(tiny: Tiny, rule: str) -> None:
+    """Last layers with different shapes are distinguished, and each group has the layers of both parts."""
     parts = "data.parts={low: {speakers: 3}, high: {classes: 5, first: 10, speakers: 3}}"
     config = tiny(parts, f"train.groups={rule}", "train.rounds=1", "train.cohort=1.0")
     bits = known(config)
@@ -386,7 +393,7 @@ def test_parts_may_have_classes_of_their_own(tiny: Tiny, rule: str) -> None:
     assert len(found) == 2
 
 
-def test_the_former_name_of_a_setting_means_the_same(tiny: Tiny) -> None:
+def test_the_former_name_of_a_setting_is_an_alias(tiny: Tiny) -> None:
     setting = "{name: known, by: group}"
     former, present = tiny(f"method.tasks={setting}"), tiny(f"train.groups={setting}")
     assert former.digest() == present.digest() != tiny().digest()

@@ -1,4 +1,4 @@
-"""Several data sets in one federation: a trunk that all share, and for each part classes, a head and a test set of its own."""
+"""Several data sets in a federation: a shared trunk, and a head, classes and a test set per part."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ACROSS = [
     name
     for name in registry.names("raydfl.methods")
     if not registry.find("raydfl.methods", name, Method, "method")().needs.one_class_list  # type: ignore[type-abstract]
-    and not name.startswith("profila")  # it answers no class
+    and not name.startswith("profila")  # it predicts no class
 ]
 
 
@@ -64,7 +64,7 @@ def test_a_client_has_the_examples_and_classes_of_its_part(tiny: Tiny) -> None:
     assert [specs[0].classes for specs in Clients(whole, config).variants()] == [3, 5]
 
 
-def test_a_population_of_parts_is_read_back(tiny: Tiny, tmp_path: Any) -> None:
+def test_a_population_of_parts_is_restored(tiny: Tiny, tmp_path: Any) -> None:
     config = tiny(PARTS)
     population = build_population(config.data, 1)
     population.save(tmp_path)
@@ -77,7 +77,7 @@ def test_a_population_of_parts_is_read_back(tiny: Tiny, tmp_path: Any) -> None:
     assert [(each.views[FIRST_VIEW].bands, each.stores) for each in unread] == [(16, ()), (16, ())]
 
 
-def test_all_parts_have_one_table_of_clips_and_one_of_clients(tiny: Tiny, tmp_path: Any) -> None:
+def test_parts_share_the_tables_of_clips_and_clients(tiny: Tiny, tmp_path: Any) -> None:
     read = "profile: {power: {column: group}}"
     population = build_population(tiny(PARTS.replace("speakers: 4", f"speakers: 4, {read}")).data, 1)
     population.save(tmp_path)
@@ -93,7 +93,7 @@ def test_all_parts_have_one_table_of_clips_and_one_of_clients(tiny: Tiny, tmp_pa
     assert "power" not in population.profile(4)
 
 
-def test_a_profile_of_numbers_in_one_part_and_text_in_another_is_text() -> None:
+def test_a_profile_mixed_from_numbers_and_text_is_text() -> None:
     def tables(*values: Any) -> Tables:
         codes = np.arange(len(values), dtype=np.int32)
         ids = ClientIds.from_strings(f"c{code}" for code in codes)
@@ -103,8 +103,8 @@ def test_a_profile_of_numbers_in_one_part_and_text_in_another_is_text() -> None:
     assert joined.clients["profile:room"].to_pylist() == ["1", "2", "hall", "2"]
 
 
-def test_the_trunk_is_everybodys_mean_and_a_head_its_parts(tiny: Tiny) -> None:
-    """FedAvg over both parts by hand, from what each client sends."""
+def test_the_trunk_is_averaged_over_all_clients_and_a_head_over_its_part(tiny: Tiny) -> None:
+    """Oracle: FedAvg over both parts by hand, from the client updates."""
     server = start_server(tiny(PARTS, "train.cohort=1.0", "train.rounds=1"))
     federation = server._federation
     first = {name: tensor.clone() for name, tensor in federation.state.tensors["global"].items()}
@@ -132,8 +132,8 @@ def test_the_trunk_is_everybodys_mean_and_a_head_its_parts(tiny: Tiny) -> None:
     server.close()
 
 
-def test_scaffolds_control_is_the_mean_of_the_clients_who_have_the_tensor(tiny: Tiny) -> None:
-    """c = sum_k c_k / N in every round: of the trunk over all clients, of a part's head over that part's."""
+def test_scaffolds_control_is_the_mean_over_the_tensors_clients(tiny: Tiny) -> None:
+    """In every round c = sum_k c_k / N, over all clients for the trunk, over the part's clients for its head."""
     folder = run(tiny(PARTS, "train.rounds=2", "evaluate.clients=none", method="scaffold")).run_dir
     population, kept = Population.load(folder / "population"), read_tensors(folder)
     heads = 0
@@ -148,7 +148,7 @@ def test_scaffolds_control_is_the_mean_of_the_clients_who_have_the_tensor(tiny: 
     assert heads == 4
 
 
-def test_parts_of_the_same_classes_have_heads_of_their_own(tiny: Tiny) -> None:
+def test_parts_with_equal_classes_have_separate_heads(tiny: Tiny) -> None:
     config = tiny("data.parts={a: {}, b: {first: 20}}", "train.rounds=1")
     names = final_state(run(config).run_dir).tensors["global"]
     assert {name for name in names if "@" in name} == {
@@ -158,12 +158,12 @@ def test_parts_of_the_same_classes_have_heads_of_their_own(tiny: Tiny) -> None:
 
 @pytest.mark.parametrize(
     "method",
-    [  # clients of those that are slow do FedAvg's work, and their servers step as fedadam's or fedavgm's
+    [  # clients of the slow methods work like FedAvg's, and their servers step like fedadam's or fedavgm's
         pytest.param(name, marks=[pytest.mark.slow] if name in ("fedyogi", "fedadagrad", "fedopt") else [])
         for name in ACROSS
     ],
 )
-def test_every_method_trains_over_parts_and_each_part_is_measured(tiny: Tiny, method: str) -> None:
+def test_every_method_trains_on_parts_and_is_evaluated_on_each(tiny: Tiny, method: str) -> None:
     config = tiny(PARTS, "train.rounds=2", "evaluate.clients=all", method=method)
     outcome = run(config)
     model = next(iter(type(config.components.method).models))
@@ -180,7 +180,7 @@ def test_every_method_trains_over_parts_and_each_part_is_measured(tiny: Tiny, me
     assert shapes == {(f"low:{model}/confusion", (3, 3)), (f"high:{model}/confusion", (5, 5))}
 
 
-def test_looped_and_together_give_the_same_models_and_a_resumed_run_the_same_bits(tiny: Tiny) -> None:
+def test_batched_training_agrees_and_a_resumed_run_has_the_same_bits(tiny: Tiny) -> None:
     whole = train_federation(tiny(PARTS, "run.name=whole", "train.cohort=1.0"))
     stacked = train_federation(tiny(PARTS, "run.name=stacked", "train.cohort=1.0", "train.together=4"))
     assert whole.keys() == stacked.keys()
@@ -194,7 +194,7 @@ def test_looped_and_together_give_the_same_models_and_a_resumed_run_the_same_bit
     assert_same_bits(whole, read_tensors(folder))
 
 
-def test_a_parts_model_is_loaded_and_exported_by_itself(tiny: Tiny) -> None:
+def test_the_model_of_a_part_is_loaded_and_exported_separately(tiny: Tiny) -> None:
     config = tiny(PARTS, "train.rounds=1")
     folder = run(config).run_dir
     low, high = load_model(folder, "low:model"), load_model(folder, "high:model")
@@ -217,14 +217,14 @@ def test_the_report_names_the_classes_of_each_part(tiny: Tiny) -> None:
     }
 
 
-def test_what_is_sent_comes_back_under_the_same_names() -> None:
+def test_sent_tensors_return_with_the_same_names() -> None:
     server = {"a": 1, "b@x": 2, "b@y": 3, "m/b@x": 4}
     assert select_part(server, "x") == {"a": 1, "b": 2, "m/b": 4}
     assert mark_names(select_part(server, "x"), "x", server) == {"a": 1, "b@x": 2, "m/b@x": 4}
     assert select_part(server, "") == server
 
 
-def test_only_what_a_part_comes_to_is_in_the_digest(tiny: Tiny) -> None:
+def test_the_digest_covers_the_resolved_settings_of_a_part(tiny: Tiny) -> None:
     def digest(*overrides: str) -> str:
         return tiny(*overrides).digest()
 
@@ -263,29 +263,29 @@ def test_only_what_a_part_comes_to_is_in_the_digest(tiny: Tiny) -> None:
         ),
     ],
 )
-def test_parts_that_cannot_be(tiny: Tiny, overrides: list[str], method: str, message: str) -> None:
+def test_impossible_parts_are_rejected(tiny: Tiny, overrides: list[str], method: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         tiny(*overrides, method=method)
 
 
-def test_no_data_set_at_all_is_refused() -> None:
+def test_a_missing_data_set_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"data.name|data: .*name"):
         make_config({"method": "fedavg", "data": {"parts": {}}})
 
 
-def test_two_parts_of_one_name_are_refused() -> None:
+def test_duplicate_names_of_parts_are_rejected() -> None:
     with pytest.raises(ConfigError, match="the key 'a' appears twice"):
         parse_yaml("data: {parts: {a: {name: fsdd}, a: {name: emodb}}}", "file")
 
 
-def test_a_part_without_clips_is_named(tiny: Tiny) -> None:
+def test_a_part_without_clips_is_reported(tiny: Tiny) -> None:
     config = tiny("data.parts={a: {}, b: {leave_out: [tone0, tone1, tone2]}}")
     with pytest.raises(Exception, match="data.parts.b.leave_out names every label"):
         create(config, Progress("quiet"))
 
 
-def test_a_tensor_whose_name_could_be_taken_for_a_parts_is_refused() -> None:
-    """Else a client of one part could change the head of another, and a network's own x@y would get lost on its way."""
+def test_tensor_names_with_the_form_of_parts_are_rejected() -> None:
+    """Otherwise a client could change another part's head, and a network's tensor x@y would get lost."""
     with pytest.raises(
         ConfigError, match=r"the tensor name 'model/output.weight@high' contains '@', .*Rename the tensor"
     ):

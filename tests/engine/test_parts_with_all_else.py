@@ -1,4 +1,4 @@
-"""Parts beside objectives, transforms, views, profiles, first weights from a file and planned evaluation; views beside pools."""
+"""Parts with objectives, transforms, views, profiles, initial weights and planned evaluation; views with pools."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ PLANNED = f"{Path(__file__).with_name('test_planned_evaluation.py')}:Planned"
 PARTS = "data.parts={low: {speakers: 4}, high: {classes: 5, first: 10, speakers: 3}}"
 
 
-def metrics(run_dir: Path, split: str, ending: str) -> set[str]:
+def read_metrics(run_dir: Path, split: str, ending: str) -> set[str]:
     rows = read_rows(run_dir).to_pylist()
     return {row["metric"] for row in rows if row["split"] == split and row["metric"].endswith(ending)}
 
 
-def test_an_anomaly_detector_has_one_network_over_parts_and_scores_of_each(tiny: Tiny) -> None:
+def test_an_anomaly_detector_shares_its_network_and_is_scored_per_part(tiny: Tiny) -> None:
     objective = "objective={name: compact, size: 4, normal: [normal]}"
     parts = f"data.parts={{few: {{name: '{MACHINES}', machines: 2}}, many: {{name: '{MACHINES}', machines: 3}}}}"
     config = tiny(parts, objective, "train.rounds=1", "train.cohort=1.0")
     folder = run(config).run_dir
     assert not [name for name in final_state(folder).tensors["global"] if "@" in name], "no tensor depends on classes"
-    assert metrics(folder, "test", "model/auc") == {"few:model/auc", "many:model/auc"}
+    assert read_metrics(folder, "test", "model/auc") == {"few:model/auc", "many:model/auc"}
 
 
-def test_parts_may_have_labels_that_are_sets(tiny: Tiny) -> None:
+def test_parts_may_have_sets_of_labels(tiny: Tiny) -> None:
     parts = f"data.parts={{a: {{name: '{CHORDS}'}}, b: {{name: '{CHORDS}'}}}}"
     config = tiny(parts, "data.label_sets={}", "objective=multi_label", "train.rounds=1")
     folder = run(config).run_dir
-    assert metrics(folder, "test", "model/map") == {"a:model/map", "b:model/map"}
+    assert read_metrics(folder, "test", "model/map") == {"a:model/map", "b:model/map"}
     population = Population.load(folder / "population")
     assert all(each.sets is not None and "|" not in "".join(each.classes) for each in population.parts.values())
     assert population.label_counts().shape[1] == len(population.classes)
@@ -55,8 +55,8 @@ def test_parts_may_have_labels_that_are_sets(tiny: Tiny) -> None:
         tiny(f"data.parts={{a: {{name: '{CHORDS}', label_sets: {{}}}}, b: {{}}}}")
 
 
-def test_a_transform_of_a_part_changes_that_parts_batches_only(tiny: Tiny) -> None:
-    """As the run reads them back; written in full it is the same configuration."""
+def test_a_transform_of_a_part_changes_only_its_batches(tiny: Tiny) -> None:
+    """The restored batches are checked. The configuration written in full is equal."""
     config = tiny("data.parts={plain: {}, masked: {transforms: [spec_augment]}}", "train.rounds=1")
     folder = run(config).run_dir
     population = Population.load(folder / "population").use(config.data)
@@ -71,7 +71,7 @@ def test_a_transform_of_a_part_changes_that_parts_batches_only(tiny: Tiny) -> No
     assert tiny(given, "train.rounds=1").digest() == config.digest()
 
 
-def test_an_architecture_may_be_chosen_by_the_part_or_by_what_the_part_deals(tiny: Tiny) -> None:
+def test_the_part_or_its_profiles_may_choose_the_architecture(tiny: Tiny) -> None:
     small, large = (f"{{name: crnn_tiny, hidden: {hidden}, filters: [4]}}" for hidden in (4, 8))
     by_part = f"models.local={{by: part, choices: {{low: {small}, high: {large}}}}}"
     plugin = "models.plugin={name: crnn_tiny, hidden: 4, filters: [4]}"
@@ -85,13 +85,13 @@ def test_an_architecture_may_be_chosen_by_the_part_or_by_what_the_part_deals(tin
     config = tiny(parts, "data.profile={room: {values: [yard, attic]}}")
     rooms = [client.profile["room"] for client in Clients(build_population(config.data, 1), config)]
     assert rooms == ["yard", "attic", "yard", "attic", "hall", "hall", "hall"]
-    config = tiny(PARTS, "data.profile={ratio: {values: [0, 0.4, 0.8]}}")  # by turn within each part
+    config = tiny(PARTS, "data.profile={ratio: {values: [0, 0.4, 0.8]}}")  # in turn within each part
     ratios = [client.profile["ratio"] for client in Clients(build_population(config.data, 1), config)]
     assert ratios == [0, 0.4, 0.8, 0, 0, 0.4, 0.8]
 
 
-def test_parts_start_from_the_weights_of_a_file(tiny: Tiny) -> None:
-    """The parts have as many classes as the file, but which tensors depend on them is found all the same."""
+def test_parts_start_from_weights_of_a_file(tiny: Tiny) -> None:
+    """Class-dependent tensors are found although parts and file have equal numbers of classes."""
     first = run(tiny("train.rounds=1", "run.name=first")).run_dir
     start_from = f"models.model={{name: crnn_tiny, hidden: 8, filters: [4], init_from: {first / 'model.safetensors'}}}"
     server = start_server(tiny("data.parts={a: {}, b: {first: 20}}", start_from, "run.name=second"))
@@ -104,10 +104,10 @@ def test_parts_start_from_the_weights_of_a_file(tiny: Tiny) -> None:
         assert tensor.equal(given[name.partition("@")[0]])
 
 
-def test_a_planned_entry_is_measured_on_each_part(tiny: Tiny) -> None:
+def test_a_planned_entry_is_evaluated_on_each_part(tiny: Tiny) -> None:
     config = tiny(PARTS, "train.rounds=1", "method.receive=[[trunk, head]]", method=PLANNED)
     folder = run(config).run_dir
-    assert metrics(folder, "test", "model/accuracy") == {"low:trunk:model/accuracy", "high:trunk:model/accuracy"}
+    assert read_metrics(folder, "test", "model/accuracy") == {"low:trunk:model/accuracy", "high:trunk:model/accuracy"}
 
 
 METHOD = '''
@@ -137,7 +137,7 @@ MODELS = "models={ear: {name: crnn_tiny, hidden: 8, filters: [4]}, eye: {name: c
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Tones of two pitches in two rooms, three of four with a picture whose first pixel is the clip's number."""
+    """Write tones of two pitches in two rooms. Three of four have an image whose first pixel is the clip's number."""
     rng = np.random.default_rng(0)
     rows = ["path,label,group,split,room,frame"]
     for number in range(48):
@@ -156,13 +156,13 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def eyes(tiny: Tiny, folder: Path, data: str, *overrides: str) -> Config:
+def make_view_config(tiny: Tiny, folder: Path, data: str, *overrides: str) -> Config:
     data = f"data={{name: manifest, file: {folder / 'list.csv'}, {FEATURES}, partition: {{by: group}}, {data}}}"
     return tiny(data, f"method.name={folder / 'eyes.py'}:Eyes", MODELS, *overrides)
 
 
 def check_pictures(population: Population) -> set[int]:
-    """Look whether every training example has its own clip's picture, in all pools; return the clips."""
+    """Check that each training example of each pool has its clip's image, and return the clips."""
     seen = set[int]()
     for index in range(len(population)):
         for examples in population.data(index).pools.values():
@@ -181,37 +181,37 @@ POOLS = "pools: {hall: {column: room, values: [hall]}, yard: {column: room, valu
 
 
 def test_examples_of_every_pool_have_their_views(tiny: Tiny, folder: Path) -> None:
-    config = eyes(tiny, folder, f"{VIEWS}, {POOLS}", "train.rounds=1")
+    config = make_view_config(tiny, folder, f"{VIEWS}, {POOLS}", "train.rounds=1")
     run_dir = run(config).run_dir
     assert check_pictures(Population.load(run_dir / "population", verify=True).use(config.data)) == set(range(12, 48))
 
 
-def test_a_view_and_a_pool_have_names_of_their_own(tiny: Tiny, folder: Path) -> None:
+def test_views_and_pools_need_different_names(tiny: Tiny, folder: Path) -> None:
     with pytest.raises(ConfigError, match="data.views: a pool has the name 'picture' already"):
-        eyes(tiny, folder, f"{VIEWS}, pools: {{picture: {{column: room, values: [hall]}}}}")
+        make_view_config(tiny, folder, f"{VIEWS}, pools: {{picture: {{column: room, values: [hall]}}}}")
     view = VIEWS.replace("picture", "unlabelled")
     with pytest.raises(ConfigError, match="data.views: a pool has the name 'unlabelled' already"):
-        eyes(tiny, folder, f"{view}, unlabelled: {{keep: 0.5}}", "models.eye.view=unlabelled")
+        make_view_config(tiny, folder, f"{view}, unlabelled: {{keep: 0.5}}", "models.eye.view=unlabelled")
     with pytest.raises(ConfigError, match="data.pools: the name 'a@b' is invalid"):
-        eyes(tiny, folder, f"{VIEWS}, pools: {{a@b: {{column: room, values: [hall]}}}}")
+        make_view_config(tiny, folder, f"{VIEWS}, pools: {{a@b: {{column: room, values: [hall]}}}}")
 
 
-def test_sets_of_classes_cannot_be_hidden(tiny: Tiny) -> None:
+def test_hidden_labels_cannot_be_sets(tiny: Tiny) -> None:
     chords = (f"data.name={CHORDS}", "data.label_sets={}", "objective=multi_label")
     with pytest.raises(ConfigError, match="data.unlabelled hides the class of a clip"):
         tiny(*chords, "data.unlabelled={keep: 0.5}")
 
 
 def test_parts_have_views(tiny: Tiny, folder: Path) -> None:
-    """And a run of them goes on with the same numbers."""
+    """A resumed run of parts with views has the same results."""
     parts = f"{VIEWS}, parts: {{one: {{}}, two: {{leave_out: []}}}}"
-    config = eyes(tiny, folder, parts, "train.rounds=2", "train.cohort=1.0")
+    config = make_view_config(tiny, folder, parts, "train.rounds=2", "train.cohort=1.0")
     run_dir = run(config).run_dir
     assert load_model(run_dir, "two:ear").classes == ("a", "b")
     population = Population.load(run_dir / "population").use(config.data)
     for each in population.parts.values():
         assert check_pictures(each) == set(range(12, 48))
-    short = run(eyes(tiny, folder, parts, "train.rounds=1", "train.cohort=1.0", "run.name=short")).run_dir
+    short = run(make_view_config(tiny, folder, parts, "train.rounds=1", "train.cohort=1.0", "run.name=short")).run_dir
     resume(short, ["train.rounds=2"])
     one, other = final_state(run_dir).tensors["global"], final_state(short).tensors["global"]
     assert all(one[name].equal(other[name]) for name in one)

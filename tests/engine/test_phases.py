@@ -1,4 +1,4 @@
-"""Phases of a method: which rounds they have, with which settings, and that nothing of it is lost where a run stops."""
+"""Phases of a method: their rounds and settings, also after a stop and a resume."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("views"), takes=2)
 
 
-def test_the_last_phase_has_what_is_left() -> None:
-    def begins(rounds: int, **phases: int) -> tuple[int, ...]:
+def test_the_last_phase_has_the_remaining_rounds() -> None:
+    def list_starts(rounds: int, **phases: int) -> tuple[int, ...]:
         train = TrainSettings.model_validate(
             {"rounds": rounds, "phases": {n: {"rounds": r} for n, r in phases.items()}}
         )
         return Phases.from_settings(("a", "b", "c"), train, "some").first
 
-    assert begins(9) == (0, 3, 6)
-    assert begins(1) == (0, 1, 2)
-    assert begins(9, a=1) == (0, 1, 4)
-    assert begins(9, a=5, b=4) == (0, 5, 9)
+    assert list_starts(9) == (0, 3, 6)
+    assert list_starts(1) == (0, 1, 2)
+    assert list_starts(9, a=1) == (0, 1, 4)
+    assert list_starts(9, a=5, b=4) == (0, 5, 9)
     found = Phases.from_settings(("a", "b"), TrainSettings(rounds=4), "some")
     assert [found.find(done) for done in range(5)] == ["a", "a", "b", "b", "b"]
     assert Phases().find(7) == ""
     with pytest.raises(ConfigError, match="'c' would begin after round 10, but train.rounds is 9"):
-        begins(9, a=5, b=5)
+        list_starts(9, a=5, b=5)
     with pytest.raises(ConfigError, match=r"train.phases.c.rounds is 2, but the last phase always has the rest"):
-        begins(9, c=2)
+        list_starts(9, c=2)
     with pytest.raises(ConfigError, match="no phase 'd'"):
-        begins(9, d=2)
+        list_starts(9, d=2)
 
 
-def test_settings_of_a_phase_hold_in_it_alone(tiny: Tiny, folder: Path) -> None:
+def test_settings_of_a_phase_hold_only_in_the_phase(tiny: Tiny, folder: Path) -> None:
     base = known(federation(tiny, folder, "modality_mirror", *TWO))
     for number, setting in enumerate((LR, "train.phases.distil.local_epochs=2", "train.phases.distil.cohort=2")):
         other = train_federation(federation(tiny, folder, "modality_mirror", *TWO, setting, f"run.name=p{number}"))
@@ -58,8 +58,8 @@ def test_settings_of_a_phase_hold_in_it_alone(tiny: Tiny, folder: Path) -> None:
         }
 
 
-def test_a_run_stopped_in_any_phase_goes_on_to_the_same_bits(tiny: Tiny, folder: Path) -> None:
-    undisturbed = known(federation(tiny, folder, "modality_mirror", *TWO, LR))
+def test_a_run_stopped_in_any_phase_resumes_to_the_same_bits(tiny: Tiny, folder: Path) -> None:
+    expected = known(federation(tiny, folder, "modality_mirror", *TWO, LR))
     config = federation(tiny, folder, "modality_mirror", *TWO, LR, "run.name=stopped")
     for done in (1, 2, 3):  # in the first phase, between both, in the second
         server = start_server(config)
@@ -67,13 +67,13 @@ def test_a_run_stopped_in_any_phase_goes_on_to_the_same_bits(tiny: Tiny, folder:
             server.round()
         server.finish()
         server.close()
-    assert_same_bits(undisturbed, train_federation(config))
+    assert_same_bits(expected, train_federation(config))
     rows = record.read_rows(Path(config.run.dir) / "stopped").to_pylist()
     assert [row["value"] for row in rows if row["metric"] == "phase"] == [1.0, 1.0, 2.0, 2.0]
 
 
-def test_phases_in_the_digest(tiny: Tiny, folder: Path) -> None:
-    """When the second begins decides numbers, where the last ends does not; methods without phases know nothing of it."""
+def test_the_digest_covers_phases(tiny: Tiny, folder: Path) -> None:
+    """The start of the second phase affects results, the end of the last does not. Other methods ignore phases."""
 
     def digest(*overrides: str, method: str = "modality_mirror") -> str:
         return federation(tiny, folder, method, *overrides).digest()

@@ -1,4 +1,4 @@
-"""Profiles: values dealt to clients or read from the manifest, and architectures that a client's profile chooses."""
+"""Client profiles: assigned values, columns of the manifest, and architectures chosen by profile."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CHOICES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Rooms(Tones):
-    """Tones with columns: one that is constant within a speaker, one that is not, one with nulls."""
+    """Tones with a column constant within a speaker, a varying column, and a column with nulls."""
 
     def manifest(self) -> pa.Table:
         table = super().manifest()
@@ -46,27 +46,29 @@ class Rooms(Tones):
         return table.append_column("holes", pa.array([None if row == 3 else "x" for row in range(len(speaker))]))
 
 
-def clients(config: Config) -> Clients:
+def list_clients(config: Config) -> Clients:
     return Clients(Population.load(create(config, Progress("quiet")) / "population"), config)
 
 
-def test_values_are_dealt_by_turn_or_drawn(tiny: Tiny) -> None:
-    dealt = [client.profile["capability"] for client in clients(tiny(BY_TURN))]
+def test_values_are_assigned_in_turn_or_at_random(tiny: Tiny) -> None:
+    dealt = [client.profile["capability"] for client in list_clients(tiny(BY_TURN))]
     assert dealt == ["low", "low", "high", "low", "low", "high"]
     drawn = "data.profile={size: {values: [1, 2, 3], deal: draw}}"
-    first = [client.profile["size"] for client in clients(tiny(drawn, "run.name=one"))]
+    first = [client.profile["size"] for client in list_clients(tiny(drawn, "run.name=one"))]
     assert set(first) <= {1, 2, 3}
-    assert first == [client.profile["size"] for client in clients(tiny(drawn, "run.name=two"))]
+    assert first == [client.profile["size"] for client in list_clients(tiny(drawn, "run.name=two"))]
     seeds = [tiny(drawn, f"run.name=seed{i}", f"run.seed={i}") for i in range(2, 6)]
-    assert any([client.profile["size"] for client in clients(config)] != first for config in seeds)
+    assert any([client.profile["size"] for client in list_clients(config)] != first for config in seeds)
     config = tiny(BY_TURN)
     assert config.digest() != tiny().digest()
     assert tiny("data.profile={}").digest() == tiny().digest()
 
 
-def test_a_column_of_the_manifest(tiny: Tiny) -> None:
+def test_profiles_contain_columns_of_the_manifest(tiny: Tiny) -> None:
     config = tiny(f"data.name={HERE}:Rooms", "data.profile={room: {column: room}, storey: {column: floor}}")
-    found = [(client.profile["group"], client.profile["room"], client.profile["storey"]) for client in clients(config)]
+    found = [
+        (client.profile["group"], client.profile["room"], client.profile["storey"]) for client in list_clients(config)
+    ]
     expected = [(f"s{number}", ("kitchen", "hall")[number % 2], number // 2) for number in range(6)]
     assert found == expected
 
@@ -82,12 +84,12 @@ def test_a_column_of_the_manifest(tiny: Tiny) -> None:
         ("holes", r"data.profile.room: column 'holes' has no value for a clip of client 's0'"),
     ],
 )
-def test_bad_columns(tiny: Tiny, column: str, message: str) -> None:
+def test_invalid_columns_are_rejected(tiny: Tiny, column: str, message: str) -> None:
     with pytest.raises(DataError, match=message):
         create(tiny(f"data.name={HERE}:Rooms", f"data.profile={{room: {{column: {column}}}}}"), Progress("quiet"))
 
 
-def test_parts_may_deal_different_values(tiny: Tiny) -> None:
+def test_parts_may_assign_different_values(tiny: Tiny) -> None:
     parts = "data.parts={a: {profile: {capability: {values: [low]}}}, b: {first: 20, profile: {capability: {values: [high]}}}}"
     tiny(parts, CHOICES, method="fedmlac")
     with pytest.raises(ConfigError, match="no client has capability 'high'"):
@@ -111,14 +113,14 @@ def test_parts_may_deal_different_values(tiny: Tiny) -> None:
         ([BY_TURN, CHOICES.replace("crnn_tiny", "crnn_tyni")], r"unknown architecture 'crnn_tyni'"),
     ],
 )
-def test_bad_settings_end_before_anything_is_done(tiny: Tiny, settings: list[str], message: str) -> None:
+def test_invalid_settings_are_rejected_at_the_start(tiny: Tiny, settings: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         tiny(*settings, method="fedmlac")
 
 
-def test_an_architecture_chosen_by_profile(tiny: Tiny) -> None:
+def test_profiles_choose_architectures(tiny: Tiny) -> None:
     config = tiny(BY_TURN, CHOICES, method="fedmlac")
-    for client in clients(config):
+    for client in list_clients(config):
         spec = next(spec for spec in client.models if spec.name == "local")
         assert dict(spec.options)["hidden"] == {"low": 4, "high": 8}[client.profile["capability"]]
     reference = train_federation(config)
@@ -132,10 +134,12 @@ def test_an_architecture_chosen_by_profile(tiny: Tiny) -> None:
     assert again.digest() == config.digest()
 
 
-def test_chosen_by_what_is_known_besides(tiny: Tiny) -> None:
+def test_other_known_facts_choose_architectures(tiny: Tiny) -> None:
     choices = "models.local={by: room, choices: {kitchen: crnn_tiny, hall: crnn_lite}}"
     config = tiny(f"data.name={HERE}:Rooms", "data.profile={room: {column: room}}", choices, method="fedmlac")
-    named = [next(spec.architecture for spec in client.models if spec.name == "local") for client in clients(config)]
+    named = [
+        next(spec.architecture for spec in client.models if spec.name == "local") for client in list_clients(config)
+    ]
     assert named == ["crnn_tiny", "crnn_lite"] * 3
     missing = tiny(
         f"data.name={HERE}:Rooms",
@@ -147,7 +151,7 @@ def test_chosen_by_what_is_known_besides(tiny: Tiny) -> None:
     with pytest.raises(ConfigError, match=r"no architecture for client 's1', whose room is 'hall'. Did you mean 'hal'"):
         create(missing, Progress("quiet"))
     noisy = tiny("models.local={by: noisy, choices: {false: crnn_tiny, true: crnn_lite}}", method="fedmlac")
-    assert {spec.architecture for client in clients(noisy) for spec in client.models[1:]} == {"crnn_tiny"}
+    assert {spec.architecture for client in list_clients(noisy) for spec in client.models[1:]} == {"crnn_tiny"}
 
 
 def test_a_shared_model_must_have_one_architecture(tiny: Tiny) -> None:
@@ -155,10 +159,10 @@ def test_a_shared_model_must_have_one_architecture(tiny: Tiny) -> None:
         start_server(tiny(BY_TURN, CHOICES.replace("local", "model")))
 
 
-def test_architectures_are_chosen_from_columns_without_looking_at_single_clients(
+def test_architectures_are_chosen_from_columns_without_client_profiles(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A million clients cost arrays: what columns say is what each client's profile says, and no profile is made for it."""
+    """Columns agree with client profiles, and are read as arrays without creating a profile per client."""
     read = f"name: '{HERE}:Rooms', speakers: 4, profile: {{room: {{column: room}}}}"
     parts = f"data.parts={{read: {{{read}}}, dealt: {{profile: {{room: {{values: [kitchen, hall]}}}}}}}}"
     rooms = {"kitchen": 4, "hall": 5}

@@ -1,4 +1,4 @@
-"""One task with updates to several entries of the server's state."""
+"""Tasks that update several entries of the server's state."""
 
 from __future__ import annotations
 
@@ -50,24 +50,24 @@ class Parted(Method):
 
 
 @pytest.fixture
-def parted(tmp_path: Path) -> str:
+def two_entry_method(tmp_path: Path) -> str:
     (tmp_path / "parted.py").write_text(METHOD)
     return f"{tmp_path / 'parted.py'}:Parted"
 
 
 @pytest.mark.parametrize("attack", ["null", "{name: sign_flip, clients: 0.34}"])
-def test_a_model_in_two_entries_is_the_model(tiny: Tiny, parted: str, attack: str) -> None:
-    """To the bit, whoever attacks; only the entry is another."""
+def test_a_model_in_two_entries_trains_to_the_same_bits(tiny: Tiny, two_entry_method: str, attack: str) -> None:
+    """The bits are equal under any attack. Only the name of the entry differs."""
     settings = ["train.rounds=2", f"attack={attack}", "evaluate.server=false"]
     reference = known(tiny(*settings))
-    found = train_federation(tiny(*settings, "run.name=parted", method=parted))
+    found = train_federation(tiny(*settings, "run.name=parted", method=two_entry_method))
     assert_same_bits(
         {name.replace("server head ", "server global "): value for name, value in found.items()}, reference
     )
 
 
-def test_what_a_client_has_is_not_counted_again(tiny: Tiny, parted: str) -> None:
-    server = start_server(tiny("evaluate.every=9", method=parted))
+def test_unchanged_tensors_of_a_client_are_counted_once(tiny: Tiny, two_entry_method: str) -> None:
+    server = start_server(tiny("evaluate.every=9", method=two_entry_method))
     state = server._federation.state
     rest, head = (4 * sum(t.numel() for t in state.tensors[key].values()) for key in ("global", "head"))
     reports = [server._federation.round() for _ in range(2)]
@@ -77,13 +77,15 @@ def test_what_a_client_has_is_not_counted_again(tiny: Tiny, parted: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("option", "error", "says"),
+    ("option", "error", "message"),
     [
         ("key=global", ClientError, "two updates to the key 'global'. Join their tensors in one update"),
         ("key=tail", ClientError, "the update has the key 'tail'"),
         ("has=tail", ConfigError, "with 'tail' in has but not in receive"),
     ],
 )
-def test_what_does_not_fit_is_refused(tiny: Tiny, parted: str, option: str, error: type[Exception], says: str) -> None:
-    with pytest.raises(error, match=says):
-        train_federation(tiny("train.rounds=2", f"method.{option}", method=parted))
+def test_inconsistent_updates_are_rejected(
+    tiny: Tiny, two_entry_method: str, option: str, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        train_federation(tiny("train.rounds=2", f"method.{option}", method=two_entry_method))

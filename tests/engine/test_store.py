@@ -1,4 +1,4 @@
-"""The run directory. Oracles: what was written is what is read, and what a crash may leave behind is known."""
+"""The run directory. Oracles: stored data are restored unchanged, and crashes leave known files."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ LOOP: list[Any] = []
 LOOP.append(LOOP)
 
 
-def tensors_of(value: float, size: int = 5) -> dict[str, torch.Tensor]:
+def make_tensors(value: float, size: int = 5) -> dict[str, torch.Tensor]:
     return {"model:a": torch.full((size,), value), "state:count": torch.tensor([int(value)], dtype=torch.int64)}
 
 
-def state_of(round_index: int) -> State:
+def make_state(round_index: int) -> State:
     return State(
         round_index,
         {"global": {"m/w": torch.arange(6.0).view(2, 3) + round_index}, "k|1": {"m/w": torch.full((2,), float("inf"))}},
@@ -46,10 +46,10 @@ def state_of(round_index: int) -> State:
     )
 
 
-def test_private_records_come_back_as_written_from_any_process(tmp_path: Path) -> None:
+def test_any_process_reads_private_records_as_written(tmp_path: Path) -> None:
     writer = PrivateStore(tmp_path)
-    refs = [writer.append(1 + i // 2, tensors_of(i)) for i in range(4)]
-    assert len({ref.segment for ref in refs}) == 2  # one segment a round and writer
+    refs = [writer.append(1 + i // 2, make_tensors(i)) for i in range(4)]
+    assert len({ref.segment for ref in refs}) == 2  # one segment per round and writer
     reader = PrivateStore(tmp_path)
     for value, ref in enumerate(refs):
         read = reader.read(ref)
@@ -59,7 +59,7 @@ def test_private_records_come_back_as_written_from_any_process(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("elements", [10, 600_000], ids=["in one piece", "tensor by tensor"])
-def test_records_are_safetensors_files_one_after_the_other(tmp_path: Path, elements: int) -> None:
+def test_records_are_concatenated_safetensors_files(tmp_path: Path, elements: int) -> None:
     store = PrivateStore(tmp_path)
     given = [{"a": torch.randn(elements), "b": torch.randn(3, elements).t(), "c": torch.tensor(n)} for n in range(2)]
     refs = [store.append(1, tensors) for tensors in given]
@@ -71,7 +71,7 @@ def test_records_are_safetensors_files_one_after_the_other(tmp_path: Path, eleme
         torch.testing.assert_close(safetensors.torch.load(record), tensors, rtol=0, atol=0)
 
 
-def test_private_tensors_come_back_in_the_order_of_their_names(tmp_path: Path) -> None:
+def test_private_tensors_are_sorted_by_name(tmp_path: Path) -> None:
     store = PrivateStore(tmp_path)
     names = [f"state:{number}" for number in (7, 1, 10, 3, 0, 5)]
     ref = store.append(1, {name: torch.zeros(number + 1) for number, name in enumerate(names)})
@@ -79,20 +79,18 @@ def test_private_tensors_come_back_in_the_order_of_their_names(tmp_path: Path) -
         assert list(store.read(ref)) == sorted(names)
 
 
-def test_two_writers_of_one_round_never_touch_the_same_segment(tmp_path: Path) -> None:
+def test_two_writers_of_a_round_use_separate_segments(tmp_path: Path) -> None:
     first, second = PrivateStore(tmp_path), PrivateStore(tmp_path)
-    a, b = first.append(1, tensors_of(1)), second.append(1, tensors_of(2))
+    a, b = first.append(1, make_tensors(1)), second.append(1, make_tensors(2))
     assert a.segment != b.segment
     assert torch.equal(second.read(a)["model:a"], torch.ones(5))
 
 
-def test_reading_ahead_asks_for_the_record_and_for_nothing_that_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reading_ahead_requests_only_existing_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, int]] = []
     monkeypatch.setattr("os.posix_fadvise", lambda file, offset, length, advice: asked.append((offset, length)))
     store = PrivateStore(tmp_path)
-    refs = [store.append(1, tensors_of(i)) for i in range(3)]
+    refs = [store.append(1, make_tensors(i)) for i in range(3)]
     elsewhere = PrivateStore(tmp_path / "replay", also_read=[tmp_path])
     elsewhere.read_ahead(refs[2])
     elsewhere.read_ahead(PrivateRef("gone.seg", 0, 9, 0))
@@ -100,9 +98,9 @@ def test_reading_ahead_asks_for_the_record_and_for_nothing_that_is_missing(
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
-def test_damaged_private_state_is_noticed(tmp_path: Path, damage: str) -> None:
+def test_damaged_private_state_is_detected(tmp_path: Path, damage: str) -> None:
     store = PrivateStore(tmp_path)
-    ref = store.append(1, tensors_of(3))
+    ref = store.append(1, make_tensors(3))
     path = tmp_path / ref.segment
     data = bytearray(path.read_bytes())
     if damage == "flip":
@@ -118,9 +116,9 @@ def test_damaged_private_state_is_noticed(tmp_path: Path, damage: str) -> None:
 
 def test_commit_and_load_round_trip(tmp_path: Path) -> None:
     private = PrivateStore(tmp_path / "private")
-    refs = {i: private.append(1, tensors_of(i)) for i in (3, 1, 7)}
+    refs = {i: private.append(1, make_tensors(i)) for i in (3, 1, 7)}
     store = RunStore(tmp_path)
-    name = store.commit(state_of(1), PrivateIndex().replace(refs), {r.segment for r in refs.values()})
+    name = store.commit(make_state(1), PrivateIndex().replace(refs), {r.segment for r in refs.values()})
     commit, warnings = RunStore(tmp_path).open_latest()
     assert warnings == []
     assert commit is not None
@@ -128,7 +126,7 @@ def test_commit_and_load_round_trip(tmp_path: Path) -> None:
     assert commit.state.round_index == 1
     assert commit.state.extra == {"names": ["a", "b"], "n": 1}
     assert commit.private == refs
-    for key, tensors in state_of(1).tensors.items():
+    for key, tensors in make_state(1).tensors.items():
         for tensor_name, tensor in tensors.items():
             assert torch.equal(commit.state.tensors[key][tensor_name], tensor)
 
@@ -141,7 +139,7 @@ EXTRAS: list[dict[Any, Any]] = [
 
 
 @pytest.mark.parametrize("extra", EXTRAS)
-def test_a_state_as_stored_is_what_a_commit_gives_back(tmp_path: Path, extra: dict[Any, Any]) -> None:
+def test_a_stored_state_equals_the_state_of_the_commit(tmp_path: Path, extra: dict[Any, Any]) -> None:
     whole = torch.arange(12.0)
     groups = {
         "a": {"w": whole, "transposed": torch.arange(6.0).view(2, 3).T, "trained": torch.nn.Parameter(torch.ones(2))},
@@ -167,7 +165,7 @@ def test_a_state_as_stored_is_what_a_commit_gives_back(tmp_path: Path, extra: di
 
 
 @pytest.mark.parametrize(
-    ("state", "said"),
+    ("state", "message"),
     [
         (State(0, {}, {"seen": {1, 2}}), r"State.extra\['seen'\] is of type set. It may hold JSON values only"),
         (State(0, {}, {"a": [{"n": np.int64(3)}]}), r"State.extra\['a'\]\[0\]\['n'\] is of type int64"),
@@ -181,12 +179,12 @@ def test_a_state_as_stored_is_what_a_commit_gives_back(tmp_path: Path, extra: di
         (State(0, {"k": {"w": torch.ones(1, dtype=torch.complex128)}}), r"\['w'\] is .* tensor of torch.complex128"),
     ],
 )
-def test_what_a_commit_cannot_hold_is_refused_with_its_place(state: State, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_unsupported_values_in_a_commit_are_rejected_with_their_place(state: State, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         as_stored(state)
 
 
-def test_keys_and_names_may_hold_any_characters(tmp_path: Path) -> None:
+def test_keys_and_names_may_contain_any_characters(tmp_path: Path) -> None:
     groups = {"a|b": {"x": torch.zeros(2)}, "a": {"b|x": torch.ones(3)}, "0": {"1|x": torch.full((1,), 2.0)}, "": {}}
     store = RunStore(tmp_path)
     state = store.load(store.commit(State(1, groups), PrivateIndex())).state
@@ -224,7 +222,7 @@ def test_commits_of_the_first_format_are_read(tmp_path: Path) -> None:
 
 @pytest.fixture
 def small_base(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Indexes that take into their base what is more than eight recent records and more than half of it."""
+    """Merge recent records into the base above eight records and half of the base's size."""
     monkeypatch.setattr(raydfl.engine.storage.private, "_RECENT", 8)
     monkeypatch.setattr(raydfl.engine.storage.private, "_PART", 2)
 
@@ -237,7 +235,7 @@ def random_refs(rng: np.random.Generator, round_index: int) -> dict[int, Private
 
 
 @pytest.mark.usefixtures("small_base")
-def test_an_index_is_what_a_dictionary_would_be() -> None:
+def test_an_index_agrees_with_a_dictionary() -> None:
     rng = np.random.default_rng(0)
     index, reference = PrivateIndex(), dict[int, PrivateRef]()
     bases = []
@@ -258,10 +256,10 @@ def test_an_index_is_what_a_dictionary_would_be() -> None:
         bases.append(index.base)
     assert 99 not in index
     assert index.replace({}) is index
-    assert 3 < len({id(base) for base in bases}) < 30  # neither never nor always
+    assert 3 < len({id(base) for base in bases}) < 30  # compaction happens sometimes
 
 
-def test_what_a_round_handles_does_not_grow_with_the_clients() -> None:
+def test_the_work_of_a_round_does_not_grow_with_the_population() -> None:
     first = PrivateIndex().replace({client: PrivateRef("1.seg", client, 1, 0) for client in range(100_000)})
     assert (len(first.base or ()), first.table.shape[1]) == (100_000, 0)
     after = first.replace({5: PrivateRef("2.seg", 0, 1, 0)})
@@ -275,7 +273,7 @@ def test_what_a_round_handles_does_not_grow_with_the_clients() -> None:
 
 
 @pytest.mark.usefixtures("small_base")
-def test_a_ledger_says_what_an_index_says(tmp_path: Path) -> None:
+def test_a_ledger_agrees_with_the_index(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     index, written = PrivateIndex(), Counter[str]()
     ledger = SegmentUsage(index, {})
@@ -300,15 +298,15 @@ def test_a_ledger_says_what_an_index_says(tmp_path: Path) -> None:
     assert (elsewhere.live, elsewhere.bytes, elsewhere.sparse()) == (ledger.live, ledger.live, set())
 
 
-def test_equal_states_make_equal_files(tmp_path: Path) -> None:
-    names = [RunStore(tmp_path / folder).commit(state_of(4), PrivateIndex()) for folder in ("a", "b")]
+def test_equal_states_give_equal_files(tmp_path: Path) -> None:
+    names = [RunStore(tmp_path / folder).commit(make_state(4), PrivateIndex()) for folder in ("a", "b")]
     assert names[0] == names[1]
     a, b = ((tmp_path / f / "commits" / names[0]).read_bytes() for f in ("a", "b"))
     assert a == b
 
 
 class Writer:
-    """Trains some clients a round and commits, as a federation does."""
+    """Writer that trains clients and commits rounds, like a federation."""
 
     def __init__(self, folder: Path, keep: int) -> None:
         self.folder = folder
@@ -320,20 +318,20 @@ class Writer:
 
     def train(self, clients: Iterable[int]) -> None:
         self.round += 1
-        refs = {client: self.private.append(self.round, tensors_of(100 * self.round + client)) for client in clients}
+        refs = {client: self.private.append(self.round, make_tensors(100 * self.round + client)) for client in clients}
         for client, ref in refs.items():
             self.ledger.move(self.index.get(client), ref)
         self.index = self.index.replace(refs)
 
     def commit(self) -> None:
-        self.store.commit(state_of(self.round), self.index, *self.ledger.take())
+        self.store.commit(make_state(self.round), self.index, *self.ledger.take())
 
-    def referred(self) -> set[str]:
-        """Files to which the kept commits refer."""
+    def list_references(self) -> set[str]:
+        """Return the files that the kept commits refer to."""
         kept = [self.store.load(name).private for name in self.store.commits()]
         return {file for index in kept for file in (*index.bytes_by_segment(), index.base_name) if file}
 
-    def there(self) -> set[str]:
+    def list_files(self) -> set[str]:
         return {path.name for path in (self.folder / "private").iterdir()}
 
 
@@ -343,15 +341,15 @@ def test_only_the_newest_commits_and_their_segments_are_kept(tmp_path: Path) -> 
         writer.train([round_index % 2])
         writer.commit()
     assert writer.store.rounds() == [5, 6]
-    # Round 5 refers to records of rounds 4 and 5, round 6 to those of 5 and 6: nothing older is left.
+    # Round 5 refers to records of rounds 4 and 5, round 6 to rounds 5 and 6. Older records are removed.
     assert sorted(int(name[:6]) for name in writer.there()) == [4, 5, 6]
 
 
 @pytest.mark.usefixtures("small_base")
 @pytest.mark.parametrize("keep", [1, 3])
 @pytest.mark.parametrize("every", [1, 2])
-def test_what_is_on_the_disk_is_what_the_kept_commits_refer_to(tmp_path: Path, keep: int, every: int) -> None:
-    """After every commit, also when the run was opened again in between; bases included."""
+def test_the_disk_contains_only_files_of_kept_commits(tmp_path: Path, keep: int, every: int) -> None:
+    """This holds after each commit, also after reopening the run, and includes bases."""
     rng = np.random.default_rng(2)
     writer = Writer(tmp_path, keep)
     bases = set()
@@ -362,7 +360,7 @@ def test_what_is_on_the_disk_is_what_the_kept_commits_refer_to(tmp_path: Path, k
         assert writer.there() == writer.referred()
         bases |= {name for name in writer.there() if name.endswith(".index")}
         if number % 3 == 0:
-            # What crashes leave behind: a segment of a lost actor, a half-written base.
+            # Crashes leave a segment of a lost actor and an incomplete base.
             (tmp_path / "private" / f"{number:06d}-lost.seg").touch()
             (tmp_path / "private" / ".half.index.part").touch()
             index, writer = writer.index, Writer(tmp_path, keep)
@@ -388,7 +386,7 @@ def test_a_base_is_durable_before_the_commit_that_names_it(tmp_path: Path, monke
     assert [name.rpartition(".")[2] for name in written] == ["index", "safetensors", "LATEST"]
     writer.train([3])
     writer.commit()
-    assert [name.rpartition(".")[2] for name in written[3:]] == ["safetensors", "LATEST"]  # the base is still the same
+    assert [name.rpartition(".")[2] for name in written[3:]] == ["safetensors", "LATEST"]  # the base is unchanged
 
 
 @pytest.mark.usefixtures("small_base")
@@ -396,7 +394,7 @@ def test_a_base_is_durable_before_the_commit_that_names_it(tmp_path: Path, monke
     ("damage", "message"),
     [("flip", r"is damaged \(wrong checksum\)"), ("cut", "cannot be read"), ("remove", "is missing")],
 )
-def test_a_damaged_base_falls_back_to_a_commit_that_needs_another(tmp_path: Path, damage: str, message: str) -> None:
+def test_a_damaged_base_falls_back_to_a_commit_with_an_intact_base(tmp_path: Path, damage: str, message: str) -> None:
     writer = Writer(tmp_path, keep=3)
     writer.train(range(9))
     writer.commit()
@@ -420,7 +418,7 @@ def test_a_damaged_base_falls_back_to_a_commit_that_needs_another(tmp_path: Path
     assert len(warnings) == 2
     for warning in warnings:
         assert re.search(f"commit .*safetensors cannot be used: .*{path.name}.* {message}", warning)
-    # Going on from there writes what was damaged anew.
+    # Resuming from this commit rewrites the damaged files.
     again = Writer(tmp_path, keep=3)
     again.train(range(9, 20))
     again.commit()
@@ -429,29 +427,31 @@ def test_a_damaged_base_falls_back_to_a_commit_that_needs_another(tmp_path: Path
 
 @pytest.mark.usefixtures("small_base")
 @pytest.mark.parametrize("clients", [1, 20])
-def test_a_crafted_index_reaches_nothing_outside_of_its_folder(tmp_path: Path, clients: int) -> None:
-    """With few clients the name stands in the commit, with many in an index of its own."""
+def test_a_crafted_index_cannot_read_outside_its_folder(tmp_path: Path, clients: int) -> None:
+    """With few clients the name is in the commit, with many clients in a separate index."""
     theirs, folder = tmp_path / "theirs.txt", tmp_path / "runs" / "run"
     theirs.write_text("not ours")
     crafted = RunStore(folder, keep=1)
     refs = {client: PrivateRef("../../../theirs.txt", 0, 0, 0) for client in range(clients)}
-    first = crafted.commit(state_of(1), PrivateIndex().replace(refs))
+    first = crafted.commit(make_state(1), PrivateIndex().replace(refs))
     with pytest.raises(RunDirectoryError, match=r"'\.\./\.\./\.\./theirs.txt' is not the name of a file"):
         RunStore(folder).load(first)
     crafted.keep = 3
-    crafted.commit(state_of(2), PrivateIndex().replace({0: PrivateStore(folder / "private").append(2, tensors_of(1))}))
+    crafted.commit(
+        make_state(2), PrivateIndex().replace({0: PrivateStore(folder / "private").append(2, make_tensors(1))})
+    )
     store = RunStore(folder, keep=1)
     commit, _ = store.open_latest()
     assert commit is not None
-    store.commit(state_of(3), commit.private)
+    store.commit(make_state(3), commit.private)
     assert store.rounds() == [3]
     assert theirs.read_text() == "not ours"
 
 
 def test_only_orphans_of_the_run_are_removed(tmp_path: Path) -> None:
     private, store = PrivateStore(tmp_path / "private"), RunStore(tmp_path)
-    kept = private.append(1, tensors_of(1))
-    store.commit(state_of(1), PrivateIndex().replace({0: kept}), {kept.segment})
+    kept = private.append(1, make_tensors(1))
+    store.commit(make_state(1), PrivateIndex().replace({0: kept}), {kept.segment})
     orphans = ["000009-dead.seg", "0123456789abcdef.index", ".0123456789abcdef.index.0123.part"]
     others = ["letter.txt", "my.seg", "books.index"]
     for name in (*orphans, *others):
@@ -461,30 +461,30 @@ def test_only_orphans_of_the_run_are_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["with private state", "without private state"])
-def test_the_private_state_of_another_run_is_left_alone(tmp_path: Path, method: str) -> None:
-    """Also where its folder was moved into this run's."""
+def test_the_private_state_of_another_run_is_unchanged(tmp_path: Path, method: str) -> None:
+    """This holds even if its folder was moved into this run."""
     private, store = PrivateStore(tmp_path / "private"), RunStore(tmp_path)
-    refs = {0: private.append(1, tensors_of(1))} if method == "with private state" else {}
-    store.commit(state_of(1), PrivateIndex().replace(refs))
+    refs = {0: private.append(1, make_tensors(1))} if method == "with private state" else {}
+    store.commit(make_state(1), PrivateIndex().replace(refs))
     shutil.rmtree(tmp_path / "private", ignore_errors=True)
-    theirs = PrivateStore(tmp_path / "private").append(1, tensors_of(2))
+    theirs = PrivateStore(tmp_path / "private").append(1, make_tensors(2))
     RunStore(tmp_path).open_latest()
     assert torch.equal(PrivateStore(tmp_path / "private").read(theirs)["model:a"], torch.full((5,), 2.0))
 
 
 @pytest.mark.parametrize("name", ["commits", "population", "private", "rows"])
-def test_a_folder_that_is_a_link_out_of_the_run_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_folder_linked_out_of_the_run_is_rejected(tmp_path: Path, name: str) -> None:
     (tmp_path / "theirs").mkdir()
     (tmp_path / "runs" / "run").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "runs")
     path = tmp_path / "link" / "run" / name
-    RunStore(path.parent).lock()  # the run itself may lie behind a link
+    RunStore(path.parent).lock()  # the run itself may be behind a link
     path.symlink_to(tmp_path / "theirs")
     with pytest.raises(RunDirectoryError, match=rf"{path} is a link to {tmp_path}/theirs, outside the run's folder"):
         RunStore(path.parent).lock()
 
 
-def test_a_lock_file_that_is_a_link_is_refused(tmp_path: Path) -> None:
+def test_a_lock_file_behind_a_link_is_rejected(tmp_path: Path) -> None:
     """Taking the lock would overwrite the file behind the link."""
     (tmp_path / "letter.txt").write_text("not ours")
     (tmp_path / ".lock").symlink_to(tmp_path / "letter.txt")
@@ -495,7 +495,7 @@ def test_a_lock_file_that_is_a_link_is_refused(tmp_path: Path) -> None:
 
 def test_only_the_owner_can_read_private_state(tmp_path: Path) -> None:
     private = PrivateStore(tmp_path / "private")
-    private.append(1, tensors_of(1))
+    private.append(1, make_tensors(1))
     write_durably(tmp_path / "private" / "0123456789abcdef.index", b"")
     write_durably(tmp_path / "run.json", b"{}")
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "private").iterdir()}
@@ -504,24 +504,24 @@ def test_only_the_owner_can_read_private_state(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a.seg", "000001-clinic_a@1f2e.seg", "Größe 2.wav", "..a"])
-def test_plain_names(name: str) -> None:
+def test_plain_names_are_accepted(name: str) -> None:
     assert plain_name(name) == name
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "/etc/passwd", "a/b", "../a", "a\\b", "a\0b", "a\n", None, 3])
-def test_names_that_lead_elsewhere(name: object) -> None:
+def test_names_outside_the_folder_are_rejected(name: object) -> None:
     with pytest.raises(ValueError, match="is not the name of a file"):
         plain_name(name)
 
 
-def test_what_never_counted_is_removed_when_the_run_is_opened(tmp_path: Path) -> None:
+def test_opening_a_run_removes_uncommitted_files(tmp_path: Path) -> None:
     private, store = PrivateStore(tmp_path / "private"), RunStore(tmp_path)
-    kept = private.append(1, tensors_of(1))
-    store.commit(state_of(1), PrivateIndex().replace({0: kept}), {kept.segment})
+    kept = private.append(1, make_tensors(1))
+    store.commit(make_state(1), PrivateIndex().replace({0: kept}), {kept.segment})
     before = (tmp_path / "LATEST").read_bytes()
-    later = private.append(2, tensors_of(2))
-    store.commit(state_of(2), PrivateIndex().replace({0: later}), {later.segment})
-    write_durably(tmp_path / "LATEST", before)  # as if the crash had come before LATEST moved
+    later = private.append(2, make_tensors(2))
+    store.commit(make_state(2), PrivateIndex().replace({0: later}), {later.segment})
+    write_durably(tmp_path / "LATEST", before)  # simulates a crash before the update of LATEST
     commit, _ = RunStore(tmp_path).open_latest()
     assert commit is not None
     assert commit.state.round_index == 1
@@ -533,14 +533,14 @@ def test_what_never_counted_is_removed_when_the_run_is_opened(tmp_path: Path) ->
 @pytest.mark.parametrize("commits", [0, 1])
 def test_unfinished_files_of_a_killed_process_are_removed(tmp_path: Path, commits: int) -> None:
     for _ in range(commits):
-        RunStore(tmp_path).commit(state_of(1), PrivateIndex())
+        RunStore(tmp_path).commit(make_state(1), PrivateIndex())
     here = {path.relative_to(tmp_path) for path in tmp_path.rglob("*")}
     now = time.time()
     for name, age in {
         "commits/.000002-00c0ffee.safetensors.0123456789ab.part": 0.0,
         ".LATEST.0123456789ab.part": 0.0,
         ".run.json.0123456789ab.part": 3600.0,
-        ".config.yaml.0123456789ab.part": 0.0,  # perhaps a live process's that waits for the lock
+        ".config.yaml.0123456789ab.part": 0.0,  # a live process may be waiting for the lock
     }.items():
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
@@ -551,10 +551,10 @@ def test_unfinished_files_of_a_killed_process_are_removed(tmp_path: Path, commit
     assert {str(path) for path in left - here - {Path("commits")}} == {".config.yaml.0123456789ab.part"}
 
 
-def test_a_damaged_newest_commit_falls_back_to_the_one_before(tmp_path: Path) -> None:
+def test_a_damaged_newest_commit_falls_back_to_the_previous_commit(tmp_path: Path) -> None:
     store = RunStore(tmp_path)
-    store.commit(state_of(1), PrivateIndex())
-    newest = store.commit(state_of(2), PrivateIndex())
+    store.commit(make_state(1), PrivateIndex())
+    newest = store.commit(make_state(2), PrivateIndex())
     path = tmp_path / "commits" / newest
     path.write_bytes(path.read_bytes()[:-3])
     commit, warnings = RunStore(tmp_path).open_latest()
@@ -562,45 +562,45 @@ def test_a_damaged_newest_commit_falls_back_to_the_one_before(tmp_path: Path) ->
     assert commit.state.round_index == 1
     assert newest in warnings[0]
     assert "damaged" in warnings[0]
-    again, warnings = RunStore(tmp_path).open_latest()  # said once, then the truth
+    again, warnings = RunStore(tmp_path).open_latest()  # warns once, then LATEST is correct
     assert again is not None
     assert (again.state.round_index, warnings) == (1, [])
 
 
-def test_no_whole_commit_is_an_error_that_says_so(tmp_path: Path) -> None:
+def test_a_run_without_an_intact_commit_is_an_error(tmp_path: Path) -> None:
     store = RunStore(tmp_path)
-    name = store.commit(state_of(1), PrivateIndex())
+    name = store.commit(make_state(1), PrivateIndex())
     (tmp_path / "commits" / name).write_bytes(b"")
     with pytest.raises(RunDirectoryError, match="Restart the run"):
         RunStore(tmp_path).open_latest()
 
 
-def test_nonsense_in_latest_is_an_error(tmp_path: Path) -> None:
-    RunStore(tmp_path).commit(state_of(1), PrivateIndex())
+def test_invalid_content_of_latest_is_an_error(tmp_path: Path) -> None:
+    RunStore(tmp_path).commit(make_state(1), PrivateIndex())
     (tmp_path / "LATEST").write_text("what?")
     with pytest.raises(RunDirectoryError, match="LATEST does not name a commit"):
         RunStore(tmp_path).open_latest()
 
 
-def test_compaction_moves_what_counts_and_keeps_its_bytes(tmp_path: Path) -> None:
+def test_compaction_moves_used_records_with_their_bytes(tmp_path: Path) -> None:
     private = PrivateStore(tmp_path)
-    refs = {i: private.append(1, tensors_of(i, 100)) for i in range(10)}
+    refs = {i: private.append(1, make_tensors(i, 100)) for i in range(10)}
     for i in range(8):
-        refs[i] = private.append(2, tensors_of(10 + i, 100))
+        refs[i] = private.append(2, make_tensors(10 + i, 100))
     index = PrivateIndex().replace(refs)
     ledger = SegmentUsage(index, {path.name: path.stat().st_size for path in tmp_path.iterdir()})
     moved = private.compact(3, index.select_segments(ledger.sparse()))
-    assert set(moved) == {8, 9}  # round 1's segment is 20 % alive, round 2's wholly
+    assert set(moved) == {8, 9}  # 20 % of round 1's segment is in use, and all of round 2's
     assert all("compact" in ref.segment for ref in moved.values())
     for i, ref in moved.items():
         assert torch.equal(private.read(ref)["model:a"], torch.full((100,), float(i)))
 
 
-def test_a_full_disk_is_said_with_numbers_and_leaves_the_last_commit(
+def test_a_full_disk_is_reported_with_numbers_and_keeps_the_last_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = RunStore(tmp_path)
-    store.commit(state_of(1), PrivateIndex())
+    store.commit(make_state(1), PrivateIndex())
     original = Path.replace
 
     def full(self: Path, target: Path) -> Path:
@@ -612,7 +612,7 @@ def test_a_full_disk_is_said_with_numbers_and_leaves_the_last_commit(
     with pytest.raises(
         ResourcesError, match=r"is full: it has [\d,]+ bytes free and LATEST need about [\d,]+; .*resume"
     ):
-        store.commit(state_of(2), PrivateIndex())
+        store.commit(make_state(2), PrivateIndex())
     monkeypatch.undo()
     commit, _ = RunStore(tmp_path).open_latest()
     assert commit is not None
@@ -639,12 +639,12 @@ def test_a_run_directory_has_one_writer(tmp_path: Path) -> None:
     finally:
         done.set()
         process.join()
-    RunStore(tmp_path).lock(wait=0.3)  # the lock ended with its process
+    RunStore(tmp_path).lock(wait=0.3)  # the lock ends with its process
 
 
 def test_segments_are_durable_with_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     private = PrivateStore(tmp_path)
-    ref = private.append(1, tensors_of(1))
+    ref = private.append(1, make_tensors(1))
     synced: list[Path] = []
     monkeypatch.setattr("raydfl.engine.storage.private.sync", synced.append)
     private.sync([ref.segment])

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 import pytest
 import soundfile
 import torch
-from commands import Raydfl, written
+from commands import Raydfl, write_config
 from helpers import stop_after
 from machines import RATE, hum
 from sklearn.metrics import average_precision_score, roc_auc_score
@@ -443,6 +443,6 @@ def test_bad_input_is_rejected_before_the_first_round(
     tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str
 ) -> None:
     overrides, message = BAD[case]
-    file = written(tiny("run.name=bad"), tmp_path)
+    file = write_config(tiny("run.name=bad"), tmp_path)
     Raydfl(capsys)("run", file, *overrides).refuses(message)
     assert not list(tmp_path.glob("runs/bad/commits/*"))
