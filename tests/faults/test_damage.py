@@ -24,19 +24,19 @@ def make_state(round_index: int) -> State:
 def make_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Path]:
     """Make run folders after two rounds. Only the second commit refers to an index."""
     monkeypatch.setattr(raydfl.engine.storage.private, "_RECENT", 2)
-    content, copy = tmp_path / "whole", tmp_path / "copy"
-    store, private = RunStore(content), PrivateStore(content / "private")
+    intact, copy = tmp_path / "whole", tmp_path / "copy"
+    store, private = RunStore(intact), PrivateStore(intact / "private")
     index = PrivateIndex()
     for round_index, clients in ((1, range(2)), (2, range(4))):
         refs = {c: private.append(round_index, {"model:a": torch.full((2,), float(c))}) for c in clients}
         index = index.replace(refs)
         store.commit(make_state(round_index), index, {ref.segment for ref in refs.values()})
-    assert not RunStore(content).load(store.commits()[0]).private.base_name
-    assert len(RunStore(content).load(store.commits()[1]).private.base or ()) == 4
+    assert not RunStore(intact).load(store.commits()[0]).private.base_name
+    assert len(RunStore(intact).load(store.commits()[1]).private.base or ()) == 4
 
     def fresh() -> Path:
         shutil.rmtree(copy, ignore_errors=True)
-        shutil.copytree(content, copy)
+        shutil.copytree(intact, copy)
         return copy
 
     return fresh
