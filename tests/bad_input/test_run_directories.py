@@ -205,7 +205,7 @@ def test_missing_features_are_rebuilt(
 def test_a_run_with_group_normalisation_resumes_unless_started_by_an_earlier_version(
     raydfl: Raydfl, tiny: Tiny, tmp_path: Path
 ) -> None:
-    """Earlier statistics included held-out clips, which the numbers would not reveal."""
+    """Earlier statistics included held-out clips, invisible in the results."""
     by_group = ("data.features.normalise=group", f"data.cache={tmp_path / 'cache'}")
     whole = known(tiny(*by_group, "train.rounds=2", method="fedavg"))
     run_dir = run(tiny(*by_group, "train.rounds=1", method="fedavg")).run_dir

@@ -241,7 +241,7 @@ def test_the_digest_of_code_covers_imported_neighbours(tmp_path: Path) -> None:
 
 
 class _Harm:
-    """Object that creates a file when unpickled."""
+    """Object whose unpickling creates a file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -22,9 +22,9 @@ Tiny = Callable[..., Config]
 
 DECIDES_NOTHING = r"evaluate\..*|ray\.(?!threads).*|run\.(?!seed).*|track\..*|train\.rounds"
 DECIDES_NOTHING += r"|data\.(cache|sites\.(folder|parts))"
-"""Where and on what a run is computed, how far it goes, and what is measured and tracked."""
+"""Settings of resources, length, evaluation and tracking."""
 NAMED = r"(method|models|objective|attack|data\.(name|parts|sites|views|profile|pools))"
-"""Names with options of their own, and groups that are empty here: other tests change them."""
+"""Names with options, and groups without entries here. Other tests change them."""
 
 PLUGINS = r"data\.(views\.)?(features\.kind|transforms)|train\.groups"
 """Names that must be known (of groups: test_groups.py); the kind of features is in the digest as all of their settings are."""

@@ -1,4 +1,4 @@
-"""Runs with a user's table of clips, which replaces the corresponding settings."""
+"""Runs with a user's table of clips in place of the corresponding settings."""
 
 from __future__ import annotations
 

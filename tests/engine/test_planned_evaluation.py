@@ -155,7 +155,7 @@ def test_updates_keep_their_metrics_at_the_server(tiny: Tiny) -> None:
 
 
 def test_shared_models_are_evaluated_on_the_servers_validation_clips(tiny: Tiny) -> None:
-    """Oracle: predictions of the published model for these clips."""
+    """Oracle: predictions of the published model."""
     held_out = "data.split.server_validation={fraction: 0.3, stratify: true}"
     folder = run(tiny(held_out, "train.rounds=1")).run_dir
     examples = Population.load(folder / "population").validation

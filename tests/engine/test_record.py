@@ -290,7 +290,7 @@ def test_any_changed_bit_is_detected(tmp_path: Path, merged: bool) -> None:
 
 
 def test_files_of_earlier_versions_are_read(tmp_path: Path) -> None:
-    """Such files have no checksum."""
+    """These versions wrote no checksums."""
     rows_path(tmp_path, 1).parent.mkdir()
     pq.write_table(record.to_table(read_values(1)), rows_path(tmp_path, 1))
     write_rounds(tmp_path, range(2, 3))

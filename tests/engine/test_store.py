@@ -306,7 +306,7 @@ def test_equal_states_give_equal_files(tmp_path: Path) -> None:
 
 
 class Writer:
-    """Writer that trains clients and commits rounds, like a federation."""
+    """Train clients and commit rounds, like a federation."""
 
     def __init__(self, folder: Path, keep: int) -> None:
         self.folder = folder
@@ -327,7 +327,7 @@ class Writer:
         self.store.commit(make_state(self.round), self.index, *self.ledger.take())
 
     def list_references(self) -> set[str]:
-        """Return the files that the kept commits refer to."""
+        """Return the files referenced by the kept commits."""
         kept_records = [self.store.load(name).private for name in self.store.commits()]
         return {file for index in kept_records for file in (*index.bytes_by_segment(), index.base_name) if file}
 

@@ -29,7 +29,7 @@ def make_reply(client: str = "a", waited: float = 0.0, seconds: float = 0.0, **m
 
 
 def make_spans(*observed: tuple[int, float, float, float, float]) -> ReplyTimer:
-    """Make observed replies of one client each, with spans (actor, sent, begin, end, answered)."""
+    """Make observed replies with a client each and spans (actor, sent, begin, end, answered)."""
     return observe(make_reply(f"c{number}", span=Span(*span)) for number, span in enumerate(observed))
 
 

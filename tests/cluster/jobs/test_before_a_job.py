@@ -1,4 +1,4 @@
-"""Checks before training: clusters that require a token, and folders that a job would lose."""
+"""Checks before training: tokens of clusters, and folders lost with a job."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def test_a_wrong_front_end_is_not_written() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Loudest(Objective):
-    """An objective that returns the largest output of all segments."""
+    """An objective with the largest output of all segments as its result."""
 
     make_module = "class"
 

@@ -104,7 +104,7 @@ class Finished:
         return store.load(store.latest())
 
     def list_trained(self) -> list[str]:
-        """Return the ids of clients that have taken part."""
+        """Return the ids of participating clients."""
         ids = Population.load(self.folder / "population").ids
         return [ids[index] for index in self.state.private]
 
