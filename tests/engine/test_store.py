@@ -342,7 +342,7 @@ def test_only_the_newest_commits_and_their_segments_are_kept(tmp_path: Path) -> 
         writer.commit()
     assert writer.store.rounds() == [5, 6]
     # Round 5 refers to records of rounds 4 and 5, round 6 to rounds 5 and 6. Older records are removed.
-    assert sorted(int(name[:6]) for name in writer.there()) == [4, 5, 6]
+    assert sorted(int(name[:6]) for name in writer.list_files()) == [4, 5, 6]
 
 
 @pytest.mark.usefixtures("small_base")
@@ -357,15 +357,15 @@ def test_the_disk_contains_only_files_of_kept_commits(tmp_path: Path, keep: int,
         for _ in range(every):
             writer.train(rng.choice(30, size=4, replace=False).tolist())
         writer.commit()
-        assert writer.there() == writer.referred()
-        bases |= {name for name in writer.there() if name.endswith(".index")}
+        assert writer.list_files() == writer.list_references()
+        bases |= {name for name in writer.list_files() if name.endswith(".index")}
         if number % 3 == 0:
             # Crashes leave a segment of a lost actor and an incomplete base.
             (tmp_path / "private" / f"{number:06d}-lost.seg").touch()
             (tmp_path / "private" / ".half.index.part").touch()
             index, writer = writer.index, Writer(tmp_path, keep)
             assert writer.index == index
-            assert writer.there() == writer.referred()
+            assert writer.list_files() == writer.list_references()
     assert len(bases) > 3
     for client, ref in writer.index.items():
         assert int(writer.private.read(ref)["state:count"]) % 100 == client
@@ -422,7 +422,7 @@ def test_a_damaged_base_falls_back_to_a_commit_with_an_intact_base(tmp_path: Pat
     reopened = Writer(tmp_path, keep=3)
     reopened.train(range(9, 20))
     reopened.commit()
-    assert reopened.there() == reopened.referred()
+    assert reopened.list_files() == reopened.list_references()
 
 
 @pytest.mark.usefixtures("small_base")

@@ -183,7 +183,7 @@ class Outage:
         self.state = "fine"
         self.tries = 0
         for name in ("log_batch", "set_tag", "set_terminated", "log_artifact", "get_run"):
-            monkeypatch.setattr(MlflowClient, name, self._wrapped(getattr(MlflowClient, name)))
+            monkeypatch.setattr(MlflowClient, name, self._wrap(getattr(MlflowClient, name)))
 
     def _wrap(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
