@@ -1,6 +1,6 @@
-"""The tables of options in docs/*.md. Their defaults and meanings come from the code.
+"""Generate the tables of options in docs/*.md. Their defaults and meanings come from the code.
 
-``python tests/docs/option_tables.py`` writes these cells into the pages. The rows and their order are the pages' own.
+``python tests/docs/option_tables.py`` writes these cells into the pages. The pages determine the rows and their order.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from raydfl.rules import RULES
 
 _CELLS = re.compile(r"(?<!\\)\|")
 _OPTION = re.compile(r"\[?`([^`]+)`")
-"""An option in the first cell, which may be a link."""
+"""An option in the first cell, possibly a link."""
 
 
-def settings_groups(model: type[Settings], place: str = "") -> dict[str, type[Settings]]:
+def list_settings_groups(model: type[Settings], place: str = "") -> dict[str, type[Settings]]:
     """Map the place of every group of settings to its class. A class with several places has the first one."""
     groups: dict[str, type[Settings]] = {place: model} if place else {}
     for name, field in model.model_fields.items():
         for kind in (field.annotation, *getattr(field.annotation, "__args__", ())):
             if isinstance(kind, type) and issubclass(kind, Settings):
-                inner = settings_groups(kind, f"{place}.{name}" if place else name)
+                inner = list_settings_groups(kind, f"{place}.{name}" if place else name)
                 groups |= {key: cls for key, cls in inner.items() if cls not in groups.values()}
     return groups
 
 
 def find_classes(page: str) -> dict[str, tuple[type, set[str]]]:
-    """Map the headings of a page with a table of options to the class of the options, and to options that the table omits."""
+    """Map the headings of a page's option tables to the class of the options and to the options omitted by the table."""
     rooms: Mapping[str, dict[str, type]] = {
         "attacks.md": _find_all("raydfl.attacks", Attack, "attack"),
         "methods.md": _find_all("raydfl.methods", Method, "method")
@@ -71,20 +71,20 @@ def find_classes(page: str) -> dict[str, tuple[type, set[str]]]:
     elif page == "pretrained.md":
         classes = {"data.features of the kind pretrained": (PretrainedFeatures, set())}
     if page in ("configuration.md", "data.md", "views.md"):
-        places = settings_groups(Config)
+        places = list_settings_groups(Config)
         for place, cls in places.items():
-            inner = {other.rpartition(".")[2] for other in places if other.rpartition(".")[0] == place}
+            inner = {name.rpartition(".")[2] for name in places if name.rpartition(".")[0] == place}
             if PAGE_OF_SETTINGS.get(place, PAGE_OF_SETTINGS.get(place.partition(".")[0])) == page:
                 classes[place] = (cls, inner)
-    return {heading: (cls, omitted) for heading, (cls, omitted) in classes.items() if _listed(cls, omitted)}
+    return {heading: (cls, omitted) for heading, (cls, omitted) in classes.items() if _list_options(cls, omitted)}
 
 
 def read_tables(text: str) -> dict[str, list[str]]:
     """Map each heading to the options in its tables, in order."""
     tables: dict[str, list[str]] = {}
-    for heading, cells in _walk(text):
+    for heading, cells in _iterate_cells(text):
         if cells:
-            tables.setdefault(heading, []).append(_name(cells))
+            tables.setdefault(heading, []).append(_find_option(cells))
     return tables
 
 
@@ -92,11 +92,11 @@ def fill_tables(page: Path) -> str:
     """Return the text of a page with the defaults and meanings of the code in its tables."""
     classes, lines = find_classes(page.name), []
     text = page.read_text(encoding="utf-8")
-    for line, (heading, cells) in zip(text.splitlines(), _walk(text), strict=True):
+    for line, (heading, cells) in zip(text.splitlines(), _iterate_cells(text), strict=True):
         cls = classes.get(heading, (None, set()))[0]
         options = {} if cls is None or not cells else {option.name: option for option in options_of(cls)}
-        if cls is not None and cells and (option := options.get(_name(cells))) is not None:
-            line = f"| {cells[0]} | {_default(cls, option, cells[1])} | {_escape(option.meaning)} |"
+        if cls is not None and cells and (option := options.get(_find_option(cells))) is not None:
+            line = f"| {cells[0]} | {_format_default(cls, option, cells[1])} | {_escape(option.meaning)} |"
         lines.append(line)
     return "\n".join(lines) + "\n"
 
@@ -111,15 +111,15 @@ PAGE_OF_SETTINGS = {"data": "data.md", "data.views": "views.md"} | {
 }
 
 
-def _find_all(room: str, base: type, what: str) -> dict[str, type]:
-    return {name: registry.find(room, name, base, what) for name in registry.names(room)}
+def _find_all(room: str, base: type, kind: str) -> dict[str, type]:
+    return {name: registry.find(room, name, base, kind) for name in registry.names(room)}
 
 
-def _listed(cls: type, omitted: set[str]) -> set[str]:
+def _list_options(cls: type, omitted: set[str]) -> set[str]:
     return {option.name for option in options_of(cls)} - omitted
 
 
-def _walk(text: str) -> Iterator[tuple[str, list[str]]]:
+def _iterate_cells(text: str) -> Iterator[tuple[str, list[str]]]:
     """Yield for each line its heading and, for a row of a table of options, the row's cells."""
     heading, in_block, in_table = "", False, False
     for line in text.splitlines():
@@ -132,13 +132,13 @@ def _walk(text: str) -> Iterator[tuple[str, list[str]]]:
         yield heading, cells if is_row else []
 
 
-def _name(cells: list[str]) -> str:
-    found = _OPTION.match(cells[0])
-    assert found is not None
-    return found[1]
+def _find_option(cells: list[str]) -> str:
+    match = _OPTION.match(cells[0])
+    assert match is not None
+    return match[1]
 
 
-def _default(cls: type, option: Option, cell: str) -> str:
+def _format_default(cls: type, option: Option, cell: str) -> str:
     """Return the cell of the default. A cell with an equal value keeps its spelling."""
     if option.required:
         return "required"
@@ -146,8 +146,8 @@ def _default(cls: type, option: Option, cell: str) -> str:
     if issubclass(cls, Settings):  # a JSON schema lacks the results of factories
         value = cls.model_fields[option.name].get_default(call_default_factory=True)
         default = value.model_dump(mode="json", exclude_none=True) if isinstance(value, Settings) else plain(value)
-    written = cell.strip("`").replace(r"\|", "|")
-    if written != "required" and parse_yaml(written, option.name) == default:
+    text = cell.strip("`").replace(r"\|", "|")
+    if text != "required" and parse_yaml(text, option.name) == default:
         return cell
     return f"`{_escape(to_yaml(default, flow=True).strip())}`"
 

@@ -1,4 +1,4 @@
-"""The documentation as a site: ``make docs`` accepts the pages and refuses a broken link."""
+"""The documentation site: ``make docs`` accepts the pages and rejects a broken link."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytest.importorskip("mkdocs", reason="not installed: pip install 'raydfl[dev]'")
 
 
 @pytest.mark.slow
-def test_the_site_builds_and_a_broken_anchor_stops_it(tmp_path: Path) -> None:
+def test_the_site_builds_and_rejects_a_broken_anchor(tmp_path: Path) -> None:
     command = re.findall(r"bin/(mkdocs build .*)", (ROOT / "Makefile").read_text())
     assert len(command) == 1
     shutil.copy(ROOT / "mkdocs.yml", tmp_path)
@@ -27,8 +27,8 @@ def test_the_site_builds_and_a_broken_anchor_stops_it(tmp_path: Path) -> None:
             [sys.executable, "-m", *command[0].split()], cwd=tmp_path, capture_output=True, text=True, check=False
         )
 
-    built = build()
-    assert built.returncode == 0, built.stderr
+    result = build()
+    assert result.returncode == 0, result.stderr
     with (tmp_path / "docs" / "install.md").open("a", encoding="utf-8") as page:
         page.write("\n[broken](observability.md#nowhere)\n")
     broken = build()

@@ -108,8 +108,8 @@ def test_a_worker_warns_if_its_kernels_differ_from_the_drivers(
     """Different kernels differ in the last digits, so law 1 fails between such workers."""
     config = tiny("train.rounds=1")
     with monkeypatch.context() as at_the_driver:
-        there = kernels() if equal else {**kernels(), "operators": "another"}
-        at_the_driver.setattr("raydfl.engine.config.kernels", lambda: there)
+        worker_kernels = kernels() if equal else {**kernels(), "operators": "another"}
+        at_the_driver.setattr("raydfl.engine.config.kernels", lambda: worker_kernels)
         sent = pickle.loads(pickle.dumps(config))
     run_dir = create(sent, Progress("quiet"))
     Worker(run_dir, sent, PrivateStore(run_dir / "private"), "cpu")

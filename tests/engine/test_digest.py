@@ -22,9 +22,9 @@ Tiny = Callable[..., Config]
 
 DECIDES_NOTHING = r"evaluate\..*|ray\.(?!threads).*|run\.(?!seed).*|track\..*|train\.rounds"
 DECIDES_NOTHING += r"|data\.(cache|sites\.(folder|parts))"
-"""Where and on what a run is computed, how far it goes, and what is measured and tracked."""
+"""Settings of resources, length, evaluation and tracking."""
 NAMED = r"(method|models|objective|attack|data\.(name|parts|sites|views|profile|pools))"
-"""Names with options of their own, and groups that are empty here: other tests change them."""
+"""Names with options, and groups without entries here. Other tests change them."""
 
 PLUGINS = r"data\.(views\.)?(features\.kind|transforms)|train\.groups"
 """Names that must be known (of groups: test_groups.py); the kind of features is in the digest as all of their settings are."""
@@ -74,8 +74,8 @@ def list_fields(group: type[Settings], at: str = "") -> Iterator[str]:
             inner = [type(field.default)]
         if not inner:
             yield at + name
-        for each in inner:
-            yield from list_fields(each, f"{at}{name}.")
+        for item in inner:
+            yield from list_fields(item, f"{at}{name}.")
 
 
 VALUES = ((int, 7), (float, 0.7), (Path, Path("/x")), (str, "x"))
@@ -107,11 +107,11 @@ def change_fields(settings: Settings, at: str = "") -> Iterator[tuple[str, Any]]
         value, place = getattr(settings, name), at + name
         if isinstance(value, Settings):
             copies = ((of, copy) for of, copy in change_fields(value, f"{place}."))
-        elif isinstance(value, dict) and any(isinstance(each, Settings) for each in value.values()):
+        elif isinstance(value, dict) and any(isinstance(item, Settings) for item in value.values()):
             copies = (
                 (of, {**value, key: copy})
-                for key, each in value.items()
-                for of, copy in change_fields(each, f"{place}.{key}.")
+                for key, item in value.items()
+                for of, copy in change_fields(item, f"{place}.{key}.")
             )
         elif re.fullmatch(NAMED, place) or find_settings(field.annotation):
             continue

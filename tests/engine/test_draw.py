@@ -72,9 +72,11 @@ def test_few_eligible_clients_make_small_cohorts() -> None:
 
 
 def test_neutral_settings_do_not_change_the_sampling(tiny: Tiny) -> None:
-    whole = train_federation(tiny("run.name=whole", "train.rounds=1"))
+    reference = train_federation(tiny("run.name=whole", "train.rounds=1"))
     for name, asked in {"empty": "{}", "all": "{min_examples: 1, weight: null}"}.items():
-        assert_same_bits(whole, train_federation(tiny(f"run.name={name}", "train.rounds=1", f"train.clients={asked}")))
+        assert_same_bits(
+            reference, train_federation(tiny(f"run.name={name}", "train.rounds=1", f"train.clients={asked}"))
+        )
 
 
 @pytest.mark.parametrize(

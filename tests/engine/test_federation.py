@@ -299,6 +299,6 @@ def test_a_users_method_file_may_move_before_a_resume(tiny: Tiny, tmp_path: Path
 def test_the_state_is_equal_in_continued_and_resumed_runs(tiny: Tiny) -> None:
     """Tuples, numeric keys and tensors with shared memory have the form of a restored commit."""
     own = f"method.name={EXTRA}:Twins"
-    whole = known(tiny(own))
+    reference_state = known(tiny(own))
     stop_after(tiny(own, "run.name=parts"), 1)
-    assert_same_bits(whole, train_federation(tiny(own, "run.name=parts")))
+    assert_same_bits(reference_state, train_federation(tiny(own, "run.name=parts")))

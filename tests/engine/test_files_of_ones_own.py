@@ -134,7 +134,7 @@ def test_a_run_with_a_changed_file_is_not_resumed(raydfl: Raydfl, configure_file
 def test_a_run_of_an_earlier_version_resumes(
     raydfl: Raydfl, configure_files: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = run(configure_files("train.rounds=3", "run.name=whole")).run_dir
+    reference = run(configure_files("train.rounds=3", "run.name=whole")).run_dir
     folder = run(configure_files()).run_dir
     about = json.loads((folder / "run.json").read_text())
     for key in ("config", "files", "code"):
@@ -143,7 +143,7 @@ def test_a_run_of_an_earlier_version_resumes(
     text = (folder / "config.yaml").read_text()  # this version stored the option verbatim
     (folder / "config.yaml").write_text(text.replace(f"{tmp_path}/here/scale", "scale"))
     assert raydfl("resume", folder, "train.rounds=3").code == 0
-    assert_same_bits(read_tensors(whole), read_tensors(folder))
+    assert_same_bits(read_tensors(reference), read_tensors(folder))
 
 
 # -- imports of neighbouring files -------------------------------------------------------------------------------------
@@ -207,5 +207,5 @@ def test_actors_import_neighbours_too(tiny: Tiny, tmp_path: Path) -> None:
     )
     (tmp_path / "beside_of_mine.py").write_text("def half(x):\n    return 0.5 * x\n")
     method = f"{tmp_path}/own.py:Own"
-    there = run(tiny("ray.actors=2", "run.name=actors", method=method)).run_dir
-    assert_same_bits(read_tensors(run(tiny(method=method)).run_dir), read_tensors(there))
+    actor_run = run(tiny("ray.actors=2", "run.name=actors", method=method)).run_dir
+    assert_same_bits(read_tensors(run(tiny(method=method)).run_dir), read_tensors(actor_run))

@@ -38,9 +38,9 @@ def test_a_copy_is_trained_on_the_clients_data(part: list[str]) -> None:
     """Oracle: plain SGD in float64. The method's fixed head trains too, unless the part excludes it."""
     method = FedBABU()
     step, reference = (make_steps(method, build_model)[1] for _ in range(2))
-    for each in (step, reference):
-        each.fixed = find_fixed_tensors(each.models, method.fixed)
-        Replica(each.models, each.fixed)  # like the networks of the engine
+    for model_step in (step, reference):
+        model_step.fixed = find_fixed_tensors(model_step.models, method.fixed)
+        Replica(model_step.models, model_step.fixed)  # like the networks of the engine
     network = copy.deepcopy(reference.models["model"]).double().requires_grad_(True)
     trained = [p for name, p in network.named_parameters() if not part or f"model/{name}".startswith(part[0])]
     for _ in range(3):
@@ -54,9 +54,9 @@ def test_a_copy_is_trained_on_the_clients_data(part: list[str]) -> None:
     examples = make_examples(8, 5)
     batch = examples.batch(np.arange(8))
     for measured, model in ((step, reference.models["model"].double()), (tuned, network)):
-        found = method.evaluate(measured, examples, 4)["model/loss"]
-        assert isinstance(found, Ratio)
-        assert found.value == pytest.approx(F.cross_entropy(model(batch.x.double()), batch.y).item(), rel=1e-4)
+        measured_loss = method.evaluate(measured, examples, 4)["model/loss"]
+        assert isinstance(measured_loss, Ratio)
+        assert measured_loss.value == pytest.approx(F.cross_entropy(model(batch.x.double()), batch.y).item(), rel=1e-4)
     assert step.rng.bit_generator.state == reference.rng.bit_generator.state
     assert all(torch.equal(before[name], value) for name, value in step.models["model"].state_dict().items())
 

@@ -134,13 +134,15 @@ def test_every_client_always_has_its_groups_model() -> None:
     ]
     # Now client 0 behaves like the odd clients, and client 7 takes part. Clients 1, 2 and 6 are absent.
     old = state
-    again = [update(state, i, np.add(UP if i == 4 else DOWN, small[i % 4])) for i in (0, 3, 4, 5, 7)]
-    again.insert(3, dataclasses.replace(again[2], client_id="c6", key="global"))
-    again = sorted(again, key=lambda each: each.client_id)
-    state, report = method.aggregate(state, iter(again), RNG)
+    next_updates = [update(state, i, np.add(UP if i == 4 else DOWN, small[i % 4])) for i in (0, 3, 4, 5, 7)]
+    next_updates.insert(3, dataclasses.replace(next_updates[2], client_id="c6", key="global"))
+    next_updates = sorted(next_updates, key=lambda item: item.client_id)
+    state, report = method.aggregate(state, iter(next_updates), RNG)
     assert get_groups(state) == ["task2", "task2", "task1", "task2", "task1", "task2", "task1", "task2"]
     # Clients are compared by change from their received model: client 0 leaves task1 for task2.
-    expected = sum(each.tensors["model/1.weight"] for each in again if each.client_id in ("c0", "c3", "c5", "c7")) / 4
+    expected = (
+        sum(item.tensors["model/1.weight"] for item in next_updates if item.client_id in ("c0", "c3", "c5", "c7")) / 4
+    )
     torch.testing.assert_close(state.tensors["task2"]["model/1.weight"], expected)
     # A group without members is removed, and each client still has a model.
     assert not torch.equal(old.tensors["task1"]["model/0.weight"], state.tensors["task1"]["model/0.weight"])
@@ -199,8 +201,8 @@ def test_large_updates_are_stored_in_a_file() -> None:
         Update({"a": torch.full((3,), float(i)), "b": torch.ones(2, 2) * i}, i, {}, "k", f"c{i}") for i in range(5)
     ]
     spool = Spool(largest=50)
-    for each in given:
-        spool.add(each)
+    for item in given:
+        spool.add(item)
     for _ in range(2):
         for one, other in zip(given, spool, strict=True):
             assert (one.client_id, one.weight, one.key) == (other.client_id, other.weight, other.key)
@@ -284,15 +286,15 @@ def test_equations_use_the_number_of_clients_in_the_group() -> None:
     sent = [update(state, number, UP) for number in range(5)]
     sent = [
         dataclasses.replace(
-            each, tensors={n: t + 1 if n.startswith("control/") else t for n, t in each.tensors.items()}
+            item, tensors={n: t + 1 if n.startswith("control/") else t for n, t in item.tensors.items()}
         )
-        for each in sent
+        for item in sent
     ]
     state, _ = method.aggregate(state, iter(sent), RNG)
     for kind in "ab":
         members = [name for number, name in enumerate(NAMES) if "ab"[number % 2] == kind]
         alone = dataclasses.replace(begin(plain), extra={"clients": len(members)})
-        alone, _ = plain.aggregate(alone, (each for each in sent if each.client_id in members), RNG)
+        alone, _ = plain.aggregate(alone, (item for item in sent if item.client_id in members), RNG)
         for name, value in alone.tensors["global"].items():
             assert torch.equal(state.tensors[f"task_{kind}"][name], value)
 

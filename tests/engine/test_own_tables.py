@@ -1,4 +1,4 @@
-"""Runs with a user's table of clips, which replaces the corresponding settings."""
+"""Runs with a user's table of clips in place of the corresponding settings."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ def test_held_out_clips_of_a_table_select_the_best_round(tiny: Tiny, tmp_path: P
     table = write_clips(tmp_path / "clips.parquet", tiny(), role=name_role, client=name_client)
     best = "{}" if role == "server_validation" else f"{{metric: {role} model/accuracy}}"
     made = run(tiny(table, "data.split.validation=0", f"evaluate.clients={clients}", f"run.best={best}"))
-    found = load_result(made.run_dir).best
-    assert found is not None
-    assert found.criterion.metric == f"{role} model/accuracy"
+    best_round = load_result(made.run_dir).best
+    assert best_round is not None
+    assert best_round.criterion.metric == f"{role} model/accuracy"
 
 
 def test_a_metric_without_held_out_clips_in_the_table_is_rejected(tiny: Tiny, tmp_path: Path) -> None:

@@ -49,9 +49,9 @@ def test_a_client_has_the_examples_and_classes_of_its_part(tiny: Tiny) -> None:
     place = 0
     for name, part in alone.items():
         for i in range(len(part)):
-            mine, its = whole.data(place), part.data(i)
-            assert mine.train.labels.tolist() == its.train.labels.tolist()
-            assert np.array_equal(mine.train.batch(np.arange(3)).x, its.train.batch(np.arange(3)).x)
+            updates_of_tensor, its = whole.data(place), part.data(i)
+            assert updates_of_tensor.train.labels.tolist() == its.train.labels.tolist()
+            assert np.array_equal(updates_of_tensor.train.batch(np.arange(3)).x, its.train.batch(np.arange(3)).x)
             assert whole.profile(place) == {"part": name, **part.profile(i)}
             assert whole.num_examples(place) == part.num_examples(i)
             place += 1
@@ -74,7 +74,7 @@ def test_a_population_of_parts_is_restored(tiny: Tiny, tmp_path: Any) -> None:
     assert population.is_saved_in(tmp_path)
     assert not build_population(tiny(PARTS.replace("speakers: 3", "speakers: 2")).data, 1).is_saved_in(tmp_path)
     unread = Population.load(tmp_path, features=False).parts.values()
-    assert [(each.views[FIRST_VIEW].bands, each.stores) for each in unread] == [(16, ()), (16, ())]
+    assert [(item.views[FIRST_VIEW].bands, item.stores) for item in unread] == [(16, ()), (16, ())]
 
 
 def test_parts_share_the_tables_of_clips_and_clients(tiny: Tiny, tmp_path: Any) -> None:
@@ -124,9 +124,11 @@ def test_the_trunk_is_averaged_over_all_clients_and_a_head_over_its_part(tiny: T
         assert result.bytes_down == 4 * elements, "the other parts' heads are not counted"
     server.round()
     for name, tensor in federation.state.tensors["global"].items():
-        mine = [(weight, tensors[name].double()) for _, weight, tensors in sent if name in tensors]
-        assert len(mine) == (7 if "@" not in name else 4 if name.endswith("@low") else 3)
-        expected = sum(weight * value for weight, value in mine) / sum(weight for weight, _ in mine)
+        updates_of_tensor = [(weight, tensors[name].double()) for _, weight, tensors in sent if name in tensors]
+        assert len(updates_of_tensor) == (7 if "@" not in name else 4 if name.endswith("@low") else 3)
+        expected = sum(weight * value for weight, value in updates_of_tensor) / sum(
+            weight for weight, _ in updates_of_tensor
+        )
         assert torch.allclose(tensor.double(), expected, atol=1e-6), name
         assert not torch.equal(tensor, first[name])
     server.close()
@@ -142,7 +144,7 @@ def test_scaffolds_control_is_the_mean_over_the_tensors_clients(tiny: Tiny) -> N
         if plain.startswith("control/"):
             clients = [i for i in range(len(population)) if part in ("", population.part_of(i))]
             own = [kept.get(f"client {i} state:{plain}", bytes(4 * control.numel())) for i in clients]
-            mean = np.mean([np.frombuffer(each, np.float32) for each in own], axis=0)
+            mean = np.mean([np.frombuffer(item, np.float32) for item in own], axis=0)
             assert control.flatten().numpy() == pytest.approx(mean, abs=1e-6), name
             heads += bool(part)
     assert heads == 4

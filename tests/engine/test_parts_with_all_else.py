@@ -47,7 +47,9 @@ def test_parts_may_have_sets_of_labels(tiny: Tiny) -> None:
     folder = run(config).run_dir
     assert read_metrics(folder, "test", "model/map") == {"a:model/map", "b:model/map"}
     population = Population.load(folder / "population")
-    assert all(each.sets is not None and "|" not in "".join(each.classes) for each in population.parts.values())
+    assert all(
+        part_data.sets is not None and "|" not in "".join(part_data.classes) for part_data in population.parts.values()
+    )
     assert population.label_counts().shape[1] == len(population.classes)
     with pytest.raises(ConfigError, match="'multi_label' needs a set of classes"):
         tiny(f"data.parts={{a: {{name: '{CHORDS}', label_sets: {{}}}}, b: {{}}}}", "objective=multi_label")
@@ -60,10 +62,10 @@ def test_a_transform_of_a_part_changes_only_its_batches(tiny: Tiny) -> None:
     config = tiny("data.parts={plain: {}, masked: {transforms: [spec_augment]}}", "train.rounds=1")
     folder = run(config).run_dir
     population = Population.load(folder / "population").use(config.data)
-    plain = {name: each.views[FIRST_VIEW].pipeline.plain for name, each in population.parts.items()}
+    plain = {name: part_data.views[FIRST_VIEW].pipeline.plain for name, part_data in population.parts.items()}
     assert plain == {"plain": True, "masked": False}
-    for name, each in population.parts.items():
-        train, index = each.data(0).train, np.arange(4)
+    for name, part_data in population.parts.items():
+        train, index = part_data.data(0).train, np.arange(4)
         drawn = train.draw(index, 1, 0)
         same = bool((train.batch(index, drawn=drawn).x == train.batch(index).x).all())
         assert same is (name == "plain")
@@ -209,8 +211,8 @@ def test_parts_have_views(tiny: Tiny, folder: Path) -> None:
     run_dir = run(config).run_dir
     assert load_model(run_dir, "two:ear").classes == ("a", "b")
     population = Population.load(run_dir / "population").use(config.data)
-    for each in population.parts.values():
-        assert check_pictures(each) == set(range(12, 48))
+    for part_data in population.parts.values():
+        assert check_pictures(part_data) == set(range(12, 48))
     short = run(make_view_config(tiny, folder, parts, "train.rounds=1", "train.cohort=1.0", "run.name=short")).run_dir
     resume(short, ["train.rounds=2"])
     one, other = final_state(run_dir).tensors["global"], final_state(short).tensors["global"]

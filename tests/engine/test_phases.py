@@ -37,8 +37,8 @@ def test_the_last_phase_has_the_remaining_rounds() -> None:
     assert list_starts(1) == (0, 1, 2)
     assert list_starts(9, a=1) == (0, 1, 4)
     assert list_starts(9, a=5, b=4) == (0, 5, 9)
-    found = Phases.from_settings(("a", "b"), TrainSettings(rounds=4), "some")
-    assert [found.find(done) for done in range(5)] == ["a", "a", "b", "b", "b"]
+    resolved = Phases.from_settings(("a", "b"), TrainSettings(rounds=4), "some")
+    assert [resolved.find(done) for done in range(5)] == ["a", "a", "b", "b", "b"]
     assert Phases().find(7) == ""
     with pytest.raises(ConfigError, match="'c' would begin after round 10, but train.rounds is 9"):
         list_starts(9, a=5, b=5)

@@ -91,13 +91,13 @@ def test_the_server_evaluates_the_planned_entries(tiny: Tiny) -> None:
     assert read_metrics(planned, "validation") == {"model/accuracy"}  # client models are evaluated as usual
     load_model(planned, "best:model", client=None)
     joined = tiny("run.name=joined", f"method.name={HERE}:Planned", "method.receive=[[head, trunk]]", "train.rounds=1")
-    found = run(joined).run_dir
-    assert read_metrics(found) == {"head:model/accuracy"}
+    joined_run = run(joined).run_dir
+    assert read_metrics(joined_run) == {"head:model/accuracy"}
     values = [
         rows.loc[(rows["split"] == "test") & (rows["metric"] == metric) & (rows["round"] == 1), "value"].tolist()
         for rows, metric in (
             (record.read_rows(planned).to_pandas(), "best:model/loss"),
-            (record.read_rows(found).to_pandas(), "head:model/loss"),
+            (record.read_rows(joined_run).to_pandas(), "head:model/loss"),
         )
     ]
     assert values[0] == values[1]  # both are the initial model
@@ -155,7 +155,7 @@ def test_updates_keep_their_metrics_at_the_server(tiny: Tiny) -> None:
 
 
 def test_shared_models_are_evaluated_on_the_servers_validation_clips(tiny: Tiny) -> None:
-    """Oracle: predictions of the published model for these clips."""
+    """Oracle: predictions of the published model."""
     held_out = "data.split.server_validation={fraction: 0.3, stratify: true}"
     folder = run(tiny(held_out, "train.rounds=1")).run_dir
     examples = Population.load(folder / "population").validation

@@ -175,8 +175,8 @@ def test_architectures_are_chosen_from_columns_without_client_profiles(
     assert {profile["noisy"] for profile in profiles} == {False, True}
     for name in ("part", "group", "noisy", "label_errors", "room", "nothing"):
         values, of = population.column(name)
-        said = [values[place] if place >= 0 else None for place in of.tolist()]
-        assert said == [profile.get(name) for profile in profiles]
+        expected_values = [values[place] if place >= 0 else None for place in of.tolist()]
+        assert expected_values == [profile.get(name) for profile in profiles]
     with monkeypatch.context() as patched:
         patched.delattr(Population, "profile")
         found = Clients(population, config)

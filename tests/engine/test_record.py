@@ -279,10 +279,10 @@ def test_any_changed_bit_is_detected(tmp_path: Path, merged: bool) -> None:
     path = (compact(tmp_path) if merged else None) or rows_path(tmp_path, 2)
     # PyArrow reads the intact file too.
     assert pq.read_table(path)["round"].to_pylist() == (repeat_rows(range(1, 4)) if merged else [2, 2, 2])
-    whole = path.read_bytes()
-    bits = {*range(0, 8 * len(whole), 211), *range(8 * len(whole) - 256, 8 * len(whole), 3)}
+    content = path.read_bytes()
+    bits = {*range(0, 8 * len(content), 211), *range(8 * len(content) - 256, 8 * len(content), 3)}
     for bit in bits:
-        changed = bytearray(whole)
+        changed = bytearray(content)
         changed[bit // 8] ^= 1 << bit % 8
         path.write_bytes(changed)
         with pytest.raises(RunDirectoryError, match=rf"{path.name} is not a readable Parquet file .*Restore it"):
@@ -290,7 +290,7 @@ def test_any_changed_bit_is_detected(tmp_path: Path, merged: bool) -> None:
 
 
 def test_files_of_earlier_versions_are_read(tmp_path: Path) -> None:
-    """Such files have no checksum."""
+    """These versions wrote no checksums."""
     rows_path(tmp_path, 1).parent.mkdir()
     pq.write_table(record.to_table(read_values(1)), rows_path(tmp_path, 1))
     write_rounds(tmp_path, range(2, 3))

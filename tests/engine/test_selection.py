@@ -177,10 +177,10 @@ def test_a_phase_starts_from_the_best_round_of_the_previous_phase(tiny: Tiny) ->
     two, three = train_rounds(2, "two"), train_rounds(3, "best", begin)
     assert_same_bits(read_phase_state(two, 2), read_phase_state(three, 3))  # with the private state of the same round
     train_rounds(6, "best", begin)
-    whole = train_rounds(6, "whole", begin)
-    assert_same_bits(read_phase_state(three, 6), read_phase_state(whole, 6))
+    reference = train_rounds(6, "whole", begin)
+    assert_same_bits(read_phase_state(three, 6), read_phase_state(reference, 6))
     others = read_phase_state(train_rounds(6, "last"), 6)
-    assert others != read_phase_state(whole, 6)
+    assert others != read_phase_state(reference, 6)
 
 
 def test_an_early_stop_equals_a_shorter_configured_phase(tiny: Tiny) -> None:

@@ -60,9 +60,9 @@ def test_a_model_in_two_entries_trains_to_the_same_bits(tiny: Tiny, two_entry_me
     """The bits are equal under any attack. Only the name of the entry differs."""
     settings = ["train.rounds=2", f"attack={attack}", "evaluate.server=false"]
     reference = known(tiny(*settings))
-    found = train_federation(tiny(*settings, "run.name=parted", method=two_entry_method))
+    result = train_federation(tiny(*settings, "run.name=parted", method=two_entry_method))
     assert_same_bits(
-        {name.replace("server head ", "server global "): value for name, value in found.items()}, reference
+        {name.replace("server head ", "server global "): value for name, value in result.items()}, reference
     )
 
 

@@ -306,7 +306,7 @@ def test_equal_states_give_equal_files(tmp_path: Path) -> None:
 
 
 class Writer:
-    """Writer that trains clients and commits rounds, like a federation."""
+    """Train clients and commit rounds, like a federation."""
 
     def __init__(self, folder: Path, keep: int) -> None:
         self.folder = folder
@@ -327,9 +327,9 @@ class Writer:
         self.store.commit(make_state(self.round), self.index, *self.ledger.take())
 
     def list_references(self) -> set[str]:
-        """Return the files that the kept commits refer to."""
-        kept = [self.store.load(name).private for name in self.store.commits()]
-        return {file for index in kept for file in (*index.bytes_by_segment(), index.base_name) if file}
+        """Return the files referenced by the kept commits."""
+        kept_records = [self.store.load(name).private for name in self.store.commits()]
+        return {file for index in kept_records for file in (*index.bytes_by_segment(), index.base_name) if file}
 
     def list_files(self) -> set[str]:
         return {path.name for path in (self.folder / "private").iterdir()}
@@ -342,7 +342,7 @@ def test_only_the_newest_commits_and_their_segments_are_kept(tmp_path: Path) -> 
         writer.commit()
     assert writer.store.rounds() == [5, 6]
     # Round 5 refers to records of rounds 4 and 5, round 6 to rounds 5 and 6. Older records are removed.
-    assert sorted(int(name[:6]) for name in writer.there()) == [4, 5, 6]
+    assert sorted(int(name[:6]) for name in writer.list_files()) == [4, 5, 6]
 
 
 @pytest.mark.usefixtures("small_base")
@@ -357,15 +357,15 @@ def test_the_disk_contains_only_files_of_kept_commits(tmp_path: Path, keep: int,
         for _ in range(every):
             writer.train(rng.choice(30, size=4, replace=False).tolist())
         writer.commit()
-        assert writer.there() == writer.referred()
-        bases |= {name for name in writer.there() if name.endswith(".index")}
+        assert writer.list_files() == writer.list_references()
+        bases |= {name for name in writer.list_files() if name.endswith(".index")}
         if number % 3 == 0:
             # Crashes leave a segment of a lost actor and an incomplete base.
             (tmp_path / "private" / f"{number:06d}-lost.seg").touch()
             (tmp_path / "private" / ".half.index.part").touch()
             index, writer = writer.index, Writer(tmp_path, keep)
             assert writer.index == index
-            assert writer.there() == writer.referred()
+            assert writer.list_files() == writer.list_references()
     assert len(bases) > 3
     for client, ref in writer.index.items():
         assert int(writer.private.read(ref)["state:count"]) % 100 == client
@@ -419,18 +419,18 @@ def test_a_damaged_base_falls_back_to_a_commit_with_an_intact_base(tmp_path: Pat
     for warning in warnings:
         assert re.search(f"commit .*safetensors cannot be used: .*{path.name}.* {message}", warning)
     # Resuming from this commit rewrites the damaged files.
-    again = Writer(tmp_path, keep=3)
-    again.train(range(9, 20))
-    again.commit()
-    assert again.there() == again.referred()
+    reopened = Writer(tmp_path, keep=3)
+    reopened.train(range(9, 20))
+    reopened.commit()
+    assert reopened.list_files() == reopened.list_references()
 
 
 @pytest.mark.usefixtures("small_base")
 @pytest.mark.parametrize("clients", [1, 20])
 def test_a_crafted_index_cannot_read_outside_its_folder(tmp_path: Path, clients: int) -> None:
     """With few clients the name is in the commit, with many clients in a separate index."""
-    theirs, folder = tmp_path / "theirs.txt", tmp_path / "runs" / "run"
-    theirs.write_text("not ours")
+    foreign_record, folder = tmp_path / "theirs.txt", tmp_path / "runs" / "run"
+    foreign_record.write_text("not ours")
     crafted = RunStore(folder, keep=1)
     refs = {client: PrivateRef("../../../theirs.txt", 0, 0, 0) for client in range(clients)}
     first = crafted.commit(make_state(1), PrivateIndex().replace(refs))
@@ -445,19 +445,19 @@ def test_a_crafted_index_cannot_read_outside_its_folder(tmp_path: Path, clients:
     assert commit is not None
     store.commit(make_state(3), commit.private)
     assert store.rounds() == [3]
-    assert theirs.read_text() == "not ours"
+    assert foreign_record.read_text() == "not ours"
 
 
 def test_only_orphans_of_the_run_are_removed(tmp_path: Path) -> None:
     private, store = PrivateStore(tmp_path / "private"), RunStore(tmp_path)
-    kept = private.append(1, make_tensors(1))
-    store.commit(make_state(1), PrivateIndex().replace({0: kept}), {kept.segment})
+    kept_records = private.append(1, make_tensors(1))
+    store.commit(make_state(1), PrivateIndex().replace({0: kept_records}), {kept_records.segment})
     orphans = ["000009-dead.seg", "0123456789abcdef.index", ".0123456789abcdef.index.0123.part"]
     others = ["letter.txt", "my.seg", "books.index"]
     for name in (*orphans, *others):
         (tmp_path / "private" / name).touch()
     RunStore(tmp_path).open_latest()
-    assert {path.name for path in (tmp_path / "private").iterdir()} == {kept.segment, *others}
+    assert {path.name for path in (tmp_path / "private").iterdir()} == {kept_records.segment, *others}
 
 
 @pytest.mark.parametrize("method", ["with private state", "without private state"])
@@ -467,9 +467,9 @@ def test_the_private_state_of_another_run_is_unchanged(tmp_path: Path, method: s
     refs = {0: private.append(1, make_tensors(1))} if method == "with private state" else {}
     store.commit(make_state(1), PrivateIndex().replace(refs))
     shutil.rmtree(tmp_path / "private", ignore_errors=True)
-    theirs = PrivateStore(tmp_path / "private").append(1, make_tensors(2))
+    foreign_record = PrivateStore(tmp_path / "private").append(1, make_tensors(2))
     RunStore(tmp_path).open_latest()
-    assert torch.equal(PrivateStore(tmp_path / "private").read(theirs)["model:a"], torch.full((5,), 2.0))
+    assert torch.equal(PrivateStore(tmp_path / "private").read(foreign_record)["model:a"], torch.full((5,), 2.0))
 
 
 @pytest.mark.parametrize("name", ["commits", "population", "private", "rows"])
@@ -516,8 +516,8 @@ def test_names_outside_the_folder_are_rejected(name: object) -> None:
 
 def test_opening_a_run_removes_uncommitted_files(tmp_path: Path) -> None:
     private, store = PrivateStore(tmp_path / "private"), RunStore(tmp_path)
-    kept = private.append(1, make_tensors(1))
-    store.commit(make_state(1), PrivateIndex().replace({0: kept}), {kept.segment})
+    kept_records = private.append(1, make_tensors(1))
+    store.commit(make_state(1), PrivateIndex().replace({0: kept_records}), {kept_records.segment})
     before = (tmp_path / "LATEST").read_bytes()
     later = private.append(2, make_tensors(2))
     store.commit(make_state(2), PrivateIndex().replace({0: later}), {later.segment})
@@ -526,7 +526,7 @@ def test_opening_a_run_removes_uncommitted_files(tmp_path: Path) -> None:
     assert commit is not None
     assert commit.state.round_index == 1
     assert RunStore(tmp_path).rounds() == [1]
-    assert [p.name for p in (tmp_path / "private").iterdir()] == [kept.segment]
+    assert [p.name for p in (tmp_path / "private").iterdir()] == [kept_records.segment]
     assert torch.equal(PrivateStore(tmp_path / "private").read(commit.private[0])["model:a"], torch.ones(5))
 
 
@@ -562,9 +562,9 @@ def test_a_damaged_newest_commit_falls_back_to_the_previous_commit(tmp_path: Pat
     assert commit.state.round_index == 1
     assert newest in warnings[0]
     assert "damaged" in warnings[0]
-    again, warnings = RunStore(tmp_path).open_latest()  # warns once, then LATEST is correct
-    assert again is not None
-    assert (again.state.round_index, warnings) == (1, [])
+    reopened, warnings = RunStore(tmp_path).open_latest()  # warns once, then LATEST is correct
+    assert reopened is not None
+    assert (reopened.state.round_index, warnings) == (1, [])
 
 
 def test_a_run_without_an_intact_commit_is_an_error(tmp_path: Path) -> None:

@@ -28,31 +28,31 @@ def make_reply(client: str = "a", waited: float = 0.0, seconds: float = 0.0, **m
     return Reply(0, client, waited=waited, seconds=seconds, **more)
 
 
-def make_spans(*found: tuple[int, float, float, float, float]) -> ReplyTimer:
-    """Make observed replies of one client each, with spans (actor, sent, begin, end, answered)."""
-    return observe(make_reply(f"c{number}", span=Span(*span)) for number, span in enumerate(found))
+def make_spans(*observed: tuple[int, float, float, float, float]) -> ReplyTimer:
+    """Make observed replies with a client each and spans (actor, sent, begin, end, answered)."""
+    return observe(make_reply(f"c{number}", span=Span(*span)) for number, span in enumerate(observed))
 
 
 def observe(replies: Iterable[Reply]) -> ReplyTimer:
     watch = ReplyTimer()
-    for one in replies:
-        watch.note(one)
+    for item in replies:
+        watch.note(item)
     return watch
 
 
 def test_work_is_centred_between_order_and_answer() -> None:
-    found = add_spans([make_reply("a", 0.5, 1.0), make_reply("b", 1.5, 2.0)], actor=3, sent=100.0, answered=104.5)
+    observed = add_spans([make_reply("a", 0.5, 1.0), make_reply("b", 1.5, 2.0)], actor=3, sent=100.0, answered=104.5)
     # The actor answered 3.5 s after the call arrived. Of 1 s in transfer, half is before the work.
-    assert [(r.span.begin, r.span.end) for r in found if r.span] == [(101.0, 102.0), (102.0, 104.0)]
-    assert {(r.span.actor, r.span.sent, r.span.answered) for r in found if r.span} == {(3, 100.0, 104.5)}
+    assert [(r.span.begin, r.span.end) for r in observed if r.span] == [(101.0, 102.0), (102.0, 104.0)]
+    assert {(r.span.actor, r.span.sent, r.span.answered) for r in observed if r.span} == {(3, 100.0, 104.5)}
 
 
 def test_a_fast_clock_of_an_actor_gives_no_negative_times() -> None:
-    found = add_spans([make_reply("a", 0.0, 3.0), make_reply("b", 3.0, 3.0)], actor=0, sent=10.0, answered=14.0)
-    for one in found:
-        assert one.span is not None
-        assert 10.0 <= one.span.begin <= one.span.end <= 14.0
-    watch = observe(found)
+    observed = add_spans([make_reply("a", 0.0, 3.0), make_reply("b", 3.0, 3.0)], actor=0, sent=10.0, answered=14.0)
+    for item in observed:
+        assert item.span is not None
+        assert 10.0 <= item.span.begin <= item.span.end <= 14.0
+    watch = observe(observed)
     assert all(ratio.total >= 0 for ratio in watch.work(2).values())
 
 
@@ -147,13 +147,13 @@ def test_the_timeline_shows_batched_clients_in_sequence(tiny: Tiny, run_once: An
 @pytest.mark.usefixtures("pictures")
 def test_the_parts_in_the_report_sum_to_the_round(tiny: Tiny, run_once: Any, tmp_path: Path) -> None:
     folder, _ = run_once(tiny("train.rounds=5", "run.name=page"))
-    found = read_run(folder)
-    assert sorted(found.timelines) == [3, 4, 5]
-    parts = split_round_times(found)
+    observed = read_run(folder)
+    assert sorted(observed.timelines) == [3, 4, 5]
+    parts = split_round_times(observed)
     assert parts is not None
     rounds, seconds = parts
     np.testing.assert_array_equal(rounds, [1, 2, 3, 4, 5])
-    whole = found.curves["server", "seconds/round"].values
+    whole = observed.curves["server", "seconds/round"].values
     np.testing.assert_allclose(sum(seconds.values()), whole, rtol=1e-9)
     assert (seconds["fit"] > seconds["transfer"]).all()
     text = write_report([folder], tmp_path / "page.html").read_text()
