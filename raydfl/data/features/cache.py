@@ -428,7 +428,7 @@ class _Preparation:
         ]
 
     def _assemble(self, chunks: Sequence[Chunk], failures: Mapping[int, str]) -> None:
-        """Join the chunks to a store."""
+        """Join the chunks into a store."""
         counts = [_load_array(chunk, "counts") for chunk in chunks]
         length = self.features.frames
 

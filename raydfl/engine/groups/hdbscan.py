@@ -53,7 +53,7 @@ class Hdbscan(DiscoveryRule):
     single: Annotated[bool, Field(description="Allow a single cluster of all clients.")] = False
     noise: Annotated[
         Literal["attach", "alone"],
-        Field(description="Noise clients. attach: to the nearest cluster; alone: each in a group of its own."),
+        Field(description="Group of noise clients. attach: the nearest cluster's. alone: a separate group for each."),
     ] = "attach"
     threshold: Annotated[
         float, Field(ge=0, description="Mean distance to a cluster above which a client is not attached to it.")

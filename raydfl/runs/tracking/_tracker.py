@@ -45,7 +45,7 @@ def metric_name(row: MetricRow, work: str = WORK) -> str:
 
 
 class Tracker:
-    """Base class of trackers. It copies nothing itself. Use trackers only in the driver's process."""
+    """Base class of trackers, without any effect. Use trackers only in the driver's process."""
 
     def start(
         self, run_name: str, params: Mapping[str, Any], tags: Mapping[str, str], run_id: str | None = None
