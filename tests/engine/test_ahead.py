@@ -1,4 +1,4 @@
-"""A round that clients begin before the last one is recorded: the same run to the bit, and only where nothing speaks against it."""
+"""Working ahead: clients start a round before the previous one is recorded, if the settings allow it. The bits stay equal."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from raydfl.testing import assert_same_bits, read_tensors, start_server
 Tiny = Callable[..., Config]
 
 
-class Apart(SerialPool):
-    """Works at once, as actors do, and notes of which rounds it got the orders."""
+class ConcurrentPool(SerialPool):
+    """A pool that runs orders at once, as actors do, and records the rounds of its training orders."""
 
     concurrent = True
 
@@ -36,18 +36,18 @@ class Apart(SerialPool):
         return iter(list(super().run(orders, broadcast)))
 
 
-def open_apart(config: Config) -> tuple[Server, Apart]:
-    with mock.patch("raydfl.cluster.sites.SerialPool", Apart):
+def start_concurrent_server(config: Config) -> tuple[Server, ConcurrentPool]:
+    with mock.patch("raydfl.cluster.sites.SerialPool", ConcurrentPool):
         server = start_server(config)
-    return server, cast(Apart, server._pool)
+    return server, cast(ConcurrentPool, server._pool)
 
 
 @pytest.mark.parametrize("method", ["fedavg", "scaffold", "fedapta", "modality_mirror"])
 @pytest.mark.parametrize("settings", [(), ("run.commit_every=2", "evaluate.every=2")])
-def test_the_run_is_the_same_to_the_bit(tiny: Tiny, method: str, settings: Sequence[str]) -> None:
-    """With private state, phases, evaluation and commits between rounds."""
+def test_working_ahead_keeps_the_bits(tiny: Tiny, method: str, settings: Sequence[str]) -> None:
+    """The cases cover private state, phases, evaluation, and rounds without a commit."""
     config = tiny(*settings, method=method)
-    server, pool = open_apart(config)
+    server, pool = start_concurrent_server(config)
     reports = [report for _ in range(config.train.rounds) for report in server.rounds(server.round_index, 0) or ()]
     server.finish()
     server.close()
@@ -55,21 +55,21 @@ def test_the_run_is_the_same_to_the_bit(tiny: Tiny, method: str, settings: Seque
     assert_same_bits(read_tensors(Path(config.run.dir) / "tiny"), known(tiny(*settings, method=method)))
 
 
-def test_the_next_round_is_begun_before_this_one_is_reported(tiny: Tiny) -> None:
+def test_the_next_round_starts_before_this_one_is_reported(tiny: Tiny) -> None:
     config = tiny("train.rounds=3")
-    server, pool = open_apart(config)
-    begun = []
+    server, pool = start_concurrent_server(config)
+    started = []
     for _ in range(3):
         server.rounds(server.round_index, 0)
-        begun.append(list(pool.trained))
+        started.append(list(pool.trained))
     server.close()
-    assert begun == [[1, 2], [1, 2, 3], [1, 2, 3]]
+    assert started == [[1, 2], [1, 2, 3], [1, 2, 3]]
 
 
-def test_a_round_that_nobody_asks_for_counts_for_nothing(tiny: Tiny) -> None:
-    """The run is ended while clients work ahead, and resumed."""
+def test_an_unrequested_round_is_discarded(tiny: Tiny) -> None:
+    """The run ends while clients work ahead, and resumes."""
     config = tiny("train.rounds=3", method="scaffold")
-    server, pool = open_apart(config)
+    server, pool = start_concurrent_server(config)
     server.rounds(0, 0)
     server.finish()
     server.close()
@@ -82,16 +82,16 @@ def test_a_round_that_nobody_asks_for_counts_for_nothing(tiny: Tiny) -> None:
     assert_same_bits(read_tensors(Path(config.run.dir) / "tiny"), known(tiny("train.rounds=3", method="scaffold")))
 
 
-@pytest.mark.parametrize("what", ["deadline", "moving", "here", "asked for alone"])
-def test_where_none_is_begun_ahead(tiny: Tiny, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = tiny("train.rounds=3", *(["train.deadline=1000"] if what == "deadline" else []))
-    server, pool = open_apart(config)
-    if what == "moving":
+@pytest.mark.parametrize("condition", ["deadline", "compaction", "serial pool", "single round"])
+def test_some_conditions_prevent_working_ahead(tiny: Tiny, condition: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny("train.rounds=3", *(["train.deadline=1000"] if condition == "deadline" else []))
+    server, pool = start_concurrent_server(config)
+    if condition == "compaction":
         committer = server._federation._committer
         monkeypatch.setattr(committer, "select_sparse", lambda private: private)
-    if what == "here":
+    if condition == "serial pool":
         pool.concurrent = False
-    if what == "asked for alone":
+    if condition == "single round":
         server.round()
     else:
         server.rounds(0, 0)
@@ -99,17 +99,17 @@ def test_where_none_is_begun_ahead(tiny: Tiny, what: str, monkeypatch: pytest.Mo
     server.close()
 
 
-def test_a_plan_that_fails_fails_its_own_round(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_plan_fails_only_its_own_round(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny("train.rounds=3")
-    server, _ = open_apart(config)
+    server, _ = start_concurrent_server(config)
     plan = type(server._federation).plan
 
-    def fails(federation: object) -> list[Order]:
+    def plan_or_fail(federation: object) -> list[Order]:
         if server._federation.state.round_index == 1:
             raise ValueError("no plan")
         return plan(server._federation)
 
-    monkeypatch.setattr(type(server._federation), "plan", fails)
+    monkeypatch.setattr(type(server._federation), "plan", plan_or_fail)
     reports = server.rounds(0, 3, 0.0)
     assert [report.round for report in reports or ()] == [1]
     with pytest.raises(ValueError, match="no plan"):

@@ -1,4 +1,4 @@
-"""What a configuration describes is built once: counted, and looked at in another process."""
+"""Components of a configuration: each is built once, and another process can rebuild it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from raydfl.runs.progress import Progress
 
 Tiny = Callable[..., Config]
 EVERYTHING = ["method.rule=uniform_mean", "attack=sign_flip"]
-OWN = """
+METHOD = """
 from raydfl.methods.fedavg import FedAvg
 
 class Mine(FedAvg):
@@ -38,60 +38,60 @@ class Mine(FedAvg):
 
 
 @pytest.fixture
-def built(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often methods, rules, attacks and networks were built, by kind."""
+def build_counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Count the methods, rules, attacks and networks that are built."""
     counts: Counter[str] = Counter()
     build, network = registry.build, CRNN.__init__
 
-    def counted_build(cls: type, options: dict[str, object], where: str) -> object:
+    def count_build(cls: type, options: dict[str, object], where: str) -> object:
         counts[where] += 1
         return build(cls, options, where)
 
     @functools.wraps(network)
-    def counted_network(self: CRNN, *arguments: object, **options: object) -> None:
+    def count_network(self: CRNN, *arguments: object, **options: object) -> None:
         counts["network"] += 1
         network(self, *arguments, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(registry, "build", counted_build)
-    monkeypatch.setattr(CRNN, "__init__", counted_network)
+    monkeypatch.setattr(registry, "build", count_build)
+    monkeypatch.setattr(CRNN, "__init__", count_network)
     monkeypatch.setattr(_build, "_TRIED", set())
     return counts
 
 
-def test_from_the_configuration_to_round_2_everything_is_built_once(tiny: Tiny, built: Counter[str]) -> None:
-    """Of networks four: to check the options, to try and describe them, for the server and for the clients."""
+def test_a_new_run_builds_each_component_once(tiny: Tiny, build_counts: Counter[str]) -> None:
+    """The four networks are for the options check, the trial pass, the server and the clients."""
     config = tiny(*EVERYTHING, "run.name=counted")
-    assert built == {"method": 1, "objective": 1, "method.rule": 1, "attack": 1, "network": 1}
+    assert build_counts == {"method": 1, "objective": 1, "method.rule": 1, "attack": 1, "network": 1}
     outcome = run(config, on_round=lambda report: report.round == 2)
     assert outcome.round == 2
-    assert built == {"method": 1, "objective": 1, "method.rule": 1, "attack": 1, "network": 4}
+    assert build_counts == {"method": 1, "objective": 1, "method.rule": 1, "attack": 1, "network": 4}
 
 
-def test_a_run_that_goes_on_is_checked_once(tiny: Tiny, built: Counter[str]) -> None:
-    """Of networks three: for the server, for the clients, and for what the export holds of them that was never sent."""
+def test_a_resumed_run_builds_each_component_once(tiny: Tiny, build_counts: Counter[str]) -> None:
+    """The three networks are for the server, the clients, and the exported tensors that are never sent."""
     run_dir = run(tiny(*EVERYTHING), on_round=lambda report: True).run_dir
-    built.clear()
+    build_counts.clear()
     assert resume(run_dir).finished
-    assert built == {"method": 1, "objective": 1, "method.rule": 1, "attack": 1, "network": 3}
+    assert build_counts == {"method": 1, "objective": 1, "method.rule": 1, "attack": 1, "network": 3}
 
 
-def test_a_configuration_travels_as_a_description(tiny: Tiny, built: Counter[str]) -> None:
-    """Nothing is checked when it arrives, and built what is asked for."""
+def test_a_pickled_configuration_builds_components_on_demand(tiny: Tiny, build_counts: Counter[str]) -> None:
+    """Unpickling neither validates nor builds a component."""
     config = tiny(*EVERYTHING)
     sent = pickle.dumps(config)
-    built.clear()
+    build_counts.clear()
     arrived = pickle.loads(sent)
     assert arrived == config
-    assert not built
+    assert not build_counts
     assert arrived.digest() == config.digest()
     assert arrived.parts == config.parts
-    assert built == {"method": 1, "objective": 1, "method.rule": 1, "attack": 1}
+    assert build_counts == {"method": 1, "objective": 1, "method.rule": 1, "attack": 1}
 
 
-def test_a_process_loads_users_files_by_itself(tiny: Tiny, tmp_path: Path) -> None:
-    """Nothing that travels refers to a module of theirs, which another process may not have yet, or not find."""
+def test_another_process_loads_user_files_itself(tiny: Tiny, tmp_path: Path) -> None:
+    """The pickle refers to no user module, because another process may not find it."""
     file = tmp_path / "mine.py"
-    file.write_text(OWN)
+    file.write_text(METHOD)
     (tmp_path / "sent").write_bytes(pickle.dumps(tiny(f"method.name={file}:Mine")))
     program = (
         "import pathlib, pickle, sys; config = pickle.loads(pathlib.Path(sys.argv[1]).read_bytes())\n"
@@ -102,51 +102,51 @@ def test_a_process_loads_users_files_by_itself(tiny: Tiny, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("equal", [False, True])
-def test_a_worker_warns_if_its_kernels_are_not_those_of_the_driver(
+def test_a_worker_warns_about_kernels_that_differ_from_the_drivers(
     tiny: Tiny, tmp_path: Path, equal: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """They compute other last digits than PyTorch's, so law 1 would not hold between such workers."""
+    """Kernels and PyTorch round differently, so law 1 would not hold between mixed workers."""
     config = tiny("train.rounds=1")
-    with monkeypatch.context() as at_the_driver:
-        there = kernels() if equal else {**kernels(), "operators": "another"}
-        at_the_driver.setattr("raydfl.engine.config.kernels", lambda: there)
+    with monkeypatch.context() as driver:
+        driver_kernels = kernels() if equal else {**kernels(), "operators": "another"}
+        driver.setattr("raydfl.engine.config.kernels", lambda: driver_kernels)
         sent = pickle.loads(pickle.dumps(config))
     run_dir = create(sent, Progress("quiet"))
     Worker(run_dir, sent, PrivateStore(run_dir / "private"), "cpu")
-    said = [record.getMessage() for record in caplog.records if "last digits" in record.getMessage()]
-    assert bool(said) == (not equal)
+    warnings = [record.getMessage() for record in caplog.records if "last digits" in record.getMessage()]
+    assert bool(warnings) == (not equal)
 
 
-@pytest.mark.parametrize("own", ["method.name={}:Mine", "models.model={}:Net"])
-def test_a_users_class_that_another_process_cannot_load_is_said_before_any_client_works(
-    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str
+@pytest.mark.parametrize("setting", ["method.name={}:Mine", "models.model={}:Net"])
+def test_an_unloadable_user_class_is_reported_before_training(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str
 ) -> None:
     file = tmp_path / "own.py"
-    file.write_text(f"{OWN}\nfrom raydfl.models.crnn import CRNN\n\nclass Net(CRNN):\n    pass\n")
-    config = pickle.loads(pickle.dumps(tiny(own.format(file))))
+    file.write_text(f"{METHOD}\nfrom raydfl.models.crnn import CRNN\n\nclass Net(CRNN):\n    pass\n")
+    config = pickle.loads(pickle.dumps(tiny(setting.format(file))))
     file.unlink()
     monkeypatch.setattr(registry, "load_file", registry.load_file.__wrapped__)
     with pytest.raises(ConfigError, match=f"'{file}:(Mine|Net)': there is no file {file}"):
         _ = config.parts
 
 
-def test_a_copy_has_the_parts_of_what_it_describes(tiny: Tiny, built: Counter[str]) -> None:
+def test_a_copied_configuration_reuses_unchanged_components(tiny: Tiny, build_counts: Counter[str]) -> None:
     config = tiny()
-    built.clear()
+    build_counts.clear()
     assert config.model_copy(update={"run": config.run}).parts is config.parts
-    assert not built
+    assert not build_counts
     other = config.model_copy(update={"method": {"name": "fedprox", "mu": 0.5}})
     assert isinstance(other.parts.method, FedProx)
     assert config.parts.method == FedAvg()
 
 
-def test_a_method_holds_its_rule(built: Counter[str]) -> None:
-    """It is no option: two methods are equal, and mean the same, whether or not they have built it."""
-    own, configured = FedAvg(), FedAvg(rule="uniform_mean")
-    assert isinstance(own.built_rule, WeightedMean)
+def test_a_method_caches_its_rule(build_counts: Counter[str]) -> None:
+    """The cached rule is no option: equality, hash and repr ignore it."""
+    default, configured = FedAvg(), FedAvg(rule="uniform_mean")
+    assert isinstance(default.built_rule, WeightedMean)
     assert isinstance(configured.built_rule, UniformMean)
     assert configured.built_rule is configured.built_rule
-    assert built == {"method.rule": 1}
-    assert own == FedAvg() != configured
-    assert hash(own) == hash(FedAvg())
-    assert repr(own) == repr(FedAvg())
+    assert build_counts == {"method.rule": 1}
+    assert default == FedAvg() != configured
+    assert hash(default) == hash(FedAvg())
+    assert repr(default) == repr(FedAvg())

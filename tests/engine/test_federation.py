@@ -1,4 +1,4 @@
-"""Parts of the engine that the laws do not reach: architectures, compaction, checks of what a method plans, exported models."""
+"""Engine behaviour outside the laws: architectures, compaction, checks of plans, exported models."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Tiny = Callable[..., Config]
 EXTRA = Path(__file__).parent.parent / "extra_methods.py"
 
 
-def test_architectures_are_drawn_uniformly_and_by_the_seed(tiny: Tiny) -> None:
+def test_architectures_are_drawn_uniformly_from_the_seed(tiny: Tiny) -> None:
     short = (
         "data.takes=1",
         "data.test_takes=1",
@@ -56,8 +56,8 @@ def test_architectures_are_drawn_uniformly_and_by_the_seed(tiny: Tiny) -> None:
     assert len(counts) == 2
     assert abs(min(counts.values()) - 150) < 4 * np.sqrt(300 / 4)  # four standard deviations
     assert [c.models[1].options for c in Clients(population, config)] == drawn
-    other = tiny("data.speakers=300", *short, "run.seed=2", method="fedmlac")
-    assert [c.models[1].options for c in Clients(population, other)] != drawn
+    other_seed = tiny("data.speakers=300", *short, "run.seed=2", method="fedmlac")
+    assert [c.models[1].options for c in Clients(population, other_seed)] != drawn
     assert {c.models[0] for c in Clients(population, config)} == {Clients(population, config)[0].models[0]}
     clients = Clients(population, config)
     assert dict.fromkeys(clients.variants()) == {client.models: None for client in clients}
@@ -78,7 +78,7 @@ def test_equal_architectures_start_from_equal_private_weights(tiny: Tiny) -> Non
         assert all(torch.allclose(tensors[0], t, atol=1e-6) for t in tensors)
 
 
-def test_a_shared_model_of_two_architectures_is_refused(tiny: Tiny) -> None:
+def test_a_shared_model_of_two_architectures_is_rejected(tiny: Tiny) -> None:
     config = tiny("models.model=[{name: crnn_tiny, hidden: 8}, {name: crnn_tiny, hidden: 4}]", "run.name=mixed")
     with pytest.raises(
         ConfigError, match=r"models.model is shared between the clients, so all must have one architecture"
@@ -86,7 +86,7 @@ def test_a_shared_model_of_two_architectures_is_refused(tiny: Tiny) -> None:
         run(config)
 
 
-def test_superseded_private_state_does_not_pile_up(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compaction_bounds_the_private_store(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     common = ["train.rounds=12", "train.cohort=3", "run.keep=1", "evaluate.every=99"]
     reference = known(tiny(*common, method="fedmlac"))
     monkeypatch.setattr(raydfl.engine.storage.committer, "_SLACK", 0)
@@ -99,7 +99,7 @@ def test_superseded_private_state_does_not_pile_up(tiny: Tiny, monkeypatch: pyte
         server.round()
         server.finish()
         live = sum(ref.length for ref in store.load(store.latest() or "").private.values())
-        # What counts, what the commit before refers to, and what is not yet worth moving.
+        # Live records, records of the previous commit, and records not yet worth moving.
         assert sum(store.sizes_of_segments().values()) <= 4 * live
         compacted += any("compact" in path.name for path in (run_dir / "private").iterdir())
     server.close()
@@ -107,19 +107,19 @@ def test_superseded_private_state_does_not_pile_up(tiny: Tiny, monkeypatch: pyte
     assert_same_bits(reference, train_federation(config))
 
 
-def test_results_come_in_order_and_none_may_be_missing() -> None:
+def test_replies_are_sorted_and_complete() -> None:
     replies = [Reply(position, str(position)) for position in (2, 0, 3, 1)]
     assert [r.position for r in sort_replies(iter(replies), 4)] == [0, 1, 2, 3]
     with pytest.raises(AssertionError, match="2 of 4 replies"):
         sort_replies(iter(replies[1::2]), 4)
 
 
-def arriving(replies: Iterable[Reply], orders: int) -> Arrivals:
+def make_arrivals(replies: Iterable[Reply], orders: int) -> Arrivals:
     placed = [Order(position, Task(str(position)), 0, 1.0) for position in range(orders)]
     return Arrivals(placed, iter(replies), RoundReport(1), "stop")
 
 
-def trained(position: int, **more: Any) -> Reply:
+def make_reply(position: int, **more: Any) -> Reply:
     update = Update({"w": torch.zeros(1)}, 1.0, client_id=str(position))
     return Reply(position, str(position), update, measured={"train": {}}, **more)
 
@@ -127,29 +127,29 @@ def trained(position: int, **more: Any) -> Reply:
 STATE = {"global": {"w": torch.zeros(1)}}
 
 
-def test_updates_come_in_client_order_and_none_may_be_missing() -> None:
-    replies = [trained(position) for position in (4, 0, 3, 5, 1)]
+def test_updates_are_in_client_order_and_complete() -> None:
+    replies = [make_reply(position) for position in (4, 0, 3, 5, 1)]
     replies.insert(2, Reply(2, "2", rejected="error: none"))
-    arrivals = arriving(replies, 6)
+    arrivals = make_arrivals(replies, 6)
     updates = arrivals.updates(STATE, lambda *_: False)
     assert [update.client_id for update in updates] == ["0", "1", "3", "4", "5"]
     assert arrivals._report.rejected == {"2": "error: none"}
     with pytest.raises(AssertionError, match="no reply to order 2"):
-        list(arriving([r for r in replies if r.position != 2], 6).updates(STATE, lambda *_: False))
+        list(make_arrivals([r for r in replies if r.position != 2], 6).updates(STATE, lambda *_: False))
 
 
-def test_what_is_waited_for_is_measured_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = SimpleNamespace(seconds=0.0)
-    monkeypatch.setattr("raydfl.engine.arrivals.time", SimpleNamespace(perf_counter=lambda: now.seconds))
+def test_only_the_wait_for_replies_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(seconds=0.0)
+    monkeypatch.setattr("raydfl.engine.arrivals.time", SimpleNamespace(perf_counter=lambda: clock.seconds))
 
-    def slow() -> Iterator[Reply]:
+    def reply_slowly() -> Iterator[Reply]:
         for position in range(5):
-            now.seconds += 2.0
-            yield trained(position)
+            clock.seconds += 2.0
+            yield make_reply(position)
 
-    arrivals = arriving(slow(), 5)
+    arrivals = make_arrivals(reply_slowly(), 5)
     for _ in arrivals.updates(STATE, lambda *_: False):
-        now.seconds += 5.0  # the server aggregates
+        clock.seconds += 5.0  # the server aggregates
     assert arrivals.seconds == 10.0
 
 
@@ -162,7 +162,7 @@ def test_what_is_waited_for_is_measured_and_nothing_else(monkeypatch: pytest.Mon
         ([5, 5, 5], 1, [(0, 3)]),
     ],
 )
-def test_test_data_are_cut_between_clips(clips: list[int], size: int, expected: list[tuple[int, int]]) -> None:
+def test_shards_never_split_a_clip(clips: list[int], size: int, expected: list[tuple[int, int]]) -> None:
     assert shard_ranges(np.array(clips, np.int64), size) == expected
 
 
@@ -176,7 +176,7 @@ PLANS = {
 
 
 @pytest.mark.parametrize("name", sorted(PLANS))
-def test_a_plan_that_cannot_be_carried_out_is_said(tiny: Tiny, tmp_path: Path, name: str) -> None:
+def test_invalid_plans_are_rejected(tiny: Tiny, tmp_path: Path, name: str) -> None:
     code, message = PLANS[name]
     path = tmp_path / "planner.py"
     path.write_text(
@@ -192,10 +192,10 @@ def test_exported_models_can_be_loaded_by_name(tiny: Tiny) -> None:
     run_dir = run(config).run_dir
     state = final_state(run_dir).tensors["global"]
     with safe_open(run_dir / "model.safetensors", "pt") as file:
-        about = file.metadata()
+        metadata = file.metadata()
         tensors = {name.partition("/")[2]: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    assert about["round"] == "3"
-    assert json.loads(about["classes"]) == ["tone0", "tone1", "tone2"]
+    assert metadata["round"] == "3"
+    assert json.loads(metadata["classes"]) == ["tone0", "tone1", "tone2"]
     clients = Clients(Population.load(run_dir / "population"), config)
     model = build_model(clients[0].models[0])
     model.load_state_dict(tensors)
@@ -205,7 +205,7 @@ def test_exported_models_can_be_loaded_by_name(tiny: Tiny) -> None:
 
 
 def test_equal_runs_export_equal_bytes(tiny: Tiny) -> None:
-    """So users may compare runs with sha256sum; the server's commits are equal too where no client keeps anything."""
+    """Users may compare runs with sha256sum. Commits are equal too if no client has private state."""
     folders = [finish_and_export(tiny(f"run.name={name}", "train.rounds=1")) for name in ("one", "two", "three")]
     for pattern in ("model.safetensors", "commits/*.safetensors", "population/*"):
         files = [
@@ -214,7 +214,7 @@ def test_equal_runs_export_equal_bytes(tiny: Tiny) -> None:
         assert files[0]
         assert files[0] == files[1] == files[2], pattern
     content = (folders[0] / "model.safetensors").read_bytes()
-    assert int.from_bytes(content[:8], "little") % 8 == 0  # tensors are aligned, as the format asks
+    assert int.from_bytes(content[:8], "little") % 8 == 0  # the format requires aligned tensors
 
 
 def finish_and_export(config: Config) -> Path:
@@ -224,7 +224,7 @@ def finish_and_export(config: Config) -> Path:
     return run_dir
 
 
-def test_the_three_numbers_of_fedmlac_are_measured(tiny: Tiny) -> None:
+def test_fedmlac_reports_its_three_metrics(tiny: Tiny) -> None:
     scores = run(tiny(method="fedmlac")).scores
     for name in ("test plugin/accuracy", "test local/accuracy_client_mean", "validation local/accuracy_client_mean"):
         assert 0 <= scores[name] <= 1
@@ -245,12 +245,12 @@ def test_server_evaluation_agrees_with_a_direct_computation(tiny: Tiny) -> None:
     assert outcome.scores["test model/loss"] == pytest.approx(float(loss), rel=1e-5)
 
 
-# ProFiLA answers no class.
+# ProFiLA does not classify.
 @pytest.mark.parametrize(
     "method", [name for name in registry.names("raydfl.methods") if not name.startswith("profila")]
 )
 def test_every_method_beats_chance_on_easy_data(tiny: Tiny, method: str) -> None:
-    """Tones of three pitches, six rounds: whoever does not learn these does not learn."""
+    """Every method learns to tell three pitches apart in six rounds."""
     settings = [
         "train.rounds=6",
         "train.cohort=1.0",
@@ -259,13 +259,13 @@ def test_every_method_beats_chance_on_easy_data(tiny: Tiny, method: str) -> None
         "evaluate.every=6",
         "train.optimiser.momentum=0.9",
     ]
-    settings.append("data.features.normalise=group")  # normalised by clip, a tone that does not change has nothing left
+    settings.append("data.features.normalise=group")  # normalisation by clip would remove a constant tone
     cls = registry.find("raydfl.methods", method, Method, "method")  # type: ignore[type-abstract]
     chosen = [f"models.{name}=mlp" for name in cls.models if name not in (*cls.on_features, *cls.copies)]
     extra = ["method.form=supervised"] if method == "fedmlac" else []
     extra += ["method.server_lr=0.05"] if method in ("fedadam", "fedyogi", "fedadagrad", "fedopt") else []
     extra += ["method.momentum=0.3"] if method == "fedavgm" else []
-    extra += ["method.server_steps=50"] if method == "fedgen" else []  # a generator that is hardly trained misleads
+    extra += ["method.server_steps=50"] if method == "fedgen" else []  # an undertrained generator misleads the clients
     extra += ["method.layers=[hidden]"] if method == "fedbn" else []
     extra += ["train.optimiser={lr: 0.5, momentum: 0.0}"] if method == "perfedavg" else []
     extra += ["method.prune=[linear]"] if method in ("fedapta", "fedmp", "hermes") else []
@@ -276,7 +276,7 @@ def test_every_method_beats_chance_on_easy_data(tiny: Tiny, method: str) -> None
     assert score > 0.8, f"{method}: {score}"
 
 
-def test_a_start_that_failed_does_not_stand_in_the_way_of_the_corrected_one(tiny: Tiny) -> None:
+def test_a_failed_start_does_not_block_the_corrected_run(tiny: Tiny) -> None:
     with pytest.raises(ConfigError, match="no tensor's name begins with 'model/head'"):
         run(tiny("method.personal=[model/head]", "run.name=retry", method="fedper"))
     corrected = run(tiny("run.name=retry", method="fedper"))
@@ -285,7 +285,7 @@ def test_a_start_that_failed_does_not_stand_in_the_way_of_the_corrected_one(tiny
     assert_same_bits(reference, read_tensors(corrected.run_dir))
 
 
-def test_ones_own_method_file_may_lie_elsewhere_when_the_run_goes_on(tiny: Tiny, tmp_path: Path) -> None:
+def test_moving_a_method_file_keeps_the_digest(tiny: Tiny, tmp_path: Path) -> None:
     digests = set()
     for folder in ("a", "b"):
         path = tmp_path / folder / "mine.py"
@@ -296,9 +296,9 @@ def test_ones_own_method_file_may_lie_elsewhere_when_the_run_goes_on(tiny: Tiny,
     assert digests != {tiny().digest()}
 
 
-def test_the_state_is_the_same_in_a_run_that_goes_on_and_in_one_that_is_resumed(tiny: Tiny) -> None:
-    """Tuples, keys that are numbers, and tensors that lie in the same memory: a method sees what a commit makes of them."""
-    own = f"method.name={EXTRA}:Twins"
-    whole = known(tiny(own))
-    stop_after(tiny(own, "run.name=parts"), 1)
-    assert_same_bits(whole, train_federation(tiny(own, "run.name=parts")))
+def test_the_state_is_the_same_with_and_without_a_resume(tiny: Tiny) -> None:
+    """A method always sees its state as stored, including tuples, numeric keys and tensors with shared memory."""
+    setting = f"method.name={EXTRA}:Twins"
+    whole = known(tiny(setting))
+    stop_after(tiny(setting, "run.name=parts"), 1)
+    assert_same_bits(whole, train_federation(tiny(setting, "run.name=parts")))

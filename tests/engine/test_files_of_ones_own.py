@@ -1,4 +1,4 @@
-"""Files that a configuration names: what is in them decides numbers, wherever they lie, and code may import what lies beside it."""
+"""Files in a configuration: their content affects results, their location does not, and code may import neighbouring modules."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class Mine(FedAvg):
 
 
 @pytest.fixture(autouse=True)
-def _modules() -> Iterator[None]:
-    """Modules of these tests' folders are forgotten when they end."""
+def _forget_modules() -> Iterator[None]:
+    """Forget modules from temporary folders after each test."""
     before = set(sys.modules)
     yield
     for name in set(sys.modules) - before:
@@ -70,8 +70,8 @@ def raydfl(capsys: pytest.CaptureFixture[str]) -> Raydfl:
 
 
 @pytest.fixture
-def named(tmp_path: Path, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> Tiny:
-    """A configuration that names a file by a relative path in each place where that can be."""
+def configure_files(tmp_path: Path, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> Tiny:
+    """Return a function that configures a run with a relative file path in every supported place."""
     for folder in ("here", "there"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "network.py").write_text(NETWORK)
@@ -91,26 +91,26 @@ def named(tmp_path: Path, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> Tiny:
     return configure
 
 
-def test_files_in_options_are_absolute(named: Tiny, tmp_path: Path) -> None:
-    values = named().model_dump(mode="json")
+def test_files_in_options_become_absolute(configure_files: Tiny, tmp_path: Path) -> None:
+    values = configure_files().model_dump(mode="json")
     assert values["method"]["weights"] == f"{tmp_path}/here/weights"
     assert values["method"]["rule"]["table"] == f"{tmp_path}/here/table"
     assert values["models"]["model"]["scale"] == f"{tmp_path}/here/scale"
 
 
 @pytest.mark.parametrize("file", ["scale", "weights", "table"])
-def test_the_content_of_a_file_decides_and_not_where_it_lies(
-    named: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
+def test_the_digest_depends_on_file_content_not_location(
+    configure_files: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
 ) -> None:
-    here = named().digest()
+    here = configure_files().digest()
     monkeypatch.chdir(tmp_path / "there")
-    assert named().digest() == here
+    assert configure_files().digest() == here
     (tmp_path / "there" / file).write_text("2.50")
-    assert named().digest() != here
+    assert configure_files().digest() != here
 
 
-def test_configurations_without_such_files_have_the_digest_that_they_had(tiny: Tiny) -> None:
-    """Recorded with the version before files counted."""
+def test_configurations_without_files_keep_their_digest(tiny: Tiny) -> None:
+    """The digests come from the last version that ignored the content of files."""
     values = tiny().model_dump(mode="json")
     values["data"] = {"name": "fsdd", "root": "/somewhere", "features": values["data"]["features"]}
     attacked = apply_overrides(values, ["attack={name: backdoor, share: 0.2, target: '1'}"])
@@ -118,8 +118,8 @@ def test_configurations_without_such_files_have_the_digest_that_they_had(tiny: T
     assert make_config(attacked).digest() == "9ceeb475c52a1185"
 
 
-def test_a_run_whose_file_has_changed_is_not_gone_on_with(raydfl: Raydfl, named: Tiny, tmp_path: Path) -> None:
-    config = named()
+def test_a_run_with_a_changed_file_is_not_resumed(raydfl: Raydfl, configure_files: Tiny, tmp_path: Path) -> None:
+    config = configure_files()
     folder = run(config).run_dir
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     (tmp_path / "here" / "scale").write_text("2.50")
@@ -131,26 +131,26 @@ def test_a_run_whose_file_has_changed_is_not_gone_on_with(raydfl: Raydfl, named:
     assert raydfl("resume", folder, "train.rounds=3").code == 0
 
 
-def test_a_run_of_an_earlier_version_goes_on(
-    raydfl: Raydfl, named: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_run_of_an_earlier_version_is_resumed(
+    raydfl: Raydfl, configure_files: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = run(named("train.rounds=3", "run.name=whole")).run_dir
-    folder = run(named()).run_dir
-    about = json.loads((folder / "run.json").read_text())
+    whole = run(configure_files("train.rounds=3", "run.name=whole")).run_dir
+    folder = run(configure_files()).run_dir
+    metadata = json.loads((folder / "run.json").read_text())
     for key in ("config", "files", "code"):
-        del about[key]
-    (folder / "run.json").write_text(json.dumps({**about, "digest": "of-old-times-1234"}))
-    text = (folder / "config.yaml").read_text()  # which kept the option as it was written
+        del metadata[key]
+    (folder / "run.json").write_text(json.dumps({**metadata, "digest": "of-old-times-1234"}))
+    text = (folder / "config.yaml").read_text()  # earlier versions stored paths unresolved
     (folder / "config.yaml").write_text(text.replace(f"{tmp_path}/here/scale", "scale"))
     assert raydfl("resume", folder, "train.rounds=3").code == 0
     assert_same_bits(read_tensors(whole), read_tensors(folder))
 
 
-# -- what lies beside a file of code ---------------------------------------------------------------------------------
+# -- imports of neighbouring modules ---------------------------------------------------------------------------------
 
 
-def test_a_file_may_import_what_lies_beside_it_and_shadows_nothing(tmp_path: Path) -> None:
-    """Not even where a name is that of a library's module, and a folder of any name is no module."""
+def test_a_file_imports_its_neighbours_without_shadowing_libraries(tmp_path: Path) -> None:
+    """Library modules take precedence over neighbours of the same name. A plain folder is no module."""
     (tmp_path / "own.py").write_text(
         "import json\nfrom helpers_of_mine import three\nimport packed_of_mine.inner as inner\n\n\nclass Own:\n"
         "    value = three + inner.four\n    loads = json.loads\n\n    def later(self):\n        import later_of_mine\n\n"
@@ -173,8 +173,8 @@ def test_a_file_may_import_what_lies_beside_it_and_shadows_nothing(tmp_path: Pat
         __import__("only_a_folder")
 
 
-def test_two_folders_with_a_module_of_one_name(tmp_path: Path) -> None:
-    """The second would silently get the first one's."""
+def test_modules_of_the_same_name_in_two_folders_are_rejected(tmp_path: Path) -> None:
+    """Otherwise the second file would silently import the first folder's module."""
     for folder, value in (("a", 1), ("b", 2)):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "own.py").write_text("from shared_name import value\n\n\nclass Own:\n    v = value\n")
@@ -189,7 +189,7 @@ def test_two_folders_with_a_module_of_one_name(tmp_path: Path) -> None:
     assert load_object(f"{tmp_path}/b/own.py:Own").v == 2
 
 
-def test_a_file_that_failed_can_be_loaded_when_it_is_mended(tmp_path: Path) -> None:
+def test_a_file_can_be_loaded_after_it_is_fixed(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("import absent_one\n\n\nclass Own:\n    pass\n")
     with pytest.raises(ConfigError, match="No module named 'absent_one'"):
         load_object(f"{tmp_path}/own.py:Own")
@@ -200,12 +200,12 @@ def test_a_file_that_failed_can_be_loaded_when_it_is_mended(tmp_path: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
-def test_actors_import_it_too(tiny: Tiny, tmp_path: Path) -> None:
+def test_actors_import_neighbouring_modules(tiny: Tiny, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
         "from raydfl.methods.fedavg import FedAvg\nfrom beside_of_mine import half\n\n\nclass Own(FedAvg):\n"
         "    def loss(self, step, batch):\n        return half(super().loss(step, batch))\n"
     )
     (tmp_path / "beside_of_mine.py").write_text("def half(x):\n    return 0.5 * x\n")
     method = f"{tmp_path}/own.py:Own"
-    there = run(tiny("ray.actors=2", "run.name=actors", method=method)).run_dir
-    assert_same_bits(read_tensors(run(tiny(method=method)).run_dir), read_tensors(there))
+    actor_run = run(tiny("ray.actors=2", "run.name=actors", method=method)).run_dir
+    assert_same_bits(read_tensors(run(tiny(method=method)).run_dir), read_tensors(actor_run))

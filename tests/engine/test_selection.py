@@ -1,4 +1,4 @@
-"""The best round, and training that stops early: by a metric that a test wrote down, so that all can be counted by hand."""
+"""Best round and early stopping by a scripted metric, so that the expected rounds can be counted by hand."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from raydfl.testing import assert_same_bits, read_tensors, start_server, to_byte
 Tiny = Callable[..., Config]
 HERE = Path(__file__).resolve().parents[1]
 SCRIPT = "[0, .1, .3, .5, .5, null, .4, .45, .9]"
-"""After rounds 0 to 8: round 3 is the best up to round 7; after it come a tie, a NaN and two that are worse."""
-LEFT_OUT = ("round", "extra")
+"""Metric after rounds 0 to 8. Round 3 is the best up to round 7; a tie, a NaN and two worse values follow it."""
+EXCLUDED = ("round", "extra")
 
 
-def scripted(tiny: Tiny, *overrides: str, script: str = SCRIPT, kind: str = "Scripted") -> Config:
+def make_config(tiny: Tiny, *overrides: str, script: str = SCRIPT, kind: str = "Scripted") -> Config:
     few = ["data.speakers=4", "data.takes=2", "train.cohort=2", "evaluate.client_test_clips=0"]
     rounds = ["train.rounds=8", "run.keep=1", "run.commit_every=4", *few]
     return tiny(f"method={{name: '{HERE / 'scripted.py'}:{kind}', script: {script}}}", *rounds, *overrides)
@@ -42,93 +42,95 @@ def scripted(tiny: Tiny, *overrides: str, script: str = SCRIPT, kind: str = "Scr
 STOPPING = ["run.best=accuracy", "run.stop={metric: validation model/accuracy, patience: 3}"]
 
 
-def tensors(path: Path) -> dict[str, bytes]:
+def read_model(path: Path) -> dict[str, bytes]:
     with safetensors.safe_open(path, "pt") as file:
         return {name: to_bytes(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
 
 
-def noted(values: Sequence[float], metric: str = "test m/loss", **stop: float) -> list[tuple[int, bool]]:
-    """The best round and whether to stop, after each of some evaluations."""
+def select_rounds(values: Sequence[float], metric: str = "test m/loss", **stop: float) -> list[tuple[int, bool]]:
+    """Return the best round and the decision to stop after each evaluation."""
     settings = RunSettings(best=BestSettings(metric=metric), stop=StopSettings(metric=metric, **stop))  # type: ignore[arg-type]
     selection = Selection.from_settings(settings, Phases(), "m", "accuracy", "validation", "some")
-    found = []
-    for place, value in enumerate(values, 1):
-        selection = selection.update(place, "", {metric: value})
+    results = []
+    for round_number, value in enumerate(values, 1):
+        selection = selection.update(round_number, "", {metric: value})
         assert selection.best is not None
-        found.append((selection.best.round, bool(selection.reason)))
-    return found
+        results.append((selection.best.round, bool(selection.reason)))
+    return results
 
 
-def test_counted_by_hand() -> None:
+def test_the_best_round_and_the_stop_agree_with_a_count_by_hand() -> None:
     nan, inf = math.nan, math.inf
-    # A loss falls; a tie, NaN and infinity are not better.
-    assert [best for best, _ in noted([3, 2, 2, nan, -inf, 1])] == [1, 2, 2, 2, 2, 6]
-    assert [best for best, _ in noted([3, 2, 4, 5], "test m/accuracy_client_mean")] == [1, 1, 3, 4]
-    assert [best for best, _ in noted([nan, nan])] == [0, 0]
-    # What is better by less than min_delta counts for the best round, but not as progress: 3, then 1.9 is.
-    assert noted([3, 2.5, 2.1, 1.9, 1.8], patience=2, min_delta=1.0) == [
+    # A loss should fall. Ties, NaN and infinity are no improvement.
+    assert [best for best, _ in select_rounds([3, 2, 2, nan, -inf, 1])] == [1, 2, 2, 2, 2, 6]
+    assert [best for best, _ in select_rounds([3, 2, 4, 5], "test m/accuracy_client_mean")] == [1, 1, 3, 4]
+    assert [best for best, _ in select_rounds([nan, nan])] == [0, 0]
+    # Gains below min_delta update the best round without resetting the patience. Only 3 and 1.9 reset it.
+    assert select_rounds([3, 2.5, 2.1, 1.9, 1.8], patience=2, min_delta=1.0) == [
         (1, False),
         (2, False),
         (3, True),
         (4, False),
         (5, False),
     ]
-    assert [stops for _, stops in noted([nan, nan, nan], patience=2)] == [False, True, True]
-    # A phase that ends early brings all later ones forward.
+    assert [stops for _, stops in select_rounds([nan, nan, nan], patience=2)] == [False, True, True]
+    # A phase that ends early moves all later phases forward.
     assert Phases(("a", "b", "c"), (0, 10, 15)).end("a", 4) == Phases(("a", "b", "c"), (0, 4, 9))
 
 
-def test_a_run_stops_and_keeps_the_best_wherever_it_was_killed(tiny: Tiny) -> None:
-    config = scripted(tiny, *STOPPING)
+def test_a_run_stops_early_and_keeps_the_best_round_even_if_killed(tiny: Tiny) -> None:
+    config = make_config(tiny, *STOPPING)
     folder = Path(config.run.dir) / "tiny"
     outcome = run(config)
     assert outcome.best is not None
     assert (outcome.round, outcome.best.round, outcome.status) == (6, 3, "finished")
     assert outcome.ended == "no better validation model/accuracy since round 3"
 
-    # The best is what a run of three rounds ends with, private state included, although one commit is kept.
-    three = scripted(tiny, "train.rounds=3", "run.name=three")
-    run(three)
-    assert tensors(folder / "model-best.safetensors") == tensors(Path(three.run.dir) / "three" / "model.safetensors")
+    # The best round equals the end of a three-round run, including private state, although one commit is kept.
+    short = make_config(tiny, "train.rounds=3", "run.name=three")
+    run(short)
+    assert read_model(folder / "model-best.safetensors") == read_model(
+        Path(short.run.dir) / "three" / "model.safetensors"
+    )
     best = find_best(folder, config)
     assert best is not None
     private = PrivateStore(folder / "private")
-    of_three = read_tensors(Path(three.run.dir) / "three")
+    expected_tensors = read_tensors(Path(short.run.dir) / "three")
     assert len(best.commit.private)
     for index, ref in best.commit.private.items():
         assert {
             f"client {index} {name}": to_bytes(t) for name, t in private.read(ref).items()
-        }.items() <= of_three.items()
+        }.items() <= expected_tensors.items()
     with safetensors.safe_open(folder / "model-best.safetensors", "pt") as file:
-        about = file.metadata()
-    assert about["round"] == "3"
-    assert json.loads(about["best"])["value"] == pytest.approx(0.5)
+        metadata = file.metadata()
+    assert metadata["round"] == "3"
+    assert json.loads(metadata["best"])["value"] == pytest.approx(0.5)
 
-    # Killed after any round and resumed, it stops in the same round with the same bits.
+    # A killed and resumed run stops in the same round with the same bits.
     for done in (3, 5):
-        again = scripted(tiny, *STOPPING, f"run.name=killed-{done}")
-        server = start_server(again)
+        killed = make_config(tiny, *STOPPING, f"run.name=killed-{done}")
+        server = start_server(killed)
         for _ in range(done):
             server.round()
         server.close()
-        resumed = resume(Path(again.run.dir) / f"killed-{done}")
+        resumed = resume(Path(killed.run.dir) / f"killed-{done}")
         assert (resumed.round, resumed.ended) == (6, outcome.ended)
         assert_same_bits(read_tensors(folder), read_tensors(resumed.run_dir))
-        assert tensors(resumed.run_dir / "model-best.safetensors") == tensors(folder / "model-best.safetensors")
+        assert read_model(resumed.run_dir / "model-best.safetensors") == read_model(folder / "model-best.safetensors")
 
-    # What uses it says which round it is; the last is the default.
-    who = f"s{next(iter(best.commit.private))}"
-    assert load_model(folder, client=who, best=True).round == 3
-    assert "chosen by validation" in load_model(folder, client=who, best=True).description
-    assert load_model(folder, client=who).round == 6
+    # A loaded model states its round; the last round is the default.
+    client = f"s{next(iter(best.commit.private))}"
+    assert load_model(folder, client=client, best=True).round == 3
+    assert "chosen by validation" in load_model(folder, client=client, best=True).description
+    assert load_model(folder, client=client).round == 6
     with pytest.raises(InputError, match=r"keeps no best round, because run.best was not set"):
-        load_model(Path(three.run.dir) / "three", client=who, best=True)
+        load_model(Path(short.run.dir) / "three", client=client, best=True)
     page = (folder / "report.html").read_text()
     assert "Stopped in round 6 of 8: no better validation model/accuracy since round 3." in page
     assert "not finished" not in page
     assert read_run(folder).incidents == []
 
-    # It is complete: going on does nothing, until there is more patience; then a better round takes the best one's place.
+    # Resuming the stopped run does nothing. With more patience, a better round replaces the best one.
     before = read_tensors(folder)
     assert resume(folder, ["train.rounds=9"]).round == 6
     assert_same_bits(before, read_tensors(folder))
@@ -138,7 +140,7 @@ def test_a_run_stops_and_keeps_the_best_wherever_it_was_killed(tiny: Tiny) -> No
     assert RunStore(folder).rounds() == [8]
 
 
-def test_the_test_may_choose_but_it_is_said(tiny: Tiny) -> None:
+def test_selecting_by_the_test_set_is_reported(tiny: Tiny) -> None:
     config = tiny("run.best={metric: test model/loss}", "train.rounds=2")
     outcome: Result = run(config)
     assert outcome.best is not None
@@ -150,16 +152,16 @@ def test_the_test_may_choose_but_it_is_said(tiny: Tiny) -> None:
 TWO = ["train.rounds=6", "train.phases.first.rounds=3", "run.best=accuracy"]
 
 
-def phase_state(folder: Path, round_index: int) -> dict[str, bytes]:
-    """What a run knows after a round, apart from the round itself."""
-    found = read_tensors(folder)
-    assert found["round"] == str(round_index).encode()
-    return {name: value for name, value in found.items() if name not in LEFT_OUT}
+def read_phase_state(folder: Path, round_index: int) -> dict[str, bytes]:
+    """Return the state of a run after a round, without the round number and the extra state."""
+    tensors_by_name = read_tensors(folder)
+    assert tensors_by_name["round"] == str(round_index).encode()
+    return {name: value for name, value in tensors_by_name.items() if name not in EXCLUDED}
 
 
-def test_a_phase_begins_with_the_best_round_of_the_one_before(tiny: Tiny) -> None:
-    def after(rounds: int, name: str, *overrides: str) -> Path:
-        config = scripted(tiny, *TWO, *overrides, f"run.name={name}", script="[0, .1, .5, .2, .3]", kind="InPhases")
+def test_a_phase_may_start_from_the_best_round_of_the_previous_phase(tiny: Tiny) -> None:
+    def train_rounds(rounds: int, name: str, *overrides: str) -> Path:
+        config = make_config(tiny, *TWO, *overrides, f"run.name={name}", script="[0, .1, .5, .2, .3]", kind="InPhases")
         server = Server(create(config, Progress("quiet")), config)
         while server.round_index < rounds:
             server.round()
@@ -168,30 +170,30 @@ def test_a_phase_begins_with_the_best_round_of_the_one_before(tiny: Tiny) -> Non
         return Path(config.run.dir) / name
 
     begin = "train.phases.second.begin=best"
-    two, three = after(2, "two"), after(3, "best", begin)
-    assert_same_bits(phase_state(two, 2), phase_state(three, 3))  # with the private state of then
-    after(6, "best", begin)
-    whole = after(6, "whole", begin)
-    assert_same_bits(phase_state(three, 6), phase_state(whole, 6))
-    others = phase_state(after(6, "last"), 6)
-    assert others != phase_state(whole, 6)
+    after_two, after_three = train_rounds(2, "two"), train_rounds(3, "best", begin)
+    assert_same_bits(read_phase_state(after_two, 2), read_phase_state(after_three, 3))  # including private state
+    train_rounds(6, "best", begin)
+    whole = train_rounds(6, "whole", begin)
+    assert_same_bits(read_phase_state(after_three, 6), read_phase_state(whole, 6))
+    from_last_round = read_phase_state(train_rounds(6, "last"), 6)
+    assert from_last_round != read_phase_state(whole, 6)
 
 
-def test_a_phase_that_stops_is_one_that_was_configured_so(tiny: Tiny) -> None:
+def test_stopping_a_phase_early_equals_configuring_fewer_rounds(tiny: Tiny) -> None:
     script = "[0, .5, .4, .3, .2, .3, .2]"
 
-    def done(name: str, *overrides: str) -> Result:
+    def run_in_phases(name: str, *overrides: str) -> Result:
         own = ["train.rounds=7", "train.phases.second.optimiser.lr=0.02", f"run.name={name}"]
-        return run(scripted(tiny, *own, *overrides, script=script, kind="InPhases"))
+        return run(make_config(tiny, *own, *overrides, script=script, kind="InPhases"))
 
     stopping = ["run.stop={patience: 2}", "train.phases.first.rounds=5"]
-    stopped = done("stopped", *stopping)  # after rounds 3 (its best was the first) and 7 (its best was round 5)
-    configured = done("configured", "train.phases.first.rounds=3")
+    stopped = run_in_phases("stopped", *stopping)  # the phases stop after rounds 3 (best: 1) and 7 (best: 5)
+    configured = run_in_phases("configured", "train.phases.first.rounds=3")
     assert stopped.round == 7
     assert stopped.ended == "no better validation model/accuracy since round 5"
     assert_same_bits(read_tensors(configured.run_dir), read_tensors(stopped.run_dir))
     faster = ["train.rounds=7", "train.phases.second.optimiser.lr=0.02", *stopping, "run.name=killed"]
-    killed = scripted(tiny, *faster, script=script, kind="InPhases")
+    killed = make_config(tiny, *faster, script=script, kind="InPhases")
     server = start_server(killed)
     for _ in range(5):
         server.round()
@@ -199,8 +201,9 @@ def test_a_phase_that_stops_is_one_that_was_configured_so(tiny: Tiny) -> None:
     assert_same_bits(read_tensors(configured.run_dir), read_tensors(resume(Path(killed.run.dir) / "killed").run_dir))
     page = (stopped.run_dir / "report.html").read_text()
     assert "phase second from round 4" in page
-    # Where a phase ends decides numbers, so patience does here too.
-    assert killed.digest() != scripted(tiny, "train.rounds=7", "train.phases.first.rounds=5", kind="InPhases").digest()
+    # The end of a phase affects results, so patience is in the digest here.
+    patient = make_config(tiny, "train.rounds=7", "train.phases.first.rounds=5", kind="InPhases")
+    assert killed.digest() != patient.digest()
 
 
 @pytest.mark.parametrize(
@@ -218,12 +221,12 @@ def test_a_phase_that_stops_is_one_that_was_configured_so(tiny: Tiny) -> None:
         (["train.phases={'': {rounds: 1}}"], "has no phase '', because it has no phases. Remove train.phases"),
     ],
 )  # fmt: skip
-def test_what_cannot_choose_is_refused(tiny: Tiny, overrides: list[str], message: str) -> None:
+def test_unusable_metrics_are_rejected(tiny: Tiny, overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         tiny(*overrides)
 
 
-def test_metrics_that_nobody_measures_are_refused_before_training(tiny: Tiny) -> None:
+def test_unmeasured_metrics_are_rejected_before_training(tiny: Tiny) -> None:
     config = tiny("run.best={metric: validation model/acuracy, mode: max}")
     with pytest.raises(ConfigError, match=r"model/acuracy' is not measured. Choose one of: .*validation model/loss"):
         run(config)
@@ -232,20 +235,23 @@ def test_metrics_that_nobody_measures_are_refused_before_training(tiny: Tiny) ->
     with pytest.raises(
         ConfigError, match=r"'validation other/accuracy' is not measured in phase 'second'. Choose one of"
     ):
-        run(scripted(tiny, second, kind="InPhases"))
+        run(make_config(tiny, second, kind="InPhases"))
     begin = ["train.phases.second.begin=best", "train.rounds=6"]
     with pytest.raises(ConfigError, match=r"begin: best needs a metric"):
-        scripted(tiny, *begin, kind="InPhases")
+        make_config(tiny, *begin, kind="InPhases")
     with pytest.raises(ConfigError, match=r"no round of phase 'first' \(1 to 3\) is evaluated. Lower evaluate.every"):
-        scripted(tiny, *begin, "run.best={}", "evaluate.every=4", kind="InPhases")
+        make_config(tiny, *begin, "run.best={}", "evaluate.every=4", kind="InPhases")
     with pytest.raises(ConfigError, match=r"'first' is the first phase"):
-        scripted(tiny, "train.phases.first.begin=best", "run.best={}", kind="InPhases")
+        make_config(tiny, "train.phases.first.begin=best", "run.best={}", kind="InPhases")
 
 
-def test_the_same_in_actors(tiny: Tiny, ray_session: None) -> None:
-    outcomes = [run(scripted(tiny, *STOPPING, f"ray.actors={actors}", f"run.name=a{actors}")) for actors in (0, 1, 2)]
+def test_actors_select_the_same_round_with_the_same_bits(tiny: Tiny, ray_session: None) -> None:
+    outcomes = [
+        run(make_config(tiny, *STOPPING, f"ray.actors={actors}", f"run.name=a{actors}")) for actors in (0, 1, 2)
+    ]
     assert {outcome.round for outcome in outcomes} == {6}
-    for other in outcomes[1:]:
-        assert_same_bits(read_tensors(outcomes[0].run_dir), read_tensors(other.run_dir))
-        first, there = (outcome.run_dir / "model-best.safetensors" for outcome in (outcomes[0], other))
-        assert tensors(first) == tensors(there)
+    expected = outcomes[0].run_dir
+    for outcome in outcomes[1:]:
+        assert_same_bits(read_tensors(expected), read_tensors(outcome.run_dir))
+        models = [read_model(folder / "model-best.safetensors") for folder in (expected, outcome.run_dir)]
+        assert models[0] == models[1]

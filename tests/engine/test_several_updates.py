@@ -22,7 +22,7 @@ from raydfl import Method, Task, fit
 
 @dataclass(frozen=True, kw_only=True)
 class Parted(Method):
-    """FedAvg with the last layer in an entry of its own."""
+    """FedAvg with the last layer in a separate entry."""
 
     key: str = "head"
     has: str = "head"
@@ -50,24 +50,24 @@ class Parted(Method):
 
 
 @pytest.fixture
-def parted(tmp_path: Path) -> str:
+def split_method(tmp_path: Path) -> str:
     (tmp_path / "parted.py").write_text(METHOD)
     return f"{tmp_path / 'parted.py'}:Parted"
 
 
 @pytest.mark.parametrize("attack", ["null", "{name: sign_flip, clients: 0.34}"])
-def test_a_model_in_two_entries_is_the_model(tiny: Tiny, parted: str, attack: str) -> None:
-    """To the bit, whoever attacks; only the entry is another."""
+def test_splitting_a_model_into_two_entries_keeps_the_bits(tiny: Tiny, split_method: str, attack: str) -> None:
+    """Only the entry's name differs, with and without attackers."""
     settings = ["train.rounds=2", f"attack={attack}", "evaluate.server=false"]
     reference = known(tiny(*settings))
-    found = train_federation(tiny(*settings, "run.name=parted", method=parted))
+    split = train_federation(tiny(*settings, "run.name=parted", method=split_method))
     assert_same_bits(
-        {name.replace("server head ", "server global "): value for name, value in found.items()}, reference
+        {name.replace("server head ", "server global "): value for name, value in split.items()}, reference
     )
 
 
-def test_what_a_client_has_is_not_counted_again(tiny: Tiny, parted: str) -> None:
-    server = start_server(tiny("evaluate.every=9", method=parted))
+def test_entries_that_a_client_already_has_are_not_counted(tiny: Tiny, split_method: str) -> None:
+    server = start_server(tiny("evaluate.every=9", method=split_method))
     state = server._federation.state
     rest, head = (4 * sum(t.numel() for t in state.tensors[key].values()) for key in ("global", "head"))
     reports = [server._federation.round() for _ in range(2)]
@@ -77,13 +77,15 @@ def test_what_a_client_has_is_not_counted_again(tiny: Tiny, parted: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("option", "error", "says"),
+    ("option", "error", "message"),
     [
         ("key=global", ClientError, "two updates to the key 'global'. Join their tensors in one update"),
         ("key=tail", ClientError, "the update has the key 'tail'"),
         ("has=tail", ConfigError, "with 'tail' in has but not in receive"),
     ],
 )
-def test_what_does_not_fit_is_refused(tiny: Tiny, parted: str, option: str, error: type[Exception], says: str) -> None:
-    with pytest.raises(error, match=says):
-        train_federation(tiny("train.rounds=2", f"method.{option}", method=parted))
+def test_invalid_keys_are_rejected(
+    tiny: Tiny, split_method: str, option: str, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        train_federation(tiny("train.rounds=2", f"method.{option}", method=split_method))
