@@ -17,7 +17,7 @@ from raydfl.experiments.domains import Domain
 from raydfl.experiments.results import FEWEST, Contestant, StudyResults, format_number
 from raydfl.experiments.study import describe_value
 from raydfl.experiments.tables import describe_results, make_full_table, pivot
-from raydfl.runs.report import Picture, Section, align, render_page
+from raydfl.runs.report import Plot, Section, align, render_page
 from raydfl.runs.report.figures import INK, SERIES, SHARES, Axes, Series, plot_curves
 
 _BARS = 48
@@ -43,11 +43,11 @@ def write_page(results: StudyResults) -> Path:
         Section("", text=[text for text in (settings.question, settings.note) if text]),
         _show_best(results),
         Section("Notes" if search else "Table", headings=table[0], rows=_emphasise(table[1]), notes=notes),
-        Section("Comparison", [picture for part in parts for picture in _draw_bars(part, results)]),
-        Section("Heat maps", [picture for part in parts for picture in _draw_maps(part, results)]),
+        Section("Comparison", [plot for part in parts for plot in _draw_bars(part, results)]),
+        Section("Heat maps", [plot for part in parts for plot in _draw_maps(part, results)]),
         Section("Importance of settings", list(_draw_importance(results))),
         Section("Settings and scores", list(_draw_parallel(results))),
-        Section("Learning curves", [picture for part in cells for picture in _draw_curves(part, search)]),
+        Section("Learning curves", [plot for part in cells for plot in _draw_curves(part, search)]),
         Section("All values", headings=make_full_table(results)[0], rows=_emphasise(make_full_table(results)[1])),
         _show_runs(results),
         Section("Failures", headings=("trial", "reason"), rows=list(results.failed.items())),
@@ -118,7 +118,7 @@ def _make_title(title: str, cells: Sequence[Contestant], inner: int) -> str:
     return ", ".join((title, *cells[0].labels[: len(cells[0].labels) - inner]))
 
 
-def _draw_curves(cells: Sequence[Contestant], search: bool) -> Iterator[Picture]:
+def _draw_curves(cells: Sequence[Contestant], search: bool) -> Iterator[Plot]:
     """Draw the headline over the rounds, with a curve per label of the last axis or per draw."""
     series = []
     for place, cell in enumerate(cells):
@@ -160,7 +160,7 @@ def _arrange(cells: Sequence[Contestant]) -> tuple[list[str], list[str], dict[tu
     return list(dict.fromkeys(key[0] for key in by_both)), list(dict.fromkeys(key[1] for key in by_both)), by_both
 
 
-def _draw_bars(cells: Sequence[Contestant], results: StudyResults) -> Iterator[Picture]:
+def _draw_bars(cells: Sequence[Contestant], results: StudyResults) -> Iterator[Plot]:
     """Draw the headline with its spread and the paper's results, with a colour per label of the last axis."""
     groups, labels, by_both = _arrange(cells)
     if not any(cell.done for cell in cells) or len(groups) * len(labels) > _BARS:
@@ -195,10 +195,10 @@ def _draw_bars(cells: Sequence[Contestant], results: StudyResults) -> Iterator[P
         axes.set_ylim(bottom=0)
 
     caption = "Lines: standard deviation over the runs." if np.isfinite(spread).any() else ""
-    yield Picture(_make_title(_make_unit(cells), cells, 2), caption, draw, 3.0 + 0.12 * len(labels))
+    yield Plot(_make_title(_make_unit(cells), cells, 2), caption, draw, 3.0 + 0.12 * len(labels))
 
 
-def _draw_maps(cells: Sequence[Contestant], results: StudyResults) -> Iterator[Picture]:
+def _draw_maps(cells: Sequence[Contestant], results: StudyResults) -> Iterator[Plot]:
     """Draw heat maps over the last two axes: the headline, its difference, and the further metrics."""
     rows, columns, by_both = _arrange(cells)
     if len(rows) < 2 or len(columns) < 2 or not any(cell.done for cell in cells):
@@ -217,7 +217,7 @@ def _draw_maps(cells: Sequence[Contestant], results: StudyResults) -> Iterator[P
 
 def _draw_heat_map(
     title: str, values: np.ndarray, rows: list[str], columns: list[str], axes_names: Sequence[str]
-) -> Picture:
+) -> Plot:
     """Draw a matrix with stronger colours for larger values. Cells without a value are hatched."""
 
     def draw(axes: Axes) -> None:
@@ -239,10 +239,10 @@ def _draw_heat_map(
         axes.set_xlabel(axes_names[1])
 
     width = min(11.0, max(3.6, 0.75 * len(columns) + 2.2))
-    return Picture(title, "", draw, max(2.4, 0.42 * len(rows) + 1.6), width=width)
+    return Plot(title, "", draw, max(2.4, 0.42 * len(rows) + 1.6), width=width)
 
 
-def _draw_importance(results: StudyResults) -> Iterator[Picture]:
+def _draw_importance(results: StudyResults) -> Iterator[Plot]:
     """Draw the importance of each setting as horizontal bars, the largest at the top."""
     if not results.importance:
         return
@@ -259,10 +259,10 @@ def _draw_importance(results: StudyResults) -> Iterator[Picture]:
         f"Increase of the squared error of a random forest after shuffling a setting (permutation importance), as a share of the "
         f"sum. It needs many times more draws than settings, and at least {FEWEST}. Stopped trials count with their last score."
     )
-    yield Picture("Importance of each setting", caption, draw, 0.9 + 0.3 * len(results.importance))
+    yield Plot("Importance of each setting", caption, draw, 0.9 + 0.3 * len(results.importance))
 
 
-def _draw_parallel(results: StudyResults) -> Iterator[Picture]:
+def _draw_parallel(results: StudyResults) -> Iterator[Plot]:
     """Draw each draw as a line across vertical axes for settings and score, with a stronger colour for better scores."""
     domains = results.study.settings.domains
     ranked = [cell for cell in results.contestants if math.isfinite(cell.score(results.summary).mean)]
@@ -294,7 +294,7 @@ def _draw_parallel(results: StudyResults) -> Iterator[Picture]:
         axes.spines["left"].set_visible(False)
 
     caption = "Each line is a draw, with the best draw highlighted. Dashed: stopped early or unfinished."
-    yield Picture("Parallel coordinates", caption, draw, 3.6)
+    yield Plot("Parallel coordinates", caption, draw, 3.6)
 
 
 def _make_ticks(domain: Domain) -> list[tuple[float, str]]:

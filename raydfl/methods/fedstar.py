@@ -18,14 +18,14 @@ Readings. The paper and its code differ. The defaults follow the code, the sourc
 - The paper has T = 4, the code T = 1 (``temperature``).
 - The paper weights clients by all their clips (``weight: clips``). The code weights them by their unlabelled clips, rounded up to
   whole batches (``weight: batches``).
-- The paper assumes both pools. Here a client without labels learns only from guesses, and a client without unlabelled clips only
-  from labels.
+- The paper assumes both pools. Here a client without labels learns only from pseudo-labels, and a client without unlabelled clips
+  only from labels.
 
 ``learn_from`` selects the paper's supervised baseline, or a baseline with FedSTAR's number of steps and clips per step.
 
 Beyond the paper: ``per_class`` is FlexMatch's curriculum (B. Zhang et al., NeurIPS 2021, equations 6, 7 and 11), with counts
-once a round from the received model. ``strong`` names a view whose outputs learn the guesses from the model's own view (FixMatch:
-K. Sohn et al., NeurIPS 2020).
+once a round from the received model. ``strong`` names a view whose outputs learn the pseudo-labels of the model's own view
+(FixMatch: K. Sohn et al., NeurIPS 2020).
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ class FedSTAR(Method):
         bool, Field(description="Lower the threshold of classes with few accepted clips (FlexMatch).")
     ] = False
     strong: Annotated[
-        str | None, Field(description="View of data.views that learns the guesses (FixMatch). null: the model's view.")
+        str | None,
+        Field(description="View of data.views that learns the pseudo-labels (FixMatch). null: the model's view."),
     ] = None
 
     @property

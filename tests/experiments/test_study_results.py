@@ -28,7 +28,7 @@ from raydfl.experiments.settings import MetricSettings
 from raydfl.experiments.state import StudyState
 from raydfl.experiments.study import Study, Trial
 from raydfl.experiments.tables import describe_results, latex, make_full_table, markdown, pivot, records, write_tables
-from raydfl.runs.report import Picture
+from raydfl.runs.report import Plot
 from raydfl.runs.report import page as page_builder
 
 ROUNDS = 12
@@ -335,18 +335,18 @@ def test_spread_of_few_runs() -> None:
 def test_figures_of_a_study_show_its_numbers(
     results: tuple[StudyResults, dict[str, dict[str, list[float]]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pictures: dict[str, Picture] = {}
-    monkeypatch.setattr(page_builder, "draw", lambda picture, _: pictures.setdefault(picture.title, picture) and "")
+    plots: dict[str, Plot] = {}
+    monkeypatch.setattr(page_builder, "draw", lambda plot, _: plots.setdefault(plot.title, plot) and "")
     write_page(results[0])
     means = [each.score("tail").mean for each in results[0].contestants]
-    axes = pictures["accuracy (%)"].figure().axes[0]
+    axes = plots["accuracy (%)"].figure().axes[0]
     assert sorted(patch.get_height() for patch in axes.patches) == pytest.approx(sorted(means))
     assert [text.get_text() for text in axes.get_xticklabels()] == ["clean", "wrong"]
     assert sorted(axes.get_legend_handles_labels()[1]) == ["FedAvg", "FedProx", "fast", "paper"]
-    bars, matrix = list(pictures.values())[:2]
+    bars, matrix = list(plots.values())[:2]
     assert (bars.caption, matrix.caption) == ("Lines: standard deviation over the runs.", "")
     differences = [each.difference.mean for each in results[0].contestants if each.difference]
-    axes = pictures["difference"].figure().axes[0]
+    axes = plots["difference"].figure().axes[0]
     assert [text.get_text() for text in axes.texts] == [f"{value:.1f}" for value in differences]
     (cells,) = axes.collections
     strengths = np.ma.compressed(cells.get_array())[-len(differences) :]

@@ -345,7 +345,7 @@ def test_curves_of_a_comparison_look_different(tmp_path: Path, monkeypatch: pyte
     drawn: list[list[plots.Series]] = []
     draw = plots.plot_curves
 
-    def spy(title: str, caption: str, series: list[plots.Series], unit: str, percent: bool) -> plots.Picture:
+    def spy(title: str, caption: str, series: list[plots.Series], unit: str, percent: bool) -> plots.Plot:
         drawn.append(series)
         return draw(title, caption, series, unit, percent)
 
@@ -542,8 +542,8 @@ def test_a_large_confusion_matrix_is_readable(tmp_path: Path) -> None:
     (axes,) = draw_figure(tmp_path, "m, test data", {1: [row]}).axes
     assert len(axes.get_xticks()) == 50  # every fourth
     assert not axes.texts
-    (picture,) = show_confusions(read_run(tmp_path)).pictures
-    svg = picture.to_svg("f")
+    (plot,) = show_confusions(read_run(tmp_path)).plots
+    svg = plot.to_svg("f")
     assert len(svg) < 200_000
     assert 'href="data:image/png;base64,' in svg
 

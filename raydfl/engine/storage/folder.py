@@ -25,7 +25,7 @@ def check_begun(run_dir: Path) -> None:
         RunDirectoryError: The folder is no run directory, or the run stopped before its first round.
     """
     if not run_dir.is_dir():
-        raise RunDirectoryError(f"there is no run directory {run_dir}")
+        raise RunDirectoryError(f"there is no run directory {run_dir}. Give the folder printed by `raydfl run`.")
     if not (run_dir / "config.yaml").exists() or not (run_dir / "run.json").exists():
         raise RunDirectoryError(
             f"{run_dir} is not a run directory, or the run was interrupted before it began (config.yaml or run.json is missing). "

@@ -13,7 +13,7 @@ from raydfl.runs.report.compare import render_comparison
 from raydfl.runs.report.cost import split_round_times
 from raydfl.runs.report.data import Curve, Key, RunRecord, align, read_run
 from raydfl.runs.report.diagnosis import find_problems
-from raydfl.runs.report.figures import Picture
+from raydfl.runs.report.figures import Plot
 from raydfl.runs.report.page import Section, render_page
 from raydfl.runs.report.partition import plot_partition
 from raydfl.runs.report.run import draw_figures, render_run
@@ -21,7 +21,7 @@ from raydfl.runs.report.run import draw_figures, render_run
 __all__ = [
     "Curve",
     "Key",
-    "Picture",
+    "Plot",
     "RunRecord",
     "Section",
     "align",

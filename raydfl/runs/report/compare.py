@@ -12,7 +12,7 @@ import numpy as np
 from raydfl.core.metrics import SCORES, base_name, model_name
 from raydfl.core.nested import flatten, get_path
 from raydfl.runs.report.data import SPLITS, Key, RunRecord, align, sort_key
-from raydfl.runs.report.figures import Picture, Series, plot_curves
+from raydfl.runs.report.figures import Plot, Series, plot_curves
 from raydfl.runs.report.page import Section, format_value, render_page
 from raydfl.runs.report.run import format_cost, list_notes
 from raydfl.runs.report.scores import UNITS, format_model, format_score, format_split, select_curve
@@ -74,7 +74,7 @@ def _select_settings(run: RunRecord) -> dict[str, Any]:
     return {key: value for key, value in run.config.items() if key not in ("run", "ray", "track")}
 
 
-def _draw_curves(groups: Groups, keys: Sequence[Key]) -> Iterator[Picture]:
+def _draw_curves(groups: Groups, keys: Sequence[Key]) -> Iterator[Plot]:
     """Draw a figure for each score and split. A group's model has the same, unique colour and dashes in all figures."""
     looks: dict[tuple[str, str], int] = {}
     for (label, runs), (_, metric) in itertools.product(groups.items(), keys):

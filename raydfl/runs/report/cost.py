@@ -18,7 +18,7 @@ from raydfl.runs.report.figures import (
     INK,
     SERIES,
     Axes,
-    Picture,
+    Plot,
     Series,
     label_rounds,
     make_integer_locator,
@@ -54,7 +54,7 @@ def show_cost(run: RunRecord) -> Section:
     return Section("Cost", [*_draw_bytes(run), *_draw_round_times(run), *_draw_timelines(run), *_draw_other_times(run)])
 
 
-def _draw_bytes(run: RunRecord) -> Iterator[Picture]:
+def _draw_bytes(run: RunRecord) -> Iterator[Plot]:
     sent = _make_series(run, {"bytes_down": "to the clients", "bytes_up": "from the clients"})
     if sent:
         parts = [f"{item.label} {format_size(float(item.y.sum()))}" for item in sent]
@@ -96,7 +96,7 @@ def split_round_times(run: RunRecord) -> tuple[NDArray[np.float64], dict[str, ND
     return rounds, parts
 
 
-def _draw_round_times(run: RunRecord) -> Iterator[Picture]:
+def _draw_round_times(run: RunRecord) -> Iterator[Plot]:
     parts = split_round_times(run)
     if parts is None:
         return
@@ -126,10 +126,10 @@ def _draw_round_times(run: RunRecord) -> Iterator[Picture]:
         "The server's time of waiting for clients is split as the actors spent it. "
         f"Clients' work: {100 * share:.0f} % of the total time."
     )
-    yield Picture("where the time goes", caption, draw, 3.1)
+    yield Plot("where the time goes", caption, draw, 3.1)
 
 
-def _draw_timelines(run: RunRecord) -> Iterator[Picture]:
+def _draw_timelines(run: RunRecord) -> Iterator[Plot]:
     """Draw a strip for each of the last rounds, with a lane for each actor."""
     timelines = {number: rows for number, rows in sorted(run.timelines.items()) if len(rows)}
     if not timelines:
@@ -163,7 +163,7 @@ def _draw_timelines(run: RunRecord) -> Iterator[Picture]:
 
     caption = "One lane per client actor, one bar per client's training. A client has the same colour in all rounds."
     height = 0.6 + len(timelines) * (0.45 + 0.22 * lanes)
-    yield Picture("who worked when", caption, draw, height, len(timelines), label="actor")
+    yield Plot("who worked when", caption, draw, height, len(timelines), label="actor")
 
 
 def _shorten(name: str, most: int) -> str:
@@ -171,7 +171,7 @@ def _shorten(name: str, most: int) -> str:
     return name if len(name) <= most else f"…{name[-max(1, most - 1) :]}"
 
 
-def _draw_other_times(run: RunRecord) -> Iterator[Picture]:
+def _draw_other_times(run: RunRecord) -> Iterator[Plot]:
     parts = split_round_times(run) is not None
     drawn = {"train_and_aggregate", "clients", "round", *WALL, *_ACTORS} if parts else set()
     names = sorted({metric[8:] for _, metric in run.curves if metric.startswith("seconds/")} - drawn)

@@ -29,7 +29,7 @@ __all__ = [
     "SERIES",
     "SHARES",
     "Axes",
-    "Picture",
+    "Plot",
     "Series",
     "label_rounds",
     "make_integer_locator",
@@ -81,7 +81,7 @@ class ShownFigure(Figure):
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
+class Plot:
     """A figure of a page, drawn on demand."""
 
     title: str
@@ -165,12 +165,12 @@ class Series:
 
 def plot_curves(
     title: str, caption: str, series: Sequence[Series], unit: str, percent: bool = False, lowest: float | None = None
-) -> Picture:
-    """Return a picture of curves over the rounds.
+) -> Plot:
+    """Return a plot of curves over the rounds.
 
     Args:
-        title: Title of the picture.
-        caption: Caption of the picture.
+        title: Title of the plot.
+        caption: Caption of the plot.
         series: Curves with the number of completed rounds as x.
         unit: Label of the y axis with its unit.
         percent: Show y values in 0..1 as per cent.
@@ -186,7 +186,7 @@ def plot_curves(
         if percent:
             scale_percent(axes, series)
 
-    return Picture(title, caption, draw, 2.9 + 0.16 * len(series))
+    return Plot(title, caption, draw, 2.9 + 0.16 * len(series))
 
 
 def plot(axes: Axes, series: Sequence[Series]) -> None:

@@ -7,7 +7,7 @@ from matplotlib.colors import ListedColormap, to_rgba
 from numpy.typing import NDArray
 
 from raydfl.runs.report.data import RunRecord
-from raydfl.runs.report.figures import INK, SERIES, Axes, Picture, Series, label_rounds, plot_curves
+from raydfl.runs.report.figures import INK, SERIES, Axes, Plot, Series, label_rounds, plot_curves
 from raydfl.runs.report.page import Section
 
 
@@ -27,7 +27,7 @@ def show_groups(run: RunRecord) -> Section:
     caption = f"Clients in round {rounds[-1]:.0f}: {', '.join(sizes)}."
     if true_groups:
         caption += " Lines separate the true groups, which the server does not know."
-    pictures = [_draw_members(caption, rounds, groups, true_groups)]
+    plots = [_draw_members(caption, rounds, groups, true_groups)]
     labels = {"purity": "purity", "rand_index": "adjusted Rand index"}
     agreement = {label: run.curves.get(("server", f"tasks/{name}")) for name, label in labels.items()}
     series = [
@@ -37,8 +37,8 @@ def show_groups(run: RunRecord) -> Section:
     ]
     if series:
         ends = ", ".join(f"{item.label} {item.y[-1]:.2f}" for item in series)
-        pictures.append(plot_curves("agreement with the truth", f"At the end: {ends}.", series, "agreement"))
-    return Section("Groups of clients", pictures)
+        plots.append(plot_curves("agreement with the truth", f"At the end: {ends}.", series, "agreement"))
+    return Section("Groups of clients", plots)
 
 
 def _count_true_groups(run: RunRecord, truth: np.ndarray) -> list[tuple[str, int]]:
@@ -55,7 +55,7 @@ def _count_true_groups(run: RunRecord, truth: np.ndarray) -> list[tuple[str, int
 
 def _draw_members(
     caption: str, rounds: NDArray[np.float64], groups: NDArray[np.float64], true_groups: list[tuple[str, int]]
-) -> Picture:
+) -> Plot:
     """Draw a row for each client, coloured by its group from each round until the next."""
     clients, last = len(groups), max(1, int(groups.max(initial=0)))
     colours = [to_rgba(SERIES[n % len(SERIES)], 0.85 / (1 + n // len(SERIES))) for n in range(last)]
@@ -75,4 +75,4 @@ def _draw_members(
             axes.axhline(end, color=INK, linewidth=0.8)
         label_rounds(axes)
 
-    return Picture("who is with whom", caption, draw, min(8.0, max(2.2, 0.12 * clients + 1.2)))
+    return Plot("who is with whom", caption, draw, min(8.0, max(2.2, 0.12 * clients + 1.2)))

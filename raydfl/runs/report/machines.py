@@ -9,7 +9,7 @@ import numpy as np
 from raydfl.core.metrics import base_name
 from raydfl.runs.inference.tested import TestedClip, read_scores
 from raydfl.runs.report.data import RunRecord
-from raydfl.runs.report.figures import INK, SERIES, Axes, Picture, Series, plot_curves
+from raydfl.runs.report.figures import INK, SERIES, Axes, Plot, Series, plot_curves
 from raydfl.runs.report.page import Section
 from raydfl.runs.report.scores import format_model, format_split
 
@@ -40,7 +40,7 @@ def show_top_clips(run: RunRecord) -> Section:
     )
 
 
-def _draw_histograms(run: RunRecord) -> Iterator[Picture]:
+def _draw_histograms(run: RunRecord) -> Iterator[Plot]:
     machines: dict[str, list[TestedClip]] = {}
     for clip in read_scores(run.folder):
         machines.setdefault(clip.client, []).append(clip)
@@ -67,10 +67,10 @@ def _draw_histograms(run: RunRecord) -> Iterator[Picture]:
     caption = "Scores of each machine's test clips, from scores.csv (raydfl predict --test). Dashed line: threshold."
     if len(machines) > _MACHINES:
         caption += f" Only the first {_MACHINES} of {len(machines)} machines."
-    yield Picture("scores", caption, draw, 0.9 + 0.9 * len(shown), len(shown))
+    yield Plot("scores", caption, draw, 0.9 + 0.9 * len(shown), len(shown))
 
 
-def _draw_drift(run: RunRecord) -> Iterator[Picture]:
+def _draw_drift(run: RunRecord) -> Iterator[Plot]:
     for (split, metric), curve in run.curves.items():
         loss = run.curves.get((split, f"{metric.rpartition('/')[0]}/loss"))
         if base_name(metric) == "threshold" and split != "train" and loss is not None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from raydfl.runs.report.data import RunRecord
-from raydfl.runs.report.figures import SERIES, Axes, Picture, label_rounds, make_integer_locator
+from raydfl.runs.report.figures import SERIES, Axes, Plot, label_rounds, make_integer_locator
 from raydfl.runs.report.page import Section
 
 _PRUNED = "lpa/pruned/"
@@ -20,7 +20,7 @@ def show_aggregation(run: RunRecord) -> Section:
     return Section("Aggregation", [*_draw_pruning(run), *_draw_failures(run)])
 
 
-def _draw_pruning(run: RunRecord) -> Iterator[Picture]:
+def _draw_pruning(run: RunRecord) -> Iterator[Plot]:
     layers = {
         metric.removeprefix(_PRUNED): curve
         for (_, metric), curve in sorted(run.curves.items())
@@ -41,10 +41,10 @@ def _draw_pruning(run: RunRecord) -> Iterator[Picture]:
     means = ", ".join(f"{layer} {curve.totals.mean():.3g}" for layer, curve in layers.items())
     caption = f"Excluded clients per round, mean by layer: {means}."
     height = 0.7 + 0.55 * len(layers)
-    yield Picture("layer-wise pruning (LPA)", caption, draw, height, len(layers), label="excluded clients")
+    yield Plot("layer-wise pruning (LPA)", caption, draw, height, len(layers), label="excluded clients")
 
 
-def _draw_failures(run: RunRecord) -> Iterator[Picture]:
+def _draw_failures(run: RunRecord) -> Iterator[Plot]:
     kinds = {
         name: (rounds, lost) for name in ("failed", "rejected") for rounds, lost in [run.totals(name)] if lost.sum()
     }
@@ -73,7 +73,7 @@ def _draw_failures(run: RunRecord) -> Iterator[Picture]:
         label_rounds(axes)
 
     caption = ", ".join(f"{name}: {lost.sum():.0f}" for name, (_, lost) in kinds.items()) + "."
-    yield Picture("updates that were not used", caption, draw, 2.6)
+    yield Plot("updates that were not used", caption, draw, 2.6)
 
 
 def show_incidents(run: RunRecord) -> Section:

@@ -12,7 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from raydfl.engine import hide_passwords
-from raydfl.runs.report.figures import Picture
+from raydfl.runs.report.figures import Plot
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Section:
 
     title: str
     """Heading. Empty: no heading."""
-    pictures: Sequence[Picture] = ()
+    plots: Sequence[Plot] = ()
     headings: Sequence[str] = ()
     rows: Sequence[Sequence[str]] = ()
     """Rows of the table."""
@@ -37,7 +37,7 @@ class Section:
     """Shell commands after the text."""
 
     def __bool__(self) -> bool:
-        return any((self.pictures, self.rows, self.notes, self.text))
+        return any((self.plots, self.rows, self.notes, self.text))
 
 
 def render_page(
@@ -64,14 +64,14 @@ def render_page(
         notes=notes,
         tiles=tiles,
         # The markup is safe: Matplotlib escapes the texts of a figure, and to_svg escapes the description.
-        draw=lambda picture: Markup(draw(picture, f"figure-{next(numbers)}")),
+        draw=lambda plot: Markup(draw(plot, f"figure-{next(numbers)}")),
     )
     return page
 
 
-def draw(picture: Picture, name: str) -> str:
-    """Return a picture as SVG."""
-    return picture.to_svg(name)
+def draw(plot: Plot, name: str) -> str:
+    """Return a plot as SVG."""
+    return plot.to_svg(name)
 
 
 @functools.cache

@@ -63,11 +63,11 @@ def draw_figures(run: RunRecord, title: str = "") -> dict[str, Figure]:
     Raises:
         InputError: The report has no figure with this title.
     """
-    pictures = {picture.title: picture for show in _WITH_FIGURES for picture in show(run).pictures}
-    if title and title not in pictures:
-        choice = f"Choose one of {', '.join(map(repr, pictures))}." if pictures else "No round is recorded yet."
+    plots = {plot.title: plot for show in _WITH_FIGURES for plot in show(run).plots}
+    if title and title not in plots:
+        choice = f"Choose one of {', '.join(map(repr, plots))}." if plots else "No round is recorded yet."
         raise InputError(f"{run.folder} has no figure {title!r}. {choice}")
-    figures = {name: picture.figure() for name, picture in pictures.items() if title in ("", name)}
+    figures = {name: plot.figure() for name, plot in plots.items() if title in ("", name)}
     for figure in figures.values():
         figure.set_facecolor("white")
     return figures

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from raydfl.core.metrics import HARMONIC_MEAN, OF_CLIENTS, OF_FIT, SCORES, base_name, model_name, worst_decile
 from raydfl.runs.report.data import SPLITS, Curve, Key, RunRecord, sort_key
-from raydfl.runs.report.figures import INK, SHARES, Axes, Picture, Series, plot, plot_curves, scale_percent
+from raydfl.runs.report.figures import INK, SHARES, Axes, Plot, Series, plot, plot_curves, scale_percent
 from raydfl.runs.report.page import Section
 
 UNITS = {name: f"{score.title} ({score.unit})" for name, score in SCORES.items() if score.drawn}
@@ -48,7 +48,7 @@ def show_learning(run: RunRecord) -> Section:
     return Section("Learning curves", [*_draw_scores(run), *_draw_reported_metrics(run)])
 
 
-def _draw_scores(run: RunRecord) -> Iterator[Picture]:
+def _draw_scores(run: RunRecord) -> Iterator[Plot]:
     for base, unit in UNITS.items():
         series = [_make_series(run, key) for key in run.sort_scores(base)]
         if series:
@@ -57,7 +57,7 @@ def _draw_scores(run: RunRecord) -> Iterator[Picture]:
             yield plot_curves(SCORES[base].title, caption, series, unit, percent=SCORES[base].share)
 
 
-def _draw_reported_metrics(run: RunRecord) -> Iterator[Picture]:
+def _draw_reported_metrics(run: RunRecord) -> Iterator[Plot]:
     reported = {
         name: Series(name, curve.rounds, curve.values)
         for (split, name), curve in run.curves.items()
@@ -156,12 +156,12 @@ def show_clients(run: RunRecord) -> Section:
         axes.set_ylabel(UNITS[score])
 
     title, height = f"{SCORES[score].title} of each client", 2.9 + 0.16 * len(series)
-    return Section("Clients", [Picture(title, " ".join(captions), draw, height)] if series else [])
+    return Section("Clients", [Plot(title, " ".join(captions), draw, height)] if series else [])
 
 
 def show_confusions(run: RunRecord) -> Section:
     """Show the last confusion matrix of each model and split."""
-    models, pictures = run.models, []
+    models, plots = run.models, []
     ordered = sorted(
         run.confusions, key=lambda key: (sort_key(key[0], list(SPLITS)), sort_key(model_name(key[1]), models))
     )
@@ -171,11 +171,11 @@ def show_confusions(run: RunRecord) -> Section:
         classes = known if len(known) == len(matrix) else [str(number) for number in range(len(matrix))]
         if matrix.sum():
             caption = f"Round {round_index}, {matrix.sum():,.0f} examples. Colour: fraction of the true class."
-            pictures.append(_draw_confusion(f"{format_model(metric)}, {format_split(split)}", caption, matrix, classes))
-    return Section("Confusion", pictures)
+            plots.append(_draw_confusion(f"{format_model(metric)}, {format_split(split)}", caption, matrix, classes))
+    return Section("Confusion", plots)
 
 
-def _draw_confusion(title: str, caption: str, counts: NDArray[np.float64], classes: Sequence[str]) -> Picture:
+def _draw_confusion(title: str, caption: str, counts: NDArray[np.float64], classes: Sequence[str]) -> Plot:
     """Draw a confusion matrix, coloured by each cell's fraction of its row. Small matrices also show counts."""
     number = len(counts)
     # The power of 0.6 keeps a fraction of 2 % visible.
@@ -203,4 +203,4 @@ def _draw_confusion(title: str, caption: str, counts: NDArray[np.float64], class
         axes.set_ylabel("true class")
 
     side = min(6.4, max(3.2, 0.34 * number + 1.2))
-    return Picture(title, caption, draw, side, width=side)
+    return Plot(title, caption, draw, side, width=side)
