@@ -1,4 +1,4 @@
-"""What the tests of the documentation share: for each page a folder with the example jobs, as users have it."""
+"""Fixtures for the tests of the documentation: a folder with the example jobs for each page."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def fast(pytestconfig: pytest.Config) -> bool:
 
 @pytest.fixture(scope="session")
 def sandbox(tmp_path_factory: pytest.TempPathFactory, fast: bool) -> Callable[[Path], Path]:
-    """The folder in which a page's blocks run one after another. The recordings lie in PATH/TO, if there are any.
+    """Return a function that makes the working folder of a page. PATH/TO links to the recordings, if there are any.
 
-    It is empty for README.md and start.md, which begin with ``raydfl init``, and as that command leaves it for the other pages. In
-    the fast suite a round of ``jobs/tiny.yaml`` has one step or two for each client.
+    The folder is empty for README.md and start.md, because they begin with ``raydfl init``. For other pages it is initialised. The
+    fast suite shortens ``jobs/tiny.yaml`` to one or two steps for each client and round.
     """
     folders: dict[Path, Path] = {}
 
-    def of(page: Path) -> Path:
+    def make_folder(page: Path) -> Path:
         if page not in folders:
             folder = tmp_path_factory.mktemp(page.stem) / "project"
             folder.mkdir()
@@ -42,10 +42,10 @@ def sandbox(tmp_path_factory: pytest.TempPathFactory, fast: bool) -> Callable[[P
             folders[page] = folder
         return folders[page]
 
-    return of
+    return make_folder
 
 
 @pytest.fixture(scope="session")
 def documentation_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The feature cache of all pages."""
+    """Return the folder of the feature cache that all pages share."""
     return tmp_path_factory.mktemp("cache")

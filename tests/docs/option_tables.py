@@ -1,6 +1,6 @@
-"""The tables of options in docs/*.md. Their defaults and meanings come from the code.
+"""Option tables in docs/*.md. Their defaults and meanings come from the code.
 
-``python tests/docs/option_tables.py`` writes these cells into the pages. The rows and their order are the pages' own.
+``python tests/docs/option_tables.py`` writes these cells into the pages. The pages choose the rows and their order.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from raydfl.rules import RULES
 
 _CELLS = re.compile(r"(?<!\\)\|")
 _OPTION = re.compile(r"\[?`([^`]+)`")
-"""An option in the first cell, which may be a link."""
+"""The option in the first cell, possibly a link."""
 
 
-def settings_groups(model: type[Settings], place: str = "") -> dict[str, type[Settings]]:
-    """Map the place of every group of settings to its class. A class with several places has the first one."""
+def list_settings_groups(model: type[Settings], place: str = "") -> dict[str, type[Settings]]:
+    """Map the place of every settings group to its class. A class with several places has the first one."""
     groups: dict[str, type[Settings]] = {place: model} if place else {}
     for name, field in model.model_fields.items():
         for kind in (field.annotation, *getattr(field.annotation, "__args__", ())):
             if isinstance(kind, type) and issubclass(kind, Settings):
-                inner = settings_groups(kind, f"{place}.{name}" if place else name)
+                inner = list_settings_groups(kind, f"{place}.{name}" if place else name)
                 groups |= {key: cls for key, cls in inner.items() if cls not in groups.values()}
     return groups
 
 
 def find_classes(page: str) -> dict[str, tuple[type, set[str]]]:
-    """Map the headings of a page with a table of options to the class of the options, and to options that the table omits."""
+    """Map the headings with option tables to the class of the options and to the omitted options."""
     rooms: Mapping[str, dict[str, type]] = {
         "attacks.md": _find_all("raydfl.attacks", Attack, "attack"),
         "methods.md": _find_all("raydfl.methods", Method, "method")
@@ -67,32 +67,34 @@ def find_classes(page: str) -> dict[str, tuple[type, set[str]]]:
     elif page == "pretrained.md":
         classes = {"data.features of the kind pretrained": (PretrainedFeatures, set())}
     if page in ("configuration.md", "data.md", "views.md"):
-        places = settings_groups(Config)
+        places = list_settings_groups(Config)
         for place, cls in places.items():
-            inner = {other.rpartition(".")[2] for other in places if other.rpartition(".")[0] == place}
+            inner = {
+                inner_place.rpartition(".")[2] for inner_place in places if inner_place.rpartition(".")[0] == place
+            }
             if PAGE_OF_SETTINGS.get(place, PAGE_OF_SETTINGS.get(place.partition(".")[0])) == page:
                 classes[place] = (cls, inner)
-    return {heading: (cls, omitted) for heading, (cls, omitted) in classes.items() if _listed(cls, omitted)}
+    return {heading: (cls, omitted) for heading, (cls, omitted) in classes.items() if _list_options(cls, omitted)}
 
 
 def read_tables(text: str) -> dict[str, list[str]]:
-    """Map each heading to the options in its tables, in order."""
+    """Map each heading to the options in its tables, in the order of the page."""
     tables: dict[str, list[str]] = {}
     for heading, cells in _walk(text):
         if cells:
-            tables.setdefault(heading, []).append(_name(cells))
+            tables.setdefault(heading, []).append(_read_name(cells))
     return tables
 
 
 def fill_tables(page: Path) -> str:
-    """Return the text of a page with the defaults and meanings of the code in its tables."""
+    """Return the text of a page with defaults and meanings from the code."""
     classes, lines = find_classes(page.name), []
     text = page.read_text(encoding="utf-8")
     for line, (heading, cells) in zip(text.splitlines(), _walk(text), strict=True):
         cls = classes.get(heading, (None, set()))[0]
         options = {} if cls is None or not cells else {option.name: option for option in options_of(cls)}
-        if cls is not None and cells and (option := options.get(_name(cells))) is not None:
-            line = f"| {cells[0]} | {_default(cls, option, cells[1])} | {_escape(option.meaning)} |"
+        if cls is not None and cells and (option := options.get(_read_name(cells))) is not None:
+            line = f"| {cells[0]} | {_format_default(cls, option, cells[1])} | {_escape(option.meaning)} |"
         lines.append(line)
     return "\n".join(lines) + "\n"
 
@@ -107,16 +109,16 @@ PAGE_OF_SETTINGS = {"data": "data.md", "data.views": "views.md"} | {
 }
 
 
-def _find_all(room: str, base: type, what: str) -> dict[str, type]:
-    return {name: registry.find(room, name, base, what) for name in registry.names(room)}
+def _find_all(room: str, base: type, kind: str) -> dict[str, type]:
+    return {name: registry.find(room, name, base, kind) for name in registry.names(room)}
 
 
-def _listed(cls: type, omitted: set[str]) -> set[str]:
+def _list_options(cls: type, omitted: set[str]) -> set[str]:
     return {option.name for option in options_of(cls)} - omitted
 
 
 def _walk(text: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield for each line its heading and, for a row of a table of options, the row's cells."""
+    """Yield the heading of each line, and its cells if it is a row of an option table."""
     heading, in_block, in_table = "", False, False
     for line in text.splitlines():
         in_block ^= line.startswith("```")
@@ -128,13 +130,13 @@ def _walk(text: str) -> Iterator[tuple[str, list[str]]]:
         yield heading, cells if is_row else []
 
 
-def _name(cells: list[str]) -> str:
-    found = _OPTION.match(cells[0])
-    assert found is not None
-    return found[1]
+def _read_name(cells: list[str]) -> str:
+    match = _OPTION.match(cells[0])
+    assert match is not None
+    return match[1]
 
 
-def _default(cls: type, option: Option, cell: str) -> str:
+def _format_default(cls: type, option: Option, cell: str) -> str:
     """Return the cell of the default. A cell with an equal value keeps its spelling."""
     if option.required:
         return "required"

@@ -1,4 +1,4 @@
-"""README.md and docs/*.md taken apart: their code blocks, tables of options, headings and links."""
+"""Parser for README.md and docs/*.md: code blocks, headings and links."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 RECORDINGS = Path(os.environ.get("RAYDFL_DATA") or ROOT.parent / "shared" / "data")
-"""Real recordings, where there are any."""
+"""Folder of real recordings, possibly absent."""
 
 _MARK = re.compile(r"<!-- test: (?P<what>slow|skip|exit)(?:[: ]+(?P<more>.*?))? -->")
 _FILE = re.compile(r"# (?P<path>[\w/-]+\.(?:py|yaml))\n")
 _RECORDINGS = "PATH/TO/"
-"""Where the pages' examples have the data sets."""
+"""Folder of the data sets in the pages' examples."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block. ``<!-- test: slow -->``, ``skip: why`` or ``exit 2`` may stand on the line before it."""
+    """A fenced block. The line before it may be a mark: ``<!-- test: slow -->``, ``skip: why`` or ``exit 2``."""
 
     page: Path
     line: int
@@ -29,7 +29,7 @@ class Block:
     mark: str = ""
     more: str = ""
     saved: tuple[str, ...] = ()
-    """Files of blocks before it on its page that need recordings."""
+    """Files of earlier blocks on the page that need recordings."""
 
     @property
     def name(self) -> str:
@@ -37,9 +37,9 @@ class Block:
 
     @property
     def file(self) -> str | None:
-        """A block whose first line is ``# my_method.py`` is that file's content, to be saved and not run."""
-        found = _FILE.match(self.text) if self.language in ("python", "yaml") else None
-        return found["path"] if found else None
+        """Name of the file to save the block as, from a first line such as ``# my_method.py``. Such blocks are not run."""
+        match = _FILE.match(self.text) if self.language in ("python", "yaml") else None
+        return match["path"] if match else None
 
     @property
     def needs_recordings(self) -> bool:
@@ -50,9 +50,9 @@ class Block:
         return int(self.more) if self.mark == "exit" else 0
 
 
-def blocks(page: Path) -> list[Block]:
-    """The fenced blocks of a page, in order."""
-    found: list[Block] = []
+def read_blocks(page: Path) -> list[Block]:
+    """Read the fenced blocks of a page, in order."""
+    blocks: list[Block] = []
     saved: list[str] = []
     lines = page.read_text(encoding="utf-8").splitlines()
     opened: int | None = None
@@ -63,7 +63,7 @@ def blocks(page: Path) -> list[Block]:
             opened = number
             continue
         mark = _MARK.fullmatch(lines[opened - 1]) if opened else None
-        found.append(
+        blocks.append(
             Block(
                 page,
                 opened + 1,
@@ -74,30 +74,28 @@ def blocks(page: Path) -> list[Block]:
                 tuple(saved),
             )
         )
-        if found[-1].file is not None and _RECORDINGS in found[-1].text:
-            saved.append(str(found[-1].file))
+        if blocks[-1].file is not None and _RECORDINGS in blocks[-1].text:
+            saved.append(str(blocks[-1].file))
         opened = None
     assert opened is None, f"{page}: the block of line {opened} is never closed"
-    return found
+    return blocks
 
 
-def without_blocks(page: Path) -> str:
-    """A page's text without its fenced blocks."""
+def strip_blocks(page: Path) -> str:
+    """Return a page's text without its fenced blocks."""
     return re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
 
 
-def headings(page: Path) -> list[str]:
-    """The texts of a page's headings, without marks of emphasis or code."""
-    return [
-        found[1].strip().replace("`", "") for found in re.finditer(r"^#+ (.*)$", without_blocks(page), re.MULTILINE)
-    ]
+def read_headings(page: Path) -> list[str]:
+    """Read the headings of a page, without backticks."""
+    return [match[1].strip().replace("`", "") for match in re.finditer(r"^#+ (.*)$", strip_blocks(page), re.MULTILINE)]
 
 
-def anchor(heading: str) -> str:
-    """The fragment that a link to this heading has on code hosts."""
+def make_anchor(heading: str) -> str:
+    """Return the fragment of a link to this heading on code hosts."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
-def links(page: Path) -> list[str]:
-    """The targets of a page's links."""
-    return re.findall(r"\]\(([^)\s]+)\)", without_blocks(page))
+def read_links(page: Path) -> list[str]:
+    """Read the targets of a page's links."""
+    return re.findall(r"\]\(([^)\s]+)\)", strip_blocks(page))

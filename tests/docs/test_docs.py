@@ -1,10 +1,10 @@
-"""Every block of README.md and docs/*.md runs as printed, in the order of its page, from a folder that ``raydfl init`` filled.
+"""Every block of README.md and docs/*.md runs as printed, in the order of the page, in a folder filled by ``raydfl init``.
 
-With the raydfl that Python finds: the repository's, or an installed wheel's (``make test-wheel``).
+The tests use the raydfl that Python imports: the repository's, or an installed wheel's (``make test-wheel``).
 
-``raydfl`` commands and Python run in this process, for speed; slow blocks, and those that need a shell, in one. In the fast
-suite a run does one round unless its command says how many, with a step or two for each client. YAML is laid over
-``jobs/tiny.yaml`` and must then be a valid configuration.
+For speed, ``raydfl`` commands and Python run in this process. Slow blocks, and blocks that need a shell, run in a shell. In the
+fast suite a run has one round, unless its command sets the number, and one or two steps for each client. YAML is merged into
+``jobs/tiny.yaml`` and must result in a valid configuration.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import pytest
 import torch
 from commands import Raydfl
 from option_tables import fill_tables, find_classes, read_tables
-from pages import PAGES, RECORDINGS, ROOT, Block, anchor, blocks, headings, links, without_blocks
+from pages import PAGES, RECORDINGS, ROOT, Block, make_anchor, read_blocks, read_headings, read_links, strip_blocks
 
 import raydfl as package
 from raydfl import Method, Objective, Step, load_config, make_config
@@ -38,21 +38,21 @@ from raydfl.data.dataset import dataset_names
 from raydfl.models import architectures, build_model, find_architecture, model_options
 from raydfl.rules import RULES
 
-BLOCKS = [block for page in PAGES for block in blocks(page)]
+BLOCKS = [block for page in PAGES for block in read_blocks(page)]
 RUNNABLE = [block for block in BLOCKS if block.language in ("bash", "python", "yaml")]
 
 
 _SHELL = {">", "<", "|", "&&", "||", "&", ";"}
 
 
-def _parameters() -> list[Any]:
+def _make_parameters() -> list[Any]:
     return [
         pytest.param(block, id=block.name, marks=[pytest.mark.slow] if block.mark == "slow" else [])
         for block in RUNNABLE
     ]
 
 
-def test_pages_are_there_and_have_blocks() -> None:
+def test_every_page_exists_and_has_blocks() -> None:
     assert {page.name for page in PAGES} == {
         "README.md",
         "attacks.md",
@@ -93,12 +93,12 @@ def test_pages_are_there_and_have_blocks() -> None:
         "views.md",
     }
     assert all(any(block.page == page for block in RUNNABLE) for page in PAGES)
-    assert len(PAGES[0].read_text().splitlines()) <= 250, "the README is for a first look; the rest is behind links"
+    assert len(PAGES[0].read_text().splitlines()) <= 250, "README.md is too long. Move details to a page in docs/."
     site = re.findall(r"[\w-]+\.md", (ROOT / "mkdocs.yml").read_text())
-    assert sorted(site) == sorted(page.name for page in PAGES[1:]), "the site shows each page once"
+    assert sorted(site) == sorted(page.name for page in PAGES[1:]), "mkdocs.yml must list each page once"
     languages = {block.language for block in BLOCKS}
     assert languages <= {"bash", "python", "yaml", "text"}, languages
-    assert all(block.more for block in BLOCKS if block.mark == "skip"), "say why a block is not run"
+    assert all(block.more for block in BLOCKS if block.mark == "skip"), "A skipped block needs a reason"
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def run_block(
     monkeypatch: pytest.MonkeyPatch,
     fast: bool,
 ) -> Callable[[Block], None]:
-    """Runs a block in its page's folder."""
+    """Return a function that runs a block in the folder of its page."""
     monkeypatch.setenv("RAYDFL_CACHE", str(documentation_cache))
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     raydfl = Raydfl(capsys)
@@ -124,13 +124,13 @@ def run_block(
             (folder / block.file).parent.mkdir(parents=True, exist_ok=True)
             (folder / block.file).write_text(block.text, encoding="utf-8")
         elif block.language == "yaml":
-            make_config(_over_tiny(parse_yaml(block.text, block.name)), block.name)
+            make_config(_merge_into_tiny(parse_yaml(block.text, block.name)), block.name)
         elif block.language == "python":
-            if "import ray.data" in block.text:  # which would join a Ray of another test, that ends in the midst of it
+            if "import ray.data" in block.text:  # do not join another test's Ray, because it may end meanwhile
                 monkeypatch.setenv("RAY_ADDRESS", "local")
             _run_python(block, folder)
         else:
-            commands = _commands(block.text)
+            commands = _split_commands(block.text)
             if block.mark != "slow" and all(_needs_no_shell(command) for command in commands):
                 for command in commands:
                     if command[0] == "python" and fast:
@@ -141,26 +141,28 @@ def run_block(
                     if command[0] != "raydfl":
                         _run(command, block, folder)
                         continue
-                    said = raydfl(*(_short(command) if fast and not block.exit_code else command)[1:])
-                    assert said.code == block.exit_code, f"{block.name}: {shlex.join(command)}\n{said.out}{said.err}"
+                    result = raydfl(*(_shorten(command) if fast and not block.exit_code else command)[1:])
+                    assert result.code == block.exit_code, (
+                        f"{block.name}: {shlex.join(command)}\n{result.out}{result.err}"
+                    )
             else:
                 _run(["bash", "-euo", "pipefail", "-c", block.text], block, folder)
 
     return run
 
 
-def _commands(text: str) -> list[list[str]]:
-    """The words of each command; quotes may go over several lines."""
-    commands, waiting = [], ""
+def _split_commands(text: str) -> list[list[str]]:
+    """Split a shell script into the words of each command. Quotes may span several lines."""
+    commands, pending = [], ""
     for line in text.replace("\\\n", " ").splitlines(keepends=True):
-        waiting += line
+        pending += line
         try:
-            words = shlex.split(waiting, comments=True)
+            words = shlex.split(pending, comments=True)
         except ValueError:  # a quote is still open
             continue
         commands += [words] if words else []
-        waiting = ""
-    assert not waiting, waiting
+        pending = ""
+    assert not pending, pending
     return commands
 
 
@@ -170,14 +172,14 @@ def _needs_no_shell(command: Sequence[str]) -> bool:
     return command[0] == "raydfl" and not _SHELL & set(command)
 
 
-def _short(command: list[str]) -> list[str]:
-    """In the fast suite a run of which nothing else is said does one round."""
-    begins = command[1] == "run" and not any(word.startswith(("train=", "train.rounds=")) for word in command)
-    return [*command, "train.rounds=1"] if begins else command
+def _shorten(command: list[str]) -> list[str]:
+    """Limit a run to one round, unless the command sets the number of rounds."""
+    starts_run = command[1] == "run" and not any(word.startswith(("train=", "train.rounds=")) for word in command)
+    return [*command, "train.rounds=1"] if starts_run else command
 
 
 _NOTEBOOK: dict[str, Any] = {"__name__": "__main__"}
-"""The names of the cells of tour.md, which is one notebook; elsewhere each block is a program of its own."""
+"""Namespace of the cells of tour.md, a single notebook. On other pages each block is a separate program."""
 
 
 def _run_python(block: Block, folder: Path) -> None:
@@ -189,23 +191,23 @@ def _run_python(block: Block, folder: Path) -> None:
 
 
 def _run(command: list[str], block: Block, folder: Path) -> None:
-    done = subprocess.run(command, check=False, cwd=folder, capture_output=True, text=True, timeout=280)
-    assert done.returncode == block.exit_code, f"{block.name}\n{done.stdout}\n{done.stderr}"
+    result = subprocess.run(command, check=False, cwd=folder, capture_output=True, text=True, timeout=280)
+    assert result.returncode == block.exit_code, f"{block.name}\n{result.stdout}\n{result.stderr}"
 
 
-def _over_tiny(fragment: Mapping[str, Any]) -> dict[str, Any]:
-    """The tiny configuration with the fragment's groups in place of its own; data without a name is laid over its data."""
+def _merge_into_tiny(fragment: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace groups of the tiny configuration by the fragment's groups. Data without a name is merged instead."""
     values = parse_yaml((ROOT / "jobs" / "tiny.yaml").read_text(), "tiny")
     for key, value in fragment.items():
-        over = key == "data" and isinstance(value, Mapping) and "name" not in value
-        values[key] = {**values[key], **value} if over else value
+        merges = key == "data" and isinstance(value, Mapping) and "name" not in value
+        values[key] = {**values[key], **value} if merges else value
     return values
 
 
-_done: set[Block] = set()
+_finished: set[Block] = set()
 
 
-@pytest.mark.parametrize("block", _parameters())
+@pytest.mark.parametrize("block", _make_parameters())
 def test_block(block: Block, run_block: Callable[[Block], None]) -> None:
     if block.mark == "skip":
         pytest.skip(block.more)
@@ -215,21 +217,21 @@ def test_block(block: Block, run_block: Callable[[Block], None]) -> None:
         pytest.skip("the package espeakng-loader is not installed")
     if importlib.util.find_spec("transformers") is None and block.page.name == "pretrained.md":
         pytest.skip("the package transformers is not installed")
-    # What stands before it on its page, when it is run alone.
-    before = [other for other in RUNNABLE if other.page == block.page and other.line < block.line]
+    # Run the earlier blocks of the page first, in case this test runs alone.
+    before = [previous for previous in RUNNABLE if previous.page == block.page and previous.line < block.line]
     for earlier in before:
-        left_out = earlier.mark in ("slow", "skip") or (earlier.needs_recordings and earlier.file is None)
-        if earlier not in _done and not left_out:
-            _done.add(earlier)
+        is_skipped = earlier.mark in ("slow", "skip") or (earlier.needs_recordings and earlier.file is None)
+        if earlier not in _finished and not is_skipped:
+            _finished.add(earlier)
             run_block(earlier)
-    _done.add(block)
+    _finished.add(block)
     run_block(block)
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
-def _page(name: str) -> Path:
+def _find_page(name: str) -> Path:
     return next(page for page in PAGES if page.name == name)
 
 
@@ -251,57 +253,58 @@ def test_every_method_rule_and_objective_has_a_section() -> None:
         "methods.md": [*registry.names("raydfl.methods"), *registry.names("raydfl.engine.groups"), *RULES],
         "objectives.md": registry.names("raydfl.objectives"),
     }.items():
-        assert set(names) <= set(headings(_page(page))), page
+        assert set(names) <= set(read_headings(_find_page(page))), page
 
 
 def test_every_override_point_of_an_objective_is_described() -> None:
-    text = _page("objectives.md").read_text()
+    text = _find_page("objectives.md").read_text()
     points = [name for name in vars(Objective) if not name.startswith("_") and callable(getattr(Objective, name))]
     assert len(points) >= 11
     for name in points:
         assert f"| `{name}(" in text, name
 
 
-def test_the_table_of_methods_says_which_objectives_each_takes() -> None:
-    """That each pair does what it says is tested in tests/objectives."""
-    said: dict[str, str] = {}
-    for line in _page("objectives.md").read_text().partition("| method | takes |")[2].partition("\n\n")[0].splitlines():
+def test_the_table_of_methods_lists_the_accepted_objectives() -> None:
+    """tests/objectives runs each pair."""
+    documented: dict[str, str] = {}
+    text = _find_page("objectives.md").read_text()
+    for line in text.partition("| method | takes |")[2].partition("\n\n")[0].splitlines():
         names, _, takes = line.strip("|").partition("|")
-        said |= {name: takes.strip().strip("`") for name in re.findall(r"`(\w+)`", names)}
+        documented |= {name: takes.strip().strip("`") for name in re.findall(r"`(\w+)`", names)}
     accepted = {
         n: registry.find("raydfl.methods", n, Method, "method")().needs.objectives
         for n in registry.names("raydfl.methods")
     }
-    assert said == {name: ", ".join(names) or "any" for name, names in accepted.items()}
+    assert documented == {name: ", ".join(names) or "any" for name, names in accepted.items()}
 
 
 def test_every_architecture_is_described_with_its_options() -> None:
-    text = _page("methods.md").read_text()
+    text = _find_page("methods.md").read_text()
     for name in architectures():
         assert f"`{name}`" in text, name
         for option in model_options(name):
             assert f"`{option}`" in text, (name, option)
 
 
-def test_the_networks_have_the_parameters_that_the_page_says() -> None:
-    said = {}
-    networks = _page("methods.md").read_text().partition("\n## Networks\n")[2]
+def test_networks_have_the_documented_numbers_of_parameters() -> None:
+    documented = {}
+    networks = _find_page("methods.md").read_text().partition("\n## Networks\n")[2]
     for line in networks.splitlines():
         cells = [cell.strip() for cell in line.split("|")[1:-1]]
         if len(cells) == 4 and cells[3].replace(",", "").isdigit():
-            said |= dict.fromkeys(re.findall(r"`(\w+)`", cells[0]), int(cells[3].replace(",", "")))
+            documented |= dict.fromkeys(re.findall(r"`(\w+)`", cells[0]), int(cells[3].replace(",", "")))
     inputs = {
         name: (1, 28, 28) if getattr(find_architecture(name, "")[0], "images", False) else 64
         for name in architectures()
-        if name != "pretrained"  # it has those of a folder
+        if name != "pretrained"  # its size depends on a folder
     }
     with torch.device("meta"):
         built = {name: build_model(ModelSpec("model", name, inputs[name], 10)) for name in inputs}
-    assert said == {name: sum(p.numel() for p in model.parameters()) for name, model in built.items()}
+    assert documented == {name: sum(p.numel() for p in model.parameters()) for name, model in built.items()}
 
 
 def test_every_override_point_and_every_member_of_a_step_is_described() -> None:
-    text = _page("own-method.md").read_text()
+    text = _find_page("own-method.md").read_text()
     points = [name for name in vars(Method) if not name.startswith("_") and inspect.isfunction(getattr(Method, name))]
     assert len(points) <= 13
     for name in points:
@@ -313,41 +316,43 @@ def test_every_override_point_and_every_member_of_a_step_is_described() -> None:
         assert f"`step.{name}" in text, name
 
 
-def test_every_query_of_the_dashboard_is_for_a_metric_that_the_page_has() -> None:
-    """That a node shows them, tests/cluster looks up."""
-    known = set(re.findall(r"`ray_raydfl_(\w+)`", _page("observability.md").read_text()))
+def test_every_query_of_the_dashboard_uses_a_documented_metric() -> None:
+    """tests/cluster checks that a node exports these metrics."""
+    documented = set(re.findall(r"`ray_raydfl_(\w+)`", _find_page("observability.md").read_text()))
     board = json.loads((ROOT / "docs" / "grafana.json").read_text())
     queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
-    asked = [re.findall(r"ray_raydfl_(\w+)", query) for query in queries]
-    assert all(asked)
-    assert {re.sub("_(sum|count|bucket)$", "", name) for names in asked for name in names} == known
+    queried = [re.findall(r"ray_raydfl_(\w+)", query) for query in queries]
+    assert all(queried)
+    assert {re.sub("_(sum|count|bucket)$", "", name) for names in queried for name in names} == documented
 
 
 def test_readme_names_every_method_and_data_set() -> None:
-    text = _page("README.md").read_text()
+    text = _find_page("README.md").read_text()
     for name in [*registry.names("raydfl.methods"), *dataset_names()]:
         assert f"`{name}`" in text, name
 
 
-# -- words -------------------------------------------------------------------------------------------------------------
+# -- links and names -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
-    for target in links(page):
+def test_links_have_existing_targets(page: Path) -> None:
+    for target in read_links(page):
         if target.startswith(("http://", "https://")):
             continue
         path, _, fragment = target.partition("#")
-        other = (page.parent / path).resolve() if path else page
-        assert other.exists(), f"{page.name}: {target}"
+        linked_page = (page.parent / path).resolve() if path else page
+        assert linked_page.exists(), f"{page.name}: {target}"
         if fragment:
-            assert fragment in [anchor(heading) for heading in headings(other)], f"{page.name}: {target}"
+            assert fragment in [make_anchor(heading) for heading in read_headings(linked_page)], (
+                f"{page.name}: {target}"
+            )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_no_path_of_a_certain_machine(page: Path) -> None:
-    found = re.search(r"(?<![\w.])/(?:work|home|root|tmp)/", page.read_text())
-    assert found is None, page.read_text()[found.start() : found.start() + 60] if found else ""
+def test_pages_contain_no_machine_paths(page: Path) -> None:
+    match = re.search(r"(?<![\w.])/(?:work|home|root|tmp)/", page.read_text())
+    assert match is None, page.read_text()[match.start() : match.start() + 60] if match else ""
 
 
 _IMPORT = re.compile(r"^\s*(?:from (raydfl[\w.]*) import|import (raydfl[\w.]*))", re.MULTILINE)
@@ -355,18 +360,18 @@ _DOTTED = re.compile(r"\braydfl\.(\w+)\b(?!/)")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_pages_send_nobody_to_a_back_room(page: Path) -> None:
-    """Users import from ``raydfl`` and ``raydfl.ops`` alone; what lies behind these doors may move."""
-    for block in (block for block in blocks(page) if block.language == "python"):
-        modules = {one or other for one, other in _IMPORT.findall(block.text)}
+def test_pages_use_only_public_names(page: Path) -> None:
+    """Users import from ``raydfl`` and ``raydfl.ops`` only, because internal modules may move."""
+    for block in (block for block in read_blocks(page) if block.language == "python"):
+        modules = {from_module or imported_module for from_module, imported_module in _IMPORT.findall(block.text)}
         assert modules <= {"raydfl", "raydfl.ops"}, block.name
-    for code in re.findall(r"`([^`]+)`", without_blocks(page)):
-        named = {name for name in _DOTTED.findall(code) if name not in ("yaml", "html")}
-        assert named <= set(package.__all__), f"{page.name}: {code}"
+    for code in re.findall(r"`([^`]+)`", strip_blocks(page)):
+        members = {name for name in _DOTTED.findall(code) if name not in ("yaml", "html")}
+        assert members <= set(package.__all__), f"{page.name}: {code}"
 
 
 def test_jobs_are_valid() -> None:
-    """All but the sweeps, whose every cell tests/experiments/sweep checks, and the clusters, which tests/cluster checks."""
+    """tests/experiments/sweep checks the sweeps, and tests/cluster the clusters."""
     files = [
         file
         for file in sorted((ROOT / "jobs").rglob("*.yaml"))

@@ -1,4 +1,4 @@
-"""The documentation as a site: ``make docs`` accepts the pages and refuses a broken link."""
+"""Documentation site: ``make docs`` accepts the pages and rejects a broken link."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytest.importorskip("mkdocs", reason="not installed: pip install 'raydfl[dev]'")
 
 
 @pytest.mark.slow
-def test_the_site_builds_and_a_broken_anchor_stops_it(tmp_path: Path) -> None:
+def test_the_site_builds_and_rejects_a_broken_anchor(tmp_path: Path) -> None:
     command = re.findall(r"bin/(mkdocs build .*)", (ROOT / "Makefile").read_text())
     assert len(command) == 1
     shutil.copy(ROOT / "mkdocs.yml", tmp_path)

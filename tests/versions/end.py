@@ -1,4 +1,4 @@
-"""Tests with one end of the versions that raydfl takes, and one line about it: ``make test-versions``.
+"""Test raydfl with its oldest or newest supported packages, and print one line of results: ``make test-versions``.
 
 python -P tests/versions/end.py oldest LOG
 """
@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-SHOWN = ("ray", "mlflow", "torch", "numpy", "pandas", "pyarrow", "pydantic")
+REPORTED = ("ray", "mlflow", "torch", "numpy", "pandas", "pyarrow", "pydantic")
 WITH_RAY = [
     "tests/laws/test_ray_pool.py::test_killed_client_actors_change_nothing",
     "tests/laws/test_ray_pool.py::test_law_1_serial_and_1_2_and_4_actors_give_the_same_bits[fedavg]",
@@ -24,11 +24,11 @@ WITH_RAY = [
     "tests/runs/test_tracking.py::test_tracked_run_is_read_back",
     "tests/runs/test_tracking.py::test_rounds_are_tracked_once",
 ]
-"""The pool, a submitted job, a search and somebody's own Tuner, the tracker."""
+"""Tests of the pool, a submitted job, a search, a user's Tuner and the tracker."""
 
 
-def tests(log: Path, *arguments: str) -> tuple[int, str]:
-    """Run some tests; the exit code, and pytest's last line."""
+def run_tests(log: Path, *arguments: str) -> tuple[int, str]:
+    """Run tests, and return the exit code and the last line of pytest."""
     command = [
         sys.executable,
         "-P",
@@ -39,20 +39,20 @@ def tests(log: Path, *arguments: str) -> tuple[int, str]:
         *arguments,
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    # Away from the repository: Ray's workers import from the driver's folder first, and would have raydfl without its operators.
-    done = subprocess.run(command, check=False, cwd=log.parent, env=environment, capture_output=True, text=True)
+    # Run outside the repository: Ray's workers would import its raydfl, which lacks the compiled operators.
+    result = subprocess.run(command, check=False, cwd=log.parent, env=environment, capture_output=True, text=True)
     with log.open("a", encoding="utf-8") as file:
-        file.write(done.stdout + done.stderr)
-    return done.returncode, (done.stdout.strip().splitlines() or ["nothing printed"])[-1].strip("= ")
+        file.write(result.stdout + result.stderr)
+    return result.returncode, (result.stdout.strip().splitlines() or ["nothing printed"])[-1].strip("= ")
 
 
 def main() -> None:
-    """Run the fast laws, then those with Ray, and print the line."""
+    """Run the fast laws and the tests with Ray, and print the results."""
     end, log = sys.argv[1], Path(sys.argv[2]).resolve()
     log.write_text("", encoding="utf-8")
-    laws = tests(log, "--color=no", "--override-ini=addopts=", "-m", "not slow", str(ROOT / "tests" / "laws"))
-    ray = tests(log, "--color=no", "--override-ini=addopts=", *(f"{ROOT}/{test}" for test in WITH_RAY))
-    packages = ", ".join(f"{name} {version(name)}" for name in SHOWN)
+    laws = run_tests(log, "--color=no", "--override-ini=addopts=", "-m", "not slow", str(ROOT / "tests" / "laws"))
+    ray = run_tests(log, "--color=no", "--override-ini=addopts=", *(f"{ROOT}/{test}" for test in WITH_RAY))
+    packages = ", ".join(f"{name} {version(name)}" for name in REPORTED)
     print(
         f"{end}: Python {platform.python_version()}, {packages}; laws: {laws[1]}; with Ray: {ray[1]}; all of it: {log}"
     )

@@ -1,4 +1,4 @@
-"""What is said of versions fits together: the bounds of pyproject.toml, what both ends are tried with, and the docs."""
+"""Supported versions: pyproject.toml, the tested versions and the documentation agree."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ ROOT = HERE.parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
-def pinned(path: Path) -> dict[str, Version]:
+def read_versions(path: Path) -> dict[str, Version]:
     lines = [line.split("==") for line in path.read_text().splitlines() if not line.startswith("#")]
     return {name.lower(): Version(version) for name, version in lines}
 
 
-OLDEST, NEWEST, USUAL = (pinned(path) for path in (HERE / "oldest.txt", HERE / "newest.txt", ROOT / "constraints.txt"))
-OF_USERS = [
+OLDEST, NEWEST, USUAL = (
+    read_versions(path) for path in (HERE / "oldest.txt", HERE / "newest.txt", ROOT / "constraints.txt")
+)
+REQUIREMENTS = [
     *PROJECT["dependencies"],
     *(
         line
@@ -32,18 +34,18 @@ OF_USERS = [
 ]
 
 
-@pytest.mark.parametrize("line", OF_USERS)
-def test_a_lower_bound_is_what_was_tried(line: str) -> None:
-    needed = Requirement(line)
-    name = needed.name.lower()
+@pytest.mark.parametrize("line", REQUIREMENTS)
+def test_lower_bounds_are_the_oldest_tested_versions(line: str) -> None:
+    requirement = Requirement(line)
+    name = requirement.name.lower()
     for versions in (OLDEST, NEWEST, USUAL):
-        assert versions[name] in needed.specifier
+        assert versions[name] in requirement.specifier
     assert OLDEST[name] <= USUAL[name]
-    lower = [Version(each.version) for each in needed.specifier if each.operator == ">="]
+    lower = [Version(specifier.version) for specifier in requirement.specifier if specifier.operator == ">="]
     assert lower in ([], [OLDEST[name]])
 
 
-def test_the_docs_name_both_ends() -> None:
+def test_the_docs_name_the_oldest_and_newest_versions() -> None:
     page = (ROOT / "docs" / "install.md").read_text()
     rows = {
         name.lower(): ends for name, *ends in re.findall(r"^\| (\w+) \| ([\d.]+) \| ([\d.]+) \|$", page, re.MULTILINE)
