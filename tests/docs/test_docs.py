@@ -371,7 +371,7 @@ def test_pages_use_only_public_names(page: Path) -> None:
 
 
 def test_jobs_are_valid() -> None:
-    """tests/experiments/sweep checks the sweeps, and tests/cluster the clusters."""
+    """tests/experiments checks the sweeps, and tests/cluster the clusters."""
     files = [
         file
         for file in sorted((ROOT / "jobs").rglob("*.yaml"))

@@ -102,11 +102,11 @@ def test_files_in_options_become_absolute(configure_files: Tiny, tmp_path: Path)
 def test_the_digest_depends_on_file_content_not_location(
     configure_files: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
 ) -> None:
-    here = configure_files().digest()
+    digest = configure_files().digest()
     monkeypatch.chdir(tmp_path / "there")
-    assert configure_files().digest() == here
+    assert configure_files().digest() == digest
     (tmp_path / "there" / file).write_text("2.50")
-    assert configure_files().digest() != here
+    assert configure_files().digest() != digest
 
 
 def test_configurations_without_files_keep_their_digest(tiny: Tiny) -> None:

@@ -47,9 +47,8 @@ def test_distances_match_scipy(kind: Distance, scipy_name: str) -> None:
 
 def test_inner_products_and_heads_of_different_shapes() -> None:
     vectors = [{"w": torch.tensor(values)} for values in ([1.0, 0.0], [2.0, 0.0], [0.0, 1.0], [1.0, 0.0, 0.0])]
-    inner = distances(
-        vectors[:3], "inner"
-    )  # products 2, 0, 0; differences from the largest 0, 2, 2; their mean is 4 / 3
+    # Products: 2, 0, 0. Differences from the largest: 0, 2, 2. Their mean: 4 / 3.
+    inner = distances(vectors[:3], "inner")
     np.testing.assert_allclose(inner, [[0, 0, 1.5], [0, 0, 1.5], [1.5, 1.5, 0]])
     for kind in ("cosine", "l1", "l2", "inner"):
         assert distances(vectors, kind)[3, :3].tolist() == [2.0, 2.0, 2.0]  # type: ignore[arg-type]
@@ -136,13 +135,11 @@ def test_each_group_has_its_own_model_and_every_client_has_one() -> None:
     old = state
     later_updates = [make_update(state, i, np.add(UP if i == 4 else DOWN, small[i % 4])) for i in (0, 3, 4, 5, 7)]
     later_updates.insert(3, dataclasses.replace(later_updates[2], client_id="c6", key="global"))
-    later_updates = sorted(later_updates, key=lambda each: each.client_id)
+    later_updates = sorted(later_updates, key=lambda sent_update: sent_update.client_id)
     state, report = method.aggregate(state, iter(later_updates), RNG)
     assert get_groups(state) == ["task2", "task2", "task1", "task2", "task1", "task2", "task1", "task2"]
     # Changes are relative to the received model: client 0 received task1, but joins task2.
-    expected = (
-        sum(each.tensors["model/1.weight"] for each in later_updates if each.client_id in ("c0", "c3", "c5", "c7")) / 4
-    )
+    expected = sum(u.tensors["model/1.weight"] for u in later_updates if u.client_id in ("c0", "c3", "c5", "c7")) / 4
     torch.testing.assert_close(state.tensors["task2"]["model/1.weight"], expected)
     # Groups without members are removed, and every client still has a model.
     assert not torch.equal(old.tensors["task1"]["model/0.weight"], state.tensors["task1"]["model/0.weight"])
@@ -172,9 +169,9 @@ def test_accumulated_changes_affect_the_grouping() -> None:
         if divided:
             assert get_groups(state) == ["task1", "task2"] * 4
             assert len(state.tensors[KEPT]) == 8
-            kept = state.tensors[KEPT]["0/model/1.weight"].flatten().numpy()
+            accumulated = state.tensors[KEPT]["0/model/1.weight"].flatten().numpy()
             first = make_update(init_state(method), 0, UP).tensors["model/1.weight"].flatten().numpy()
-            assert kept == pytest.approx(first + noise[0] + 0.05, abs=1e-6)
+            assert accumulated == pytest.approx(first + noise[0] + 0.05, abs=1e-6)
 
 
 def test_clients_are_compared_by_last_layers_or_named_layers() -> None:
@@ -284,7 +281,7 @@ def test_the_state_records_the_membership() -> None:
 
 def test_equations_use_the_number_of_clients_in_the_group() -> None:
     """Scaffold's control variate moves by the participating fraction of the group."""
-    plain, method = Scaffold(), make_grouped_method({"name": "known", "by": "kind"}, Scaffold())
+    scaffold, method = Scaffold(), make_grouped_method({"name": "known", "by": "kind"}, Scaffold())
     state = init_state(method, truth="kind")
     sent = [make_update(state, number, UP) for number in range(5)]
     sent = [
@@ -296,8 +293,8 @@ def test_equations_use_the_number_of_clients_in_the_group() -> None:
     state, _ = method.aggregate(state, iter(sent), RNG)
     for kind in "ab":
         members = [name for number, name in enumerate(NAMES) if "ab"[number % 2] == kind]
-        reference = dataclasses.replace(init_state(plain), extra={"clients": len(members)})
-        reference, _ = plain.aggregate(
+        reference = dataclasses.replace(init_state(scaffold), extra={"clients": len(members)})
+        reference, _ = scaffold.aggregate(
             reference, (sent_update for sent_update in sent if sent_update.client_id in members), RNG
         )
         for name, value in reference.tensors["global"].items():

@@ -42,8 +42,8 @@ class Planned(Method):
         return dataclasses.replace(state, tensors={"global": first, "best": first, "head": head, "trunk": trunk})
 
     def plan_evaluation(self, state: State, clients: Sequence[Client]) -> list[Task]:
-        own = [Task("", phase="evaluate", receive=keys, options=self.options) for keys in self.receive]
-        return own + super().plan_evaluation(state, clients)
+        planned = [Task("", phase="evaluate", receive=keys, options=self.options) for keys in self.receive]
+        return planned + super().plan_evaluation(state, clients)
 
 
 @dataclass(frozen=True, kw_only=True)

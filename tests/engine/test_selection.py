@@ -183,8 +183,8 @@ def test_stopping_a_phase_early_equals_configuring_fewer_rounds(tiny: Tiny) -> N
     script = "[0, .5, .4, .3, .2, .3, .2]"
 
     def run_in_phases(name: str, *overrides: str) -> Result:
-        own = ["train.rounds=7", "train.phases.second.optimiser.lr=0.02", f"run.name={name}"]
-        return run(make_config(tiny, *own, *overrides, script=script, kind="InPhases"))
+        settings = ["train.rounds=7", "train.phases.second.optimiser.lr=0.02", f"run.name={name}"]
+        return run(make_config(tiny, *settings, *overrides, script=script, kind="InPhases"))
 
     stopping = ["run.stop={patience: 2}", "train.phases.first.rounds=5"]
     stopped = run_in_phases("stopped", *stopping)  # the phases stop after rounds 3 (best: 1) and 7 (best: 5)

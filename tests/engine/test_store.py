@@ -330,8 +330,8 @@ class Writer:
 
     def list_referenced_files(self) -> set[str]:
         """Return the names of the files referenced by the kept commits."""
-        kept = [self.store.load(name).private for name in self.store.commits()]
-        return {file for index in kept for file in (*index.bytes_by_segment(), index.base_name) if file}
+        indexes = [self.store.load(name).private for name in self.store.commits()]
+        return {file for index in indexes for file in (*index.bytes_by_segment(), index.base_name) if file}
 
     def list_files(self) -> set[str]:
         return {path.name for path in (self.folder / "private").iterdir()}
@@ -455,11 +455,11 @@ def test_only_orphans_of_the_run_are_removed(tmp_path: Path) -> None:
     ref = private.append(1, make_tensors(1))
     store.commit(make_state(1), PrivateIndex().replace({0: ref}), {ref.segment})
     orphans = ["000009-dead.seg", "0123456789abcdef.index", ".0123456789abcdef.index.0123.part"]
-    others = ["letter.txt", "my.seg", "books.index"]
-    for name in (*orphans, *others):
+    foreign = ["letter.txt", "my.seg", "books.index"]
+    for name in (*orphans, *foreign):
         (tmp_path / "private" / name).touch()
     RunStore(tmp_path).open_latest()
-    assert {path.name for path in (tmp_path / "private").iterdir()} == {ref.segment, *others}
+    assert {path.name for path in (tmp_path / "private").iterdir()} == {ref.segment, *foreign}
 
 
 @pytest.mark.parametrize("method", ["with private state", "without private state"])
@@ -518,17 +518,17 @@ def test_names_with_paths_are_rejected(name: object) -> None:
 
 def test_opening_a_run_removes_uncommitted_files(tmp_path: Path) -> None:
     private, store = PrivateStore(tmp_path / "private"), RunStore(tmp_path)
-    kept = private.append(1, make_tensors(1))
-    store.commit(make_state(1), PrivateIndex().replace({0: kept}), {kept.segment})
+    committed = private.append(1, make_tensors(1))
+    store.commit(make_state(1), PrivateIndex().replace({0: committed}), {committed.segment})
     before = (tmp_path / "LATEST").read_bytes()
-    later = private.append(2, make_tensors(2))
-    store.commit(make_state(2), PrivateIndex().replace({0: later}), {later.segment})
+    uncommitted = private.append(2, make_tensors(2))
+    store.commit(make_state(2), PrivateIndex().replace({0: uncommitted}), {uncommitted.segment})
     write_durably(tmp_path / "LATEST", before)  # simulate a crash before LATEST was replaced
     commit, _ = RunStore(tmp_path).open_latest()
     assert commit is not None
     assert commit.state.round_index == 1
     assert RunStore(tmp_path).rounds() == [1]
-    assert [p.name for p in (tmp_path / "private").iterdir()] == [kept.segment]
+    assert [p.name for p in (tmp_path / "private").iterdir()] == [committed.segment]
     assert torch.equal(PrivateStore(tmp_path / "private").read(commit.private[0])["model:a"], torch.ones(5))
 
 

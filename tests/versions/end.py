@@ -19,12 +19,12 @@ WITH_RAY = [
     "tests/laws/test_ray_pool.py::test_law_1_serial_and_1_2_and_4_actors_give_the_same_bits[fedavg]",
     "tests/cluster/jobs/test_submitted_jobs.py::test_without_the_token_nothing_is_submitted",
     "tests/cluster/jobs/test_submitted_jobs.py::test_a_job_is_stopped_and_the_same_command_ends_as_if_it_had_not_been",
-    "tests/experiments/search/test_search_run.py::test_a_search_and_its_trials_are_nested_in_mlflow",
+    "tests/experiments/test_study_run.py::test_a_study_and_its_runs_are_nested_in_mlflow",
     "tests/experiments/test_trainable.py::test_trials_of_asha_have_the_bits_of_runs_alone",
     "tests/runs/test_tracking.py::test_tracked_run_is_read_back",
     "tests/runs/test_tracking.py::test_rounds_are_tracked_once",
 ]
-"""Tests of the pool, a submitted job, a search, a user's Tuner and the tracker."""
+"""Tests of the pool, a submitted job, a study, a user's Tuner and the tracker."""
 
 
 def run_tests(log: Path, *arguments: str) -> tuple[int, str]:

@@ -7,6 +7,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from end import WITH_RAY
 from packaging.requirements import Requirement
 from packaging.version import Version
 
@@ -43,6 +44,12 @@ def test_lower_bounds_are_the_oldest_tested_versions(line: str) -> None:
     assert OLDEST[name] <= USUAL[name]
     lower = [Version(specifier.version) for specifier in requirement.specifier if specifier.operator == ">="]
     assert lower in ([], [OLDEST[name]])
+
+
+@pytest.mark.parametrize("test", WITH_RAY)
+def test_the_tests_of_the_oldest_and_newest_versions_exist(test: str) -> None:
+    file, _, name = test.partition("::")
+    assert f"\ndef {name.partition('[')[0]}(" in (ROOT / file).read_text()
 
 
 def test_the_docs_name_the_oldest_and_newest_versions() -> None:
