@@ -103,7 +103,7 @@ def age(run_dir: Path, config: Config, private: int, cohort: int) -> None:
     Of the index, about as much is not yet in the base as on average over many rounds.
     """
     population = Population.load(run_dir / "population", verify=True)
-    method, clients = config.parts.method, Clients(population, config)
+    method, clients = config.components.method, Clients(population, config)
     models = build_models(method, clients[0].models, config.run.seed)
     state = method.init(clients, [models], generator(config.run.seed, 0, "", "init"))
     kept = {

@@ -173,7 +173,7 @@ def mnist(pictures: Path) -> dict[str, object]:
 def make_work(config: Config, rounds: int) -> Work:
     """What raydfl will do in its first rounds, written down for the others."""
     population = Population.load(create(config, Progress("quiet")) / "population").use(config.data)
-    clients, method, seed = Clients(population, config), config.parts.method, config.run.seed
+    clients, method, seed = Clients(population, config), config.components.method, config.run.seed
     sizes = [population.num_examples(index) for index in range(len(population))]
     whole = [next(population.data(index).train.batches(size, None)) for index, size in enumerate(sizes)]
     cohort = config.train.cohort_size(len(population))

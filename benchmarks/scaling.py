@@ -154,7 +154,7 @@ def age(run_dir: Path, config: Config, population: Population) -> None:
 
     Of its index, about as much is not yet in the base as on average over many rounds.
     """
-    method, clients = config.parts.method, Clients(population, config)
+    method, clients = config.components.method, Clients(population, config)
     models: dict[str, nn.Module] = build_models(method, clients[0].models, config.run.seed)
     state = method.init(clients, [models], generator(config.run.seed, 0, "", "init"))
     kept = {

@@ -67,7 +67,7 @@ def data_info(
                     print(f"\npart {part}")  # noqa: T201
                 lines = describe_data(data, config.run.seed, config.labels_needed)
                 if step is not None:
-                    lines = describe_step(data, config.run.seed, step, config.parts.attack)
+                    lines = describe_step(data, config.run.seed, step, config.components.attack)
                 for line in lines:
                     print(line)  # noqa: T201
         except DataError as error:
@@ -135,7 +135,12 @@ def data_prepare(file: File, overrides: Overrides = None, quiet: Quiet = False, 
             stack.enter_context(connect_ray(config.ray.address, quiet=True))
             run_chunks = compute_on_cluster
         population = build_population(
-            config.data, config.run.seed, progress, run_chunks, config.parts.attack, labels_needed=config.labels_needed
+            config.data,
+            config.run.seed,
+            progress,
+            run_chunks,
+            config.components.attack,
+            labels_needed=config.labels_needed,
         )
         for message in population.messages:
             progress.message(message)

@@ -30,14 +30,14 @@ def explain_config(config: Config) -> str:
         "# The complete configuration, with all defaults. Run it with `raydfl run`.",
         "",
     ]
-    tuning, groups = config.parts.fine_tune, config.parts.former.get("tasks", "none")
+    tuning, groups = config.components.fine_tune, config.components.former.get("tasks", "none")
     resolved = {
         "train": config.train.model_copy(update={"groups": groups}),
         "evaluate": config.evaluate.model_copy(update={"fine_tune": tuning}) if tuning.epochs else config.evaluate,
     }
     for name, field in Config.model_fields.items():
         if name == "method":
-            built = config.parts.method
+            built = config.components.method
             lines += _comment(str(field.description), 0)
             lines += ["method:", *_comment("Name of the method. `raydfl methods` lists them.", 1)]
             lines.append(f"  name: {to_yaml(config.method['name'])}")
@@ -48,7 +48,7 @@ def explain_config(config: Config) -> str:
             ]
             lines += _options(options, values, 1)
         elif name == "objective":
-            objective = config.parts.method.objective
+            objective = config.components.method.objective
             lines += _comment(str(field.description), 0)
             lines += [
                 "objective:",
@@ -57,7 +57,7 @@ def explain_config(config: Config) -> str:
             ]
             lines += _options(options_of(type(objective)), plain(objective), 1)
         elif name == "attack":
-            attack = config.parts.attack
+            attack = config.components.attack
             lines += _comment(f"{_as_sentence(field.description)} `raydfl methods` lists the attacks.", 0)
             if config.attack is None or attack is None:
                 lines.append("attack: null")
@@ -70,8 +70,8 @@ def explain_config(config: Config) -> str:
                 f"{_as_sentence(field.description)} Built in: {known}. Your own class: my_file.py:Class", 0
             )
             lines.append("models:")
-            for model, choices in config.parts.models.items():
-                lines.append(f"  {model}: {to_yaml(_as_written(choices, config.parts.chosen_by.get(model)))}")
+            for model, choices in config.components.models.items():
+                lines.append(f"  {model}: {to_yaml(_as_written(choices, config.components.chosen_by.get(model)))}")
         else:
             lines += _group(name, resolved.get(name, getattr(config, name)), 0)
         lines.append("")
@@ -83,11 +83,11 @@ def _former(config: Config) -> dict[str, Any]:
     named = registry.find(
         "raydfl.methods", config.method["name"], Method, "method"
     )  # with mode=as_run, the class of today differs
-    own, today = ({option.name for option in options_of(cls)} for cls in (named, type(config.parts.method)))
+    own, today = ({option.name for option in options_of(cls)} for cls in (named, type(config.components.method)))
     former = config.method.keys() - today - {"name", "tasks"}  # tasks is train.groups today
     if not former and own == today:
         return {}
-    return {name: value for name, value in config.parts.former.items() if name in today | former}
+    return {name: value for name, value in config.components.former.items() if name in today | former}
 
 
 def _as_written(choices: Sequence[tuple[str, Mapping[str, Any]]], chosen: tuple[str, Sequence[str]] | None) -> Any:

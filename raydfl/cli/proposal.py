@@ -240,7 +240,7 @@ def _propose_ungrouped(data: DataSettings, manifest: pa.Table) -> tuple[dict[str
 
 def _conditions(config: Config, manifest: pa.Table) -> Conditions | None:
     """Find normal and anomalous clips by the objective or by the names of labels."""
-    objective = config.parts.method.objective
+    objective = config.components.method.objective
     detects, named = objective.answers == "score", getattr(objective, "normal", ())
     if detects and named:
         labels = manifest.column("label").drop_null().unique().to_pylist()

@@ -184,7 +184,7 @@ def measure_memory(run_dir: Path, config: Config, device: CudaDevice, where: str
     """
     train, evaluate = config.train, config.evaluate
     # The data settings are part of the key because features may be stored on the GPU.
-    work = (config.parts.method, config.parts.models, config.data.model_dump_json(exclude={"cache"}))
+    work = (config.components.method, config.components.models, config.data.model_dump_json(exclude={"cache"}))
     batches = (train.batch_size, train.together, train.optimiser, train.precision, evaluate.batch_size)
     kind = (work, batches, device.name(), device.total(), torch.__version__)
     path = (config.data.cache or default_cache()) / "gpu_memory.json"

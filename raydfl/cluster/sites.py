@@ -94,14 +94,14 @@ def prepare_site_part(
         with writing(new, 0, "the site's data", RESUME):
             make_private_folder(new)
     attack = None
-    if attackers is not None and config.parts.attack is not None:
+    if attackers is not None and config.components.attack is not None:
         ids = Population.load(target).ids
         chosen = tuple(ids[client] for client in attackers)
-        attack = dataclasses.replace(config.parts.attack, clients=chosen, draw="run", start=1, stop=None)
+        attack = dataclasses.replace(config.components.attack, clients=chosen, draw="run", start=1, stop=None)
     population = build_population(data.select_site(site), config.run.seed, attack=attack, classes=classes)
     config.check_needs({part: population.pools})
     population.save(target)
-    whole = config.parts.method.objective.answers in ("set", "score")
+    whole = config.components.method.objective.answers in ("set", "score")
     return SiteReport.from_population(site, population, data, whole)
 
 
@@ -214,7 +214,7 @@ def _prepare_part(
     separator = None if data.label_sets is None else data.label_sets.separator
     work: list[tuple[Any, ...]] = [(site, part, place_folder(config, run_dir, site), classes) for site in sites]
     reports: list[SiteReport] = _call_sites(config, prepare_site_part, work, progress)
-    population, attack = join_sites(reports, classes, separator), config.parts.attack
+    population, attack = join_sites(reports, classes, separator), config.components.attack
     if attack is not None:
         with naming_failures(attack, "check", kind="attack"):
             attack.check(classes, data.features)

@@ -25,7 +25,7 @@ ModelChoice = str | dict[str, Any] | list[str | dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Parts:
+class Components:
     """The objects of a configuration. They may be of users' classes, so they are not sent to other processes."""
 
     method: Method
@@ -52,7 +52,7 @@ def assemble(
     objective: Mapping[str, Any] | None = None,
     groups: str | Mapping[str, Any] | None = None,
     fine_tune: FineTuneSettings | None = None,
-) -> Parts:
+) -> Components:
     """Build the objects of a configuration.
 
     Args:
@@ -83,7 +83,7 @@ def assemble(
     architectures, rule = _read_architectures(_declare_models(built, models), lists), find_group_rule(groups)
     grouped = built if rule is None else add_groups(built, rule)
     tuning = find_former_tuning(built, former) if fine_tune is None else fine_tune
-    return Parts(grouped, built.built_rule, attackers, architectures, chosen_by, former, tuning)
+    return Components(grouped, built.built_rule, attackers, architectures, chosen_by, former, tuning)
 
 
 def _declare_models(method: Method, configured: Iterable[str]) -> Mapping[str, str]:

@@ -37,7 +37,7 @@ class Clients(OnDemand[Client]):
         """
         self._planning = planning
         self._population = population
-        objective, settings = config.parts.method.objective, config.data.each
+        objective, settings = config.components.method.objective, config.data.each
         self._dealt: dict[str, tuple[int, Mapping[str, tuple[Sequence[Any], np.ndarray]]]] = {}
         """For each part, the index of its first client, and its ``data.profile``: values, and positions in them [clients]."""
         self._specs: dict[str, list[list[ModelSpec]]] = {}
@@ -55,13 +55,13 @@ class Clients(OnDemand[Client]):
             width = None if outputs == classes else outputs
             self._specs[part] = [
                 [_make_spec(name, architecture, options, part_data, data, width) for architecture, options in choices]
-                for name, choices in config.parts.models.items()
+                for name, choices in config.components.models.items()
             ]
         self._choices: list[np.ndarray | None] = []
         """For each model, the position of every client's architecture; ``None``: all clients have the same."""
-        for name, choices in config.parts.models.items():
-            if name in config.parts.chosen_by:
-                self._choices.append(self._choose(name, *config.parts.chosen_by[name]))
+        for name, choices in config.components.models.items():
+            if name in config.components.chosen_by:
+                self._choices.append(self._choose(name, *config.components.chosen_by[name]))
                 continue
             rng = seeds.generator(config.run.seed, 0, "", f"architecture/{name}")
             drawn = rng.integers(len(choices), size=len(population)) if len(choices) > 1 else None
@@ -69,7 +69,7 @@ class Clients(OnDemand[Client]):
         self._index = functools.lru_cache(_CACHE_SIZE)(population.index)
         self._settings = config.train.clients
         self._client = functools.lru_cache(_CACHE_SIZE)(self._make_client)
-        self._method = config.parts.method
+        self._method = config.components.method
         self._read = self._method.needs.columns
         self._own_models = functools.lru_cache(_CACHE_SIZE)(self._narrow)
 

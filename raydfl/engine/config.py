@@ -23,7 +23,7 @@ from raydfl.core.options import explain, plain
 from raydfl.core.settings import Settings
 from raydfl.core.yaml import read_yaml
 from raydfl.data import KNOWN, DataSettings, Population, ProfileSettings
-from raydfl.engine.assembly import ModelChoice, Parts, assemble, format_value, split_view
+from raydfl.engine.assembly import Components, ModelChoice, assemble, format_value, split_view
 from raydfl.engine.digest import drop_neutral, hash_values, select_decisive
 from raydfl.engine.named_files import check_encoder, check_same_files, hash_named_files, resolve_paths
 from raydfl.engine.needs import check_needs
@@ -76,12 +76,12 @@ class Config(Settings):
         self.check_needs({})
         if self.ray.actors == 0 or self.ray.gpus == 0 or self.ray.cpu_actors:  # some clients train on the CPU
             check_device(self.train.precision, torch.device("cpu"))
-        declared = self.parts.models
+        declared = self.components.models
         _check_known(self.models, declared, f"models: {self.method['name']}")
         for data in self.data.each.values():
             self._check_models(data)
         profiles = [data.profile for data in self.data.each.values()]
-        for name, (column, keys) in self.parts.chosen_by.items():
+        for name, (column, keys) in self.components.chosen_by.items():
             _check_choices(f"models.{name}", column, keys, profiles, list(self.data.parts))
         rates = {f"phases.{phase}.": own.optimiser.models or {} for phase, own in self.train.phases.items()}
         for place, models in {"": self.train.optimiser.models, **rates}.items():
@@ -95,7 +95,7 @@ class Config(Settings):
     @property
     def phases(self) -> Phases:
         """The phases of the method with the first round of each."""
-        return Phases.from_settings(type(self.parts.method).phases, self.train, self.method["name"])
+        return Phases.from_settings(type(self.components.method).phases, self.train, self.method["name"])
 
     def check_needs(self, pools: Mapping[str, Sequence[str]]) -> None:
         """Reject a configuration that does not meet the declared needs.
@@ -106,7 +106,7 @@ class Config(Settings):
         Raises:
             ConfigError: A need is not met. The message describes the first conflict.
         """
-        method, rule, attack = self.parts.method, self.parts.rule, self.parts.attack
+        method, rule, attack = self.components.method, self.components.rule, self.components.attack
         phases = [self.train.resolve_phase(name) for name in self.phases.names]
         names = self.method["name"], self.objective["name"], str((self.attack or {}).get("name"))
         check_needs(names, method, attack, rule, self.data, self.train.clients, phases, pools)
@@ -121,7 +121,7 @@ class Config(Settings):
         Raises:
             ConfigError: A phase does not exist, or the direction of a metric is unknown.
         """
-        model, headline = next(iter(self.parts.models), ""), self.parts.method.objective.headline
+        model, headline = next(iter(self.components.models), ""), self.components.method.objective.headline
         if population is None:
             validates = any(holds_out(data, "server_validation") for data in self.data.each.values())
         else:
@@ -131,10 +131,10 @@ class Config(Settings):
 
     def _check_models(self, data: DataSettings) -> None:
         """Reject networks that cannot read their view, and views without a model."""
-        read, views = set(self.parts.method.needs.views), data.all_views
-        for name, choices in self.parts.models.items():
+        read, views = set(self.components.method.needs.views), data.all_views
+        for name, choices in self.components.models.items():
             for architecture, options in choices:
-                if name in type(self.parts.method).on_features:
+                if name in type(self.components.method).on_features:
                     check_model(architecture, options, 1, None, f"models.{name}")
                     continue
                 view, own = split_view({key: value for key, value in options.items() if key != INIT_FROM})
@@ -159,7 +159,7 @@ class Config(Settings):
                 )
 
     @functools.cached_property
-    def parts(self) -> Parts:
+    def components(self) -> Components:
         """The objects of this configuration, built once in each process.
 
         Raises:
@@ -170,10 +170,10 @@ class Config(Settings):
         )
 
     def __getstate__(self) -> dict[Any, Any]:
-        # Classes of users' files cannot be unpickled in a process without these files, so each process builds its own parts.
+        # Classes of users' files cannot be unpickled in a process without these files, so each process builds its own components.
         state = super().__getstate__()
-        state["__dict__"] = {key: value for key, value in state["__dict__"].items() if key != "parts"}
-        state["__dict__"].setdefault(_FILES, self.files() if "parts" in self.__dict__ else {})
+        state["__dict__"] = {key: value for key, value in state["__dict__"].items() if key != "components"}
+        state["__dict__"].setdefault(_FILES, self.files() if "components" in self.__dict__ else {})
         state["__dict__"].setdefault(_KERNELS, kernels())
         return state
 
@@ -201,50 +201,50 @@ class Config(Settings):
         """Return a copy with validated groups in place of some groups."""
         copied = super().model_copy(update=update, deep=deep)
         if not {"method", "models", "attack", "objective", "train", "evaluate"}.isdisjoint(update or {}):
-            copied.__dict__.pop("parts", None)  # the cached parts were built from the old groups
+            copied.__dict__.pop("components", None)  # the cached components were built from the old groups
         return copied
 
     @property
     def labels_needed(self) -> bool:
         """True if the objective learns from labels. Each class then needs training clips."""
-        return self.parts.method.objective.labels != "any"
+        return self.components.method.objective.labels != "any"
 
     def files(self) -> dict[str, tuple[str, str]]:
         """Return the files and encoder folders of options: path and content digest by the option's place."""
-        return hash_named_files(self.parts, self.data)
+        return hash_named_files(self.components, self.data)
 
     def digest(self) -> str:
         """Hash all settings that affect results. Configurations with equal digests give the same bits.
 
         The hash excludes resources, the number of rounds, the evaluation and the trackers.
         """
-        parts = self.model_dump(mode="json", exclude={"evaluate", "ray", "run", "track"})
+        decisive = self.model_dump(mode="json", exclude={"evaluate", "ray", "run", "track"})
         # Includes defaults, so that an explicit default gives the same digest.
-        parts["method"] = {"name": self.method["name"], **plain(self.parts.method), **self.parts.former}
-        del parts["train"]["groups"]  # parts.former has it under its former name
-        parts["models"] = self.parts.models
-        parts["objective"] = {
+        decisive["method"] = {"name": self.method["name"], **plain(self.components.method), **self.components.former}
+        del decisive["train"]["groups"]  # former has it under its former name
+        decisive["models"] = self.components.models
+        decisive["objective"] = {
             "name": self.objective["name"],
-            **drop_neutral(self.objective["name"], plain(self.parts.method.objective)),
+            **drop_neutral(self.objective["name"], plain(self.components.method.objective)),
         }
-        if self.parts.chosen_by:
-            parts["chosen_by"] = self.parts.chosen_by
-        attack = self.parts.attack
+        if self.components.chosen_by:
+            decisive["chosen_by"] = self.components.chosen_by
+        attack = self.components.attack
         if attack is not None:
-            parts["attack"] = {"name": (self.attack or {})["name"], **plain(attack)}
-        parts = select_decisive(parts, self.data)
-        parts["train"].pop("rounds")
-        if type(self.parts.method).phases:
-            parts["train"]["phases"] = [
+            decisive["attack"] = {"name": (self.attack or {})["name"], **plain(attack)}
+        decisive = select_decisive(decisive, self.data)
+        decisive["train"].pop("rounds")
+        if type(self.components.method).phases:
+            decisive["train"]["phases"] = [
                 (name, first, self.train.phases.get(name, PhaseSettings()).dump_deciding())
                 for name, first in zip(self.phases.names, self.phases.first, strict=True)
             ]
-            parts |= self._dump_phase_criteria()
+            decisive |= self._dump_phase_criteria()
         if self.train.deadline is None:
-            del parts["train"]["late"]  # has no effect without a deadline
-        parts["seed"] = self.run.seed
-        parts["threads"] = self.ray.threads  # the order of a parallel sum affects its last bits
-        return hash_values(parts, self.files())
+            del decisive["train"]["late"]  # has no effect without a deadline
+        decisive["seed"] = self.run.seed
+        decisive["threads"] = self.ray.threads  # the order of a parallel sum affects its last bits
+        return hash_values(decisive, self.files())
 
     def _dump_phase_criteria(self) -> dict[str, Any]:
         """Return the criteria that end phases or select their starting checkpoint, with the evaluation's settings."""

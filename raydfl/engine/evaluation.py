@@ -329,7 +329,7 @@ def find_received_entries(config: Config, state: State, clients: Clients, begun:
         clients: All clients of the run. The evaluation is planned for each of them.
         begun: Number of completed rounds before each phase, if a phase ended early.
     """
-    method, last = config.parts.method, max(0, state.round_index - 1)
+    method, last = config.components.method, max(0, state.round_index - 1)
     phase = config.phases.replace_first(begun).find(last)
     # The last round is planned again, because a method's schedule may end with it.
     before = dataclasses.replace(state, round_index=last, phase=phase)

@@ -71,12 +71,14 @@ class Federation:
         self.config = config
         self.store = store
         self.pool = pool
-        self.method = config.parts.method
+        self.method = config.components.method
         self.clients = Clients(population, config, planning=True)
         self._cohorts = {
             name: config.train.resolve_phase(name).cohort_size(self.clients.eligible) for name in config.phases.names
         }
-        self._attackers = Adversary(config.parts.attack, type(self.method).changes, population.ids, config.run.seed)
+        self._attackers = Adversary(
+            config.components.attack, type(self.method).changes, population.ids, config.run.seed
+        )
         self._place_of, self._part_of = population.place_of, population.part_of
         variants = {
             part: [(specs, build_models(self.method, specs, config.run.seed)) for specs in combinations]
@@ -88,7 +90,7 @@ class Federation:
             self.clients,
             {part: data.shards for part, data in population.parts.items()},
             variants,
-            config.parts.fine_tune.part,
+            config.components.fine_tune.part,
             self._make_orders,
             lambda state: find_received_entries(config, state, self.clients, self.checkpoint.phases.first),
         )

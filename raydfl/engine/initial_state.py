@@ -45,13 +45,13 @@ def make_initial_state(config: Config, clients: Clients, variants: Mapping[str, 
 
 
 def _init(config: Config, clients: Sequence[Client], models: Sequence[Mapping[str, nn.Module]]) -> State:
-    with naming_failures(config.parts.method, "init"):
-        return config.parts.method.init(clients, models, seeds.generator(config.run.seed, 0, "", "init"))
+    with naming_failures(config.components.method, "init"):
+        return config.components.method.init(clients, models, seeds.generator(config.run.seed, 0, "", "init"))
 
 
 def _init_wider(config: Config, clients: Clients, variants: Mapping[str, Variants]) -> State:
     """Create the first part's state with an additional class. Tensors with a different shape depend on the classes."""
-    method = config.parts.method
+    method = config.components.method
 
     def widen(spec: ModelSpec) -> ModelSpec:
         width = None if spec.outputs is None else method.objective.outputs(spec.classes + 1)

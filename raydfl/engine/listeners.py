@@ -177,7 +177,7 @@ class Recorder:
         """Add rows for the training, the attackers, the phase, the evaluation and the times of a round."""
         report, rows, arrivals = done.report, RoundRows(done.report.round), done.received
         arrivals.record(rows, self._store.together > 1, self._config.train.deadline is not None)
-        if self._config.parts.attack is not None:
+        if self._config.components.attack is not None:
             rows.add({"attackers": Ratio(len(done.attackers), 1)})
             for client in done.attackers:
                 rows.add({"attacker": Ratio(1, 1)}, client)
@@ -239,7 +239,7 @@ def begin_phase(config: Config, state: State) -> State:
     Raises:
         ClientError: The method's code failed.
     """
-    method = config.parts.method
+    method = config.components.method
     with naming_failures(method, "begin_phase", f"after round {state.round_index}, phase {state.phase!r}"):
         begun = method.begin_phase(state)
     return dataclasses.replace(as_stored(begun), phase=state.phase)

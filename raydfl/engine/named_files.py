@@ -20,7 +20,7 @@ from raydfl.core.pretrained import encoder_digest
 from raydfl.core.remote import check_path, is_uri
 from raydfl.data import DataSettings, find_dataset, find_transform, place_of
 from raydfl.data.features import AnyFeatures, PretrainedFeatures, kind_of
-from raydfl.engine.assembly import Parts
+from raydfl.engine.assembly import Components
 from raydfl.methods import Method
 from raydfl.models import INIT_FROM, Pretrained, find_architecture, model_paths
 from raydfl.objectives import Objective
@@ -130,16 +130,16 @@ def _resolve_references(value: Any) -> Any:
     return value
 
 
-def hash_named_files(parts: Parts, data: DataSettings) -> dict[str, tuple[str, str]]:
+def hash_named_files(components: Components, data: DataSettings) -> dict[str, tuple[str, str]]:
     """Return path and content digest of the files and encoder folders of options, by the option's place.
 
     Includes options of method, rule, objective, models and attack. Excludes files of data and features, except encoder folders,
     because the run keeps its own population and features.
     """
-    method = parts.method
-    objects: dict[str, object] = {"method": method, "objective": method.objective, "attack": parts.attack}
+    method = components.method
+    objects: dict[str, object] = {"method": method, "objective": method.objective, "attack": components.attack}
     if isinstance(method.rule, dict):
-        objects["method.rule"] = parts.rule
+        objects["method.rule"] = components.rule
     named = {
         f"{place}.{key}": getattr(built, key)
         for place, built in objects.items()
@@ -147,7 +147,7 @@ def hash_named_files(parts: Parts, data: DataSettings) -> dict[str, tuple[str, s
         for key in path_options(type(built))
     }
     encoders: dict[str, Path] = {}
-    for name, choices in parts.models.items():
+    for name, choices in components.models.items():
         for number, (architecture, options) in enumerate(choices):
             place = f"models.{name}" if len(choices) == 1 else f"models.{name}.{number}"
             for key in model_paths(architecture, place):

@@ -36,7 +36,7 @@ def try_models(config: Config, population: Population) -> dict[str, list[dict[st
         ConfigError: The objective does not fit the data, a network cannot be built or fails, or its output is not finite or of a
             wrong shape.
     """
-    method = config.parts.method
+    method = config.components.method
     described: dict[str, dict[ModelSpec, dict[str, Any]]] = {}
     clients = Clients(population, config)
     variants, narrower = clients.variants_of_parts(), clients.narrow_variants()

@@ -100,12 +100,12 @@ class Worker:
             if self.device.index is None:  # tensors' devices have an index, and parts of torch.cuda require it
                 self.device = torch.device("cuda", torch.cuda.current_device())
             torch.backends.cudnn.allow_tf32 = False  # TF32 would round convolutions and GRUs to 10 bits
-        self.method = config.parts.method
+        self.method = config.components.method
         self.population = Population.load(run_dir / "population") if population is None else population
         self.clients = Clients(self.population, config)
         self.population.use(config.data)
         keep_freed_memory()
-        self.attack = config.parts.attack
+        self.attack = config.components.attack
         at_clients = (self.method, self.method.objective, *([] if self.attack is None else [self.attack]))
         users_code = any(is_users(type(part).__module__) for part in at_clients)
         self.networks = BuiltNetworks(self.method, config.run.seed, self.device, users_code)
@@ -256,7 +256,7 @@ class Worker:
         if order.task.client_id == SERVER:
             return frozenset()
         client = self.clients.by_id(order.task.client_id)
-        return frozenset(self.config.parts.models) - {spec.name for spec in client.models}
+        return frozenset(self.config.components.models) - {spec.name for spec in client.models}
 
     def _find_client(self, order: Order) -> tuple[Client, ClientData]:
         if order.task.client_id == SERVER:
@@ -334,7 +334,7 @@ class Worker:
                     metrics = attack_success(metrics, self.attack.target_class(self.population.classes))
                 measured[measurement.split] = metrics
         held_out = [m for m in order.measure or () if m.split in ("validation", "client_test") and m.split in measured]
-        tuning = self.config.parts.fine_tune
+        tuning = self.config.components.fine_tune
         if held_out and tuning.epochs and len(step.data.train):
             step.models = models
             objective, features = self.method.objective, type(self.method).on_features

@@ -344,7 +344,7 @@ def take_over(checkpoint: Path, folder: Path, config: Config) -> None:
     """
     for change in _list_changes(read_about(checkpoint), config):
         key = change.partition(": ")[0]
-        if not fits_state(key, config.parts.method):
+        if not fits_state(key, config.components.method):
             raise ConfigError(
                 f"{change}: a trial continues from another trial's checkpoint, which {key} does not allow. {CHANGEABLE}"
             )

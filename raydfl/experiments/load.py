@@ -196,9 +196,9 @@ def check_domains(study: Study) -> None:
                 f"{study.file}: a trial with {text} cannot be run, so no run was started: {error}"
             ) from error
     settings, metric, config = study.settings, study.first.metric, study.first.config
-    method, population = config.parts.method, settings.population
+    method, population = config.components.method, settings.population
     if metric.model is not None:
-        check_known(metric.model, config.parts.models, f"{study.file}: metric.model: there is no model")
+        check_known(metric.model, config.components.models, f"{study.file}: metric.model: there is no model")
     if type(method).evaluate is Method.evaluate:  # An override may measure any score.
         known = [score + suffix for score in HIGHER_IS_BETTER for suffix in ("", *OF_CLIENTS, HARMONIC_MEAN)]
         check_known(metric.score, known, f"{study.file}: metric.score: nothing measures")

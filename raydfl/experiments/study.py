@@ -246,7 +246,7 @@ class Study:
         """Complete a metric: set a missing split, and take a missing score from the objective's headline."""
         changes = {"split": metric.split or ("validation" if self.settings.domains else "test")}
         if "score" not in metric.model_fields_set:
-            changes["score"] = config.parts.method.objective.headline
+            changes["score"] = config.components.method.objective.headline
         return metric.model_copy(update=changes)
 
     def _configure_patience(self, config: Config, metric: MetricSettings) -> Config:
@@ -269,7 +269,7 @@ def describe_value(value: Any) -> str:
 
 def list_keys(config: Config, metric: MetricSettings) -> list[Key]:
     """List the names of a metric in the metrics table by preference. The mean over clients is first."""
-    models = [metric.model] if metric.model else list(config.parts.models)[:1]
+    models = [metric.model] if metric.model else list(config.components.models)[:1]
     names = [*(f"{model}/{metric.score}" for model in models), metric.score]
     return [(metric.split or "test", key) for name in names for key in (f"{name}_client_mean", name)]
 

@@ -12,7 +12,7 @@ from typing import Literal, cast
 import numpy as np
 
 from raydfl.core.errors import RaydflError
-from raydfl.core.ops import ClientVectors, Parts, sums_are_compiled
+from raydfl.core.ops import ClientVectors, Ranges, sums_are_compiled
 from raydfl.core.tensors import Layout
 from raydfl.core.types import Ratio, Tensors, Update
 from raydfl.rules._tensor_sum import Contribution, TensorSum
@@ -113,16 +113,16 @@ class Group:
                 start = stop
         return matrix
 
-    def parts(self, names: Sequence[str]) -> Parts:
+    def find_ranges(self, names: Sequence[str]) -> Ranges:
         """Compute the ranges of elements that tensors occupy in a row. Adjacent tensors share a range."""
-        parts: list[tuple[int, int]] = []
+        ranges: list[tuple[int, int]] = []
         for name in names:
             columns = self.layout.columns(name)
-            if parts and parts[-1][1] == columns.start:
-                parts[-1] = (parts[-1][0], columns.stop)
+            if ranges and ranges[-1][1] == columns.start:
+                ranges[-1] = (ranges[-1][0], columns.stop)
             else:
-                parts.append((columns.start, columns.stop))
-        return parts
+                ranges.append((columns.start, columns.stop))
+        return ranges
 
     def squared_deviations(self, names: Sequence[str]) -> np.ndarray:
         """Compute the squared Euclidean distance of each client to the uniform mean of all clients.
@@ -135,7 +135,7 @@ class Group:
         Returns:
             float64 [clients].
         """
-        return self._rows.compute_squared_deviations(self.parts(names))
+        return self._rows.compute_squared_deviations(self.find_ranges(names))
 
     def mean(self, name: str, kept: Sequence[int]) -> np.ndarray:
         """Compute the weighted mean of one tensor over selected clients.
@@ -162,10 +162,10 @@ class Group:
         weight = add_in_order(weights)
         if weight == 0:
             return {name: self.mean(name, kept) for name in names}
-        parts = self.parts(names)
+        ranges = self.find_ranges(names)
         if sums_are_compiled() or len(kept) == len(self.rows):
-            sums, begin = np.zeros(sum(stop - start for start, stop in parts)), 0
-            for start, stop in parts:
+            sums, begin = np.zeros(sum(stop - start for start, stop in ranges)), 0
+            for start, stop in ranges:
                 self._rows.add_to(sums[begin : begin + stop - start], weights, kept, start)
                 begin += stop - start
             sums /= weight
@@ -173,7 +173,7 @@ class Group:
         else:
             # Scaling by a power of two is exact, and with weights below 1 the sum cannot overflow.
             shares = np.ldexp(weights, -math.frexp(weight)[1])
-            means = self._rows.approximate_sum(shares, kept, parts) / shares.sum()
+            means = self._rows.approximate_sum(shares, kept, ranges) / shares.sum()
         columns = [self.layout.columns(name) for name in names]
         edges = np.cumsum([tensor.stop - tensor.start for tensor in columns])
         return dict(zip(names, np.split(means, edges[:-1]), strict=True))

@@ -56,7 +56,7 @@ class LayerwisePruning(CollectingRule):
                 kept = sorted(order[smallest:last] if smallest < last else order[middle : middle + 1])
             for name, mean in group.means(names, kept).items():
                 vector[group.layout.columns(name)] = mean
-            elements = sum(stop - start for start, stop in group.parts(names))
+            elements = sum(stop - start for start, stop in group.find_ranges(names))
             group.influence[kept] += elements
             group.report[f"lpa/pruned/{layer}"] = Ratio(clients - len(kept), clients)
         group.influence /= max(1, group.layout.size)

@@ -284,7 +284,7 @@ def _run_rounds(
     durable: bool,
 ) -> Rounds:
     total = max(round_index, config.train.rounds)  # An override may have lowered train.rounds.
-    progress.start(total, round_index, run_dir.name, config.parts.method.objective.headline)
+    progress.start(total, round_index, run_dir.name, config.components.method.objective.headline)
     scores: dict[str, float] = {}
     shown = round_index
 

@@ -62,7 +62,7 @@ def ensure_features(run_dir: Path, config: Config, progress: Progress) -> None:
     progress.message(f"{problem}. Rebuilding the features.")
     try:
         population = build_population(
-            config.data, config.run.seed, progress, attack=config.parts.attack, labels_needed=config.labels_needed
+            config.data, config.run.seed, progress, attack=config.components.attack, labels_needed=config.labels_needed
         )
     except DataError as error:
         raise DataError(f"{problem}. Rebuilding the features failed: {error}") from error
@@ -167,7 +167,7 @@ def prepare_run(run_dir: Path, config: Config, progress: Progress) -> None:
         population = prepare_sites(config, run_dir, progress)
     else:
         population = build_population(
-            config.data, config.run.seed, progress, attack=config.parts.attack, labels_needed=config.labels_needed
+            config.data, config.run.seed, progress, attack=config.components.attack, labels_needed=config.labels_needed
         )
     config.check_needs({name: part.pools for name, part in population.parts.items() if part.has_clips})
     _check_ids(config)
@@ -195,7 +195,7 @@ def _check_ids(config: Config) -> None:
 
 def _collect_remarks(config: Config, population: Population) -> list[str]:
     """Collect the objective's remarks on the clients' data, for each part of the data."""
-    remarks = {part: config.parts.method.objective.remarks(data) for part, data in population.parts.items()}
+    remarks = {part: config.components.method.objective.remarks(data) for part, data in population.parts.items()}
     return [part_names.qualify(part, ": ", text) for part, texts in remarks.items() for text in texts]
 
 
@@ -234,8 +234,8 @@ def write_new_run(
         "skipped": [{"clip": clip, "reason": reason} for clip, reason in population.skipped],
     }
     # run.json of configurations without these features stays equal to that of earlier versions.
-    if type(config.parts.method).revision > 1:
-        about["revision"] = type(config.parts.method).revision
+    if type(config.components.method).revision > 1:
+        about["revision"] = type(config.components.method).revision
     if remarks:
         about["remarks"] = list(remarks)
     if len(config.phases.names) > 1:
@@ -308,8 +308,8 @@ def _build_fixed_tensors(config: Config, variants: Sequence[tuple[ModelSpec, ...
     """Build each variant's models and return the fixed tensors of those models that are equal in all variants."""
     tensors: dict[str, Tensor] = {}
     unequal: set[str] = set()
-    for models in [build_models(config.parts.method, specs, config.run.seed) for specs in variants]:
-        for name in sorted(find_fixed_tensors(models, config.parts.method.fixed)):
+    for models in [build_models(config.components.method, specs, config.run.seed) for specs in variants]:
+        for name in sorted(find_fixed_tensors(models, config.components.method.fixed)):
             model, _, key = name.partition("/")
             tensor = models[model].state_dict()[key].detach().contiguous()
             if not torch.equal(tensors.setdefault(name, tensor), tensor):
@@ -350,7 +350,7 @@ def _export(
 ) -> list[Path]:
     """Write the shared models of one round to files named after ``stem``, with ``extra`` metadata."""
     about, state, fixed = read_about(run_dir), commit.state, _collect_fixed_tensors(config, clients)
-    names = tuple(f"{name}/" for name in config.parts.models)
+    names = tuple(f"{name}/" for name in config.components.models)
     keys = [
         key for key, entry in state.tensors.items() if any(part_names.plain_name(n).startswith(names) for n in entry)
     ]

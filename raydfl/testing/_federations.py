@@ -101,9 +101,9 @@ def list_ownership(config: Config) -> dict[str, Any]:
         number of frames, label, columns, and the number of frames of each further view.
     """
     population = build_population(
-        config.data, config.run.seed, attack=config.parts.attack, labels_needed=config.labels_needed
+        config.data, config.run.seed, attack=config.components.attack, labels_needed=config.labels_needed
     )
-    return describe_population(population, config.parts.attack is not None)
+    return describe_population(population, config.components.attack is not None)
 
 
 def describe_population(population: Population, attacked: bool) -> dict[str, Any]:

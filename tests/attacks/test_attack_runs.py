@@ -299,7 +299,7 @@ def test_the_recorded_success_rate_equals_the_model_by_hand(tiny: Tiny) -> None:
     run_dir = Path(config.run.dir) / "hand"
     copies = Population.load(run_dir / "population").triggered
     assert len(copies) == 24  # 2 of 3 classes x 6 speakers x 2 takes
-    ((_, options),) = config.parts.models["model"]
+    ((_, options),) = config.components.models["model"]
     model = build_model(
         ModelSpec(
             "model", "crnn_tiny", 16, 3, tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in options.items())

@@ -22,10 +22,12 @@ IDS = [f"c{i}" for i in range(20)]
 
 
 def test_an_attack_is_set_by_its_name_or_by_single_options(tiny: Tiny) -> None:
-    assert tiny("attack=sign_flip").parts.attack == SignFlip()
-    assert tiny("attack=sign_flip", "attack.clients=3", "attack.scale=2").parts.attack == SignFlip(clients=3, scale=2.0)
-    assert tiny("attack=sign_flip", "attack=null").parts.attack is None
-    assert tiny().parts.attack is None
+    assert tiny("attack=sign_flip").components.attack == SignFlip()
+    assert tiny("attack=sign_flip", "attack.clients=3", "attack.scale=2").components.attack == SignFlip(
+        clients=3, scale=2.0
+    )
+    assert tiny("attack=sign_flip", "attack=null").components.attack is None
+    assert tiny().components.attack is None
 
 
 def test_the_digest_depends_on_the_attack_and_is_unchanged_without_an_attack(tiny: Tiny) -> None:
@@ -64,12 +66,12 @@ def test_a_user_defined_attack_is_loaded_from_its_file(tiny: Tiny, tmp_path: Pat
         "    def change(self, change, cohort, rng):\n"
         "        return np.zeros(len(change))\n"
     )
-    attack = tiny(f"attack={tmp_path / 'mine.py'}:Zero").parts.attack
+    attack = tiny(f"attack={tmp_path / 'mine.py'}:Zero").components.attack
     assert type(attack).__name__ == "Zero"
 
 
 def test_a_trigger_file_is_found_from_any_folder(tiny: Tiny) -> None:
-    attack = tiny("attack={name: backdoor, target: tone1, file: sound.wav}").parts.attack
+    attack = tiny("attack={name: backdoor, target: tone1, file: sound.wav}").components.attack
     assert isinstance(attack, Backdoor)
     assert attack.file == Path("sound.wav").resolve()
 

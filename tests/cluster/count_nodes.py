@@ -1,4 +1,4 @@
-"""``python count_nodes.py ADDRESS``: prints seconds and the number of worker nodes whenever that changes, until it is ended."""
+"""Print the time and the number of worker nodes at each change: ``python count_nodes.py ADDRESS``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A cluster that is simulated in one process on a clock of its own, behind the few calls of Ray that the pool makes."""
+"""A simulated cluster in one process with a virtual clock. It implements the Ray calls of the pool."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Remote:
 
 
 class Actor:
-    """Works on one call after another, at so many seconds for a unit of cost."""
+    """Simulated actor that executes its calls in order, at a fixed pace."""
 
     def __init__(self, cluster: FakeCluster, site: str, kind: ActorKind) -> None:
         self.site, self.kind, self.node = site, kind, None  # type: tuple[str, ActorKind, Node | None]
@@ -60,20 +60,20 @@ class Actor:
         self._cluster, self._open = cluster, [self.first]
         self.ready, self.carry_out = Remote(lambda: self.first), Remote(self._carry_out)
 
-    def placed(self, node: Node, now: float) -> None:
+    def place(self, node: Node, now: float) -> None:
         self.node = node
         node.actors.append(self)
         self.first.at, self.first.value = now + START, (node.name, node.fallback)
         self.idle_at = now + START
 
-    def _carry_out(self, orders: list[Order], keys: list[str], *tensors: Any) -> Reference:
+    def _carry_out(self, make_orders: list[Order], keys: list[str], *tensors: Any) -> Reference:
         if self.node is not None and not self.node.alive:
             return Reference(self._cluster.now, error=ActorDiedError())
         pace = self._cluster.pace[self.kind.gpus > 0]
         begin = max(self.idle_at, self._cluster.now)
-        self.idle_at = begin + pace * sum(order.cost for order in orders)
-        self.done += [order.position for order in orders]
-        replies = [Reply(o.position, o.task.client_id, seconds=pace * o.cost) for o in orders]
+        self.idle_at = begin + pace * sum(order.cost for order in make_orders)
+        self.done += [order.position for order in make_orders]
+        replies = [Reply(o.position, o.task.client_id, seconds=pace * o.cost) for o in make_orders]
         self._open.append(Reference(self.idle_at, replies))
         return self._open[-1]
 
@@ -84,7 +84,7 @@ class Actor:
 
 
 class FakeCluster:
-    """Nodes and actors; events happen when the clock passes them."""
+    """Simulated nodes and actors with scheduled events."""
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, seconds_per_cost: float = 1.0, gpu_seconds: float = 0.1
@@ -95,7 +95,7 @@ class FakeCluster:
         self.actors: list[Actor] = []
         self.waiting: list[Actor] = []
         self.demand: list[tuple[float, int]] = []
-        """(time, actors that no node has room for), whenever that changed."""
+        """(time, number of unplaced actors) at each change."""
         self.events: list[tuple[float, Callable[[], Any]]] = []
         self.waits = 0
         for name in ("wait", "get", "put", "kill", "available_resources"):
@@ -109,7 +109,7 @@ class FakeCluster:
 
     perf_counter = monotonic
 
-    # -- what happens to it
+    # -- events
 
     def join(self, name: str, cpus: float, gpus: float = 0.0, fallback: str = "") -> None:
         self.nodes.append(Node(name, cpus, gpus, fallback=fallback))
@@ -139,7 +139,7 @@ class FakeCluster:
                 cpus, gpus = node.free()
                 if node.alive and cpus >= actor.kind.cpus and gpus >= actor.kind.gpus:
                     self.waiting.remove(actor)
-                    actor.placed(node, self.now)
+                    actor.place(node, self.now)
                     break
         self.demand.append((self.now, len(self.waiting)))
 
@@ -184,5 +184,5 @@ def open_pool(cluster: FakeCluster, **settings: Any) -> RayPool:
     return RayPool(cluster.start_actor, RaySettings(**settings))
 
 
-def orders(costs: Sequence[float]) -> list[Order]:
+def make_orders(costs: Sequence[float]) -> list[Order]:
     return [Order(position, Task(f"c{position}"), 0, cost) for position, cost in enumerate(costs)]

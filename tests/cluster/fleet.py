@@ -1,7 +1,7 @@
-"""A cluster of several nodes on this machine, in a process of its own that is told by lines on its standard input.
+"""A cluster of several nodes on this machine, controlled through the standard input of its process.
 
-``python fleet.py``: prints the address. ``add CPUS GPUS``: one more node. ``remove N``: the Nth added node crashes. ``end``: all
-end. Each is answered by a line.
+``python fleet.py`` prints the address. ``add CPUS GPUS`` adds a node, ``remove N`` crashes the Nth added node, ``end`` ends all
+nodes. The process answers each command with a line.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ray.cluster_utils import Cluster
 STORE = 100 << 20
 
 
-def alive(cluster: Cluster) -> int:
+def count_alive(cluster: Cluster) -> int:
     return sum(node["Alive"] for node in cluster.global_state.node_table())
 
 
@@ -25,7 +25,7 @@ def main() -> None:
             "num_cpus": 0,
             "include_dashboard": False,
             "object_store_memory": STORE,
-            "_system_config": {  # a node that crashed is noticed within seconds
+            "_system_config": {  # crashed nodes are noticed within seconds
                 "health_check_initial_delay_ms": 0,
                 "health_check_period_ms": 1000,
                 "health_check_failure_threshold": 10,
@@ -41,9 +41,9 @@ def main() -> None:
                 cluster.add_node(num_cpus=int(numbers[0]), num_gpus=int(numbers[1]), object_store_memory=STORE)
             )
         elif word == "remove":
-            there = alive(cluster)
+            there = count_alive(cluster)
             cluster.remove_node(added[int(numbers[0])], allow_graceful=False)
-            while alive(cluster) >= there:  # until the cluster has noticed
+            while count_alive(cluster) >= there:  # until the cluster notices
                 time.sleep(0.1)
         else:
             break

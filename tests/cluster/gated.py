@@ -1,4 +1,4 @@
-"""FedMLAC whose clients wait in the middle of a round for as long as a test wants."""
+"""FedMLAC with clients that a test can pause in the middle of a round."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ MODELS = f"models={json.dumps({'plugin': _MODEL, 'local': [_MODEL, {**_MODEL, 'h
 
 @dataclass(frozen=True, kw_only=True)
 class Gated(FedMLAC):
-    """While ``gate/hold-ROUND`` exists, clients of that round (counted from 1) wait; ``gate/at-ROUND-PID`` says where one
-    does, and which GPU it was given."""
+    """FedMLAC whose clients wait while ``gate/hold-ROUND`` exists. Rounds are counted from 1.
+
+    A waiting client writes its GPU to ``gate/at-ROUND-PID``."""
 
     gate: str = ""
 
@@ -32,5 +33,5 @@ class Gated(FedMLAC):
             (Path(self.gate) / f"at-{number}-{os.getpid()}").write_text(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
             time.sleep(0.02)
         if self.gate:
-            time.sleep(0.25)  # as long as a call to an actor should be: else one actor would get all of a round at once
+            time.sleep(0.25)  # the target length of a call to an actor: otherwise one actor would get the whole round
         return super().local(step)

@@ -1,4 +1,4 @@
-"""A run on a cluster without nodes makes the autoscaler start some, and when it has ended they go (Ray's fake nodes)."""
+"""The autoscaler starts nodes for a run and removes them afterwards (Ray's fake nodes)."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ HERE = Path(__file__).parent
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 
-def free_port() -> int:
+def find_free_port() -> int:
     with socket.socket() as one:
         one.bind(("", 0))
         return int(one.getsockname()[1])
 
 
-def fake_cluster(address: str) -> dict[str, object]:
+def describe_cluster(address: str) -> dict[str, object]:
     steps = ["initialization", "setup", "head_setup", "worker_setup", "head_start_ray", "worker_start_ray"]
     return {
         "cluster_name": "fake",
@@ -66,10 +66,10 @@ def fake_cluster(address: str) -> dict[str, object]:
 
 @pytest.fixture
 def head() -> Iterator[str]:
-    """The address of a head that computes nothing and grows to three nodes."""
-    folder = Path(tempfile.mkdtemp(prefix="rd-", dir="/tmp"))  # short: sockets lie below it
-    address = f"{ray.util.get_node_ip_address()}:{free_port()}"
-    (folder / "cluster.yaml").write_text(json.dumps(fake_cluster(address)))
+    """Start a head without CPUs that grows to three nodes, and return its address."""
+    folder = Path(tempfile.mkdtemp(prefix="rd-", dir="/tmp"))  # short, because paths of sockets are limited
+    address = f"{ray.util.get_node_ip_address()}:{find_free_port()}"
+    (folder / "cluster.yaml").write_text(json.dumps(describe_cluster(address)))
     started = Marked(
         str(Path(sys.executable).parent / "ray"),
         "start",
@@ -80,7 +80,7 @@ def head() -> Iterator[str]:
         f"--object-store-memory={100 << 20}",
         "--include-dashboard=false",
         f"--temp-dir={folder}",
-        f"--ray-client-server-port={free_port()}",
+        f"--ray-client-server-port={find_free_port()}",
         AUTOSCALER_UPDATE_INTERVAL_S="1",
         RAY_FAKE_CLUSTER="1",
     )
@@ -92,7 +92,7 @@ def head() -> Iterator[str]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def test_nodes_come_with_a_run_and_go_after_it(tiny: Tiny, head: str, tmp_path: Path) -> None:
+def test_nodes_start_with_a_run_and_stop_after_it(tiny: Tiny, head: str, tmp_path: Path) -> None:
     common = ["train.rounds=3", "train.cohort=1.0"]
     config = tiny(
         *common,
@@ -137,17 +137,17 @@ def test_nodes_come_with_a_run_and_go_after_it(tiny: Tiny, head: str, tmp_path: 
     assert numbers[:peak] == sorted(numbers[:peak])  # up ...
     assert numbers[peak:] == sorted(numbers[peak:], reverse=True)  # ... and down
     committed = (Path(config.run.dir) / "grown" / "LATEST").stat().st_mtime
-    assert counts[peak + 1][0] >= committed - 0.5  # none goes while it is used
-    said = [event["text"] for event in map(json.loads, out.splitlines()) if event["event"] == "message"]
-    assert any(text.startswith("Waiting for the autoscaler: room for 0 of 3 client actors") for text in said), said
-    assert any(text.startswith("Nodes:") and "joined" in text and "room for 3 of 3" in text for text in said), said
+    assert counts[peak + 1][0] >= committed - 0.5  # no used node is removed
+    output = [event["text"] for event in map(json.loads, out.splitlines()) if event["event"] == "message"]
+    assert any(text.startswith("Waiting for the autoscaler: room for 0 of 3 client actors") for text in output), output
+    assert any(text.startswith("Nodes:") and "joined" in text and "room for 3 of 3" in text for text in output), output
     assert_same_bits(
         known(tiny(*common, "ray.actors=0")),
         read_tensors(Path(config.run.dir) / "grown"),
     )
 
 
-def test_nodes_that_do_not_come_end_the_run_with_numbers(tiny: Tiny, head: str, tmp_path: Path) -> None:
+def test_missing_nodes_end_the_run_with_numbers(tiny: Tiny, head: str, tmp_path: Path) -> None:
     config = tiny("ray.actors=2", "ray.cpus=4", "ray.autoscale=true", "ray.ready_timeout=5", f"ray.address='{head}'")
     file = tmp_path / "too_large.yaml"
     file.write_text(yaml.safe_dump(config.model_dump(mode="json")))

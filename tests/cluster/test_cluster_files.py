@@ -1,4 +1,4 @@
-"""The descriptions of clusters that come with raydfl are whole, and every rule about them refuses a copy that breaks it."""
+"""The cluster files of raydfl are valid, and each rule rejects a copy that breaks it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import ray
 import yaml
-from cluster_rules import check, fit, place_of_objects, read_cluster
+from cluster_rules import check, find_object_store, fit, read_cluster
 
 from raydfl.cluster.resources import actor_kinds
 from raydfl.core.errors import ConfigError
@@ -39,7 +39,7 @@ Tiny = Callable[..., Config]
 @pytest.mark.parametrize(
     "name", ["cluster.yaml", *(f"jobs/clusters/{path.name}" for path in DOCKERFILE.parent.glob("*.yaml"))]
 )
-def test_what_comes_with_raydfl_is_whole_and_the_jobs_fit(name: str) -> None:
+def test_cluster_files_are_valid_and_fit_the_jobs(name: str) -> None:
     assert len(JOBS) >= 4
     lines = check(ROOT / name, JOBS)
     assert len(lines) == 1 + len(JOBS) + 1
@@ -50,10 +50,10 @@ def test_what_comes_with_raydfl_is_whole_and_the_jobs_fit(name: str) -> None:
             continue
         kinds = len(actor_kinds(config.ray, 1))
         assert f"room for {kinds} of {kinds}" in line or "no client actors" in line
-    assert "REPLACE" in lines[-1]  # nobody's account stands in it
+    assert "REPLACE" in lines[-1]  # it contains no user's account
 
 
-def test_versions_are_those_that_are_installed() -> None:
+def test_versions_match_the_installed_packages() -> None:
     pinned = re.search(r"^ray==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     assert pinned is not None
     assert pinned[1] == ray.__version__
@@ -64,50 +64,50 @@ def test_versions_are_those_that_are_installed() -> None:
         assert (ROOT / name).read_text().count(f"ray{ray.__version__}") == 2
 
 
-def test_a_job_of_kuberay_begins_the_cluster_that_stays() -> None:
+def test_the_kuberay_job_and_cluster_describe_the_same_nodes() -> None:
     job, cluster = (yaml.safe_load((ROOT / name).read_text()) for name in (KUBERAY, RAYCLUSTER))
     assert (job["kind"], cluster["kind"]) == ("RayJob", "RayCluster")
     assert job["spec"]["rayClusterSpec"] == cluster["spec"]
 
 
-def test_the_image_finds_what_it_copies() -> None:
-    """Oracle: the rules of .dockerignore, the last that fits counts, and the name that pip gives to the wheel."""
+def test_the_image_contains_all_copied_files() -> None:
+    """Oracle: the last matching rule of .dockerignore, and pip's name of the wheel."""
     steps = DOCKERFILE.read_text().replace("\\\n", " ").splitlines()
     (copied,) = (shlex.split(line)[1:] for line in steps if line.startswith("COPY"))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wheel = f"build/wheel/{project['name']}-{project['version']}-cp311-cp311-linux_x86_64.whl"
     sources = [name for name in copied if not name.startswith("--")][:-1]
-    there = ["constraints.txt", wheel]
+    present = ["constraints.txt", wheel]
     assert (ROOT / "constraints.txt").is_file()
-    assert [[name for name in there if fnmatch(name, source)] for source in sources] == [[name] for name in there]
+    assert [[name for name in present if fnmatch(name, source)] for source in sources] == [[name] for name in present]
     rules = DOCKERFILE.with_name("Dockerfile.dockerignore").read_text().split()
-    for name in [*there, "docs/index.md", ".git/config", "build/wheel/venv/bin/python"]:
+    for name in [*present, "docs/index.md", ".git/config", "build/wheel/venv/bin/python"]:
         fits = [rule for rule in rules if fnmatch(name, rule.removeprefix("!"))]
-        assert fits[-1].startswith("!") == (name in there), name
+        assert fits[-1].startswith("!") == (name in present), name
     assert f"raydfl:{project['version']}-ray{ray.__version__}" in DOCKERFILE.read_text()
 
 
-def test_an_image_in_place_of_setup_commands_is_a_cluster_file_too(tmp_path: Path) -> None:
-    """What the comment in cluster.yaml says is done to a copy; Ray's own validation and our rules then take it."""
+def test_a_cluster_file_may_use_an_image_instead_of_setup_commands(tmp_path: Path) -> None:
+    """Change a copy as the comment in cluster.yaml describes. Ray's validation and our rules accept it."""
     (line,) = re.findall(r"^#   (docker: .*)$", (ROOT / "cluster.yaml").read_text(), re.MULTILINE)
 
     def change(values: Any) -> None:
         values.update(yaml.safe_load(line), setup_commands=[], head_setup_commands=[])
         for what in ("head", "worker"):
-            replaced(f"{what}_start_ray_commands", "~/venv/bin/ray", "ray")(values)
+            replace_text(f"{what}_start_ray_commands", "~/venv/bin/ray", "ray")(values)
         values["file_mounts"] = {"/home/ray/.ray/auth_token": "~/.ray/auth_token"}
 
-    assert "REPLACE/raydfl:0.1.0-ray" in check(broken("cluster.yaml", tmp_path, change), [])[-1]
+    assert "REPLACE/raydfl:0.1.0-ray" in check(break_copy("cluster.yaml", tmp_path, change), [])[-1]
 
 
 @pytest.mark.slow
-def test_what_the_image_runs_is_done_in_a_virtual_environment(tmp_path: Path) -> None:
-    """Its RUN steps, with the packages of this environment behind it, so that nothing is fetched; then a run with that."""
+def test_the_images_commands_work_in_a_virtual_environment(tmp_path: Path) -> None:
+    """Execute the RUN steps with this environment's packages, to avoid downloads, then train with the result."""
     image, wheels = tmp_path / "image", tmp_path / "build" / "wheel"
     subprocess.run([sys.executable, "-m", "venv", image], check=True)
     (site,) = image.glob("lib/python3.*/site-packages")
     (site / "behind.pth").write_text(sysconfig.get_path("purelib"))
-    # The environment's own setuptools would hide the one that PyTorch is content with.
+    # The environment's setuptools would hide the version that PyTorch needs.
     subprocess.run([image / "bin" / "pip", "uninstall", "-q", "-y", "setuptools"], check=True)
     source = tmp_path / "source"
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
@@ -124,7 +124,7 @@ def test_what_the_image_runs_is_done_in_a_virtual_environment(tmp_path: Path) ->
     home.mkdir()
     environment = os.environ | {"PATH": f"{image / 'bin'}:{os.environ['PATH']}", "RAY": ray.__version__}
     environment |= {"RAYDFL_CACHE": str(tmp_path / "cache"), "PIP_NO_INDEX": "1"}
-    environment.pop("PYTHONPATH", None)  # it is the installed raydfl that is run
+    environment.pop("PYTHONPATH", None)  # uses the installed raydfl
     for line in DOCKERFILE.read_text().replace("\\\n", " ").splitlines():
         if line.startswith("RUN "):
             command = line.removeprefix("RUN ").replace("/tmp/raydfl", str(copied)).replace("/home/ray", str(home))
@@ -135,7 +135,7 @@ def test_what_the_image_runs_is_done_in_a_virtual_environment(tmp_path: Path) ->
     assert "operators are not compiled here" in done.stdout
 
 
-def broken(name: str, tmp_path: Path, change: Callable[[Any], Any]) -> Path:
+def break_copy(name: str, tmp_path: Path, change: Callable[[Any], Any]) -> Path:
     values = yaml.safe_load((ROOT / name).read_text())
     change(values)
     path = tmp_path / "broken.yaml"
@@ -143,7 +143,7 @@ def broken(name: str, tmp_path: Path, change: Callable[[Any], Any]) -> Path:
     return path
 
 
-def without(path: str) -> Callable[[Any], Any]:
+def remove_key(path: str) -> Callable[[Any], Any]:
     def change(values: Any) -> None:
         *groups, last = path.split(".")
         for key in groups:
@@ -153,7 +153,7 @@ def without(path: str) -> Callable[[Any], Any]:
     return change
 
 
-def with_(path: str, value: Any) -> Callable[[Any], Any]:
+def set_key(path: str, value: Any) -> Callable[[Any], Any]:
     def change(values: Any) -> None:
         *groups, last = path.split(".")
         for key in groups:
@@ -163,7 +163,7 @@ def with_(path: str, value: Any) -> Callable[[Any], Any]:
     return change
 
 
-def replaced(path: str, old: str, new: str) -> Callable[[Any], Any]:
+def replace_text(path: str, old: str, new: str) -> Callable[[Any], Any]:
     def change(values: Any) -> None:
         assert any(old in text for text in values[path])
         values[path] = [text.replace(old, new) for text in values[path]]
@@ -173,120 +173,123 @@ def replaced(path: str, old: str, new: str) -> Callable[[Any], Any]:
 
 LAUNCHER_RULES = [
     (
-        replaced("head_start_ray_commands", "RAY_AUTH_MODE=token ", ""),
+        replace_text("head_start_ray_commands", "RAY_AUTH_MODE=token ", ""),
         "head_start_ray_commands starts Ray without a token",
     ),
     (
-        replaced("worker_start_ray_commands", "RAY_AUTH_MODE=token ", ""),
+        replace_text("worker_start_ray_commands", "RAY_AUTH_MODE=token ", ""),
         "worker_start_ray_commands starts Ray without a t",
     ),
-    (with_("head_start_ray_commands", ["ray stop"]), "head_start_ray_commands has no `ray start`"),
+    (set_key("head_start_ray_commands", ["ray stop"]), "head_start_ray_commands has no `ray start`"),
     (
-        replaced("head_start_ray_commands", "127.0.0.1", "0.0.0.0"),
+        replace_text("head_start_ray_commands", "127.0.0.1", "0.0.0.0"),
         "on the head itself only, not on 0.0.0.0; write --dash",
     ),
     (
-        replaced("head_start_ray_commands", "--dashboard-host=127.0.0.1", ""),
+        replace_text("head_start_ray_commands", "--dashboard-host=127.0.0.1", ""),
         "only, not on Ray's default; write --dashboard-h",
     ),
-    (without("head_start_ray_commands"), "only, not on 0.0.0.0"),  # Ray's own defaults
-    (without("worker_start_ray_commands"), "worker_start_ray_commands starts Ray without a token"),
-    (with_("file_mounts", {}), "file_mounts brings no token to the nodes"),
-    (with_("available_node_types.head.resources", {"CPU": 4}), r"the head \(head\) would get clients"),
-    (with_("available_node_types.head.resources", {}), r"the head \(head\) would get clients"),
-    (without("idle_timeout_minutes"), "idle_timeout_minutes is missing"),
-    (with_("available_node_types.gpu.resources", {}), "node type gpu says no resources"),
-    (with_("available_node_types.gpu.min_workers", 1), "node type gpu keeps 1 nodes"),
-    # What Ray itself refuses.
-    (with_("max_wokers", 4), r"Ray refuses the cluster file: ValidationError: .*max_wokers"),
-    (with_("head_node_type", "haed"), "Ray refuses the cluster file: ValueError: `head_node_type` must be one of"),
-    (with_("provider.type", "azzure"), "Ray refuses the cluster file: "),
+    (remove_key("head_start_ray_commands"), "only, not on 0.0.0.0"),  # Ray's defaults
+    (remove_key("worker_start_ray_commands"), "worker_start_ray_commands starts Ray without a token"),
+    (set_key("file_mounts", {}), "file_mounts brings no token to the nodes"),
+    (set_key("available_node_types.head.resources", {"CPU": 4}), r"the head \(head\) would get clients"),
+    (set_key("available_node_types.head.resources", {}), r"the head \(head\) would get clients"),
+    (remove_key("idle_timeout_minutes"), "idle_timeout_minutes is missing"),
+    (set_key("available_node_types.gpu.resources", {}), "node type gpu says no resources"),
+    (set_key("available_node_types.gpu.min_workers", 1), "node type gpu keeps 1 nodes"),
+    # Rejected by Ray itself.
+    (set_key("max_wokers", 4), r"Ray refuses the cluster file: ValidationError: .*max_wokers"),
+    (set_key("head_node_type", "haed"), "Ray refuses the cluster file: ValueError: `head_node_type` must be one of"),
+    (set_key("provider.type", "azzure"), "Ray refuses the cluster file: "),
 ]
 
 
 @pytest.mark.parametrize("name", LAUNCHER)
 @pytest.mark.parametrize("rule", range(len(LAUNCHER_RULES)))
-def test_every_rule_refuses_a_broken_copy(name: str, rule: int, tmp_path: Path) -> None:
+def test_every_rule_rejects_a_broken_copy(name: str, rule: int, tmp_path: Path) -> None:
     change, message = LAUNCHER_RULES[rule]
     with pytest.raises(ConfigError, match=message):
-        check(broken(name, tmp_path, change), [])
+        check(break_copy(name, tmp_path, change), [])
 
 
 HEAD, WORKER = "spec.rayClusterSpec.headGroupSpec", "spec.rayClusterSpec.workerGroupSpecs.0"
 KUBERAY_RULES = [
-    (without("spec.rayClusterSpec.authOptions"), r"no token: .*authOptions: \{mode: token\}"),
-    (with_("spec.rayClusterSpec.authOptions.mode", "disabled"), "no token"),
-    (with_("spec.rayClusterSpec.rayVersion", "2.9.0"), f"rayVersion is '2.9.0', installed is '{ray.__version__}'"),
-    (with_(f"{HEAD}.serviceType", "LoadBalancer"), "serviceType is 'LoadBalancer'"),
-    (without(f"{HEAD}.serviceType"), "serviceType is None"),
-    (with_("spec.rayClusterSpec.enableInTreeAutoscaling", False), "the cluster does not grow"),
-    (without("spec.rayClusterSpec.autoscalerOptions"), "idleTimeoutSeconds is missing"),
-    (with_(f"{HEAD}.rayStartParams", {}), "the head would get clients"),
-    (with_("spec.rayClusterSpec.workerGroupSpecs", []), "there are no workerGroupSpecs"),
-    (with_(f"{WORKER}.minReplicas", 1), "gpu: pods cost also when nothing runs"),
-    (with_(f"{WORKER}.replicas", 2), "gpu: pods cost also when nothing runs"),
-    (without(f"{WORKER}.template.spec.securityContext"), "gpu: runs as root"),
-    (with_(f"{HEAD}.template.spec.securityContext.runAsNonRoot", False), "head: runs as root"),
+    (remove_key("spec.rayClusterSpec.authOptions"), r"no token: .*authOptions: \{mode: token\}"),
+    (set_key("spec.rayClusterSpec.authOptions.mode", "disabled"), "no token"),
+    (set_key("spec.rayClusterSpec.rayVersion", "2.9.0"), f"rayVersion is '2.9.0', installed is '{ray.__version__}'"),
+    (set_key(f"{HEAD}.serviceType", "LoadBalancer"), "serviceType is 'LoadBalancer'"),
+    (remove_key(f"{HEAD}.serviceType"), "serviceType is None"),
+    (set_key("spec.rayClusterSpec.enableInTreeAutoscaling", False), "the cluster does not grow"),
+    (remove_key("spec.rayClusterSpec.autoscalerOptions"), "idleTimeoutSeconds is missing"),
+    (set_key(f"{HEAD}.rayStartParams", {}), "the head would get clients"),
+    (set_key("spec.rayClusterSpec.workerGroupSpecs", []), "there are no workerGroupSpecs"),
+    (set_key(f"{WORKER}.minReplicas", 1), "gpu: pods cost also when nothing runs"),
+    (set_key(f"{WORKER}.replicas", 2), "gpu: pods cost also when nothing runs"),
+    (remove_key(f"{WORKER}.template.spec.securityContext"), "gpu: runs as root"),
+    (set_key(f"{HEAD}.template.spec.securityContext.runAsNonRoot", False), "head: runs as root"),
     (
-        with_(f"{WORKER}.template.spec.containers.0.resources.requests.cpu", "1"),
+        set_key(f"{WORKER}.template.spec.containers.0.resources.requests.cpu", "1"),
         "gpu: resources.requests and limits must",
     ),
     (
-        with_(f"{WORKER}.template.spec.containers.0.image", "raydfl:latest"),
+        set_key(f"{WORKER}.template.spec.containers.0.image", "raydfl:latest"),
         "gpu: the image 'raydfl:latest' does not name Ray",
     ),
-    (with_(f"{WORKER}.template.spec.volumes.1", {"name": "shm", "emptyDir": {}}), "gpu: /dev/shm must be an emptyDir"),
     (
-        without(f"{HEAD}.rayStartParams.object-store-memory"),
+        set_key(f"{WORKER}.template.spec.volumes.1", {"name": "shm", "emptyDir": {}}),
+        "gpu: /dev/shm must be an emptyDir",
+    ),
+    (
+        remove_key(f"{HEAD}.rayStartParams.object-store-memory"),
         r"head: Ray's object store has 2576980377 bytes, /dev/shm 2147483648: objects would be on disk; lower object-store-m",
     ),
     (
-        without(f"{WORKER}.rayStartParams.object-store-memory"),
+        remove_key(f"{WORKER}.rayStartParams.object-store-memory"),
         r"gpu: Ray's object store has 5153960755 bytes, /dev/shm 4294967296",
     ),
-    (without("spec.backoffLimit"), "a job whose head is lost does not start again; write backoffLimit: 3"),
+    (remove_key("spec.backoffLimit"), "a job whose head is lost does not start again; write backoffLimit: 3"),
     (
-        with_(f"{WORKER}.template.spec.volumes.0", {"name": "shared", "emptyDir": {}}),
+        set_key(f"{WORKER}.template.spec.volumes.0", {"name": "shared", "emptyDir": {}}),
         "gpu: no volume that all pods share",
     ),
 ]
 
 
 @pytest.mark.parametrize("rule", range(len(KUBERAY_RULES)))
-def test_every_rule_refuses_a_broken_kuberay_manifest(rule: int, tmp_path: Path) -> None:
+def test_every_rule_rejects_a_broken_kuberay_manifest(rule: int, tmp_path: Path) -> None:
     change, message = KUBERAY_RULES[rule]
     with pytest.raises(ConfigError, match=message):
-        check(broken(KUBERAY, tmp_path, change), [])
+        check(break_copy(KUBERAY, tmp_path, change), [])
 
 
 @pytest.mark.parametrize("name", LAUNCHER)
-def test_ray_keeps_objects_in_memory_on_the_machines_of_the_clouds(name: str) -> None:
-    """Linux gives /dev/shm half of the memory, and a container in its place what the comment in the file says."""
+def test_ray_stores_objects_in_memory_on_cloud_machines(name: str) -> None:
+    """Linux gives /dev/shm half of the memory. Containers get the size from the file's comment."""
     text = (ROOT / name).read_text()
     assert "object-store-memory" not in text
     machines = re.findall(r"(?:InstanceType|machineType): (\S+)", text)
     assert {GIBIBYTES[machine] for machine in machines} == {16}
     containers = [int(size) << 30 for size in re.findall(r"--shm-size=(\d+)g", text)]
     for shared in (8 << 30, *containers):
-        assert place_of_objects(16 << 30, shared, None)[0] == "/dev/shm"
+        assert find_object_store(16 << 30, shared, None)[0] == "/dev/shm"
 
 
-def test_everything_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
+def test_all_problems_are_reported_together(tmp_path: Path) -> None:
     def change(values: Any) -> None:
-        without("idle_timeout_minutes")(values)
-        with_("file_mounts", {})(values)
+        remove_key("idle_timeout_minutes")(values)
+        set_key("file_mounts", {})(values)
 
     with pytest.raises(
         ConfigError, match=r"(?s)2 found:.*file_mounts brings no token.*idle_timeout_minutes is missing"
     ):
-        check(broken("cluster.yaml", tmp_path, change), [])
+        check(break_copy("cluster.yaml", tmp_path, change), [])
 
 
 @pytest.mark.parametrize("name", ["cluster.yaml", KUBERAY])
-def test_actors_that_fit_no_node_and_too_many_for_all_are_refused(name: str, tiny: Tiny) -> None:
+def test_too_large_and_too_many_actors_are_rejected(name: str, tiny: Tiny) -> None:
     cluster = read_cluster(ROOT / name)
-    said, wrong = fit(cluster, tiny("ray.actors=16", "ray.gpus=0.25", "ray.cpus=1"))
-    assert (said, wrong) == ("16 with 1 CPU and 0.25 GPU each: room for 16 of 16 in the largest cluster", [])
+    output, wrong = fit(cluster, tiny("ray.actors=16", "ray.gpus=0.25", "ray.cpus=1"))
+    assert (output, wrong) == ("16 with 1 CPU and 0.25 GPU each: room for 16 of 16 in the largest cluster", [])
     _, wrong = fit(cluster, tiny("ray.actors=17", "ray.gpus=0.25"))
     assert wrong == [
         "17 client actors have to be there, but the largest cluster has room for 16; raise max_workers (maxReplicas), or lower "
@@ -302,13 +305,13 @@ def test_actors_that_fit_no_node_and_too_many_for_all_are_refused(name: str, tin
     assert fit(cluster, tiny("ray.actors=0")) == ("no client actors (ray.actors=0)", [])
 
 
-def test_several_node_types_and_a_limit_of_all_together(tmp_path: Path, tiny: Tiny) -> None:
+def test_several_node_types_share_a_limit(tmp_path: Path, tiny: Tiny) -> None:
     def change(values: Any) -> None:
         kinds = values["available_node_types"]
         kinds["cpu"] = copy.deepcopy(kinds["gpu"]) | {"resources": {"CPU": 8}, "max_workers": 2}
         values["max_workers"] = 3
 
-    cluster = read_cluster(broken("cluster.yaml", tmp_path, change))
-    # Three nodes: at best two with 8 CPUs and one with 4.
+    cluster = read_cluster(break_copy("cluster.yaml", tmp_path, change))
+    # Three nodes: at most two with 8 CPUs, plus one with 4.
     assert fit(cluster, tiny("ray.actors=20"))[1] == []
     assert "room for 20" in fit(cluster, tiny("ray.actors=21"))[1][0]

@@ -1,11 +1,11 @@
-"""A pool whose actors come and go, on a simulated cluster: who works, who is asked for, when it gives up."""
+"""An elastic actor pool on a simulated cluster: assignment of work, requests for actors, and timeouts."""
 
 from __future__ import annotations
 
 import random
 
 import pytest
-from fake_cluster import START, FakeCluster, open_pool, orders
+from fake_cluster import START, FakeCluster, make_orders, open_pool
 
 from raydfl.cluster.faults import StragglerPolicy
 from raydfl.cluster.pool import RayPool
@@ -25,56 +25,56 @@ SITES = ("north", "south")
 
 
 def carry_out(pool, costs):  # type: ignore[no-untyped-def]
-    """All results; each order's exactly once."""
-    results = list(pool.run(orders(costs), {"global": None}))
+    """Return all results, and check that each order has exactly one."""
+    results = list(pool.run(make_orders(costs), {"global": None}))
     assert sorted(result.position for result in results) == list(range(len(costs)))
     return results
 
 
-def test_all_actors_are_asked_for_at_once_and_waited_for(cluster: FakeCluster) -> None:
+def test_all_actors_are_requested_at_once_and_awaited(cluster: FakeCluster) -> None:
     cluster.at(30.0, lambda: cluster.join("a", 2))
     cluster.at(50.0, lambda: cluster.join("b", 2))
     pool = open_pool(cluster, actors=4, autoscale=True)
-    assert max(number for time, number in cluster.demand if time == 0.0) == 4  # what makes a cluster grow
+    assert max(number for time, number in cluster.demand if time == 0.0) == 4  # makes a cluster grow
     assert cluster.now == 50.0 + START
     carry_out(pool, [1.0] * 8)
     assert [len(actor.done) for actor in cluster.actors] == [2, 2, 2, 2]
     pool.close()
-    assert all(not node.actors for node in cluster.nodes)  # so that idle nodes go
+    assert all(not node.actors for node in cluster.nodes)  # lets idle nodes stop
 
 
-def test_replies_come_about_in_client_order_and_many_at_a_time(cluster: FakeCluster) -> None:
-    """The server uses replies in client order, so it holds each reply that comes before an earlier one."""
+def test_replies_come_in_batches_nearly_in_client_order(cluster: FakeCluster) -> None:
+    """The server uses replies in client order and holds early replies."""
     cluster.join("a", 100)
     pool = open_pool(cluster, actors=100)
     rng, held, early, used = random.Random(1), 0, set(), 0
-    carry_out(pool, [1.0] * 200)  # the pool learns how long a client takes
+    carry_out(pool, [1.0] * 200)  # the pool measures the time per client
     waits = cluster.waits
-    for reply in pool.run(orders([rng.choice([0.5, 1.0, 1.5]) for _ in range(1000)]), {"global": None}):
+    for reply in pool.run(make_orders([rng.choice([0.5, 1.0, 1.5]) for _ in range(1000)]), {"global": None}):
         early.add(reply.position)
         while used in early:
             early.remove(used)
             used += 1
         held = max(held, len(early))
     assert used == 1000
-    assert held <= 300  # 654 if the longest go out first
+    assert held <= 300  # 654 with longest-first order
     assert cluster.waits - waits <= 100
 
 
-def test_rounds_begin_with_min_actors_and_the_others_join_in_the_middle_of_one(cluster: FakeCluster) -> None:
+def test_rounds_start_with_min_actors_and_late_actors_join(cluster: FakeCluster) -> None:
     cluster.join("a", 1)
     pool = open_pool(cluster, actors=2, min_actors=1)
     assert cluster.now == START
-    carry_out(pool, [1.0])  # how long a client takes is known then
+    carry_out(pool, [1.0])  # the time per client is known now
     began = cluster.now
     cluster.at(began + 6.0 - START, lambda: cluster.join("b", 1))
     carry_out(pool, [1.0] * 24)
-    # Six by the first alone, then each half of the others; two may lie in a queue when the second joins.
+    # The first actor trains six alone, then both share the rest. Two may be queued when the second joins.
     assert 7 <= len(cluster.actors[1].done) <= 9
     assert cluster.now - began <= 6.0 + 9.0 + 2.0
 
 
-def test_a_node_that_leaves_is_no_clients_doing_and_its_actors_are_asked_for_until_one_comes(
+def test_a_lost_node_counts_for_no_client_and_its_actors_are_requested_again(
     cluster: FakeCluster,
 ) -> None:
     cluster.join("a", 1)
@@ -82,9 +82,9 @@ def test_a_node_that_leaves_is_no_clients_doing_and_its_actors_are_asked_for_unt
     pool = open_pool(cluster, actors=3, min_actors=1, retries=0, ready_timeout=20.0)
     carry_out(pool, [1.0] * 9)
     cluster.at(cluster.now + 1.0, lambda: cluster.leave("b"))
-    results = carry_out(pool, [1.0] * 9)  # retries=0: a loss that counted would stop the run
-    assert {result.retried for result in results} == {0, 1}  # but it is told
-    assert cluster.waiting  # asked for still
+    results = carry_out(pool, [1.0] * 9)  # retries=0: a counted loss would stop the run
+    assert {result.retried for result in results} == {0, 1}  # but it is reported
+    assert cluster.waiting  # still requested
     carry_out(pool, [1.0] * 60)  # longer than ready_timeout
     assert len(cluster.waiting) == 2
     cluster.join("c", 2)
@@ -92,8 +92,8 @@ def test_a_node_that_leaves_is_no_clients_doing_and_its_actors_are_asked_for_unt
     assert [len(actor.done) > 0 for actor in cluster.nodes[2].actors] == [True, True]
 
 
-def test_actors_without_work_are_replaced_when_their_node_is_gone(cluster: FakeCluster) -> None:
-    """Else each would take an order with it: more than ray.retries of them would stop the run."""
+def test_idle_actors_of_lost_nodes_are_replaced(cluster: FakeCluster) -> None:
+    """Otherwise each actor would lose an order, and more than ray.retries losses would stop the run."""
     cluster.join("a", 1)
     cluster.join("b", 5)
     pool = open_pool(cluster, actors=6, min_actors=1, retries=1)
@@ -103,7 +103,7 @@ def test_actors_without_work_are_replaced_when_their_node_is_gone(cluster: FakeC
     assert len(cluster.waiting) == 5
 
 
-def test_an_actor_on_the_cpu_counts_until_another_has_taken_its_place(cluster: FakeCluster) -> None:
+def test_a_cpu_actor_counts_until_it_is_replaced(cluster: FakeCluster) -> None:
     cluster.join("a", 1, fallback="no driver on a")
     cluster.join("b", 1, fallback="no driver on b")
     pool = open_pool(cluster, actors=2, min_actors=1)
@@ -117,13 +117,13 @@ def test_an_actor_on_the_cpu_counts_until_another_has_taken_its_place(cluster: F
     assert pool.fallbacks() == ["no driver on a"]
 
 
-def test_fewer_than_min_actors_are_waited_for_so_long_and_no_longer(cluster: FakeCluster) -> None:
+def test_the_wait_for_min_actors_has_a_limit(cluster: FakeCluster) -> None:
     cluster.join("a", 1)
     cluster.join("b", 1)
     pool = open_pool(cluster, actors=2, min_actors=2, ready_timeout=30.0)
     cluster.at(5.0, lambda: cluster.leave("b"))
     cluster.at(25.0, lambda: cluster.join("c", 1))
-    carry_out(pool, [1.0] * 50)  # below for 20 s only
+    carry_out(pool, [1.0] * 50)  # below min_actors for only 20 s
     cluster.leave("c")
     left = cluster.now
     with pytest.raises(
@@ -133,7 +133,7 @@ def test_fewer_than_min_actors_are_waited_for_so_long_and_no_longer(cluster: Fak
     assert left + 30.0 <= cluster.now <= left + 40.0
 
 
-def test_on_a_cluster_that_stays_as_it_is_a_place_is_given_up(cluster: FakeCluster) -> None:
+def test_a_fixed_cluster_gives_up_slots(cluster: FakeCluster) -> None:
     cluster.join("a", 1)
     cluster.join("b", 1)
     pool = open_pool(cluster, actors=2, ready_timeout=30.0)
@@ -146,7 +146,7 @@ def test_on_a_cluster_that_stays_as_it_is_a_place_is_given_up(cluster: FakeClust
         carry_out(pool, [1.0])
 
 
-def test_nodes_that_never_come_are_named_with_what_they_should_have_had(cluster: FakeCluster) -> None:
+def test_missing_nodes_are_reported_with_their_resources(cluster: FakeCluster) -> None:
     cluster.join("a", 1)
     with pytest.raises(
         ResourcesError,
@@ -157,7 +157,7 @@ def test_nodes_that_never_come_are_named_with_what_they_should_have_had(cluster:
     assert cluster.now == 60.0
 
 
-def test_actors_that_end_while_they_start_are_tried_again_so_often(cluster: FakeCluster) -> None:
+def test_actors_that_fail_at_startup_are_retried_a_limited_number_of_times(cluster: FakeCluster) -> None:
     def come_and_go(name: str, at: float) -> None:
         cluster.at(at, lambda: cluster.join(name, 1))
         cluster.at(at + START / 2, lambda: cluster.leave(name))
@@ -172,20 +172,20 @@ def test_actors_that_end_while_they_start_are_tried_again_so_often(cluster: Fake
         open_pool(cluster, actors=1, autoscale=True, retries=2)
 
 
-def test_gpu_and_cpu_actors_share_a_round_by_their_pace(cluster: FakeCluster) -> None:
+def test_gpu_and_cpu_actors_share_a_round_by_pace(cluster: FakeCluster) -> None:
     cluster.join("gpus", 2, 1)
     cluster.join("cpus", 2)
     pool = open_pool(cluster, actors=2, gpus=0.5, cpu_actors=2)
     assert [actor.node.name for actor in cluster.actors if actor.node] == ["gpus", "gpus", "cpus", "cpus"]
-    carry_out(pool, [1.0] * 44)  # learns that a GPU actor takes 0.1 s for what takes 1 s on a CPU
+    carry_out(pool, [1.0] * 44)  # the pool measures 0.1 s per unit on a GPU and 1 s on a CPU
     before, began = [len(actor.done) for actor in cluster.actors], cluster.now
     carry_out(pool, [1.0] * 220)
     done = [len(actor.done) - earlier for actor, earlier in zip(cluster.actors, before, strict=True)]
-    assert 190 <= done[0] + done[1] <= 210  # ten of eleven parts
-    assert cluster.now - began <= 220 / (2 / 0.1 + 2 / 1.0) + 1.0  # and the longest piece
+    assert 190 <= done[0] + done[1] <= 210  # the GPU does ten elevenths of the work
+    assert cluster.now - began <= 220 / (2 / 0.1 + 2 / 1.0) + 1.0  # plus the longest piece
 
 
-def test_who_is_too_slow_to_help_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_actors_too_slow_to_help_get_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = FakeCluster(monkeypatch, seconds_per_cost=10.0, gpu_seconds=0.1)
     cluster.join("a", 2, 1)
     pool = open_pool(cluster, actors=1, gpus=1, cpu_actors=1)
@@ -193,11 +193,11 @@ def test_who_is_too_slow_to_help_gets_nothing(monkeypatch: pytest.MonkeyPatch) -
     began = cluster.now
     carry_out(pool, [1.0] * 20)
     assert cluster.now - began <= 2.1
-    carry_out(pool, [1.0] * 2000)  # here it helps
+    carry_out(pool, [1.0] * 2000)  # a slow actor helps in longer rounds
     assert len(cluster.actors[1].done) > 10
 
 
-def test_with_an_actor_for_each_client_the_servers_data_are_measured_at_the_site_that_has_them(
+def test_with_per_client_actors_server_data_are_evaluated_at_their_site(
     cluster: FakeCluster,
 ) -> None:
     cluster.join("a", 4)
@@ -213,7 +213,7 @@ def test_with_an_actor_for_each_client_the_servers_data_are_measured_at_the_site
     }
 
 
-def test_a_client_is_worked_on_at_its_own_site_alone(cluster: FakeCluster) -> None:
+def test_a_client_runs_only_at_its_site(cluster: FakeCluster) -> None:
     cluster.join("a", 4)
     pool = RayPool(cluster.start_actor, RaySettings(actors=2), places=SITES)
     clients = ["north/0", "south/0", "north/1", "south/1", "south/2"]
@@ -228,21 +228,21 @@ def test_a_client_is_worked_on_at_its_own_site_alone(cluster: FakeCluster) -> No
         1,
         2,
         3,
-    }  # a number for each place of all sites
+    }  # slots are numbered across all sites
 
 
-def test_a_site_that_stays_away_is_named(cluster: FakeCluster) -> None:
+def test_a_missing_site_is_reported(cluster: FakeCluster) -> None:
     cluster.join("a", 1)
     settings = RaySettings(actors=1, ready_timeout=30.0)
     with pytest.raises(ResourcesError, match="1 of 2 client actors started within 30 s, none at site south, but each"):
         RayPool(cluster.start_actor, settings, places=SITES)
 
 
-def test_the_retries_of_a_client_that_is_left_out_are_told(cluster: FakeCluster) -> None:
+def test_retries_of_a_dropped_client_are_reported(cluster: FakeCluster) -> None:
     cluster.join("a", 1)
     settings = RaySettings(actors=1, retries=1)
     pool = RayPool(cluster.start_actor, settings, StragglerPolicy(drop_lost=True))
-    for time in (1.0, 2.0 + START):  # its first actor ends, and the one in that one's place
+    for time in (1.0, 2.0 + START):  # the first actor and its replacement end
         cluster.at(cluster.now + time, lambda: cluster.actors[-1].end(cluster.now))
     (result,) = carry_out(pool, [10.0])
     assert result.rejected.startswith("lost: its actor was lost 2 times")

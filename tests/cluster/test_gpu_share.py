@@ -1,4 +1,4 @@
-"""How many actors fit on a GPU: the arithmetic, the messages and the remembering, with a device that is made up."""
+"""The number of actors per GPU: arithmetic, messages and cached measurements, with a fake device."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ GB = 1 << 30
 
 
 class FakeDevice:
-    """A GPU in which work takes what one says."""
+    """A fake GPU with given memory requirements."""
 
     def __init__(self, total: int = 16 * GB, peak: int = 3 * GB, fails: bool = False) -> None:
         self._total, self._peak, self._fails = total, peak, fails
@@ -58,18 +58,18 @@ class FakeDevice:
 @pytest.mark.parametrize(
     ("total", "peak", "slots"), [(16 * GB, 3 * GB, 5), (16 * GB, 16 * GB, 1), (16 * GB, 17 * GB, 0), (9, 3, 3)]
 )
-def test_as_many_fit_as_have_room(total: int, peak: int, slots: int) -> None:
+def test_the_memory_limits_the_number_of_actors(total: int, peak: int, slots: int) -> None:
     assert Memory("x", total, peak).slots == slots
 
 
-def test_the_share_is_one_over_the_slots_and_never_more() -> None:
+def test_the_share_is_at_most_one_over_the_slots() -> None:
     for slots in range(1, 200):
         found = compute_share(Memory("x", slots * GB, GB), RaySettings(actors=1), 1)
         assert found * slots <= 1 < (found + 0.0001) * slots + 1e-9
-        assert round(found * 10_000) == pytest.approx(found * 10_000)  # Ray knows no finer steps
+        assert round(found * 10_000) == pytest.approx(found * 10_000)  # the finest resolution of Ray
 
 
-def test_more_actors_than_fit_are_refused_with_the_numbers() -> None:
+def test_too_many_actors_are_rejected_with_numbers() -> None:
     memory = Memory("Made-up 16", 16 * GB, 3 * GB)
     assert compute_share(memory, RaySettings(actors=10, gpus="auto"), 2) == 0.2
     with pytest.raises(
@@ -78,12 +78,12 @@ def test_more_actors_than_fit_are_refused_with_the_numbers() -> None:
         r"largest client: 5 fit on a GPU and 10 on the cluster's 2, but ray.actors=11. Lower ray.actors",
     ):
         compute_share(memory, RaySettings(actors=11, gpus="auto"), 2)
-    compute_share(memory, RaySettings(actors=11, gpus="auto", autoscale=True), None)  # more GPUs may come
+    compute_share(memory, RaySettings(actors=11, gpus="auto", autoscale=True), None)  # GPUs may be added
     with pytest.raises(ResourcesError, match=r"needs 17.00 GiB .* no actor fits. Lower train.batch_size"):
         compute_share(Memory("Made-up 16", 16 * GB, 17 * GB), RaySettings(actors=1), 1)
 
 
-def test_the_cap_leaves_room_for_what_every_process_takes() -> None:
+def test_the_cap_leaves_room_for_the_context_of_each_process() -> None:
     assert compute_memory_fraction(1.0, 16 * GB) == compute_memory_fraction(2.0, 16 * GB) == 1.0
     for actors in (2, 4, 7):
         assert actors * (compute_memory_fraction(1 / actors, 16 * GB) * 16 * GB + CONTEXT) == pytest.approx(16 * GB)
@@ -93,14 +93,14 @@ def test_the_cap_leaves_room_for_what_every_process_takes() -> None:
         compute_memory_fraction(0.03, 16 * GB)
 
 
-def test_what_was_measured_fits_into_the_cap() -> None:
-    """The share that a peak gives leaves PyTorch, under its cap, what the peak was without the context."""
+def test_the_measured_peak_fits_into_the_cap() -> None:
+    """PyTorch's cap for a share covers the measured peak without the context."""
     for peak in (CONTEXT + 1, GB, 3 * GB, 7 * GB):
         found = 1 / Memory("x", 16 * GB, peak).slots
         assert compute_memory_fraction(found, 16 * GB) * 16 * GB >= peak - CONTEXT
 
 
-def test_a_clients_work_is_measured_once_for_a_model_and_a_device(tiny: Tiny, tmp_path: Path) -> None:
+def test_client_memory_is_measured_once_per_model_and_device(tiny: Tiny, tmp_path: Path) -> None:
     cache = f"data.cache={tmp_path / 'cache'}"
     config = tiny(cache)
     folder = create(config, Progress("quiet"))
@@ -118,7 +118,7 @@ def test_a_clients_work_is_measured_once_for_a_model_and_a_device(tiny: Tiny, tm
         "models.model.hidden=9",
     ):
         other = tiny(cache, changed, "run.name=other")
-        if changed == "models.model.hidden=9":  # a run of its own: the first commit has the networks in it
+        if changed == "models.model.hidden=9":  # a separate run: its first commit contains the networks
             measure_memory(create(other, Progress("quiet")), other, device, "cpu")
         else:
             measure_memory(folder, other, device, "cpu")
@@ -126,7 +126,7 @@ def test_a_clients_work_is_measured_once_for_a_model_and_a_device(tiny: Tiny, tm
     assert measure_memory(folder, config, FakeDevice(total=8 * GB, peak=GB), "cpu").slots == 8
 
 
-def test_the_heaviest_work_is_the_largest_clients_training_and_evaluations(
+def test_the_largest_orders_are_training_and_evaluation_of_the_largest_client(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from raydfl.engine.worker import Worker
@@ -150,7 +150,7 @@ def test_the_heaviest_work_is_the_largest_clients_training_and_evaluations(
     assert RunStore(folder).latest() is None
 
 
-def test_work_that_no_gpu_holds_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+def test_work_larger_than_the_gpu_is_rejected(tiny: Tiny, tmp_path: Path) -> None:
     config = tiny(f"data.cache={tmp_path / 'cache'}")
     folder = create(config, Progress("quiet"))
     with pytest.raises(
@@ -160,7 +160,7 @@ def test_work_that_no_gpu_holds_is_refused(tiny: Tiny, tmp_path: Path) -> None:
         measure_memory(folder, config, FakeDevice(fails=True), "cpu")
 
 
-def test_settings(tiny: Tiny) -> None:
+def test_gpu_settings_are_validated(tiny: Tiny) -> None:
     assert tiny("ray.gpus=auto", "ray.actors=2").ray.gpu_share == 1.0
     assert tiny("ray.gpus=0.25", "ray.actors=2").ray.gpu_share == 0.25
     assert tiny("ray.gpus=auto", "ray.actors=2").digest() == tiny().digest()
@@ -206,10 +206,10 @@ def test_the_drivers_version_is_read_from_the_system(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("settings", [["ray.gpus=0.5"], ["ray.gpus=auto"], ["ray.address='10.0.0.1:6379'"]])
-def test_settings_that_need_actors_are_refused_without_actors(
+def test_actor_settings_are_rejected_without_actors(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch, settings: list[str]
 ) -> None:
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)  # another test may have opened a Ray
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)  # another test may have started Ray
     config = tiny("ray.actors=0", *settings)
     with pytest.raises(
         ConfigError, match=r"ray\..*: with ray.actors=0 clients train in this process, .*ray.actors to at least 1"
@@ -232,7 +232,7 @@ def test_a_process_without_a_share_sees_no_gpu(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.slow
-def test_the_server_sees_no_gpu_and_a_client_with_a_share_sees_its_own(
+def test_the_server_sees_no_gpu_and_a_client_sees_only_its_gpu(
     ray_session: None, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = tmp_path / "looking.py"
@@ -258,31 +258,31 @@ def test_the_server_sees_no_gpu_and_a_client_with_a_share_sees_its_own(
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without CUDA")
-def test_without_cuda_auto_is_refused(ray_session: None, tiny: Tiny) -> None:
-    """Ray has one logical GPU here, PyTorch none."""
+def test_auto_is_rejected_without_cuda(ray_session: None, tiny: Tiny) -> None:
+    """Ray has one logical GPU, PyTorch has no GPU."""
     config = tiny("ray.gpus=auto", "ray.actors=2", "ray.cpus=0.5")
     with pytest.raises(ResourcesError, match=r"ray.gpus: auto needs a GPU for PyTorch: .* set ray.gpus=0 for the CPU"):
         run(config)
     deadline = time.monotonic() + 60
-    while ray.available_resources().get("GPU") != 1.0:  # the actor that was to measure goes
+    while ray.available_resources().get("GPU") != 1.0:  # the measuring actor ends
         assert time.monotonic() < deadline
         time.sleep(0.2)
 
 
 @pytest.mark.slow
-def test_a_measured_share_is_what_the_run_gets(ray_session: None, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_run_uses_the_measured_share(ray_session: None, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     class Probe:
         def memory(self, run_dir: str, config: dict[str, object]) -> Memory:
             return Memory("Made-up 16", 16 * GB, 3 * GB)
 
     monkeypatch.setattr("raydfl.cluster.gpu._Probe", Probe)
-    said: list[str] = []
+    messages_seen: list[str] = []
     config = tiny(
         "ray.gpus=auto", "ray.actors=2", "ray.cpus=0.5", "ray.cpu_fallback=true", "train.rounds=1", "run.name=measured"
     )
-    found = resolve_gpu_share(create(config, Progress("quiet")), config, said.append)
+    found = resolve_gpu_share(create(config, Progress("quiet")), config, messages_seen.append)
     assert found.ray.gpus == 0.2
-    assert said == [
+    assert messages_seen == [
         "A client actor needs 3.00 GiB of 16.00 GiB (Made-up 16). 5 fit on a GPU, and each reserves 0.2 of it."
     ]
     assert run(config).finished

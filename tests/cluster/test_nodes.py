@@ -1,4 +1,4 @@
-"""What nodes have room for, what is refused, and what is said when nodes come and go."""
+"""Capacity of nodes, rejected settings, and messages about joining and leaving nodes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from raydfl.engine.settings import RaySettings
 Tiny = Callable[..., Config]
 
 
-def most(nodes: list[dict[str, float]], kinds: list[ActorKind]) -> int:
-    """The same by trying everything: each actor on each node and device, or nowhere."""
+def count_by_brute_force(nodes: list[dict[str, float]], kinds: list[ActorKind]) -> int:
+    """Count placements by brute force: each actor on each node and device, or nowhere."""
     devices = [(n, d) for n, node in enumerate(nodes) for d in range(int(node.get("GPU", 0)))]
     best = 0
     choices = [[None, *[(n, None) for n in range(len(nodes))]] if not kind.gpus else [None, *devices] for kind in kinds]
@@ -36,21 +36,21 @@ def most(nodes: list[dict[str, float]], kinds: list[ActorKind]) -> int:
 
 @pytest.mark.parametrize("cpus", [1.0, 0.5, 2.0])
 @pytest.mark.parametrize("share", [0.4, 0.5, 1.0])
-def test_room_is_what_trying_everything_finds(cpus: float, share: float) -> None:
+def test_room_agrees_with_brute_force(cpus: float, share: float) -> None:
     kinds = [ActorKind(cpus, share)] * 3 + [ActorKind(cpus, 0.0)] * 2
     some = [{"CPU": 1.0}, {"CPU": 3.0, "GPU": 1.0}, {"CPU": 2.0, "GPU": 2.0}, {}]
     for nodes in ([], some[:1], some[:2], some[1:3], some[::2], [some[2], some[2]], some):
-        assert count_fitting(nodes, kinds) == most(nodes, kinds), nodes
+        assert count_fitting(nodes, kinds) == count_by_brute_force(nodes, kinds), nodes
 
 
-def test_room_where_nothing_is_reserved_or_wanted() -> None:
+def test_room_without_reservations_or_requirements() -> None:
     assert count_fitting([{"CPU": 0.0}], [ActorKind(0.0, 0.0)] * 5) == 5
     assert count_fitting([], [ActorKind(0.0, 0.0)] * 5) == 0
     assert count_fitting([{"CPU": 4.0}], []) == 0
     assert count_fitting([{"GPU": 4.0, "CPU": 8.0}], [ActorKind(1, 2.0)] * 3) == 2  # whole GPUs
 
 
-def test_kinds_of_actors() -> None:
+def test_actor_kinds_follow_the_settings() -> None:
     settings = RaySettings(actors=2, cpus=2, gpus=0.5, cpu_actors=1)
     assert actor_kinds(settings, 0) == [ActorKind(2, 0.5), ActorKind(2, 0.5), ActorKind(2, 0.0)]
     assert actor_kinds(RaySettings(actors="per_client"), 3) == [ActorKind(1, 0.0)] * 3
@@ -61,7 +61,7 @@ def check(monkeypatch: pytest.MonkeyPatch, config: Config, nodes: list[dict[str,
     check_resources(config, 6, grows)
 
 
-def test_what_can_never_fit_is_refused_with_numbers(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_impossible_requirements_are_rejected_with_numbers(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         ResourcesError, match=r"8 client actors with 1 CPU each need 8 CPU, but the cluster has 4\. Lower ray.act"
     ):
@@ -75,16 +75,14 @@ def test_what_can_never_fit_is_refused_with_numbers(tiny: Tiny, monkeypatch: pyt
     check(monkeypatch, tiny("ray.actors=2", "ray.cpus=2"), [{"CPU": 2.0}] * 2)
 
 
-def test_only_min_actors_must_fit_and_on_a_cluster_that_grows_nothing(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_min_actors_must_fit_unless_the_cluster_grows(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     check(monkeypatch, tiny("ray.actors=8", "ray.min_actors=4"), [{"CPU": 4.0}])
     with pytest.raises(ResourcesError, match=r"needs 5 client actors, but the nodes have room for 4.*ray.min_actors"):
         check(monkeypatch, tiny("ray.actors=8", "ray.min_actors=5"), [{"CPU": 4.0}])
     check(monkeypatch, tiny("ray.actors=8", "ray.autoscale=true"), [], grows=True)
 
 
-def test_a_trial_that_can_never_fit_is_refused_with_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_impossible_trial_is_rejected_with_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     def check_trial(bundles: list[Bundle], *nodes: Bundle) -> None:
         total = {kind: sum(node.get(kind, 0.0) for node in nodes) for kind in ("CPU", "GPU")}
         monkeypatch.setattr("raydfl.cluster.resources.list_alive_nodes", lambda: dict(enumerate(nodes)))
@@ -101,12 +99,12 @@ def test_a_trial_that_can_never_fit_is_refused_with_numbers(monkeypatch: pytest.
         check_trial([{"CPU": 1.0, "GPU": 1.0}], {"CPU": 4.0})
     shares: list[Bundle] = [{"CPU": 1.0}, *[{"CPU": 1.0, "GPU": 0.6}] * 3]
     check_trial(shares, {"CPU": 4.0, "GPU": 3.0})
-    with pytest.raises(ResourcesError, match="needs 4 CPU and 1.8 GPU"):  # two GPUs have two shares of 0.6 and no third
+    with pytest.raises(ResourcesError, match="needs 4 CPU and 1.8 GPU"):  # two GPUs have room for two shares of 0.6
         check_trial(shares, {"CPU": 4.0, "GPU": 2.0})
     check_trial_fits(shares, autoscale=True)
 
 
-def test_settings_that_contradict_each_other_are_refused(tiny: Tiny) -> None:
+def test_contradictory_settings_are_rejected(tiny: Tiny) -> None:
     with pytest.raises(ConfigError, match="min_actors=4 exceeds the 3 client actors of the run"):
         tiny("ray.actors=2", "ray.cpu_actors=1", "ray.min_actors=4")
     with pytest.raises(ConfigError, match="need a number of actors"):
@@ -121,25 +119,25 @@ def test_settings_that_contradict_each_other_are_refused(tiny: Tiny) -> None:
         tiny("ray.actors=2", "ray.min_actors=0")
 
 
-def test_where_a_run_is_computed_is_no_part_of_what_it_is(tiny: Tiny) -> None:
+def test_the_digest_does_not_depend_on_resources(tiny: Tiny) -> None:
     plain = tiny("ray.actors=4").digest()
     assert tiny("ray.actors=4", "ray.min_actors=2", "ray.autoscale=true", "ray.cpu_actors=3").digest() == plain
 
 
-def test_what_is_said_when_nodes_come_and_go() -> None:
+def test_joining_and_leaving_nodes_are_reported() -> None:
     nodes: dict[str, dict[str, float]] = {"head": {"memory": 1.0}}
-    said: list[str] = []
+    messages_seen: list[str] = []
     kinds = [ActorKind(1, 0.5)] * 2 + [ActorKind(1, 0)] * 2
-    watch = NodeWatch(kinds, 3, said.append, lambda: dict(nodes), every=0.0)
+    watch = NodeWatch(kinds, 3, messages_seen.append, lambda: dict(nodes), every=0.0)
     watch.announce_wait(600.0)
-    watch.report_changes()  # nothing has changed: nothing is said
+    watch.report_changes()  # no message without a change
     nodes |= {"a": {"CPU": 4.0, "GPU": 1.0}, "b": {"CPU": 1.0}}
     watch.report_changes()
     del nodes["a"]
     nodes["c"] = {"CPU": 1.0}
     watch.report_changes()
     watch.report_changes()
-    assert said == [
+    assert messages_seen == [
         "Waiting for the autoscaler: room for 0 of 3 client actors. The run needs 2 with 1 CPU and 0.5 GPU each, 2 with 1 CPU "
         "each, the cluster has 1 node with 0 CPU and 0 GPU. The wait ends after 600 s.",
         "Nodes: 2 joined. The cluster has 3 nodes with 5 CPU and 1 GPU, room for 4 of 4 client actors.",
@@ -147,8 +145,8 @@ def test_what_is_said_when_nodes_come_and_go() -> None:
     ]
 
 
-def test_nothing_is_said_where_there_is_room_and_no_look_comes_too_soon() -> None:
-    said: list[str] = []
+def test_sufficient_room_is_not_reported_and_checks_are_rare() -> None:
+    messages_seen: list[str] = []
     looks = 0
 
     def look() -> dict[str, dict[str, float]]:
@@ -156,7 +154,7 @@ def test_nothing_is_said_where_there_is_room_and_no_look_comes_too_soon() -> Non
         looks += 1
         return {f"n{number}": {"CPU": 4.0} for number in range(looks)}
 
-    watch = NodeWatch([ActorKind(1, 0)] * 2, 2, said.append, look, every=1000.0)
+    watch = NodeWatch([ActorKind(1, 0)] * 2, 2, messages_seen.append, look, every=1000.0)
     watch.announce_wait(600.0)
     watch.report_changes()
-    assert (said, looks) == ([], 1)
+    assert (messages_seen, looks) == ([], 1)

@@ -1,4 +1,4 @@
-"""Nodes that join and leave in the middle of a round: those that are there work, and the run ends with the same bits."""
+"""Nodes join and leave in the middle of a round: present nodes work, and the results keep their bits."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def start() -> Iterator[Callable[..., Marked]]:
 
 
 class Gate:
-    """Holds rounds in their middle."""
+    """Gate that pauses rounds in the middle."""
 
     def __init__(self, folder: Path, rounds: list[int]) -> None:
         self.folder = folder
@@ -44,7 +44,7 @@ class Gate:
             (folder / f"hold-{number}").touch()
 
     def waiting(self, number: int) -> set[str]:
-        """Processes in which clients of the round wait."""
+        """Return the processes with waiting clients of the round."""
         return {path.name.rpartition("-")[2] for path in self.folder.glob(f"at-{number}-*")}
 
     def open(self, number: int) -> None:
@@ -73,7 +73,7 @@ def test_nodes_join_and_leave_in_the_middle_of_rounds(tiny: Tiny, start: Callabl
     assert run.process.stdout is not None
 
     first = until(lambda: gate.waiting(2), "clients in round 2", [run])
-    assert len(first) == 1  # rounds have begun with one actor
+    assert len(first) == 1  # rounds start with one actor
     fleet.ask("add 1 0")
     both = until(lambda: len(gate.waiting(2)) == 2 and gate.waiting(2), "the second actor in the same round", [run])
     gate.open(2)
@@ -95,10 +95,10 @@ def test_nodes_join_and_leave_in_the_middle_of_rounds(tiny: Tiny, start: Callabl
     assert run.process.returncode == 0, problems
     events = [json.loads(line) for line in out.splitlines()]
     assert [event["round"] for event in events if event["event"] == "round"] == [1, 2, 3, 4, 5]
-    said = [event["text"] for event in events if event["event"] == "message" and event["text"].startswith("Nodes:")]
-    words = " ".join(said)
-    assert words.count("1 joined") == 2, said
-    assert words.count("1 left") == 1, said
+    output = [event["text"] for event in events if event["event"] == "message" and event["text"].startswith("Nodes:")]
+    fields = " ".join(output)
+    assert fields.count("1 joined") == 2, output
+    assert fields.count("1 left") == 1, output
     assert_same_bits(
         known(tiny(*common, "ray.actors=0", method=GATED)),
         read_tensors(Path(config.run.dir) / "elastic"),
@@ -106,7 +106,7 @@ def test_nodes_join_and_leave_in_the_middle_of_rounds(tiny: Tiny, start: Callabl
 
 
 def test_cpu_and_gpu_clients_in_one_federation(tiny: Tiny, start: Callable[..., Marked], tmp_path: Path) -> None:
-    """With logical GPUs, which are placed like real ones; without PyTorch's CUDA all compute on the CPU, so bits are equal."""
+    """Logical GPUs are scheduled like real GPUs. Without CUDA, all actors compute on the CPU, so bits are equal."""
     import torch
 
     common = [MODELS, "train.rounds=2", "train.cohort=1.0"]

@@ -1,4 +1,4 @@
-"""The server is beside the driver: docs/clusters.md promises it, and of an actor that reserves nothing Ray picks the node."""
+"""The server runs on the driver's node, as docs/clusters.md promises. Ray places actors without reservations at random."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 
 
 class Ray:
-    """A driver's node, and what an actor is asked for with."""
+    """A fake Ray that records the options of an actor on the driver's node."""
 
     def __init__(self) -> None:
         self.asked: dict[str, Any] = {}
@@ -37,8 +37,10 @@ class Ray:
 
 
 @pytest.mark.parametrize("group", [None, object()], ids=["alone", "in a placement group"])
-def test_where_it_is_asked_for(tiny: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, group: object) -> None:
-    """On the driver's node and nowhere else; in a trial's placement group wherever that is."""
+def test_the_server_requests_the_drivers_node(
+    tiny: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, group: object
+) -> None:
+    """Request the driver's node, or inside a trial the trial's placement group."""
     ray = Ray()
     monkeypatch.setattr(servers, "ray", ray)
     monkeypatch.setattr(servers, "get_current_placement_group", lambda: group)
@@ -56,7 +58,7 @@ def test_where_it_is_asked_for(tiny: Callable[..., Config], monkeypatch: pytest.
 
 @pytest.fixture
 def fleet() -> Iterator[Marked]:
-    """A head and four nodes on which nothing but a server can be."""
+    """Start a head and four nodes with room for a server only."""
     fleet = Marked.python(str(HERE / "fleet.py"))
     yield fleet
     fleet.end()
@@ -64,8 +66,8 @@ def fleet() -> Iterator[Marked]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_where_it_is_among_many_nodes(tiny: Callable[..., Config], fleet: Marked, tmp_path: Path) -> None:
-    """By chance alone it would be on the head in one of five times."""
+def test_the_server_runs_on_the_drivers_node(tiny: Callable[..., Config], fleet: Marked, tmp_path: Path) -> None:
+    """Random placement would choose the head in 20 % of all runs."""
     address = fleet.ask()
     for resources in ("1 0", "0 0", "0 0", "0 0"):
         fleet.ask(f"add {resources}")

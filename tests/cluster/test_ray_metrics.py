@@ -1,4 +1,4 @@
-"""Ray's own metrics of a run: what a node's endpoint shows is what the record holds."""
+"""Ray's metrics of a run: a node's endpoint agrees with the metrics table."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ Tiny = Callable[..., Config]
 EXTRA = Path(__file__).parent.parent / "extra_methods.py"
 
 
-def scraped(run: str) -> dict[str, float]:
-    """What the node shows of a run: ``name{tag="value"}`` without the tags that all have."""
+def scrape_metrics(run: str) -> dict[str, float]:
+    """Return a node's metrics of a run as ``name{tag="value"}``, without common tags."""
     node = next(node for node in ray.nodes() if node["Alive"])
     address = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
     with urllib.request.urlopen(address, timeout=10) as answer:
@@ -40,21 +40,21 @@ def scraped(run: str) -> dict[str, float]:
     return found
 
 
-def until_shown(run: str, rounds: int) -> dict[str, float]:
-    """Return the metrics when a whole period of their collection, 10 s or so, has changed none of them."""
+def wait_for_metrics(run: str, rounds: int) -> dict[str, float]:
+    """Return the metrics once they are stable for a collection period of about 10 s."""
     deadline = time.monotonic() + 120
     found: dict[str, float] = {}
     since = time.monotonic()
     while time.monotonic() < since + 12 or found.get("round{method=fedavg}") != rounds:
         assert time.monotonic() < deadline, f"only {found} after 120 s"
         time.sleep(1)
-        before, found = found, scraped(run)
+        before, found = found, scrape_metrics(run)
         if found != before:
             since = time.monotonic()
     return found
 
 
-def test_a_nodes_metrics_are_the_records_sums(ray_session: None, tiny: Tiny) -> None:
+def test_a_nodes_metrics_equal_sums_of_the_metrics_table(ray_session: None, tiny: Tiny) -> None:
     config = tiny("run.name=measured", "ray.actors=2", "train.rounds=4", "train.cohort=4", "evaluate.every=2")
     folder = create(config, Progress("quiet"))
     server = ray.remote(ServerActor).options(num_cpus=0).remote(str(folder), config)
@@ -63,7 +63,7 @@ def test_a_nodes_metrics_are_the_records_sums(ray_session: None, tiny: Tiny) -> 
         while done < 4:
             done = ray.get(server.rounds.remote(done, 4, 0.3))[-1].round
         ray.get(server.finish.remote(4))
-        shown = until_shown("measured", 4)
+        shown = wait_for_metrics("measured", 4)
     finally:
         ray.get(server.close.remote())
         ray.kill(server)
@@ -86,26 +86,26 @@ def test_a_nodes_metrics_are_the_records_sums(ray_session: None, tiny: Tiny) -> 
     assert shown[f"round_seconds_count{{{tag}}}"] == 4
     assert not [name for name in shown if "s0" in name or "client=" in name]
     board = (Path(__file__).parents[2] / "docs" / "grafana.json").read_text()
-    asked = set(re.findall(r"ray_raydfl_(\w+)", board)) - {"failures_total"}  # of these there are none
+    asked = set(re.findall(r"ray_raydfl_(\w+)", board)) - {"failures_total"}  # no clients failed
     assert asked <= {name.partition("{")[0] for name in shown}
     asked_parts = {part for parts in re.findall(r'part=~\\"([\w|]+)', board) for part in parts.split("|")}
     assert asked_parts
     assert asked_parts <= recorded
-    # Two actors: more than one lane, and the parts of their time fill it.
+    # Two actors have two lanes, and the parts of their time fill these lanes.
     timelines = [row.array for row in rows if row.metric == TIMELINE]
     assert {int(actor) for array in timelines if array is not None for actor in array[:, 1]} == {0, 1}
     for name in ("transfer", "wait", "queue"):
         assert all(row.value >= 0 for row in rows if row.metric == f"seconds/{name}")
 
 
-def test_failures_are_counted_by_kind_and_a_users_method_is_named_without_its_folder(ray_session: None) -> None:
+def test_failures_are_counted_by_kind_without_the_folders_of_methods(ray_session: None) -> None:
     metrics = RayMetrics("failing", f"{EXTRA}:Slow".rpartition("/")[2])
     report = RoundReport(3, clients=5, rejected={"a": "not finite"}, retried=2)
     report.seconds.update(round=0.5)
     report.work["fit"] = Ratio(1.5, 5)
     metrics.observe([report, report])
     deadline = time.monotonic() + 60
-    while not (shown := scraped("failing")):
+    while not (shown := scrape_metrics("failing")):
         assert time.monotonic() < deadline
         time.sleep(1)
     tag = "method=extra_methods.py:Slow"

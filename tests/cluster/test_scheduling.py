@@ -1,4 +1,4 @@
-"""Who gets which work: laws of the plan, and what it costs against the best that could be done."""
+"""The assignment of work to actors: properties of the plan, and its time compared with the optimum."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from raydfl.cluster.scheduling import WORTH, Backlog, Lane, schedule
 
 @dataclass
 class Simulated:
-    """A round that was simulated."""
+    """Result of a simulated round."""
 
     end: float = 0.0
     """The time at which all is done."""
     calls: int = 0
     given: list[int] = field(default_factory=list)
-    """Pieces in the order in which they were given to actors."""
+    """Pieces in the order of assignment to actors."""
     held: int = 0
-    """The most results that the server held because an earlier one was missing."""
+    """Largest number of results that the server held for a missing earlier result."""
 
 
-def waiting(costs: list[float]) -> Backlog:
+def make_queue(costs: list[float]) -> Backlog:
     return Backlog(enumerate(costs))
 
 
@@ -38,8 +38,8 @@ def carry_out(costs: list[float], paces: list[float], latency: float = 0.005, kn
         latency: seconds that a call and its answer take each.
         known: whether the plan knows the paces.
     """
-    backlog, done = waiting(costs), Simulated()
-    free = [0.0] * len(paces)  # when each worker has done all its calls
+    backlog, done = make_queue(costs), Simulated()
+    free = [0.0] * len(paces)  # when each worker finishes all its calls
     loads = [0] * len(paces)
     events: list[tuple[float, int, list[int]]] = []
     early: set[int] = set()
@@ -69,18 +69,18 @@ def carry_out(costs: list[float], paces: list[float], latency: float = 0.005, kn
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("workers", [1, 2, 4, 7])
 @pytest.mark.parametrize("number", [1, 2, 3, 12, 100])
-def test_everything_is_done_once_and_in_good_time(number: int, workers: int, known: bool) -> None:
+def test_all_work_is_done_once_within_grahams_bound(number: int, workers: int, known: bool) -> None:
     rng = random.Random(number)
     for scale in (0.001, 0.02, 0.5):
         costs = [scale * rng.uniform(0.5, 1.5) for _ in range(number)]
         done = carry_out(costs, [1.0] * workers, known=known)
         assert sorted(done.given) == list(range(number))
-        if known:  # Graham's bound for lists, and the latency of the calls that an actor waits for
+        if known:  # Graham's bound for list scheduling, plus the latency of calls
             assert done.end <= sum(costs) / workers + 2 * max(costs) + 0.02
 
 
 def test_a_call_is_worth_its_cost() -> None:
-    """Short work goes out in one call each; long work in few calls, with little left at the end."""
+    """Short work needs one call per actor. Long work needs few calls, with small pieces at the end."""
     done = carry_out([0.01] * 12, [1.0] * 2)
     assert done.calls == 2
     assert done.end == pytest.approx(0.065)
@@ -127,48 +127,48 @@ def test_the_time_of_a_plan_grows_about_linearly() -> None:
         for _ in range(3):
             costs = [rng.uniform(0.5, 1.5) for _ in range(clients)]
             begun = time.process_time()
-            schedule(waiting(costs), Backlog(), [Lane(actor, 0, 0.0, 1.0) for actor in range(actors)], 0.0)
+            schedule(make_queue(costs), Backlog(), [Lane(actor, 0, 0.0, 1.0) for actor in range(actors)], 0.0)
             times.append(time.process_time() - begun)
         return min(times)
 
     assert seconds(1000, 10000) < 30 * seconds(100, 1000)
 
 
-def test_an_actor_is_given_its_next_call_while_it_works() -> None:
+def test_an_actor_receives_its_next_call_while_it_works() -> None:
     places = [Lane("a", 1, 1.0, 1.0), Lane("b", 1, 2.0, 1.0)]
-    pieces = waiting([1.0] * 20)
+    pieces = make_queue([1.0] * 20)
     calls = schedule(pieces, Backlog(), places, now=0.5)
     assert calls == [("a", [0]), ("b", [1])]
-    assert schedule(pieces, Backlog(), places, now=0.5) == []  # both have two
+    assert schedule(pieces, Backlog(), places, now=0.5) == []  # each actor has two
 
 
-def test_what_may_have_ended_an_actor_goes_alone() -> None:
+def test_suspected_clients_are_sent_alone() -> None:
     places = [Lane("a", 0, 0.0, 0.001), Lane("b", 0, 0.0, 0.001)]
     calls = schedule(Backlog([(0, 3.0), (2, 1.0)]), Backlog([(1, 2.0)]), places, now=0.0)
     alone = next(key for key, pieces in calls if pieces == [1])
-    assert all(key != alone for key, pieces in calls if pieces != [1])  # nothing waits behind it
+    assert all(key != alone for key, pieces in calls if pieces != [1])  # no call waits behind it
     assert (
-        schedule(Backlog(), waiting([2.0]), [Lane("a", 1, 5.0, 1.0)], now=0.0) == []
-    )  # nor does it wait behind others
+        schedule(Backlog(), make_queue([2.0]), [Lane("a", 1, 5.0, 1.0)], now=0.0) == []
+    )  # and it does not wait behind another call
 
 
-def test_calls_do_not_grow_with_the_work() -> None:
+def test_the_number_of_calls_does_not_grow_with_the_work() -> None:
     places = [Lane("a", 0, 0.0, 1.0), Lane("b", 0, 0.0, 1.0)]
-    calls = schedule(waiting([0.3] * 5000), Backlog(), places, now=0.0)
+    calls = schedule(make_queue([0.3] * 5000), Backlog(), places, now=0.0)
     assert {len(pieces) for _, pieces in calls} == {3}
 
 
-def test_who_is_idle_gets_the_last_piece() -> None:
-    places = [Lane("busy", 2, 0.0, 1.0), Lane("idle", 0, 0.0, 1.0)]  # the busy one takes longer than was foreseen
-    assert schedule(waiting([0.05]), Backlog(), places, now=1.0) == [("idle", [0])]
+def test_an_idle_actor_gets_the_last_piece() -> None:
+    places = [Lane("busy", 2, 0.0, 1.0), Lane("idle", 0, 0.0, 1.0)]  # the busy actor takes longer than planned
+    assert schedule(make_queue([0.05]), Backlog(), places, now=1.0) == [("idle", [0])]
 
 
 @pytest.mark.parametrize("pieces", [1, 3, 20, 300])
 @pytest.mark.parametrize("paces", [[1.0, 10.0], [1.0, 1.0, 50.0], [0.1, 1.0, 1.0, 1.0, 1.0]])
-def test_fast_and_slow_share_the_work_by_their_pace(paces: list[float], pieces: int) -> None:
-    """Done in at most twice the time of the best that could be."""
+def test_actors_share_the_work_by_their_pace(paces: list[float], pieces: int) -> None:
+    """The round takes at most twice the optimal time."""
     rng = random.Random(pieces)
     costs = [rng.uniform(0.5, 1.5) for _ in range(pieces)]
     least = max(sum(costs) / sum(1 / pace for pace in paces), min(paces) * max(costs))
-    # Gonzalez, Ibarra and Sahni (1977), for the longest first on machines of several speeds.
+    # Gonzalez, Ibarra and Sahni (1977): longest first on machines of different speeds.
     assert carry_out(costs, paces, latency=0.0).end <= 2 * least

@@ -1,4 +1,4 @@
-"""A Ray Data set becomes Parquet from which runs read it."""
+"""Ray Data sets are written as Parquet files, and runs read these files."""
 
 from __future__ import annotations
 
@@ -19,32 +19,30 @@ RATE = 8000
 WAVE = (0.2 * np.sin(np.arange(400) * 0.3)).astype(np.float32)
 
 
-def wav(samples: np.ndarray, subtype: str = "FLOAT") -> bytes:
+def encode_wav(samples: np.ndarray, subtype: str = "FLOAT") -> bytes:
     file = io.BytesIO()
     soundfile.write(file, samples, RATE, format="WAV", subtype=subtype)
     return file.getvalue()
 
 
 @pytest.mark.parametrize(
-    ("row", "rate", "wanted"),
+    ("row", "rate", "expected"),
     [
-        ({"audio": wav(WAVE)}, None, WAVE),
-        ({"audio": {"bytes": wav(WAVE), "path": "a.wav"}}, None, WAVE),
+        ({"audio": encode_wav(WAVE)}, None, WAVE),
+        ({"audio": {"bytes": encode_wav(WAVE), "path": "a.wav"}}, None, WAVE),
         ({"audio": {"bytes": None, "array": WAVE, "sampling_rate": RATE}}, None, WAVE),
         ({"audio": WAVE, "hz": np.int64(RATE)}, "hz", WAVE),
         ({"audio": np.stack([WAVE, -WAVE]), "hz": RATE}, "hz", np.stack([WAVE, -WAVE], axis=1)),
         ({"audio": np.array([0, 16384], np.int16), "hz": RATE}, "hz", np.array([0.0, 0.5])),
     ],
 )
-def test_a_recording_in_a_row_of_any_kind_becomes_a_file(
-    row: dict[str, Any], rate: str | None, wanted: np.ndarray
-) -> None:
-    """Oracle: the samples that the row has."""
+def test_every_kind_of_row_becomes_a_recording(row: dict[str, Any], rate: str | None, expected: np.ndarray) -> None:
+    """Oracle: the samples in the row."""
     found = _encode_audio({**row, "label": "hum"}, "audio", rate)
     assert set(found) == {"audio", "label"}
     samples, hz = soundfile.read(io.BytesIO(found["audio"]["bytes"]), dtype="float32")
     assert hz == RATE
-    assert np.array_equal(samples, wanted)
+    assert np.array_equal(samples, expected)
 
 
 @pytest.mark.parametrize(
@@ -60,18 +58,18 @@ def test_a_recording_in_a_row_of_any_kind_becomes_a_file(
         ({"audio": np.zeros(4, np.int64), "hz": RATE}, "hz", r"its array is int64 \[4\]"),
     ],
 )
-def test_a_row_without_a_recording_is_named(row: dict[str, Any], rate: str | None, message: str) -> None:
+def test_a_row_without_a_recording_is_reported(row: dict[str, Any], rate: str | None, message: str) -> None:
     with pytest.raises(DataError, match=message):
         _encode_audio({**row, "label": "hum"}, "audio", rate)
 
 
-def test_a_folder_that_is_there_is_not_overwritten(tmp_path: Path) -> None:
+def test_an_existing_folder_is_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"exists already\. .*data=\{name: huggingface, root: "):
         write_recordings(None, tmp_path)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
-def test_a_dataset_is_written_in_its_order_and_read_as_it_is(ray_session: None, tmp_path: Path) -> None:
+def test_a_dataset_is_written_in_order_and_read_unchanged(ray_session: None, tmp_path: Path) -> None:
     import ray.data
 
     def row(number: int) -> dict[str, Any]:

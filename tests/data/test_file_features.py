@@ -416,9 +416,9 @@ def test_attacks_that_alter_recordings_need_recordings(tmp_path: Path, attack: d
     path = write_npz(tmp_path / "features", log_mels())
     data = made.data.model_copy(update={"features": from_file(path)})
     with pytest.raises(ConfigError, match="alters recordings"):
-        build_population(data, 1, attack=made.parts.attack)
+        build_population(data, 1, attack=made.components.attack)
     flipped = {**values, "attack": "label_flip", "data": {**values["data"], "features": from_file(path).model_dump()}}
-    assert make_config(flipped).parts.attack is not None
+    assert make_config(flipped).components.attack is not None
 
 
 # -- by a model --------------------------------------------------------------------------------------------------------

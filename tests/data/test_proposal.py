@@ -163,7 +163,7 @@ def test_no_client_trains_on_anomalies_of_machines(tmp_path: Path, case: str) ->
     data = data if "name" in data else {"name": "folder", "root": str(tmp_path), **data}
     in_file, on_line, _ = read_back(make_config({"method": "fedavg", **settings, "data": data}))
     assert in_file.digest() == on_line.digest()
-    objective = on_line.parts.method.objective
+    objective = on_line.components.method.objective
     assert len(objective.normal) == 1
     assert objective.answers == "score"
     assert (on_line.objective or {}).items() >= settings.get("objective", {"name": "reconstruct"}).items()

@@ -84,8 +84,13 @@ def test_a_pickled_configuration_builds_components_on_demand(tiny: Tiny, build_c
     assert arrived == config
     assert not build_counts
     assert arrived.digest() == config.digest()
+<<<<<<< HEAD
     assert arrived.parts == config.parts
     assert build_counts == {"method": 1, "objective": 1, "method.rule": 1, "attack": 1}
+=======
+    assert arrived.components == config.components
+    assert built == {"method": 1, "objective": 1, "method.rule": 1, "attack": 1}
+>>>>>>> main
 
 
 def test_another_process_loads_user_files_itself(tiny: Tiny, tmp_path: Path) -> None:
@@ -95,7 +100,7 @@ def test_another_process_loads_user_files_itself(tiny: Tiny, tmp_path: Path) -> 
     (tmp_path / "sent").write_bytes(pickle.dumps(tiny(f"method.name={file}:Mine")))
     program = (
         "import pathlib, pickle, sys; config = pickle.loads(pathlib.Path(sys.argv[1]).read_bytes())\n"
-        "print(type(config.parts.method).__name__)"
+        "print(type(config.components.method).__name__)"
     )
     command = [sys.executable, "-c", program, str(tmp_path / "sent")]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "Mine\n"
@@ -127,17 +132,23 @@ def test_an_unloadable_user_class_is_reported_before_training(
     file.unlink()
     monkeypatch.setattr(registry, "load_file", registry.load_file.__wrapped__)
     with pytest.raises(ConfigError, match=f"'{file}:(Mine|Net)': there is no file {file}"):
-        _ = config.parts
+        _ = config.components
 
 
 def test_a_copied_configuration_reuses_unchanged_components(tiny: Tiny, build_counts: Counter[str]) -> None:
     config = tiny()
+<<<<<<< HEAD
     build_counts.clear()
     assert config.model_copy(update={"run": config.run}).parts is config.parts
     assert not build_counts
+=======
+    built.clear()
+    assert config.model_copy(update={"run": config.run}).components is config.components
+    assert not built
+>>>>>>> main
     other = config.model_copy(update={"method": {"name": "fedprox", "mu": 0.5}})
-    assert isinstance(other.parts.method, FedProx)
-    assert config.parts.method == FedAvg()
+    assert isinstance(other.components.method, FedProx)
+    assert config.components.method == FedAvg()
 
 
 def test_a_method_caches_its_rule(build_counts: Counter[str]) -> None:

@@ -200,11 +200,13 @@ def test_printing_a_configuration_with_former_options_keeps_its_meaning(
     config = tiny(*options, method=method)
     printed = make_config(parse_yaml(explain_config(config), "printed"))
     assert printed.digest() == config.digest()
-    assert plain(printed.parts.method) == plain(config.parts.method)
+    assert plain(printed.components.method) == plain(config.components.method)
     assert (
-        printed.parts.fine_tune == config.parts.fine_tune == (printed.evaluate.fine_tune or FineTuneSettings(epochs=0))
+        printed.components.fine_tune
+        == config.components.fine_tune
+        == (printed.evaluate.fine_tune or FineTuneSettings(epochs=0))
     )
-    assert printed.train.groups == config.parts.former.get("tasks", "none")
+    assert printed.train.groups == config.components.former.get("tasks", "none")
 
 
 @pytest.mark.parametrize(

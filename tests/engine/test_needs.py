@@ -156,7 +156,7 @@ def test_class_variables_of_the_wrong_type_are_rejected(tiny: Tiny, tmp_path: Pa
 
 def test_additions_may_be_a_list(tiny: Tiny, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("import raydfl\nclass Mine(raydfl.Method):\n    additions = ['mask/']\n")
-    assert tiny(method=f"{tmp_path / 'mine.py'}:Mine").parts.method.additions == ("mask/",)
+    assert tiny(method=f"{tmp_path / 'mine.py'}:Mine").components.method.additions == ("mask/",)
 
 
 def test_a_method_may_have_one_encoder_and_a_model_on_its_features(tiny: Tiny, tmp_path: Path) -> None:
@@ -165,4 +165,4 @@ def test_a_method_may_have_one_encoder_and_a_model_on_its_features(tiny: Tiny, t
         "    models, on_features, partial = {'audio': 'crnn_lite', 'head': 'fusion'}, ('head',), ('head',)\n"
     )
     values = tiny().model_dump(mode="json") | {"method": f"{tmp_path / 'mine.py'}:Mine", "models": {}}
-    assert list(raydfl.make_config(values).parts.models) == ["audio", "head"]
+    assert list(raydfl.make_config(values).components.models) == ["audio", "head"]

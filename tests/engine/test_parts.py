@@ -166,7 +166,7 @@ def test_parts_with_the_same_classes_have_separate_heads(tiny: Tiny) -> None:
 def test_every_method_trains_over_parts_and_each_part_is_measured(tiny: Tiny, method: str) -> None:
     config = tiny(PARTS, "train.rounds=2", "evaluate.clients=all", method=method)
     outcome = run(config)
-    model = next(iter(type(config.parts.method).models))
+    model = next(iter(type(config.components.method).models))
     scores = set(outcome.scores)
     if method != "fedper":
         assert {f"test low:{model}/accuracy", f"test high:{model}/accuracy"} <= scores

@@ -113,7 +113,7 @@ def test_fedstars_protocol_is_that_of_the_paper(monkeypatch: pytest.MonkeyPatch)
         assert crop is not None
         assert (features.frames_within(15_690), crop.size) == (96, 96)
         assert features.hop * (crop.stride or 0) == 15_680
-        assert (config.parts.method.beta, config.data.unlabelled.keep) == (0.5, 0.03)
+        assert (config.components.method.beta, config.data.unlabelled.keep) == (0.5, 0.03)
 
 
 def test_bases_are_jobs_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +190,7 @@ NOT_SEARCHED = {
 def test_every_method_has_a_space_of_all_its_fields(name: str) -> None:
     study = load_study(TUNE / f"{name}.yaml")
     assert study.first.config.method["name"] == name
-    fields = {item.name for item in dataclasses.fields(study.first.config.parts.method)} - {"objective"}
+    fields = {item.name for item in dataclasses.fields(study.first.config.components.method)} - {"objective"}
     searched = {key.partition(".")[2] for key in study.settings.domains if key.startswith("method.")}
     assert searched == fields - set(NOT_SEARCHED)
 

@@ -37,7 +37,7 @@ def test_two_runs_are_equal_or_not_to_the_bit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", registry.names("raydfl.methods"))
 def test_every_method_can_be_tried(tmp_path: Path, method: str) -> None:
-    assert configured(method, tmp_path, "x").parts.method is not None
+    assert configured(method, tmp_path, "x").components.method is not None
 
 
 @pytest.mark.slow

@@ -40,7 +40,7 @@ def test_a_population_of_an_earlier_format_is_read_and_replaced_by_tables(
 ) -> None:
     name = recorded.name.replace("-", " ")
     config = configure(name, cases()[name], tmp_path, feature_cache)
-    attack = config.parts.attack
+    attack = config.components.attack
     built = build_population(config.data, config.run.seed, attack=attack, labels_needed=config.labels_needed)
     expected, folder = describe_population(built, attack is not None), tmp_path / "population"
     copy_recorded(recorded, folder, feature_cache)

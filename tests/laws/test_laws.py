@@ -160,7 +160,7 @@ def test_a_network_is_built_once_for_all_clients(
     first = len(made)
     assert kinds <= first <= kinds * together + 1  # and once for the server's own evaluation
     server.round()
-    next_phase = len(type(config.parts.method).phases) > 1  # in which the server may measure other models
+    next_phase = len(type(config.components.method).phases) > 1  # in which the server may measure other models
     assert len(made) <= first + next_phase
     users = "extra_methods" in method
     for replica in made:

@@ -209,9 +209,9 @@ def test_a_copy_has_its_originals_architecture_and_first_weights(tiny: Tiny) -> 
     """Those of FedAvg's model, also where the objective adds tensors of its own."""
     objective = "objective={name: contrast, frames: 12, size: 8}"
     ditto, fedavg = (tiny(objective, method=name) for name in ("ditto", "fedavg"))
-    assert ditto.parts.models["personal"] == ditto.parts.models["model"] == fedavg.parts.models["model"]
+    assert ditto.components.models["personal"] == ditto.components.models["model"] == fedavg.components.models["model"]
     specs = [ModelSpec(name, "mlp", BANDS, CLASSES, outputs=8) for name in ("model", "personal")]
-    built, plain = (build_models(c.parts.method, specs[:n], 1) for c, n in ((ditto, 2), (fedavg, 1)))
+    built, plain = (build_models(c.components.method, specs[:n], 1) for c, n in ((ditto, 2), (fedavg, 1)))
     assert [*built] == ["model", "personal"]
     for name, value in plain["model"].state_dict().items():
         for model in built.values():

@@ -208,7 +208,7 @@ def test_the_digest_depends_on_the_content_and_a_changed_file_prevents_resuming(
     plain = tiny(f"models.model={NETWORKS}:FrozenStem", "train.rounds=1")
     train_federation(plain)
     population = Population.load(Path(plain.run.dir) / "tiny" / "population")
-    weights = build_models(plain.parts.method, Clients(population, plain).variants()[0], 99)["model"].state_dict()
+    weights = build_models(plain.components.method, Clients(population, plain).variants()[0], 99)["model"].state_dict()
     torch.save(weights, tmp_path / "a.pt")
     shutil.copyfile(tmp_path / "a.pt", tmp_path / "b.pt")
     config = tiny(network, "run.name=started", "train.rounds=3")

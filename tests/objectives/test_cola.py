@@ -45,7 +45,9 @@ def test_one_shard_equals_a_plain_training_loop(tiny: Tiny) -> None:
     population = Population.load(folder / "population")
     clips = population.data(0).train
     x = clips.batch(np.arange(len(clips))).x
-    network: Any = build_models(config.parts.method, Clients(population, config)[0].models, config.run.seed)["model"]
+    network: Any = build_models(config.components.method, Clients(population, config)[0].models, config.run.seed)[
+        "model"
+    ]
 
     def project(rows: np.ndarray) -> torch.Tensor:
         begin = (uniform(len(rows), x.device) * (x.shape[1] - FRAMES + 1)).floor().long().tolist()
@@ -80,6 +82,6 @@ def test_a_federation_starts_from_the_pretrained_encoder(tiny: Tiny) -> None:
     config = tiny(f"models.model={{name: mlp, init_from: {start}}}", "run.name=begun")
     encoder = final_state(Path(cola.run.dir) / "cola").tensors["global"]["model/hidden.weight"]
     population = Population.load(Path(cola.run.dir) / "cola" / "population")
-    network = build_models(config.parts.method, Clients(population, config)[0].models, config.run.seed)["model"]
+    network = build_models(config.components.method, Clients(population, config)[0].models, config.run.seed)["model"]
     assert torch.equal(network.state_dict()["hidden.weight"], encoder)
     assert network.state_dict()["output.weight"].shape == (3, 32)

@@ -84,7 +84,7 @@ def test_the_score_of_dcase_uses_the_columns_of_machines(tiny: Tiny) -> None:
 
 def remarks(config: Config) -> list[str]:
     population = build_population(config.data, config.run.seed, labels_needed=config.labels_needed)
-    return list(config.parts.method.objective.remarks(population))
+    return list(config.components.method.objective.remarks(population))
 
 
 def test_remarks_list_clients_with_one_condition_or_few_normal_clips_in_their_test(tiny: Tiny) -> None:

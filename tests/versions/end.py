@@ -17,8 +17,8 @@ REPORTED = ("ray", "mlflow", "torch", "numpy", "pandas", "pyarrow", "pydantic")
 WITH_RAY = [
     "tests/laws/test_ray_pool.py::test_killed_client_actors_change_nothing",
     "tests/laws/test_ray_pool.py::test_law_1_serial_and_1_2_and_4_actors_give_the_same_bits[fedavg]",
-    "tests/cluster/jobs/test_submitted_jobs.py::test_without_the_token_nothing_is_submitted",
-    "tests/cluster/jobs/test_submitted_jobs.py::test_a_job_is_stopped_and_the_same_command_ends_as_if_it_had_not_been",
+    "tests/cluster/jobs/test_submitted_jobs.py::test_jobs_without_the_token_are_rejected",
+    "tests/cluster/jobs/test_submitted_jobs.py::test_a_stopped_job_resumes_to_the_same_bits",
     "tests/experiments/test_study_run.py::test_a_study_and_its_runs_are_nested_in_mlflow",
     "tests/experiments/test_trainable.py::test_trials_of_asha_have_the_bits_of_runs_alone",
     "tests/runs/test_tracking.py::test_tracked_run_is_read_back",

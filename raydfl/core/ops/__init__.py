@@ -26,7 +26,7 @@ from raydfl.core.ops.gru import GRU, gru
 from raydfl.core.ops.images import Conv2d, conv2d, group_norm, relu_pool
 from raydfl.core.ops.reductions import drift_term, mean_over_time
 from raydfl.core.ops.slices import Slice, add_elements, add_slices
-from raydfl.core.ops.sums import ClientVectors, Parts, sums_are_compiled
+from raydfl.core.ops.sums import ClientVectors, Ranges, sums_are_compiled
 
 __all__ = [
     "GRU",
@@ -34,7 +34,7 @@ __all__ = [
     "Conv1d",
     "Conv2d",
     "Dropout",
-    "Parts",
+    "Ranges",
     "Slice",
     "add_elements",
     "add_slices",

@@ -18,7 +18,7 @@ import torch
 
 from raydfl.core.ops._backend import select_operators
 
-Parts = Sequence[tuple[int, int]]
+Ranges = Sequence[tuple[int, int]]
 """Ranges of a vector's elements: start (inclusive) and stop (exclusive)."""
 
 STRIP = 32_768  # elements of a vector in a strip: as float64 (256 KiB) they fit the second-level cache
@@ -91,7 +91,7 @@ class ClientVectors:
                 part *= weight
                 np.add(sums, part, out=sums)
 
-    def compute_squared_deviations(self, parts: Parts) -> np.ndarray:
+    def compute_squared_deviations(self, ranges: Ranges) -> np.ndarray:
         """Return each vector's squared Euclidean distance to the mean of all vectors: float64 [vectors].
 
         Differences are squared, not values, so similar vectors far from 0 keep their order. Compiled operators use float64. NumPy
@@ -99,23 +99,23 @@ class ClientVectors:
         the computation in float64 if squares exceed the range of float32.
 
         Args:
-            parts: ranges of elements to compare.
+            ranges: bounds of the elements to compare.
         """
         if self._tensors:
-            starts, stops = [start for start, _ in parts], [stop for _, stop in parts]
+            starts, stops = [start for start, _ in ranges], [stop for _, stop in ranges]
             squares: np.ndarray = torch.ops.raydfl.squared_deviations(self._tensors, starts, stops).numpy()
             return squares
-        squares = self._compute_deviations(parts, np.float32)
+        squares = self._compute_deviations(ranges, np.float32)
         if not np.all((squares > 1e-30) & (squares < np.inf)):  # outside the range of float32, so the order is lost
-            squares = self._compute_deviations(parts, np.float64)
+            squares = self._compute_deviations(ranges, np.float64)
         return squares
 
-    def _compute_deviations(self, parts: Parts, dtype: type[np.floating]) -> np.ndarray:
+    def _compute_deviations(self, ranges: Ranges, dtype: type[np.floating]) -> np.ndarray:
         """Compute :meth:`compute_squared_deviations` in NumPy, with differences in ``dtype``."""
         count = len(self.vectors)
         squares = np.zeros(count)
         with np.errstate(over="ignore", invalid="ignore"):
-            for _, _, block in self._blocks(parts, range(count), dtype):
+            for _, _, block in self._blocks(ranges, range(count), dtype):
                 mean = np.dot(np.ones(count, dtype), block)
                 mean /= count
                 differences = np.subtract(block, mean, out=block)
@@ -206,7 +206,7 @@ class ClientVectors:
             block.sort(axis=1)
             yield begin, end, block
 
-    def approximate_sum(self, weights: np.ndarray, chosen: Sequence[int], parts: Parts) -> np.ndarray:
+    def approximate_sum(self, weights: np.ndarray, chosen: Sequence[int], ranges: Ranges) -> np.ndarray:
         """Return a weighted sum of vectors in float32, several times as fast as NumPy's :meth:`add_to`.
 
         The error is below ``len(chosen) * 1.2e-7`` of the weighted sum of magnitudes, and usually far smaller.
@@ -214,33 +214,33 @@ class ClientVectors:
         Args:
             weights: float64 [chosen]. Their sum must be below 1 to prevent overflow.
             chosen: indices of the vectors.
-            parts: ranges of elements to sum.
+            ranges: bounds of the elements to sum.
 
         Returns:
-            float32 [elements]: the concatenated parts.
+            float32 [elements]: the concatenated ranges.
         """
         narrow = weights.astype(np.float32)
-        total = np.empty(sum(stop - start for start, stop in parts), np.float32)
-        for begin, end, block in self._blocks(parts, chosen, np.float32):
+        total = np.empty(sum(stop - start for start, stop in ranges), np.float32)
+        for begin, end, block in self._blocks(ranges, chosen, np.float32):
             np.dot(narrow, block, out=total[begin:end])
         return total
 
     def _blocks(
-        self, parts: Parts, chosen: Sequence[int], dtype: type[np.floating]
+        self, ranges: Ranges, chosen: Sequence[int], dtype: type[np.floating]
     ) -> Iterator[tuple[int, int, np.ndarray]]:
         """Copy vectors block by block.
 
         Yields:
-            First element and end (exclusive) of a block, counted over all parts, and the block, [chosen, elements]. You may modify
+            First element and end (exclusive) of a block, counted over all ranges, and the block, [chosen, elements]. You may modify
             it; the next block overwrites it.
         """
         columns = max(1, _BLOCK // len(chosen))
-        longest = min(columns, max((stop - start for start, stop in parts), default=0))
+        longest = min(columns, max((stop - start for start, stop in ranges), default=0))
         if self._memory.size < len(chosen) * longest or self._memory.dtype != dtype:
             # Reuse the memory, because allocation costs more than the work in it.
             self._memory = np.empty(len(chosen) * longest, dtype)
         done = 0
-        for first, last in parts:
+        for first, last in ranges:
             pieces = math.ceil((last - first) / columns)
             for piece in range(pieces):
                 begin, end = (first + (last - first) * edge // pieces for edge in (piece, piece + 1))

@@ -185,7 +185,7 @@ def check_revision(run_dir: Path, config: Config) -> None:
     Raises:
         RunDirectoryError: The revisions differ. The message names both.
     """
-    began, now = read_about(run_dir).get("revision") or 1, type(config.parts.method).revision
+    began, now = read_about(run_dir).get("revision") or 1, type(config.components.method).revision
     if began != now:
         raise RunDirectoryError(
             f"{run_dir} began with revision {began} of the equations of method {config.method['name']!r}, and this version of "

@@ -152,7 +152,7 @@ def open_model(
         InputError: A client's fusion model, or further views for a model of one view.
     """
     folder = local_run(run_dir)
-    if model is not None and model.rpartition(":")[2] in type(read_config(folder, trust).parts.method).on_features:
+    if model is not None and model.rpartition(":")[2] in type(read_config(folder, trust).components.method).on_features:
         if client is not None:
             raise InputError(f"model {model!r} exists only on the server. Omit the client.")
         return _Run(folder, trust, best).load_fusion(model)
@@ -202,7 +202,7 @@ class _Run:
         self.run_dir = run_dir
         self.config: Config = read_config(run_dir, trust)
         self.commit, self.chosen = _load_best_commit(run_dir, self.config) if best else (_load_last_commit(run_dir), "")
-        self.method: Method = self.config.parts.method
+        self.method: Method = self.config.components.method
         self.population = Population.load(run_dir / "population", features=False)
         self.clients = Clients(self.population, self.config)
 
@@ -218,7 +218,7 @@ class _Run:
             specs, name, key, part = shared[model]
             networks, _ = self._load(specs, self._select_entries([key], part), {}, f"model {model!r}")
             return self._wrap(model, "", part, specs, name, networks[name])
-        if not shared or model in self.config.parts.models:
+        if not shared or model in self.config.components.models:
             subject = "no model of this run is" if model is None else f"model {model!r} of this run is not"
             raise InputError(
                 f"{subject} shared as a whole, because clients keep private tensors. Choose a client with --client; "
@@ -226,12 +226,14 @@ class _Run:
             )
         if model is None:
             raise InputError(f"this run has several shared models. Choose one with --model: {', '.join(shared)}.")
-        raise InputError(f"this run has no model {model!r}. {nearest(model, [*shared, *self.config.parts.models])}")
+        raise InputError(
+            f"this run has no model {model!r}. {nearest(model, [*shared, *self.config.components.models])}"
+        )
 
     def _check_reads_data(self, model: str | None) -> None:
         """Reject a fusion model, because it reads outputs of models instead of data."""
         if model is not None and model.rpartition(":")[2] in type(self.method).on_features:
-            whole = [name for name in self.config.parts.models if name not in type(self.method).on_features]
+            whole = [name for name in self.config.components.models if name not in type(self.method).on_features]
             raise InputError(
                 f"model {model!r} reads the outputs of other models, so it cannot be used alone. Pass the files of all views to "
                 f"raydfl predict, or choose one of {', '.join(whole)} with --model."

@@ -1,4 +1,4 @@
-"""One head for all tests of jobs."""
+"""Fixture: one head for all tests of jobs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A file system like one far away: it counts what is done, and fails when a test says so."""
+"""A fake remote file system that counts its calls and fails on request."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import pyarrow.fs as fs
 
 
 class Failing(fs.FileSystemHandler):
-    """The local file system behind one that may fail.
+    """Local file system with injected failures.
 
     Args:
-        fails: asked before each call with its kind ("read", "write", "move", "delete", "list") and path; ``True``: OSError.
-        kind: what it calls itself; "s3": objects appear when they are whole.
+        fails: called before each operation with its kind ("read", "write", "move", "delete", "list") and path; ``True``
+            raises OSError.
+        kind: type name of the file system; "s3": objects appear when they are complete.
     """
 
     def __init__(self, fails: Callable[[str, str], bool], kind: str = "far") -> None:
@@ -75,7 +76,7 @@ class Failing(fs.FileSystemHandler):
 
     def open_output_stream(self, path: str, metadata: Any) -> Any:
         self._call("write", path)
-        if self._kind == "s3":  # there are no folders
+        if self._kind == "s3":  # object stores have no folders
             self._local.create_dir(path.rpartition("/")[0], recursive=True)
         return self._local.open_output_stream(path, metadata)
 

@@ -1,4 +1,4 @@
-"""A Ray head of the tests' own: with a token, on ports of its own, all of its processes marked and ended by their ids."""
+"""A Ray head for tests, with a token and free ports. Its processes are marked, and ended by their ids."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BIN = Path(sys.executable).parent
 
 
 def free_port() -> int:
-    """A port on which nobody listens now."""
+    """Return a free port."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
@@ -29,7 +29,7 @@ class Head:
     """A running head, and the ``ray job`` commands against it."""
 
     def __init__(self) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="rj-", dir="/tmp"))  # short: sockets lie below it
+        self.folder = Path(tempfile.mkdtemp(prefix="rj-", dir="/tmp"))  # short, because paths of sockets are limited
         self.token = self.folder / "token"
         self.token.touch(mode=0o600)
         self.token.write_text(secrets.token_hex(32))
@@ -61,7 +61,8 @@ class Head:
         assert started.returncode == 0, started.stdout + started.stderr
 
     def environment(self, **more: str) -> dict[str, str]:
-        """For commands that may use this head."""
+        """Return environment variables for commands that use this head."""
+
         environment = {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "RAYDFL_"))}
         return environment | {
             "RAY_AUTH_MODE": "token",
@@ -76,7 +77,7 @@ class Head:
     def job(
         self, *arguments: str, environment: Mapping[str, str] | None = None, folder: Path | None = None
     ) -> subprocess.CompletedProcess[str]:
-        """``ray job ...``."""
+        """Run ``ray job ...``."""
         return subprocess.run(
             [BIN / "ray", "job", *arguments],
             env=dict(environment or self.environment()),
@@ -88,17 +89,17 @@ class Head:
         )
 
     def status(self, submission: str) -> str:
-        """What ``ray job status`` says: RUNNING, SUCCEEDED, FAILED, STOPPED ..."""
-        said = self.job("status", submission).stdout
-        return next(word for word in ("SUCCEEDED", "FAILED", "STOPPED", "PENDING", "RUNNING") if word in said.upper())
+        """Return the status from ``ray job status``: RUNNING, SUCCEEDED, FAILED, STOPPED ..."""
+        output = self.job("status", submission).stdout
+        return next(word for word in ("SUCCEEDED", "FAILED", "STOPPED", "PENDING", "RUNNING") if word in output.upper())
 
     def close(self) -> None:
-        """End its processes, and only those."""
+        """End the processes of this head only."""
         self._mark.end()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def working_dir(folder: Path) -> Path:
-    """What is submitted: a folder like the repository's root, with the entries and configurations."""
+    """Make a folder to submit, with the repository's entry points and configurations."""
     shutil.copytree(ROOT / "jobs", folder / "jobs", ignore=shutil.ignore_patterns("__pycache__"))
     return folder

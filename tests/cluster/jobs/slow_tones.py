@@ -1,4 +1,4 @@
-"""A data set whose clips take a while to read, and which writes down who reads them."""
+"""A data set with slow clips that logs the processes that read them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is found out before anything is trained: a cluster that does not let us in, folders that a job would lose."""
+"""Checks before training: clusters that require a token, and folders that a job would lose."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ TOKEN = "the-token-of-the-cluster"
 
 
 class Cluster:
-    """As much of a cluster's head as asks for the token."""
+    """The part of a cluster's head that checks the token."""
 
     def __init__(self, code: grpc.StatusCode | None) -> None:
-        """Args: code: with which a request without the token is refused; ``None``: none is."""
+        """Args: code: error code for requests without the token. ``None``: accept all requests."""
         self.seen: list[str] = []
         self._server = grpc.server(ThreadPoolExecutor(1))
 
@@ -63,7 +63,7 @@ def cluster() -> Iterator[Callable[[grpc.StatusCode | None], Cluster]]:
 
 
 @pytest.fixture(autouse=True)
-def _no_token(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def _remove_token(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
     monkeypatch.delenv("RAY_AUTH_TOKEN_PATH", raising=False)
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
@@ -71,7 +71,7 @@ def _no_token(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("code", [grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED])
-def test_a_cluster_that_wants_a_token(
+def test_a_cluster_requires_its_token(
     cluster: Callable[[grpc.StatusCode | None], Cluster],
     code: grpc.StatusCode,
     monkeypatch: pytest.MonkeyPatch,
@@ -84,12 +84,14 @@ def test_a_cluster_that_wants_a_token(
     ):
         check_access(head.address)
     (tmp_path / ".ray").mkdir()
-    kept = tmp_path / ".ray" / "auth_token"
-    kept.write_text("of another cluster\n")
-    kept.chmod(0o640)
-    with pytest.raises(ResourcesError, match=rf"{kept} has mode 0640, so other users .* Run: chmod 600 {kept}"):
+    preserved = tmp_path / ".ray" / "auth_token"
+    preserved.write_text("of another cluster\n")
+    preserved.chmod(0o640)
+    with pytest.raises(
+        ResourcesError, match=rf"{preserved} has mode 0640, so other users .* Run: chmod 600 {preserved}"
+    ):
         check_access(head.address)
-    kept.chmod(0o600)
+    preserved.chmod(0o600)
     with pytest.raises(
         ResourcesError,
         match=rf"the token in {tmp_path}/.ray/auth_token is not the cluster's. Set RAY_AUTH_TOKEN to its",
@@ -98,7 +100,7 @@ def test_a_cluster_that_wants_a_token(
     (tmp_path / "file").write_text(f"{TOKEN}\n")
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "file"))
     check_access(head.address)
-    monkeypatch.setenv("RAY_AUTH_TOKEN", "wrong")  # comes before the file
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "wrong")  # takes precedence over the file
     with pytest.raises(ResourcesError, match="the token in RAY_AUTH_TOKEN is not"):
         check_access(head.address)
     monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
@@ -107,7 +109,7 @@ def test_a_cluster_that_wants_a_token(
     with pytest.raises(ResourcesError, match="it requires a token, but RAY_AUTH_MODE=disabled sends none"):
         check_access(head.address)
     assert head.seen == ["", "Bearer of another cluster", f"Bearer {TOKEN}", "Bearer wrong", f"Bearer {TOKEN}", ""]
-    monkeypatch.delenv("RAY_AUTH_MODE")  # as Ray was before it took a token that is there without being told
+    monkeypatch.delenv("RAY_AUTH_MODE")  # older versions of Ray ignored tokens by default
     monkeypatch.delattr(
         "ray._private.authentication.authentication_token_setup.maybe_enable_token_auth_if_token_available"
     )
@@ -117,7 +119,7 @@ def test_a_cluster_that_wants_a_token(
         check_access(head.address)
 
 
-def test_other_clusters_and_addresses_are_left_to_ray(cluster: Callable[[grpc.StatusCode | None], Cluster]) -> None:
+def test_ray_handles_other_clusters_and_addresses(cluster: Callable[[grpc.StatusCode | None], Cluster]) -> None:
     check_access(cluster(None).address)
     check_access(cluster(grpc.StatusCode.UNIMPLEMENTED).address)
     check_access("auto")
@@ -125,14 +127,14 @@ def test_other_clusters_and_addresses_are_left_to_ray(cluster: Callable[[grpc.St
         check_access("127.0.0.1:1")
 
 
-def test_a_run_says_so_at_once(
+def test_a_run_reports_a_missing_token_at_once(
     cluster: Callable[[grpc.StatusCode | None], Cluster],
     tiny: Tiny,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("ray.is_initialized", lambda: False)  # the cluster that a process is in already comes first
+    monkeypatch.setattr("ray.is_initialized", lambda: False)  # the process's current cluster takes precedence
     address = cluster(grpc.StatusCode.UNAUTHENTICATED).address
     raydfl = Raydfl(capsys)
     file = written(tiny("ray.actors=1", f"ray.address={address}"), tmp_path)
@@ -145,7 +147,7 @@ def test_a_run_says_so_at_once(
 
 @pytest.fixture
 def job_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder of a submitted job."""
+    """Enter the working directory of a submitted job."""
     folder = tmp_path / "session" / "runtime_resources" / "working_dir_files" / "_ray_pkg_1234"
     folder.mkdir(parents=True)
     monkeypatch.chdir(folder)
@@ -155,7 +157,7 @@ def job_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("command", ["run", "prepare", "sweep"])
 @pytest.mark.parametrize("setting", ["run.dir", "data.cache"])
-def test_what_would_be_lost_with_the_job_is_refused(
+def test_folders_inside_the_job_are_rejected(
     job_folder: Path, tiny: Tiny, capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str, setting: str
 ) -> None:
     file = written(tiny(), tmp_path)
@@ -163,12 +165,12 @@ def test_what_would_be_lost_with_the_job_is_refused(
     (tmp_path / "sweep.yaml").write_text(
         f"title: t\nbase: {file}\naxes: {{train.rounds: [1, 2]}}\ndir: {tmp_path}/sweep\n"
     )
-    said = Raydfl(capsys)(*words[command], f"{setting}=here")
+    output = Raydfl(capsys)(*words[command], f"{setting}=here")
     if (command, setting) == ("prepare", "run.dir"):
-        assert said.code == 0, "nothing is written there"
+        assert output.code == 0, "nothing is written there"
         return
     name = setting.partition(".")[2]
-    said.refuses(
+    output.refuses(
         rf"{setting}: {job_folder}/here is in the temporary folder of this Ray job", f"{setting}=/shared/{name}"
     )
     assert not list(job_folder.iterdir())
@@ -178,7 +180,7 @@ def test_what_would_be_lost_with_the_job_is_refused(
 @pytest.mark.parametrize(
     ("name", "content"), [("raydfl.token", "x"), ("keys/auth_token", "x"), ("deep/er/notes", TOKEN)]
 )
-def test_a_job_that_was_uploaded_with_a_token_is_refused(
+def test_a_job_with_an_uploaded_token_is_rejected(
     capsys: pytest.CaptureFixture[str],
     job_folder: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -199,15 +201,15 @@ def test_a_job_that_was_uploaded_with_a_token_is_refused(
         rf"{name} was uploaded with the job's working directory.*create a new token"
     )
     assert sorted(job_folder.rglob("*")) == before
-    monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR")  # in a shell that is nobody's business
+    monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR")  # a plain shell is not restricted
     assert "was uploaded" not in raydfl(*words, "harmless.yaml").err
 
 
-def test_a_token_is_ignored_by_git_and_so_by_the_upload() -> None:
+def test_git_and_the_upload_ignore_tokens() -> None:
     assert "*.token" in (Path(__file__).parents[3] / ".gitignore").read_text().split()
 
 
-def test_absolute_paths_and_uris_are_kept(tmp_path: Path) -> None:
+def test_absolute_paths_and_uris_are_accepted(tmp_path: Path) -> None:
     check_persistent(
         {"run.dir": "s3://bucket/runs", "data.cache": tmp_path, "other": "/runtime_resources/x/working_dir_files"}
     )
@@ -215,7 +217,7 @@ def test_absolute_paths_and_uris_are_kept(tmp_path: Path) -> None:
         check_persistent({"run.dir": "/r/runtime_resources/working_dir_files/_ray_pkg_1/runs"})
 
 
-def test_a_job_without_a_name_is_told_that_it_will_not_go_on(job_folder: Path, tiny: Tiny) -> None:
+def test_a_job_without_a_name_warns_that_it_cannot_resume(job_folder: Path, tiny: Tiny) -> None:
     messages: list[str] = []
     progress = Progress("quiet")
     progress.message = messages.append  # type: ignore[method-assign]
@@ -230,8 +232,8 @@ def test_a_job_without_a_name_is_told_that_it_will_not_go_on(job_folder: Path, t
     assert not [text for text in messages if "run.name" in text]
 
 
-def test_a_run_goes_on_when_the_folder_of_the_job_that_began_it_has_gone(tmp_path: Path, tiny: Tiny) -> None:
-    """A method of the user's own lies in another folder each time that a changed working directory is submitted."""
+def test_a_run_resumes_without_the_folder_of_its_first_job(tmp_path: Path, tiny: Tiny) -> None:
+    """Ray unpacks each changed working directory, with the user's methods, to a new folder."""
     text = "from raydfl.methods.fedavg import FedAvg\n\n\nclass Mine(FedAvg):\n    pass\n"
     for job in ("first", "second"):
         (tmp_path / job).mkdir()

@@ -1,4 +1,4 @@
-"""S3 and Google Cloud Storage by their own protocols, through Arrow's own clients: servers of them run in this process."""
+"""S3 and Google Cloud Storage through Arrow's clients, with servers in this process."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def gs() -> Iterator[str]:
 
 @pytest.fixture(params=["s3", "gs"])
 def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The URI of a folder that is not there yet."""
+    """Return the URI of a new folder."""
     monkeypatch.setattr(runs, "write_page", lambda run_dirs, out: out.write_text("not drawn in this test") and out)
     monkeypatch.setattr(place, "_PAUSES", (0.0,))
     uri: str = request.getfixturevalue(request.param)
@@ -65,7 +65,7 @@ def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     return uri
 
 
-def test_a_place_holds_what_is_put_there(store: str, tmp_path: Path) -> None:
+def test_a_store_returns_the_uploaded_files(store: str, tmp_path: Path) -> None:
     there = RemoteFolder(store, "look")
     assert there.files() == {}
     assert there.read("a/b") is None
@@ -82,8 +82,8 @@ def test_a_place_holds_what_is_put_there(store: str, tmp_path: Path) -> None:
     assert there.files() == {}
 
 
-def test_a_run_goes_on_from_the_bucket_on_another_machine(store: str, tiny: Tiny, tmp_path: Path) -> None:
-    undisturbed = known(tiny(method="fedmlac"))
+def test_a_run_resumes_from_the_bucket_on_another_machine(store: str, tiny: Tiny, tmp_path: Path) -> None:
+    reference = known(tiny(method="fedmlac"))
 
     def here(name: str) -> Config:
         return tiny(f"data.cache={tmp_path / name}", f"run.dir={store}", "run.name=far", method="fedmlac")
@@ -92,10 +92,12 @@ def test_a_run_goes_on_from_the_bucket_on_another_machine(store: str, tiny: Tiny
     shutil.rmtree(tmp_path / "one")
     assert run(here("two")).finished
     folder = local_runs(store, tmp_path / "two") / "far"
-    assert_same_bits(read_tensors(folder), undisturbed)
+    assert_same_bits(read_tensors(folder), reference)
     there = RemoteFolder(place.below(store, "far"), "").files()
-    kept = {path.relative_to(folder).as_posix(): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
-    assert there == {name: size for name, size in kept.items() if not name.startswith(".")}
+    preserved = {
+        path.relative_to(folder).as_posix(): path.stat().st_size for path in folder.rglob("*") if path.is_file()
+    }
+    assert there == {name: size for name, size in preserved.items() if not name.startswith(".")}
 
 
 def test_recordings_are_copied_from_a_bucket(store: str, tmp_path: Path) -> None:
@@ -111,7 +113,7 @@ def test_recordings_are_copied_from_a_bucket(store: str, tmp_path: Path) -> None
         fetch_recordings(place.below(store, "nothing"), tmp_path)
 
 
-def test_a_bucket_that_does_not_exist_is_named(store: str, tiny: Tiny, tmp_path: Path) -> None:
+def test_a_missing_bucket_is_reported(store: str, tiny: Tiny, tmp_path: Path) -> None:
     missing = store.replace(BUCKET, "no-such-bucket")
     with pytest.raises(ResourcesError, match="no-such-bucket"):
         run(tiny(f"data.cache={tmp_path}", f"run.dir={missing}", "run.name=far"))
@@ -119,7 +121,7 @@ def test_a_bucket_that_does_not_exist_is_named(store: str, tiny: Tiny, tmp_path:
         fetch_recordings(missing, tmp_path)
 
 
-def test_anonymous_is_no_credential() -> None:
+def test_anonymous_access_is_not_a_credential() -> None:
     check_uri("gs://anonymous@bucket/runs", "run.dir")
     for uri in ("gs://me@bucket/runs", "s3://key:secret@bucket/runs", "gs://anonymous:word@bucket/runs"):
         with pytest.raises(ConfigError, match="credentials"):

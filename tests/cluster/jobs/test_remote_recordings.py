@@ -1,4 +1,4 @@
-"""Recordings behind a URI: copied into the cache once, gone on with after an interruption, and then the same federation."""
+"""Recordings behind a URI: copied once into the cache, resumable, with the same federation as local recordings."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ Tiny = Callable[..., Config]
 
 
 @pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def skip_delays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(place, "_PAUSES", (0.0, 0.0))
 
 
 @pytest.fixture
 def digits(tmp_path: Path) -> Path:
-    """A root like that of the spoken digits: 2 digits, 2 speakers, 7 takes."""
+    """Make a root like the spoken digits': 2 digits, 2 speakers, 7 takes."""
     folder = tmp_path / "far" / "fsdd" / "recordings"
     folder.mkdir(parents=True)
     rng = generator(0, 0, "", "digits")
@@ -92,7 +92,7 @@ def test_recordings_behind_a_uri_give_the_same_federation(
 
 
 def test_parts_of_recordings_behind_a_uri(digits: Path, tmp_path: Path) -> None:
-    """The list at one URI, the recordings at another."""
+    """The list and the recordings have different URIs."""
     (tmp_path / "lists").mkdir()
     rows = [
         f"{path.name},{path.name[0]},{path.stem[2:-2]},0,0.125\n" for path in sorted((digits / "recordings").iterdir())
@@ -111,31 +111,31 @@ def test_parts_of_recordings_behind_a_uri(digits: Path, tmp_path: Path) -> None:
     np.testing.assert_array_equal(one.first_view.starts, other.first_view.starts)
 
 
-def test_a_cache_that_cannot_be_made(digits: Path) -> None:
+def test_an_impossible_cache_folder_is_rejected(digits: Path) -> None:
     with pytest.raises(ResourcesError, match="the recordings cannot be written to /proc/none.*choose another folder"):
         fetch_recordings(f"file://{digits}", Path("/proc/none"))
 
 
-def test_an_interrupted_copy_is_gone_on_with(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_copy_resumes(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     uri, cache = f"file://{digits}", tmp_path / "cache"
     lock = threading.Lock()
     reads = 0
 
-    def later(call: str, path: str) -> bool:
+    def fail_late(call: str, path: str) -> bool:
         nonlocal reads
         with lock:
             reads += call == "read"
             return call == "read" and reads > 10
 
     with monkeypatch.context() as patched:
-        fail(patched, later)
+        fail(patched, fail_late)
         with pytest.raises(
             ResourcesError, match=r"recordings/\w+.wav cannot be read, after 3 tries: no answer to read; check the URI"
         ):
             fetch_recordings(uri, cache)
     copied = list(local_copy(uri, cache).rglob("*.wav"))
     assert len(copied) == 10
-    copied[0].write_bytes(b"half")  # not by us, but it is seen
+    copied[0].write_bytes(b"half")  # an outside change is noticed
     handler = fail(monkeypatch, lambda call, path: False)
     copy = fetch_recordings(uri, cache)
     assert len([call for call, _ in handler.calls if call == "read"]) == 28 - 10 + 1
@@ -145,14 +145,14 @@ def test_an_interrupted_copy_is_gone_on_with(digits: Path, tmp_path: Path, monke
     assert not list(copy.parent.rglob("*.part"))
 
 
-def test_a_single_file(tmp_path: Path) -> None:
+def test_a_uri_may_name_a_single_file(tmp_path: Path) -> None:
     (tmp_path / "list.csv").write_text("path,label\n")
     copy = fetch_recordings(f"file://{tmp_path}/list.csv", tmp_path / "cache")
     assert copy.name == "list.csv"
     assert copy.read_text() == "path,label\n"
 
 
-def test_nothing_there(tmp_path: Path) -> None:
+def test_a_uri_without_files_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"there is nothing at file://\S+/none\. Check the URI"):
         fetch_recordings(f"file://{tmp_path}/none", tmp_path / "cache")
     (tmp_path / "empty").mkdir()
@@ -160,7 +160,7 @@ def test_nothing_there(tmp_path: Path) -> None:
         fetch_recordings(f"file://{tmp_path}/empty", tmp_path / "cache")
 
 
-def test_two_processes_copy_once(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_processes_copy_recordings_once(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     handler = fail(monkeypatch, lambda call, path: False)
     threads = [
         threading.Thread(target=fetch_recordings, args=(f"file://{digits}", tmp_path / "cache")) for _ in range(3)
@@ -172,7 +172,7 @@ def test_two_processes_copy_once(digits: Path, tmp_path: Path, monkeypatch: pyte
     assert len([call for call, _ in handler.calls if call == "read"]) == 28
 
 
-def test_the_uri_and_not_its_copy_belongs_to_the_run(tmp_path: Path, tiny: Tiny) -> None:
+def test_a_run_stores_the_uri_instead_of_the_copy(tmp_path: Path, tiny: Tiny) -> None:
     def config(root: str, cache: str) -> Config:
         data = {"name": "fsdd", "root": root, "cache": cache, "features": {"sample_rate": 8000, "seconds": 1.0}}
         return make_config({**tiny().model_dump(mode="json"), "models": {}, "data": data})
@@ -190,7 +190,7 @@ def test_the_uri_and_not_its_copy_belongs_to_the_run(tmp_path: Path, tiny: Tiny)
 
 @pytest.fixture
 def config(tmp_path: Path, tiny: Tiny) -> Callable[..., Config]:
-    """The tiny federation over the digits."""
+    """Make a tiny configuration over the digits."""
 
     def configure(root: Path, *overrides: str) -> Config:
         values = tiny(*overrides).model_dump(mode="json")
@@ -200,7 +200,7 @@ def config(tmp_path: Path, tiny: Tiny) -> Callable[..., Config]:
     return configure
 
 
-def test_a_run_does_not_go_on_with_other_recordings(
+def test_a_run_cannot_resume_with_different_recordings(
     digits: Path, tmp_path: Path, config: Callable[..., Config]
 ) -> None:
     create(config(digits), Progress("quiet"))
@@ -213,7 +213,7 @@ def test_a_run_does_not_go_on_with_other_recordings(
         create(config(digits), Progress("quiet"))
 
 
-def test_a_run_may_go_on_with_its_recordings_in_another_folder(
+def test_a_run_resumes_with_its_recordings_in_another_folder(
     digits: Path, tmp_path: Path, config: Callable[..., Config]
 ) -> None:
     run_dir = create(config(digits), Progress("quiet"))

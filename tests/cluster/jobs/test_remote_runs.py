@@ -1,4 +1,4 @@
-"""Runs behind a URI: mirrored commit by commit, fetched back, whole after a failure at any moment, and the same bits."""
+"""Runs behind a URI: each commit is mirrored, survives failures at any moment, and is fetched with the same bits."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ Tiny = Callable[..., Config]
 
 
 @pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing reports takes most of such small runs' time; and nobody wants to wait for another try."""
+def skip_reports_and_delays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skip reports and delays between retries, to save time."""
 
     def write(run_dirs: list[Path], out: Path) -> Path:
         out.write_text("not drawn in this test")
@@ -54,8 +54,8 @@ def remote(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def far(tiny: Tiny, tmp_path: Path, remote: Path) -> Tiny:
-    """As ``tiny``, with its runs behind a URI. FedMLAC, because its clients have private state."""
+def make_remote(tiny: Tiny, tmp_path: Path, remote: Path) -> Tiny:
+    """Make a tiny configuration with runs behind a URI. FedMLAC has private client state."""
 
     def configure(*overrides: str, method: str = "fedmlac") -> Config:
         cache = f"data.cache={tmp_path / 'cache'}"
@@ -65,7 +65,7 @@ def far(tiny: Tiny, tmp_path: Path, remote: Path) -> Tiny:
 
 
 @pytest.fixture
-def undisturbed(tiny: Tiny) -> dict[str, bytes]:
+def reference(tiny: Tiny) -> dict[str, bytes]:
     return known(tiny(method="fedmlac"))
 
 
@@ -74,7 +74,7 @@ def local(config: Config) -> Path:
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    """The content of what a mirror shall hold, by name."""
+    """Return the content of each file that a mirror contains, by name."""
     return {
         path.relative_to(folder).as_posix(): path.read_bytes()
         for path in folder.rglob("*")
@@ -83,7 +83,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def fail(monkeypatch: pytest.MonkeyPatch, fails: Callable[[str, str], bool], kind: str = "far") -> Failing:
-    """From now on every URI leads to a file system that fails when it is told to."""
+    """Replace the file systems of all URIs by a failing one."""
     handler = Failing(fails, kind)
     monkeypatch.setattr(
         place, "open_file_system", lambda uri: (fs.PyFileSystem(handler), uri.partition("://")[2].partition("?")[0])
@@ -95,30 +95,30 @@ def fail(monkeypatch: pytest.MonkeyPatch, fails: Callable[[str, str], bool], kin
 
 
 @pytest.mark.parametrize("kind", ["far", "s3"])
-def test_everything_of_a_run_is_there_when_it_ends(
-    far: Tiny, remote: Path, undisturbed: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, kind: str
+def test_a_finished_run_is_mirrored_completely(
+    make_remote: Tiny, remote: Path, reference: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     handler = fail(monkeypatch, lambda call, path: False, kind)
-    config = far()
+    config = make_remote()
     outcome = run(config)
     assert outcome.finished
     assert outcome.run_dir == local(config)
-    there = files(remote / "far")
-    assert there == files(local(config))
-    assert {"LATEST", "config.yaml", "run.json", "report.html", "model.safetensors"} <= set(there)
-    assert_same_bits(read_tensors(remote / "far"), undisturbed)
+    mirror_files = files(remote / "far")
+    assert mirror_files == files(local(config))
+    assert {"LATEST", "config.yaml", "run.json", "report.html", "model.safetensors"} <= set(mirror_files)
+    assert_same_bits(read_tensors(remote / "far"), reference)
     moved = [path for call, path in handler.calls if call == "move"]
     assert bool(moved) == (kind == "far"), "an object store has whole objects or none; elsewhere a rename makes it so"
 
 
-def test_a_commit_is_copied_before_the_next_is_begun_and_old_ones_are_removed(far: Tiny, remote: Path) -> None:
-    config = far("train.rounds=8", "run.keep=2")
+def test_each_commit_is_mirrored_before_the_next_and_old_commits_are_removed(make_remote: Tiny, remote: Path) -> None:
+    config = make_remote("train.rounds=8", "run.keep=2")
     run_dir = create(config, Progress("quiet"))
     server = Server(run_dir, config)
     try:
         for completed in range(1, 9):
             server.round()
-            if completed >= 2:  # the commit of the round before was written beside this one
+            if completed >= 2:  # the previous commit was written at the same time
                 assert int((remote / "far" / "LATEST").read_text()[:6]) >= completed - 2
         server.finish()
         assert (remote / "far" / "LATEST").read_bytes() == (run_dir / "LATEST").read_bytes()
@@ -131,8 +131,8 @@ def test_a_commit_is_copied_before_the_next_is_begun_and_old_ones_are_removed(fa
         server.close()
 
 
-def test_what_clients_write_for_the_next_commit_is_not_copied_by_half(far: Tiny, remote: Path) -> None:
-    config = far("train.rounds=2", "run.commit_every=2")
+def test_unfinished_commits_are_not_mirrored(make_remote: Tiny, remote: Path) -> None:
+    config = make_remote("train.rounds=2", "run.commit_every=2")
     run_dir = create(config, Progress("quiet"))
     server = Server(run_dir, config)
     try:
@@ -150,41 +150,41 @@ def test_what_clients_write_for_the_next_commit_is_not_copied_by_half(far: Tiny,
 
 
 @pytest.mark.parametrize("every", [3, 5])
-def test_a_store_that_fails_now_and_then_changes_nothing(
-    far: Tiny, remote: Path, undisturbed: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, every: int
+def test_occasional_failures_of_the_store_change_nothing(
+    make_remote: Tiny, remote: Path, reference: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, every: int
 ) -> None:
     count = 0
 
-    def now_and_then(call: str, path: str) -> bool:
+    def fail_sometimes(call: str, path: str) -> bool:
         nonlocal count
         count += 1
         return count % every == 0
 
-    fail(monkeypatch, now_and_then)
-    config = far()
+    fail(monkeypatch, fail_sometimes)
+    config = make_remote()
     assert run(config).finished
     assert count > 40
     assert files(remote / "far") == files(local(config))
-    assert_same_bits(read_tensors(remote / "far"), undisturbed)
+    assert_same_bits(read_tensors(remote / "far"), reference)
 
 
 @pytest.mark.parametrize(
     "moment", [pytest.param(m, marks=[] if m % 9 == 4 else [pytest.mark.slow]) for m in range(1, 35, 3)]
 )
-def test_when_copying_ends_at_any_moment_a_whole_commit_is_there_and_the_run_goes_on(
-    far: Tiny, remote: Path, undisturbed: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, moment: int
+def test_a_copy_interrupted_at_any_moment_leaves_a_commit_to_resume(
+    make_remote: Tiny, remote: Path, reference: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, moment: int
 ) -> None:
-    config = far()
+    config = make_remote()
     run_dir = create(config, Progress("quiet"))
     writes = 0
 
-    def from_then_on(call: str, path: str) -> bool:
+    def fail_permanently(call: str, path: str) -> bool:
         nonlocal writes
         writes += call in ("write", "move", "delete")
         return writes >= moment
 
     with monkeypatch.context() as patched:
-        fail(patched, from_then_on)
+        fail(patched, fail_permanently)
         try:
             server = Server(run_dir, config)
             try:
@@ -200,20 +200,20 @@ def test_when_copying_ends_at_any_moment_a_whole_commit_is_there_and_the_run_goe
     assert writes >= moment
     assert "nothing is lost" in stopped
     assert f"raydfl resume {config.run.dir}/far" in stopped
-    # Whatever is there is a whole run up to some commit, or none.
+    # The mirror holds a complete run up to some commit, or no run.
     if (remote / "far" / "LATEST").exists():
         assert read_tensors(remote / "far")["round"] in (b"0", b"1", b"2", b"3")
-    # The machine is gone: all that is left is what was copied.
+    # The machine is lost: only the mirror remains.
     shutil.rmtree(run_dir)
     assert run(config).finished
-    assert_same_bits(read_tensors(remote / "far"), undisturbed)
+    assert_same_bits(read_tensors(remote / "far"), reference)
     rows = read_rows(local(config)).to_pylist()
     losses = [row["round"] for row in rows if row["metric"] == "clients" and not row["client"]]
     assert losses == [1, 2, 3]
 
 
-class Lying(Failing):
-    """A listing that names a file which is not below the folder that was asked about."""
+class ForgedListing(Failing):
+    """A file system whose listings contain a file outside the requested folder."""
 
     name = "../outside.txt"
 
@@ -223,7 +223,7 @@ class Lying(Failing):
 
 
 @pytest.mark.parametrize("name", ["../outside.txt", "rows/../../outside.txt", "rows/..", "./outside.txt", "a//b"])
-def test_a_faked_listing_writes_and_removes_nothing_outside(
+def test_a_forged_listing_cannot_change_files_outside_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     (tmp_path / "there" / "run").mkdir(parents=True)
@@ -234,10 +234,10 @@ def test_a_faked_listing_writes_and_removes_nothing_outside(
         "../outside.txt": "theirs",
     }.items():
         (tmp_path / "there" / "run" / file).write_text(content)
-    liar = Lying(lambda call, path: False)
-    liar.name = name
+    forger = ForgedListing(lambda call, path: False)
+    forger.name = name
     monkeypatch.setattr(
-        place, "open_file_system", lambda uri: (fs.PyFileSystem(liar), uri.partition("://")[2].partition("?")[0])
+        place, "open_file_system", lambda uri: (fs.PyFileSystem(forger), uri.partition("://")[2].partition("?")[0])
     )
     mirror = RunMirror(tmp_path / "here" / "run", f"file://{tmp_path}/there/run")
     with pytest.raises(ResourcesError, match=f"lists '{name}', which is not below it"):
@@ -261,10 +261,10 @@ def test_a_lock_is_not_fetched(tmp_path: Path) -> None:
     assert lock.stat().st_ino == before
 
 
-def test_a_store_that_is_lost_stops_the_run_and_loses_nothing_here(
-    far: Tiny, remote: Path, undisturbed: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_a_lost_store_stops_the_run_without_local_losses(
+    make_remote: Tiny, remote: Path, reference: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    config = far()
+    config = make_remote()
     run_dir = local(config)
     with monkeypatch.context() as patched:
         fail(patched, lambda call, path: call == "write" and "commits/.000002" in path)
@@ -277,77 +277,81 @@ def test_a_store_that_is_lost_stops_the_run_and_loses_nothing_here(
     assert (remote / "far" / "LATEST").read_text().startswith("000001")
     assert resume(run_dir).finished
     assert files(remote / "far") == files(run_dir)
-    assert_same_bits(read_tensors(remote / "far"), undisturbed)
+    assert_same_bits(read_tensors(remote / "far"), reference)
 
 
 # -- the way back ------------------------------------------------------------------------------------------------------
 
 
-def test_on_another_machine_the_run_is_fetched_and_ends_the_same(
-    far: Tiny, remote: Path, tmp_path: Path, undisturbed: dict[str, bytes]
+def test_a_run_resumes_on_another_machine_with_the_same_bits(
+    make_remote: Tiny, remote: Path, tmp_path: Path, reference: dict[str, bytes]
 ) -> None:
-    stop_after(far(), 1)
-    for folder in (tmp_path / "cache").iterdir():  # features and all
+    stop_after(make_remote(), 1)
+    for folder in (tmp_path / "cache").iterdir():  # with the features
         shutil.rmtree(folder) if folder.is_dir() else folder.unlink()
     messages: list[str] = []
-    told = Progress("quiet")
-    told.message = messages.append  # type: ignore[method-assign]
-    assert run(far(), told).finished
+    messages_received = Progress("quiet")
+    messages_received.message = messages.append  # type: ignore[method-assign]
+    assert run(make_remote(), messages_received).finished
     assert any(text.startswith(f"the run was fetched from file://{remote}/far to {tmp_path}") for text in messages)
     assert any("Rebuilding the features" in text for text in messages)
-    assert_same_bits(read_tensors(remote / "far"), undisturbed)
-    assert files(remote / "far") == files(local(far()))
+    assert_same_bits(read_tensors(remote / "far"), reference)
+    assert files(remote / "far") == files(local(make_remote()))
 
 
-def test_a_new_cache_under_a_path_of_equal_length_reaches_the_mirror(far: Tiny, remote: Path, tmp_path: Path) -> None:
-    stop_after(far(), 1)
+def test_a_new_cache_under_a_path_of_equal_length_reaches_the_mirror(
+    make_remote: Tiny, remote: Path, tmp_path: Path
+) -> None:
+    stop_after(make_remote(), 1)
     shutil.rmtree(tmp_path / "cache")
-    config = far(f"data.cache={tmp_path / 'hoard'}")
+    config = make_remote(f"data.cache={tmp_path / 'hoard'}")
     assert run(config).finished
-    there, here = (files(folder)["population/population.json"] for folder in (remote / "far", local(config)))
-    assert str(tmp_path / "hoard").encode() in here
-    assert there == here
+    mirror_files, local_population = (
+        files(folder)["population/population.json"] for folder in (remote / "far", local(config))
+    )
+    assert str(tmp_path / "hoard").encode() in local_population
+    assert mirror_files == local_population
 
 
-def test_resume_by_uri_with_more_rounds(far: Tiny, remote: Path, tiny: Tiny) -> None:
-    run(far("train.rounds=1"))
-    shutil.rmtree(local(far()))
+def test_resume_by_uri_with_more_rounds(make_remote: Tiny, remote: Path, tiny: Tiny) -> None:
+    run(make_remote("train.rounds=1"))
+    shutil.rmtree(local(make_remote()))
     uri = f"file://{remote}/far"
-    outcome = resume(uri, ["train.rounds=3", f"data.cache={far().data.cache}"])
+    outcome = resume(uri, ["train.rounds=3", f"data.cache={make_remote().data.cache}"])
     assert outcome.finished
-    assert outcome.run_dir == local(far())
+    assert outcome.run_dir == local(make_remote())
     assert_same_bits(read_tensors(remote / "far"), known(tiny(method="fedmlac")))
 
 
-def test_a_copy_that_is_behind_is_brought_up_and_one_that_is_ahead_is_kept(
-    far: Tiny, remote: Path, tmp_path: Path, undisturbed: dict[str, bytes]
+def test_an_older_copy_is_updated_and_a_newer_copy_is_kept(
+    make_remote: Tiny, remote: Path, tmp_path: Path, reference: dict[str, bytes]
 ) -> None:
-    stop_after(far(), 1)
-    shutil.copytree(local(far()), tmp_path / "behind")
-    stop_after(far(), 1)
-    assert_same_bits(read_tensors(remote / "far"), read_tensors(local(far())))
-    shutil.rmtree(local(far()))
-    shutil.move(tmp_path / "behind", local(far()))
-    mirror = RunMirror(local(far()), f"file://{remote}/far")
+    stop_after(make_remote(), 1)
+    shutil.copytree(local(make_remote()), tmp_path / "behind")
+    stop_after(make_remote(), 1)
+    assert_same_bits(read_tensors(remote / "far"), read_tensors(local(make_remote())))
+    shutil.rmtree(local(make_remote()))
+    shutil.move(tmp_path / "behind", local(make_remote()))
+    mirror = RunMirror(local(make_remote()), f"file://{remote}/far")
     assert mirror.fetch()
-    assert_same_bits(read_tensors(remote / "far"), read_tensors(local(far())))
+    assert_same_bits(read_tensors(remote / "far"), read_tensors(local(make_remote())))
     assert not mirror.fetch()
-    # Ahead: the copy is of round 1, here it is round 2.
-    shutil.copytree(local(far()), tmp_path / "ahead")
+    # Ahead: the copy is of round 1, the local run of round 2.
+    shutil.copytree(local(make_remote()), tmp_path / "ahead")
     shutil.rmtree(remote)
-    shutil.rmtree(local(far()))
-    stop_after(far(), 1)
+    shutil.rmtree(local(make_remote()))
+    stop_after(make_remote(), 1)
     facts = json.loads((tmp_path / "ahead" / "run.json").read_text())
     (remote / "far" / "run.json").write_text(json.dumps(facts))
-    shutil.rmtree(local(far()))
-    shutil.move(tmp_path / "ahead", local(far()))
+    shutil.rmtree(local(make_remote()))
+    shutil.move(tmp_path / "ahead", local(make_remote()))
     assert not mirror.fetch()
-    assert run(far()).finished
-    assert_same_bits(read_tensors(remote / "far"), undisturbed)
+    assert run(make_remote()).finished
+    assert_same_bits(read_tensors(remote / "far"), reference)
 
 
-def test_two_that_write_to_one_place_are_told(far: Tiny, remote: Path, tmp_path: Path) -> None:
-    config = far()
+def test_two_writers_to_one_uri_are_rejected(make_remote: Tiny, remote: Path, tmp_path: Path) -> None:
+    config = make_remote()
     server = Server(create(config, Progress("quiet")), config)
     try:
         server.round()
@@ -364,67 +368,67 @@ def test_two_that_write_to_one_place_are_told(far: Tiny, remote: Path, tmp_path:
         RunMirror(local(config), f"file://{remote}/far").sync()
 
 
-def test_another_run_of_the_same_name_is_not_overwritten(far: Tiny, remote: Path) -> None:
-    stop_after(far(), 1)
-    shutil.rmtree(local(far()))
+def test_a_different_run_with_the_same_name_is_not_overwritten(make_remote: Tiny, remote: Path) -> None:
+    stop_after(make_remote(), 1)
+    shutil.rmtree(local(make_remote()))
     before = files(remote / "far")
     with pytest.raises(RunDirectoryError, match=r"run.seed|belongs to another configuration"):
-        run(far("run.seed=2"))
+        run(make_remote("run.seed=2"))
     assert files(remote / "far") == before
-    about = json.loads((local(far()) / "run.json").read_text())
-    (local(far()) / "run.json").write_text(json.dumps({**about, "created": "another day"}))
+    about = json.loads((local(make_remote()) / "run.json").read_text())
+    (local(make_remote()) / "run.json").write_text(json.dumps({**about, "created": "another day"}))
     with pytest.raises(RunDirectoryError, match="hold different runs of the same name. Remove one of them"):
-        run(far())
+        run(make_remote())
     assert files(remote / "far") == before
 
 
-def test_a_run_that_never_began_gives_way(far: Tiny, remote: Path, tiny: Tiny) -> None:
-    stop_after(far(), 0)
+def test_a_run_without_commits_is_replaced(make_remote: Tiny, remote: Path, tiny: Tiny) -> None:
+    stop_after(make_remote(), 0)
     assert (remote / "far" / "LATEST").read_text().startswith("000000")
-    run(far("run.seed=2"))
+    run(make_remote("run.seed=2"))
     assert_same_bits(read_tensors(remote / "far"), known(tiny("run.seed=2", method="fedmlac")))
-    assert files(remote / "far") == files(local(far()))
+    assert files(remote / "far") == files(local(make_remote()))
 
 
 # -- commands ----------------------------------------------------------------------------------------------------------
 
 
-def test_commands_take_a_uri(
-    far: Tiny, remote: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_commands_accept_a_uri(
+    make_remote: Tiny, remote: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("RAYDFL_CACHE", str(tmp_path / "usual"))
     raydfl = Raydfl(capsys)
-    config = far("train.rounds=2", method="fedavg")
+    config = make_remote("train.rounds=2", method="fedavg")
     assert raydfl("run", written(config, tmp_path)).code == 0
     uri = f"file://{remote}/far"
     shutil.rmtree(tmp_path / "cache" / "runs")
-    said = raydfl("report", uri)
-    assert said.code == 0, said.err
-    assert Path(said.out.strip()) == local(config) / "report.html"
+    output = raydfl("report", uri)
+    assert output.code == 0, output.err
+    assert Path(output.out.strip()) == local(config) / "report.html"
     model = load_model(uri)
     assert model.round == 2
-    said = raydfl("predict", uri, tmp_path / "none.wav")
-    assert said.code == 2
-    assert "none.wav" in said.err
-    shutil.rmtree(tmp_path / "cache")  # as on a machine that does not have this cache: the usual one is taken
+    output = raydfl("predict", uri, tmp_path / "none.wav")
+    assert output.code == 2
+    assert "none.wav" in output.err
+    shutil.rmtree(tmp_path / "cache")  # simulates a machine without this cache: the default is used
     assert local_run(uri) == local_runs(config.run.dir, tmp_path / "usual") / "far"
-    said = raydfl("replay", uri, "--round", "2", "--client", "s0")
-    assert said.code == 2  # it needs the features
-    assert "raydfl data prepare" in said.err
-    said = raydfl("resume", uri, "train.rounds=3", f"data.cache={tmp_path / 'cache'}")
-    assert said.code == 0, said.err
+    output = raydfl("replay", uri, "--round", "2", "--client", "s0")
+    assert output.code == 2  # the command needs the features
+    assert "raydfl data prepare" in output.err
+    output = raydfl("resume", uri, "train.rounds=3", f"data.cache={tmp_path / 'cache'}")
+    assert output.code == 0, output.err
     assert (remote / "far" / "LATEST").read_text().startswith("000003")
     raydfl("resume", f"file://{remote}/other").refuses(r"there is no run at file://\S+/other: it holds no config.yaml")
     raydfl("report", "s3:///x").refuses("the bucket is missing in s3:///x")
 
 
-def test_a_stopped_run_says_how_to_go_on(far: Tiny, remote: Path) -> None:
-    config = far()
-    said = []
+def test_a_stopped_run_prints_how_to_resume(make_remote: Tiny, remote: Path) -> None:
+    config = make_remote()
+    output = []
     progress = Progress("quiet")
-    progress.finish = lambda *told: said.append(told)  # type: ignore[method-assign]
+    progress.finish = lambda *messages_received: output.append(messages_received)  # type: ignore[method-assign]
     run(config, progress, on_round=lambda report: report.round == 1)
-    assert said[0][2] == f"raydfl resume file://{remote}/far"
+    assert output[0][2] == f"raydfl resume file://{remote}/far"
 
 
 # -- settings ----------------------------------------------------------------------------------------------------------
@@ -440,14 +444,14 @@ def test_a_stopped_run_says_how_to_go_on(far: Tiny, remote: Path) -> None:
         ("s3://bucket/runs?access_key=x&secret_key=y", "credentials"),
     ],
 )
-def test_uris_that_cannot_be_meant(tiny: Tiny, uri: str, message: str) -> None:
+def test_invalid_uris_are_rejected(tiny: Tiny, uri: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as error:
         tiny(f"run.dir={uri}")
     assert "secret@" not in str(error.value)
     assert str(error.value).count("run.dir") >= 1
 
 
-def test_uris_are_kept_as_they_are_and_decide_nothing(tiny: Tiny) -> None:
+def test_uris_are_kept_verbatim_and_do_not_change_the_digest(tiny: Tiny) -> None:
     config = tiny("run.dir=s3://bucket/runs?region=eu-central-1")
     assert config.run.dir == "s3://bucket/runs?region=eu-central-1"
     assert config.digest() == tiny().digest()
@@ -460,38 +464,38 @@ def test_uris_are_kept_as_they_are_and_decide_nothing(tiny: Tiny) -> None:
     assert local_runs("/shared/runs", None) == Path("/shared/runs")
 
 
-def test_a_place_that_cannot_be_reached_is_told_at_the_start(far: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_uri_is_reported_at_the_start(make_remote: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     fail(monkeypatch, lambda call, path: True)
     with pytest.raises(ResourcesError, match=r"far/run.json cannot be read, after 4 tries: no answer to read"):
-        run(far())
+        run(make_remote())
 
 
-def test_access_that_is_denied_is_not_tried_again(far: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_denied_access_is_not_retried(make_remote: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = 0
 
-    def denied(call: str, path: str) -> bool:
+    def deny(call: str, path: str) -> bool:
         nonlocal calls
         calls += 1
         raise PermissionError("access denied")
 
-    fail(monkeypatch, denied)
+    fail(monkeypatch, deny)
     with pytest.raises(InputError, match="cannot be read: access denied"):
-        run(far())
+        run(make_remote())
     assert calls == 1
 
 
-def test_a_folder_that_only_some_nodes_see_is_refused(
+def test_a_folder_without_shared_access_is_rejected(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(
         "CUDA_VISIBLE_DEVICES", "0"
-    )  # an actor hides them from its process, which here is the tests' own
+    )  # an actor hides GPUs from its process, here the process of the tests
     config = tiny()
     run_dir = create(config, Progress("quiet"))
     with pytest.raises(ResourcesError, match=r"does not see the run's folder .*all nodes must see run.dir"):
         Server(tmp_path / "elsewhere", config)
-    elsewhere = tmp_path / "elsewhere"
-    actor = ClientActor(config, ActorKind(1, 0), partial(open_worker, config, elsewhere, "", elsewhere, None))
+    other_folder = tmp_path / "elsewhere"
+    actor = ClientActor(config, ActorKind(1, 0), partial(open_worker, config, other_folder, "", other_folder, None))
     with pytest.raises(ResourcesError, match="does not see the run's folder"):
         actor.ready()
     with pytest.raises(
@@ -502,22 +506,22 @@ def test_a_folder_that_only_some_nodes_see_is_refused(
 
 
 @pytest.mark.parametrize("name", ["..", ".", "a/b", "/a"])
-def test_a_run_has_one_folder(tiny: Tiny, name: str) -> None:
+def test_a_run_accepts_only_one_folder(tiny: Tiny, name: str) -> None:
     with pytest.raises(ConfigError, match=r"run\.name: .*valid folder name"):
         tiny(f"run.name='{name}'")
 
 
-def test_a_uri_with_one_slash_is_no_path(tiny: Tiny) -> None:
+def test_a_uri_with_one_slash_is_rejected(tiny: Tiny) -> None:
     with pytest.raises(ConfigError, match="If you mean a URI, write s3://bucket/runs"):
         tiny("run.dir=s3:/bucket/runs")
 
 
-def test_an_option_that_no_file_system_has_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_file_system_option_is_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("raydfl.core.remote.time.sleep", lambda seconds: pytest.fail("it waits"))
     with pytest.raises(ResourcesError, match="s3://bucket/runs.*cannot be listed: "):
         place.RemoteFolder("s3://bucket/runs?regoin=eu", "mend it").files()
 
 
-def test_actors_that_have_to_be_there_need_ray(tiny: Tiny) -> None:
+def test_min_actors_requires_ray(tiny: Tiny) -> None:
     with pytest.raises(ConfigError, match=r"Remove ray\.min_actors"):
         tiny("ray.min_actors=1", "ray.actors=0")

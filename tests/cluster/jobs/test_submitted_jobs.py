@@ -1,4 +1,4 @@
-"""Jobs on a head with a token: trained, stopped and resumed to the same bits, refused without the token; features; a sweep."""
+"""Jobs on a head with a token: training, stopping, resuming to the same bits, access control, features and sweeps."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
-    """The folder that is submitted."""
+    """Make the folder to submit."""
     return working_dir(tmp_path / "package")
 
 
@@ -40,13 +40,13 @@ def write(config: Config, path: Path) -> None:
     path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
 
 
-def rounds_of(run_dir: Path) -> int:
+def read_rounds(run_dir: Path) -> int:
     name = RunStore(run_dir).latest() if run_dir.exists() else None
     return 0 if name is None else int(name.partition("-")[0])
 
 
-def until(true: Callable[[], bool], head: Head, submission: str, seconds: float = 150) -> None:
-    """Wait for something that a job does."""
+def wait_until(true: Callable[[], bool], head: Head, submission: str, seconds: float = 150) -> None:
+    """Wait until a condition of a job holds."""
     deadline = time.monotonic() + seconds
     while not true():
         ended = int(time.monotonic()) % 5 == 0 and head.status(submission) in ("FAILED", "SUCCEEDED", "STOPPED")
@@ -55,10 +55,8 @@ def until(true: Callable[[], bool], head: Head, submission: str, seconds: float 
         time.sleep(0.1)
 
 
-def test_a_job_is_stopped_and_the_same_command_ends_as_if_it_had_not_been(
-    tiny: Tiny, head: Head, package: Path, tmp_path: Path
-) -> None:
-    """The run is kept behind a URI, and between its two jobs the local folder goes, as with a machine."""
+def test_a_stopped_job_resumes_to_the_same_bits(tiny: Tiny, head: Head, package: Path, tmp_path: Path) -> None:
+    """The run is stored behind a URI. The local folder is deleted between the two jobs, like a lost machine."""
     common = ["train.rounds=30", "train.cohort=4", "method.seconds=0.3", "run.commit_every=3"]
     kept, database = tmp_path / "kept", tmp_path / "mlflow.db"
     where = [f"run.dir=file://{kept}", "run.name=job", "track.mlflow=true", f"track.uri=sqlite:///{database}"]
@@ -66,25 +64,25 @@ def test_a_job_is_stopped_and_the_same_command_ends_as_if_it_had_not_been(
     command = ["--working-dir", ".", "--", "python", "jobs/train.py", "jobs/job.yaml", f"data.cache={tmp_path}/cache"]
     first = head.job("submit", "--no-wait", "--submission-id", "first", *PATIENCE, *command, "--json", folder=package)
     assert first.returncode == 0, first.stdout + first.stderr
-    until(lambda: rounds_of(kept / "job") >= 3, head, "first")
+    wait_until(lambda: read_rounds(kept / "job") >= 3, head, "first")
     assert head.job("stop", "first").returncode == 0
     assert head.status("first") == "STOPPED"
     log = head.job("logs", "first").stdout
-    events = events_of(log)
-    stopped = rounds_of(kept / "job")
+    events = parse_events(log)
+    stopped = read_rounds(kept / "job")
     assert 3 <= stopped < 30
     ends = [(event["status"], event["next_step"]) for event in events if event["event"] == "finish"]
     assert ends == [("stopped", f"raydfl resume file://{kept}/job")], log
-    # The round that was under way is committed although it was not its turn.
+    # Stopping commits the current round, whatever commit_every is.
     assert [event["round"] for event in events if event["event"] == "round"] == list(range(1, stopped + 1))
     shutil.rmtree(tmp_path / "cache")
     again = head.job("submit", "--submission-id", "again", *PATIENCE, *command, "--json", folder=package)
     assert again.returncode == 0, again.stdout + again.stderr
     assert head.status("again") == "SUCCEEDED"
-    rounds = [event["round"] for event in events_of(again.stdout) if event["event"] == "round"]
+    rounds = [event["round"] for event in parse_events(again.stdout) if event["event"] == "round"]
     assert rounds == list(range(stopped + 1, 31))
     assert_same_bits(known(tiny(*common, method=SLOW)), read_tensors(kept / "job"))
-    # One run in MLflow, by absolute paths.
+    # MLflow has one run, with absolute paths.
     with contextlib.closing(sqlite3.connect(database)) as store:
         found = store.execute("select run_uuid, status, artifact_uri from runs").fetchall()
     mlflow_id = json.loads((kept / "job" / "run.json").read_text())["mlflow_run_id"]
@@ -92,12 +90,12 @@ def test_a_job_is_stopped_and_the_same_command_ends_as_if_it_had_not_been(
     assert found[0][2].startswith(f"file://{tmp_path}/cache/runs/")
 
 
-def events_of(log: str) -> list[dict[str, object]]:
+def parse_events(log: str) -> list[dict[str, object]]:
     return [json.loads(line) for line in log.splitlines() if line.startswith('{"event"')]
 
 
 @pytest.mark.parametrize("token", [None, "not-the-token-of-this-head-0123456789"])
-def test_without_the_token_nothing_is_submitted(head: Head, package: Path, tmp_path: Path, token: str | None) -> None:
+def test_jobs_without_the_token_are_rejected(head: Head, package: Path, tmp_path: Path, token: str | None) -> None:
     path = tmp_path / "other-token"
     if token is not None:
         path.write_text(token)
@@ -110,7 +108,7 @@ def test_without_the_token_nothing_is_submitted(head: Head, package: Path, tmp_p
     )
     assert refused.returncode == 1
     assert re.search("authentication", refused.stdout + refused.stderr, re.IGNORECASE)
-    # And a command that would join the cluster is told why, at once.
+    # A command that joins the cluster fails at once with the reason.
     began = time.monotonic()
     joined = subprocess.run(
         [sys.executable, "-m", "raydfl", "run", "jobs/tiny.yaml", "ray.actors=1", f"ray.address=127.0.0.1:{head.port}"],
@@ -124,7 +122,7 @@ def test_without_the_token_nothing_is_submitted(head: Head, package: Path, tmp_p
     took = time.monotonic() - began
     assert joined.returncode == 2, joined.stdout + joined.stderr
     error = joined.stderr.splitlines()[-1]
-    # An old Ray has to be told to look for a token.
+    # Older versions of Ray use tokens only on request.
     reason = (
         rf"it requires a token, but ({tmp_path}\S* contains none|Ray [\d.]+ sends none)"
         if token is None
@@ -135,7 +133,7 @@ def test_without_the_token_nothing_is_submitted(head: Head, package: Path, tmp_p
     assert took < 20, "Ray's own retries take longer"
 
 
-def test_a_job_that_would_write_into_its_temporary_folder_is_refused(head: Head, package: Path) -> None:
+def test_a_job_with_a_temporary_output_folder_is_rejected(head: Head, package: Path) -> None:
     done = head.job(
         "submit",
         "--working-dir",
@@ -153,9 +151,7 @@ def test_a_job_that_would_write_into_its_temporary_folder_is_refused(head: Head,
     assert "run.dir=/shared/" in done.stdout
 
 
-def test_features_are_prepared_by_the_cluster_and_a_stopped_job_goes_on(
-    head: Head, package: Path, tmp_path: Path
-) -> None:
+def test_the_cluster_prepares_features_and_a_stopped_job_resumes(head: Head, package: Path, tmp_path: Path) -> None:
     log = tmp_path / "read.log"
     (package / "jobs" / "slow.yaml").write_text(
         yaml.safe_dump(
@@ -175,13 +171,13 @@ def test_features_are_prepared_by_the_cluster_and_a_stopped_job_goes_on(
     command = ["--working-dir", ".", "--", "python", "jobs/prepare.py", "jobs/slow.yaml", "--json"]
     first = head.job("submit", "--no-wait", "--submission-id", "prepare", *command, folder=package)
     assert first.returncode == 0, first.stdout + first.stderr
-    until(lambda: len(list((tmp_path / "cache").glob("*.parts/*.npz"))) >= 2, head, "prepare")
+    wait_until(lambda: len(list((tmp_path / "cache").glob("*.parts/*.npz"))) >= 2, head, "prepare")
     done = {path.name for path in (tmp_path / "cache").glob("*.parts/*.npz")}
     assert head.job("stop", "prepare").returncode == 0
     assert head.status("prepare") == "STOPPED"
     again = head.job("submit", *command, folder=package)
     assert again.returncode == 0, again.stdout + again.stderr
-    assert "Features are ready: 24 clients" in events_of(again.stdout)[-1]["text"]  # type: ignore[operator]
+    assert "Features are ready: 24 clients" in parse_events(again.stdout)[-1]["text"]  # type: ignore[operator]
     assert len(list((tmp_path / "cache").glob("*/store.json"))) == 1
     lines = [line.split() for line in log.read_text().splitlines()]
     clips = Counter(clip for clip, _ in lines)
@@ -190,10 +186,10 @@ def test_features_are_prepared_by_the_cluster_and_a_stopped_job_goes_on(
     assert len({process for _, process in lines}) >= 2, "not by one process"
 
 
-def test_a_sweep_runs_side_by_side_is_stopped_and_goes_on(
+def test_a_sweep_runs_in_parallel_and_resumes_after_a_stop(
     tiny: Tiny, head: Head, package: Path, tmp_path: Path
 ) -> None:
-    # So many rounds that none of the runs ends while the command that stops them starts.
+    # Enough rounds that no run ends before the stop command starts.
     config = tiny("train.rounds=40", "method.seconds=0.2", "run.name=null", method=SLOW)
     write(config, package / "jobs" / "base.yaml")
     folder = tmp_path / "sweep"
@@ -204,22 +200,22 @@ def test_a_sweep_runs_side_by_side_is_stopped_and_goes_on(
     first = head.job("submit", "--no-wait", "--submission-id", "sweep", *PATIENCE, *command, folder=package)
     assert first.returncode == 0, first.stdout + first.stderr
 
-    def under_way() -> int:
-        return sum(rounds_of(path.parent) >= 2 for path in folder.glob("*/run.json"))
+    def has_started() -> int:
+        return sum(read_rounds(path.parent) >= 2 for path in folder.glob("*/run.json"))
 
-    until(lambda: under_way() >= 2, head, "sweep")
+    wait_until(lambda: has_started() >= 2, head, "sweep")
     assert head.job("stop", "sweep").returncode == 0
     assert head.status("sweep") == "STOPPED"
-    texts = [str(event.get("text")) for event in events_of(head.job("logs", "sweep").stdout)]
+    texts = [str(event.get("text")) for event in parse_events(head.job("logs", "sweep").stdout)]
     assert any(text.startswith("4 runs to do, 3 at a time") for text in texts), texts
     assert any("runs are not finished. Run the same command to continue them." in text for text in texts), texts
     again = head.job("submit", *PATIENCE, *command, folder=package)
     assert again.returncode == 0, again.stdout + again.stderr
     assert "continuing after round" in again.stdout
-    assert {rounds_of(path.parent) for path in folder.glob("*/run.json")} == {40}
+    assert {read_rounds(path.parent) for path in folder.glob("*/run.json")} == {40}
     assert len((folder / "grid.csv").read_text().splitlines()) > 2
     run_dir = next(folder.glob("*0.2*seed=2*"))
-    undisturbed = tiny(
+    reference = tiny(
         "train.rounds=40", "method.seconds=0", "run.name=near", "run.seed=2", "train.optimiser.lr=0.2", method=SLOW
     )
-    assert_same_bits(train_federation(undisturbed), read_tensors(run_dir))
+    assert_same_bits(train_federation(reference), read_tensors(run_dir))

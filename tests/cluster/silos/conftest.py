@@ -1,4 +1,4 @@
-"""Two sites on this machine, each with a folder and speakers of its own."""
+"""Fixture: two sites on this machine with separate folders and speakers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FIRST = {"north": 0, "south": 10}
 
 @pytest.fixture
 def silos(tiny: Tiny, tmp_path: Path) -> Tiny:
-    """``tiny`` with its clients at two sites of five and four speakers, of which one has no clip of the last class."""
+    """Make a tiny configuration with sites of five and four speakers. One speaker has no clip of the last class."""
 
     def configure(
         *overrides: str, method: str = "fedmlac", folders: str = "nodes", **options: dict[str, Any]

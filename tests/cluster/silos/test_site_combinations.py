@@ -1,4 +1,4 @@
-"""Sites together with everything else: parts, columns, profiles, tables of clients, attacks and searches."""
+"""Sites combined with parts, columns, profiles, client tables, attacks and searches."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ PARTS = "data.parts={low: {}, high: {classes: 3, first: 20}}"
 SOUTH_ALONE = {"north": {"parts": {"low": {}}}}
 
 
-def folder_of(config: Config) -> Path:
+def get_folder(config: Config) -> Path:
     return Path(config.run.dir) / str(config.run.name)
 
 
 def open_sites(config: Config) -> tuple[Population, dict[str, Population]]:
-    """Return a run's population as the server has it, and as each site has it."""
-    run_dir = folder_of(config)
-    known = pickle.loads(pickle.dumps(Population.load(run_dir / "population")))  # as an actor at a site gets it
+    """Return a run's population at the server and at each site."""
+    run_dir = get_folder(config)
+    known = pickle.loads(pickle.dumps(Population.load(run_dir / "population")))  # the population of an actor at a site
     return known, {
         site: known.load_place(site, place_folder(config, run_dir, site) / "population") for site in config.data.sites
     }
 
 
 def assert_has_clips(known: Population, at_site: Population, site: str, alone: Population, part: str = "") -> None:
-    """Check that a site's clients have the clips of a federation of that site's recordings alone."""
+    """Check a site's clients against a federation of the site's recordings alone."""
     ids = [f"{part}/{site}/{i}".lstrip("/") for i in range(len(alone))]
     assert [each for each in known.ids if site in each and each.startswith(part)] == ids
     for number, client in enumerate(ids):
@@ -47,7 +47,7 @@ def assert_has_clips(known: Population, at_site: Population, site: str, alone: P
             assert (one.clips.tolist(), one.labels.tolist()) == (other.clips.tolist(), other.labels.tolist())
 
 
-def test_columns_have_the_same_numbers_at_all_sites_and_profiles_are_known(silos: Silos) -> None:
+def test_columns_have_equal_indices_at_all_sites_and_profiles_are_known(silos: Silos) -> None:
     config = silos("data.columns=[group]", "data.profile={speaker: {column: group}}", "train.rounds=1", method="fedavg")
     run(config)
     known, at_sites = open_sites(config)
@@ -59,9 +59,9 @@ def test_columns_have_the_same_numbers_at_all_sites_and_profiles_are_known(silos
         assert {speakers[code] for code in batch.columns["group"].tolist()} == {speaker}
 
 
-def test_a_site_may_have_a_table_of_its_clients(silos: Silos, tmp_path: Path) -> None:
+def test_a_site_may_have_a_client_table(silos: Silos, tmp_path: Path) -> None:
     table = tmp_path / "clients.csv"
-    table.write_text("client,first,clips\nb,0,20\na,10,15\n")  # they share clips
+    table.write_text("client,first,clips\nb,0,20\na,10,15\n")  # the tables share clips
     partition = {"partition": {"by": "table", "file": str(table)}}
     config = silos("data.split.validation=0", "train.rounds=2", "train.cohort=7", method="fedavg", south=partition)
     assert run(config).finished
@@ -73,15 +73,15 @@ def test_a_site_may_have_a_table_of_its_clients(silos: Silos, tmp_path: Path) ->
     assert len(known) == 7
 
 
-def test_attackers_are_drawn_among_all_clients_and_poison_their_data_at_their_site(silos: Silos) -> None:
+def test_attackers_are_sampled_from_all_clients_and_poison_data_at_their_site(silos: Silos) -> None:
     attack = "attack={name: label_flip, clients: 0.5}"
     config = silos(attack, "train.rounds=1", "train.cohort=9", method="fedavg")
     run(config)
-    rows = read_rows(folder_of(config)).to_pylist()
+    rows = read_rows(get_folder(config)).to_pylist()
     recorded = {row["client"] for row in rows if row["metric"] == "attacker"}
     known, at_sites = open_sites(config)
-    assert config.parts.attack is not None
-    attackers = config.parts.attack.candidates(known.ids, config.run.seed)
+    assert config.components.attack is not None
+    attackers = config.components.attack.candidates(known.ids, config.run.seed)
     assert recorded == {known.ids[i] for i in np.flatnonzero(attackers)}
     assert {name[:5] for name in recorded} == {"north", "south"}
     for i in range(9):
@@ -99,7 +99,7 @@ def test_the_success_of_a_backdoor_is_measured_at_all_sites(silos: Silos) -> Non
     assert success["count"] == sum(len(population.triggered) for population in at_sites.values()) > 0
 
 
-def test_a_part_may_be_at_some_sites_and_a_resumed_run_has_the_same_bits(silos: Silos) -> None:
+def test_parts_of_some_sites_resume_to_the_same_bits(silos: Silos) -> None:
     settings = (PARTS, "train.cohort=1.0", "train.rounds=2")
     whole = silos(*settings, "run.name=whole", **SOUTH_ALONE)
     outcome = run(whole)
@@ -115,13 +115,13 @@ def test_a_part_may_be_at_some_sites_and_a_resumed_run_has_the_same_bits(silos: 
     stopped = silos(*settings, "run.name=stopped", "train.rounds=1", **SOUTH_ALONE)
     resume(run(stopped).run_dir, ["train.rounds=2"])
     found = [
-        read_tensors(folder_of(config), *(place_folder(config, folder_of(config), s) / "private" for s in at_sites))
+        read_tensors(get_folder(config), *(place_folder(config, get_folder(config), s) / "private" for s in at_sites))
         for config in (whole, stopped)
     ]
     assert_same_bits(*found)
 
 
-def test_only_the_options_of_sites_and_parts_are_in_the_digest(silos: Silos) -> None:
+def test_the_digest_covers_only_options_of_sites_and_parts(silos: Silos) -> None:
     digests = {
         name: silos(PARTS, **options).digest()
         for name, options in {
@@ -152,24 +152,24 @@ def test_only_the_options_of_sites_and_parts_are_in_the_digest(silos: Silos) -> 
         ([], {"partition": {"by": "table", "file": "t.csv"}}, r"data\.sites\.north\.partition\.file: .*absolute path"),
     ],
 )
-def test_sites_and_parts_that_do_not_fit(
+def test_inconsistent_sites_and_parts_are_rejected(
     silos: Silos, overrides: list[str], north: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         silos(*overrides, north=north)
 
 
-def test_a_class_that_nobody_trains_names_its_part(silos: Silos) -> None:
+def test_a_class_without_training_clips_names_its_part(silos: Silos) -> None:
     tests_only = {"takes": 0, "test_takes": 9, "speakers": 1}
     both = {site: {"parts": {"low": {}, "high": tests_only}} for site in ("north", "south")}
     with pytest.raises(Exception, match=r"data\.parts\.high"):
         create(silos(PARTS, **both), Progress("quiet"))
 
 
-def test_the_report_of_a_site_names_no_client(silos: Silos) -> None:
+def test_the_report_of_a_site_contains_no_client_names(silos: Silos) -> None:
     config = silos(PARTS, **SOUTH_ALONE)
     create(config, Progress("quiet"))
-    told = json.loads((folder_of(config) / "sites.json").read_text())["parts"]
-    assert [site["site"] for site in told["low"]["sites"]] == ["north", "south"]
-    assert [site["site"] for site in told["high"]["sites"]] == ["south"]
-    assert "s20" not in json.dumps(told)
+    reported = json.loads((get_folder(config) / "sites.json").read_text())["parts"]
+    assert [site["site"] for site in reported["low"]["sites"]] == ["north", "south"]
+    assert [site["site"] for site in reported["high"]["sites"]] == ["south"]
+    assert "s20" not in json.dumps(reported)

@@ -1,4 +1,4 @@
-"""Data at sites: what is prepared there, what the run's own folder holds, and that a run goes on as any other."""
+"""Data at sites: preparation at each site, content of the run's folder, and resuming."""
 
 from __future__ import annotations
 
@@ -41,26 +41,26 @@ from raydfl.testing import assert_same_bits, read_tensors, start_server
 Silos = Callable[..., Config]
 
 
-def folder_of(config: Config) -> Path:
+def get_folder(config: Config) -> Path:
     return Path(config.run.dir) / str(config.run.name)
 
 
-def at(config: Config, site: str) -> Path:
-    return place_folder(config, folder_of(config), site)
+def load_site(config: Config, site: str) -> Path:
+    return place_folder(config, get_folder(config), site)
 
 
-def whole(config: Config) -> dict[str, bytes]:
-    return read_tensors(folder_of(config), *(at(config, site) / "private" for site in config.data.sites))
+def load_population(config: Config) -> dict[str, bytes]:
+    return read_tensors(get_folder(config), *(load_site(config, site) / "private" for site in config.data.sites))
 
 
-def files_of(folder: Path) -> dict[str, bytes]:
+def list_files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-# -- what everybody knows --------------------------------------------------------------------------------------------
+# -- public facts ----------------------------------------------------------------------------------------------------
 
 
-def test_a_population_of_reports_has_their_clients_and_nothing_else() -> None:
+def test_a_population_from_reports_has_only_their_clients() -> None:
     north = SiteReport("north", (3, 5), 16, 40, {"test": [(0, 7)], "triggered": []}, 2, ("a",))
     south = SiteReport("south", (4,), 16, 40, {"test": [], "triggered": []}, 0, ("b",))
     population = Population({"": join_sites([north, south], ["a", "b"])})
@@ -73,81 +73,85 @@ def test_a_population_of_reports_has_their_clients_and_nothing_else() -> None:
     assert "cannot" not in population.messages[1]
 
 
-def test_lengths_that_differ_between_sites_are_no_common_length() -> None:
+def test_sites_with_different_lengths_have_no_common_length() -> None:
     reports = [SiteReport(name, (3,), 16, length, {}, 0, ("a",)) for name, length in (("north", 40), ("south", 41))]
     assert join_sites(reports, ["a"]).views[FIRST_VIEW].length is None
 
 
-def test_what_sites_tell_is_written_down_word_for_word(silos: Silos) -> None:
+def test_reports_of_sites_are_stored_verbatim(silos: Silos) -> None:
     config = silos()
     population = Population.load(create(config, Progress("quiet")) / "population")
-    told = json.loads((folder_of(config) / "sites.json").read_text())["parts"][""]
-    assert told["classes"] == ["tone0", "tone1", "tone2"]
-    assert [site["site"] for site in told["sites"]] == ["north", "south"]
-    assert set(told["sites"][0]) == {
+    reported = json.loads((get_folder(config) / "sites.json").read_text())["parts"][""]
+    assert reported["classes"] == ["tone0", "tone1", "tone2"]
+    assert [site["site"] for site in reported["sites"]] == ["north", "south"]
+    assert set(reported["sites"][0]) == {
         *("site", "examples", "bands", "length", "shards", "left_out", "trained", "views", "columns", "profile")
     }
-    assert [site["trained"] for site in told["sites"]] == [["tone0", "tone1", "tone2"], ["tone0", "tone1"]]
-    examples = [count for site in told["sites"] for count in site["examples"]]
+    assert [site["trained"] for site in reported["sites"]] == [["tone0", "tone1", "tone2"], ["tone0", "tone1"]]
+    examples = [count for site in reported["sites"] for count in site["examples"]]
     assert examples == [population.num_examples(index) for index in range(len(population))]
 
 
-# -- what a site has -------------------------------------------------------------------------------------------------
+# -- site data -------------------------------------------------------------------------------------------------------
 
 
-def test_labels_are_numbered_by_the_classes_of_all_sites(silos: Silos) -> None:
+def test_label_indices_follow_the_classes_of_all_sites(silos: Silos) -> None:
     config = silos(south={"classes": 1})
     create(config, Progress("quiet"))
-    own = Population.load(at(config, "south") / "population")
+    own = Population.load(load_site(config, "south") / "population")
     assert own.classes == ("tone0", "tone1", "tone2")
     assert set(own.data(0).train.labels.tolist()) == {0}
 
 
-def test_the_runs_folder_holds_nothing_of_a_sites_data(silos: Silos) -> None:
-    """Features, private tensors and the names of speakers and clips, byte for byte, in every file of the run."""
+def test_the_runs_folder_contains_no_site_data(silos: Silos) -> None:
+    """Search every file of the run for features, private tensors and names of speakers and clips."""
     config = silos("train.rounds=2", "train.cohort=9")
     runs.run(config)
     secret: dict[str, bytes] = {}
     for site in config.data.sites:
-        own = Population.load(at(config, site) / "population")
+        own = Population.load(load_site(config, site) / "population")
         for index in range(len(own)):
             examples = own.data(index).train
             frames = np.ascontiguousarray(own.stores[0].frames[int(examples.first_view.starts[0])])
             secret[f"{site} {index} features"] = frames.tobytes()
-    names = [name for name in whole(config) if name.startswith("client ") and "model:local" in name]
-    assert len({name.split()[1] for name in names}) == 9  # every client has private tensors
-    secret.update({name: whole(config)[name][:64] for name in names})
+    names = [name for name in load_population(config) if name.startswith("client ") and "model:local" in name]
+    assert len({name.split()[1] for name in names}) == 9  # all clients have private tensors
+    secret.update({name: load_population(config)[name][:64] for name in names})
     speakers = {f"s{number}/c".encode() for number in (*range(5), *range(10, 14))}
-    for path, content in files_of(folder_of(config)).items():
+    for path, content in list_files(get_folder(config)).items():
         assert not [name for name, value in secret.items() if value in content], path
         assert not [name for name in speakers if name in content], path
-    at_sites = b"".join(content for site in config.data.sites for content in files_of(at(config, site)).values())
-    assert all(value in at_sites for name, value in secret.items() if "model:" in name)  # the search would find them
+    at_sites = b"".join(
+        content for site in config.data.sites for content in list_files(load_site(config, site)).values()
+    )
+    assert all(
+        value in at_sites for name, value in secret.items() if "model:" in name
+    )  # the search can find these bytes
 
 
 # -- a run -----------------------------------------------------------------------------------------------------------
 
 
-def test_it_trains_and_measures_at_all_sites(silos: Silos) -> None:
+def test_training_and_evaluation_happen_at_all_sites(silos: Silos) -> None:
     config = silos("train.cohort=9", "evaluate.clients=all")
     outcome = runs.run(config)
     assert outcome.finished
-    run = read_run(folder_of(config))
-    tests = [len(Population.load(at(config, site) / "population").test) for site in config.data.sites]
+    run = read_run(get_folder(config))
+    tests = [len(Population.load(load_site(config, site) / "population").test) for site in config.data.sites]
     _, confusion = run.confusions["test", "plugin/confusion"]
     assert confusion.sum() == sum(tests)
     for site in config.data.sites:
-        kept = [at(config, site), *at(config, site).rglob("*")]
+        kept = [load_site(config, site), *load_site(config, site).rglob("*")]
         assert {oct(path.stat().st_mode & 0o777) for path in kept if path.is_dir()} == {"0o700"}
         assert {oct(path.stat().st_mode & 0o777) for path in kept if path.is_file()} == {"0o600"}
         assert (config.data.sites[site].folder / "cache").stat().st_mode & 0o777 == 0o700
 
 
-def test_sets_of_classes_at_sites_are_numbered_alike_and_measured_where_they_are(
+def test_class_sets_are_indexed_alike_and_evaluated_at_their_sites(
     tiny: Silos, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: scikit-learn's score of each site's test clips by itself, weighted by clips; no clip's own score leaves."""
-    monkeypatch.setattr("raydfl.data.shards._SHARD", 3)  # of several shards of a site the score would be another
+    """Oracle: scikit-learn's score per site, weighted by clips. Scores of clips stay at the site."""
+    monkeypatch.setattr("raydfl.data.shards._SHARD", 3)  # several shards per site would change the score
     chords = {"north": ["low", "high|middle", "|"], "south": ["middle|low", "high", "low"]}
     sites = {name: {"folder": str(tmp_path / name), "chords": labels} for name, labels in chords.items()}
     config = tiny(
@@ -159,36 +163,36 @@ def test_sets_of_classes_at_sites_are_numbered_alike_and_measured_where_they_are
         "train.cohort=8",
     )
     runs.run(config)
-    model, weighted, clips = load_model(folder_of(config)), 0.0, 0
+    model, weighted, clips = load_model(get_folder(config)), 0.0, 0
     assert model.classes == ("high", "low", "middle")
-    for site, written in chords.items():
-        own = Population.load(at(config, site) / "population")
+    for site, stored in chords.items():
+        own = Population.load(load_site(config, site) / "population")
         assert own.classes == model.classes
         batch = own.test.batch(np.arange(len(own.test)))
-        wanted = {tuple(name in label.split("|") for name in model.classes) for label in written}
-        assert {tuple(row) for row in batch.y.bool().tolist()} == wanted
-        truth_of, said = batch.y.numpy(), model.logits(batch.x, batch.lengths).sigmoid().numpy()
-        weighted += len(batch.y) * average_precision_score(truth_of, said, average="macro")
+        expected = {tuple(name in label.split("|") for name in model.classes) for label in stored}
+        assert {tuple(row) for row in batch.y.bool().tolist()} == expected
+        true_labels, output = batch.y.numpy(), model.logits(batch.x, batch.lengths).sigmoid().numpy()
+        weighted += len(batch.y) * average_precision_score(true_labels, output, average="macro")
         clips += len(batch.y)
     rows = [
         row
-        for row in read_rows(folder_of(config)).to_pylist()
+        for row in read_rows(get_folder(config)).to_pylist()
         if row["metric"] == "model/map" and row["split"] == "test"
     ]
     assert (rows[-1]["count"], rows[-1]["value"]) == (clips, pytest.approx(weighted / clips, abs=1e-6))
     assert all(row["array"] is None for row in rows)
 
 
-def test_where_the_folders_lie_does_not_decide_the_numbers(silos: Silos) -> None:
+def test_the_location_of_folders_does_not_change_results(silos: Silos) -> None:
     here, there = silos("run.name=here"), silos("run.name=there", folders="elsewhere")
     runs.run(here)
     runs.run(there)
     assert here.digest() == there.digest()
-    assert_same_bits(whole(here), whole(there))
+    assert_same_bits(load_population(here), load_population(there))
 
 
-def test_sites_may_be_given_the_same_folder(silos: Silos, tmp_path: Path) -> None:
-    """On machines of their own that is natural; where one machine is both, neither gets the other's clients."""
+def test_sites_may_use_the_same_folder(silos: Silos, tmp_path: Path) -> None:
+    """Separate machines often use equal paths. Two sites on one machine keep their clients apart."""
     one = {"folder": str(tmp_path / "one")}
     apart, shared = (
         silos("run.name=apart", "train.cohort=9"),
@@ -197,17 +201,17 @@ def test_sites_may_be_given_the_same_folder(silos: Silos, tmp_path: Path) -> Non
     runs.run(apart)
     runs.run(shared)
     assert apart.digest() == shared.digest()
-    assert_same_bits(whole(apart), whole(shared))
+    assert_same_bits(load_population(apart), load_population(shared))
 
 
 def test_a_killed_start_leaves_nothing_at_the_sites(silos: Silos, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next one takes its place there, whatever it has changed."""
+    """The next start succeeds, even with a changed configuration."""
 
-    def killed(*_: object) -> None:
+    def raise_kill(*_: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(rundir, "write_new_run", killed)
+        patch.setattr(rundir, "write_new_run", raise_kill)
         for _ in range(2):
             with pytest.raises(KeyboardInterrupt):
                 create(silos(), Progress("quiet"))
@@ -218,26 +222,27 @@ def test_a_killed_start_leaves_nothing_at_the_sites(silos: Silos, monkeypatch: p
     found = []
     for config in (silos(), silos("run.name=undisturbed")):
         runs.run(config)
-        found.append(whole(config))
+        found.append(load_population(config))
     assert_same_bits(*found)
 
 
-def test_the_order_of_the_sites_decides_the_numbers(silos: Silos) -> None:
-    """Clients are numbered by it."""
+def test_the_order_of_sites_changes_results(silos: Silos) -> None:
+    """The order of the sites determines the numbers of clients."""
+
     values = silos().model_dump(mode="json")
     values["data"]["sites"] = dict(reversed(values["data"]["sites"].items()))
     assert make_config(values).digest() != silos().digest()
 
 
-def test_what_a_site_keeps_survives_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new file is on the disk only when its folder is, and nobody else makes it so."""
+def test_site_state_survives_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new file is durable only after its folder is synced."""
     synced: list[Path] = []
     monkeypatch.setattr("raydfl.engine.storage.private.sync", synced.append)
     store = PrivateStore(tmp_path / "private", durable=True)
     for round_index in (1, 1, 2):
         store.append(round_index, {"a": torch.zeros(1)})
     store.close()
-    assert synced == [tmp_path / "private"] * 2  # for each segment once
+    assert synced == [tmp_path / "private"] * 2  # once per segment
 
 
 def test_a_sweep_leaves_the_recordings_to_the_sites(silos: Silos, tmp_path: Path) -> None:
@@ -249,25 +254,25 @@ def test_a_sweep_leaves_the_recordings_to_the_sites(silos: Silos, tmp_path: Path
     prepare([cast(Any, cell)], Progress("quiet"))
 
 
-def test_what_a_site_has_decides_the_numbers(silos: Silos) -> None:
+def test_the_content_of_a_site_changes_results(silos: Silos) -> None:
     here, other = silos("run.name=here"), silos("run.name=other", south={"first": 11})
     runs.run(here)
     runs.run(other)
     assert here.digest() != other.digest()
-    assert differ(whole(here), whole(other))
+    assert differ(load_population(here), load_population(other))
 
 
-def test_a_stopped_run_goes_on_to_the_same_bits(silos: Silos) -> None:
-    undisturbed, stopped = silos("train.rounds=4", "run.name=whole"), silos("train.rounds=4", "run.name=stopped")
-    runs.run(undisturbed)
+def test_a_stopped_run_resumes_to_the_same_bits(silos: Silos) -> None:
+    reference, stopped = silos("train.rounds=4", "run.name=whole"), silos("train.rounds=4", "run.name=stopped")
+    runs.run(reference)
     server = start_server(stopped)
     server.round()
     server.round()
     server.close()
-    orphan = at(stopped, "north") / "private" / "000003-north@00000000.seg"
+    orphan = load_site(stopped, "north") / "private" / "000003-north@00000000.seg"
     orphan.write_bytes(b"of a call whose result was lost")
-    runs.resume(folder_of(stopped))
-    assert_same_bits(whole(undisturbed), whole(stopped))
+    runs.resume(get_folder(stopped))
+    assert_same_bits(load_population(reference), load_population(stopped))
     assert not orphan.exists()
 
 
@@ -275,14 +280,14 @@ def test_superseded_private_state_is_removed_at_the_sites(silos: Silos) -> None:
     config = silos("train.rounds=8", "train.cohort=9", "run.keep=2")
     runs.run(config)
     for site in config.data.sites:
-        segments = sorted(path.name for path in (at(config, site) / "private").glob("*.seg"))
+        segments = sorted(path.name for path in (load_site(config, site) / "private").glob("*.seg"))
         assert {int(name[:6]) for name in segments} <= {6, 7, 8}
-    assert not list(folder_of(config).rglob("*.seg"))
+    assert not list(get_folder(config).rglob("*.seg"))
 
 
-@pytest.mark.slow  # tests/engine has it for clients of one place
+@pytest.mark.slow  # tests/engine tests compaction without sites
 def test_sparse_segments_are_compacted_at_their_sites(silos: Silos, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raydfl.engine.storage.committer._SLACK", -(10**9))  # whatever can be moved is
+    monkeypatch.setattr("raydfl.engine.storage.committer._SLACK", -(10**9))  # compacts all segments
     plain, moved = (
         silos("train.rounds=8", "train.cohort=6", "evaluate.every=99", f"run.name={name}")
         for name in ("plain", "moved")
@@ -290,55 +295,55 @@ def test_sparse_segments_are_compacted_at_their_sites(silos: Silos, monkeypatch:
     compacted: list[int] = []
     compact = Compaction.before_commit
 
-    def noted(self: Compaction, before: Checkpoint) -> Checkpoint:
+    def record_compaction(self: Compaction, before: Checkpoint) -> Checkpoint:
         after = compact(self, before)
         compacted.append(before is not after)
         return after
 
-    monkeypatch.setattr(Compaction, "before_commit", noted)
+    monkeypatch.setattr(Compaction, "before_commit", record_compaction)
     runs.run(moved)
     assert any(compacted)
     monkeypatch.setattr(Compaction, "before_commit", lambda self, before: before)
     runs.run(plain)
-    assert_same_bits(whole(plain), whole(moved))
+    assert_same_bits(load_population(plain), load_population(moved))
 
 
-def test_a_client_of_a_site_can_be_replayed_where_its_data_are(silos: Silos) -> None:
+def test_a_sites_client_is_replayed_at_its_site(silos: Silos) -> None:
     config = silos("train.rounds=3", "train.cohort=9")
     runs.run(config)
-    before = files_of(at(config, "south"))
-    replayed = replay(folder_of(config), 2, "south/1")
+    before = list_files(load_site(config, "south"))
+    replayed = replay(get_folder(config), 2, "south/1")
     assert replayed.update is not None
     assert replayed.client.id == "south/1"
-    assert files_of(at(config, "south")) == before
+    assert list_files(load_site(config, "south")) == before
 
 
-# -- what cannot be --------------------------------------------------------------------------------------------------
+# -- errors ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_site_whose_folder_is_gone_is_named(silos: Silos) -> None:
+def test_a_site_with_a_missing_folder_is_reported(silos: Silos) -> None:
     config = silos()
     create(config, Progress("quiet"))
-    key = folder_of(config) / "sites.key"
+    key = get_folder(config) / "sites.key"
     kept = key.read_text()
     key.write_text("../../x")
     with pytest.raises(
         RunDirectoryError, match=r"sites.key is missing or damaged \('../../x' is not the name of a file"
     ):
-        runs.resume(folder_of(config))
+        runs.resume(get_folder(config))
     key.write_text(kept)
     shutil.rmtree(config.data.sites["south"].folder)
     with pytest.raises(RunDirectoryError, match="site 'south'"):
-        runs.resume(folder_of(config))
+        runs.resume(get_folder(config))
 
 
-def test_recordings_that_cannot_be_used_are_told_of(silos: Silos) -> None:
+def test_unusable_recordings_are_reported(silos: Silos) -> None:
     with pytest.raises(DataError):
         create(silos(south={"speakers": 0}), Progress("quiet"))
 
 
-def test_a_class_that_nobody_trains_is_named(silos: Silos) -> None:
-    """Nine takes of the last class at one site, all of them held out for the test."""
+def test_a_class_without_training_clips_is_reported(silos: Silos) -> None:
+    """One site has nine takes of the last class, all in the test set."""
     only_tests = {"classes": 3, "test_takes": 8, "takes": 0, "speakers": 1}
     with pytest.raises(DataError, match="no client of any site has a training clip of label 'tone2'"):
         create(silos(north={"classes": 2}, south=only_tests), Progress("quiet"))
@@ -346,7 +351,7 @@ def test_a_class_that_nobody_trains_is_named(silos: Silos) -> None:
     assert "tone2" in Population.load(kept / "population").classes
 
 
-def test_the_paths_of_a_site_are_absolute(tiny: Silos) -> None:
+def test_paths_of_a_site_must_be_absolute(tiny: Silos) -> None:
     with pytest.raises(ConfigError, match=r"data\.sites\.north\.root: 'recordings' .*absolute path"):
         tiny("data={name: fsdd, sites: {north: {folder: /x, root: recordings}}}")
 
@@ -373,6 +378,6 @@ def test_configurations_without_sites_keep_their_digest(tiny: Silos) -> None:
     assert read_config(create(config, Progress("quiet"))).data.sites == {}
 
 
-def test_a_site_that_no_node_is_is_named(silos: Silos, ray_session: None) -> None:
+def test_a_site_without_a_node_is_reported(silos: Silos, ray_session: None) -> None:
     with pytest.raises(ResourcesError, match=r"no node of the cluster is site 'north'.*--resources"):
         runs.run(silos("ray.actors=1", "ray.cpus=0.5"))
