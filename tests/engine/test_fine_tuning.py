@@ -92,14 +92,9 @@ def test_former_options_of_fedbabu_keep_their_meaning(tiny: Tiny) -> None:
     assert tiny(method="fedbabu").components.fine_tune.epochs == 5
     assert tiny().components.fine_tune.epochs == 0
     explicit = tiny("evaluate.fine_tune={epochs: 3}", method="fedbabu")
-<<<<<<< HEAD
-    assert explicit.parts.fine_tune.epochs == 3
+    assert explicit.components.fine_tune.epochs == 3
     # evaluate.fine_tune is not in the digest, because it affects no training.
     assert explicit.digest() == tiny(method="fedbabu").digest() != former.digest()
-=======
-    assert explicit.components.fine_tune.epochs == 3
-    assert explicit.digest() == tiny(method="fedbabu").digest() != former.digest()  # what is measured decides nothing
->>>>>>> main
 
 
 @pytest.mark.parametrize(
