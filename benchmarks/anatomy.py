@@ -1,18 +1,20 @@
-"""What the processor time of a round is made of, and what its products would take at the speed of one large product.
+"""Measure the parts of a round's processor time, and the time of its products at the speed of one large product.
 
     python benchmarks/anatomy.py --root PATH/TO/fsdd [--works crnn_base crnn_lite --rounds 12]
     python benchmarks/anatomy.py --root PATH/TO/fsdd --pictures PATH/TO/mnist --works cnn
 
-The work is that of rounds.py. Two measurements, each in processes of its own:
+The work is that of rounds.py. Two measurements, each in separate processes:
 
-- In one process, without Ray: rounds under PyTorch's profiler, whose self times of operators are added up by kind; these are by the
-  clock, so nothing else may run. What is left of the processor time of as many rounds without it is Python's and raydfl's own.
-- With a server actor and two client actors: the processor time of every process that belongs to them; and by the clock, from the
-  run's own record, what a round waits for (means over rounds).
+- In one process, without Ray: rounds under PyTorch's profiler, whose self times of operators are summed by kind. They
+  are clock times, so the machine must be idle. The rest of the processor time of the same number of rounds without the
+  profiler belongs to Python and raydfl.
+- With a server actor and two client actors: the processor time of each of their processes, and the waits of a round by
+  the clock, from the run's metrics (means over rounds).
 
-The last column: the multiplications and additions of all matrix products and convolutions (counted from their shapes, with the
-gradients') at the speed of ``torch.mm`` on one thread here. It is no floor: raydfl's kernels may be faster than that product, and
-Winograd's convolution has fewer of them. What else is done, activations above all, is not in it.
+The last column: the multiplications and additions of all matrix products and convolutions (counted from their shapes,
+including gradients) at the speed of ``torch.mm`` on one thread here. It is not a lower bound: raydfl's kernels may be
+faster than this product, and Winograd's convolution has fewer operations. It excludes everything else, above all
+activations.
 """
 
 from __future__ import annotations
@@ -66,13 +68,13 @@ CLIPS = ("crnn_base", "crnn_lite", "fedmlac")
 REST = "Python: the loop over batches and clients, plan, aggregation, record, commit"
 
 
-def kind_of(name: str) -> str:
+def find_kind(name: str) -> str:
     """Return the kind of an operator."""
     return next((kind for kind, takes in KINDS.items() if takes(name)), REST)
 
 
 def peak() -> float:
-    """Return multiplications and additions a second of a large product of matrices, the best of ten."""
+    """Return multiplications and additions a second of a large matrix product, the best of ten."""
     one, two = torch.randn(1024, 1024), torch.randn(1024, 1024)
     best = float("inf")
     for _ in range(10):
@@ -83,9 +85,10 @@ def peak() -> float:
 
 
 def operations(name: str, shapes: list[list[int]]) -> int:
-    """Return the multiplications and additions of a call; 0 of what is no product.
+    """Return the multiplications and additions of a call; 0 if it is no product.
 
-    All of a GRU and of a convolution of images counts with its backward; that of an input with one channel has no gradient for it.
+    A GRU and a convolution of images count with their backward pass. The convolution of a single channel has no
+    gradient of its input.
     """
     if name not in PRODUCTS:
         return 0
@@ -103,12 +106,12 @@ def operations(name: str, shapes: list[list[int]]) -> int:
         return 2 * int(torch.Size(first).numel()) * second[-1]
     forward = name.endswith("forward")
     x, weight = (shapes[0], shapes[1]) if forward else (shapes[2], shapes[3])
-    once = 2 * x[0] * x[1] * int(torch.Size(weight).numel())  # an input and a weight meet once at each frame
+    once = 2 * x[0] * x[1] * int(torch.Size(weight).numel())  # one product of an input and a weight per frame
     return once if forward else 2 * once
 
 
-def alone(config: Path, rounds: int) -> None:
-    """Print, of rounds in this process, a line for each kind: name, ms a round, and ms of its products by torch.mm."""
+def profile_rounds(config: Path, rounds: int) -> None:
+    """Print rounds in this process by kind: name, ms a round, and ms of the products by torch.mm."""
     from raydfl import load_config
 
     torch.set_num_threads(1)
@@ -132,8 +135,8 @@ def alone(config: Path, rounds: int) -> None:
     took: dict[str, float] = defaultdict(float)
     counted: dict[str, int] = defaultdict(int)
     for row in profiler.key_averages(group_by_input_shape=True):
-        took[kind_of(row.key)] += row.self_cpu_time_total / 1e6
-        counted[kind_of(row.key)] += row.count * operations(row.key, row.input_shapes)
+        took[find_kind(row.key)] += row.self_cpu_time_total / 1e6
+        counted[find_kind(row.key)] += row.count * operations(row.key, row.input_shapes)
     speed = peak()
     took[REST] = plain - sum(seconds for kind, seconds in took.items() if kind != REST)
     for kind in [*KINDS, REST]:
@@ -141,8 +144,8 @@ def alone(config: Path, rounds: int) -> None:
     print("peak", speed, 0, sep="\t", flush=True)
 
 
-def clock(run: Path) -> dict[str, float]:
-    """Return what the recorded rounds of a run with actors waited for: ms a round, by what it was."""
+def measure_waits(run: Path) -> dict[str, float]:
+    """Return the waits of a run's recorded rounds with actors, in ms a round by kind."""
     found: dict[str, list[float]] = defaultdict(list)
     rows = [row for row in record.read_rows(run).to_pylist() if row["round"] > WARM_UP]
     times = {(row["round"], row["metric"]): row["value"] for row in rows if row["metric"].startswith("seconds/")}
@@ -169,8 +172,8 @@ def clock(run: Path) -> dict[str, float]:
     return {what: float(np.mean(each)) for what, each in found.items()}
 
 
-def with_ray(config: Path, rounds: int) -> dict[str, float]:
-    """Return ms of the processor a round, by kind of process, of rounds with actors."""
+def measure_actors(config: Path, rounds: int) -> dict[str, float]:
+    """Return processor milliseconds a round of rounds with actors, by kind of process."""
     mark = Mark()
     code = (
         "import sys, ray; from pathlib import Path; from peers.ours import Actors; from raydfl import load_config\n"
@@ -225,7 +228,7 @@ def main() -> None:
     parser.add_argument("--alone", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.alone:
-        alone(given.alone, given.rounds)
+        profile_rounds(given.alone, given.rounds)
         return
     if not given.root:
         parser.error("--root is missing: the folder of the Free Spoken Digit Dataset")
@@ -254,10 +257,10 @@ def main() -> None:
                 f"| all | {whole:.0f} | | {sum(products for *_, products in rows):.0f}, at {speed / 1e9:.0f} GFLOP/s |"
             )
             print(f"\n| {work}, two client actors | ms |\n|---|---|")
-            for name, took in with_ray(files[2], given.rounds).items():
+            for name, took in measure_actors(files[2], given.rounds).items():
                 print(f"| {name} | {took:.0f} |", flush=True)
             print(f"\n| {work}, two client actors, by the clock | ms |\n|---|---|")
-            for name, took in clock(Path(folder) / config.run.name).items():
+            for name, took in measure_waits(Path(folder) / config.run.name).items():
                 print(f"| {name} | {took:.1f} |", flush=True)
 
 

@@ -1,8 +1,8 @@
-"""Time of a round with SpecAugment and noise against the same round without.
+"""Compare the time of a round with SpecAugment and noise to the same round without.
 
-The work is that of rounds.py: the Free Spoken Digit Dataset, 60 clients, 12 a round, batch 16, log-mel 64 x 101, FedAvg. Both runs
-are in this process and take turns of one round each, so that whatever else the machine does meets both. What is compared is the
-process's own CPU time as well as the time of day.
+The work is that of rounds.py: the Free Spoken Digit Dataset, 60 clients, 12 a round, batch 16, log-mel 64 x 101,
+FedAvg. Both runs are in this process and alternate every round, so that a busy machine affects both. Compared are the
+process's own CPU time and the clock time.
 
     python benchmarks/augmentation.py --root PATH/TO/fsdd
 """

@@ -1,11 +1,11 @@
-"""What crosses between the nodes of a federation over sites: every byte that passes the network is read and searched.
+"""Read and search every byte that crosses the network between the nodes of a federation over sites.
 
     python benchmarks/crossing.py jobs/silos.yaml
 
-It starts a Ray of three nodes on this machine (a head, and one for each of two sites), reads all TCP traffic of the machine while
-the run goes on, and looks in it for what must not leave a site: waves, features, labels, names of clips, private tensors. That it
-looks in the right place is shown by what does cross: the shared tensors, which it must find. It needs the right to read the network
-(root).
+It starts a Ray of three nodes on this machine (a head, and one for each of two sites), and reads all TCP traffic of the
+machine during the run. It searches the traffic for everything that must not leave a site: waves, features, labels,
+names of clips, private tensors. As a control, it must find the shared tensors, which do cross. It needs permission to
+read the network (root).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _WINDOW = 64
 
 @dataclass
 class Traffic:
-    """What passed, in order, by connection and direction."""
+    """Captured bytes, in order, by connection and direction."""
 
     streams: dict[tuple[bytes, bytes, int, int], bytearray] = field(default_factory=dict)
     following: dict[tuple[bytes, bytes, int, int], int] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class Traffic:
     """Packets that the kernel had no room for."""
 
     def take(self, packet: bytes) -> None:
-        """One IPv4 packet."""
+        """Add one IPv4 packet."""
         if len(packet) < 40 or packet[0] >> 4 != 4 or packet[9] != socket.IPPROTO_TCP:
             return
         start = 4 * (packet[0] & 15)
@@ -50,7 +50,7 @@ class Traffic:
             return
         key = (packet[12:16], packet[16:20], source, target)
         early = (self.following.get(key, sequence) - sequence) % 2**32
-        if 0 < early < 2**31:  # sent again
+        if 0 < early < 2**31:  # a retransmission
             payload = payload[early:]
             sequence += early
         if payload:
@@ -58,16 +58,16 @@ class Traffic:
             self.following[key] = (sequence + len(payload)) % 2**32
 
     def holds(self, value: bytes) -> bool:
-        """Whether these bytes passed, one after another."""
+        """Return whether these bytes crossed consecutively."""
         return any(value in stream for stream in self.streams.values())
 
 
 @contextlib.contextmanager
-def listening() -> Iterator[Traffic]:
-    """All TCP traffic of this machine with itself while the block runs.
+def capture_traffic() -> Iterator[Traffic]:
+    """Capture all TCP traffic of this machine with itself while the block runs.
 
     Raises:
-        PermissionError: this process may not read the network.
+        PermissionError: This process may not read the network.
     """
     traffic = Traffic()
     with socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, socket.htons(0x0800)) as wire:
@@ -84,7 +84,7 @@ def listening() -> Iterator[Traffic]:
                     if ended.is_set():
                         return
                     continue
-                if address[2] != socket.PACKET_OUTGOING:  # else each would be seen twice
+                if address[2] != socket.PACKET_OUTGOING:  # else each packet would be captured twice
                     traffic.take(packet)
 
         thread = threading.Thread(target=listen)
@@ -97,8 +97,8 @@ def listening() -> Iterator[Traffic]:
             _, traffic.lost = struct.unpack("II", wire.getsockopt(263, 6, 8))  # SOL_PACKET, PACKET_STATISTICS
 
 
-def private_things(config: Any, run_dir: Path) -> dict[str, list[bytes]]:
-    """By kind, pieces of all that must not leave a site: of every client's every training clip, and of every private tensor."""
+def find_private_pieces(config: Any, run_dir: Path) -> dict[str, list[bytes]]:
+    """Return pieces of everything that must not leave a site, by kind: training clips and private tensors."""
     from raydfl.cluster.sites import place_folder
     from raydfl.data import list_clips
     from raydfl.data.population import Population
@@ -136,7 +136,7 @@ def private_things(config: Any, run_dir: Path) -> dict[str, list[bytes]]:
             found["private tensors"] += [
                 content[at : at + _WINDOW] for at in range(4096, len(content) - _WINDOW, 1 << 12)
             ]
-    # Silence, or a single label, could be anything.
+    # Silence or a single label could match anything.
     least = {"labels": 2}
     return {
         kind: [value for value in values if len(set(value)) >= least.get(kind, 5)] for kind, values in found.items()
@@ -148,8 +148,8 @@ def _middle(values: np.ndarray) -> bytes:
     return content[len(content) // 2 : len(content) // 2 + _WINDOW]
 
 
-def shared_things(run_dir: Path) -> list[bytes]:
-    """Pieces of the tensors that the server sent last: of its state before the last round."""
+def find_shared_pieces(run_dir: Path) -> list[bytes]:
+    """Return pieces of the last tensors sent by the server: its state before the last round."""
     from raydfl.engine.storage.store import RunStore
 
     store = RunStore(run_dir)
@@ -159,7 +159,7 @@ def shared_things(run_dir: Path) -> list[bytes]:
 
 
 def measure(file: Path, overrides: Sequence[str], folder: Path) -> dict[str, Any]:
-    """Run it on three nodes and without Ray, and look at what passed."""
+    """Run the job on three nodes and without Ray, and search the traffic."""
     token = folder / "token"
     token.write_text("for-this-benchmark-only-0123456789")
     os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token))
@@ -180,12 +180,12 @@ def measure(file: Path, overrides: Sequence[str], folder: Path) -> dict[str, Any
         for site in sites:
             cluster.add_node(num_cpus=2, resources={f"site:{site}": 1}, object_store_memory=100 << 20)
         config = configure("nodes", f"ray.address={cluster.address}")
-        with listening() as traffic:
+        with capture_traffic() as traffic:
             run(config)
     finally:
         cluster.shutdown()
     run_dir = folder / "runs" / "nodes"
-    private, shared = private_things(config, run_dir), shared_things(run_dir)
+    private, shared = find_private_pieces(config, run_dir), find_shared_pieces(run_dir)
     return {
         "bytes": sum(map(len, traffic.streams.values())),
         "lost": traffic.lost,

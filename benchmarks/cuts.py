@@ -1,14 +1,15 @@
-"""What parts of a network save: memory and time of the server, and time, memory and bytes of a device.
+"""Measure the savings of partial networks: memory and time of the server, and time, memory and bytes of a device.
 
-``python benchmarks/cuts.py server`` aggregates 50 updates of a ResNet-18 and prints the peak of the process's memory above what it
-had before, each kind of update in a process of its own: whole ones with a weight for each element (masks, as pruned devices send),
-with a weight for each filter, cut ones, and whole ones with one weight. ``streamed``: one after another, as a mean takes them;
-``held``: all at once. Time is the processor's for all of them held, the median of five after one that is not timed; a read is
-NumPy's sum of all their values.
+``python benchmarks/cuts.py server`` aggregates 50 updates of a ResNet-18 and prints the process's peak memory above the
+memory at its start, with a separate process for each kind of update: whole updates with a weight for each element
+(masks, as sent by pruned devices), with a weight for each filter, cut updates, and whole updates with one weight.
+``streamed``: one after another, as a mean takes them; ``held``: all at once. Time is processor time for all of them
+held, the median of five after a warm-up; a read is NumPy's sum of all their values.
 
-``python benchmarks/cuts.py device`` trains each network at several shares of its channels, and with as large a share of its filters
-masked and not left out; the contestants take turns. Memory is counted, not measured: weights, gradients and what the backward pass
-needs. Time is the processor's for one step, as its ratio to the whole network's in the same turn.
+``python benchmarks/cuts.py device`` trains each network with several fractions of its channels, and with the same
+fraction of its filters masked instead of omitted; the contestants alternate. Memory is counted, not measured: weights,
+gradients and the tensors that the backward pass needs. Time is processor time for one step, as a ratio to the whole
+network's in the same turn.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ NETWORKS: dict[str, tuple[Any, tuple[int, ...]]] = {
 
 
 def resnet18() -> dict[str, Tensor]:
-    """Tensors of the shapes that a ResNet-18 for 1000 classes has, 11,689,512 elements."""
+    """Return tensors with the shapes of a ResNet-18 for 1000 classes, 11,689,512 elements."""
     shapes: dict[str, tuple[int, ...]] = {"conv1": (64, 3, 7, 7), "norm1": (64,)}
     before = 64
     for stage, channels in enumerate((64, 128, 256, 512)):
@@ -67,7 +68,7 @@ def resnet18() -> dict[str, Tensor]:
 
 
 def updates(server: Mapping[str, Tensor], kind: str, share: float) -> Iterator[Update]:
-    """What devices send that have this share of each layer's filters."""
+    """Return the updates of devices with this fraction of each layer's filters."""
     for number in range(CLIENTS):
         rng = np.random.default_rng(number)
         sent: dict[str, Tensor] = {}
@@ -77,7 +78,7 @@ def updates(server: Mapping[str, Tensor], kind: str, share: float) -> Iterator[U
             kept = [np.sort(rng.choice(size, int(size * share) or 1, replace=False)) for size in value.shape[:2]]
             weights[name], sent[name] = float(number + 1), value
             if kind == "cut" and value.ndim:
-                # Of the first layer the inputs stay whole, and of the last one the outputs.
+                # The inputs of the first layer and the outputs of the last stay whole.
                 first, last = value.ndim == 4 and value.shape[1] == 3, name.startswith("model/fc")
                 chosen = [None if last else kept[0], *(None if first else each for each in kept[1:])]
                 cuts[name] = Cut([*chosen, *[None] * (value.ndim - len(chosen))])
@@ -90,23 +91,23 @@ def updates(server: Mapping[str, Tensor], kind: str, share: float) -> Iterator[U
 
 
 def resident() -> int:
-    """Bytes that this process has in memory."""
+    """Return the bytes of this process in memory."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def peak() -> int:
-    """The most bytes that this process has had in memory."""
+    """Return the peak bytes of this process in memory."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 
 
 def aggregate(kind: str, share: float, held: bool, report: Any) -> None:
-    """Aggregate in this process; report memory, bytes of an update, and, of updates held, time of the rule and of a read."""
+    """Aggregate in this process. Report memory, bytes of an update and, for held updates, the times of rule and read."""
     torch.set_num_threads(1)
     server = resnet18()
     sizes: list[int] = []
 
-    def counted() -> Iterator[Update]:
+    def iter_updates() -> Iterator[Update]:
         for update in updates(server, kind, share):
             arrays = update.weight.values() if isinstance(update.weight, Mapping) else ()
             own = sum(w.nbytes if isinstance(w, Tensor) else 8 for w in arrays)
@@ -115,7 +116,7 @@ def aggregate(kind: str, share: float, held: bool, report: Any) -> None:
 
     next(iter(updates(server, kind, share)))  # what is allocated once
     before = resident()
-    arriving = list(counted()) if held else counted()
+    arriving = list(iter_updates()) if held else iter_updates()
     WeightedMean()(arriving, {"global": server})
     used = peak() - before
     again = [seconds(lambda: WeightedMean()(arriving, {"global": server})) for _ in range(5)] if held else [0.0]
@@ -124,7 +125,7 @@ def aggregate(kind: str, share: float, held: bool, report: Any) -> None:
 
 
 def seconds(do: Callable[[], object]) -> float:
-    """Return the processor time that something takes."""
+    """Return the processor time of a call."""
     began = time.process_time()
     do()
     return time.process_time() - began
@@ -142,7 +143,7 @@ def server(share: float) -> None:
             here, there = multiprocessing.get_context("spawn").Pipe(duplex=False)
             process = multiprocessing.get_context("spawn").Process(target=aggregate, args=(kind, share, held, there))
             process.start()
-            there.close()  # so that an end without a report is noticed
+            there.close()  # so that a crash without a report is noticed
             found.append(here.recv())
             process.join()
         (streamed, size, *_), (at_once, _, took, read) = found
@@ -152,7 +153,7 @@ def server(share: float) -> None:
 
 
 class Device:
-    """A network with what a step needs."""
+    """A network and the parts of a training step."""
 
     def __init__(self, name: str, share: float, masked: bool) -> None:
         inputs, shape = NETWORKS[name]
@@ -173,7 +174,7 @@ class Device:
         return masks
 
     def step(self) -> None:
-        """Do one."""
+        """Make one training step."""
         with torch.no_grad():
             for name, mask in self.masks.items():
                 self.network.get_parameter(name).mul_(mask)
@@ -182,11 +183,11 @@ class Device:
         self.optimiser.step()
 
     def bytes(self) -> int:
-        """Return the bytes of its tensors, which travel down, and up again."""
+        """Return the bytes of the network's tensors, sent down and up."""
         return sum(4 * value.numel() for value in self.network.state_dict().values())
 
     def memory(self) -> int:
-        """Return the bytes of weights, gradients and what the backward pass needs."""
+        """Return the bytes of weights, gradients and tensors for the backward pass."""
         kept: dict[int, int] = {}
 
         def note(tensor: Tensor) -> Tensor:

@@ -1,9 +1,10 @@
-"""Exported models on recordings: how far from ``raydfl predict`` they are, and how long a second of sound takes them on one core.
+"""Measure exported models on recordings: difference from ``raydfl predict``, and time for a second of sound.
 
-The run's model is exported for samples (``--input wave``), in int8, and, if it can, for streaming. Every recording is answered by
-the run and by each file, resampled to the run's rate by raydfl; the table has the largest difference of a probability (or of a
-score), the share of recordings with the same best class, and the real-time factor: the processor's time on one thread by the
-recordings' time, the least of three turns, without resampling. Streams are heard in pieces of 20 and of 80 ms.
+The run's model is exported for samples (``--input wave``), in int8, and, if it can, for streaming. The run and each
+file predict every recording, resampled to the run's rate by raydfl. The table has the largest difference of a
+probability (or of a score), the fraction of recordings with the same best class, and the real-time factor: processor
+time on one thread divided by the recordings' duration, the minimum of three turns, without resampling. Streams receive
+pieces of 20 and of 80 ms.
 
     python benchmarks/export.py RUN_DIR RECORDING...
 """
@@ -31,7 +32,7 @@ _TURNS = 3
 
 
 def main() -> None:
-    """Export, answer and print a table."""
+    """Export, predict and print a table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("recordings", type=Path, nargs="+")
@@ -63,12 +64,19 @@ def main() -> None:
                 )
             else:
                 for piece in (20, 80):
-                    show(f"{piece} ms", size, in_pieces(session, round(piece * rate / 1000)), waves, expected, rate)
+                    show(
+                        f"{piece} ms",
+                        size,
+                        make_streaming_answer(session, round(piece * rate / 1000)),
+                        waves,
+                        expected,
+                        rate,
+                    )
             print(exported.quantised, end="\n" * bool(exported.quantised))
 
 
-def in_pieces(session: object, samples: int) -> Answer:
-    """Return what answers a recording that is heard in pieces of so many samples."""
+def make_streaming_answer(session: object, samples: int) -> Answer:
+    """Return a function that predicts a recording from pieces of ``size`` samples."""
 
     def answer(wave: np.ndarray) -> np.ndarray:
         stream = Stream(session)

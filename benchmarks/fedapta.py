@@ -1,15 +1,16 @@
-"""FedAPTA against its baselines, on data that are at hand: the tables and figures of docs/fedapta.md.
+"""Compare FedAPTA with its baselines on small data: the tables and figures of docs/fedapta.md.
 
-Several data sets stand side by side in one federation, five clients each, and nobody tells the server which is whose. All networks
-are one small CNN (two convolutions of 8 and 16 filters with stride 2, a hidden layer of 32 units) on 28 x 28: images, or 28 frames
-of 28 bands. All contestants have the same clips, order of clips, steps, optimiser and rounds; the last round counts. Nothing is
-chosen by the test: learning rate, rounds and sizes were found with seed 0, which no table uses.
+A federation has several data sets with five clients each; the server does not know the data set of a client. All
+networks are one small CNN (two convolutions of 8 and 16 filters with stride 2, a hidden layer of 32 units) on 28 x 28:
+images, or 28 frames of 28 bands. All contestants have the same clips, order of clips, steps, optimiser and rounds; the
+last round counts. Nothing is chosen by the test: learning rate, rounds and sizes were chosen with seed 0, which no
+table uses.
 
     python benchmarks/fedapta.py --data FOLDER --tables personal pruned
 
-``FOLDER`` holds ``mnist``, ``notmnist`` and ``fsdd``; the other tasks are generated speech. Each table begins with the budget of
-its runs. With ``--kept FOLDER`` finished runs are kept, so that a table that was stopped goes on. Figures are written where
-``--figures`` says. ``MALLOC_TRIM_THRESHOLD_=4000000000 MALLOC_MMAP_THRESHOLD_=4000000000`` saves time.
+``FOLDER`` contains ``mnist``, ``notmnist`` and ``fsdd``; the remaining tasks are generated speech. Each table starts
+with the budget of its runs. ``--kept FOLDER`` stores finished runs, so that an interrupted table can continue. Figures
+are written to ``--figures``. ``MALLOC_TRIM_THRESHOLD_=4000000000 MALLOC_MMAP_THRESHOLD_=4000000000`` saves time.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from typing import Any, ClassVar
 import matplotlib as mpl
 import numpy as np
 from result_tables import (
+    find_result_file,
     folders,
-    kept_file,
     once,
     options,
     percent,
@@ -37,7 +38,7 @@ from result_tables import (
     print_tables,
     run_name,
     settings,
-    trained,
+    train_federation,
 )
 from torch import Tensor, nn
 
@@ -61,7 +62,7 @@ SPEECH = {"sample_rate": 8000, "bands": SIZE, "window_ms": 32, "hop_ms": 32, "se
 
 
 def image(mean: float, deviation: float) -> dict[str, Any]:
-    """Return features of an image."""
+    """Return the features of an image."""
     return {"kind": "image", "size": SIZE, "mean": mean, "deviation": deviation}
 
 
@@ -94,7 +95,7 @@ PERSONAL: Mapping[str, Mapping[str, Any]] = {
     "FedAvg for each true task": {"name": "fedavg", "tasks": "known"},
     "Ditto": {"name": "ditto"},
     "FedGen": {"name": "fedgen"},
-    "MOON": {"name": "moon", "projection": None},  # the network of all others
+    "MOON": {"name": "moon", "projection": None},  # the network of all further contestants
     "MOON, mu 0.1": {"name": "moon", "projection": None, "mu": 0.1},
     "FedBABU": {"name": "fedbabu"},
     "FedNTD": {"name": "fedntd"},
@@ -144,13 +145,13 @@ class Light(nn.Module):
     def __init__(
         self, inputs: int | tuple[int, int, int], classes: int, width: float = 1.0, scaled: bool = False
     ) -> None:
-        """Build it.
+        """Build the network.
 
         Args:
             inputs: bands; or channels, rows and columns.
             classes: outputs.
-            width: share of the channels that it is built with.
-            scaled: divide what convolutions give by ``width`` while training.
+            width: fraction of the channels to build.
+            scaled: divide the convolutions' outputs by ``width`` while training.
         """
         super().__init__()
         first, second, hidden = (scale_channels(channels, width) for channels in (8, 16, 32))
@@ -176,7 +177,7 @@ class Light(nn.Module):
         return hidden
 
     def channels(self) -> dict[str, tuple[tuple[str, ...], ...]]:
-        """Return what belongs to each layer's channels."""
+        """Return the tensors of each layer's channels."""
         return {
             "first.weight": (("first",), (), (), ()),
             "first.bias": (("first",),),
@@ -190,7 +191,7 @@ class Light(nn.Module):
 
 @dataclass(frozen=True)
 class Result:
-    """One run."""
+    """The result of one run."""
 
     scores: dict[str, float]
     """What was measured after the last round, by ``split task:model/accuracy``, pooled over clients or models."""
@@ -206,7 +207,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Bench:
-    """What all runs have in common."""
+    """The settings common to all runs."""
 
     data: Path
     folder: Path
@@ -221,14 +222,14 @@ class Bench:
     figures: Path | None
 
     def run(self, seed: int, tasks: Sequence[str], method: Mapping[str, Any], **changes: Any) -> Result:
-        """Train one federation and read what was recorded; tables that ask for the same run share it.
+        """Train one federation and read its metrics. Tables with equal runs share them.
 
         Args:
             seed: of the run.
-            tasks: that stand side by side.
+            tasks: of the federation.
             method: with its options.
-            changes: ``clients`` (of each task), ``partition`` (kind and options), ``epochs``, ``rounds``, ``cohort``, ``model``
-                (options) and ``heads`` (true: distances of updates are read).
+            changes: ``clients`` (of each task), ``partition`` (kind and options), ``epochs``, ``rounds``, ``cohort``,
+                ``model`` (options) and ``heads`` (true: read the distances of updates).
         """
         counts = changes.get("clients", [self.clients] * len(tasks))
         partition = changes.get("partition", {"by": "iid"})
@@ -275,13 +276,13 @@ class Bench:
             decides = decides.replace(str(place), "")
 
         def make() -> Result:
-            with trained(config) as (folder, seconds):
+            with train_federation(config) as (folder, seconds):
                 return _read(folder, rounds, seconds, tasks if changes.get("heads") else ())
 
-        return once(kept_file(self.kept, decides), Result, make)
+        return once(find_result_file(self.kept, decides), Result, make)
 
     def subset(self, name: str) -> Path:
-        """Return a folder with the first clips of a data set, made if it is not there."""
+        """Return a folder with the first clips of a data set, created if it is missing."""
         source, folder = self.data / name, self.kept / "data" / f"{name}-{self.clips}"
         if folder.is_dir():
             return folder
@@ -324,7 +325,7 @@ METRICS = ("cosine", "l1", "l2", "inner")
 
 
 def _distances(folder: Path, tasks: Sequence[str]) -> list[tuple[str, list[float]]]:
-    """Return each client's task, and the distances of the change of its last layer to that of the first client."""
+    """Return each client's task, and the distances of its last layer's change to the first client's."""
     heads: dict[int, dict[str, Tensor]] = {}
     for name, value in final_state(folder).tensors[KEPT].items():
         number, _, tensor = name.partition("/")
@@ -335,8 +336,8 @@ def _distances(folder: Path, tasks: Sequence[str]) -> list[tuple[str, list[float
     return [(tasks[n // each], [float(row[n]) for row in rows]) for n in range(len(vectors))]
 
 
-def _of_tasks(result: Result, tasks: Sequence[str], split: str) -> list[float]:
-    """Return the accuracy of each task: of what a client would use, which is its personal model where it has one."""
+def _measure_tasks(result: Result, tasks: Sequence[str], split: str) -> list[float]:
+    """Return the accuracy of each task at its clients, of personal models if there are any."""
     names = ("personal", "model") if split == "client_test" else ("model",)
     return [
         next(result.scores[key] for name in names if (key := f"{split} {task}:{name}/accuracy") in result.scores)
@@ -353,8 +354,8 @@ def _compare(bench: Bench, tasks: Sequence[str], contestants: Mapping[str, Mappi
         if bench.only and name not in bench.only:
             continue
         found = [bench.run(seed, tasks, method, **changes) for seed in bench.seeds]
-        here = [_of_tasks(each, tasks, "client_test") for each in found]
-        there = [statistics.fmean(_of_tasks(each, tasks, "test")) for each in found]
+        here = [_measure_tasks(each, tasks, "client_test") for each in found]
+        there = [statistics.fmean(_measure_tasks(each, tasks, "test")) for each in found]
         groups = [each.rounds["tasks/groups"][-1] for each in found if "tasks/groups" in each.rounds]
         purity = [each.rounds["tasks/purity"][-1] for each in found if "tasks/purity" in each.rounds]
         cells = [percent([of[place] for of in here]) for place in range(len(tasks))]
@@ -404,7 +405,7 @@ def skewed(bench: Bench) -> None:
 
 
 def ablation(bench: Bench) -> None:
-    """What each part of FedAPTA does."""
+    """Remove each part of FedAPTA in turn."""
     _compare(bench, MIXED, ABLATION)
 
 
@@ -428,7 +429,7 @@ def ratios(bench: Bench) -> None:
         for point in points:
             method, changes = make(point)
             runs = [bench.run(seed, task, method, **changes) for seed in bench.seeds]
-            found[name].append([_of_tasks(each, task, "test")[0] for each in runs])
+            found[name].append([_measure_tasks(each, task, "test")[0] for each in runs])
         print_row(name, [percent(values) for values in found[name]])
     if bench.figures:
         figure, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
@@ -440,7 +441,7 @@ def ratios(bench: Bench) -> None:
 
 
 def similarity(bench: Bench) -> None:
-    """The paper's figure 3: distance of device 0's update of the last layer to all others'; mean to its own task and to others."""
+    """The paper's figure 3: distance of device 0's update of the last layer to its own task's and to foreign ones."""
     # What is kept of earlier rounds is nothing, but the changes of the round are in the state.
     method = {**APTA, "tasks": {**GROUPS, "accumulate": 1e-9}}
     moments = sorted({1, 5, bench.rounds})
@@ -510,7 +511,7 @@ SHOWN = ("purity", "rand_index", "clusters")
 
 
 def helps(bench: Bench) -> None:
-    """What helps to discover tasks: adjusted Rand index, mean over the first rounds and in the last round; FedAPTA."""
+    """Aids to the discovery of tasks: adjusted Rand index, mean over the first rounds and in the last round; FedAPTA."""
     figure, panels = plt.subplots(1, 2, figsize=(8, 3), layout="constrained", sharey=True)
     for axes, tasks in zip(panels, (MIXED, AUDIO), strict=True):
         print(f"\n{', '.join(tasks)}:\n")
@@ -535,7 +536,7 @@ def helps(bench: Bench) -> None:
 
 
 def _save(figure: Any, path: Path) -> None:
-    """Write a figure whose bytes depend on nothing but what it shows."""
+    """Write a figure whose bytes depend only on its content."""
     plt.rcParams["svg.hashsalt"] = path.name
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
@@ -556,14 +557,14 @@ TABLES: Mapping[str, Callable[[Bench], None]] = {
 
 
 def main() -> None:
-    """Train what the tables need, and print them."""
+    """Train the runs of the tables, and print them."""
     parser = options(__doc__, TABLES, rounds=10)
-    parser.add_argument("--data", type=Path, required=True, help="folder that holds mnist, notmnist and fsdd")
+    parser.add_argument("--data", type=Path, required=True, help="folder with mnist, notmnist and fsdd")
     parser.add_argument("--clients", type=int, default=5, help="of each task")
     parser.add_argument("--epochs", type=int, default=2, help="local epochs of a round")
     parser.add_argument("--clips", type=int, default=1000, help="of each data set that is read from files")
     parser.add_argument("--lr", type=float, default=0.1)
-    parser.add_argument("--only", nargs="+", default=(), help="contestants, by name; without it all of a table")
+    parser.add_argument("--only", nargs="+", default=(), help="contestants, by name; default: all of a table")
     parser.add_argument("--figures", type=Path, help="folder for the figures")
     given = parser.parse_args()
     budget = (

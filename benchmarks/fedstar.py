@@ -1,11 +1,11 @@
-"""FedSTAR against its baselines, on data that are at hand: the tables of docs/fedstar.md.
+"""Compare FedSTAR with its baselines on small data: the tables of docs/fedstar.md.
 
-One split for each seed, the same clips with labels for all contestants, the last round counts, and nothing is chosen by the test.
-Each table begins with the budget of its runs.
+One split for each seed, the same labelled clips for all contestants, the last round counts, and nothing is chosen by
+the test. Each table starts with the budget of its runs.
 
-A spoken digit takes 0.43 s, not the second of the paper's words, and a client has 180 clips, not thousands. So clips are padded to
-half a second, which are the 48 frames of a crop, and a step has 16 clips, so that an epoch has some twenty steps. These were chosen
-with a seed that no table uses.
+A spoken digit takes 0.43 s, not the second of the paper's words, and a client has 180 clips, not thousands. Clips are
+therefore padded to half a second, the 48 frames of a crop, and a step has 16 clips, so that an epoch has about twenty
+steps. These values were chosen with a seed that no table uses.
 
     python benchmarks/fedstar.py --root PATH/TO/fsdd --tables contestants
     python benchmarks/fedstar.py --root PATH/TO/fsdd --tables scarce limited --rounds 20 --cohort 0.4
@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from pydantic import ConfigDict
 from result_tables import (
+    find_result_file,
     folders,
-    kept_file,
     once,
     options,
     percent,
@@ -34,7 +34,7 @@ from result_tables import (
     print_tables,
     run_name,
     settings,
-    trained,
+    train_federation,
 )
 from safetensors.torch import load_file, save_file
 
@@ -63,9 +63,9 @@ CENTRALISED = {
 
 @dataclass(frozen=True)
 class Result:
-    """One run."""
+    """The result of one run."""
 
-    # A share of no guesses is NaN.
+    # The fraction of zero pseudo-labels is NaN.
     __pydantic_config__ = ConfigDict(ser_json_inf_nan="constants")
 
     accuracy: list[tuple[int, float]]
@@ -79,13 +79,13 @@ class Result:
 
     @property
     def last(self) -> float:
-        """Accuracy in the last round that was measured."""
+        """Return the accuracy in the last evaluated round."""
         return self.accuracy[-1][1]
 
 
 @dataclass(frozen=True)
 class Bench:
-    """What all runs have in common."""
+    """The settings common to all runs."""
 
     root: Path
     folder: Path
@@ -101,12 +101,12 @@ class Bench:
     figures: Path | None
 
     def run(self, seed: int, **changes: Any) -> Result:
-        """Train one federation and read what was recorded; tables that ask for the same run share it.
+        """Train one federation and read its metrics. Tables with equal runs share them.
 
         Args:
             seed: of the run.
-            changes: ``method``, ``data``, ``unlabelled``, ``clients``, ``models``, ``train``, ``evaluate`` and ``objective``, over
-                the job's own.
+            changes: ``method``, ``data``, ``unlabelled``, ``clients``, ``models``, ``train``, ``evaluate`` and
+                ``objective``, in place of the job's own.
         """
         values = load_config(JOB, [f"data.root={self.root}"]).model_dump(mode="json", exclude={"track"})
         method = dict(changes.get("method", {}))
@@ -129,16 +129,16 @@ class Bench:
         config = make_config(values)
 
         def make() -> Result:
-            with trained(config) as (folder, seconds):
+            with train_federation(config) as (folder, seconds):
                 population = Population.load(folder / "population")
                 pools = [population.profile(index).get("pools") for index in range(len(population))]
                 if changes.get("export"):
                     export(folder, config)[0].replace(changes["export"])
                 return _read(folder, seconds, sum(each is not None and not each["labelled"] for each in pools))
 
-        file = kept_file(self.kept, settings(config))
+        file = find_result_file(self.kept, settings(config))
         if changes.get("export"):
-            file.unlink(missing_ok=True)  # what it trained is not kept
+            file.unlink(missing_ok=True)  # the trained model is not kept
         return once(file, Result, make)
 
 
@@ -155,7 +155,7 @@ def _read(folder: Path, seconds: float, without_labels: int) -> Result:
 
 
 def _compare(bench: Bench, contestants: Mapping[str, Mapping[str, Any]], **common: Any) -> None:
-    """Print accuracy in the last round and what it took: steps and clips in a round of all its clients, processor time."""
+    """Print the accuracy in the last round and its cost: steps and clips in a round of all clients, processor time."""
     contestants = {name: own for name, own in contestants.items() if not bench.chosen or name in bench.chosen}
     print_head(["accuracy, %", "steps a round", "clips a round", "clients without a label", "processor, s"])
     for name, changes in contestants.items():
@@ -179,7 +179,7 @@ def centralised(bench: Bench) -> None:
 
 
 def speakers(bench: Bench) -> None:
-    """The same, tested on speakers that nobody trained on."""
+    """The same, tested on unseen speakers."""
     _compare(bench, CONTESTANTS, data={"split": {"test": {"by": "group", "values": ["theo", "yweweler"]}}})
 
 
@@ -195,7 +195,7 @@ def scarce(bench: Bench) -> None:
 
 
 def acceptance(bench: Bench) -> None:
-    """Accepted guesses and right ones among these over the rounds, %."""
+    """Fractions of accepted and of correct pseudo-labels over the rounds, %."""
     points = [point for point in POINTS if point <= bench.rounds]
     print_head([f"round {point}" for point in points])
     for name in ("FedSTAR, T = 1", "FedSTAR, T = 4"):
@@ -211,7 +211,7 @@ def acceptance(bench: Bench) -> None:
 
 
 def _draw_guesses(bench: Bench, path: Path) -> None:
-    """Draw the mean over the seeds, and the range, of what is accepted and of what of it is right."""
+    """Draw the mean over the seeds, and the range, of the accepted and of the correct fraction."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -239,7 +239,7 @@ def _draw_guesses(bench: Bench, path: Path) -> None:
 
 
 def pretraining(bench: Bench) -> None:
-    """Rounds to 50 % accuracy with and without COLA pre-training on generated speakers, who say other words."""
+    """Rounds to 50 % accuracy with and without COLA pre-training on generated speakers with different words."""
     target, keep = 0.5, ["output.*"]
     front_end = load_config(JOB, [f"data.root={bench.root}"]).data.features.model_dump(mode="json") | {
         "least_seconds": 1.5
@@ -282,7 +282,7 @@ def pretraining(bench: Bench) -> None:
 
 
 def limited(bench: Bench) -> None:
-    """Clients with labels of few classes: 3 each, and of a number drawn with variance 0.5."""
+    """Clients with labels of few classes: 3 each, or a number drawn with variance 0.5."""
     for variance in (0.0, 0.5):
         print(f"\nsigma_c {variance:g}:\n")
         labelled = {"by": "classes", "clients": 15, "classes": 3, "variance": variance}
@@ -292,7 +292,7 @@ def limited(bench: Bench) -> None:
 
 
 def uses(bench: Bench) -> None:
-    """What it is worth: languages of generated speech, and ESC-10, with 5 labels a class."""
+    """Practical value: languages of generated speech, and ESC-10, with 5 labels a class."""
     few = {"unlabelled": {"keep_clips": 5}}
     print("\nSix languages, 8 clients:\n")
     words = {"name": "spoken_words", "root": None, "label": "language", "languages": LANGUAGES, "speakers": 60}
@@ -305,7 +305,7 @@ def uses(bench: Bench) -> None:
 
 
 def beyond(bench: Bench) -> None:
-    """Thresholds for each class, and weak and strong views. Views go with no segments: the middle of test clips is taken."""
+    """Thresholds for each class, and weak and strong views. Views exclude segments: the middle of test clips is used."""
     crop = {"name": "random_crop", "size": bench.frames}
     features = load_config(JOB, [f"data.root={bench.root}"]).data.features.model_dump(mode="json")
     masks = {"name": "spec_augment", "frames": bench.frames // 5, "bands": 12}
@@ -340,15 +340,15 @@ TABLES: Mapping[str, Callable[[Bench], None]] = {
 
 
 def main() -> None:
-    """Train what the tables need, and print them."""
+    """Train the runs of the tables, and print them."""
     parser = options(__doc__, TABLES, rounds=30)
     parser.add_argument("--root", type=Path, required=True, help="the Free Spoken Digit Dataset")
-    parser.add_argument("--esc", type=Path, help="ESC-10 or ESC-50; without it that part of uses is left out")
+    parser.add_argument("--esc", type=Path, help="ESC-10 or ESC-50; default: leave out this part of uses")
     parser.add_argument("--frames", type=int, default=48, help="frames of a crop; the paper has 96")
     parser.add_argument("--least-seconds", type=float, default=0.5, help="shorter clips are padded; the paper has 1")
     parser.add_argument("--batch", type=int, default=16, help="clips of a step; the paper has 64")
-    parser.add_argument("--cohort", type=float, default=0.8, help="share of the clients in a round")
-    parser.add_argument("--only", nargs="+", default=(), help="contestants, by name; without it all of a table")
+    parser.add_argument("--cohort", type=float, default=0.8, help="fraction of the clients in a round")
+    parser.add_argument("--only", nargs="+", default=(), help="contestants, by name; default: all of a table")
     parser.add_argument(
         "--figures", type=Path, help="folder for fedstar-guesses.svg, drawn with the table of acceptance"
     )

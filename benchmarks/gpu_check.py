@@ -1,16 +1,16 @@
-"""What a GPU does with raydfl: is it right, does it keep its share of the memory, how fast is it. Ten minutes at most.
+"""Check raydfl on a GPU: correctness, memory of a share, and speed. Ten minutes at most.
 
     make gpu-check
     python benchmarks/gpu_check.py [--device cpu --dry-run] [--out FOLDER]
 
-1. Tiny federations of every method and objective, family of networks, transform and attack end as they do on the CPU.
-2. The memory cap of a share of the GPU holds, says clearly that it was exceeded, and what was measured fits into it.
-3. The clients that train.together: auto trains at once, and what that gains.
-4. Clients a second for three networks at 12, 100 and 500 clients a round, beside a bare loop of torch.nn's modules (cuDNN) over the
-   same batches, and the share of the time in which the GPU computes.
+1. Tiny federations of every method and objective, family of networks, transform and attack end with the CPU's result.
+2. The memory cap of a share of the GPU holds, exceeding it gives a clear message, and the measured share is sufficient.
+3. The group size chosen by train.together: auto, and its gain.
+4. Clients a second for three networks at 12, 100 and 500 clients a round, beside a bare loop of torch.nn's modules
+   (cuDNN) over the same batches, and the fraction of the time in which the GPU computes.
 
-It prints one table at the end and writes gpu_check.json. It ends with 0 if nothing failed, with 1 if something did.
-docs/gpu.md says more.
+It prints one table at the end and writes gpu_check.json. The exit code is 0 if nothing failed, else 1. docs/gpu.md has
+the details.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PART_NAMES = tuple(PARTS)
 
 
 def environment(device: str) -> dict[str, Any]:
-    """Return what was measured on: device, driver, versions, commit."""
+    """Return the environment of the measurement: device, driver, versions, commit."""
     found: dict[str, Any] = {
         "device": platform.processor() or platform.machine(),
         "raydfl": __version__,
@@ -66,7 +66,7 @@ def environment(device: str) -> dict[str, Any]:
 
 
 def _output(*command: str) -> str:
-    """Return what a program prints; nothing where it is not there or fails."""
+    """Return the output of a program; empty if it is missing or fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
@@ -76,15 +76,15 @@ def _output(*command: str) -> str:
 def check(
     device: str, dry: bool, parts: list[str], folder: Path, seconds: float = SECONDS, ray: bool = True
 ) -> list[Line]:
-    """Do the check.
+    """Run the check.
 
     Args:
         device: ``"cuda"`` or ``"cpu"``.
-        dry: all of it, but tiny: to see that it runs.
+        dry: run everything with tiny sizes, to test the check itself.
         parts: of :data:`PARTS`.
         folder: for data and runs.
-        seconds: for all of it.
-        ray: with what needs Ray.
+        seconds: time limit for the whole check.
+        ray: run the parts that need Ray.
 
     Returns:
         The lines of the table.
@@ -110,10 +110,12 @@ def main() -> int:
     """Command line; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--dry-run", action="store_true", help="everything tiny, also without a GPU: does it run?")
+    parser.add_argument("--dry-run", action="store_true", help="run everything with tiny sizes, also without a GPU")
     parser.add_argument("--parts", nargs="+", choices=PART_NAMES, default=list(PART_NAMES))
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="for all of it (default: 600)")
-    parser.add_argument("--out", type=Path, default=Path(), help="folder of gpu_check.json (default: this one)")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="time limit in seconds (default: 600)")
+    parser.add_argument(
+        "--out", type=Path, default=Path(), help="folder of gpu_check.json (default: the current folder)"
+    )
     arguments = parser.parse_args()
     if arguments.device == "cpu" and not arguments.dry_run:
         parser.error("--device cpu measures nothing of a GPU; give --dry-run too, which tries whether the check runs")

@@ -1,13 +1,15 @@
-"""kill -9 at random moments over runs of every method on a cluster of several nodes: does each run end as if nothing had happened?
+"""Kill processes at random moments in runs of every method on a cluster of several nodes, and compare the results.
 
     python benchmarks/kills.py [--methods fedavg scaffold] [--seed 1] [--out kills.md]
 
-One Ray cluster of a head and two worker nodes on this machine serves all runs. Each run is killed five times, at moments that the
-seed draws: a client actor, the server actor, a client actor again, a worker node (a new one then joins) and the driver, after which
-the run is resumed. Every other run commits every round, the rest every third. What each then knows (the server's tensors, every
-client's private state) is compared bit for bit with an undisturbed run in one process without Ray.
+One Ray cluster of a head and two worker nodes on this machine serves all runs. Each run is killed five times by ``kill
+-9``, at moments drawn by the seed: a client actor, the server actor, a client actor again, a worker node (a new one
+then joins) and the driver, after which the run is resumed. Half of the runs commit every round, the rest every third.
+The resulting state (the server's tensors, every client's private state) is compared bit for bit with an undisturbed run
+in one process without Ray.
 
-The table says what was killed, when, how long it took until the next round was done, and whether the run's end was equal.
+The table has the killed process, the moment, the time until the next finished round, and whether the run's result was
+equal.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ _PATIENCE = 240.0
 
 
 class HangingError(Exception):
-    """A run came no further after a kill."""
+    """A run made no progress after a kill."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,7 @@ class Kill:
 
 
 class Machines:
-    """A cluster of a head and two worker nodes with two CPUs each; its processes carry a mark in their environment."""
+    """A cluster of a head and two worker nodes with two CPUs each. A mark in the environment identifies its processes."""
 
     def __init__(self) -> None:
         self._mark = Mark()
@@ -94,18 +96,18 @@ class Machines:
 
     @property
     def address(self) -> str:
-        """For ``ray.address``."""
+        """Return the address for ``ray.address``."""
         return str(self.cluster.address)
 
     def _add(self) -> Any:
         return self.cluster.add_node(num_cpus=2, **self._options)
 
     def actors(self, title: str) -> list[int]:
-        """Pids of this cluster's actors of a class, by rising number."""
+        """Return the pids of this cluster's actors of a class, in rising order."""
         return self._mark.pids(title)
 
     def kill_node(self, number: int) -> None:
-        """A worker node with all that is on it dies, and another joins."""
+        """Kill a worker node with everything on it, and let a new node join."""
         self.cluster.remove_node(self.nodes[number], allow_graceful=False)
         self.nodes[number] = self._add()
 
@@ -117,7 +119,7 @@ class Machines:
 
 
 class _Told(Progress):
-    """Tells another process of each round."""
+    """A progress display that reports each round to another process."""
 
     def __init__(self, to: Connection) -> None:
         super().__init__("quiet")
@@ -128,15 +130,15 @@ class _Told(Progress):
 
 
 def _drive(values: dict[str, Any], to: Connection) -> None:
-    """What the driver's process does: start the run, or go on with it."""
-    servers._AT_ONCE = 0.0  # each round is reported when it is done, so that a kill meets any of them
+    """Start or resume the run: the code of the driver's process."""
+    servers._AT_ONCE = 0.0  # each round is reported when it is finished, so that a kill can hit any round
     runs.write_page = lambda records, out: out.write_text("not drawn") and out  # type: ignore[assignment]
     runs.run(make_config(values), _Told(to))
     to.send(None)
 
 
 class Driver:
-    """A process that runs ``raydfl run``'s code, forked from one that has everything imported."""
+    """A process that runs ``raydfl run``'s code, forked from a process with everything imported."""
 
     def __init__(self, config: Config) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -146,10 +148,10 @@ class Driver:
         to.close()
 
     def rounds(self) -> Iterator[int]:
-        """Numbers of rounds as they are done; ends when the driver does.
+        """Yield the numbers of finished rounds until the driver ends.
 
         Raises:
-            HangingError: none was done for long.
+            HangingError: No round was finished for a long time.
         """
         while True:
             if not self._from.poll(_PATIENCE):
@@ -163,7 +165,7 @@ class Driver:
             yield number
 
     def pending(self) -> list[int]:
-        """Those that are done and that nobody has asked for yet."""
+        """Return finished rounds that were not yielded yet."""
         numbers = []
         with contextlib.suppress(EOFError):
             while self._from.poll():
@@ -176,7 +178,7 @@ class Driver:
         self.process.join()
 
     def end(self) -> int:
-        """Its exit code, once it has ended."""
+        """Wait for the end, and return the exit code."""
         self.process.join(60)
         self.process.kill()
         self.process.join()
@@ -191,7 +193,7 @@ def _strike(what: str, machines: Machines, driver: Driver, rng: np.random.Genera
     else:
         title = {"client actor": "ray::ClientActor", "server actor": "ray::ServerActor"}[what]
         until = time.monotonic() + 60
-        while not (pids := machines.actors(title)):  # it is being replaced after the last kill
+        while not (pids := machines.actors(title)):  # it is still being replaced after the last kill
             if time.monotonic() > until:
                 raise HangingError(f"there was no {what} for 60 s")
             time.sleep(0.1)
@@ -199,13 +201,13 @@ def _strike(what: str, machines: Machines, driver: Driver, rng: np.random.Genera
             os.kill(int(rng.choice(pids)), signal.SIGKILL)
 
 
-def disturbed(
+def run_disturbed(
     machines: Machines, config: Config, plan: Sequence[str], rng: np.random.Generator
 ) -> list[tuple[str, int, float]]:
-    """Do a run and kill what the plan says: what, after which round, seconds until the next.
+    """Do a run with the kills of the plan. Yield the target, its round, and the seconds until the next round.
 
     Raises:
-        HangingError: the run came no further, ended too early for the plan, or failed.
+        HangingError: The run made no progress, ended too early for the plan, or failed.
     """
     driver = Driver(config)
     kills: list[tuple[str, int, float]] = []
@@ -243,8 +245,8 @@ def disturbed(
         driver.kill()
 
 
-def configured(method: str, folder: Path, name: str, *overrides: str) -> Config:
-    """The tiny federation with that method, its runs in a folder."""
+def make_tiny_config(method: str, folder: Path, name: str, *overrides: str) -> Config:
+    """Return the tiny federation with this method, and its runs in a folder."""
     values = load_config(ROOT / "jobs" / "tiny.yaml").model_dump(mode="json", exclude={"method", "models"})
     values |= {"method": {"name": method}, "run": {"name": name, "dir": str(folder / "runs"), "seed": 1}}
     if method == "fedstar":
@@ -269,8 +271,8 @@ def configured(method: str, folder: Path, name: str, *overrides: str) -> Config:
     return make_config(apply_overrides(values, [*common, *overrides]))
 
 
-def undisturbed(config: Config) -> Path:
-    """The whole run in this process; returns its folder."""
+def run_undisturbed(config: Config) -> Path:
+    """Do the whole run in this process, and return its folder."""
     server = Server(create(config, Progress("quiet")), config)
     with contextlib.closing(server):
         while server.round_index < config.train.rounds:
@@ -278,8 +280,8 @@ def undisturbed(config: Config) -> Path:
     return Path(config.run.dir) / str(config.run.name)
 
 
-def known(run_dir: Path) -> dict[str, bytes]:
-    """The bytes of every tensor that a run knows after its last commit, the server's and each client's private ones."""
+def read_tensors(run_dir: Path) -> dict[str, bytes]:
+    """Return the bytes of every tensor after the run's last commit: the server's and each client's private tensors."""
     store, private = RunStore(run_dir), PrivateStore(run_dir / "private")
     commit = store.load(store.latest() or "")
     groups = {f"server {key}": tensors for key, tensors in commit.state.tensors.items()}
@@ -289,11 +291,11 @@ def known(run_dir: Path) -> dict[str, bytes]:
 
 
 def campaign(methods: Mapping[str, Sequence[str]], seed: int, folder: Path) -> Iterator[Kill]:
-    """Kill runs of these methods by their plans; the rows of a run when it has been compared.
+    """Kill runs of these methods by their plans. Yield the rows of each run after its comparison.
 
     Args:
-        methods: what is to be killed, in turn, by method.
-        seed: of the moments, and of which actor or node it is.
+        methods: the targets to kill, in turn, by method.
+        seed: of the moments, and of the actor or node.
         folder: for the runs.
     """
     context = multiprocessing.get_context("forkserver")
@@ -303,8 +305,8 @@ def campaign(methods: Mapping[str, Sequence[str]], seed: int, folder: Path) -> I
         opened.callback(machines.close)
         for number, (method, plan) in enumerate(methods.items()):
             every = (1, 3)[number % 2]
-            reference = undisturbed(configured(method, folder, f"{method}-undisturbed", "ray.actors=0"))
-            config = configured(
+            reference = run_undisturbed(make_tiny_config(method, folder, f"{method}-undisturbed", "ray.actors=0"))
+            config = make_tiny_config(
                 method,
                 folder,
                 f"{method}-killed",
@@ -312,14 +314,14 @@ def campaign(methods: Mapping[str, Sequence[str]], seed: int, folder: Path) -> I
                 f"ray.address={machines.address}",
                 f"run.commit_every={every}",
             )
-            kills = disturbed(machines, config, plan, np.random.default_rng([seed, number]))
-            equal = known(Path(config.run.dir) / str(config.run.name)) == known(reference)
+            kills = run_disturbed(machines, config, plan, np.random.default_rng([seed, number]))
+            equal = read_tensors(Path(config.run.dir) / str(config.run.name)) == read_tensors(reference)
             for what, after, recovery in kills:
                 yield Kill(method, every, what, after, recovery, equal)
 
 
 def table(kills: Sequence[Kill]) -> str:
-    """As Markdown."""
+    """Format the rows as Markdown."""
     lines = ["| method | commit every | killed | when | next round after | equal |", "|---|---|---|---|---|---|"]
     for kill in kills:
         when = f"after round {kill.after_round}"
@@ -330,8 +332,8 @@ def table(kills: Sequence[Kill]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _with_token() -> int:
-    """This program again, in a process whose Ray wants a token of its own: it is read when Ray is imported."""
+def _run_with_token() -> int:
+    """Run this program again in a process with its own Ray token, which Ray reads when it is imported."""
     with tempfile.TemporaryDirectory(prefix="rk") as folder:
         token = Path(folder) / "token"
         token.write_text(uuid.uuid4().hex)
@@ -348,7 +350,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None, help="file for the table")
     given = parser.parse_args()
     if os.environ.get("RAY_AUTH_MODE") != "token":
-        sys.exit(_with_token())
+        sys.exit(_run_with_token())
     kills: list[Kill] = []
     with tempfile.TemporaryDirectory(prefix="rk") as folder:
         for kill in campaign(dict.fromkeys(given.methods, PLAN), given.seed, Path(folder)):

@@ -1,7 +1,7 @@
-"""LPA on 100 clients x 1,000,000 parameters in 20 layers, against one read of that memory and a naive loop.
+"""Compare LPA on 100 clients x 1,000,000 parameters in 20 layers with one read of that memory and a naive loop.
 
-``python benchmarks/lpa.py [--clients 100 --parameters 1000000 --layers 20 --repeats 9]``; one thread. The three are
-interleaved, so that whatever else the machine does falls on all of them, and each ratio is taken within one repetition.
+``python benchmarks/lpa.py [--clients 100 --parameters 1000000 --layers 20 --repeats 9]``; one thread. The three
+alternate, so that a busy machine affects all of them, and each ratio is taken within one repetition.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TARGET = 5.0
 
 
 def make_updates(clients: int, parameters: int, layers: int) -> list[Update]:
-    """Clients' updates as they arrive from the object store: one read-only vector each."""
+    """Return clients' updates as they arrive from the object store: one read-only vector each."""
     width = parameters // layers
     inputs = math.isqrt(width)
     names = [f"net/layer{index:02d}.{part}" for index in range(layers) for part in ("weight", "bias")]
@@ -40,19 +40,19 @@ def make_updates(clients: int, parameters: int, layers: int) -> list[Update]:
     updates = []
     for index in range(clients):
         vector = generator.standard_normal(layout.size, dtype=np.float32)
-        vector *= 1 + 0.01 * index  # distinct deviations: the naive loop then has to choose the same clients
+        vector *= 1 + 0.01 * index  # distinct deviations, so that the naive loop must choose the same clients
         vector.flags.writeable = False
         updates.append(Update(FlatTensors(layout, vector), float(10 + index % 7), client_id=f"c{index:03d}"))
     return updates
 
 
 def one_read(updates: Sequence[Update]) -> float:
-    """The sum of everything that the clients sent."""
+    """Return the sum of all updates."""
     return float(sum(update.tensors.vector.sum() for update in updates if isinstance(update.tensors, FlatTensors)))
 
 
 def naive(updates: Sequence[Update], vl: float, vh: float) -> Mapping[str, Tensor]:
-    """LPA as one would write it down: for each layer, client by client, in torch."""
+    """Compute LPA naively: for each layer, client by client, in torch."""
     by_layer: dict[str, list[str]] = {}
     for name in updates[0].tensors:
         by_layer.setdefault(name.rpartition(".")[0], []).append(name)

@@ -1,9 +1,10 @@
-"""Processor time that a client of each method takes, over FedAvg's, server and commits included.
+"""Measure the processor time of a client of each method relative to FedAvg's, server and commits included.
 
     python benchmarks/methods.py --root PATH/TO/fsdd [--works crnn_lite resnet18 --rounds 10]
 
-The work is that of rounds.py, with six clients a round, in one process and one thread. The methods take turns of a round each, so
-that whatever else the machine does meets all of them; medians over rounds, after two that do not count. Ditto trains two models.
+The work is that of rounds.py, with six clients a round, in one process and one thread. The methods alternate every
+round, so that a busy machine affects all of them. Reported are medians over rounds, after two for warm-up. Ditto trains
+two models.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ COHORT, WARM_UP = 6, 2
 
 
 def measure(work: str, data: Mapping[str, object], rounds: int, runs: Path) -> dict[str, float]:
-    """Return seconds of the processor for a client of each method."""
+    """Return processor seconds for a client of each method."""
     servers = {}
     for name, method in METHODS.items():
         config = configuration(data, runs, work, 0, method=method)

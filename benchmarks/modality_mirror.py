@@ -1,15 +1,14 @@
-"""ModalityMirror against its baselines, on spoken digits with images of digits: the tables of docs/modality_mirror.md.
+"""Compare ModalityMirror with its baselines on spoken digits with images of digits: the tables of docs/modality_mirror.md.
 
-100 clients, labels by Dirichlet(0.1), 10 clients a round, which UniFL draws of each of its two populations. ModalityMirror trains
-twice as long as the others by its nature, so baselines are measured after as many rounds as each of its phases has, and after as
-many as both. Nothing is chosen by the test, and the last round counts. A client has some 20 clips to train on: steps of 8 clips and
-2 epochs, chosen with a seed that no table uses.
+100 clients, labels by Dirichlet(0.1), 10 clients a round; UniFL draws 10 from each of its two populations.
+ModalityMirror trains for two phases, so baselines are measured after the rounds of one phase, and after the rounds of
+both. Nothing is chosen by the test, and the last round counts. A client has about 20 training clips: steps of 8 clips
+and 2 epochs, chosen with a seed that no table uses.
 
     python benchmarks/modality_mirror.py --root PATH/TO/fsdd --pictures PATH/TO/mnist --tables missing
     python benchmarks/modality_mirror.py --root PATH/TO/fsdd --pictures PATH/TO/mnist --rounds 5 --seeds 1 --tables helps
 
-Memory that is kept and not given back to the system after each step saves time: MALLOC_TRIM_THRESHOLD_=4000000000
-MALLOC_MMAP_THRESHOLD_=4000000000.
+Keeping freed memory in the process saves time: MALLOC_TRIM_THRESHOLD_=4000000000 MALLOC_MMAP_THRESHOLD_=4000000000.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 from result_tables import (
+    find_result_file,
     folders,
-    kept_file,
     once,
     options,
     percent,
@@ -34,7 +33,7 @@ from result_tables import (
     print_tables,
     run_name,
     settings,
-    trained,
+    train_federation,
 )
 
 from raydfl import read_rows
@@ -59,7 +58,7 @@ PICTURES = {"strong": 0.0, "weak": 1.0}
 
 @dataclass(frozen=True)
 class Result:
-    """One run."""
+    """The result of one run."""
 
     scores: dict[str, dict[int, float]]
     """Of the test, by name and rounds done."""
@@ -71,7 +70,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Bench:
-    """What all runs have in common."""
+    """The settings common to all runs."""
 
     root: Path
     pictures: Path
@@ -83,13 +82,13 @@ class Bench:
     clients: int
 
     def run(self, seed: int, name: str, missing: float = USUAL, **changes: Any) -> Result:
-        """Train one federation for the rounds of two phases; tables that ask for the same run share it.
+        """Train one federation for the rounds of two phases. Tables with equal runs share them.
 
         Args:
             seed: of the run.
             name: of the method.
-            missing: share of the clients that lack the image.
-            changes: ``method``, ``data`` and ``train``, over the job's own.
+            missing: fraction of the clients without the image.
+            changes: ``method``, ``data`` and ``train``, in place of the job's own.
         """
         values = load_config(JOB, [f"data.root={self.root}", f"data.pictures={self.pictures}"])
         given = values.model_dump(mode="json", exclude={"track"})
@@ -105,20 +104,20 @@ class Bench:
         config = make_config(given)
 
         def make() -> Result:
-            with trained(config) as (folder, seconds):
+            with train_federation(config) as (folder, seconds):
                 return _read(folder, seconds)
 
-        return once(kept_file(self.kept, settings(config)), Result, make)
+        return once(find_result_file(self.kept, settings(config)), Result, make)
 
     def _phases(self, method: str) -> dict[str, Any]:
-        """Harmony has few rounds of fusion: its audio model is that of the first phase, which so has as many as the others."""
+        """Give Harmony's first phase as many rounds as the audio models of all methods get, with few rounds of fusion."""
         return {
             MIRROR: {"multimodal": {"rounds": self.rounds}},
             HARMONY: {"unimodal": {"rounds": 2 * self.rounds - 1}},
         }.get(method, {})
 
     def scores(self, score: str, name: str, missing: float = USUAL, rounds: int = 2, **changes: Any) -> list[float]:
-        """Return a score of the test after one or two phases' rounds, for each seed."""
+        """Return a test score after the rounds of one or two phases, for each seed."""
         found = [self.run(seed, name, missing, **changes).scores[score] for seed in self.seeds]
         return [each.get(rounds * self.rounds, each[max(each)]) for each in found]
 
@@ -141,7 +140,7 @@ def _read(folder: Path, seconds: float) -> Result:
 
 
 def missing(bench: Bench) -> None:
-    """The paper's table 1: accuracy of the audio model by the share of clients without images; then top-5; then audio and image."""
+    """The paper's table 1: accuracy of the audio model by the fraction without images; then top-5; then both views."""
     audio = {MIRROR: "audio", MULTIFL: "audio", UNIFL: "audio"}
     fused = {MULTIFL: "fusion", UNIFL: "fused:fusion"}
     for metric, models in (("accuracy", audio), ("top_k_accuracy", audio), ("accuracy", fused)):
@@ -212,15 +211,17 @@ def _f1(confusion: Sequence[Sequence[float]]) -> np.ndarray:
 
 
 def fairness(bench: Bench) -> None:
-    """What the teacher is worth: 30 % without images, and the same rounds without it."""
+    """The teacher's value: 30 % without images, and the same rounds without it."""
     print_head(["accuracy", "top 5", "processor, s"])
-    once_all = max(1, 2 * bench.rounds // 10)  # one client in ten takes part in a round: as many clips in all
+    once_all = max(
+        1, 2 * bench.rounds // 10
+    )  # a tenth of the clients takes part in a round, so the number of clips is equal
     central = {
         "data": {"missing": {"image": 1.0}, "partition": {"by": "iid", "clients": 1}},
         "train": {
             "cohort": 1.0,
             "rounds": once_all,
-            # With the job's 0.05 its long rounds do not learn; chosen by validation, with a seed that no table uses.
+            # Chosen by validation with a seed that no table uses. Its long rounds do not learn with the job's 0.05.
             "optimiser": {"name": "sgd", "lr": 0.005, "momentum": 0.9, "clip_norm": 10.0},
         },
     }
@@ -245,7 +246,7 @@ def fairness(bench: Bench) -> None:
 
 
 def helps(bench: Bench) -> None:
-    """When the teacher helps: sound and images made harder in training and test alike, and what the teacher adds."""
+    """Conditions for the teacher: sound and images with noise in training and test, and the teacher's gain."""
     print_head(["the teacher, both views", "with it", "without it", "difference, mean", "smallest to largest"])
     for picture, noise in PICTURES.items():
         for sound, snr in SOUNDS.items():
@@ -271,7 +272,7 @@ TABLES: Mapping[str, Callable[[Bench], None]] = {
 
 
 def main() -> None:
-    """Train what the tables need, and print them."""
+    """Train the runs of the tables, and print them."""
     parser = options(__doc__, TABLES, rounds=100, of="of each of ModalityMirror's phases")
     parser.add_argument("--root", type=Path, required=True, help="folder of the Free Spoken Digit Dataset")
     parser.add_argument("--pictures", type=Path, required=True, help="folder of MNIST's idx files")

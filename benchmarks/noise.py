@@ -1,9 +1,10 @@
-"""What training with noise and SpecAugment does to the accuracy on noisy recordings.
+"""Measure the effect of training with noise and SpecAugment on the accuracy on noisy recordings.
 
-The six speakers of the Free Spoken Digit Dataset are the clients, 450 clips each; takes 0 to 4, 300 clips, are the test set. FedAvg
-of CRNN-Lite is trained without transforms, with noise, with SpecAugment, and with both, with the same budget, and the last round is
-measured: on the test recordings as they are, and with white and with pink noise added to the samples at 20, 10 and 0 dB. Training
-never sees pink noise; its own noise is white and is added to the power in the mel bands.
+The six speakers of the Free Spoken Digit Dataset are the clients, 450 clips each; takes 0 to 4, 300 clips, are the test
+set. FedAvg of CRNN-Lite is trained without transforms, with noise, with SpecAugment, and with both, with the same
+budget. The last round is evaluated on the original test recordings, and with white and with pink noise added to the
+samples at 20, 10 and 0 dB. Training never sees pink noise; its own noise is white and is added to the power in the mel
+bands.
 
     python benchmarks/noise.py --root PATH/TO/fsdd
 """
@@ -108,7 +109,7 @@ def noise_of(colour: str, samples: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def accuracy(run_dir: Path, files: Sequence[Path]) -> float:
-    """Return the share of recordings whose digit, the first character of their name, is found."""
+    """Return the fraction of recordings with the correct digit, the first character of the file name."""
     return float(np.mean([prediction.label == prediction.file.name[0] for prediction in classify(run_dir, files)]))
 
 

@@ -1,14 +1,16 @@
-"""Time of raydfl's operations and of a training step made of them, against PyTorch's own modules, interleaved, on one thread.
+"""Compare the time of raydfl's operations, and of their training step, with PyTorch's own modules on one thread.
 
-Of networks on images, sounds among them, whole steps are compared, with PyTorch's operations in the same network.
+For networks on images, including sound as images, whole steps are compared, with PyTorch's operations in the same
+network.
 
-The work: one batch of 16 log-mel clips of 64 x 101, CRNN-Lite and CRNN-Base with kernel 5, forward, cross-entropy, backward and
-fused SGD; and FedMLAC's pair, Lite and Base trained on the same batch with each other's predictions as soft targets.
+The work: one batch of 16 log-mel clips of 64 x 101, CRNN-Lite and CRNN-Base with kernel 5, forward, cross-entropy,
+backward and fused SGD; and FedMLAC's pair, Lite and Base trained on the same batch with each other's predictions as
+soft targets.
 
     python benchmarks/ops.py --turns 40 --clients 4
 
-Contestants take turns within one process, so that whatever else the machine does meets all of them; times are the processor's, the
-least of all turns, and a ratio is the median over turns of a contestant's time over that of PyTorch's modules in the same turn.
+Contestants alternate within one process, so that a busy machine affects all of them. Times are minimum processor times
+over all turns. A ratio is the median over turns of a contestant's time relative to PyTorch's modules in the same turn.
 """
 
 from __future__ import annotations
@@ -33,11 +35,11 @@ from raydfl.models.shufflenet_v2 import ShuffleNetV2
 from raydfl.models.split_cnn import SplitCNN
 
 BATCH, FRAMES, BANDS, CLASSES = 16, 101, 64, 10
-Contestants = Mapping[str, tuple[Callable[[], object], int]]  # what to call, and how many steps one call is
+Contestants = Mapping[str, tuple[Callable[[], object], int]]  # a function, and its steps per call
 
 
 class PlainCRNN(nn.Module):
-    """The same network of PyTorch's modules, as a researcher writes it."""
+    """The same network of PyTorch's modules, in a researcher's plain code."""
 
     def __init__(self, network: CRNN) -> None:
         """Copy the parameters of ``network``."""
@@ -53,7 +55,7 @@ class PlainCRNN(nn.Module):
         self.load_state_dict(network.state_dict())
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits [batch, classes] of x [batch, frames, bands]."""
+        """Return logits [batch, classes] for x [batch, frames, bands]."""
         x = x.transpose(1, 2)
         for convolution in self.convolutions:
             x = F.max_pool1d(F.relu(convolution(x)), self.pool)
@@ -62,9 +64,9 @@ class PlainCRNN(nn.Module):
 
 
 def compare(title: str, contestants: Contestants, turns: int) -> None:
-    """Take turns and print a line for each; the first is what the others are compared with."""
+    """Alternate the contestants and print a line for each. The first is the reference."""
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    for turn in range(-3, turns):  # the first three warm up
+    for turn in range(-3, turns):  # the first three are for warm-up
         for name, (call, steps) in contestants.items():
             started = time.process_time()
             call()
@@ -79,19 +81,19 @@ def compare(title: str, contestants: Contestants, turns: int) -> None:
 
 
 def both_ways(forward: Callable[[], Tensor]) -> None:
-    """Forward and backward of one layer."""
+    """Return the forward and backward pass of one layer."""
     output = forward()
     output.backward(torch.ones_like(output))
 
 
-def without_compiled(call: Callable[[], object]) -> None:
-    """The call with operations in PyTorch."""
+def call_uncompiled(call: Callable[[], object]) -> None:
+    """Return the call with operations in PyTorch."""
     with ops.use("torch"):
         call()
 
 
 def layers(architecture: str, turns: int) -> None:
-    """The layers of one network, one by one."""
+    """Compare the layers of one network, one by one."""
     network = crnn(architecture)
     plain = PlainCRNN(network)
     frames, x = FRAMES, torch.randn(BATCH, FRAMES, BANDS)
@@ -104,7 +106,7 @@ def layers(architecture: str, turns: int) -> None:
         contestants: Contestants = {
             "torch.nn": (partial(both_ways, torch_pooled), 1),
             "raydfl.ops": (call, 1),
-            "raydfl.ops, not compiled": (partial(without_compiled, call), 1),
+            "raydfl.ops, not compiled": (partial(call_uncompiled, call), 1),
         }
         compare(f"{architecture}: convolution, ReLU, pooling of {list(x.shape)}", contestants, turns)
         frames //= 2
@@ -118,18 +120,18 @@ def layers(architecture: str, turns: int) -> None:
     contestants = {
         "torch.nn": (partial(both_ways, torch_gru), 1),
         "raydfl.ops": (call, 1),
-        "raydfl.ops, not compiled": (partial(without_compiled, call), 1),
+        "raydfl.ops, not compiled": (partial(call_uncompiled, call), 1),
     }
     compare(f"{architecture}: GRU of {list(x.shape)}", contestants, turns)
 
 
 def crnn(architecture: str) -> CRNN:
-    """A network without dropout, in training mode."""
+    """Return a network without dropout, in training mode."""
     return CRNN(BANDS, CLASSES, **{**ARCHITECTURES[architecture][1], "kernel": 5, "dropout": 0.0})
 
 
 def losses(logits: list[Tensor], y: Tensor) -> Tensor:
-    """Cross-entropy of each, and for a pair each one's divergence from the other."""
+    """Return the cross-entropy of each network, and for a pair the divergence of each from its partner."""
     total = torch.stack([F.cross_entropy(one, y) for one in logits]).sum()
     if len(logits) == 2:
         first, second = (one.log_softmax(dim=1) for one in logits)
@@ -139,7 +141,7 @@ def losses(logits: list[Tensor], y: Tensor) -> Tensor:
 
 
 def step_of(networks: list[nn.Module], x: Tensor, y: Tensor) -> Callable[[], None]:
-    """One training step of one client."""
+    """Return one training step of one client."""
     networks = copy.deepcopy(networks)
     optimiser = torch.optim.SGD([p for network in networks for p in network.parameters()], lr=0.01, fused=True)
 
@@ -151,8 +153,8 @@ def step_of(networks: list[nn.Module], x: Tensor, y: Tensor) -> Callable[[], Non
     return step
 
 
-def mapped_step(networks: list[nn.Module], clients: int) -> Callable[[], None]:
-    """One training step of several clients with torch.func.vmap."""
+def make_mapped_step(networks: list[nn.Module], clients: int) -> Callable[[], None]:
+    """Return one training step of several clients with torch.func.vmap."""
     parameters = [
         {name: p.detach().expand(clients, *p.shape).clone().requires_grad_() for name, p in network.named_parameters()}
         for network in networks
@@ -175,15 +177,15 @@ def mapped_step(networks: list[nn.Module], clients: int) -> Callable[[], None]:
 
 
 def steps(architectures: list[str], clients: int, turns: int) -> None:
-    """Whole training steps."""
+    """Compare whole training steps."""
     networks: list[nn.Module] = [crnn(architecture) for architecture in architectures]
     x, y = torch.randn(BATCH, FRAMES, BANDS), torch.randint(0, CLASSES, (BATCH,))
     mine = step_of(networks, x, y)
     contestants: Contestants = {
         "torch.nn": (step_of([PlainCRNN(n) for n in networks if isinstance(n, CRNN)], x, y), 1),
         "raydfl.ops": (mine, 1),
-        f"raydfl.ops, vmap of {clients} clients": (mapped_step(networks, clients), clients),
-        "raydfl.ops, not compiled": (partial(without_compiled, mine), 1),
+        f"raydfl.ops, vmap of {clients} clients": (make_mapped_step(networks, clients), clients),
+        "raydfl.ops, not compiled": (partial(call_uncompiled, mine), 1),
     }
     compare(f"training step of {' and '.join(architectures)}", contestants, turns)
 
@@ -205,18 +207,18 @@ IMAGES: Mapping[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 def images(turns: int) -> None:
-    """Training steps of networks on images."""
+    """Compare training steps of networks on images."""
     for name, (build, shape) in IMAGES.items():
         step = step_of([build()], torch.randn(shape), torch.randint(0, CLASSES, (BATCH,)))
         contestants: Contestants = {
-            "PyTorch's operations": (partial(without_compiled, step), 1),
+            "PyTorch's operations": (partial(call_uncompiled, step), 1),
             "raydfl.ops": (step, 1),
         }
         compare(f"training step of {name}", contestants, turns)
 
 
 def drift(name: str, network: nn.Module, turns: int) -> None:
-    """The terms of methods against client drift over a network's weights: SCAFFOLD's, FedProx's and FedDC's."""
+    """Compare the terms against client drift over a network's weights: SCAFFOLD's, FedProx's and FedDC's."""
     weights = list(network.parameters())
     others = [torch.randn_like(weight) for weight in weights]
     for title, anchors, slopes in (("slopes", (), others), ("anchors", others, ()), ("both", others, others)):
@@ -230,7 +232,7 @@ def drift(name: str, network: nn.Module, turns: int) -> None:
         contestants: Contestants = {
             "a term for each weight": (partial(both_ways, plain), 1),
             "raydfl.ops": (call, 1),
-            "raydfl.ops, not compiled": (partial(without_compiled, call), 1),
+            "raydfl.ops, not compiled": (partial(call_uncompiled, call), 1),
         }
         compare(f"drift term over {name}'s weights, {title}", contestants, turns)
         network.zero_grad()
@@ -240,7 +242,7 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=40, help="timed turns of each contestant")
-    parser.add_argument("--clients", type=int, default=4, help="clients that are mapped together")
+    parser.add_argument("--clients", type=int, default=4, help="clients to map together")
     parser.add_argument("--images", action="store_true", help="only networks on images")
     arguments = parser.parse_args()
     torch.set_num_threads(1)

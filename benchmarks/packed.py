@@ -1,12 +1,12 @@
-"""Memory and processor time of preparing recordings that stay in shards, Parquet or Arrow files, for sets of several sizes.
+"""Measure memory and processor time of preparing recordings inside shards, Parquet or Arrow files.
 
     python benchmarks/packed.py                                        # 1, 2 and 5 GB of each kind
     python benchmarks/packed.py --kinds webdataset --gigabytes 50
 
-A file of about 256 MB is written once; the set is that file under so many names (hard links): as large as said to whoever reads
-it, but not on the disk. Recordings are noise, 10 s at 48 kHz, 16 bits; the features are small. Each size is prepared by a fresh
-process, which lists the clips, reads and hashes all files, computes features and divides the clips. Printed is the largest resident
-memory of that process and of the processes that help it. README.md beside this file has the table.
+A file of about 256 MB is written once; the set consists of this file under many names (hard links), so it has the full
+size for readers, but not on disk. Recordings are noise, 10 s at 48 kHz, 16 bits; the features are small. A fresh
+process prepares each size: it lists the clips, reads and hashes all files, computes features and divides the clips.
+Printed is the largest resident memory of this process and of its helpers. README.md beside this file has the table.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def write_file(kind: str, folder: Path) -> Path:
         return folder / "shard.tar"
     table = pa.Table.from_pylist(rows)
     if kind == "parquet":
-        pq.write_table(table, folder / "shard.parquet", row_group_size=100)  # as the hub has them
+        pq.write_table(table, folder / "shard.parquet", row_group_size=100)  # as on the hub
         return folder / "shard.parquet"
     with pa.OSFile(str(folder / "shard.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
         writer.write_table(table, max_chunksize=100)
@@ -75,7 +75,7 @@ def prepare(kind: str, root: Path, cache: Path) -> dict[str, float]:
     )
     population = build_population(data, 0)
     own, helpers = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    # Not ru_maxrss, in which the memory of whoever started a process counts too: a helper's is at least this process's.
+    # Not ru_maxrss, which includes the parent's memory: a helper's value is at least this process's.
     (peak,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
     return {
         "clips": len(population.stores[0]),

@@ -1,11 +1,11 @@
-"""A federation of millions of clients, described by a table: time to begin it, to open it, and of a round; memory of each process.
+"""Measure a federation of millions of clients from a table: start, opening, a round, and memory.
 
     python benchmarks/population.py                            # 100 and 10,000,000 clients, 1,000,000 with private state
     python benchmarks/population.py --clients 100 1000000 --private 0 --actors 0
 
-The clients share clips of noise. They are written as an Arrow file with an id, a range of clips and a column for the profile, and a
-run begins from it as ``raydfl run`` does. For ``--private`` so many clients have taken part before, ``--cohort`` a round, so that
-each has a record of FedPer's last layer. README.md beside this file says more.
+The clients share clips of noise. They are written as an Arrow file with an id, a range of clips and a column for the
+profile, and a run starts from it like ``raydfl run``. ``--private`` is the number of clients that took part before,
+``--cohort`` a round; each has a record of FedPer's last layer. README.md beside this file has the details.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ CLIPS = 1000
 
 
 def write_table(path: Path, clients: int) -> None:
-    """Write the table of clients, as somebody would who has many."""
+    """Write the table of clients."""
     number, large = np.arange(clients, dtype=np.int64), pa.large_string()
     padded = pc.utf8_lpad(pa.array(number).cast(large), len(str(clients - 1)), "0")
     ids = pc.binary_join_element_wise(pa.scalar("device", large), padded, pa.scalar("-", large))
@@ -59,7 +59,7 @@ def write_table(path: Path, clients: int) -> None:
 
 
 def configuration(clients: int, folder: Path, arguments: argparse.Namespace) -> Config:
-    """One size of the federation as a configuration."""
+    """Return the configuration of one size of the federation."""
     return make_config(
         {
             "method": {"name": arguments.method},
@@ -98,9 +98,9 @@ def configuration(clients: int, folder: Path, arguments: argparse.Namespace) -> 
 
 
 def age(run_dir: Path, config: Config, private: int, cohort: int) -> None:
-    """Make a run of which the first ``private`` clients have taken part: a record each, a segment for each round.
+    """Create a run in which the first ``private`` clients have taken part: a record each, a segment for each round.
 
-    Of the index, about as much is not yet in the base as on average over many rounds.
+    The amount of the index outside the base equals the average over many rounds.
     """
     population = Population.load(run_dir / "population", verify=True)
     method, clients = config.components.method, Clients(population, config)
@@ -152,14 +152,14 @@ def open_and_close(run_dir: Path, config: Config) -> None:
 
 
 def memory() -> tuple[float, float]:
-    """Return the peak memory of this process, and what of the present one belongs to no file, in MB."""
+    """Return the peak memory of this process, and its present anonymous memory, in MB."""
     text = Path("/proc/self/status").read_text()
     peak, own = (int(text.split(f"{name}:")[1].split()[0]) / 1024 for name in ("VmHWM", "RssAnon"))
     return peak, own
 
 
-def forked(work: Any) -> tuple[float, float]:
-    """Do some work in a process of its own; return its seconds of the processor, and its peak memory in MB."""
+def run_forked(work: Any) -> tuple[float, float]:
+    """Call a function in a separate process; return its processor seconds, and its peak memory in MB."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -177,7 +177,7 @@ def forked(work: Any) -> tuple[float, float]:
 
 
 def processes(run: int) -> Mapping[str, tuple[float, float]]:
-    """Return peak memory and own memory in MB of the server and of the largest worker that descend from a process."""
+    """Return peak memory and own memory in MB of the server and of the largest worker below a process."""
     children: dict[int, list[int]] = {}
     titles: dict[int, str] = {}
     for entry in Path("/proc").iterdir():
@@ -212,7 +212,9 @@ def main() -> None:
     parser.add_argument("--network", choices=["crnn_lite", "mlp"], default="crnn_lite")
     parser.add_argument("--turns", type=int, default=5, help="timed turns of each size")
     parser.add_argument("--rounds", type=int, default=2, help="rounds in a turn")
-    parser.add_argument("--actors", type=int, default=1, help="Ray client actors; 0: all in this process, without Ray")
+    parser.add_argument(
+        "--actors", type=int, default=1, help="Ray client actors; 0: everything in this process, without Ray"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     before = memory()[0]
@@ -222,13 +224,13 @@ def main() -> None:
         servers: dict[int, Server | RemoteServer] = {}
         for clients in arguments.clients:
             config = configuration(clients, folder, arguments)
-            forked(functools.partial(write_table, folder / f"clients-{clients}.arrow", clients))
+            run_forked(functools.partial(write_table, folder / f"clients-{clients}.arrow", clients))
             run_dir = folder / str(config.run.name)
-            seconds, peak = forked(functools.partial(prepare_run, run_dir, config, Progress("quiet")))
+            seconds, peak = run_forked(functools.partial(prepare_run, run_dir, config, Progress("quiet")))
             size = sum(file.stat().st_size for file in (run_dir / "population").iterdir())
             print(f"{clients:12,} {'clients: begin':31}{seconds:8.2f} s{peak:9.0f} MB; on the disk {size / 1e6:.0f} MB")
-            forked(functools.partial(age, run_dir, config, min(arguments.private, clients), arguments.cohort))
-            seconds, peak = forked(functools.partial(open_and_close, run_dir, config))
+            run_forked(functools.partial(age, run_dir, config, min(arguments.private, clients), arguments.cohort))
+            seconds, peak = run_forked(functools.partial(open_and_close, run_dir, config))
             print(f"{clients:12,} {'clients: open':31}{seconds:8.2f} s{peak:9.0f} MB", flush=True)
         if arguments.actors:
             import ray
@@ -250,7 +252,7 @@ def main() -> None:
             print(f"{clients:12,} {'clients: open, with actors':31}{time.perf_counter() - started:8.2f} s (wall)")
             servers[clients] = server
         seconds_of: dict[int, list[float]] = {clients: [] for clients in servers}
-        for turn in range(-1, arguments.turns):  # the first warms up
+        for turn in range(-1, arguments.turns):  # the first is for warm-up
             for clients in list(servers) if turn % 2 else list(reversed(servers)):
                 clock = time.perf_counter if arguments.actors else time.process_time
                 started = clock()

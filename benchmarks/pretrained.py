@@ -1,9 +1,9 @@
-"""What a pretrained encoder costs in a federation: bytes and processor time of a round, beside training from scratch.
+"""Measure the cost of a pretrained encoder in a federation: bytes and processor time of a round.
 
-The work is the Free Spoken Digit Dataset, 60 clients (each speaker's clips dealt to ten), FedAvg, one epoch, batch 16, clips of
-half a second at 16 kHz. The encoder has the form of HuBERT, made smaller, and random weights: so the table says what things cost,
-and nothing of accuracy, which only weights that have learnt something would show. All are trained in this process on one thread and
-take turns of one round each; what is told is the process's own time.
+The work is the Free Spoken Digit Dataset, 60 clients (each speaker's clips dealt to ten), FedAvg, one epoch, batch 16,
+clips of half a second at 16 kHz. The encoder is a small HuBERT with random weights, so the table shows costs but not
+accuracy, which needs pretrained weights. Training from scratch is a contestant, too. All contestants are trained in
+this process on one thread and alternate every round; reported is the process's own time.
 
     python benchmarks/pretrained.py --root PATH/TO/fsdd
     python benchmarks/pretrained.py --root PATH/TO/fsdd --folder PATH/TO/wav2vec2-base
@@ -30,7 +30,7 @@ LAYERS = 4
 
 
 def write_encoder(folder: Path) -> None:
-    """Write a small HuBERT with random weights, as transformers does."""
+    """Write a small HuBERT with random weights, in the format of transformers."""
     import transformers
 
     torch.manual_seed(0)
@@ -95,7 +95,7 @@ def main() -> None:
     parser.add_argument(
         "--folder", type=Path, help="of an encoder; by default a small one with random weights is written"
     )
-    parser.add_argument("--rounds", type=int, default=3, help="timed rounds of each, after one that is not")
+    parser.add_argument("--rounds", type=int, default=3, help="timed rounds of each, after one for warm-up")
     parser.add_argument("--clients", type=int, default=3, help="a round")
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -111,7 +111,7 @@ def main() -> None:
         for number, (features, model) in enumerate(named.values()):
             config = configuration(given.root, base, str(number), features, model, given.clients)
             began = time.process_time()
-            build_population(config.data, config.run.seed, run_chunks=map)  # in this process, whose time is taken
+            build_population(config.data, config.run.seed, run_chunks=map)  # in this process, whose time is measured
             prepared.append(time.process_time() - began)
             run = create(config, Progress("quiet"))
             kept.append(sum(file.stat().st_size for file in (base / f"cache-{number}").rglob("*.npy")))

@@ -1,4 +1,4 @@
-"""Processes found again by a mark in their environment, which all that they start inherit, whatever they call themselves."""
+"""Find processes by a mark in their environment, inherited by all their children under any name."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import psutil
 
 
 class Mark:
-    """A variable of the environment that no other process has.
+    """A unique variable of the environment.
 
     Attributes:
-        environment: the variable and its value, for those that are to be found.
+        environment: the variable and its value, for the processes to find.
     """
 
     def __init__(self) -> None:
@@ -22,10 +22,10 @@ class Mark:
         self.environment = {self._name: "1"}
 
     def processes(self, word: str = "") -> list[psutil.Process]:
-        """Those that live, with a word in their command line, by rising id."""
+        """Return live processes with a word in their command line, by rising id."""
         found = []
         for process in psutil.process_iter():
-            # What has ended meanwhile, or belongs to others, is none of ours.
+            # Skip processes that have ended meanwhile, or belong to a different user.
             with contextlib.suppress(OSError, psutil.Error):
                 environment = Path(f"/proc/{process.pid}/environ").read_bytes()
                 if self._name.encode() in environment and word in " ".join(process.cmdline()):
@@ -33,14 +33,14 @@ class Mark:
         return sorted(found, key=lambda process: process.pid)
 
     def pids(self, word: str = "") -> list[int]:
-        """Their ids."""
+        """Return their ids."""
         return [process.pid for process in self.processes(word)]
 
     def end(self) -> None:
-        """Kill them all, with what they start meanwhile.
+        """Kill them all, including children started meanwhile.
 
         Raises:
-            RuntimeError: some are there still.
+            RuntimeError: Some processes still exist.
         """
         for _ in range(5):
             for process in self.processes():

@@ -1,13 +1,14 @@
-"""Fed-ProFiLA-AD against its baselines, on generated machines: the tables of docs/profila.md.
+"""Compare Fed-ProFiLA-AD with its baselines on generated machines: the tables of docs/profila.md.
 
-Machines are clients. Each trains on its normal clips; normal and anomalous ones that nobody trained on test it, whole, in segments
-of 9 frames. Statistics and thresholds come from training clips. Nothing is chosen by the test, and the last round counts. All
-networks score by the distance to the mean of the client's own training clips, so that methods differ in nothing but the network.
+Machines are clients. Each trains on its normal clips; unseen normal and anomalous clips test it, whole, in segments of
+9 frames. Statistics and thresholds come from training clips. Nothing is chosen by the test, and the last round counts.
+All networks score by the distance to the mean of the client's own training clips, so that methods differ only in the
+network.
 
     python benchmarks/profila.py --tables contestants ablation strength joining
     python benchmarks/profila.py --tables contestants --ids 6 --seeds 1
 
-Memory that is kept and not given back to the system after each step saves a fifth of the time: MALLOC_TRIM_THRESHOLD_=4000000000
+Keeping freed memory in the process saves a fifth of the time: MALLOC_TRIM_THRESHOLD_=4000000000
 MALLOC_MMAP_THRESHOLD_=4000000000.
 """
 
@@ -26,7 +27,18 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from result_tables import folders, kept_file, mean, once, opened, options, print_head, print_row, print_tables, run_name
+from result_tables import (
+    find_result_file,
+    folders,
+    mean,
+    once,
+    open_server,
+    options,
+    print_head,
+    print_row,
+    print_tables,
+    run_name,
+)
 from safetensors.torch import load_file, save_file
 from sklearn.metrics import f1_score, precision_recall_curve, roc_auc_score
 
@@ -113,7 +125,7 @@ WITHOUT: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class Machine:
-    """What was measured at one client."""
+    """The measurements at one client."""
 
     name: str
     scores: list[float]
@@ -141,7 +153,7 @@ class Machine:
 
     @property
     def oracle_f1(self) -> float:
-        """F1 at the threshold that is best on the test itself."""
+        """F1 at the best threshold on the test itself."""
         precision, recall, _ = precision_recall_curve(self.strange, self.scores)
         return float(np.max(2 * precision * recall / np.maximum(precision + recall, 1e-12)))
 
@@ -163,7 +175,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Bench:
-    """What all runs have in common."""
+    """The settings common to all runs."""
 
     folder: Path
     kept: Path
@@ -177,14 +189,14 @@ class Bench:
     figures: Path | None
 
     def config(self, seed: int, changes: Mapping[str, Any]) -> Config:
-        """Return a run's configuration: the job's, with what ``changes`` has over it."""
+        """Return a run's configuration: the job's, updated by ``changes``."""
         values = load_config(JOB, []).model_dump(mode="json", exclude={"track"})
         method = dict(changes.get("method", {}))
         ours = "profila" in method.get("name", "profila")
         values["method"] = ({"name": "profila", "total_rounds": self.rounds} if ours else {}) | method
         model = changes.get("model", {})
         if "begin" in changes:
-            file = self._file(seed, changes["begin"])
+            file = self._train_file(seed, changes["begin"])
             model = {"init_from": {"file": str(file), "keep": ["objective.*"], "ignore": ["objective.*"]}}
         values["models"] = {"model": {"name": self.model} | model}
         values["objective"] = changes.get("objective", values["objective"])
@@ -197,29 +209,29 @@ class Bench:
         return make_config(values)
 
     def run(self, seed: int, changes: Mapping[str, Any], points: Sequence[int] = ()) -> Result:
-        """Train one federation and measure it after ``points`` rounds and at the end; a run that is kept is not done again."""
+        """Train one federation and measure it after ``points`` rounds and at the end. Kept runs are not repeated."""
         config, rounds = self.config(seed, changes), changes.get("rounds", self.rounds)
-        kept = self._kept(config, changes, points)
+        kept = self._find_result_file(config, changes, points)
 
         def make() -> Result:
             began = time.process_time()
             if rounds and changes.get("score") and changes["method"] == FEDAVG["method"]:
-                # The same network, scored otherwise.
-                machines = {rounds: self.measured(config, self.trained(seed, FEDAVG))}
+                # The same network with a different score.
+                machines = {rounds: self.measure(config, self.read_trained(seed, FEDAVG))}
             elif changes.get("central"):
                 one = {**FEDAVG, "data": {"partition": {"by": "iid", "clients": 1}}}
-                machines = {rounds: self.measured(config, self.trained(seed, one))}
+                machines = {rounds: self.measure(config, self.read_trained(seed, one))}
             else:
-                machines = self._trained_and_measured(config, rounds, points, kept.with_suffix(".safetensors"))
+                machines = self._train_and_measure(config, rounds, points, kept.with_suffix(".safetensors"))
             return Result(machines, time.process_time() - began)
 
         return once(kept, Result, make)
 
-    def _trained_and_measured(
+    def _train_and_measure(
         self, config: Config, rounds: int, points: Sequence[int], file: Path
     ) -> dict[int, list[Machine]]:
         found = {}
-        with opened(config) as server:
+        with open_server(config) as server:
             for done in range(rounds + 1):
                 if done:
                     server.round()
@@ -232,23 +244,23 @@ class Bench:
                 save_file({name.removeprefix("model/"): tensor.clone() for name, tensor in tensors.items()}, file)
         return found
 
-    def _kept(self, config: Config, changes: Mapping[str, Any], points: Sequence[int] = ()) -> Path:
-        """Return where a run's result is kept; what it has trained lies beside it."""
+    def _find_result_file(self, config: Config, changes: Mapping[str, Any], points: Sequence[int] = ()) -> Path:
+        """Return the path of a run's kept result; the trained tensors are beside it."""
         said = config.digest() + json.dumps([changes.get("rounds", self.rounds), "central" in changes, list(points)])
-        return kept_file(self.kept, said)
+        return find_result_file(self.kept, said)
 
-    def trained(self, seed: int, changes: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    def read_trained(self, seed: int, changes: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Return the server's tensors after a run, by their names in the network."""
-        return load_file(self._file(seed, changes))
+        return load_file(self._train_file(seed, changes))
 
-    def _file(self, seed: int, changes: Mapping[str, Any]) -> Path:
-        """Return the file of what a run has trained, which is done first where it is not there."""
+    def _train_file(self, seed: int, changes: Mapping[str, Any]) -> Path:
+        """Return the file of a run's trained tensors. Do the run first if it is missing."""
         self.run(seed, changes)
-        return self._kept(self.config(seed, changes), changes).with_suffix(".safetensors")
+        return self._find_result_file(self.config(seed, changes), changes).with_suffix(".safetensors")
 
-    def measured(self, config: Config, tensors: Tensors) -> list[Machine]:
-        """Measure a network as each client of a federation would, without training."""
-        with opened(config) as server:
+    def measure(self, config: Config, tensors: Tensors) -> list[Machine]:
+        """Measure a network at each client of a federation, without training."""
+        with open_server(config) as server:
             federation = server._federation
             own = federation.state.tensors["global"]
             given = {name: tensors.get(name.removeprefix("model/"), value) for name, value in own.items()}
@@ -258,7 +270,7 @@ class Bench:
 
 
 def _machines(server: Server, config: Config) -> list[Machine]:
-    """Measure the state that a server has, at every client."""
+    """Measure a server's state at every client."""
     federation = server._federation
     run_dir = Path(config.run.dir, str(config.run.name))
     clients = list(federation.clients)
@@ -281,8 +293,8 @@ def _machine(step: Step, objective: Any) -> Machine:
     )
 
 
-def _pooled(machines: Sequence[Machine]) -> float:
-    """AUC of all machines' clips by one threshold."""
+def _pool_auc(machines: Sequence[Machine]) -> float:
+    """Return the AUC of all machines' clips with a common threshold."""
     strange = [each for machine in machines for each in machine.strange]
     return float(roc_auc_score(strange, [each for machine in machines for each in machine.scores]))
 
@@ -304,7 +316,10 @@ def _draw_scores(bench: Bench, path: Path) -> None:
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    plt.rcParams |= {"svg.hashsalt": path.name, "svg.fonttype": "none"}  # letters as paths would be most of the file
+    plt.rcParams |= {
+        "svg.hashsalt": path.name,
+        "svg.fonttype": "none",
+    }  # letters as paths would dominate the file's size
     runs = {name: bench.run(bench.seeds[0], CONTESTANTS[name]).last for name in DRAWN}
     machines = sorted(machine.name for machine in runs[DRAWN[0]])[:: bench.ids // 2 or 1][:4]
     figure, rows = plt.subplots(len(runs), len(machines), figsize=(9, 7), layout="constrained", squeeze=False)
@@ -326,7 +341,7 @@ def _draw_scores(bench: Bench, path: Path) -> None:
 
 
 def published(bench: Bench) -> None:
-    """The same by the leaking protocol of the paper's code: what it is worth."""
+    """The leaking protocol of the paper's code, and its effect."""
     _compare(bench, AS_PUBLISHED)
 
 
@@ -341,7 +356,7 @@ def _compare(bench: Bench, kinds: Mapping[str, Mapping[str, Any]]) -> None:
         cells = [
             mean([statistics.fmean(machine.auc for machine in run) for run in last]),
             mean([min(machine.auc for machine in run) for run in last]),
-            mean([_pooled(run) for run in last]),
+            mean([_pool_auc(run) for run in last]),
             mean([statistics.fmean(machine.partial_auc for machine in run) for run in last]),
             mean([statistics.fmean(machine.f1 for machine in run) for run in last]),
             mean([statistics.fmean(machine.oracle_f1 for machine in run) for run in last]),
@@ -352,7 +367,7 @@ def _compare(bench: Bench, kinds: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def ablation(bench: Bench) -> None:
-    """What each part of ProFiLA is worth: the mean machine's AUC, and differences of runs with equal seeds from the whole."""
+    """The value of each part of ProFiLA: the mean machine's AUC, and differences from the whole with equal seeds."""
     for title, mode in {"normal": {}, "as run": AS_RUN}.items():
         print(
             f"\nMode {title}, with anomalies to steer by:\n\n| without | AUC | difference, mean | smallest to largest |"
@@ -373,7 +388,7 @@ def ablation(bench: Bench) -> None:
 
 
 def strength(bench: Bench) -> None:
-    """The mean machine's AUC by the anomalies' strength, of networks with nothing private."""
+    """The mean machine's AUC by the anomalies' strength, for networks without private tensors."""
     autoencoder = CONTESTANTS["autoencoder (FedAvg)"]
     kinds: Mapping[str, Mapping[str, Any] | None] = {"untrained": None, "FedAvg": FEDAVG, "autoencoder": autoencoder}
     print("| strength, dB | " + " | ".join("none" if each is None else f"{each:g}" for each in STRENGTHS) + " |")
@@ -384,8 +399,8 @@ def strength(bench: Bench) -> None:
             found = []
             for seed in bench.seeds:
                 config = bench.config(seed, {**(changes or FEDAVG), "data": {"strength_db": each}})
-                tensors = {} if changes is None else bench.trained(seed, changes)
-                found.append(statistics.fmean(machine.auc for machine in bench.measured(config, tensors)))
+                tensors = {} if changes is None else bench.read_trained(seed, changes)
+                found.append(statistics.fmean(machine.auc for machine in bench.measure(config, tensors)))
             cells.append(mean(found))
         print_row(name, cells)
 
@@ -410,7 +425,7 @@ def spread(bench: Bench) -> None:
 
 
 def joining(bench: Bench) -> None:
-    """A machine that joins afterwards with 10 normal clips: its AUC after some local epochs, the rest as the federation left it."""
+    """A machine that joins the finished federation with 10 normal clips: its AUC after some local epochs."""
     print("| begins with | " + " | ".join(f"{epochs} epochs" for epochs in EPOCHS) + " |")
     print("|---|" + "---|" * len(EPOCHS))
     kinds: Mapping[str, Mapping[str, Any] | None] = {
@@ -428,7 +443,7 @@ def joining(bench: Bench) -> None:
                 model = {}
                 if changes is not None:
                     file = Path(folder) / "federation.safetensors"
-                    tensors = bench.trained(seed, changes)
+                    tensors = bench.read_trained(seed, changes)
                     save_file({key: value for key, value in tensors.items() if not key.startswith("objective")}, file)
                     own = ["adapter.*", "output.*"] if "name" not in changes["method"] else []
                     model = {"init_from": {"file": str(file), "keep": [*own, "objective.*"]}}
@@ -451,13 +466,13 @@ TABLES: Mapping[str, Callable[[Bench], None]] = {
 
 
 def main() -> None:
-    """Train what the tables need, and print them."""
+    """Train the runs of the tables, and print them."""
     parser = options(__doc__, TABLES, rounds=12)
-    parser.add_argument("--ids", type=int, default=2, help="machines of each of two kinds")
+    parser.add_argument("--ids", type=int, default=2, help="number of machines of each of the two kinds")
     parser.add_argument("--model", default="film_cnn_small", help="film_cnn is the paper's, with 15 times the work")
-    parser.add_argument("--clips", type=int, default=40, help="normal clips that a machine trains on")
+    parser.add_argument("--clips", type=int, default=40, help="normal training clips of a machine")
     parser.add_argument("--strength", type=float, default=-5.0, help="anomalies, dB over the machine's own sound")
-    parser.add_argument("--only", nargs="+", default=(), help="contestants, by name; without it all")
+    parser.add_argument("--only", nargs="+", default=(), help="contestants, by name; default: all")
     parser.add_argument(
         "--figures", type=Path, help="folder for profila-scores.svg, drawn with the table of contestants"
     )

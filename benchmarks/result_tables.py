@@ -1,4 +1,4 @@
-"""What the programs behind the docs' tables have in common: options, federations that are trained once, and printing."""
+"""Helpers of the programs behind the docs' tables: options, shared training runs, and printing."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ T = TypeVar("T")
 
 
 def options(doc: str | None, tables: Mapping[str, Any], rounds: int, of: str | None = None) -> argparse.ArgumentParser:
-    """Return a parser of the options that all these programs take.
+    """Return a parser of the options common to all these programs.
 
     Args:
-        doc: the program's docstring, whose first line is shown.
+        doc: the program's docstring; its first line is shown.
         tables: by name.
-        rounds: of a run, where the command does not say.
-        of: what the rounds are of.
+        rounds: default number of rounds of a run.
+        of: the object of the rounds.
     """
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
     parser.add_argument("--tables", nargs="+", choices=tables, default=[*tables])
     parser.add_argument("--rounds", type=int, default=rounds, help=of)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument(
-        "--kept", type=Path, help="folder of finished runs, to go on with later; else they are forgotten"
+        "--kept", type=Path, help="folder of finished runs, to continue later; default: do not keep them"
     )
     return parser
 
 
 @contextmanager
 def folders(kept: Path | None) -> Iterator[tuple[Path, Path]]:
-    """Give a folder for runs, removed afterwards, and one for results that are kept; one thread computes."""
+    """Yield a folder for runs, removed afterwards, and a folder for kept results. A single thread computes."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="raydfl-tables-") as folder:
         runs, results = Path(folder) / "runs", (kept or Path(folder) / "kept").absolute()
@@ -86,22 +86,22 @@ def percent(values: Sequence[float]) -> str:
 
 
 def run_name() -> str:
-    """Return a run's name that no other has."""
+    """Return a unique run name."""
     return f"run{time.monotonic_ns()}"
 
 
 def settings(config: Config) -> str:
-    """Return what decides a run. A setting that comes later, at its default, leaves it as it was."""
+    """Return the settings that identify a run. A setting added later leaves the identity unchanged at its default."""
     return config.model_dump_json(exclude={"run": {"name", "dir"}}, exclude_defaults=True)
 
 
-def kept_file(kept: Path, said: str) -> Path:
-    """Return where the result of a run is kept, by what decides it."""
+def find_result_file(kept: Path, said: str) -> Path:
+    """Return the path of a run's kept result, derived from the run's identity."""
     return kept / f"{hashlib.sha256(said.encode()).hexdigest()[:24]}.json"
 
 
 def once(file: Path, kind: type[T], make: Callable[[], T]) -> T:
-    """Return what a file keeps, or make it and keep it."""
+    """Return the content of a file, or create and store it."""
     if not file.is_file():
         result = make()
         file.write_bytes(TypeAdapter(kind).dump_json(result))
@@ -110,7 +110,7 @@ def once(file: Path, kind: type[T], make: Callable[[], T]) -> T:
 
 
 @contextmanager
-def opened(config: Config) -> Iterator[Server]:
+def open_server(config: Config) -> Iterator[Server]:
     """Open a new federation's server; its run's folder is removed afterwards."""
     folder = create(config, Progress("quiet"))
     server = Server(folder, config)
@@ -122,9 +122,9 @@ def opened(config: Config) -> Iterator[Server]:
 
 
 @contextmanager
-def trained(config: Config) -> Iterator[tuple[Path, float]]:
-    """Train a federation to its last round; give its folder, removed afterwards, and the rounds' processor time, s."""
-    with opened(config) as server:
+def train_federation(config: Config) -> Iterator[tuple[Path, float]]:
+    """Train a federation to its last round; yield its folder, removed afterwards, and the rounds' processor time, s."""
+    with open_server(config) as server:
         began = time.process_time()
         while server.round_index < config.train.rounds:
             server.round()

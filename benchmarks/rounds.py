@@ -1,20 +1,20 @@
-"""Time of a round: raydfl against bare PyTorch loops and other frameworks, on the same work, interleaved.
+"""Compare the time of a round of raydfl with bare PyTorch loops and peer frameworks, on the same work, interleaved.
 
-The work: the Free Spoken Digit Dataset, 60 clients (each speaker's clips dealt to ten), 12 a round, one epoch, batch 16, log-mel
-64 x 101, SGD; FedAvg of CRNN-Base or CRNN-Lite with kernel 5, and FedMLAC with both. With images of digits in place of the clips,
-FedAvg of a small CNN, dealt to 60 clients too. And what the peers do not have: FedAvg of FedSTAR's network, ResNet-18,
-ShuffleNetV2 and, on 9 frames of 128 bands, Fed-ProFiLA's network; methods that cut the second and third of these; and, with images
-of digits beside the clips, ModalityMirror, whose first phase has the first four of the timed rounds.
-Dropout is off so that the models can be compared: all draw the same cohorts and the same batches and must come to the same global
-model.
+The work: the Free Spoken Digit Dataset, 60 clients (each speaker's clips dealt to ten), 12 a round, one epoch, batch
+16, log-mel 64 x 101, SGD; FedAvg of CRNN-Base or CRNN-Lite with kernel 5, and FedMLAC with both. With images of digits
+in place of the clips, FedAvg of a small CNN, dealt to 60 clients too. Without counterpart in the peers: FedAvg of
+FedSTAR's network, ResNet-18, ShuffleNetV2 and, on 9 frames of 128 bands, Fed-ProFiLA's network; methods that cut the
+second and third of these; and, with images of digits beside the clips, ModalityMirror, whose first phase has the first
+four of the timed rounds. Dropout is off so that the models can be compared: all contestants draw the same cohorts and
+batches and must reach the same global model.
 
     python benchmarks/rounds.py --root PATH/TO/fsdd
     python benchmarks/rounds.py --root PATH/TO/fsdd --pictures PATH/TO/mnist --works cnn modality_mirror
 
-A round of raydfl is timed where a user's driver waits for it: planning, dispatch, object store, aggregation and the commit to the
-disk are in it. The contestants take turns of a few rounds each, so that whatever else the machine does meets all of them; ratios
-are of turns that stood next to each other. Each is started for its turn and ended after it: a cluster that only waits would still
-take a tenth of a core from the others. README.md beside this file says more.
+A round of raydfl is timed at the user's driver: it includes planning, dispatch, object store, aggregation and the
+commit to disk. The contestants alternate every few rounds, so that a busy machine affects all of them; ratios compare
+neighbouring turns. Each contestant is started for its turn and ended after it, because an idle cluster would still take
+a tenth of a core. README.md beside this file has the details.
 """
 
 from __future__ import annotations
@@ -98,18 +98,18 @@ PICTURED = ("cnn", MIRROR)
 
 
 class Contestant(Protocol):
-    """Somebody who does rounds of the work."""
+    """A program that does rounds of the work."""
 
     def run(self, rounds: int) -> None:
-        """Do that many rounds more."""
+        """Do the given number of further rounds."""
         ...
 
     def weights(self) -> Mapping[str, Tensor]:
-        """State dict of the global model."""
+        """Return the state dict of the global model."""
         ...
 
     def close(self) -> None:
-        """End."""
+        """End the contestant."""
         ...
 
 
@@ -121,7 +121,7 @@ def configuration(
     together: int = 1,
     method: Mapping[str, object] | None = None,
 ) -> Config:
-    """The work as a configuration of raydfl; with another method than its own where one is given."""
+    """Return the work as a configuration of raydfl, optionally with a different method."""
     method = method or {"name": work if work in (MIRROR, "fedmlac") else "fedavg"}
     crnn = {"kernel": KERNEL, "dropout": 0.0}
     models = {name: {"name": kind, **OPTIONS.get(kind, crnn)} for name, kind in WORKS[work].items()}
@@ -154,7 +154,7 @@ IMAGES: Mapping[str, object] = {"kind": "image", "size": 28, "mean": 0.1307, "de
 
 
 def fsdd(root: Path, pictures: Path | None = None, bands: int = 64, seconds: float = 1.0) -> dict[str, object]:
-    """The clips, as raydfl takes them; with images of digits beside them where it is said where these are."""
+    """Return the clips for raydfl, with images of digits beside them if their folder is given."""
     features = {"sample_rate": 8000, "bands": bands, "window_ms": 25, "hop_ms": 10, "seconds": seconds}
     data = {"name": "fsdd", "root": str(root), "features": features, "partition": {"by": "group", "shards": 10}}
     if pictures is None:
@@ -164,14 +164,14 @@ def fsdd(root: Path, pictures: Path | None = None, bands: int = 64, seconds: flo
 
 
 def mnist(pictures: Path) -> dict[str, object]:
-    """The images of digits alone; a quarter is left out, as test images, for there need not be files of both."""
+    """Return the images of digits alone. A quarter is left out as test images, because either split may be missing."""
     split = {"test": {"by": "clip", "fraction": 0.25}}
     partition = {"by": "iid", "clients": 60}
     return {"name": "mnist", "root": str(pictures), "features": IMAGES, "split": split, "partition": partition}
 
 
 def make_work(config: Config, rounds: int) -> Work:
-    """What raydfl will do in its first rounds, written down for the others."""
+    """Write down raydfl's first rounds for the other contestants."""
     population = Population.load(create(config, Progress("quiet")) / "population").use(config.data)
     clients, method, seed = Clients(population, config), config.components.method, config.run.seed
     sizes = [population.num_examples(index) for index in range(len(population))]
@@ -216,7 +216,7 @@ def make_work(config: Config, rounds: int) -> Work:
 
 
 def contestants(work: str, data: Mapping[str, object], runs: Path, rounds: int) -> dict[str, Callable[[], Contestant]]:
-    """How to start each, by name; the first is what the others are compared with."""
+    """Return functions that start each contestant, by name; the first is the reference."""
     path = runs / f"{work}.pt"
     make_work(configuration(data, runs, work, 1), rounds).save(path)
 
@@ -230,7 +230,7 @@ def contestants(work: str, data: Mapping[str, object], runs: Path, rounds: int) 
     }
     if work not in (MIRROR, "fedmlac"):
         known["bare loop, 2 processes"] = process("bare loop 3", sys.executable, "bare", "--processes", "2")
-        if work in OPTIONS:  # networks in which rounding grows fast
+        if work in OPTIONS:  # networks that amplify rounding quickly
             known["bare loop, other last digits"] = process("bare loop 4", sys.executable, "bare", "--rounding")
         if WORKS[work]["model"] in ARCHITECTURES:
             for name, (python, (module, *options)) in PEER_COMMANDS.items():
@@ -250,14 +250,14 @@ def contestants(work: str, data: Mapping[str, object], runs: Path, rounds: int) 
 
 
 def ours(name: str, config: Path, log: Path) -> Callable[[], Contestant]:
-    """How to start raydfl on a configuration."""
+    """Return a function that starts raydfl on a configuration."""
     return lambda: Process(name, [sys.executable, "-m", "peers.ours", config], log)
 
 
 def choose(
     known: Mapping[str, Callable[[], Contestant]], words: Sequence[str] | None
 ) -> dict[str, Callable[[], Contestant]]:
-    """The first contestant, and those whose name holds one of the words; all when there are none."""
+    """Return the first contestant, and those whose name contains one of the words; all without words."""
     for word in words or ():
         if not any(word in name for name in known):
             print(f"no contestant has {word!r} in its name: {'; '.join(known)}")
@@ -268,11 +268,12 @@ def choose(
 def measure(
     starts: Mapping[str, Callable[[], Contestant]], turns: int, rounds: int
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Let them take turns: each is started, does WARM_UP rounds that do not count, and then those that do.
+    """Alternate the contestants: each is started, does WARM_UP uncounted rounds, and then the counted ones.
 
     Returns:
-        Seconds of a round in each turn, and the largest difference of the global model to the first contestant's after a turn's
-        first rounds (later, training makes any rounding grow), but of a method that trains another one; by name.
+        Seconds of a round in each turn, and the largest difference of the global model from the first contestant's
+        after a turn's first rounds (later, training amplifies any rounding), except for methods with a different model;
+        by name.
     """
     seconds: dict[str, list[float]] = {name: [] for name in starts}
     models: dict[str, Mapping[str, Tensor]] = {}
@@ -293,10 +294,10 @@ def measure(
 
 
 def largest_difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
-    """Between two state dicts.
+    """Return the largest difference between two state dicts.
 
     Raises:
-        ValueError: they have different names.
+        ValueError: They have different names.
     """
     if one.keys() != other.keys():
         raise ValueError(f"the models have different tensors: {sorted(one.keys() ^ other.keys())}")
@@ -304,7 +305,7 @@ def largest_difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -
 
 
 def table(results: Mapping[str, tuple[Mapping[str, list[float]], Mapping[str, float]]]) -> str:
-    """Ratios to the first contestant, and of the peers to raydfl: medians and ranges, a column for each work."""
+    """Format ratios to the first contestant, and of the peers to raydfl: medians and ranges, a column for each work."""
     names = list(dict.fromkeys(name for seconds, _ in results.values() for name in seconds))
     lines = [f"{'':34}" + "".join(f"{work:>30}" for work in results)]
     for name in names:
@@ -324,7 +325,7 @@ def table(results: Mapping[str, tuple[Mapping[str, list[float]], Mapping[str, fl
 
 
 def _ratios(times: Sequence[float], others: Sequence[float]) -> str:
-    """Median and range of what one took over what another took in the same turn; empty without turns."""
+    """Return median and range of one contestant's times relative to another's in the same turn; empty without turns."""
     ratios = [time / other for time, other in zip(times, others, strict=False)]
     return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})" if ratios else ""
 
@@ -342,7 +343,7 @@ def main() -> None:
         "--contestants",
         nargs="+",
         metavar="WORD",
-        help="only those whose name holds one of these, and the first bare loop",
+        help="only contestants whose name contains one of these, and the first bare loop",
     )
     arguments = parser.parse_args()
     for work in PICTURED:
@@ -367,7 +368,7 @@ def main() -> None:
                 )
                 chosen = choose(contestants(work, data, Path(folder), rounds), arguments.contestants)
                 results[work] = measure(chosen, arguments.turns, arguments.rounds)
-    finally:  # what was measured before a failure counts
+    finally:  # measurements before a failure count
         if results:
             print(
                 f"{arguments.turns} turns of {arguments.rounds} rounds; in each cell: time of a round over the first contestant's"

@@ -1,8 +1,8 @@
-"""Every aggregation rule on 100 clients x 1,000,000 parameters, in units of one read of that memory.
+"""Measure every aggregation rule on 100 clients x 1,000,000 parameters, in units of one read of that memory.
 
-``python benchmarks/rules.py [--clients 100 --parameters 1000000 --repeats 3 --only krum,dnc]``; one thread,
-processor time. A read comes before each rule, and the ratio is taken between the two. Options are the defaults (20 % attackers
-where a number of them is expected), and the clients are random numbers around 0: nobody stands out.
+``python benchmarks/rules.py [--clients 100 --parameters 1000000 --repeats 3 --only krum,dnc]``; one thread, processor
+time. A read precedes each rule, and the ratio is taken between the two. Options are the defaults (20 % attackers where
+a rule expects a number), and the clients are random values around 0, without outliers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=100)
     parser.add_argument("--parameters", type=int, default=1_000_000)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--only", default=",".join(RULES), help="names of rules with commas between them")
+    parser.add_argument("--only", default=",".join(RULES), help="names of rules, separated by commas")
     arguments = parser.parse_args()
     updates = make_updates(arguments.clients, arguments.parameters, layers=20)
     current = {"global": {name: torch.zeros_like(tensor) for name, tensor in updates[0].tensors.items()}}

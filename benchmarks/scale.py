@@ -1,10 +1,10 @@
-"""What a large federation costs: seconds a round, peak memory of each process, bytes on the disk.
+"""Measure the cost of a large federation: seconds a round, peak memory of each process, bytes on disk.
 
     python benchmarks/scale.py jobs/gsc_shape.yaml [key=value ...]
 
-Runs the job as a user would, watches all processes that belong to it, and prints a table at the end. Memory is given as what a
-process has for itself (anonymous pages), and as all that is resident, which includes the mapped features: those belong to the page
-cache and are shared by all processes of a node.
+Runs the job like a user, watches all its processes, and prints a table at the end. Memory is reported as a process's
+own anonymous pages, and as all resident pages. The latter include the mapped features, which belong to the page cache
+and are shared by all processes of a node.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TITLES = {
 
 
 def watch(mark: Mark, peaks: dict[str, tuple[int, int]], over: threading.Event) -> None:
-    """Keep the largest (own, resident) bytes of each listed process with the mark, looking twice a second."""
+    """Sample the largest (own, resident) bytes of each listed process with the mark, twice a second."""
     while not over.wait(0.5):
         for word, title in TITLES.items():
             for pid in mark.pids(word):
@@ -44,7 +44,7 @@ def watch(mark: Mark, peaks: dict[str, tuple[int, int]], over: threading.Event) 
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of all files below a folder."""
+    """Return the bytes of all files below a folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 

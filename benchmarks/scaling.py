@@ -1,12 +1,13 @@
-"""What a round costs against the clients in it, the population, and the size of the model.
+"""Measure the cost of a round by its clients, the population, and the size of the model.
 
     python benchmarks/scaling.py cohort
     python benchmarks/scaling.py population
     python benchmarks/scaling.py model
 
-No recordings are needed: the clients share a few clips of noise, so that 100,000 of them fit on any disk. For ``population`` every
-client has already taken part once, as after a long run, so a method with private state has a record of each. The variants take
-turns of a few rounds; ratios are of turns that stood next to each other. README.md beside this file says more.
+No recordings are needed: the clients share a few clips of noise, so that 100,000 of them fit on any disk. For
+``population`` every client has already taken part once, as after a long run, so a method with private state has a
+record of each. The variants alternate every few rounds; ratios compare neighbouring turns. README.md beside this file
+has the details.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Noise(Dataset):
     classes: int = 10
 
     def manifest(self) -> pa.Table:
-        """Each class in turn, all by one person."""
+        """List clips of each class in turn, with a single owner."""
         rows = [
             {
                 "clip": f"{index}",
@@ -74,11 +75,11 @@ class Noise(Dataset):
         return make_manifest(rows, "Noise")
 
     def read(self, row: Mapping[str, Any]) -> tuple[np.ndarray, int]:
-        """Mono at 8 kHz."""
+        """Return noise, mono at 8 kHz."""
         return generator(0, 0, row["clip"], "noise").standard_normal((8000, 1)).astype(np.float32) * 0.1, 8000
 
     def identity(self, row: Mapping[str, Any]) -> str | None:
-        """The number is all that decides a clip."""
+        """Return the clip's number, which determines its content."""
         return f"noise/{row['clip']}"
 
 
@@ -109,7 +110,7 @@ CURVES: Mapping[str, Sequence[Variant]] = {
 
 
 def configuration(variant: Variant, method: str, folder: Path, actors: int) -> Config:
-    """A variant as a configuration."""
+    """Return the configuration of a variant."""
     return make_config(
         {
             "method": dict(METHODS[method]),
@@ -130,7 +131,7 @@ def configuration(variant: Variant, method: str, folder: Path, actors: int) -> C
 
 
 def enlarge(population: Population, clients: int, examples: int) -> Population:
-    """A population of as many clients as wanted, each with some of the same clips."""
+    """Return a population with the given number of clients, each with some of the same clips."""
     [store] = population.stores
     clip = np.arange(clients * examples) % len(store)
     none = np.zeros(len(clip), np.int8)
@@ -150,9 +151,9 @@ def enlarge(population: Population, clients: int, examples: int) -> Population:
 
 
 def age(run_dir: Path, config: Config, population: Population) -> None:
-    """Make a run of which every client has taken part once: a record of private state each, and a commit.
+    """Create a run in which every client has taken part once: a record of private state each, and a commit.
 
-    Of its index, about as much is not yet in the base as on average over many rounds.
+    The amount of its index outside the base equals the average over many rounds.
     """
     method, clients = config.components.method, Clients(population, config)
     models: dict[str, nn.Module] = build_models(method, clients[0].models, config.run.seed)
@@ -181,7 +182,7 @@ def age(run_dir: Path, config: Config, population: Population) -> None:
 def measure(
     variants: Sequence[Variant], method: str, folder: Path, actors: int, turns: int, rounds: int
 ) -> dict[str, list[dict[str, float]]]:
-    """Let the variants take turns.
+    """Alternate the variants.
 
     Returns:
         For each variant and turn, mean seconds of a round by part, and ``opening``: seconds until the run was open.
@@ -200,7 +201,7 @@ def measure(
             servers[variant.label] = Server(run_dir, config)
             opening[variant.label] = time.perf_counter() - started
         seconds: dict[str, list[dict[str, float]]] = {label: [] for label in servers}
-        for turn in range(-1, turns):  # the first warms up
+        for turn in range(-1, turns):  # the first is for warm-up
             for label in list(servers) if turn % 2 else list(reversed(servers)):
                 started = time.perf_counter()
                 reports = [servers[label].round() for _ in range(rounds)]
@@ -218,7 +219,7 @@ def measure(
 
 
 def table(variants: Sequence[Variant], seconds: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
-    """Medians in ms; the last column is the round's time over the first variant's of the same turn."""
+    """Format medians in ms; the last column is the round's time relative to the first variant's in the same turn."""
     lines = [
         f"{'':24}{'a round, ms':>12}{'a client':>10}{'without commit':>16}{'commit':>8}{'opening':>9}{'ratio (range)':>26}"
     ]
@@ -242,14 +243,16 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=["fedavg", "fedper"])
     parser.add_argument("--turns", type=int, default=5, help="timed turns of each variant")
     parser.add_argument("--rounds", type=int, default=2, help="rounds in a turn")
-    parser.add_argument("--actors", type=int, default=0, help="Ray client actors; 0: all in this process, without Ray")
+    parser.add_argument(
+        "--actors", type=int, default=0, help="Ray client actors; 0: everything in this process, without Ray"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     variants = CURVES[arguments.curve]
     if arguments.actors:
         import ray
 
-        places = arguments.actors * len(variants)  # all variants' actors are there, those of one work at a time
+        places = arguments.actors * len(variants)  # the actors of all variants exist; one variant works at a time
         ray.init("local", num_cpus=places, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
     for method in arguments.methods:
         with tempfile.TemporaryDirectory(prefix="raydfl-benchmark-") as folder:

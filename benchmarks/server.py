@@ -1,16 +1,17 @@
-"""What the server does in a round by itself, without any client: milliseconds and GB/s of each part.
+"""Measure the server's own work in a round, without clients: milliseconds and GB/s of each part.
 
     python benchmarks/server.py [--clients 12 100 500 --parameters 50000 400000 4000000 --repeats 5 --numpy]
 
-- one read: the sum of everything that the clients sent, the measure for the next two.
-- mean, LPA: the rules, on updates that lie in memory.
-- broadcast: the state as one vector, pickled as Ray pickles it, and copied once, as into the object store.
-- unpickle: all clients' results as they come out of the object store, their vectors not copied.
-- commit: the state written to the disk and the pointer moved, in the folder for temporary files (TMPDIR).
-- rows: what is recorded of the clients, written to the disk.
+- one read: the sum of all updates, the reference for the next two.
+- mean, LPA: the rules, on updates in memory.
+- broadcast: the state as one vector, pickled like Ray does, and copied once, as into the object store.
+- unpickle: all clients' results as they arrive from the object store, their vectors not copied.
+- commit: the state written to disk and the pointer moved, in the folder for temporary files (TMPDIR).
+- rows: the clients' metrics, written to disk.
 
-Parts take turns; the fastest of all repetitions counts. One thread. The last columns are the peak memory of the two rules
-beyond the updates, which LPA holds all at once and the mean four at a time. Sizes beyond half of the free memory are left out.
+Parts alternate; the fastest of all repetitions counts. One thread. The last columns are the peak memory of the two
+rules beyond the updates: LPA holds all of them at once, the mean four at a time. Sizes beyond half of the free memory
+are left out.
 """
 
 from __future__ import annotations
@@ -44,24 +45,24 @@ from raydfl.rules import LayerwisePruning, Rule, WeightedMean
 LAYERS = 20
 
 
-def pickled(value: object) -> tuple[bytes, list[pickle.PickleBuffer]]:
-    """A value as Ray pickles it: arrays apart from the rest, and not copied."""
+def pickle_value(value: object) -> tuple[bytes, list[pickle.PickleBuffer]]:
+    """Pickle a value like Ray: arrays out of band, without copies."""
     buffers: list[pickle.PickleBuffer] = []
     return pickle.dumps(value, protocol=5, buffer_callback=buffers.append), buffers
 
 
 def parts_of(updates: Sequence[Update], folder: Path) -> dict[str, tuple[Callable[[], object], int]]:
-    """Each part of the server's round, and the bytes that it reads or writes."""
+    """Return each part of the server's round, with the bytes it reads or writes."""
     state = State(1, {"global": {name: tensor + 0 for name, tensor in updates[0].tensors.items()}})
     results = [
-        pickled(Reply(position, update.client_id, update, measured={"train": {"loss": Ratio(1.0, 10.0)}}))
+        pickle_value(Reply(position, update.client_id, update, measured={"train": {"loss": Ratio(1.0, 10.0)}}))
         for position, update in enumerate(updates)
     ]
     store = RunStore(folder)
     mean, lpa = WeightedMean(), LayerwisePruning()
 
     def broadcast() -> object:
-        data, buffers = pickled(FlatTensors.from_tensors(state.tensors["global"]))
+        data, buffers = pickle_value(FlatTensors.from_tensors(state.tensors["global"]))
         return data, [np.frombuffer(buffer, np.uint8).copy() for buffer in buffers]
 
     def write_rows() -> None:
@@ -81,7 +82,7 @@ def parts_of(updates: Sequence[Update], folder: Path) -> dict[str, tuple[Callabl
 
 
 def fastest(parts: dict[str, tuple[Callable[[], object], int]], repeats: int) -> dict[str, float]:
-    """Seconds of each part."""
+    """Return the seconds of each part."""
     seconds = dict.fromkeys(parts, float("inf"))
     for _ in range(repeats):
         for name, (function, _) in parts.items():
@@ -92,7 +93,7 @@ def fastest(parts: dict[str, tuple[Callable[[], object], int]], repeats: int) ->
 
 
 def peak_bytes(rule: Rule, updates: Sequence[Update]) -> int:
-    """The most that a rule allocates at a time, beyond the updates."""
+    """Return a rule's peak allocation beyond the updates."""
     tracemalloc.start()
     try:
         rule(updates, {})
@@ -107,7 +108,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, nargs="+", default=[12, 100, 500], help="clients of a round")
     parser.add_argument("--parameters", type=int, nargs="+", default=[50_000, 400_000, 4_000_000])
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--numpy", action="store_true", help="leave the compiled operators aside")
+    parser.add_argument("--numpy", action="store_true", help="do not use the compiled operators")
     arguments = parser.parse_args()
     with ops.use("torch") if arguments.numpy else contextlib.nullcontext():
         print(f"sums: {'compiled' if sums_are_compiled() else 'NumPy'}; ms, and GB/s where a part is about memory")

@@ -1,11 +1,11 @@
-"""Thousands of short rounds: does the memory of any process grow?
+"""Check that no process's memory grows over thousands of short rounds.
 
     python benchmarks/soak.py [--rounds 5000] [--every 50] [--allowed 8] [--out soak] [key=value ...]
 
-Runs the tiny federation with two client actors as a user would and reads, every so many rounds, the unique set size of each
-process that belongs to it: what would be freed if it ended. Writes OUT.csv, OUT.svg and OUT.png, prints a table, and fails if the
-median of the last quarter of a process's readings is more than ``--allowed`` MB above that of its first quarter (whose first
-fifth, and the first 100 rounds, while the process warms up, are left out).
+Runs the tiny federation with two client actors like a user, and reads the unique set size of each of its processes at
+regular intervals: the memory that its end would free. Writes OUT.csv, OUT.svg and OUT.png and prints a table. It fails
+if the median of the last quarter of a process's readings is more than ``--allowed`` MB above the first quarter's. The
+first fifth of the first quarter, and the first 100 rounds, are left out as warm-up.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ Readings = dict[str, list[tuple[int, float]]]
 """By process: rounds completed, MB."""
 
 
-def listed(mark: Mark) -> dict[str, psutil.Process]:
-    """The processes of the run that ``TITLES`` names, by a name each."""
+def list_processes(mark: Mark) -> dict[str, psutil.Process]:
+    """Return the run's processes in ``TITLES``, with a name each."""
     names = {}
     for word, title in TITLES.items():
         several = mark.processes(word)
@@ -50,16 +50,16 @@ def listed(mark: Mark) -> dict[str, psutil.Process]:
 
 
 def soak(folder: Path, rounds: int, every: int, overrides: Sequence[str] = ()) -> Readings:
-    """Do the rounds and read the memory every so many of them.
+    """Do the rounds and read the memory at the given interval.
 
     Args:
         folder: for the run.
-        rounds: that are done.
+        rounds: number of rounds.
         every: rounds between two readings.
         overrides: settings, ``key=value``.
 
     Raises:
-        subprocess.CalledProcessError: the run failed.
+        subprocess.CalledProcessError: The run failed.
     """
     mark = Mark()
     settings = [
@@ -83,9 +83,9 @@ def soak(folder: Path, rounds: int, every: int, overrides: Sequence[str] = ()) -
         for done in _rounds(process):
             if done % every:
                 continue
-            watched = watched or listed(mark)
+            watched = watched or list_processes(mark)
             for name, each in watched.items():
-                with contextlib.suppress(psutil.NoSuchProcess):  # a short run may have ended before its rounds are read
+                with contextlib.suppress(psutil.NoSuchProcess):  # a short run may end before its rounds are read
                     readings.setdefault(name, []).append((done, each.memory_full_info().uss / 1e6))
             print(f"round {done}", end="\r", flush=True, file=sys.stderr)
     if process.returncode:
@@ -103,7 +103,7 @@ def _rounds(process: subprocess.Popen[str]) -> Iterator[int]:
 
 
 def growth(values: Sequence[tuple[int, float]]) -> float:
-    """MB between the medians of the first and the last quarter of the readings, while the process warms up left out."""
+    """Return the MB between the medians of the first and the last quarter of the readings, without the warm-up."""
     megabytes = [value for _, value in values]
     quarter = max(1, len(megabytes) // 4)
     fifth = quarter // 5
@@ -113,7 +113,7 @@ def growth(values: Sequence[tuple[int, float]]) -> float:
 
 
 def write(readings: Mapping[str, Sequence[tuple[int, float]]], out: Path) -> None:
-    """A CSV (process, round, MB) and a plot of it, SVG and PNG."""
+    """Write a CSV (process, round, MB) and a plot of it, SVG and PNG."""
     import matplotlib as mpl
 
     mpl.use("Agg")

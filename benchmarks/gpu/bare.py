@@ -1,4 +1,4 @@
-"""The bare loop: what one writes with torch.nn for one GPU, without a framework. One model, clients one after another."""
+"""The bare loop: plain torch.nn code for one GPU, without a framework. One model, clients one after another."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Loop:
 
         Args:
             index: its number.
-            ends: on time.perf_counter; the client at hand then is the last, and the round does not count.
+            ends: a time of time.perf_counter. Afterwards no further client starts, and the round does not count.
 
         Returns:
-            Clients trained.
+            Number of trained clients.
         """
         sums = {name: torch.zeros_like(value, dtype=torch.float64) for name, value in self.weights.items()}
         total = 0
@@ -45,7 +45,7 @@ class Loop:
         return len(self.work.cohorts[index])
 
     def rate(self, seconds: float) -> float:
-        """Return clients a second over so much time, once the device has done what it was asked for."""
+        """Return clients a second over ``seconds``, measured after the device has finished its work."""
         started, clients = time.perf_counter(), 0
         for index in itertools.cycle(range(len(self.work.cohorts))):
             clients += self.round(index, started + seconds)

@@ -1,4 +1,4 @@
-"""The share of the time in which the device computes: by NVML, else by the profiler's time of kernels."""
+"""The fraction of the time in which the device computes: from NVML, else from the profiler's time of kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def nvml_is_there(device: str) -> bool:
-    """Return whether the GPU's own measure can be read (package ``nvidia-ml-py``)."""
+    """Return whether the GPU's own measure is readable (package ``nvidia-ml-py``)."""
     if device == "cpu":
         return False
     try:
@@ -26,19 +26,19 @@ def nvml_is_there(device: str) -> bool:
 
 
 def busy(work: Callable[[], T], device: str) -> tuple[T, float, str]:
-    """Do some work.
+    """Do some work, and measure the fraction of busy time.
 
     Args:
-        work: what is done; it should take half a second at least, for NVML measures over such times.
+        work: the work; it should take half a second at least, the interval of NVML's measure.
         device: ``"cuda"``, or ``"cpu"`` in a dry run.
 
     Returns:
-        What it returned, the share (0 to 1), and how that was measured.
+        The work's result, the fraction (0 to 1), and the source of the measure.
     """
-    return _by_nvml(work) if nvml_is_there(device) else _by_profiler(work, device)
+    return _measure_by_nvml(work) if nvml_is_there(device) else _measure_by_profiler(work, device)
 
 
-def _by_nvml(work: Callable[[], T]) -> tuple[T, float, str]:
+def _measure_by_nvml(work: Callable[[], T]) -> tuple[T, float, str]:
     seen: list[int] = []
     over = threading.Event()
 
@@ -56,7 +56,7 @@ def _by_nvml(work: Callable[[], T]) -> tuple[T, float, str]:
     return found, statistics.fmean(seen[1:] or seen or [0]) / 100, "NVML"
 
 
-def _by_profiler(work: Callable[[], T], device: str) -> tuple[T, float, str]:
+def _measure_by_profiler(work: Callable[[], T], device: str) -> tuple[T, float, str]:
     of_gpu = device != "cpu"
     started = time.perf_counter()
     with profile(activities=[ProfilerActivity.CUDA if of_gpu else ProfilerActivity.CPU]) as seen:

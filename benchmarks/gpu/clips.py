@@ -1,4 +1,4 @@
-"""Data made on the spot: short clips with a second recording and a picture each."""
+"""Generated data: short clips with a second recording and an image each."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def write(folder: Path, takes: int = 5) -> Path:
     """Write clips of tones and their list.
 
     Args:
-        folder: where; it is made.
-        takes: training clips of a client, at least.
+        folder: the folder to create.
+        takes: minimum number of training clips of a client.
 
     Returns:
-        ``list.csv``: a clip's recording, its class (``label``) and set of classes (``labels``), client, split, and beside them a
-        recording of the same with more noise (``far``), which one client lacks, and a picture (``picture``).
+        ``list.csv``: a clip's recording, its class (``label``) and set of classes (``labels``), client, split, a
+        noisier recording of the same clip (``far``), which one client lacks, and an image (``picture``).
     """
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(0)

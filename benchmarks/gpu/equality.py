@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gpu.federations import SHORT, Case, configuration, trained
-from gpu.lines import Line, Watch, tried
+from gpu.federations import SHORT, Case, configuration, train
+from gpu.lines import Line, Watch, run_checked
 
 PART = "equal to the CPU"
 ABSOLUTE, RELATIVE = 2e-4, 2e-3
@@ -20,14 +20,14 @@ TOGETHER = 3
 
 
 def difference(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> tuple[float, str]:
-    """Return the largest difference, as a share of what is allowed, and the tensor in which it is.
+    """Return the largest difference, as a fraction of the tolerance, and its tensor.
 
     Args:
         expected: tensors by name.
-        found: the same elsewhere.
+        found: the tensors to compare.
 
     Raises:
-        ValueError: they have other names or shapes.
+        ValueError: They have different names or shapes.
     """
     if expected.keys() != found.keys():
         raise ValueError(f"other tensors: {sorted(expected.keys() ^ found.keys())[:4]}")
@@ -43,11 +43,11 @@ def difference(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> t
     return largest, where
 
 
-def compared(case: Case, clips: Path, folder: Path, device: str) -> Line:
+def compare_devices(case: Case, clips: Path, folder: Path, device: str) -> Line:
     """Train a case on the CPU and twice on the device.
 
     Args:
-        case: what is trained.
+        case: the federation to train.
         clips: list of the clips.
         folder: for the runs.
         device: ``"cuda"``, or ``"cpu"`` in a dry run.
@@ -55,11 +55,11 @@ def compared(case: Case, clips: Path, folder: Path, device: str) -> Line:
     name = str(case).replace(" ", "-").replace(",", "")
     short = case.name in SHORT
     reference = Case(case.kind, case.name, {}) if short else case
-    expected, _ = trained(configuration(reference, clips, folder, f"{name}-cpu"), "cpu")
+    expected, _ = train(configuration(reference, clips, folder, f"{name}-cpu"), "cpu")
     figures, details, good = [], {}, True
     for together in (1, TOGETHER):
         config = configuration(case, clips, folder, f"{name}-{together}", together)
-        found, width = trained(config, device)
+        found, width = train(config, device)
         share, where = difference(expected, found)
         share /= OF_SHORT if short else 1
         good = good and share <= 1
@@ -69,12 +69,12 @@ def compared(case: Case, clips: Path, folder: Path, device: str) -> Line:
 
 
 def check(cases: Sequence[Case], clips: Path, folder: Path, device: str, watch: Watch) -> list[Line]:
-    """Return a line for each case; those for which no time is left say so."""
+    """Return a line for each case. Cases without time left are marked."""
     lines: list[Line] = []
     for case in cases:
         if watch.left <= 0:
             lines.append(Line(PART, str(case), "cut short", "no time was left"))
             continue
-        lines.append(tried(PART, str(case), lambda case=case: compared(case, clips, folder, device)))
+        lines.append(run_checked(PART, str(case), lambda case=case: compare_devices(case, clips, folder, device)))
         print(f"{lines[-1].result:9} {case} ({lines[-1].details['seconds']} s) {lines[-1].figure}", flush=True)
     return lines

@@ -1,8 +1,8 @@
-"""Tiny federations, one for each thing that computes on a device: what the CPU and the GPU are compared on.
+"""Tiny federations for everything that computes on a device, to compare CPU and GPU.
 
-The names come from raydfl's registries, so that nothing built in is forgotten; what stands here by name are the options that a name
-cannot do without. Everything random is drawn on the CPU, or from the step's seed by integer arithmetic that every device does
-alike (dropout and augmentation too), so nothing had to be switched off.
+The names come from raydfl's registries, so that no built-in component is forgotten; this module adds the options that a
+component requires. All random values are drawn on the CPU, or from the step's seed by integer arithmetic with the same
+result on every device (including dropout and augmentation), so no randomness had to be switched off.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ SETTINGS: Mapping[str, Values] = {
     "momentum, clipped": {"train": {"optimiser": {"lr": 0.05, "momentum": 0.9, "clip_norm": 0.5}}},
     "recorded steps": {"train": {"local_epochs": 24}, "models": {"model": {"name": "mlp", "hidden": 4}}},
     "bfloat16": {"train": {"precision": "bfloat16"}},
-    "float16": {"train": {"precision": "float16"}, "ray": {"actors": 1, "gpus": 1}},  # else it is refused
+    "float16": {"train": {"precision": "float16"}, "ray": {"actors": 1, "gpus": 1}},  # else it is rejected
 }
 SHORT = ("bfloat16", "float16")
 """Settings that are compared with float32."""
@@ -102,7 +102,7 @@ class Case:
 
 
 def cases(dry: bool = False) -> list[Case]:
-    """Return all: every method and objective, every family of networks, transform and attack, and settings of the training.
+    """Return all cases: every method and objective, family of networks, transform and attack, and training settings.
 
     Args:
         dry: without the networks that take seconds on a CPU.
@@ -115,7 +115,7 @@ def cases(dry: bool = False) -> list[Case]:
     found += [
         Case("network", name, {"models": {"model": {"name": name}}, **NETWORKS.get(name, {})})
         for name in architectures()
-        if name not in ("fusion", "pretrained")  # one is in the methods of several views, one needs a folder
+        if name not in ("fusion", "pretrained")  # several views' methods cover fusion; the other needs a folder
         and name not in (*LARGE, *(SLOW if dry else ()))
     ]
     found += [
@@ -123,7 +123,7 @@ def cases(dry: bool = False) -> list[Case]:
         for name in registry.names("raydfl.data.transforms")
     ]
     found += [Case("attack", name, ATTACKS.get(name, {})) for name in registry.names("raydfl.attacks")]
-    without = "float16" if dry else ""  # a CPU refuses it
+    without = "float16" if dry else ""  # a CPU rejects it
     return [*found, *(Case("setting", name, values) for name, values in SETTINGS.items() if name != without)]
 
 
@@ -131,7 +131,7 @@ def configuration(case: Case, clips: Path, folder: Path, name: str, together: in
     """Return a case as a configuration.
 
     Args:
-        case: to be trained.
+        case: the federation.
         clips: the list of clips.
         folder: for runs and the cache.
         name: of the run.
@@ -176,8 +176,8 @@ def configuration(case: Case, clips: Path, folder: Path, name: str, together: in
 
 
 @contextlib.contextmanager
-def opened(config: Config, device: str) -> Iterator[tuple[Federation, Worker]]:
-    """Open a run in this process, whose clients are trained on a device.
+def open_federation(config: Config, device: str) -> Iterator[tuple[Federation, Worker]]:
+    """Open a run in this process, with its clients on a device.
 
     Args:
         config: of the run.
@@ -193,7 +193,7 @@ def opened(config: Config, device: str) -> Iterator[tuple[Federation, Worker]]:
         yield federation, worker
 
 
-def trained(config: Config, device: str) -> tuple[dict[str, Any], int]:
+def train(config: Config, device: str) -> tuple[dict[str, Any], int]:
     """Train a run to its end.
 
     Args:
@@ -201,20 +201,20 @@ def trained(config: Config, device: str) -> tuple[dict[str, Any], int]:
         device: ``"cpu"`` or ``"cuda"``.
 
     Returns:
-        All tensors of the server and the clients, by ``"server KEY NAME"`` and ``"client NUMBER NAME"``, and the largest number of
-        clients that were trained in one computation.
+        All tensors of the server and the clients, by ``"server KEY NAME"`` and ``"client NUMBER NAME"``, and the
+        largest number of clients trained in one computation.
     """
     together = 1
-    with opened(config, device) as (federation, worker):
+    with open_federation(config, device) as (federation, worker):
         carry_out = worker.carry_out
 
-        def watched(*arguments: Any) -> Any:
+        def watch(*arguments: Any) -> Any:
             nonlocal together
             results = carry_out(*arguments)
             together = max([together, *(result.together for result in results)])
             return results
 
-        worker.carry_out = watched  # type: ignore[method-assign]
+        worker.carry_out = watch  # type: ignore[method-assign]
         for _ in range(config.train.rounds):
             report = federation.round()
         federation.finish(report)
@@ -222,7 +222,7 @@ def trained(config: Config, device: str) -> tuple[dict[str, Any], int]:
 
 
 def tensors_of(store: RunStore) -> dict[str, Any]:
-    """Return what :func:`trained` does of a run's last commit."""
+    """Return the tensors of :func:`train` from a run's last commit."""
     latest = store.latest()
     if latest is None:
         raise RuntimeError(f"{store.folder} has no commit")

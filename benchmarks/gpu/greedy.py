@@ -1,4 +1,4 @@
-"""A network that asks for more memory than any share of a GPU has."""
+"""A network that requests more memory than any share of a GPU."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from raydfl.models.dense import MeanLinear
 
 
 class Greedy(MeanLinear):
-    """Logistic regression; in training, once it is armed, it asks for all of the GPU."""
+    """Logistic regression. In training, once it is armed, it requests the whole GPU."""
 
     armed: ClassVar[bool] = False
 
     def embed(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """Return the mean frame, if there is the memory for what is not needed."""
+        """Return the mean frame, if there is memory for an unused tensor."""
         if self.armed and self.training:
             if not x.is_cuda:
                 raise torch.OutOfMemoryError("out of memory (dry run: this is a CPU)")

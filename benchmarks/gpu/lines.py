@@ -1,4 +1,4 @@
-"""The table at the end, and the stop-watch that keeps the check within its time."""
+"""The final table, and the stop-watch that enforces the check's time limit."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Line:
 
 
 class Watch:
-    """Time that a part may take.
+    """The time limit of a part.
 
     Args:
         seconds: of the whole check.
-        now: gives seconds.
+        now: returns the present time in seconds.
     """
 
     def __init__(self, seconds: float, now: Callable[[], float] = time.monotonic) -> None:
@@ -37,28 +37,28 @@ class Watch:
         self._part_ends = self._ends
 
     def begin(self, seconds: float) -> None:
-        """Begin a part, which may take so long, and no longer than the whole check."""
+        """Start a part with a time limit, bounded by the limit of the whole check."""
         self._part_ends = min(self._ends, self._now() + seconds)
 
     @property
     def left(self) -> float:
-        """Return the seconds that the part still has; 0 or less: none."""
+        """Return the seconds left for the part; 0 or less: none."""
         return self._part_ends - self._now()
 
 
-def failed(part: str, what: str, error: BaseException) -> Line:
-    """Return the line of something that raised."""
+def report_failure(part: str, what: str, error: BaseException) -> Line:
+    """Return the line of an exception."""
     text = f"{type(error).__name__}: {error}".partition("\n")[0]
     return Line(part, what, "FAILED", text[:160], {"traceback": "".join(traceback.format_exception(error))})
 
 
-def tried(part: str, what: str, work: Callable[[], Line]) -> Line:
-    """Return what some work returns, or the line of its failure; nothing that fails ends the check."""
+def run_checked(part: str, what: str, work: Callable[[], Line]) -> Line:
+    """Return the result of some work, or the line of its failure. No failure ends the check."""
     started = time.monotonic()
     try:
         line = work()
-    except Exception as error:  # noqa: BLE001 - it is what the check is for
-        line = failed(part, what, error)
+    except Exception as error:  # noqa: BLE001 - the check reports every failure
+        line = report_failure(part, what, error)
     line.details.setdefault("seconds", round(time.monotonic() - started, 2))
     return line
 

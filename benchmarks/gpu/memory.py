@@ -1,6 +1,6 @@
-"""Part 2: an actor with a share of the GPU has its cap, says clearly when that is exceeded, and needs what was measured.
+"""Part 2: the cap of an actor with a share of the GPU holds, is reported clearly, and the measured share is sufficient.
 
-On a GPU each check is done in a process of its own, as an actor is: a cap holds for a process.
+On a GPU each check runs in a separate process, like an actor, because a cap holds for a process.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from gpu.equality import difference
-from gpu.federations import Case, configuration, opened, tensors_of, trained
+from gpu.federations import Case, configuration, open_federation, tensors_of, train
 from gpu.greedy import Greedy
-from gpu.lines import Line, Watch, tried
+from gpu.lines import Line, Watch, run_checked
 from raydfl.cluster.client import choose_device
 from raydfl.cluster.gpu import CudaDevice, compute_memory_fraction, format_gib, measure_memory
 from raydfl.core.errors import ClientError
@@ -35,7 +35,7 @@ GREEDY = Case("method", "fedavg", {"models": {"model": {"name": "gpu.greedy:Gree
 
 
 def the_cap_holds(device: str) -> str:
-    """Allocate what a share allows, and then more; return what was seen."""
+    """Allocate the memory of a share, and then more; return the observation."""
     if device == "cpu":
         return f"dry run: {compute_memory_fraction(SHARE, MADE_UP):.4f} of {format_gib(MADE_UP)} by arithmetic alone"
     found = choose_device(SHARE)
@@ -52,11 +52,11 @@ def the_cap_holds(device: str) -> str:
 
 
 def a_client_that_needs_more_is_named(device: str, clips: str, folder: str) -> str:
-    """Train a client that needs more than the cap; return what the run says of it. Afterwards the process goes on."""
+    """Train a client that exceeds the cap; return the run's message. Afterwards the process continues."""
     if device != "cpu":
         choose_device(SHARE)
     config = configuration(GREEDY, Path(clips), Path(folder), "greedy")
-    with opened(config, device) as (federation, _):
+    with open_federation(config, device) as (federation, _):
         Greedy.armed = True
         try:
             federation.round()
@@ -69,30 +69,30 @@ def a_client_that_needs_more_is_named(device: str, clips: str, folder: str) -> s
         missing = [word for word in ("client", "round 1", "out of memory", "batch_size") if word not in text]
         if missing:
             raise AssertionError(f"the message does not say {missing}: {text}")
-    with opened(config, device) as (federation, _):
+    with open_federation(config, device) as (federation, _):
         federation.round()
     return text.partition("\n")[0]
 
 
 class _Processor:
-    """In a dry run, the processor in place of a GPU."""
+    """The processor in place of a GPU, in a dry run."""
 
     def name(self) -> str:
-        """Return what it is."""
+        """Return the processor's name."""
         return "processor"
 
     def total(self) -> int:
-        """Return the memory that it is taken to have."""
+        """Return its assumed memory."""
         return MADE_UP
 
     def peak(self, work: Callable[[], None]) -> int:
-        """Return the most that this process has had."""
+        """Return the peak memory of this process."""
         work()
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def the_measured_share(device: str, clips: str, folder: str) -> tuple[float, str]:
-    """Measure what an actor needs; return the share of a GPU that it gets with ``ray.gpus: auto``, and words."""
+    """Measure an actor's need; return its share of a GPU with ``ray.gpus: auto``, and a description."""
     config = configuration(FEDAVG, Path(clips), Path(folder), "measured")
     run_dir = create(config, Progress("quiet"))
     memory = measure_memory(run_dir, config, CudaDevice() if device != "cpu" else _Processor(), device)
@@ -101,16 +101,16 @@ def the_measured_share(device: str, clips: str, folder: str) -> tuple[float, str
 
 
 def fits_into(device: str, clips: str, folder: str, share: float) -> None:
-    """Train under the cap that a share gives."""
+    """Train under the cap of a share."""
     if device != "cpu":
         choose_device(share)
-    trained(configuration(FEDAVG, Path(clips), Path(folder), "in its share"), device)
+    train(configuration(FEDAVG, Path(clips), Path(folder), "in its share"), device)
 
 
 def through_ray(device: str, clips: str, folder: str) -> str:
-    """Train with two actors that share the GPU; return how far they end from this process on the CPU."""
+    """Train with two actors that share the GPU; return their difference from this process on the CPU."""
     config = configuration(FEDAVG, Path(clips), Path(folder), "actors")
-    expected, _ = trained(configuration(FEDAVG, Path(clips), Path(folder), "no-actors"), "cpu")
+    expected, _ = train(configuration(FEDAVG, Path(clips), Path(folder), "no-actors"), "cpu")
     shares = {"actors": 2, "cpus": 0.25, "gpus": 0.4 if device != "cpu" else 0.0}
     finished = run(config.model_copy(update={"ray": config.ray.model_copy(update=shares)}), Progress("quiet"))
     share, where = difference(expected, tensors_of(RunStore(finished.run_dir)))
@@ -119,13 +119,13 @@ def through_ray(device: str, clips: str, folder: str) -> str:
     return f"{share:.0e} of what is allowed"
 
 
-def alone(function: Callable[..., Any], device: str, *arguments: Any) -> Any:
-    """Call a function in a new process; in a dry run in this one, which has no cap to lose.
+def run_isolated(function: Callable[..., Any], device: str, *arguments: Any) -> Any:
+    """Call a function in a new process; in a dry run in this process, without a cap.
 
     Args:
-        function: called with the other arguments.
-        device: the first of them.
-        arguments: the others.
+        function: called with the device and the arguments.
+        device: its first argument.
+        arguments: its further arguments.
     """
     if device == "cpu":
         return function(device, *arguments)
@@ -140,30 +140,32 @@ def check(clips: Path, folder: Path, device: str, watch: Watch, ray: bool = True
         clips: list of the clips.
         folder: for the runs.
         device: ``"cuda"``, or ``"cpu"`` in a dry run.
-        watch: begun for this part.
-        ray: with the check that needs Ray.
+        watch: started for this part.
+        ray: include the check that needs Ray.
     """
     given = (device, str(clips), str(folder))
 
-    def measured() -> Line:
-        share, text = alone(the_measured_share, *given)
-        alone(fits_into, *given, share)
+    def check_auto() -> Line:
+        share, text = run_isolated(the_measured_share, *given)
+        run_isolated(fits_into, *given, share)
         return Line(PART, "ray.gpus: auto", "ok", f"{text}; a run fits into one's share")
 
     checks: dict[str, Callable[[], Line]] = {
-        "the cap of a share": lambda: Line(PART, "the cap of a share", "ok", alone(the_cap_holds, device)),
+        "the cap of a share": lambda: Line(PART, "the cap of a share", "ok", run_isolated(the_cap_holds, device)),
         "a client that needs more": lambda: Line(
-            PART, "a client that needs more", "ok", alone(a_client_that_needs_more_is_named, *given)
+            PART, "a client that needs more", "ok", run_isolated(a_client_that_needs_more_is_named, *given)
         ),
-        "ray.gpus: auto": measured,
+        "ray.gpus: auto": check_auto,
     }
     if ray:
-        checks["two actors share it"] = lambda: Line(PART, "two actors share it", "ok", alone(through_ray, *given))
+        checks["two actors share it"] = lambda: Line(
+            PART, "two actors share it", "ok", run_isolated(through_ray, *given)
+        )
     lines = []
     for what, work in checks.items():
         if watch.left <= 0:
             lines.append(Line(PART, what, "cut short", "no time was left"))
             continue
-        lines.append(tried(PART, what, work))
+        lines.append(run_checked(PART, what, work))
         print(f"{lines[-1].result:9} {what} ({lines[-1].details['seconds']} s) {lines[-1].figure}", flush=True)
     return lines

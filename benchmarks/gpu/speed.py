@@ -1,6 +1,7 @@
-"""Parts 3 and 4: the width that ``train.together: auto`` chooses and its gain; clients a second against a bare cuDNN loop.
+"""Parts 3 and 4: the group size of ``train.together: auto`` and its gain; clients a second against a bare cuDNN loop.
 
-All in one process, as one actor with the whole GPU. The clients share a few clips of noise (benchmarks/scaling.py).
+Everything runs in one process, as one actor with the whole GPU. The clients share a few clips of noise
+(benchmarks/scaling.py).
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from torch import Tensor
 
 from gpu.bare import Loop
 from gpu.busy import busy
-from gpu.federations import opened
-from gpu.lines import Line, Watch, tried
+from gpu.federations import open_federation
+from gpu.lines import Line, Watch, run_checked
 from raydfl.data.build import build_population
 from raydfl.engine.autotune import measure_width
 from raydfl.engine.config import Config, make_config
@@ -81,34 +82,34 @@ def configuration(network: str, cohort: int, folder: Path, together: int | str, 
 
 @contextlib.contextmanager
 def work_of(config: Config, device: str, clients: int, examples: int) -> Iterator[tuple[Federation, Worker]]:
-    """Open a new run of that many clients on the device."""
+    """Open a new run with this number of clients on the device."""
     population = scaling.enlarge(build_population(config.data, 0), clients, examples)
     write_new_run(Path(config.run.dir) / str(config.run.name), config, population, {})
-    with opened(config, device) as open_run:
+    with open_federation(config, device) as open_run:
         yield open_run
 
 
 def rate(federation: Federation, seconds: float, cohort: int) -> float:
-    """Return clients a second over rounds that take about so long; at least one."""
+    """Return clients a second over rounds that take about ``seconds``; at least one round."""
     started, rounds = time.perf_counter(), 0
     while rounds == 0 or time.perf_counter() - started < seconds:
-        federation.round()  # its updates lie on the CPU when it is over: nothing is left to wait for
+        federation.round()  # its updates are on the CPU when it ends, so no synchronisation is needed
         rounds += 1
     return rounds * cohort / (time.perf_counter() - started)
 
 
 def gain(network: str, folder: Path, device: str, dry: bool) -> Line:
-    """Return the line of what ``train.together: auto`` chooses."""
+    """Return the line of the group size chosen by ``train.together: auto``."""
     cohort = max(TINY_COHORTS if dry else COHORTS[:2])
     size = (cohort, TINY_EXAMPLES if dry else EXAMPLES)
     config = configuration(network, cohort, folder, "auto" if device != "cpu" else 2, dry)
     with work_of(config, device, *size) as (federation, worker):
         width, seconds = federation.store.together, 0.1 if dry else 3.0
-        if device == "cpu":  # a CPU takes 1 without measuring; here the measuring is tried
+        if device == "cpu":  # on a CPU `auto` is 1 without a measurement; here the measurement is tested
             orders = federation.plan()
             keys = {key for order in orders for key in order.task.receive}
             width = measure_width(worker, orders, federation.broadcast(keys))
-        federation.round()  # warms up
+        federation.round()  # warm-up
         chosen = rate(federation, seconds, cohort)
     with work_of(configuration(network, cohort, folder, 1, dry), device, *size) as (federation, _):
         federation.round()
@@ -119,14 +120,14 @@ def gain(network: str, folder: Path, device: str, dry: bool) -> Line:
     return Line(TOGETHER, network, "ok", figure, {"width": width, "clients a second": chosen, "alone": alone})
 
 
-def compared(network: str, cohort: int, folder: Path, device: str, dry: bool, together: int | str) -> Line:
-    """Return the line of raydfl against the bare loop at one size of the cohort."""
+def compare_loops(network: str, cohort: int, folder: Path, device: str, dry: bool, together: int | str) -> Line:
+    """Return the line of raydfl against the bare loop at one cohort size."""
     clients, examples = max(TINY_COHORTS if dry else COHORTS), TINY_EXAMPLES if dry else EXAMPLES
     config = configuration(network, cohort, folder, together, dry)
     first, seconds = min(TINY_COHORTS if dry else COHORTS), 0.1 if dry else 4.0
     with work_of(config, device, clients, examples) as (federation, _):
         bare = Loop(make_work(config, rounds=2), device)
-        bare.round(0, float("inf") if cohort == first else 0.0)  # warms up
+        bare.round(0, float("inf") if cohort == first else 0.0)  # warm-up
         federation.round()
         difference = largest_difference(bare.weights, _weights(federation)) if cohort == first else None
         theirs = bare.rate(seconds)
@@ -146,16 +147,16 @@ def _weights(federation: Federation) -> dict[str, Tensor]:
 
 
 def check_together(folder: Path, device: str, dry: bool, watch: Watch) -> list[Line]:
-    """Return a line for each network: what ``train.together: auto`` chooses."""
+    """Return a line for each network with the group size chosen by ``train.together: auto``."""
     return _each(TOGETHER, {n: functools.partial(gain, n, folder, device, dry) for n in _networks(dry)}, watch)
 
 
 def check_speed(folder: Path, device: str, dry: bool, watch: Watch) -> list[Line]:
-    """Return a line for each network and size of the cohort."""
+    """Return a line for each network and cohort size."""
     together = "auto" if device != "cpu" else 1
     cohorts = TINY_COHORTS if dry else COHORTS
     works = {
-        f"{network}, {cohort} a round": functools.partial(compared, network, cohort, folder, device, dry, together)
+        f"{network}, {cohort} a round": functools.partial(compare_loops, network, cohort, folder, device, dry, together)
         for cohort in cohorts
         for network in _networks(dry)
     }
@@ -172,6 +173,6 @@ def _each(part: str, works: Mapping[str, Callable[[], Line]], watch: Watch) -> l
         if watch.left <= 0:
             lines.append(Line(part, what, "cut short", "no time was left"))
             continue
-        lines.append(tried(part, what, work))
+        lines.append(run_checked(part, what, work))
         print(f"{lines[-1].result:9} {what} ({lines[-1].details['seconds']} s) {lines[-1].figure}", flush=True)
     return lines

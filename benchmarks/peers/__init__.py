@@ -1,1 +1,1 @@
-"""The contestants that raydfl is measured against, and the work that all of them do."""
+"""The contestants compared with raydfl, and their common work."""

@@ -1,11 +1,11 @@
-"""The bare loops: what a researcher writes without a framework. One model, one loop over clients, tensors in memory.
+"""The bare loops: a researcher's code without a framework. One model, one loop over clients, tensors in memory.
 
 Networks other than CRNNs are raydfl's, computed by PyTorch's own operations.
 
     PYTHONPATH=benchmarks python -m peers.bare WORK [--threads 2] [--processes 2] [--rounding]
 
-With two processes each trains half of the cohort and the first adds up. With ``--rounding`` every first weight is another in its
-last digit: how far that leads is how far two exact programs may differ.
+With two processes each trains half of the cohort and the first sums up. ``--rounding`` changes the last digit of every
+initial weight: the resulting difference is the possible difference of two exact programs.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ class FedAvg:
     """Federated averaging, weighted by examples."""
 
     def __init__(self, work: Work, helper: Connection | None = None) -> None:
-        """A helper is a process that runs :func:`help_with`."""
+        """Create the loop. A helper is a process that runs :func:`help_with`."""
         self.work = work
         self.data = [tuple(part.clone() for part in work.data(client)) for client in range(len(work.offsets) - 1)]
         self.model = work.build() if work.architectures["model"] in ARCHITECTURES else raydfls(work)
-        # Batch norm counts its batches, which nothing reads: raydfl sends no whole numbers.
+        # Batch norm counts its batches, but nothing reads the count: raydfl sends no integers.
         found = self.model.state_dict().items()
         self.weights = {name: value.clone() for name, value in found if value.is_floating_point()}
         self.helper = helper
         self.round_index = 0
 
     def train(self, round_index: int, clients: list[int], weights: State) -> tuple[State, int]:
-        """The clients' models added up, each times its number of examples; float64."""
+        """Return the sum of the clients' models, weighted by their numbers of examples; float64."""
         sums = {name: torch.zeros_like(value, dtype=torch.float64) for name, value in weights.items()}
         total = 0
         for client in clients:
@@ -66,7 +66,7 @@ class FedAvg:
         return sums, total
 
     def run(self, rounds: int) -> None:
-        """Do that many rounds."""
+        """Do the given number of rounds."""
         for _ in range(rounds):
             cohort = self.work.cohorts[self.round_index]
             if self.helper is None:
@@ -81,7 +81,7 @@ class FedAvg:
 
 
 def raydfls(work: Work, name: str = "model") -> nn.Module:
-    """A network of raydfl's, to be computed by PyTorch's operations."""
+    """Return a network of raydfl's, computed by PyTorch's operations."""
     kind, weights = work.architectures[name], work.weights[name]
     cls, options = find_architecture(kind, kind)
     inputs = {"image": lambda: tuple(work.images.shape[1:]), "fusion": lambda: weights["hidden.weight"].shape[1]}
@@ -94,7 +94,7 @@ def raydfls(work: Work, name: str = "model") -> nn.Module:
 
 
 def help_with(path: Path, driver: Connection) -> None:
-    """The second process: trains what it is sent, until the pipe is closed."""
+    """Train the received clients until the pipe is closed: the second process."""
     torch.set_num_threads(1)
     loop = FedAvg(Work.load(path))
     while True:
@@ -107,7 +107,7 @@ def help_with(path: Path, driver: Connection) -> None:
 
 
 class FedMLAC:
-    """Mutual learning of a shared plug-in and private local models, layers pruned in the aggregation."""
+    """Mutual learning of a shared plug-in and private local models, with layer-wise pruning in the aggregation."""
 
     alpha, prune = 0.5, 0.1
 
@@ -121,7 +121,7 @@ class FedMLAC:
         self.round_index = 0
 
     def train(self, client: int) -> State:
-        """Train one client's two models; returns its plug-in."""
+        """Train one client's two models; return its plug-in."""
         x, y = self.data[client]
         self.plugin.load_state_dict(self.weights)
         self.local.load_state_dict(self.private[client])
@@ -139,7 +139,7 @@ class FedMLAC:
         return {name: value.clone() for name, value in self.plugin.state_dict().items()}
 
     def aggregate(self, states: list[State], sizes: list[int]) -> State:
-        """Of each layer, the clients nearest to and farthest from the mean are left out."""
+        """Average each layer without the clients nearest to and farthest from the mean."""
         result = {}
         for layer in sorted({name.rpartition(".")[0] for name in self.weights}):
             names = [name for name in self.weights if name.rpartition(".")[0] == layer]
@@ -153,7 +153,7 @@ class FedMLAC:
         return result
 
     def run(self, rounds: int) -> None:
-        """Do that many rounds."""
+        """Do the given number of rounds."""
         for _ in range(rounds):
             cohort = self.work.cohorts[self.round_index]
             states = [self.train(client) for client in cohort]
@@ -162,7 +162,7 @@ class FedMLAC:
 
 
 class ModalityMirror:
-    """Encoders and a fusion of two views, averaged over those who have them; then a student of the first view is taught."""
+    """Encoders and a fusion of two views, averaged over their owners; then a student of the first view."""
 
     temperature, kd_weight = 2.0, 1.0
 
@@ -182,7 +182,7 @@ class ModalityMirror:
         self.round_index = 0
 
     def run(self, rounds: int) -> None:
-        """Do that many rounds."""
+        """Do the given number of rounds."""
         for _ in range(rounds):
             if self.round_index == self.work.first_rounds:
                 self.load(self.weights)
@@ -198,7 +198,7 @@ class ModalityMirror:
             self.round_index += 1
 
     def train(self, client: int) -> State:
-        """Train one client; what it sends."""
+        """Train one client; return its update."""
         x, y, images = self.data[client]
         self.load(self.weights)
         together = images is not None and self.teacher is None
@@ -209,13 +209,13 @@ class ModalityMirror:
             optimiser.zero_grad()
             with ops.use("torch"):
                 if together:
-                    loss = F.cross_entropy(fused(self.models, x[batch], images[batch]), y[batch])
+                    loss = F.cross_entropy(fuse(self.models, x[batch], images[batch]), y[batch])
                 else:
                     logits = self.models["audio"](x[batch])
                     loss = F.cross_entropy(logits, y[batch])
                     if self.teacher is not None:
                         with torch.no_grad():
-                            taught = fused(self.teacher, x[batch], images[batch])
+                            taught = fuse(self.teacher, x[batch], images[batch])
                         loss = loss + self.kd_weight * self.divergence(logits, taught)
                 loss.backward()
             optimiser.step()
@@ -234,15 +234,15 @@ class ModalityMirror:
         return t * t * F.kl_div(log_student, log_teacher, reduction="batchmean", log_target=True)
 
     def load(self, weights: State) -> None:
-        """Give the networks what there is of theirs."""
+        """Load the available tensors into the networks."""
         for model, network in self.models.items():
             own = {name.partition("/")[2]: value for name, value in weights.items() if name.startswith(f"{model}/")}
             if own:
                 network.load_state_dict(own)
 
 
-def fused(models: dict[str, nn.Module], x: Tensor, images: Tensor) -> Tensor:
-    """Logits of the fusion of both encoders."""
+def fuse(models: dict[str, nn.Module], x: Tensor, images: Tensor) -> Tensor:
+    """Return the logits of the fusion of both encoders."""
     return models["fusion"](torch.cat([models["audio"].embed(x), models["image"].embed(images)], dim=1))
 
 

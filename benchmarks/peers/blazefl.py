@@ -2,10 +2,10 @@
 
     PYTHONPATH=benchmarks .venv-blazefl/bin/python -m peers.blazefl WORK --pool threads
 
-Its own FedAvg also goes through a DataLoader, example by example, and in processes keeps random states in files; that is left out
-here, as it is for the other peers. Threads need a free-threaded Python: with the usual one they wait for each other.
+Its own FedAvg also uses a DataLoader, example by example, and in processes keeps random states in files; this is
+omitted, as for the other peers. Threads need a free-threaded Python: with the usual one they wait for each other.
 
-It obeys turns (peers/turns.py).
+It follows the protocol of peers/turns.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported; threads that come later have it too
+os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported; later threads inherit it
 
 import threading
 from queue import LifoQueue
@@ -43,7 +43,7 @@ PARALLEL = 2
 
 @dataclass
 class Down:
-    """What the server sends."""
+    """The payload of the server."""
 
     model: Tensor
     round_index: int
@@ -51,7 +51,7 @@ class Down:
 
 @dataclass
 class Up:
-    """What a client sends; from a process its model comes by shared memory."""
+    """The payload of a client; a process sends its model through shared memory."""
 
     client: int
     model: Tensor | SHMHandle
@@ -59,8 +59,8 @@ class Up:
 
 
 @functools.cache
-def opened(path: str) -> tuple[Work, LifoQueue[nn.Module]]:
-    """The work, and a network for each thread, or for a process that is forked."""
+def open_work(path: str) -> tuple[Work, LifoQueue[nn.Module]]:
+    """Return the work, and a network for each thread or forked process."""
     work, networks = Work.load(path), LifoQueue[nn.Module]()
     for _ in range(PARALLEL):
         networks.put(work.build())
@@ -68,8 +68,8 @@ def opened(path: str) -> tuple[Work, LifoQueue[nn.Module]]:
 
 
 def train(path: str, client: int, down: Down) -> Up:
-    """One client's epoch."""
-    work, networks = opened(path)
+    """Train one client's epoch."""
+    work, networks = open_work(path)
     network = networks.get()
     try:
         deserialize_model(network, down.model)
@@ -98,21 +98,21 @@ class Threads(ThreadPoolClientTrainer[Up, Down]):
 
 
 class Processes(ProcessPoolClientTrainer[Up, Down, str]):
-    """BlazeFL's pool of processes, which it starts anew in each round."""
+    """BlazeFL's pool of processes, restarted in each round."""
 
     def __init__(self, path: str) -> None:
         self.path, self.cache = path, []
         self.num_parallels, self.device, self.device_count = PARALLEL, "cpu", 0
         self.ipc_mode = IPCMode.SHARED_MEMORY
         self.stop_event = torch.multiprocessing.Manager().Event()
-        self._model = serialize_model(opened(path)[0].build())
+        self._model = serialize_model(open_work(path)[0].build())
 
     def get_client_config(self, cid: int) -> Any:
-        """What a client's process has to know of the client."""
+        """Return the client's data for its process."""
         return self.path, cid
 
     def prepare_uplink_package_buffer(self) -> Up:
-        """Room for what a client sends."""
+        """Allocate memory for a client's payload."""
         return Up(-1, self._model.clone(), 0)
 
     @staticmethod
@@ -136,7 +136,7 @@ def main() -> None:
     parser.add_argument("--pool", choices=sorted(POOLS), required=True)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    work, _ = opened(arguments.work)
+    work, _ = open_work(arguments.work)
     network, trainer = work.build(), POOLS[arguments.pool](arguments.work)
     done = 0
 

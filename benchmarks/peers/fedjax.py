@@ -1,15 +1,17 @@
-"""The work in FedJAX, as its tutorials write it: its federated averaging over its ``for_each_client``.
+"""The work in FedJAX, as in its tutorials: its federated averaging over its ``for_each_client``.
 
     PYTHONPATH=benchmarks .venv-peers/bin/python -m peers.fedjax WORK --backend jit
 
-FedJAX's own are the algorithm (``algorithms.fed_avg.federated_averaging`` with its loop over clients, its weighted mean and its
-server step), client data and batches (``ClientDataset``), the gradient of a ``Model``, and both optimisers. Two of its backends:
+FedJAX provides the algorithm (``algorithms.fed_avg.federated_averaging`` with its loop over clients, its weighted mean
+and its server step), client data and batches (``ClientDataset``), the gradient of a ``Model``, and both optimisers. Two
+of its backends:
 
 - ``jit``, its default: clients one after another, each step a compiled program that uses all cores;
-- ``pmap``: as many clients at a time as there are devices; XLA's host is made two devices of. All batches must have one shape,
-  so the last of a client is padded and masked, by FedJAX.
+- ``pmap``: one client per device at a time; XLA's host is divided into two devices. All batches must have one shape, so
+  FedJAX pads and masks a client's last batch.
 
-What is ours: the network in JAX (peers/jax_networks.py), and the order of examples. It obeys turns (peers/turns.py).
+Our code: the network in JAX (peers/jax_networks.py), and the order of examples. It follows the protocol of
+peers/turns.py.
 """
 
 from __future__ import annotations
@@ -46,10 +48,10 @@ def main() -> None:
     work = Work.load(arguments.work)
 
     class InOrder(fedjax.ClientDataset):
-        """A client's examples in the order in which it takes them in a round."""
+        """A client's examples in the order of their use in a round."""
 
         def shuffle_repeat_batch(self, hparams: fedjax.ShuffleRepeatBatchHParams) -> Iterable[Mapping[str, np.ndarray]]:
-            """Each example once, in the given order. FedJAX's own would fill the last batch with others of the first."""
+            """Yield each example once, in the given order, unlike FedJAX, which fills the last batch from the first."""
             if arguments.backend == "pmap":
                 return self.padded_batch(batch_size=hparams.batch_size)
             return self.batch(batch_size=hparams.batch_size)

@@ -1,8 +1,8 @@
-"""The work in Flower's simulation, as its tutorials write it: Ray backend, two client slots of one CPU, the FedAvg strategy.
+"""The work in Flower's simulation, as in its tutorials: Ray backend, two client slots of one CPU, the FedAvg strategy.
 
     PYTHONPATH=benchmarks .venv-peers/bin/python -m peers.flower WORK
 
-It obeys turns (peers/turns.py).
+It follows the protocol of peers/turns.py.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ChosenCohorts(FedAvg):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """A message for each client of the cohort. In a simulation any node can play any client."""
+        """Return a message for each client of the cohort. In a simulation any node can play any client."""
         round_index = self.rounds_before + server_round - 1
         nodes = sorted(grid.get_node_ids())
         for node, client in zip(nodes, self.work.cohorts[round_index], strict=False):
@@ -47,7 +47,7 @@ class ChosenCohorts(FedAvg):
 
 
 def main() -> None:
-    """Start the simulation; its server obeys turns."""
+    """Start the simulation; its server follows the protocol."""
     path = sys.argv[1]
     work = Work.load(path)
     app = ServerApp()

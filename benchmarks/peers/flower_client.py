@@ -1,4 +1,4 @@
-"""The client of the Flower simulation. A module of its own, so that Flower's workers import it once."""
+"""The client of the Flower simulation. It is a separate module, so that Flower's workers import it once."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ app = ClientApp()
 
 
 @functools.cache
-def prepared(path: str) -> tuple[Work, nn.Module]:
-    """The work and a network, once in each worker."""
+def prepare(path: str) -> tuple[Work, nn.Module]:
+    """Return the work and a network, once in each worker."""
     torch.set_num_threads(1)
     work = Work.load(Path(path))
     return work, work.build()
@@ -26,9 +26,9 @@ def prepared(path: str) -> tuple[Work, nn.Module]:
 
 @app.train()
 def train(message: Message, context: Context) -> Message:
-    """One client's epoch."""
+    """Train one client's epoch."""
     config = message.content["config"]
-    work, model = prepared(config["work"])
+    work, model = prepare(config["work"])
     client, round_index = config["client"], config["round"]
     x, y = work.data(client)
     model.load_state_dict(message.content["arrays"].to_torch_state_dict())

@@ -1,4 +1,4 @@
-"""The networks as one writes them in PyTorch without raydfl: what the bare loops and the peers in PyTorch train."""
+"""The networks in plain PyTorch without raydfl: the models of the bare loops and the peers in PyTorch."""
 
 from __future__ import annotations
 

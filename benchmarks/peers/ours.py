@@ -1,9 +1,9 @@
-"""raydfl as a contestant: a server actor and client actors on a Ray of its own, in a process of its own.
+"""raydfl as a contestant: a server actor and client actors on a separate Ray, in a separate process.
 
-Each turn is a process, as it is for every other contestant and as ``raydfl run`` is for a user. The driver of the benchmark once
-ended with a segmentation fault, after its table was printed, when it had opened and closed Ray 27 times: every ``ray.shutdown()``
-leaves some ten native threads of Ray behind (gRPC, its client of the GCS), which are still there when the process ends. Whether
-they were the cause was not found out.
+Each turn is a process, as for every contestant and for a user's ``raydfl run``. The driver of the benchmark once ended
+with a segmentation fault, after its table was printed, when it had opened and closed Ray 27 times: every
+``ray.shutdown()`` leaves about ten native threads of Ray behind (gRPC, its client of the GCS), which still exist when
+the process ends. It is not known whether they were the cause.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Actors:
         self._done = ray.get(self._server.open.remote())[0]
 
     def run(self, rounds: int) -> None:
-        """Do that many rounds, asked for as ``raydfl run`` does it: several short ones in one call."""
+        """Do the given number of rounds, requested like ``raydfl run`` does: several short rounds in one call."""
         until = self._done + rounds
         while self._done < until:
             self._done = ray.get(self._server.rounds.remote(self._done, until, _AT_ONCE))[-1].round
 
     def weights(self) -> Mapping[str, Tensor]:
-        """Return the model of the last commit; of several networks by the names of these, too."""
+        """Return the model of the last commit; several networks are returned with their names."""
         ray.get(self._server.finish.remote(self._done))
         trained = final_state(self._folder).tensors["global"]
         return dict(trained) if self._several else {name.partition("/")[2]: value for name, value in trained.items()}

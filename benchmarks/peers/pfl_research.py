@@ -1,8 +1,8 @@
-"""The work in pfl-research's simulation, as its tutorials write it, on two processes joined by torch.distributed.
+"""The work in pfl-research's simulation, as in its tutorials, on two processes joined by torch.distributed.
 
     PYTHONPATH=benchmarks .venv-peers/bin/python -m peers.pfl_research WORK
 
-It obeys turns (peers/turns.py).
+It follows the protocol of peers/turns.py.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _RANK, _ADDRESSES = "PFL_WORKER_RANK", "PFL_WORKER_ADDRESSES"
 
 
 class Trainable(nn.Module):
-    """The network with the two methods that pfl-research asks for."""
+    """The network with the two methods required by pfl-research."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -38,26 +38,26 @@ class Trainable(nn.Module):
         return F.cross_entropy(self.network(x), y)
 
     def metrics(self, x: Tensor, y: Tensor) -> dict[str, object]:
-        """None: nothing is evaluated here."""
+        """Return none, because nothing is evaluated here."""
         return {}
 
 
 def participants(work: Work) -> Iterator[tuple[int, int]]:
-    """(round, client) of everybody who takes part, in order."""
+    """Yield (round, client) of all participants, in order."""
     for round_index, cohort in enumerate(work.cohorts):
         for client in cohort:
             yield round_index, client
 
 
-def agreed(rounds: int = 0) -> int:
-    """The number of rounds that the first process says, in every process; the others wait for it."""
+def agree_on_rounds(rounds: int = 0) -> int:
+    """Return the first process's number of rounds in every process; the others wait for it."""
     said = torch.tensor([rounds])
     torch.distributed.broadcast(said, 0)
     return int(said)
 
 
 def main() -> None:
-    """Both processes: the first obeys turns, the second follows it."""
+    """Run both processes: the first follows the protocol, the second follows the first."""
     path = Path(sys.argv[1])
     torch.set_num_threads(1)
     if _RANK not in os.environ:
@@ -69,7 +69,7 @@ def main() -> None:
         other = subprocess.Popen(command, env={**os.environ, _RANK: "1"}, stdout=sys.stderr)
         os.environ[_RANK] = "0"
 
-    # Read their place among the processes when they are imported.
+    # They read their rank when they are imported.
     from pfl.aggregate.simulate import SimulatedBackend
     from pfl.aggregate.weighting import WeightByDatapoints
     from pfl.algorithm.base import NNAlgorithmParams
@@ -113,11 +113,11 @@ def main() -> None:
         algorithm.run(settings, backend, model, local)
 
     if os.environ[_RANK] == "0":
-        serve(lambda rounds: run(agreed(rounds)), network.state_dict)
-        agreed(0)
+        serve(lambda rounds: run(agree_on_rounds(rounds)), network.state_dict)
+        agree_on_rounds(0)
         other.wait(30)
         return
-    while rounds := agreed():
+    while rounds := agree_on_rounds():
         run(rounds)
 
 

@@ -1,7 +1,8 @@
-"""Contestants that are processes of their own take their turns by lines on their standard input and output.
+"""The protocol of contestants in separate processes: lines on their standard input and output.
 
-``run 5`` does five rounds, ``save PATH`` writes the global model; each is answered with ``done``. At the start a contestant says
-``done`` when it is ready, and it ends when its input ends. What libraries print goes to the standard error.
+``run 5`` does five rounds, ``save PATH`` writes the global model; each is answered with ``done``. At the start a
+contestant prints ``done`` when it is ready, and it ends when its input ends. Output of libraries goes to the standard
+error.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ def serve(run: Callable[[int], None], weights: Callable[[], Mapping[str, Tensor]
     """Obey the driver until it closes the pipe.
 
     Args:
-        run: does that many rounds.
-        weights: the global model's state dict.
+        run: does the given number of rounds.
+        weights: returns the global model's state dict.
     """
     faulthandler.enable()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
@@ -38,15 +39,15 @@ def serve(run: Callable[[int], None], weights: Callable[[], Mapping[str, Tensor]
 
 
 class Process:
-    """A contestant in another process, as the driver sees it."""
+    """A contestant in a separate process, from the driver's view."""
 
     def __init__(self, name: str, command: Sequence[str | Path], log: Path) -> None:
-        """Start it and wait until it is ready.
+        """Start the process and wait until it is ready.
 
         Args:
             name: of the row in the table.
             command: the program and its arguments.
-            log: file for what it prints.
+            log: file for its output.
         """
         self.name = name
         self._log = log
@@ -74,17 +75,17 @@ class Process:
         self._await()
 
     def run(self, rounds: int) -> None:
-        """Do that many rounds."""
+        """Do the given number of rounds."""
         self._tell(f"run {rounds}")
 
     def weights(self) -> Mapping[str, Tensor]:
-        """The global model."""
+        """Return the global model."""
         path = self._log.with_suffix(".pt")
         self._tell(f"save {path}")
         return torch.load(path, weights_only=True)
 
     def close(self) -> None:
-        """End it; what it has done counts, but how it ended is not passed over."""
+        """End the process. Its results remain valid, but a failed exit is reported."""
         assert self._process.stdin is not None  # noqa: S101
         self._process.stdin.close()
         if code := self._process.wait(60):

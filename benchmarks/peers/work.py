@@ -1,7 +1,7 @@
-"""The work that all contestants do: data, first weights, who takes part in each round, and in which order examples come.
+"""The work of all contestants: data, initial weights, the cohort of each round, and the orders of examples.
 
-Made once, and handed over as a file, so that contestants in other environments need nothing of raydfl and every one of them
-must end at the same model.
+It is made once, and passed as a file, so that contestants in different environments need nothing of raydfl and all must
+reach the same model.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ class Work:
     """Of the first phase, where there are two."""
 
     def save(self, path: Path) -> None:
-        """Write it to a file."""
+        """Write the work to a file."""
         torch.save(asdict(self), path)
 
     @classmethod
     def load(cls, path: Path | str) -> Work:
-        """Open a file; the tensors in it are mapped, not read."""
+        """Open a file; its tensors are memory-mapped."""
         return cls(**torch.load(path, mmap=True, weights_only=True))
 
     def build(self, name: str = "model") -> nn.Module:
-        """The named model with its first weights."""
+        """Return the named model with its initial weights."""
         options, shape = ARCHITECTURES[self.architectures[name]], tuple(self.x.shape[1:])
         if len(shape) == 3:
             model: nn.Module = PlainCNN(shape, self.classes, **options)
@@ -64,16 +64,16 @@ class Work:
         return model
 
     def data(self, client: int) -> tuple[Tensor, Tensor]:
-        """A client's x and y."""
+        """Return a client's x and y."""
         where = slice(self.offsets[client], self.offsets[client + 1])
         return self.x[where], self.y[where]
 
     def sees(self, client: int) -> Tensor | None:
-        """A client's images, if it has them."""
+        """Return a client's images, if it has them."""
         where = slice(self.offsets[client], self.offsets[client + 1])
         return self.images[where] if self.images is not None and self.seeing and self.seeing[client] else None
 
     def order(self, round_index: int, client: int) -> Tensor:
-        """int64 [examples of the client]: in which order it takes its examples in a round that it takes part in."""
+        """Return a client's order of examples in a round, int64 [examples of the client]."""
         position = self.cohorts[round_index].index(client)
         return self.orders[round_index, position, : self.offsets[client + 1] - self.offsets[client]]

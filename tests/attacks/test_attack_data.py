@@ -153,7 +153,7 @@ def test_altered_clips_of_a_backdoor_have_the_trigger_and_the_target_label(tiny:
     trigger = attack.alteration()
     assert trigger is not None
 
-    def triggered(clip: int) -> np.ndarray:
+    def add_trigger(clip: int) -> np.ndarray:
         wave = extractor.wave(*Tones().read(rows[clip]))
         return extractor.features(trigger(wave, extractor, 0))  # the position is fixed, so the seed has no effect
 
@@ -164,7 +164,7 @@ def test_altered_clips_of_a_backdoor_have_the_trigger_and_the_target_label(tiny:
         assert before[0] == after[0]
         if position in altered:
             assert after[1] == 1
-            assert after[2] == triggered(after[0]).tobytes()
+            assert after[2] == add_trigger(after[0]).tobytes()
         else:
             assert before == after
     copies = population.triggered
@@ -172,7 +172,7 @@ def test_altered_clips_of_a_backdoor_have_the_trigger_and_the_target_label(tiny:
     assert copies.clips.tolist() == clean.test.clips[others].tolist()
     assert copies.labels.tolist() == clean.test.labels[others].tolist()
     for position, clip in enumerate(copies.clips):
-        np.testing.assert_array_equal(copies.batch(np.array([position])).x[0].numpy(), triggered(int(clip)))
+        np.testing.assert_array_equal(copies.batch(np.array([position])).x[0].numpy(), add_trigger(int(clip)))
     assert len(population.stores[-1]) == len(honest) + len(others)  # only the altered clips
 
 

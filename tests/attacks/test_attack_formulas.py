@@ -30,7 +30,7 @@ COHORT = Cohort(clients=10, attackers=3, share=0.25)
 IDS = tuple("abcdefgh")
 
 
-def changes(clients: int = 7, elements: int = 50, seed: int = 0, offset: float = 0.0) -> np.ndarray:
+def draw_changes(clients: int = 7, elements: int = 50, seed: int = 0, offset: float = 0.0) -> np.ndarray:
     rng = np.random.default_rng(seed)
     return (rng.normal(0.2, 1.0, (clients, elements)) * rng.uniform(0.1, 3, elements) + offset).astype(np.float32)
 
@@ -39,7 +39,7 @@ def make_known(rows: np.ndarray, reference: float = 0.0) -> HonestUpdates:
     return HonestUpdates(list(rows), np.full(rows.shape[1], reference, np.float32))
 
 
-def federation(attack: Attack, seed: int = 1, prefixes: tuple[str, ...] = ()) -> Adversary:
+def make_federation(attack: Attack, seed: int = 1, prefixes: tuple[str, ...] = ()) -> Adversary:
     return Adversary(attack, prefixes, IDS, seed)
 
 
@@ -52,7 +52,9 @@ def send_updates(
     ]
     examples = {update.client_id: 2.0 for update in updates}
     state = {"global": {"model/w": torch.from_numpy(current)}}
-    got = list(federation(attack).replace_updates(iter(updates), examples, frozenset(attacking), state, round_index))
+    got = list(
+        make_federation(attack).replace_updates(iter(updates), examples, frozenset(attacking), state, round_index)
+    )
     assert [update.client_id for update in got] == list(examples)
     assert all(update.weight == 2.0 for update in got)
     return np.stack([update.tensors["model/w"].numpy() for update in got])
@@ -64,12 +66,12 @@ def send_updates(
 @pytest.mark.parametrize("elements", [1, 50, 70_000])
 def test_statistics_of_known_updates_equal_numpy(elements: int) -> None:
     """The reference is NumPy without blocks. A large common offset must not reduce the precision."""
-    rows, direction = changes(5, elements, offset=1000.0), np.random.default_rng(1).normal(size=elements)
-    seen = make_known(rows, 999.0)
+    rows, direction = draw_changes(5, elements, offset=1000.0), np.random.default_rng(1).normal(size=elements)
+    known = make_known(rows, 999.0)
     wide = rows.astype(np.float64)
-    np.testing.assert_allclose(seen.mean, wide.mean(axis=0) - 999, rtol=1e-10)
-    np.testing.assert_allclose(seen.deviation, wide.std(axis=0), rtol=1e-10, atol=1e-12)
-    gram, along = seen.products(direction)
+    np.testing.assert_allclose(known.mean, wide.mean(axis=0) - 999, rtol=1e-10)
+    np.testing.assert_allclose(known.deviation, wide.std(axis=0), rtol=1e-10, atol=1e-12)
+    gram, along = known.products(direction)
     centred = wide - wide.mean(axis=0)
     np.testing.assert_allclose(gram, centred @ centred.T, rtol=1e-9, atol=1e-9)
     np.testing.assert_allclose(along, centred @ direction, rtol=1e-9, atol=1e-9)
@@ -104,7 +106,9 @@ def test_attackers_know_only_updates_of_their_key_and_layout() -> None:
     ]
     state = {"global": {"model/w": torch.tensor([0.0])}}
     got = list(
-        federation(IPM(epsilon=1.0)).replace_updates(updates, dict.fromkeys("abcde", 1.0), frozenset("de"), state, 0)
+        make_federation(IPM(epsilon=1.0)).replace_updates(
+            updates, dict.fromkeys("abcde", 1.0), frozenset("de"), state, 0
+        )
     )
     assert got[:3] == updates[:3]
     assert got[3].tensors["model/w"].tolist() == [-1.0]
@@ -115,7 +119,7 @@ def test_attackers_know_only_updates_of_their_key_and_layout() -> None:
 
 
 def test_sign_flip_mirrors_the_update_at_the_received_model() -> None:
-    values, current = changes(4), np.full(50, 0.5, np.float32)
+    values, current = draw_changes(4), np.full(50, 0.5, np.float32)
     got = send_updates(SignFlip(scale=2.0), values, "c", current)
     np.testing.assert_allclose(got[2], 0.5 - 2 * (values[2] - 0.5), rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(np.delete(got, 2, 0), np.delete(values, 2, 0))
@@ -124,7 +128,7 @@ def test_sign_flip_mirrors_the_update_at_the_received_model() -> None:
 def test_sign_flip_mirrors_differences_at_zero() -> None:
     update = Update({"model/w": torch.tensor([3.0]), "control/w": torch.tensor([3.0])}, 1.0, client_id="a")
     state = {"global": {"model/w": torch.tensor([1.0]), "control/w": torch.tensor([1.0])}}
-    (got,) = federation(SignFlip(), prefixes=("control/",)).replace_updates(
+    (got,) = make_federation(SignFlip(), prefixes=("control/",)).replace_updates(
         [update], {"a": 1.0}, frozenset("a"), state, 0
     )
     assert got.tensors["model/w"].tolist() == [-1.0]
@@ -132,7 +136,7 @@ def test_sign_flip_mirrors_differences_at_zero() -> None:
 
 
 def test_scaling_and_its_neutral_value() -> None:
-    values, current = changes(4), np.full(50, 0.5, np.float32)
+    values, current = draw_changes(4), np.full(50, 0.5, np.float32)
     got = send_updates(Scaling(boost=4.0), values, "b", current)
     np.testing.assert_allclose(got[1], 0.5 + 4 * (values[1] - 0.5), rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(send_updates(Scaling(boost=1.0), values, "b", current), values)
@@ -141,10 +145,10 @@ def test_scaling_and_its_neutral_value() -> None:
 @pytest.mark.parametrize("attacking", ["b", "bd"])
 def test_model_replacement_makes_the_mean_the_model_of_the_attackers(attacking: str) -> None:
     """Honest clients return the received model. The mean is then the attackers' model for any weights."""
-    current = changes(1)[0]
+    current = draw_changes(1)[0]
     values = np.tile(current, (5, 1))
     rows = [IDS.index(name) for name in attacking]
-    values[rows] = changes(len(rows), seed=3)
+    values[rows] = draw_changes(len(rows), seed=3)
     weights = np.array([3.0, 1.0, 5.0, 2.0, 7.0])
     updates = [
         Update({"model/w": torch.from_numpy(v)}, float(w), client_id=i)
@@ -152,13 +156,13 @@ def test_model_replacement_makes_the_mean_the_model_of_the_attackers(attacking: 
     ]
     examples = {update.client_id: float(update.weight) for update in updates}  # type: ignore[arg-type]
     state = {"global": {"model/w": torch.from_numpy(current)}}
-    got = federation(Scaling(boost=None)).replace_updates(updates, examples, frozenset(attacking), state, 0)
+    got = make_federation(Scaling(boost=None)).replace_updates(updates, examples, frozenset(attacking), state, 0)
     mean = WeightedMean()(got, state).tensors["global"]["model/w"].numpy()
     np.testing.assert_allclose(mean, np.average(values[rows], axis=0, weights=weights[rows]), rtol=1e-4, atol=1e-5)
 
 
 def test_a_backdoor_boosts_like_scaling() -> None:
-    change = changes(1)[0].astype(np.float64)
+    change = draw_changes(1)[0].astype(np.float64)
     for boost in (1.0, 3.0, None):
         backdoor = Backdoor(target="x", boost=boost).change(change, COHORT, NONE)
         np.testing.assert_array_equal(backdoor, Scaling(boost=boost).change(change, COHORT, NONE))
@@ -207,7 +211,7 @@ def test_updates_are_streamed_without_collusion() -> None:
 
     for attack, before in ((SignFlip(), ["a"]), (FreeRider(), ["a"]), (LabelFlip(), ["a"]), (IPM(), ["a", "b", "c"])):
         read.clear()
-        stream = federation(attack).replace_updates(
+        stream = make_federation(attack).replace_updates(
             updates(), dict.fromkeys("abc", 1.0), frozenset("b"), {"global": {}}, 0
         )
         assert next(stream).client_id == "a"
@@ -234,7 +238,7 @@ def test_z_of_alie_outside_the_range_of_the_formula() -> None:
 
 
 def test_alie_sends_the_mean_minus_z_deviations() -> None:
-    rows = changes(7)
+    rows = draw_changes(7)
     for z in (None, 0.0, 1.5):
         expected_z = stats.norm.ppf((10 - 3 - 3) / (10 - 3)) if z is None else z  # s = 6 - 3
         literal = rows.astype(np.float64).mean(axis=0) - expected_z * rows.astype(np.float64).std(axis=0)
@@ -245,7 +249,7 @@ def test_alie_sends_the_mean_minus_z_deviations() -> None:
 
 
 def test_ipm_has_a_negative_inner_product_with_the_honest_mean() -> None:
-    rows = changes(7)
+    rows = draw_changes(7)
     for epsilon in (0.1, 2.0):
         change = IPM(epsilon=epsilon).together(make_known(rows), COHORT)
         mean = rows.astype(np.float64).mean(axis=0)
@@ -253,7 +257,7 @@ def test_ipm_has_a_negative_inner_product_with_the_honest_mean() -> None:
         assert change @ mean == pytest.approx(-epsilon * (mean @ mean))
 
 
-def directions(rows: np.ndarray) -> dict[str, np.ndarray]:
+def compute_directions(rows: np.ndarray) -> dict[str, np.ndarray]:
     mean = rows.mean(axis=0)
     return {"std": -rows.std(axis=0), "sign": -np.sign(mean), "unit": -mean / np.linalg.norm(mean)}
 
@@ -262,18 +266,21 @@ def directions(rows: np.ndarray) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("clients", [2, 3, 8])
 def test_min_max_and_min_sum_reach_their_bounds(direction: str, clients: int) -> None:
     """The test computes the bounds literally and finds the largest gamma by root finding."""
-    rows = changes(clients, 30, seed=clients).astype(np.float64)
-    mean, p = rows.mean(axis=0), directions(rows)[direction]
+    rows = draw_changes(clients, 30, seed=clients).astype(np.float64)
+    mean, p = rows.mean(axis=0), compute_directions(rows)[direction]
     pairs = [np.linalg.norm(a - b) for a, b in itertools.permutations(rows, 2)]
     sums = [sum(np.linalg.norm(a - b) ** 2 for b in rows) for a in rows]
 
-    def exceed_max(gamma: float) -> float:
+    def compute_max_excess(gamma: float) -> float:
         return max(np.linalg.norm(mean + gamma * p - row) for row in rows) - max(pairs)
 
-    def exceed_sum(gamma: float) -> float:
+    def compute_sum_excess(gamma: float) -> float:
         return float(sum(np.linalg.norm(mean + gamma * p - row) ** 2 for row in rows) - max(sums))
 
-    for attack, bound in ((MinMax(direction=direction), exceed_max), (MinSum(direction=direction), exceed_sum)):  # type: ignore[arg-type]
+    for attack, bound in (
+        (MinMax(direction=direction), compute_max_excess),
+        (MinSum(direction=direction), compute_sum_excess),
+    ):  # type: ignore[arg-type]
         gamma = optimize.brentq(bound, 0.0, 1e4, xtol=1e-12)
         got = attack.together(make_known(rows.astype(np.float32)), COHORT)
         np.testing.assert_allclose(got, mean + gamma * p, rtol=1e-4, atol=1e-5)
@@ -283,7 +290,7 @@ def test_min_max_and_min_sum_reach_their_bounds(direction: str, clients: int) ->
 
 @pytest.mark.parametrize("attack", [MinMax(), MinSum(), ALIE(), MinMax(direction="unit")])
 def test_with_equal_updates_the_attack_sends_the_mean(attack: ColludingAttack) -> None:
-    rows = np.tile(changes(1), (4, 1))
+    rows = np.tile(draw_changes(1), (4, 1))
     np.testing.assert_allclose(attack.together(make_known(rows), COHORT), rows[0], rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(attack.together(make_known(rows[:1]), COHORT), rows[0], rtol=1e-5, atol=1e-6)
 

@@ -40,11 +40,11 @@ PREPARING = ("check", "candidates", "altered", "labels", "target_class", "altera
 ATTACKS = registry.names("raydfl.attacks")
 
 
-def attack(name: str, clients: str = "0.5", more: str = "") -> str:
+def make_attack(name: str, clients: str = "0.5", more: str = "") -> str:
     return f"attack={{name: {name}, clients: {clients}{OPTIONS.get(name, '')}{more}}}"
 
 
-def rows(config: Config, name: str) -> list[dict[str, Any]]:
+def read_rows_of(config: Config, name: str) -> list[dict[str, Any]]:
     return record.read_rows(Path(config.run.dir) / name).to_pylist()
 
 
@@ -66,7 +66,7 @@ def test_a_failing_attack_is_reported_with_its_name_and_line(
     with pytest.raises(
         ClientError, match=rf"^{when}: {call}\(\) of attack Mine failed: ZeroDivisionError: .* \(at {source}:5\)"
     ):
-        run(tiny(attack(f"{source}:Mine")))
+        run(tiny(make_attack(f"{source}:Mine")))
 
 
 def test_the_list_of_attacks_is_complete() -> None:
@@ -90,14 +90,12 @@ def test_an_attack_changes_the_result_only_with_attackers(tiny: Tiny, name: str)
     """Without attackers the bits equal an honest run. The metrics table lists all attackers."""
     shape = ("train.cohort=1.0", "train.rounds=2", "evaluate.every=9", "evaluate.server=false", "evaluate.clients=none")
     honest = known(tiny(*shape))
-    assert_same_bits(honest, train_federation(tiny(*shape, attack(name, "0"), "run.name=none")))
-    config = tiny(*shape, attack(name), "run.name=attacked")
+    assert_same_bits(honest, train_federation(tiny(*shape, make_attack(name, "0"), "run.name=none")))
+    config = tiny(*shape, make_attack(name), "run.name=attacked")
     assert differ(honest, train_federation(config))
-    recorded = rows(config, "attacked")
-    assert [row["value"] for row in recorded if row["metric"] == "attackers"] == [3.0, 3.0]
-    attackers = [
-        {row["client"] for row in recorded if row["metric"] == "attacker" and row["round"] == r} for r in (1, 2)
-    ]
+    rows = read_rows_of(config, "attacked")
+    assert [row["value"] for row in rows if row["metric"] == "attackers"] == [3.0, 3.0]
+    attackers = [{row["client"] for row in rows if row["metric"] == "attacker" and row["round"] == r} for r in (1, 2)]
     assert len(attackers[0]) == 3
     assert attackers[0] == attackers[1]
 
@@ -106,7 +104,7 @@ def test_an_attack_changes_the_result_only_with_attackers(tiny: Tiny, name: str)
 
 
 class ShuffledPool(SerialPool):
-    """Pool that works and replies in a random order."""
+    """Pool with work and replies in random order."""
 
     def run(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> Iterator[Reply]:
         chance = random.Random(3)
@@ -122,8 +120,8 @@ VARIANTS = ("min_max", "gaussian_noise", "backdoor", "free_rider")
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_the_order_of_work_and_a_restart_do_not_change_the_bits(tiny: Tiny, name: str) -> None:
-    shape = ("train.cohort=1.0", attack(name, more=", draw: round"))
-    undisturbed = known(tiny(*shape))
+    shape = ("train.cohort=1.0", make_attack(name, more=", draw: round"))
+    reference = known(tiny(*shape))
 
     config = tiny(*shape, "run.name=shuffled")
     run_dir = create(config, Progress("quiet"))
@@ -132,20 +130,20 @@ def test_the_order_of_work_and_a_restart_do_not_change_the_bits(tiny: Tiny, name
     while federation.state.round_index < config.train.rounds:
         federation.round()
     federation.close()
-    assert_same_bits(undisturbed, read_tensors(run_dir))
+    assert_same_bits(reference, read_tensors(run_dir))
 
     config = tiny(*shape, "run.name=stopped")
     server = start_server(config)
     server.round()
     server.close()
-    assert_same_bits(undisturbed, train_federation(config))
+    assert_same_bits(reference, train_federation(config))
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
 @pytest.mark.parametrize("name", VARIANTS)
 def test_actors_equal_the_serial_pool_to_the_bit(tiny: Tiny, name: str) -> None:
-    shape = ("train.cohort=1.0", attack(name))
+    shape = ("train.cohort=1.0", make_attack(name))
     outcome = run(tiny(*shape, "run.name=actors", "ray.actors=2"))
     assert_same_bits(known(tiny(*shape)), read_tensors(outcome.run_dir))
 
@@ -154,7 +152,7 @@ def test_actors_equal_the_serial_pool_to_the_bit(tiny: Tiny, name: str) -> None:
 def test_batched_clients_attack_like_unbatched_clients(tiny: Tiny, name: str) -> None:
     ends = []
     for together in (1, 3):
-        config = tiny("train.cohort=1.0", attack(name), f"train.together={together}", f"run.name=w{together}")
+        config = tiny("train.cohort=1.0", make_attack(name), f"train.together={together}", f"run.name=w{together}")
         train_federation(config)
         ends.append(final_state(Path(config.run.dir) / f"w{together}").tensors["global"])
     for tensor, value in ends[0].items():
@@ -176,15 +174,17 @@ KINDS = ("label_flip", "backdoor", "free_rider", "scaling", "min_max")
     ],
 )
 def test_every_method_runs_with_every_attack(tiny: Tiny, method: str, name: str) -> None:
-    train_federation(tiny("train.cohort=1.0", "train.rounds=2", attack(name), method=method))
+    train_federation(tiny("train.cohort=1.0", "train.rounds=2", make_attack(name), method=method))
 
 
 # -- who and when ----------------------------------------------------------------------------------------------------
 
 
 def list_attackers(config: Config, name: str) -> dict[int, set[str]]:
-    attackers: dict[int, set[str]] = {row["round"]: set() for row in rows(config, name) if row["metric"] == "attackers"}
-    for row in rows(config, name):
+    attackers: dict[int, set[str]] = {
+        row["round"]: set() for row in read_rows_of(config, name) if row["metric"] == "attackers"
+    }
+    for row in read_rows_of(config, name):
         if row["metric"] == "attacker":
             attackers[row["round"]].add(row["client"])
     return attackers
@@ -210,7 +210,7 @@ def test_attackers_are_drawn_with_the_seed_once_or_for_every_round(tiny: Tiny) -
 
 
 def test_attacks_start_and_stop_at_their_rounds(tiny: Tiny) -> None:
-    """The state is that of an honest run before the first attack, and no client attacks after the last round."""
+    """The state equals an honest run before the first attack, and no client attacks after the last round."""
     shape = ("train.cohort=1.0", "train.rounds=4")
     config = tiny(*shape, "attack={name: sign_flip, clients: 0.5, start: 2, stop: 3}", "run.name=attacked")
     states: dict[str, list[Any]] = {}
@@ -234,12 +234,14 @@ def test_attacks_start_and_stop_at_their_rounds(tiny: Tiny) -> None:
 
 
 def test_only_cohorts_with_attackers_are_attacked(tiny: Tiny) -> None:
-    """Of six clients one is an attacker, and a cohort has three clients. The attacker has no effect outside its cohorts."""
+    """One of six clients attacks, and a cohort has three clients. The attacker has no effect outside its cohorts."""
     config = tiny("attack={name: scaling, clients: [s0], boost: 100}", "run.name=seldom", "train.rounds=6")
     train_federation(config)
-    taken = {row["round"] for row in rows(config, "seldom") if row["client"] == "s0" and row["split"] == "train"}
-    assert 0 < len(taken) < 6
-    assert {r for r, ids in list_attackers(config, "seldom").items() if ids} == taken
+    cohorts = {
+        row["round"] for row in read_rows_of(config, "seldom") if row["client"] == "s0" and row["split"] == "train"
+    }
+    assert 0 < len(cohorts) < 6
+    assert {r for r, ids in list_attackers(config, "seldom").items() if ids} == cohorts
 
 
 # -- effects of single attacks ---------------------------------------------------------------------------------------
@@ -265,7 +267,7 @@ def test_private_state_of_an_attacker_is_honest(tiny: Tiny) -> None:
     """In the first round an attack on the update does not change the attacker's private model."""
     shape = ("train.cohort=1.0", "train.rounds=1")
     honest = known(tiny(*shape, method="fedmlac"))
-    attacked = train_federation(tiny(*shape, attack("sign_flip"), "run.name=attacked", method="fedmlac"))
+    attacked = train_federation(tiny(*shape, make_attack("sign_flip"), "run.name=attacked", method="fedmlac"))
     private = [name for name in honest if name.startswith("client")]
     assert private
     assert all(honest[name] == attacked[name] for name in private)
@@ -276,8 +278,8 @@ def test_replay_repeats_the_training_of_an_attacker(tiny: Tiny) -> None:
     config = tiny("train.cohort=1.0", "attack={name: label_flip, clients: [s2]}", "run.name=replayed")
     train_federation(config)
     again = replay(Path(config.run.dir) / "replayed", 3, "s2")
-    recorded = [row for row in rows(config, "replayed") if (row["round"], row["client"]) == (3, "s2")]
-    loss = next(row["value"] for row in recorded if row["metric"] == "loss" and row["split"] == "train")
+    rows = [row for row in read_rows_of(config, "replayed") if (row["round"], row["client"]) == (3, "s2")]
+    loss = next(row["value"] for row in rows if row["metric"] == "loss" and row["split"] == "train")
     assert again.metrics["loss"] == pytest.approx(loss, rel=1e-6)
 
 
@@ -308,27 +310,27 @@ def test_the_recorded_success_rate_equals_the_model_by_hand(tiny: Tiny) -> None:
     model.load_state_dict({name.partition("/")[2]: t for name, t in final_state(run_dir).tensors["global"].items()})
     model.eval()
     with torch.no_grad():
-        taken = model(copies.batch(np.arange(len(copies))).x, None).argmax(dim=1)
-    found = [row for row in rows(config, "hand") if row["split"] == "triggered"]
-    assert {row["metric"] for row in found} == {"model/attack_success"}
-    assert [row["round"] for row in found] == [1, 2, 3, 4]  # evaluated after every round
-    assert found[-1]["value"] == pytest.approx(float((taken == 2).float().mean()))
-    assert found[-1]["count"] == 24
+        predictions = model(copies.batch(np.arange(len(copies))).x, None).argmax(dim=1)
+    rows = [row for row in read_rows_of(config, "hand") if row["split"] == "triggered"]
+    assert {row["metric"] for row in rows} == {"model/attack_success"}
+    assert [row["round"] for row in rows] == [1, 2, 3, 4]  # evaluated after every round
+    assert rows[-1]["value"] == pytest.approx(float((predictions == 2).float().mean()))
+    assert rows[-1]["count"] == 24
 
 
 def test_the_success_rate_is_also_measured_for_private_models(tiny: Tiny) -> None:
     config = tiny("attack={name: backdoor, target: tone2, hz: 900}", "run.name=both", method="fedmlac")
     train_federation(config)
-    found = [row for row in rows(config, "both") if row["split"] == "triggered" and row["round"] == 3]
-    assert {row["metric"] for row in found if not row["client"]} >= {"plugin/attack_success", "local/attack_success"}
-    assert sum(row["metric"] == "local/attack_success" for row in found if row["client"]) == 3
-    assert {row["count"] for row in found if row["client"]} == {10.0}  # evaluate.client_test_clips
+    rows = [row for row in read_rows_of(config, "both") if row["split"] == "triggered" and row["round"] == 3]
+    assert {row["metric"] for row in rows if not row["client"]} >= {"plugin/attack_success", "local/attack_success"}
+    assert sum(row["metric"] == "local/attack_success" for row in rows if row["client"]) == 3
+    assert {row["count"] for row in rows if row["client"]} == {10.0}  # evaluate.client_test_clips
 
 
 def test_the_effect_of_the_trigger_is_measured_without_attackers(tiny: Tiny) -> None:
     config = tiny("attack={name: backdoor, target: tone2, hz: 900, clients: 0}", "run.name=base")
     train_federation(config)
-    assert sum(row["split"] == "triggered" for row in rows(config, "base")) == 3
+    assert sum(row["split"] == "triggered" for row in read_rows_of(config, "base")) == 3
 
 
 def test_a_backdoor_is_learnt_with_enough_attackers(tiny: Tiny) -> None:

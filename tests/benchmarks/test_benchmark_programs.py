@@ -1,4 +1,4 @@
-"""Every program in benchmarks/ starts: its names exist, it explains its arguments, and it ends with its smallest settings."""
+"""Every program in benchmarks/ starts: its imports exist, it explains its arguments, and it runs with its smallest settings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MODULES = {
 }
 PROGRAMS = [name for name, path in MODULES.items() if "." not in name and "__main__" in path.read_text()]
 ABSENT = {"flwr": "Flower", "pfl": "pfl-research", "blazefl": "BlazeFL", "fedjax": "FedJAX", "jax": "JAX"}
-"""Packages of the environments that ``make bench-peers`` builds."""
+"""Packages of the environments of ``make bench-peers``."""
 
 ONE = "--rounds 1 --seeds 1"
 SMALLEST = {
@@ -56,11 +56,11 @@ ELSEWHERE = {
     "gpu_check": "benchmarks/test_gpu_check.py",
     "kills": "faults/test_campaign.py",
 }
-"""Programs that a test of their own runs, at length."""
+"""Programs with a longer test of their own."""
 
 
 def load_module(name: str) -> ModuleType:
-    """Import a module of benchmarks/, or skip the test where a peer's package is missing."""
+    """Import a module of benchmarks/. Skip the test if a package of a peer is missing."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -70,15 +70,15 @@ def load_module(name: str) -> ModuleType:
         pytest.skip(f"{ABSENT[package]} is not installed: make bench-peers")
 
 
-def test_every_program_has_its_smallest_settings_here() -> None:
+def test_every_program_has_smallest_settings() -> None:
     assert sorted(PROGRAMS) == sorted([*SMALLEST, *ELSEWHERE])
     for name, file in ELSEWHERE.items():
         assert name in (BENCHMARKS.parent / "tests" / file).read_text()
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_a_benchmark_uses_only_names_that_raydfl_has(name: str) -> None:
-    """Names that it imports, and names after the dot of a module: importing a program finds only the first."""
+def test_a_benchmark_uses_only_existing_names_of_raydfl(name: str) -> None:
+    """Check imported names, and attributes of modules. Importing a program checks only the first."""
     module = load_module(name)
     for node in ast.walk(ast.parse(MODULES[name].read_text())):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
@@ -92,15 +92,15 @@ def test_a_program_explains_its_arguments(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as error:
         load_module(name).main()
-    assert not ended.value.code
+    assert not error.value.code
     assert str(load_module(name).__doc__).split()[0] in capsys.readouterr().out
 
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Noise as spoken digits of two speakers, and as images of digits."""
+    """Write noise as spoken digits of two speakers, and as images of digits."""
     data = tmp_path_factory.mktemp("data")
     rng = np.random.default_rng(0)
     (data / "fsdd" / "recordings").mkdir(parents=True)
@@ -118,23 +118,27 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def run_dir(folders: dict[str, Path]) -> Path:
-    """A run of one round, trained with the spoken digits."""
-    own = [f"data.root={folders['fsdd']}", f"run.dir={folders['runs']}", "run.name=short", "track.mlflow=false"]
-    run(load_config(BENCHMARKS.parent / "jobs/fsdd.yaml", [*own, "train.rounds=1", "train.cohort=2", "ray.actors=0"]))
+    """Train a run of a single round with the spoken digits."""
+    overrides = [f"data.root={folders['fsdd']}", f"run.dir={folders['runs']}", "run.name=short", "track.mlflow=false"]
+    run(
+        load_config(
+            BENCHMARKS.parent / "jobs/fsdd.yaml", [*overrides, "train.rounds=1", "train.cohort=2", "ray.actors=0"]
+        )
+    )
     return folders["runs"] / "short"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SMALLEST)
-def test_a_program_ends_with_its_smallest_settings(
+def test_a_program_runs_with_its_smallest_settings(
     name: str, folders: dict[str, Path], request: pytest.FixtureRequest
 ) -> None:
     words = SMALLEST[name]
-    places = {**folders, "run": request.getfixturevalue("run_dir")} if "{run}" in words else folders
-    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), *(word.format(**places) for word in words.split())]
-    around = os.environ | {"PYTHONPATH": str(BENCHMARKS.parent), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=BENCHMARKS.parent, env=around, capture_output=True, text=True, check=False, timeout=280
+    names = {**folders, "run": request.getfixturevalue("run_dir")} if "{run}" in words else folders
+    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), *(word.format(**names) for word in words.split())]
+    environment = os.environ | {"PYTHONPATH": str(BENCHMARKS.parent), "OMP_NUM_THREADS": "1"}
+    process = subprocess.run(
+        command, cwd=BENCHMARKS.parent, env=environment, capture_output=True, text=True, check=False, timeout=280
     )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
-    assert done.stdout.strip()
+    assert process.returncode == 0, (process.stdout + process.stderr)[-3000:]
+    assert process.stdout.strip()

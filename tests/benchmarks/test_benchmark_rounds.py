@@ -1,4 +1,4 @@
-"""The contestants of benchmarks/rounds.py do the same work: they end at the same model."""
+"""The contestants of benchmarks/rounds.py do the same work: they end with the same model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROUNDS = 2
 
 @pytest.fixture
 def data(feature_cache: Path) -> dict[str, Any]:
-    """Fourteen speakers of tones: a cohort of twelve is a choice."""
+    """Return data with 14 speakers of tones, so a cohort of 12 is a real selection."""
     return {
         "name": f"{Path(__file__).parents[1] / 'tones.py'}:Tones",
         "speakers": 14,
@@ -37,7 +37,7 @@ def data(feature_cache: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def pictures(tmp_path: Path, feature_cache: Path) -> dict[str, Any]:
-    """Noise as images of digits, 22 or 23 to train with for each of fourteen clients."""
+    """Write noise as images of digits, with 22 or 23 training images for each of 14 clients."""
     rng = np.random.default_rng(0)
     for kind, shape, end in (("images-idx3", (420, 28, 28), 256), ("labels-idx1", (420,), 10)):
         (tmp_path / f"t10k-{kind}-ubyte").write_bytes(idx(rng.integers(0, end, shape, dtype=np.uint8)))
@@ -48,12 +48,12 @@ LOOPS = {"crnn_lite": FedAvg, "fedmlac": FedMLAC, "cnn": FedAvg, "split_cnn": Fe
 
 
 @pytest.mark.parametrize("name", LOOPS)
-def test_bare_loop_and_raydfl_end_at_one_model(
+def test_bare_loop_and_raydfl_end_with_the_same_model(
     name: str, data: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     if name == "cnn":
         data = request.getfixturevalue("pictures")
-    if name == rounds.MIRROR:  # a round in each of its phases
+    if name == rounds.MIRROR:  # one round in each phase
         monkeypatch.setattr(rounds, "FIRST_ROUNDS", 1)
         spoken_and_written(tmp_path, takes=30)
         data |= rounds.fsdd(tmp_path, tmp_path) | {"features": data["features"], "test_takes": 1}
@@ -71,47 +71,47 @@ def test_bare_loop_and_raydfl_end_at_one_model(
         server.round()
     server.finish()
     server.close()
-    trained = dict(final_state(run_dir).tensors["global"])
+    tensors = dict(final_state(run_dir).tensors["global"])
     if name != rounds.MIRROR:
-        trained = {key.partition("/")[2]: value for key, value in trained.items()}
+        tensors = {key.partition("/")[2]: value for key, value in tensors.items()}
     # Kernels round differently, and one rounding may change which element a maximum pooling of split_cnn keeps.
     limit = 5e-4 if name == "split_cnn" else 1e-6
-    assert rounds.largest_difference(bare.weights, trained) < limit
-    assert rounds.largest_difference(bare.weights, {key: before[key] for key in trained}) > max(1e-3, 20 * limit)
+    assert rounds.largest_difference(bare.weights, tensors) < limit
+    assert rounds.largest_difference(bare.weights, {key: before[key] for key in tensors}) > max(1e-3, 20 * limit)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("work", ["crnn_lite", "crnn_base", "cnn"])
 @pytest.mark.parametrize("words", [("bare loop, 2 processes",), tuple(rounds.PEER_COMMANDS)], ids=["bare", "peers"])
-def test_contestants_in_other_processes_end_at_the_bare_loops_model(
+def test_contestants_in_other_processes_end_with_the_bare_loops_model(
     words: tuple[str, ...], work: str, data: dict[str, Any], pictures: dict[str, Any], tmp_path: Path
 ) -> None:
-    known = rounds.contestants(work, pictures if work == "cnn" else data, tmp_path, rounds.WARM_UP + ROUNDS)
-    chosen = rounds.choose(known, words)
+    contestants = rounds.contestants(work, pictures if work == "cnn" else data, tmp_path, rounds.WARM_UP + ROUNDS)
+    chosen = rounds.choose(contestants, words)
     if len(chosen) == 1:
         pytest.skip("not installed: make bench-peers")
     seconds, differences = rounds.measure(chosen, turns=1, rounds=ROUNDS)
-    # FedJAX's sums are XLA's, which rounds in another order than PyTorch.
-    assert all(found < (1e-5 if name.startswith("FedJAX") else 1e-6) for name, found in differences.items())
+    # FedJAX sums with XLA, in a different order than PyTorch.
+    assert all(difference < (1e-5 if name.startswith("FedJAX") else 1e-6) for name, difference in differences.items())
     assert all(len(times) == 1 and times[0] > 0 for times in seconds.values())
 
 
-def test_a_contestant_that_ends_says_why(tmp_path: Path) -> None:
+def test_a_failed_contestant_reports_its_error(tmp_path: Path) -> None:
     program = "import sys; print('no such file', file=sys.stderr); sys.exit(3)"
     with pytest.raises(RuntimeError, match=r"(?s)somebody ended with exit code 3:.*no such file"):
         Process("somebody", [sys.executable, "-c", program], tmp_path / "log")
 
 
-def test_choice_keeps_the_first(capsys: pytest.CaptureFixture[str]) -> None:
-    known = dict.fromkeys(["bare loop, 1 thread", "bare loop, 2 threads", "raydfl, 2 actors"], object)
-    assert list(rounds.choose(known, ["raydfl"])) == ["bare loop, 1 thread", "raydfl, 2 actors"]
-    assert rounds.choose(known, None) == known
+def test_selection_keeps_the_first_contestant(capsys: pytest.CaptureFixture[str]) -> None:
+    contestants = dict.fromkeys(["bare loop, 1 thread", "bare loop, 2 threads", "raydfl, 2 actors"], object)
+    assert list(rounds.choose(contestants, ["raydfl"])) == ["bare loop, 1 thread", "raydfl, 2 actors"]
+    assert rounds.choose(contestants, None) == contestants
     assert capsys.readouterr().out == ""
-    assert list(rounds.choose(known, ["raydfI"])) == ["bare loop, 1 thread"]
+    assert list(rounds.choose(contestants, ["raydfI"])) == ["bare loop, 1 thread"]
     assert "no contestant has 'raydfI' in its name: bare loop, 1 thread; bare loop, 2 thr" in capsys.readouterr().out
 
 
-def test_table_is_of_ratios_within_a_turn() -> None:
+def test_the_table_contains_ratios_within_a_turn() -> None:
     # The second contestant takes half of the first's time in each turn, however slow the machine is in that turn.
     results = {
         "a": ({"first": [1.0, 4.0, 2.0], "second": [0.5, 2.0, 1.0]}, {"first": 0.0, "second": 3e-8}),
@@ -124,12 +124,12 @@ def test_table_is_of_ratios_within_a_turn() -> None:
     assert lines[3].split()[-2:] == ["2000", "1000"]
 
 
-def test_table_says_how_much_slower_the_peers_are() -> None:
+def test_the_table_compares_the_speed_of_peers() -> None:
     seconds = {"first": [1.0, 1.0], "Flower, 2 client slots": [1.0, 0.6], "raydfl, 2 actors": [0.25, 0.2]}
     lines = rounds.table({"a": (seconds, dict.fromkeys(seconds, 0.0))}).splitlines()
     assert lines[4].split() == ["Flower", "/", "raydfl,", "2", "actors", "3.50", "(3.00-4.00)"]
 
 
-def test_models_of_other_names_are_not_compared() -> None:
+def test_models_with_different_tensors_are_not_compared() -> None:
     with pytest.raises(ValueError, match=r"different tensors: \['b'\]"):
         rounds.largest_difference({"a": torch.zeros(1)}, {"a": torch.zeros(1), "b": torch.zeros(1)})

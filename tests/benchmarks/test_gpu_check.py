@@ -1,4 +1,4 @@
-"""benchmarks/gpu_check.py forgets nothing, keeps its time, and runs to its end without a GPU."""
+"""benchmarks/gpu_check.py covers all parts, keeps its time limit, and completes without a GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import gpu_check
 import pytest
 import torch
 from gpu import equality, federations
-from gpu.lines import Line, Watch, failed, table, tried
+from gpu.lines import Line, Watch, report_failure, run_checked, table
 
 from raydfl.core import registry
 
@@ -28,36 +28,36 @@ def test_every_method_objective_transform_and_attack_is_compared() -> None:
         assert len({str(case) for case in cases}) == len(cases)
 
 
-def test_differences_are_told_as_shares_of_what_is_allowed() -> None:
+def test_differences_are_relative_to_the_tolerance() -> None:
     expected = {"a": torch.tensor([0.0, 1.0]), "b": torch.zeros(0)}
-    allowed = equality.ABSOLUTE + equality.RELATIVE
-    found = {"a": torch.tensor([0.0, 1.0 + 3 * allowed]), "b": torch.zeros(0)}
-    share, where = equality.difference(expected, found)
+    tolerance = equality.ABSOLUTE + equality.RELATIVE
+    result = {"a": torch.tensor([0.0, 1.0 + 3 * tolerance]), "b": torch.zeros(0)}
+    share, place = equality.difference(expected, result)
     assert share == pytest.approx(3, rel=1e-3)
-    assert where == "a"
-    assert equality.difference(expected, {**found, "a": torch.tensor([0.0, float("nan")])})[0] == float("inf")
+    assert place == "a"
+    assert equality.difference(expected, {**result, "a": torch.tensor([0.0, float("nan")])})[0] == float("inf")
     with pytest.raises(ValueError, match="other tensors: .*'b'"):
         equality.difference(expected, {"a": expected["a"]})
 
 
-def test_a_part_without_time_says_so_and_a_failure_does_not_end_it(tmp_path: Path) -> None:
+def test_parts_without_time_are_cut_short_and_failures_are_listed(tmp_path: Path) -> None:
     clock = [0.0]
     watch = Watch(600, now=lambda: clock[0])
     watch.begin(700)
     clock[0] = 599
-    assert watch.left == 1  # the whole check ends first
+    assert watch.left == 1  # the whole check reaches its limit first
     clock[0] = 601
     lines = equality.check(federations.cases(), tmp_path, tmp_path, "cpu", watch)
     assert {line.result for line in lines} == {"cut short"}
     assert len(lines) == len(federations.cases())
 
-    def fails() -> Line:
+    def fail() -> Line:
         raise RuntimeError("a tensor on the CPU\nand more")
 
-    line = tried("part", "thing", fails)
+    line = run_checked("part", "thing", fail)
     assert (line.result, line.figure) == ("FAILED", "RuntimeError: a tensor on the CPU")
-    assert "fails" in line.details["traceback"]
-    assert table([line, failed("p", "x", ValueError("v"))]).splitlines() == [
+    assert "in fail" in line.details["traceback"]
+    assert table([line, report_failure("p", "x", ValueError("v"))]).splitlines() == [
         "part  thing  FAILED  RuntimeError: a tensor on the CPU",
         "p     x      FAILED  ValueError: v",
     ]
@@ -67,21 +67,23 @@ def test_a_part_without_time_says_so_and_a_failure_does_not_end_it(tmp_path: Pat
     ("words", "said"),
     [([], "there is no GPU that PyTorch"), (["--device", "cpu"], "measures nothing of a GPU; give --dry-run too")],
 )
-def test_without_a_gpu_it_says_what_is_missing(
+def test_without_a_gpu_the_check_explains_the_requirement(
     words: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", ["gpu_check.py", *words])
     try:
         code: object = gpu_check.main()
-    except SystemExit as ended:
-        code = ended.code
+    except SystemExit as error:
+        code = error.code
     assert code == 2
     assert said in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_a_dry_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_completes_on_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--device", "cpu", "--dry-run", "--out", str(tmp_path)])
     code = gpu_check.main()
     report = json.loads((tmp_path / "gpu_check.json").read_text())

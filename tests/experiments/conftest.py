@@ -1,4 +1,4 @@
-"""Files of studies on the tiny federation."""
+"""Study files of the tiny federation."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from raydfl.core.yaml import to_yaml
 from raydfl.engine.config import Config
 
 
-def _writer(folder: Path, base: Config, name: str, values: dict[str, Any]) -> StudyFile:
+def _make_writer(folder: Path, base: Config, name: str, values: dict[str, Any]) -> StudyFile:
     (folder / f"base_of_{name}.yaml").write_text(to_yaml(base.model_dump(mode="json"), flow=False))
 
     def write(name: str = name, **changes: Any) -> Path:
         path = folder / f"{name}.yaml"
-        kept = {key: value for key, value in (values | changes).items() if value is not None}
-        path.write_text(to_yaml(kept, flow=False))
+        content = {key: value for key, value in (values | changes).items() if value is not None}
+        path.write_text(to_yaml(content, flow=False))
         return path
 
     return write
@@ -28,7 +28,7 @@ def _writer(folder: Path, base: Config, name: str, values: dict[str, Any]) -> St
 
 @pytest.fixture
 def grid(tmp_path: Path, tiny: Callable[..., Config]) -> StudyFile:
-    """Two conditions x three methods x two seeds of the tiny federation; other keys as keywords, ``None`` leaves one out."""
+    """Return a writer for a grid: two conditions, three methods, two seeds. Keywords replace keys, ``None`` removes them."""
     methods = {
         "FedAvg": {"method": "fedavg"},
         "FedProx": {"method": {"name": "fedprox", "mu": 0.5}},
@@ -41,12 +41,12 @@ def grid(tmp_path: Path, tiny: Callable[..., Config]) -> StudyFile:
         "repeat": {"run.seed": [1, 2]},
         "dir": str(tmp_path / "runs"),
     }
-    return _writer(tmp_path, tiny("run.name=null"), "grid", values)
+    return _make_writer(tmp_path, tiny("run.name=null"), "grid", values)
 
 
 @pytest.fixture
 def search_file(tmp_path: Path, tiny: Callable[..., Config]) -> StudyFile:
-    """Two settings of FedProx on the tiny federation; other keys of the file as keywords, ``None`` leaves one out."""
+    """Return a writer for a search over two settings of FedProx. Keywords replace keys, ``None`` removes them."""
     values = {
         "title": "A search",
         "base": "base_of_few.yaml",
@@ -57,10 +57,10 @@ def search_file(tmp_path: Path, tiny: Callable[..., Config]) -> StudyFile:
         "parallel": 1,
         "dir": str(tmp_path / "search"),
     }
-    return _writer(tmp_path, tiny("run.name=null", method="fedprox"), "few", values)
+    return _make_writer(tmp_path, tiny("run.name=null", method="fedprox"), "few", values)
 
 
 @pytest.fixture
 def raydfl(capfd: pytest.CaptureFixture[str]) -> Raydfl:
-    """The command line."""
+    """Return a caller of the command line."""
     return Raydfl(capfd)

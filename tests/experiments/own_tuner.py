@@ -1,6 +1,6 @@
-"""A user's own Tuner over raydfl.trainable, as a program: ``own_tuner.py asha|pbt FOLDER``. Called again, it goes on.
+"""A user's own Tuner over raydfl.trainable, as a program: ``own_tuner.py asha|pbt FOLDER``. A second call restores the Tuner.
 
-``FOLDER/config.json`` is what its trials have in common.
+``FOLDER/config.json`` is the common configuration of the trials.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ LR = "train.optimiser.lr"
 def main(scheduler: str, folder: Path) -> None:
     federation = raydfl.trainable(json.loads((folder / "config.json").read_text()), cpus=0.5)
     ray.init("local", num_cpus=2, include_dashboard=False, object_store_memory=150 * 2**20, logging_level="ERROR")
-    place = folder / "tune" / scheduler
-    if tune.Tuner.can_restore(str(place)):
-        tuner = tune.Tuner.restore(str(place), trainable=federation)
+    storage = folder / "tune" / scheduler
+    if tune.Tuner.can_restore(str(storage)):
+        tuner = tune.Tuner.restore(str(storage), trainable=federation)
     else:
         schedulers = {
             "asha": ASHAScheduler(time_attr="round", grace_period=2, reduction_factor=2, max_t=4),
             "pbt": PopulationBasedTraining(
                 time_attr="round",
                 perturbation_interval=2,
-                synch=True,  # all wait for each other, so that the worse one does take over the better one's state
+                synch=True,  # Synchronised trials ensure a copy of the better trial's state.
                 quantile_fraction=0.5,
                 hyperparam_mutations={LR: tune.uniform(0.05, 0.3)},
             ),
@@ -43,7 +43,7 @@ def main(scheduler: str, folder: Path) -> None:
             tune_config=tune.TuneConfig(metric=METRIC, mode="min", scheduler=schedulers[scheduler]),
             run_config=tune.RunConfig(name=scheduler, storage_path=str(folder / "tune"), verbose=0),
         )
-    found = [
+    results = [
         {
             "settings": result.config,
             "metrics": {key: result.metrics.get(key) for key in ("round", "loss", METRIC, "iterations_since_restore")},
@@ -52,7 +52,7 @@ def main(scheduler: str, folder: Path) -> None:
         }
         for result in tuner.fit()
     ]
-    (folder / "results.json").write_text(json.dumps(found))
+    (folder / "results.json").write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

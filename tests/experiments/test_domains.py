@@ -1,4 +1,4 @@
-"""Domains: what they draw, where their ends are, and what is refused."""
+"""Domains: their draws, their limits, and rejected domains."""
 
 from __future__ import annotations
 
@@ -11,53 +11,53 @@ from pydantic import ValidationError
 from raydfl.experiments.domains import Domain
 
 
-def _domain(**kind: Any) -> Domain:
+def _make_domain(**kind: Any) -> Domain:
     return Domain.model_validate(kind)
 
 
 CASES = [
-    _domain(uniform=[0.1, 0.9]),
-    _domain(loguniform=[0.001, 10.0]),
-    _domain(quniform=[0.0, 1.0, 0.3]),
-    _domain(randint=[2, 5]),
-    _domain(choice=["a", "b", "c"]),
-    _domain(choice=[[1, 2], [3]]),
+    _make_domain(uniform=[0.1, 0.9]),
+    _make_domain(loguniform=[0.001, 10.0]),
+    _make_domain(quniform=[0.0, 1.0, 0.3]),
+    _make_domain(randint=[2, 5]),
+    _make_domain(choice=["a", "b", "c"]),
+    _make_domain(choice=[[1, 2], [3]]),
 ]
 
 
 @pytest.mark.parametrize("domain", CASES, ids=lambda domain: domain.kind)
-def test_draws_lie_between_the_ends_and_reach_everything(domain: Domain) -> None:
+def test_draws_are_within_the_limits_and_cover_the_domain(domain: Domain) -> None:
     rng = np.random.default_rng(0)
-    drawn = [domain.draw(rng) for _ in range(500)]
+    values = [domain.draw(rng) for _ in range(500)]
     if domain.listed:
-        assert all(value in domain.values for value in drawn)
-        assert len({repr(value) for value in drawn}) == len(domain.values)
+        assert all(value in domain.values for value in values)
+        assert len({repr(value) for value in values}) == len(domain.values)
         return
     low, high = domain.ends()
-    assert low <= min(drawn) <= max(drawn) <= high
+    assert low <= min(values) <= max(values) <= high
     if domain.kind == "randint":
-        assert set(drawn) == {2, 3, 4, 5}
+        assert set(values) == {2, 3, 4, 5}
     if domain.kind == "quniform":
-        assert set(drawn) == {0.0, 0.3, 0.6, 0.9}
-        assert high == 0.9  # not 1.0, which no step reaches
-    places = [domain.position(value) for value in drawn]
-    assert abs(np.mean(places) - 0.5) < 0.06  # uniform in the place between the ends
-    assert all(len(f"{value:.10g}".lstrip("0.").replace(".", "").replace("e-05", "")) <= 4 for value in drawn)
+        assert set(values) == {0.0, 0.3, 0.6, 0.9}
+        assert high == 0.9  # no step reaches 1.0
+    positions = [domain.position(value) for value in values]
+    assert abs(np.mean(positions) - 0.5) < 0.06  # positions between the limits are uniform
+    assert all(len(f"{value:.10g}".lstrip("0.").replace(".", "").replace("e-05", "")) <= 4 for value in values)
 
 
 def test_a_logarithmic_range_is_uniform_in_the_logarithm() -> None:
-    domain = _domain(loguniform=[0.01, 100.0])
+    domain = _make_domain(loguniform=[0.01, 100.0])
     assert domain.position(1.0) == pytest.approx(0.5)
     rng = np.random.default_rng(0)
     below = np.mean([domain.draw(rng) < 1.0 for _ in range(2000)])
     assert 0.46 < below < 0.54
 
 
-def test_numbers_beyond_the_ends_are_clipped() -> None:
-    assert _domain(uniform=[0.1, 0.9]).clip(1.02) == 0.9
-    assert _domain(randint=[1, 4]).clip(0) == 1
-    assert _domain(quniform=[0.0, 1.0, 0.3]).clip(0.7) == 0.6
-    assert _domain(choice=["a", "b"]).clip("b") == "b"
+def test_values_beyond_the_limits_are_clipped() -> None:
+    assert _make_domain(uniform=[0.1, 0.9]).clip(1.02) == 0.9
+    assert _make_domain(randint=[1, 4]).clip(0) == 1
+    assert _make_domain(quniform=[0.0, 1.0, 0.3]).clip(0.7) == 0.6
+    assert _make_domain(choice=["a", "b"]).clip("b") == "b"
 
 
 def test_ray_tunes_searchers_draw_from_the_same_ranges() -> None:
@@ -66,9 +66,9 @@ def test_ray_tunes_searchers_draw_from_the_same_ranges() -> None:
     space = {str(place): domain.to_tune() for place, domain in enumerate(CASES)}
     search = OptunaSearch(space, metric="score", mode="max", seed=1)
     for number in range(50):
-        found = search.suggest(str(number))
+        point = search.suggest(str(number))
         for name, domain in enumerate(CASES):
-            value = found[str(name)]
+            value = point[str(name)]
             assert 0 <= domain.position(value) <= 1
             if domain.listed:
                 assert value in domain.values
@@ -86,6 +86,6 @@ def test_ray_tunes_searchers_draw_from_the_same_ranges() -> None:
         ({"choice": [1, 2, 1]}, "a value is listed twice"),
     ],
 )
-def test_wrong_domains_are_refused(kind: dict[str, Any], message: str) -> None:
+def test_invalid_domains_are_rejected(kind: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         Domain.model_validate(kind)

@@ -1,4 +1,4 @@
-"""A study's file: its runs and their configurations, draws of the seed, and messages about a file that is wrong."""
+"""A study's file: its runs and their configurations, draws of the seed, and messages about invalid files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from commands import Raydfl
-from studies import StudyFile, leave
+from studies import StudyFile, write_run_folder
 
 from raydfl.core.errors import ConfigError, RunDirectoryError
 from raydfl.experiments.experiment import _make_search
@@ -20,12 +20,12 @@ from raydfl.experiments.study import corners
 from raydfl.runs.progress import Progress
 
 
-def test_a_grid_has_the_product_of_its_axes_times_its_repeats(grid: StudyFile, tmp_path: Path) -> None:
+def test_a_grid_has_the_product_of_its_axes_and_repeats(grid: StudyFile, tmp_path: Path) -> None:
     study = load_study(grid())
     assert len(study.cells) == 2 * 3
     assert len(study.trials) == len(study.distinct) == 2 * 3 * 2
     assert study.cells[:2] == [("clean", "FedAvg"), ("clean", "FedProx")]
-    # The first seed of every cell comes before the second of any.
+    # All cells run their first seed before any cell runs its second.
     assert [run.config.run.seed for run in study.trials] == [1] * 6 + [2] * 6
     wrong = next(run for run in study.trials if run.labels == ("wrong", "FedProx"))
     assert wrong.config.method == {"name": "fedprox", "mu": 0.5}
@@ -36,7 +36,7 @@ def test_a_grid_has_the_product_of_its_axes_times_its_repeats(grid: StudyFile, t
     assert len({run.identity for run in study.trials}) == 12
 
 
-def test_a_list_of_values_is_an_axis_and_cells_may_have_their_own_repeats(grid: StudyFile) -> None:
+def test_an_axis_may_be_a_list_and_cells_may_have_their_own_repeats(grid: StudyFile) -> None:
     axes: dict[str, Any] = {
         "train.cohort": [0.5, 1.0],
         "data": {"small": {}, "folds": {"repeat": {"data.speakers": [4, 5, 6]}, "metric": {"score": "macro_f1"}}},
@@ -50,7 +50,7 @@ def test_a_list_of_values_is_an_axis_and_cells_may_have_their_own_repeats(grid: 
     assert all(run.config.train.cohort == 1.0 for run in folds)
 
 
-def test_overrides_are_laid_over_every_cell_and_only_leaves_cells_out(grid: StudyFile, tmp_path: Path) -> None:
+def test_overrides_apply_to_every_cell_and_only_selects_cells(grid: StudyFile, tmp_path: Path) -> None:
     file = grid()
     study = load_study(file, ["train.rounds=7", f"run.dir={tmp_path / 'elsewhere'}"], ["method=FedAvg,fast"])
     assert len(study.trials) == 2 * 2 * 2
@@ -59,8 +59,8 @@ def test_overrides_are_laid_over_every_cell_and_only_leaves_cells_out(grid: Stud
     assert study.output(".csv") == tmp_path / "elsewhere" / "grid.csv"
 
 
-def test_the_folder_may_be_among_the_settings(grid: StudyFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command line goes before ``dir``, and that before what all runs have."""
+def test_the_folder_may_be_set_for_all_runs(grid: StudyFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command line overrides ``dir``, and ``dir`` overrides the settings of all runs."""
     monkeypatch.chdir(tmp_path)
     settings = {"run.dir": str(tmp_path / "set")}
     assert load_study(grid(dir=None)).folder == tmp_path / "runs" / "grid"
@@ -75,23 +75,23 @@ def test_the_folder_may_be_among_the_settings(grid: StudyFile, tmp_path: Path, m
         load_study(grid(dir=None, settings={"run.dir": "s3://bucket/runs"}))
 
 
-def test_equal_configurations_are_one_run_whatever_they_are_called(grid: StudyFile) -> None:
+def test_equal_configurations_share_a_run_under_any_label(grid: StudyFile) -> None:
     same = {"method": {"a": {"method": "fedavg"}, "b": {"method": {"name": "fedavg"}}}}
     study = load_study(grid(axes=same))
     assert len(study.trials) == 4
     assert [run.labels for run in study.distinct] == [("a",), ("a",)]
 
 
-def test_a_renamed_cell_keeps_its_run_and_a_changed_one_is_a_new_run(grid: StudyFile) -> None:
+def test_a_renamed_cell_keeps_its_run_and_a_changed_cell_gets_a_new_run(grid: StudyFile) -> None:
     first = load_study(grid(axes={"method": {"old name": {"method": "fedavg"}}})).trials[0]
-    leave(first, {})
-    renamed = load_study(grid(axes={"method": {"new name": {"method": "fedavg"}}})).trials[0]
-    assert renamed.run_dir == first.run_dir
+    write_run_folder(first, {})
+    trial = load_study(grid(axes={"method": {"new name": {"method": "fedavg"}}})).trials[0]
+    assert trial.run_dir == first.run_dir
     for change in ("train.optimiser.lr=0.2", "train.rounds=9", "evaluate.every=2"):
         assert load_study(grid(), [change]).trials[0].identity != first.identity
     for no_change in ("ray.cpus=2", "track.mlflow=true", "run.commit_every=2"):
-        changed = load_study(grid(axes={"method": {"x": {"method": "fedavg"}}}), [no_change]).trials[0]
-        assert changed.identity == first.identity
+        changed_trial = load_study(grid(axes={"method": {"x": {"method": "fedavg"}}}), [no_change]).trials[0]
+        assert changed_trial.identity == first.identity
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -127,7 +127,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "message"), WRONG, ids=[message[:30] for _, message in WRONG])
-def test_a_wrong_file_is_explained(grid: StudyFile, changes: dict[str, Any], message: str) -> None:
+def test_invalid_files_are_explained(grid: StudyFile, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_study(grid(**changes))
 
@@ -140,53 +140,55 @@ def test_a_wrong_file_is_explained(grid: StudyFile, changes: dict[str, Any], mes
         ("method=FedAvgg", r"axis 'method' has no label 'FedAvgg'. Did you mean 'FedAvg'\?"),
     ],
 )
-def test_a_wrong_choice_is_explained(grid: StudyFile, only: str, message: str) -> None:
+def test_invalid_selections_are_explained(grid: StudyFile, only: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_study(grid(), only=[only])
 
 
-def test_every_faulty_cell_is_named_before_anything_starts(grid: StudyFile, raydfl: Raydfl, tmp_path: Path) -> None:
+def test_every_invalid_cell_is_named_before_training(grid: StudyFile, raydfl: Raydfl, tmp_path: Path) -> None:
     axes = {
         "rate": {"low": {"train.optimiser.lr": 0.1}, "none": {"train.optimiser.lr": 0}},
         "method": {"FedAvg": {"method": "fedavg"}, "FedBvg": {"method": "fedbvg"}},
     }
-    said = raydfl("sweep", grid(axes=axes))
-    assert said.code == 2
-    assert "3 cells cannot be run. No run was started." in said.err
-    assert "low, FedBvg" in said.err
-    assert "Did you mean 'fedavg'?" in said.err
-    assert "none, FedAvg" in said.err
-    assert "train.optimiser.lr: Input should be greater than 0" in said.err
+    result = raydfl("sweep", grid(axes=axes))
+    assert result.code == 2
+    assert "3 cells cannot be run. No run was started." in result.err
+    assert "low, FedBvg" in result.err
+    assert "Did you mean 'fedavg'?" in result.err
+    assert "none, FedAvg" in result.err
+    assert "train.optimiser.lr: Input should be greater than 0" in result.err
     assert not (tmp_path / "runs").exists()
 
 
-def test_check_names_data_sets_that_are_not_there(grid: StudyFile, raydfl: Raydfl, tmp_path: Path) -> None:
+def test_check_names_missing_data_sets(grid: StudyFile, raydfl: Raydfl, tmp_path: Path) -> None:
     part = {"name": "fsdd", "root": "/nowhere/spoken"}
     parts = {"parts": {"one": part, "two": {"name": "fsdd", "root": str(tmp_path)}}}
     data = {"here": {}, "gone": {"data": part}, "in parts": {"data": parts}}
-    said = raydfl("sweep", grid(axes={"data": data}), "--check")
-    assert "data: here, gone, in parts" in said.out
-    assert "3 cells, 6 runs, 0 finished" in said.out
-    assert "All configurations are valid" in said.out
-    said.refuses(
+    result = raydfl("sweep", grid(axes={"data": data}), "--check")
+    assert "data: here, gone, in parts" in result.out
+    assert "3 cells, 6 runs, 0 finished" in result.out
+    assert "All configurations are valid" in result.out
+    result.refuses(
         "4 of 6 runs have no recordings", r"gone.*: data.root /nowhere/spoken does not exist. Correct data.root"
     )
-    said.refuses(r"in parts.*: data.parts.one.root /nowhere/spoken does not exist")
-    assert str(tmp_path) not in said.err
+    result.refuses(r"in parts.*: data.parts.one.root /nowhere/spoken does not exist")
+    assert str(tmp_path) not in result.err
 
 
-def test_check_accepts_data_sets_that_are_there_and_reads_no_recording(
+def test_check_accepts_existing_data_sets_without_reading_recordings(
     grid: StudyFile, raydfl: Raydfl, tmp_path: Path
 ) -> None:
-    said = raydfl("sweep", grid(axes={"data": {"empty": {"data": {"name": "fsdd", "root": str(tmp_path)}}}}), "--check")
-    assert (said.code, said.err) == (0, "")
-    assert "1 cell, 2 runs, 0 finished" in said.out
+    result = raydfl(
+        "sweep", grid(axes={"data": {"empty": {"data": {"name": "fsdd", "root": str(tmp_path)}}}}), "--check"
+    )
+    assert (result.code, result.err) == (0, "")
+    assert "1 cell, 2 runs, 0 finished" in result.out
 
 
 def test_a_missing_file_is_explained(raydfl: Raydfl, tmp_path: Path) -> None:
-    said = raydfl("sweep", tmp_path / "gone.yaml")
-    assert said.code == 2
-    assert "gone.yaml: No such file" in said.err
+    result = raydfl("sweep", tmp_path / "gone.yaml")
+    assert result.code == 2
+    assert "gone.yaml: No such file" in result.err
 
 
 def test_former_keys_keep_their_meaning(grid: StudyFile) -> None:
@@ -197,7 +199,7 @@ def test_former_keys_keep_their_meaning(grid: StudyFile) -> None:
     assert {run.config.ray.actors for run in load_study(grid(cells=cells)).trials} == {1}
 
 
-def test_actors_are_those_of_the_settings_and_not_of_the_base(grid: StudyFile) -> None:
+def test_actors_come_from_the_settings_and_not_from_the_base(grid: StudyFile) -> None:
     assert load_study(grid()).first.config.ray.actors == 0
     assert load_study(grid(settings={"ray.actors": 2})).first.config.ray.actors == 2
     assert load_study(grid(), ["ray.actors=3"]).first.config.ray.actors == 3
@@ -216,20 +218,20 @@ def test_every_key_of_the_file_is_documented() -> None:
 # -- domains ---------------------------------------------------------------------------------------------------------
 
 
-def test_draws_are_the_seeds_and_do_not_depend_on_other_settings(search_file: StudyFile) -> None:
+def test_draws_depend_only_on_the_seed_and_their_domain(search_file: StudyFile) -> None:
     first, again = load_study(search_file()), load_study(search_file())
-    drawn = [trial.values for trial in first.trials]
-    assert drawn == [trial.values for trial in again.trials]
-    assert len({repr(values) for values in drawn}) == 4
-    assert drawn[2] == {"method.mu": 0.1013, "train.optimiser.lr": 0.07559}  # as in earlier versions
-    assert load_study(search_file(seed=2)).trials[0].values != drawn[0]
+    draws = [trial.values for trial in first.trials]
+    assert draws == [trial.values for trial in again.trials]
+    assert len({repr(values) for values in draws}) == 4
+    assert draws[2] == {"method.mu": 0.1013, "train.optimiser.lr": 0.07559}  # earlier versions drew the same values
+    assert load_study(search_file(seed=2)).trials[0].values != draws[0]
     fewer = load_study(search_file(domains={"method.mu": {"loguniform": [0.001, 1.0]}}))
-    assert fewer.trials[2].values["method.mu"] == drawn[2]["method.mu"]
+    assert fewer.trials[2].values["method.mu"] == draws[2]["method.mu"]
     more = load_study(search_file(), ["samples=7"])
     assert [trial.run_dir for trial in more.trials[:4]] == [trial.run_dir for trial in first.trials]
 
 
-def test_a_trial_is_the_base_with_its_draw(search_file: StudyFile, tmp_path: Path) -> None:
+def test_a_trial_applies_its_draw_to_the_base(search_file: StudyFile, tmp_path: Path) -> None:
     study = load_study(search_file(settings={"train.cohort": 2}), ["train.batch_size=4", "samples=7"])
     trial = study.trials[3]
     assert trial.config.method == {"name": "fedprox", "mu": trial.values["method.mu"]}
@@ -254,7 +256,7 @@ def test_a_trial_of_an_earlier_version_keeps_its_folder(search_file: StudyFile, 
     assert load_study(search_file()).trials[1].run_dir.name == "trial-001"
 
 
-def test_grid_is_every_combination(search_file: StudyFile) -> None:
+def test_a_grid_searcher_has_every_combination(search_file: StudyFile) -> None:
     domains = {"method.mu": {"grid": [0.1, 1.0]}, "train.batch_size": {"choice": [4, 8, 16]}}
     study = load_study(search_file(searcher="grid", space=domains, domains=None, samples=None))
     assert [tuple(trial.values.values()) for trial in study.trials] == [
@@ -262,17 +264,19 @@ def test_grid_is_every_combination(search_file: StudyFile) -> None:
     ]
 
 
-def test_domains_go_with_axes_and_repeats(search_file: StudyFile) -> None:
+def test_domains_can_be_combined_with_axes_and_repeats(search_file: StudyFile) -> None:
     """Each cell has the same draws."""
     axes = {"epochs": {"one": {"train.local_epochs": 1}, "two": {"train.local_epochs": 2}}}
     study = load_study(search_file(axes=axes, repeat={"run.seed": [1, 2]}, samples=3))
     assert len(study.trials) == 2 * 3 * 2
-    one, two = ([trial for trial in study.trials if trial.labels == (label,)] for label in ("one", "two"))
-    assert [trial.values for trial in one] == [trial.values for trial in two]
-    assert one[1].name == "one, trial-001, run.seed=1"
+    first_cell, second_cell = (
+        [trial for trial in study.trials if trial.labels == (label,)] for label in ("one", "two")
+    )
+    assert [trial.values for trial in first_cell] == [trial.values for trial in second_cell]
+    assert first_cell[1].name == "one, trial-001, run.seed=1"
 
 
-def test_patience_is_run_stop_of_all_trials(search_file: StudyFile) -> None:
+def test_patience_sets_run_stop_of_all_trials(search_file: StudyFile) -> None:
     stop = load_study(search_file(patience=3)).first.config.run.stop
     assert stop is not None
     assert (stop.metric, stop.mode, stop.patience) == ("validation model/loss", "min", 3)
@@ -280,7 +284,7 @@ def test_patience_is_run_stop_of_all_trials(search_file: StudyFile) -> None:
         load_study(search_file(patience=3, settings={"run.stop": {}}))
 
 
-def test_all_corners_are_looked_at(search_file: StudyFile) -> None:
+def test_all_corners_of_the_search_space_are_checked(search_file: StudyFile) -> None:
     settings = load_study(search_file()).settings
     assert len(list(corners(settings))) == 4
     many = {f"s{place}": {"uniform": [0.0, 1.0]} for place in range(9)}
@@ -323,7 +327,7 @@ WRONG_SEARCH: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(
     ("changes", "message"), WRONG_SEARCH, ids=[str(next(iter(changes.items())))[:40] for changes, _ in WRONG_SEARCH]
 )
-def test_a_wrong_search_is_explained(
+def test_invalid_searches_are_explained(
     search_file: StudyFile, raydfl: Raydfl, changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     raydfl("search", search_file(**changes)).refuses(message)
@@ -343,13 +347,15 @@ def test_a_wrong_search_is_explained(
         ("scheduler={name: asha, grase: 2}", r"scheduler: unknown key 'grase'. Did you mean 'grace'"),
     ],
 )
-def test_a_wrong_setting_of_the_command_line_is_explained(search_file: StudyFile, override: str, message: str) -> None:
+def test_invalid_settings_of_the_command_line_are_explained(
+    search_file: StudyFile, override: str, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         load_study(search_file(), [override])
 
 
-def test_copies_of_trials_do_not_go_with_data_at_sites(search_file: StudyFile) -> None:
-    """A copy of a run folder would share its private state at the sites."""
+def test_copied_trials_reject_data_at_sites(search_file: StudyFile) -> None:
+    """A copied run folder would share its private state at the sites."""
     sites = ["data.sites={north: {folder: /x}}"]
     assert load_study(search_file(), sites).first.config.data.sites
     with pytest.raises(ConfigError, match=r"data\.sites: scheduler pbt copies run folders"):
@@ -357,23 +363,23 @@ def test_copies_of_trials_do_not_go_with_data_at_sites(search_file: StudyFile) -
 
 
 @pytest.mark.parametrize("searcher", ["grid", "optuna"])
-def test_check_names_data_sets_of_a_search_that_are_not_there(
+def test_check_names_missing_data_sets_of_a_search(
     search_file: StudyFile, raydfl: Raydfl, tmp_path: Path, searcher: str
 ) -> None:
-    """The folder that exists is empty, but no recording is read."""
+    """Use an empty existing folder, because no recording is read."""
     folders = [str(tmp_path), "/nowhere/spoken"]
     settings = {"data": {"name": "fsdd", "split": {"validation": 0.2}}}
     file = search_file(settings=settings, domains={"data.root": {"choice": folders}}, searcher=searcher, samples=None)
-    said = raydfl("search", file, "--check")
-    assert "All configurations are valid" in said.out
-    said.refuses(
+    result = raydfl("search", file, "--check")
+    assert "All configurations are valid" in result.out
+    result.refuses(
         "1 of 2 runs have no recordings", r"trial-.*: data.root /nowhere/spoken does not exist. Correct data.root"
     )
 
 
 @pytest.mark.parametrize("changes", [{"searcher": "optuna"}, {"scheduler": {"name": "pbt", "interval": 2}}])
-def test_a_search_that_learns_has_the_one_value_of_its_repeat(search_file: StudyFile, changes: dict[str, Any]) -> None:
-    """Ray Tune's points have only the keys of the search space."""
+def test_an_adaptive_search_uses_the_only_value_of_its_repeat(search_file: StudyFile, changes: dict[str, Any]) -> None:
+    """Points of Ray Tune have only the keys of the search space."""
     pytest.importorskip("optuna")
     study = load_study(search_file(repeat={"run.seed": [5]}, **changes))
     searcher, space = _make_search(study, StudyState.read(study))
@@ -383,11 +389,11 @@ def test_a_search_that_learns_has_the_one_value_of_its_repeat(search_file: Study
         assert study.trial(point).config.run.seed == 5
 
 
-def test_scores_of_clients_can_be_searched_for(search_file: StudyFile) -> None:
+def test_a_search_may_optimise_scores_of_clients(search_file: StudyFile) -> None:
     assert load_study(search_file(), ["metric.score=accuracy_worst_decile"]).first.metric.best == "max"
 
 
-def test_folders_that_cannot_hold_a_study_are_refused(search_file: StudyFile, tmp_path: Path) -> None:
+def test_unsuitable_study_folders_are_rejected(search_file: StudyFile, tmp_path: Path) -> None:
     temporary = tmp_path / "runtime_resources" / "working_dir_files" / "_ray_pkg_1"
     with pytest.raises(ConfigError, match="dir: .* temporary folder of this Ray job"):
         run_study(load_study(search_file(), [f"dir={temporary}"]), Progress("quiet"), table_only=True)
@@ -398,8 +404,8 @@ def test_folders_that_cannot_hold_a_study_are_refused(search_file: StudyFile, tm
 
 
 def test_check_describes_a_search(search_file: StudyFile, raydfl: Raydfl) -> None:
-    said = raydfl("search", search_file(scheduler={"name": "pbt", "interval": 2}), "--check")
-    assert said.code == 0
-    assert "method.mu: loguniform" in said.out
-    assert "4 runs, 0 finished" in said.out
-    assert "searcher random, scheduler pbt, at most 4 rounds, best: min of loss, validation" in said.out
+    result = raydfl("search", search_file(scheduler={"name": "pbt", "interval": 2}), "--check")
+    assert result.code == 0
+    assert "method.mu: loguniform" in result.out
+    assert "4 runs, 0 finished" in result.out
+    assert "searcher random, scheduler pbt, at most 4 rounds, best: min of loss, validation" in result.out

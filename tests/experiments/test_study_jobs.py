@@ -1,4 +1,4 @@
-"""The studies in jobs/ and tune/: every configuration is valid, and the paper's numbers are in their places."""
+"""The studies in jobs/ and tune/: every configuration is valid, and the paper's values are in their cells."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from raydfl.experiments.settings import StudySettings
 
 JOBS = Path(__file__).resolve().parents[2] / "jobs"
 TUNE = JOBS.with_name("tune")
-# Cells: data sets (or conditions) x methods. Runs: 5 seeds, 5 sessions, 5 or 10 folds; twins 3 seeds.
+# Cells: data sets (or conditions) x methods. Runs: 5 seeds, 5 sessions, 5 or 10 folds; twins have 3 seeds.
 SIZES = {
     "fedmlac_literal": (24, 24),
     "fedmlac/table4": (7 * 7, 7 * (5 + 5 + 5 + 4 * 10)),
@@ -47,7 +47,7 @@ PUBLISHED = {
 }
 
 
-def test_every_grid_has_a_size_here_and_every_table_a_twin() -> None:
+def test_every_grid_has_a_listed_size_and_every_table_a_twin() -> None:
     bases = {
         "fsdd",
         "gsc_shape",
@@ -63,9 +63,9 @@ def test_every_grid_has_a_size_here_and_every_table_a_twin() -> None:
         "fedstar/voxforge",
         "fedstar/cola",
     }
-    there = {str(path.relative_to(JOBS).with_suffix("")) for path in (*JOBS.glob("*.yaml"), *JOBS.glob("fed*/*.yaml"))}
-    assert set(SIZES) <= there
-    assert there & (set(SIZES) | bases) == set(SIZES) | bases
+    names = {str(path.relative_to(JOBS).with_suffix("")) for path in (*JOBS.glob("*.yaml"), *JOBS.glob("fed*/*.yaml"))}
+    assert set(SIZES) <= names
+    assert names & (set(SIZES) | bases) == set(SIZES) | bases
     papers = {name for name in SIZES if name.startswith("fedmlac/") and not name.endswith("_twin")}
     assert {f"{name}_twin" for name in papers} == {name for name in SIZES if name.endswith("_twin")}
 
@@ -74,9 +74,9 @@ def test_every_grid_has_a_size_here_and_every_table_a_twin() -> None:
 def test_every_configuration_of_a_grid_is_valid(name: str) -> None:
     study = load_study(JOBS / f"{name}.yaml")
     assert (len(study.cells), len(study.trials)) == SIZES[name]
-    published = study.settings.paper_scores()
-    assert len(published) == PUBLISHED.get(name, 0)
-    assert set(published) <= set(study.cells)
+    scores = study.settings.paper_scores()
+    assert len(scores) == PUBLISHED.get(name, 0)
+    assert set(scores) <= set(study.cells)
 
 
 ONE = {
@@ -90,7 +90,7 @@ ONE = {
 
 
 @pytest.mark.parametrize("name", ONE)
-def test_the_published_protocol_is_that_of_the_paper(name: str) -> None:
+def test_fedmlacs_published_protocol_follows_the_paper(name: str) -> None:
     study = load_study(JOBS / "fedmlac" / f"{name}.yaml", only=[f"data={ONE[name]}", "method=FedMLAC"])
     for run in study.trials:
         train, data = run.config.train, run.config.data
@@ -102,7 +102,7 @@ def test_the_published_protocol_is_that_of_the_paper(name: str) -> None:
     assert len({run.identity for run in study.trials}) == folds * len(study.cells)
 
 
-def test_fedstars_protocol_is_that_of_the_paper(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fedstars_protocol_follows_the_paper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAYDFL_DATA", "/recordings")
     for name in ("speech_commands", "ambient_contexts", "voxforge"):
         config = load_config(JOBS / "fedstar" / f"{name}.yaml")
@@ -116,7 +116,7 @@ def test_fedstars_protocol_is_that_of_the_paper(monkeypatch: pytest.MonkeyPatch)
         assert (config.components.method.beta, config.data.unlabelled.keep) == (0.5, 0.03)
 
 
-def test_bases_are_jobs_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bases_of_studies_are_valid_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAYDFL_DATA", "/recordings")
     roots = {
         name: load_config(JOBS / "fedmlac" / f"{name}.yaml").data.source.options["root"]
@@ -137,62 +137,64 @@ def test_bases_are_jobs_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
         ("table7", ("UrbanSound8K", "0.5", "FedMLAC"), 44.98, 3.54),
     ],
 )
-def test_published_numbers_stand_where_they_belong(
-    file: str, labels: tuple[str, ...], mean: float, spread: float
-) -> None:
+def test_published_values_are_in_their_cells(file: str, labels: tuple[str, ...], mean: float, spread: float) -> None:
     path = JOBS / "fedmlac" / f"{file}.yaml"
     settings = StudySettings.model_validate(parse_yaml(path.read_text(), str(path)))
     assert settings.paper_scores()[labels] == (mean, spread)
 
 
 def test_clean_cells_of_the_tables_are_shared() -> None:
-    """20 % of the clients, clean, is in tables 4 to 7: their runs are the same runs."""
+    """Tables 4 to 7 all contain the clean cell with 20 % of the clients, and share its runs."""
 
-    def identities(name: str, *only: str) -> set[str]:
+    def list_identities(name: str, *only: str) -> set[str]:
         study = load_study(JOBS / "fedmlac" / f"{name}.yaml", only=["data=GSC", "method=FedAvg", *only])
         assert study.folder.name == "fedmlac"
         return {run.identity for run in study.trials}
 
-    assert identities("table4") == identities("table5", "active=20 %")
-    assert identities("table4") == identities("table6", "noise=clean") == identities("table7", "error_rate=0.0")
+    assert list_identities("table4") == list_identities("table5", "active=20 %")
+    assert (
+        list_identities("table4")
+        == list_identities("table6", "noise=clean")
+        == list_identities("table7", "error_rate=0.0")
+    )
 
 
 # -- searches --------------------------------------------------------------------------------------------------------
 
 
 NOT_SEARCHED = {
-    "rule": "which aggregation is used is a question of its own",
-    "objective": "what is learnt is a question of its own",
+    "rule": "the choice of the aggregation is a separate question",
+    "objective": "the choice of the objective is a separate question",
     "lpa": "FedMLAC: an ablation",
     "mutual": "FedMLAC: an ablation",
     "learn_from": "FedSTAR: its baselines",
     "weight": "FedSTAR: two readings of the paper",
     "rising_rounds": "FedSTAR: the rounds of the run",
-    "ratio_from": "the devices' limits: part of the problem",
-    "speed_from": "FedMP: the devices' speeds, part of the problem",
-    "share": "the devices' limits: part of the problem",
+    "ratio_from": "limits of the devices are part of the problem",
+    "speed_from": "FedMP: speeds of the devices are part of the problem",
+    "share": "limits of the devices are part of the problem",
     "generated_epochs": "FedGen: more than the passes of a round",
-    "student": "methods of several views: which one is to learn is the problem",
+    "student": "methods of several views: the student's view is part of the problem",
     **dict.fromkeys(
         ("centre_of", "anomalous_share", "push", "margin", "contrast", "contrast_temperature"),
-        "ProFiLA: of anomalies in training",
+        "ProFiLA: for anomalies in training",
     ),
     "total_rounds": "ProFiLA: the rounds of the run",
     "first_round": "ProFiLA: two readings of the code",
-    "steer": "ProFiLA: what there is to steer by is part of the problem",
-    "lr_min": "ProFiLA: bounds of what is searched",
-    "lr_max": "ProFiLA: bounds of what is searched",
-    "strong": "FedSTAR: needs a view of one's own",
+    "steer": "ProFiLA: the available steering metric is part of the problem",
+    "lr_min": "ProFiLA: bounds of searched values",
+    "lr_max": "ProFiLA: bounds of searched values",
+    "strong": "FedSTAR: needs a user's view",
 }
 
 
 @pytest.mark.parametrize("name", registry.names("raydfl.methods"))
-def test_every_method_has_a_space_of_all_its_fields(name: str) -> None:
+def test_every_method_has_a_search_space_of_all_its_fields(name: str) -> None:
     study = load_study(TUNE / f"{name}.yaml")
     assert study.first.config.method["name"] == name
     fields = {item.name for item in dataclasses.fields(study.first.config.components.method)} - {"objective"}
-    searched = {key.partition(".")[2] for key in study.settings.domains if key.startswith("method.")}
-    assert searched == fields - set(NOT_SEARCHED)
+    domains = {key.partition(".")[2] for key in study.settings.domains if key.startswith("method.")}
+    assert domains == fields - set(NOT_SEARCHED)
 
 
 def test_every_file_in_tune_is_a_valid_study() -> None:
@@ -201,5 +203,5 @@ def test_every_file_in_tune_is_a_valid_study() -> None:
     for file in files:
         assert f"raydfl search tune/{file.name}" in file.read_text()
         assert parse_yaml(file.read_text(), str(file))["title"]
-        if file.stem in ("tiny", "fedmlac_pbt"):  # the others are loaded above
+        if file.stem in ("tiny", "fedmlac_pbt"):  # the test above loads the rest
             load_study(file)

@@ -1,4 +1,4 @@
-"""The tables of a study against numbers that the test wrote into the records, and its files and page."""
+"""Tables, files and page of a study, compared with given scores."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from commands import Raydfl
 from scipy import stats
-from studies import StudyFile, leave
+from studies import StudyFile, write_run_folder
 
 from raydfl.core.errors import RunDirectoryError
 from raydfl.engine.config import load_config
@@ -38,19 +38,19 @@ def collect(study: Study) -> StudyResults:
     return collect_with(study, StudyState.read(study))
 
 
-def columns(results: StudyResults) -> list[str]:
+def list_columns(results: StudyResults) -> list[str]:
     return make_full_table(results)[0]
 
 
-def lines(results: StudyResults) -> list[list[str]]:
+def list_lines(results: StudyResults) -> list[list[str]]:
     return make_full_table(results)[1]
 
 
-def by_labels(results: StudyResults, *labels: str) -> Contestant:
-    return next(each for each in results.contestants if each.labels == labels)
+def find_contestant(results: StudyResults, *labels: str) -> Contestant:
+    return next(contestant for contestant in results.contestants if contestant.labels == labels)
 
 
-def trials_of(study: Study, labels: tuple[str, ...]) -> list[Trial]:
+def find_trials(study: Study, labels: tuple[str, ...]) -> list[Trial]:
     return [trial for trial in study.trials if trial.labels == labels]
 
 
@@ -61,23 +61,23 @@ PAPER = {
 }
 
 
-def _study(grid: StudyFile, **changes: Any) -> Study:
-    given: dict[str, Any] = {"settings": {"train.rounds": ROUNDS}, "control": {"condition": "clean"}, "paper": PAPER}
-    given |= {
+def _make_study(grid: StudyFile, **changes: Any) -> Study:
+    settings: dict[str, Any] = {"settings": {"train.rounds": ROUNDS}, "control": {"condition": "clean"}, "paper": PAPER}
+    settings |= {
         "also": [{"score": "loss"}, {"score": "accuracy", "split": "validation"}],
         "repeat": {"run.seed": [1, 2, 3]},
     }
-    return load_study(grid(**given | changes))
+    return load_study(grid(**settings | changes))
 
 
-def _scores(study: Study) -> dict[str, dict[str, list[float]]]:
-    """Numbers of every run, drawn; by name of the run."""
+def _draw_scores(study: Study) -> dict[str, dict[str, list[float]]]:
+    """Draw scores for all runs, by name of the run."""
     rng = np.random.default_rng(0)
     return {
         run.name: {
             "test model/accuracy": rng.random(ROUNDS).tolist(),
             "test model/loss": (3 * rng.random(ROUNDS)).tolist(),
-            # Of what clients measured, their mean counts and not the pooled number.
+            # The table uses the mean over clients instead of the pooled value.
             "validation model/accuracy": rng.random(ROUNDS).tolist(),
             "validation model/accuracy_client_mean": rng.random(ROUNDS).tolist(),
         }
@@ -87,26 +87,30 @@ def _scores(study: Study) -> dict[str, dict[str, list[float]]]:
 
 @pytest.fixture
 def results(grid: StudyFile) -> tuple[StudyResults, dict[str, dict[str, list[float]]]]:
-    """All runs but those of the last cell, of which one is finished, one begun and one missing."""
-    study = _study(grid)
-    scores = _scores(study)
+    """Return a study with all runs finished, except for the last cell: a finished, a started and a missing run."""
+    study = _make_study(grid)
+    scores = _draw_scores(study)
     last = study.cells[-1]
     for run in study.trials:
         if run.labels != last or run.repeat == "run.seed=1":
-            leave(run, scores[run.name])
-    begun = trials_of(study, last)[1]
-    leave(begun, {key: values[:4] for key, values in scores[begun.name].items()}, finished=False, done=4)
+            write_run_folder(run, scores[run.name])
+    started = find_trials(study, last)[1]
+    write_run_folder(
+        started, {key: values[:4] for key, values in scores[started.name].items()}, finished=False, last_round=4
+    )
     return collect(study), scores
 
 
-def test_every_number_is_that_of_numpy(results: tuple[StudyResults, dict[str, dict[str, list[float]]]]) -> None:
+def test_every_score_equals_numpys(results: tuple[StudyResults, dict[str, dict[str, list[float]]]]) -> None:
     table, scores = results
     assert len(table.contestants) == 6
     for cell in table.contestants[:-1]:
-        own = [scores[run.name] for run in trials_of(table.study, cell.labels)]
-        accuracy = 100 * np.array([each["test model/accuracy"] for each in own])
-        loss = np.array([each["test model/loss"] for each in own])
-        validation = 100 * np.array([each["validation model/accuracy_client_mean"] for each in own])
+        scores_of_cell = [scores[run.name] for run in find_trials(table.study, cell.labels)]
+        accuracy = 100 * np.array([scores_of_run["test model/accuracy"] for scores_of_run in scores_of_cell])
+        loss = np.array([scores_of_run["test model/loss"] for scores_of_run in scores_of_cell])
+        validation = 100 * np.array(
+            [scores_of_run["validation model/accuracy_client_mean"] for scores_of_run in scores_of_cell]
+        )
         expected = {
             ("accuracy", "tail"): accuracy[:, -10:].mean(axis=1),
             ("accuracy", "last"): accuracy[:, -1],
@@ -122,88 +126,92 @@ def test_every_number_is_that_of_numpy(results: tuple[StudyResults, dict[str, di
         assert (cell.done, cell.n) == (3, "3")
 
 
-def test_differences_are_paired_and_have_the_interval_of_students_t(
+def test_differences_are_paired_with_students_t_interval(
     results: tuple[StudyResults, dict[str, dict[str, list[float]]]],
 ) -> None:
-    wrong, clean = (by_labels(results[0], label, "FedAvg") for label in ("wrong", "clean"))
+    wrong, clean = (find_contestant(results[0], label, "FedAvg") for label in ("wrong", "clean"))
     pairs = np.array(wrong.score("tail").values) - np.array(clean.score("tail").values)
-    found, expected = wrong.difference, stats.ttest_1samp(pairs, 0.0).confidence_interval(0.95)
-    assert found is not None
-    assert (found.mean, found.n) == (pytest.approx(pairs.mean()), 3)
-    assert (found.low, found.high) == (pytest.approx(expected.low), pytest.approx(expected.high))
+    difference, expected = wrong.difference, stats.ttest_1samp(pairs, 0.0).confidence_interval(0.95)
+    assert difference is not None
+    assert (difference.mean, difference.n) == (pytest.approx(pairs.mean()), 3)
+    assert (difference.low, difference.high) == (pytest.approx(expected.low), pytest.approx(expected.high))
     assert clean.difference is None
-    incomplete = by_labels(results[0], "wrong", "fast").difference  # one run, so no interval
+    incomplete = find_contestant(results[0], "wrong", "fast").difference  # a single run gives no interval
     assert incomplete is not None
     assert (incomplete.n, np.isnan(incomplete.low)) == (1, True)
     assert Difference.between(Spread({"a": 1.0}), Spread({"b": 1.0})) is None
     assert str(Difference(1.25, 0.5, 2.0, 3)) == "+1.25 [+0.50, +2.00]"
 
 
-def test_the_papers_numbers_are_beside_ones_own(
+def test_cells_contain_the_papers_values(
     results: tuple[StudyResults, dict[str, dict[str, list[float]]]],
 ) -> None:
     cells = [
-        by_labels(results[0], *labels) for labels in (("clean", "FedAvg"), ("wrong", "FedAvg"), ("clean", "FedProx"))
+        find_contestant(results[0], *labels)
+        for labels in (("clean", "FedAvg"), ("wrong", "FedAvg"), ("clean", "FedProx"))
     ]
     assert [cell.paper for cell in cells] == [(80.5, 0.5), (70.5, 1.5), (79.0, None)]
     assert cells[1].paper_difference == pytest.approx(-10.0)
-    assert by_labels(results[0], "wrong", "FedProx").paper is None
+    assert find_contestant(results[0], "wrong", "FedProx").paper is None
 
 
 def test_the_best_of_the_last_axis_is_marked(results: tuple[StudyResults, dict[str, dict[str, list[float]]]]) -> None:
-    """The wrong cells are not complete: a run that lacks could be the best."""
+    """The incomplete cells of the wrong labels have no best method, because a missing run could be better."""
     table = results[0]
     best = max(
-        (each for each in table.contestants if each.labels[0] == "clean"), key=lambda each: each.score("tail").mean
+        (contestant for contestant in table.contestants if contestant.labels[0] == "clean"),
+        key=lambda contestant: contestant.score("tail").mean,
     )
-    assert [each for each in table.contestants if each.best] == [best]
+    assert [contestant for contestant in table.contestants if contestant.best] == [best]
     assert f"| clean | {best.labels[1]} | **{best.score('tail')}** |" in markdown(table)
     assert rf"\textbf{{{str(best.score('tail')).replace('±', '$' + chr(92) + 'pm$')}}}" in latex(table)
 
 
-def test_missing_runs_are_shown_as_such(results: tuple[StudyResults, dict[str, dict[str, list[float]]]]) -> None:
+def test_missing_runs_are_shown(results: tuple[StudyResults, dict[str, dict[str, list[float]]]]) -> None:
     table, scores = results
-    cell = by_labels(table, "wrong", "fast")
+    cell = find_contestant(table, "wrong", "fast")
     assert cell.done == 1
     assert cell.n == "1 of 3 runs (begun: round 4)"
-    only = trials_of(table.study, ("wrong", "fast"))[0].name
+    only = find_trials(table.study, ("wrong", "fast"))[0].name
     assert str(cell.score("last")) == f"{100 * scores[only]['test model/accuracy'][-1]:.2f}"
     assert np.isnan(cell.score("last").std)
 
 
 def test_a_diverged_run_is_named_in_every_table(grid: StudyFile, raydfl: Raydfl) -> None:
-    """It counts in its cell like the others: leaving it out without a word would make a bad setting look better."""
-    study = _study(grid, also=[], repeat={"run.seed": [1, 2]})
-    scores = _scores(study)
+    """A diverged run counts in its cell. Omitting it silently would make a bad setting look better."""
+    study = _make_study(grid, also=[], repeat={"run.seed": [1, 2]})
+    scores = _draw_scores(study)
     for run in study.trials:
-        leave(run, scores[run.name])
+        write_run_folder(run, scores[run.name])
     labels = study.cells[1]
-    diverged = trials_of(study, labels)[0]
-    ends = [MetricRow(ROUNDS, "evaluate", "", "test", "model/loss", 1e20, 20.0)]
-    ends += [MetricRow(ROUNDS, "evaluate", "", "test", "model/accuracy", 0.5, 20.0)]
-    ends += [
+    diverged = find_trials(study, labels)[0]
+    rows = [MetricRow(ROUNDS, "evaluate", "", "test", "model/loss", 1e20, 20.0)]
+    rows += [MetricRow(ROUNDS, "evaluate", "", "test", "model/accuracy", 0.5, 20.0)]
+    rows += [
         MetricRow(ROUNDS, "evaluate", "", "test", "model/confusion", np.nan, 20.0, np.array([[10.0, 0], [10.0, 0]]))
     ]
-    write_rows(rows_path(diverged.run_dir, ROUNDS), ends)
+    write_rows(rows_path(diverged.run_dir, ROUNDS), rows)
     table = collect(study)
     assert {cell.labels: cell.worthless for cell in table.contestants if cell.worthless} == {labels: 1}
-    assert by_labels(table, *labels).done == 2
-    place = columns(table).index("n")
-    assert [line[place] for line in lines(table)] == ["2", "2 (1 worthless)", "2", "2", "2", "2"]
+    assert find_contestant(table, *labels).done == 2
+    column = list_columns(table).index("n")
+    assert [line[column] for line in list_lines(table)] == ["2", "2 (1 worthless)", "2", "2", "2", "2"]
     assert "(1 worthless)" in pivot(table)[1][0][2]
     assert [row["worthless"] for row in records(table)] == [0, 1, 0, 0, 0, 0]
     assert "worthless: the training diverged" in write_page(table).read_text()
-    said = raydfl("sweep", study.file, "--table", "train.rounds=12")
-    assert said.code == 0
-    assert f"worthless: {diverged.run_dir.name}: the training diverged: the loss on the test data is 1e+20" in said.out
+    result = raydfl("sweep", study.file, "--table", "train.rounds=12")
+    assert result.code == 0
+    assert (
+        f"worthless: {diverged.run_dir.name}: the training diverged: the loss on the test data is 1e+20" in result.out
+    )
 
 
-def test_the_headline_states_what_it_averages_and_leaves_out_the_untrained_model(grid: StudyFile) -> None:
-    study = _study(grid, axes={"method": {"one": {"method": "fedavg"}}}, control={}, paper=None, also=[])
+def test_the_headline_names_its_rounds_and_excludes_the_untrained_model(grid: StudyFile) -> None:
+    study = _make_study(grid, axes={"method": {"one": {"method": "fedavg"}}}, control={}, paper=None, also=[])
     for run in study.trials:
-        leave(run, {"test model/accuracy": [0.99, 0.2, 0.3, 0.4]}, first=0)
+        write_run_folder(run, {"test model/accuracy": [0.99, 0.2, 0.3, 0.4]}, first=0)
     table = collect(study)
-    assert columns(table)[1] == "accuracy (%), mean of the last 3 of 3 evaluations"
+    assert list_columns(table)[1] == "accuracy (%), mean of the last 3 of 3 evaluations"
     cell = table.contestants[0]
     assert [cell.score(summary).mean for summary in ("tail", "last", "best")] == pytest.approx([30, 40, 40])
     assert (
@@ -212,16 +220,18 @@ def test_the_headline_states_what_it_averages_and_leaves_out_the_untrained_model
     )
 
 
-def test_cells_with_other_evaluations_are_marked(grid: StudyFile) -> None:
+def test_cells_with_different_evaluations_are_marked(grid: StudyFile) -> None:
     axes = {"method": {"a": {"method": "fedavg"}, "b": {"method": "fedprox"}, "rare": {"evaluate.every": 6}}}
-    study = _study(grid, axes=axes, control={}, paper=None, also=[], settings={"train.rounds": 12, "method": "fedavg"})
+    study = _make_study(
+        grid, axes=axes, control={}, paper=None, also=[], settings={"train.rounds": 12, "method": "fedavg"}
+    )
     for run in study.trials:
-        leave(run, {"test model/accuracy": [0.5] * (2 if run.labels == ("rare",) else 12)})
+        write_run_folder(run, {"test model/accuracy": [0.5] * (2 if run.labels == ("rare",) else 12)})
     table = collect(study)
-    assert columns(table)[1] == "accuracy (%), mean of the last evaluations"
-    place = columns(table).index("evaluations")
+    assert list_columns(table)[1] == "accuracy (%), mean of the last evaluations"
+    column = list_columns(table).index("evaluations")
     usual, rare = "last 10 of 12, every round", "last 2 of 2, every 6 rounds"
-    assert [line[place] for line in lines(table)] == [usual, usual, rare]
+    assert [line[column] for line in list_lines(table)] == [usual, usual, rare]
     assert pivot(table)[1] == [["50.00 ± 0.00", "50.00 ± 0.00", "50.00 ± 0.00*"]]
     assert [row["evaluations"] for row in records(table)] == [usual, usual, rare]
     assert (
@@ -230,35 +240,35 @@ def test_cells_with_other_evaluations_are_marked(grid: StudyFile) -> None:
     )
 
 
-def test_a_sweep_without_any_run_is_a_table_of_missing_cells(grid: StudyFile) -> None:
-    table = collect(_study(grid))
+def test_a_sweep_without_runs_gives_a_table_of_missing_cells(grid: StudyFile) -> None:
+    table = collect(_make_study(grid))
     assert {cell.n for cell in table.contestants} == {"missing"}
-    assert all(line[columns(table).index("n")] == "missing" for line in lines(table))
+    assert all(line[list_columns(table).index("n")] == "missing" for line in list_lines(table))
     assert pivot(table)[1][0][1] == "missing [paper 80.50]"
     assert "18 of 18 runs are missing" in write_page(table).read_text()
 
 
-def test_files_hold_the_same_numbers(results: tuple[StudyResults, dict[str, dict[str, list[float]]]]) -> None:
+def test_all_files_contain_the_same_scores(results: tuple[StudyResults, dict[str, dict[str, list[float]]]]) -> None:
     table, _ = results
     paths = write_tables(table)
     assert [path.name for path in paths] == ["grid.csv", "grid.parquet", "grid.md", "grid.tex", "grid-runs.csv"]
     with paths[0].open() as file:
         rows = list(csv.DictReader(file))
     parquet = pq.read_table(paths[1]).to_pylist()
-    for row, other, cell in zip(rows, parquet, table.contestants, strict=True):
-        assert (row["condition"], row["method"]) == cell.labels == (other["condition"], other["method"])
-        assert float(row["mean"]) == pytest.approx(cell.score("tail").mean) == pytest.approx(other["mean"])
+    for row, parquet_row, cell in zip(rows, parquet, table.contestants, strict=True):
+        assert (row["condition"], row["method"]) == cell.labels == (parquet_row["condition"], parquet_row["method"])
+        assert float(row["mean"]) == pytest.approx(cell.score("tail").mean) == pytest.approx(parquet_row["mean"])
         assert float(row["loss best mean"]) == pytest.approx(cell.score("best", 1).mean)
         assert (row["n"], row["wanted"]) == (str(cell.done), "3")
         assert (
             float(row["run.seed=1"])
             == pytest.approx(cell.score("tail").values[0])
-            == pytest.approx(other["run.seed=1"])
+            == pytest.approx(parquet_row["run.seed=1"])
         )
     text = paths[2].read_text()
     assert text == markdown(table)
     assert "| condition | FedAvg | FedProx | fast |" in text
-    wrong = by_labels(table, "wrong", "FedAvg")
+    wrong = find_contestant(table, "wrong", "FedAvg")
     assert f"({wrong.difference}) [paper 70.50]" in text
     assert "80.50 ± 0.50" in text
     for note in (
@@ -283,7 +293,7 @@ def test_the_page_has_tables_figures_and_links(results: tuple[StudyResults, dict
     assert "2 of 18 runs are missing. Continue with: raydfl study" in text
     for heading in ("Table", "Comparison", "Heat maps", "Learning curves", "All values", "Runs"):
         assert f"<h2>{heading}</h2>" in text
-    # Bars of both conditions, heat maps of headline, drop and two further numbers, curves for each condition.
+    # Bars of both conditions, heat maps of headline, difference and two more scores, and curves for each condition.
     assert text.count("<svg") == 1 + 4 + 2
     assert "accuracy (%)" in text
     assert "mean ± standard deviation" in text
@@ -292,60 +302,64 @@ def test_the_page_has_tables_figures_and_links(results: tuple[StudyResults, dict
     assert not re.search(r'href="https?:', text)
 
 
-def test_a_grid_with_other_headlines_names_them(grid: StudyFile) -> None:
+def test_a_grid_with_several_headline_scores_names_them(grid: StudyFile) -> None:
     axes = {"data": {"a": {}, "b": {"metric": {"score": "loss"}}}}
     paper = {"source": "P", "values": {"a": 60, "b": 3}}
-    study = _study(grid, axes=axes, control={"data": "a"}, paper=paper)
+    study = _make_study(grid, axes=axes, control={"data": "a"}, paper=paper)
     for run in study.trials:
-        leave(run, {"test model/accuracy": [0.5] * ROUNDS, "test model/loss": [2.0] * ROUNDS})
+        write_run_folder(run, {"test model/accuracy": [0.5] * ROUNDS, "test model/loss": [2.0] * ROUNDS})
     table = collect(study)
-    assert columns(table)[:3] == ["data", "score", "headline, mean of the last 10 of 12 evaluations"]
-    assert [line[1:3] for line in lines(table)] == [["accuracy", "50.00 ± 0.00"], ["loss", "2.00 ± 0.00"]]
-    assert [(each.difference, each.paper_difference) for each in table.contestants] == [(None, None)] * 2
+    assert list_columns(table)[:3] == ["data", "score", "headline, mean of the last 10 of 12 evaluations"]
+    assert [line[1:3] for line in list_lines(table)] == [["accuracy", "50.00 ± 0.00"], ["loss", "2.00 ± 0.00"]]
+    assert [(contestant.difference, contestant.paper_difference) for contestant in table.contestants] == [
+        (None, None)
+    ] * 2
 
 
-def test_a_private_models_number_is_found_by_its_name(grid: StudyFile) -> None:
+def test_scores_of_a_private_model_are_found_by_its_name(grid: StudyFile) -> None:
     axes = {"method": {"own": {"method": "fedmlac", "models": {}}}}
-    study = _study(grid, axes=axes, control={}, paper=None, also=[{"score": "accuracy", "model": "local"}])
+    study = _make_study(grid, axes=axes, control={}, paper=None, also=[{"score": "accuracy", "model": "local"}])
     for run in study.trials:
-        leave(run, {"test plugin/accuracy": [0.25] * ROUNDS, "test local/accuracy_client_mean": [0.75] * ROUNDS})
+        write_run_folder(
+            run, {"test plugin/accuracy": [0.25] * ROUNDS, "test local/accuracy_client_mean": [0.75] * ROUNDS}
+        )
     cell = collect(study).contestants[0]
     assert cell.score("tail").mean == 25
     assert cell.score("tail", 1).mean == 75
 
 
-def test_the_number_in_the_round_that_validation_chose(grid: StudyFile) -> None:
+def test_scores_may_come_from_the_round_of_the_best_validation(grid: StudyFile) -> None:
     chosen = {"summary": "chosen", "settings": {"train.rounds": 3, "run.best": {}, "data.split.validation": 0.2}}
-    study = _study(grid, axes={"method": {"one": {"method": "fedavg"}}}, control={}, paper=None, **chosen)
+    study = _make_study(grid, axes={"method": {"one": {"method": "fedavg"}}}, control={}, paper=None, **chosen)
     for run in study.trials:
-        leave(run, {"test model/accuracy": [0.9, 0.4, 0.7], "server best_round": [1, 2, 2]})
+        write_run_folder(run, {"test model/accuracy": [0.9, 0.4, 0.7], "server best_round": [1, 2, 2]})
     table = collect(study)
     assert table.contestants[0].score("chosen").mean == pytest.approx(40)
-    assert columns(table)[1] == "accuracy (%), in the round of run.best"
+    assert list_columns(table)[1] == "accuracy (%), in the round of run.best"
     assert "validation model/accuracy chooses the round (validation)." in describe_results(table)
 
 
-def test_spread_of_few_runs() -> None:
+def test_the_spread_of_few_runs_is_formatted() -> None:
     assert str(Spread({})) == "-"
     assert str(Spread({"a": 81.234})) == "81.23"
     assert str(Spread({"a": 1.0, "b": 3.0})) == "2.00 ± 1.41"
     assert MetricSettings(score="macro_f1", model="plugin", split="validation").title == "plugin macro f1, validation"
 
 
-def test_figures_of_a_study_show_its_numbers(
+def test_figures_of_a_study_show_its_scores(
     results: tuple[StudyResults, dict[str, dict[str, list[float]]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plots: dict[str, Plot] = {}
     monkeypatch.setattr(page_builder, "draw", lambda plot, _: plots.setdefault(plot.title, plot) and "")
     write_page(results[0])
-    means = [each.score("tail").mean for each in results[0].contestants]
+    means = [contestant.score("tail").mean for contestant in results[0].contestants]
     axes = plots["accuracy (%)"].figure().axes[0]
     assert sorted(patch.get_height() for patch in axes.patches) == pytest.approx(sorted(means))
     assert [text.get_text() for text in axes.get_xticklabels()] == ["clean", "wrong"]
     assert sorted(axes.get_legend_handles_labels()[1]) == ["FedAvg", "FedProx", "fast", "paper"]
     bars, matrix = list(plots.values())[:2]
     assert (bars.caption, matrix.caption) == ("Lines: standard deviation over the runs.", "")
-    differences = [each.difference.mean for each in results[0].contestants if each.difference]
+    differences = [contestant.difference.mean for contestant in results[0].contestants if contestant.difference]
     axes = plots["difference"].figure().axes[0]
     assert [text.get_text() for text in axes.texts] == [f"{value:.1f}" for value in differences]
     (cells,) = axes.collections
@@ -357,36 +371,36 @@ def test_figures_of_a_study_show_its_numbers(
     assert axes.get_xlim() == (-0.5, 2.5)
 
 
-def test_table_only_writes_what_is_there(grid: StudyFile, raydfl: Raydfl, tmp_path: Path) -> None:
+def test_table_only_writes_the_existing_results(grid: StudyFile, raydfl: Raydfl, tmp_path: Path) -> None:
     file = grid(axes={"method": {"FedAvg": {"method": "fedavg"}}})
     study = load_study(file)
-    leave(study.trials[0], {"test model/accuracy": [0.5] * 3})
-    said = raydfl("sweep", file, "--table")
-    assert said.code == 0
-    assert "50.00" in said.out
-    assert "1 of 2 runs" in said.out
+    write_run_folder(study.trials[0], {"test model/accuracy": [0.5] * 3})
+    result = raydfl("sweep", file, "--table")
+    assert result.code == 0
+    assert "50.00" in result.out
+    assert "1 of 2 runs" in result.out
     assert (tmp_path / "runs" / "grid.html").exists()
     events = raydfl("sweep", file, "--table", "--json").events
     assert events[-1]["event"] == "message"
     assert "grid.html" in events[-1]["text"]
 
 
-def test_latex_escapes_and_has_rules_of_booktabs(grid: StudyFile) -> None:
+def test_latex_escapes_labels_and_uses_booktabs(grid: StudyFile) -> None:
     axes = {
         "noise_level": {"[10] % & more": {}, "~0": {"train.cohort": 1.0}, "*": {"train.cohort": 0.9}},
         "method": {"a": {"method": "fedavg"}, "b": {}},
     }
-    study = _study(grid, axes=axes, control={"method": "a"}, paper=None, also=[], title="Noise: 10 % #1")
-    scores = _scores(study)
+    study = _make_study(grid, axes=axes, control={"method": "a"}, paper=None, also=[], title="Noise: 10 % #1")
+    scores = _draw_scores(study)
     for run in study.trials:
-        leave(run, scores[run.name])
+        write_run_folder(run, scores[run.name])
     text = latex(collect(study))
     assert r"{[}10] \% \& more & " in text
-    assert "{*} & " in text  # behind a line's end, LaTeX would read both as an argument
+    assert "{*} & " in text  # after a line's end, LaTeX would read both as an argument
     assert r"\caption{Noise: 10 \% \#1." in text
     assert [text.count(rule) for rule in (r"\toprule", r"\bottomrule", r"\begin{table}")] == [2, 2, 2]
     widths = {line.count(" & ") for line in text.splitlines() if line.endswith(r"\\")}
-    assert len(widths) == 2  # of each table, all lines have as many cells
+    assert len(widths) == 2  # all lines of a table have the same number of cells
 
 
 # -- searches --------------------------------------------------------------------------------------------------------
@@ -395,21 +409,21 @@ def test_latex_escapes_and_has_rules_of_booktabs(grid: StudyFile) -> None:
 LOSSES = [(0.5, "finished", 4), (0.2, "stopped", 2), (0.3, "finished", 4), (0.1, "failed", 1), (0.6, "running", 3)]
 
 
-def _searched(file: Path, losses: list[tuple[float, str, int]]) -> StudyResults:
-    """Results of trials with these last losses, states and rounds."""
+def _collect_search(file: Path, losses: list[tuple[float, str, int]]) -> StudyResults:
+    """Write run folders of trials with the last losses, states and rounds, and collect the results."""
     study = load_study(file)
     state = StudyState.read(study)
     for trial, (loss, status, rounds) in zip(study.trials, losses, strict=False):
         values = [loss + 0.1] * (rounds - 1) + [loss]
-        leave(trial, {"validation model/loss": values}, finished=status == "finished", done=rounds)
+        write_run_folder(trial, {"validation model/loss": values}, finished=status == "finished", last_round=rounds)
         state.note(trial, status, {"stopped": "asha", "failed": "it broke"}.get(status, ""))  # type: ignore[arg-type]
     return collect_with(study, StudyState.read(study))
 
 
-def test_the_best_draw_is_the_best_of_those_with_all_rounds(search_file: StudyFile, tmp_path: Path) -> None:
-    results = _searched(search_file(samples=6), LOSSES)
-    assert [each.draw for each in results.contestants] == [f"trial-00{n}" for n in (2, 0, 3, 1, 4, 5)]
-    assert [each.n for each in results.contestants] == [
+def test_the_best_draw_is_chosen_among_complete_trials(search_file: StudyFile, tmp_path: Path) -> None:
+    results = _collect_search(search_file(samples=6), LOSSES)
+    assert [contestant.draw for contestant in results.contestants] == [f"trial-00{n}" for n in (2, 0, 3, 1, 4, 5)]
+    assert [contestant.n for contestant in results.contestants] == [
         "1",
         "1",
         "failed",
@@ -419,22 +433,22 @@ def test_the_best_draw_is_the_best_of_those_with_all_rounds(search_file: StudyFi
     ]
     assert results.best is results.contestants[0]
     assert (results.failed, results.open, results.complete) == ({"trial-003": "it broke"}, 2, False)
-    assert columns(results)[:2] == ["draw", "method.mu"]
-    assert "loss, validation, last evaluation" in columns(results)
-    written = {path.name: path for path in write_tables(results)}
-    config = load_config(written["few-best.yaml"])
+    assert list_columns(results)[:2] == ["draw", "method.mu"]
+    assert "loss, validation, last evaluation" in list_columns(results)
+    paths = {path.name: path for path in write_tables(results)}
+    config = load_config(paths["few-best.yaml"])
     assert config.method["mu"] == results.best.values["method.mu"]
     assert (config.run.name, config.train.rounds) == (None, 4)
-    assert next(csv.DictReader(written["few.csv"].open()))["draw"] == "trial-002"
+    assert next(csv.DictReader(paths["few.csv"].open()))["draw"] == "trial-002"
     largest = search_file(samples=6, metric={"score": "loss", "mode": "max"})
     assert collect(load_study(largest)).best.draw == "trial-000"  # type: ignore[union-attr]
 
 
-def test_a_failed_trial_that_is_finished_later_is_no_longer_failed(search_file: StudyFile) -> None:
+def test_a_failed_trial_may_be_finished_later(search_file: StudyFile) -> None:
     study = load_study(search_file(samples=1))
     StudyState(study).note(study.trials[0], "failed", "it broke")
     assert not collect(study).complete
-    leave(study.trials[0], {"validation model/loss": [0.5]})
+    write_run_folder(study.trials[0], {"validation model/loss": [0.5]})
     assert collect(study).complete
 
 
@@ -447,13 +461,13 @@ def test_latex_has_the_best_draws_of_every_cell(search_file: StudyFile, monkeypa
 
 
 @pytest.mark.usefixtures("pictures")
-def test_the_page_of_a_search_shows_it(search_file: StudyFile, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_of_a_search_shows_its_results(search_file: StudyFile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(results_module, "_TREES", 50)
     monkeypatch.setattr(results_module, "_SHUFFLES", 8)
     file = search_file(samples=10, question="Which <mu>?", metric={"score": "loss", "split": "test"})
     study = load_study(file)
     for place, trial in enumerate(study.trials[:-1]):
-        leave(trial, {"test model/loss": [1.0, 0.5 + place / 10]}, done=4)
+        write_run_folder(trial, {"test model/loss": [1.0, 0.5 + place / 10]}, last_round=4)
     page = write_page(collect(study)).read_text()
     assert "Which &lt;mu&gt;?" in page
     assert page.count("<svg") == 3
@@ -472,19 +486,19 @@ def test_the_page_of_a_search_shows_it(search_file: StudyFile, monkeypatch: pyte
     assert "No trial has a score yet." in write_page(collect(load_study(search_file("none", samples=1)))).read_text()
 
 
-def test_importance_finds_the_setting_that_mattered(search_file: StudyFile, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_importance_finds_the_effective_setting(search_file: StudyFile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(results_module, "_TREES", 50)
     study = load_study(search_file(samples=30))
-    scored = [(trial.values, math.log(trial.values["method.mu"])) for trial in study.trials]
-    shares = measure_importance(study, scored)
+    scores = [(trial.values, math.log(trial.values["method.mu"])) for trial in study.trials]
+    shares = measure_importance(study, scores)
     assert shares["method.mu"] > 0.9
     assert sum(shares.values()) == pytest.approx(1.0)
-    assert shares == measure_importance(study, scored)
-    assert measure_importance(study, scored[: FEWEST - 1]) == {}
-    assert measure_importance(study, [(values, 0.5) for values, _ in scored]) == {}
+    assert shares == measure_importance(study, scores)
+    assert measure_importance(study, scores[: FEWEST - 1]) == {}
+    assert measure_importance(study, [(values, 0.5) for values, _ in scores]) == {}
 
 
-def test_a_damaged_state_is_refused(search_file: StudyFile) -> None:
+def test_a_damaged_state_is_rejected(search_file: StudyFile) -> None:
     study = load_study(search_file())
     study.folder.mkdir()
     study.output("-trials.json").write_text("{")

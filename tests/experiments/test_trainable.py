@@ -1,4 +1,4 @@
-"""raydfl.trainable in a user's own Tuner: settings, resources, checkpoints, and the same bits after the driver was killed."""
+"""raydfl.trainable in a user's own Tuner: settings, resources, checkpoints, and equal bits after the driver is killed."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from raydfl.testing import assert_same_bits, read_tensors, train_federation
 LR = "train.optimiser.lr"
 
 
-def _plain(config: Config) -> dict[str, Any]:
+def _to_values(config: Config) -> dict[str, Any]:
     return config.model_dump(mode="json")
 
 
-def test_what_the_tuner_chose_lies_over_the_configuration(tiny: Callable[..., Config]) -> None:
-    base = _plain(tiny(method="fedprox"))
+def test_settings_of_the_tuner_override_the_configuration(tiny: Callable[..., Config]) -> None:
+    base = _to_values(tiny(method="fedprox"))
     chosen = {"method.mu": np.float64(0.5), LR: 0.2, "train.local_epochs": np.int64(3)}
     config = make_trial_config(base, chosen)
     assert config.method == {"name": "fedprox", "mu": 0.5}
@@ -48,25 +48,23 @@ def test_what_the_tuner_chose_lies_over_the_configuration(tiny: Callable[..., Co
         ({"method.mu": 0.5}, "mu"),
     ],
 )
-def test_settings_that_make_no_configuration_are_refused(
-    tiny: Callable[..., Config], settings: dict[str, Any], message: str
-) -> None:
+def test_invalid_settings_are_rejected(tiny: Callable[..., Config], settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        make_trial_config(_plain(tiny()), settings)
+        make_trial_config(_to_values(tiny()), settings)
     with pytest.raises(ConfigError, match=message):
         raydfl.trainable(tiny()).default_resource_request(settings)
 
 
-def test_a_configuration_may_be_a_file_plain_data_or_checked(tiny: Callable[..., Config], tmp_path: Path) -> None:
-    values = _plain(tiny())
+def test_a_configuration_may_be_a_file_values_or_a_config(tiny: Callable[..., Config], tmp_path: Path) -> None:
+    values = _to_values(tiny())
     (tmp_path / "config.yaml").write_text(json.dumps(values))
-    for given in (tmp_path / "config.yaml", str(tmp_path / "config.yaml"), values, tiny()):
-        assert raydfl.trainable(given).order({}, "x").config.digest() == tiny().digest()
+    for configuration in (tmp_path / "config.yaml", str(tmp_path / "config.yaml"), values, tiny()):
+        assert raydfl.trainable(configuration).order({}, "x").config.digest() == tiny().digest()
     with pytest.raises(ConfigError, match="is a URI"):
         raydfl.trainable(tiny("run.dir=s3://bucket/runs"))
 
 
-def test_a_trial_asks_for_its_own_process_and_its_actors(tiny: Callable[..., Config]) -> None:
+def test_a_trial_requests_resources_for_its_process_and_its_actors(tiny: Callable[..., Config]) -> None:
     federation = raydfl.trainable(tiny("ray.actors=2", "ray.cpus=0.5"), cpus=2)
     assert federation.default_resource_request({}).bundles == [{"CPU": 2.0}, {"CPU": 0.5}, {"CPU": 0.5}]
     assert federation.default_resource_request({"ray.actors": 0}).bundles == [{"CPU": 2.0}]
@@ -74,8 +72,10 @@ def test_a_trial_asks_for_its_own_process_and_its_actors(tiny: Callable[..., Con
         federation.default_resource_request({"ray.actors": "per_client"})
 
 
-def test_a_checkpoint_goes_on_to_the_same_bits_or_with_other_rates(tiny: Callable[..., Config], tmp_path: Path) -> None:
-    """As the trial's own state, whatever its folder held; and of another one with other rates, but no other data."""
+def test_a_checkpoint_continues_to_the_same_bits_or_with_another_rate(
+    tiny: Callable[..., Config], tmp_path: Path
+) -> None:
+    """Restore the trial's own checkpoint, and a copy with another learning rate. Changed data are rejected."""
     federation = raydfl.trainable(tiny("train.rounds=4", "run.commit_every=3"))
     first = federation({LR: 0.2})
     results = [first.train(), first.train()]
@@ -92,27 +92,27 @@ def test_a_checkpoint_goes_on_to_the_same_bits_or_with_other_rates(tiny: Callabl
     rest = [again.train(), again.train()]
     again.stop()
     assert [(result["round"], result["done"]) for result in rest] == [(3, False), (4, True)]
-    undisturbed = tiny("train.rounds=4", f"{LR}=0.2", "run.name=undisturbed")
-    assert_same_bits(read_tensors(Path(rest[-1]["run"])), train_federation(undisturbed))
+    reference = tiny("train.rounds=4", f"{LR}=0.2", "run.name=undisturbed")
+    assert_same_bits(read_tensors(Path(rest[-1]["run"])), train_federation(reference))
     assert raydfl.load_model(checkpoint).round == 2
 
-    other = federation({LR: 0.05})
-    other.restore(str(checkpoint))
-    last = [other.train(), other.train()][-1]
-    other.stop()
+    copy = federation({LR: 0.05})
+    copy.restore(str(checkpoint))
+    last = [copy.train(), copy.train()][-1]
+    copy.stop()
     folder = Path(last["run"])
-    assert differ(read_tensors(folder), read_tensors(Path(undisturbed.run.dir) / "undisturbed"))
+    assert differ(read_tensors(folder), read_tensors(Path(reference.run.dir) / "undisturbed"))
     assert json.loads((folder / "run.json").read_text())["branches"] == [
-        {"run": results[0]["run"].rpartition("/")[2], "digest": undisturbed.digest(), "round": 2}
+        {"run": results[0]["run"].rpartition("/")[2], "digest": reference.digest(), "round": 2}
     ]
 
-    refused = federation({"data.split.validation": 0.5})
+    rejected = federation({"data.split.validation": 0.5})
     with pytest.raises(ConfigError, match=r"data\.split\.validation does not allow"):
-        refused.restore(str(checkpoint))
-    refused.stop()
+        rejected.restore(str(checkpoint))
+    rejected.stop()
 
 
-def test_what_an_earlier_attempt_left_does_not_count_without_a_checkpoint(tiny: Callable[..., Config]) -> None:
+def test_files_of_an_earlier_attempt_are_ignored_without_a_checkpoint(tiny: Callable[..., Config]) -> None:
     federation = raydfl.trainable(tiny("train.rounds=2"))
     trial = federation({LR: 0.2})
     trial.train()
@@ -124,7 +124,7 @@ def test_what_an_earlier_attempt_left_does_not_count_without_a_checkpoint(tiny: 
     assert "branches" not in json.loads((run_folder / "run.json").read_text())
 
 
-def test_what_fails_is_raised(tiny: Callable[..., Config]) -> None:
+def test_errors_of_a_trial_are_raised(tiny: Callable[..., Config]) -> None:
     trial = raydfl.trainable(tiny())({"train.cohort": 1000})
     with pytest.raises(raydfl.RaydflError):
         trial.train()
@@ -135,41 +135,41 @@ def test_what_fails_is_raised(tiny: Callable[..., Config]) -> None:
 
 
 TRIALS = {"asha": 3, "pbt": 2}
-"""Of own_tuner.py, by scheduler."""
+"""Number of trials in own_tuner.py, by scheduler."""
 
 
-def _begin(scheduler: str, folder: Path) -> subprocess.Popen[bytes]:
-    own = {"TUNE_GLOBAL_CHECKPOINT_S": "0", "TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S": "0"}
+def _start_tuner(scheduler: str, folder: Path) -> subprocess.Popen[bytes]:
+    variables = {"TUNE_GLOBAL_CHECKPOINT_S": "0", "TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S": "0"}
     program = str(Path(__file__).with_name("own_tuner.py"))
     with (folder / "log").open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, program, scheduler, str(folder)], env=os.environ | own, stdout=log, stderr=log
+            [sys.executable, program, scheduler, str(folder)], env=os.environ | variables, stdout=log, stderr=log
         )
 
 
-def _rounds_that_tune_knows(place: Path) -> list[int]:
-    """The rounds of each trial in what Tune saved last: what came later is done again."""
+def _read_saved_rounds(place: Path) -> list[int]:
+    """Return the last saved round of each trial. Tune repeats later rounds."""
     for file in place.glob("experiment_state-*.json"):
-        with contextlib.suppress(json.JSONDecodeError):  # being written
+        with contextlib.suppress(json.JSONDecodeError):  # Tune may still be writing the file
             trials = json.loads(file.read_text())["trial_data"]
             return [json.loads(runtime)["last_result"].get("round", 0) for _, runtime in trials]
     return []
 
 
-def _killed_and_restored(scheduler: str, folder: Path, config: Config) -> list[dict[str, Any]]:
-    """The results of a Tuner whose driver was killed once it had saved all trials, and that one had done three rounds."""
-    (folder / "config.json").write_text(json.dumps(_plain(config)))
-    driver = _begin(scheduler, folder)
+def _kill_and_restore(scheduler: str, folder: Path, config: Config) -> list[dict[str, Any]]:
+    """Run a Tuner, kill its driver after all trials are saved and any has three rounds, and return the restored results."""
+    (folder / "config.json").write_text(json.dumps(_to_values(config)))
+    driver = _start_tuner(scheduler, folder)
     place = folder / "tune" / scheduler
     try:
-        while len(rounds := _rounds_that_tune_knows(place)) < TRIALS[scheduler] or max(rounds) < 3:
+        while len(rounds := _read_saved_rounds(place)) < TRIALS[scheduler] or max(rounds) < 3:
             assert driver.poll() is None, (folder / "log").read_text()[-3000:]
             time.sleep(0.02)
     finally:
         driver.kill()
         driver.wait()
     assert not (folder / "results.json").exists()
-    assert _begin(scheduler, folder).wait(timeout=600) == 0, (folder / "log").read_text()[-3000:]
+    assert _start_tuner(scheduler, folder).wait(timeout=600) == 0, (folder / "log").read_text()[-3000:]
     results: list[dict[str, Any]] = json.loads((folder / "results.json").read_text())
     assert [result["error"] for result in results] == [""] * len(results)
     return results
@@ -179,7 +179,7 @@ def _killed_and_restored(scheduler: str, folder: Path, config: Config) -> list[d
 @pytest.mark.timeout(900)
 def test_trials_of_asha_have_the_bits_of_runs_alone(tiny: Callable[..., Config], tmp_path: Path) -> None:
     config = tiny("train.rounds=4", "ray.actors=1", "ray.cpus=0.5")
-    results = _killed_and_restored("asha", tmp_path, config)
+    results = _kill_and_restore("asha", tmp_path, config)
     assert len(results) == 3
     assert max(result["metrics"]["round"] for result in results) == 4
     assert any(result["metrics"]["iterations_since_restore"] < result["metrics"]["round"] for result in results)
@@ -188,41 +188,41 @@ def test_trials_of_asha_have_the_bits_of_runs_alone(tiny: Callable[..., Config],
         alone = tiny(f"train.rounds={rounds}", f"{LR}={lr}", f"run.name=alone-{lr}")
         assert_same_bits(read_tensors(Path(result["checkpoint"])), train_federation(alone))
         assert raydfl.load_model(result["checkpoint"]).round == rounds
-        measured = read_scores(Path(alone.run.dir) / f"alone-{lr}", rounds - 1)[rounds]
-        assert result["metrics"]["test model/loss"] == measured["test model/loss"]
+        scores = read_scores(Path(alone.run.dir) / f"alone-{lr}", rounds - 1)[rounds]
+        assert result["metrics"]["test model/loss"] == scores["test model/loss"]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_trials_of_pbt_have_the_bits_of_their_settings_one_after_another(
-    tiny: Callable[..., Config], tmp_path: Path
-) -> None:
-    """Ray Tune's own PBT draws without a seed: each trial is done again from the settings that it had."""
+def test_trials_of_pbt_have_the_bits_of_their_successive_settings(tiny: Callable[..., Config], tmp_path: Path) -> None:
+    """Ray Tune's PBT draws without a seed, so each trial is repeated with its own successive settings."""
     config = tiny("train.rounds=6")
-    results = _killed_and_restored("pbt", tmp_path, config)
+    results = _kill_and_restore("pbt", tmp_path, config)
     lines = [line for file in (tmp_path / "tune" / "pbt").glob("*/result.json") for line in file.open()]
-    tried = [json.loads(line)["config"] for line in lines] + [result["settings"] for result in results]
-    had = {make_trial_config(_plain(config), settings).digest(): settings for settings in tried}
-    branched = 0
+    settings_list = [json.loads(line)["config"] for line in lines] + [result["settings"] for result in results]
+    settings_by_digest = {
+        make_trial_config(_to_values(config), settings).digest(): settings for settings in settings_list
+    }
+    branches = 0
     for number, result in enumerate(results):
         assert result["metrics"]["round"] == 6
         about = json.loads((Path(result["checkpoint"]) / "run.json").read_text())
         before, folder = None, tmp_path
-        for place, part in enumerate([*about.get("branches", []), {"digest": about["digest"], "round": 6}]):
-            own = (
-                f"run.name=alone-{number}-{place}",
+        for number_of_part, part in enumerate([*about.get("branches", []), {"digest": about["digest"], "round": 6}]):
+            overrides = (
+                f"run.name=alone-{number}-{number_of_part}",
                 f"train.rounds={part['round']}",
-                f"{LR}={had[part['digest']][LR]}",
+                f"{LR}={settings_by_digest[part['digest']][LR]}",
             )
-            here = tiny(*own)
-            folder = Path(here.run.dir) / str(here.run.name)
+            config_of_part = tiny(*overrides)
+            folder = Path(config_of_part.run.dir) / str(config_of_part.run.name)
             if before is not None:
-                branch(before, folder, here)
-                branched += 1
-            train_federation(here)
+                branch(before, folder, config_of_part)
+                branches += 1
+            train_federation(config_of_part)
             before = folder
         assert_same_bits(read_tensors(Path(result["checkpoint"])), read_tensors(folder))
-    assert branched
+    assert branches
 
 
 @pytest.mark.slow
@@ -249,9 +249,9 @@ def test_rays_mlflow_integration_logs_each_trial(
     client = MlflowClient(uri)
     experiment = client.get_experiment_by_name("mine")
     assert experiment is not None
-    logged = {float(run.data.params[LR]): run for run in client.search_runs([experiment.experiment_id])}
-    assert set(logged) == set(results) == {0.1, 0.2}
-    for lr, run in logged.items():
+    runs = {float(run.data.params[LR]): run for run in client.search_runs([experiment.experiment_id])}
+    assert set(runs) == set(results) == {0.1, 0.2}
+    for lr, run in runs.items():
         assert run.info.status == "FINISHED"
         scores = read_scores(Path(results[lr].metrics["run"]), 0)
         history = client.get_metric_history(run.info.run_id, "test model/accuracy")

@@ -6,7 +6,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-from kills import PLAN, Kill, campaign, configured, known, table, undisturbed
+from kills import PLAN, Kill, campaign, make_tiny_config, read_tensors, run_undisturbed, table
 
 from raydfl.core import registry
 
@@ -26,7 +26,7 @@ def test_the_table_says_what_was_killed_and_whether_it_mattered() -> None:
 def test_two_runs_are_equal_or_not_to_the_bit(tmp_path: Path) -> None:
     short = ["ray.actors=0", "train.rounds=2"]
     runs = [
-        known(undisturbed(configured("fedmlac", tmp_path, f"run{number}", *short, f"run.seed={seed}")))
+        read_tensors(run_undisturbed(make_tiny_config("fedmlac", tmp_path, f"run{number}", *short, f"run.seed={seed}")))
         for number, seed in enumerate((1, 1, 2))
     ]
     assert runs[0] == runs[1]
@@ -37,7 +37,7 @@ def test_two_runs_are_equal_or_not_to_the_bit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", registry.names("raydfl.methods"))
 def test_every_method_can_be_tried(tmp_path: Path, method: str) -> None:
-    assert configured(method, tmp_path, "x").components.method is not None
+    assert make_tiny_config(method, tmp_path, "x").components.method is not None
 
 
 @pytest.mark.slow

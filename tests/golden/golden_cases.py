@@ -1,4 +1,4 @@
-"""The federations whose bits are recorded in ``golden.json``: one per method, rule, attack, objective, transform and data option.
+"""The federations with bits recorded in ``golden.json``: each method, rule, attack, objective, transform and data option.
 
 A case is the name of a method and overrides of the tiny federation of ``conftest.py``. All cases train for two rounds.
 """
@@ -22,13 +22,13 @@ ROBUST = "train.cohort=1.0"
 
 
 class Case(NamedTuple):
-    """A federation by the name of its method and further settings."""
+    """Method and overrides of a federation."""
 
     method: str = "fedavg"
     overrides: tuple[str, ...] = ()
 
 
-def _methods() -> dict[str, Case]:
+def _make_method_cases() -> dict[str, Case]:
     networks = (f"models.audio={_NETWORK}", f"models.video={_NETWORK[:-1]}, view: second}}")
     two_views = dict.fromkeys(("harmony", "modality_mirror", "multifl", "unifl"), (*VIEWS, *networks))
     return {
@@ -166,7 +166,7 @@ _TRAINING: dict[str, tuple[str, ...]] = {
 def cases() -> dict[str, Case]:
     """Return all cases by name."""
     return {
-        **_methods(),
+        **_make_method_cases(),
         **{
             f"rule {name}": Case(overrides=(f"method.rule={_RULES.get(name, name)}", ROBUST))
             for name in registry.names("raydfl.rules")

@@ -1,7 +1,7 @@
-"""Records the bits and the ownership of every case in ``golden.json``, and the digest of every job.
+"""Record the bits and the ownership of every case in ``golden.json``, and the digest of every job.
 
-Run ``python tests/golden/golden_record.py`` after an intended change, and name in the commit the cases that changed, and why.
-Bits are recorded per set of kernels; the digests of ownership and of jobs hold on every machine.
+Run ``python tests/golden/golden_record.py`` after an intended change. Name the changed cases and the reason in the commit.
+Bits are recorded for each set of kernels; the digests of ownership and of jobs hold on every machine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FILE = TESTS / "golden" / "golden.json"
 
 
 def configure(name: str, case: Case, folder: Path, cache: Path) -> Config:
-    """Make the configuration of a case whose run is written to ``folder``."""
+    """Make the configuration of a case, with its run in ``folder``."""
     values = tiny_values(case.method)
     values["data"]["cache"] = str(cache)
     values["run"] |= {"dir": str(folder), "name": name.replace(" ", "-")}
@@ -37,7 +37,7 @@ def configure(name: str, case: Case, folder: Path, cache: Path) -> Config:
 
 
 def measure(config: Config) -> dict[str, Any]:
-    """Train a case and return what is recorded of it."""
+    """Train a case and return its recorded values."""
     bits = train_federation(config)
     values = np.frombuffer(b"".join(bits[name] for name in sorted(bits) if name.startswith("server ")), np.float32)
     signs = np.random.default_rng(0).choice([-1.0, 1.0], len(values))
@@ -53,10 +53,10 @@ SWEEPS = [name for name in JOBS if "\naxes:" in (TESTS.parent / name).read_text(
 RUNS = [name for name in JOBS if name not in SWEEPS and "/clusters/" not in name]
 
 
-def job_digest(name: str) -> str:
-    """Return a digest of what decides the numbers of a job, with recordings below ``/recordings``.
+def compute_job_digest(name: str) -> str:
+    """Return the digest of a job's results, with recordings below ``/recordings``.
 
-    Relative paths are below ``/`` while this runs, so that the digest is the same on every machine.
+    Relative paths are below ``/`` meanwhile, so the digest is the same on every machine.
     """
     file, folder = TESTS.parent / name, Path.cwd()
     os.environ["RAYDFL_DATA"] = "/recordings"
@@ -71,19 +71,19 @@ def job_digest(name: str) -> str:
 
 
 def record() -> None:
-    """Write ``golden.json``, keeping what was recorded with other kernels of cases whose bits are as before."""
-    known, kernels = json.loads(FILE.read_text()) if FILE.exists() else {"cases": {}}, describe_kernels()
-    found: dict[str, Any] = {}
+    """Write ``golden.json``. Cases with unchanged bits keep the bits recorded with other kernels."""
+    recorded, kernels = json.loads(FILE.read_text()) if FILE.exists() else {"cases": {}}, describe_kernels()
+    cases_by_name: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, case in cases().items():
-            measured = measure(configure(name, case, Path(folder), Path(folder, "cache")))
-            before = known["cases"].get(name, {"bits": {}})
-            if measured["bits"] != before["bits"].get(kernels):
+            values = measure(configure(name, case, Path(folder), Path(folder, "cache")))
+            earlier = recorded["cases"].get(name, {"bits": {}})
+            if values["bits"] != earlier["bits"].get(kernels):
                 print("changed:", name)
-                before = {"bits": {}}
-            found[name] = {**measured, "bits": {**before["bits"], kernels: measured["bits"]}}
-    jobs = {name: job_digest(name) for name in (*RUNS, *SWEEPS)}
-    FILE.write_text(json.dumps({"cases": found, "jobs": jobs}, indent=1) + "\n")
+                earlier = {"bits": {}}
+            cases_by_name[name] = {**values, "bits": {**earlier["bits"], kernels: values["bits"]}}
+    jobs = {name: compute_job_digest(name) for name in (*RUNS, *SWEEPS)}
+    FILE.write_text(json.dumps({"cases": cases_by_name, "jobs": jobs}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Every method, rule, attack, objective, transform and data option computes what was recorded in ``golden.json``.
+"""Every method, rule, attack, objective, transform and data option gives the recorded bits of ``golden.json``.
 
 The recorded bits hold for the kernels of their key. With other kernels, a sum of the server's values with random
 signs is compared.
@@ -12,30 +12,30 @@ from typing import Any
 
 import pytest
 from golden_cases import cases
-from golden_record import FILE, RUNS, SWEEPS, configure, job_digest, measure
+from golden_record import FILE, RUNS, SWEEPS, compute_job_digest, configure, measure
 
 from raydfl.testing import describe_kernels
 
 GOLDEN: dict[str, Any] = json.loads(FILE.read_text())
 UNSTABLE: set[str] = set()
-"""Cases with decisions on close values: with other kernels they may end elsewhere."""
+"""Cases with decisions on close values. They may end differently with other kernels."""
 
 
 @pytest.mark.parametrize("name", cases())
-def test_a_federation_computes_the_recorded_bits(name: str, tmp_path: Path, feature_cache: Path) -> None:
-    measured = measure(configure(name, cases()[name], tmp_path, feature_cache))
+def test_a_federation_has_the_recorded_bits(name: str, tmp_path: Path, feature_cache: Path) -> None:
+    values = measure(configure(name, cases()[name], tmp_path, feature_cache))
     expected = GOLDEN["cases"][name]
-    assert measured["ownership"] == expected["ownership"], "other examples belong to the clients, or in another order"
+    assert values["ownership"] == expected["ownership"], "clients have different examples, or a different order"
     bits = expected["bits"].get(describe_kernels())
     if bits is not None:
-        assert measured["bits"] == bits
+        assert values["bits"] == bits
     elif name not in UNSTABLE:
-        assert measured["signed_sum"] == pytest.approx(expected["signed_sum"], abs=2e-3)
+        assert values["signed_sum"] == pytest.approx(expected["signed_sum"], abs=2e-3)
 
 
 @pytest.mark.parametrize("name", [*RUNS, *(pytest.param(name, marks=pytest.mark.slow) for name in SWEEPS)])
 def test_a_job_keeps_its_digest(name: str) -> None:
-    assert job_digest(name) == GOLDEN["jobs"][name]
+    assert compute_job_digest(name) == GOLDEN["jobs"][name]
 
 
 def test_every_case_is_recorded() -> None:

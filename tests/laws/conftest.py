@@ -1,4 +1,4 @@
-"""What laws that need Ray share."""
+"""Fixtures for laws with Ray."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 
 @pytest.fixture
 def free_cpus(ray_session: None) -> Iterator[None]:
-    """The next test begins when this one's actors are gone."""
-    import ray  # it takes a second, which other laws need not wait for
+    """Wait until the actors of a test have ended before the next test starts."""
+    import ray  # Importing Ray takes a second. The laws without Ray need not wait for it.
 
     yield
     deadline = time.monotonic() + 30

@@ -1,6 +1,6 @@
-"""Runs on a cluster of two nodes that share a network file system: ``python on_two_nodes.py FOLDER``.
+"""Runs on a cluster of two nodes with a shared network file system: ``python on_two_nodes.py FOLDER``.
 
-FOLDER holds ``configs.json``, a list of configurations whose ``run.dir`` is ``FOLDER/runs``.
+FOLDER holds ``configs.json``, a list of configurations. Each has its ``run.dir`` at ``FOLDER/runs``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STORE = 100 << 20
 
 
 def mount() -> None:
-    """Apply the rules of the file system to this process."""
+    """Apply the rules of the network file system to this process."""
     folder = Path(os.environ[FOLDER])
     SharedDisk(folder / "runs", folder / "caches").mount(pytest.MonkeyPatch())
 

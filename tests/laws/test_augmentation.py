@@ -1,4 +1,4 @@
-"""The laws of runs with transforms on: every place and way to compute a client sees the same augmented examples."""
+"""The laws of runs with transforms: every process and every batched training computes the same augmented examples."""
 
 from __future__ import annotations
 
@@ -31,35 +31,35 @@ EVERYTHING: list[dict[str, Any]] = [
 ]
 ON = f"data.transforms={json.dumps(EVERYTHING)}"
 DIFFERING = "data.features.seconds=null"
-"""Clips keep their lengths, so that networks are told them."""
+"""Clips keep their lengths, so networks receive the lengths."""
 
 
 @pytest.mark.parametrize("length", ["data.features.seconds=0.25", DIFFERING])
-def test_looped_equals_stacked(tiny: Tiny, length: str) -> None:
-    ends = {}
+def test_batched_training_equals_unbatched_training_with_transforms(tiny: Tiny, length: str) -> None:
+    models = {}
     for together in (1, 3):
         config = tiny(
             f"train.together={together}", f"run.name=w{together}", "train.cohort=4", "train.local_epochs=2", ON, length
         )
         train_federation(config)
-        ends[together] = final_state(Path(config.run.dir) / f"w{together}").tensors["global"]
+        models[together] = final_state(Path(config.run.dir) / f"w{together}").tensors["global"]
         rows = record.read_rows(Path(config.run.dir) / f"w{together}").to_pylist()
         assert [row["value"] for row in rows if row["metric"] == "vectorised"] == ([] if together == 1 else [1.0] * 3)
-    for name, tensor in ends[1].items():
-        torch.testing.assert_close(ends[3][name], tensor, rtol=1e-4, atol=1e-5, msg=name)
+    for name, tensor in models[1].items():
+        torch.testing.assert_close(models[3][name], tensor, rtol=1e-4, atol=1e-5, msg=name)
 
 
-def test_stopping_and_resuming_gives_the_same_bits(tiny: Tiny) -> None:
-    undisturbed = known(tiny(ON))
+def test_a_resumed_run_with_transforms_has_the_same_bits(tiny: Tiny) -> None:
+    reference = known(tiny(ON))
     config = tiny("run.name=stopped", ON)
     server = start_server(config)
     server.round()
     server.close()
-    assert_same_bits(undisturbed, train_federation(config))
+    assert_same_bits(reference, train_federation(config))
 
 
 @pytest.mark.usefixtures("ray_session")
-def test_actors_give_the_same_bits(tiny: Tiny) -> None:
+def test_actors_with_transforms_give_the_same_bits(tiny: Tiny) -> None:
     reference = known(tiny(ON))
     for actors in (1, 2):
         assert_same_bits(reference, train_federation(tiny(f"run.name=actors{actors}", f"ray.actors={actors}", ON)))
@@ -72,39 +72,39 @@ NEUTRAL: dict[str, dict[str, Any]] = {
     "spec_augment": {"frame_masks": 0, "band_masks": 0},
     "shift": {"frames": 0},
 }
-"""Options with which a transform does nothing; noise and reverberation compute on power, where rounding differs."""
+"""Options that disable a transform. Noise and reverberation compute on power, where rounding differs."""
 
 
 @pytest.mark.parametrize("name", ["random_crop", "spec_augment", "shift", "cutout", "noise", "reverberation", "gain"])
-def test_every_transform_matters_and_its_neutral_value_is_none(tiny: Tiny, name: str) -> None:
-    options = next((each for each in EVERYTHING if each["name"] == name), {"name": name})
+def test_each_transform_changes_the_model_unless_it_is_neutral(tiny: Tiny, name: str) -> None:
+    options = next((transform for transform in EVERYTHING if transform["name"] == name), {"name": name})
     plain = ["data.features.normalise=none"] if name == "gain" else []
     short = ["train.rounds=1", "train.optimiser.lr=0.01", *plain]
-    without = known(tiny(*short))
-    assert differ(without, train_federation(tiny("run.name=on", *short, f"data.transforms={json.dumps([options])}")))
+    reference = known(tiny(*short))
+    assert differ(reference, train_federation(tiny("run.name=on", *short, f"data.transforms={json.dumps([options])}")))
     if name not in NEUTRAL:
         return
     neutral = json.dumps([{"name": name, **NEUTRAL[name]}])
-    found = train_federation(tiny("run.name=neutral", *short, f"data.transforms={neutral}"))
+    result = train_federation(tiny("run.name=neutral", *short, f"data.transforms={neutral}"))
     if name in ("noise", "reverberation"):
-        for key in (key for key in without if key.startswith("server")):
-            ends = [np.frombuffer(run[key], np.float32) for run in (without, found)]
-            np.testing.assert_allclose(*ends, rtol=1e-3, atol=1e-4)
+        for key in (key for key in reference if key.startswith("server")):
+            models = [np.frombuffer(run[key], np.float32) for run in (reference, result)]
+            np.testing.assert_allclose(*models, rtol=1e-3, atol=1e-4)
     else:
-        assert_same_bits(without, found)
+        assert_same_bits(reference, result)
 
 
-def test_the_digest_knows_transforms_and_their_defaults(tiny: Tiny) -> None:
+def test_the_digest_covers_transforms_and_their_defaults(tiny: Tiny) -> None:
     plain = tiny().digest()
     assert tiny("data.transforms=[]").digest() == plain
-    given = tiny("data.transforms=[spec_augment]").digest()
-    assert given != plain
-    assert tiny("data.transforms=[{name: spec_augment, frames: 20}]").digest() == given
-    assert tiny("data.transforms=[{name: spec_augment, frames: 19}]").digest() != given
+    digest = tiny("data.transforms=[spec_augment]").digest()
+    assert digest != plain
+    assert tiny("data.transforms=[{name: spec_augment, frames: 20}]").digest() == digest
+    assert tiny("data.transforms=[{name: spec_augment, frames: 19}]").digest() != digest
 
 
-def test_predictions_are_what_the_run_measured(tiny: Tiny) -> None:
-    """With late normalisation and a crop, a clip goes the way of a test clip of the run."""
+def test_predictions_equal_the_evaluation_of_the_run(tiny: Tiny) -> None:
+    """Predict a clip as the run evaluates it, with late normalisation and a crop."""
     import soundfile
     from tones import RATE, Tones
 
@@ -122,14 +122,14 @@ def test_predictions_are_what_the_run_measured(tiny: Tiny) -> None:
         assert len(test) == (1 if not crop else 3) * len(set(test.clips.tolist()))
         row = Tones().manifest().slice(int(test.clips[0]), 1).to_pylist()[0]
         soundfile.write(run_dir / "clip.wav", Tones().read(row)[0], RATE, subtype="FLOAT")
-        own = test.batch(next(iter([(test.clips == test.clips[0]).nonzero()[0]])))
-        assert own.x.shape[1:] == (16, 16)
-        expected = load_model(run_dir).logits(own.x, own.lengths).double().softmax(dim=1).mean(dim=0)
-        (found,) = classify(run_dir, [run_dir / "clip.wav"])
-        torch.testing.assert_close(torch.from_numpy(found.probabilities), expected, rtol=1e-3, atol=1e-4)
+        batch = test.batch(next(iter([(test.clips == test.clips[0]).nonzero()[0]])))
+        assert batch.x.shape[1:] == (16, 16)
+        expected = load_model(run_dir).logits(batch.x, batch.lengths).double().softmax(dim=1).mean(dim=0)
+        (prediction,) = classify(run_dir, [run_dir / "clip.wav"])
+        torch.testing.assert_close(torch.from_numpy(prediction.probabilities), expected, rtol=1e-3, atol=1e-4)
 
 
-def test_bad_transforms_end_before_the_first_round(tiny: Tiny, tmp_path: Path) -> None:
+def test_invalid_transforms_are_rejected_before_the_first_round(tiny: Tiny, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.transforms\.0: noise\.snr_db"):
         tiny("data.transforms=[{name: noise, snr_db: loud}]")
     with pytest.raises(ConfigError, match="write a list of transforms"):

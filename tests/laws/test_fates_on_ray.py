@@ -1,4 +1,4 @@
-"""Law 1 for tensors that do not train, files to begin from, teachers, rates, moments and profiles: equal bits with any actors."""
+"""Law 1 for frozen tensors, initial model files, teachers, rates, moments and profiles: any number of actors gives equal bits."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ def test_serial_and_1_and_2_actors_give_the_same_bits(tiny: Tiny, case: str) -> 
         assert_same_bits(reference, read_tensors(outcome.run_dir))
 
 
-def test_a_frozen_stem_from_a_file_is_read_by_every_actor(tiny: Tiny) -> None:
+def test_every_actor_loads_a_frozen_stem_from_a_file(tiny: Tiny) -> None:
     stem = f"{TESTS}/networks.py:FrozenStem"
-    other = run(tiny(f"models.model={stem}", "run.name=other", "run.seed=5", "train.rounds=1")).run_dir
-    file = other / "model.safetensors"
+    source_dir = run(tiny(f"models.model={stem}", "run.name=other", "run.seed=5", "train.rounds=1")).run_dir
+    file = source_dir / "model.safetensors"
     settings = [f"models.model={{name: {stem}, init_from: {file}}}"]
     reference = known(tiny(*settings))
     outcome = run(tiny("run.name=actors", "ray.actors=2", *settings))
     assert_same_bits(reference, read_tensors(outcome.run_dir))
-    ended = safetensors.torch.load_file(outcome.run_dir / "model.safetensors")
-    began = safetensors.torch.load_file(file)
-    assert all(ended[name].equal(began[name]) for name in began if "stem" in name)
-    assert not any(ended[name].equal(began[name]) for name in began if "output" in name)
+    final = safetensors.torch.load_file(outcome.run_dir / "model.safetensors")
+    initial = safetensors.torch.load_file(file)
+    assert all(final[name].equal(initial[name]) for name in initial if "stem" in name)
+    assert not any(final[name].equal(initial[name]) for name in initial if "output" in name)

@@ -1,4 +1,4 @@
-"""Groups of clients work for every method: each group's state is that of the method run on the group's clients alone."""
+"""Groups of clients work for every method: the state of a group equals a run of the method on the clients of the group alone."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ KNOWN = "train.groups={name: known, by: kind}"
 FAST = ("fedavgm", "fedper")
 
 OF_ALL_CLIENTS = ("scaffold", "feddc", "feddyn", "fedapta")
-"""Methods whose equations have the number of all clients, which ``train.clients`` does not change. Their groups are compared in
+"""Methods whose equations use the number of all clients, regardless of ``train.clients``. Their groups are compared in
 tests/engine/test_groups.py and tests/methods/test_fedapta.py."""
 
 
-def entries(bits: Mapping[str, bytes], group: str) -> dict[str, bytes]:
-    """Return the server's tensors of a group, by the method's keys; of the state without a group if it is empty."""
-    found = {}
+def select_group_entries(bits: Mapping[str, bytes], group: str) -> dict[str, bytes]:
+    """Select the server's tensors of a group, or of the state without groups if ``group`` is empty, by the method's keys."""
+    selected = {}
     for name, value in bits.items():
-        what, _, rest = name.partition(" ")
+        owner, _, rest = name.partition(" ")
         key, _, tensor = rest.partition(" ")
-        if what != "server":
+        if owner != "server":
             continue
         if group and (key == group or key.endswith(f"/{group}")):
-            found[f"{'global' if key == group else key.removesuffix(f'/{group}')} {tensor}"] = value
+            selected[f"{'global' if key == group else key.removesuffix(f'/{group}')} {tensor}"] = value
         elif not group and "task" not in key:
-            found[f"{key} {tensor}"] = value
-    return found
+            selected[f"{key} {tensor}"] = value
+    return selected
 
 
-def each_method(*leave_out: str) -> list[Any]:
+def make_method_params(*leave_out: str) -> list[Any]:
     return [
         pytest.param(name, marks=[] if name in FAST else [pytest.mark.slow])
         for name in registry.names("raydfl.methods")
@@ -54,29 +54,32 @@ def each_method(*leave_out: str) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("method", each_method(*OF_ALL_CLIENTS))
-def test_a_known_groups_state_is_the_method_run_on_its_clients_alone(tiny: Tiny, method: str) -> None:
+@pytest.mark.parametrize("method", make_method_params(*OF_ALL_CLIENTS))
+def test_the_state_of_a_known_group_equals_a_run_on_its_clients_alone(tiny: Tiny, method: str) -> None:
     both = train_federation(tiny(*KINDS, KNOWN, "run.name=both", method=method))
     for kind in "ab":
         alone = known(tiny(*KINDS, "train.groups=none", f"train.clients.where={{kind: {kind}}}", method=method))
-        found = entries(alone, "")
-        assert found
-        assert_same_bits(entries(both, f"task_{kind}"), found)
+        expected = select_group_entries(alone, "")
+        assert expected
+        assert_same_bits(select_group_entries(both, f"task_{kind}"), expected)
 
 
-@pytest.mark.parametrize("method", each_method("fedapta"))
-def test_one_known_group_is_the_method_without_groups(tiny: Tiny, method: str) -> None:
-    one = ["data.profile={kind: {values: [a]}}", "train.rounds=2", "evaluate.clients=none"]
-    plain = known(tiny(*one, method=method))
-    grouped = train_federation(tiny(*one, KNOWN, "run.name=grouped", method=method))
-    assert_same_bits(entries(grouped, "task_a"), entries(plain, ""))
+@pytest.mark.parametrize("method", make_method_params("fedapta"))
+def test_one_known_group_equals_the_method_without_groups(tiny: Tiny, method: str) -> None:
+    settings = ["data.profile={kind: {values: [a]}}", "train.rounds=2", "evaluate.clients=none"]
+    plain = known(tiny(*settings, method=method))
+    with_groups = train_federation(tiny(*settings, KNOWN, "run.name=grouped", method=method))
+    assert_same_bits(select_group_entries(with_groups, "task_a"), select_group_entries(plain, ""))
     assert_same_bits(
-        *({name: value for name, value in each.items() if name.startswith("client")} for each in (grouped, plain))
+        *(
+            {name: value for name, value in tensors.items() if name.startswith("client")}
+            for tensors in (with_groups, plain)
+        )
     )
 
 
 class Backwards(SerialPool):
-    """A pool whose replies arrive in the opposite order."""
+    """Pool whose replies arrive in reverse order."""
 
     def run(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> Iterator[Reply]:
         yield from reversed([*super().run(orders, broadcast)])
@@ -91,9 +94,7 @@ RULES = [
 
 @pytest.mark.parametrize("together", [1, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("rule", RULES)
-def test_any_order_of_arrival_gives_the_same_bits_and_so_does_a_resumed_run(
-    tiny: Tiny, rule: str, together: int
-) -> None:
+def test_any_order_of_arrival_and_a_resumed_run_give_the_same_bits(tiny: Tiny, rule: str, together: int) -> None:
     settings = [f"train.groups={rule}", "train.cohort=1.0", "train.rounds=2", f"train.together={together}"]
     config = tiny(*settings, "run.name=backwards", method="fedavgm")
     run_dir = create(config, Progress("quiet"))
@@ -103,9 +104,9 @@ def test_any_order_of_arrival_gives_the_same_bits_and_so_does_a_resumed_run(
         federation.round()
     federation.close()
     pool.close()
-    whole = read_tensors(run_dir)
-    assert any(name.startswith("server moments/task") for name in whole)
-    stopped = tiny(*settings, "run.name=stopped", method="fedavgm")
-    stop_after(stopped, 1)
-    resume(Path(stopped.run.dir) / "stopped")
-    assert_same_bits(whole, read_tensors(Path(stopped.run.dir) / "stopped"))
+    reference = read_tensors(run_dir)
+    assert any(name.startswith("server moments/task") for name in reference)
+    resumed = tiny(*settings, "run.name=stopped", method="fedavgm")
+    stop_after(resumed, 1)
+    resume(Path(resumed.run.dir) / "stopped")
+    assert_same_bits(reference, read_tensors(Path(resumed.run.dir) / "stopped"))

@@ -1,4 +1,4 @@
-"""Law 1 of examples: hidden labels decide nothing, nor do clips that are only tested on. With a method of a user's own."""
+"""Law 1 for examples: hidden labels and test-only clips influence no model. The method is a user's own."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ POOLS = ("data.unlabelled={keep: 0.5}", "train.rounds=2")
 
 @dataclass(frozen=True, kw_only=True)
 class PseudoLabels(Method):
-    """FedAvg that takes what the network is surest of for the label of a clip without one."""
+    """FedAvg with pseudo-labels: an unlabelled clip gets the network's most probable class."""
 
     cheats: bool = False
 
@@ -44,55 +44,59 @@ class PseudoLabels(Method):
         return step.update(fit(step, self.loss, batches=Plan({"labelled": 4, "unlabelled": 4}, leads="unlabelled")))
 
 
-def run_with(config: Config, change: Callable[[np.ndarray], np.ndarray]) -> dict[str, bytes]:
-    """A whole run in which the hidden labels were changed before the first round."""
+def train_with_hidden_labels(config: Config, change: Callable[[np.ndarray], np.ndarray]) -> dict[str, bytes]:
+    """Train a whole run after changing the hidden labels before the first round."""
     run_dir = create(config, Progress("quiet"))
     population = Population.load(run_dir / "population")
     clips, column = population._tables.clips, "column:hidden_label"
     hidden = to_numbers(clips.column(column)).copy()
     assert len(set(hidden[hidden >= 0].tolist())) == 3
     hidden[hidden >= 0] = change(hidden[hidden >= 0])
-    place = clips.schema.get_field_index(column)
-    population._tables.clips = clips.set_column(place, column, pa.array(hidden))
+    index = clips.schema.get_field_index(column)
+    population._tables.clips = clips.set_column(index, column, pa.array(hidden))
     population.save(run_dir / "population")
     return finish_in(run_dir, config)
 
 
 @pytest.mark.parametrize("together", [1, 3])
-def test_hidden_labels_permuted_give_the_same_bits(tiny: Tiny, together: int) -> None:
-    def runs(**options: Any) -> tuple[dict[str, bytes], dict[str, bytes]]:
+def test_permuted_hidden_labels_give_the_same_bits(tiny: Tiny, together: int) -> None:
+    def train_twice(**options: Any) -> tuple[dict[str, bytes], dict[str, bytes]]:
         settings = [*POOLS, f"train.together={together}", *(f"method.{key}={value}" for key, value in options.items())]
         name = f"{__file__}:PseudoLabels"
         return (
-            run_with(tiny(*settings, f"run.name=a{options}".translate(_PLAIN), method=name), lambda hidden: hidden),
-            run_with(
+            train_with_hidden_labels(
+                tiny(*settings, f"run.name=a{options}".translate(_PLAIN), method=name), lambda hidden: hidden
+            ),
+            train_with_hidden_labels(
                 tiny(*settings, f"run.name=b{options}".translate(_PLAIN), method=name),
                 np.random.default_rng(0).permutation,
             ),
         )
 
-    assert_same_bits(*runs())
-    assert differ(*runs(cheats=True)), "a method that looks at them is found out"
+    assert_same_bits(*train_twice())
+    assert differ(*train_twice(cheats=True)), "reading hidden labels must change the model"
 
 
-def test_fedstar_looks_at_them_for_the_accuracy_of_its_guesses_alone(tiny: Tiny) -> None:
-    known, said = [], []
+def test_fedstar_reads_hidden_labels_only_to_measure_its_pseudo_labels(tiny: Tiny) -> None:
+    models, metrics = [], []
     for name, change in {"a": lambda hidden: hidden, "b": np.random.default_rng(0).permutation}.items():
         config = tiny(*POOLS, f"run.name={name}", "method.threshold=[0.0, 0.0]", method="fedstar")
-        known.append(run_with(config, change))
-        rows = [row for row in read_rows(config_folder(config)).to_pylist() if row["split"] == "train"]
-        said.append(
+        models.append(train_with_hidden_labels(config, change))
+        rows = [row for row in read_rows(run_folder(config)).to_pylist() if row["split"] == "train"]
+        metrics.append(
             {(row["round"], row["client"], row["metric"]): row["value"] for row in rows if row["array"] is None}
         )
-    assert_same_bits(*known)
-    other = {metric for (number, client, metric), value in said[0].items() if value != said[1][number, client, metric]}
-    assert other & {"accepted", "pseudo_label_accuracy", "loss", "steps"} == {"pseudo_label_accuracy"}
-    assert {number for number, client, metric in said[0] if metric == "accepted" and not client} == {1, 2}
+    assert_same_bits(*models)
+    changed = {
+        metric for (number, client, metric), value in metrics[0].items() if value != metrics[1][number, client, metric]
+    }
+    assert changed & {"accepted", "pseudo_label_accuracy", "loss", "steps"} == {"pseudo_label_accuracy"}
+    assert {number for number, client, metric in metrics[0] if metric == "accepted" and not client} == {1, 2}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machines(Tones):
-    """Tones of which some takes are anomalous, under the labels of others where ``mislabelled`` says so."""
+    """Tones with anomalous takes. Their labels are wrong where ``mislabelled`` is not 0."""
 
     anomalous: int = 1
     mislabelled: int = 0
@@ -106,10 +110,10 @@ class Machines(Tones):
         return make_manifest(sorted(rows, key=lambda row: str(row["clip"])), "Machines")
 
 
-def test_clips_that_are_only_tested_on_change_no_model_and_no_feature(tiny: Tiny) -> None:
-    """Law 1's second half: anomalous clips added or relabelled, with statistics of each speaker's clips."""
+def test_test_only_clips_change_no_model_and_no_feature(tiny: Tiny) -> None:
+    """Add or relabel anomalous test clips, with features normalised by statistics of each speaker's clips."""
 
-    def found(name: str, normalise: str, **options: int) -> tuple[dict[str, bytes], list[bytes]]:
+    def train(name: str, normalise: str, **options: int) -> tuple[dict[str, bytes], list[bytes]]:
         config = tiny(
             f"run.name={name}-{normalise}",
             "train.rounds=2",
@@ -119,26 +123,26 @@ def test_clips_that_are_only_tested_on_change_no_model_and_no_feature(tiny: Tiny
             f"data.features.normalise={normalise}",
         )
         models = train_federation(config)
-        population = Population.load(config_folder(config) / "population")
+        population = Population.load(run_folder(config) / "population")
         data = [population.data(i) for i in range(len(population))]
-        assert all(len(each.test) for each in data)
-        return models, [each.train.batch(np.arange(len(each.train))).x.numpy().tobytes() for each in data]
+        assert all(len(client_data.test) for client_data in data)
+        return models, [
+            client_data.train.batch(np.arange(len(client_data.train))).x.numpy().tobytes() for client_data in data
+        ]
 
     for normalise in ("clip", "group"):
-        plain, features = found("plain", normalise)
+        reference, features = train("plain", normalise)
         for name, options in {"more": {"anomalous": 3}, "relabelled": {"mislabelled": 1}}.items():
-            models, others = found(name, normalise, **options)
-            assert_same_bits(plain, models)
-            assert others == features
+            models, new_features = train(name, normalise, **options)
+            assert_same_bits(reference, models)
+            assert new_features == features
 
 
 @pytest.mark.parametrize("objective", ["compact", "reconstruct"])
-def test_a_detector_of_machines_does_not_depend_on_the_anomalies_that_it_is_tested_on(
-    tiny: Tiny, objective: str
-) -> None:
-    """More, fewer, louder and other ones: every bit of every model, private ones too, and the thresholds."""
+def test_a_machine_detector_does_not_depend_on_its_test_anomalies(tiny: Tiny, objective: str) -> None:
+    """Vary the number, the loudness and the kind of anomalies. All models, also private models, and the thresholds stay equal."""
 
-    def found(number: int, **options: Any) -> tuple[dict[str, bytes], list[float]]:
+    def train(number: int, **options: Any) -> tuple[dict[str, bytes], list[float]]:
         config = tiny(
             f"run.name=run{number}",
             "train.rounds=1",
@@ -151,23 +155,23 @@ def test_a_detector_of_machines_does_not_depend_on_the_anomalies_that_it_is_test
             method="fedper",
         )
         models = train_federation(config)
-        rows = read_rows(config_folder(config)).to_pylist()
+        rows = read_rows(run_folder(config)).to_pylist()
         return models, [row["value"] for row in rows if row["metric"] == "model/threshold" and row["client"]]
 
-    models, thresholds = found(0, test_clips=4)
+    models, thresholds = train(0, test_clips=4)
     assert len(thresholds) >= 2
     changes = ({"test_clips": 6}, {"test_clips": 1}, {"anomalies": "[rub]"}, {"strength_db": 10})
     for number, change in enumerate(changes, 1):
-        others, same_thresholds = found(number, **{"test_clips": 4, **change})
-        assert_same_bits(models, others)
-        assert same_thresholds == thresholds
+        changed_models, changed_thresholds = train(number, **{"test_clips": 4, **change})
+        assert_same_bits(models, changed_models)
+        assert changed_thresholds == thresholds
 
 
-def config_folder(config: Config) -> Path:
+def run_folder(config: Config) -> Path:
     return Path(config.run.dir) / str(config.run.name)
 
 
-def test_a_clients_own_test_is_measured_by_every_model(tiny: Tiny) -> None:
+def test_every_model_is_evaluated_on_the_clients_own_test_clips(tiny: Tiny) -> None:
     outcome = run(tiny("train.rounds=1", "data.split.client_test={fraction: 0.2, stratify: true}", method="fedmlac"))
     assert {"client_test plugin/accuracy", "client_test local/accuracy"} <= outcome.scores.keys()
     clients = set(read_rows(outcome.run_dir, 1, where=None)["client"].to_pylist())
@@ -177,17 +181,17 @@ def test_a_clients_own_test_is_measured_by_every_model(tiny: Tiny) -> None:
 _PLAIN = str.maketrans("", "", "{}' :")
 
 
-def test_the_unlabelled_pool_is_trained_on_by_the_plan_alone(tiny: Tiny) -> None:
-    """FedAvg itself trains on the labelled pool: less data, another model; the plan's method learns from both."""
+def test_only_the_plan_trains_on_the_unlabelled_pool(tiny: Tiny) -> None:
+    """FedAvg trains only on the labelled pool. The plan's method trains on both pools."""
     by_plan = train_federation(tiny(*POOLS, "run.name=plan", method=f"{__file__}:PseudoLabels"))
-    labelled = train_federation(tiny(*POOLS, "run.name=labelled"))
+    labelled_only = train_federation(tiny(*POOLS, "run.name=labelled"))
     everything = train_federation(tiny("train.rounds=2", "run.name=everything"))
-    assert differ(by_plan, labelled)
-    assert differ(labelled, everything)
+    assert differ(by_plan, labelled_only)
+    assert differ(labelled_only, everything)
 
 
-def test_a_pool_that_is_not_there_ends_the_run_before_anything_is_trained(tiny: Tiny) -> None:
-    """Nobody is left out for it either: it is no failure of a client's."""
+def test_a_missing_pool_ends_the_run_before_training(tiny: Tiny) -> None:
+    """``run.on_error=drop`` does not apply, because the error is no client's failure."""
     config = tiny("run.on_error=drop", method=f"{__file__}:PseudoLabels")
     server = start_server(config)
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Law 7: every hyperparameter moves something, and its neutral value is the simpler method to the bit."""
+"""Law 7: every hyperparameter changes the result, and its neutral value equals the simpler method bit for bit."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ ALL = {
 }
 
 SPREAD = ["method.vh=0.2", "method.vl=0.2", "train.optimiser.lr=1.0", "train.local_epochs=3", "data.speakers=6"]
-"""So that clients differ in other ways in a weight than in its bias."""
+"""Settings under which clients differ in a weight and in its bias in different ways."""
 
 SKEWED = ["data.partition={by: dirichlet, clients: 5, alpha: 0.1}"]
-"""So that clients lack classes."""
+"""A partition where clients lack classes."""
 
 SURE, RISING = ["method.threshold=[0.4, 0.4]"], ["method.threshold=[0.34, 0.9]"]
 
 UNEQUAL = ["data.profile={share: {values: [0.0, 0.5]}}", "method.ratio_from=share"]
 
 WIDE = "models.model={name: crnn_tiny, hidden: 2, filters: [16]}"
-"""A network whose convolution has more weights, and smaller ones, than its GRU."""
+"""A network whose convolution has more and smaller weights than its GRU."""
 
 SPLIT = "models.model={name: split_cnn, filters: [4], groups: 2}"
 
@@ -42,7 +42,7 @@ TRIED = ["method.ratios=[0.0, 0.5]", "train.rounds=5"]
 READY = ["method.threshold=0.0"]
 
 STEERED = ["train.optimiser.lr=0.0005"]
-"""A learning rate between those of equation 6."""
+"""A learning rate between the limits of equation 6."""
 
 WELL = [
     "method.auc_threshold=0.0",
@@ -53,11 +53,11 @@ WELL = [
     "data.speakers=6",
     "data.takes=6",
 ]
-"""Rates that fall after a best performance: some of six clients have one with six takes."""
+"""Learning rates fall after a best performance. Some of six clients with six takes reach it."""
 
 POOLED = ["data.pools={normal: {column: label, values: [tone0]}, anomalous: {column: label, values: [tone1, tone2]}}"]
 AS_RUN = [*POOLED, "method.anomalous_share=0.25"]
-"""Batches of two kinds."""
+"""Batches of normal and anomalous clips."""
 
 OF_PROFILA: dict[str, tuple[list[str], list[str]]] = {
     "personal": (["method.personal=[]"], []),
@@ -75,8 +75,8 @@ OF_PROFILA: dict[str, tuple[list[str], list[str]]] = {
 }
 """Of both methods of Fed-ProFiLA-AD."""
 
-MOVES: dict[tuple[str, str], tuple[list[str], list[str]]] = {
-    # (method, field): overrides under which two runs must differ
+EFFECTIVE: dict[tuple[str, str], tuple[list[str], list[str]]] = {
+    # (method, field): overrides of two runs that must differ
     ("fedprox", "mu"): (["method.mu=0.5"], ["method.mu=0.0"]),
     ("fedprox", "squared"): (["method.mu=1.0", "method.squared=false"], ["method.mu=1.0"]),
     ("fedadam", "server_lr"): (["method.server_lr=0.02"], []),
@@ -211,23 +211,23 @@ MOVES: dict[tuple[str, str], tuple[list[str], list[str]]] = {
     ("hermes", "threshold"): (READY, ["method.threshold=1.0"]),
     ("hermes", "prune"): ([*READY, "method.prune=[recurrent]"], READY),
 }
-# Compared with the default, as most others are: that run is there.
+# Compare with the default, whose run most other cases share.
 _UNIFORM = {name for name, cls in ALL.items() if isinstance(cls.default_rule, UniformMean)}
-MOVES.update(
+EFFECTIVE.update(
     {(name, "rule"): ([f"method.rule={'weighted' if name in _UNIFORM else 'uniform'}_mean"], []) for name in ALL}
 )
 
 
-def test_every_hyperparameter_of_every_method_is_listed() -> None:
+def test_every_hyperparameter_is_listed() -> None:
     fields = {(name, field.name) for name, cls in ALL.items() for field in dataclasses.fields(cls) if field.init}
-    assert fields == {*MOVES, ("fedstar", "strong")}  # a view needs files: tests/methods/test_fedstar.py
+    assert fields == {*EFFECTIVE, ("fedstar", "strong")}  # a view needs files: tests/methods/test_fedstar.py
     assert len(ALL) >= 11
 
 
-@pytest.mark.parametrize(("method", "field"), sorted(MOVES))
-def test_a_knob_moves_something(tiny: Tiny, method: str, field: str) -> None:
-    turned, reference = MOVES[method, field]
-    # As small as they may be for the knob to matter: four clients, two rounds.
+@pytest.mark.parametrize(("method", "field"), sorted(EFFECTIVE))
+def test_each_hyperparameter_changes_the_result(tiny: Tiny, method: str, field: str) -> None:
+    overrides, reference = EFFECTIVE[method, field]
+    # Four clients and two rounds are the fewest at which every hyperparameter matters.
     common = [
         "data.speakers=4",
         "train.cohort=1.0",
@@ -236,7 +236,7 @@ def test_a_knob_moves_something(tiny: Tiny, method: str, field: str) -> None:
         "evaluate.server=false",
         "evaluate.clients=none",
     ]
-    a = train_federation(tiny(*common, *turned, "run.name=a", method=method))
+    a = train_federation(tiny(*common, *overrides, "run.name=a", method=method))
     b = known(tiny(*common, *reference, method=method))
     assert differ(a, b)
 
@@ -244,7 +244,7 @@ def test_a_knob_moves_something(tiny: Tiny, method: str, field: str) -> None:
 COMPACT = "objective={name: compact, size: 4, normal: [tone0]}"
 
 PLAIN = ["method.task=compact", "method.lam=[0.0, 0.0]", "method.prototype_momentum=1.0", "method.steer=off"]
-"""ProFiLA with everything off."""
+"""ProFiLA with all of its extensions disabled."""
 
 NEUTRAL: list[tuple[str, list[str], str, list[str]]] = [
     # method, its neutral values, the simpler method, its settings
@@ -293,7 +293,7 @@ NEUTRAL: list[tuple[str, list[str], str, list[str]]] = [
 
 
 @pytest.mark.parametrize(("method", "neutral", "simpler", "settings"), NEUTRAL)
-def test_a_neutral_value_is_the_simpler_method(
+def test_a_neutral_value_equals_the_simpler_method(
     tiny: Tiny, method: str, neutral: list[str], simpler: str, settings: list[str]
 ) -> None:
     common = ["data.speakers=4", "train.cohort=1.0", "train.rounds=2", "evaluate.every=9"]
@@ -314,7 +314,7 @@ def test_a_neutral_value_is_the_simpler_method(
         ("fedgen", ["method.alpha=0.0", "method.beta=0.0"]),  # the server keeps a generator
     ],
 )
-def test_the_model_is_that_of_fedavg_whatever_is_kept_besides(tiny: Tiny, method: str, neutral: list[str]) -> None:
+def test_additional_state_leaves_the_model_of_fedavg_unchanged(tiny: Tiny, method: str, neutral: list[str]) -> None:
     common = ["train.cohort=1.0", "train.rounds=3", "evaluate.every=9"]
     a = train_federation(tiny(*common, *neutral, "run.name=a", method=method))
     b = known(tiny(*common))
@@ -323,19 +323,19 @@ def test_the_model_is_that_of_fedavg_whatever_is_kept_besides(tiny: Tiny, method
     assert_same_bits({name: a[name] for name in models}, {name: b[name] for name in models})
 
 
-def test_scaffold_begins_as_fedavg_with_a_uniform_mean(tiny: Tiny) -> None:
-    """All control variates are zero in the first round, so only the second can differ."""
+def test_the_first_round_of_scaffold_equals_fedavg_with_a_uniform_mean(tiny: Tiny) -> None:
+    """Compare one and two rounds. All control variates are zero in the first round, so only the second can differ."""
     for rounds, equal in ((1, True), (2, False)):
         common = [f"train.rounds={rounds}", "train.cohort=1.0", "evaluate.every=9"]
         a = train_federation(tiny(*common, f"run.name=a{rounds}", method="scaffold"))
         b = known(tiny(*common, "method.rule=uniform_mean"))
         models = [name for name in b if name.startswith("server global model/")]
         assert models
-        close = all(_close(a[name], b[name]) for name in models)
+        close = all(_is_close(a[name], b[name]) for name in models)
         assert close is equal
 
 
-def _close(a: bytes, b: bytes) -> bool:
+def _is_close(a: bytes, b: bytes) -> bool:
     import numpy as np
 
     return bool(np.allclose(np.frombuffer(a, np.float32), np.frombuffer(b, np.float32), rtol=1e-5, atol=1e-6))
@@ -366,7 +366,7 @@ def _close(a: bytes, b: bytes) -> bool:
         "data.partition.shards=2",
     ],
 )
-def test_a_setting_moves_something(tiny: Tiny, override: str) -> None:
+def test_each_setting_changes_the_result(tiny: Tiny, override: str) -> None:
     common = ["train.rounds=2", "evaluate.every=9"]
     assert differ(train_federation(tiny(*common, override, "run.name=a")), known(tiny(*common)))
 
@@ -378,7 +378,7 @@ def test_a_setting_moves_something(tiny: Tiny, override: str) -> None:
         ("train.optimiser.eps=0.1", "train.optimiser.name=adam"),
     ],
 )
-def test_a_setting_of_adam_moves_something(tiny: Tiny, override: str, base: str) -> None:
+def test_each_setting_of_adam_changes_the_result(tiny: Tiny, override: str, base: str) -> None:
     common = ["train.rounds=2", "evaluate.every=9", base]
     assert differ(train_federation(tiny(*common, override, "run.name=a")), known(tiny(*common)))
 
@@ -387,7 +387,7 @@ def test_a_setting_of_adam_moves_something(tiny: Tiny, override: str, base: str)
     "override",
     ["evaluate.every=1", "evaluate.clients=all", "evaluate.batch_size=3", "run.commit_every=2", "run.keep=1"],
 )
-def test_measuring_and_committing_move_nothing(tiny: Tiny, override: str) -> None:
+def test_evaluation_and_commits_leave_the_result_unchanged(tiny: Tiny, override: str) -> None:
     common = ["train.rounds=3", "evaluate.every=9"]
     for method in ("fedavg", "fedmlac"):
         a = train_federation(tiny(*common, override, f"run.name=a-{method}", method=method))

@@ -1,4 +1,4 @@
-"""The laws of the engine that need no Ray: order of arrival, whole commits, replay, read-only broadcasts, privacy, buffers."""
+"""The laws of the engine without Ray: order of arrival, atomic commits, replay, read-only broadcasts, privacy and buffers."""
 
 from __future__ import annotations
 
@@ -48,47 +48,49 @@ METHODS = [
 ]
 
 
-def as_in_other_laws(method: str, together: int) -> list[str]:
-    """Settings that several laws share: what they compare is trained once for all."""
+def make_common_settings(method: str, together: int) -> list[str]:
+    """Return the settings shared by several laws, so their reference runs train only once."""
     # FedOpt's usual eps turns the rounding of a change near 0 into a whole step.
     return [f"train.together={together}", "evaluate.every=3", *(["method.eps=0.001"] if method == "fedopt" else [])]
 
 
-def alike(method: str) -> bool:
-    """Whether it differs from FedAdam, which stands for all, by the formula of a step of the server alone."""
+def resembles_fedadam(method: str) -> bool:
+    """Return whether the method differs from FedAdam, the representative, only by the formula of the server's step."""
     cls = registry.find("raydfl.methods", method, Method, "method")
     return issubclass(cls, ServerOptimiser) and method != "fedadam"
 
 
-def in_ways(
-    *ways: int, every: Sequence[str] = tuple(METHODS), all_of: Sequence[str] = ("fedavg", "fedmlac")
+def make_method_params(
+    *variants: int, every: Sequence[str] = tuple(METHODS), all_of: Sequence[str] = ("fedavg", "fedmlac")
 ) -> list[Any]:
-    """Methods in the first of several ways, and those of ``all_of`` in all; the other pairs are slow."""
+    """Pair all methods with the first way, and ``all_of`` with every way. Mark the rest as slow."""
     return [
         pytest.param(
-            way,
+            variant,
             method,
-            marks=[] if (way == ways[0] and not alike(method)) or method in all_of else [pytest.mark.slow],
+            marks=[]
+            if (variant == variants[0] and not resembles_fedadam(method)) or method in all_of
+            else [pytest.mark.slow],
         )
-        for way in ways
+        for variant in variants
         for method in every
     ]
 
 
-def every_method() -> list[Any]:
-    """All, those that are alike in the slow suite."""
-    return [pytest.param(method, marks=[pytest.mark.slow] if alike(method) else []) for method in METHODS]
+def make_params_of_all_methods() -> list[Any]:
+    """Return all methods, and mark methods similar to FedAdam as slow."""
+    return [pytest.param(method, marks=[pytest.mark.slow] if resembles_fedadam(method) else []) for method in METHODS]
 
 
 class WatchedPool(SerialPool):
-    """Delivers replies in a random order, and keeps every byte that goes out and comes back."""
+    """Pool with replies in random order, and a record of all bytes of orders, broadcasts and replies."""
 
     def __init__(self, worker: Worker, seed: int) -> None:
         super().__init__(worker)
         self.random = random.Random(seed)
         self.bytes: list[bytes] = []
 
-    def _note(self, value: object) -> None:
+    def _record(self, value: object) -> None:
         self.bytes.append(pickle.dumps(value, protocol=5))
 
     def run(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> Iterator[Reply]:
@@ -97,14 +99,14 @@ class WatchedPool(SerialPool):
         replies = [reply for group in shuffled for reply in self.workers[""].carry_out(group, broadcast)]
         self.random.shuffle(replies)
         for value in (orders, broadcast, replies):
-            self._note(value)
+            self._record(value)
         yield from replies
 
     def compact(self, round_index: int, refs: Mapping[int, PrivateRef]) -> dict[int, PrivateRef]:
         return {}
 
 
-def finish_watched(config: Config, seed: int = 0) -> tuple[dict[str, bytes], WatchedPool, Path]:
+def finish_with_watched_pool(config: Config, seed: int = 0) -> tuple[dict[str, bytes], WatchedPool, Path]:
     run_dir = create(config, Progress("quiet"))
     store = RunStore(run_dir)
     pool = WatchedPool(Worker(run_dir, config, PrivateStore(run_dir / "private")), seed)
@@ -116,115 +118,123 @@ def finish_watched(config: Config, seed: int = 0) -> tuple[dict[str, bytes], Wat
     return read_tensors(run_dir), pool, run_dir
 
 
-def committed_round(server: Server) -> None:
-    """One round, on the disk when this returns."""
+def train_and_commit_round(server: Server) -> None:
+    """Train a round and wait until its commit is on disk."""
     server.round()
     server.finish()
 
 
-@pytest.mark.parametrize(("together", "method"), in_ways(2, 1))  # two together, and the third of a cohort alone
+@pytest.mark.parametrize(
+    ("together", "method"), make_method_params(2, 1)
+)  # Two clients of a cohort train batched, the third alone.
 def test_law_1_any_order_of_work_and_arrival_gives_the_same_bits(tiny: Tiny, method: str, together: int) -> None:
-    settings = as_in_other_laws(method, together)
-    shuffled, _, _ = finish_watched(tiny("run.name=shuffled", *settings, method=method), seed=together)
+    settings = make_common_settings(method, together)
+    shuffled, _, _ = finish_with_watched_pool(tiny("run.name=shuffled", *settings, method=method), seed=together)
     assert_same_bits(known(tiny(*settings, method=method)), shuffled)
 
 
 @pytest.mark.parametrize("together", [1, 3])
 @pytest.mark.parametrize("how", ["entry", "layer", "frozen", "hook", "gradient hook", "buffer", "more entries"])
-def test_law_1_a_client_leaves_nothing_in_a_network(tiny: Tiny, how: str, together: int) -> None:
-    """What each client does to its networks after its training is seen by nobody else."""
+def test_law_1_no_client_sees_changes_to_a_network_by_another_client(tiny: Tiny, how: str, together: int) -> None:
+    """Change each client's networks after its training. The rest of the cohort must not see the changes."""
     settings = (f"train.together={together}", "train.cohort=1.0", "data.speakers=4", "train.rounds=2")
-    undisturbed = known(tiny(*settings, "method.how=''", method=f"{EXTRA}:Untidy"))
+    reference = known(tiny(*settings, "method.how=''", method=f"{EXTRA}:Untidy"))
     assert_same_bits(
-        undisturbed, train_federation(tiny("run.name=untidy", *settings, f"method.how={how}", method=f"{EXTRA}:Untidy"))
+        reference, train_federation(tiny("run.name=untidy", *settings, f"method.how={how}", method=f"{EXTRA}:Untidy"))
     )
 
 
 @pytest.mark.parametrize("together", [1, 2])
-@pytest.mark.parametrize("method", every_method())
+@pytest.mark.parametrize("method", make_params_of_all_methods())
 def test_a_network_is_built_once_for_all_clients(
     tiny: Tiny, method: str, together: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What no client's code has changed is not built again; and raydfl's own code, of which that is believed, changes nothing."""
-    made: list[Replica] = []
+    """Networks are reused unless a user's code changes them. raydfl's own code changes none."""
+    replicas: list[Replica] = []
 
     def make(*arguments: Any) -> Replica:
-        made.append(Replica(*arguments))
-        return made[-1]
+        replicas.append(Replica(*arguments))
+        return replicas[-1]
 
     monkeypatch.setattr(networks, "Replica", make)
     config = tiny("train.cohort=1.0", "data.speakers=3", f"train.together={together}", method=method)
     server = start_server(config)
-    kinds = len(Clients(Population.load(Path(config.run.dir) / "tiny" / "population"), config).variants())
+    number_of_variants = len(Clients(Population.load(Path(config.run.dir) / "tiny" / "population"), config).variants())
     server.round()
-    first = len(made)
-    assert kinds <= first <= kinds * together + 1  # and once for the server's own evaluation
+    first = len(replicas)
+    assert (
+        number_of_variants <= first <= number_of_variants * together + 1
+    )  # The server's evaluation builds its own network.
     server.round()
-    next_phase = len(type(config.components.method).phases) > 1  # in which the server may measure other models
-    assert len(made) <= first + next_phase
-    users = "extra_methods" in method
-    for replica in made:
-        assert (replica.networks is None) == users
+    # The next phase may evaluate different models on the server.
+    next_phase = len(type(config.components.method).phases) > 1
+    assert len(replicas) <= first + next_phase
+    by_user = "extra_methods" in method
+    for replica in replicas:
+        assert (replica.networks is None) == by_user
         assert replica._parts.unchanged
     server.close()
 
 
-@pytest.mark.parametrize("method", every_method())
-def test_law_8_clients_trained_together_end_as_alone(tiny: Tiny, method: str) -> None:
-    """To float tolerance, through the whole engine: private state, server optimisers and evaluation included."""
-    ends = {}
+@pytest.mark.parametrize("method", make_params_of_all_methods())
+def test_law_8_batched_clients_equal_unbatched_clients(tiny: Tiny, method: str) -> None:
+    """Compare whole runs to float tolerance, with private state, server optimisers and evaluation."""
+    tensors_by_size = {}
     for together in (1, 2):
-        settings = as_in_other_laws(method, together)
-        if method.startswith(
-            "profila"
-        ):  # clients with learning rates of their own, or without a prototype yet, train apart
+        settings = make_common_settings(method, together)
+        # Clients with individual learning rates, or still without a prototype, train unbatched.
+        if method.startswith("profila"):
             settings += ["train.cohort=1.0", "method.adaptive_lr=false"]
         run_dir = known_run(tiny(*settings, method=method))
         commit = RunStore(run_dir).load(RunStore(run_dir).latest() or "")
         private = PrivateStore(run_dir / "private")
-        ends[together] = {f"{k} {n}": t for k, group in commit.state.tensors.items() for n, t in group.items()}
-        ends[together] |= {f"{i} {n}": t for i, ref in commit.private.items() for n, t in private.read(ref).items()}
+        tensors_by_size[together] = {
+            f"{k} {n}": t for k, group in commit.state.tensors.items() for n, t in group.items()
+        }
+        tensors_by_size[together] |= {
+            f"{i} {n}": t for i, ref in commit.private.items() for n, t in private.read(ref).items()
+        }
         rows = record.read_rows(run_dir).to_pylist()
         shares = [row["value"] for row in rows if row["metric"] == "vectorised"]
-        # The third of a cohort trains alone; in the last round each may have another network, where devices differ.
-        whole = 1.0 if method.startswith("profila") else 2 / 3
-        assert shares[:2] == ([] if together == 1 else [pytest.approx(whole)] * 2)
-    assert ends[1].keys() == ends[2].keys()
-    for name, tensor in ends[1].items():
-        torch.testing.assert_close(ends[2][name], tensor, rtol=1e-4, atol=1e-5, msg=name)
+        # The third client of a cohort trains alone. In the last round networks may differ between devices.
+        expected = 1.0 if method.startswith("profila") else 2 / 3
+        assert shares[:2] == ([] if together == 1 else [pytest.approx(expected)] * 2)
+    assert tensors_by_size[1].keys() == tensors_by_size[2].keys()
+    for name, tensor in tensors_by_size[1].items():
+        torch.testing.assert_close(tensors_by_size[2][name], tensor, rtol=1e-4, atol=1e-5, msg=name)
 
 
-def test_law_1_the_seed_decides(tiny: Tiny) -> None:
+def test_law_1_the_seed_determines_the_result(tiny: Tiny) -> None:
     assert_same_bits(train_federation(tiny("run.name=a")), train_federation(tiny("run.name=b")))
     assert differ(train_federation(tiny("run.name=c")), train_federation(tiny("run.name=d", "run.seed=2")))
 
 
-@pytest.mark.parametrize(("commit_every", "method"), in_ways(1, 2))
-def test_law_2_stopping_anywhere_and_resuming_gives_the_same_bits(tiny: Tiny, method: str, commit_every: int) -> None:
-    settings = as_in_other_laws(method, 1)
-    undisturbed = known(tiny(*settings, method=method))
+@pytest.mark.parametrize(("commit_every", "method"), make_method_params(1, 2))
+def test_law_2_a_run_resumed_after_any_round_has_the_same_bits(tiny: Tiny, method: str, commit_every: int) -> None:
+    settings = make_common_settings(method, 1)
+    reference = known(tiny(*settings, method=method))
     config = tiny(*settings, f"run.commit_every={commit_every}", "run.name=stopped", method=method)
-    for done in (1, 2):  # a process that ends after these rounds, without a word
+    for rounds in (1, 2):  # a process that ends after n rounds without closing the run
         server = start_server(config)
-        while server.round_index < done:
+        while server.round_index < rounds:
             server.round()
         server.close()
     server = start_server(config)
     assert server.round_index == 2
     server.close()
-    assert_same_bits(undisturbed, train_federation(config))
+    assert_same_bits(reference, train_federation(config))
 
 
 @pytest.mark.parametrize("step", ["plan", "train", "aggregate", "rows", "commit file", "LATEST"])
-def test_law_2_dying_anywhere_in_a_round_leaves_it_undone(
+def test_law_2_a_process_killed_during_a_round_leaves_no_trace_of_it(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
-    """Each place at which a process could be lost is cut in the second round; what is on the disk then is all there is."""
+    """Kill the process at each step of the second round. Only files on disk survive."""
     import raydfl.engine.storage.committer
     import raydfl.engine.storage.store
     from raydfl.methods.fedmlac import FedMLAC
 
-    undisturbed = known(tiny(method="fedmlac"))
+    reference = known(tiny(method="fedmlac"))
     config = tiny("run.name=dying", method="fedmlac")
     server = start_server(config)
     server.round()
@@ -269,16 +279,16 @@ def test_law_2_dying_anywhere_in_a_round_leaves_it_undone(
 
             patch.setattr(raydfl.engine.storage.store, "write_durably", write)
         with pytest.raises(Dead):
-            committed_round(server)
+            train_and_commit_round(server)
     server.close()
     again = start_server(config)
     assert again.round_index == 1
     again.close()
-    assert_same_bits(undisturbed, train_federation(config))
+    assert_same_bits(reference, train_federation(config))
 
 
-def test_law_2_a_commit_holds_the_state_as_it_was(tiny: Tiny) -> None:
-    """A method may change in the next round what it returned in this one: the commit is written meanwhile."""
+def test_law_2_a_commit_is_a_snapshot_of_the_state(tiny: Tiny) -> None:
+    """Change the returned state in place, as a method may do in the next round, before the commit is written."""
     config = tiny("run.name=held")
     server = start_server(config)
     server.round()
@@ -289,32 +299,32 @@ def test_law_2_a_commit_holds_the_state_as_it_was(tiny: Tiny) -> None:
     server.finish()
     server.close()
     store = RunStore(Path(config.run.dir) / "held")
-    held = store.load(store.latest() or "").state.tensors["global"]
-    assert all(torch.equal(held[name], before[name]) for name in before)
+    committed = store.load(store.latest() or "").state.tensors["global"]
+    assert all(torch.equal(committed[name], before[name]) for name in before)
 
 
-def test_law_2_nothing_counts_of_a_round_that_fails(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also within one process: the same server does the round again, to the same bits."""
+def test_law_2_a_failed_round_leaves_no_trace(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Repeat the failed round on the same server of the same process, with the same bits."""
     from raydfl.methods.fedmlac import FedMLAC
 
-    undisturbed = known(tiny(method="fedmlac"))
+    reference = known(tiny(method="fedmlac"))
     config = tiny("run.name=failing", method="fedmlac")
     server = start_server(config)
     server.round()
     original = FedMLAC.aggregate
 
-    def failing(self: FedMLAC, *arguments: object) -> None:
+    def aggregate_and_fail(self: FedMLAC, *arguments: object) -> None:
         original(self, *arguments)  # type: ignore[arg-type]
         raise KeyError("a method's own mistake")
 
     with monkeypatch.context() as patch:
-        patch.setattr(FedMLAC, "aggregate", failing)
+        patch.setattr(FedMLAC, "aggregate", aggregate_and_fail)
         with pytest.raises(ClientError, match="KeyError"):
             server.round()
     while server.round_index < config.train.rounds:
         server.round()
     server.close()
-    assert_same_bits(undisturbed, read_tensors(Path(config.run.dir) / "failing"))
+    assert_same_bits(reference, read_tensors(Path(config.run.dir) / "failing"))
 
 
 def test_law_2_rows_are_recorded_once_each(tiny: Tiny) -> None:
@@ -332,23 +342,23 @@ def test_law_2_rows_are_recorded_once_each(tiny: Tiny) -> None:
     assert rounds == [1, 2, 3, 4]
 
 
-def test_law_3_a_round_touches_only_its_cohort(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Opening data or private state of anybody else would be noticed."""
+def test_law_3_a_round_opens_only_its_cohort(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Record every client with opened data or private state."""
     config = tiny("train.rounds=3", "train.cohort=2", method="fedmlac")
-    touched: list[int] = []
+    clients: list[int] = []
     original = Population.data
     monkeypatch.setattr(
-        Population, "data", lambda self, index, attacking=False: (touched.append(index), original(self, index))[1]
+        Population, "data", lambda self, index, attacking=False: (clients.append(index), original(self, index))[1]
     )
     server = start_server(config)
     for _ in range(3):
-        touched.clear()
+        clients.clear()
         server.round()
-        assert len(set(touched)) == 2
+        assert len(set(clients)) == 2
     server.close()
 
 
-def test_law_4_a_client_cannot_change_what_others_read(tiny: Tiny) -> None:
+def test_law_4_a_client_cannot_change_the_broadcast_of_another_client(tiny: Tiny) -> None:
     assert_same_bits(
         train_federation(tiny("run.name=a", f"method.name={EXTRA}:Vandal")), train_federation(tiny("run.name=b"))
     )
@@ -356,47 +366,47 @@ def test_law_4_a_client_cannot_change_what_others_read(tiny: Tiny) -> None:
 
 @pytest.mark.parametrize("method", ["fedmlac", "fedper", "fedkad"])
 def test_law_5_no_byte_of_private_state_is_sent(tiny: Tiny, method: str) -> None:
-    _, pool, run_dir = finish_watched(tiny(method=method))
+    _, pool, run_dir = finish_with_watched_pool(tiny(method=method))
     store = RunStore(run_dir)
-    sent = b"".join(pool.bytes)
+    traffic = b"".join(pool.bytes)
     private = PrivateStore(run_dir / "private")
-    checked = 0
+    count = 0
     for name in store.commits():
         for ref in store.load(name).private.values():
             for tensor in private.read(ref).values():
-                # Every stretch of 16 bytes of a tensor that is not all zeros identifies it.
+                # 16 bytes with more than 8 distinct values identify a tensor.
                 data = to_bytes(tensor)
-                for at in range(0, len(data) - 15, 16):
-                    piece = data[at : at + 16]
+                for start in range(0, len(data) - 15, 16):
+                    piece = data[start : start + 16]
                     if len(set(piece)) > 8:
-                        checked += 1
-                        assert piece not in sent
-    assert checked > 20
+                        count += 1
+                        assert piece not in traffic
+    assert count > 20
 
 
-def test_law_5_the_search_finds_what_is_sent(tiny: Tiny) -> None:
-    _, pool, run_dir = finish_watched(tiny("train.rounds=2"))
+def test_law_5_the_search_finds_the_broadcast(tiny: Tiny) -> None:
+    _, pool, run_dir = finish_with_watched_pool(tiny("train.rounds=2"))
     store = RunStore(run_dir)
-    first = store.load(store.commits()[1])  # sent out in round 2
-    sent = b"".join(pool.bytes)
+    first = store.load(store.commits()[1])  # broadcast in round 2
+    traffic = b"".join(pool.bytes)
     for tensor in first.state.tensors["global"].values():
-        assert to_bytes(tensor)[:16] in sent
+        assert to_bytes(tensor)[:16] in traffic
 
 
-def test_law_5_sending_a_private_tensor_is_refused(tiny: Tiny) -> None:
+def test_law_5_sending_a_private_tensor_is_rejected(tiny: Tiny) -> None:
     server = start_server(tiny(f"method.name={EXTRA}:Leaking"))
     with pytest.raises(ClientError, match=r"shared\(\) keeps private: model/output.weight, model/output.bias"):
         server.round()
     server.close()
 
 
-def test_law_6_floating_buffers_are_averaged_counters_stay(tiny: Tiny) -> None:
+def test_law_6_floating_buffers_are_averaged_and_counters_are_not(tiny: Tiny) -> None:
     settings = ["train.rounds=1", "train.cohort=1.0", "train.batch_size=5", "run.name=buffers"]
     config = tiny(f"models.model={EXTRA}:WithBuffers", *settings)
     run_dir = run(config).run_dir
     tensors = final_state(run_dir).tensors["global"]
     assert not any("num_batches_tracked" in name for name in tensors)
-    # The same round by hand: each client trains alone, the mean of its running statistics weighted by its examples.
+    # Repeat the round by hand: train each client alone and average the running statistics, weighted by examples.
     store, means, weights = RunStore(run_dir), [], []
     worker = Worker(run_dir, config, PrivateStore(run_dir / "scratch"))
     first = store.load(store.commits()[0]).state
@@ -414,8 +424,8 @@ def test_law_6_floating_buffers_are_averaged_counters_stay(tiny: Tiny) -> None:
     )
 
 
-def test_counters_do_not_pass_from_one_client_to_the_next(tiny: Tiny) -> None:
-    """The built network is re-loaded in place: its integer buffers must start afresh too."""
+def test_counters_start_at_zero_for_every_client(tiny: Tiny) -> None:
+    """Inspect the integer buffers of a network after loading it again in place."""
     config = tiny(f"models.model={EXTRA}:WithBuffers")
     run_dir = create(config, Progress("quiet"))
     worker = Worker(run_dir, config, PrivateStore(run_dir / "private"))
@@ -430,41 +440,42 @@ def test_counters_do_not_pass_from_one_client_to_the_next(tiny: Tiny) -> None:
     assert all(p.requires_grad for p in step.models["model"].parameters())
 
 
-def test_private_weights_of_one_client_do_not_move_while_others_train(tiny: Tiny) -> None:
+def test_training_a_client_leaves_private_weights_of_the_others_unchanged(tiny: Tiny) -> None:
     config = tiny("train.cohort=1", "train.rounds=6", method="fedmlac")
     server = start_server(config)
     run_dir = Path(config.run.dir) / "tiny"
     store, private = RunStore(run_dir), PrivateStore(run_dir / "private")
-    seen: dict[int, dict[str, bytes]] = {}
-    moved = 0
+    latest: dict[int, dict[str, bytes]] = {}
+    rounds = 0
     for _ in range(6):
         server.round()
         server.finish()
         commit = store.load(store.latest() or "")
-        now = {i: {n: to_bytes(t) for n, t in private.read(ref).items()} for i, ref in commit.private.items()}
-        changed = [i for i in now if i not in seen or seen[i] != now[i]]
-        assert len(changed) == 1  # the one client of the round
-        moved += 1
-        seen = now
+        current = {i: {n: to_bytes(t) for n, t in private.read(ref).items()} for i, ref in commit.private.items()}
+        changed = [i for i in current if i not in latest or latest[i] != current[i]]
+        assert len(changed) == 1  # the round's only client
+        rounds += 1
+        latest = current
     server.close()
-    assert moved == 6
-    assert len(seen) > 1
+    assert rounds == 6
+    assert len(latest) > 1
 
 
 @pytest.mark.parametrize(
-    ("commit_every", "method"), in_ways(1, 3, every=["fedavg", "fedmlac", "scaffold", "fedkad"], all_of=["fedmlac"])
+    ("commit_every", "method"),
+    make_method_params(1, 3, every=["fedavg", "fedmlac", "scaffold", "fedkad"], all_of=["fedmlac"]),
 )
-def test_a_replayed_update_is_the_one_that_was_sent(tiny: Tiny, method: str, commit_every: int) -> None:
+def test_a_replayed_update_equals_the_sent_update(tiny: Tiny, method: str, commit_every: int) -> None:
     config = tiny("train.rounds=4", "run.keep=9", f"run.commit_every={commit_every}", method=method)
     run_dir = create(config, Progress("quiet"))
     worker = Worker(run_dir, config, PrivateStore(run_dir / "private"))
-    sent: dict[tuple[int, str], np.ndarray] = {}
+    vectors: dict[tuple[int, str], np.ndarray] = {}
 
     class Recording(SerialPool):
         def run(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> Iterator[Reply]:
             for reply in super().run(orders, broadcast):
                 if reply.update is not None:
-                    sent[orders[0].round_index + 1, reply.client_id] = FlatTensors.from_tensors(
+                    vectors[orders[0].round_index + 1, reply.client_id] = FlatTensors.from_tensors(
                         reply.update.tensors
                     ).vector.copy()
                 yield reply
@@ -474,14 +485,14 @@ def test_a_replayed_update_is_the_one_that_was_sent(tiny: Tiny, method: str, com
         federation.round()
     federation.close()
     before = read_tensors(run_dir)
-    for (round_number, client_id), vector in sent.items():
-        replayed = replay(run_dir, round_number, client_id)
-        assert replayed.update is not None
-        assert np.array_equal(FlatTensors.from_tensors(replayed.update.tensors).vector, vector)
-    assert_same_bits(before, read_tensors(run_dir))  # the run is not changed
+    for (round_number, client_id), vector in vectors.items():
+        reply = replay(run_dir, round_number, client_id)
+        assert reply.update is not None
+        assert np.array_equal(FlatTensors.from_tensors(reply.update.tensors).vector, vector)
+    assert_same_bits(before, read_tensors(run_dir))  # replay leaves the run unchanged
 
 
-def test_replay_says_who_took_part_and_what_is_kept(tiny: Tiny) -> None:
+def test_replay_errors_name_the_cohort_and_the_kept_rounds(tiny: Tiny) -> None:
     config = tiny("train.rounds=5", "run.keep=2", "train.cohort=1")
     run_dir = run(config).run_dir
     with pytest.raises(RunDirectoryError, match="round 1 .* cannot be replayed.*Choose round 5 or later"):
@@ -490,7 +501,7 @@ def test_replay_says_who_took_part_and_what_is_kept(tiny: Tiny) -> None:
         replay(run_dir, 5, "nobody")
 
 
-def test_a_failing_method_stops_the_run_with_place_and_replay_line(tiny: Tiny) -> None:
+def test_a_failing_method_stops_the_run_with_place_and_replay_command(tiny: Tiny) -> None:
     config = tiny(f"method.name={EXTRA}:Failing", "method.client=s2", "train.cohort=1.0", "run.name=failing")
     message = r"client 's2' failed in round 2, phase 'train': ZeroDivisionError: a method's own mistake"
     with pytest.raises(ClientError, match=message) as caught:
@@ -504,7 +515,7 @@ def test_a_failing_method_stops_the_run_with_place_and_replay_line(tiny: Tiny) -
     assert isinstance(again.value.__cause__, ZeroDivisionError)
 
 
-def test_an_update_that_is_not_finite_is_rejected_and_recorded(tiny: Tiny) -> None:
+def test_a_non_finite_update_is_rejected_and_recorded(tiny: Tiny) -> None:
     from raydfl.engine.storage import record
 
     config = tiny(
@@ -513,8 +524,8 @@ def test_an_update_that_is_not_finite_is_rejected_and_recorded(tiny: Tiny) -> No
     run_dir = run(config).run_dir
     tensors = final_state(run_dir).tensors["global"]
     assert all(bool(torch.isfinite(t).all()) for t in tensors.values())
-    failed = [r for r in record.to_rows(record.read_rows(run_dir)) if r.metric == "failed"]
-    assert [(r.client, r.value) for r in failed] == [("", 1.0), ("s1", 1.0)]
+    failures = [r for r in record.to_rows(record.read_rows(run_dir)) if r.metric == "failed"]
+    assert [(r.client, r.value) for r in failures] == [("", 1.0), ("s1", 1.0)]
 
 
 def test_too_many_rejected_updates_stop_the_run(tiny: Tiny) -> None:
@@ -524,7 +535,7 @@ def test_too_many_rejected_updates_stop_the_run(tiny: Tiny) -> None:
     assert final_state(Path(config.run.dir) / "worse").round_index == 0
 
 
-def test_several_global_models_are_picked_and_all_evaluated(tiny: Tiny) -> None:
+def test_several_global_models_are_all_evaluated_and_exported(tiny: Tiny) -> None:
     outcome = run(
         tiny(f"method.name={EXTRA}:SeveralGlobals", "method.number=2", "train.cohort=1.0", "run.name=several")
     )
@@ -545,7 +556,7 @@ def test_two_phases_and_their_state_survive(tiny: Tiny) -> None:
         assert torch.equal(value, state.tensors["teacher"][name])
 
 
-def test_a_longer_run_is_the_continuation_of_a_shorter_one(tiny: Tiny) -> None:
+def test_extending_a_run_equals_a_longer_run(tiny: Tiny) -> None:
     long = train_federation(tiny("train.rounds=4", "run.name=long"))
     short = run(tiny("train.rounds=2", "run.name=short"))
     assert short.finished
@@ -554,7 +565,7 @@ def test_a_longer_run_is_the_continuation_of_a_shorter_one(tiny: Tiny) -> None:
     assert_same_bits(long, read_tensors(short.run_dir))
 
 
-def test_resuming_with_other_numbers_is_refused(tiny: Tiny) -> None:
+def test_resuming_with_different_settings_is_rejected(tiny: Tiny) -> None:
     run_dir = run(tiny("train.rounds=1", "run.name=mine")).run_dir
     with pytest.raises(
         RunDirectoryError, match=r"belongs to another configuration \(train.optimiser.lr: 0.1 there, 0.7 here\)"
@@ -565,7 +576,7 @@ def test_resuming_with_other_numbers_is_refused(tiny: Tiny) -> None:
 
 
 @pytest.mark.parametrize("missing", ["run.json", "config.yaml"])
-def test_a_half_written_run_directory_is_said(tiny: Tiny, missing: str) -> None:
+def test_an_incomplete_run_directory_is_reported(tiny: Tiny, missing: str) -> None:
     run_dir = run(tiny("train.rounds=1")).run_dir
     (run_dir / missing).unlink()
     with pytest.raises(RunDirectoryError, match="interrupted before it began"):

@@ -1,6 +1,6 @@
-"""How plainly the package, its tests and its pages are written, folder by folder, with ceilings that only fall.
+"""Plain language of the package, its tests and its pages, measured for each folder against ceilings.
 
-``python tests/laws/test_plain_words.py`` measures every folder and lowers its ceilings in plain_words.json. It never raises one.
+``python tests/laws/test_plain_words.py`` measures every folder and lowers its ceilings in plain_words.json. It never raises them.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ NAMES = re.compile(
 )
 
 
-def texts(tree: ast.AST) -> Iterator[str]:
-    """Yield the first paragraphs of docstrings, and other strings of at least ten words."""
-    documented = set()
+def list_texts(tree: ast.AST) -> Iterator[str]:
+    """Yield the first paragraphs of docstrings, and all strings of at least ten words."""
+    docstrings = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and (doc := ast.get_docstring(node)):
-            documented.add(doc)
+            docstrings.add(doc)
             yield doc.split("\n\n")[0]
     strings = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
-    yield from (s for s in strings if s.strip() not in documented and len(s.split()) >= 10 and "\n\n" not in s)
+    yield from (s for s in strings if s.strip() not in docstrings and len(s.split()) >= 10 and "\n\n" not in s)
 
 
-def functions(tree: ast.AST) -> Iterator[str]:
+def list_functions(tree: ast.AST) -> Iterator[str]:
     """Yield the names of functions; properties may be nouns and participles."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("__"):
-            yield from [node.name] * all("property" not in ast.unparse(each) for each in node.decorator_list)
+            yield from [node.name] * all("property" not in ast.unparse(decorator) for decorator in node.decorator_list)
 
 
-def paragraphs(page: str) -> Iterator[str]:
+def list_paragraphs(page: str) -> Iterator[str]:
     """Yield the paragraphs of a Markdown page, without code, the targets of links, and tables."""
     text = re.sub(r"```.*?```|<!--.*?-->|`[^`]*`|\[([^\]]*)\]\([^)]*\)", r" \1 ", page, flags=re.DOTALL)
     yield from (block for block in re.split(r"\n\s*\n", text) if not block.lstrip().startswith("|"))
@@ -66,13 +66,13 @@ def measure(folder: str) -> dict[str, float]:
     pages = [file.read_text(encoding="utf-8") for file in (ROOT / folder).rglob("*.md")] if folder == "docs" else []
     count: Counter[str] = Counter()
     for text in (
-        *(text for tree in trees for text in texts(tree)),
-        *(text for page in pages for text in paragraphs(page)),
+        *(text for tree in trees for text in list_texts(tree)),
+        *(text for page in pages for text in list_paragraphs(page)),
     ):
         count["words"] += len(re.findall(r"[A-Za-z']+", text))
         count["pointing"] += len(POINTING.findall(text))
         count["phrases"] += len(HOME_MADE.findall(text))
-    names = [name for tree in trees for name in functions(tree)]
+    names = [name for tree in trees for name in list_functions(tree)]
     bad = sum(NAMES.fullmatch(name) is not None for name in names)
     return {
         "pointing words in 100": round(100 * count["pointing"] / count["words"], 2),
@@ -86,15 +86,17 @@ def test_every_folder_has_ceilings() -> None:
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_a_folder_is_written_as_plainly_as_before(folder: str) -> None:
+def test_each_folder_stays_below_its_ceilings(folder: str) -> None:
     ceilings = json.loads(CEILINGS.read_text())[folder]
-    # 2 %: a folder that loses plain words has a larger share of the others.
+    # 2 %: deleting plain words raises a folder's share of other words.
     above = {name: value for name, value in measure(folder).items() if value > 1.02 * ceilings[name]}
     assert not above, f"{folder}: {above}; at most {ceilings}. Rewrite the new texts and names (CONTRIBUTING.md)."
 
 
 def test_pointing_words_and_names_are_counted() -> None:
-    doc, message = texts(ast.parse('def f():\n    """Return that which is there."""\n    g("a b c d e f g h i what")'))
+    doc, message = list_texts(
+        ast.parse('def f():\n    """Return that which is there."""\n    g("a b c d e f g h i what")')
+    )
     assert [len(POINTING.findall(text)) for text in (doc, message)] == [3, 1]
     names = ("drawn", "_of", "renamed_files", "draw", "embed", "from_uri")
     assert [NAMES.fullmatch(name) is not None for name in names] == [True] * 3 + [False] * 3
@@ -102,10 +104,10 @@ def test_pointing_words_and_names_are_counted() -> None:
 
 if __name__ == "__main__":
     before = json.loads(CEILINGS.read_text()) if CEILINGS.exists() else {}
-    found = {folder: measure(folder) for folder in FOLDERS}
+    measured = {folder: measure(folder) for folder in FOLDERS}
     lowered = {
         folder: {name: min(value, before.get(folder, {}).get(name, value)) for name, value in values.items()}
-        for folder, values in found.items()
+        for folder, values in measured.items()
     }
     CEILINGS.write_text(json.dumps(lowered, indent=2) + "\n")
-    print(json.dumps(found, indent=2))
+    print(json.dumps(measured, indent=2))

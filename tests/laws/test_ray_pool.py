@@ -1,4 +1,4 @@
-"""Laws 1, 3 and 4 on Ray: any number of actors gives the bits of the serial pool; lost actors change nothing."""
+"""Laws 1, 3 and 4 on Ray: any number of actors gives the bits of the serial pool, also after actors die."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_law_1_serial_and_1_2_and_4_actors_give_the_same_bits(tiny: Tiny, method
         assert_same_bits(reference, read_tensors(outcome.run_dir))
 
 
-def test_several_parts_on_2_actors_give_the_bits_of_the_serial_pool(tiny: Tiny) -> None:
+def test_data_parts_on_2_actors_give_the_bits_of_the_serial_pool(tiny: Tiny) -> None:
     parts = "data.parts={low: {speakers: 4}, high: {classes: 5, first: 10, speakers: 3}}"
     reference = known(tiny(parts, "train.rounds=2"))
     assert_same_bits(
@@ -55,33 +55,33 @@ def test_an_actor_for_each_client_gives_the_same_bits(tiny: Tiny) -> None:
     assert_same_bits(reference, read_tensors(outcome.run_dir))
 
 
-def test_law_4_a_vandal_in_an_actor_changes_nothing(tiny: Tiny) -> None:
+def test_law_4_a_vandal_in_an_actor_leaves_the_bits_unchanged(tiny: Tiny) -> None:
     reference = known(tiny())
     outcome = run(tiny("run.name=vandal", f"method.name={EXTRA}:Vandal", "ray.actors=2"))
     assert_same_bits(reference, read_tensors(outcome.run_dir))
 
 
-def test_a_methods_mistake_on_the_server_ends_the_run(tiny: Tiny) -> None:
-    """Whatever kind of exception it is: a LookupError once passed for a server that stands elsewhere, and was tried for ever."""
+def test_an_exception_of_a_method_on_the_server_ends_the_run(tiny: Tiny) -> None:
+    """Use a LookupError. It was once mistaken for a missing remote server and retried for ever."""
     with pytest.raises(ClientError, match="KeyError: 'no such entry'"):
         run(tiny(f"method.name={EXTRA}:Forgetful", "run.name=forgetful", "ray.actors=1"))
 
 
-def test_a_methods_mistake_in_an_actor_keeps_its_message(tiny: Tiny) -> None:
+def test_an_exception_of_a_method_in_an_actor_keeps_its_message(tiny: Tiny) -> None:
     with pytest.raises(ClientError, match=r"client 's2' failed in round 2.*ZeroDivisionError: a method's own mistake"):
         run(tiny(f"method.name={EXTRA}:Failing", "method.client=s2", "train.cohort=1.0", "ray.actors=2"))
 
 
-def test_resources_that_the_cluster_does_not_have_are_named_with_numbers(tiny: Tiny) -> None:
+def test_missing_resources_are_reported_with_numbers(tiny: Tiny) -> None:
     with pytest.raises(ResourcesError, match=r"8 client actors with 1 CPU each need 8 CPU, the cluster has 4"):
         run(tiny("ray.actors=8"))
     with pytest.raises(ResourcesError, match=r"3 client actors with 0.5 GPU each need 1.5 GPU, the cluster has 1"):
         run(tiny("ray.actors=3", "ray.gpus=0.5"))
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without CUDA")
-def test_a_share_of_a_gpu_that_pytorch_does_not_find_is_refused_or_the_cpu_trains_as_allowed(tiny: Tiny) -> None:
-    """Ray has one logical GPU here, PyTorch none. The bits are those of a run without a share."""
+@pytest.mark.skipif(torch.cuda.is_available(), reason="applies to machines without CUDA")
+def test_a_missing_gpu_is_rejected_unless_cpu_fallback_is_allowed(tiny: Tiny) -> None:
+    """Give Ray a logical GPU unknown to PyTorch. The CPU gives the bits of a run without a GPU share."""
     share = ("run.name=gpu", "ray.gpus=0.25")
     with pytest.raises(
         ResourcesError, match=r"ray.gpus=0.25, but PyTorch finds no GPU: .* is built for CUDA .*; install"
@@ -89,17 +89,17 @@ def test_a_share_of_a_gpu_that_pytorch_does_not_find_is_refused_or_the_cpu_train
         run(tiny(*share, "ray.actors=2"))
     with pytest.raises(ResourcesError, match=r"ray.gpus=0.1, but PyTorch finds no GPU"):
         run(tiny("run.name=each", "ray.gpus=0.1", "ray.actors=per_client", "ray.cpus=0.1"))
-    lines, outcome = fall_back(tiny(*share, "ray.actors=2", "ray.cpu_fallback=true"), actors=2)
+    lines, outcome = run_on_cpu_fallback(tiny(*share, "ray.actors=2", "ray.cpu_fallback=true"), actors=2)
     assert_same_bits(known(tiny()), read_tensors(outcome.run_dir))
-    warned = next(at for at, line in enumerate(lines) if line.startswith("warning: client actors on the CPU"))
-    assert warned < next(at for at, line in enumerate(lines) if line.startswith("round 1"))
+    warning = next(number for number, line in enumerate(lines) if line.startswith("warning: client actors on the CPU"))
+    assert warning < next(number for number, line in enumerate(lines) if line.startswith("round 1"))
 
 
-def fall_back(config: Config, actors: int, on_round: OnRound | None = None) -> tuple[list[str], Result]:
-    """Train on the CPU instead of a GPU, and check that output and run.json report it for so many actors."""
-    said = io.StringIO()
-    outcome = run(config, Progress("lines", said), on_round)
-    lines = said.getvalue().splitlines()
+def run_on_cpu_fallback(config: Config, actors: int, on_round: OnRound | None = None) -> tuple[list[str], Result]:
+    """Train on the CPU instead of a GPU, and check that the output and run.json report it for ``actors`` actors."""
+    output = io.StringIO()
+    outcome = run(config, Progress("lines", output), on_round)
+    lines = output.getvalue().splitlines()
     assert lines[0] == "ray.cpu_fallback: clients train on the CPU if PyTorch finds no GPU"
     reason = json.loads((outcome.run_dir / "run.json").read_text())["cpu_fallback"]
     assert reason.startswith(f"client actors on the CPU: {actors}; ")
@@ -107,32 +107,32 @@ def fall_back(config: Config, actors: int, on_round: OnRound | None = None) -> t
     return lines, outcome
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without CUDA")
-def test_a_fallback_to_the_cpu_is_reported_for_actors_that_start_in_a_round(tiny: Tiny) -> None:
-    """Six clients and the server's evaluation have an actor each, or the second actor gets CPUs after the first round only."""
+@pytest.mark.skipif(torch.cuda.is_available(), reason="applies to machines without CUDA")
+def test_a_cpu_fallback_is_reported_for_actors_that_start_later(tiny: Tiny) -> None:
+    """Use an actor for each client and for the server's evaluation, then an actor that gets CPUs only after the first round."""
     common = ("ray.gpus=0.1", "ray.cpu_fallback=true", "train.cohort=1.0")
-    fall_back(tiny("run.name=each", "ray.actors=per_client", "ray.cpus=0.1", *common), actors=7)
+    run_on_cpu_fallback(tiny("run.name=each", "ray.actors=per_client", "ray.cpus=0.1", *common), actors=7)
 
     config = tiny("run.name=late", "ray.actors=2", "ray.cpus=2", "ray.min_actors=1", "train.rounds=500", *common)
-    about = Path(config.run.dir) / "late" / "run.json"
-    others = ray.remote(Holder).options(num_cpus=2).remote()
+    manifest = Path(config.run.dir) / "late" / "run.json"
+    holder = ray.remote(Holder).options(num_cpus=2).remote()
 
     def end_when_both_have_started(report: RoundReport) -> bool:
         if report.round == 1:
-            assert "CPU: 1;" in about.read_text()
-            ray.kill(others)
+            assert "CPU: 1;" in manifest.read_text()
+            ray.kill(holder)
         time.sleep(0.05)
-        return "CPU: 2;" in about.read_text()
+        return "CPU: 2;" in manifest.read_text()
 
-    fall_back(config, 2, end_when_both_have_started)
+    run_on_cpu_fallback(config, 2, end_when_both_have_started)
 
 
 class Holder:
-    """Holds CPUs that a client actor waits for."""
+    """Actor that occupies CPUs needed by a client actor."""
 
 
 class Dying(RayPool):
-    """Kills the process of one of its actors when the first result of a run of orders arrives, as long as it has kills left."""
+    """Pool that kills an actor's process at the first result of each call, until ``kills`` is 0."""
 
     kills = 2
 
@@ -163,7 +163,7 @@ def test_killed_client_actors_change_nothing(tiny: Tiny) -> None:
     assert_same_bits(reference, read_tensors(run_dir))
 
 
-def test_work_that_kills_every_actor_stops_the_run_with_a_message(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_client_that_kills_every_actor_stops_the_run_with_a_message(tiny: Tiny, tmp_path: Path) -> None:
     killer = tmp_path / "killer.py"
     killer.write_text(
         "import os\nfrom raydfl import Method\n\nclass Killer(Method):\n    def local(self, step):\n        os._exit(1)\n"
@@ -172,7 +172,7 @@ def test_work_that_kills_every_actor_stops_the_run_with_a_message(tiny: Tiny, tm
         run(tiny(f"method.name={killer}:Killer", "ray.actors=1", "ray.retries=1", "run.name=killer"))
 
 
-def test_a_run_may_change_its_pool_when_it_is_resumed(tiny: Tiny) -> None:
+def test_a_resumed_run_may_change_its_pool(tiny: Tiny) -> None:
     reference = known(tiny("train.rounds=4", method="fedmlac"))
     run(tiny("run.name=moved", "train.rounds=2", method="fedmlac"))
     outcome = resume(Path(tiny().run.dir) / "moved", ["train.rounds=4", "ray.actors=2"])

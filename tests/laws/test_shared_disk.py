@@ -1,4 +1,4 @@
-"""Private state on a network file system, where a write reaches other nodes when its file is closed or synced."""
+"""Private state on a network file system, where remote nodes see a write only after its file is closed or synced."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ METHODS = [*registry.names("raydfl.methods"), *(f"{EXTRA}:{name}" for name in ("
 
 
 class Nodes(SerialPool):
-    """A worker on the server's node and one on another. Clients change places every round."""
+    """Pool with a worker on the server's node and a worker on a remote node. Clients alternate between the nodes."""
 
-    def __init__(self, disk: SharedDisk, here: Worker, there: Worker) -> None:
-        super().__init__(here)
-        self._disk, self._there = disk, there
+    def __init__(self, disk: SharedDisk, server_worker: Worker, remote_worker: Worker) -> None:
+        super().__init__(server_worker)
+        self._disk, self._remote_worker = disk, remote_worker
 
     def run(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> Iterator[Reply]:
         groups, turn = split_groups(orders), orders[0].round_index % 2
         for group in groups[turn::2]:
             with self._disk.on("other"):
-                replies = self._there.carry_out(group, broadcast)
+                replies = self._remote_worker.carry_out(group, broadcast)
             yield from replies
         for group in groups[1 - turn :: 2]:
             yield from super().run(group, broadcast)
@@ -52,17 +52,17 @@ class Nodes(SerialPool):
 @pytest.mark.parametrize(
     "method", [pytest.param(name, marks=[] if name in FAST else [pytest.mark.slow]) for name in METHODS]
 )
-def test_two_nodes_with_a_network_file_system_give_the_same_bits(
+def test_two_nodes_on_a_network_file_system_give_the_same_bits(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    """And no commit names a segment that is not synced."""
+    """No commit refers to an unsynced segment either."""
     settings = ("evaluate.every=3", "train.cohort=1.0", "data.speakers=4")
     reference = known(tiny(*settings, method=method))
     config = tiny("run.name=nodes", *settings, method=method)
     run_dir = create(config, Progress("quiet"))
     disk = SharedDisk(run_dir, tmp_path / "caches")
     disk.mount(monkeypatch)
-    workers = [Worker(run_dir, config, PrivateStore(run_dir / "private", durable=far)) for far in (False, True)]
+    workers = [Worker(run_dir, config, PrivateStore(run_dir / "private", durable=remote)) for remote in (False, True)]
     store = RunStore(run_dir)
     federation = Federation(config, Population.load(run_dir / "population"), store, Nodes(disk, *workers))
     while federation.state.round_index < config.train.rounds:
@@ -78,19 +78,19 @@ def test_compacted_records_reach_the_other_nodes(tmp_path: Path, monkeypatch: py
     disk = SharedDisk(tmp_path, tmp_path.parent / "caches")
     disk.mount(monkeypatch)
     writer, reader = PrivateStore(tmp_path, durable=True), PrivateStore(tmp_path)
-    moved = writer.compact(1, {3: writer.append(1, {"state:a": torch.ones(2)})})
+    refs = writer.compact(1, {3: writer.append(1, {"state:a": torch.ones(2)})})
     with disk.on("other"):
-        assert torch.equal(reader.read(moved[3])["state:a"], torch.ones(2))
+        assert torch.equal(reader.read(refs[3])["state:a"], torch.ones(2))
     assert not disk.unsynced()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_actors_on_two_nodes_with_a_network_file_system_give_the_same_bits(tiny: Tiny, tmp_path: Path) -> None:
-    """For all methods with private state, on one cluster; every process is a node of its own."""
+def test_actors_on_two_nodes_of_a_network_file_system_give_the_same_bits(tiny: Tiny, tmp_path: Path) -> None:
+    """Run all methods with private state on a shared cluster, where every process is a node of its own."""
     settings = ("evaluate.every=3", "train.cohort=1.0", "data.speakers=4")
     references = {name: known(tiny(*settings, method=name)) for name in METHODS}
-    private = [name for name, found in references.items() if any(key.startswith("client ") for key in found)]
+    private = [name for name, tensors in references.items() if any(key.startswith("client ") for key in tensors)]
     assert {"fedmlac", "fedper", "scaffold", "ditto", "fedapta"} <= set(private)
     configs = [
         tiny(*settings, "ray.actors=2", f"run.name=nodes{number}", method=name) for number, name in enumerate(private)

@@ -1,4 +1,4 @@
-"""Whole runs whose index of private state is made anew every few rounds: nothing of what they know may differ."""
+"""Whole runs with a new index of private state every few rounds have the same results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROUNDS = ["train.rounds=5", "train.cohort=3", "evaluate.every=99"]
 
 @pytest.fixture
 def reference(tiny: Tiny) -> Path:
-    """A run of so few clients that it needs no index file."""
+    """Train a run with too few clients for an index file."""
     config = tiny(*ROUNDS, "run.name=reference", method="fedmlac")
     train_federation(config)
     run_dir = Path(config.run.dir) / "reference"
@@ -32,30 +32,30 @@ def reference(tiny: Tiny) -> Path:
 
 @pytest.fixture
 def small_base(reference: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on an index file is made for every four records that change."""
+    """Write an index file after every four changed records."""
     monkeypatch.setattr(raydfl.engine.storage.private, "_RECENT", 3)
 
 
-def replayed(run_dir: Path, round_number: int) -> dict[str, bytes]:
-    """All updates of a round, done again."""
-    found = {}
+def replay_round(run_dir: Path, round_number: int) -> dict[str, bytes]:
+    """Replay all updates of a round."""
+    tensors = {}
     for client in (f"s{number}" for number in range(6)):
         try:
             update = replay(run_dir, round_number, client).update
         except InputError:
-            continue  # it took no part
+            continue  # the client is not in the cohort
         assert update is not None
-        found |= {f"{client} {name}": to_bytes(tensor) for name, tensor in update.tensors.items()}
-    return found
+        tensors |= {f"{client} {name}": to_bytes(tensor) for name, tensor in update.tensors.items()}
+    return tensors
 
 
 @pytest.mark.usefixtures("small_base")
-def test_nothing_depends_on_when_an_index_is_made(tiny: Tiny, reference: Path) -> None:
+def test_results_do_not_depend_on_the_time_of_an_index(tiny: Tiny, reference: Path) -> None:
     config = tiny(*ROUNDS, "run.name=based", method="fedmlac")
     run_dir = Path(config.run.dir) / "based"
-    for done in (2, 4):
+    for rounds in (2, 4):
         server = start_server(config)
-        while server.round_index < done:
+        while server.round_index < rounds:
             server.round()
         server.close()
     assert_same_bits(read_tensors(reference), train_federation(config))
@@ -63,18 +63,18 @@ def test_nothing_depends_on_when_an_index_is_made(tiny: Tiny, reference: Path) -
     assert len(store.load(store.latest() or "").private.base or ()) > 3
     files = sorted(path.name for path in (run_dir / "private").iterdir())
     for round_number in (4, 5):
-        updates = replayed(run_dir, round_number)
+        updates = replay_round(run_dir, round_number)
         assert len({name.split()[0] for name in updates}) == 3
-        assert_same_bits(replayed(reference, round_number), updates)
+        assert_same_bits(replay_round(reference, round_number), updates)
     assert sorted(path.name for path in (run_dir / "private").iterdir()) == files
 
 
 @pytest.mark.usefixtures("small_base")
 @pytest.mark.parametrize("written", [True, False])
-def test_dying_at_an_index_leaves_the_last_commit_true(
+def test_a_process_killed_at_an_index_keeps_the_last_commit(
     tiny: Tiny, reference: Path, monkeypatch: pytest.MonkeyPatch, written: bool
 ) -> None:
-    """Before the file is written, and after: then a file is there that no commit refers to."""
+    """Kill the process before and after the index file is written. In the second case, no commit refers to the file."""
     config = tiny(*ROUNDS, "run.name=dying", method="fedmlac")
     run_dir = Path(config.run.dir) / "dying"
 

@@ -1,6 +1,6 @@
-"""Methods on a network with one number and the loss (v - x)^2 / 2, where each step can be checked by hand.
+"""Methods on a network with a single parameter and the loss (v - x)^2 / 2, where each step can be checked by hand.
 
-One step of rate 1/2 moves v half the way to x.
+A step with learning rate 1/2 moves v halfway to x.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Tiny = Callable[..., Config]
 
 
 class Number(nn.Module):
-    """A network whose output is the sum of its parameters."""
+    """Network with the sum of its parameters as output."""
 
     def __init__(self, *names: str) -> None:
         super().__init__()
@@ -81,11 +81,11 @@ class OneClient:
 CLIENT = Client("anna", 0, 1)
 
 
-def begin(method: Method, network: Callable[[], nn.Module] = Number) -> State:
-    """The first state of a federation of two clients."""
+def make_initial_state(method: Method, network: Callable[[], nn.Module] = Number) -> State:
+    """Return the initial state of a federation of two clients."""
     object.__setattr__(method, "objective", Halves())
-    built = {name: network() for name in method.models}
-    return method.init([CLIENT, CLIENT], [built], np.random.default_rng(0))
+    networks = {name: network() for name in method.models}
+    return method.init([CLIENT, CLIENT], [networks], np.random.default_rng(0))
 
 
 def train(
@@ -120,104 +120,104 @@ def aggregate(method: Method, state: State, *updates: Update) -> State:
     return dataclasses.replace(new, round_index=state.round_index + 1)
 
 
-def v(tensors: Any, name: str = "model/v") -> float:
+def get_value(tensors: Any, name: str = "model/v") -> float:
     return float(tensors[name])
 
 
 def test_feddyn() -> None:
-    """w = 0 and x = 4: w_k = 2 with the gradient g_k = -2. Of two clients one came, so w = 2 + 2 / 2 = 3."""
+    """Check w = 0 and x = 4: w_k = 2 with the gradient g_k = -2. Half of the clients trained, so w = 2 + 2 / 2 = 3."""
     method = FedDyn(alpha=1.0)
-    first = begin(method)
+    first = make_initial_state(method)
     update, step = train(method, first, [4.0])
     second = aggregate(method, first, update)
-    assert (v(update.tensors), v(second.tensors["global"])) == (2.0, 3.0)
+    assert (get_value(update.tensors), get_value(second.tensors["global"])) == (2.0, 3.0)
     # From 3 the gradient is (3 - 4) - g_k = 1.
     update, _ = train(method, second, [4.0], after=step)
-    assert v(update.tensors) == 2.5
+    assert get_value(update.tensors) == 2.5
 
 
 def test_feddc() -> None:
-    """w = 0 and x = 4: w_i = 2, the drift is 2, and 4 is sent. Of two clients one came, so g = -4 / 2."""
+    """Check w = 0 and x = 4: w_i = 2, the drift is 2, and 4 is sent. Half of the clients trained, so g = -4 / 2."""
     method = FedDC(alpha=1.0)
-    first = begin(method)
+    first = make_initial_state(method)
     update, step = train(method, first, [4.0])
     second = aggregate(method, first, update)
-    assert (v(update.tensors), v(second.tensors["global"], "control/model/v")) == (4.0, -2.0)
+    assert (get_value(update.tensors), get_value(second.tensors["global"], "control/model/v")) == (4.0, -2.0)
     # From 4: (4 - 4) + (4 - (4 - 2)) + (-2 + 4) = 4, so w_i = 2, the drift is 2 - 2 = 0, and 2 is sent.
     update, _ = train(method, second, [4.0], after=step)
-    assert v(update.tensors) == 2.0
+    assert get_value(update.tensors) == 2.0
 
 
 def test_fednova() -> None:
-    """One step to 2 and three steps to 4, 6 and 7: tau_eff = 2, w = 2 (2 / 1 + 7 / 3) / 2 = 13 / 3."""
+    """Check 1 step to 2 and 3 steps to 4, 6 and 7: tau_eff = 2, w = 2 (2 / 1 + 7 / 3) / 2 = 13 / 3."""
     method = FedNova()
-    state = begin(method)
+    state = make_initial_state(method)
     one, three = train(method, state, [4.0])[0], train(method, state, [8.0], [8.0], [8.0])[0]
-    assert (v(one.tensors), v(three.tensors)) == (2.0, pytest.approx(7 / 3))
-    assert v(aggregate(method, state, one, three).tensors["global"]) == pytest.approx(13 / 3)
-    # A client without steps sends what it received.
-    assert v(aggregate(method, state, train(method, state)[0]).tensors["global"]) == 0.0
+    assert (get_value(one.tensors), get_value(three.tensors)) == (2.0, pytest.approx(7 / 3))
+    assert get_value(aggregate(method, state, one, three).tensors["global"]) == pytest.approx(13 / 3)
+    # A client without steps returns the received model.
+    assert get_value(aggregate(method, state, train(method, state)[0]).tensors["global"]) == 0.0
 
 
 def test_fedrep() -> None:
-    """Body 0, head 0 and x = 4: the head goes to 2, then the body to 1; the head stays."""
+    """Check body 0, head 0 and x = 4: the head moves to 2, then the body to 1; the head stays."""
     method, network = FedRep(personal=("model/head",), head_epochs=1), lambda: Number("body", "head")
-    update, step = train(method, begin(method, network), [4.0], network=network)
+    update, step = train(method, make_initial_state(method, network), [4.0], network=network)
     assert {name: float(value) for name, value in update.tensors.items()} == {"model/body": 1.0}
-    assert v(step.floating_state(), "model/head") == 2.0
+    assert get_value(step.floating_state(), "model/head") == 2.0
 
 
 def test_fedbn() -> None:
-    """Body and norm move from 0 to 2. Only the body leaves the client."""
+    """Body and norm move from 0 to 2. The client sends only the body."""
     method, network = FedBN(), lambda: Number("body", "norm")
-    update, step = train(method, begin(method, network), [4.0], network=network)
+    update, step = train(method, make_initial_state(method, network), [4.0], network=network)
     assert {name: float(value) for name, value in update.tensors.items()} == {"model/body": 2.0}
-    assert v(step.floating_state(), "model/norm") == 2.0
+    assert get_value(step.floating_state(), "model/norm") == 2.0
 
 
-def test_fedbn_rejects_normalisation_that_it_would_average() -> None:
+def test_fedbn_rejects_normalisation_layers_outside_its_setting() -> None:
     for network, layers in (
         (Number, ("norm",)),
         (lambda: nn.Sequential(nn.Conv1d(1, 1, 1), nn.BatchNorm1d(1)), ("norm", "0.")),
     ):
         with pytest.raises(ConfigError, match=r"method\.layers: no word of"):
-            begin(FedBN(layers=layers), network)
+            make_initial_state(FedBN(layers=layers), network)
 
 
 def test_pfedme() -> None:
-    """Theta goes from 0 to 2 for x = 4, and w follows by 1/2 (2 - 0) = 1. The server goes half the way."""
+    """Theta moves from 0 to 2 for x = 4, and w follows by 1/2 (2 - 0) = 1. The server moves halfway."""
     method = PFedMe(lam=1.0, personal_steps=1, beta=0.5)
-    state = begin(method)
+    state = make_initial_state(method)
     update, step = train(method, state, [4.0])
-    assert (v(step.floating_state(), "personal/v"), v(update.tensors)) == (2.0, 1.0)
-    assert v(aggregate(method, state, update).tensors["global"]) == 0.5
+    assert (get_value(step.floating_state(), "personal/v"), get_value(update.tensors)) == (2.0, 1.0)
+    assert get_value(aggregate(method, state, update).tensors["global"]) == 0.5
 
 
 def test_perfedavg() -> None:
-    """v = 0 + 1/2 (4 - 0) = 2, where the gradient for x = 8 is -6. So w = 0 + 3, and then 3 + 1/2 (8 - 3.5)."""
+    """Check v = 0 + 1/2 (4 - 0) = 2, where the gradient for x = 8 is -6. So w = 0 + 3, and then 3 + 1/2 (8 - 3.5)."""
     method = PerFedAvg(alpha=0.5)
-    assert v(train(method, begin(method), [4.0, 8.0])[0].tensors) == 3.0
-    assert v(train(method, begin(method), [4.0, 8.0], [4.0, 8.0])[0].tensors) == 5.25
+    assert get_value(train(method, make_initial_state(method), [4.0, 8.0])[0].tensors) == 3.0
+    assert get_value(train(method, make_initial_state(method), [4.0, 8.0], [4.0, 8.0])[0].tensors) == 5.25
 
 
 def test_fedala() -> None:
-    """From 0 to 4 the loss for x = 2 is least in the middle: the gradient for W is (4 - 2) 4 = 8, so W = 1 - 8 / 16."""
+    """The loss for x = 2 is least halfway from 0 to 4: the gradient for W is (4 - 2) 4 = 8, so W = 1 - 8 / 16."""
     method = FedALA(layers=("model/v",), eta=1 / 16, start_epochs=1)
-    first = begin(method)
+    first = make_initial_state(method)
     update, step = train(method, first, [0.0])
-    assert v(update.tensors) == 0.0
+    assert get_value(update.tensors) == 0.0
     second = dataclasses.replace(first, tensors={"global": {"model/v": torch.tensor(4.0)}})
     update, step = train(method, second, [2.0], after=step)
-    assert (v(step.floating_state(), "weights/v"), v(update.tensors)) == (0.5, 2.0)
-    # Later the weight is clipped to 0, so that the client begins from its last model, 2.
+    assert (get_value(step.floating_state(), "weights/v"), get_value(update.tensors)) == (0.5, 2.0)
+    # Later the weight is clipped to 0, so the client starts from its last model, 2.
     update, _ = train(
         method, dataclasses.replace(first, tensors={"global": {"model/v": torch.tensor(9.0)}}), [-9.0], after=step
     )
-    assert v(update.tensors) == 2.0 + (-9 - 2) / 2
+    assert get_value(update.tensors) == 2.0 + (-9 - 2) / 2
 
 
 def test_fedproto() -> None:
-    """Features (1, 3) and the class mean (0, 1): lam times (1 + 4) / 2 on top of the cross-entropy log 2."""
+    """Check features (1, 3) and the class mean (0, 1): lam times (1 + 4) / 2 on top of the cross-entropy log 2."""
 
     class Identity(nn.Module):
         def __init__(self) -> None:
@@ -230,7 +230,7 @@ def test_fedproto() -> None:
             return x
 
     method, batch = FedProto(lam=2.0), make_batch(torch.tensor([[1.0, 3.0]]), torch.tensor([0]))
-    _, step = train(FedNova(), begin(FedNova()))
+    _, step = train(FedNova(), make_initial_state(FedNova()))
     step.models = {"model": Identity()}
     step.received = {"global": {MEANS: torch.tensor([[0.0, 1.0], [9.0, 9.0]]), COUNTS: torch.tensor([1.0, 0.0])}}
     assert method.loss(step, batch).item() == pytest.approx(math.log(2) + 5)
@@ -239,7 +239,7 @@ def test_fedproto() -> None:
 
 
 def test_heterofl() -> None:
-    """A client with the first two of four channels sends 1, a client with all sends 3: the mean is (2, 2, 3, 3)."""
+    """A client with 2 of 4 channels sends 1, and a client with all channels sends 3: the mean is (2, 2, 3, 3)."""
     method = HeteroFL()
     state = State(5, {"global": {"model/v": torch.zeros(4)}})
     first = method.chosen(state, CLIENT, "v", 4, 2)
@@ -248,11 +248,11 @@ def test_heterofl() -> None:
     assert aggregate(method, state, narrow, wide).tensors["global"]["model/v"].tolist() == [2.0, 2.0, 3.0, 3.0]
 
 
-def test_feddc_is_fedapta_without_pruning_and_groups(tiny: Tiny) -> None:
+def test_feddc_equals_fedapta_without_pruning_and_groups(tiny: Tiny) -> None:
     common = ["train.rounds=2", "evaluate.every=9", "method.rule=uniform_mean"]
     a = known(tiny(*common, method="feddc"))
     b = train_federation(tiny(*common, "method.ratio=0.0", "method.tasks=none", "run.name=b", method="fedapta"))
     names = [name for name in a if name.startswith("server global ")]
     for name in names:
-        one, other = (np.frombuffer(each[name], np.float32) for each in (a, b))
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+        feddc, fedapta = (np.frombuffer(tensors[name], np.float32) for tensors in (a, b))
+        np.testing.assert_allclose(feddc, fedapta, rtol=1e-4, atol=1e-6)

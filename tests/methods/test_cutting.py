@@ -1,4 +1,4 @@
-"""Methods that train parts of a network: one round of each in NumPy, and what is refused."""
+"""Training of parts of a network: a round of each method in NumPy, and rejected configurations."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ COMMON = [
 Weights = dict[str, np.ndarray]
 
 
-def trained(weights: Weights, x: np.ndarray, y: np.ndarray, held: np.ndarray) -> Weights:
-    """One step of gradient descent on cross-entropy, in which logits of classes that are not held are 0."""
+def train_one_step(weights: Weights, x: np.ndarray, y: np.ndarray, class_mask: np.ndarray) -> Weights:
+    """Do a step of gradient descent on cross-entropy, with logits of classes outside ``class_mask`` set to 0."""
     mean = x.mean(axis=1)
     hidden = mean @ weights["hidden.weight"].T + weights["hidden.bias"]
-    logits = (np.maximum(hidden, 0) @ weights["output.weight"].T + weights["output.bias"]) * held
+    logits = (np.maximum(hidden, 0) @ weights["output.weight"].T + weights["output.bias"]) * class_mask
     shares = np.exp(logits - logits.max(axis=1, keepdims=True))
-    back = (shares / shares.sum(axis=1, keepdims=True) - np.eye(len(held))[y]) / len(y) * held
+    back = (shares / shares.sum(axis=1, keepdims=True) - np.eye(len(class_mask))[y]) / len(y) * class_mask
     below = (back @ weights["output.weight"]) * (hidden > 0)
     gradients = {
         "hidden.weight": below.T @ mean,
@@ -50,34 +50,34 @@ def trained(weights: Weights, x: np.ndarray, y: np.ndarray, held: np.ndarray) ->
     return {name: weights[name] - RATE * gradients[name] for name in weights}
 
 
-def reference(
+def compute_round(
     server: Weights, population: Population, units: dict[int, np.ndarray], *, masked: bool
 ) -> tuple[Weights, int, int]:
-    """The server's tensors after a round in which these clients have these units; and the bytes to and from them."""
+    """Compute the server's tensors after a round with the given units of each client, and the bytes down and up."""
     totals = {name: np.zeros_like(value) for name, value in server.items()}
     counts = {name: np.zeros_like(value) for name, value in server.items()}
     down = up = 0
-    for client, own in units.items():
+    for client, own_units in units.items():
         examples = population.data(client).train
         batch = next(examples.batches(len(examples), None))
         x, y = batch.x.double().numpy(), batch.y.numpy()
         classes = np.unique(y) if masked else np.arange(3)
-        place: dict[str, Any] = {
-            "hidden.weight": np.ix_(own, np.arange(server["hidden.weight"].shape[1])),
-            "hidden.bias": (own,),
-            "output.weight": np.ix_(np.arange(3), own),
+        indices: dict[str, Any] = {
+            "hidden.weight": np.ix_(own_units, np.arange(server["hidden.weight"].shape[1])),
+            "hidden.bias": (own_units,),
+            "output.weight": np.ix_(np.arange(3), own_units),
             "output.bias": (np.arange(3),),
         }
-        held = np.isin(np.arange(3), classes).astype(float)
-        sent = trained({name: server[name][where] for name, where in place.items()}, x, y, held)
-        down += 4 * sum(value.size for value in sent.values())
-        for name, value in sent.items():
-            where, part = place[name], value
+        class_mask = np.isin(np.arange(3), classes).astype(float)
+        update = train_one_step({name: server[name][index] for name, index in indices.items()}, x, y, class_mask)
+        down += 4 * sum(value.size for value in update.values())
+        for name, value in update.items():
+            index, part = indices[name], value
             if name.startswith("output"):
                 part = value[classes]
-                where = np.ix_(classes, own) if value.ndim == 2 else (classes,)
-            totals[name][where] += len(y) * part
-            counts[name][where] += len(y)
+                index = np.ix_(classes, own_units) if value.ndim == 2 else (classes,)
+            totals[name][index] += len(y) * part
+            counts[name][index] += len(y)
             up += 4 * part.size
     mean = {
         name: np.where(counts[name] > 0, totals[name] / np.maximum(counts[name], 1), server[name]) for name in server
@@ -85,40 +85,40 @@ def reference(
     return mean, down, up
 
 
-def weights_of(server: Server) -> Weights:
+def read_weights(server: Server) -> Weights:
     server.finish()
     tensors = final_state(server._federation.store.folder).tensors["global"]
     return {name.removeprefix("model/"): tensor.double().numpy() for name, tensor in tensors.items()}
 
 
-def units_of(task: Task) -> np.ndarray:
+def get_units(task: Task) -> np.ndarray:
     cut = task.cuts.get("model/hidden.bias")
     return np.arange(UNITS) if cut is None else np.asarray(cut.indices[0])
 
 
 @pytest.mark.parametrize(("method", "masked"), [("feddrop", False), ("fedrolex", True), ("fedrolex", False)])
-def test_rounds_are_those_of_the_reference(tiny: Tiny, method: str, masked: bool) -> None:
-    own = [f"method.masked={str(masked).lower()}"] if method == "fedrolex" else []
-    server = start_server(tiny(*COMMON, *own, method=method))
+def test_rounds_equal_the_reference(tiny: Tiny, method: str, masked: bool) -> None:
+    options = [f"method.masked={str(masked).lower()}"] if method == "fedrolex" else []
+    server = start_server(tiny(*COMMON, *options, method=method))
     try:
         federation = server._federation
         population = Population.load(federation.store.folder / "population").use(federation.config.data)
         server.round()
-        drawn, sizes = [], []
+        draws, sizes = [], []
         for round_index in (1, 2, 3):
-            before, tasks = weights_of(server), {order.task.client_id: order.task for order in federation.plan()}
-            units = {population.index(client): units_of(task) for client, task in tasks.items()}
-            for client, kept in units.items():
+            before, tasks = read_weights(server), {order.task.client_id: order.task for order in federation.plan()}
+            units = {population.index(client): get_units(task) for client, task in tasks.items()}
+            for client, indices in units.items():
                 expected = int(np.ceil(UNITS * SHARES[client % 3] - 1e-9))
-                assert len(kept) == expected
+                assert len(indices) == expected
                 if method == "fedrolex":
-                    assert set(kept) == {(round_index + i) % UNITS for i in range(expected)}
-            drawn += [(round_index, tuple(kept)) for kept in units.values() if len(kept) < UNITS]
+                    assert set(indices) == {(round_index + i) % UNITS for i in range(expected)}
+            draws += [(round_index, tuple(indices)) for indices in units.values() if len(indices) < UNITS]
             report = server.round()
-            after, down, up = reference(before, population, units, masked=masked)
-            found = weights_of(server)
+            after, down, up = compute_round(before, population, units, masked=masked)
+            result = read_weights(server)
             for name, value in after.items():
-                np.testing.assert_allclose(found[name], value, rtol=2e-5, atol=2e-6)
+                np.testing.assert_allclose(result[name], value, rtol=2e-5, atol=2e-6)
             assert (report.bytes_down, report.bytes_up) == (down, up)
             sizes.append((down, up))
     finally:
@@ -126,10 +126,10 @@ def test_rounds_are_those_of_the_reference(tiny: Tiny, method: str, masked: bool
     assert all(up <= down for down, up in sizes)
     assert any(up < down for down, up in sizes) is masked  # some client lacks a class
     if method == "feddrop":
-        assert len(set(drawn)) > len(drawn) / 2  # another draw for each client and round
+        assert len(set(draws)) > len(draws) / 2  # units are redrawn for each client and round
 
 
-def test_the_draw_depends_on_seed_round_and_client_alone(tiny: Tiny) -> None:
+def test_the_draw_depends_only_on_seed_round_and_client(tiny: Tiny) -> None:
     from raydfl.core.types import Client
     from raydfl.methods.feddrop import FedDrop
 
@@ -141,18 +141,20 @@ def test_the_draw_depends_on_seed_round_and_client_alone(tiny: Tiny) -> None:
 
     first = chosen("anna", 3, 1)
     assert first == chosen("anna", 3, 1) == sorted(set(first))
-    others = [chosen("bert", 3, 1), chosen("anna", 4, 1), chosen("anna", 3, 2), chosen("anna", 3, 1, "gru")]
-    assert all(first != other for other in others)
+    draws = [chosen("bert", 3, 1), chosen("anna", 4, 1), chosen("anna", 3, 2), chosen("anna", 3, 1, "gru")]
+    assert all(first != draw for draw in draws)
 
 
-def test_a_share_of_one_for_all_is_fedavg(tiny: Tiny) -> None:
-    """The server's state holds besides what nothing is drawn by."""
+def test_a_share_of_1_equals_fedavg(tiny: Tiny) -> None:
+    """Compare all tensors except the entries about sampling."""
     profile = ["data.profile={capability: {values: [1]}}", "train.rounds=2"]
     for method in ("feddrop", "fedrolex"):
-        own = ["method.masked=false"] if method == "fedrolex" else []
-        found = train_federation(tiny(*profile, *own, "method.share=capability", f"run.name={method}", method=method))
+        options = ["method.masked=false"] if method == "fedrolex" else []
+        tensors = train_federation(
+            tiny(*profile, *options, "method.share=capability", f"run.name={method}", method=method)
+        )
         expected = known(tiny("train.rounds=2"))
-        assert_same_bits({**found, "extra": b""}, {**expected, "extra": b""})
+        assert_same_bits({**tensors, "extra": b""}, {**expected, "extra": b""})
 
 
 PROFILE = "data.profile={capability: {values: [%s]}}"
@@ -178,6 +180,8 @@ PROFILE = "data.profile={capability: {values: [%s]}}"
         (["models.model=linear"], "linear has no removable channels"),
     ],
 )
-def test_what_cannot_be_cut_is_refused_before_the_first_round(tiny: Tiny, overrides: list[str], message: str) -> None:
+def test_networks_that_cannot_be_cut_are_rejected_before_the_first_round(
+    tiny: Tiny, overrides: list[str], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         start_server(tiny(*overrides, method="feddrop"))

@@ -1,4 +1,4 @@
-"""FedAPTA against its equations in float64, and its parts one by one."""
+"""FedAPTA against its equations in float64, and its parts separately."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ SIZES = [8, 12, 10, 6, 14, 9]
 RATIOS = [0.0, 0.2, 0.4, 0.6, 0.8, 0.4]
 
 
-def network() -> nn.Module:
+def make_network() -> nn.Module:
     torch.manual_seed(0)
     return build_model(ModelSpec("model", "mlp", BANDS, CLASSES, (("hidden", HIDDEN),)))
 
 
-def batches(number: int) -> list[Batch]:
-    """Of one client: even and odd clients hear the same and call it differently, so that it is plain who belongs together."""
+def list_batches(number: int) -> list[Batch]:
+    """Return a client's batches. Even and odd clients share the inputs but not the labels, so the true groups are known."""
     rng = np.random.default_rng(number)
-    made = []
+    result = []
     for _ in range(2):
         y = rng.integers(2, size=SIZE)
         x = 0.3 * rng.normal(size=(SIZE, 2, BANDS)) + np.where(y[:, None, None] == 1, 1, -1) * [1, 0.5, -0.5, 1]
-        made.append(make_batch(torch.tensor(x, dtype=torch.float32), torch.tensor(y + number % 2)))
-    return made
+        result.append(make_batch(torch.tensor(x, dtype=torch.float32), torch.tensor(y + number % 2)))
+    return result
 
 
 CLIENTS = [
@@ -59,9 +59,9 @@ def make_step(method: FedAPTA, task: Task, state: State, kept: dict[str, torch.T
     client = next(c for c in CLIENTS if c.id == task.client_id)
     step = Step(
         client=client,
-        models={"model": network()},
+        models={"model": make_network()},
         received={key: {n: t.clone() for n, t in state.tensors[key].items()} for key in task.receive},
-        data=OneClient(Data(batches(client.index))),  # type: ignore[arg-type]
+        data=OneClient(Data(list_batches(client.index))),  # type: ignore[arg-type]
         state=kept,
         rng=np.random.default_rng(0),
         device=torch.device("cpu"),
@@ -77,7 +77,7 @@ def make_step(method: FedAPTA, task: Task, state: State, kept: dict[str, torch.T
     return step
 
 
-def one_round(
+def train_round(
     method: FedAPTA, state: State, kept: list[dict[str, torch.Tensor]]
 ) -> tuple[State, list[Update], dict[str, Any]]:
     tasks = method.plan(state, CLIENTS, np.random.default_rng(0), len(CLIENTS))
@@ -86,20 +86,20 @@ def one_round(
     return dataclasses.replace(new, round_index=state.round_index + 1), updates, dict(report)
 
 
-def by_hand(
+def compute_client_round(
     w: Arrays, i: int, h: Arrays, g_i: Arrays, g: Arrays, ratio: float, drift: str
 ) -> tuple[Arrays, Arrays, float]:
-    """What client i has after its round, its mask, and the mean of its losses, in float64."""
+    """Compute client i's parameters after its round, its mask and its mean loss in float64."""
     norms = np.abs(w["hidden.weight"]).sum(axis=1)
     drop = np.argsort(norms, kind="stable")[: min(HIDDEN - 1, math.floor(ratio * HIDDEN + 0.5))]
     unit = np.ones(HIDDEN)
     unit[drop] = 0
     mask = {"hidden.weight": unit[:, None], "hidden.bias": unit}
     scale = np.mean(SIZES) / SIZES[i]
-    own, losses = {name: value.copy() for name, value in w.items()}, []
-    for batch in batches(i):
+    parameters, losses = {name: value.copy() for name, value in w.items()}, []
+    for batch in list_batches(i):
         x, y = batch.x.double().numpy().mean(axis=1), batch.y.numpy()
-        m = {name: own[name] * mask.get(name, 1.0) for name in own}
+        m = {name: parameters[name] * mask.get(name, 1.0) for name in parameters}
         before = x @ m["hidden.weight"].T + m["hidden.bias"]
         hidden = np.maximum(before, 0)
         logits = hidden @ m["output.weight"].T + m["output.bias"]
@@ -118,12 +118,12 @@ def by_hand(
         for name, full in gradient.items():
             total = full
             if drift == "full":
-                kept = mask.get(name, 1.0)
-                losses[-1] += 0.05 * scale * (kept * (own[name] - w[name] + h[name]) ** 2).sum()
-                losses[-1] += (kept * (own[name] - w[name]) * (scale * g[name] - g_i[name])).sum()
-                total = total + 0.1 * scale * (own[name] - (w[name] - h[name])) + scale * g[name] - g_i[name]
-            own[name] -= RATE * (total * mask.get(name, 1.0) + DECAY * own[name])
-    recover_pruned = {n: own[n] * mask.get(n, 1.0) + w[n] * (1 - mask.get(n, 1.0)) for n in own}
+                kept_units = mask.get(name, 1.0)
+                losses[-1] += 0.05 * scale * (kept_units * (parameters[name] - w[name] + h[name]) ** 2).sum()
+                losses[-1] += (kept_units * (parameters[name] - w[name]) * (scale * g[name] - g_i[name])).sum()
+                total = total + 0.1 * scale * (parameters[name] - (w[name] - h[name])) + scale * g[name] - g_i[name]
+            parameters[name] -= RATE * (total * mask.get(name, 1.0) + DECAY * parameters[name])
+    recover_pruned = {n: parameters[n] * mask.get(n, 1.0) + w[n] * (1 - mask.get(n, 1.0)) for n in parameters}
     return recover_pruned, mask, float(np.mean(losses))
 
 
@@ -132,7 +132,7 @@ KNOWN = {"name": "known", "by": "kind"}
 
 
 @pytest.mark.parametrize(("drift", "tasks"), [("full", DISCOVERED), ("server", KNOWN), ("off", KNOWN)])
-def test_two_rounds_with_two_clusters_are_the_equations(drift: Any, tasks: dict[str, Any]) -> None:
+def test_two_rounds_with_two_clusters_follow_the_equations(drift: Any, tasks: dict[str, Any]) -> None:
     method = FedAPTA(
         ratio_from="ratio",
         prune=("linear",),
@@ -141,18 +141,18 @@ def test_two_rounds_with_two_clusters_are_the_equations(drift: Any, tasks: dict[
     rule = find_group_rule(tasks)
     assert rule is not None
     method = add_groups(method, rule)
-    state = method.init(CLIENTS, [{"model": network()}], np.random.default_rng(0))
+    state = method.init(CLIENTS, [{"model": make_network()}], np.random.default_rng(0))
     first = {
         n.removeprefix("model/"): t.double().numpy()
         for n, t in state.tensors["global"].items()
         if n.startswith("model/")
     }
     zero = {name: np.zeros_like(value) for name, value in first.items()}
-    models, controls = [first] * 2, [zero] * 2  # of even and odd clients
+    models, controls = [first] * 2, [zero] * 2  # the groups of even and odd clients
     h, g_i = [dict(zero) for _ in CLIENTS], [dict(zero) for _ in CLIENTS]
-    kept: list[dict[str, torch.Tensor]] = [{} for _ in CLIENTS]
+    drifts: list[dict[str, torch.Tensor]] = [{} for _ in CLIENTS]
     for round_index in range(2):
-        state, updates, report = one_round(method, state, kept)
+        state, updates, report = train_round(method, state, drifts)
         keys = Membership.from_state(state).keys[:2]
         assert Membership.from_state(state).keys == keys * 3
         assert report["tasks/groups"].value == 2
@@ -160,21 +160,24 @@ def test_two_rounds_with_two_clusters_are_the_equations(drift: Any, tasks: dict[
         for group in range(2):
             members = [i for i in range(len(CLIENTS)) if i % 2 == group]
             w, g = models[group], controls[group]
-            trained = {}
+            models_by_client = {}
             moves: list[Arrays] = []
             for i in members:
-                own, mask, loss = by_hand(w, i, h[i], g_i[i], g, RATIOS[i], drift)
-                trained[i] = own
+                parameters, mask, loss = compute_client_round(w, i, h[i], g_i[i], g, RATIOS[i], drift)
+                models_by_client[i] = parameters
                 assert updates[i].metrics["loss"].value == pytest.approx(loss, rel=1e-4)  # type: ignore[union-attr]
-                sent = updates[i].tensors["mask/model/hidden"].numpy()
-                np.testing.assert_array_equal(sent, mask["hidden.bias"])
+                sent_mask = updates[i].tensors["mask/model/hidden"].numpy()
+                np.testing.assert_array_equal(sent_mask, mask["hidden.bias"])
                 scale = np.mean(SIZES) / SIZES[i]
-                change = {n: -scale * g[n] - (own[n] - w[n]) / (RATE * math.ceil(np.mean(SIZES) / SIZE)) for n in own}
-                h[i] = {n: h[i][n] + value - w[n] for n, value in own.items()}
-                g_i[i] = {n: g_i[i][n] + change[n] for n in own}
-                moves.append({n: change[n] / scale for n in own})
+                change = {
+                    n: -scale * g[n] - (parameters[n] - w[n]) / (RATE * math.ceil(np.mean(SIZES) / SIZE))
+                    for n in parameters
+                }
+                h[i] = {n: h[i][n] + value - w[n] for n, value in parameters.items()}
+                g_i[i] = {n: g_i[i][n] + change[n] for n in parameters}
+                moves.append({n: change[n] / scale for n in parameters})
             n_all = sum(SIZES[i] for i in members)
-            mean = {n: sum(SIZES[i] * trained[i][n] for i in members) / n_all for n in w}
+            mean = {n: sum(SIZES[i] * models_by_client[i][n] for i in members) / n_all for n in w}
             if drift != "off":
                 mean = {n: mean[n] + sum(h[i][n] for i in members) / len(members) for n in w}
             new.append(mean)
@@ -194,7 +197,7 @@ def test_two_rounds_with_two_clusters_are_the_equations(drift: Any, tasks: dict[
                         state.tensors[key][f"control/model/{name}"].numpy(), controls[group][name], atol=2e-5, rtol=1e-4
                     )
         assert not [name for entry in state.tensors.values() for name in entry if name.startswith(("drift/", "mask/"))]
-    for i, private in enumerate(kept):  # nothing but the drift is kept
+    for i, private in enumerate(drifts):  # only the drift is kept
         assert {name.partition("/")[0] for name in private} == {
             "full": {"drift", "control"},
             "server": {"drift"},
@@ -204,9 +207,9 @@ def test_two_rounds_with_two_clusters_are_the_equations(drift: Any, tasks: dict[
             np.testing.assert_allclose(private[f"drift/model/{name}"].numpy(), h[i][name], atol=2e-5, rtol=1e-4)
 
 
-def test_what_is_pruned_comes_back_as_it_was_sent_however_weights_decay() -> None:
+def test_pruned_filters_keep_the_received_values_despite_weight_decay() -> None:
     method = FedAPTA(ratio=0.6, prune=("linear",), drift="off")
-    state = method.init(CLIENTS, [{"model": network()}], np.random.default_rng(0))
+    state = method.init(CLIENTS, [{"model": make_network()}], np.random.default_rng(0))
     task = method.plan(state, CLIENTS, np.random.default_rng(0), len(CLIENTS))[2]
     update = method.local(make_step(method, task, state, {}, decay=0.5))
     pruned = update.tensors["mask/model/hidden"] == 0
@@ -219,20 +222,20 @@ def test_what_is_pruned_comes_back_as_it_was_sent_however_weights_decay() -> Non
     assert not torch.isclose(after[~pruned], before[~pruned]).any()
 
 
-def test_without_recovery_a_filter_is_the_mean_of_those_who_kept_it() -> None:
+def test_without_recovery_a_filter_is_the_mean_over_its_holders() -> None:
     method = FedAPTA(ratio_from="ratio", prune=("linear",), drift="off", recover=False)
-    state = method.init(CLIENTS, [{"model": network()}], np.random.default_rng(0))
-    state, updates, _ = one_round(method, state, [{} for _ in CLIENTS])
+    state = method.init(CLIENTS, [{"model": make_network()}], np.random.default_rng(0))
+    state, updates, _ = train_round(method, state, [{} for _ in CLIENTS])
     for unit in range(HIDDEN):
-        kept = [i for i, u in enumerate(updates) if u.tensors["mask/model/hidden"][unit] == 1]
-        assert 0 < len(kept) < len(CLIENTS) or unit in torch.nonzero(updates[4].tensors["mask/model/hidden"])
-        expected = sum(SIZES[i] * updates[i].tensors["model/hidden.weight"][unit] for i in kept) / sum(
-            SIZES[i] for i in kept
+        holders = [i for i, u in enumerate(updates) if u.tensors["mask/model/hidden"][unit] == 1]
+        assert 0 < len(holders) < len(CLIENTS) or unit in torch.nonzero(updates[4].tensors["mask/model/hidden"])
+        expected = sum(SIZES[i] * updates[i].tensors["model/hidden.weight"][unit] for i in holders) / sum(
+            SIZES[i] for i in holders
         )
         torch.testing.assert_close(state.tensors["global"]["model/hidden.weight"][unit], expected)
 
 
-def test_the_ratio_is_that_of_the_profile_and_masks_follow_the_received_model(tiny: Tiny) -> None:
+def test_the_ratio_comes_from_the_profile_and_masks_from_the_received_model(tiny: Tiny) -> None:
     config = tiny(
         "data.profile={share: {values: [0.0, 0.5]}}",
         "method.ratio_from=share",
@@ -252,9 +255,9 @@ def test_the_ratio_is_that_of_the_profile_and_masks_follow_the_received_model(ti
         for order, result in zip(orders, federation._send(orders), strict=True):
             assert result.update is not None
             for name, mask in expected.items():
-                own = result.update.tensors[f"mask/{name}"]
+                client_mask = result.update.tensors[f"mask/{name}"]
                 odd = int(order.task.client_id[1:]) % 2
-                assert torch.equal(own, mask if odd else torch.ones_like(mask))
+                assert torch.equal(client_mask, mask if odd else torch.ones_like(mask))
         server.round()
     server.close()
 
@@ -273,6 +276,6 @@ def test_the_ratio_is_that_of_the_profile_and_masks_follow_the_received_model(ti
         (["train.optimiser.name=adam"], "needs train.optimiser.name=sgd"),
     ],
 )
-def test_what_cannot_be_pruned_is_refused(tiny: Tiny, overrides: list[str], message: str) -> None:
+def test_unprunable_layers_are_rejected(tiny: Tiny, overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         start_server(tiny(*overrides, method="fedapta"))

@@ -1,4 +1,4 @@
-"""FedBABU: a head that never changes, and fine-tuning in evaluations, which leaves nothing behind."""
+"""FedBABU: a fixed head, and temporary fine-tuning in evaluations."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def build() -> dict[str, nn.Module]:
     return {"model": MeanMLP(BANDS, CLASSES, hidden=7)}
 
 
-def test_fine_tuning_changes_no_model_and_the_server_measures_body_and_head(tiny: Tiny) -> None:
+def test_fine_tuning_leaves_models_unchanged_and_the_server_evaluates_body_and_head(tiny: Tiny) -> None:
     common = ["train.rounds=2", "train.cohort=1.0"]
     outcome = run(tiny(*common, "evaluate.fine_tune={epochs: 2}", "run.name=tuned", method="fedbabu"))
     assert {"test model/accuracy", "validation model/accuracy", "validation personal/accuracy"} <= set(outcome.scores)
@@ -35,7 +35,7 @@ def test_fine_tuning_changes_no_model_and_the_server_measures_body_and_head(tiny
     )
 
 
-def test_a_head_that_is_not_there_is_refused() -> None:
+def test_a_missing_head_is_rejected() -> None:
     with pytest.raises(
         ConfigError, match=r"method.head: no tensor's name begins with 'model/top'\. Choose .* model/hidden"
     ):

@@ -1,4 +1,4 @@
-"""FedKAD: its loss, what clients send, the server's class means, private networks, and what is refused."""
+"""FedKAD: its loss, client updates, class means of the server, private networks, and rejected configurations."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def client() -> Client:
     return Client("anna", 0, 7, specs)
 
 
-LABELS = [0, 0, 1, 3, 3, 3, 0]  # nobody says 2
+LABELS = [0, 0, 1, 3, 3, 3, 0]  # class 2 has no examples
 
 
 def make_step(method: Method, model: nn.Module, state: State | None = None, labels: list[int] = LABELS) -> Step:
@@ -83,21 +83,21 @@ def make_step(method: Method, model: nn.Module, state: State | None = None, labe
     return step
 
 
-def known(counts: list[float], size: int = SIZE) -> State:
-    """A state in which the classes of a count above 0 have a mean."""
+def make_state(counts: list[float], size: int = SIZE) -> State:
+    """Return a state with means of all classes with a count above 0."""
     means = torch.randn(CLASSES, size, generator=torch.Generator().manual_seed(9))
     return State(0, {"global": {MEANS: means, COUNTS: torch.tensor(counts)}})
 
 
-def batch_of(step: Step) -> Any:
+def get_batch(step: Step) -> Any:
     return step.data.train.batch(np.arange(len(step.data.train)))
 
 
 @pytest.mark.parametrize("width", [WIDTH, SIZE])
-def test_the_loss_and_its_gradient_are_the_formulas(width: int) -> None:
-    method, state = FedKAD(lam=0.7, size=SIZE), known([2.0, 1.0, 3.0, 0.0])
+def test_the_loss_and_its_gradient_follow_the_formulas(width: int) -> None:
+    method, state = FedKAD(lam=0.7, size=SIZE), make_state([2.0, 1.0, 3.0, 0.0])
     step = make_step(method, network(width), state)
-    model, batch = step.models["model"], batch_of(step)
+    model, batch = step.models["model"], get_batch(step)
     projection = torch.eye(SIZE) if width == SIZE else _projection(width, SIZE, torch.device("cpu"))
     x = batch.x.mean(dim=1)
 
@@ -107,7 +107,7 @@ def test_the_loss_and_its_gradient_are_the_formulas(width: int) -> None:
             f = (parameters["hidden.weight"] @ x[i].double() + parameters["hidden.bias"]).clamp_min(0)
             z = parameters["output.weight"] @ f + parameters["output.bias"]
             total = total - (z[label] - z.exp().sum().log())
-            if label != 3:  # no mean of class 3 is known
+            if label != 3:  # class 3 has no mean
                 total = (
                     total
                     + 0.7 * (f @ projection.double() - state.tensors["global"][MEANS][label].double()).square().sum()
@@ -124,22 +124,22 @@ def test_the_loss_and_its_gradient_are_the_formulas(width: int) -> None:
         torch.testing.assert_close(parameter.grad, precise[name].grad.float(), rtol=1e-4, atol=1e-6)
 
 
-def test_while_no_class_mean_is_known_clients_train_as_in_fedavg() -> None:
-    """To the bit, and so they do with lam 0 whatever is known: purely local training."""
+def test_without_class_means_clients_train_as_in_fedavg() -> None:
+    """Compare with FedAvg bit for bit: without class means, and with lam 0 (purely local training)."""
     plain = FedAvg().local(make_step(FedAvg(), network()))
-    for method, state in ((FedKAD(size=SIZE), None), (FedKAD(lam=0.0, size=SIZE), known([1.0] * CLASSES))):
+    for method, state in ((FedKAD(size=SIZE), None), (FedKAD(lam=0.0, size=SIZE), make_state([1.0] * CLASSES))):
         step = make_step(method, network(), state)
         update = method.local(step)
         for name, value in plain.tensors.items():
             assert torch.equal(step.floating_state()[name], value)
         assert update.metrics["loss"] == plain.metrics["loss"]
-    drawn = make_step(FedKAD(size=SIZE), network(), known([1.0] * CLASSES))
-    FedKAD(size=SIZE).local(drawn)
-    assert not torch.equal(drawn.floating_state()["model/hidden.weight"], plain.tensors["model/hidden.weight"])
+    with_means = make_step(FedKAD(size=SIZE), network(), make_state([1.0] * CLASSES))
+    FedKAD(size=SIZE).local(with_means)
+    assert not torch.equal(with_means.floating_state()["model/hidden.weight"], plain.tensors["model/hidden.weight"])
 
 
-def test_a_client_sends_the_means_of_its_classes_and_nothing_else() -> None:
-    method, state = FedKAD(size=SIZE), known([0.0, 0.0, 5.0, 0.0])
+def test_a_client_sends_only_the_means_of_its_classes() -> None:
+    method, state = FedKAD(size=SIZE), make_state([0.0, 0.0, 5.0, 0.0])
     step = make_step(method, network(), state)
     update = method.local(step)
     assert {name: tuple(value.shape) for name, value in update.tensors.items()} == {
@@ -148,29 +148,29 @@ def test_a_client_sends_the_means_of_its_classes_and_nothing_else() -> None:
     }
     assert update.tensors[COUNTS].tolist() == [3.0, 1.0, 0.0, 3.0]
     model = step.models["model"]  # as trained
-    x = batch_of(step).x.mean(dim=1).double()
+    x = get_batch(step).x.mean(dim=1).double()
     features = (x @ model.hidden.weight.double().T + model.hidden.bias.double()).clamp_min(0)
     mapped = features @ _projection(WIDTH, SIZE, torch.device("cpu")).double()
     for label in (0, 1, 3):
-        own = mapped[[i for i, other in enumerate(LABELS) if other == label]].mean(dim=0)
-        torch.testing.assert_close(update.tensors[MEANS][label].double(), own, rtol=1e-5, atol=1e-6)
-    # What it does not hold it sends back as it came.
+        class_mean = mapped[[i for i, given_label in enumerate(LABELS) if given_label == label]].mean(dim=0)
+        torch.testing.assert_close(update.tensors[MEANS][label].double(), class_mean, rtol=1e-5, atol=1e-6)
+    # The client returns the means of its missing classes unchanged.
     assert torch.equal(update.tensors[MEANS][2], state.tensors["global"][MEANS][2])
 
 
-def test_what_is_sent_is_computed_without_dropout() -> None:
+def test_class_means_are_computed_without_dropout() -> None:
     torch.manual_seed(0)
     model = CRNN(BANDS, CLASSES, filters=(4,), hidden=3, dropout=0.5)
     method = FedKAD(size=SIZE)
     step = make_step(method, model)
     update = method.local(step)
-    trained = step.models["model"].eval()
-    features = trained.embed(batch_of(step).x)  # two directions of 3: of the common size already
+    network = step.models["model"].eval()
+    features = network.embed(get_batch(step).x)  # Two directions of 3 units already have the common size.
     torch.testing.assert_close(update.tensors[MEANS][1], features[2].detach(), rtol=1e-5, atol=1e-6)
 
 
-def test_a_client_without_examples_changes_nothing() -> None:
-    method, state = FedKAD(size=SIZE), known([1.0, 2.0, 0.0, 1.0])
+def test_a_client_without_examples_leaves_the_state_unchanged() -> None:
+    method, state = FedKAD(size=SIZE), make_state([1.0, 2.0, 0.0, 1.0])
     update = method.local(make_step(method, network(), state, labels=[]))
     assert torch.equal(update.tensors[MEANS], state.tensors["global"][MEANS])
     new, _ = method.aggregate(state, iter([update]), RNG(0))
@@ -182,7 +182,7 @@ def test_the_server_takes_the_mean_of_each_class_over_its_holders(rule: str | No
     rng = RNG(4)
     counts = np.array([[3.0, 1.0, 0.0, 0.0], [1.0, 0.0, 0.0, 2.0], [8.0, 5.0, 0.0, 0.0]])
     means = rng.normal(size=(3, CLASSES, SIZE))
-    state = known([1.0, 0.0, 4.0, 1.0])
+    state = make_state([1.0, 0.0, 4.0, 1.0])
     updates = [
         Update(
             {MEANS: torch.from_numpy(k).float(), COUNTS: torch.from_numpy(n).float()}, float(n.sum()), client_id=str(i)
@@ -194,52 +194,52 @@ def test_the_server_takes_the_mean_of_each_class_over_its_holders(rule: str | No
     for label in (0, 1, 3):
         expected = sum(n[label] * k[label] for n, k in zip(weights, means, strict=True)) / weights[:, label].sum()
         np.testing.assert_allclose(new.tensors["global"][MEANS][label].numpy(), expected, rtol=1e-5)
-    # Nobody held class 2: its mean stays, and it stays known.
+    # No client has class 2, so its mean and its count stay.
     assert torch.equal(new.tensors["global"][MEANS][2], state.tensors["global"][MEANS][2])
     np.testing.assert_allclose(new.tensors["global"][COUNTS].numpy(), [4.0, 3.0, 4.0, 2.0])
 
 
 @dataclass(frozen=True)
 class PlainMedian(CollectingRule):
-    """A user's rule that looks at no weight."""
+    """A user's rule without weights."""
 
     def combine(self, group: Group) -> np.ndarray:
         return np.median(group.matrix(), axis=0)
 
 
-def test_with_a_rule_that_ignores_weights_a_class_that_few_hold_stays_as_it_is() -> None:
-    state = known([2.0, 0.0, 2.0, 2.0])
-    held = torch.tensor([[4.0, 4.0, 0.0, 4.0], [6.0, 0.0, 0.0, 6.0], [8.0, 0.0, 0.0, 0.0]])
-    received = state.tensors["global"][MEANS]
+def test_an_unweighted_rule_keeps_the_means_of_rare_classes() -> None:
+    state = make_state([2.0, 0.0, 2.0, 2.0])
+    class_counts = torch.tensor([[4.0, 4.0, 0.0, 4.0], [6.0, 0.0, 0.0, 6.0], [8.0, 0.0, 0.0, 0.0]])
+    means_before = state.tensors["global"][MEANS]
     updates = [
-        Update({MEANS: torch.where(n[:, None] > 0, 1.0 + i, received), COUNTS: n}, 1.0, client_id=str(i))
-        for i, n in enumerate(held)
+        Update({MEANS: torch.where(n[:, None] > 0, 1.0 + i, means_before), COUNTS: n}, 1.0, client_id=str(i))
+        for i, n in enumerate(class_counts)
     ]
     new, _ = FedKAD(size=SIZE, rule=f"{__file__}:PlainMedian").aggregate(state, iter(updates), RNG(0))
     means, counts = new.tensors["global"][MEANS], new.tensors["global"][COUNTS]
     assert torch.equal(means[0], torch.full((SIZE,), 2.0))
-    assert torch.equal(means[1:3], received[1:3])
+    assert torch.equal(means[1:3], means_before[1:3])
     assert counts.tolist() == [6.0, 0.0, 2.0, 4.0]
 
 
-def test_negative_counts_of_a_client_count_as_none() -> None:
-    state = known([0.0] * CLASSES)
-    sent = Update({MEANS: torch.ones(CLASSES, SIZE), COUNTS: torch.tensor([-5.0, 1.0, 0.0, 0.0])}, 1.0, client_id="a")
-    new, _ = FedKAD(size=SIZE).aggregate(state, iter([sent]), RNG(0))
+def test_negative_counts_of_a_client_count_as_zero() -> None:
+    state = make_state([0.0] * CLASSES)
+    update = Update({MEANS: torch.ones(CLASSES, SIZE), COUNTS: torch.tensor([-5.0, 1.0, 0.0, 0.0])}, 1.0, client_id="a")
+    new, _ = FedKAD(size=SIZE).aggregate(state, iter([update]), RNG(0))
     assert new.tensors["global"][COUNTS].tolist() == [0.0, 1.0, 0.0, 0.0]
 
 
-def test_with_weights_the_network_is_averaged_by_examples_and_class_means_by_theirs() -> None:
+def test_networks_are_averaged_by_examples_and_class_means_by_counts() -> None:
     method = FedKAD(size=SIZE, weights=True)
     state = method.init([client()], [{"model": network()}], RNG(0))
-    rng, sent = RNG(2), []
+    rng, updates = RNG(2), []
     for i, n in enumerate((2.0, 6.0)):
         tensors = {k: torch.from_numpy(rng.normal(size=v.shape)).float() for k, v in state.tensors["global"].items()}
-        sent.append(Update({**tensors, COUNTS: torch.full((CLASSES,), 1.0 + i)}, n, client_id=str(i)))
-    new, _ = method.aggregate(state, iter(sent), RNG(0))
+        updates.append(Update({**tensors, COUNTS: torch.full((CLASSES,), 1.0 + i)}, n, client_id=str(i)))
+    new, _ = method.aggregate(state, iter(updates), RNG(0))
     assert {name.partition("/")[0] for name in new.tensors["global"]} == {"model", "prototypes"}
     for name, value in new.tensors["global"].items():
-        a, b = (update.tensors[name].double() for update in sent)
+        a, b = (update.tensors[name].double() for update in updates)
         expected = {MEANS: (a + 2 * b) / 3, COUNTS: (a + b) / 2}.get(name, (2 * a + 6 * b) / 8)
         torch.testing.assert_close(value.double(), expected, rtol=1e-5, atol=1e-6)
 
@@ -253,13 +253,13 @@ def test_the_projection_is_fixed_and_has_singular_values_of_1(width: int, size: 
     np.testing.assert_allclose(np.linalg.svd(p.double().numpy(), compute_uv=False), 1.0, atol=1e-6)
 
 
-def test_the_nearest_class_mean_is_measured_among_those_known() -> None:
+def test_the_nearest_class_mean_is_evaluated_among_known_classes() -> None:
     method = FedKAD(size=SIZE)
-    state = known([1.0, 0.0, 1.0, 1.0])
+    state = make_state([1.0, 0.0, 1.0, 1.0])
     step = make_step(method, network(), state)
     examples = make_examples([0, 1, 2, 3, 0, 1, 2, 3], seed=5)
-    measured = method.evaluate(step, examples, 3)
-    assert {name for name in measured if name.startswith("prototypes/")} == {
+    metrics = method.evaluate(step, examples, 3)
+    assert {name for name in metrics if name.startswith("prototypes/")} == {
         "prototypes/accuracy",
         "prototypes/confusion",
     }
@@ -269,9 +269,9 @@ def test_the_nearest_class_mean_is_measured_among_those_known() -> None:
     for feature, label in zip(features, examples.labels, strict=True):
         distances = {c: float((feature.detach() - state.tensors["global"][MEANS][c]).square().sum()) for c in (0, 2, 3)}
         confusion[label, min(distances, key=distances.__getitem__)] += 1
-    assert np.array_equal(measured["prototypes/confusion"], confusion)
-    assert measured["prototypes/accuracy"] == Ratio(float(np.trace(confusion)), 8)
-    before = method.evaluate(make_step(method, network(), known([0.0] * CLASSES)), examples, 3)
+    assert np.array_equal(metrics["prototypes/confusion"], confusion)
+    assert metrics["prototypes/accuracy"] == Ratio(float(np.trace(confusion)), 8)
+    before = method.evaluate(make_step(method, network(), make_state([0.0] * CLASSES)), examples, 3)
     assert not any(name.startswith("prototypes/") for name in before)
 
 
@@ -286,12 +286,12 @@ class Headless(nn.Module):
         return self.output(x.mean(dim=1))
 
 
-def test_a_network_without_features_and_averaged_weights_of_several_are_refused() -> None:
+def test_networks_without_features_and_averages_of_different_networks_are_rejected() -> None:
     with pytest.raises(
         ConfigError, match=r"models.model: fedkad needs .* but Headless has no 'embed'. Add a method embed\(x"
     ):
         FedKAD().init([client()], [{"model": Headless(BANDS, CLASSES)}], RNG(0))
-    # Deeper networks hold all tensors of shallower ones, so that shapes alone would not tell.
+    # A deeper network has all tensors of a shallower network, so comparing shapes is not enough.
     several = [{"model": CRNN(BANDS, CLASSES, filters=(4,) * n, hidden=3)} for n in (1, 2)]
     with pytest.raises(
         ConfigError, match=r"method.weights: true .* models.model gives them 2. .* method.weights=false"
@@ -307,29 +307,29 @@ def test_a_network_without_features_and_averaged_weights_of_several_are_refused(
 HETEROGENEOUS = "models.model=[{name: crnn_tiny, hidden: 8, filters: [4]}, {name: mlp, hidden: 5}]"
 
 
-def test_different_networks_learn_through_the_engine_and_only_class_means_travel(tiny: Tiny) -> None:
+def test_different_networks_train_together_and_only_class_means_are_sent(tiny: Tiny) -> None:
     config = tiny(HETEROGENEOUS, "method.size=7", "train.cohort=1.0", "run.name=mixed", method="fedkad")
     outcome = run(config)
     state = final_state(outcome.run_dir)
     assert {name: tuple(t.shape) for name, t in state.tensors["global"].items()} == {MEANS: (3, 7), COUNTS: (3,)}
     rows = record.to_rows(record.read_rows(outcome.run_dir))
-    sent = {row.value for row in rows if row.metric in ("bytes_up", "bytes_down") and not row.client}
-    assert sent == {6 * 4 * (3 * 7 + 3)}  # six clients; each class has a mean of seven numbers and a count
-    measured = {(row.split, row.metric) for row in rows if row.client and row.phase == "evaluate"}
+    traffic = {row.value for row in rows if row.metric in ("bytes_up", "bytes_down") and not row.client}
+    assert traffic == {6 * 4 * (3 * 7 + 3)}  # six clients; a mean of seven values and a count for each class
+    metrics = {(row.split, row.metric) for row in rows if row.client and row.phase == "evaluate"}
     for split in ("test", "validation"):
-        assert {(split, "model/accuracy"), (split, "prototypes/accuracy")} <= measured
-    # Every client keeps a network of its own.
+        assert {(split, "model/accuracy"), (split, "prototypes/accuracy")} <= metrics
+    # Every client stores its own network.
     store, private = RunStore(outcome.run_dir), PrivateStore(outcome.run_dir / "private")
-    kept = [private.read(ref) for ref in store.load(store.latest() or "").private.values()]
-    assert len(kept) == 6
-    assert len({tensors["model:model/output.weight"].numpy().tobytes() for tensors in kept}) == 6
-    assert len({tensors["model:model/output.weight"].shape for tensors in kept}) == 2
+    private_states = [private.read(ref) for ref in store.load(store.latest() or "").private.values()]
+    assert len(private_states) == 6
+    assert len({tensors["model:model/output.weight"].numpy().tobytes() for tensors in private_states}) == 6
+    assert len({tensors["model:model/output.weight"].shape for tensors in private_states}) == 2
 
 
 def test_with_weights_there_is_a_global_model(tiny: Tiny) -> None:
     outcome = run(tiny("method.weights=true", "run.name=weights", method="fedkad"))
     assert {"test model/accuracy", "test prototypes/accuracy"} <= set(outcome.scores)
-    # Without the distance it is FedAvg, to the bit.
+    # Without the distance term the method equals FedAvg bit for bit.
     a = train_federation(tiny("method.weights=true", "method.lam=0.0", "run.name=a", method="fedkad"))
     b = train_federation(tiny("run.name=b"))
     models = [name for name in b if name.startswith("server global model/")]
@@ -338,7 +338,7 @@ def test_with_weights_there_is_a_global_model(tiny: Tiny) -> None:
     assert differ({name: c[name] for name in models}, {name: b[name] for name in models})
 
 
-def test_refusals_come_before_the_first_round(tiny: Tiny) -> None:
+def test_invalid_networks_are_rejected_before_the_first_round(tiny: Tiny) -> None:
     with pytest.raises(ConfigError, match="Headless has no 'embed'"):
         run(tiny(f"models.model={__file__}:Headless", "run.name=headless", method="fedkad"))
     with pytest.raises(ConfigError, match="one architecture"):

@@ -1,4 +1,4 @@
-"""FedSTAR's formulas, written out once more in NumPy, and what its settings come to."""
+"""FedSTAR's formulas repeated in NumPy, and the effects of its settings."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ Tiny = Callable[..., Config]
 CLASSES = 3
 
 
-def batch_of(labelled: int, unlabelled: int) -> Batch:
+def make_pooled_batch(labelled: int, unlabelled: int) -> Batch:
     random = torch.Generator().manual_seed(labelled)
     rows = labelled + unlabelled
     pool = torch.tensor([0] * labelled + [1] * unlabelled)
     truth = torch.randint(CLASSES, (rows,), generator=random)
-    hidden = torch.where((pool == 1) & (torch.arange(rows) != rows - 1), truth, -1)  # of the last nobody knows it
+    hidden = torch.where((pool == 1) & (torch.arange(rows) != rows - 1), truth, -1)  # the last clip has no hidden label
     columns = {"pool": pool, "hidden_label": hidden}
     x = 3 * torch.randn(rows, 8, 6, generator=random)
     return make_batch(x, torch.where(pool == 0, truth, -100), columns=columns)
 
 
-def step_of(network: nn.Module, threshold: Tensor) -> Any:
+def make_step(network: nn.Module, threshold: Tensor) -> Any:
     parameters = {f"model/{name}": parameter for name, parameter in network.named_parameters()}
     return SimpleNamespace(
         models={"model": network},
@@ -52,9 +52,9 @@ def step_of(network: nn.Module, threshold: Tensor) -> Any:
     )
 
 
-def by_hand(method: FedSTAR, network: nn.Module, batch: Batch, tau: np.ndarray) -> tuple[float, int, int, int]:
-    """Loss, guesses taken, of these those of which the label is known, and right ones: float64, clip by clip."""
-    supervised, guessed, taken, known, right = [], 0.0, 0, 0, 0
+def compute_loss(method: FedSTAR, network: nn.Module, batch: Batch, tau: np.ndarray) -> tuple[float, int, int, int]:
+    """Compute the loss, and count accepted, checkable and correct pseudo-labels, clip by clip in float64."""
+    supervised, pseudo_loss, accepted, checkable, correct = [], 0.0, 0, 0, 0
     logits = network(batch.x).detach().double().numpy()
     for z, pool, label, hidden in zip(
         logits, batch.columns["pool"], batch.y, batch.columns["hidden_label"], strict=True
@@ -66,13 +66,18 @@ def by_hand(method: FedSTAR, network: nn.Module, batch: Batch, tau: np.ndarray) 
         soft = np.exp(z / method.temperature) / np.exp(z / method.temperature).sum()
         guess = int(soft.argmax())
         if soft[guess] >= tau[guess]:
-            guessed, taken = guessed - log_p[guess], taken + 1
-            known, right = known + int(hidden >= 0), right + int(hidden == guess)
-    unlabelled = int((batch.columns["pool"] == 1).sum())
+            pseudo_loss, accepted = pseudo_loss - log_p[guess], accepted + 1
+            checkable, correct = checkable + int(hidden >= 0), correct + int(hidden == guess)
+    n_unlabelled = int((batch.columns["pool"] == 1).sum())
     loss = (1 - method.beta if method.mix == "weighted" else 1) * float(np.mean(supervised or [0]))
-    loss += method.beta * guessed / max(unlabelled, 1)
+    loss += method.beta * pseudo_loss / max(n_unlabelled, 1)
     kernels = [p for p in network.parameters() if p.dim() == 4]
-    return loss + method.kernel_decay * sum(float(k.detach().square().sum()) for k in kernels), taken, known, right
+    return (
+        loss + method.kernel_decay * sum(float(k.detach().square().sum()) for k in kernels),
+        accepted,
+        checkable,
+        correct,
+    )
 
 
 @pytest.mark.parametrize(
@@ -87,54 +92,56 @@ def by_hand(method: FedSTAR, network: nn.Module, batch: Batch, tau: np.ndarray) 
     ],
     ids=["code", "paper", "labels"],
 )
-def test_the_loss_and_its_reports(method: FedSTAR, labelled: int, unlabelled: int) -> None:
+def test_the_loss_and_its_metrics_follow_the_formulas(method: FedSTAR, labelled: int, unlabelled: int) -> None:
     torch.manual_seed(3)
     network = SplitCNN(6, CLASSES, filters=(4,), dropout=0.0)
-    with torch.no_grad():  # so that all classes are guessed, some of them surely
+    with torch.no_grad():  # All classes are predicted, some with high confidence.
         network.output.weight.mul_(1.5)
-        network.output.bias.sub_(network(batch_of(4, 12).x).mean(dim=0))
+        network.output.bias.sub_(network(make_pooled_batch(4, 12).x).mean(dim=0))
     tau = np.array([0.415, 0.39, 0.42], np.float32)
-    batch = batch_of(labelled, unlabelled)
-    loss, taken, known, right = by_hand(method, network, batch, tau)
-    value, reports = method.self_training(step_of(network, torch.from_numpy(tau)), batch)
+    batch = make_pooled_batch(labelled, unlabelled)
+    loss, accepted, checkable, correct = compute_loss(method, network, batch, tau)
+    value, reports = method.self_training(make_step(network, torch.from_numpy(tau)), batch)
     assert float(value.detach()) == pytest.approx(loss, rel=1e-5)
-    assert [float(n) for n in reports["accepted"]] == [taken, unlabelled]
-    assert [float(n) for n in reports["pseudo_label_accuracy"]] == [right, known]
-    assert not unlabelled or 0 < taken < unlabelled, "the threshold has to matter"
+    assert [float(n) for n in reports["accepted"]] == [accepted, unlabelled]
+    assert [float(n) for n in reports["pseudo_label_accuracy"]] == [correct, checkable]
+    assert not unlabelled or 0 < accepted < unlabelled, "the threshold must accept some clips and reject others"
     padding = dataclasses.replace(batch, weight=torch.ones(labelled + unlabelled))
-    assert float(method.self_training(step_of(network, torch.from_numpy(tau)), padding)[0].detach()) == float(
+    assert float(method.self_training(make_step(network, torch.from_numpy(tau)), padding)[0].detach()) == float(
         value.detach()
     )
 
 
-def test_no_gradient_reaches_guesses_and_a_threshold_above_1_takes_none() -> None:
-    """Above 1 nothing is learnt but from labels, with the share that they have: beta 0 up to the factor."""
-    network, batch = SplitCNN(6, CLASSES, filters=(4,), dropout=0.0), batch_of(4, 12)
+def test_pseudo_labels_get_no_gradient_and_a_threshold_above_1_rejects_all() -> None:
+    """A threshold above 1 leaves the labelled loss with its weight, so beta 0 gives twice the gradient."""
+    network, batch = SplitCNN(6, CLASSES, filters=(4,), dropout=0.0), make_pooled_batch(4, 12)
 
     def gradients(method: FedSTAR, tau: float) -> list[Tensor]:
-        value, _ = method.self_training(step_of(network, torch.full((CLASSES,), tau)), batch)
+        value, _ = method.self_training(make_step(network, torch.full((CLASSES,), tau)), batch)
         return list(torch.autograd.grad(value, list(network.parameters())))
 
-    none = gradients(FedSTAR(beta=0.5, kernel_decay=0.0), 1.01)
+    none_accepted = gradients(FedSTAR(beta=0.5, kernel_decay=0.0), 1.01)
     labels = gradients(FedSTAR(beta=0.0, kernel_decay=0.0), 0.0)
-    for one, other in zip(none, labels, strict=True):
-        torch.testing.assert_close(2 * one, other)
+    for gradient, expected_gradient in zip(none_accepted, labels, strict=True):
+        torch.testing.assert_close(2 * gradient, expected_gradient)
     everything = gradients(FedSTAR(beta=1.0, kernel_decay=0.0), 0.0)
     logits = network(batch.x)
-    fixed = nn.functional.cross_entropy(logits[4:], logits[4:].argmax(dim=1))
-    for one, other in zip(everything, torch.autograd.grad(fixed, list(network.parameters())), strict=True):
-        torch.testing.assert_close(one, other)
+    expected = nn.functional.cross_entropy(logits[4:], logits[4:].argmax(dim=1))
+    for gradient, expected_gradient in zip(
+        everything, torch.autograd.grad(expected, list(network.parameters())), strict=True
+    ):
+        torch.testing.assert_close(gradient, expected_gradient)
 
 
 def test_the_threshold_rises_with_the_round_counted_from_1() -> None:
     method = FedSTAR(threshold=(0.5, 0.9), rising_rounds=4)
-    found = [method.threshold_in(round_index) for round_index in range(6)]
+    thresholds = [method.threshold_in(round_index) for round_index in range(6)]
     quarter = 0.9 - 0.2 * (1 + 2**-0.5)
-    np.testing.assert_allclose(found, [quarter, 0.7, 0.7 + (0.7 - quarter), 0.9, 0.9, 0.9])
+    np.testing.assert_allclose(thresholds, [quarter, 0.7, 0.7 + (0.7 - quarter), 0.9, 0.9, 0.9])
 
 
 def test_flexmatchs_thresholds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 8 clips 5 are sure: 4 of class 0, 1 of class 1. By equations 7 and 11: progress 1, 1/4, 0; by 6: 1, 1/7, 0."""
+    """Check 5 confident clips of 8: 4 of class 0, 1 of class 1. By equations 7 and 11: progress 1, 1/4, 0; by 6: 1, 1/7, 0."""
     sure = torch.tensor([[9.0, 0, 0]] * 4 + [[0, 9.0, 0]] + [[0, 0, 0.1]] * 3)
     monkeypatch.setattr("raydfl.methods.fedstar.predict", lambda step, model, clips: sure)
     spec = SimpleNamespace(name="model", width=3)
@@ -149,9 +156,9 @@ def test_flexmatchs_thresholds(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(FedSTAR(threshold=(0.5, 0.8), rising_rounds=10)._thresholds(step), torch.full((3,), 0.8))
 
 
-def test_a_strong_view_learns_what_the_own_one_guesses() -> None:
-    network, batch = SplitCNN(6, CLASSES, filters=(4,), dropout=0.0), batch_of(2, 6)
-    step, strong = step_of(network, torch.zeros(CLASSES)), torch.randn_like(batch.x)
+def test_a_strong_view_learns_the_pseudo_labels_of_the_plain_view() -> None:
+    network, batch = SplitCNN(6, CLASSES, filters=(4,), dropout=0.0), make_pooled_batch(2, 6)
+    step, strong = make_step(network, torch.zeros(CLASSES)), torch.randn_like(batch.x)
     method = FedSTAR(beta=1.0, kernel_decay=0.0, strong="loud")
     value, _ = method.self_training(step, dataclasses.replace(batch, views={**batch.views, "loud": strong}))
     guess = network(batch.x).argmax(dim=1)
@@ -159,65 +166,65 @@ def test_a_strong_view_learns_what_the_own_one_guesses() -> None:
     torch.testing.assert_close(value, expected)
 
 
-def test_a_strong_view_of_the_same_files(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_strong_view_changes_the_model(tiny: Tiny, tmp_path: Path) -> None:
     for speaker, label, take in itertools.product(range(3), range(3), range(4)):
         wave = 0.2 * np.sin(np.arange(2000) * (label + 1) * (0.2 + 0.01 * take + 0.001 * speaker))
         file = tmp_path / "files" / ("test" if take == 0 else "train") / f"tone{label}" / f"s{speaker}_{take}.wav"
         file.parent.mkdir(parents=True, exist_ok=True)
         soundfile.write(file, wave, 8000)
     features = "{sample_rate: 8000, bands: 16, seconds: 0.25}"
-    masked = f"loud: {{column: path, features: {features}, transforms: [{{name: spec_augment, frames: 9}}]}}"
+    view = f"loud: {{column: path, features: {features}, transforms: [{{name: spec_augment, frames: 9}}]}}"
     source = f"{{name: folder, root: {tmp_path / 'files'}, group_pattern: '(?P<group>s[0-9])_', features: {features}"
     data = f"data={source}, unlabelled: {{keep: 0.4}}, partition: {{by: group}}"
     common = ("train.rounds=1", "method.threshold=[0.0, 0.0]", "evaluate.server=false", "evaluate.clients=none")
     weak = train_federation(tiny(f"{data}}}", *common, "run.name=weak", method="fedstar"))
-    settings = (f"{data}, views: {{{masked}}}}}", "method.strong=loud", *common)
+    settings = (f"{data}, views: {{{view}}}}}", "method.strong=loud", *common)
     assert differ(weak, train_federation(tiny(*settings, "run.name=strong", method="fedstar")))
 
 
-def weights_and_steps(config: Config) -> tuple[dict[str, list[int]], dict[str, dict[str, float]]]:
-    """Clips by client and pool, and what each client reported in the first round."""
+def train_one_round(config: Config) -> tuple[dict[str, list[int]], dict[str, dict[str, float]]]:
+    """Return clips by client and pool, and each client's metrics of the first round."""
     stop_after(config, 1)
     folder = Path(config.run.dir) / str(config.run.name)
     population = Population.load(folder / "population")
     sizes = {
         population.ids[i]: [len(pool) for pool in population.data(i).pools.values()] for i in range(len(population))
     }
-    reported: dict[str, dict[str, float]] = {}
+    metrics: dict[str, dict[str, float]] = {}
     for row in read_rows(folder).to_pylist():
         if row["client"] and row["split"] == "train":
-            reported.setdefault(row["client"], {})[row["metric"]] = row["value"]
-    return sizes, reported
+            metrics.setdefault(row["client"], {})[row["metric"]] = row["value"]
+    return sizes, metrics
 
 
 def test_steps_of_fedstar_and_of_its_baselines(tiny: Tiny) -> None:
-    """Batches of 8: half of them without labels lead; the supervised baseline takes 8 with labels, as few times as there are."""
+    """Half of a batch of 8 is unlabelled and determines the steps. The supervised baseline takes 8 labelled clips."""
     common = ("train.rounds=1", "train.cohort=1.0", "evaluate.server=false", "evaluate.clients=none")
-    counted = {
+    step_counts = {
         "all": lambda labelled, unlabelled: -(-unlabelled // 4),
         "labelled": lambda labelled, unlabelled: -(-labelled // 8),
         "labelled_as_often": lambda labelled, unlabelled: -(-unlabelled // 4),
     }
-    for name, steps in counted.items():
-        given = (*common, f"method.learn_from={name}", f"run.name={name}")
-        sizes, reported = weights_and_steps(tiny(*given, method="fedstar"))
-        assert len(reported) == 6
-        for client, found in reported.items():
-            assert found["steps"] == steps(*sizes[client])
-            assert ("accepted" in found) is (name == "all")
+    for name, steps in step_counts.items():
+        settings = (*common, f"method.learn_from={name}", f"run.name={name}")
+        sizes, metrics = train_one_round(tiny(*settings, method="fedstar"))
+        assert len(metrics) == 6
+        for client, client_metrics in metrics.items():
+            assert client_metrics["steps"] == steps(*sizes[client])
+            assert ("accepted" in client_metrics) is (name == "all")
 
 
-def test_the_page_draws_what_a_loss_reports(tiny: Tiny) -> None:
+def test_the_report_draws_the_metrics_of_a_loss(tiny: Tiny) -> None:
     for name, reports in (("all", ["accepted", "pseudo_label_accuracy"]), ("labelled", [])):
         config = tiny("train.rounds=2", f"method.learn_from={name}", f"run.name={name}", method="fedstar")
-        drawn = draw_figures(read_run(run(config).run_dir))
-        assert [title for title in drawn if title in {"accepted", "pseudo_label_accuracy"}] == reports
+        figures = draw_figures(read_run(run(config).run_dir))
+        assert [title for title in figures if title in {"accepted", "pseudo_label_accuracy"}] == reports
 
 
-def test_what_a_client_counts_as() -> None:
-    """The paper's n_l + n_u, and as the code ran: batches of clips without labels, 32 in each, times 64."""
+def test_the_weight_of_a_client_follows_paper_or_code() -> None:
+    """Check the paper's weight n_l + n_u, and the code's weight: batches of 32 unlabelled clips times 64."""
     pools = {"labelled": range(5), "unlabelled": range(70)}
-    found: list[float] = []
+    weights: list[float] = []
     step: Any = SimpleNamespace(
         data=SimpleNamespace(pools=pools, train=pools["labelled"]),
         training=SimpleNamespace(batch_size=64),
@@ -225,29 +232,29 @@ def test_what_a_client_counts_as() -> None:
         round_index=0,
         client=SimpleNamespace(models=(SimpleNamespace(name="model", width=3),)),
         device=torch.device("cpu"),
-        update=lambda metrics, weight: found.append(weight),
+        update=lambda metrics, weight: weights.append(weight),
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("raydfl.methods.fedstar.fit", lambda *args, **options: {"loss": Ratio(0, 0)})
         for weight in ("clips", "batches"):
             for learn_from in ("all", "labelled"):
                 FedSTAR(weight=weight, learn_from=learn_from).local(step)  # type: ignore[arg-type]
-    assert found == [75, 5, 3 * 64, 64]
+    assert weights == [75, 5, 3 * 64, 64]
 
 
-def test_all_labels_run_and_no_unlabelled_clips_are_refused(tiny: Tiny) -> None:
-    """L 1: the labelled loss alone, in half batches of 4: FedAvg's steps there, up to the factor of the loss."""
+def test_fully_labelled_data_run_and_unusable_settings_are_rejected(tiny: Tiny) -> None:
+    """At L = 1 only the labelled loss remains, in half batches of 4: FedAvg's steps, up to the factor of the loss."""
     common = ("train.rounds=1", "data.unlabelled={keep: 1.0}", "train.cohort=1.0", "evaluate.server=false")
     options = ("method.kernel_decay=0.0", "method.mix=added", "train.batch_size=8")
-    whole = train_federation(tiny(*common, *options, "run.name=all", method="fedstar"))
-    plain = train_federation(tiny(*common, "train.batch_size=4", "run.name=fedavg"))
-    assert {name for name in whole if name.startswith("server")} == {
-        name for name in plain if name.startswith("server")
+    all_labelled = train_federation(tiny(*common, *options, "run.name=all", method="fedstar"))
+    fedavg = train_federation(tiny(*common, "train.batch_size=4", "run.name=fedavg"))
+    assert {name for name in all_labelled if name.startswith("server")} == {
+        name for name in fedavg if name.startswith("server")
     }
-    for name, tensor in plain.items():
+    for name, tensor in fedavg.items():
         if name.startswith("server"):
             np.testing.assert_allclose(
-                np.frombuffer(whole[name], np.float32), np.frombuffer(tensor, np.float32), rtol=1e-4, atol=1e-5
+                np.frombuffer(all_labelled[name], np.float32), np.frombuffer(tensor, np.float32), rtol=1e-4, atol=1e-5
             )
     with pytest.raises(
         ConfigError,
@@ -264,8 +271,8 @@ def test_all_labels_run_and_no_unlabelled_clips_are_refused(tiny: Tiny) -> None:
         tiny("method.strong=loud", method="fedstar")
 
 
-def test_beta_0_is_the_labelled_loss_under_the_same_plan(tiny: Tiny) -> None:
-    """Whatever is guessed; another beta is another model."""
+def test_beta_0_equals_the_labelled_loss_under_the_same_plan(tiny: Tiny) -> None:
+    """Pseudo-labels have no effect at beta 0, and an effect at beta 0.7."""
     common = ("train.rounds=1", "method.mix=added", "evaluate.server=false", "evaluate.clients=none")
     settings = {
         "labels": ("method.beta=0.0",),
@@ -273,9 +280,10 @@ def test_beta_0_is_the_labelled_loss_under_the_same_plan(tiny: Tiny) -> None:
         "none": ("method.beta=0.7", "method.threshold=[1.5, 1.5]"),
         "guesses": ("method.beta=0.7", "method.threshold=[0.0, 0.0]"),
     }
-    labels, cold, none, guesses = (
-        train_federation(tiny(*common, *own, f"run.name={name}", method="fedstar")) for name, own in settings.items()
+    labels, cold, rejected, guesses = (
+        train_federation(tiny(*common, *options, f"run.name={name}", method="fedstar"))
+        for name, options in settings.items()
     )
     assert_same_bits(labels, cold)
-    assert_same_bits(labels, none)
+    assert_same_bits(labels, rejected)
     assert differ(labels, guesses)

@@ -1,4 +1,4 @@
-"""Each method's formulas against closed forms and independent computations, on one client and without an engine."""
+"""Each method's formulas against closed forms and independent computations, for a single client and without the engine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CLASSES, BANDS = 3, 4
 
 
 class Flat(nn.Module):
-    """Logits linear in the mean frame: small enough for formulas by hand."""
+    """Network with logits linear in the mean frame, small enough for formulas by hand."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Flat(nn.Module):
 
 
 class Data:
-    """Stands in for a client's training examples: fixed batches."""
+    """Substitute for a client's training examples, with fixed batches."""
 
     def __init__(self, batches: list[Batch]) -> None:
         self._batches = batches
@@ -93,14 +93,14 @@ def make_step(method: Method, models: dict[str, nn.Module], state: State | None 
 CLIENT = Client("anna", 0, 10)
 
 
-def gradients(value: Tensor, model: nn.Module) -> dict[str, Tensor]:
-    found = torch.autograd.grad(value, list(model.parameters()), retain_graph=True, allow_unused=True)
+def compute_gradients(value: Tensor, model: nn.Module) -> dict[str, Tensor]:
+    values = torch.autograd.grad(value, list(model.parameters()), retain_graph=True, allow_unused=True)
     return {
-        n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(model.named_parameters(), found, strict=True)
+        n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(model.named_parameters(), values, strict=True)
     }
 
 
-def test_fedavg_local_work_is_plain_sgd() -> None:
+def test_fedavg_trains_locally_with_plain_sgd() -> None:
     step = make_step(FedAvg(), make_models("model"))
     reference = Flat()
     reference.load_state_dict(step.models["model"].state_dict())
@@ -124,7 +124,7 @@ def test_fedavg_local_work_is_plain_sgd() -> None:
 
 
 @pytest.mark.parametrize(("squared", "mu"), [(True, 0.7), (False, 0.7), (False, 1.0), (True, 0.0), (False, 0.0)])
-def test_fedprox_gradient_is_that_of_its_formula(squared: bool, mu: float) -> None:
+def test_fedproxs_gradient_follows_its_formula(squared: bool, mu: float) -> None:
     method = FedProx(mu=mu, squared=squared)
     step = make_step(method, make_models("model"))
     batch = make_batches()[0]
@@ -132,28 +132,28 @@ def test_fedprox_gradient_is_that_of_its_formula(squared: bool, mu: float) -> No
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
-    plain = gradients(FedAvg().loss(step, batch), model)
-    proximal = gradients(method.loss(step, batch), model)
+    plain = compute_gradients(FedAvg().loss(step, batch), model)
+    proximal = compute_gradients(method.loss(step, batch), model)
     for name, parameter in model.named_parameters():
         away = parameter.detach() - step.received["global"][f"model/{name}"]
         expected = mu * away if squared else mu / 2 * away / away.norm()
         torch.testing.assert_close(proximal[name] - plain[name], expected, atol=1e-6, rtol=1e-4)
 
 
-def test_unsquared_fedprox_has_a_finite_gradient_where_every_round_begins() -> None:
+def test_unsquared_fedprox_has_a_finite_gradient_at_the_start_of_a_round() -> None:
     step = make_step(FedProx(mu=1.0, squared=False), make_models("model"))
-    found = gradients(FedProx(mu=1.0, squared=False).loss(step, make_batches()[0]), step.models["model"])
-    assert all(bool(torch.isfinite(g).all()) for g in found.values())
+    result = compute_gradients(FedProx(mu=1.0, squared=False).loss(step, make_batches()[0]), step.models["model"])
+    assert all(bool(torch.isfinite(g).all()) for g in result.values())
 
 
 def kl(p: Tensor, q: Tensor) -> Tensor:
-    """sum_c p_c (log p_c - log q_c), mean over the batch, written out."""
+    """Compute sum_c p_c (log p_c - log q_c), averaged over the batch."""
     return (p * (p.log() - q.log())).sum(dim=1).mean()
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
 @pytest.mark.parametrize("weight", [0.0, 0.8])
-def test_fedmlac_losses_are_equations_8_and_9(temperature: float, weight: float) -> None:
+def test_fedmlacs_losses_follow_equations_8_and_9(temperature: float, weight: float) -> None:
     method = FedMLAC(alpha=0.3, temperature=temperature, form=weight)
     step = make_step(method, make_models("plugin", "local"))
     batch = make_batches()[0]
@@ -164,14 +164,14 @@ def test_fedmlac_losses_are_equations_8_and_9(temperature: float, weight: float)
     plugin_loss = square * kl(p_k.detach(), p_g) + weight * F.cross_entropy(plugin, batch.y)
     total = method.loss(step, batch)
     torch.testing.assert_close(total, local_loss + plugin_loss)
-    # Each model's gradient is that of its own loss alone: the teacher side is a constant.
-    for name, own in (("local", local_loss), ("plugin", plugin_loss)):
-        expected, found = gradients(own, step.models[name]), gradients(total, step.models[name])
+    # Each model's gradient comes only from its own loss: the teacher side is a constant.
+    for name, loss in (("local", local_loss), ("plugin", plugin_loss)):
+        expected, gradient = compute_gradients(loss, step.models[name]), compute_gradients(total, step.models[name])
         for key in expected:
-            torch.testing.assert_close(found[key], expected[key])
+            torch.testing.assert_close(gradient[key], expected[key])
 
 
-def test_fedmlac_sequential_lets_the_plugin_learn_from_the_updated_local_model() -> None:
+def test_sequential_fedmlac_trains_the_plugin_on_the_updated_local_model() -> None:
     results = {}
     for sequential in (False, True):
         method = FedMLAC(sequential=sequential)
@@ -180,14 +180,14 @@ def test_fedmlac_sequential_lets_the_plugin_learn_from_the_updated_local_model()
     method = FedMLAC()
     step = make_step(method, make_models("plugin", "local"))
     local, plugin = step.models["local"], step.models["plugin"]
-    for batch in make_batches():  # by hand: local first, then the plug-in with a fresh forward pass
-        for model, other, weight in ((local, plugin, 0.5), (plugin, local, 0.0)):
-            own, teacher = model(batch.x), F.softmax(other(batch.x), dim=1).detach()
-            loss = weight * F.cross_entropy(own, batch.y) + (1 - weight) * kl(teacher, F.softmax(own, dim=1))
-            found = gradients(loss, model)
+    for batch in make_batches():  # By hand: train the local model first, then the plug-in with a fresh forward pass.
+        for model, opponent, weight in ((local, plugin, 0.5), (plugin, local, 0.0)):
+            logits, teacher = model(batch.x), F.softmax(opponent(batch.x), dim=1).detach()
+            loss = weight * F.cross_entropy(logits, batch.y) + (1 - weight) * kl(teacher, F.softmax(logits, dim=1))
+            gradient = compute_gradients(loss, model)
             with torch.no_grad():
                 for name, parameter in model.named_parameters():
-                    parameter -= 0.3 * found[name]
+                    parameter -= 0.3 * gradient[name]
     for name, value in plugin.state_dict().items():
         torch.testing.assert_close(results[True].tensors[f"plugin/{name}"], value, atol=1e-6, rtol=1e-5)
     assert not torch.equal(
@@ -195,7 +195,7 @@ def test_fedmlac_sequential_lets_the_plugin_learn_from_the_updated_local_model()
     )
 
 
-def test_fedmlac_without_mutual_learning_is_two_models_on_labels() -> None:
+def test_fedmlac_without_mutual_learning_trains_two_models_on_labels() -> None:
     method = FedMLAC(mutual=False)
     step = make_step(method, make_models("plugin", "local"))
     batch = make_batches()[0]
@@ -203,7 +203,7 @@ def test_fedmlac_without_mutual_learning_is_two_models_on_labels() -> None:
     torch.testing.assert_close(method.loss(step, batch), expected)
 
 
-def test_fedmlac_forms_stand_for_a_weight_of_cross_entropy() -> None:
+def test_each_form_of_fedmlac_is_a_weight_of_the_cross_entropy() -> None:
     batch = make_batches()[0]
     step = make_step(FedMLAC(), make_models("plugin", "local"))
     literal, supervised = FedMLAC(form="literal").loss(step, batch), FedMLAC(form="supervised").loss(step, batch)
@@ -212,24 +212,24 @@ def test_fedmlac_forms_stand_for_a_weight_of_cross_entropy() -> None:
     assert literal < FedMLAC(form=0.3).loss(step, batch) < supervised
 
 
-def test_fedmlac_warms_a_new_clients_local_model_up_once() -> None:
+def test_fedmlac_warms_up_a_new_clients_local_model_once() -> None:
     method = FedMLAC(warm_epochs=3)
     step = make_step(method, make_models("plugin", "local"))
     update = method.local(step)
-    # By hand: three passes of the local model alone, then the paper's round from there.
+    # By hand: train only the local model for three passes, then do the paper's round.
     reference = make_step(FedMLAC(), make_models("plugin", "local"))
     local = reference.models["local"]
     for batch in make_batches() * 3:
-        found = gradients(F.cross_entropy(local(batch.x), batch.y), local)
+        result = compute_gradients(F.cross_entropy(local(batch.x), batch.y), local)
         with torch.no_grad():
             for name, parameter in local.named_parameters():
-                parameter -= 0.3 * found[name]
+                parameter -= 0.3 * result[name]
     expected = FedMLAC().local(reference)
     for name, value in expected.tensors.items():
         torch.testing.assert_close(update.tensors[name], value, atol=1e-6, rtol=1e-5)
     for name, value in reference.floating_state("local").items():
         torch.testing.assert_close(step.floating_state("local")[name], value, atol=1e-6, rtol=1e-5)
-    # The second time it is a round like any other.
+    # The client's second round is a normal round.
     plain = make_step(FedMLAC(), make_models("plugin", "local"))
     again = make_step(method, make_models("plugin", "local"))
     again.state.update(step.state)
@@ -237,7 +237,7 @@ def test_fedmlac_warms_a_new_clients_local_model_up_once() -> None:
     assert all(torch.equal(found_again.tensors[name], value) for name, value in expected.tensors.items())
 
 
-def test_fedmlac_sends_the_plugin_and_nothing_else() -> None:
+def test_fedmlac_sends_only_the_plugin() -> None:
     method = FedMLAC()
     step = make_step(method, make_models("plugin", "local"))
     update = method.local(step)
@@ -245,7 +245,7 @@ def test_fedmlac_sends_the_plugin_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.6])
-def test_scaffold_control_variate_is_option_two(momentum: float) -> None:
+def test_scaffolds_control_variate_follows_option_two(momentum: float) -> None:
     method = Scaffold()
     models = make_models("model")
     state = method.init([CLIENT], [models], np.random.default_rng(0))
@@ -263,11 +263,11 @@ def test_scaffold_control_variate_is_option_two(momentum: float) -> None:
     y.load_state_dict(step.models["model"].state_dict())
     velocity = {name: torch.zeros_like(p) for name, p in y.named_parameters()}
     for batch in make_batches():
-        found = gradients(F.cross_entropy(y(batch.x), batch.y), y)
+        gradient = compute_gradients(F.cross_entropy(y(batch.x), batch.y), y)
         with torch.no_grad():
             for name, parameter in y.named_parameters():
                 full = f"model/{name}"
-                velocity[name] = momentum * velocity[name] + found[name] - c_k[full] + c[f"control/{full}"]
+                velocity[name] = momentum * velocity[name] + gradient[name] - c_k[full] + c[f"control/{full}"]
                 parameter -= 0.3 * velocity[name]
     update = method.local(step)
     # A constant gradient g moves K steps with momentum by lr g sum_{i=1..K} (1 - rho^i) / (1 - rho).
@@ -275,13 +275,13 @@ def test_scaffold_control_variate_is_option_two(momentum: float) -> None:
     for name, value in y.state_dict().items():
         full = f"model/{name}"
         torch.testing.assert_close(update.tensors[full], value, atol=1e-6, rtol=1e-5)
-        moved = (step.received["global"][full] - value) / (effective * 0.3)
-        expected = c_k[full] - c[f"control/{full}"] + moved
+        difference = (step.received["global"][full] - value) / (effective * 0.3)
+        expected = c_k[full] - c[f"control/{full}"] + difference
         torch.testing.assert_close(step.state[f"control/{full}"], expected, atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(update.tensors[f"control/{full}"], expected - c_k[full], atol=1e-5, rtol=1e-4)
 
 
-def test_scaffold_server_moves_the_control_by_the_cohorts_share() -> None:
+def test_scaffolds_server_moves_its_control_variate_by_the_cohorts_share() -> None:
     method = Scaffold(server_lr=0.5)
     models = make_models("model")
     state = method.init([CLIENT] * 8, [models], np.random.default_rng(0))
@@ -295,12 +295,12 @@ def test_scaffold_server_moves_the_control_by_the_cohorts_share() -> None:
     torch.testing.assert_close(new.tensors["global"]["control/model/output.bias"], torch.full((CLASSES,), 2 / 8 * 2.0))
 
 
-def test_scaffold_refuses_adam(tiny: Callable[..., Config]) -> None:
+def test_scaffold_rejects_adam(tiny: Callable[..., Config]) -> None:
     with pytest.raises(ConfigError, match=r"'scaffold' needs train.optimiser.name=sgd, but it is 'adam'"):
         tiny("train.optimiser.name=adam", method="scaffold")
 
 
-def test_fedper_keeps_what_it_names_and_refuses_names_of_nothing() -> None:
+def test_fedper_keeps_its_named_tensors_and_rejects_unknown_names() -> None:
     models: dict[str, nn.Module] = {"model": nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))}
     method = FedPer(personal=("model/1",))
     state = method.init([CLIENT], [models], np.random.default_rng(0))
@@ -329,11 +329,11 @@ def test_gradients_are_clipped_to_the_norm() -> None:
     step = make_step(FedAvg(), make_models("model"), clip_norm=1e-3, lr=1.0)
     before = {name: value.clone() for name, value in step.floating_state().items()}
     FedAvg().local(step)
-    moved = math.sqrt(sum(float((value - before[n]).square().sum()) for n, value in step.floating_state().items()))
-    assert 0 < moved <= 2 * 1e-3 * (1 + 1e-5)  # two steps of length at most 1e-3
+    distance = math.sqrt(sum(float((value - before[n]).square().sum()) for n, value in step.floating_state().items()))
+    assert 0 < distance <= 2 * 1e-3 * (1 + 1e-5)  # two steps of length at most 1e-3
 
 
-def test_padding_examples_count_nothing() -> None:
+def test_padding_examples_have_weight_0() -> None:
     values = torch.tensor([1.0, 5.0, 100.0])
     batch = make_batch(torch.zeros(3, 1, 1), torch.zeros(3, dtype=torch.int64), weight=torch.tensor([1.0, 1.0, 0.0]))
     assert float(batch.mean(values)) == 3.0

@@ -1,4 +1,4 @@
-"""Pruning by masks: shares of layers, and masks of filters and hidden units."""
+"""Pruning by masks: ratios of layers, and masks of filters and hidden units."""
 
 from __future__ import annotations
 
@@ -21,54 +21,54 @@ from raydfl.models import build_model
 WEIGHTS = [36_864, 73_728, 147_456, 8_192, 294_912, 589_824]
 
 
-def network(architecture: str, inputs: int | tuple[int, int, int] = 16, **options: object) -> nn.Module:
+def make_network(architecture: str, inputs: int | tuple[int, int, int] = 16, **options: object) -> nn.Module:
     torch.manual_seed(0)
     return build_model(ModelSpec("model", architecture, inputs, 4, tuple(sorted(options.items()))))
 
 
 @pytest.mark.parametrize("solver", ["ramp", "uniform", "trust-constr"])
 @pytest.mark.parametrize("ratio", [0.0, 0.2, 0.4, 0.6, 0.8, 0.97])
-def test_shares_keep_to_the_budget(solver: Solver, ratio: float) -> None:
+def test_ratios_of_layers_meet_the_budget(solver: Solver, ratio: float) -> None:
     importances = [0.3, 0.1, 0.5, 0.5, 0.05, 0.2]
-    found = allocate_ratio(WEIGHTS, importances, ratio, solver)
-    assert float(found @ WEIGHTS) == pytest.approx(ratio * sum(WEIGHTS), rel=1e-6, abs=1e-6)
-    assert ((found >= 0) & (found < 1)).all()
-    by_importance = found[np.argsort(-np.array(importances), kind="stable")]
+    ratios = allocate_ratio(WEIGHTS, importances, ratio, solver)
+    assert float(ratios @ WEIGHTS) == pytest.approx(ratio * sum(WEIGHTS), rel=1e-6, abs=1e-6)
+    assert ((ratios >= 0) & (ratios < 1)).all()
+    by_importance = ratios[np.argsort(-np.array(importances), kind="stable")]
     assert (np.diff(by_importance) >= 0).all()  # the least important layer loses the largest share
     if 0 < ratio <= 0.8:
-        assert (len(set(found.round(6))) > 3) is (solver != "uniform")
+        assert (len(set(ratios.round(6))) > 3) is (solver != "uniform")
 
 
-def test_a_ramp_of_equal_layers_is_the_straight_line() -> None:
-    found = allocate_ratio([100] * 5, [5, 4, 3, 2, 1], 0.4, "ramp")
-    np.testing.assert_allclose(found, [0.2, 0.3, 0.4, 0.5, 0.6], atol=1e-9)
+def test_a_ramp_of_equal_layers_is_linear() -> None:
+    ratios = allocate_ratio([100] * 5, [5, 4, 3, 2, 1], 0.4, "ramp")
+    np.testing.assert_allclose(ratios, [0.2, 0.3, 0.4, 0.5, 0.6], atol=1e-9)
 
 
-def test_what_can_be_pruned_of_each_network() -> None:
-    """Names of layers, and units; nothing of a normalisation or a last layer."""
+def test_prunable_layers_of_each_network() -> None:
+    """Normalisation and last layers are not prunable."""
 
-    def found(model: nn.Module, *kinds: str) -> dict[str, int]:
+    def count_units(model: nn.Module, *kinds: str) -> dict[str, int]:
         return {layer.name: layer.units for layer in find_prunable_layers({"model": model}, (), kinds)}  # type: ignore[arg-type]
 
-    base = network("crnn_base")
-    assert found(base, "convolution") == {"model/convolutions.0": 64, "model/convolutions.1": 64}
-    assert found(base, "recurrent") == {"model/gru_l0": 128, "model/gru_l0_reverse": 128}
-    assert found(network("cnn_small", (1, 16, 16)), "convolution", "linear") == {
+    base = make_network("crnn_base")
+    assert count_units(base, "convolution") == {"model/convolutions.0": 64, "model/convolutions.1": 64}
+    assert count_units(base, "recurrent") == {"model/gru_l0": 128, "model/gru_l0_reverse": 128}
+    assert count_units(make_network("cnn_small", (1, 16, 16)), "convolution", "linear") == {
         "model/convolutions.0": 8,
         "model/convolutions.1": 16,
         "model/hidden": 64,
     }
-    split = found(network("split_cnn", filters=(4, 8)), "convolution", "recurrent")
+    split = count_units(make_network("split_cnn", filters=(4, 8)), "convolution", "recurrent")
     assert list(split) == [f"model/blocks.{n}.{layer}" for n in (0, 1) for layer in ("time", "frequency", "mix")]
-    assert found(network("linear"), "convolution", "recurrent", "linear") == {}
+    assert count_units(make_network("linear"), "convolution", "recurrent", "linear") == {}
     base.convolutions[0].requires_grad_(False)
-    assert "model/convolutions.0" not in found(base, "convolution")
-    assert not find_prunable_layers({"model": network("mlp")}, {"model/hidden.weight"}, ("linear",))
+    assert "model/convolutions.0" not in count_units(base, "convolution")
+    assert not find_prunable_layers({"model": make_network("mlp")}, {"model/hidden.weight"}, ("linear",))
 
 
-def test_masks_take_the_smallest_filters_and_silence_them() -> None:
-    """Masked units of convolutions and GRUs give 0 exactly; without them, and what reads them, it is the same function."""
-    model = network("crnn", filters=(6, 8), hidden=10, dropout=0.0).eval()
+def test_masks_prune_the_smallest_filters_and_set_them_to_zero() -> None:
+    """Masked units of convolutions and GRUs give exactly 0. Removing them and their readers keeps the function."""
+    model = make_network("crnn", filters=(6, 8), hidden=10, dropout=0.0).eval()
     layers = find_prunable_layers({"model": model}, (), ("convolution", "recurrent"))
     tensors = {f"model/{name}": value for name, value in model.state_dict().items()}
     masks = make_masks(layers, tensors, 0.4, "uniform")
@@ -85,17 +85,17 @@ def test_masks_take_the_smallest_filters_and_silence_them() -> None:
     assert set(np.flatnonzero(masks["model/gru_l0"].numpy() == 0)) == set(np.argsort(gates)[:4])
     with torch.no_grad():
         for name, mask in spread_masks(layers, masks, tensors).items():
-            tensors[name].mul_(mask)  # the network's own memory
+            tensors[name].mul_(mask)  # the hidden state of the network
         x = torch.randn(2, 12, 16)
         embedded = model.embed(x)
         forwards, backwards = masks["model/gru_l0"], masks["model/gru_l0_reverse"]
         assert torch.equal(embedded == 0, (torch.cat([forwards, backwards]) == 0).expand(2, -1))
-        model.output.weight[:, torch.cat([forwards, backwards]) == 0] = 100.0  # what would read them
+        model.output.weight[:, torch.cat([forwards, backwards]) == 0] = 100.0  # inputs of the next layer
         model.convolutions[1].weight[:, masks["model/convolutions.0"] == 0] = 100.0
         assert torch.equal(model.embed(x), embedded)
 
 
-def test_one_filter_is_always_kept_and_halves_are_rounded_up() -> None:
+def test_one_filter_is_always_kept_and_halves_round_up() -> None:
     layer = PrunableLayer("model/conv", 3, {"model/conv.weight": 1})
     tensors = {"model/conv.weight": torch.tensor([[3.0], [-1.0], [2.0]])}
     assert make_masks([layer], tensors, 0.99)["model/conv"].tolist() == [1.0, 0.0, 0.0]
@@ -103,7 +103,7 @@ def test_one_filter_is_always_kept_and_halves_are_rounded_up() -> None:
     assert make_masks([layer], tensors, 0.16)["model/conv"].tolist() == [1.0, 1.0, 1.0]
 
 
-def test_importance_by_sum_ranks_large_layers_first_and_by_mean_not() -> None:
+def test_importance_by_sum_prefers_large_layers() -> None:
     small, large = PrunableLayer("a", 10, {"a.weight": 1}), PrunableLayer("b", 10, {"b.weight": 1})
     tensors = {"a.weight": torch.full((10, 2), 0.5), "b.weight": torch.full((10, 200), 0.1)}
     pruned = {

@@ -1,4 +1,4 @@
-"""MultiFL, UniFL, Harmony and ModalityMirror: what their papers say they are, held to FedAvg's bits and to closed forms."""
+"""MultiFL, UniFL, Harmony and ModalityMirror against FedAvg's bits and the closed forms of their papers."""
 
 from __future__ import annotations
 
@@ -39,27 +39,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("views"))
 
 
-def audio_of(found: Mapping[str, bytes], model: str = "audio") -> dict[str, bytes]:
-    start_ = f"server global {model}/"
-    return {name.removeprefix(start_): value for name, value in found.items() if name.startswith(start_)}
+def select_audio(tensors: Mapping[str, bytes], model: str = "audio") -> dict[str, bytes]:
+    prefix = f"server global {model}/"
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 
-def fedavg(tiny: Tiny, folder: Path, *overrides: str, method: str = "fedavg") -> Config:
-    """Return a federation of the audio network alone."""
-    others = [each for each in overrides if not each.startswith("method.")]
-    whole = federation(tiny, folder, "harmony", *others).model_dump(mode="json")
-    whole["method"], whole["models"] = {"name": method}, {"model": whole["models"]["audio"]}
+def make_fedavg_config(tiny: Tiny, folder: Path, *overrides: str, method: str = "fedavg") -> Config:
+    """Return the configuration of a federation with only the audio network."""
+    general = [override for override in overrides if not override.startswith("method.")]
+    settings = federation(tiny, folder, "harmony", *general).model_dump(mode="json")
+    settings["method"], settings["models"] = {"name": method}, {"model": settings["models"]["audio"]}
     if method == "fedavg":
-        whole["data"]["views"], whole["data"]["missing"] = {}, {}
-    whole["train"]["phases"] = {}
-    return make_config(apply_overrides(whole, overrides))
+        settings["data"]["views"], settings["data"]["missing"] = {}, {}
+    settings["train"]["phases"] = {}
+    return make_config(apply_overrides(settings, overrides))
 
 
 @pytest.mark.parametrize("rule", ["uniform_mean", "weighted_mean"])
-def test_harmonys_audio_is_fedavg_of_the_audio_network_over_all_clients(tiny: Tiny, folder: Path, rule: str) -> None:
-    """To the bit, whoever lacks video: it is the same however many do."""
+def test_harmonys_audio_network_equals_fedavg_over_all_clients(tiny: Tiny, folder: Path, rule: str) -> None:
+    """Compare bit for bit, with and without clients lacking video."""
     same_for = ["train.rounds=2", "train.cohort=4", "train.optimiser.clip_norm=0.5", f"method.rule={rule}"]
-    reference = audio_of(train_federation(fedavg(tiny, folder, *same_for)), "model")
+    reference = select_audio(train_federation(make_fedavg_config(tiny, folder, *same_for)), "model")
     for share in (0.0, 0.5):
         config = federation(
             tiny,
@@ -70,21 +70,25 @@ def test_harmonys_audio_is_fedavg_of_the_audio_network_over_all_clients(tiny: Ti
             "train.phases.unimodal.rounds=2",
             f"run.name=h{share}",
         )
-        assert_same_bits(audio_of(train_federation(config)), reference)
+        assert_same_bits(select_audio(train_federation(config)), reference)
 
 
-def test_unifls_audio_is_fedavg_over_the_clients_without_video(tiny: Tiny, folder: Path) -> None:
-    """To the bit; with nobody who has video it is FedAvg over all."""
+def test_unifls_audio_network_equals_fedavg_over_the_clients_without_video(tiny: Tiny, folder: Path) -> None:
+    """Compare bit for bit. If no client has video, FedAvg runs over all clients."""
     rounds = ["train.rounds=2", "train.cohort=2", "method.rule=uniform_mean"]
     lacking = [*rounds, "data.missing={video: 0.5}"]
-    reference = audio_of(train_federation(fedavg(tiny, folder, *lacking, "method.views=[]", method=OF_KIND)), "model")
-    assert_same_bits(audio_of(train_federation(federation(tiny, folder, "unifl", *lacking, "run.name=u"))), reference)
-    everybody = audio_of(train_federation(fedavg(tiny, folder, *rounds, "run.name=all")), "model")
-    nobody_sees = federation(tiny, folder, "unifl", *rounds, "data.missing={video: 1.0}", "run.name=n")
-    assert_same_bits(audio_of(train_federation(nobody_sees)), everybody)
+    reference = select_audio(
+        train_federation(make_fedavg_config(tiny, folder, *lacking, "method.views=[]", method=OF_KIND)), "model"
+    )
+    assert_same_bits(
+        select_audio(train_federation(federation(tiny, folder, "unifl", *lacking, "run.name=u"))), reference
+    )
+    without_video = select_audio(train_federation(make_fedavg_config(tiny, folder, *rounds, "run.name=all")), "model")
+    config = federation(tiny, folder, "unifl", *rounds, "data.missing={video: 1.0}", "run.name=n")
+    assert_same_bits(select_audio(train_federation(config)), without_video)
 
 
-def test_the_first_phase_is_multifl_and_the_teacher_never_moves(tiny: Tiny, folder: Path) -> None:
+def test_the_first_phase_equals_multifl_and_the_teacher_is_frozen(tiny: Tiny, folder: Path) -> None:
     lacking = [*MIRROR, "data.missing={video: 0.5}"]
     first = known(federation(tiny, folder, "multifl", *lacking[2:], "train.rounds=2"))
     mirror = known(federation(tiny, folder, "modality_mirror", *lacking))
@@ -93,26 +97,28 @@ def test_the_first_phase_is_multifl_and_the_teacher_never_moves(tiny: Tiny, fold
         teacher, {n.removeprefix("server global "): v for n, v in first.items() if n.startswith("server global ")}
     )
     assert {name.split()[-1].partition("/")[0] for name in mirror if name.startswith("server global ")} == {"audio"}
-    assert differ(audio_of(mirror), audio_of(first))  # the student does
+    assert differ(select_audio(mirror), select_audio(first))  # the student changes
 
 
-def test_without_distillation_the_student_is_fedavg_from_the_first_phase(tiny: Tiny, folder: Path) -> None:
-    """Over the clients that have all views, to the bit."""
+def test_without_distillation_the_student_equals_fedavg_from_the_first_phase(tiny: Tiny, folder: Path) -> None:
+    """Compare bit for bit over the clients with all views."""
     plain = ["train.rounds=3", "method.rule=uniform_mean", "evaluate.every=9"]
     config = federation(tiny, folder, "modality_mirror", *MIRROR, "data.missing={video: 0.5}", "method.kd_weight=0.0")
     server = start_server(config)
     for _ in range(2):
         server._federation.round()
-    begun = server._federation.state
+    initial = server._federation.state
     server._federation.round()
     after = server._federation.state.tensors["global"]
     server.close()
     reference = start_server(
-        fedavg(tiny, folder, *plain, "data.missing={video: 0.5}", "method.phase=distil", "run.name=r", method=OF_KIND)
+        make_fedavg_config(
+            tiny, folder, *plain, "data.missing={video: 0.5}", "method.phase=distil", "run.name=r", method=OF_KIND
+        )
     )
     inner = reference._federation
-    own = {name.replace("audio/", "model/"): value.clone() for name, value in begun.tensors["global"].items()}
-    state = dataclasses.replace(inner.state, round_index=2, tensors={"global": own})
+    tensors = {name.replace("audio/", "model/"): value.clone() for name, value in initial.tensors["global"].items()}
+    state = dataclasses.replace(inner.state, round_index=2, tensors={"global": tensors})
     inner.checkpoint = inner.checkpoint.replace_state(state)
     inner.round()
     for name, value in after.items():
@@ -120,8 +126,8 @@ def test_without_distillation_the_student_is_fedavg_from_the_first_phase(tiny: T
     reference.close()
 
 
-def test_the_divergence_is_the_papers(tiny: Tiny, folder: Path) -> None:
-    """Oracle: PyTorch's own functions, given the student's first, on logits computed network by network."""
+def test_the_divergence_follows_the_paper(tiny: Tiny, folder: Path) -> None:
+    """Compare with PyTorch's own functions, with the student as first argument, on logits of each network."""
     server = start_server(federation(tiny, folder, "modality_mirror", *MIRROR))
     inner = server._federation
     for _ in range(2):
@@ -133,25 +139,25 @@ def test_the_divergence_is_the_papers(tiny: Tiny, folder: Path) -> None:
         step.models = {name: network.eval() for name, network in step.models.items()}
         batch = step.data.train.batch(np.arange(4))
         distil = dataclasses.replace(inner.method, kd_weight=3.0, temperature=4.0, divergence=setting)
-        found = distil.distil(step, batch)
+        loss = distil.distil(step, batch)
         student = step.models["audio"](batch.x)
         features = torch.cat(
             [step.models["audio"].embed(batch.x), step.models["video"].embed(batch.views["video"])], dim=1
         )
-        teacher = step.models["fusion"](features)  # the student has not moved yet, so the encoders are the teacher's
+        teacher = step.models["fusion"](features)  # Before its first step the student has the teacher's encoders.
         a, b = (
             F.log_softmax(logits / 4.0, dim=1)
             for logits in ((student, teacher) if first_is_student else (teacher, student))
         )
         divergence = F.kl_div(b, a, reduction="batchmean", log_target=True)
-        torch.testing.assert_close(found, F.cross_entropy(student, batch.y) + 3.0 * 16.0 * divergence)
-        found.backward()
+        torch.testing.assert_close(loss, F.cross_entropy(student, batch.y) + 3.0 * 16.0 * divergence)
+        loss.backward()
         assert all(p.grad is None for name in ("video", "fusion") for p in step.models[name].parameters())
     server.close()
 
 
 def test_the_teacher_is_sent_once_to_each_client(tiny: Tiny, folder: Path) -> None:
-    """Oracle: the tensors' bytes; a run that is resumed in the second phase counts the same."""
+    """Compare with the bytes of the tensors, also after resuming in the second phase."""
     config = federation(tiny, folder, "modality_mirror", *MIRROR, "train.rounds=5", "data.missing={video: 0.5}")
     down = []
     for rounds in (3, 5):
@@ -166,7 +172,7 @@ def test_the_teacher_is_sent_once_to_each_client(tiny: Tiny, folder: Path) -> No
     assert down[2:] == [3 * (student + teacher), 3 * student, 3 * student]
 
 
-def test_a_round_without_one_kind_of_client_keeps_its_parts(tiny: Tiny, folder: Path) -> None:
+def test_a_round_without_one_kind_of_client_keeps_its_networks(tiny: Tiny, folder: Path) -> None:
     config = federation(tiny, folder, "multifl", "train.rounds=1", "data.missing={video: 1.0}")
     server = start_server(config)
     before = {name: value.clone() for name, value in server._federation.state.tensors["global"].items()}
@@ -184,53 +190,55 @@ def test_a_round_without_one_kind_of_client_keeps_its_parts(tiny: Tiny, folder: 
 
 
 @pytest.mark.parametrize("leaves_none", ["data.missing={video: 1.0}", "{ids: [LACKING]}"])
-def test_where_nobody_has_all_views_the_second_phase_is_refused_before_the_first_round(
+def test_a_second_phase_without_clients_with_all_views_is_rejected_before_the_first_round(
     leaves_none: str, tiny: Tiny, folder: Path
 ) -> None:
-    """Nobody at all, or nobody of those that take part."""
+    """Check a population and a cohort where every client lacks a view."""
     settings = [leaves_none]
     if "ids" in leaves_none:
-        some = federation(tiny, folder, "multifl", "data.missing={video: 0.5}", "run.name=some")
-        clients = Clients(Population.load(create(some, Progress("quiet")) / "population"), some)
+        config = federation(tiny, folder, "multifl", "data.missing={video: 0.5}", "run.name=some")
+        clients = Clients(Population.load(create(config, Progress("quiet")) / "population"), config)
         lacking = next(client.id for client in clients if not client.profile["views"])
         settings = ["data.missing={video: 0.5}", "train.cohort=1.0", f"train.clients={{ids: [{lacking}]}}"]
     with pytest.raises(ConfigError, match="no client has all views"):
         start_server(federation(tiny, folder, "modality_mirror", *MIRROR, *settings))
 
 
-def test_the_fusion_predicts_where_both_views_are_there_and_the_student_elsewhere(
+def test_the_fusion_predicts_clips_with_both_views_and_the_student_the_rest(
     tiny: Tiny, folder: Path, tmp_path: Path
 ) -> None:
-    """Oracle: the engine's own evaluation of the fusion on the test clips, all of which have both; the student's own answers."""
+    """Compare with the engine's evaluation of the fusion on test clips with both views, and with the student's predictions."""
     train_federation(federation(tiny, folder, "modality_mirror", *MIRROR, "run.name=used", "evaluate.every=1"))
     run_dir = Path(tiny().run.dir) / "used"
     for number in range(TESTS):
         (tmp_path / f"{number}.png").symlink_to(folder / f"video{number}.png")
     tests = [folder / f"{number}.wav" for number in range(TESTS)]
-    found = classify(run_dir, [*tests, folder / f"{TESTS}.wav"], model="fusion", views={"video": tmp_path})
-    assert [each.model for each in found] == ["teacher:fusion"] * TESTS + ["audio"]
+    predictions = classify(run_dir, [*tests, folder / f"{TESTS}.wav"], model="fusion", views={"video": tmp_path})
+    assert [prediction.model for prediction in predictions] == ["teacher:fusion"] * TESTS + ["audio"]
     np.testing.assert_array_equal(
-        found[-1].probabilities, classify(run_dir, [folder / f"{TESTS}.wav"])[0].probabilities
+        predictions[-1].probabilities, classify(run_dir, [folder / f"{TESTS}.wav"])[0].probabilities
     )
     rows = {
         (row.round, row.metric): row.value for row in record.to_rows(record.read_rows(run_dir)) if row.split == "test"
     }
-    right = np.mean([each.label == "ab"[number % 2] for number, each in enumerate(found[:TESTS])])
-    assert right == pytest.approx(rows[2, "fusion/accuracy"])
-    loss = -np.mean([np.log(each.probabilities[number % 2]) for number, each in enumerate(found[:TESTS])])
+    accuracy = np.mean([prediction.label == "ab"[number % 2] for number, prediction in enumerate(predictions[:TESTS])])
+    assert accuracy == pytest.approx(rows[2, "fusion/accuracy"])
+    loss = -np.mean(
+        [np.log(prediction.probabilities[number % 2]) for number, prediction in enumerate(predictions[:TESTS])]
+    )
     assert loss == pytest.approx(rows[2, "fusion/loss"], rel=1e-5)
     sounds = [read_audio(folder / f"{number}.wav")[0] for number in range(TESTS + 1)]
     rate = read_audio(folder / "0.wav")[1]
     images = [np.asarray(Image.open(folder / f"video{number}.png")) for number in range(TESTS)]
     arrays = load_result(run_dir).predict(sounds, rate, model="fusion", views={"video": [*images, None]})
-    for here, there in zip(arrays, found, strict=True):
-        assert here.model == there.model
-        np.testing.assert_array_equal(here.probabilities, there.probabilities)
+    for from_array, from_file in zip(arrays, predictions, strict=True):
+        assert from_array.model == from_file.model
+        np.testing.assert_array_equal(from_array.probabilities, from_file.probabilities)
     with pytest.raises(InputError, match=f"view 'video': {TESTS} arrays for {TESTS + 1} recordings"):
         load_result(run_dir).predict(sounds, rate, model="fusion", views={"video": images})
-    seen = load_result(run_dir).predict(images[0], model="teacher:video")
+    from_array_alone = load_result(run_dir).predict(images[0], model="teacher:video")
     (file,) = classify(run_dir, [folder / "video0.png"], model="teacher:video")
-    np.testing.assert_array_equal(seen.probabilities, file.probabilities)
+    np.testing.assert_array_equal(from_array_alone.probabilities, file.probabilities)
     assert load_model(run_dir).name == "audio"
     assert load_model(run_dir, "teacher:video").spec.view == "video"
     with pytest.raises(
@@ -243,21 +251,21 @@ def test_the_fusion_predicts_where_both_views_are_there_and_the_student_elsewher
         classify(run_dir, tests, views={"video": tmp_path})
 
 
-def test_groups_of_like_bias() -> None:
-    """Two kinds of clients, one whose sound and one whose picture has moved; each view counts by its own maximum."""
+def test_clients_with_similar_bias_are_grouped() -> None:
+    """Group clients by the moved view, audio or video. Each view is scaled by its own maximum."""
     biases = np.array([[1e-6, 0.9], [9e-6, 0.1], [1.2e-6, 1.0], [8e-6, 0.05]])
     assert cluster_biases(biases, 2, 0) == [0, 1, 0, 1]
     assert cluster_biases(biases, 1, 0) == [0] * 4
     assert cluster_biases(np.zeros((3, 2)), 2, 0) == [0] * 3
-    # The server groups whoever sends: no bias, or none that is a number, is none that has moved.
-    sent: list[dict[str, torch.Tensor]] = [{"bias/a": torch.tensor(0.5)}, {}, {"bias/a": torch.zeros(3)}]
-    updates = [Update(tensors, 1.0) for tensors in sent]
+    # A missing or non-scalar bias counts as 0.
+    tensors_of_clients: list[dict[str, torch.Tensor]] = [{"bias/a": torch.tensor(0.5)}, {}, {"bias/a": torch.zeros(3)}]
+    updates = [Update(tensors, 1.0) for tensors in tensors_of_clients]
     assert Harmony(groups=2)._cluster(updates, np.random.default_rng(0)) == [0, 1, 1]
     assert Harmony(groups=2)._cluster(updates[1:2] * 3, np.random.default_rng(0)) == [0] * 3
 
 
-def test_harmonys_groups_have_a_classifier_each_and_encoders_stay(tiny: Tiny, folder: Path) -> None:
-    """Oracle: with one group its classifier is the mean of all clients', and so is the one in global."""
+def test_each_group_of_harmony_has_a_classifier_and_encoders_are_frozen(tiny: Tiny, folder: Path) -> None:
+    """The classifier of a single group is the mean over all clients, equal to the global classifier."""
     settings = [
         "train.rounds=3",
         "train.phases.unimodal.rounds=1",
@@ -271,10 +279,10 @@ def test_harmonys_groups_have_a_classifier_each_and_encoders_stay(tiny: Tiny, fo
     two = train_federation(federation(tiny, folder, "harmony", *settings, "run.name=two"))
     groups = {name.split()[1] for name in two if name.startswith("server group")}
     assert len(groups) >= 2
-    audio = audio_of(
+    audio = select_audio(
         train_federation(
             federation(tiny, folder, "harmony", "train.rounds=1", "train.phases.unimodal.rounds=1", "run.name=u")
         )
     )
-    assert_same_bits(audio_of(two), audio)
+    assert_same_bits(select_audio(two), audio)
     assert any("encoder/audio/" in name for name in two if name.startswith("client "))

@@ -1,4 +1,4 @@
-"""Fixture that runs the tests of sums with compiled operators and with NumPy."""
+"""Run the tests of sums with compiled operators and with NumPy."""
 
 from __future__ import annotations
 

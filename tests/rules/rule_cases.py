@@ -27,18 +27,18 @@ def call(rule: Rule, matrix: np.ndarray, weights: Sequence[Any] | None = None, s
     return rule(make_row_updates(matrix, weights), current, np.random.default_rng(5))
 
 
-def vector(result: Aggregate) -> np.ndarray:
+def get_vector(result: Aggregate) -> np.ndarray:
     """Return the aggregated tensor of :func:`call`."""
     return result.tensors["global"]["net/w"].numpy()
 
 
-def honest(clients: int, elements: int, seed: int = 0) -> np.ndarray:
+def draw_honest_clients(clients: int, elements: int, seed: int = 0) -> np.ndarray:
     """Draw clients around a common point: float32 [clients, elements]."""
     generator = np.random.default_rng(seed)
     return (generator.normal(size=elements) + 0.1 * generator.normal(size=(clients, elements))).astype(np.float32)
 
 
-def kept(result: Aggregate) -> list[int]:
+def find_influential_clients(result: Aggregate) -> list[int]:
     """Return the positions of the clients with a positive influence."""
     assert result.influence is not None
     return np.flatnonzero(result.influence).tolist()

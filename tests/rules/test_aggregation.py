@@ -28,7 +28,7 @@ FEWER = settings(max_examples=40)
 CURRENT = {"global": {"net/a.weight": torch.full((2, 2), 50.0), "net/a.bias": torch.tensor([60.0, 61.0])}}
 
 
-def update(tensors: Mapping[str, Any], weight: Any = 1.0, **fields: Any) -> Update:
+def make_update(tensors: Mapping[str, Any], weight: Any = 1.0, **fields: Any) -> Update:
     return Update(
         {name: torch.as_tensor(value, dtype=torch.float32) for name, value in tensors.items()}, weight, **fields
     )
@@ -38,20 +38,22 @@ def mean_by_hand(
     updates: list[Update], current: Mapping[str, Mapping[str, Tensor]]
 ) -> dict[str, dict[str, np.ndarray]]:
     """Compute the weighted mean element by element, in Python floats."""
-    result = {key: {name: tensor.numpy().copy() for name, tensor in named.items()} for key, named in current.items()}
-    for key in {sent.key for sent in updates}:
-        of_key = [sent for sent in updates if sent.key == key]
+    result = {
+        key: {name: tensor.numpy().copy() for name, tensor in tensors.items()} for key, tensors in current.items()
+    }
+    for key in {update.key for update in updates}:
+        of_key = [update for update in updates if update.key == key]
         result.setdefault(key, {})
-        for name in {name for sent in of_key for name in sent.tensors}:
-            senders = [sent for sent in of_key if name in sent.tensors]
+        for name in {name for update in of_key for name in update.tensors}:
+            senders = [update for update in of_key if name in update.tensors]
             shape = tuple(senders[0].tensors[name].shape)
             target = result[key].setdefault(name, np.zeros(shape, np.float32))
             for index in np.ndindex(shape):
                 total = weights = 0.0
-                for sent in senders:
-                    weight = sent.weight[name] if isinstance(sent.weight, Mapping) else sent.weight
+                for update in senders:
+                    weight = update.weight[name] if isinstance(update.weight, Mapping) else update.weight
                     weight = float(weight[index]) if isinstance(weight, Tensor) and weight.ndim else float(weight)
-                    total += weight * float(sent.tensors[name][index])
+                    total += weight * float(update.tensors[name][index])
                     weights += weight
                 if weights:
                     target[index] = total / weights
@@ -60,9 +62,9 @@ def mean_by_hand(
 
 def assert_equal(result: Mapping[str, Mapping[str, Tensor]], expected: Mapping[str, Mapping[str, np.ndarray]]) -> None:
     assert set(result) == set(expected)
-    for key, named in expected.items():
-        assert set(result[key]) == set(named)
-        for name, values in named.items():
+    for key, tensors in expected.items():
+        assert set(result[key]) == set(tensors)
+        for name, values in tensors.items():
             assert result[key][name].dtype == torch.float32
             np.testing.assert_array_equal(result[key][name].numpy(), values)
 
@@ -91,10 +93,10 @@ def federations(draw: st.DrawFn) -> list[Update]:
             weight = {name: draw(weights) for name in names}
         elif kind == "by element":
             weight = {name: array(name, weights) for name in names}
-        sent: Any = {name: array(name, values).float() for name in names}
+        tensors: Any = {name: array(name, values).float() for name in names}
         if draw(st.booleans()):
-            sent = FlatTensors.from_tensors(sent)
-        updates.append(Update(sent, weight, key=draw(st.sampled_from(["global", "other"])), client_id=f"c{index}"))
+            tensors = FlatTensors.from_tensors(tensors)
+        updates.append(Update(tensors, weight, key=draw(st.sampled_from(["global", "other"])), client_id=f"c{index}"))
     return updates
 
 
@@ -121,7 +123,7 @@ def test_the_uniform_mean_equals_the_mean_with_weights_of_1(updates: list[Update
             return {name: flat(value) for name, value in weight.items()}
         return (weight > 0).double() if isinstance(weight, Tensor) else float(weight > 0)
 
-    ones = [Update(sent.tensors, flat(sent.weight), key=sent.key) for sent in updates]
+    ones = [Update(update.tensors, flat(update.weight), key=update.key) for update in updates]
     assert_equal(UniformMean()(iter(updates), CURRENT).tensors, mean_by_hand(ones, CURRENT))
 
 
@@ -135,38 +137,44 @@ def test_the_storage_of_tensors_does_not_change_the_result() -> None:
     weights = [0.1 * index + 0.3 for index in range(9)]
     rule = WeightedMean()
     plain = rule([Update(t, w) for t, w in zip(tensors, weights, strict=True)], {}).tensors["global"]
-    held = [FlatTensors.from_tensors(t) if index % 2 else dict(reversed(t.items())) for index, t in enumerate(tensors)]
-    mixed = rule([Update(t, w) for t, w in zip(held, weights, strict=True)], {}).tensors["global"]
+    stored = [
+        FlatTensors.from_tensors(t) if index % 2 else dict(reversed(t.items())) for index, t in enumerate(tensors)
+    ]
+    mixed = rule([Update(t, w) for t, w in zip(stored, weights, strict=True)], {}).tensors["global"]
     named = [Update(t, dict.fromkeys(t, w)) for t, w in zip(tensors, weights, strict=True)]
-    for other in (mixed, rule(named, {}).tensors["global"], LayerwisePruning(vl=0, vh=0)(named, {}).tensors["global"]):
-        assert all(torch.equal(plain[name], other[name]) for name in plain)
+    for result in (
+        mixed,
+        rule(named, {}).tensors["global"],
+        LayerwisePruning(vl=0, vh=0)(named, {}).tensors["global"],
+    ):
+        assert all(torch.equal(plain[name], result[name]) for name in plain)
 
 
 def test_means_are_summed_in_float64() -> None:
     """In float32, adding 1 to 2**24 has no effect."""
-    updates = [update({"x": [2.0**24]}), *(update({"x": [1.0]}) for _ in range(64))]
+    updates = [make_update({"x": [2.0**24]}), *(make_update({"x": [1.0]}) for _ in range(64))]
     assert WeightedMean()(updates, {}).tensors["global"]["x"].item() == np.float32((2**24 + 64) / 65)
 
 
 @pytest.mark.parametrize(("sent", "most"), [(640, 4), (160, 16), (1, 64)])
 def test_the_mean_stores_at_most_four_updates_or_as_many_elements_of_cut_updates(sent: int, most: int) -> None:
     alive: list[weakref.ref[np.ndarray]] = []
-    seen = []
+    stored_counts = []
 
     def stream() -> Iterator[Update]:
         for index in range(200):
             flat = FlatTensors.from_tensors({"x": torch.full((sent,), float(index))})
             alive.append(weakref.ref(flat.vector))
-            seen.append(sum(reference() is not None for reference in alive))
+            stored_counts.append(sum(reference() is not None for reference in alive))
             yield Update(flat, 1.0, cuts={"x": Cut([np.arange(sent)])} if sent < 640 else {})
 
-    found = WeightedMean()(stream(), {"global": {"x": torch.zeros(640)}}).tensors["global"]["x"]
-    assert found.tolist() == [99.5] * sent + [0.0] * (640 - sent)
-    assert max(seen) == most
+    result = WeightedMean()(stream(), {"global": {"x": torch.zeros(640)}}).tensors["global"]["x"]
+    assert result.tolist() == [99.5] * sent + [0.0] * (640 - sent)
+    assert max(stored_counts) == most
 
 
 def test_partial_models_are_averaged_over_the_clients_with_the_tensor() -> None:
-    updates = [update({"audio/w": [1.0], "video/w": [10.0]}, 1.0), update({"audio/w": [4.0]}, 2.0)]
+    updates = [make_update({"audio/w": [1.0], "video/w": [10.0]}, 1.0), make_update({"audio/w": [4.0]}, 2.0)]
     assert_equal(
         WeightedMean()(updates, {}).tensors, {"global": {"audio/w": np.array([3.0]), "video/w": np.array([10.0])}}
     )
@@ -175,8 +183,8 @@ def test_partial_models_are_averaged_over_the_clients_with_the_tensor() -> None:
 def test_elements_masked_by_all_clients_keep_their_value() -> None:
     current = {"global": {"w": torch.tensor([5.0, 6.0, 7.0])}}
     updates = [
-        update({"w": [1.0, 1.0, 1.0]}, {"w": torch.tensor([1.0, 0.0, 0.0])}),
-        update({"w": [3.0, 3.0, 3.0]}, {"w": torch.tensor([1.0, 2.0, 0.0])}),
+        make_update({"w": [1.0, 1.0, 1.0]}, {"w": torch.tensor([1.0, 0.0, 0.0])}),
+        make_update({"w": [3.0, 3.0, 3.0]}, {"w": torch.tensor([1.0, 2.0, 0.0])}),
     ]
     for rule in (WeightedMean(), LayerwisePruning(vl=0, vh=0)):
         assert rule(updates, current).tensors["global"]["w"].tolist() == [2.0, 3.0, 7.0]
@@ -185,7 +193,8 @@ def test_elements_masked_by_all_clients_keep_their_value() -> None:
 def test_without_any_weight_the_server_keeps_its_tensors() -> None:
     for rule in (*EVERY, LayerwisePruning(vl=0.4, vh=0.4)):
         updates = [
-            update({"net/a.bias": [float(index), 1.0], "new": [3.0]}, 0.0, client_id=str(index)) for index in range(3)
+            make_update({"net/a.bias": [float(index), 1.0], "new": [3.0]}, 0.0, client_id=str(index))
+            for index in range(3)
         ]
         tensors = rule(updates, CURRENT, np.random.default_rng(0)).tensors["global"]
         assert tensors["net/a.bias"].tolist() == [60.0, 61.0]
@@ -195,9 +204,9 @@ def test_without_any_weight_the_server_keeps_its_tensors() -> None:
 
 
 def test_names_keep_the_order_of_the_server_and_new_names_come_last() -> None:
-    sent = [update({"z": [1.0], "net/a.bias": [1.0, 1.0]})]
+    updates = [make_update({"z": [1.0], "net/a.bias": [1.0, 1.0]})]
     for rule in EVERY:
-        assert list(rule(sent, CURRENT, np.random.default_rng(0)).tensors["global"]) == [
+        assert list(rule(updates, CURRENT, np.random.default_rng(0)).tensors["global"]) == [
             "net/a.weight",
             "net/a.bias",
             "z",
@@ -205,42 +214,45 @@ def test_names_keep_the_order_of_the_server_and_new_names_come_last() -> None:
 
 
 def test_results_share_no_memory_with_each_other_or_with_the_updates() -> None:
-    sent = FlatTensors.from_tensors({"a.w": torch.ones(3), "b.w": torch.ones(4)})
+    sent_tensors = FlatTensors.from_tensors({"a.w": torch.ones(3), "b.w": torch.ones(4)})
     for rule in EVERY:
-        tensors = rule([Update(sent, 1.0)], {}, np.random.default_rng(0)).tensors["global"]
+        tensors = rule([Update(sent_tensors, 1.0)], {}, np.random.default_rng(0)).tensors["global"]
         tensors["a.w"].zero_()
-        assert sent.vector.tolist() == [1.0] * 7
+        assert sent_tensors.vector.tolist() == [1.0] * 7
         assert tensors["a.w"].untyped_storage().nbytes() == 12
 
 
 @pytest.mark.parametrize("rule", EVERY)
 def test_updates_that_cannot_be_averaged_are_rejected(rule: Rule) -> None:
-    other = update({"w": [1.0, 2.0]}, client_id="anna")
+    other = make_update({"w": [1.0, 2.0]}, client_id="anna")
     cases: list[tuple[Update, str]] = [
         (
-            update({"w": [1.0]}, client_id="ben"),
+            make_update({"w": [1.0]}, client_id="ben"),
             r"client 'ben' sent 'w' with shape \(1,\), but .*'global'.* \(2,\)",
         ),
         (
-            update({"w": [1.0, 2.0]}, -1.0, client_id="ben"),
+            make_update({"w": [1.0, 2.0]}, -1.0, client_id="ben"),
             "client 'ben': the weight of its update is -1.0. It must be from 0 to",
         ),
-        (update({"w": [1.0, 2.0]}, {"v": 1.0}, client_id="ben"), "client 'ben': the weight of 'w' is missing"),
-        (update({"w": [1.0, 2.0]}, {"w": torch.ones(3)}), r"weight of 'w' has shape \(3,\), but the tensor has \(2,\)"),
-        (update({"w": [1.0, 2.0]}, {"w": torch.tensor([1.0, -1.0])}), "elements outside 0 to"),
+        (make_update({"w": [1.0, 2.0]}, {"v": 1.0}, client_id="ben"), "client 'ben': the weight of 'w' is missing"),
+        (
+            make_update({"w": [1.0, 2.0]}, {"w": torch.ones(3)}),
+            r"weight of 'w' has shape \(3,\), but the tensor has \(2,\)",
+        ),
+        (make_update({"w": [1.0, 2.0]}, {"w": torch.tensor([1.0, -1.0])}), "elements outside 0 to"),
     ]
     for bad, message in cases:
         with pytest.raises(RaydflError, match=message):
             rule([other, bad], {}, np.random.default_rng(0))
     with pytest.raises(RaydflError, match=r"'net/a.bias' with shape \(3,\), but under the key 'global' it has \(2,\)"):
-        rule([update({"net/a.bias": [1.0, 2.0, 3.0]})], CURRENT, np.random.default_rng(0))
+        rule([make_update({"net/a.bias": [1.0, 2.0, 3.0]})], CURRENT, np.random.default_rng(0))
 
 
 @pytest.mark.parametrize("weight", [float("nan"), float("inf"), 1e300])
 def test_a_weight_out_of_range_is_an_error(weight: float) -> None:
     for value in (weight, {"w": weight}, {"w": torch.tensor([weight])}):
         with pytest.raises(RaydflError, match="outside 0 to|must be from 0 to"):
-            WeightedMean()([update({"w": [1.0]}, value)], {})
+            WeightedMean()([make_update({"w": [1.0]}, value)], {})
 
 
 # User-defined rules
@@ -256,7 +268,7 @@ def test_a_two_line_median_works_on_partial_models() -> None:
     generator = np.random.default_rng(0)
     audio, video = generator.normal(size=(5, 50)).astype(np.float32), generator.normal(size=(5, 7)).astype(np.float32)
     updates = [
-        update({"audio/w": audio[index]} | ({"video/w": video[index]} if index > 1 else {}), client_id=str(index))
+        make_update({"audio/w": audio[index]} | ({"video/w": video[index]} if index > 1 else {}), client_id=str(index))
         for index in range(5)
     ]
     result = Median()(updates, {}).tensors["global"]
@@ -266,18 +278,18 @@ def test_a_two_line_median_works_on_partial_models() -> None:
 
 def test_a_group_provides_rows_matrices_layers_and_means() -> None:
     generator = np.random.default_rng(0)
-    sent = [
+    sent_tensors = [
         {"a.w": generator.normal(size=(2, 3)), "b.w": generator.normal(size=4), "a.b": generator.normal(size=2)}
         for _ in range(4)
     ]
-    updates = [update(tensors, index + 1.0, client_id=str(index)) for index, tensors in enumerate(sent)]
+    updates = [make_update(tensors, index + 1.0, client_id=str(index)) for index, tensors in enumerate(sent_tensors)]
     checked = []
 
     class Look(CollectingRule):
         def combine(self, group: Group) -> np.ndarray:
-            whole = np.stack([np.concatenate([v.ravel() for v in tensors.values()]) for tensors in sent]).astype(
-                np.float32
-            )
+            whole = np.stack(
+                [np.concatenate([v.ravel() for v in tensors.values()]) for tensors in sent_tensors]
+            ).astype(np.float32)
             np.testing.assert_array_equal(group.matrix(), whole)
             part = group.matrix(["a.b", "b.w"])
             np.testing.assert_array_equal(part, np.concatenate([whole[:, 10:], whole[:, 6:10]], axis=1))
@@ -294,13 +306,13 @@ def test_a_group_provides_rows_matrices_layers_and_means() -> None:
 
     result = Look()(updates, {}).tensors["global"]
     assert checked == [True]
-    for name, values in sent[2].items():
+    for name, values in sent_tensors[2].items():
         np.testing.assert_array_equal(result[name].numpy(), values.astype(np.float32))
 
 
 def test_reports_of_groups_and_keys_are_added_up() -> None:
     updates = [
-        update({"a.w": [float(index)], **({"b.w": [1.0]} if index else {})}, key=key)
+        make_update({"a.w": [float(index)], **({"b.w": [1.0]} if index else {})}, key=key)
         for key in ("one", "two")
         for index in range(10)
     ]
@@ -313,7 +325,7 @@ def test_reports_of_groups_and_keys_are_added_up() -> None:
 
 def test_the_number_of_threads_does_not_change_the_bits() -> None:
     generator = np.random.default_rng(3)
-    updates = [update({"w": generator.normal(size=50_000)}, 0.1 + index / 7) for index in range(20)]
+    updates = [make_update({"w": generator.normal(size=50_000)}, 0.1 + index / 7) for index in range(20)]
     results = []
     for threads in (1, 2):
         with threadpool_limits(limits=threads):
@@ -351,7 +363,9 @@ def test_a_rule_from_a_file_is_found(tmp_path: Path) -> None:
         "class Other: pass\n"
     )
     rule = find_rule({"name": f"{file}:Largest", "times": 2}, WeightedMean())
-    assert rule([update({"w": [1.0, 5.0]}), update({"w": [3.0, 2.0]})], {}).tensors["global"]["w"].tolist() == [
+    assert rule([make_update({"w": [1.0, 5.0]}), make_update({"w": [3.0, 2.0]})], {}).tensors["global"][
+        "w"
+    ].tolist() == [
         6.0,
         10.0,
     ]
@@ -380,8 +394,8 @@ def test_settings_without_a_known_rule_are_errors(setting: Any, message: str) ->
 
 def test_updates_may_come_from_any_iterable() -> None:
     def stream() -> Iterable[Update]:
-        yield update({"w": [1.0]})
-        yield update({"w": [3.0]})
+        yield make_update({"w": [1.0]})
+        yield make_update({"w": [3.0]})
 
     for rule in (WeightedMean(), LayerwisePruning()):
         assert rule(stream(), {}).tensors["global"]["w"].item() == 2.0

@@ -23,22 +23,22 @@ def draw_updates(rng: np.random.Generator) -> list[Update]:
     """Draw updates with slices of three tensors or whole tensors, any order of indices and any kind of weight."""
     updates = []
     for number in range(rng.integers(1, 6)):
-        sent: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         cuts: dict[str, Cut] = {}
         named: dict[str, Any] = {}
         for name, whole in SHAPES.items():
             shape = whole
             if rng.random() < 0.6:
-                kept = [
+                indices = [
                     None if rng.random() < 0.4 else rng.permutation(size)[: rng.integers(1, size + 1)] for size in whole
                 ]
-                cuts[name], shape = Cut(kept), Cut(kept).shape(whole)
-            sent[name] = torch.from_numpy(rng.normal(size=shape)).float()
+                cuts[name], shape = Cut(indices), Cut(indices).shape(whole)
+            tensors[name] = torch.from_numpy(rng.normal(size=shape)).float()
             broad = [rng.choice([1, size]) for size in shape]
             weights = rng.choice([0.0, *rng.uniform(0.001, 1000, 5)], size=broad)
             named[name] = float(weights.flat[0]) if rng.random() < 0.3 else torch.from_numpy(weights)
         weight = named if rng.random() < 0.6 else float(rng.uniform(0.001, 1000))
-        updates.append(Update(sent, weight, client_id=f"c{number}", cuts=cuts))
+        updates.append(Update(tensors, weight, client_id=f"c{number}", cuts=cuts))
     return updates
 
 
@@ -49,11 +49,11 @@ def mean_by_element(updates: list[Update], *, uniform: bool = False) -> dict[str
         total, count = np.zeros(whole), np.zeros(whole)
         for update in updates:
             value = update.tensors[name]
-            kept = update.cuts[name].indices if name in update.cuts else [None] * value.ndim
+            indices = update.cuts[name].indices if name in update.cuts else [None] * value.ndim
             weight = update.weight[name] if isinstance(update.weight, dict) else update.weight
             elements = torch.as_tensor(weight, dtype=torch.float64).broadcast_to(value.shape)
             for index in np.ndindex(*value.shape):
-                target = tuple(i if k is None else int(k[i]) for i, k in zip(index, kept, strict=True))
+                target = tuple(i if k is None else int(k[i]) for i, k in zip(index, indices, strict=True))
                 element_weight = float(elements[index] > 0) if uniform else float(elements[index])
                 total[target] += element_weight * float(value[index])
                 count[target] += element_weight
@@ -68,9 +68,9 @@ def test_means_add_slices_at_their_position() -> None:
     for seed in range(15):
         updates = draw_updates(np.random.default_rng(seed))
         for rule, uniform in ((WeightedMean(), False), (UniformMean(), True)):
-            found = rule(iter(updates), SERVER).tensors["global"]
+            result = rule(iter(updates), SERVER).tensors["global"]
             for name, expected in mean_by_element(updates, uniform=uniform).items():
-                np.testing.assert_array_equal(found[name].numpy(), expected)
+                np.testing.assert_array_equal(result[name].numpy(), expected)
 
 
 @pytest.mark.usefixtures("sums")
@@ -90,8 +90,10 @@ def test_runs_of_columns_of_any_length_are_added_and_weighted(kept: Sequence[int
 def test_an_empty_cut_changes_nothing() -> None:
     empty = Update({"net/a.weight": torch.zeros(4, 0, 2)}, 3.0, cuts={"net/a.weight": Cut([None, [], None])})
     for rest in ([], [Update({"net/a.weight": torch.ones(SHAPES["net/a.weight"])}, 2.0)]):
-        found, expected = (WeightedMean()(iter(each), SERVER).tensors["global"] for each in ([empty, *rest], rest))
-        assert torch.equal(found["net/a.weight"], expected["net/a.weight"])
+        result, expected = (
+            WeightedMean()(iter(updates), SERVER).tensors["global"] for updates in ([empty, *rest], rest)
+        )
+        assert torch.equal(result["net/a.weight"], expected["net/a.weight"])
 
 
 def expand_by_hand(update: Update) -> Update:
@@ -99,11 +101,11 @@ def expand_by_hand(update: Update) -> Update:
     tensors, weights = {}, {}
     for name, value in update.tensors.items():
         tensors[name], weights[name] = SERVER["global"][name].clone(), torch.zeros(SHAPES[name], dtype=torch.float64)
-        kept = update.cuts[name].indices if name in update.cuts else [None] * value.ndim
+        indices = update.cuts[name].indices if name in update.cuts else [None] * value.ndim
         place = torch.meshgrid(
             *(
                 torch.arange(size) if k is None else torch.as_tensor(np.array(k))
-                for k, size in zip(kept, SHAPES[name], strict=True)
+                for k, size in zip(indices, SHAPES[name], strict=True)
             ),
             indexing="ij",
         )
@@ -121,21 +123,21 @@ def make_updates() -> list[Update]:
             "net/a.bias": Cut([rows]),
             "net/b.weight": Cut([None, rows]),
         }
-        sent = {
+        tensors = {
             name: torch.from_numpy(10 + rng.normal(size=cuts[name].shape(shape)).astype(np.float32))
             for name, shape in SHAPES.items()
         }
-        updates.append(Update(sent, float(number + 1), client_id=f"c{number}", cuts=cuts))
+        updates.append(Update(tensors, float(number + 1), client_id=f"c{number}", cuts=cuts))
     return updates
 
 
 @pytest.mark.parametrize("name", sorted(RULES))
 def test_every_rule_gives_elements_outside_a_cut_no_weight(name: str) -> None:
     rule, updates = RULES[name](), make_updates()
-    found = rule(iter(updates), SERVER, np.random.default_rng(1)).tensors
+    result = rule(iter(updates), SERVER, np.random.default_rng(1)).tensors
     expected = rule(map(expand_by_hand, updates), SERVER, np.random.default_rng(1)).tensors
     for key, tensors in expected.items():
-        assert all(torch.equal(tensor, found[key][name]) for name, tensor in tensors.items())
+        assert all(torch.equal(tensor, result[key][name]) for name, tensor in tensors.items())
 
 
 def test_a_cut_of_all_indices_equals_no_cut_to_the_bit() -> None:
@@ -143,8 +145,8 @@ def test_a_cut_of_all_indices_equals_no_cut_to_the_bit() -> None:
     plain = [Update(update.tensors, 0.1 * number, client_id=update.client_id) for number, update in enumerate(plain)]
     cuts = {name: Cut([np.arange(size) for size in shape]) for name, shape in SHAPES.items()}
     cut = [Update(u.tensors, u.weight, cuts=cuts if number % 2 else {}) for number, u in enumerate(plain)]
-    found, expected = (WeightedMean()(iter(each), SERVER).tensors["global"] for each in (cut, plain))
-    assert all(torch.equal(expected[name], found[name]) for name in SHAPES)
+    result, expected = (WeightedMean()(iter(updates), SERVER).tensors["global"] for updates in (cut, plain))
+    assert all(torch.equal(expected[name], result[name]) for name in SHAPES)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rule_cases import call, make_row_updates, vector
+from rule_cases import call, get_vector, make_row_updates
 
 from raydfl.core.errors import RaydflError
 from raydfl.core.types import Update
@@ -34,7 +34,7 @@ def naive_trust(histories: np.ndarray, confidence: float) -> list[float]:
         alpha.append(1 - max(pardoned))
     largest = max(alpha)
     result = []
-    for value in (each / largest for each in alpha):
+    for value in (value_of_client / largest for value_of_client in alpha):
         logit = math.inf if value == 1 else confidence * (math.log(value / (1 - value)) + 0.5)
         result.append(min(1.0, max(0.0, logit)))
     return result
@@ -46,9 +46,9 @@ def test_trust_follows_the_paper(seed: int, confidence: float) -> None:
     generator = np.random.default_rng(seed)
     histories = generator.normal(size=(9, 6))
     histories[3:5] = histories[2] + 0.3 * generator.normal(size=(2, 6))
-    found = compute_trust(histories, confidence)
-    np.testing.assert_allclose(found, naive_trust(histories, confidence), rtol=1e-9, atol=1e-12)
-    assert 0 < found.max() <= 1
+    trust = compute_trust(histories, confidence)
+    np.testing.assert_allclose(trust, naive_trust(histories, confidence), rtol=1e-9, atol=1e-12)
+    assert 0 < trust.max() <= 1
 
 
 def test_trust_in_edge_cases() -> None:
@@ -66,18 +66,18 @@ def test_sybils_are_excluded_and_dissimilar_clients_give_the_weighted_mean_to_th
     directions = np.eye(6, 40, dtype=np.float32)
     weights = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     result = call(FoolsGold(), directions, weights, np.zeros(40))
-    np.testing.assert_array_equal(vector(result), vector(call(WeightedMean(), directions, weights)))
+    np.testing.assert_array_equal(get_vector(result), get_vector(call(WeightedMean(), directions, weights)))
     sybils = directions.copy()
     sybils[4] = sybils[5]
     result = call(FoolsGold(), sybils, weights, np.zeros(40))
     assert result.influence is not None
     assert result.influence.tolist() == [1, 1, 1, 1, 0, 0]
-    np.testing.assert_array_equal(vector(result), vector(call(WeightedMean(), sybils[:4], weights[:4])))
+    np.testing.assert_array_equal(get_vector(result), get_vector(call(WeightedMean(), sybils[:4], weights[:4])))
 
 
 def test_with_identical_clients_the_server_keeps_its_model() -> None:
     result = call(FoolsGold(), np.ones((4, 5)), None, np.full(5, 7.0))
-    assert vector(result).tolist() == [7.0] * 5
+    assert get_vector(result).tolist() == [7.0] * 5
     assert result.metrics()["rule/left_out"].value == 1  # type: ignore[union-attr]
 
 
@@ -89,14 +89,14 @@ def test_histories_are_the_sums_of_the_changes_of_the_last_module_by_client() ->
     expected: dict[str, np.ndarray] = {}
     for cohort in (("anna", "ben"), ("ben", "carl"), ("anna", "carl")):
         server = {name: tensor.clone() for name, tensor in tensors["global"].items()}
-        sent = [
+        updates = [
             Update({n: torch.randn(t.shape, generator=generator) for n, t in server.items()}, 1.0, client_id=client)
             for client in cohort
         ]
-        for update in sent:
+        for update in updates:
             change = torch.cat([(update.tensors[n] - server[n]).flatten() for n in ("net/out.weight", "net/out.bias")])
             expected[update.client_id] = expected.get(update.client_id, np.zeros(6, np.float32)) + change.numpy()
-        result = FoolsGold()(sent, tensors)
+        result = FoolsGold()(updates, tensors)
         tensors = dict(result.tensors)
         histories = np.stack([expected[client] for client in cohort]).astype(float)
         np.testing.assert_allclose(result.influence, compute_trust(histories, 1.0), atol=1e-6)
@@ -109,28 +109,28 @@ def test_histories_are_the_sums_of_the_changes_of_the_last_module_by_client() ->
 def test_options_choose_the_features_and_the_sharpness() -> None:
     server = {"global": {"net/a.w": torch.zeros(4), "net/b.w": torch.zeros(4)}}
     generator = torch.Generator().manual_seed(3)
-    sent = [
+    updates = [
         Update({n: torch.randn(4, generator=generator) for n in server["global"]}, 1.0, client_id=str(i))
         for i in range(4)
     ]
-    found = {
-        repr(rule): rule(sent, server).influence.tolist()  # type: ignore[union-attr]
+    influences = {
+        repr(rule): rule(updates, server).influence.tolist()  # type: ignore[union-attr]
         for rule in (FoolsGold(), FoolsGold(features="net/a"), FoolsGold(features="net/"), FoolsGold(confidence=0.3))
     }
-    assert len({tuple(values) for values in found.values()}) == 4
-    assert FoolsGold(features="net/b")(sent, server).influence.tolist() == found[repr(FoolsGold())]  # type: ignore[union-attr]
-    memory = FoolsGold(features="net/")(sent, server).tensors[MEMORY + "global"]
+    assert len({tuple(values) for values in influences.values()}) == 4
+    assert FoolsGold(features="net/b")(updates, server).influence.tolist() == influences[repr(FoolsGold())]  # type: ignore[union-attr]
+    memory = FoolsGold(features="net/")(updates, server).tensors[MEMORY + "global"]
     assert memory["0"].shape == (8,)
 
 
 def test_masked_elements_count_as_unchanged_and_clients_without_weight_are_not_stored() -> None:
-    sent = make_row_updates(np.array([[1.0, 9.0, 2.0], [5.0, 1.0, 1.0], [3.0, 3.0, 3.0]]))
+    updates = make_row_updates(np.array([[1.0, 9.0, 2.0], [5.0, 1.0, 1.0], [3.0, 3.0, 3.0]]))
     mask = {"net/w": torch.tensor([1.0, 0.0, 1.0])}
-    sent = [
+    updates = [
         Update(update.tensors, weight, client_id=update.client_id)
-        for update, weight in zip(sent, [mask, 2.0, 0.0], strict=True)
+        for update, weight in zip(updates, [mask, 2.0, 0.0], strict=True)
     ]
-    result = FoolsGold()(sent, {})
+    result = FoolsGold()(updates, {})
     memory = {name: value.tolist() for name, value in result.tensors[MEMORY + "global"].items()}
     assert memory == {"c000": [1.0, 0.0, 2.0], "c001": [5.0, 1.0, 1.0]}
 

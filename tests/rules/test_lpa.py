@@ -29,7 +29,7 @@ def lpa_by_hand(
     gaps: dict[str, float] = {}
     numbers: list[int] = []
     for names in layers:
-        vectors = [np.concatenate([sent.tensors[n].double().numpy().ravel() for n in names]) for sent in updates]
+        vectors = [np.concatenate([update.tensors[n].double().numpy().ravel() for n in names]) for update in updates]
         mean = np.zeros_like(vectors[0])
         for vector in vectors:
             mean = mean + vector / len(vectors)
@@ -38,15 +38,15 @@ def lpa_by_hand(
         ranked = [deviations[client] for client in order]
         gaps[names[0]] = min((b - a for a, b in pairwise(ranked)), default=1.0) / (max(ranked) or 1.0)
         low, high = math.floor(vl * len(vectors) + 1e-9), math.floor(vh * len(vectors) + 1e-9)
-        kept = order[low : len(order) - high]
+        selected = order[low : len(order) - high]
         if low + high >= len(order):
-            kept = [order[(len(order) - 1) // 2]]
+            selected = [order[(len(order) - 1) // 2]]
         if len(order) == 1:
-            kept = order
-        numbers.append(len(kept))
+            selected = order
+        numbers.append(len(selected))
         for name in names:
-            total = sum(float(updates[c].weight) * updates[c].tensors[name].double().numpy() for c in kept)
-            result[name] = total / sum(float(updates[c].weight) for c in kept)
+            total = sum(float(updates[c].weight) * updates[c].tensors[name].double().numpy() for c in selected)
+            result[name] = total / sum(float(updates[c].weight) for c in selected)
     return result, gaps, numbers
 
 
@@ -78,8 +78,8 @@ def test_pruning_equals_the_algorithm_by_hand(clients: int, seed: int, vl: float
     for name, values in expected.items():
         np.testing.assert_allclose(result.tensors["global"][name].numpy(), values, rtol=1e-6, atol=1e-6)
     report = {name.removeprefix("lpa/pruned/"): (r.total, r.count) for name, r in result.report.items()}
-    called = list(LAYERS) if by == "module" else list(SHAPES)
-    assert report == {layer: (clients - kept, clients) for layer, kept in zip(called, numbers, strict=True)}
+    names = list(LAYERS) if by == "module" else list(SHAPES)
+    assert report == {layer: (clients - kept, clients) for layer, kept in zip(names, numbers, strict=True)}
 
 
 def test_long_layers_equal_the_algorithm_in_matrix_form() -> None:
@@ -90,8 +90,8 @@ def test_long_layers_equal_the_algorithm_in_matrix_form() -> None:
     weights = generator.integers(1, 99, 20).astype(float)
     wide = matrix.astype(np.float64)
     order = np.argsort(np.linalg.norm(wide - wide.mean(axis=0), axis=1))
-    kept = order[4:17]
-    expected = weights[kept] @ wide[kept] / weights[kept].sum()
+    selected = order[4:17]
+    expected = weights[selected] @ wide[selected] / weights[selected].sum()
     updates = [Update({"m.x": torch.from_numpy(row)}, float(w)) for row, w in zip(matrix, weights, strict=True)]
     result = LayerwisePruning(vl=0.2, vh=0.15)(updates, {}).tensors["global"]["m.x"].numpy()
     np.testing.assert_allclose(result, expected, rtol=5e-7)
@@ -105,10 +105,10 @@ def test_the_order_of_clients_does_not_matter(clients: int, seed: int, order: ob
     rule = LayerwisePruning(vl=0.25, vh=0.25)
     shuffled = list(updates)
     order.shuffle(shuffled)  # type: ignore[attr-defined]
-    one, other = rule(updates, {}), rule(shuffled, {})
-    for name, values in one.tensors["global"].items():
-        torch.testing.assert_close(other.tensors["global"][name], values)
-    assert one.report == other.report
+    result, shuffled_result = rule(updates, {}), rule(shuffled, {})
+    for name, values in result.tensors["global"].items():
+        torch.testing.assert_close(shuffled_result.tensors["global"][name], values)
+    assert result.report == shuffled_result.report
 
 
 @pytest.mark.parametrize(("clients", "share"), [(20, 0.0), (9, 0.1), (1, 0.9)])
@@ -130,7 +130,7 @@ def test_each_share_moves_the_result(option: dict[str, float]) -> None:
 
 
 def find_kept(values: Sequence[float], **options: float) -> list[int]:
-    """Find the kept clients of a one-parameter model from the mean under weights of 2**client."""
+    """Find the kept clients of a model with a single parameter, from the mean under weights of 2**client."""
     marked = [Update({"m.x": torch.tensor([value])}, 2.0**client) for client, value in enumerate(values)]
     mean = Fraction(LayerwisePruning(**options)(marked, {}).tensors["global"]["m.x"].double().item())  # type: ignore[arg-type]
     fitting = []

@@ -44,7 +44,7 @@ def test_any_method_takes_any_rule_by_name(tiny: Tiny, method: str, rule: str) -
 @pytest.mark.parametrize("rule", ["foolsgold", "{name: dnc, sample: 20}"])
 def test_rules_with_a_memory_or_random_draws_resume_to_the_same_bits(tiny: Tiny, rule: str) -> None:
     setting = [*QUICK, "train.cohort=0.5", "train.rounds=4", f"method.rule={rule}"]
-    undisturbed = known(tiny(*setting))
+    reference = known(tiny(*setting))
     config = tiny(*setting, "run.name=stopped")
     server = start_server(config)
     for _ in range(2):
@@ -57,8 +57,8 @@ def test_rules_with_a_memory_or_random_draws_resume_to_the_same_bits(tiny: Tiny,
         server.round()
     server.finish()
     server.close()
-    assert_same_bits(undisturbed, read_tensors(run_dir))
-    assert any(name.startswith("server foolsgold/global ") for name in undisturbed) == (rule == "foolsgold")
+    assert_same_bits(reference, read_tensors(run_dir))
+    assert any(name.startswith("server foolsgold/global ") for name in reference) == (rule == "foolsgold")
 
 
 def test_the_metrics_table_contains_the_influence_of_each_client(tiny: Tiny) -> None:
@@ -66,19 +66,19 @@ def test_the_metrics_table_contains_the_influence_of_each_client(tiny: Tiny) -> 
     train_federation(config)
     rows = [row for row in to_rows(read_rows(Path(config.run.dir) / "tiny")) if row.round == 2]
     by_name = {row.metric: row for row in rows if not row.client}
-    trained = [row.client for row in rows if row.client and row.metric == "loss"]
+    cohort = [row.client for row in rows if row.client and row.metric == "loss"]
     influences = by_name["rule/influences"].array
     assert influences is not None
-    assert len(influences) == len(trained) == 6
+    assert len(influences) == len(cohort) == 6
     assert set(influences) == {0.0, 1.0}
     run_dir = Path(config.run.dir) / "tiny"
-    found = influence.influences(run_dir)
-    assert set(found) == {1, 2}
-    assert found[2] == dict(zip(trained, influences, strict=True))
-    (one,) = (client for client, left in found[2].items() if left == 0)
+    by_round = influence.influences(run_dir)
+    assert set(by_round) == {1, 2}
+    assert by_round[2] == dict(zip(cohort, influences, strict=True))
+    (excluded,) = (client for client, value in by_round[2].items() if value == 0)
     assert influence.influences(run_dir, until_round=1).keys() <= {1, 2}
     left_out = by_name["rule/left_out"]
-    assert one in trained
+    assert excluded in cohort
     assert (
         left_out.value * left_out.count == np.count_nonzero(influences == 0) == 1
     )  # f is 2 of 6, but at most (6 - 3) / 2
@@ -104,9 +104,9 @@ def test_clients_with_rejected_updates_have_no_influence(tiny: Tiny, monkeypatch
         server.round()
     server.finish()
     server.close()
-    found = influence.influences(Path(config.run.dir) / "tiny")
-    assert [len(of_round) for of_round in found.values()] == [5, 5]
-    assert [sum(of_round.values()) for of_round in found.values()] == [1.0, 1.0]
+    influences = influence.influences(Path(config.run.dir) / "tiny")
+    assert [len(of_round) for of_round in influences.values()] == [5, 5]
+    assert [sum(of_round.values()) for of_round in influences.values()] == [1.0, 1.0]
 
 
 def test_rules_without_influences_list_no_client_and_a_torn_metrics_table_is_an_error(

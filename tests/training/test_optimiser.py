@@ -1,4 +1,4 @@
-"""The training loop's optimiser against torch.optim's, and SGD's formula."""
+"""The training loop's optimiser against torch.optim, and plain SGD against its formula."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_it_is_the_optimisers_own_step(settings: dict[str, Any]) -> None:
+def test_steps_equal_torchs_optimisers(settings: dict[str, Any]) -> None:
     torch.manual_seed(0)
     starts = {"a": [torch.randn(3, 4), torch.randn(())], "b": [torch.randn(5), torch.randn(0)]}
     gradients = [[torch.randn_like(t) for ts in starts.values() for t in ts] for _ in range(4)]
@@ -33,23 +33,25 @@ def test_it_is_the_optimisers_own_step(settings: dict[str, Any]) -> None:
         every = [p for ps in parameters.values() for p in ps]
         for number, values in enumerate(gradients):
             for index, (parameter, value) in enumerate(zip(every, values, strict=True)):
-                parameter.grad = None if number == 1 and index == 0 else value.clone()  # one has no gradient for once
+                parameter.grad = (
+                    None if number == 1 and index == 0 else value.clone()
+                )  # one parameter has no gradient in this step
             optimiser.advance() if isinstance(optimiser, Optimiser) else optimiser.step()
             assert all(p.grad is None or torch.equal(p.grad, value) for p, value in zip(every, values, strict=True))
         ends.append(every)
-    for one, other in zip(*ends, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+    for one, reference in zip(*ends, strict=True):
+        torch.testing.assert_close(one, reference, rtol=1e-6, atol=1e-7)
 
 
-def test_plain_sgd_is_its_formula_to_the_bit() -> None:
+def test_plain_sgd_equals_its_formula_to_the_bit() -> None:
     parameter, gradient = torch.randn(100), torch.randn(100)
     leaf = parameter.clone().requires_grad_()
     leaf.grad = gradient
     Optimiser({"a": [leaf]}, OptimiserSettings(lr=0.25), round_index=0).advance()
-    assert torch.equal(leaf, parameter - 0.25 * gradient)  # a quarter of a number is exact
+    assert torch.equal(leaf, parameter - 0.25 * gradient)  # multiplying by 1/4 is exact
 
 
-def test_without_any_gradient_nothing_moves() -> None:
+def test_steps_without_gradients_leave_parameters_unchanged() -> None:
     leaf = torch.ones(3, requires_grad=True)
     Optimiser({"a": [leaf]}, OptimiserSettings(lr=0.25, momentum=0.9), round_index=0).advance()
     assert torch.equal(leaf, torch.ones(3))

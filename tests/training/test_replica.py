@@ -1,4 +1,4 @@
-"""Networks that serve one client after another: what the next client finds depends on what was sent and kept alone."""
+"""Networks shared by successive clients: a client's start depends only on received and stored tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from raydfl.training.replica import Replica
 
 
 class Normalised(nn.Module):
-    """Floating buffers, a counter, a scalar and a buffer that is not in the state dict."""
+    """Network with floating buffers, a counter, a scalar and a buffer outside its state dict."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,58 +37,58 @@ class Tied(nn.Module):
         self.other.weight = self.one.weight
 
 
-def networks() -> dict[str, nn.Module]:
+def make_networks() -> dict[str, nn.Module]:
     torch.manual_seed(3)
     return {"plugin": CRNN(4, 3, (5,), hidden=6), "local": Normalised()}
 
 
-def tied() -> dict[str, nn.Module]:
+def make_tied_networks() -> dict[str, nn.Module]:
     torch.manual_seed(4)
     return {"plugin": Tied(), "local": Normalised()}
 
 
-def double() -> dict[str, nn.Module]:
+def make_double_networks() -> dict[str, nn.Module]:
     torch.manual_seed(5)
     return {"plugin": nn.Linear(3, 4).double(), "local": nn.Linear(2, 2)}
 
 
-def state(models: dict[str, nn.Module]) -> dict[str, Tensor]:
+def read_state(models: dict[str, nn.Module]) -> dict[str, Tensor]:
     return {f"{n}/{k}": v.clone() for n, m in models.items() for k, v in m.state_dict().items()}
 
 
-def shared(name: str) -> bool:
+def is_shared(name: str) -> bool:
     return name.startswith("plugin/")
 
 
-def random_like(tensors: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
+def make_random_like(tensors: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.randn(value.shape, generator=generator) for name, value in tensors.items()}
 
 
-@pytest.mark.parametrize("make", [networks, tied, double])
-def test_each_tensor_comes_from_where_it_belongs(make: Callable[[], dict[str, nn.Module]]) -> None:
-    """The first key that has a shared tensor, what the client kept for a private one, else the initial value."""
-    fresh, models = state(make()), make()
-    networks = Replica(models)
+@pytest.mark.parametrize("make", [make_networks, make_tied_networks, make_double_networks])
+def test_each_tensor_is_loaded_from_its_source(make: Callable[[], dict[str, nn.Module]]) -> None:
+    """Shared tensors come from the first key with their name, private tensors from the client, and the rest from initial values."""
+    fresh, models = read_state(make()), make()
+    replica = Replica(models)
     floating = {name: value for name, value in fresh.items() if value.is_floating_point()}
-    names = [name for name in floating if shared(name)]
-    first = random_like({name: floating[name] for name in [*names[::2], "local/unknown"] if name in floating}, 1)
-    second = random_like({name: floating[name] for name in reversed(names[:-1])}, 2)
-    private = [name for name in floating if not shared(name)]
-    kept = random_like({name: floating[name] for name in private[1:]}, 3)
-    received = {"a": FlatTensors.from_tensors(first), "b": FlatTensors.from_tensors(second)}
-    for _ in range(2):  # the second time from a plan that is remembered
+    names = [name for name in floating if is_shared(name)]
+    first = make_random_like({name: floating[name] for name in [*names[::2], "local/unknown"] if name in floating}, 1)
+    second = make_random_like({name: floating[name] for name in reversed(names[:-1])}, 2)
+    private = [name for name in floating if not is_shared(name)]
+    private_values = make_random_like({name: floating[name] for name in private[1:]}, 3)
+    broadcast = {"a": FlatTensors.from_tensors(first), "b": FlatTensors.from_tensors(second)}
+    for _ in range(2):  # The second pass uses the recorded plan.
         spoil(models)
-        networks.start(received, kept, shared)
-        for name, value in state(models).items():
+        replica.start(broadcast, private_values, is_shared)
+        for name, value in read_state(models).items():
             expected = fresh[name]
-            if name in kept:
-                expected = kept[name]
-            for sent in (second, first):
-                if name in sent and not (make is tied and name == "plugin/one.weight"):
-                    expected = sent[name]
-            if make is tied and "weight" in name and "plugin" in name:
-                continue  # one tensor under two names: the last one loaded counts
+            if name in private_values:
+                expected = private_values[name]
+            for source in (second, first):
+                if name in source and not (make is make_tied_networks and name == "plugin/one.weight"):
+                    expected = source[name]
+            if make is make_tied_networks and "weight" in name and "plugin" in name:
+                continue  # Two names share a tensor, so the last loaded value counts.
             torch.testing.assert_close(value, expected.to(value.dtype), rtol=0, atol=0, msg=name)
 
 
@@ -105,16 +105,16 @@ def spoil(models: dict[str, nn.Module]) -> None:
         model.eval()
 
 
-@pytest.mark.parametrize("make", [networks, tied])
-def test_nothing_of_the_last_client_is_left(make: Callable[[], dict[str, nn.Module]]) -> None:
+@pytest.mark.parametrize("make", [make_networks, make_tied_networks])
+def test_a_replica_starts_without_traces_of_the_last_client(make: Callable[[], dict[str, nn.Module]]) -> None:
     models = make()
-    fresh = state(models)
-    built = Replica(models)
+    fresh = read_state(models)
+    replica = Replica(models)
     for parameter in models["plugin"].parameters():
-        parameter.requires_grad_(False)  # after it was built: somebody's code
+        parameter.requires_grad_(False)  # Simulate a user's code after the build.
     spoil(models)
-    built.start({}, {}, shared)
-    for name, value in state(models).items():
+    replica.start({}, {}, is_shared)
+    for name, value in read_state(models).items():
         assert torch.equal(value, fresh[name]), name
     assert torch.equal(models["local"].hidden, torch.ones(2))  # type: ignore[arg-type]
     assert torch.equal(models["local"].table, torch.ones(2))  # type: ignore[arg-type]
@@ -123,36 +123,36 @@ def test_nothing_of_the_last_client_is_left(make: Callable[[], dict[str, nn.Modu
         assert all(module.training for module in model.modules())
 
 
-def test_a_frozen_parameter_is_frozen_again() -> None:
-    models = networks()
+def test_a_frozen_parameter_is_frozen_at_every_start() -> None:
+    models = make_networks()
     models["local"].scale.requires_grad_(False)  # type: ignore[union-attr, operator]
-    built = Replica(models)
+    replica = Replica(models)
     models["local"].scale.requires_grad_(True)  # type: ignore[union-attr, operator]
-    built.start({}, {}, shared)
+    replica.start({}, {}, is_shared)
     assert not models["local"].scale.requires_grad  # type: ignore[union-attr]
 
 
-def test_they_compute_and_train_as_before() -> None:
-    plain, models = networks(), networks()
+def test_replicas_compute_and_train_like_plain_networks() -> None:
+    plain, models = make_networks(), make_networks()
     Replica(models)
     x = torch.randn(3, 8, 4)
-    for each in (plain, models):
-        optimiser = torch.optim.SGD(each["plugin"].parameters(), lr=0.1)
-        each["plugin"].eval()(x).square().sum().backward()
+    for trained in (plain, models):
+        optimiser = torch.optim.SGD(trained["plugin"].parameters(), lr=0.1)
+        trained["plugin"].eval()(x).square().sum().backward()
         optimiser.step()
-    for one, other in zip(plain["plugin"].parameters(), models["plugin"].parameters(), strict=True):
-        assert torch.equal(one, other)
+    for expected, parameter in zip(plain["plugin"].parameters(), models["plugin"].parameters(), strict=True):
+        assert torch.equal(expected, parameter)
 
 
-def hook(*_: object) -> None:
-    """Does nothing; what counts is that it is there."""
+def do_nothing(*_: object) -> None:
+    """Do nothing: only the presence of a hook counts."""
 
 
-def linear(models: dict[str, nn.Module]) -> nn.Linear:
+def find_linear(models: dict[str, nn.Module]) -> nn.Linear:
     return next(layer for layer in models["local"].modules() if isinstance(layer, nn.Linear))
 
 
-LEFT_BEHIND: dict[str, Callable[[nn.Linear, dict[str, nn.Module]], object]] = {
+CHANGES: dict[str, Callable[[nn.Linear, dict[str, nn.Module]], object]] = {
     "layer": lambda layer, models: models["local"].layers.__setitem__(0, nn.Linear(3, 4)),  # type: ignore[union-attr, operator]
     "parameter": lambda layer, models: setattr(layer, "weight", nn.Parameter(layer.weight.clone())),
     "memory": lambda layer, models: setattr(layer.weight, "data", layer.weight.data.clone()),
@@ -167,103 +167,103 @@ LEFT_BEHIND: dict[str, Callable[[nn.Linear, dict[str, nn.Module]], object]] = {
     "class": lambda layer, models: setattr(layer, "__class__", nn.Identity),
     "attribute": lambda layer, models: setattr(models["local"], "factor", 2.0),
     "entry of an attribute": lambda layer, models: models["local"].notes["deep"].append(1),  # type: ignore[index, union-attr, operator]
-    "method": lambda layer, models: setattr(layer, "forward", hook),
+    "method": lambda layer, models: setattr(layer, "forward", do_nothing),
     "attribute of a parameter": lambda layer, models: setattr(layer.weight, "importance", 2.0),
-    "forward hook": lambda layer, models: layer.register_forward_hook(hook),
-    "forward pre-hook": lambda layer, models: layer.register_forward_pre_hook(hook),
-    "backward hook": lambda layer, models: layer.register_full_backward_hook(hook),
-    "backward pre-hook": lambda layer, models: layer.register_full_backward_pre_hook(hook),
-    "state-dict hook": lambda layer, models: layer.register_state_dict_post_hook(hook),
-    "state-dict pre-hook": lambda layer, models: layer.register_state_dict_pre_hook(hook),
-    "load hook": lambda layer, models: layer.register_load_state_dict_post_hook(hook),
-    "parameter's hook": lambda layer, models: layer.weight.register_hook(hook),
-    "hook after accumulation": lambda layer, models: layer.weight.register_post_accumulate_grad_hook(hook),
+    "forward hook": lambda layer, models: layer.register_forward_hook(do_nothing),
+    "forward pre-hook": lambda layer, models: layer.register_forward_pre_hook(do_nothing),
+    "backward hook": lambda layer, models: layer.register_full_backward_hook(do_nothing),
+    "backward pre-hook": lambda layer, models: layer.register_full_backward_pre_hook(do_nothing),
+    "state-dict hook": lambda layer, models: layer.register_state_dict_post_hook(do_nothing),
+    "state-dict pre-hook": lambda layer, models: layer.register_state_dict_pre_hook(do_nothing),
+    "load hook": lambda layer, models: layer.register_load_state_dict_post_hook(do_nothing),
+    "parameter's hook": lambda layer, models: layer.weight.register_hook(do_nothing),
+    "hook after accumulation": lambda layer, models: layer.weight.register_post_accumulate_grad_hook(do_nothing),
 }
 
 
-@pytest.mark.parametrize("what", ["nothing", *LEFT_BEHIND])
-@pytest.mark.parametrize("make", [networks, tied])
-def test_whatever_is_left_in_a_network_is_noticed(what: str, make: Callable[[], dict[str, nn.Module]]) -> None:
+@pytest.mark.parametrize("change", ["nothing", *CHANGES])
+@pytest.mark.parametrize("make", [make_networks, make_tied_networks])
+def test_any_change_of_a_network_is_detected(change: str, make: Callable[[], dict[str, nn.Module]]) -> None:
     models = make()
-    built = Replica(models)
-    built.start({}, {}, shared)
-    assert built.intact
-    LEFT_BEHIND.get(what, lambda *_: None)(linear(models), models)
-    assert built.intact == (what == "nothing")
+    replica = Replica(models)
+    replica.start({}, {}, is_shared)
+    assert replica.intact
+    CHANGES.get(change, lambda *_: None)(find_linear(models), models)
+    assert replica.intact == (change == "nothing")
 
 
-def test_ordinary_work_leaves_nothing() -> None:
-    """A network that somebody has trained and measured is not built again."""
-    models = networks()
-    built = Replica(models)
+def test_ordinary_training_leaves_a_replica_intact() -> None:
+    """A trained and evaluated network needs no new build."""
+    models = make_networks()
+    replica = Replica(models)
     x = torch.randn(3, 8, 4)
     for _ in range(2):
-        built.start({}, {}, shared)
+        replica.start({}, {}, is_shared)
         models["plugin"](x).square().sum().backward()
         torch.optim.SGD(models["plugin"].parameters(), lr=0.1).step()
         models["local"].layers(torch.randn(5, 3))  # type: ignore[union-attr, operator]
         models["plugin"].eval()
         torch.func.functional_call(models["plugin"], {k: v + 1 for k, v in models["plugin"].named_parameters()}, (x,))
         models["plugin"].requires_grad_(False)
-        assert built.intact
+        assert replica.intact
 
 
-@pytest.mark.parametrize("make", [networks, tied])
-def test_a_tensor_of_another_shape_is_refused(make: Callable[[], dict[str, nn.Module]]) -> None:
-    """Never cut to fit: not a larger one, not one of as many elements, not one number for many; sent or kept."""
+@pytest.mark.parametrize("make", [make_networks, make_tied_networks])
+def test_a_tensor_with_a_different_shape_is_rejected(make: Callable[[], dict[str, nn.Module]]) -> None:
+    """Check larger tensors, equal numbers of elements and broadcastable shapes, both received and stored."""
     models = make()
-    built = Replica(models)
-    names = [name for name, value in state(models).items() if value.is_floating_point() and value.dim() == 2]
-    for name in (next(filter(shared, names)), next(name for name in names if not shared(name))):
-        rows, columns = state(models)[name].shape
-        for other in ((2 * rows, columns), (rows * columns, 1), (1, columns), (1,)):
-            wrong = {name: torch.ones(other)}
-            sent, kept = ({"global": FlatTensors.from_tensors(wrong)}, {}) if shared(name) else ({}, wrong)
+    replica = Replica(models)
+    names = [name for name, value in read_state(models).items() if value.is_floating_point() and value.dim() == 2]
+    for name in (next(filter(is_shared, names)), next(name for name in names if not is_shared(name))):
+        rows, columns = read_state(models)[name].shape
+        for shape in ((2 * rows, columns), (rows * columns, 1), (1, columns), (1,)):
+            wrong = {name: torch.ones(shape)}
+            received, private = ({"global": FlatTensors.from_tensors(wrong)}, {}) if is_shared(name) else ({}, wrong)
             with pytest.raises(ConfigError) as error:
-                built.start(sent, kept, shared, "client 'a', round 3")
+                replica.start(received, private, is_shared, "client 'a', round 3")
             model, _, tensor = name.partition("/")
-            for part in ("client 'a', round 3", repr(model), repr(tensor), str(list(other)), str([rows, columns])):
+            for part in ("client 'a', round 3", repr(model), repr(tensor), str(list(shape)), str([rows, columns])):
                 assert part in str(error.value)
 
 
-def test_where_it_is_possible_they_lie_in_one_vector() -> None:
-    """What is sent is then one copy, to the bit what many copies give."""
-    for make, possible in ((networks, True), (tied, False), (double, False)):
+def test_floating_tensors_share_one_vector_where_possible() -> None:
+    """Flattening then copies one vector, with the bits of many copies."""
+    for make, possible in ((make_networks, True), (make_tied_networks, False), (make_double_networks, False)):
         models = make()
-        sent = {name: value for name, value in state(models).items() if value.is_floating_point()}
-        built = Replica(models)
+        tensors = {name: value for name, value in read_state(models).items() if value.is_floating_point()}
+        replica = Replica(models)
         live = {f"{n}/{k}": v for n, m in models.items() for k, v in m.state_dict().items() if v.is_floating_point()}
-        assert (built._vector is not None) == possible
+        assert (replica._vector is not None) == possible
         flat = FlatTensors.from_tensors(live)
-        assert flat.vector.tobytes() == FlatTensors.from_tensors(sent).vector.tobytes()
+        assert flat.vector.tobytes() == FlatTensors.from_tensors(tensors).vector.tobytes()
         live[next(iter(live))].zero_()
-        assert flat.vector.tobytes() == FlatTensors.from_tensors(sent).vector.tobytes()  # a copy
+        assert flat.vector.tobytes() == FlatTensors.from_tensors(tensors).vector.tobytes()  # flat is a copy
         assert isinstance(built_module._Vector.from_models(models), built_module._Vector) == possible
 
 
-def test_own_tensors_are_a_copy_made_when_needed() -> None:
-    sent = FlatTensors.from_tensors({"a": torch.arange(6.0).view(2, 3), "b": torch.tensor(7.0)})
-    sent.vector.flags.writeable = False
-    own = OwnTensors(sent, torch.device("cpu"))
-    assert list(own) == ["a", "b"]
-    assert len(own) == 2
-    assert "a" in own
-    assert "c" not in own
-    assert torch.equal(own["a"], sent["a"])
-    assert own["b"].shape == ()
-    own["a"].zero_()
-    assert own["a"] is own["a"]
-    assert not own["a"].any()
-    assert torch.equal(sent["a"], torch.arange(6.0).view(2, 3))
+def test_own_tensors_are_copied_on_access() -> None:
+    flat = FlatTensors.from_tensors({"a": torch.arange(6.0).view(2, 3), "b": torch.tensor(7.0)})
+    flat.vector.flags.writeable = False
+    copies = OwnTensors(flat, torch.device("cpu"))
+    assert list(copies) == ["a", "b"]
+    assert len(copies) == 2
+    assert "a" in copies
+    assert "c" not in copies
+    assert torch.equal(copies["a"], flat["a"])
+    assert copies["b"].shape == ()
+    copies["a"].zero_()
+    assert copies["a"] is copies["a"]
+    assert not copies["a"].any()
+    assert torch.equal(flat["a"], torch.arange(6.0).view(2, 3))
     with pytest.raises(KeyError, match="c"):
-        own["c"]
+        copies["c"]
 
 
 @pytest.mark.parametrize(
     "kind", ["neighbours", "swapped", "gap", "overlap", "strided", "integers", "storages", "empty"]
 )
-def test_flattening_looks_at_where_tensors_lie(kind: str) -> None:
-    """Whatever way it takes, the vector is the concatenation of the tensors."""
+def test_flattening_handles_any_memory_layout(kind: str) -> None:
+    """The vector is the concatenation of the tensors for every memory layout."""
     block = torch.randn(40)
     tensors = {
         "neighbours": [block[3:9].view(2, 3), block[9:10].view(()), block[10:30]],

@@ -1,4 +1,4 @@
-"""Supported versions: pyproject.toml, the tested versions and the documentation agree."""
+"""Supported versions agree in the bounds of pyproject.toml, the tested ends and the docs."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ ROOT = HERE.parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
-def read_versions(path: Path) -> dict[str, Version]:
+def read_pins(path: Path) -> dict[str, Version]:
     lines = [line.split("==") for line in path.read_text().splitlines() if not line.startswith("#")]
     return {name.lower(): Version(version) for name, version in lines}
 
 
 OLDEST, NEWEST, USUAL = (
-    read_versions(path) for path in (HERE / "oldest.txt", HERE / "newest.txt", ROOT / "constraints.txt")
+    read_pins(path) for path in (HERE / "oldest.txt", HERE / "newest.txt", ROOT / "constraints.txt")
 )
-REQUIREMENTS = [
+OF_USERS = [
     *PROJECT["dependencies"],
     *(
         line
@@ -35,14 +35,14 @@ REQUIREMENTS = [
 ]
 
 
-@pytest.mark.parametrize("line", REQUIREMENTS)
-def test_lower_bounds_are_the_oldest_tested_versions(line: str) -> None:
+@pytest.mark.parametrize("line", OF_USERS)
+def test_lower_bounds_equal_the_oldest_tested_versions(line: str) -> None:
     requirement = Requirement(line)
     name = requirement.name.lower()
     for versions in (OLDEST, NEWEST, USUAL):
         assert versions[name] in requirement.specifier
     assert OLDEST[name] <= USUAL[name]
-    lower = [Version(specifier.version) for specifier in requirement.specifier if specifier.operator == ">="]
+    lower = [Version(bound.version) for bound in requirement.specifier if bound.operator == ">="]
     assert lower in ([], [OLDEST[name]])
 
 
@@ -52,7 +52,7 @@ def test_the_tests_of_the_oldest_and_newest_versions_exist(test: str) -> None:
     assert f"\ndef {name.partition('[')[0]}(" in (ROOT / file).read_text()
 
 
-def test_the_docs_name_the_oldest_and_newest_versions() -> None:
+def test_the_docs_list_the_oldest_and_newest_versions() -> None:
     page = (ROOT / "docs" / "install.md").read_text()
     rows = {
         name.lower(): ends for name, *ends in re.findall(r"^\| (\w+) \| ([\d.]+) \| ([\d.]+) \|$", page, re.MULTILINE)
@@ -61,3 +61,9 @@ def test_the_docs_name_the_oldest_and_newest_versions() -> None:
     for name in rows.keys() - {"python"}:
         package = {"pytorch": "torch"}.get(name, name)
         assert rows[name] == [str(OLDEST[package]), str(NEWEST[package])], name
+
+
+def test_the_listed_tests_with_ray_exist() -> None:
+    for test in WITH_RAY:
+        file, _, name = test.partition("::")
+        assert f"def {name.partition('[')[0]}(" in (ROOT / file).read_text(), test

@@ -1,4 +1,4 @@
-"""Tiny networks on one thread: more would only wait for each other."""
+"""Use a single thread, because threads of tiny networks only wait for each other."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
+def use_one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,4 +1,4 @@
-"""Law 8: clients trained in one computation end as they do one after another, for every method and family of models."""
+"""Law 8: batched clients end as unbatched clients, for every method and family of models."""
 
 from __future__ import annotations
 
@@ -73,22 +73,22 @@ from raydfl.training.step import Step
 from raydfl.training.together import lockstep as together
 
 
-def crnn(dropout: float = 0.0, bidirectional: bool = False, hidden: int = 5) -> nn.Module:
+def make_crnn(dropout: float = 0.0, bidirectional: bool = False, hidden: int = 5) -> nn.Module:
     return CRNN(BANDS, CLASSES, filters=(4,), hidden=hidden, bidirectional=bidirectional, dropout=dropout)
 
 
 FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: MeanLinear(BANDS, CLASSES),
     "mlp": lambda: MeanMLP(BANDS, CLASSES),
-    "crnn": crnn,
-    "bidirectional": lambda: crnn(bidirectional=True),
+    "crnn": make_crnn,
+    "bidirectional": lambda: make_crnn(bidirectional=True),
 }
 
 PRUNING = ("fedapta", "fedmp", "hermes")
 EVERY_KIND = ("convolution", "recurrent", "linear")
 
 
-def profila(cls: type[ProFiLA] = ProFiLA, **options: Any) -> ProFiLA:
+def make_profila(cls: type[ProFiLA] = ProFiLA, **options: Any) -> ProFiLA:
     method = cls(lam=(0.5, 1.0), **options)
     object.__setattr__(method, "objective", Compact(size=CLASSES))
     return method
@@ -104,9 +104,9 @@ METHODS: dict[str, list[Method]] = {
     "fedkad": [FedKAD(size=8), FedKAD(size=8, weights=True)],
     "fedprox": [FedProx(mu=1.0), FedProx(mu=1.0, squared=False)],
     "fedper": [FedPer()],
-    "fedstar": [FedSTAR(learn_from="labelled", kernel_decay=0.01)],  # with pools in test_plans.py
-    "profila": [profila()],
-    "profila_as_run": [profila(ProFiLAAsRun, anomalous_share=0.0, task="compact", align="smoothed", ramp=True)],
+    "fedstar": [FedSTAR(learn_from="labelled", kernel_decay=0.01)],  # tests with pools are in test_plans.py
+    "profila": [make_profila()],
+    "profila_as_run": [make_profila(ProFiLAAsRun, anomalous_share=0.0, task="compact", align="smoothed", ramp=True)],
     "scaffold": [Scaffold()],
     "ditto": [Ditto()],
     "fedbabu": [FedBABU()],
@@ -133,7 +133,7 @@ METHODS: dict[str, list[Method]] = {
     "multifl": [MultiFL()],
     "unifl": [UniFL()],
     "harmony": [Harmony()],
-    "modality_mirror": [ModalityMirror()],  # its second phase in tests/laws
+    "modality_mirror": [ModalityMirror()],  # tests of its second phase are in tests/laws
     "fedmlac": [
         FedMLAC(),
         FedMLAC(sequential=True),
@@ -146,33 +146,33 @@ METHODS: dict[str, list[Method]] = {
 
 
 AT_CLIENTS = {name: methods for name, methods in METHODS.items() if not isinstance(methods[0], ServerOptimiser)}
-"""Without those that only step at the server: their clients do what FedAvg's do."""
+"""Methods with client training of their own. Clients of pure server optimisers train as in FedAvg."""
 
 
-def networks(method: Method, family: str = "mlp") -> Callable[[], dict[str, nn.Module]]:
+def make_builder(method: Method, family: str = "mlp") -> Callable[[], dict[str, nn.Module]]:
     names = ("plugin", "local") if isinstance(method, FedMLAC) else ("model",)
 
     def build() -> dict[str, nn.Module]:
-        built = {name: FAMILIES[family]() for name in names}
+        models = {name: FAMILIES[family]() for name in names}
         if isinstance(method, WithViews):
-            built = {"audio": FAMILIES[family](), "video": FAMILIES[family]()}
-            width = sum(last_layer(network, "").in_features for network in built.values())
-            return {**built, "fusion": Fusion(width, CLASSES, hidden=4)}
+            models = {"audio": FAMILIES[family](), "video": FAMILIES[family]()}
+            width = sum(last_layer(network, "").in_features for network in models.values())
+            return {**models, "fusion": Fusion(width, CLASSES, hidden=4)}
         if isinstance(method, Moon) and method.projection:
-            add_projection(built["model"], method.projection)
+            add_projection(models["model"], method.projection)
         if isinstance(method, ProFiLA):
-            add_prototype(built["model"], CLASSES)
-            method.objective.extend(built["model"], ModelSpec("model", "made by the test", BANDS, CLASSES))
-        return {**built, **{name: copy.deepcopy(built[of]) for name, of in type(method).copies.items()}}
+            add_prototype(models["model"], CLASSES)
+            method.objective.extend(models["model"], ModelSpec("model", "made by the test", BANDS, CLASSES))
+        return {**models, **{name: copy.deepcopy(models[source]) for name, source in type(method).copies.items()}}
 
     return build
 
 
-def test_every_method_is_here() -> None:
+def test_every_method_is_covered() -> None:
     assert sorted(METHODS) == registry.names("raydfl.methods")
 
 
-def test_an_optimiser_at_the_server_leaves_the_clients_work_as_it_is() -> None:
+def test_server_optimisers_keep_fedavgs_client_training() -> None:
     only_at_the_server = {name: methods[0] for name, methods in METHODS.items() if name not in AT_CLIENTS}
     assert only_at_the_server
     for method in only_at_the_server.values():
@@ -180,18 +180,18 @@ def test_an_optimiser_at_the_server_leaves_the_clients_work_as_it_is() -> None:
             assert getattr(type(method), part) is getattr(FedAvg, part)
 
 
-def combined(method: str, *, first: bool) -> list[Any]:
-    """A method with every family and kind of length; in the fast suite with the one that asks for most, the first with all."""
+def make_cases(method: str, *, first: bool) -> list[Any]:
+    """Combine a method with every family and length. All cases of a first variant are fast, and only the hardest of the rest."""
     cases = []
     families = [
         family for family in FAMILIES if family != "linear" or not method.lower().startswith(PRUNING)
-    ]  # nothing there to prune
+    ]  # a linear network has nothing to prune
     for family in families:
         for lengths in (False, True):
             slow = not first and (family, lengths) != ("crnn", True)
             marks = [pytest.mark.slow] if slow else []
-            place = f"{method}-{'lengths' if lengths else 'fixed'}-{family}"
-            cases.append((family, lengths, place, marks))
+            case = f"{method}-{'lengths' if lengths else 'fixed'}-{family}"
+            cases.append((family, lengths, case, marks))
     return cases
 
 
@@ -200,16 +200,16 @@ def combined(method: str, *, first: bool) -> list[Any]:
     [
         pytest.param(name, family, lengths, id=place, marks=marks)
         for name in AT_CLIENTS
-        for family, lengths, place, marks in combined(name, first=name == "fedavg")
+        for family, lengths, place, marks in make_cases(name, first=name == "fedavg")
     ],
 )
 def test_every_method_and_family(name: str, family: str, lengths: bool) -> None:
     for method in METHODS[name]:
-        both(method, networks(method, family), lengths=lengths)
+        both(method, make_builder(method, family), lengths=lengths)
 
 
 @pytest.mark.parametrize("lengths", [False, True], ids=["fixed", "lengths"])
-def test_split_cnn_with_dropped_maps(lengths: bool) -> None:
+def test_split_cnn_with_dropout_of_maps(lengths: bool) -> None:
     both(FedAvg(), lambda: {"model": SplitCNN(BANDS, CLASSES, filters=(4,), groups=2, dropout=0.3)}, lengths=lengths)
 
 
@@ -229,7 +229,7 @@ def test_torchvisions_networks_with_a_frozen_stem(network: type[nn.Module], leng
     "optimiser",
     [
         {"momentum": 0.9, "weight_decay": 0.1},
-        # With the usual eps Adam turns the rounding of a gradient near 0 into a whole step.
+        # With its usual eps, Adam turns the rounding of a gradient near 0 into a whole step.
         {"name": "adam", "lr": 0.01, "weight_decay": 0.1, "eps": 1e-3},
         {"name": "adamw", "lr": 0.01, "clip_norm": 0.05, "eps": 1e-3},
         {"clip_norm": 0.05},
@@ -240,13 +240,13 @@ def test_torchvisions_networks_with_a_frozen_stem(network: type[nn.Module], leng
 def test_every_optimiser(optimiser: dict[str, Any]) -> None:
     method = FedMLAC()
     for family in ("mlp", "crnn"):
-        both(method, networks(method, family), optimiser=optimiser, round_index=2)
+        both(method, make_builder(method, family), optimiser=optimiser, round_index=2)
 
 
-def test_scaffold_with_controls_of_old_and_new_clients() -> None:
-    """Clients that took part before hold a control variate, new ones do not; the correction is a tensor at all of them."""
+def test_scaffold_batches_old_and_new_clients() -> None:
+    """Earlier participants have a control variate, and new clients have none."""
     method, generator = Scaffold(), torch.Generator().manual_seed(5)
-    build = networks(method, "crnn")
+    build = make_builder(method, "crnn")
     torch.manual_seed(0)
     start = method.init([Client("a", 0, 1)], [build()], np.random.default_rng(0))
     tensors = {n: torch.randn(t.shape, generator=generator) * 0.1 for n, t in start.tensors["global"].items()}
@@ -257,30 +257,30 @@ def test_scaffold_with_controls_of_old_and_new_clients() -> None:
 
 
 @pytest.mark.parametrize("family", ["mlp", "crnn"])
-def test_fedkad_with_class_means_of_some_classes(family: str) -> None:
-    """Clients hold different classes; which are known comes from the server."""
+def test_fedkad_batches_clients_with_some_class_means(family: str) -> None:
+    """Give clients different classes. The server sends the known class means."""
     means = torch.randn(CLASSES, 8, generator=torch.Generator().manual_seed(5))
     state = State(3, {"global": {MEANS: means, COUNTS: torch.tensor([2.0, 0.0, 5.0])}})
-    both(FedKAD(size=8), networks(FedKAD(), family), initial=state)
+    both(FedKAD(size=8), make_builder(FedKAD(), family), initial=state)
 
 
-def test_fedmlac_with_old_and_new_clients_in_one_group() -> None:
-    """New clients warm up while the others wait; then all train together."""
+def test_fedmlac_batches_old_and_new_clients() -> None:
+    """New clients warm up while the old clients wait. Then all train batched."""
     method = FedMLAC(warm_epochs=2)
     states = [{"warm": torch.ones(())} if old else {} for old in (True, False, False, True)]
-    steps = both(method, networks(method), states=states, expect_together=False)
+    steps = both(method, make_builder(method), states=states, expect_together=False)
     assert [step.execution.together for step in steps] == [2, 2, 2, 2], steps[0].execution.looped_because
     assert all("warm" in step.state for step in steps)
 
 
-def test_methods_of_users() -> None:
+def test_methods_of_users_are_batched() -> None:
     several = extra_methods.SeveralGlobals()
-    steps = both(several, networks(several, "crnn"))  # predict() before fit()
+    steps = both(several, make_builder(several, "crnn"))  # predict() before fit()
     assert len(steps[0].received) == 2
-    both(extra_methods.Vandal(), networks(several))
+    both(extra_methods.Vandal(), make_builder(several))
     phases = extra_methods.TwoPhases()
     torch.manual_seed(0)
-    build = networks(phases)
+    build = make_builder(phases)
     tensors = phases.init([Client("a", 0, 1)], [build()], np.random.default_rng(0)).tensors["global"]
     teacher = {n: t + 0.3 for n, t in tensors.items()}
     both(phases, build, initial=State(3, {"global": tensors, "teacher": teacher}), phase="distil")
@@ -288,7 +288,7 @@ def test_methods_of_users() -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Heads(Method):
-    """A user's method: two fits one after another over parts of the models, a frozen layer, per-client targets as state."""
+    """A user's method with two successive fits of parts of the models, a frozen layer, and per-client targets as state."""
 
     def local(self, step: Step) -> Update:
         step.state["target"] = torch.full((CLASSES,), float(step.client.num_examples))
@@ -305,13 +305,13 @@ class Heads(Method):
         return step.update(first)
 
 
-def test_two_fits_frozen_layers_and_embeddings() -> None:
+def test_two_fits_frozen_layers_and_embeddings_are_batched() -> None:
     steps = both(Heads(), lambda: {"a": MeanMLP(BANDS, CLASSES), "b": MeanMLP(BANDS, CLASSES)}, optimiser={"lr": 1e-3})
     assert not steps[0].models["a"].hidden.weight.requires_grad
 
 
 class Tied(nn.Module):
-    """Two layers with the same weight, a scalar parameter, and buffers that count in place."""
+    """Network with two layers of a shared weight, a scalar parameter, and counters updated in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -330,27 +330,27 @@ class Tied(nn.Module):
         return self.output(x) * self.scale
 
 
-def test_tied_weights_scalar_parameters_and_counters() -> None:
+def test_tied_weights_scalar_parameters_and_counters_are_batched() -> None:
     steps = both(FedAvg(), lambda: {"model": Tied()}, optimiser={"momentum": 0.5, "clip_norm": 0.1})
-    # Two epochs of batches of 4: as many calls as steps, each client its own number; what was tried before left no trace.
+    # Two epochs of batches of 4: each client counts its own steps. The trial leaves no trace.
     assert [int(step.models["model"].calls) for step in steps] == [4, 8, 6, 2]
     assert steps[0].models["model"].first.weight is steps[0].models["model"].second.weight
 
 
 @pytest.mark.parametrize("family", ["crnn", "mlp"])
-def test_dropout_from_a_clients_own_seed(family: str) -> None:
+def test_dropout_uses_each_clients_own_seed(family: str) -> None:
     def build() -> dict[str, nn.Module]:
-        return {"model": crnn(dropout=0.5) if family == "crnn" else WithMiddle(ops.Dropout(0.5))}
+        return {"model": make_crnn(dropout=0.5) if family == "crnn" else WithMiddle(ops.Dropout(0.5))}
 
-    dropped = both(FedAvg(), build)
-    plain = make_steps(FedAvg(), lambda: {"model": crnn() if family == "crnn" else WithMiddle(nn.Identity())})
+    with_dropout = both(FedAvg(), build)
+    plain = make_steps(FedAvg(), lambda: {"model": make_crnn() if family == "crnn" else WithMiddle(nn.Identity())})
     looped(FedAvg(), plain)
     with pytest.raises(AssertionError):
-        close(dropped[0].floating_state(), plain[0].floating_state())
+        close(with_dropout[0].floating_state(), plain[0].floating_state())
 
 
 class WithMiddle(nn.Module):
-    """A network with a given layer in its middle."""
+    """Network with a given layer in the middle."""
 
     def __init__(self, middle: nn.Module) -> None:
         super().__init__()
@@ -362,70 +362,73 @@ class WithMiddle(nn.Module):
         return self.output(self.middle(self.hidden(x.mean(dim=1)).relu()))
 
 
-def test_torchs_dropout_works_and_is_repeatable() -> None:
-    found = []
+def test_torchs_dropout_is_batched_and_repeatable() -> None:
+    states = []
     for _ in range(2):
         torch.manual_seed(7)
         steps = make_steps(FedAvg(), lambda: {"model": WithMiddle(nn.Dropout(0.5))})
         jointly(FedAvg(), steps)
         assert steps[0].execution.together == 4, steps[0].execution.looped_because
-        found.append([step.floating_state() for step in steps])
-    for one, other in zip(*found, strict=True):
-        assert all(torch.equal(one[name], other[name]) for name in one)
-    masks = {float(state["model/hidden.weight"].sum()) for state in found[0]}
+        states.append([step.floating_state() for step in steps])
+    for first, second in zip(*states, strict=True):
+        assert all(torch.equal(first[name], second[name]) for name in first)
+    masks = {float(state["model/hidden.weight"].sum()) for state in states[0]}
     assert len(masks) == 4
 
 
-def test_the_same_bits_every_time_and_the_same_client_in_any_company() -> None:
-    found = []
+def test_batched_training_is_repeatable_and_independent_of_the_group() -> None:
+    states = []
     for clients in (4, 4, 2):
-        steps = make_steps(FedAvg(), lambda: {"model": crnn(dropout=0.2)}, sizes=(5, 16, 9, 1)[:clients])
+        steps = make_steps(FedAvg(), lambda: {"model": make_crnn(dropout=0.2)}, sizes=(5, 16, 9, 1)[:clients])
         jointly(FedAvg(), steps)
-        found.append([step.floating_state() for step in steps])
-    for one, other in zip(found[0], found[1], strict=True):
-        assert all(torch.equal(one[name], other[name]) for name in one)
-    for one, other in zip(found[0], found[2], strict=False):
-        close(one, other)
+        states.append([step.floating_state() for step in steps])
+    for first, second in zip(states[0], states[1], strict=True):
+        assert all(torch.equal(first[name], second[name]) for name in first)
+    for first, second in zip(states[0], states[2], strict=False):
+        close(first, second)
 
 
-def test_clients_without_data_and_of_other_architectures_in_one_group() -> None:
-    def mixed() -> list[Step]:
-        steps = make_steps(FedAvg(), networks(FedAvg()), sizes=(5, 0, 9, 8, 3))
+def test_groups_may_have_empty_clients_and_different_architectures() -> None:
+    def make_mixed_steps() -> list[Step]:
+        steps = make_steps(FedAvg(), make_builder(FedAvg()), sizes=(5, 0, 9, 8, 3))
         for index in (2, 4):
             torch.manual_seed(index)
             steps[index].models = {"model": MeanMLP(BANDS, CLASSES, hidden=5)}
         return steps
 
-    alone, joint = mixed(), mixed()
-    expected, found = looped(FedAvg(), alone), jointly(FedAvg(), joint)
+    alone, joint = make_mixed_steps(), make_mixed_steps()
+    expected, updates = looped(FedAvg(), alone), jointly(FedAvg(), joint)
     assert [step.execution.together for step in joint] == [2, 1, 2, 2, 2]
-    assert_same_clients(joint, found, alone, expected)
+    assert_same_clients(joint, updates, alone, expected)
 
 
 @pytest.mark.parametrize("lengths", [False, True])
 @pytest.mark.parametrize("shared", [False, True])
-def test_predictions(shared: bool, lengths: bool) -> None:
-    steps = make_steps(FedAvg(), lambda: {"model": crnn(dropout=0.5, bidirectional=True)}, sizes=(5, 16, 0, 9))
+def test_batched_predictions_equal_unbatched_predictions(shared: bool, lengths: bool) -> None:
+    steps = make_steps(FedAvg(), lambda: {"model": make_crnn(dropout=0.5, bidirectional=True)}, sizes=(5, 16, 0, 9))
     for index, step in enumerate(steps):
         step.models["model"].output.weight.data.add_(0.1 * index)
-    everyones = make_examples(11, 3, lengths)
-    own = [everyones if shared else make_examples(len(step.data.train), 7 + i, lengths) for i, step in enumerate(steps)]
+    common_examples = make_examples(11, 3, lengths)
+    examples_of = [
+        common_examples if shared else make_examples(len(step.data.train), 7 + i, lengths)
+        for i, step in enumerate(steps)
+    ]
     if not shared:
-        own[2] = own[2].take(np.zeros(0, np.int64))
+        examples_of[2] = examples_of[2].take(np.zeros(0, np.int64))
         steps = [step for i, step in enumerate(steps) if i != 2]
-        own = [examples for i, examples in enumerate(own) if i != 2]
-    calls = [lambda s=s, e=e: predict(s, "model", e, 4) for s, e in zip(steps, own, strict=True)]
-    for found, call, examples in zip(together.run_in_lockstep(calls), calls, own, strict=True):
-        assert isinstance(found, Tensor), found
-        assert found.shape == (len(examples), CLASSES)
-        torch.testing.assert_close(found, call(), rtol=1e-5, atol=1e-6)
+        examples_of = [examples for i, examples in enumerate(examples_of) if i != 2]
+    calls = [lambda s=s, e=e: predict(s, "model", e, 4) for s, e in zip(steps, examples_of, strict=True)]
+    for logits, call, examples in zip(together.run_in_lockstep(calls), calls, examples_of, strict=True):
+        assert isinstance(logits, Tensor), logits
+        assert logits.shape == (len(examples), CLASSES)
+        torch.testing.assert_close(logits, call(), rtol=1e-5, atol=1e-6)
     assert not steps[0].models["model"].training
 
 
-def test_predictions_with_batch_normalisation_in_evaluation() -> None:
+def test_batched_predictions_use_each_clients_batch_normalisation() -> None:
     steps = make_steps(FedAvg(), lambda: {"model": extra_methods.WithBuffers(BANDS, CLASSES)})
     for index, step in enumerate(steps):
         step.models["model"].normalise.running_mean.fill_(index)
     calls = [lambda s=s: predict(s, "model", s.data.train, 4) for s in steps]
-    for found, call in zip(together.run_in_lockstep(calls), calls, strict=True):
-        torch.testing.assert_close(found, call(), rtol=1e-5, atol=1e-6)
+    for logits, call in zip(together.run_in_lockstep(calls), calls, strict=True):
+        torch.testing.assert_close(logits, call(), rtol=1e-5, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Every objective, and what losses report: looped, stacked and from a recording the same."""
+"""Every objective, and metrics reported by losses: equal when unbatched, batched and replayed from a recording."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ CASES = [
 ]
 
 
-def given(method: Method, objective: Objective) -> Method:
+def with_objective(method: Method, objective: Objective) -> Method:
     object.__setattr__(method, "objective", objective)
     return method
 
 
-def networks(objective: Objective, dropout: float = 0.0) -> Callable[[], dict[str, nn.Module]]:
+def make_builder(objective: Objective, dropout: float = 0.0) -> Callable[[], dict[str, nn.Module]]:
     def build() -> dict[str, nn.Module]:
         spec = ModelSpec("model", "made by the test", BANDS, CLASSES, outputs=objective.outputs(CLASSES))
         network = CRNN(BANDS, spec.width, filters=(4,), hidden=5, dropout=dropout)
@@ -54,28 +54,28 @@ def networks(objective: Objective, dropout: float = 0.0) -> Callable[[], dict[st
 
 
 @pytest.fixture(autouse=True)
-def labels_as_the_objective_needs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def make_labels_for_objective(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     setting = request.node.callspec.params.get("setting") if hasattr(request.node, "callspec") else None
     if setting is None or setting["name"] != "multi_label":
         return
-    made = several_clients.make_examples
+    make_examples = several_clients.make_examples
     sets = np.array([[1, 0, 1], [0, 0, 0], [1, 1, 0]], bool)
-    monkeypatch.setattr(several_clients, "make_examples", lambda *a: dataclasses.replace(made(*a), sets=sets))
+    monkeypatch.setattr(several_clients, "make_examples", lambda *a: dataclasses.replace(make_examples(*a), sets=sets))
 
 
-def test_every_objective_is_here() -> None:
+def test_every_objective_is_covered() -> None:
     assert sorted(OBJECTIVES) == registry.names("raydfl.objectives")
 
 
 @pytest.mark.parametrize("lengths", [False, True], ids=["fixed", "lengths"])
 @pytest.mark.parametrize("setting", CASES)
-def test_several_clients_learn_it_together_as_alone(setting: dict[str, Any], lengths: bool) -> None:
+def test_batched_clients_equal_unbatched_clients_for_each_objective(setting: dict[str, Any], lengths: bool) -> None:
     objective = find_objective(setting)
-    both(given(FedProx(mu=0.1), objective), networks(objective, dropout=0.2), lengths=lengths)
+    both(with_objective(FedProx(mu=0.1), objective), make_builder(objective, dropout=0.2), lengths=lengths)
 
 
 class Reporting(FedAvg):
-    """Counts what a pseudo-label method would: how many examples are sure, and how sure those are, as a sum over some."""
+    """FedAvg with metrics of pseudo-labels: the number of confident examples and their mean confidence."""
 
     def loss(self, step: Step, batch: Batch) -> Any:
         logits = step.forward("model", batch)
@@ -91,20 +91,20 @@ class Reporting(FedAvg):
 
 
 def test_a_loss_reports_the_same_batched_and_unbatched() -> None:
-    both(Reporting(), networks(find_objective({"name": "classify"})))
+    both(Reporting(), make_builder(find_objective({"name": "classify"})))
 
 
-def test_reports_are_added_up_over_all_batches() -> None:
-    step = make_steps(Reporting(), networks(find_objective({"name": "classify"})), sizes=(9,), epochs=3)[0]
-    counted: list[Tensor] = []
+def test_reports_are_summed_over_all_batches() -> None:
+    step = make_steps(Reporting(), make_builder(find_objective({"name": "classify"})), sizes=(9,), epochs=3)[0]
+    label_sums: list[Tensor] = []
 
     def loss(step: Step, batch: Batch) -> Any:
-        counted.append(batch.y.sum())
+        label_sums.append(batch.y.sum())
         return step.forward("model", batch).square().mean(), {"labels": (batch.y.sum(), len(batch.y)), "calls": (2, 1)}
 
-    found = fit(step, loss)
-    assert found["labels"] == Ratio(float(sum(counted)), 27)  # 9 examples, 3 epochs
-    assert found["calls"] == Ratio(18, 9)  # in batches of 4
+    metrics = fit(step, loss)
+    assert metrics["labels"] == Ratio(float(sum(label_sums)), 27)  # 9 examples in 3 epochs
+    assert metrics["calls"] == Ratio(18, 9)  # in batches of 4
 
 
 @pytest.mark.parametrize(
@@ -112,24 +112,26 @@ def test_reports_are_added_up_over_all_batches() -> None:
     [{"loss": (1, 2)}, {"steps": (1, 2)}, {"share": 0.5}, {"share": (1, 2, 3)}],
     ids=["loss", "steps", "number", "three"],
 )
-def test_a_report_that_cannot_be_one_is_refused(report: dict[str, Any]) -> None:
-    step = make_steps(FedAvg(), networks(find_objective({"name": "classify"})), sizes=(3,))[0]
+def test_an_invalid_report_is_rejected(report: dict[str, Any]) -> None:
+    step = make_steps(FedAvg(), make_builder(find_objective({"name": "classify"})), sizes=(3,))[0]
     with pytest.raises(ValueError, match=r"give a pair \(sum, count\), under a name different"):
         fit(step, lambda step, batch: (step.forward("model", batch).mean(), report))
 
 
-def test_the_crops_of_every_step_are_new() -> None:
+def test_every_step_draws_new_crops() -> None:
     objective = find_objective({"name": "contrast", "size": 4, "frames": 3})
-    step = make_steps(given(FedAvg(), objective), networks(objective), sizes=(8,), epochs=4)[0]
-    seen: list[Tensor] = []
+    step = make_steps(with_objective(FedAvg(), objective), make_builder(objective), sizes=(8,), epochs=4)[0]
+    inputs: list[Tensor] = []
     network = step.models["model"]
     forward = network.forward
 
-    def noted(x: Tensor, lengths: Tensor | None = None) -> Tensor:
-        seen.append(x.clone())
+    def record_input(x: Tensor, lengths: Tensor | None = None) -> Tensor:
+        inputs.append(x.clone())
         return forward(x, lengths)
 
-    network.forward = noted  # type: ignore[method-assign]
+    network.forward = record_input  # type: ignore[method-assign]
     fit(step, lambda step, batch: objective.loss(step, "model", batch))
-    assert all(x.shape[1:] == (3, BANDS) for x in seen)
-    assert len({x.numpy().tobytes() for x in seen}) == len(seen) == 16  # two crops in each of 2 batches, 4 epochs
+    assert all(x.shape[1:] == (3, BANDS) for x in inputs)
+    assert (
+        len({x.numpy().tobytes() for x in inputs}) == len(inputs) == 16
+    )  # two crops in each of 2 batches and 4 epochs

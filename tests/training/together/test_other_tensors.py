@@ -1,4 +1,4 @@
-"""step.forward(..., tensors=): what a network with those tensors loaded computes; looped, recorded and stacked alike."""
+"""step.forward(..., tensors=) equals a network loaded with the tensors, also in recorded and batched steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from raydfl.models.dense import MeanMLP
 
 
 class Recurrent(nn.Module):
-    """PyTorch's recurrent layer, which holds its parameters in a list besides, and a tied layer."""
+    """Network with PyTorch's recurrent layer and its list of parameters, and a tied layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,27 +41,27 @@ def crnn() -> dict[str, nn.Module]:
 
 
 @pytest.mark.parametrize("make", [mlp, crnn, lambda: {"model": Recurrent()}])
-def test_it_computes_what_a_network_with_these_tensors_does(make: Callable[[], dict[str, nn.Module]]) -> None:
+def test_forward_with_tensors_equals_a_network_with_these_tensors(make: Callable[[], dict[str, nn.Module]]) -> None:
     step = make_steps(Method(), make)[0]
-    other = copy.deepcopy(step.models["model"])
+    reference = copy.deepcopy(step.models["model"])
     with torch.no_grad():
-        for tensor in other.parameters():
+        for tensor in reference.parameters():
             tensor.add_(torch.randn_like(tensor))
-    for model in (other, step.models["model"]):
+    for model in (reference, step.models["model"]):
         model.eval()
     batch = next(step.data.train.batches(4, None))
     before = step.forward("model", batch)
-    given = {f"model/{name}": value.detach().clone() for name, value in other.state_dict().items()}
-    assert torch.equal(step.forward("model", batch, tensors=given), other(batch.x, batch.lengths))
-    assert torch.equal(step.forward("model", batch), before)  # its own are back
-    part = {"model/output.bias": given["model/output.bias"], "teacher/output.bias": torch.zeros(99)}
+    tensors = {f"model/{name}": value.detach().clone() for name, value in reference.state_dict().items()}
+    assert torch.equal(step.forward("model", batch, tensors=tensors), reference(batch.x, batch.lengths))
+    assert torch.equal(step.forward("model", batch), before)  # the step's own tensors are restored
+    part = {"model/output.bias": tensors["model/output.bias"], "teacher/output.bias": torch.zeros(99)}
     assert torch.allclose(
         step.forward("model", batch, tensors=part),
-        before + given["model/output.bias"] - step.models["model"].output.bias,
+        before + tensors["model/output.bias"] - step.models["model"].output.bias,
     )
 
 
-def test_gradients_reach_the_tensors_that_were_given() -> None:
+def test_gradients_reach_the_given_tensors() -> None:
     step = make_steps(Method(), mlp)[0]
     bias = torch.zeros(CLASSES, requires_grad=True)
     step.forward("model", next(step.data.train.batches(4, None)), tensors={"model/output.bias": bias}).sum().backward()
@@ -70,7 +70,7 @@ def test_gradients_reach_the_tensors_that_were_given() -> None:
     assert step.models["model"].output.bias.grad is None
 
 
-def test_tensors_that_do_not_fit_are_refused() -> None:
+def test_unsuitable_tensors_are_rejected() -> None:
     step = make_steps(Method(), mlp)[0]
     batch = next(step.data.train.batches(4, None))
     with pytest.raises(ConfigError, match=r"no tensor belongs to this model. Its names start with 'model/'"):
@@ -81,7 +81,7 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
 
 @pytest.mark.parametrize("family", [mlp, crnn])
 @pytest.mark.parametrize("old", [False, True])
-def test_stacked_is_looped(family: Callable[[], dict[str, nn.Module]], old: bool) -> None:
+def test_batched_training_equals_unbatched_training(family: Callable[[], dict[str, nn.Module]], old: bool) -> None:
     states = None
     if old:
         names = make_steps(Method(), family)[0].parameters()

@@ -1,4 +1,4 @@
-"""Learning rates of a client's own, and moments that it keeps: torch.optim's numbers, looped as stacked, resumed to the bit."""
+"""Learning rates and kept moments of individual clients: torch.optim's values, equal when batched, and resumed to the bit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Tiny = Callable[..., Config]
 OPTIMISERS: list[dict[str, Any]] = [
     {},
     {"momentum": 0.9, "weight_decay": 0.1},
-    # With the usual eps Adam turns the rounding of a gradient near 0 into a whole step.
+    # With its usual eps, Adam turns the rounding of a gradient near 0 into a whole step.
     {"name": "adam", "lr": 0.01, "weight_decay": 0.1, "eps": 1e-3},
     {"name": "adamw", "lr": 0.01, "weight_decay": 0.3, "eps": 1e-3, "clip_norm": 0.05},
 ]
@@ -39,7 +39,7 @@ OPTIMISERS: list[dict[str, Any]] = [
 
 @dataclass(frozen=True, kw_only=True)
 class TwoFits(Method):
-    """Two trainings in one participation: the second goes on with the first one's moments."""
+    """Method with two fits in each participation. The second continues with the moments of the first."""
 
     def local(self, step: Step) -> Update:
         fit(step, self.loss)
@@ -51,7 +51,7 @@ def mlp() -> dict[str, nn.Module]:
 
 
 class Scalars(nn.Module):
-    """With a parameter of no dimension, and one at the top."""
+    """Network with a parameter without dimensions, and a parameter at the top level."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,23 +62,25 @@ class Scalars(nn.Module):
         return self.output(x.mean(dim=1)) * self.scale  # type: ignore[no-any-return]
 
 
-def scalars() -> dict[str, nn.Module]:
+def make_scalars() -> dict[str, nn.Module]:
     return {"model": Scalars()}
 
 
 @pytest.mark.parametrize("optimiser", OPTIMISERS, ids=str)
 @pytest.mark.parametrize("named", [False, True])
-def test_rates_of_their_own_stacked_and_looped(optimiser: dict[str, Any], named: bool) -> None:
+def test_batched_clients_with_individual_rates_equal_unbatched_clients(optimiser: dict[str, Any], named: bool) -> None:
     both(OwnRates(named=named), mlp, optimiser=optimiser, round_index=2)
 
 
-def test_the_configured_rate_given_is_the_configured_rate() -> None:
-    plain, given = make_steps(Method(), mlp), make_steps(Method(), mlp)
-    expected, found = looped(Method(), plain), looped(OwnRates(rates=(0.1,)), given)
-    assert all(torch.equal(a.tensors[n], b.tensors[n]) for a, b in zip(expected, found, strict=True) for n in a.tensors)
-    still = make_steps(Method(), mlp)
-    before = [{n: t.clone() for n, t in step.floating_state().items()} for step in still]
-    for update, values in zip(looped(OwnRates(rates=(0.0,)), still), before, strict=True):
+def test_a_rate_given_to_fit_equals_the_same_configured_rate() -> None:
+    plain, with_rate = make_steps(Method(), mlp), make_steps(Method(), mlp)
+    expected, updates = looped(Method(), plain), looped(OwnRates(rates=(0.1,)), with_rate)
+    assert all(
+        torch.equal(a.tensors[n], b.tensors[n]) for a, b in zip(expected, updates, strict=True) for n in a.tensors
+    )
+    at_rate_0 = make_steps(Method(), mlp)
+    before = [{n: t.clone() for n, t in step.floating_state().items()} for step in at_rate_0]
+    for update, values in zip(looped(OwnRates(rates=(0.0,)), at_rate_0), before, strict=True):
         assert all(torch.equal(update.tensors[name], values[name]) for name in values)
     half = looped(OwnRates(rates=(0.05,)), make_steps(Method(), mlp))
     configured = looped(Method(), make_steps(Method(), mlp, optimiser={"lr": 0.05}))
@@ -96,19 +98,19 @@ def test_the_configured_rate_given_is_the_configured_rate() -> None:
         ("fast", "finite and not negative"),
     ],
 )
-def test_bad_rates(lr: Any, message: str) -> None:
+def test_invalid_rates_are_rejected(lr: Any, message: str) -> None:
     step = make_steps(Method(), mlp)[0]
     with pytest.raises(ConfigError, match=message):
         fit(step, Method().loss, lr=lr)
 
 
-def by_hand(step: Step, settings: Mapping[str, Any], rounds: int) -> dict[str, Tensor]:
-    """The rounds with one optimiser of torch.optim that never ends, over the batches that fit draws."""
+def train_with_torch(step: Step, settings: Mapping[str, Any], rounds: int) -> dict[str, Tensor]:
+    """Train the rounds with a single optimiser of torch.optim, over the batches drawn by fit."""
     model = step.models["model"].train()
-    own = dict(settings)
-    kind = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[own.pop("name", "sgd")]
-    clip = own.pop("clip_norm", None)
-    optimiser = kind(model.parameters(), **{"lr": 0.1, **own})
+    options = dict(settings)
+    kind = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[options.pop("name", "sgd")]
+    clip = options.pop("clip_norm", None)
+    optimiser = kind(model.parameters(), **{"lr": 0.1, **options})
     for _ in range(rounds):
         for _ in range(step.training.local_epochs):
             for index in step.data.train.order(step.training.batch_size, step.rng):
@@ -122,16 +124,16 @@ def by_hand(step: Step, settings: Mapping[str, Any], rounds: int) -> dict[str, T
 
 
 @pytest.mark.parametrize("optimiser", OPTIMISERS, ids=str)
-def test_kept_moments_are_one_optimiser_that_goes_on(optimiser: dict[str, Any]) -> None:
-    kept = make_steps(Method(), mlp, optimiser={**optimiser, "keep": True})[1]
+def test_kept_moments_equal_one_continued_optimiser(optimiser: dict[str, Any]) -> None:
+    with_moments = make_steps(Method(), mlp, optimiser={**optimiser, "keep": True})[1]
     afresh = make_steps(Method(), mlp, optimiser=optimiser)[1]
     for _ in range(3):
-        fit(kept, Method().loss)
+        fit(with_moments, Method().loss)
         fit(afresh, Method().loss)
-    expected = by_hand(make_steps(Method(), mlp, optimiser=optimiser)[1], optimiser, 3)
-    close({name: value.detach() for name, value in kept.parameters().items()}, expected)
+    expected = train_with_torch(make_steps(Method(), mlp, optimiser=optimiser)[1], optimiser, 3)
+    close({name: value.detach() for name, value in with_moments.parameters().items()}, expected)
     moments = {"adam": 3, "adamw": 3}.get(optimiser.get("name", ""), 1 if optimiser.get("momentum") else 0)
-    assert len(kept.moments) == moments * len(expected)
+    assert len(with_moments.moments) == moments * len(expected)
     assert not afresh.moments
     if moments:
         assert any(
@@ -140,11 +142,11 @@ def test_kept_moments_are_one_optimiser_that_goes_on(optimiser: dict[str, Any]) 
 
 
 @pytest.mark.parametrize("optimiser", OPTIMISERS[1:], ids=str)
-@pytest.mark.parametrize("network", [mlp, scalars])
-def test_kept_moments_stacked_and_looped(
+@pytest.mark.parametrize("network", [mlp, make_scalars])
+def test_batched_clients_with_kept_moments_equal_unbatched_clients(
     optimiser: dict[str, Any], network: Callable[[], dict[str, nn.Module]]
 ) -> None:
-    """Clients that took part a different number of times, one of them never, in one group."""
+    """Batch clients with different numbers of earlier participations, also none."""
     ready = make_steps(Method(), network, optimiser={**optimiser, "keep": True})
     for times, step in enumerate(ready):
         for _ in range(times):
@@ -156,47 +158,47 @@ def test_kept_moments_stacked_and_looped(
             step.moments = {name: value.clone() for name, value in before.moments.items()}
         updates = work(TwoFits(), steps)
         runs.append((steps, updates))
-    (alone, expected), (joint, found) = runs
+    (alone, expected), (joint, joint_updates) = runs
     assert [step.execution.together for step in joint] == [len(joint)] * len(joint), joint[0].execution.looped_because
-    for a, b, x, y in zip(alone, joint, expected, found, strict=True):
+    for a, b, x, y in zip(alone, joint, expected, joint_updates, strict=True):
         close(dict(x.tensors), dict(y.tensors))
         close(a.moments, b.moments)
         assert a.moments
 
 
 @pytest.mark.parametrize("name", ["adam", "adamw"])
-def test_adam_of_each_client_is_the_fused_one(name: str) -> None:
+def test_batched_adam_equals_fused_adam_of_each_client(name: str) -> None:
     settings = OptimiserSettings(name=name, lr=0.1, weight_decay=0.2)
     start = torch.randn(3, 5)
-    stacked = start.clone().requires_grad_()
+    batched = start.clone().requires_grad_()
     rates = torch.tensor([0.1, 0.3, 0.0])
-    one = Optimiser({"a": [stacked]}, settings, 0, {"a": rates})
+    batched_optimiser = Optimiser({"a": [batched]}, settings, 0, {"a": rates})
     leaves = [start[i].clone().requires_grad_() for i in range(3)]
-    others = [
+    optimisers = [
         Optimiser({"a": [leaf]}, settings, 0, {"a": rate}) for leaf, rate in zip(leaves, rates.tolist(), strict=True)
     ]
     for _ in range(4):
-        stacked.grad = torch.randn(3, 5)
-        one.advance()
-        for client, (leaf, other) in enumerate(zip(leaves, others, strict=True)):
-            leaf.grad = stacked.grad[client].clone()
-            other.advance()
-    torch.testing.assert_close(stacked.detach(), torch.stack([leaf.detach() for leaf in leaves]), rtol=1e-5, atol=1e-6)
+        batched.grad = torch.randn(3, 5)
+        batched_optimiser.advance()
+        for client, (leaf, optimiser) in enumerate(zip(leaves, optimisers, strict=True)):
+            leaf.grad = batched.grad[client].clone()
+            optimiser.advance()
+    torch.testing.assert_close(batched.detach(), torch.stack([leaf.detach() for leaf in leaves]), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedmlac"])
-def test_kept_moments_resume_to_the_same_bits_and_stay_with_the_client(tiny: Tiny, method: str) -> None:
+def test_kept_moments_resume_to_the_same_bits_and_are_private(tiny: Tiny, method: str) -> None:
     settings = ["train.optimiser.keep=true", "train.optimiser.name=adam", "train.optimiser.lr=0.01", "train.rounds=4"]
     reference = known(tiny(*settings, method=method))
-    kept = [name for name in reference if " moments:" in name]
-    assert kept
-    assert all(name.startswith("client ") for name in kept)
+    moments = [name for name in reference if " moments:" in name]
+    assert moments
+    assert all(name.startswith("client ") for name in moments)
     half = tiny(*settings, "run.name=half", method=method)
     stop_after(half, 2)
     assert_same_bits(reference, read_tensors(resume(Path(half.run.dir) / "half").run_dir))
     assert differ(reference, train_federation(tiny(*settings[1:], "run.name=afresh", method=method)))
 
 
-def test_moments_that_are_not_kept_change_no_digest(tiny: Tiny) -> None:
+def test_only_kept_moments_change_the_digest(tiny: Tiny) -> None:
     assert tiny("train.optimiser.keep=false").digest() == tiny().digest()
     assert tiny("train.optimiser.keep=true").digest() != tiny().digest()

@@ -1,4 +1,4 @@
-"""Batches of several clients against those that each client has alone."""
+"""Batches of several clients against the batches of each client alone."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from raydfl.training.together.batches import ResidentFrames, StackedBatches, mov
 
 @pytest.mark.parametrize("fits", [False, True])
 @pytest.mark.parametrize("lengths", [False, True])
-def test_every_client_has_its_own_batches_and_padding_of_weight_0(
+def test_every_client_has_its_own_batches_and_padding_has_weight_0(
     lengths: bool, fits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    every = make_examples(20, 0, lengths)
-    examples = [every.take(np.arange(*part)) for part in ((4, 14), (13, 20), (0, 3))]
+    all_examples = make_examples(20, 0, lengths)
+    examples = [all_examples.take(np.arange(*part)) for part in ((4, 14), (13, 20), (0, 3))]
     monkeypatch.setattr(resident_module, "_SHARE", 1 if fits else 0)
     monkeypatch.setattr(resident_module, "_get_free_memory", lambda device: 1e9)
-    plans = [own.order(4, np.random.default_rng(1)) for own in examples]
+    plans = [client_examples.order(4, np.random.default_rng(1)) for client_examples in examples]
     assert [[len(index) for index in plan] for plan in plans] == [[4, 4, 2], [4, 3], [3]]
     batches = StackedBatches(examples, plans, torch.device("cpu"))
-    views = [own.first_view for own in examples]
-    resident = ResidentFrames(views, plans, windows(views, plans), 4, torch.device("cpu"))
+    views = [client_examples.first_view for client_examples in examples]
+    resident = ResidentFrames(views, plans, list_windows(views, plans), 4, torch.device("cpu"))
     assert len(batches) == 3
     assert [batches.clients(step) for step in range(3)] == [3, 2, 1]
     for step in range(3):
@@ -57,55 +57,57 @@ def test_every_client_has_its_own_batches_and_padding_of_weight_0(
                 assert batch.lengths is not None
                 assert batch.lengths[client].tolist() == alone.lengths.tolist() + [1] * (width - size)
     assert batches.batch(2).weight is None
-    moved = move_frames(every.first_view.store, torch.device("cpu"))
-    assert (moved is not None) == fits
-    assert (resident._frames is moved) == fits
+    device_frames = move_frames(all_examples.first_view.store, torch.device("cpu"))
+    assert (device_frames is not None) == fits
+    assert (resident._frames is device_frames) == fits
 
 
-def test_clients_of_different_stores_are_put_together() -> None:
-    """As clients with clean and with noisy recordings are."""
+def test_clients_of_different_stores_are_batched() -> None:
+    """Clean and noisy recordings are an example of two stores."""
     examples = [make_examples(5, 1), make_examples(3, 2)]
-    plans = [own.order(5, None) for own in examples]
-    views = [own.first_view for own in examples]
-    cut = ResidentFrames(views, plans, windows(views, plans), 5, torch.device("cpu")).cut(0, 2, 5, FRAMES)
-    for client, own in enumerate(examples):
-        assert torch.equal(cut[client, : len(own)], own.batch(plans[client][0]).x)
+    plans = [client_examples.order(5, None) for client_examples in examples]
+    views = [client_examples.first_view for client_examples in examples]
+    cut = ResidentFrames(views, plans, list_windows(views, plans), 5, torch.device("cpu")).cut(0, 2, 5, FRAMES)
+    for client, client_examples in enumerate(examples):
+        assert torch.equal(cut[client, : len(client_examples)], client_examples.batch(plans[client][0]).x)
     assert not cut[1, 3:].any()
 
 
 @pytest.mark.parametrize("lengths", [False, True])
-def test_a_client_alone_on_a_device_has_the_same_batches(lengths: bool) -> None:
-    """The batches that a GPU would cut for itself, cut on the CPU."""
+def test_a_single_client_on_a_device_has_the_same_batches(lengths: bool) -> None:
+    """Cut the batches of a GPU on the CPU."""
     (step,) = make_steps(FedAvg(), lambda: {"model": MeanMLP(BANDS, 3)}, sizes=(10,), lengths=lengths)
     expected = list(step.data.train.batches(4, np.random.default_rng(7), "cpu"))
     device = type("Device", (), {"type": "elsewhere"})()
     step.rng, step.device = np.random.default_rng(7), device  # type: ignore[assignment]
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(train, "StackedBatches", lambda e, p, *_: on_device(e, p))
-        found = list(train._batches(step, step.data.train, None, 1, 0))
-    assert len(found) == len(expected) == 3
-    for one, other in zip(found, expected, strict=True):
-        assert torch.equal(one.x, other.x)
-        assert torch.equal(one.y, other.y)
-        assert one.weight is None
-        assert (one.lengths is None) == (other.lengths is None) == (not lengths)
-        if one.lengths is not None and other.lengths is not None:
-            assert torch.equal(one.lengths, other.lengths)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "StackedBatches", lambda e, p, *_: stack_on_device(e, p))
+        batches = list(train._batches(step, step.data.train, None, 1, 0))
+    assert len(batches) == len(expected) == 3
+    for batch, reference in zip(batches, expected, strict=True):
+        assert torch.equal(batch.x, reference.x)
+        assert torch.equal(batch.y, reference.y)
+        assert batch.weight is None
+        assert (batch.lengths is None) == (reference.lengths is None) == (not lengths)
+        if batch.lengths is not None and reference.lengths is not None:
+            assert torch.equal(batch.lengths, reference.lengths)
 
 
-def on_device(examples: list[Examples], plans: list[list[np.ndarray]]) -> StackedBatches:
+def stack_on_device(examples: list[Examples], plans: list[list[np.ndarray]]) -> StackedBatches:
     batches = StackedBatches(examples, plans, torch.device("cpu"))
-    views = [own.first_view for own in examples]
-    batches._views[FIRST_VIEW]._resident = ResidentFrames(views, plans, windows(views, plans), 4, torch.device("cpu"))
+    views = [client_examples.first_view for client_examples in examples]
+    batches._views[FIRST_VIEW]._resident = ResidentFrames(
+        views, plans, list_windows(views, plans), 4, torch.device("cpu")
+    )
     return batches
 
 
-def windows(views: list[Frames], plans: list[list[np.ndarray]]) -> list[list[tuple[np.ndarray, np.ndarray]]]:
-    """First rows and numbers of frames of the examples of each batch, whole."""
-    return [[(own.starts[i], own.counts[i]) for i in plan] for own, plan in zip(views, plans, strict=True)]
+def list_windows(views: list[Frames], plans: list[list[np.ndarray]]) -> list[list[tuple[np.ndarray, np.ndarray]]]:
+    """Return first rows and numbers of frames of each batch's examples, with whole clips."""
+    return [[(view.starts[i], view.counts[i]) for i in plan] for view, plan in zip(views, plans, strict=True)]
 
 
-def test_examples_are_ordered_as_their_batches_are() -> None:
+def test_the_order_of_examples_matches_their_batches() -> None:
     examples = make_examples(10, 0)
     order = examples.order(4, np.random.default_rng(3))
     batches = list(examples.batches(4, np.random.default_rng(3)))

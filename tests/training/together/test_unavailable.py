@@ -1,4 +1,4 @@
-"""What stands in for a field of a step that a computation must not read refuses every use of it, with the field's name."""
+"""Fields of a step hidden from a computation: any use raises an error with the field's name."""
 
 from __future__ import annotations
 
@@ -26,6 +26,6 @@ from raydfl.training.together.lockstep import NotBatchableError
         lambda a, _: bool(a),
     ],
 )
-def test_every_use_says_which_field_it_was(use: Callable[[Any, Any], Any]) -> None:
+def test_every_use_names_the_field(use: Callable[[Any, Any], Any]) -> None:
     with pytest.raises(NotBatchableError, match=r"reads step.round_index, which is not the same for all clients"):
         use(Unavailable("round_index"), 0.9)

@@ -1,6 +1,6 @@
-"""What a GPU waits for: values that the CPU reads back, and the number of operations. Both are seen without a GPU.
+"""Waiting on a GPU: values read back by the CPU, and the number of operations, counted without a GPU.
 
-A tensor that is fetched whole (``.cpu()``) is not: on a CPU that is no operation.
+Tensors fetched whole (``.cpu()``) are not counted, because a CPU performs no operation for them.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 from several_clients import BANDS, CLASSES, jointly, make_steps
-from test_law_8 import AT_CLIENTS, networks
-from test_stacked import on_device
+from test_law_8 import AT_CLIENTS, make_builder
+from test_stacked import stack_on_device
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -27,13 +27,13 @@ from raydfl.training.step import Step
 from raydfl.training.together import executor as vectorised
 
 READS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "allclose", "unique", "_unique2"}
-"""Operations whose result the CPU has to know to go on. (``item``, ``bool(tensor)`` and masks as indices end in them.)"""
+"""Operations with a result needed by the CPU. (``item``, ``bool(tensor)`` and masks as indices call them.)"""
 FREE = {"detach", "alias", "lift_fresh", "empty", "new_empty", "empty_like", "empty_strided"}
-"""Operations without work for a GPU, besides views."""
+"""Operations without work for a GPU, in addition to views."""
 
 
 class Operations(TorchDispatchMode):
-    """Counts the operations inside."""
+    """Count the operations inside the context."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,25 +51,25 @@ class Operations(TorchDispatchMode):
 
 
 @pytest.fixture
-def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Operations:
-    """PyTorch's operations, features on the device; what the steps of training do is counted."""
-    seen = Operations()
+def gpu_operations(monkeypatch: pytest.MonkeyPatch) -> Operations:
+    """Use PyTorch's operations with features on the device, and count the operations of training steps."""
+    operations = Operations()
 
-    def watched(original: Callable[..., Any]) -> Callable[..., Any]:
+    def count(original: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any) -> Any:
-            with seen:
+            with operations:
                 return original(*arguments)
 
         return run
 
-    monkeypatch.setattr(vectorised, "StackedBatches", lambda examples, plans, *_: on_device(examples, plans))
-    monkeypatch.setattr(vectorised, "_run_steps", watched(vectorised._run_steps))
-    return seen
+    monkeypatch.setattr(vectorised, "StackedBatches", lambda examples, plans, *_: stack_on_device(examples, plans))
+    monkeypatch.setattr(vectorised, "_run_steps", count(vectorised._run_steps))
+    return operations
 
 
 @pytest.mark.parametrize(
     "lengths", [pytest.param(False, marks=pytest.mark.slow), True], ids=["fixed", "lengths"]
-)  # with lengths there are more operations
+)  # Lengths add operations.
 @pytest.mark.parametrize(
     ("method", "optimiser"),
     [
@@ -79,19 +79,21 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Operations:
     ],
     ids=repr,
 )
-def test_nothing_is_read_back_between_a_fits_first_step_and_its_last(
-    method: Method, optimiser: dict[str, Any], lengths: bool, as_on_a_gpu: Operations
+def test_fits_read_nothing_back_between_their_first_and_last_step(
+    method: Method, optimiser: dict[str, Any], lengths: bool, gpu_operations: Operations
 ) -> None:
-    steps = make_steps(method, networks(method, "bidirectional"), sizes=(6, 4), optimiser=optimiser, lengths=lengths)
+    steps = make_steps(
+        method, make_builder(method, "bidirectional"), sizes=(6, 4), optimiser=optimiser, lengths=lengths
+    )
     with use("torch"):
         jointly(method, steps)
     assert steps[0].execution.together == len(steps), steps[0].execution.looped_because
-    assert as_on_a_gpu.counts["baddbmm"] > 0
-    assert not as_on_a_gpu.reads
+    assert gpu_operations.counts["baddbmm"] > 0
+    assert not gpu_operations.reads
 
 
 class Reading(FedAvg):
-    """Looks at its loss."""
+    """Method with a loss read by the CPU."""
 
     def loss(self, step: Step, batch: Any) -> Tensor:
         value = super().loss(step, batch)
@@ -99,44 +101,46 @@ class Reading(FedAvg):
         return value
 
 
-def test_what_is_read_back_is_seen(as_on_a_gpu: Operations) -> None:
-    """The test above can fail: a read that is mapped is refused by PyTorch, any other is counted."""
+def test_reads_are_detected(gpu_operations: Operations) -> None:
+    """PyTorch rejects a batched read, and every unbatched read is counted."""
     steps = make_steps(Reading(), lambda: {"model": CRNN(BANDS, CLASSES, filters=(4,), hidden=3)})
     jointly(Reading(), steps)
     assert steps[0].execution.together == 1
-    with as_on_a_gpu:
+    with gpu_operations:
         float(torch.ones(()))
-    assert as_on_a_gpu.reads == {"_local_scalar_dense"}
+    assert gpu_operations.reads == {"_local_scalar_dense"}
 
 
-def operations_of_a_fit(seen: Operations, clients: int, network: Callable[[], nn.Module]) -> int:
+def count_operations(operations: Operations, clients: int, network: Callable[[], nn.Module]) -> int:
     method = FedAvg()
     with use("torch"):
-        jointly(method, make_steps(method, lambda: {"model": network()}, sizes=(4,) * clients, epochs=1))  # tried here
-        seen.counts.clear()
+        jointly(
+            method, make_steps(method, lambda: {"model": network()}, sizes=(4,) * clients, epochs=1)
+        )  # The first training includes the trial.
+        operations.counts.clear()
         jointly(method, make_steps(method, lambda: {"model": network()}, sizes=(4,) * clients, epochs=1))
-    return seen.counts.total()
+    return operations.counts.total()
 
 
-def test_more_clients_are_not_more_operations(as_on_a_gpu: Operations) -> None:
-    def network() -> nn.Module:
+def test_the_number_of_clients_does_not_change_the_number_of_operations(gpu_operations: Operations) -> None:
+    def make_network() -> nn.Module:
         return CRNN(BANDS, CLASSES, filters=(4,), hidden=3, dropout=0.1)
 
-    few, many = (operations_of_a_fit(as_on_a_gpu, clients, network) for clients in (2, 9))
+    few, many = (count_operations(gpu_operations, clients, make_network) for clients in (2, 9))
     assert few == many > 0
 
 
 @pytest.mark.parametrize("lengths", [False, True], ids=["fixed", "lengths"])
-def test_a_frame_of_a_gru_is_six_operations_and_three_on_the_way_back(lengths: bool) -> None:
-    """Whatever the directions: they are computed together. (With lengths one more, which silences what is not there.)"""
+def test_a_frame_of_a_gru_takes_six_operations_forward_and_three_backward(lengths: bool) -> None:
+    """Any number of directions is computed at once. Lengths add one operation to mask padding."""
     counts: list[tuple[int, int]] = []
     for frames in (5, 6):
         x = torch.randn(3, 4, frames, 2)
         weights = [torch.randn(3, *shape) for shape in ((9, 2), (9, 3), (9,), (9,)) * 2]
-        own = torch.full((3, 4), frames) if lengths else None
+        lengths_or_none = torch.full((3, 4), frames) if lengths else None
         with Operations() as forward:
-            y, gates = _torch.gru_forward(x, own, weights)
+            y, gates = _torch.gru_forward(x, lengths_or_none, weights)
         with Operations() as backward:
-            _torch.gru_backward(torch.randn_like(y), y, gates, x, own, weights, True)
+            _torch.gru_backward(torch.randn_like(y), y, gates, x, lengths_or_none, weights, True)
         counts.append((forward.counts.total(), backward.counts.total()))
     assert np.subtract(counts[1], counts[0]).tolist() == [6 + lengths, 3]
