@@ -270,7 +270,7 @@ def pretraining(bench: Bench) -> None:
             drawn[name] = values * (tensor.norm() / values.norm().clamp_min(1e-12))
         save_file(drawn, noise)
         starts: dict[str, Any] = {"none": {}, "COLA": cola, "random weights of the same norm": noise}
-        print(f"| begins with | rounds to {100 * target:.0f} % | accuracy, % |")
+        print(f"| initial weights | rounds to {100 * target:.0f} % | accuracy, % |")
         print("|---|---|---|")
         for name, file in starts.items():
             start = {"file": str(file), "keep": keep, "ignore": [*keep, "objective.*"]}

@@ -426,10 +426,10 @@ def spread(bench: Bench) -> None:
 
 def joining(bench: Bench) -> None:
     """A machine that joins the finished federation with 10 normal clips: its AUC after some local epochs."""
-    print("| begins with | " + " | ".join(f"{epochs} epochs" for epochs in EPOCHS) + " |")
+    print("| initial weights | " + " | ".join(f"{epochs} epochs" for epochs in EPOCHS) + " |")
     print("|---|" + "---|" * len(EPOCHS))
     kinds: Mapping[str, Mapping[str, Any] | None] = {
-        "nothing": None,
+        "untrained": None,
         "FedAvg": FEDAVG,
         "ProFiLA": {"method": {"beta": 0.0, "adaptive_lr": False}},
     }

@@ -1,7 +1,7 @@
 """Entry for ``ray job submit --working-dir . -- python jobs/prepare.py FILE [key=value ...]``: as ``raydfl data prepare``.
 
-All CPUs of the cluster compute. All nodes must see the folder of the feature cache (data.cache) and the recordings under the same
-absolute paths. What is there already is not computed again, so a job that was stopped goes on when it is submitted again.
+All CPUs of the cluster compute. All nodes must see the feature cache (data.cache) and the recordings under the same
+absolute paths. Existing features are not computed again, so a stopped job continues when it is submitted again.
 """
 
 import sys

@@ -1,7 +1,7 @@
 """Entry for ``ray job submit --working-dir . -- python jobs/sweep.py FILE [key=value ...] [options]``: as ``raydfl sweep``.
 
 Each run of the sweep is a trial of Ray Tune. All nodes must see the sweep's folder (run.dir), the recordings and the feature cache
-(data.cache) under the same absolute paths. Submitting the same job again goes on where the last one was.
+(data.cache) under the same absolute paths. Submitting the same job again continues it.
 """
 
 import sys

@@ -21,7 +21,7 @@ typer.main.get_command = functools.cache(typer.main.get_command)
 
 
 @dataclass(frozen=True)
-class Said:
+class CommandResult:
     """The output and the exit code of a command."""
 
     code: int
@@ -50,15 +50,15 @@ class Raydfl:
     def __init__(self, capture: pytest.CaptureFixture[str]) -> None:
         self._capture = capture
 
-    def __call__(self, *arguments: object) -> Said:
+    def __call__(self, *arguments: object) -> CommandResult:
         self._capture.readouterr()
         with pytest.raises(SystemExit) as end:
             main([str(argument) for argument in arguments])
         out, err = self._capture.readouterr()
-        return Said(int(end.value.code or 0), out, err)
+        return CommandResult(int(end.value.code or 0), out, err)
 
 
-def written(config: Config, folder: Path) -> Path:
+def write_config(config: Config, folder: Path) -> Path:
     """Write a configuration to a file."""
     path = folder / "experiment.yaml"
     path.write_text(to_yaml(config.model_dump(mode="json"), flow=False))

@@ -1,4 +1,4 @@
-"""The command line with its output captured, and what undisturbed runs end with."""
+"""Fixtures: the command line with captured output, and references of undisturbed runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def raydfl(capfd: pytest.CaptureFixture[str]) -> Raydfl:
 
 
 @pytest.fixture
-def undisturbed(tiny: Callable[..., Config]) -> Callable[..., dict[str, bytes]]:
-    """``undisturbed(rounds)``: the exact bytes of all that a run of the tiny federation knows after so many rounds."""
+def check_reference(tiny: Callable[..., Config]) -> Callable[..., dict[str, bytes]]:
+    """Return the exact bytes of a tiny federation's state after a number of rounds."""
 
     return lambda rounds, method="fedmlac": known(tiny(f"train.rounds={rounds}", method=method))

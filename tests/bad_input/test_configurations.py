@@ -1,4 +1,4 @@
-"""Wrong configurations: each ends with exit code 2 and one message that says what, where, and what to do."""
+"""Wrong configurations give exit code 2 and one message with the problem, the place and the remedy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from commands import Raydfl, written
+from commands import Raydfl, write_config
 
 from raydfl.core.errors import ConfigError
 from raydfl.core.yaml import parse_yaml, to_yaml
@@ -51,7 +51,7 @@ _BOMB = ("- &a0 [x]\n" + "\n".join(f"- &a{i} [{f'*a{i - 1}, ' * 10}]" for i in r
             "train.optimiser.models: fedmlac has no model 'locl'. Did you mean 'local'?",
         ),
         ("modles.plugin=linear", "unknown key 'modles'. Did you mean 'models'?"),
-        # Keys of other groups: a name alone, or in the wrong place.
+        # Keys of other groups: without their group, or in the wrong group.
         ("rounds=5", "unknown key 'rounds'. Did you mean train.rounds?"),
         ("train.lr=0.1", "train: unknown key 'lr'. Did you mean train.optimiser.lr?"),
         ("data.sample_rate=8000", "Did you mean data.features.sample_rate?"),
@@ -63,10 +63,10 @@ _BOMB = ("- &a0 [x]\n" + "\n".join(f"- &a{i} [{f'*a{i - 1}, ' * 10}]" for i in r
         ("models.plugin=crnn_lit", "models.plugin: unknown architecture 'crnn_lit'. Did you mean 'crnn_lite'?"),
     ],
 )
-def test_an_unknown_key_names_the_nearest(
+def test_an_unknown_key_suggests_the_nearest(
     raydfl: Raydfl, tiny: Tiny, tmp_path: Path, override: str, message: str
 ) -> None:
-    file = written(tiny(method="fedmlac"), tmp_path)
+    file = write_config(tiny(method="fedmlac"), tmp_path)
     overrides = override.split(" ") if override.count("=") > 1 else [override]
     raydfl("run", file, *overrides).refuses(re.escape(message))
 
@@ -125,10 +125,10 @@ def test_an_unknown_key_names_the_nearest(
         ("train.phases.one=5", "train.phases.one: Input should be a valid dictionary or instance of "),
     ],
 )
-def test_a_wrong_type_says_what_it_must_be(
+def test_a_wrong_type_reports_the_expected_type(
     raydfl: Raydfl, tiny: Tiny, tmp_path: Path, override: str, message: str
 ) -> None:
-    raydfl("run", written(tiny(), tmp_path), override).refuses(re.escape(message))
+    raydfl("run", write_config(tiny(), tmp_path), override).refuses(re.escape(message))
 
 
 @pytest.mark.parametrize(
@@ -176,10 +176,10 @@ def test_a_wrong_type_says_what_it_must_be(
         ),
     ],
 )
-def test_a_value_out_of_range_names_the_range(
+def test_a_value_out_of_range_reports_the_range(
     raydfl: Raydfl, tiny: Tiny, tmp_path: Path, override: str, message: str
 ) -> None:
-    raydfl("run", written(tiny(), tmp_path), override).refuses(re.escape(message))
+    raydfl("run", write_config(tiny(), tmp_path), override).refuses(re.escape(message))
 
 
 @pytest.mark.parametrize(
@@ -196,14 +196,14 @@ def test_a_value_out_of_range_names_the_range(
         ("train={rounds: 1, rounds: 2}", "the key 'rounds' appears twice, the second time in line 1"),
     ],
 )
-def test_an_override_that_cannot_be_read(
+def test_malformed_overrides_are_rejected(
     raydfl: Raydfl, tiny: Tiny, tmp_path: Path, override: str, message: str
 ) -> None:
-    raydfl("run", written(tiny(), tmp_path), override).refuses(re.escape(message))
+    raydfl("run", write_config(tiny(), tmp_path), override).refuses(re.escape(message))
 
 
-def test_nothing_is_left_behind_by_a_refused_configuration(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
-    raydfl("run", written(tiny(), tmp_path), "train.rounds=0").refuses("train.rounds")
+def test_a_rejected_configuration_leaves_no_files(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
+    raydfl("run", write_config(tiny(), tmp_path), "train.rounds=0").refuses("train.rounds")
     assert [path.name for path in tmp_path.iterdir()] == ["experiment.yaml"]
 
 
@@ -231,7 +231,9 @@ def test_nothing_is_left_behind_by_a_refused_configuration(raydfl: Raydfl, tiny:
         (b"data: {name: spoken_words}", "method: Field required"),
     ],
 )
-def test_a_file_that_is_no_configuration(raydfl: Raydfl, tmp_path: Path, content: bytes, message: str) -> None:
+def test_files_without_a_configuration_are_rejected(
+    raydfl: Raydfl, tmp_path: Path, content: bytes, message: str
+) -> None:
     file = tmp_path / "file.yaml"
     file.write_bytes(content)
     raydfl("run", file).refuses(message)
@@ -240,7 +242,7 @@ def test_a_file_that_is_no_configuration(raydfl: Raydfl, tmp_path: Path, content
 
 
 @pytest.mark.parametrize("command", ["sweep", "search"])
-def test_a_file_of_many_runs_is_within_the_same_limits(raydfl: Raydfl, tmp_path: Path, command: str) -> None:
+def test_a_file_of_many_runs_has_the_same_limits(raydfl: Raydfl, tmp_path: Path, command: str) -> None:
     (tmp_path / "file.yaml").write_bytes(_BOMB)
     raydfl(command, tmp_path / "file.yaml").refuses("file.yaml: more than 100000 values")
 
@@ -282,10 +284,10 @@ def test_a_file_of_many_runs_is_within_the_same_limits(raydfl: Raydfl, tmp_path:
 )
 def test_no_setting_converts_a_value_of_another_type(tiny: Tiny, tmp_path: Path, override: str) -> None:
     with pytest.raises(ConfigError, match="Input should be a valid "):
-        load_config(written(tiny(), tmp_path), [override])
+        load_config(write_config(tiny(), tmp_path), [override])
 
 
-def test_an_alias_beside_what_it_names_is_no_circle() -> None:
+def test_an_alias_next_to_its_anchor_is_not_a_cycle() -> None:
     assert parse_yaml("a: &x {lr: 1}\nb: [*x, *x]\nc: &y [1, *x]\nd: *y", "here") == {
         "a": {"lr": 1},
         "b": [{"lr": 1}, {"lr": 1}],
@@ -294,7 +296,7 @@ def test_an_alias_beside_what_it_names_is_no_circle() -> None:
     }
 
 
-def test_a_file_that_cannot_be_read(raydfl: Raydfl, tmp_path: Path) -> None:
+def test_an_unreadable_file_is_reported(raydfl: Raydfl, tmp_path: Path) -> None:
     (tmp_path / "experiment.yaml").touch()
     missing = raydfl("run", tmp_path / "experimnt.yaml")
     missing.refuses("cannot read the configuration .*experimnt.yaml: No such file", "Did you mean 'experiment.yaml'?")
@@ -307,8 +309,8 @@ def test_a_file_that_cannot_be_read(raydfl: Raydfl, tmp_path: Path) -> None:
     raydfl("run", tmp_path).refuses("It is a run directory. Resume it with: raydfl resume")
 
 
-def test_words_that_yaml_takes_for_something_else_stay_words() -> None:
-    """The commands of Speech Commands are yes, no, on, off ...; a speaker of it may be called 1e5."""
+def test_words_with_a_meaning_in_yaml_stay_words() -> None:
+    """Speech Commands has the labels yes, no, on, off ... and speakers with names such as 1e5."""
     assert parse_yaml("[yes, no, on, off, true, false, 1e-3, 1.5E+2]", "") == [
         "yes",
         "no",
@@ -339,11 +341,11 @@ def test_words_that_yaml_takes_for_something_else_stay_words() -> None:
         assert parse_yaml(to_yaml({"k": value}, flow=False), "") == {"k": value}
 
 
-def test_a_file_that_is_there_is_not_proposed_instead_of_itself(raydfl: Raydfl, tmp_path: Path) -> None:
+def test_an_existing_file_is_not_suggested_for_itself(raydfl: Raydfl, tmp_path: Path) -> None:
     (tmp_path / "bin.yaml").write_bytes(b"\xff\xfe\x00")
-    said = raydfl("run", tmp_path / "bin.yaml")
-    said.refuses("bin.yaml: it is not UTF-8 text. Give a readable text file")
-    assert "Did you mean" not in said.err
+    output = raydfl("run", tmp_path / "bin.yaml")
+    output.refuses("bin.yaml: it is not UTF-8 text. Give a readable text file")
+    assert "Did you mean" not in output.err
     raydfl("run", tmp_path / "bim.yaml").refuses("No such file or directory. Did you mean 'bin.yaml'")
     (tmp_path / "circle").symlink_to("circle")
     raydfl("run", ROOT / "jobs/fsdd.yaml", f"data.root={tmp_path}/circle").refuses(
@@ -351,7 +353,7 @@ def test_a_file_that_is_there_is_not_proposed_instead_of_itself(raydfl: Raydfl, 
     )
 
 
-def test_names_alone_can_be_given_options(tiny: Tiny, tmp_path: Path) -> None:
+def test_plain_names_may_gain_options(tiny: Tiny, tmp_path: Path) -> None:
     file = tmp_path / "short.yaml"
     file.write_text("method: fedprox\ndata: spoken_words\nmodels: {model: crnn_tiny}\n")
     config = load_config(
@@ -362,7 +364,9 @@ def test_names_alone_can_be_given_options(tiny: Tiny, tmp_path: Path) -> None:
     assert config.models == {"model": {"name": "crnn_tiny", "hidden": 9}}
 
 
-def test_paths_do_not_depend_on_where_a_run_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_do_not_depend_on_the_working_directory_of_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "own.py").write_text(
         "from raydfl import Method, Rule\nfrom torch import nn\n\n\nclass Mine(Method):\n    pass\n\n\nclass Net(nn.Module):\n"
         "    def __init__(self, inputs, classes):\n        super().__init__()\n\n\n"

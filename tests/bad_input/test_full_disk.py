@@ -1,4 +1,4 @@
-"""A full disk: exit code 2 and the sizes; with room again, the same command ends with the bits of an undisturbed run."""
+"""A full disk gives exit code 2 and the sizes. With free space, the same command ends with the reference's bits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from commands import Raydfl, written
+from commands import Raydfl, write_config
 
 from raydfl.engine.config import Config
 from raydfl.runs._run import run
@@ -21,7 +21,7 @@ Undisturbed = Callable[..., dict[str, bytes]]
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
-    """``small_disk(bytes)``: a disk of that size; called again, the same one with another size. Only root may make disks."""
+    """Make or resize a small disk: ``small_disk(bytes)``. Only root may create disks."""
     folder = tmp_path / "disk"
 
     def make(size: int) -> Path:
@@ -41,7 +41,7 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
 
 
 def fill(folder: Path, leave: int) -> Path:
-    """Fills a disk up to some bytes."""
+    """Fill a disk except for the given number of bytes."""
     filler = folder / "filler"
     with filler.open("wb", buffering=0) as file:
         while (free := os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize) > leave:
@@ -49,59 +49,59 @@ def fill(folder: Path, leave: int) -> Path:
     return filler
 
 
-def test_no_room_for_the_features_is_known_beforehand(
-    raydfl: Raydfl, tiny: Tiny, undisturbed: Undisturbed, tmp_path: Path, small_disk: Callable[[int], Path]
+def test_missing_space_for_the_features_is_reported_beforehand(
+    raydfl: Raydfl, tiny: Tiny, check_reference: Undisturbed, tmp_path: Path, small_disk: Callable[[int], Path]
 ) -> None:
     disk = small_disk(200_000)
-    file = written(tiny(f"data.cache={disk}"), tmp_path)
-    # 162 clips x 26 frames x 16 bands x 4 bytes, in chunks and again in the whole.
-    said = raydfl("run", file)
-    said.refuses(
+    file = write_config(tiny(f"data.cache={disk}"), tmp_path)
+    # 162 clips x 26 frames x 16 bands x 4 bytes, in chunks and again in the complete file.
+    output = raydfl("run", file)
+    output.refuses(
         rf"the disk of {disk} is full: it has [\d,]+ bytes free and the features .*need about 359,424",
         "make room, or choose another",
     )
     small_disk(4_000_000)
     assert raydfl("run", file).code == 0
-    assert_same_bits(undisturbed(3, "fedavg"), read_tensors(tmp_path / "runs/tiny"))
+    assert_same_bits(check_reference(3, "fedavg"), read_tensors(tmp_path / "runs/tiny"))
 
 
-def test_a_disk_that_fills_up_while_features_are_made(
+def test_a_disk_may_fill_up_during_feature_extraction(
     raydfl: Raydfl,
     tiny: Tiny,
-    undisturbed: Undisturbed,
+    check_reference: Undisturbed,
     tmp_path: Path,
     small_disk: Callable[[int], Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     disk = small_disk(300_000)
-    file = written(tiny(f"data.cache={disk}"), tmp_path)
-    with monkeypatch.context() as patch:  # there seemed to be room
+    file = write_config(tiny(f"data.cache={disk}"), tmp_path)
+    with monkeypatch.context() as patch:  # the free space seems sufficient
         patch.setattr("raydfl.data.features.cache.free_bytes", lambda _: 10**9)
-        said = raydfl("data", "prepare", file)
-    said.refuses(rf"the disk of {disk} is full: it has [\d,]+ bytes free and the features .*need about 359,424")
+        output = raydfl("data", "prepare", file)
+    output.refuses(rf"the disk of {disk} is full: it has [\d,]+ bytes free and the features .*need about 359,424")
     small_disk(4_000_000)
     assert raydfl("run", file).code == 0
-    assert_same_bits(undisturbed(3, "fedavg"), read_tensors(tmp_path / "runs/tiny"))
+    assert_same_bits(check_reference(3, "fedavg"), read_tensors(tmp_path / "runs/tiny"))
 
 
 @pytest.mark.parametrize("leave", [0, 20_480])
-def test_a_disk_that_fills_up_during_a_run(
-    raydfl: Raydfl, tiny: Tiny, undisturbed: Undisturbed, small_disk: Callable[[int], Path], leave: int
+def test_a_disk_may_fill_up_during_a_run(
+    raydfl: Raydfl, tiny: Tiny, check_reference: Undisturbed, small_disk: Callable[[int], Path], leave: int
 ) -> None:
-    """With more and more room left, other writes are the first to fail: configuration, private state, rows, commit ..."""
+    """More free space moves the first failing write: configuration, private state, rows, commit ..."""
     disk = small_disk(8_000_000)
     run_dir = run(tiny("train.rounds=2", f"run.dir={disk}", method="fedmlac")).run_dir
     filler = fill(disk, leave)
-    said = raydfl("resume", run_dir, "train.rounds=5")
-    said.refuses("the disk of .* is full: it has [0-9,]+ bytes free and .* need about [0-9,]+", "then resume the run")
+    output = raydfl("resume", run_dir, "train.rounds=5")
+    output.refuses("the disk of .* is full: it has [0-9,]+ bytes free and .* need about [0-9,]+", "then resume the run")
     filler.unlink()
     assert not list(disk.rglob("*.part")) + list(disk.rglob("*.tmp"))
     assert raydfl("resume", run_dir, "train.rounds=5").code == 0
-    assert_same_bits(undisturbed(5), read_tensors(run_dir))
+    assert_same_bits(check_reference(5), read_tensors(run_dir))
 
 
 class FullAt:
-    """From the ``number``-th write that must reach the disk on, there is no room; the writes before succeed."""
+    """Fake fsync that fails from the ``number``-th call."""
 
     def __init__(self, number: int) -> None:
         self.left = number
@@ -114,21 +114,21 @@ class FullAt:
         self._fsync(descriptor)
 
 
-def full_disk_at(
+def run_with_full_disk(
     number: int, raydfl: Raydfl, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected: dict[str, bytes]
 ) -> bool:
-    """Runs with the disk full at one write, then again with room; whether there was such a write."""
+    """Run with a full disk at one write, then with free space. Return whether the write happened."""
     name = f"full{number}"
     config = tiny("train.rounds=2", f"run.name={name}", f"data.cache={tmp_path / name}", method="fedmlac")
-    file = written(config, tmp_path)
+    file = write_config(config, tmp_path)
     full = FullAt(number)
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        said = raydfl("run", file)
+        output = raydfl("run", file)
     if full.left > 0:
-        assert said.code == 0
+        assert output.code == 0
         return False
-    said.refuses("the disk of .* is full: it has [0-9,]+ bytes free and .* need about [0-9,]+; make room")
+    output.refuses("the disk of .* is full: it has [0-9,]+ bytes free and .* need about [0-9,]+; make room")
     assert raydfl("run", file).code == 0
     assert_same_bits(expected, read_tensors(Path(config.run.dir) / name))
     return True
@@ -136,16 +136,21 @@ def full_disk_at(
 
 @pytest.mark.parametrize("number", [1, 8, 13, 19])
 def test_a_full_disk_at_some_writes(
-    raydfl: Raydfl, tiny: Tiny, undisturbed: Undisturbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+    raydfl: Raydfl,
+    tiny: Tiny,
+    check_reference: Undisturbed,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
 ) -> None:
-    assert full_disk_at(number, raydfl, tiny, tmp_path, monkeypatch, undisturbed(2))
+    assert run_with_full_disk(number, raydfl, tiny, tmp_path, monkeypatch, check_reference(2))
 
 
 @pytest.mark.slow
 def test_a_full_disk_at_any_write(
-    raydfl: Raydfl, tiny: Tiny, undisturbed: Undisturbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    raydfl: Raydfl, tiny: Tiny, check_reference: Undisturbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     number = 1
-    while full_disk_at(number, raydfl, tiny, tmp_path, monkeypatch, undisturbed(2)):
+    while run_with_full_disk(number, raydfl, tiny, tmp_path, monkeypatch, check_reference(2)):
         number += 1
     assert number > 15

@@ -1,4 +1,4 @@
-"""Methods of one's own that cannot be used, a tracking server that does not answer, and resources that are not there."""
+"""Unusable user methods, an unreachable tracking server, and missing resources."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from commands import Raydfl, Said, written
+from commands import CommandResult, Raydfl, write_config
 
 from raydfl.engine.config import Config
 
@@ -42,15 +42,15 @@ METHOD = "from raydfl import Method, Rule\nfrom torch import nn\n\n\n"
         (METHOD + "class Mine(Method):\n    models = {}\n", "Mine", "models: .*mine.py:Mine has no model 'model'"),
     ],
 )
-def test_a_method_file_that_cannot_be_used(
+def test_unusable_method_files_are_rejected(
     raydfl: Raydfl, tiny: Tiny, tmp_path: Path, source: str, name: str, message: str
 ) -> None:
     (tmp_path / "mine.py").write_text(source)
-    raydfl("run", written(tiny(), tmp_path), f"method={{name: '{tmp_path}/mine.py:{name}'}}").refuses(message)
+    raydfl("run", write_config(tiny(), tmp_path), f"method={{name: '{tmp_path}/mine.py:{name}'}}").refuses(message)
 
 
-def test_a_file_or_module_that_is_not_there(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
-    file = written(tiny(), tmp_path)
+def test_missing_files_and_modules_are_reported(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
+    file = write_config(tiny(), tmp_path)
     raydfl("run", file, f"method.name={tmp_path}/gone.py:Mine").refuses(
         f"gone.py:Mine': there is no file {tmp_path}/gone.py"
     )
@@ -62,13 +62,13 @@ def test_a_file_or_module_that_is_not_there(raydfl: Raydfl, tiny: Tiny, tmp_path
     raydfl("run", file, f"method.rule={tmp_path}/gone.py:Rule").refuses("there is no file .*gone.py")
 
 
-def test_options_of_classes_of_ones_own_are_checked(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
+def test_options_of_user_classes_are_checked(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         METHOD + "from dataclasses import dataclass\n\n\n@dataclass(frozen=True, kw_only=True)\nclass Mine(Method):\n"
         "    strength: float = 1.0\n\n\nclass Net(nn.Module):\n    def __init__(self, inputs, classes, width: int = 3):\n"
         "        super().__init__()\n"
     )
-    file = written(tiny(), tmp_path)
+    file = write_config(tiny(), tmp_path)
     mine = f"method.name={tmp_path}/mine.py:Mine"
     raydfl("run", file, mine, "method.strenght=2").refuses(
         "method: unknown key 'strenght' for Mine. Did you mean 'strength'?"
@@ -79,13 +79,13 @@ def test_options_of_classes_of_ones_own_are_checked(raydfl: Raydfl, tiny: Tiny, 
     raydfl("run", file, net, "models.model.width=wide").refuses("mine.py:Net.width: Input should be a valid integer")
 
 
-def test_a_network_of_ones_own_that_cannot_be_built(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
+def test_a_failing_user_network_is_reported(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(
         "from torch import nn\n\n\nclass Net(nn.Module):\n    def __init__(self, inputs, classes):\n        super().__init__()\n"
         "        self.layer = nn.Linear(inputs, -1)\n"
     )
-    said = raydfl("run", written(tiny(f"models.model={tmp_path}/net.py:Net"), tmp_path))
-    said.refuses(
+    output = raydfl("run", write_config(tiny(f"models.model={tmp_path}/net.py:Net"), tmp_path))
+    output.refuses(
         "models.model: .*net.py:Net cannot be built: RuntimeError: Trying to create tensor with negative dimension"
     )
 
@@ -115,18 +115,18 @@ NETWORK = (
         ),
     ],
 )
-def test_a_network_that_cannot_be_used_is_refused_before_the_first_round(
+def test_an_unusable_network_is_rejected_before_the_first_round(
     raydfl: Raydfl, tiny: Tiny, tmp_path: Path, wrong: tuple[str, str], messages: list[str]
 ) -> None:
     (tmp_path / "net.py").write_text(NETWORK.replace(*wrong))
     assert wrong[0] in NETWORK
-    raydfl("run", written(tiny(f"models.model={tmp_path}/net.py:Net"), tmp_path)).refuses(
+    raydfl("run", write_config(tiny(f"models.model={tmp_path}/net.py:Net"), tmp_path)).refuses(
         r"models.model: .*net.py:Net", *messages
     )
     assert not (tmp_path / "runs" / "tiny").exists()
 
 
-def test_a_model_that_is_only_a_part_of_a_classifier(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
+def test_a_model_may_be_a_part_of_a_classifier(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(NETWORK.replace("(inputs, classes)\n\n", "(inputs, 5)\n\n"))
     parts = (
         "import torch\nfrom raydfl import Method\n\n\nclass Parts(Method):\n"
@@ -136,7 +136,7 @@ def test_a_model_that_is_only_a_part_of_a_classifier(raydfl: Raydfl, tiny: Tiny,
         "    def loss(self, step, batch):\n        return step.models['head'](step.models['model'](batch.x)).square().mean()\n\n"
         "    def evaluate(self, step, examples, batch_size):\n        return {}\n"
     )
-    file = written(tiny("train.rounds=1"), tmp_path)
+    file = write_config(tiny("train.rounds=1"), tmp_path)
     settings = [
         f"method={{name: '{tmp_path}/parts.py:Parts'}}",
         f"models={{model: '{tmp_path}/net.py:Net', head: crnn_tiny}}",
@@ -150,45 +150,45 @@ def test_a_model_that_is_only_a_part_of_a_classifier(raydfl: Raydfl, tiny: Tiny,
     assert done.code == 0, done.err
 
 
-def test_a_tensor_of_another_shape_is_never_cut_to_fit(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
+def test_a_tensor_with_a_wrong_shape_is_never_cut(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
     (tmp_path / "wide.py").write_text(
         METHOD
         + "class Wide(Method):\n    def init(self, clients, models, rng):\n        state = super().init(clients, models, rng)\n"
         "        for name, tensor in state.tensors['global'].items():\n"
         "            state.tensors['global'][name] = tensor.repeat(2, *[1] * (tensor.dim() - 1))\n        return state\n"
     )
-    said = raydfl("run", written(tiny(), tmp_path), f"method={{name: '{tmp_path}/wide.py:Wide'}}")
-    said.refuses(
+    output = raydfl("run", write_config(tiny(), tmp_path), f"method={{name: '{tmp_path}/wide.py:Wide'}}")
+    output.refuses(
         r"client 's\d+', round 1",
         r"'convolutions.0.weight' of model 'model' has shape \[8, 16, 3\], but the network expects \[4, 16, 3\]",
     )
 
 
-def test_a_tracking_server_that_does_not_answer(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
-    file = written(tiny(), tmp_path)
-    said = raydfl("run", file, "track={mlflow: true, uri: 'http://anna:secret@127.0.0.1:9'}")
-    said.refuses(
+def test_an_unreachable_tracking_server_is_reported(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
+    file = write_config(tiny(), tmp_path)
+    output = raydfl("run", file, "track={mlflow: true, uri: 'http://anna:secret@127.0.0.1:9'}")
+    output.refuses(
         r"MLflow at http://\*\*\*@127.0.0.1:9 cannot be used: no server answers",
         "Start the server or correct track.uri, or set track.mlflow=false",
     )
-    assert "secret" not in said.err
-    assert raydfl("run", file).code == 0  # the run directory it left is whole
+    assert "secret" not in output.err
+    assert raydfl("run", file).code == 0  # the run directory is complete
 
 
-def test_errors_for_machines_leave_standard_output_json(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
-    file = written(tiny(), tmp_path)
+def test_json_output_stays_valid_after_errors(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
+    file = write_config(tiny(), tmp_path)
     for wrong in ("train.cohort=9", "data.partition={by: iid, clients: 999}", "train.rounds=0"):
-        said = raydfl("run", file, wrong, "--json")
-        said.refuses("train|data")
-        for line in said.out.splitlines():
+        output = raydfl("run", file, wrong, "--json")
+        output.refuses("train|data")
+        for line in output.out.splitlines():
             json.loads(line)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
-def test_resources_that_the_cluster_does_not_have(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
-    """Numbers needed and numbers there: the session's Ray has 4 CPUs and 1 GPU."""
-    file = written(tiny(), tmp_path)
+def test_missing_resources_of_the_cluster_are_reported(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
+    """The message has required and available numbers. The session's Ray has 4 CPUs and 1 GPU."""
+    file = write_config(tiny(), tmp_path)
     raydfl("run", file, "ray.actors=8").refuses(
         "8 client actors with 1 CPU each need 8 CPU, but the cluster has 4. Lower ray.actors or ray.cpus"
     )
@@ -200,19 +200,19 @@ def test_resources_that_the_cluster_does_not_have(raydfl: Raydfl, tiny: Tiny, tm
 
 
 @pytest.mark.slow
-def test_a_cluster_that_is_not_there(tiny: Tiny, tmp_path: Path) -> None:
-    """In a process of its own: this one may have a Ray."""
+def test_a_missing_cluster_is_reported(tiny: Tiny, tmp_path: Path) -> None:
+    """Use a separate process, because this process may be connected to Ray."""
     command = [
         sys.executable,
         "-m",
         "raydfl",
         "run",
-        written(tiny(), tmp_path),
+        write_config(tiny(), tmp_path),
         "ray.actors=1",
         "ray.address=127.0.0.1:1",
     ]
     ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    said = Said(ended.returncode, ended.stdout, ended.stderr)
-    said.refuses(
+    output = CommandResult(ended.returncode, ended.stdout, ended.stderr)
+    output.refuses(
         "cannot reach the Ray cluster at 127.0.0.1:1: Connection refused", "Check the address", "or set ray.actors=0"
     )

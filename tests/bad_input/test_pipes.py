@@ -1,4 +1,4 @@
-"""Pipes, devices and folders in the place of files from strangers: opening a pipe would wait for its writer forever."""
+"""Pipes, devices and folders in place of files: opening a pipe would block forever."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ READERS: dict[str, Callable[[Path], object]] = {
 
 @pytest.fixture(autouse=True)
 def limit() -> Iterator[None]:
-    """Fails a test that waits for a pipe."""
+    """Stop tests that block on a pipe."""
 
     def stop(number: int, frame: types.FrameType | None) -> NoReturn:
         raise AssertionError(f"it did not end in {SECONDS} s")
@@ -51,14 +51,16 @@ def limit() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_a_pipe_is_named_and_not_opened(tmp_path: Path, name: str) -> None:
+def test_a_pipe_is_reported_and_not_opened(tmp_path: Path, name: str) -> None:
     os.mkfifo(tmp_path / name)
     with pytest.raises(DataError, match=f"{name}.* it is a pipe, a socket or a device, not a file"):
         READERS[name](tmp_path / name)
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "run.json"])
-def test_a_pipe_in_a_run_folder_is_named_and_not_opened(raydfl: Raydfl, tiny: Callable[..., Config], name: str) -> None:
+def test_a_pipe_in_a_run_folder_is_reported_and_not_opened(
+    raydfl: Raydfl, tiny: Callable[..., Config], name: str
+) -> None:
     folder = run(tiny("train.rounds=1")).run_dir
     (folder / name).unlink()
     os.mkfifo(folder / name)

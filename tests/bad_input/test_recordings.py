@@ -1,4 +1,4 @@
-"""Recordings that cannot be used: the file or the numbers are named; with data.unreadable=skip a run goes on and lists them."""
+"""Unusable recordings are reported with the file or the numbers. data.unreadable=skip lists and ignores them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from commands import Raydfl, Said
+from commands import CommandResult, Raydfl
 from safetensors.torch import load_file
 
 from raydfl.core.yaml import to_yaml
@@ -48,7 +48,7 @@ def write_wave(path: Path, seconds: float = 0.2, value: float | None = None) -> 
 
 @pytest.fixture
 def recordings(tmp_path: Path) -> Path:
-    """Two speakers with two words in six takes each, listed in clips.csv."""
+    """Write two speakers with six takes of two words, listed in clips.csv."""
     (tmp_path / "wav").mkdir()
     lines = ["path,label,group"]
     for speaker in ("anna", "bert"):
@@ -62,21 +62,21 @@ def recordings(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def training(raydfl: Raydfl, recordings: Path) -> Callable[..., Said]:
+def training(raydfl: Raydfl, recordings: Path) -> Callable[..., CommandResult]:
     file = recordings / "own.yaml"
     file.write_text(to_yaml(CONFIGURATION, flow=False))
 
-    def train(*overrides: str) -> Said:
+    def train(*overrides: str) -> CommandResult:
         places = [f"data.file={recordings}/clips.csv", f"data.cache={recordings}/cache", f"run.dir={recordings}/runs"]
         return raydfl("run", file, *(overrides if any("data=" in o for o in overrides) else [*places, *overrides]))
 
     return train
 
 
-Train = Callable[..., Said]
+Train = Callable[..., CommandResult]
 
 
-def relist(recordings: Path, change: Callable[[list[str]], list[str]]) -> None:
+def rewrite_list(recordings: Path, change: Callable[[list[str]], list[str]]) -> None:
     path = recordings / "clips.csv"
     path.write_text("\n".join(change(path.read_text().splitlines())) + "\n")
 
@@ -96,7 +96,7 @@ BROKEN = {
 }
 
 
-def spoil(path: Path, kind: str) -> None:
+def damage_file(path: Path, kind: str) -> None:
     if kind == "empty":
         path.write_bytes(b"")
     elif kind == "truncated":
@@ -117,24 +117,24 @@ def spoil(path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", BROKEN)
-def test_a_clip_that_cannot_be_read_is_named_with_the_reason(training: Train, recordings: Path, kind: str) -> None:
+def test_an_unreadable_clip_is_reported_with_the_reason(training: Train, recordings: Path, kind: str) -> None:
     path = recordings / "wav/bert-left-3.wav"
-    spoil(path, kind)
-    said = training()
-    said.refuses(
+    damage_file(path, kind)
+    output = training()
+    output.refuses(
         f"1 of {GOOD} clips cannot be read:\n  {re.escape(str(path))}: .*{re.escape(BROKEN[kind])}",
         "Repair or remove them, or leave them out with data.unreadable=skip",
     )
     assert not (recordings / "runs").exists()
 
 
-def test_unreadable_clips_can_be_skipped_and_are_counted_and_listed(training: Train, recordings: Path) -> None:
+def test_skipped_clips_are_counted_and_listed(training: Train, recordings: Path) -> None:
     kinds = ["empty", "truncated", "zero length", "nan", "missing"]
     for take, kind in enumerate(kinds):
-        spoil(recordings / f"wav/anna-right-{take}.wav", kind)
-    said = training("data.unreadable=skip")
-    assert said.code == 0
-    assert f"{len(kinds)} of {GOOD} clips cannot be read and are left out, the first wav/anna-right-0.wav" in said.out
+        damage_file(recordings / f"wav/anna-right-{take}.wav", kind)
+    output = training("data.unreadable=skip")
+    assert output.code == 0
+    assert f"{len(kinds)} of {GOOD} clips cannot be read and are left out, the first wav/anna-right-0.wav" in output.out
     about = json.loads((recordings / "runs/own/run.json").read_text())
     assert [item["clip"] for item in about["skipped"]] == [f"wav/anna-right-{take}.wav" for take in range(len(kinds))]
     for item, kind in zip(about["skipped"], kinds, strict=True):
@@ -145,7 +145,7 @@ def test_unreadable_clips_can_be_skipped_and_are_counted_and_listed(training: Tr
     assert "the file is empty (0 bytes)" in page
 
 
-def test_skipped_clips_are_no_reason_to_train_on_nothing(training: Train, recordings: Path) -> None:
+def test_skipping_all_clips_is_an_error(training: Train, recordings: Path) -> None:
     for path in (recordings / "wav").iterdir():
         path.write_bytes(b"")
     training("data.unreadable=skip").refuses(
@@ -153,14 +153,14 @@ def test_skipped_clips_are_no_reason_to_train_on_nothing(training: Train, record
     )
 
 
-def test_a_class_that_is_lost_with_its_clips_is_named(training: Train, recordings: Path) -> None:
+def test_a_class_without_readable_clips_is_reported(training: Train, recordings: Path) -> None:
     for path in (recordings / "wav").glob("*-left-*.wav"):
         path.write_bytes(b"")
     training("data.unreadable=skip").refuses("no client has a clip of label 'left': of its 12 clips 0 can be read")
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device"])
-def test_what_is_no_file_is_named_and_not_opened(training: Train, recordings: Path, kind: str) -> None:
+def test_pipes_and_folders_are_reported_and_not_opened(training: Train, recordings: Path, kind: str) -> None:
     path = recordings / "wav/bert-left-3.wav"
     path.unlink()
     if kind == "pipe":
@@ -172,50 +172,50 @@ def test_what_is_no_file_is_named_and_not_opened(training: Train, recordings: Pa
 
 
 @pytest.mark.parametrize("place", ["@0+1000000000000", f"@{10**17}+1", "@0+" + 5000 * "9"])
-def test_an_address_beyond_its_file_is_named_before_memory_is_reserved(
+def test_an_address_beyond_its_file_is_reported_before_allocating_memory(
     training: Train, recordings: Path, place: str
 ) -> None:
-    relist(recordings, lambda lines: [line.replace("bert-left-3.wav", f"bert-left-3.wav#x{place}") for line in lines])
+    rewrite_list(
+        recordings, lambda lines: [line.replace("bert-left-3.wav", f"bert-left-3.wav#x{place}") for line in lines]
+    )
     training().refuses(f"1 of {GOOD} clips cannot be read:\n .*bert-left-3.wav#x@.*(truncated|No such file|too long)")
 
 
 # -- lists and folders -----------------------------------------------------------------------------------------------
 
 
-def test_parts_of_a_file_are_clips_that_are_learnt_from_as_files_of_their_own_are(
-    training: Train, recordings: Path
-) -> None:
-    """Oracle: a run on the same clips in files of their own gives the same tensors."""
+def test_parts_of_a_file_train_like_separate_files(training: Train, recordings: Path) -> None:
+    """Oracle: a run on the same clips in separate files gives the same tensors."""
     names = [line.split(",")[0] for line in (recordings / "clips.csv").read_text().splitlines()[1:]]
     waves = [soundfile.read(recordings / name, dtype="float32")[0] for name in names]
     soundfile.write(recordings / "long.wav", np.concatenate(waves), RATE, subtype="FLOAT")
     split = "data.split.test={by: take, values: ['0']}"
     rows = [f"{{}},{name.split('-')[1]},{name[4:8]},{name[-5]}" for name in names]
     header = "path,label,group,take"
-    relist(recordings, lambda _: [header, *(row.format(name) for row, name in zip(rows, names, strict=True))])
+    rewrite_list(recordings, lambda _: [header, *(row.format(name) for row, name in zip(rows, names, strict=True))])
     assert training(split, "run.name=files").code == 0
     times = [f",{0.2 * index:.1f},{0.2 * (index + 1):.1f}" for index in range(len(rows))]
     cut = [f"{row.format('long.wav')}{time}" for row, time in zip(rows, times, strict=True)]
-    relist(recordings, lambda _: [f"{header},start,stop", *cut])
+    rewrite_list(recordings, lambda _: [f"{header},start,stop", *cut])
     assert training(split, "run.name=parts").code == 0
     finals = [(recordings / "runs" / name / "model.safetensors") for name in ("files", "parts")]
     one, other = (load_file(path) for path in finals)
     assert all(torch.equal(one[key], other[key]) for key in one)
-    # Other parts are other features, whatever the cache holds.
-    relist(recordings, lambda lines: [*lines[:-1], lines[-1].replace("4.6,4.8", "4.5,4.7")])
+    # A change of the parts changes the features, despite the cache.
+    rewrite_list(recordings, lambda lines: [*lines[:-1], lines[-1].replace("4.6,4.8", "4.5,4.7")])
     assert training(split, "run.name=moved").code == 0
     assert any(
         not torch.equal(one[key], moved)
         for key, moved in load_file(finals[1].parents[1] / "moved/model.safetensors").items()
     )
-    relist(recordings, lambda lines: [*lines[:-1], lines[-1].replace("4.5,4.7", "4.5,5.7")])
+    rewrite_list(recordings, lambda lines: [*lines[:-1], lines[-1].replace("4.5,4.7", "4.5,5.7")])
     training(split, "run.name=beyond").refuses(
         f"1 of {GOOD} clips cannot be read",
         r"long\.wav: the clip's stop, 5\.7 s, is after the end of the file, which is 4\.8 s",
     )
 
 
-def test_files_of_other_kinds_are_counted_and_named(raydfl: Raydfl, recordings: Path) -> None:
+def test_files_of_other_kinds_are_counted_and_listed(raydfl: Raydfl, recordings: Path) -> None:
     tree = recordings / "tree"
     for word in ("left", "right"):
         for take in range(4):
@@ -228,9 +228,9 @@ def test_files_of_other_kinds_are_counted_and_named(raydfl: Raydfl, recordings: 
     file.write_text(to_yaml({**CONFIGURATION, "data": data}, flow=False))
     remark = "left out of .*/tree .no recordings of a supported type.: 8 .m4a .8 in all: left/bert-0.m4a, .*ffmpeg"
     for command in (["run", file, f"run.dir={recordings}/runs"], ["data", "info", file], ["data", "prepare", file]):
-        said = raydfl(*command)
-        assert said.code == 0
-        assert re.search(remark, said.out, re.DOTALL), said.out
+        output = raydfl(*command)
+        assert output.code == 0
+        assert re.search(remark, output.out, re.DOTALL), output.out
     for path in tree.rglob("*.aiff"):
         path.unlink()
     raydfl("run", file).refuses(
@@ -241,22 +241,22 @@ def test_files_of_other_kinds_are_counted_and_named(raydfl: Raydfl, recordings: 
 @pytest.mark.parametrize(
     "place", ["/proc/none/cache", "/dev/null/cache", "{recordings}/circle", "~nobody-of-that-name/x"]
 )
-def test_a_cache_that_cannot_be_made(training: Train, recordings: Path, place: str) -> None:
+def test_an_impossible_cache_folder_is_rejected(training: Train, recordings: Path, place: str) -> None:
     (recordings / "circle").symlink_to("circle")
-    said = training(f"data.cache={place.format(recordings=recordings)}")
-    said.refuses(
+    output = training(f"data.cache={place.format(recordings=recordings)}")
+    output.refuses(
         "the features cannot be written to .*choose another folder with data.cache|the path .* cannot be found"
     )
 
 
-def test_a_list_without_a_column_names_those_it_has(training: Train, recordings: Path) -> None:
-    relist(recordings, lambda lines: ["path,word,group", *lines[1:]])
+def test_a_list_without_a_required_column_reports_its_columns(training: Train, recordings: Path) -> None:
+    rewrite_list(recordings, lambda lines: ["path,word,group", *lines[1:]])
     training().refuses(r"clips.csv has no column 'label'; its columns: path, word, group", "label_column")
     assert training("data.label_column=word").code == 0
 
 
-def test_a_list_without_groups_cannot_be_divided_by_them(training: Train, recordings: Path) -> None:
-    relist(recordings, lambda lines: [line.rpartition(",")[0] for line in lines])
+def test_a_list_without_groups_cannot_be_partitioned_by_group(training: Train, recordings: Path) -> None:
+    rewrite_list(recordings, lambda lines: [line.rpartition(",")[0] for line in lines])
     training().refuses("18 of 18 training clips have no 'group', so no client", "choose another data.partition")
     assert training("data.partition={by: iid, clients: 2}").code == 0
 
@@ -282,19 +282,19 @@ def test_a_list_without_groups_cannot_be_divided_by_them(training: Train, record
         ),
     ],
 )
-def test_a_list_with_mistakes(
+def test_mistakes_in_a_list_are_reported(
     training: Train, recordings: Path, change: Callable[[list[str]], list[str]], message: str
 ) -> None:
-    relist(recordings, change)
+    rewrite_list(recordings, change)
     training("data.split.test=null").refuses(message)
 
 
-def test_a_list_or_a_root_that_is_not_there(training: Train, recordings: Path) -> None:
+def test_a_missing_list_or_root_is_reported(training: Train, recordings: Path) -> None:
     training(f"data.file={recordings}/clip.csv").refuses(r"there is no list of recordings .*clip.csv. Expected a CSV")
     (recordings / "clips.txt").write_text("x")
     training(f"data.file={recordings}/clips.txt").refuses("clips.txt is neither .csv nor .parquet|is neither")
-    gone = training(f"data={{name: fsdd, root: {recordings}/gone}}", f"run.dir={recordings}/runs")
-    gone.refuses(
+    lost = training(f"data={{name: fsdd, root: {recordings}/gone}}", f"run.dir={recordings}/runs")
+    lost.refuses(
         rf"Free Spoken Digit Dataset: the root {recordings}/gone does not exist. Expected a folder with recordings/",
         "Download the set from https://",
     )
@@ -302,14 +302,16 @@ def test_a_list_or_a_root_that_is_not_there(training: Train, recordings: Path) -
     other.refuses("there is no file of the set in .*Expected .*Found: cache/|Found: clips.csv")
 
 
-def test_what_is_there_is_told_even_if_it_cannot_be_divided(raydfl: Raydfl, training: Train, recordings: Path) -> None:
-    """So that one can see which columns and values there are to divide by."""
-    said = raydfl(
+def test_the_data_are_described_even_without_a_valid_partition(
+    raydfl: Raydfl, training: Train, recordings: Path
+) -> None:
+    """The user sees the columns and values to partition by."""
+    output = raydfl(
         "data", "info", recordings / "own.yaml", f"data.file={recordings}/clips.csv", "data.split.test={by: split}"
     )
-    assert "anna (12), bert (12)" in said.out
-    assert "does not fit the clips: data.split.test: no clip has 'test' in column 'split'" in said.out
-    assert (said.code, said.err) == (0, "")
+    assert "anna (12), bert (12)" in output.out
+    assert "does not fit the clips: data.split.test: no clip has 'test' in column 'split'" in output.out
+    assert (output.code, output.err) == (0, "")
 
 
 # -- partitions and cohorts ------------------------------------------------------------------------------------------
@@ -356,35 +358,35 @@ def test_what_is_there_is_told_even_if_it_cannot_be_divided(raydfl: Raydfl, trai
         ),
     ],
 )
-def test_a_division_that_cannot_be_had_says_why_with_numbers(
+def test_an_impossible_partition_is_explained_with_numbers(
     training: Train, recordings: Path, override: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("raydfl.data.steps.dealing._WORK", 30_000)  # draws are given up after seconds
+    monkeypatch.setattr("raydfl.data.steps.dealing._WORK", 30_000)  # stops drawing after a few seconds
     training(override).refuses(message)
     assert not (recordings / "runs").exists()
 
 
-def test_clips_too_short_for_the_network_are_said_with_numbers(training: Train) -> None:
-    said = training("models.model={name: crnn_deep}", "data.features.seconds=0.05", "data.features.hop_ms=10")
-    said.refuses(
+def test_clips_too_short_for_the_network_are_reported_with_numbers(training: Train) -> None:
+    output = training("models.model={name: crnn_deep}", "data.features.seconds=0.05", "data.features.hop_ms=10")
+    output.refuses(
         "models.model: crnn_deep: 6 frames are too few: 3 times max pooling by 2 need at least 8. Use longer clips"
     )
     varying = training("models.model={name: crnn_deep}", "data.features.seconds=null", "data.features.hop_ms=40")
-    varying.refuses("6 frames are too few")  # known only when the clips have been read
+    varying.refuses("6 frames are too few")  # known only after reading the clips
 
 
-@pytest.mark.parametrize("gone", ["wav", "clips.csv"])
-def test_damaged_features_of_a_run_whose_recordings_are_gone(
-    raydfl: Raydfl, training: Train, recordings: Path, gone: str
+@pytest.mark.parametrize("lost", ["wav", "clips.csv"])
+def test_damaged_features_without_recordings_are_reported(
+    raydfl: Raydfl, training: Train, recordings: Path, lost: str
 ) -> None:
     assert training().code == 0
     (path,) = (recordings / "cache").glob("*/frames.npy")
     content = bytearray(path.read_bytes())
     content[-7] ^= 1
     path.write_bytes(content)
-    (recordings / gone).rename(recordings / "gone")
+    (recordings / lost).rename(recordings / "gone")
     damaged = "cached features in .* cannot be used .the content of frames.npy has changed."
     raydfl("resume", recordings / "runs" / "own", "train.rounds=2").refuses(
-        f"{damaged}[.] Rebuilding the features failed: .*{gone}"
+        f"{damaged}[.] Rebuilding the features failed: .*{lost}"
     )
     raydfl("replay", recordings / "runs" / "own", "--round", 1, "--client", "anna").refuses(damaged)

@@ -1,4 +1,4 @@
-"""Run directories that are damaged, half-written, of another configuration, or none at all."""
+"""Damaged, incomplete, mismatched and missing run directories."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import Raydfl, written
+from commands import Raydfl, write_config
 from helpers import known
 
 from raydfl.core.errors import RunDirectoryError
@@ -32,29 +32,29 @@ Undisturbed = Callable[..., dict[str, bytes]]
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def template_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("finished")
 
 
 @pytest.fixture
-def run_dir(finished: Path, tiny: Tiny, tmp_path: Path) -> Path:
-    """A copy of a run of FedMLAC after two rounds."""
-    if not (finished / "tiny").exists():
-        run(tiny("train.rounds=2", f"run.dir={finished}", method="fedmlac"))
-    return Path(shutil.copytree(finished / "tiny", tmp_path / "run"))
+def run_dir(template_run: Path, tiny: Tiny, tmp_path: Path) -> Path:
+    """Return a copy of a FedMLAC run after two rounds."""
+    if not (template_run / "tiny").exists():
+        run(tiny("train.rounds=2", f"run.dir={template_run}", method="fedmlac"))
+    return Path(shutil.copytree(template_run / "tiny", tmp_path / "run"))
 
 
 def flip(path: Path, at: float = 0.5) -> None:
-    """Changes one bit of a file."""
+    """Flip one bit of a file."""
     data = bytearray(path.read_bytes())
     data[int(at * (len(data) - 1))] ^= 1
     path.write_bytes(data)
 
 
-def test_a_run_ends_well_although_its_working_directory_is_deleted(
+def test_a_run_survives_the_deletion_of_its_working_directory(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A job's working directory is a copy that its cluster may delete; the path of the report is only printed."""
+    """A cluster may delete the working directory of a job. The report's path is only printed."""
     (tmp_path / "job").mkdir()
     monkeypatch.chdir(tmp_path / "job")
 
@@ -67,10 +67,10 @@ def test_a_run_ends_well_although_its_working_directory_is_deleted(
     assert (result.run_dir / "report.html").exists()
 
 
-def test_a_deleted_working_directory_is_refused_at_the_start(
+def test_a_deleted_working_directory_is_rejected_at_the_start(
     raydfl: Raydfl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise the import of PyTorch ends the process with a message of MKL alone."""
+    """Otherwise the import of PyTorch ends the process with an obscure message of MKL."""
     (tmp_path / "job").mkdir()
     monkeypatch.chdir(tmp_path / "job")
     (tmp_path / "job").rmdir()
@@ -83,17 +83,17 @@ def test_a_deleted_working_directory_is_refused_at_the_start(
 
 
 @pytest.mark.parametrize("nonsense", ["what?", "", "000002-zzzzzzzz.safetensors", "../../etc/passwd"])
-def test_nonsense_in_latest(raydfl: Raydfl, run_dir: Path, nonsense: str) -> None:
+def test_invalid_content_of_latest_is_reported(raydfl: Raydfl, run_dir: Path, nonsense: str) -> None:
     (run_dir / "LATEST").write_text(nonsense)
     message = "LATEST does not name a commit but holds .*. Write the newest name in commits/ into it"
     raydfl("resume", run_dir).refuses(message)
     raydfl("report", run_dir).refuses(message)
     raydfl("replay", run_dir, "--round", 1, "--client", "s0").refuses(message)
-    (run_dir / "LATEST").write_text(RunStore(run_dir).commits()[-1])  # the advice helps
+    (run_dir / "LATEST").write_text(RunStore(run_dir).commits()[-1])  # the remedy works
     assert raydfl("resume", run_dir).code == 0
 
 
-def test_a_lost_latest_does_not_begin_the_run_again(raydfl: Raydfl, run_dir: Path) -> None:
+def test_a_missing_latest_does_not_restart_the_run(raydfl: Raydfl, run_dir: Path) -> None:
     (run_dir / "LATEST").unlink()
     before = sorted((run_dir / "commits").iterdir())
     raydfl("resume", run_dir).refuses(
@@ -103,8 +103,8 @@ def test_a_lost_latest_does_not_begin_the_run_again(raydfl: Raydfl, run_dir: Pat
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
-def test_a_damaged_commit_falls_back_and_says_so(
-    raydfl: Raydfl, tiny: Tiny, undisturbed: Undisturbed, run_dir: Path, damage: str
+def test_a_damaged_commit_falls_back_with_a_warning(
+    raydfl: Raydfl, tiny: Tiny, check_reference: Undisturbed, run_dir: Path, damage: str
 ) -> None:
     newest = run_dir / "commits" / RunStore(run_dir).commits()[-1]
     if damage == "flip":
@@ -113,16 +113,16 @@ def test_a_damaged_commit_falls_back_and_says_so(
         newest.write_bytes(newest.read_bytes()[:-100])
     else:
         newest.unlink()
-    said = raydfl("resume", run_dir)
-    assert said.code == 0
-    assert f"warning: commit {newest} " in said.out
-    assert "; resuming from round 1" in said.out
-    assert_same_bits(undisturbed(2), read_tensors(run_dir))
+    output = raydfl("resume", run_dir)
+    assert output.code == 0
+    assert f"warning: commit {newest} " in output.out
+    assert "; resuming from round 1" in output.out
+    assert_same_bits(check_reference(2), read_tensors(run_dir))
     again = raydfl("resume", run_dir)
     assert "warning" not in again.out
 
 
-def test_nothing_whole_to_fall_back_to(raydfl: Raydfl, run_dir: Path) -> None:
+def test_a_run_without_an_intact_commit_is_rejected(raydfl: Raydfl, run_dir: Path) -> None:
     for path in (run_dir / "commits").iterdir():
         flip(path)
     raydfl("resume", run_dir).refuses(
@@ -130,7 +130,7 @@ def test_nothing_whole_to_fall_back_to(raydfl: Raydfl, run_dir: Path) -> None:
     )
 
 
-def test_private_state_behind_a_link_is_refused_and_not_removed(raydfl: Raydfl, run_dir: Path, tmp_path: Path) -> None:
+def test_private_state_behind_a_link_is_rejected_and_kept(raydfl: Raydfl, run_dir: Path, tmp_path: Path) -> None:
     theirs = Path(shutil.copytree(run_dir / "private", tmp_path / "theirs"))
     for path in list(theirs.iterdir()):
         path.rename(path.with_name(f"{path.name[:7]}0badcafe.seg"))
@@ -142,7 +142,7 @@ def test_private_state_behind_a_link_is_refused_and_not_removed(raydfl: Raydfl, 
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
-def test_damaged_private_state_is_not_trained_on(raydfl: Raydfl, run_dir: Path, damage: str) -> None:
+def test_damaged_private_state_is_not_used_for_training(raydfl: Raydfl, run_dir: Path, damage: str) -> None:
     for path in (run_dir / "private").iterdir():
         if damage == "flip":
             flip(path, 0.1)
@@ -151,12 +151,12 @@ def test_damaged_private_state_is_not_trained_on(raydfl: Raydfl, run_dir: Path, 
             path.write_bytes(path.read_bytes()[:100])
         else:
             path.unlink()
-    said = raydfl("resume", run_dir, "train.rounds=6")
-    said.refuses("private/.*seg is (damaged at byte|missing).*a client's private state")
+    output = raydfl("resume", run_dir, "train.rounds=6")
+    output.refuses("private/.*seg is (damaged at byte|missing).*a client's private state")
 
 
-def test_damaged_private_state_is_found_wherever_it_is(run_dir: Path) -> None:
-    """Each record has its own checksum: no bit of any can change unseen."""
+def test_damage_anywhere_in_private_state_is_detected(run_dir: Path) -> None:
+    """Each record has a checksum, so any changed bit is detected."""
     store = RunStore(run_dir)
     refs = store.load(store.commits()[-1]).private
     assert len(refs) > 2
@@ -172,38 +172,38 @@ def test_damaged_private_state_is_found_wherever_it_is(run_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "empty", "remove"])
-def test_a_damaged_population_is_noticed(raydfl: Raydfl, run_dir: Path, damage: str) -> None:
+def test_a_damaged_population_is_detected(raydfl: Raydfl, run_dir: Path, damage: str) -> None:
     path = run_dir / "population" / "clips.arrow"
     if damage == "flip":
-        flip(path, 0.99)  # of the labels and offsets, not of the header
+        flip(path, 0.99)  # in the labels and offsets, not in the header
     elif damage == "cut":
         path.write_bytes(path.read_bytes()[:-1])
     elif damage == "empty":
         path.write_bytes(b"")
     else:
         path.unlink()
-    said = raydfl("resume", run_dir, "train.rounds=3")
-    said.refuses("is missing or damaged", "restart the run in a new folder")
+    output = raydfl("resume", run_dir, "train.rounds=3")
+    output.refuses("is missing or damaged", "restart the run in a new folder")
 
 
 @pytest.mark.parametrize("where", ["there", "elsewhere"])
-def test_lost_features_are_made_again(
-    raydfl: Raydfl, tiny: Tiny, undisturbed: Undisturbed, tmp_path: Path, where: str
+def test_missing_features_are_rebuilt(
+    raydfl: Raydfl, tiny: Tiny, check_reference: Undisturbed, tmp_path: Path, where: str
 ) -> None:
     cache = tmp_path / "there"
     outcome = run(tiny(f"data.cache={cache}", "train.rounds=1"))
     shutil.rmtree(cache)
-    said = raydfl("resume", outcome.run_dir, "train.rounds=2", f"data.cache={tmp_path / where}")
-    assert said.code == 0
-    assert re.search(r"cached features in .* cannot be used .*[.] Rebuilding the features[.]", said.out)
-    assert_same_bits(undisturbed(2, "fedavg"), read_tensors(outcome.run_dir))
+    output = raydfl("resume", outcome.run_dir, "train.rounds=2", f"data.cache={tmp_path / where}")
+    assert output.code == 0
+    assert re.search(r"cached features in .* cannot be used .*[.] Rebuilding the features[.]", output.out)
+    assert_same_bits(check_reference(2, "fedavg"), read_tensors(outcome.run_dir))
     assert cache.exists() == (where == "there")
 
 
-def test_a_run_normalised_by_group_goes_on_unless_an_earlier_version_began_it(
+def test_a_run_with_group_normalisation_resumes_unless_started_by_an_earlier_version(
     raydfl: Raydfl, tiny: Tiny, tmp_path: Path
 ) -> None:
-    """Its statistics were of held-out clips too, and nobody would see it in the numbers."""
+    """Earlier statistics included held-out clips, which the numbers would not reveal."""
     by_group = ("data.features.normalise=group", f"data.cache={tmp_path / 'cache'}")
     whole = known(tiny(*by_group, "train.rounds=2", method="fedavg"))
     run_dir = run(tiny(*by_group, "train.rounds=1", method="fedavg")).run_dir
@@ -223,14 +223,14 @@ def test_a_run_normalised_by_group_goes_on_unless_an_earlier_version_began_it(
     ("name", "at"),
     [
         ("frames.npy", 0.2),
-        pytest.param("offsets.npy", 0.6, marks=pytest.mark.slow),  # as frames.npy: one code reads all of them
+        pytest.param("offsets.npy", 0.6, marks=pytest.mark.slow),  # like frames.npy: the same code reads all files
         pytest.param("lengths.npy", 1.0, marks=pytest.mark.slow),
     ],
 )
-def test_a_bit_that_flips_in_the_features_is_noticed(
-    raydfl: Raydfl, tiny: Tiny, undisturbed: Undisturbed, tmp_path: Path, name: str, at: float
+def test_a_flipped_bit_in_the_features_is_detected(
+    raydfl: Raydfl, tiny: Tiny, check_reference: Undisturbed, tmp_path: Path, name: str, at: float
 ) -> None:
-    """Also on a disk that forgets, where no time of change tells; and a new run does not take such features either."""
+    """Detection does not depend on modification times. New runs reject damaged features too."""
     outcome = run(tiny(f"data.cache={tmp_path}/there", "train.rounds=1"))
     (path,) = (tmp_path / "there").glob(f"*/{name}")
     times = path.stat()
@@ -240,13 +240,13 @@ def test_a_bit_that_flips_in_the_features_is_noticed(
         os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
 
     damage()
-    said = raydfl("resume", outcome.run_dir, "train.rounds=2")
-    assert said.code == 0
-    assert f"cannot be used (the content of {name} has changed). Rebuilding the features." in said.out
-    assert_same_bits(undisturbed(2, "fedavg"), read_tensors(outcome.run_dir))
+    output = raydfl("resume", outcome.run_dir, "train.rounds=2")
+    assert output.code == 0
+    assert f"cannot be used (the content of {name} has changed). Rebuilding the features." in output.out
+    assert_same_bits(check_reference(2, "fedavg"), read_tensors(outcome.run_dir))
     damage()
     other = run(tiny(f"data.cache={tmp_path}/there", "train.rounds=2", "run.name=other"))
-    assert_same_bits(undisturbed(2, "fedavg"), read_tensors(other.run_dir))
+    assert_same_bits(check_reference(2, "fedavg"), read_tensors(other.run_dir))
 
 
 @pytest.mark.parametrize(
@@ -264,20 +264,22 @@ def test_a_bit_that_flips_in_the_features_is_noticed(
         ),
     ],
 )
-def test_a_damaged_configuration_of_a_run(raydfl: Raydfl, run_dir: Path, content: bytes, message: str) -> None:
+def test_a_damaged_configuration_of_a_run_is_reported(
+    raydfl: Raydfl, run_dir: Path, content: bytes, message: str
+) -> None:
     (run_dir / "config.yaml").write_bytes(content)
     raydfl("resume", run_dir).refuses(message)
     raydfl("replay", run_dir, "--round", 1, "--client", "s0").refuses(message)
 
 
-def test_a_site_key_that_leads_elsewhere(raydfl: Raydfl, run_dir: Path) -> None:
+def test_a_site_key_outside_the_run_is_rejected(raydfl: Raydfl, run_dir: Path) -> None:
     about = json.loads((run_dir / "run.json").read_text())
     (run_dir / "run.json").write_text(json.dumps({**about, "site_key": "../../x"}))
     raydfl("resume", run_dir).refuses(r"run.json is missing or damaged \('../../x' is not the name of a file")
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]", "5", "{}", '{"id": "x"}'])
-def test_a_damaged_run_json(raydfl: Raydfl, run_dir: Path, content: str) -> None:
+def test_a_damaged_run_json_is_reported(raydfl: Raydfl, run_dir: Path, content: str) -> None:
     (run_dir / "run.json").write_text(content)
     raydfl("resume", run_dir).refuses(
         "run.json is missing or damaged", "Restore it from a copy, or restart the run in a new folder"
@@ -298,7 +300,7 @@ def test_a_damaged_run_json(raydfl: Raydfl, run_dir: Path, content: str) -> None
         ("resumes", [{"kernels": 1}], "resumes has .* but must hold groups with kernels"),
     ],
 )
-def test_what_run_json_lacks_or_has_of_another_kind(
+def test_missing_and_wrong_entries_of_run_json_are_reported(
     raydfl: Raydfl, run_dir: Path, key: str, value: object, message: str
 ) -> None:
     about = json.loads((run_dir / "run.json").read_text())
@@ -312,7 +314,7 @@ def test_what_run_json_lacks_or_has_of_another_kind(
         raydfl("report", run_dir).refuses(message)
 
 
-def test_a_damaged_file_of_rows(raydfl: Raydfl, run_dir: Path) -> None:
+def test_a_damaged_file_of_rows_is_reported(raydfl: Raydfl, run_dir: Path) -> None:
     for path in (run_dir / "rows").iterdir():
         flip(path, 1.0)
     message = "rows/.*parquet is not a readable Parquet file.*Restore it from a copy, or move it away"
@@ -322,70 +324,70 @@ def test_a_damaged_file_of_rows(raydfl: Raydfl, run_dir: Path) -> None:
     assert raydfl("report", run_dir).code == 0
 
 
-def test_a_missing_file_of_rows(raydfl: Raydfl, tiny: Tiny) -> None:
+def test_a_missing_file_of_rows_is_reported(raydfl: Raydfl, tiny: Tiny) -> None:
     run_dir = run(tiny("train.rounds=4")).run_dir
     sentence = "The files in rows/ of rounds 3 to 4 are missing"
     assert sentence not in (run_dir / "report.html").read_text()
     record.discard_rows(run_dir, 2)
-    said = raydfl("resume", run_dir, "train.rounds=5")
-    assert said.code == 0
-    assert re.search("warning: the files in .*rows of rounds 3 to 4 are missing[.] Restore them", said.out)
+    output = raydfl("resume", run_dir, "train.rounds=5")
+    assert output.code == 0
+    assert re.search("warning: the files in .*rows of rounds 3 to 4 are missing[.] Restore them", output.out)
     assert sentence in (run_dir / "report.html").read_text()
 
 
-# -- half-written, and of others -------------------------------------------------------------------------------------
+# -- incomplete and foreign runs -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("missing", ["run.json", "config.yaml"])
-def test_a_half_written_run_is_not_gone_on_with(raydfl: Raydfl, run_dir: Path, missing: str) -> None:
+def test_an_incomplete_run_is_not_resumed(raydfl: Raydfl, run_dir: Path, missing: str) -> None:
     (run_dir / missing).unlink()
-    said = raydfl("resume", run_dir)
-    said.refuses("is not a run directory, or the run was interrupted before it began", "Start it with: raydfl run")
+    output = raydfl("resume", run_dir)
+    output.refuses("is not a run directory, or the run was interrupted before it began", "Start it with: raydfl run")
 
 
-def test_a_run_that_never_began_begins_when_it_is_started_again(
-    raydfl: Raydfl, tiny: Tiny, undisturbed: Undisturbed, tmp_path: Path
+def test_a_run_that_crashed_before_its_first_round_restarts(
+    raydfl: Raydfl, tiny: Tiny, check_reference: Undisturbed, tmp_path: Path
 ) -> None:
-    """What a crash before the first round leaves: a population, perhaps a configuration, no run.json."""
+    """A crash before the first round leaves a population, perhaps a configuration, and no run.json."""
     config = tiny("train.rounds=1")
     folder = Path(config.run.dir) / "tiny"
     (folder / "population").mkdir(parents=True)
     (folder / "population" / "clips.arrow").write_bytes(b"half")
     (folder / "config.yaml").write_text("method: fed")
-    assert raydfl("run", written(config, tmp_path)).code == 0
-    assert_same_bits(undisturbed(1, "fedavg"), read_tensors(folder))
+    assert raydfl("run", write_config(config, tmp_path)).code == 0
+    assert_same_bits(check_reference(1, "fedavg"), read_tensors(folder))
 
 
 def test_rounds_without_a_run_json_are_not_mixed_with_a_new_run(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
     outcome = run(tiny("train.rounds=1"))
     (outcome.run_dir / "run.json").unlink()
-    said = raydfl("run", written(tiny("train.rounds=2", "run.seed=7"), tmp_path))
-    said.refuses(
+    output = raydfl("run", write_config(tiny("train.rounds=2", "run.seed=7"), tmp_path))
+    output.refuses(
         "contains rounds of a run, but its run.json is missing",
         "give the new run another `run.name`, or remove the folder",
     )
 
 
-def test_another_configuration_is_not_mixed_into_a_run(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
+def test_a_run_rejects_a_different_configuration(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
     outcome = run(tiny("train.rounds=1"))
     before = {path: path.read_bytes() for path in outcome.run_dir.rglob("*") if path.is_file()}
-    file = written(tiny("train.rounds=1"), tmp_path)
-    said = raydfl("run", file, "train.optimiser.lr=0.2", "train.rounds=5", "data.takes=5")
-    said.refuses(
+    file = write_config(tiny("train.rounds=1"), tmp_path)
+    output = raydfl("run", file, "train.optimiser.lr=0.2", "train.rounds=5", "data.takes=5")
+    output.refuses(
         "runs/tiny belongs to another configuration",
         "train.optimiser.lr: 0.1 there, 0.2 here",
         "another run.name, or remove",
     )
-    assert "data.takes" in said.err
-    assert "train.rounds" not in said.err  # may differ
+    assert "data.takes" in output.err
+    assert "train.rounds" not in output.err  # these settings may differ
     raydfl("resume", outcome.run_dir, "run.seed=2").refuses("run.seed: 1 there, 2 here")
     raydfl("resume", outcome.run_dir, "train.ronds=2").refuses("train: unknown key 'ronds'. Did you mean 'rounds'")
     assert before == {path: path.read_bytes() for path in outcome.run_dir.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize("name", [".lock", ".driver.lock"])
-def test_a_run_in_use_is_left_alone(raydfl: Raydfl, run_dir: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """In use by the process that commits, or by the one that drives it: then not even config.yaml changes."""
+def test_a_run_in_use_is_unchanged(raydfl: Raydfl, run_dir: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """The committing process or its driver holds the lock. Then even config.yaml is unchanged."""
     lock = RunStore.lock
     monkeypatch.setattr(RunStore, "lock", lambda self: lock(self, wait=0.1))
     monkeypatch.setattr(rundir, "_PATIENCE", 0.1)
@@ -400,14 +402,14 @@ def test_a_run_in_use_is_left_alone(raydfl: Raydfl, run_dir: Path, monkeypatch: 
     assert raydfl("resume", run_dir, *overrides).code == 0
 
 
-def test_of_two_first_runs_of_one_name_the_second_is_refused(
-    tiny: Tiny, undisturbed: Undisturbed, monkeypatch: pytest.MonkeyPatch
+def test_the_second_of_two_simultaneous_runs_is_rejected(
+    tiny: Tiny, check_reference: Undisturbed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While the first is still preparing its data, whatever the second one's configuration is."""
+    """The second run is rejected while the first prepares its data, whatever its configuration."""
     monkeypatch.setattr(rundir, "_PATIENCE", 0.1)
     prepare, refused = rundir.build_population, []
 
-    def meanwhile(*arguments: Any, **options: Any) -> Any:
+    def start_second_run(*arguments: Any, **options: Any) -> Any:
         monkeypatch.setattr(rundir, "build_population", prepare)
         for overrides in ([], ["train.optimiser.lr=0.2"]):
             with pytest.raises(RunDirectoryError) as error:
@@ -415,12 +417,12 @@ def test_of_two_first_runs_of_one_name_the_second_is_refused(
             refused.append(str(error.value))
         return prepare(*arguments, **options)
 
-    monkeypatch.setattr(rundir, "build_population", meanwhile)
+    monkeypatch.setattr(rundir, "build_population", start_second_run)
     outcome = run(tiny("train.rounds=1"))
     assert len(refused) == 2
     for message in refused:
         assert f"runs/tiny is in use by process {os.getpid()} on " in message
-    assert_same_bits(undisturbed(1, "fedavg"), read_tensors(outcome.run_dir))
+    assert_same_bits(check_reference(1, "fedavg"), read_tensors(outcome.run_dir))
 
 
 EDITS = {
@@ -435,7 +437,7 @@ EDITS = {
 
 
 def edit(run_dir: Path, key: str, value: object) -> None:
-    """Change a setting in config.yaml, as by hand."""
+    """Edit a setting in config.yaml."""
     path = run_dir / "config.yaml"
     values = parse_yaml(path.read_text(), "")
     if key == "method.name":
@@ -445,7 +447,7 @@ def edit(run_dir: Path, key: str, value: object) -> None:
 
 
 @pytest.mark.parametrize("key", EDITS)
-def test_settings_that_decide_the_numbers_are_not_edited_in_a_run(raydfl: Raydfl, run_dir: Path, key: str) -> None:
+def test_settings_with_effect_on_results_cannot_be_edited_in_a_run(raydfl: Raydfl, run_dir: Path, key: str) -> None:
     edit(run_dir, "train.rounds", 3)
     edit(run_dir, key, EDITS[key])
     edited = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
@@ -460,18 +462,18 @@ def test_settings_that_decide_the_numbers_are_not_edited_in_a_run(raydfl: Raydfl
         raydfl("replay", run_dir, "--round", 1, "--client", "s0").refuses(*messages)
         raydfl("predict", run_dir, run_dir).refuses(*messages)
         raydfl("export", run_dir).refuses(*messages)
-        said = raydfl("report", run_dir)
-        assert said.code == 0
-        assert "warning" in said.err
-        assert "config.yaml was changed since the run began" in said.err
+        output = raydfl("report", run_dir)
+        assert output.code == 0
+        assert "warning" in output.err
+        assert "config.yaml was changed since the run began" in output.err
         assert "config.yaml was changed since the run began" in (run_dir / "report.html").read_text()
 
 
-def test_the_report_tells_an_added_setting_from_a_default_that_was_written_down(
+def test_the_report_distinguishes_added_settings_from_explicit_defaults(
     raydfl: Raydfl, tiny: Callable[..., Config], tmp_path: Path
 ) -> None:
     run_dir = run(tiny("train.rounds=1", method="fedprox")).run_dir
-    assert raydfl("run", written(tiny("train.rounds=1", "method.mu=0.01", method="fedprox"), tmp_path)).code == 0
+    assert raydfl("run", write_config(tiny("train.rounds=1", "method.mu=0.01", method="fedprox"), tmp_path)).code == 0
     assert raydfl("report", run_dir).err == "", "it is the default"
     edit(run_dir, "method.mu", 5.0)
     raydfl("resume", run_dir).refuses("method.mu: None there, 5.0 here")
@@ -479,37 +481,37 @@ def test_the_report_tells_an_added_setting_from_a_default_that_was_written_down(
     assert "method.mu: None there, 5.0 here" in (run_dir / "report.html").read_text()
 
 
-def test_other_settings_may_be_edited_in_a_run(raydfl: Raydfl, undisturbed: Undisturbed, run_dir: Path) -> None:
+def test_other_settings_may_be_edited_in_a_run(raydfl: Raydfl, check_reference: Undisturbed, run_dir: Path) -> None:
     for key, value in {"train.rounds": 3, "evaluate.every": 3, "run.keep": 1}.items():
         edit(run_dir, key, value)
     assert raydfl("resume", run_dir).code == 0
-    assert_same_bits(undisturbed(3), read_tensors(run_dir))
+    assert_same_bits(check_reference(3), read_tensors(run_dir))
     assert "was changed since the run began" not in (run_dir / "report.html").read_text()
 
 
-def test_a_run_of_an_earlier_version_goes_on(raydfl: Raydfl, undisturbed: Undisturbed, run_dir: Path) -> None:
-    """It has no copy of its settings, an older digest, and the text 08 without quotes in its config.yaml."""
+def test_a_run_of_an_earlier_version_resumes(raydfl: Raydfl, check_reference: Undisturbed, run_dir: Path) -> None:
+    """Such a run lacks a copy of its settings, has an older digest, and has an unquoted 08 in config.yaml."""
     config = (run_dir / "config.yaml").read_text()
     assert "experiment: raydfl" in config
     (run_dir / "config.yaml").write_text(config.replace("experiment: raydfl", "experiment: 08"))
     about = json.loads((run_dir / "run.json").read_text())
     del about["config"]
     (run_dir / "run.json").write_text(json.dumps(about))
-    said = raydfl("resume", run_dir, "train.rounds=3")
-    assert (said.code, "warning" in said.out) == (0, False)
+    output = raydfl("resume", run_dir, "train.rounds=3")
+    assert (output.code, "warning" in output.out) == (0, False)
     (run_dir / "run.json").write_text(json.dumps({**about, "raydfl": "0.0.1", "digest": "0" * 16}))
     raydfl("resume", run_dir, "train.optimiser.lr=0.2").refuses("train.optimiser.lr: 0.1 there, 0.2 here")
-    said = raydfl("resume", run_dir, "train.rounds=4")
-    assert said.code == 0
+    output = raydfl("resume", run_dir, "train.rounds=4")
+    assert output.code == 0
     assert (
-        "started by an earlier version of raydfl, 0.0.1, so changes of its config.yaml cannot be detected" in said.out
+        "started by an earlier version of raydfl, 0.0.1, so changes of its config.yaml cannot be detected" in output.out
     )
-    assert_same_bits(undisturbed(4), read_tensors(run_dir))
+    assert_same_bits(check_reference(4), read_tensors(run_dir))
     assert parse_yaml((run_dir / "config.yaml").read_text(), "")["track"]["experiment"] == "08"
 
 
-def test_a_refused_run_leaves_nothing_behind(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
-    file, folder = written(tiny("ray.actors=1"), tmp_path), tmp_path / "runs"
+def test_a_rejected_run_leaves_no_files(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
+    file, folder = write_config(tiny("ray.actors=1"), tmp_path), tmp_path / "runs"
     for override in ("ray.address=127.0.0.1:1", "train.cohort=7"):
         raydfl("run", file, override).refuses("cannot reach the Ray cluster|cohort")
         assert not folder.exists()
@@ -522,7 +524,7 @@ def test_a_refused_run_leaves_nothing_behind(raydfl: Raydfl, tiny: Tiny, tmp_pat
 
 
 @pytest.mark.parametrize("command", ["resume", "report", "replay"])
-def test_a_folder_that_is_no_run(raydfl: Raydfl, tmp_path: Path, command: str) -> None:
+def test_a_folder_without_a_run_is_reported(raydfl: Raydfl, tmp_path: Path, command: str) -> None:
     more = ["--round", "1", "--client", "a"] if command == "replay" else []
     raydfl(command, tmp_path / "gone", *more).refuses(r"there is no run directory .*gone")
     (tmp_path / "empty").mkdir()
@@ -532,7 +534,7 @@ def test_a_folder_that_is_no_run(raydfl: Raydfl, tmp_path: Path, command: str) -
     assert not list((tmp_path / "empty").iterdir())
 
 
-def test_several_reports_of_which_one_is_no_run(raydfl: Raydfl, run_dir: Path, tmp_path: Path) -> None:
+def test_a_comparison_with_a_folder_without_a_run_is_rejected(raydfl: Raydfl, run_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     raydfl("report", run_dir, tmp_path / "empty", "--out", tmp_path / "x.html").refuses("empty is not a run directory")
     raydfl("report", run_dir, "--out", "/dev/null/x.html").refuses(
@@ -543,7 +545,7 @@ def test_several_reports_of_which_one_is_no_run(raydfl: Raydfl, run_dir: Path, t
 # -- replay ----------------------------------------------------------------------------------------------------------
 
 
-def test_what_cannot_be_replayed(raydfl: Raydfl, tiny: Tiny) -> None:
+def test_impossible_replays_are_rejected(raydfl: Raydfl, tiny: Tiny) -> None:
     run_dir = run(tiny("train.rounds=4", "run.keep=2", "train.cohort=1")).run_dir
     early = raydfl("replay", run_dir, "--round", 1, "--client", "s0")
     early.refuses(
@@ -556,9 +558,9 @@ def test_what_cannot_be_replayed(raydfl: Raydfl, tiny: Tiny) -> None:
     nobody.refuses("client 'nobody' is not in the cohort of round 4[.] Choose one of 's[0-5]'")
 
 
-def test_where_a_run_cannot_be_written(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
+def test_an_unwritable_run_folder_is_reported(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    file = written(tiny(), tmp_path)
+    file = write_config(tiny(), tmp_path)
     raydfl("run", file, f"run.dir={tmp_path}/file").refuses(
         "cannot create the run directory .*file/tiny: Not a directory"
     )
@@ -570,7 +572,7 @@ def test_where_a_run_cannot_be_written(raydfl: Raydfl, tiny: Tiny, tmp_path: Pat
     raydfl("run", file, "run.dir=/proc/x").refuses("cannot create the run directory /proc/x/tiny")
 
 
-def test_json_of_a_run_may_hold_what_later_versions_add(raydfl: Raydfl, run_dir: Path) -> None:
+def test_json_of_a_run_may_contain_entries_of_later_versions(raydfl: Raydfl, run_dir: Path) -> None:
     about = json.loads((run_dir / "run.json").read_text())
     (run_dir / "run.json").write_text(json.dumps({**about, "more": 1}))
     assert raydfl("resume", run_dir).code == 0

@@ -1,4 +1,4 @@
-"""Run folders from strangers: raydfl runs no code that the user has neither run nor approved on this machine."""
+"""Run folders from strangers: raydfl executes only code that the user has run or approved on this machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import soundfile
-from commands import Raydfl, written
+from commands import Raydfl, write_config
 
 from raydfl.core import registry
 from raydfl.core.errors import DataError
@@ -45,8 +45,8 @@ def commands(tmp_path: Path) -> list[tuple[str, list[str]]]:
 
 
 @pytest.fixture
-def own(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
-    """A method of one's own with a neighbour, whose name is another in each test: modules stay loaded."""
+def user_method(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """Write a user's method that imports a neighbour. Names differ between tests, because modules stay loaded."""
     folder = tmp_path / "mine"
     folder.mkdir()
     neighbour = f"beside_{abs(hash(request.node.nodeid))}"
@@ -56,7 +56,7 @@ def own(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
 
 
 def rename_method(folder: Path, value: str) -> None:
-    """Name another method in a run's configuration."""
+    """Change the method in a run's configuration."""
     config = parse_yaml((folder / "config.yaml").read_text(), "config")
     config["method"]["name"] = value
     (folder / "config.yaml").write_text(to_yaml(config, flow=False))
@@ -68,8 +68,8 @@ def list_code(folder: Path, digests: dict[str, str] | None) -> None:
     (folder / "run.json").write_text(json.dumps({key: about[key] for key in about if about[key] is not None}))
 
 
-def test_a_compiled_file_beside_a_users_file_is_not_run(tmp_path: Path) -> None:
-    """Python itself would run an unchecked cache file in place of the source that the user has read."""
+def test_a_compiled_file_next_to_a_users_file_is_not_executed(tmp_path: Path) -> None:
+    """Python would execute an unchecked cache file instead of the visible source."""
     source, marker = tmp_path / "read_and_approved.py", tmp_path / "harm"
     source.write_text("from raydfl.methods.fedavg import FedAvg\n\n\nclass Own(FedAvg):\n    pass\n")
     evil = tmp_path / "evil.py"
@@ -93,7 +93,7 @@ ATTACKS: list[tuple[str, str]] = [
 """A file of a stranger's folder, and the reference in config.yaml that loads it."""
 
 
-def test_code_of_a_stranger_does_not_run_whatever_the_folder_lists(
+def test_a_strangers_code_is_not_executed_whatever_the_folder_lists(
     raydfl: Raydfl,
     tiny: Tiny,
     tmp_path: Path,
@@ -114,47 +114,47 @@ def test_code_of_a_stranger_does_not_run_whatever_the_folder_lists(
             for command, more in commands if name == ATTACKS[0][0] else commands[::2]:
                 raydfl(command, folder, *more).refuses("evil_.* (has changed|neither run nor approved).*--trust")
                 assert not harm.exists(), (name, digests, command)
-    raydfl("report", folder)  # draws numbers and builds nothing
+    raydfl("report", folder)  # draws numbers without building a network
     assert not harm.exists()
 
 
-def test_an_approval_holds_for_one_file_at_one_place_until_it_changes(
-    raydfl: Raydfl, tiny: Tiny, own: Path, tmp_path: Path
+def test_an_approval_covers_one_unchanged_file_at_one_path(
+    raydfl: Raydfl, tiny: Tiny, user_method: Path, tmp_path: Path
 ) -> None:
     folder = run(tiny("train.rounds=1")).run_dir
     list_code(folder, None)
-    rename_method(folder, f"{own}/own.py:Own")
+    rename_method(folder, f"{user_method}/own.py:Own")
     raydfl("resume", folder).refuses("neither run nor approved on this machine")
-    # The method is another than the run's, so the command refuses, but only after it has loaded the approved code.
+    # The command loads the approved code before it rejects the changed method.
     raydfl("resume", folder, "--trust").refuses("config.yaml was changed since the run began")
     raydfl("resume", folder).refuses("config.yaml was changed since the run began")
-    copy = shutil.copytree(own, tmp_path / "copy")
+    copy = shutil.copytree(user_method, tmp_path / "copy")
     rename_method(folder, f"{copy}/own.py:Own")
     raydfl("resume", folder).refuses("neither run nor approved on this machine")
-    rename_method(folder, f"{own}/own.py:Own")
-    (neighbour,) = own.glob("beside_*.py")
+    rename_method(folder, f"{user_method}/own.py:Own")
+    (neighbour,) = user_method.glob("beside_*.py")
     neighbour.write_text("x = 2\n")
     raydfl("resume", folder).refuses("neither run nor approved on this machine")
 
 
-def test_a_module_that_the_user_has_run_is_not_asked_about(
-    raydfl: Raydfl, tiny: Tiny, own: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_module_already_run_by_the_user_needs_no_approval(
+    raydfl: Raydfl, tiny: Tiny, user_method: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.syspath_prepend(str(own))
-    (own / "own_package").mkdir()
-    (own / "own_package" / "__init__.py").touch()
-    (own / "own_package" / "method.py").write_text(METHOD.format(neighbour="json"))
+    monkeypatch.syspath_prepend(str(user_method))
+    (user_method / "own_package").mkdir()
+    (user_method / "own_package" / "__init__.py").touch()
+    (user_method / "own_package" / "method.py").write_text(METHOD.format(neighbour="json"))
     folder = run(tiny("train.rounds=1", method="own_package.method:Own")).run_dir
     assert raydfl("resume", folder, "train.rounds=2").code == 0
-    (own / "own_package" / "__init__.py").write_text("x = 1\n")
+    (user_method / "own_package" / "__init__.py").write_text("x = 1\n")
     raydfl("resume", folder, "train.rounds=3").refuses("neither run nor approved on this machine")
     assert raydfl("resume", folder, "train.rounds=3", "--trust").code == 0
 
 
-def test_another_user_or_machine_asks_once(
-    raydfl: Raydfl, tiny: Tiny, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_other_users_and_machines_need_one_approval(
+    raydfl: Raydfl, tiny: Tiny, user_method: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = run(tiny("train.rounds=1", method=f"{own}/own.py:Own")).run_dir
+    folder = run(tiny("train.rounds=1", method=f"{user_method}/own.py:Own")).run_dir
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "elsewhere"))
     raydfl("resume", folder, "train.rounds=2").refuses("neither run nor approved on this machine.*--trust")
     assert raydfl("resume", folder, "train.rounds=2", "--trust").code == 0
@@ -163,27 +163,27 @@ def test_another_user_or_machine_asks_once(
     assert (store.stat().st_mode | store.parent.stat().st_mode) & 0o077 == 0, "nobody else may read or write it"
 
 
-def test_a_relative_configuration_folder_and_one_that_cannot_be_written_approve_nothing(
-    raydfl: Raydfl, tiny: Tiny, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_relative_and_unwritable_configuration_folders_approve_nothing(
+    raydfl: Raydfl, tiny: Tiny, user_method: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", "/dev/null")
     monkeypatch.chdir(tmp_path)
-    for given in ("config", "/dev/null"):  # a stranger's folder could hold config/raydfl
+    for given in ("config", "/dev/null"):  # a stranger's folder could contain config/raydfl
         monkeypatch.setenv("XDG_CONFIG_HOME", given)
-        folder = run(tiny("train.rounds=1", f"run.name={len(given)}", method=f"{own}/own.py:Own")).run_dir
+        folder = run(tiny("train.rounds=1", f"run.name={len(given)}", method=f"{user_method}/own.py:Own")).run_dir
         raydfl("resume", folder, "train.rounds=2").refuses("neither run nor approved on this machine")
         assert raydfl("resume", folder, "train.rounds=2", "--trust").code == 0
     assert not (tmp_path / "config").exists()
 
 
-def test_code_that_changed_since_the_run_began_is_asked_about(
-    raydfl: Raydfl, tiny: Tiny, own: Path, tmp_path: Path, commands: list[tuple[str, list[str]]]
+def test_changed_code_needs_approval(
+    raydfl: Raydfl, tiny: Tiny, user_method: Path, tmp_path: Path, commands: list[tuple[str, list[str]]]
 ) -> None:
-    config = tiny("train.rounds=1", method=f"{own}/own.py:Own")
+    config = tiny("train.rounds=1", method=f"{user_method}/own.py:Own")
     folder = run(config).run_dir
     assert raydfl("replay", folder, "--round", 1, "--client", "s2").code == 0, "unchanged code is not asked about"
-    (neighbour,) = own.glob("beside_*.py")
-    for file in (own / "own.py", neighbour):
+    (neighbour,) = user_method.glob("beside_*.py")
+    for file in (user_method / "own.py", neighbour):
         whole = file.read_text()
         file.write_text(whole + "# changed\n")
         for command, more in commands:
@@ -191,32 +191,32 @@ def test_code_that_changed_since_the_run_began_is_asked_about(
                 "own.py:Own.* or one of its imports in the same folder has changed since the run began.*--trust"
             )
         file.write_text(whole)
-    (own / "own.py").write_text((own / "own.py").read_text() + "# changed\n")
+    (user_method / "own.py").write_text((user_method / "own.py").read_text() + "# changed\n")
     assert raydfl("resume", folder, "train.rounds=2", "--trust").code == 0
     assert raydfl("resume", folder, "train.rounds=3").code == 0, "it is approved now"
-    whole_run = run(tiny("train.rounds=3", "run.name=whole", method=f"{own}/own.py:Own")).run_dir
+    whole_run = run(tiny("train.rounds=3", "run.name=whole", method=f"{user_method}/own.py:Own")).run_dir
     assert_same_bits(read_tensors(whole_run), read_tensors(folder))
 
 
-def test_who_names_the_code_in_a_configuration_of_ones_own_is_not_asked(
-    raydfl: Raydfl, tiny: Tiny, own: Path, tmp_path: Path
+def test_code_in_the_users_configuration_needs_no_approval(
+    raydfl: Raydfl, tiny: Tiny, user_method: Path, tmp_path: Path
 ) -> None:
-    config = tiny("train.rounds=1", method=f"{own}/own.py:Own")
+    config = tiny("train.rounds=1", method=f"{user_method}/own.py:Own")
     folder = run(config).run_dir
-    (own / "own.py").write_text((own / "own.py").read_text() + "# changed\n")
-    said = raydfl("run", written(config, tmp_path), "train.rounds=2")
-    assert said.code == 0
-    assert "your own code has changed since the run began" in said.out
-    assert code_digest(own / "own.py") in json.loads((folder / "run.json").read_text())["code"]
+    (user_method / "own.py").write_text((user_method / "own.py").read_text() + "# changed\n")
+    output = raydfl("run", write_config(config, tmp_path), "train.rounds=2")
+    assert output.code == 0
+    assert "your own code has changed since the run began" in output.out
+    assert code_digest(user_method / "own.py") in json.loads((folder / "run.json").read_text())["code"]
 
 
-def test_built_in_methods_are_not_asked_about(raydfl: Raydfl, tiny: Tiny) -> None:
+def test_built_in_methods_need_no_approval(raydfl: Raydfl, tiny: Tiny) -> None:
     built_in = run(tiny("train.rounds=1", "run.name=builtin")).run_dir
     moved = Path(shutil.move(built_in, built_in.with_name("moved")))
     assert raydfl("resume", moved).code == 0
 
 
-def test_the_digest_of_code_covers_what_it_imports_from_beside_it(tmp_path: Path) -> None:
+def test_the_digest_of_code_covers_imported_neighbours(tmp_path: Path) -> None:
     files = {
         "own.py": "import a\nfrom b.c import d\nimport json\n",
         "a.py": "from b import e\n",
@@ -241,7 +241,7 @@ def test_the_digest_of_code_covers_what_it_imports_from_beside_it(tmp_path: Path
 
 
 class _Harm:
-    """Unpickled, it makes a file."""
+    """Object that creates a file when unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,4 +1,4 @@
-"""The commands as a user meets them. Oracles: exit codes, the registries, closed-form counts, and the engine called directly."""
+"""The commands of raydfl. Oracles: exit codes, the registries, closed-form counts and direct calls of the engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from commands import Raydfl, written
+from commands import Raydfl, write_config
 
 import raydfl as package
 from raydfl.core import registry
@@ -41,7 +41,7 @@ COMMANDS = [
 ]
 
 
-def test_help_waits_for_no_heavy_library() -> None:
+def test_help_imports_no_heavy_library() -> None:
     code = (
         "import sys\nfrom raydfl.cli.main import main\n"
         "try:\n    main(['--help'])\nexcept SystemExit as end:\n    assert not end.code\n"
@@ -59,11 +59,11 @@ def test_python_m_raydfl_is_the_command() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_every_command_explains_itself(raydfl: Raydfl, command: list[str]) -> None:
-    said = raydfl(*command, "--help")
-    assert said.code == 0
-    assert said.out.startswith(f"Usage: raydfl {' '.join(command)}")
-    assert said.err == ""
+def test_every_command_has_help(raydfl: Raydfl, command: list[str]) -> None:
+    output = raydfl(*command, "--help")
+    assert output.code == 0
+    assert output.out.startswith(f"Usage: raydfl {' '.join(command)}")
+    assert output.err == ""
 
 
 @pytest.mark.parametrize(
@@ -79,11 +79,11 @@ def test_every_command_explains_itself(raydfl: Raydfl, command: list[str]) -> No
         (["data", "show"], "No such command 'show'"),
     ],
 )
-def test_wrong_usage_is_exit_code_2(raydfl: Raydfl, arguments: list[str], message: str) -> None:
-    said = raydfl(*arguments)
-    assert said.code == 2
-    assert message in said.err
-    assert said.out == ""
+def test_wrong_usage_exits_with_code_2(raydfl: Raydfl, arguments: list[str], message: str) -> None:
+    output = raydfl(*arguments)
+    assert output.code == 2
+    assert message in output.err
+    assert output.out == ""
 
 
 @pytest.mark.parametrize(
@@ -96,36 +96,36 @@ def test_wrong_usage_is_exit_code_2(raydfl: Raydfl, arguments: list[str], messag
         (["data", "info", "x.yaml", "--method=fedprox"], "method=fedprox"),
     ],
 )
-def test_a_setting_written_as_an_option_is_shown_as_it_should_be(
+def test_a_setting_written_as_an_option_is_corrected_in_the_message(
     raydfl: Raydfl, arguments: list[str], settings: str
 ) -> None:
     raydfl(*arguments).refuses(rf"no option --.* as key=value: {settings}\n$")
 
 
 def test_an_error_cannot_steer_the_terminal(raydfl: Raydfl) -> None:
-    said = raydfl("report", "no\x1b[2Jsuch")
-    assert said.code == 2
-    assert r"no\x1b[2Jsuch" in said.err
-    assert "\x1b" not in said.err
+    output = raydfl("report", "no\x1b[2Jsuch")
+    assert output.code == 2
+    assert r"no\x1b[2Jsuch" in output.err
+    assert "\x1b" not in output.err
 
 
-def test_a_mistake_of_the_program_is_exit_code_1_and_shows_where(
+def test_a_bug_exits_with_code_1_and_a_traceback(
     raydfl: Raydfl, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("raydfl.runs._run.run", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):  # Python itself then prints the traceback and ends with 1
-        raydfl("run", written(tiny(), tmp_path))
+    with pytest.raises(ZeroDivisionError):  # Python prints the traceback and exits with 1
+        raydfl("run", write_config(tiny(), tmp_path))
 
 
-def test_control_c_outside_a_round_is_exit_code_1_without_traceback(
+def test_control_c_outside_a_round_exits_with_code_1_without_traceback(
     raydfl: Raydfl, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(*_: object) -> None:
+    def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("raydfl.runs._run.run", interrupted)
-    said = raydfl("run", written(tiny(), tmp_path))
-    assert (said.code, said.out, said.err) == (1, "", "stopped\n")
+    monkeypatch.setattr("raydfl.runs._run.run", interrupt)
+    output = raydfl("run", write_config(tiny(), tmp_path))
+    assert (output.code, output.out, output.err) == (1, "", "stopped\n")
 
 
 # -- config ----------------------------------------------------------------------------------------------------------
@@ -141,20 +141,20 @@ def test_control_c_outside_a_round_is_exit_code_1_without_traceback(
         ("fedavg", ["data.split.test={by: group, fraction: 0.3}", "data.takes=5", "data.segment=null"]),
     ],
 )
-def test_the_resolved_configuration_is_accepted_again_as_the_same(
+def test_the_resolved_configuration_is_a_valid_equal_configuration(
     raydfl: Raydfl, tiny: Tiny, tmp_path: Path, method: str, overrides: list[str]
 ) -> None:
-    file = written(tiny(method=method), tmp_path)
-    said = raydfl("config", file, *overrides)
-    assert (said.code, said.err) == (0, "")
+    file = write_config(tiny(method=method), tmp_path)
+    output = raydfl("config", file, *overrides)
+    assert (output.code, output.err) == (0, "")
     again = tmp_path / "again.yaml"
-    again.write_text(said.out)
+    again.write_text(output.out)
     assert load_config(again).digest() == load_config(file, overrides).digest()
-    assert raydfl("config", again).out == said.out
+    assert raydfl("config", again).out == output.out
 
 
 def test_the_resolved_configuration_explains_every_setting(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
-    lines = raydfl("config", written(tiny(method="fedmlac"), tmp_path)).out.splitlines()
+    lines = raydfl("config", write_config(tiny(method="fedmlac"), tmp_path)).out.splitlines()
     keys = [number for number, line in enumerate(lines) if line.partition("#")[0].strip()]
     mute = [lines[number] for number in keys if not lines[number - 1].lstrip().startswith("#")]
     assert mute == [
@@ -173,7 +173,7 @@ def test_the_resolved_configuration_explains_every_setting(raydfl: Raydfl, tiny:
             )
         )
         for line in mute
-    )  # models have one comment for all; the tests' own data set describes none of its options
+    )  # all models share one comment; the data set of the tests has no descriptions
     text = "\n".join(lines)
     alpha = "# Fraction of cross-entropy in the local loss. 1: the local model learns from labels only. Range: 0 to 1."
     assert f"{alpha}\n  alpha: 0.5" in text
@@ -181,7 +181,7 @@ def test_the_resolved_configuration_explains_every_setting(raydfl: Raydfl, tiny:
     assert "# Time between frames in ms. Above 0, to 500.\n    hop_ms: 10.0" in text
 
 
-def test_writing_a_default_down_is_no_other_configuration(tiny: Tiny) -> None:
+def test_an_explicit_default_does_not_change_the_configuration(tiny: Tiny) -> None:
     same_run = ["method.rule=null", "data.speakers=6", "train.optimiser.momentum=0", "evaluate.batch_size=64"]
     assert tiny().digest() == tiny(*same_run).digest()
     assert tiny(method="fedmlac").digest() == tiny("method.alpha=0.5", "method.lpa=true", method="fedmlac").digest()
@@ -229,12 +229,12 @@ def test_data_sets_are_listed_and_described(raydfl: Raydfl) -> None:
     listed = raydfl("data", "list").out
     for name in dataset_names():
         assert f"\n{name} " in listed
-        said = raydfl("data", "info", name)
-        assert said.code == 0
+        output = raydfl("data", "info", name)
+        assert output.code == 0
         card = find_dataset(name).card
-        assert said.out.startswith(f"{name}: {card.title}\n")
+        assert output.out.startswith(f"{name}: {card.title}\n")
         for fact in (card.layout, card.licence, card.url):
-            assert " ".join(fact.split()) in " ".join(said.out.split())
+            assert " ".join(fact.split()) in " ".join(output.out.split())
     assert "root (required): Folder with the files of the set." in raydfl("data", "info", "fsdd").out
     assert "test_takes = 5: Number of each speaker's first takes" in raydfl("data", "info", "fsdd").out
     raydfl("data", "info", "fsd").refuses("unknown data set 'fsd'. Did you mean 'fsdd'?")
@@ -243,19 +243,19 @@ def test_data_sets_are_listed_and_described(raydfl: Raydfl) -> None:
     )
 
 
-def test_what_is_in_the_data_is_told_without_reading_a_clip(
+def test_the_data_are_described_without_reading_a_clip(
     raydfl: Raydfl, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tones: 6 speakers x 3 classes x (2 test takes + 6, 7, 8, 6, 7, 8 training takes)."""
     monkeypatch.setattr("raydfl.data.features.extraction.compute_chunk", None)
-    said = raydfl("data", "info", written(tiny("data.takes=6", f"data.cache={tmp_path / 'no'}"), tmp_path))
-    assert said.code == 0
-    rows = [" ".join(line.split()) for line in said.out.splitlines()]
+    output = raydfl("data", "info", write_config(tiny("data.takes=6", f"data.cache={tmp_path / 'no'}"), tmp_path))
+    assert output.code == 0
+    rows = [" ".join(line.split()) for line in output.out.splitlines()]
     assert "clips 162" in rows
     assert "classes (3) tone0 (54), tone1 (54), tone2 (54)" in rows
     assert "groups (6) s0 (24), s1 (27), s2 (30), s3 (24), s4 (27), s5 (30)" in rows
     assert "official split train (126), test (36)" in rows
-    # A fifth of 18, 21 and 24 clips, rounded: 4, 4 and 5 for each client's own validation.
+    # A fifth of 18, 21 and 24 clips, rounded: 4, 4 and 5 validation clips per client.
     expected = (
         "clients (6) by group: 18 to 24 clips each, median 21, 126 in all; 26 of them for the clients' own validation"
     )
@@ -264,38 +264,38 @@ def test_what_is_in_the_data_is_told_without_reading_a_clip(
     assert not (tmp_path / "no").exists()
 
 
-def test_what_to_begin_with_can_be_run_as_it_is_printed(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
-    """Also where the file's own partition does not fit."""
-    file = written(tiny("data.takes=6", "data.partition={by: iid, clients: 5000}"), tmp_path)
-    said = raydfl("data", "info", file)
-    assert said.code == 0
-    assert "126 clips cannot give 5000 clients 1 each" in said.out
-    assert said.err == ""
-    command = shlex.split(said.out.partition("\nnext: ")[2].partition("\n")[2].replace("\\\n", ""))
+def test_the_suggested_command_runs_as_printed(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
+    """This holds even if the file's partition does not fit."""
+    file = write_config(tiny("data.takes=6", "data.partition={by: iid, clients: 5000}"), tmp_path)
+    output = raydfl("data", "info", file)
+    assert output.code == 0
+    assert "126 clips cannot give 5000 clients 1 each" in output.out
+    assert output.err == ""
+    command = shlex.split(output.out.partition("\nnext: ")[2].partition("\n")[2].replace("\\\n", ""))
     assert command[:3] == ["raydfl", "run", str(file)]
     assert raydfl(*command[1:], "train.rounds=1", "run.name=begun").code == 0
 
 
-def test_clips_that_no_proposal_fits_are_an_error(raydfl: Raydfl, tmp_path: Path) -> None:
+def test_clips_without_a_fitting_partition_are_an_error(raydfl: Raydfl, tmp_path: Path) -> None:
     (tmp_path / "yes").mkdir()
     (tmp_path / "yes" / "a.wav").touch()
     file = tmp_path / "one.yaml"
     file.write_text(f"{{method: fedavg, data: {{name: folder, root: {tmp_path}}}}}")
-    said = raydfl("data", "info", file)
-    said.refuses("no clip has 'test' in column 'split'")
-    assert "next:" not in said.out
+    output = raydfl("data", "info", file)
+    output.refuses("no clip has 'test' in column 'split'")
+    assert "next:" not in output.out
 
 
-def test_a_part_of_the_clips_may_belong_to_nobody(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
+def test_some_clips_may_belong_to_no_client(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
     dropping = ["data.takes=6", "data.partition={by: group, minimum: 20, smaller: drop}", "data.split.validation=0"]
-    said = raydfl("data", "info", written(tiny(*dropping), tmp_path))
-    rows = [" ".join(line.split()) for line in said.out.splitlines()]
+    output = raydfl("data", "info", write_config(tiny(*dropping), tmp_path))
+    rows = [" ".join(line.split()) for line in output.out.splitlines()]
     assert "clients (4) by group: 21 to 24 clips each, median 22.5, 90 in all" in rows
     assert "left out 36 clips" in rows
 
 
 def test_features_are_prepared_once_and_announced(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
-    file = written(tiny(f"data.cache={tmp_path / 'cache'}"), tmp_path)
+    file = write_config(tiny(f"data.cache={tmp_path / 'cache'}"), tmp_path)
     events = raydfl("data", "prepare", file, "--json").events
     assert {"event": "steps", "description": "computing features", "done": 108, "total": 108} in events
     ready = "Features are ready: 6 clients, 36 test examples, 3 classes, 0 clips left out"
@@ -304,10 +304,10 @@ def test_features_are_prepared_once_and_announced(raydfl: Raydfl, tiny: Tiny, tm
     assert raydfl("data", "prepare", file, "--quiet").out == ""
 
 
-def test_the_partition_is_drawn(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
-    file, out = written(tiny(), tmp_path), tmp_path / "who.png"
-    said = raydfl("data", "plot", file, "--out", out)
-    assert said.out.splitlines()[-1] == str(out)
+def test_the_partition_is_plotted(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
+    file, out = write_config(tiny(), tmp_path), tmp_path / "who.png"
+    output = raydfl("data", "plot", file, "--out", out)
+    assert output.out.splitlines()[-1] == str(out)
     assert out.read_bytes().startswith(b"\x89PNG")
     raydfl("data", "plot", file, "--out", tmp_path / "who.doc").refuses(
         r"who.doc: the name must end in .png, .svg or .pdf"
@@ -320,82 +320,82 @@ def test_the_partition_is_drawn(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> N
 # -- runs ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_for_machines_prints_json_and_nothing_else(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
-    file = written(tiny("train.rounds=2", "run.name=machine"), tmp_path)
-    said = raydfl("run", file, "--json")
-    assert (said.code, said.err) == (0, "")
-    assert [event["event"] for event in said.events if event["event"] in ("start", "round", "finish")] == [
+def test_json_output_contains_only_json(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
+    file = write_config(tiny("train.rounds=2", "run.name=machine"), tmp_path)
+    output = raydfl("run", file, "--json")
+    assert (output.code, output.err) == (0, "")
+    assert [event["event"] for event in output.events if event["event"] in ("start", "round", "finish")] == [
         "start",
         "round",
         "round",
         "finish",
     ]
-    assert said.events[-1]["status"] == "finished"
-    assert Path(said.events[-1]["run_dir"]).is_dir()
-    assert "run" in raydfl("--help").out  # standard output is ours again
+    assert output.events[-1]["status"] == "finished"
+    assert Path(output.events[-1]["run_dir"]).is_dir()
+    assert "run" in raydfl("--help").out  # standard output is restored
 
 
-def test_a_run_says_where_everything_is_and_what_to_do_next(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
-    said = raydfl("run", written(tiny("train.rounds=2"), tmp_path))
-    lines = said.out.splitlines()
+def test_a_run_prints_its_files_and_next_steps(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
+    output = raydfl("run", write_config(tiny("train.rounds=2"), tmp_path))
+    lines = output.out.splitlines()
     assert lines[-2] == f"run directory: {tmp_path / 'runs/tiny'}"
     assert lines[-1].startswith("next: open ")
     assert lines[-1].endswith("runs/tiny/report.html")
     assert any(line.startswith("round 2/2  loss ") for line in lines)
-    assert said.err == ""
+    assert output.err == ""
 
 
 def test_quiet_prints_nothing_but_errors(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
-    file = written(tiny("train.rounds=1"), tmp_path)
-    said = raydfl("run", file, "--quiet")
-    assert (said.code, said.out, said.err) == (0, "", "")
+    file = write_config(tiny("train.rounds=1"), tmp_path)
+    output = raydfl("run", file, "--quiet")
+    assert (output.code, output.out, output.err) == (0, "", "")
     raydfl("run", file, "-q", "train.cohort=9").refuses("train.cohort")
 
 
-def test_resume_goes_on_with_more_rounds(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
+def test_resume_adds_rounds(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
     long = run(tiny("train.rounds=4", "run.name=long"))
-    raydfl("run", written(tiny("train.rounds=2", "run.name=short"), tmp_path))
+    raydfl("run", write_config(tiny("train.rounds=2", "run.name=short"), tmp_path))
     short = tmp_path / "runs/short"
     done = raydfl("resume", short)
     assert done.code == 0
     assert "all 2 rounds are done. To add rounds: raydfl resume " in done.out
     assert done.out.partition("all 2 rounds")[2].splitlines()[0].endswith("runs/short train.rounds=4")
-    said = raydfl("resume", short, "train.rounds=4")
-    assert "short: 4 rounds, 2 of them done" in said.out
-    assert said.code == 0
+    output = raydfl("resume", short, "train.rounds=4")
+    assert "short: 4 rounds, 2 of them done" in output.out
+    assert output.code == 0
     assert_same_bits(read_tensors(long.run_dir), read_tensors(short))
 
 
-def test_the_same_command_goes_on_with_a_named_run(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
-    file = written(tiny("train.rounds=1"), tmp_path)
+def test_the_same_command_resumes_a_named_run(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
+    file = write_config(tiny("train.rounds=1"), tmp_path)
     raydfl("run", file)
-    said = raydfl("run", file, "train.rounds=2")
-    assert "tiny: 2 rounds, 1 of them done" in said.out
-    assert (said.code, said.err) == (0, "")
+    output = raydfl("run", file, "train.rounds=2")
+    assert "tiny: 2 rounds, 1 of them done" in output.out
+    assert (output.code, output.err) == (0, "")
 
 
-def test_a_replay_is_shown_and_saved(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
+def test_a_replay_is_printed_and_saved(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
     run_dir = run(tiny("train.cohort=1.0", "train.rounds=2", method="fedmlac")).run_dir
     out = tmp_path / "update.safetensors"
-    said = raydfl("replay", run_dir, "--round", 2, "--client", "s3", "--save", out)
-    assert said.code == 0
-    # 18 training clips, of which 4 are its own validation.
-    assert "client 's3': 7 examples, plugin=crnn_tiny, local=crnn_tiny" in said.out
-    assert "round 2, phase 'train'" in said.out
+    output = raydfl("replay", run_dir, "--round", 2, "--client", "s3", "--save", out)
+    assert output.code == 0
+    # 18 training clips, 4 of them for validation.
+    assert "client 's3': 7 examples, plugin=crnn_tiny, local=crnn_tiny" in output.out
+    assert "round 2, phase 'train'" in output.out
     update = replay(run_dir, 2, "s3").update
     assert update is not None
     saved = safetensors.torch.load_file(out)
     assert set(saved) == set(update.tensors)
     assert all(torch.equal(saved[name], tensor) for name, tensor in update.tensors.items())
     for name in saved:
-        assert name in said.out
+        assert name in output.out
     refused = raydfl("replay", run_dir, "--round", 2, "--client", "s3", "--save", "/dev/null/update")
     refused.refuses("/dev/null/update cannot be written: Not a directory")
 
 
-def test_a_replay_of_a_failing_method_shows_its_own_traceback(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
+def test_a_replay_of_a_failing_method_shows_its_traceback(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
     method = f"{Path(__file__).parent.parent / 'extra_methods.py'}:Failing"
-    file = written(tiny(f"method.name={method}", "method.client=s2", "train.cohort=1.0"), tmp_path)
+    file = write_config(tiny(f"method.name={method}", "method.client=s2", "train.cohort=1.0"), tmp_path)
     failed = raydfl("run", file)
     assert failed.code == 1
     assert "client 's2' failed in round 2, phase 'train': ZeroDivisionError: a method's own mistake" in failed.err
@@ -408,11 +408,11 @@ def test_a_replay_of_a_failing_method_shows_its_own_traceback(raydfl: Raydfl, ti
     assert "extra_methods.py" in again.err
 
 
-def test_a_run_says_that_operators_are_not_compiled(
+def test_a_run_reports_uncompiled_operators(
     raydfl: Raydfl, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = written(tiny("train.rounds=1"), tmp_path)
+    file = write_config(tiny("train.rounds=1"), tmp_path)
     monkeypatch.setattr("raydfl.core.ops.is_compiled", lambda: False)
-    said = raydfl("run", file)
-    assert said.code == 0
-    assert "operators are not compiled here" in said.out + said.err
+    output = raydfl("run", file)
+    assert output.code == 0
+    assert "operators are not compiled here" in output.out + output.err

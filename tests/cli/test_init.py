@@ -15,8 +15,8 @@ from commands import Raydfl
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def _contents(root: Path) -> dict[str, bytes]:
-    """By relative path, all files among ``jobs/``, ``tune/`` and ``cluster.yaml``."""
+def _read_contents(root: Path) -> dict[str, bytes]:
+    """Return the content of ``jobs/``, ``tune/`` and ``cluster.yaml`` by relative path."""
     files = [root / "cluster.yaml", *(root / "jobs").rglob("*"), *(root / "tune").rglob("*")]
     return {
         str(file.relative_to(root)): file.read_bytes()
@@ -25,23 +25,25 @@ def _contents(root: Path) -> dict[str, bytes]:
     }
 
 
-def test_it_writes_what_the_documentation_uses(raydfl: Raydfl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_init_writes_the_examples_of_the_documentation(
+    raydfl: Raydfl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    said = raydfl("init")
-    assert said.code == 0
-    assert _contents(tmp_path) == _contents(ROOT)
-    assert said.out.splitlines()[1] == "start with: raydfl run jobs/quickstart.yaml"
+    output = raydfl("init")
+    assert output.code == 0
+    assert _read_contents(tmp_path) == _read_contents(ROOT)
+    assert output.out.splitlines()[1] == "start with: raydfl run jobs/quickstart.yaml"
     assert raydfl("config", "jobs/tiny.yaml").code == 0
     (tmp_path / "jobs" / "tiny.yaml").unlink()
     (tmp_path / "jobs" / "mine.yaml").write_text("mine")
-    assert raydfl("init").out.partition("\n")[0].endswith(": 1")  # what is missing comes back, what is there stays
+    assert raydfl("init").out.partition("\n")[0].endswith(": 1")  # missing files are restored, existing files stay
     assert (tmp_path / "jobs" / "mine.yaml").read_text() == "mine"
     assert ": 0 (all exist)\n" in raydfl("init").out
     assert "cd 'a folder' && raydfl run" in raydfl("init", "a folder").out
-    assert _contents(tmp_path / "a folder") == _contents(ROOT)
+    assert _read_contents(tmp_path / "a folder") == _read_contents(ROOT)
 
 
-def test_it_overwrites_nothing(raydfl: Raydfl, tmp_path: Path) -> None:
+def test_init_overwrites_nothing(raydfl: Raydfl, tmp_path: Path) -> None:
     (tmp_path / "jobs").mkdir()
     (tmp_path / "jobs" / "tiny.yaml").write_text("changed")
     (tmp_path / "cluster.yaml").mkdir()
@@ -50,12 +52,12 @@ def test_it_overwrites_nothing(raydfl: Raydfl, tmp_path: Path) -> None:
     assert len(list(tmp_path.rglob("*"))) == 3
 
 
-def test_a_folder_that_cannot_be_made_is_named(raydfl: Raydfl, tmp_path: Path) -> None:
+def test_an_impossible_folder_is_reported(raydfl: Raydfl, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     raydfl("init", tmp_path / "file" / "folder").refuses("file/folder", "cannot be written", "Choose another folder")
 
 
-def _output(command: list[str], folder: Path, **environment: str) -> str:
+def _run_command(command: list[str], folder: Path, **environment: str) -> str:
     done = subprocess.run(
         command, check=False, cwd=folder, env=os.environ | environment, capture_output=True, text=True
     )
@@ -64,28 +66,30 @@ def _output(command: list[str], folder: Path, **environment: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_wheel_and_a_source_distribution_hold_the_examples(tmp_path: Path) -> None:
-    """Both are built from a copy of what git has, without a compiler; the wheel is then used from an empty folder."""
+def test_a_wheel_and_a_source_distribution_contain_the_examples(tmp_path: Path) -> None:
+    """Build both from a copy of git's files without a compiler, then use the wheel from an empty folder."""
     if not (ROOT / ".git").exists():
         pytest.skip("not in a git repository")
     source = tmp_path / "source"
-    for name in _output(["git", "ls-files", "-co", "--exclude-standard"], ROOT).splitlines():
+    for name in _run_command(["git", "ls-files", "-co", "--exclude-standard"], ROOT).splitlines():
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_bytes((ROOT / name).read_bytes())
 
-    def built(kind: str, folder: Path) -> Path:
+    def build_package(kind: str, folder: Path) -> Path:
         code = f"import setuptools.build_meta as backend; print(backend.build_{kind}({str(tmp_path)!r}))"
-        return tmp_path / _output([sys.executable, "-P", "-c", code], folder, CXX="no-compiler").splitlines()[-1]
+        return tmp_path / _run_command([sys.executable, "-P", "-c", code], folder, CXX="no-compiler").splitlines()[-1]
 
-    with tarfile.open(built("sdist", source)) as archive:
+    with tarfile.open(build_package("sdist", source)) as archive:
         archive.extractall(tmp_path / "unpacked", filter="data")
     (unpacked,) = (tmp_path / "unpacked").iterdir()
-    assert _contents(unpacked) == _contents(ROOT)
+    assert _read_contents(unpacked) == _read_contents(ROOT)
     for name in ("setup.py", "raydfl/core/ops/csrc/operators.cpp", "raydfl/core/ops/csrc/kernels.h"):
         assert (unpacked / name).is_file(), name
 
-    with zipfile.ZipFile(built("wheel", unpacked)) as archive:
+    with zipfile.ZipFile(build_package("wheel", unpacked)) as archive:
         archive.extractall(tmp_path / "installed")
     (tmp_path / "empty").mkdir()
-    _output([sys.executable, "-P", "-m", "raydfl", "init"], tmp_path / "empty", PYTHONPATH=str(tmp_path / "installed"))
-    assert _contents(tmp_path / "empty") == _contents(ROOT)
+    _run_command(
+        [sys.executable, "-P", "-m", "raydfl", "init"], tmp_path / "empty", PYTHONPATH=str(tmp_path / "installed")
+    )
+    assert _read_contents(tmp_path / "empty") == _read_contents(ROOT)

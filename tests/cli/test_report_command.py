@@ -1,4 +1,4 @@
-"""``raydfl report``, pictures included."""
+"""The command ``raydfl report`` with images."""
 
 from __future__ import annotations
 

@@ -66,14 +66,14 @@ class Actor:
         self.first.at, self.first.value = now + START, (node.name, node.fallback)
         self.idle_at = now + START
 
-    def _carry_out(self, make_orders: list[Order], keys: list[str], *tensors: Any) -> Reference:
+    def _carry_out(self, orders: list[Order], keys: list[str], *tensors: Any) -> Reference:
         if self.node is not None and not self.node.alive:
             return Reference(self._cluster.now, error=ActorDiedError())
         pace = self._cluster.pace[self.kind.gpus > 0]
         begin = max(self.idle_at, self._cluster.now)
-        self.idle_at = begin + pace * sum(order.cost for order in make_orders)
-        self.done += [order.position for order in make_orders]
-        replies = [Reply(o.position, o.task.client_id, seconds=pace * o.cost) for o in make_orders]
+        self.idle_at = begin + pace * sum(order.cost for order in orders)
+        self.done += [order.position for order in orders]
+        replies = [Reply(o.position, o.task.client_id, seconds=pace * o.cost) for o in orders]
         self._open.append(Reference(self.idle_at, replies))
         return self._open[-1]
 

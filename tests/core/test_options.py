@@ -1,4 +1,4 @@
-"""Options in words: ranges, wrong values within lists and alternatives, and classes with options that JSON does not know."""
+"""Options: descriptions of ranges, messages about wrong values, and classes with options outside JSON."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from raydfl.core.settings import Settings, StrictTypes
         ({"anyOf": [{"minimum": 1, "maximum": 512}, {"type": "null"}]}, "share (1 to 512)"),
     ],
 )
-def test_ranges_in_words(limits: dict[str, Any], words: str) -> None:
+def test_ranges_are_described_in_words(limits: dict[str, Any], words: str) -> None:
     assert describe_field({"description": "share", **limits}) == words
 
 
-def test_a_range_that_the_meaning_names_is_not_repeated() -> None:
+def test_a_range_in_the_description_is_not_repeated() -> None:
     assert describe_field({"description": "Hz. 1 to 512.", "minimum": 1, "maximum": 512}) == "Hz. 1 to 512."
     assert describe_field({"description": "Rate in Hz.", "minimum": 1}) == "Rate in Hz. At least 1."
     assert describe_field({"description": "first or mean", "enum": ["first", "mean"]}) == "first or mean"
@@ -44,7 +44,7 @@ def test_a_range_that_the_meaning_names_is_not_repeated() -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mine:
-    """Options of many kinds, written as a user might."""
+    """A user class with options of many kinds."""
 
     size: Annotated[int, Field(ge=1, description="how large")]
     activation: Callable[[float], float] = abs
@@ -54,7 +54,7 @@ class Mine:
     pair: tuple[float, float] = (0.0, 1.0)
 
 
-def test_options_of_any_class_can_be_told() -> None:
+def test_options_of_any_class_are_listed() -> None:
     options = {option.name: option for option in options_of(Mine)}
     assert options["size"] == Option("size", None, True, "how large (at least 1)")
     assert options["names"].default == ["a"]
@@ -62,12 +62,12 @@ def test_options_of_any_class_can_be_told() -> None:
     assert path_options(Mine) == ["folder"]
 
 
-def test_what_is_not_plain_becomes_text_without_addresses() -> None:
-    """The digest of a configuration is made of this: it must not change from one process to the next."""
-    told = plain(Mine(size=2, folder=Path("/x"), activation=lambda x: x))
-    assert told["folder"] == "/x"
-    assert told["names"] == ["a"]
-    assert "0x" not in told["activation"]
+def test_callables_become_text_without_memory_addresses() -> None:
+    """The digest of a configuration uses this text, so it must be equal in all processes."""
+    values = plain(Mine(size=2, folder=Path("/x"), activation=lambda x: x))
+    assert values["folder"] == "/x"
+    assert values["names"] == ["a"]
+    assert "0x" not in values["activation"]
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_what_is_not_plain_becomes_text_without_addresses() -> None:
         ({"sise": 1}, "mine: unknown key 'sise' for Mine. Did you mean 'size'?"),
     ],
 )
-def test_what_is_wrong_with_an_option(options: dict[str, Any], message: str) -> None:
+def test_messages_describe_wrong_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         registry.build(Mine, options, "mine")
     assert str(caught.value) == message
@@ -113,7 +113,7 @@ def test_what_is_wrong_with_an_option(options: dict[str, Any], message: str) -> 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kinds(StrictTypes):
-    """An option of each kind."""
+    """A class with an option of each kind."""
 
     whole: int = 1
     number: float = 1.0
@@ -167,25 +167,25 @@ _ACCEPTED: dict[str, list[Any]] = {
 
 
 @pytest.mark.parametrize("field", _ACCEPTED)
-def test_an_option_accepts_values_of_its_own_type_alone(field: str) -> None:
-    def accepts(value: Any) -> bool:
+def test_options_accept_only_values_of_their_type(field: str) -> None:
+    def is_accepted(value: Any) -> bool:
         try:
-            built = getattr(registry.build(Kinds, {field: value}, "kinds"), field)
+            result = getattr(registry.build(Kinds, {field: value}, "kinds"), field)
         except ConfigError:
             with pytest.raises(ValidationError):
                 GroupOfKinds.model_validate({field: value})
             return False
-        assert repr(built) == repr(getattr(GroupOfKinds.model_validate({field: value}), field))
-        assert plain(built) == value or value != value  # also a share keeps its type
+        assert repr(result) == repr(getattr(GroupOfKinds.model_validate({field: value}), field))
+        assert plain(result) == value or value != value  # the type must be preserved, also for shares
         return True
 
-    accepted = [value for value in _VALUES if accepts(value)]
+    accepted = [value for value in _VALUES if is_accepted(value)]
     assert [(type(value), repr(value)) for value in accepted] == [
         (type(value), repr(value)) for value in _ACCEPTED[field]
     ]
 
 
-def test_a_message_shows_the_value_that_a_setting_does_not_take() -> None:
+def test_messages_show_rejected_values() -> None:
     for field, value, words in [
         ("whole", True, "a valid integer (got true)"),
         ("whole", "9" * 5000, f'a valid integer (got "{"9" * 79} ...)'),
@@ -203,14 +203,14 @@ class Optimiser(Settings):
 
 
 class Tree(Settings):
-    """Settings with groups, named groups and equal names in several places."""
+    """Settings with groups, named groups and repeated names."""
 
     rounds: int = 1
     optimiser: Optimiser | None = None
     named: dict[str, Optimiser] = Field(default_factory=dict)
 
 
-def test_each_wrong_setting_of_a_tree_has_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_wrong_nested_setting_has_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Settings, "tree", Tree)
     values = {
         "ronuds": 3,

@@ -1,4 +1,4 @@
-"""Scores of single clips, joined from shards and reduced: scikit-learn over all of them is the reference."""
+"""Scores of single clips, pooled over shards and reduced. Oracle: scikit-learn over all clips."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from raydfl.core.metrics import SCORES, pool, ranking_metrics, reduce_scores, sp
 from raydfl.core.types import Ratio, Scores
 
 
-def drawn(seed: int, clips: int, classes: int = 0, ties: bool = False) -> Scores:
+def draw_scores(seed: int, clips: int, classes: int = 0, ties: bool = False) -> Scores:
     rng = np.random.default_rng(seed)
     shape = (clips, classes) if classes else (clips,)
     truth = rng.random(shape) < 0.4
@@ -24,7 +24,7 @@ def drawn(seed: int, clips: int, classes: int = 0, ties: bool = False) -> Scores
     return Scores(np.round(values, 1) if ties else values, truth, 0.6)
 
 
-def cut(scores: Scores, places: list[int]) -> list[dict[str, Scores]]:
+def split_scores(scores: Scores, places: list[int]) -> list[dict[str, Scores]]:
     edges = [0, *sorted(place % (len(scores.values) + 1) for place in places), len(scores.values)]
     return [
         {"model/scores": Scores(scores.values[a:b], scores.truth[a:b], scores.threshold)}
@@ -33,11 +33,11 @@ def cut(scores: Scores, places: list[int]) -> list[dict[str, Scores]]:
 
 
 @given(st.integers(0, 10**6), st.integers(20, 60), st.booleans(), st.lists(st.integers(0, 60), max_size=5))
-def test_scores_over_shards_are_scikit_learns_over_all(seed: int, clips: int, ties: bool, places: list[int]) -> None:
-    whole = drawn(seed, clips, ties=ties)
-    found = summarise(pool(cut(whole, places)))
+def test_pooled_scores_match_scikit_learn(seed: int, clips: int, ties: bool, places: list[int]) -> None:
+    whole = draw_scores(seed, clips, ties=ties)
+    summary = summarise(pool(split_scores(whole, places)))
     if whole.truth.all() or not whole.truth.any():
-        assert found["model/auc"].count == 0
+        assert summary["model/auc"].count == 0
         return
     expected = {
         "auc": reference.roc_auc_score(whole.truth, whole.values),
@@ -45,26 +45,26 @@ def test_scores_over_shards_are_scikit_learns_over_all(seed: int, clips: int, ti
         "f1": reference.f1_score(whole.truth, whole.values >= 0.6, zero_division=0),
     }
     for name, value in expected.items():
-        assert found[f"model/{name}"].value == pytest.approx(value, abs=1e-12), name
-        assert found[f"model/{name}"].count == clips
+        assert summary[f"model/{name}"].value == pytest.approx(value, abs=1e-12), name
+        assert summary[f"model/{name}"].count == clips
 
 
 @given(st.integers(0, 10**6), st.integers(20, 60), st.lists(st.integers(0, 60), max_size=5))
-def test_scores_of_several_classes_are_scikit_learns_means_over_the_classes(
-    seed: int, clips: int, places: list[int]
-) -> None:
-    whole = drawn(seed, clips, classes=4)
-    whole.truth[:, 3] = False  # a class that no clip has is left out
-    found = summarise(pool(cut(whole, places)))
-    some = [c for c in range(4) if 0 < whole.truth[:, c].sum() < clips]
-    mean_precision = np.mean([reference.average_precision_score(whole.truth[:, c], whole.values[:, c]) for c in some])
-    assert found["model/map"].value == pytest.approx(mean_precision, abs=1e-12)
-    f1 = np.mean([reference.f1_score(whole.truth[:, c], whole.values[:, c] >= 0.6, zero_division=0) for c in some])
-    assert found["model/macro_f1"].value == pytest.approx(f1, abs=1e-12)
+def test_pooled_multi_label_scores_match_scikit_learn(seed: int, clips: int, places: list[int]) -> None:
+    whole = draw_scores(seed, clips, classes=4)
+    whole.truth[:, 3] = False  # a class without clips is excluded
+    summary = summarise(pool(split_scores(whole, places)))
+    present = [c for c in range(4) if 0 < whole.truth[:, c].sum() < clips]
+    mean_precision = np.mean(
+        [reference.average_precision_score(whole.truth[:, c], whole.values[:, c]) for c in present]
+    )
+    assert summary["model/map"].value == pytest.approx(mean_precision, abs=1e-12)
+    f1 = np.mean([reference.f1_score(whole.truth[:, c], whole.values[:, c] >= 0.6, zero_division=0) for c in present])
+    assert summary["model/macro_f1"].value == pytest.approx(f1, abs=1e-12)
 
 
-def test_the_equal_error_rate_by_hand() -> None:
-    # Threshold between 0.4 and 0.5: one of four normal clips above, one of four anomalous ones below.
+def test_the_equal_error_rate_matches_a_manual_calculation() -> None:
+    # Between 0.4 and 0.5, one of four normal clips is above the threshold and one of four anomalies is below it.
     truth = np.array([0, 0, 0, 0, 1, 1, 1, 1], bool)
     scores = Scores(np.array([0.1, 0.2, 0.3, 0.7, 0.35, 0.5, 0.6, 0.8]), truth)
     assert ranking_metrics(scores)["eer"].value == pytest.approx(0.25)
@@ -72,40 +72,40 @@ def test_the_equal_error_rate_by_hand() -> None:
     assert ranking_metrics(Scores(1.0 - truth, truth))["eer"].value == 1.0
 
 
-def test_of_clips_that_are_all_normal_nothing_is_said() -> None:
-    one_kind = Scores(np.array([0.1, 0.2]), np.array([False, False]), 0.5)
-    assert all(ratio.count == 0 and math.isnan(ratio.value) for ratio in ranking_metrics(one_kind).values())
+def test_ranking_metrics_are_undefined_for_normal_clips_only() -> None:
+    normal_only = Scores(np.array([0.1, 0.2]), np.array([False, False]), 0.5)
+    assert all(ratio.count == 0 and math.isnan(ratio.value) for ratio in ranking_metrics(normal_only).values())
     diverged = Scores(np.array([np.nan, 0.2]), np.array([True, False]))
     assert math.isnan(ranking_metrics(diverged)["auc"].value)
     assert ranking_metrics(diverged)["auc"].count == 2
 
 
-def test_what_a_client_reports_holds_no_clip() -> None:
-    scores = drawn(1, 30)
+def test_reduced_scores_contain_no_clip() -> None:
+    scores = draw_scores(1, 30)
     report = reduce_scores({"model/scores": scores, "model/loss": Ratio(3.0, 30)})
     assert all(isinstance(value, Ratio) for value in report.values())
     assert report["model/auc"].value == pytest.approx(reference.roc_auc_score(scores.truth, scores.values))
-    # Clients of which nothing can be said do not count as clients.
-    nothing = reduce_scores({"model/scores": Scores(np.zeros(3), np.zeros(3, bool))})
-    assert spread([report, nothing])["model/auc_client_mean"].count == 1
+    # Clients without a defined metric are not counted.
+    undefined = reduce_scores({"model/scores": Scores(np.zeros(3), np.zeros(3, bool))})
+    assert spread([report, undefined])["model/auc_client_mean"].count == 1
 
 
-def test_scores_of_several_kinds_are_not_joined() -> None:
+def test_mismatched_scores_cannot_be_pooled() -> None:
     with pytest.raises(ValueError, match="cannot be pooled"):
-        pool([{"scores": drawn(1, 5)}, {"scores": drawn(1, 5, classes=2)}])
+        pool([{"scores": draw_scores(1, 5)}, {"scores": draw_scores(1, 5, classes=2)}])
     with pytest.raises(ValueError, match="cannot be pooled"):
-        pool([{"scores": drawn(1, 5)}, {"scores": Ratio(1, 2)}])
+        pool([{"scores": draw_scores(1, 5)}, {"scores": Ratio(1, 2)}])
 
 
-def test_every_score_of_a_ranking_has_a_line_in_the_table() -> None:
-    assert {*ranking_metrics(drawn(1, 30)), *ranking_metrics(drawn(1, 30, classes=3))} <= set(SCORES)
+def test_all_ranking_metrics_are_registered() -> None:
+    assert {*ranking_metrics(draw_scores(1, 30)), *ranking_metrics(draw_scores(1, 30, classes=3))} <= set(SCORES)
     assert not SCORES["eer"].higher_is_better
 
 
 @pytest.mark.parametrize(("seed", "places"), [(0, []), (1, [7, 30]), (2, [59])])
-def test_dcases_score_is_that_of_its_formula(seed: int, places: list[int]) -> None:
-    """Pairs of clips counted one by one, over shards of any size."""
-    whole = drawn(seed, 60)
+def test_the_dcase_score_matches_its_formula(seed: int, places: list[int]) -> None:
+    """Oracle: all pairs of clips are compared individually. The scores come in shards of any size."""
+    whole = draw_scores(seed, 60)
     rng = np.random.default_rng(seed + 1)
     whole = dataclasses.replace(whole, groups=np.stack([rng.integers(0, 3, 60), rng.integers(0, 2, 60)], axis=1))
     shards = [
@@ -121,13 +121,13 @@ def test_dcases_score_is_that_of_its_formula(seed: int, places: list[int]) -> No
     assert whole.groups is not None
     terms = []
     for machine in range(3):
-        mine = whole.groups[:, 0] == machine
-        anomalous = whole.values[mine & whole.truth]
-        if not len(anomalous) or not (mine & ~whole.truth).any():
+        of_machine = whole.groups[:, 0] == machine
+        anomalous = whole.values[of_machine & whole.truth]
+        if not len(anomalous) or not (of_machine & ~whole.truth).any():
             continue
-        terms.append(reference.roc_auc_score(whole.truth[mine], whole.values[mine], max_fpr=0.1))
+        terms.append(reference.roc_auc_score(whole.truth[of_machine], whole.values[of_machine], max_fpr=0.1))
         for domain in range(2):
-            normal = whole.values[mine & ~whole.truth & (whole.groups[:, 1] == domain)]
+            normal = whole.values[of_machine & ~whole.truth & (whole.groups[:, 1] == domain)]
             if len(normal):
                 terms.append(np.mean([a > n for a in anomalous for n in normal]))
     expected = len(terms) / np.sum(1 / np.array(terms)) if min(terms) > 0 else 0.0
@@ -135,19 +135,19 @@ def test_dcases_score_is_that_of_its_formula(seed: int, places: list[int]) -> No
 
 
 @pytest.mark.parametrize("ties", [False, True])
-def test_the_oracles_f1_is_the_largest_of_all_thresholds(ties: bool) -> None:
-    scores = drawn(5, 30, ties=ties)
+def test_oracle_f1_is_the_largest_over_all_thresholds(ties: bool) -> None:
+    scores = draw_scores(5, 30, ties=ties)
     best = max(reference.f1_score(scores.truth, scores.values >= value) for value in scores.values)
     assert ranking_metrics(scores)["oracle_f1"].value == pytest.approx(best, abs=1e-12)
 
 
-def test_the_harmonic_mean_over_clients_leaves_out_those_of_whom_nothing_is_said() -> None:
+def test_the_harmonic_mean_excludes_clients_without_a_defined_metric() -> None:
     truth = np.array([False, True, False, True])
     clients = [
         {"model/scores": Scores(np.array([0.1, 0.9, 0.2, 0.8]), truth)},  # AUC 1
         {"model/scores": Scores(np.array([0.1, 0.9, 0.2, 0.05]), truth)},  # AUC 0.5
         {"model/scores": Scores(np.array([0.1, 0.9, 0.2, 0.05]), np.zeros(4, bool))},
     ]
-    found = spread(clients)
-    assert found["model/auc_harmonic_mean"] == Ratio(pytest.approx(4 / 3), 2)
-    assert found["model/auc_client_mean"] == Ratio(1.5, 2)
+    summary = spread(clients)
+    assert summary["model/auc_harmonic_mean"] == Ratio(pytest.approx(4 / 3), 2)
+    assert summary["model/auc_client_mean"] == Ratio(1.5, 2)

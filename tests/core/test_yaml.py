@@ -1,4 +1,4 @@
-"""YAML's core schema: readings, limits, and what earlier versions read otherwise."""
+"""The core schema of YAML: values, limits, and differences from earlier versions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BOMB = "- &a0 [x]\n" + "\n".join(f"- &a{i} [{f'*a{i - 1}, ' * 10}]" for i in ra
 
 
 def test_plain_scalars_follow_the_core_schema() -> None:
-    """The examples of YAML 1.2.2, section 10.3.2, and words that only YAML 1.1 takes for something else."""
+    """Examples of YAML 1.2.2, section 10.3.2, and words with a special meaning in YAML 1.1 only."""
     text = """[~, null, '', true, False, TRUE, 0, 0o7, 0x3A, -19, 03, 0., -0.0, .5, +12e03, -2E+05, 1e3, yes, no, on, off, y, N,
         =, <<,
         2024-01-01, 0.1.2, 1e, 0o8, '010', !!str 010]"""
@@ -45,26 +45,24 @@ def test_plain_scalars_follow_the_core_schema() -> None:
         ("2001-12-14t21:59:43Z", "'2001-12-14 21:59:43+00:00'", "'2001-12-14t21:59:43Z'"),
     ],
 )
-def test_a_scalar_that_earlier_versions_read_otherwise_is_refused_with_both_readings(
-    text: str, before: str, now: str
-) -> None:
-    both = rf"{re.escape(text)} in line 2 was {re.escape(before)} in earlier versions and is {re.escape(now)} now, in YAML 1.2"
+def test_scalars_with_a_changed_meaning_are_rejected_with_both_readings(text: str, before: str, now: str) -> None:
+    readings = rf"{re.escape(text)} in line 2 was {re.escape(before)} in earlier versions and is {re.escape(now)} now, in YAML 1.2"
     for place in (f"\n- {text}", f"\n{text}: key"):
-        with pytest.raises(ConfigError, match=f"here: {both}. Write {re.escape(before)} or {re.escape(now)}"):
+        with pytest.raises(ConfigError, match=f"here: {readings}. Write {re.escape(before)} or {re.escape(now)}"):
             parse_yaml(place, "here")
-    assert repr(parse_yaml(before, "")) != repr(parse_yaml(now, ""))  # both proposals can be read
+    assert repr(parse_yaml(before, "")) != repr(parse_yaml(now, ""))  # both proposals must be readable
     assert str(parse_yaml(f"'{text}'", "")) == text
 
 
 @pytest.mark.parametrize(
     "value", ["08", "0o10", "010", "1_000", "1:1:1", "-.5", "1e5", ".inf", "2024-01-01", "yes", "", 8, 1e-5]
 )
-def test_text_that_resembles_a_number_is_written_so_that_it_stays_text(value: Any) -> None:
+def test_text_that_resembles_a_number_survives_a_round_trip(value: Any) -> None:
     for saved in (False, True):
         assert parse_yaml(to_yaml([value]), "", saved) == [value]
 
 
-def test_a_file_that_an_earlier_version_saved_keeps_its_text() -> None:
+def test_files_saved_by_earlier_versions_keep_their_text() -> None:
     assert parse_yaml("{ids: [08, 0o10], lr: 1.0e-05, note: 1e-3}", "", saved=True) == {
         "ids": ["08", "0o10"],
         "lr": 1e-5,
@@ -89,7 +87,7 @@ def test_a_file_that_an_earlier_version_saved_keeps_its_text() -> None:
     ],
     ids=["lists", "groups", "dashes", "chain of aliases", "bomb", "long", "circle", "large", "digits"],
 )  # fmt: skip
-def test_a_text_beyond_a_limit_is_refused_before_anything_is_built(
+def test_texts_beyond_a_limit_are_rejected_before_construction(
     text: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if "characters" not in reason:
@@ -98,7 +96,7 @@ def test_a_text_beyond_a_limit_is_refused_before_anything_is_built(
         parse_yaml(text, "here")
 
 
-def test_what_a_configuration_may_hold_is_within_the_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_within_the_limits_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parse_yaml("{a: &x [1], b: *x}", "here") == {"a": [1], "b": [1]}
     assert parse_yaml("[" * 100 + "x" + "]" * 100, "")
     monkeypatch.setattr(yaml, "load", lambda text, Loader: "built")
@@ -116,11 +114,11 @@ def test_what_a_configuration_may_hold_is_within_the_limits(monkeypatch: pytest.
         ("\0", "here is not valid YAML"),
     ],
 )
-def test_what_cannot_be_read_is_refused_with_its_place(text: str, reason: str) -> None:
+def test_unreadable_texts_are_rejected_with_their_line(text: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(reason)):
         parse_yaml(text, "here")
 
 
-def test_a_device_without_end_is_no_configuration() -> None:
+def test_an_endless_device_is_rejected() -> None:
     with pytest.raises(OSError, match="a device, not a file"):
         read_yaml(Path("/dev/zero"))

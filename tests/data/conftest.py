@@ -15,13 +15,13 @@ FEATURES: dict[str, Any] = {"sample_rate": 8000, "bands": 16}
 
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache that all tests share which do not test the cache."""
+    """Return a feature cache shared by all tests that do not test the cache itself."""
     return tmp_path_factory.mktemp("cache")
 
 
 @pytest.fixture
-def made(cache: Path) -> Callable[..., DataSettings]:
-    """Settings on the made-up tones: 6 groups x 4 labels x 5 takes, take 0 the test set and take 1 the validation set."""
+def make_data(cache: Path) -> Callable[..., DataSettings]:
+    """Return a factory of settings on the synthetic tones: 6 groups x 4 labels x 5 takes (0: test, 1: validation)."""
 
     def make(**options: Any) -> DataSettings:
         return DataSettings(**{"name": f"{TINY}:Made", "cache": cache, "features": FEATURES, **options})
@@ -31,5 +31,5 @@ def made(cache: Path) -> Callable[..., DataSettings]:
 
 @pytest.fixture
 def raydfl(capfd: pytest.CaptureFixture[str]) -> Raydfl:
-    """The command line."""
+    """Return a caller of the command line."""
     return Raydfl(capfd)

@@ -1,4 +1,4 @@
-"""Classes that make features, as a user would write them, named in configurations as ``own_features.py:LogMel`` and so on."""
+"""User-defined feature extractors, which test configurations name as ``own_features.py:LogMel`` and so on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from raydfl.data.features.log_mel import FeatureSettings
 
 
 class LogMel:
-    """raydfl's own features."""
+    """The built-in log-mel features of raydfl."""
 
     def __init__(self, **settings: Any) -> None:
         self._extractor = FeatureExtractor(FeatureSettings(**settings))
@@ -24,7 +24,7 @@ class LogMel:
 
 
 class Frames(nn.Module):
-    """Frames of 80 samples through a layer, whose weights are drawn or read, and through dropout."""
+    """A linear layer over frames of 80 samples, with random or loaded weights, followed by dropout."""
 
     def __init__(self, weights: Path | None = None, scale: float = 1.0) -> None:
         super().__init__()
@@ -40,17 +40,17 @@ class Frames(nn.Module):
 
 
 class Dithered(Frames):
-    """Adds random numbers."""
+    """:class:`Frames` with random noise added to the wave."""
 
     def forward(self, wave: Tensor) -> Tensor:
         return super().forward(wave + 0.01 * torch.randn(len(wave)))
 
 
 class Returns:
-    """Returns what it is told to."""
+    """An extractor that returns a wrong kind of features, chosen by name."""
 
-    def __init__(self, what: str) -> None:
-        self.what = what
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
 
     def __call__(self, wave: Tensor) -> Any:
         return {
@@ -60,7 +60,7 @@ class Returns:
             "wide": torch.zeros(3, 7),
             "whole": torch.zeros(3, 5, dtype=torch.int64),
             "nan": torch.full((3, 5), torch.nan),
-        }[self.what]
+        }[self.kind]
 
 
 class Fails:

@@ -1,4 +1,4 @@
-"""Columns of the manifest that batches carry as numbers."""
+"""Manifest columns that batches carry as integer codes."""
 
 from __future__ import annotations
 
@@ -22,50 +22,48 @@ from raydfl.engine.config import make_config
 Make = Callable[..., DataSettings]
 
 
-def takes(population: Population, examples: Examples) -> list[str]:
-    """The value of each example's column, looked up by its code."""
+def decode_takes(population: Population, examples: Examples) -> list[str]:
+    """Decode the column ``take`` of each example."""
     return [population.columns["take"][code] for code in examples.columns["take"]]
 
 
-def test_every_example_carries_the_value_of_its_own_clip(made: Make, tmp_path: Path) -> None:
-    settings = made(columns=["take", "recording"], split={"validation": 0.3})
+def test_each_example_carries_the_values_of_its_clip(make_data: Make, tmp_path: Path) -> None:
+    settings = make_data(columns=["take", "recording"], split={"validation": 0.3})
     population = build_population(settings, 1)
     manifest = settings.source.open().manifest()
     population.save(tmp_path)
-    for found in (population, Population.load(tmp_path)):
+    for restored in (population, Population.load(tmp_path)):
         parts = [
-            found.test,
-            *(part for i in range(len(found)) for part in (found.data(i).train, found.data(i).validation)),
+            restored.test,
+            *(part for i in range(len(restored)) for part in (restored.data(i).train, restored.data(i).validation)),
         ]
         assert sum(map(len, parts)) > 100
         for part in parts:
             truth = manifest.take(part.clips.tolist()).to_pydict()
-            assert takes(found, part) == [str(take) for take in truth["take"]]
-            assert [found.columns["recording"][c] for c in part.columns["recording"]] == truth["recording"]
+            assert decode_takes(restored, part) == [str(take) for take in truth["take"]]
+            assert [restored.columns["recording"][c] for c in part.columns["recording"]] == truth["recording"]
 
 
-def test_a_batch_has_the_codes_of_its_examples(made: Make) -> None:
-    population = build_population(made(columns=["take"]), 1)
+def test_a_batch_has_the_codes_of_its_examples(make_data: Make) -> None:
+    population = build_population(make_data(columns=["take"]), 1)
     train = population.data(0).train
     batch = train.batch(np.array([3, 0]))
     assert batch.columns["take"].tolist() == train.columns["take"][[3, 0]].tolist()
     assert set(batch.tensors()) == {"views/", "y", "columns/take"}
 
 
-def test_a_column_that_is_not_there_is_refused_before_a_clip_is_read(
-    made: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unknown_column_is_rejected_before_clips_are_read(make_data: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("raydfl.data.build.prepare", None)
     with pytest.raises(DataError, match="no column 'takes'. Did you mean 'take'"):
-        build_population(made(columns=["takes"]), 1)
+        build_population(make_data(columns=["takes"]), 1)
 
 
-def test_a_column_named_twice_is_refused(made: Make) -> None:
+def test_a_repeated_column_is_rejected(make_data: Make) -> None:
     with pytest.raises(ValidationError, match="'take' is listed more than once"):
-        made(columns=["take", "recording", "take"])
+        make_data(columns=["take", "recording", "take"])
 
 
-def test_a_column_with_gaps_is_refused() -> None:
+def test_a_column_with_missing_values_is_rejected() -> None:
     rows = [
         {"clip": f"c{i}", "path": None, "label": "w", "device": device}
         for i, device in enumerate(["b", None, "a10", "a9"])
@@ -77,8 +75,8 @@ def test_a_column_with_gaps_is_refused() -> None:
     assert (codes.tolist(), values) == ([2, 1, 0], ["a9", "a10", "b"])
 
 
-def test_no_columns_is_the_run_of_before(made: Make) -> None:
+def test_empty_columns_leave_the_digest_unchanged(make_data: Make) -> None:
     def digest(**data: Any) -> str:
-        return make_config({"method": "fedavg", "data": made(**data).model_dump(mode="json")}).digest()
+        return make_config({"method": "fedavg", "data": make_data(**data).model_dump(mode="json")}).digest()
 
     assert digest(columns=[]) == digest() != digest(columns=["take"])

@@ -23,7 +23,7 @@ IDS = [f"c{i}" for i in range(50)]
 
 
 @pytest.mark.parametrize("snr_db", [-5.0, 0.0, 10.0, 30.0])
-def test_noise_has_the_wanted_power_and_is_white(snr_db: float) -> None:
+def test_noise_is_white_and_has_the_chosen_power(snr_db: float) -> None:
     wave = (0.3 * np.sin(np.arange(100_000) * 0.05)).astype(np.float32)
     noise = add_noise(wave, snr_db, 1).astype(np.float64) - wave
     measured = 10 * np.log10(np.mean(wave.astype(float) ** 2) / np.mean(noise**2))
@@ -33,13 +33,13 @@ def test_noise_has_the_wanted_power_and_is_white(snr_db: float) -> None:
     assert density[1:-1].std() / density.mean() < 0.15
 
 
-def test_noise_of_100_db_is_clean_and_silence_stays_silent() -> None:
+def test_noise_at_100_db_is_inaudible_and_silence_stays_silent() -> None:
     wave = np.random.default_rng(0).standard_normal(1000).astype(np.float32)
     np.testing.assert_allclose(add_noise(wave, 100.0, 1), wave, atol=1e-4)
     assert not add_noise(np.zeros(10, np.float32), 10.0, 1).any()
 
 
-def test_each_clip_has_noise_of_its_own() -> None:
+def test_each_clip_has_its_own_noise() -> None:
     noise = seed_noise(["a", "b", "c"], 10.0, seed=1)
     assert len(set(noise.seeds)) == 3
     assert noise == seed_noise(["a", "b", "c"], 10.0, seed=1)
@@ -48,7 +48,7 @@ def test_each_clip_has_noise_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(("classes", "rate"), [(2, 0.3), (4, 0.5), (10, 0.1), (35, 0.5), (35, 1.0), (3, 0.0)])
-def test_transition_matrix(classes: int, rate: float) -> None:
+def test_transition_matrices_have_the_chosen_rate_and_sparsity(classes: int, rate: float) -> None:
     repaired = 0
     for seed in range(30):
         matrix = draw_transition_matrix(classes, rate, np.random.default_rng(seed))
@@ -58,28 +58,28 @@ def test_transition_matrix(classes: int, rate: float) -> None:
             np.testing.assert_array_equal(matrix, np.eye(classes))
             continue
         off = matrix[~np.eye(classes, dtype=bool)].reshape(classes, classes - 1)
-        for row in off:  # what is there shares the rate evenly
+        for row in off:  # the remaining cells share the rate evenly
             np.testing.assert_allclose(row[row > 0], rate / (row > 0).sum())
-        zeros, wanted = int((off == 0).sum()), int(np.floor(0.4 * off.size + 0.5))
-        assert zeros <= wanted
-        repaired += wanted - zeros
+        zeros, expected = int((off == 0).sum()), int(np.floor(0.4 * off.size + 0.5))
+        assert zeros <= expected
+        repaired += expected - zeros
         if classes == 35:
-            assert zeros == wanted
-    assert (repaired > 0) == (rate > 0 and classes in (2, 4))  # few classes: rows that lost everything got a cell back
+            assert zeros == expected
+    assert (repaired > 0) == (rate > 0 and classes in (2, 4))  # with few classes, empty rows get a cell back
 
 
-def test_labels_go_wrong_at_the_rate_and_by_the_matrix() -> None:
+def test_label_errors_follow_the_rate_and_the_matrix() -> None:
     labels = np.repeat(np.arange(10), 5000)
     wrong = draw_labels(labels, 10, 0.5, 1, "anna")
     assert (wrong != labels).mean() == pytest.approx(0.5, abs=0.01)
     table = np.zeros((10, 10))
     np.add.at(table, (labels, wrong), 1)
-    assert (table == 0).sum() == 36  # 40 % of 90: the support is the matrix's
+    assert (table == 0).sum() == 36  # 40 % of 90, the sparsity of the matrix
     for row, label in zip(table, range(10), strict=True):
         others = np.delete(row, label)
         assert stats.chisquare(others[others > 0]).pvalue > 0.001
     np.testing.assert_array_equal(wrong, draw_labels(labels, 10, 0.5, 1, "anna"))
-    for seed, client in ((2, "anna"), (1, "berta")):  # each client has a matrix of its own
+    for seed, client in ((2, "anna"), (1, "berta")):  # each client has its own matrix
         other = np.zeros((10, 10))
         np.add.at(other, (labels, draw_labels(labels, 10, 0.5, seed, client)), 1)
         assert ((other == 0) != (table == 0)).any()
@@ -87,13 +87,13 @@ def test_labels_go_wrong_at_the_rate_and_by_the_matrix() -> None:
     assert not (draw_labels(labels, 10, 1.0, 1, "anna") == labels).any()
 
 
-def choose(wanted: Share, seed: int = 1) -> np.ndarray:
-    return draw_clients(IDS, wanted, np.random.default_rng(seed), "data.corrupt", "corrupted")
+def choose(share: Share, seed: int = 1) -> np.ndarray:
+    return draw_clients(IDS, share, np.random.default_rng(seed), "data.corrupt", "corrupted")
 
 
-def test_clients_by_share_number_or_name() -> None:
+def test_clients_are_chosen_by_share_count_or_name() -> None:
     assert choose(0.2).sum() == 10
-    assert choose(0.05).sum() == 3  # halves up
+    assert choose(0.05).sum() == 3  # halves are rounded up
     assert choose(1).sum() == 1
     assert choose(1.0).all()
     assert not choose(0).any()
@@ -101,7 +101,7 @@ def test_clients_by_share_number_or_name() -> None:
     assert (choose(0.5) != choose(0.5, 2)).any()
 
 
-def test_what_cannot_be_corrupted() -> None:
+def test_impossible_corruption_is_rejected() -> None:
     with pytest.raises(DataError, match="51 clients are to be corrupted, but the federation has 50"):
         choose(51)
     with pytest.raises(DataError, match="unknown client 'c77'. Did you mean 'c7'"):
@@ -119,12 +119,12 @@ def test_what_cannot_be_corrupted() -> None:
         ({"labels": {"rate": 1.1}}, "less than or equal to 1"),
     ],
 )
-def test_settings_out_of_range(options: dict[str, Any], message: str) -> None:
+def test_settings_out_of_range_are_rejected(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         CorruptSettings(**options)
 
 
-def test_numbers_and_shares_are_told_apart() -> None:
+def test_counts_and_shares_keep_their_types() -> None:
     for value, kind in ((1, int), (1.0, float), (0.2, float), (["a", "b"], tuple)):
         for settings in (NoiseSettings(snr_db=1, clients=value), LabelErrorSettings(rate=0.1, clients=value)):
             assert type(settings.clients) is kind

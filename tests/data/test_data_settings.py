@@ -24,7 +24,7 @@ unreadable: skip
 """
 
 
-def test_read_and_written_again() -> None:
+def test_settings_survive_a_round_trip() -> None:
     settings = DataSettings(name=f"{SETS}:Folder", **yaml.safe_load(FULL))
     assert settings.source.options == {"root": "some/folder"}
     assert settings.source.open().root == Path("some/folder")  # type: ignore[attr-defined]
@@ -33,7 +33,7 @@ def test_read_and_written_again() -> None:
     assert again.source == settings.source
 
 
-def test_a_name_alone_will_do() -> None:
+def test_a_name_is_enough() -> None:
     settings = DataSettings.model_validate(f"{SETS}:Made")
     assert settings.partition.by == "group"
     assert settings.source.open().groups == 6  # type: ignore[attr-defined]
@@ -53,12 +53,12 @@ def test_a_name_alone_will_do() -> None:
         ),
     ],
 )
-def test_wrong_keys_and_values_are_named(options: dict[str, Any], message: str) -> None:
+def test_wrong_keys_and_values_are_rejected(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         DataSettings(name=f"{SETS}:Made", **options)
 
 
-def test_wrong_types() -> None:
+def test_wrong_types_are_rejected() -> None:
     for options, message in (
         ({"unreadable": "no"}, "'stop' or 'skip'"),
         ({"split": 3}, "split"),
@@ -71,7 +71,7 @@ def test_wrong_types() -> None:
         DataSettings(name="nothing")
 
 
-def test_a_data_set_cannot_call_an_option_like_a_key_of_ours(tmp_path: Path) -> None:
+def test_options_of_a_data_set_must_not_shadow_settings(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(
         "from pydantic.dataclasses import dataclass\nfrom raydfl.data.dataset import Dataset\n"
@@ -81,25 +81,25 @@ def test_a_data_set_cannot_call_an_option_like_a_key_of_ours(tmp_path: Path) -> 
         DataSettings(name=f"{file}:Mine")
 
 
-def test_every_field_says_what_it_means() -> None:
+def test_every_field_has_a_description() -> None:
     fields = 0
 
-    def walk(schema: dict[str, Any]) -> None:
+    def count_described(schema: dict[str, Any]) -> None:
         nonlocal fields
         for name, field in schema.get("properties", {}).items():
             assert field.get("description"), name
             fields += 1
 
     schema = DataSettings.model_json_schema()
-    walk(schema)
+    count_described(schema)
     for part in schema["$defs"].values():
-        walk(part)
+        count_described(part)
     assert fields > 100
 
 
-def test_reading_a_configuration_does_not_wait_for_torch() -> None:
+def test_reading_a_configuration_does_not_import_torch() -> None:
     code = "import sys, raydfl.data.settings, raydfl.data.steps.partition; print('torch' in sys.modules)"
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONPATH": ":".join(sys.path)}
     )
-    assert done.stdout == "False\n"
+    assert process.stdout == "False\n"

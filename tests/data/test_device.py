@@ -1,4 +1,4 @@
-"""A client reads the channel of its own microphone."""
+"""Each client reads the channel of its own microphone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHANNELS = {"values": [0, 1]}
 
 @pytest.fixture
 def stereo(tmp_path: Path) -> dict[str, Any]:
-    """Settings of 16 recordings with two channels, by 2 speakers."""
+    """Return settings of 16 stereo recordings by 2 speakers."""
     rng = np.random.default_rng(0)
     lines = ["path,label,group"]
     for speaker in ("ann", "bob"):
@@ -37,38 +37,40 @@ def stereo(tmp_path: Path) -> dict[str, Any]:
     }
 
 
-def build(settings: dict[str, Any], **more: Any) -> Population:
-    return build_population(DataSettings.model_validate({**settings, **more}), 1)
+def build(settings: dict[str, Any], **options: Any) -> Population:
+    return build_population(DataSettings.model_validate({**settings, **options}), 1)
 
 
-def inputs(population: Population, client: int, part: str) -> np.ndarray:
+def load_inputs(population: Population, client: int, part: str) -> np.ndarray:
     examples = getattr(population.data(client), part)
     return examples.batch(np.arange(len(examples))).x.numpy()
 
 
 @pytest.mark.parametrize("noise", [None, {"snr_db": 10.0}])
-def test_a_client_has_the_features_of_its_own_channel_and_the_server_of_the_common_one(
+def test_clients_use_their_own_channel_and_the_server_uses_the_common_one(
     stereo: dict[str, Any], noise: dict[str, float] | None
 ) -> None:
     stereo |= {"corrupt": {"noise": noise}}
     mixed = build(stereo, profile={"microphone": CHANNELS}, device="microphone")
     for client, channel in enumerate([0, 1]):
         features = {**stereo["features"], "channel": channel}
-        alone = build(stereo, features=features)
+        single = build(stereo, features=features)
         for part in ("train", "test"):
-            np.testing.assert_array_equal(inputs(mixed, client, part), inputs(alone, client, part))
+            np.testing.assert_array_equal(load_inputs(mixed, client, part), load_inputs(single, client, part))
     first = build(stereo)
-    some = mixed.first_examples(100)
-    assert some is not None
+    examples = mixed.first_examples(100)
+    assert examples is not None
     if noise is None:  # the first client reads the common channel
-        np.testing.assert_array_equal(some.batch(np.arange(len(some))).x.numpy(), inputs(mixed, 0, "train"))
-    np.testing.assert_array_equal(*(each.test.batch(np.arange(len(each.test))).x.numpy() for each in (mixed, first)))
-    assert not np.array_equal(inputs(mixed, 1, "train"), inputs(first, 1, "train"))
+        np.testing.assert_array_equal(
+            examples.batch(np.arange(len(examples))).x.numpy(), load_inputs(mixed, 0, "train")
+        )
+    np.testing.assert_array_equal(
+        *(source.test.batch(np.arange(len(source.test))).x.numpy() for source in (mixed, first))
+    )
+    assert not np.array_equal(load_inputs(mixed, 1, "train"), load_inputs(first, 1, "train"))
 
 
-def test_a_clip_without_the_channel_of_its_client_is_left_out_if_it_may_be(
-    stereo: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_clip_without_the_channel_of_its_client_can_be_skipped(stereo: dict[str, Any], tmp_path: Path) -> None:
     """Oracle: the list without the clip."""
     stereo |= {"profile": {"microphone": CHANNELS}, "device": "microphone", "unreadable": "skip"}
     clips = build(stereo).data(1).train.clips
@@ -79,17 +81,17 @@ def test_a_clip_without_the_channel_of_its_client_is_left_out_if_it_may_be(
     assert [clip for clip, _ in partial.skipped] == [name]
     assert f"1 of 16 clips cannot be read and are left out, the first {name}" in partial.messages
     (tmp_path / "list.csv").write_text("\n".join(line for line in lines if not line.startswith(name)))
-    without = build(stereo)
+    expected = build(stereo)
     for client in range(2):
         for part in ("train", "test"):
-            np.testing.assert_array_equal(inputs(partial, client, part), inputs(without, client, part))
+            np.testing.assert_array_equal(load_inputs(partial, client, part), load_inputs(expected, client, part))
     (tmp_path / "list.csv").write_text("\n".join(lines))
     with pytest.raises(InputError, match="data.device: channel 1 of 'microphone': 1 of 6 clips cannot be read"):
         build({**stereo, "unreadable": "stop"})
 
 
 @pytest.mark.parametrize(
-    ("more", "message"),
+    ("options", "message"),
     [
         ({"device": "phone"}, "'phone' is not in data.profile. Did you mean 'microphone'"),
         ({"features": {"kind": "image", "size": [8, 8]}}, "needs recordings, but data.features.kind is image"),
@@ -98,6 +100,6 @@ def test_a_clip_without_the_channel_of_its_client_is_left_out_if_it_may_be(
         ({"profile": {"microphone": {"values": [0, 5]}}}, "channel 5 of 'microphone': 6 of 6 clips cannot be read"),
     ],
 )
-def test_a_device_that_cannot_be_is_refused(stereo: dict[str, Any], more: dict[str, Any], message: str) -> None:
+def test_impossible_devices_are_rejected(stereo: dict[str, Any], options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=f"^data.device: (.*|){message}"):
-        build({**stereo, "profile": {"microphone": CHANNELS}, "device": "microphone", **more})
+        build({**stereo, "profile": {"microphone": CHANNELS}, "device": "microphone", **options})

@@ -17,12 +17,12 @@ from raydfl.data.features.wave import EPSILON
 FEDAUDIO: dict[str, Any] = {"sample_rate": 16000, "window_ms": 64, "fft": 1024, "hop_ms": 10, "bands": 128}
 
 
-def noise(samples: int, channels: int = 1, seed: int = 0) -> np.ndarray:
+def make_noise(samples: int, channels: int = 1, seed: int = 0) -> np.ndarray:
     return (0.1 * np.random.default_rng(seed).standard_normal((samples, channels))).astype(np.float32)
 
 
-def numpy_log_mel(wave: np.ndarray, rate: int, fft: int, window: int, hop: int, bands: int) -> np.ndarray:
-    """The same definition once more, in float64 and without torchaudio."""
+def compute_log_mel(wave: np.ndarray, rate: int, fft: int, window: int, hop: int, bands: int) -> np.ndarray:
+    """Compute the log-mel spectrogram from its definition, in float64 and without torchaudio."""
     hann = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(window) / window)
     left = (fft - window) // 2
     taper = np.pad(hann, (left, fft - window - left))
@@ -46,10 +46,12 @@ def numpy_log_mel(wave: np.ndarray, rate: int, fft: int, window: int, hop: int, 
         {"bands": 23, "window_ms": 32, "hop_ms": 16, "fft": 2048},
     ],
 )
-def test_log_mel_equals_an_independent_calculation(options: dict[str, Any]) -> None:
+def test_log_mel_matches_an_independent_calculation(options: dict[str, Any]) -> None:
     settings = FeatureSettings(**options, normalise="none")
-    wave = noise(settings.sample_rate)[:, 0]
-    expected = numpy_log_mel(wave, settings.sample_rate, settings.points, settings.window, settings.hop, settings.bands)
+    wave = make_noise(settings.sample_rate)[:, 0]
+    expected = compute_log_mel(
+        wave, settings.sample_rate, settings.points, settings.window, settings.hop, settings.bands
+    )
     actual = FeatureExtractor(settings)(wave, settings.sample_rate)
     assert actual.dtype == np.float32
     np.testing.assert_allclose(actual, expected, atol=2e-3)
@@ -59,8 +61,8 @@ SLANEY_HZ = {0.0: 0.0, 500.0: 7.5, 1000.0: 15.0, 6400.0: 42.0}
 """Points of the mel scale of Slaney's Auditory Toolbox: 27 steps for a factor of 6.4 above 1000 Hz."""
 
 
-def numpy_front_end(wave: np.ndarray, settings: FeatureSettings) -> np.ndarray:
-    """Every option once more, from its definition: float64, frames one by one, the discrete Fourier sum by NumPy."""
+def compute_front_end(wave: np.ndarray, settings: FeatureSettings) -> np.ndarray:
+    """Compute the features from the definition of each option, in float64 and with the Fourier transform of NumPy."""
     wave = wave.astype(np.float64)
     window, fft, hop = settings.window, settings.points, settings.hop
     if settings.wave == "unit_norm":
@@ -84,8 +86,8 @@ def numpy_front_end(wave: np.ndarray, settings: FeatureSettings) -> np.ndarray:
     bins = np.arange(fft // 2 + 1) * settings.sample_rate / fft
     weights = np.stack([np.interp(bins, edges[b : b + 3], [0, 1, 0]) for b in range(settings.bands)], axis=1)
     sums = (magnitude if settings.spectrum == "magnitude" else magnitude**2) @ weights
-    least = settings.floor or (1e-5 if settings.spectrum == "magnitude" else 1e-10)
-    sums = np.maximum(sums, least)
+    floor = settings.floor or (1e-5 if settings.spectrum == "magnitude" else 1e-10)
+    sums = np.maximum(sums, floor)
     if settings.scale == "log":
         return np.log(sums)
     return (20 if settings.spectrum == "magnitude" else 10) * np.log10(sums)
@@ -114,10 +116,10 @@ def numpy_front_end(wave: np.ndarray, settings: FeatureSettings) -> np.ndarray:
         },
     ],
 )
-def test_every_option_of_the_front_end_equals_its_definition(options: dict[str, Any]) -> None:
+def test_each_option_of_the_front_end_matches_its_definition(options: dict[str, Any]) -> None:
     settings = FeatureSettings(**options, normalise="none")
-    wave = noise(15_690, seed=3)[:, 0]
-    expected = numpy_front_end(wave, settings)
+    wave = make_noise(15_690, seed=3)[:, 0]
+    expected = compute_front_end(wave, settings)
     actual = FeatureExtractor(settings)(wave, 16_000)
     assert actual.shape == expected.shape
     np.testing.assert_allclose(actual, expected, atol=5e-3)
@@ -128,9 +130,9 @@ def test_every_option_of_the_front_end_equals_its_definition(options: dict[str, 
 
 @pytest.mark.parametrize("samples", [100, 15_690])
 @pytest.mark.parametrize("options", [{}, {"window_ms": 64, "bands": 128}, {"scale": "log", "spectrum": "magnitude"}])
-def test_features_in_caches_keep_the_last_digits_of_torchaudio(options: dict[str, Any], samples: int) -> None:
-    """Keys of caches do not name the code that computed them."""
-    settings, wave = FeatureSettings(**options, normalise="none"), torch.from_numpy(noise(samples, seed=3)[:, 0])
+def test_features_are_bit_identical_to_torchaudio(options: dict[str, Any], samples: int) -> None:
+    """Cache keys do not identify the implementation, so its results must never change."""
+    settings, wave = FeatureSettings(**options, normalise="none"), torch.from_numpy(make_noise(samples, seed=3)[:, 0])
     power = 2.0 if settings.spectrum == "power" else 1.0
     sizes = {
         "n_fft": settings.points,
@@ -141,33 +143,33 @@ def test_features_in_caches_keep_the_last_digits_of_torchaudio(options: dict[str
     bands = torchaudio.transforms.MelSpectrogram(settings.sample_rate, **sizes, power=power)
     sums = bands(torch.nn.functional.pad(wave, (0, max(0, settings.points // 2 + 1 - samples))))
     logarithms = 10 * sums.clamp_min(1e-10).log10() if settings.scale == "db" else sums.clamp_min(1e-5).log()
-    found = FeatureExtractor(settings)(wave.numpy(), settings.sample_rate)
-    np.testing.assert_array_equal(found, logarithms.T[: len(found)].numpy())
+    actual = FeatureExtractor(settings)(wave.numpy(), settings.sample_rate)
+    np.testing.assert_array_equal(actual, logarithms.T[: len(actual)].numpy())
 
 
-def test_a_short_clip_stands_in_the_middle_of_silence() -> None:
-    """FedSTAR's front end: 1 s of samples are 98 frames, of which a crop has 96."""
+def test_a_short_clip_is_centred_in_silence() -> None:
+    """In FedSTAR's front end, 1 s of samples gives 98 frames, and a crop has 96 of them."""
     options = {"centred": False, "fft": 1024, "wave": "unit_norm", "spectrum": "magnitude", "scale": "log"}
     settings = FeatureSettings(**options, normalise="none", least_seconds=1.0)
-    short = noise(7_001, seed=3)[:, 0]
-    found = FeatureExtractor(settings)(short, 16_000)
-    assert found.shape == (98, 64)
-    np.testing.assert_allclose(found, numpy_front_end(np.pad(short, (4499, 4500)), settings), atol=5e-3)
+    short = make_noise(7_001, seed=3)[:, 0]
+    features = FeatureExtractor(settings)(short, 16_000)
+    assert features.shape == (98, 64)
+    np.testing.assert_allclose(features, compute_front_end(np.pad(short, (4499, 4500)), settings), atol=5e-3)
     assert settings.count_frames(np.array([7_001 / 16_000, 2.0])).tolist() == [98, 198]
     with pytest.raises(ValidationError, match="least_seconds 1.0 is longer than seconds 0.5"):
         FeatureSettings(least_seconds=1.0, seconds=0.5)
 
 
-def test_frames_that_are_not_centred_lie_within_the_clip() -> None:
+def test_uncentred_frames_are_within_the_clip() -> None:
     fedstar = FeatureSettings(fft=1024, seconds=15_690 / 16_000, centred=False)
     assert fedstar.frames == 96
     extractor = FeatureExtractor(FeatureSettings(fft=1024, centred=False, normalise="none"))
     for samples, frames in ((1, 1), (399, 1), (400, 1), (559, 1), (560, 2), (16_000, 98)):
-        assert extractor(noise(samples), 16_000).shape == (frames, 64)
+        assert extractor(make_noise(samples), 16_000).shape == (frames, 64)
         assert FeatureSettings(centred=False).count_frames(np.array([samples / 16_000])).tolist() == [frames]
 
 
-def test_the_key_of_features_of_earlier_versions_stays() -> None:
+def test_keys_of_earlier_versions_are_unchanged() -> None:
     old = {
         "kind": "logmel",
         "sample_rate": 16000,
@@ -198,8 +200,8 @@ def test_the_key_of_features_of_earlier_versions_stays() -> None:
     assert old not in keys
 
 
-def test_fedaudio_protocol_is_the_torchaudio_pipeline() -> None:
-    wave = noise(16000)
+def test_the_fedaudio_protocol_matches_the_torchaudio_pipeline() -> None:
+    wave = make_noise(16000)
     mel = torchaudio.transforms.MelSpectrogram(16000, n_fft=1024, win_length=1024, hop_length=160, n_mels=128)
     decibels = torchaudio.transforms.AmplitudeToDB()(mel(torch.from_numpy(wave[:, 0]))).numpy().T
     expected = (decibels - decibels.mean(axis=0)) / (decibels.std(axis=0) + 1e-5)
@@ -208,8 +210,8 @@ def test_fedaudio_protocol_is_the_torchaudio_pipeline() -> None:
     np.testing.assert_allclose(actual, expected, atol=1e-4)
 
 
-def test_normalised_bands_have_mean_0_and_deviation_1() -> None:
-    features = FeatureExtractor(FeatureSettings())(noise(12345), 16000)
+def test_normalised_bands_have_zero_mean_and_unit_deviation() -> None:
+    features = FeatureExtractor(FeatureSettings())(make_noise(12345), 16000)
     np.testing.assert_allclose(features.mean(axis=0), 0, atol=1e-4)
     np.testing.assert_allclose(features.std(axis=0), 1, atol=1e-4)
     silent = FeatureExtractor(FeatureSettings())(np.zeros((8000, 1), np.float32), 16000)
@@ -218,43 +220,43 @@ def test_normalised_bands_have_mean_0_and_deviation_1() -> None:
 
 
 @pytest.mark.parametrize("samples", [1, 79, 80, 255, 256, 257, 8000, 8079])
-def test_every_hop_that_begins_gives_a_frame(samples: int) -> None:
+def test_each_started_hop_gives_a_frame(samples: int) -> None:
     settings = FeatureSettings(sample_rate=8000)
-    features = FeatureExtractor(settings)(noise(samples), 8000)
+    features = FeatureExtractor(settings)(make_noise(samples), 8000)
     assert features.shape == (1 + samples // 80, 64)
     assert np.isfinite(features).all()
 
 
-def test_a_second_has_101_frames_and_longer_clips_are_cut() -> None:
+def test_one_second_has_101_frames_and_longer_clips_are_cut() -> None:
     settings = FeatureSettings(seconds=1.0)
     assert settings.frames == 101
-    extractor, wave = FeatureExtractor(settings), noise(40000)
+    extractor, wave = FeatureExtractor(settings), make_noise(40000)
     np.testing.assert_array_equal(extractor(wave, 16000), extractor(wave[:16000], 16000))
-    assert extractor(wave[:8000], 16000).shape == (51, 64)  # the cache pads, after normalising
+    assert extractor(wave[:8000], 16000).shape == (51, 64)  # the cache pads after normalisation
     assert settings.count_frames(np.array([0.1, 3.0])).tolist() == [101, 101]
     assert FeatureSettings().count_frames(np.array([0.1, 3.0])).tolist() == [11, 301]
 
 
-def test_no_band_is_empty_by_torchaudios_filters() -> None:
-    tried = 0
+def test_no_filter_of_torchaudio_is_empty() -> None:
+    combinations = 0
     for rate in (8000, 16000, 44100):
         for bands in (20, 64, 128, 200):
             for window_ms in (10.0, 25.0, 64.0):
                 settings = FeatureSettings(sample_rate=rate, bands=bands, window_ms=window_ms)
-                filters = self_filters(settings, settings.points)
+                filters = make_filters(settings, settings.points)
                 assert (filters.max(dim=0).values > 0).all(), (rate, bands, window_ms)
                 shorter = settings.points // 2
-                if shorter >= settings.window:  # the half would not have done
-                    assert not (self_filters(settings, shorter).max(dim=0).values > 0).all()
+                if shorter >= settings.window:  # half the points must be too few
+                    assert not (make_filters(settings, shorter).max(dim=0).values > 0).all()
                     with pytest.raises(ValidationError, match="mel bands are empty with fft"):
                         FeatureSettings(sample_rate=rate, bands=bands, window_ms=window_ms, fft=shorter)
-                tried += 1
-    assert tried == 36
+                combinations += 1
+    assert combinations == 36
 
 
-def self_filters(settings: FeatureSettings, points: int) -> torch.Tensor:
+def make_filters(settings: FeatureSettings, points: int) -> torch.Tensor:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torchaudio warns of empty bands, which is what is asked
+        warnings.simplefilter("ignore")  # torchaudio warns of empty bands, the subject of this test
         filters: torch.Tensor = torchaudio.functional.melscale_fbanks(
             points // 2 + 1, settings.low_hz, settings.highest_hz, settings.bands, settings.sample_rate
         )
@@ -262,7 +264,7 @@ def self_filters(settings: FeatureSettings, points: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("rate", [11025, 22050, 44100, 48000, 11127])
-def test_resampled_tones_keep_their_pitch_and_size(rate: int) -> None:
+def test_resampled_tones_keep_their_pitch_and_amplitude(rate: int) -> None:
     seconds = np.arange(rate) / rate
     tone = np.sin(2 * np.pi * 440 * seconds).astype(np.float32)
     wave = FeatureExtractor(FeatureSettings()).wave(tone, rate)
@@ -271,8 +273,8 @@ def test_resampled_tones_keep_their_pitch_and_size(rate: int) -> None:
     np.testing.assert_allclose(wave[500:-500], expected[500:-500], atol=0.01)
 
 
-def test_channels() -> None:
-    wave = noise(8000, channels=2)
+def test_channels_are_selected_or_averaged() -> None:
+    wave = make_noise(8000, channels=2)
     first = FeatureExtractor(FeatureSettings(sample_rate=8000))
     mean = FeatureExtractor(FeatureSettings(sample_rate=8000, channel="mean"))
     np.testing.assert_array_equal(first.wave(wave, 8000), wave[:, 0])
@@ -289,7 +291,7 @@ def test_channels() -> None:
         (np.zeros((50, 1)), 2_000_000_000, "too high for sample_rate 16000"),
     ],
 )
-def test_clips_that_cannot_be_used(wave: np.ndarray, rate: int, message: str) -> None:
+def test_unusable_clips_are_rejected(wave: np.ndarray, rate: int, message: str) -> None:
     with pytest.raises(DataError, match=message):
         FeatureExtractor(FeatureSettings())(wave, rate)
 
@@ -305,6 +307,6 @@ def test_clips_that_cannot_be_used(wave: np.ndarray, rate: int, message: str) ->
         ({"kind": "mfcc"}, "logmel"),
     ],
 )
-def test_settings_that_contradict_each_other(options: dict[str, Any], message: str) -> None:
+def test_contradictory_settings_are_rejected(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         FeatureSettings(**options)

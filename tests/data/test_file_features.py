@@ -52,7 +52,7 @@ def write_npz(place: Path, matrices: Mapping[str, np.ndarray]) -> Path:
     return path
 
 
-def write_folder_of_npy(place: Path, matrices: Mapping[str, np.ndarray]) -> Path:
+def write_npy_folder(place: Path, matrices: Mapping[str, np.ndarray]) -> Path:
     for clip, matrix in matrices.items():
         file = place / f"{clip}.npy"
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -60,40 +60,40 @@ def write_folder_of_npy(place: Path, matrices: Mapping[str, np.ndarray]) -> Path
     return place
 
 
-WRITERS = pytest.mark.parametrize("write", [write_safetensors, write_npz, write_folder_of_npy])
+WRITERS = pytest.mark.parametrize("write", [write_safetensors, write_npz, write_npy_folder])
 
 
-def log_mels(noise: ClipNoise | None = None, **options: Any) -> dict[str, np.ndarray]:
-    """The features of all clips, as someone would make them who writes a file."""
+def compute_log_mels(noise: ClipNoise | None = None, **options: Any) -> dict[str, np.ndarray]:
+    """Compute the features of all clips, as a user would before writing a file."""
     extractor = FeatureExtractor(FeatureSettings(**LOG_MEL, **options))
-    found = {}
+    features = {}
     for index, row in enumerate(MADE.manifest().to_pylist()):
         wave = extractor.wave(*MADE.read(row))
         if noise is not None:
             power = float(np.mean(np.square(wave, dtype=np.float64)))
-            drawn = np.random.default_rng(noise.seeds[index]).standard_normal(wave.size)
-            wave = (wave + drawn * np.sqrt(power / 10 ** (noise.snr_db / 10))).astype(np.float32)
-        found[row["clip"]] = extractor.features(wave)
-    return found
+            samples = np.random.default_rng(noise.seeds[index]).standard_normal(wave.size)
+            wave = (wave + samples * np.sqrt(power / 10 ** (noise.snr_db / 10))).astype(np.float32)
+        features[row["clip"]] = extractor.features(wave)
+    return features
 
 
-def store_of(features: AnyFeatures, cache: Path, **options: Any) -> FeatureStore:
+def prepare_store(features: AnyFeatures, cache: Path, **options: Any) -> FeatureStore:
     return prepare(SOURCE, MADE.manifest(), features, cache=cache, **options)
 
 
-def equal(a: FeatureStore, b: FeatureStore) -> None:
-    """The same bits."""
+def assert_equal_stores(a: FeatureStore, b: FeatureStore) -> None:
+    """Assert that two stores have the same bits."""
     assert (a.frames.dtype, a.length) == (b.frames.dtype, b.length)
     for name in ("frames", "offsets", "lengths"):
         np.testing.assert_array_equal(getattr(a, name), getattr(b, name))
 
 
-def from_file(path: Path, **options: Any) -> FileFeatures:
+def make_file_features(path: Path, **options: Any) -> FileFeatures:
     return FileFeatures.model_validate({"kind": "file", "path": path, **options})
 
 
 def configure(folder: Path, features: Any, **data: Any) -> Config:
-    """A federation of two rounds."""
+    """Return a configuration of a federation with two rounds."""
     return make_config(
         {
             "method": {"name": "fedavg"},
@@ -116,40 +116,40 @@ def configure(folder: Path, features: Any, **data: Any) -> Config:
     )
 
 
-# -- from a file -------------------------------------------------------------------------------------------------------
+# -- features from a file ----------------------------------------------------------------------------------------------
 
 
 @WRITERS
 @pytest.mark.parametrize("seconds", [None, 0.3])
-def test_log_mel_from_a_file_is_log_mel_to_the_bit(tmp_path: Path, write: Write, seconds: float | None) -> None:
+def test_log_mel_from_a_file_is_bit_identical_to_log_mel(tmp_path: Path, write: Write, seconds: float | None) -> None:
     settings = FeatureSettings(**LOG_MEL, seconds=seconds)
-    path = write(tmp_path / "features", log_mels(seconds=seconds))
-    given = from_file(path, frames=settings.frames)
-    assert given.bands == 16
-    equal(store_of(given, tmp_path / "cache"), store_of(settings, tmp_path / "cache"))
+    path = write(tmp_path / "features", compute_log_mels(seconds=seconds))
+    settings = make_file_features(path, frames=settings.frames)
+    assert settings.bands == 16
+    assert_equal_stores(prepare_store(settings, tmp_path / "cache"), prepare_store(settings, tmp_path / "cache"))
 
 
-def test_a_run_on_a_file_is_the_run_on_its_recordings(tmp_path: Path) -> None:
-    path = write_safetensors(tmp_path / "features", log_mels(seconds=0.3))
+def test_a_run_on_a_file_matches_the_run_on_its_recordings(tmp_path: Path) -> None:
+    path = write_safetensors(tmp_path / "features", compute_log_mels(seconds=0.3))
     noisy = seed_noise(MADE.manifest().column("clip").to_pylist(), 10.0, 1)
-    noisy_path = write_npz(tmp_path / "noisy", log_mels(noisy, seconds=0.3))
+    noisy_path = write_npz(tmp_path / "noisy", compute_log_mels(noisy, seconds=0.3))
     corrupt = {"noise": {"snr_db": 10.0, "clients": 2}, "labels": {"rate": 0.5, "clients": 1}}
-    named = {"kind": "file", "path": str(path), "noisy_path": str(noisy_path), "frames": 16}
-    read = configure(tmp_path / "file", named, corrupt=corrupt)
-    heard = configure(tmp_path / "waves", {**LOG_MEL, "seconds": 0.3}, corrupt=corrupt)
-    populations = [build_population(config.data, 1) for config in (read, heard)]
+    features = {"kind": "file", "path": str(path), "noisy_path": str(noisy_path), "frames": 16}
+    from_file = configure(tmp_path / "file", features, corrupt=corrupt)
+    from_waves = configure(tmp_path / "waves", {**LOG_MEL, "seconds": 0.3}, corrupt=corrupt)
+    populations = [build_population(config.data, 1) for config in (from_file, from_waves)]
     clean, noisy_store = populations[0].stores
     assert 0 < len(noisy_store) < len(clean)
     for a, b in zip(populations[0].stores, populations[1].stores, strict=True):
-        equal(a, b)
+        assert_equal_stores(a, b)
     assert describe_population(populations[0], False) == describe_population(populations[1], False)
-    assert_same_bits(train_federation(read), train_federation(heard))
+    assert_same_bits(train_federation(from_file), train_federation(from_waves))
 
 
 @pytest.mark.parametrize("normalise", ["none", "group"])
-def test_a_clip_without_noisy_features_is_left_out_if_it_may_be(tmp_path: Path, normalise: str) -> None:
+def test_a_clip_without_noisy_features_can_be_skipped(tmp_path: Path, normalise: str) -> None:
     """Oracle: features without the clip."""
-    noisy, clean = log_mels(), log_mels()
+    noisy, clean = compute_log_mels(), compute_log_mels()
     noise = {"noise": {"snr_db": 10.0, "clients": 3}}
 
     def build(name: str) -> Population:
@@ -160,50 +160,54 @@ def test_a_clip_without_noisy_features_is_left_out_if_it_may_be(tmp_path: Path, 
         features = {"kind": "file", **paths, "normalise": normalise}
         return build_population(configure(tmp_path, features, corrupt=noise, unreadable="skip").data, 1)
 
-    lost = int(build("whole").data(0).train.clips[0])
-    clip = MADE.manifest().column("clip")[lost].as_py()
+    missing = int(build("whole").data(0).train.clips[0])
+    clip = MADE.manifest().column("clip")[missing].as_py()
     del noisy[clip]
     partial = build("partial")
     del clean[clip]
     assert [name for name, _ in partial.skipped] == [clip]
-    without = build("without")
-    assert len(partial) == len(without) == 3
+    expected = build("without")
+    assert len(partial) == len(expected) == 3
     for index in range(3):
-        own, same = (each.data(index).train for each in (partial, without))
-        np.testing.assert_array_equal(own.clips, same.clips)
-        np.testing.assert_array_equal(*(each.batch(np.arange(len(each))).x.numpy() for each in (own, same)))
+        actual, reference = (population.data(index).train for population in (partial, expected))
+        np.testing.assert_array_equal(actual.clips, reference.clips)
+        np.testing.assert_array_equal(*(part.batch(np.arange(len(part))).x.numpy() for part in (actual, reference)))
 
 
-def by_group(folder: Path, features: dict[str, Any]) -> FeatureStore:
+def normalise_by_group(folder: Path, features: dict[str, Any]) -> FeatureStore:
     data = configure(folder, {**features, "normalise": "group"}).data
     return build_population(data, 1).stores[0]
 
 
-def test_normalise_group_is_that_of_log_mel_and_clip_is_a_z_score(tmp_path: Path) -> None:
-    decibels = log_mels(normalise="none")
+def test_normalise_group_matches_log_mel_and_normalise_clip_is_a_z_score(tmp_path: Path) -> None:
+    decibels = compute_log_mels(normalise="none")
     path = write_npz(tmp_path / "features", decibels)
-    equal(by_group(tmp_path, {"kind": "file", "path": str(path)}), by_group(tmp_path, LOG_MEL))
-    by_clip = store_of(from_file(path, normalise="clip"), tmp_path / "cache")
+    assert_equal_stores(
+        normalise_by_group(tmp_path, {"kind": "file", "path": str(path)}), normalise_by_group(tmp_path, LOG_MEL)
+    )
+    by_clip = prepare_store(make_file_features(path, normalise="clip"), tmp_path / "cache")
     for index, matrix in enumerate(decibels.values()):
         expected = (matrix - matrix.mean(axis=0)) / (matrix.std(axis=0) + EPSILON)
         np.testing.assert_allclose(by_clip.clip(index), expected, atol=1e-4)
-    as_they_are = store_of(from_file(path), tmp_path / "cache")
+    unscaled = prepare_store(make_file_features(path), tmp_path / "cache")
     for index, matrix in enumerate(decibels.values()):
-        np.testing.assert_array_equal(as_they_are.clip(index), matrix)
+        np.testing.assert_array_equal(unscaled.clip(index), matrix)
 
 
 @WRITERS
-def test_frames_cut_and_pad_and_dtypes_are_converted(tmp_path: Path, write: Write) -> None:
+def test_clips_are_cut_or_padded_and_converted(tmp_path: Path, write: Write) -> None:
     lengths = (2, 5, 9)
     rng = np.random.default_rng(0)
     clips = MADE.manifest().column("clip").to_pylist()
-    given = {
+    settings = {
         clip: rng.standard_normal((lengths[index % 3], 4)).astype(("float16", "float32", "float64")[index % 3])
         for index, clip in enumerate(clips)
     }
-    store = store_of(from_file(write(tmp_path / "given", given), frames=5, dtype="float16"), tmp_path / "cache")
+    store = prepare_store(
+        make_file_features(write(tmp_path / "settings", settings), frames=5, dtype="float16"), tmp_path / "cache"
+    )
     assert (store.length, store.frames.dtype, store.lengths[:3].tolist()) == (5, np.float16, [2, 5, 5])
-    for index, matrix in enumerate(given.values()):
+    for index, matrix in enumerate(settings.values()):
         clip = store.clip(index)
         np.testing.assert_array_equal(clip[: len(matrix)], matrix[:5].astype(np.float32).astype(np.float16))
         assert not clip[len(matrix) :].any()
@@ -215,65 +219,67 @@ def test_recordings_are_not_opened(tmp_path: Path) -> None:
     for file in root.iterdir():
         file.write_bytes(b"")
     matrices = {clip: np.full((3, 2), index, np.float32) for index, clip in enumerate(manifest["clip"].to_pylist())}
-    features = from_file(write_folder_of_npy(tmp_path / "given", matrices))
+    features = make_file_features(write_npy_folder(tmp_path / "settings", matrices))
     store = prepare(Source(f"{SETS}:Folder", {"root": str(root)}), manifest, features, cache=tmp_path / "cache")
     assert store.frames[::3, 0].tolist() == list(range(len(matrices)))
 
 
-def test_chunks_of_many_bands_are_smaller(tmp_path: Path) -> None:
+def test_more_bands_give_smaller_chunks(tmp_path: Path) -> None:
     assert chunk_bounds([None] * 40, 4) == [(0, 32), (32, 40)]
     assert chunk_bounds([100.0] * 4, 4) == [(0, 1), (1, 2), (2, 3), (3, 4)]
-    matrices = {clip: np.full((1, 128 * 8), number, np.float32) for number, clip in enumerate(log_mels())}
+    matrices = {clip: np.full((1, 128 * 8), number, np.float32) for number, clip in enumerate(compute_log_mels())}
     sizes = []
 
     def run(function: Callable[[Chunk], ChunkReport], chunks: Sequence[Chunk]) -> Iterator[ChunkReport]:
         sizes.extend(len(chunk.rows) for chunk in chunks)
         return map(function, chunks)
 
-    given = from_file(write_npz(tmp_path / "features", matrices))
-    store = store_of(given, tmp_path / "cache", run_chunks=run)
+    settings = make_file_features(write_npz(tmp_path / "features", matrices))
+    store = prepare_store(settings, tmp_path / "cache", run_chunks=run)
     assert sizes == [16, 8]
     assert store.frames[:, 0].tolist() == list(range(24))
 
 
 @WRITERS
-def test_the_content_decides_what_is_found_in_the_cache(tmp_path: Path, write: Write) -> None:
-    matrices = log_mels()
+def test_the_cache_key_depends_on_the_content(tmp_path: Path, write: Write) -> None:
+    matrices = compute_log_mels()
     (tmp_path / "elsewhere").mkdir()
-    first = store_of(from_file(write(tmp_path / "features", matrices)), tmp_path / "cache")
+    first = prepare_store(make_file_features(write(tmp_path / "features", matrices)), tmp_path / "cache")
     moved = write(tmp_path / "elsewhere" / "moved", matrices)
-    assert store_of(from_file(moved), tmp_path / "cache").folder == first.folder
-    assert store_of(from_file(moved, frames=4), tmp_path / "cache").folder != first.folder
+    assert prepare_store(make_file_features(moved), tmp_path / "cache").folder == first.folder
+    assert prepare_store(make_file_features(moved, frames=4), tmp_path / "cache").folder != first.folder
     changed = {clip: matrix + 1 for clip, matrix in matrices.items()}
     shutil.rmtree(moved) if moved.is_dir() else moved.unlink()
     assert write(tmp_path / "elsewhere" / "moved", changed) == moved
-    other = store_of(from_file(moved), tmp_path / "cache")
+    other = prepare_store(make_file_features(moved), tmp_path / "cache")
     assert other.folder != first.folder
     np.testing.assert_array_equal(other.frames, np.concatenate(list(changed.values())))
 
 
 @WRITERS
-def test_clips_without_features_stop_or_are_left_out(tmp_path: Path, write: Write) -> None:
-    matrices = log_mels()
+def test_clips_without_features_raise_or_are_skipped(tmp_path: Path, write: Write) -> None:
+    matrices = compute_log_mels()
     for clip in ("w1/g0/3", "w0/g1/2"):
         del matrices[clip]
-    given = from_file(write(tmp_path / "features", matrices))
+    settings = make_file_features(write(tmp_path / "features", matrices))
     with pytest.raises(
         DataError, match=r"2 of 24 clips have no features, the first 'w1/g0/3': .*data\.unreadable=skip"
     ):
-        store_of(given, tmp_path / "cache")
-    store = store_of(given, tmp_path / "cache", unreadable="skip")
+        prepare_store(settings, tmp_path / "cache")
+    store = prepare_store(settings, tmp_path / "cache", unreadable="skip")
     clips = MADE.manifest().column("clip").to_pylist()
     assert [clips[index] for index in store.failures] == ["w1/g0/3", "w0/g1/2"]
     assert np.flatnonzero(store.lengths == 0).tolist() == list(store.failures)
-    skipped = build_population(configure(tmp_path, given.model_dump(mode="json"), unreadable="skip").data, 1).skipped
+    skipped = build_population(configure(tmp_path, settings.model_dump(mode="json"), unreadable="skip").data, 1).skipped
     assert [clip for clip, _ in skipped] == ["w1/g0/3", "w0/g1/2"]
 
 
-def test_names_that_the_file_has_are_shown(tmp_path: Path) -> None:
-    given = from_file(write_npz(tmp_path / "features", {f"{clip}.wav": matrix for clip, matrix in log_mels().items()}))
+def test_the_error_lists_names_in_the_file(tmp_path: Path) -> None:
+    settings = make_file_features(
+        write_npz(tmp_path / "features", {f"{clip}.wav": matrix for clip, matrix in compute_log_mels().items()})
+    )
     with pytest.raises(DataError, match=r"has no array 'w0/g0/0', but 24 others \('w0/g0/0.wav', 'w0/g0/1.wav', 'w0"):
-        store_of(given, tmp_path / "cache")
+        prepare_store(settings, tmp_path / "cache")
 
 
 @WRITERS
@@ -288,34 +294,34 @@ def test_names_that_the_file_has_are_shown(tmp_path: Path) -> None:
         (np.full((3, 16), 1e300), "48 of its 48 features in .* are NaN or infinite"),
     ],
 )
-def test_matrices_that_cannot_be_used(tmp_path: Path, write: Write, matrix: np.ndarray, message: str) -> None:
-    given = from_file(write(tmp_path / "features", log_mels() | {"w1/g2/1": matrix}))
+def test_unusable_matrices_are_rejected(tmp_path: Path, write: Write, matrix: np.ndarray, message: str) -> None:
+    settings = make_file_features(write(tmp_path / "features", compute_log_mels() | {"w1/g2/1": matrix}))
     with pytest.raises(DataError, match=f"(?s)1 of 24 clips cannot be read:.*w1/g2/1: {message}"):
-        store_of(given, tmp_path / "cache")
-    store = store_of(given, tmp_path / "cache", unreadable="skip")
+        prepare_store(settings, tmp_path / "cache")
+    store = prepare_store(settings, tmp_path / "cache", unreadable="skip")
     assert [MADE.manifest()["clip"][index].as_py() for index in store.failures] == ["w1/g2/1"]
 
 
 def test_pickled_objects_are_not_opened(tmp_path: Path) -> None:
-    path = write_folder_of_npy(tmp_path / "features", log_mels())
+    path = write_npy_folder(tmp_path / "features", compute_log_mels())
     np.save(path / "w0" / "g0" / "1.npy", np.array([{}], object))
     with pytest.raises(DataError, match=r"1\.npy cannot be read: .*Python objects in dtype"):
-        store_of(from_file(path), tmp_path / "cache")
+        prepare_store(make_file_features(path), tmp_path / "cache")
 
 
-def header_only(header: str) -> bytes:
-    """An .npy file with any text as its header."""
+def encode_header(header: str) -> bytes:
+    """Return the bytes of an .npy file with this text as its header."""
     return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode()
 
 
-def test_a_header_that_python_cannot_parse_is_damage(tmp_path: Path) -> None:
+def test_an_unparsable_header_is_reported_as_damage(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "deep.npz", "w") as archive:
-        archive.writestr("w0.npy", header_only("[" * 5000))
+        archive.writestr("w0.npy", encode_header("[" * 5000))
     (tmp_path / "deep").mkdir()
-    (tmp_path / "deep" / "w0.npy").write_bytes(header_only("[" * 5000))
+    (tmp_path / "deep" / "w0.npy").write_bytes(encode_header("[" * 5000))
     for name in ("deep.npz", "deep"):
         with pytest.raises(DataError, match=f"data.features: .*{name}.*cannot be read"):
-            from_file(tmp_path / name)
+            make_file_features(tmp_path / name)
 
 
 @pytest.mark.parametrize(
@@ -332,36 +338,36 @@ def test_a_header_that_python_cannot_parse_is_damage(tmp_path: Path) -> None:
         ("cut.safetensors", b"\x09", "cannot be read: .*header"),
     ],
 )
-def test_files_that_cannot_be_used(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
+def test_unusable_files_are_rejected(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
     path = tmp_path / name
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(DataError, match=f"data.features: .*{name}.*{message}"):
-        from_file(path)
-    given = from_file(path, bands=16)  # as a run keeps it: the file is asked for when it is needed
+        make_file_features(path)
+    settings = make_file_features(path, bands=16)  # a run's settings have the bands, so the file is read later
     with pytest.raises(DataError, match=f"data.features: .*{name}.*"):
-        store_of(given, tmp_path / "cache")
+        prepare_store(settings, tmp_path / "cache")
 
 
-def test_bands_come_from_a_file_with_matrices(tmp_path: Path) -> None:
+def test_the_number_of_bands_needs_a_file_with_matrices(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="there are no features in"):
-        from_file(write_npz(tmp_path / "empty", {}))
+        make_file_features(write_npz(tmp_path / "empty", {}))
     (tmp_path / "folder").mkdir()
     with pytest.raises(DataError, match="there are no features in"):
-        from_file(tmp_path / "folder")
-    for write in (write_safetensors, write_npz, write_folder_of_npy):
+        make_file_features(tmp_path / "folder")
+    for write in (write_safetensors, write_npz, write_npy_folder):
         with pytest.raises(DataError, match=r"the features of 'a' in .* have the shape \[3\]. It must be"):
-            from_file(write(tmp_path / "vector", {"a": np.zeros(3, np.float32)}))
+            make_file_features(write(tmp_path / "vector", {"a": np.zeros(3, np.float32)}))
 
 
-def test_a_run_keeps_the_number_of_bands_and_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_npz(tmp_path / "features", log_mels())
+def test_a_run_records_the_number_of_bands_and_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_npz(tmp_path / "features", compute_log_mels())
     monkeypatch.chdir(tmp_path)
     config = configure(tmp_path, {"kind": "file", "path": "features.npz"})
-    kept = config.model_dump(mode="json")["data"]["features"]
-    assert (kept["bands"], kept["path"]) == (16, str(tmp_path / "features.npz"))
+    recorded = config.model_dump(mode="json")["data"]["features"]
+    assert (recorded["bands"], recorded["path"]) == (16, str(tmp_path / "features.npz"))
     (tmp_path / "features.npz").unlink()
-    assert configure(tmp_path, kept).digest() == config.digest()
+    assert configure(tmp_path, recorded).digest() == config.digest()
 
 
 @pytest.mark.parametrize(
@@ -401,45 +407,55 @@ def test_a_run_keeps_the_number_of_bands_and_absolute_paths(tmp_path: Path, monk
         ({"kind": "model", "model": "x.py:X"}, {}, "data.features.bands: Field required"),
     ],
 )
-def test_settings_that_cannot_be(features: Any, data: dict[str, Any], message: str) -> None:
+def test_impossible_settings_are_rejected(features: Any, data: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         DataSettings(name=f"{SETS}:Made", features=features, **data)
 
 
 @pytest.mark.parametrize("attack", [{"name": "backdoor", "target": "w0"}, {"name": "corrupt_recordings"}])
-def test_attacks_that_alter_recordings_need_recordings(tmp_path: Path, attack: dict[str, Any]) -> None:
+def test_recording_attacks_need_recordings(tmp_path: Path, attack: dict[str, Any]) -> None:
     values = configure(tmp_path, LOG_MEL).model_dump(mode="json")
-    made = make_config({**values, "attack": attack})
+    config = make_config({**values, "attack": attack})
     features = {"kind": "file", "path": "x.npz", "bands": 16}
     with pytest.raises(ConfigError, match=f"attack '{attack['name']}' needs recordings, but features of the kind"):
         make_config({**values, "attack": attack, "data": {**values["data"], "features": features}})
-    path = write_npz(tmp_path / "features", log_mels())
-    data = made.data.model_copy(update={"features": from_file(path)})
+    path = write_npz(tmp_path / "features", compute_log_mels())
+    data = config.data.model_copy(update={"features": make_file_features(path)})
     with pytest.raises(ConfigError, match="alters recordings"):
-        build_population(data, 1, attack=made.components.attack)
-    flipped = {**values, "attack": "label_flip", "data": {**values["data"], "features": from_file(path).model_dump()}}
+        build_population(data, 1, attack=config.components.attack)
+    flipped = {
+        **values,
+        "attack": "label_flip",
+        "data": {**values["data"], "features": make_file_features(path).model_dump()},
+    }
     assert make_config(flipped).components.attack is not None
 
 
-# -- by a model --------------------------------------------------------------------------------------------------------
+# -- features by a model -----------------------------------------------------------------------------------------------
 
 
-def by_model(name: str, **options: Any) -> ModelFeatures:
+def make_model_features(name: str, **options: Any) -> ModelFeatures:
     return ModelFeatures.model_validate({"kind": "model", "model": f"{OWN}:{name}", "sample_rate": 8000, **options})
 
 
 @pytest.mark.parametrize("seconds", [None, 0.3])
-def test_log_mel_as_a_model_is_log_mel_to_the_bit(tmp_path: Path, seconds: float | None) -> None:
+def test_log_mel_as_a_model_is_bit_identical_to_log_mel(tmp_path: Path, seconds: float | None) -> None:
     settings = FeatureSettings(**LOG_MEL, seconds=seconds)
-    wrapped = by_model("LogMel", bands=16, options=LOG_MEL, seconds=seconds, frames=settings.frames)
+    wrapped = make_model_features("LogMel", bands=16, options=LOG_MEL, seconds=seconds, frames=settings.frames)
     noise = seed_noise(MADE.manifest().column("clip").to_pylist(), 10.0, 1)
-    for of in ({}, {"noise": noise}):
-        equal(store_of(wrapped, tmp_path / "cache", **of), store_of(settings, tmp_path / "cache", **of))
+    for options in ({}, {"noise": noise}):
+        assert_equal_stores(
+            prepare_store(wrapped, tmp_path / "cache", **options),
+            prepare_store(settings, tmp_path / "cache", **options),
+        )
     decibels = wrapped.model_copy(update={"options": {**LOG_MEL, "normalise": "none"}})
-    equal(by_group(tmp_path, decibels.model_dump(mode="json")), by_group(tmp_path, {**LOG_MEL, "seconds": seconds}))
+    assert_equal_stores(
+        normalise_by_group(tmp_path, decibels.model_dump(mode="json")),
+        normalise_by_group(tmp_path, {**LOG_MEL, "seconds": seconds}),
+    )
 
 
-def test_a_run_with_a_model_is_the_run_with_log_mel_and_predicts_the_same(tmp_path: Path) -> None:
+def test_log_mel_as_a_model_gives_the_same_run_and_predictions(tmp_path: Path) -> None:
     root = write_folder(tmp_path / "data", seconds=0.3)
     wrapped = {"kind": "model", "model": f"{OWN}:LogMel", "bands": 16, "options": LOG_MEL, "sample_rate": 8000}
     runs = {}
@@ -450,30 +466,30 @@ def test_a_run_with_a_model_is_the_run_with_log_mel_and_predicts_the_same(tmp_pa
         runs[name] = (config, train_federation(config))
     assert_same_bits(runs["waves"][1], runs["model"][1])
     files = sorted(root.glob("*_0.wav"))
-    found = {name: classify(Path(config.run.dir) / "run", files) for name, (config, _) in runs.items()}
-    assert not any(prediction.error for prediction in found["model"])
-    for a, b in zip(found["waves"], found["model"], strict=True):
+    predictions = {name: classify(Path(config.run.dir) / "run", files) for name, (config, _) in runs.items()}
+    assert not any(prediction.error for prediction in predictions["model"])
+    for a, b in zip(predictions["waves"], predictions["model"], strict=True):
         np.testing.assert_array_equal(a.probabilities, b.probabilities)
 
 
-def test_what_a_model_draws_is_the_same_everywhere(tmp_path: Path) -> None:
-    first = store_of(by_model("Dithered", bands=5), tmp_path / "a")
+def test_random_numbers_of_a_model_depend_only_on_the_clip(tmp_path: Path) -> None:
+    first = prepare_store(make_model_features("Dithered", bands=5), tmp_path / "a")
     assert first.frames.any()
-    equal(store_of(by_model("Dithered", bands=5), tmp_path / "b"), first)
-    few = MADE.manifest().slice(7, 3)  # other clips before it, other chunks, and still the same numbers
-    alone = prepare(SOURCE, few, by_model("Dithered", bands=5), cache=tmp_path / "c")
+    assert_equal_stores(prepare_store(make_model_features("Dithered", bands=5), tmp_path / "b"), first)
+    manifest = MADE.manifest().slice(7, 3)  # different preceding clips and chunks must not change the draws
+    partial_store = prepare(SOURCE, manifest, make_model_features("Dithered", bands=5), cache=tmp_path / "c")
     for index in range(3):
-        np.testing.assert_array_equal(alone.clip(index), first.clip(7 + index))
-    plain = store_of(by_model("Frames", bands=5), tmp_path / "a")
-    assert (plain.frames != 0).all()  # half of them would be 0 if dropout were on
+        np.testing.assert_array_equal(partial_store.clip(index), first.clip(7 + index))
+    plain = prepare_store(make_model_features("Frames", bands=5), tmp_path / "a")
+    assert (plain.frames != 0).all()  # active dropout would set half of them to 0
     assert not np.array_equal(plain.frames, first.frames)
 
 
-def test_every_setting_of_a_model_decides_numbers(tmp_path: Path) -> None:
+def test_each_setting_of_a_model_changes_the_features(tmp_path: Path) -> None:
     import torch
 
-    base = by_model("Frames", bands=5)
-    first = store_of(base, tmp_path / "cache")
+    base = make_model_features("Frames", bands=5)
+    first = prepare_store(base, tmp_path / "cache")
     for number in (0, 1):
         torch.save(
             {"layer.weight": torch.full((5, 80), 0.1 + number), "layer.bias": torch.zeros(5)}, tmp_path / f"{number}.pt"
@@ -489,30 +505,30 @@ def test_every_setting_of_a_model_decides_numbers(tmp_path: Path) -> None:
         {"dtype": "float16"},
         {"model": f"{OWN}:Dithered"},
     ]
-    stores = [first, *(store_of(base.model_copy(update=change), tmp_path / "cache") for change in changes)]
+    stores = [first, *(prepare_store(base.model_copy(update=change), tmp_path / "cache") for change in changes)]
     contents = {(store.frames.dtype, store.frames.shape, store.frames.tobytes()) for store in stores}
     assert len(contents) == len({store.folder for store in stores}) == 10
     doubled = stores[1].frames
     np.testing.assert_array_equal(doubled, 2 * first.frames)
     shutil.copy(tmp_path / "1.pt", tmp_path / "0.pt")  # the content counts, not the name
-    again = store_of(base.model_copy(update={"weights": tmp_path / "0.pt"}), tmp_path / "cache")
+    again = prepare_store(base.model_copy(update={"weights": tmp_path / "0.pt"}), tmp_path / "cache")
     assert again.folder == stores[3].folder
 
 
-def test_weights_that_change_within_a_process_are_read_again(tmp_path: Path) -> None:
+def test_changed_weights_are_read_again(tmp_path: Path) -> None:
     import torch
 
     weights = tmp_path / "weights.pt"
-    settings = by_model("Frames", bands=5, weights=weights)
+    settings = make_model_features("Frames", bands=5, weights=weights)
     stores = []
     for value in (0.1, 0.2):
         torch.save({"layer.weight": torch.full((5, 80), value), "layer.bias": torch.zeros(5)}, weights)
-        stores.append(store_of(settings, tmp_path / "cache"))
+        stores.append(prepare_store(settings, tmp_path / "cache"))
     np.testing.assert_allclose(stores[1].frames, 2 * stores[0].frames, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
-    ("what", "message"),
+    ("kind", "message"),
     [
         ("list", r"it returns list instead of a tensor or array \[frames, bands\]"),
         ("vector", r"returns the shape \[5\] instead of \[frames, bands\] with at least one frame"),
@@ -523,10 +539,10 @@ def test_weights_that_change_within_a_process_are_read_again(tmp_path: Path) -> 
         ("nothing", r"KeyError: 'nothing'"),
     ],
 )
-def test_what_a_model_may_not_return(tmp_path: Path, what: str, message: str) -> None:
-    where = r"^data\.features: own_features\.py:Returns: "
-    with pytest.raises(DataError, match=f"{where}.*{message}.* 24 of 24 clips fail for this reason"):
-        store_of(by_model("Returns", bands=5, options={"what": what}), tmp_path / "cache")
+def test_wrong_return_values_of_a_model_are_rejected(tmp_path: Path, kind: str, message: str) -> None:
+    place = r"^data\.features: own_features\.py:Returns: "
+    with pytest.raises(DataError, match=f"{place}.*{message}.* 24 of 24 clips fail for this reason"):
+        prepare_store(make_model_features("Returns", bands=5, options={"kind": kind}), tmp_path / "cache")
 
 
 @pytest.mark.parametrize(
@@ -548,27 +564,27 @@ def test_what_a_model_may_not_return(tmp_path: Path, what: str, message: str) ->
         ),
     ],
 )
-def test_models_that_cannot_be_used(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+def test_unusable_models_are_rejected(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     settings = ModelFeatures.model_validate({"kind": "model", "bands": 5, "sample_rate": 8000, **options})
     with pytest.raises(ConfigError, match=message):
-        store_of(settings, tmp_path / "cache")
+        prepare_store(settings, tmp_path / "cache")
 
 
-def test_code_that_changes_within_a_process_is_refused(tmp_path: Path) -> None:
+def test_changed_code_in_the_same_process_is_rejected(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     shutil.copy(OWN, file)
-    settings = by_model("Frames", bands=5, model=f"{file}:Frames")
-    store_of(settings, tmp_path / "cache")
+    settings = make_model_features("Frames", bands=5, model=f"{file}:Frames")
+    prepare_store(settings, tmp_path / "cache")
     file.write_text(OWN.read_text() + "\n")
     with pytest.raises(ConfigError, match="mine.py has changed since this process loaded it. Start a new process"):
-        store_of(settings, tmp_path / "cache")
+        prepare_store(settings, tmp_path / "cache")
 
 
-# -- what is said of them ----------------------------------------------------------------------------------------------
+# -- descriptions of features ------------------------------------------------------------------------------------------
 
 
-def test_a_run_on_a_file_cannot_predict_and_says_what_it_takes(tmp_path: Path) -> None:
-    path = write_npz(tmp_path / "apc", log_mels())
+def test_a_run_on_a_file_cannot_predict_but_describes_its_front_end(tmp_path: Path) -> None:
+    path = write_npz(tmp_path / "apc", compute_log_mels())
     config = configure(tmp_path, {"kind": "file", "path": str(path), "frames": 20, "normalise": "group"})
     train_federation(config)
     run = tmp_path / "runs" / "run"
@@ -576,22 +592,26 @@ def test_a_run_on_a_file_cannot_predict_and_says_what_it_takes(tmp_path: Path) -
         InputError, match=r"run was trained on features from a file \(apc.npz\), so .* Use raydfl export"
     ):
         classify(run, [tmp_path / "some.wav"])
-    said = describe_front_end(load_model(run).view)
-    assert list(said) == ["kind", "file", "normalise", "pad", "dtype", "crop", "segments"]
-    assert {key: said["file"][key] for key in ("name", "bands", "frames")} == {
+    description = describe_front_end(load_model(run).view)
+    assert list(description) == ["kind", "file", "normalise", "pad", "dtype", "crop", "segments"]
+    assert {key: description["file"][key] for key in ("name", "bands", "frames")} == {
         "name": "apc.npz",
         "bands": 16,
         "frames": 20,
     }
-    assert (said["kind"], said["normalise"]["over"], said["pad"]["frames"]) == ("file", "group", 20)
+    assert (description["kind"], description["normalise"]["over"], description["pad"]["frames"]) == (
+        "file",
+        "group",
+        20,
+    )
     assert describe_features(config) == "apc.npz, 16 bands, z-score by speaker"
 
 
-def test_a_model_is_named_in_the_front_end_and_in_tables(tmp_path: Path) -> None:
+def test_the_front_end_and_tables_name_the_model(tmp_path: Path) -> None:
     options = {"weights": str(tmp_path / "apc.pt"), "options": {"scale": 2.0}, "bands": 5, "frames": 7}
     config = configure(tmp_path, {"kind": "model", "model": f"{OWN}:Frames", "sample_rate": 8000, **options})
-    said = describe_front_end(config.data.first_view)
-    assert list(said) == [
+    description = describe_front_end(config.data.first_view)
+    assert list(description) == [
         "kind",
         "samples",
         "resample",
@@ -603,12 +623,12 @@ def test_a_model_is_named_in_the_front_end_and_in_tables(tmp_path: Path) -> None
         "crop",
         "segments",
     ]
-    assert {key: said["model"][key] for key in ("class", "weights", "options", "bands", "frames")} == {
+    assert {key: description["model"][key] for key in ("class", "weights", "options", "bands", "frames")} == {
         "class": "own_features.py:Frames",
         "weights": "apc.pt",
         "options": {"scale": 2.0},
         "bands": 5,
         "frames": 7,
     }
-    json.dumps(said)
+    json.dumps(description)
     assert describe_features(config) == "own_features.py:Frames (apc.pt), 5 bands at 8 kHz, not normalised"

@@ -1,4 +1,4 @@
-"""Films. Oracle: lossless films whose frames and samples are known, and the published samples, counted by a plain loop."""
+"""Videos. Oracle: lossless videos with known frames and samples, and published videos decoded by a plain loop."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ FILMS = {
     "UCF-101/SoccerJuggling/v_SoccerJuggling_g23_c01.avi": False,
     "hmdb51/wave/RATRACE_wave_f_nm_np1_fr_goo_37.avi": False,
 }
-"""Published samples, and whether they have sound."""
+"""Published videos, and whether each has sound."""
 GREY = (np.arange(7)[:, None, None] * 30 + np.arange(8)[:, None] * np.ones(6)).astype(np.uint8)
 """Seven frames of 8 rows and 6 columns."""
 
 
-def test_the_picture_in_the_middle_and_the_sound_of_a_film_and_of_a_part(tmp_path: Path) -> None:
+def test_videos_give_their_middle_frame_and_their_sound(tmp_path: Path) -> None:
     samples = np.random.default_rng(0).integers(-32768, 32768, (5600, 2))
-    path = str(write_film(tmp_path / "a.mkv", GREY, samples))  # 0.7 s, a frame each 0.1 s
+    path = str(write_film(tmp_path / "a.mkv", GREY, samples))  # 0.7 s, one frame every 0.1 s
     assert (read_image(path) == GREY[3][:, :, None]).all()
-    assert (read_image(path, 0.35) == GREY[5][:, :, None]).all()  # of 4, 5 and 6
-    assert (read_image(path, 0.0, 0.4) == GREY[2][:, :, None]).all()  # of 0 to 3 number 4 // 2
-    found, rate = read_audio(path)
+    assert (read_image(path, 0.35) == GREY[5][:, :, None]).all()  # the middle of frames 4, 5 and 6
+    assert (read_image(path, 0.0, 0.4) == GREY[2][:, :, None]).all()  # the middle of frames 0 to 3: number 4 // 2
+    actual, rate = read_audio(path)
     assert rate == 8000
-    np.testing.assert_array_equal(found, (samples / 32768).astype(np.float32))
+    np.testing.assert_array_equal(actual, (samples / 32768).astype(np.float32))
     np.testing.assert_array_equal(read_audio(path, 0.25, 0.5)[0], (samples[2000:4000] / 32768).astype(np.float32))
     with pytest.raises(DataError, match=r"a\.mkv: the video has no frames from 0\.9 s to its end"):
         read_image(path, 0.9)
@@ -51,7 +51,7 @@ def test_the_picture_in_the_middle_and_the_sound_of_a_film_and_of_a_part(tmp_pat
 
 @pytest.mark.skipif(not FOLDER.is_dir(), reason="no sample films: set RAYDFL_DATA")
 @pytest.mark.parametrize("name", FILMS)
-def test_published_films(name: str, tmp_path: Path) -> None:
+def test_published_videos_are_decoded(name: str, tmp_path: Path) -> None:
     path = str(FOLDER / name)
     with av.open(path) as film:
         frames = list(film.decode(video=0))
@@ -73,7 +73,7 @@ def test_published_films(name: str, tmp_path: Path) -> None:
 
 @pytest.fixture
 def job(tmp_path: Path) -> Path:
-    """A run on sixteen films of two classes, each of them two views."""
+    """Write the job file of a run on sixteen videos of two classes, with sound and image as two views."""
     rng = np.random.default_rng(0)
     lines = ["path,label,group,split"]
     for number in range(16):
@@ -96,46 +96,52 @@ def job(tmp_path: Path) -> Path:
         "audio": {"name": "crnn_tiny", "hidden": 4, "filters": [4]},
         "video": {"name": f"{tmp_path}/eye.py:Eye", "view": "video"},
     }
-    about = {"method": "multifl", "models": models, "data": data, "train": {"rounds": 1, "cohort": 2}}
-    rest = {"track": {"mlflow": False}, "ray": {"actors": 0}, "run": {"dir": str(tmp_path / "runs"), "name": "x"}}
-    (tmp_path / "job.yaml").write_text(to_yaml(about | rest, flow=False))
+    settings = {"method": "multifl", "models": models, "data": data, "train": {"rounds": 1, "cohort": 2}}
+    surroundings = {
+        "track": {"mlflow": False},
+        "ray": {"actors": 0},
+        "run": {"dir": str(tmp_path / "runs"), "name": "x"},
+    }
+    (tmp_path / "job.yaml").write_text(to_yaml(settings | surroundings, flow=False))
     return tmp_path / "job.yaml"
 
 
-def test_a_silent_film_a_broken_one_and_no_decoder(job: Path, raydfl: Raydfl, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Films are named; by choice they are left out and listed, but never for lack of the decoder."""
+def test_silent_and_broken_videos_and_a_missing_decoder_are_reported(
+    job: Path, raydfl: Raydfl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Errors name the unusable videos. The setting ``skip`` skips and lists them, but never hides a missing decoder."""
     folder = job.parent
     write_film(folder / "14.mkv", np.zeros((2, 8, 8), np.uint8))
-    with monkeypatch.context() as without:
-        without.setitem(sys.modules, "av", None)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "av", None)
         raydfl("run", job, "data.unreadable=skip").refuses(r"needs PyAV, .*pip install 'raydfl\[video\]'")
     raydfl("run", job).refuses(r"1 of 16 clips cannot be read:\n  .*14\.mkv: the file has no sound")
     write_film(folder / "13.mkv", np.zeros((0, 8, 8), np.uint8), np.full((2400, 1), 9))
     assert raydfl("run", job, "data.unreadable=skip").code == 0
-    listed = json.loads((folder / "runs/x/run.json").read_text())["skipped"]
-    assert {(entry["clip"], entry["reason"].partition(":")[0]) for entry in listed} == {
+    skipped = json.loads((folder / "runs/x/run.json").read_text())["skipped"]
+    assert {(entry["clip"], entry["reason"].partition(":")[0]) for entry in skipped} == {
         ("14.mkv", "the file has no sound"),
         ("13.mkv", "view video"),
     }
-    said = raydfl(
+    result = raydfl(
         "predict", folder / "runs/x", *(folder / f"{n}.mkv" for n in (0, 13, 14)), "--model", "fusion", "--json"
     )
-    assert said.code == 2
-    heard, unseen, silent = said.events
+    assert result.code == 2
+    complete, unseen, silent = result.events
     assert unseen["model"] == "audio"
-    assert (heard["model"], heard["label"] in "ab") == ("fusion", True)
+    assert (complete["model"], complete["label"] in "ab") == ("fusion", True)
     assert "has no sound" in silent["error"]
     assert [
-        len(raydfl("predict", folder / "runs/x", folder / "0.mkv", *more, "--csv").out.splitlines())
-        for more in ((), ("--model", "video"))
+        len(raydfl("predict", folder / "runs/x", folder / "0.mkv", *options, "--csv").out.splitlines())
+        for options in ((), ("--model", "video"))
     ] == [2, 2]
     raydfl("predict", folder / "runs/x", folder / "0.mkv", "--view", "video=x").refuses("--view needs .*--model fusion")
-    with monkeypatch.context() as without:  # sound and pictures are in the cache
-        without.setitem(sys.modules, "av", None)
+    with monkeypatch.context() as patch:  # sound and images are in the cache
+        patch.setitem(sys.modules, "av", None)
         assert raydfl("data", "prepare", job, "data.unreadable=skip").code == 0
 
 
-def test_activitynet(tmp_path: Path) -> None:
+def test_activitynet_lists_segments_or_whole_videos(tmp_path: Path) -> None:
     write_film(tmp_path / "v_abc.mkv", GREY, np.arange(5600)[:, None])
     (tmp_path / "more").mkdir()
     for film in ("v_def.mp4", "v_hidden.mp4"):
@@ -156,14 +162,14 @@ def test_activitynet(tmp_path: Path) -> None:
         ("more/v_def.mp4@0", "Knitting", "def", "test"),
     ]
     np.testing.assert_array_equal(dataset.read(rows[0])[0][:, 0] * 32768, np.arange(800, 3200))
-    assert len(dataset.read(rows[1])[0]) == 2400  # the mark ends after the film
+    assert len(dataset.read(rows[1])[0]) == 2400  # the segment ends after the video
     assert (dataset.image(rows[0]) == GREY[2][:, :, None]).all()
     assert len({dataset.part(row) for row in rows}) == 2
     whole = ActivityNet(root=tmp_path, clips="films").manifest().to_pylist()
     assert [(row["clip"], row["label"]) for row in whole] == [("v_abc.mkv", "Archery"), ("more/v_def.mp4", "Knitting")]
     assert len(ActivityNet(root=tmp_path, clips="films").read(whole[0])[0]) == 5600
-    said = " ".join(describe_data(DataSettings(name="activitynet", root=tmp_path, unseen="keep"), 0, True))  # type: ignore[call-arg]
-    assert re.search(r"clips +3\b", said), said
+    result = " ".join(describe_data(DataSettings(name="activitynet", root=tmp_path, unseen="keep"), 0, True))  # type: ignore[call-arg]
+    assert re.search(r"clips +3\b", result), result
     (tmp_path / "activity_net.v1-3.min.json").write_text("{}")
     with pytest.raises(DataError, match=r"min\.json cannot be read: KeyError"):
         dataset.manifest()

@@ -1,4 +1,4 @@
-"""Images: the idx format against bytes written by hand, pixels on their way into a batch, transforms, and runs."""
+"""Images: the idx format, pixels in batches, transforms and runs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ROWS, COLUMNS, COUNT = 6, 5, 60
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Images of three classes that differ in brightness, the training pair packed and the test pair not."""
+    """Write images of three brightness classes. Only the training files are compressed."""
     rng = np.random.default_rng(0)
     folder = tmp_path / "idx"
     folder.mkdir()
@@ -44,36 +44,36 @@ def root(tmp_path: Path) -> Path:
         labels = (np.arange(count) % 3).astype(np.uint8)
         images = (60 * labels[:, None, None] + rng.integers(0, 60, (count, ROWS, COLUMNS))).astype(np.uint8)
         for name, array in (("images-idx3", images), ("labels-idx1", labels)):
-            packed = prefix == "train"
-            content = gzip.compress(idx(array)) if packed else idx(array)
-            (folder / f"{prefix}-{name}-ubyte{'.gz' if packed else ''}").write_bytes(content)
+            compressed = prefix == "train"
+            content = gzip.compress(idx(array)) if compressed else idx(array)
+            (folder / f"{prefix}-{name}-ubyte{'.gz' if compressed else ''}").write_bytes(content)
     return folder
 
 
-def settings(root: Path, cache: Path, **more: Any) -> DataSettings:
-    features = {"kind": "image", "size": [ROWS, COLUMNS], **more.pop("features", {})}
+def make_settings(root: Path, cache: Path, **options: Any) -> DataSettings:
+    features = {"kind": "image", "size": [ROWS, COLUMNS], **options.pop("features", {})}
     partition = {"by": "iid", "clients": 4}
-    values = {"name": "mnist", "root": root, "features": features, "partition": partition, "cache": cache, **more}
+    values = {"name": "mnist", "root": root, "features": features, "partition": partition, "cache": cache, **options}
     return DataSettings.model_validate(values)
 
 
-def pixels(root: Path) -> np.ndarray:
+def read_pixels(root: Path) -> np.ndarray:
     return np.frombuffer(gzip.decompress((root / "train-images-idx3-ubyte.gz").read_bytes())[16:], np.uint8).reshape(
         COUNT, ROWS, COLUMNS
     )
 
 
-def test_the_set_lists_images_with_labels_and_the_official_split(root: Path) -> None:
+def test_the_manifest_has_labels_and_the_official_split(root: Path) -> None:
     rows = MNIST(root=root).manifest().to_pylist()
     assert len(rows) == COUNT + 12
     assert [row["label"] for row in rows[:4]] == ["0", "1", "2", "0"]
     assert [row["split"] for row in rows].count("test") == 12
-    np.testing.assert_array_equal(MNIST(root=root).image(rows[7]), pixels(root)[7])
+    np.testing.assert_array_equal(MNIST(root=root).image(rows[7]), read_pixels(root)[7])
     assert MNIST(root=root, names=("a", "b", "c")).manifest().column("label")[2].as_py() == "c"
 
 
-def test_the_cache_keeps_bytes_and_a_batch_has_scaled_images(root: Path, tmp_path: Path) -> None:
-    data = settings(root, tmp_path / "cache", features={"mean": 0.25, "deviation": 0.5})
+def test_the_cache_stores_bytes_and_batches_have_scaled_images(root: Path, tmp_path: Path) -> None:
+    data = make_settings(root, tmp_path / "cache", features={"mean": 0.25, "deviation": 0.5})
     population = build_population(data, 1)
     population.save(tmp_path)
     population = Population.load(tmp_path).use(data)
@@ -82,23 +82,25 @@ def test_the_cache_keeps_bytes_and_a_batch_has_scaled_images(root: Path, tmp_pat
     train = population.data(0).train
     batch = train.batch(np.arange(5))
     assert batch.lengths is None
-    expected = (pixels(root)[train.clips[:5]].astype(np.float64) / 255 - 0.25) / 0.5
+    expected = (read_pixels(root)[train.clips[:5]].astype(np.float64) / 255 - 0.25) / 0.5
     np.testing.assert_allclose(batch.x.numpy(), expected[:, None], atol=1e-6)
 
 
-def transformed(root: Path, cache: Path, *transforms: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
-    """Images as stored, as they are trained on, and what was drawn."""
+def transform_images(
+    root: Path, cache: Path, *transforms: dict[str, Any]
+) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
+    """Return stored images, transformed training images, and the drawn parameters."""
     population = build_population(
-        settings(root, cache, transforms=list(transforms), partition={"by": "iid", "clients": 1}), 1
+        make_settings(root, cache, transforms=list(transforms), partition={"by": "iid", "clients": 1}), 1
     )
     train = population.data(0).train
     index = np.arange(len(train))
     drawn = train.draw(index, 3, 0)
-    return pixels(root)[train.clips] / 255, train.batch(index, drawn=drawn).x[:, 0].numpy(), drawn[FIRST_VIEW]
+    return read_pixels(root)[train.clips] / 255, train.batch(index, drawn=drawn).x[:, 0].numpy(), drawn[FIRST_VIEW]
 
 
-def test_random_crops_of_padded_images(root: Path, tmp_path: Path) -> None:
-    before, after, drawn = transformed(root, tmp_path, {"name": "random_crop", "size": 6, "pad": 2})
+def test_random_crop_selects_parts_of_padded_images(root: Path, tmp_path: Path) -> None:
+    before, after, drawn = transform_images(root, tmp_path, {"name": "random_crop", "size": 6, "pad": 2})
     assert after.shape == (COUNT, 6, 6)
     padded = np.pad(before, ((0, 0), (2, 2), (2, 2)))
     for row in range(COUNT):
@@ -108,8 +110,10 @@ def test_random_crops_of_padded_images(root: Path, tmp_path: Path) -> None:
     assert set(drawn["crop/left"]) == set(range(4))
 
 
-def test_flip_and_cutout(root: Path, tmp_path: Path) -> None:
-    before, after, drawn = transformed(root, tmp_path, {"name": "flip", "share": 0.3}, {"name": "cutout", "size": 2})
+def test_flip_and_cutout_follow_their_draws(root: Path, tmp_path: Path) -> None:
+    before, after, drawn = transform_images(
+        root, tmp_path, {"name": "flip", "share": 0.3}, {"name": "cutout", "size": 2}
+    )
     flipped = drawn["0/flipped"]
     assert 8 < flipped.sum() < 30
     for row in range(COUNT):
@@ -119,40 +123,40 @@ def test_flip_and_cutout(root: Path, tmp_path: Path) -> None:
         np.testing.assert_allclose(after[row], expected, atol=1e-6)
 
 
-def test_what_is_measured_on_is_the_middle(root: Path, tmp_path: Path) -> None:
+def test_evaluation_uses_the_centre_crop(root: Path, tmp_path: Path) -> None:
     crop = {"name": "random_crop", "size": 8, "pad": 2}
-    population = build_population(settings(root, tmp_path, transforms=[crop, {"name": "flip", "share": 1.0}]), 1)
+    population = build_population(make_settings(root, tmp_path, transforms=[crop, {"name": "flip", "share": 1.0}]), 1)
     train = population.data(0).train
-    found = train.batch(np.arange(3)).x[:, 0].numpy()
-    expected = np.pad(pixels(root)[train.clips[:3]] / 255, ((0, 0), (1, 1), (2, 2)))[:, :, :8]
-    assert found.shape == (3, 8, 8)
-    np.testing.assert_allclose(found, expected, atol=1e-6)
+    actual = train.batch(np.arange(3)).x[:, 0].numpy()
+    expected = np.pad(read_pixels(root)[train.clips[:3]] / 255, ((0, 0), (1, 1), (2, 2)))[:, :, :8]
+    assert actual.shape == (3, 8, 8)
+    np.testing.assert_allclose(actual, expected, atol=1e-6)
 
 
-def test_fedaptas_images(root: Path, tmp_path: Path) -> None:
-    """Black around each, a part, its mirror image, scaled, then a square of 0: the order of torchvision's transforms, in NumPy."""
+def test_transforms_of_fedapta_match_torchvision(root: Path, tmp_path: Path) -> None:
+    """Oracle: torchvision's order in NumPy: pad with black, crop, flip, scale, then cut out a square of zeros."""
     crop = {"name": "random_crop", "size": 8, "pad": 2, "pad_with": "black"}
     scale = {"mean": [0.1, 0.2, 0.3], "deviation": [0.5, 0.6, 0.7], "channels": 3}
-    data = settings(root, tmp_path, features=scale, transforms=[crop, "flip", {"name": "cutout", "size": 4}])
+    data = make_settings(root, tmp_path, features=scale, transforms=[crop, "flip", {"name": "cutout", "size": 4}])
     train = build_population(data, 1).data(0).train
     index = np.arange(len(train))
     drawn = train.draw(index, 3, 0)
-    found, drawn = train.batch(index, drawn=drawn).x.numpy(), drawn[FIRST_VIEW]
-    padded = np.pad(pixels(root)[train.clips] / 255, ((0, 0), (2, 2), (2, 2)))
+    actual, drawn = train.batch(index, drawn=drawn).x.numpy(), drawn[FIRST_VIEW]
+    padded = np.pad(read_pixels(root)[train.clips] / 255, ((0, 0), (2, 2), (2, 2)))
     mean, deviation = (np.array(scale[name])[:, None, None] for name in ("mean", "deviation"))
     for row in range(len(index)):
         top, left = drawn["crop/top"][row], drawn["crop/left"][row]
         part = padded[row, top : top + 8, left : left + 8]
         scaled = ((part[:, ::-1] if drawn["0/flipped"][row] else part)[None] - mean) / deviation
-        above, beside = drawn["1/row"][row] - 2, drawn["1/column"][row] - 2
-        scaled[:, max(above, 0) : max(above + 4, 0), max(beside, 0) : max(beside + 4, 0)] = 0
-        np.testing.assert_allclose(found[row], scaled, atol=1e-5)
+        above, left_of = drawn["1/row"][row] - 2, drawn["1/column"][row] - 2
+        scaled[:, max(above, 0) : max(above + 4, 0), max(left_of, 0) : max(left_of + 4, 0)] = 0
+        np.testing.assert_allclose(actual[row], scaled, atol=1e-5)
 
 
-def federation(tiny: Tiny, root: Path, *overrides: str) -> Config:
+def make_federation(tiny: Tiny, root: Path, *overrides: str) -> Config:
     features = f"{{kind: image, size: [{ROWS}, {COLUMNS}]}}"
-    place = f"name: mnist, root: {root}, partition: {{by: iid, clients: 6}}, split: {{validation: 0.2}}"
-    data = f"data={{{place}, features: {features}}}"
+    dataset = f"name: mnist, root: {root}, partition: {{by: iid, clients: 6}}, split: {{validation: 0.2}}"
+    data = f"data={{{dataset}, features: {features}}}"
     return tiny(data, "models={model: cnn_small}", "train.optimiser.lr=0.1", *overrides)
 
 
@@ -160,32 +164,32 @@ TRANSFORMS: list[Any] = [{"name": "random_crop", "size": 6, "pad": 1}, "flip", {
 ON = f"data.transforms={json.dumps(TRANSFORMS)}"
 
 
-def test_a_federation_on_images_looped_and_stacked(tiny: Tiny, root: Path) -> None:
-    ends = {}
-    for together in (1, 3):
-        config = federation(tiny, root, f"train.together={together}", f"run.name=w{together}", ON)
+def test_batched_and_unbatched_training_on_images_agree(tiny: Tiny, root: Path) -> None:
+    models = {}
+    for group_size in (1, 3):
+        config = make_federation(tiny, root, f"train.together={group_size}", f"run.name=w{group_size}", ON)
         train_federation(config)
-        ends[together] = load_model(Path(config.run.dir) / f"w{together}").network.state_dict()
-    for name, tensor in ends[1].items():
-        torch.testing.assert_close(ends[3][name], tensor, rtol=1e-4, atol=1e-5)
+        models[group_size] = load_model(Path(config.run.dir) / f"w{group_size}").network.state_dict()
+    for name, tensor in models[1].items():
+        torch.testing.assert_close(models[3][name], tensor, rtol=1e-4, atol=1e-5)
     assert_same_bits(
-        train_federation(federation(tiny, root, "run.name=a", ON)),
-        train_federation(federation(tiny, root, "run.name=b", ON)),
+        train_federation(make_federation(tiny, root, "run.name=a", ON)),
+        train_federation(make_federation(tiny, root, "run.name=b", ON)),
     )
 
 
-def test_image_files_are_classified_as_the_network_does(tiny: Tiny, root: Path, tmp_path: Path) -> None:
-    config = federation(tiny, root, "train.rounds=4", "run.name=seen")
+def test_classified_image_files_match_the_network(tiny: Tiny, root: Path, tmp_path: Path) -> None:
+    config = make_federation(tiny, root, "train.rounds=4", "run.name=seen")
     train_federation(config)
     run_dir = Path(config.run.dir) / "seen"
-    Image.fromarray(pixels(root)[2]).save(tmp_path / "two.png")
-    (found,) = classify(run_dir, [tmp_path / "two.png"])
-    x = torch.from_numpy(pixels(root)[2] / np.float32(255))[None, None]
+    Image.fromarray(read_pixels(root)[2]).save(tmp_path / "two.png")
+    (prediction,) = classify(run_dir, [tmp_path / "two.png"])
+    x = torch.from_numpy(read_pixels(root)[2] / np.float32(255))[None, None]
     expected = load_model(run_dir).logits(x, None).double().softmax(dim=1)[0]
-    torch.testing.assert_close(torch.from_numpy(found.probabilities), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(torch.from_numpy(prediction.probabilities), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_mcmahans_network_has_the_papers_parameters() -> None:
+def test_the_cnn_has_the_parameter_count_of_the_paper() -> None:
     network = build_model(ModelSpec("model", "cnn", (1, 28, 28), 10))
     assert sum(parameter.numel() for parameter in network.parameters()) == 1_663_370
     x = torch.randn(2, 1, 28, 28)
@@ -193,7 +197,7 @@ def test_mcmahans_network_has_the_papers_parameters() -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "change", "says"),
+    ("file", "change", "message"),
     [
         ("train-images-idx3-ubyte.gz", lambda content: content[:-20], "the gzip file is truncated or damaged"),
         ("t10k-images-idx3-ubyte", lambda content: content[:-20], "bytes, but 340 follow"),
@@ -212,17 +216,19 @@ def test_mcmahans_network_has_the_papers_parameters() -> None:
         ("t10k-labels-idx1-ubyte", None, "there is no t10k-labels-idx1-ubyte next to the images"),
     ],
 )
-def test_damaged_idx_files(root: Path, file: str, change: Callable[[bytes], bytes] | None, says: str) -> None:
+def test_damaged_idx_files_are_rejected(
+    root: Path, file: str, change: Callable[[bytes], bytes] | None, message: str
+) -> None:
     path = root / file
     content = path.read_bytes()
     path.unlink()
     if change is not None:
         path.write_bytes(change(content))
-    with pytest.raises(DataError, match=says):
+    with pytest.raises(DataError, match=message):
         MNIST(root=root).manifest()
 
 
-def test_files_of_several_sizes_and_colours(tmp_path: Path, tiny: Tiny) -> None:
+def test_image_files_of_several_sizes_and_colours_are_converted(tmp_path: Path, tiny: Tiny) -> None:
     rng = np.random.default_rng(0)
     rows = ["path,label,split"]
     for number in range(24):
@@ -230,42 +236,44 @@ def test_files_of_several_sizes_and_colours(tmp_path: Path, tiny: Tiny) -> None:
         Image.fromarray(rng.integers(0, 255, shape).astype(np.uint8)).save(tmp_path / f"{number}.png")
         rows.append(f"{number}.png,{'ab'[number % 2]},{'test' if number % 4 == 0 else 'train'}")
     (tmp_path / "list.csv").write_text("\n".join(rows))
-    place = f"name: manifest, file: {tmp_path / 'list.csv'}, partition: {{by: iid, clients: 2}}"
+    dataset = f"name: manifest, file: {tmp_path / 'list.csv'}, partition: {{by: iid, clients: 2}}"
 
-    def of(features: str) -> Config:
+    def configure(features: str) -> Config:
         return tiny(
-            f"data={{{place}, features: {{kind: image, {features}}}}}", "models={model: cnn_small}", "train.cohort=2"
+            f"data={{{dataset}, features: {{kind: image, {features}}}}}", "models={model: cnn_small}", "train.cohort=2"
         )
 
     with pytest.raises(
         DataError, match="8 rows and 9 columns, not 8 and 8. Set resize: true for images of several sizes"
     ):
-        create(of("size: 8"), Progress("quiet"))
-    population = Population.load(create(of("size: 8, resize: true, channels: 3"), Progress("quiet")) / "population")
+        create(configure("size: 8"), Progress("quiet"))
+    population = Population.load(
+        create(configure("size: 8, resize: true, channels: 3"), Progress("quiet")) / "population"
+    )
     assert population.views[FIRST_VIEW].bands == 24
     (tmp_path / "5.png").write_text("no image")
     with pytest.raises(DataError, match="not an image in a supported format"):
-        create(of("size: 8, resize: true"), Progress("quiet"))
+        create(configure("size: 8, resize: true"), Progress("quiet"))
 
 
-def test_what_does_not_fit_is_refused(tiny: Tiny, root: Path) -> None:
+def test_unsuitable_settings_for_images_are_rejected(tiny: Tiny, root: Path) -> None:
     with pytest.raises(
         ConfigError, match="crnn_base reads features, but the data are images. Set models.model to one of cnn"
     ):
-        federation(tiny, root, "models={}")
+        make_federation(tiny, root, "models={}")
     with pytest.raises(ConfigError, match="cnn reads images, but the data are features"):
         tiny("models={model: cnn}")
     with pytest.raises(ConfigError, match="contains images, but data.features.kind is logmel"):
         tiny(f"data={{name: mnist, root: {root}}}")
     with pytest.raises(ConfigError, match="at least 12 rows, but the longest has 6"):
-        federation(tiny, root, "data.transforms=[{name: random_crop, size: 12}]")
+        make_federation(tiny, root, "data.transforms=[{name: random_crop, size: 12}]")
     with pytest.raises(ConfigError, match="too small for 2 times 2 x 2 pooling"):
-        federation(tiny, root, "data.transforms=[{name: random_crop, size: 3}]")
+        make_federation(tiny, root, "data.transforms=[{name: random_crop, size: 3}]")
     with pytest.raises(ConfigError, match="noise supports features of the kind logmel, not image"):
-        federation(tiny, root, "data.transforms=[noise]")
+        make_federation(tiny, root, "data.transforms=[noise]")
     with pytest.raises(ConfigError, match="data.corrupt.noise needs recordings"):
-        federation(tiny, root, "data.corrupt={noise: {snr_db: 3, clients: 1}}")
+        make_federation(tiny, root, "data.corrupt={noise: {snr_db: 3, clients: 1}}")
     with pytest.raises(ConfigError, match="needs recordings"):
-        federation(tiny, root, "attack={name: corrupt_recordings, clients: 1}")
+        make_federation(tiny, root, "attack={name: corrupt_recordings, clients: 1}")
     with pytest.raises(ValueError, match="2 numbers for 1 channels"):
         ImageFeatures(kind="image", size=(8, 8), mean=(0.1, 0.2))

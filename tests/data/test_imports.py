@@ -1,4 +1,4 @@
-"""``raydfl data import``: lists of recordings in other formats, which the data set ``manifest`` reads."""
+"""``raydfl data import`` lists recordings of other formats for the data set ``manifest``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from raydfl.data.settings import DataSettings
 
 PACKED = Path(__file__).parent / "packed"
 sys.path.insert(0, str(PACKED))
-from write import CLIPS, RATE, encoded, tone
+from write import CLIPS, RATE, encode, make_tone
 
 SETS: dict[str, tuple[str, dict[str, Any]]] = {
     "webdataset": ("webdataset", {"names": ["hum", "whistle"], "group_column": "speaker"}),
@@ -39,35 +39,37 @@ SETS: dict[str, tuple[str, dict[str, Any]]] = {
 def write_audiofolder(root: Path, text: str) -> Path:
     root.mkdir(parents=True, exist_ok=True)
     for label, take in CLIPS:
-        (root / f"{label}_{take}.wav").write_bytes(encoded(tone(label, take), "WAV"))
+        (root / f"{label}_{take}.wav").write_bytes(encode(make_tone(label, take), "WAV"))
     (root / "metadata.csv").write_text(text)
     return root
 
 
 @pytest.mark.parametrize("out", ["list.csv", "list.parquet"])
 @pytest.mark.parametrize("kind", SETS)
-def test_an_imported_list_has_the_clips_of_the_data_set(raydfl: Raydfl, tmp_path: Path, kind: str, out: str) -> None:
-    """Oracle: the data set with the name of the format, sample by sample."""
+def test_an_imported_list_has_the_same_clips_as_the_data_set(
+    raydfl: Raydfl, tmp_path: Path, kind: str, out: str
+) -> None:
+    """Oracle: the data set of the same format, compared sample by sample."""
     folder, options = SETS[kind]
-    wanted = build(find_dataset(kind), {"root": PACKED / folder, **options}, "data")
+    dataset = build(find_dataset(kind), {"root": PACKED / folder, **options}, "data")
     names = [f"names={json.dumps(options['names'])}"] if "names" in options else []
-    said = raydfl("data", "import", kind, PACKED / folder, "--out", tmp_path / out, *names)
-    assert said.code == 0, said.err
-    assert "clients are taken from speaker. Choose a different column with --client COLUMN" in said.out
+    result = raydfl("data", "import", kind, PACKED / folder, "--out", tmp_path / out, *names)
+    assert result.code == 0, result.err
+    assert "clients are taken from speaker. Choose a different column with --client COLUMN" in result.out
     imported = Manifest(file=tmp_path / out)
     rows = imported.manifest().to_pylist()
-    for row, other in zip(rows, wanted.manifest().to_pylist(), strict=True):
+    for row, expected in zip(rows, dataset.manifest().to_pylist(), strict=True):
         assert {name: row[name] for name in ("path", "label", "group", "split")} == {
-            name: other[name] for name in ("path", "label", "group", "split")
+            name: expected[name] for name in ("path", "label", "group", "split")
         }
         assert row["label"] is not None
         assert row["group"] is not None
-        assert np.array_equal(imported.read(row)[0], wanted.read(other)[0])
-    assert len({(row["path"], imported.part(row)) for row in rows}) == len(rows), "the cache tells them apart"
+        assert np.array_equal(imported.read(row)[0], dataset.read(expected)[0])
+    assert len({(row["path"], imported.part(row)) for row in rows}) == len(rows), "the cache keys must be unique"
 
 
-def test_features_are_those_of_the_data_set(raydfl: Raydfl, tmp_path: Path) -> None:
-    """Oracle: the data set ``huggingface``, also in the cache: an import computes nothing again."""
+def test_an_imported_list_has_the_same_features_as_the_data_set(raydfl: Raydfl, tmp_path: Path) -> None:
+    """Oracle: the data set ``huggingface`` on the same recordings."""
     assert raydfl("data", "import", "huggingface", PACKED / "hub", "--out", tmp_path / "list.parquet").code == 0
     common: dict[str, Any] = {
         "cache": tmp_path / "cache",
@@ -86,12 +88,12 @@ def test_features_are_those_of_the_data_set(raydfl: Raydfl, tmp_path: Path) -> N
 
 
 def test_an_imported_list_moves_with_its_recordings(raydfl: Raydfl, tmp_path: Path) -> None:
-    """Also with a second recording of each sample, for ``data.views``, and with odd names in the archive."""
+    """The archive has unusual member names, and a second recording of the sample for ``data.views``."""
     (tmp_path / "old").mkdir()
     with tarfile.open(tmp_path / "old" / "a.tar", "w") as archive:
         for name, content in {
-            "./x/../take#1.left.wav": encoded(tone(0, 0), "WAV"),
-            "./x/../take#1.right.wav": encoded(tone(1, 0), "WAV"),
+            "./x/../take#1.left.wav": encode(make_tone(0, 0), "WAV"),
+            "./x/../take#1.right.wav": encode(make_tone(1, 0), "WAV"),
             "./x/../take#1.cls": b"hum",
         }.items():
             info = tarfile.TarInfo(name)
@@ -103,16 +105,16 @@ def test_an_imported_list_moves_with_its_recordings(raydfl: Raydfl, tmp_path: Pa
     imported = Manifest(file=tmp_path / "new" / "list.parquet")
     (row,) = imported.manifest().to_pylist()
     other = row | {"path": imported.file_of(row, "right.wav")}
-    for label, each in enumerate((row, other)):
-        assert np.abs(imported.read(each)[0][:, 0] - tone(label, 0)).max() < 2 / 32768
+    for label, entry in enumerate((row, other)):
+        assert np.abs(imported.read(entry)[0][:, 0] - make_tone(label, 0)).max() < 2 / 32768
 
 
-def test_an_audiofolder_has_a_list_or_a_folder_for_each_class(raydfl: Raydfl, tmp_path: Path) -> None:
+def test_an_audiofolder_is_labelled_by_a_list_or_by_folders(raydfl: Raydfl, tmp_path: Path) -> None:
     lines = [f"{label}_{take}.wav,{'ab'[label]},{take}" for label, take in CLIPS]
     root = write_audiofolder(tmp_path / "listed", "\n".join(["file_name,label,speaker_id", *lines]))
-    said = raydfl("data", "import", "audiofolder", root, "--out", tmp_path / "listed.csv")
-    assert "8 clips of 2 classes and 4 clients" in said.out
-    assert "clients are taken from speaker_id" in said.out
+    result = raydfl("data", "import", "audiofolder", root, "--out", tmp_path / "listed.csv")
+    assert "8 clips of 2 classes and 4 clients" in result.out
+    assert "clients are taken from speaker_id" in result.out
     with (tmp_path / "listed.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert {(row["path"], row["label"], row["group"]) for row in rows} == {
@@ -121,13 +123,13 @@ def test_an_audiofolder_has_a_list_or_a_folder_for_each_class(raydfl: Raydfl, tm
     for label, take in CLIPS:
         path = tmp_path / "classes" / "ab"[label] / f"s{take}-0.wav"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(encoded(tone(label, take), "WAV"))
+        path.write_bytes(encode(make_tone(label, take), "WAV"))
     pattern = "group_pattern=(?P<group>s[0-9])-"
-    said = raydfl("data", "import", "audiofolder", tmp_path / "classes", "--out", tmp_path / "c.csv", pattern)
-    assert "8 clips of 2 classes and 4 clients" in said.out
+    result = raydfl("data", "import", "audiofolder", tmp_path / "classes", "--out", tmp_path / "c.csv", pattern)
+    assert "8 clips of 2 classes and 4 clients" in result.out
 
 
-def test_the_owner_of_a_clip_is_asked_for_where_several_columns_may_name_it(raydfl: Raydfl, tmp_path: Path) -> None:
+def test_several_candidate_client_columns_require_a_choice(raydfl: Raydfl, tmp_path: Path) -> None:
     lines = [f"{label}_{take}.wav,{'ab'[label]},{take},c{label},r0" for label, take in CLIPS]
     root = write_audiofolder(tmp_path / "set", "\n".join(["file_name,label,speaker_id,client_id,room", *lines]))
     command = ("data", "import", "audiofolder", root, "--out")
@@ -136,8 +138,8 @@ def test_the_owner_of_a_clip_is_asked_for_where_several_columns_may_name_it(rayd
     )
     for client, count in (("client_id", 2), ("speaker_id", 4), ("room", 1), ("none", 0)):
         out = tmp_path / f"{client}.csv"
-        said = raydfl(*command, out, "--client", client)
-        assert f"8 clips of 2 classes and {count} clients" in said.out
+        result = raydfl(*command, out, "--client", client)
+        assert f"8 clips of 2 classes and {count} clients" in result.out
         groups = Manifest(file=out).manifest().column("group")
         assert len(set(groups.to_pylist()) - {None}) == count
     raydfl(*command, tmp_path / "1.csv", "--client", "sex").refuses(
@@ -145,8 +147,8 @@ def test_the_owner_of_a_clip_is_asked_for_where_several_columns_may_name_it(rayd
     )
 
 
-def test_what_cannot_be_imported_is_named(raydfl: Raydfl, tmp_path: Path) -> None:
-    pq.write_table(pa.table({"audio": [encoded(tone(0, 0))], "word": ["yes"]}), tmp_path / "rows.parquet")
+def test_impossible_imports_are_rejected(raydfl: Raydfl, tmp_path: Path) -> None:
+    pq.write_table(pa.table({"audio": [encode(make_tone(0, 0))], "word": ["yes"]}), tmp_path / "rows.parquet")
     (tmp_path / "there.csv").touch()
 
     def run(kind: str = "huggingface", source: str = "rows.parquet", out: str = "list.csv", *options: str) -> Any:
@@ -163,7 +165,7 @@ def test_what_cannot_be_imported_is_named(raydfl: Raydfl, tmp_path: Path) -> Non
 
 
 def test_a_channel_of_a_file_is_a_clip(tmp_path: Path) -> None:
-    waves = np.stack([tone(0, 0), tone(1, 0)], axis=1)
+    waves = np.stack([make_tone(0, 0), make_tone(1, 0)], axis=1)
     soundfile.write(tmp_path / "a.wav", waves, RATE, subtype="FLOAT")
     (tmp_path / "list.csv").write_text(
         "path,label,file_channel\n" + "".join(f"a.wav,x,{c}\n" for c in ("0", "1", "", "2"))
@@ -171,8 +173,8 @@ def test_a_channel_of_a_file_is_a_clip(tmp_path: Path) -> None:
     dataset = Manifest(file=tmp_path / "list.csv")
     rows = dataset.manifest().to_pylist()
     assert [row["clip"] for row in rows] == ["a.wav#0", "a.wav#1", "a.wav", "a.wav#2"]
-    for row, wanted in zip(rows[:3], (waves[:, :1], waves[:, 1:], waves), strict=True):
-        assert np.array_equal(dataset.read(row)[0], wanted)
+    for row, expected in zip(rows[:3], (waves[:, :1], waves[:, 1:], waves), strict=True):
+        assert np.array_equal(dataset.read(row)[0], expected)
     with pytest.raises(
         Exception, match=r"a\.wav: the clip needs channel 2, counted from 0, but the file has 2 channels"
     ):
@@ -180,11 +182,11 @@ def test_a_channel_of_a_file_is_a_clip(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_import_of_50_gigabytes_needs_less_than_one(tmp_path: Path) -> None:
-    """Shards with holes have the size of long recordings, and occupy no disk."""
+def test_importing_50_gigabytes_needs_less_than_one_gigabyte_of_memory(tmp_path: Path) -> None:
+    """Sparse shards have the size of long recordings but occupy no disk space."""
     size, shards = 100 << 20, tmp_path / "shards"
     shards.mkdir()
-    head = encoded(tone(*CLIPS[0]), "WAV")
+    head = encode(make_tone(*CLIPS[0]), "WAV")
     for shard in range(5):
         with (shards / f"sounds-{shard}.tar").open("wb") as file:
             for clip in range(100):

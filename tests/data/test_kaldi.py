@@ -1,4 +1,4 @@
-"""Kaldi's filter bank. Oracle: one frame after another by Kaldi's formulas, in NumPy."""
+"""Kaldi's filter bank. Oracle: Kaldi's formulas in NumPy, frame by frame."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from raydfl.data.features.extractor import FeatureExtractor
 from raydfl.data.features.kaldi import KaldiFeatures
 
 
-def kaldi(wave: np.ndarray, bands: int = 128, rate: int = 16_000) -> np.ndarray:
+def compute_filter_bank(wave: np.ndarray, bands: int = 128, rate: int = 16_000) -> np.ndarray:
     wave = wave.astype(np.float64) - wave.mean()
     mel = 1127 * np.log(1 + np.arange(256) * rate / 512 / 700)
     edges = np.linspace(1127 * np.log(1 + 20 / 700), 1127 * np.log(1 + rate / 2 / 700), bands + 2)[:, None]
@@ -26,21 +26,23 @@ def kaldi(wave: np.ndarray, bands: int = 128, rate: int = 16_000) -> np.ndarray:
     return np.array(rows)
 
 
-def test_the_filter_bank_is_kaldis_scaled_as_ssast_does_it() -> None:
+def test_the_filter_bank_matches_kaldi_with_the_scaling_of_ssast() -> None:
     rng = np.random.default_rng(0)
     wave = (0.1 * rng.standard_normal(8000) + 0.2).astype(np.float32)
     settings = KaldiFeatures(kind="kaldi", seconds=0.4, frames=50)
-    found = FeatureExtractor(settings)(wave, 16_000)
-    expected = kaldi(wave[:6400])
+    features = FeatureExtractor(settings)(wave, 16_000)
+    expected = compute_filter_bank(wave[:6400])
     assert len(expected) == 38
-    np.testing.assert_allclose(found[:38], (expected + 4.2677393) / (2 * 4.5689974), atol=2e-3)
-    np.testing.assert_allclose(found[38:], 4.2677393 / (2 * 4.5689974), rtol=1e-6)
+    np.testing.assert_allclose(features[:38], (expected + 4.2677393) / (2 * 4.5689974), atol=2e-3)
+    np.testing.assert_allclose(features[38:], 4.2677393 / (2 * 4.5689974), rtol=1e-6)
     short = FeatureExtractor(KaldiFeatures(kind="kaldi", mean=0.0, deviation=0.5))(wave[:100], 16_000)
-    np.testing.assert_allclose(short, kaldi(np.r_[wave[:100] - wave[:100].mean(), np.zeros(300)]), atol=2e-3)
+    np.testing.assert_allclose(
+        short, compute_filter_bank(np.r_[wave[:100] - wave[:100].mean(), np.zeros(300)]), atol=2e-3
+    )
 
 
-def test_the_last_digits_are_those_of_torchaudio() -> None:
-    """Keys of caches do not name the code that computed them."""
+def test_features_are_bit_identical_to_torchaudio() -> None:
+    """Cache keys do not identify the implementation, so its results must never change."""
     settings = KaldiFeatures(kind="kaldi", mean=0.0, deviation=0.5)
     wave = (0.1 * np.random.default_rng(1).standard_normal(8000)).astype(np.float32)
     bank = fbank(torch.from_numpy(wave - wave.mean()).unsqueeze(0), **settings.arguments)

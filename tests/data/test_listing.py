@@ -1,4 +1,4 @@
-"""Labels left out, and clips of nobody dealt out to the groups."""
+"""Excluded labels, and clips without a group that are dealt to the groups."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from raydfl.engine.config import make_config
 Make = Callable[..., DataSettings]
 
 
-def test_labels_left_out_are_not_read(made: Make) -> None:
-    settings = made(leave_out=["w3", "w1"])
+def test_excluded_labels_are_not_read(make_data: Make) -> None:
+    settings = make_data(leave_out=["w3", "w1"])
     population = build_population(settings, 1)
     assert population.classes == ("w0", "w2")
     assert len(population.stores[0]) == 60  # of 120
-    whole = build_population(made(), 1)
+    whole = build_population(make_data(), 1)
     assert population.label_counts().tolist() == whole.label_counts()[:, [0, 2]].tolist()
 
 
@@ -37,27 +37,27 @@ def test_labels_left_out_are_not_read(made: Make) -> None:
         (["w0", "w1", "w2", "w3"], "data.leave_out names every label"),
     ],
 )
-def test_labels_that_cannot_be_left_out(made: Make, labels: list[str], message: str) -> None:
+def test_impossible_exclusions_are_rejected(make_data: Make, labels: list[str], message: str) -> None:
     with pytest.raises(DataError, match=message):
-        list_clips(made(leave_out=labels), 1)
+        list_clips(make_data(leave_out=labels), 1)
 
 
-def test_neither_setting_changes_the_digest_of_runs_without_it(made: Make) -> None:
+def test_default_settings_leave_the_digest_unchanged(make_data: Make) -> None:
     def digest(**data: Any) -> str:
-        return make_config({"method": "fedavg", "data": made(**data).model_dump(mode="json")}).digest()
+        return make_config({"method": "fedavg", "data": make_data(**data).model_dump(mode="json")}).digest()
 
     assert digest(leave_out=[], ungrouped="keep") == digest()
     assert digest(leave_out=["w1", "w0"]) == digest(leave_out=["w0", "w1"]) != digest()
     assert digest(ungrouped="deal") != digest()
 
 
-def test_one_label_is_not_a_list(made: Make) -> None:
+def test_a_label_outside_a_list_is_rejected(make_data: Make) -> None:
     with pytest.raises((ConfigError, ValueError), match=r"write a list of labels, like \[_silence_\]"):
-        made(leave_out="w0")
+        make_data(leave_out="w0")
 
 
-def silence(split: bool) -> pa.Table:
-    """20 speakers of 1 to 3 words in training, 5 in the test; 33 clips of silence in training, 4 in the test."""
+def make_manifest_with_silence(split: bool) -> pa.Table:
+    """List 20 training and 5 test speakers with 1 to 3 words each, and 33 training and 4 test clips of silence."""
     rows: list[dict[str, str | None]] = []
     for number in range(25):
         part = ("test" if number >= 20 else "train") if split else None
@@ -70,36 +70,36 @@ def silence(split: bool) -> pa.Table:
 
 
 @pytest.mark.parametrize("split", [True, False])
-def test_clips_of_nobody_are_dealt_evenly_and_stay_in_their_part(split: bool) -> None:
-    before, after = silence(split), deal_ungrouped(silence(split), 1)
-    groups, owned = after.column("group").to_pylist(), before.column("group").to_pylist()
-    assert all(new == old for new, old in zip(groups, owned, strict=True) if old is not None)
+def test_ungrouped_clips_are_dealt_evenly_within_their_split(split: bool) -> None:
+    before, after = make_manifest_with_silence(split), deal_ungrouped(make_manifest_with_silence(split), 1)
+    groups, original_groups = after.column("group").to_pylist(), before.column("group").to_pylist()
+    assert all(new == old for new, old in zip(groups, original_groups, strict=True) if old is not None)
     parts = after.column("split").to_pylist()
     dealt = {
-        part: Counter(g for g, old, p in zip(groups, owned, parts, strict=True) if old is None and p == part)
+        part: Counter(g for g, old, p in zip(groups, original_groups, parts, strict=True) if old is None and p == part)
         for part in set(parts)
     }
     for part, counts in dealt.items():
-        there = {g for g, p in zip(owned, parts, strict=True) if g is not None and p == part}
-        assert set(counts) <= there
-        assert {counts[name] for name in there} <= {
-            sum(counts.values()) // len(there),
-            -(-sum(counts.values()) // len(there)),
+        recipients = {g for g, p in zip(original_groups, parts, strict=True) if g is not None and p == part}
+        assert set(counts) <= recipients
+        assert {counts[name] for name in recipients} <= {
+            sum(counts.values()) // len(recipients),
+            -(-sum(counts.values()) // len(recipients)),
         }
     assert deal_ungrouped(before, 1).equals(after)
     assert not deal_ungrouped(before, 2).equals(after)
     assert after.drop(["group"]).equals(before.drop(["group"]))
 
 
-def test_without_any_group_nothing_can_be_dealt() -> None:
-    manifest = silence(split=True)
+def test_dealing_needs_a_group() -> None:
+    manifest = make_manifest_with_silence(split=True)
     with pytest.raises(DataError, match="no clip has a group. Set data.ungrouped=keep"):
         deal_ungrouped(manifest.filter(pa.array([clip.as_py() is None for clip in manifest["group"]])), 1)
 
 
-def test_a_part_of_the_official_split_without_groups_gives_to_all() -> None:
-    manifest = silence(split=True)
+def test_a_split_without_groups_deals_to_all_groups() -> None:
+    manifest = make_manifest_with_silence(split=True)
     test = np.array([part == "test" for part in manifest["split"].to_pylist()])
-    nobodys = np.array([group is None for group in manifest["group"].to_pylist()])
-    dealt = deal_ungrouped(manifest.filter(pa.array(~test | nobodys)), 1)
+    ungrouped = np.array([group is None for group in manifest["group"].to_pylist()])
+    dealt = deal_ungrouped(manifest.filter(pa.array(~test | ungrouped)), 1)
     assert dealt.column("group").null_count == 0

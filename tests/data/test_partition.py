@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 from scipy import stats
-from tiny_sets import list_made_up
+from tiny_sets import list_synthetic
 
 from raydfl.core.errors import DataError
 from raydfl.data import Assignment, natural_order
@@ -20,35 +20,35 @@ from raydfl.data.steps.split import SplitSettings, split_clips
 def deal(
     clips: int, labels: int, seed: int = 1, *, rows: list[int] | None = None, columns: Any = None, **options: Any
 ) -> Assignment:
-    """Clips of the classes 0, 1, ... in turn, all or some ``rows``, of which each client has some."""
-    listed = list_made_up(clips, labels, **(columns or {}))
+    """Partition clips of the classes 0, 1, ... in turn, restricted to ``rows`` if given."""
+    listed = list_synthetic(clips, labels, **(columns or {}))
     listed = listed if rows is None else listed.select(np.array(rows))
     tables = assign_pools(split_clips(listed, SplitSettings(test=None), 1), {}, None, 1)
     tables = partition_clips(tables, PartitionSettings(**options), {}, seed)
     if options.get("smaller") != "drop":
-        assert sorted(tables.codes("clip")) == sorted(listed.codes("clip"))  # everything once
+        assert sorted(tables.codes("clip")) == sorted(listed.codes("clip"))  # each clip once
     assert len(set(tables.ids)) == len(tables.ids)
-    for own in owned(tables):
-        assert own == sorted(own)
+    for clips_of_client in list_owned(tables):
+        assert clips_of_client == sorted(clips_of_client)
     return tables
 
 
-def owned(tables: Assignment) -> list[list[int]]:
-    """The clips of each client."""
+def list_owned(tables: Assignment) -> list[list[int]]:
+    """List the clips of each client."""
     return [tables.codes("clip")[tables.codes("client") == number].tolist() for number in range(len(tables.ids))]
 
 
-def counts(tables: Assignment) -> np.ndarray:
-    """Clips by client and label."""
+def count_labels(tables: Assignment) -> np.ndarray:
+    """Count clips by client and label: int [clients, labels]."""
     table = np.zeros((len(tables.ids), len(tables.classes)), int)
     np.add.at(table, (tables.codes("client"), tables.codes("label")), 1)
     return table
 
 
-def groups(tables: Assignment) -> list[str]:
-    """The group of each client."""
-    found: list[str] = tables.clients.column("group").to_pylist()
-    return found
+def list_groups(tables: Assignment) -> list[str]:
+    """List the group of each client."""
+    values: list[str] = tables.clients.column("group").to_pylist()
+    return values
 
 
 EVERY_KIND: list[dict[str, Any]] = [
@@ -67,18 +67,18 @@ COLUMNS = {"group": [f"s{i % 4}" for i in range(400)], "recording": [f"r{i % 80}
 
 
 @pytest.mark.parametrize("options", EVERY_KIND)
-def test_the_seed_decides(options: dict[str, Any]) -> None:
-    def drawn(seed: int) -> list[list[int]]:
-        return owned(deal(400, 5, seed, columns=COLUMNS, **options))
+def test_the_seed_determines_the_partition(options: dict[str, Any]) -> None:
+    def draw_clips(seed: int) -> list[list[int]]:
+        return list_owned(deal(400, 5, seed, columns=COLUMNS, **options))
 
-    assert drawn(1) == drawn(1)
-    assert (drawn(1) == drawn(2)) == (options == {"by": "group"})  # there is nothing to draw in whole groups
+    assert draw_clips(1) == draw_clips(1)
+    assert (draw_clips(1) == draw_clips(2)) == (options == {"by": "group"})  # whole groups need no random draw
 
 
-def test_groups_are_clients() -> None:
+def test_each_group_becomes_a_client() -> None:
     tables = deal(6, 2, columns={"group": ["b", "a10", "a9", "b", "a9", "b"]}, by="group")
-    assert list(tables.ids) == groups(tables) == ["a9", "a10", "b"]
-    assert owned(tables) == [[2, 4], [1], [0, 3, 5]]
+    assert list(tables.ids) == list_groups(tables) == ["a9", "a10", "b"]
+    assert list_owned(tables) == [[2, 4], [1], [0, 3, 5]]
 
 
 def test_shards_divide_each_group_evenly() -> None:
@@ -87,7 +87,7 @@ def test_shards_divide_each_group_evenly() -> None:
     sizes = tables.sizes()
     assert sorted(sizes[:10]) == [4] * 5 + [5] * 5
     assert sorted(sizes[10:]) == [3] * 9 + [4]
-    assert groups(tables) == ["jackson"] * 10 + ["theo"] * 10
+    assert list_groups(tables) == ["jackson"] * 10 + ["theo"] * 10
 
 
 def test_only_the_clips_of_the_table_are_dealt() -> None:
@@ -96,7 +96,7 @@ def test_only_the_clips_of_the_table_are_dealt() -> None:
     deal(9, 2, rows=rows, by="iid", clients=2)
 
 
-def test_small_groups_stop_or_are_dropped() -> None:
+def test_small_groups_raise_or_are_dropped() -> None:
     columns = {"group": ["a"] * 5 + ["b"] * 2 + ["c"]}
     message = (
         r"2 of 3 clients \(by 'group', 1 shards each\) get fewer than minimum 3 training clips; "
@@ -106,7 +106,7 @@ def test_small_groups_stop_or_are_dropped() -> None:
         deal(8, 2, columns=columns, by="group", minimum=3)
     tables = deal(8, 2, columns=columns, minimum=2, smaller="drop")
     assert list(tables.ids) == ["a", "b"]
-    assert owned(tables) == [[0, 1, 2, 3, 4], [5, 6]]
+    assert list_owned(tables) == [[0, 1, 2, 3, 4], [5, 6]]
     assert tables.messages == ("1 training clips belong to no client: their clients would have fewer than 2 clips",)
     with pytest.raises(DataError, match="leaves no client"):
         deal(8, 2, columns=columns, minimum=9, smaller="drop")
@@ -114,21 +114,21 @@ def test_small_groups_stop_or_are_dropped() -> None:
         deal(8, 2, columns=columns, by="group", shards=2)
 
 
-def test_clips_without_a_group() -> None:
+def test_training_clips_need_a_group() -> None:
     columns = {"group": ["a", None, "b", None]}
     with pytest.raises(DataError, match="2 of 4 training clips have no 'group', so no client: c1, c3. Fill"):
         deal(4, 2, columns=columns, by="group")
-    deal(4, 2, rows=[0, 2], columns=columns, by="group")  # those of the test set may lack it
+    deal(4, 2, rows=[0, 2], columns=columns, by="group")  # clips of the test set may lack a group
     with pytest.raises(DataError, match="data.partition: the recordings have no column 'speaker'. Did you mean"):
         deal(4, 2, columns={"speakers": list("aabb")}, by="group", column="speaker")
 
 
-def test_unbalanced_dirichlet_follows_its_law() -> None:
-    """A client's share of a label is Beta(alpha, alpha (clients - 1)); labels are independent."""
+def test_unbalanced_dirichlet_follows_its_distribution() -> None:
+    """A client's share of a label has the law Beta(alpha, alpha (clients - 1)). Labels are independent."""
     alpha, clients = 0.7, 5
     shares = []
     for seed in range(150):
-        table = counts(deal(4000, 2, seed, by="dirichlet", clients=clients, alpha=alpha, balance=False))
+        table = count_labels(deal(4000, 2, seed, by="dirichlet", clients=clients, alpha=alpha, balance=False))
         shares.append(table[0] / 2000)
     shares_of_client = np.array(shares)
     law = stats.beta(alpha, alpha * (clients - 1))
@@ -137,49 +137,50 @@ def test_unbalanced_dirichlet_follows_its_law() -> None:
     assert abs(stats.pearsonr(*shares_of_client.T).statistic) < 0.2
 
 
-def test_the_first_label_of_a_balanced_dirichlet_follows_the_same_law() -> None:
+def test_the_first_label_of_a_balanced_dirichlet_follows_its_distribution() -> None:
     alpha, clients = 0.7, 5
     first = [
-        counts(deal(2000, 2, seed, by="dirichlet", clients=clients, alpha=alpha))[1, 0] / 1000 for seed in range(150)
+        count_labels(deal(2000, 2, seed, by="dirichlet", clients=clients, alpha=alpha))[1, 0] / 1000
+        for seed in range(150)
     ]
     assert stats.kstest(first, stats.beta(alpha, alpha * (clients - 1)).cdf).pvalue > 0.01
 
 
 @pytest.mark.parametrize("alpha", [0.1, 0.5, 1.0])
-def test_who_holds_an_even_share_gets_nothing_of_later_labels(alpha: float) -> None:
-    table = counts(deal(1200, 10, by="dirichlet", clients=50, alpha=alpha, minimum=5))
+def test_full_clients_get_no_clips_of_later_labels(alpha: float) -> None:
+    table = count_labels(deal(1200, 10, by="dirichlet", clients=50, alpha=alpha, minimum=5))
     assert table.sum(axis=1).min() >= 5
-    held = np.cumsum(table, axis=1)
-    full = held[:, :-1] >= 1200 / 50
+    clips_so_far = np.cumsum(table, axis=1)
+    full = clips_so_far[:, :-1] >= 1200 / 50
     assert full.any()
     assert not table[:, 1:][full].any()
 
 
-def test_alpha_goes_from_one_label_each_to_even() -> None:
-    def entropy(alpha: float) -> float:
-        table = counts(deal(3000, 10, by="dirichlet", clients=10, alpha=alpha, balance=False))
+def test_alpha_controls_the_heterogeneity() -> None:
+    def measure_entropy(alpha: float) -> float:
+        table = count_labels(deal(3000, 10, by="dirichlet", clients=10, alpha=alpha, balance=False))
         return float(np.mean([stats.entropy(row + 1e-9) for row in table]))
 
-    assert entropy(0.05) < entropy(0.5) < entropy(5) < entropy(500)
-    assert entropy(500) == pytest.approx(np.log(10), abs=0.02)
-    one_each = counts(deal(3000, 10, by="dirichlet", clients=10, alpha=1e-6))
-    assert ((one_each > 0).sum(axis=1) == 1).all()
+    assert measure_entropy(0.05) < measure_entropy(0.5) < measure_entropy(5) < measure_entropy(500)
+    assert measure_entropy(500) == pytest.approx(np.log(10), abs=0.02)
+    single_labels = count_labels(deal(3000, 10, by="dirichlet", clients=10, alpha=1e-6))
+    assert ((single_labels > 0).sum(axis=1) == 1).all()
 
 
-def test_recordings_stay_whole() -> None:
+def test_recordings_are_not_divided() -> None:
     columns = {"recording": [f"r{i // 5}" for i in range(1000)]}
     tables = deal(1000, 10, columns=columns, by="dirichlet", column="recording", clients=10, alpha=0.5, minimum=5)
-    recordings = [{clip // 5 for clip in own} for own in owned(tables)]
-    assert sum(map(len, recordings)) == 200  # each at one client only
+    recordings = [{clip // 5 for clip in client} for client in list_owned(tables)]
+    assert sum(map(len, recordings)) == 200  # each at a single client
     assert min(map(len, recordings)) >= 5
 
 
-def test_a_recordings_label_is_the_most_frequent() -> None:
+def test_the_label_of_a_recording_is_its_most_frequent_label() -> None:
     result = dealing._find_main_labels(np.array([0, 0, 0, 1, 1]), np.array([2, 1, 2, 3, 0]), 2)
     assert result.tolist() == [2, 0]
 
 
-def test_dealing_by_proportions_gives_nothing_to_proportion_0() -> None:
+def test_a_proportion_of_zero_gets_no_clips() -> None:
     thirds = np.array([1 / 3, 1 / 3, 1 / 3, 0.0])
     for count in (1, 3, 9, 3000):
         dealt = np.bincount(dealing._split_by_proportions(count, thirds), minlength=4)
@@ -191,48 +192,48 @@ def test_dealing_by_proportions_gives_nothing_to_proportion_0() -> None:
 @pytest.mark.parametrize(
     ("clips", "clients", "spread"), [(85511, 30, 0.25), (100, 7, 0.5), (103, 100, 0.0), (50, 50, 1.0)]
 )
-def test_quantity_by_fedstars_rule(clips: int, clients: int, spread: float) -> None:
-    """Everyone starts with int(m - v); the rest goes one by one to those below int(m + v), which must hold all."""
+def test_quantity_follows_the_rule_of_fedstar(clips: int, clients: int, spread: float) -> None:
+    """Clients start with int(m - v) clips. The rest is dealt one by one to clients below the limit int(m + v)."""
     mean = clips / clients
-    beyond = int(spread * mean + 1e-9)
+    variation = int(spread * mean + 1e-9)
     for seed in range(5):
         sizes = dealing._draw_sizes(clips, clients, spread, np.random.default_rng(seed))
         assert sizes.sum() == clips
-        assert sizes.min() >= int(mean - beyond)
-        assert sizes.max() <= max(int(mean + beyond), int(np.ceil(mean)))
+        assert sizes.min() >= int(mean - variation)
+        assert sizes.max() <= max(int(mean + variation), int(np.ceil(mean)))
 
 
-def test_the_rest_of_a_quantity_partition_is_dealt_uniformly() -> None:
+def test_remaining_clips_of_a_quantity_partition_are_dealt_uniformly() -> None:
     sizes = dealing._draw_sizes(200_000, 100, 1.0, np.random.default_rng(0))  # from 0, the limit is not reached
     assert stats.chisquare(sizes).pvalue > 0.01
     with pytest.raises(DataError, match="the smallest client has 0 clips .2.0 on average., fewer than minimum 1"):
         deal(200, 4, by="quantity", clients=100, spread=1.0)
 
 
-def test_quantity_by_dirichlet_keeps_labels_alike() -> None:
+def test_quantity_by_dirichlet_preserves_the_label_distribution() -> None:
     shares = []
     for seed in range(150):
-        table = counts(deal(2000, 4, seed, by="quantity", clients=5, alpha=1.5))
+        table = count_labels(deal(2000, 4, seed, by="quantity", clients=5, alpha=1.5))
         shares.append(table[0].sum() / 2000)
     assert stats.kstest(shares, stats.beta(1.5, 1.5 * 4).cdf).pvalue > 0.01
     assert stats.chi2_contingency(table).pvalue > 0.001
 
 
 @pytest.mark.parametrize(
-    ("clients", "wanted", "classes"), [(60, 2, 10), (5, 2, 10), (3, 10, 10), (100, 1, 35), (7, 3, 20)]
+    ("clients", "per_client", "classes"), [(60, 2, 10), (5, 2, 10), (3, 10, 10), (100, 1, 35), (7, 3, 20)]
 )
-def test_classes_per_client(clients: int, wanted: int, classes: int) -> None:
-    table = counts(deal(classes * 300, classes, by="classes", clients=clients, classes=wanted))
-    assert ((table > 0).sum(axis=1) == wanted).all()
-    for label in range(classes):  # everyone who has it has an even part of it
-        held = table[:, label][table[:, label] > 0]
-        assert np.ptp(held) <= 1
-        assert held.sum() == 300
+def test_each_client_has_the_chosen_number_of_classes(clients: int, per_client: int, classes: int) -> None:
+    table = count_labels(deal(classes * 300, classes, by="classes", clients=clients, classes=per_client))
+    assert ((table > 0).sum(axis=1) == per_client).all()
+    for label in range(classes):  # its clients share it evenly
+        shares = table[:, label][table[:, label] > 0]
+        assert np.ptp(shares) <= 1
+        assert shares.sum() == 300
 
 
-def test_a_number_of_classes_drawn_for_each_client() -> None:
-    """FedSTAR's rule: int(Normal(3, sqrt(0.5))), so that 2 and 3 are the usual numbers; every label is with somebody."""
-    table = counts(deal(400 * 12, 12, by="classes", clients=400, classes=3, variance=0.5))
+def test_the_number_of_classes_can_be_random() -> None:
+    """FedSTAR draws int(Normal(3, sqrt(0.5))), mostly 2 or 3. Every label belongs to some client."""
+    table = count_labels(deal(400 * 12, 12, by="classes", clients=400, classes=3, variance=0.5))
     numbers = (table > 0).sum(axis=1)
     assert set(numbers.tolist()) <= {1, 2, 3, 4, 5}
     normal = stats.norm(3, 0.5**0.5)
@@ -242,8 +243,8 @@ def test_a_number_of_classes_drawn_for_each_client() -> None:
     assert (table.sum(axis=0) == 400).all()
 
 
-def test_iid() -> None:
-    table = counts(deal(2703, 10, by="iid", clients=60))
+def test_iid_clients_have_even_sizes_and_the_overall_label_distribution() -> None:
+    table = count_labels(deal(2703, 10, by="iid", clients=60))
     assert set(table.sum(axis=1)) == {45, 46}
     assert stats.chi2_contingency(table).pvalue > 0.001
 
@@ -292,7 +293,7 @@ def test_iid() -> None:
         ),
     ],
 )
-def test_partitions_that_cannot_be_end_with_numbers(
+def test_impossible_partitions_are_rejected(
     clips: int, options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dealing, "_WORK", 300_000)
@@ -315,17 +316,17 @@ def test_partitions_that_cannot_be_end_with_numbers(
         ({"by": "speaker"}, "'group', 'dirichlet'"),
     ],
 )
-def test_settings_that_contradict_each_other(options: dict[str, Any], message: str) -> None:
+def test_contradictory_settings_are_rejected(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         PartitionSettings(**options)
 
 
-def test_resolved_settings_can_be_read_again() -> None:
+def test_resolved_settings_survive_a_round_trip() -> None:
     for options in EVERY_KIND:
         settings = PartitionSettings(**options)
         assert PartitionSettings(**settings.model_dump(mode="json")) == settings
 
 
-def test_natural_order() -> None:
+def test_natural_order_sorts_digits_by_value() -> None:
     assert natural_order(["b", "a10", "a9", "10", "9", "a", "a9b"]) == ["9", "10", "a", "a9", "a9b", "a10", "b"]
     assert natural_order(["²", "2", "02"]) == ["02", "2", "²"], "a digit that int() cannot read is text"

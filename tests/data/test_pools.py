@@ -1,4 +1,4 @@
-"""Pools of training clips: hidden labels, and clips chosen by a column."""
+"""Pools of training clips: hidden labels, and clips selected by a column."""
 
 from __future__ import annotations
 
@@ -24,65 +24,70 @@ from raydfl.testing import describe_population
 Make = Callable[..., DataSettings]
 
 
-def clips(population: Population, pool: str) -> list[int]:
+def list_clips(population: Population, pool: str) -> list[int]:
     return sorted(c for i in range(len(population)) for c in population.data(i).pools[pool].clips.tolist())
 
 
-def test_every_label_keeps_its_share_and_the_rest_is_hidden(made: Make, tmp_path: Path) -> None:
-    whole = build_population(made(), 1)
-    population = build_population(made(unlabelled={"keep": 0.25, "use": 0.5}), 1)
+def test_the_chosen_share_of_each_label_is_kept_and_the_rest_hidden(make_data: Make, tmp_path: Path) -> None:
+    whole = build_population(make_data(), 1)
+    population = build_population(make_data(unlabelled={"keep": 0.25, "use": 0.5}), 1)
     labels = Counter(label for i in range(len(whole)) for label in whole.data(i).train.labels.tolist())
-    kept = Counter(label for i in range(len(population)) for label in population.data(i).train.labels.tolist())
-    assert kept == {label: int(0.25 * count) for label, count in labels.items()}
-    labelled, unlabelled = clips(population, "labelled"), clips(population, "unlabelled")
-    everything = clips(whole, "train")
-    assert len(unlabelled) == (len(everything) - len(labelled)) // 2
-    assert set(labelled) | set(unlabelled) <= set(everything)
+    labelled_counts = Counter(
+        label for i in range(len(population)) for label in population.data(i).train.labels.tolist()
+    )
+    assert labelled_counts == {label: int(0.25 * count) for label, count in labels.items()}
+    labelled, unlabelled = list_clips(population, "labelled"), list_clips(population, "unlabelled")
+    all_clips = list_clips(whole, "train")
+    assert len(unlabelled) == (len(all_clips) - len(labelled)) // 2
+    assert set(labelled) | set(unlabelled) <= set(all_clips)
     assert not set(labelled) & set(unlabelled)
     population.save(tmp_path)
-    for found in (population, Population.load(tmp_path)):
-        owned = [whole.data(i).train for i in range(len(whole))]
+    for restored in (population, Population.load(tmp_path)):
+        parts = [whole.data(i).train for i in range(len(whole))]
         truth = {
-            clip: label for own in owned for clip, label in zip(own.clips.tolist(), own.labels.tolist(), strict=True)
+            clip: label for part in parts for clip, label in zip(part.clips.tolist(), part.labels.tolist(), strict=True)
         }
-        for i in range(len(found)):
-            data = found.data(i)
+        for i in range(len(restored)):
+            data = restored.data(i)
             assert [*data.pools] == ["labelled", "unlabelled"]
             hidden = data.pools["unlabelled"]
-            assert set(hidden.labels.tolist()) <= {-100}, "nobody can learn from them"
+            assert set(hidden.labels.tolist()) <= {-100}, "hidden labels must not reach training"
             assert hidden.columns["hidden_label"].tolist() == [truth[c] for c in hidden.clips.tolist()]
             assert set(data.train.columns["hidden_label"].tolist()) <= {-1}
 
 
-def test_a_number_of_clips_of_each_label_keep_it(made: Make) -> None:
-    population = build_population(made(unlabelled={"keep_clips": 2}), 1)
+def test_a_number_of_clips_of_each_label_stay_labelled(make_data: Make) -> None:
+    population = build_population(make_data(unlabelled={"keep_clips": 2}), 1)
     assert population.label_counts().sum(axis=0).tolist() == [2, 2, 2, 2]
 
 
-def test_a_pool_may_be_dealt_by_a_rule_of_its_own(made: Make) -> None:
-    """As FedSTAR's table 5 wants it: labelled clips by class, the others evenly; a client may have no labelled clip."""
+def test_a_pool_may_have_its_own_partition(make_data: Make) -> None:
+    """As in table 5 of FedSTAR, labelled clips are dealt by class and unlabelled clips evenly.
+
+    A client may have no labelled clip.
+    """
     hidden = {"keep_clips": 2, "partition": {"by": "iid", "clients": 10}}
     partition = {"by": "dirichlet", "clients": 10, "alpha": 0.1, "minimum": 1}
-    population = build_population(made(partition=partition, unlabelled=hidden), 1)
+    population = build_population(make_data(partition=partition, unlabelled=hidden), 1)
     sizes = [population.profile(i)["pools"] for i in range(len(population))]
     assert np.ptp([size["unlabelled"] for size in sizes]) <= 1
     assert min(size["labelled"] for size in sizes) == 0 < max(size["labelled"] for size in sizes)
     assert [size["labelled"] for size in sizes] == [population.num_examples(i) for i in range(len(population))]
 
 
-def test_hidden_labels_decide_nothing_but_the_hidden_column(made: Make) -> None:
-    """The same clips are in the same pools of the same clients, whatever the truth of those whose label is null."""
+def test_hidden_labels_affect_only_the_hidden_column(make_data: Make) -> None:
+    """Pools and clients do not depend on the true labels of unlabelled clips."""
 
     def describe(shift: int) -> dict[str, Any]:
         options = {"name": f"{__file__}:PartlyLabelled", "shift": shift, "partition": {"by": "iid", "clients": 5}}
-        return describe_population(build_population(made(unlabelled={}, **options), 3), False)
+        return describe_population(build_population(make_data(unlabelled={}, **options), 3), False)
 
     assert describe(0) == describe(1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartlyLabelled(Made):
-    """Every third clip has lost its label; ``shift`` says nothing that anybody could see."""
+    """Tones in which every third clip has no label. ``shift`` has no visible effect."""
 
     shift: int = 0
 
@@ -92,8 +97,8 @@ class PartlyLabelled(Made):
         return table.set_column(table.column_names.index("label"), "label", pa.array(labels, pa.string()))
 
 
-def test_clips_without_a_label_are_never_tested_on_and_train_unlabelled(made: Make) -> None:
-    population = build_population(made(name=f"{__file__}:PartlyLabelled", unlabelled={}), 1)
+def test_clips_without_a_label_are_trained_unlabelled_and_never_tested(make_data: Make) -> None:
+    population = build_population(make_data(name=f"{__file__}:PartlyLabelled", unlabelled={}), 1)
     assert (population.test.labels >= 0).all()
     assert len(population.test) == 16
     hidden = [population.data(i).pools["unlabelled"] for i in range(len(population))]
@@ -101,22 +106,22 @@ def test_clips_without_a_label_are_never_tested_on_and_train_unlabelled(made: Ma
     assert sum(map(len, hidden)) == sum(i % 3 == 0 and i % 5 != 0 for i in range(120))
 
 
-def test_what_is_told_of_pools_and_of_clips_without_a_label(made: Make) -> None:
-    lines = "\n".join(describe_data(made(name=f"{__file__}:PartlyLabelled", unlabelled={}), 1))
+def test_data_info_counts_pools_and_clips_without_a_label(make_data: Make) -> None:
+    lines = "\n".join(describe_data(make_data(name=f"{__file__}:PartlyLabelled", unlabelled={}), 1))
     assert "without a label   40 clips" in lines
     assert "pools             labelled (64), unlabelled (32)" in lines
     assert "test set          16 clips" in lines
 
 
-def test_a_share_of_each_label_is_of_the_clips_that_have_one(made: Make) -> None:
+def test_a_test_share_counts_only_labelled_clips(make_data: Make) -> None:
     split = {"test": {"by": "clip", "fraction": 0.25}}
-    population = build_population(made(name=f"{__file__}:PartlyLabelled", unlabelled={}, split=split), 1)
+    population = build_population(make_data(name=f"{__file__}:PartlyLabelled", unlabelled={}, split=split), 1)
     assert np.bincount(population.test.labels).tolist() == [5, 5, 5, 5]
 
 
-def test_pools_by_a_column(made: Make) -> None:
+def test_pools_select_clips_by_a_column(make_data: Make) -> None:
     pools = {"late": {"column": "take", "values": [3, 4]}, "early": {"column": "take", "values": [2]}}
-    population = build_population(made(pools=pools, columns=["take"]), 1)
+    population = build_population(make_data(pools=pools, columns=["take"]), 1)
     takes = {
         name: {
             population.columns["take"][c]
@@ -130,18 +135,18 @@ def test_pools_by_a_column(made: Make) -> None:
     assert population.data(0).train.clips.tolist() == population.data(0).pools["late"].clips.tolist()
 
 
-def test_clients_hold_out_of_every_pool_that_has_labels(made: Make) -> None:
-    """By hand: half of the clips, of each pool by itself; hidden labels can measure nothing, so none of those are held out."""
+def test_clients_hold_out_clips_of_each_labelled_pool(make_data: Make) -> None:
+    """Half of each labelled pool is held out. Clips with hidden labels cannot be measured, so they are not held out."""
     pools = {"late": {"column": "take", "values": [3, 4]}, "early": {"column": "take", "values": [2]}}
-    for given in (0.5, {"by": "clip", "fraction": 0.5}):
-        population = build_population(made(pools=pools, columns=["take"], split={"validation": given}), 1)
+    for validation in (0.5, {"by": "clip", "fraction": 0.5}):
+        population = build_population(make_data(pools=pools, columns=["take"], split={"validation": validation}), 1)
         takes = population.columns["take"]
         for i in range(len(population)):
             data = population.data(i)
-            held = Counter(takes[c] for c in data.validation.columns["take"].tolist())
-            assert held["2"] == len(data.pools["early"]) > 0
-            assert held["3"] + held["4"] == len(data.pools["late"]) > 0
-    population = build_population(made(unlabelled={"keep": 0.5}, split={"validation": 0.5}), 1)
+            held_out = Counter(takes[c] for c in data.validation.columns["take"].tolist())
+            assert held_out["2"] == len(data.pools["early"]) > 0
+            assert held_out["3"] + held_out["4"] == len(data.pools["late"]) > 0
+    population = build_population(make_data(unlabelled={"keep": 0.5}, split={"validation": 0.5}), 1)
     data = population.data(0)
     assert len(data.validation) == len(data.pools["labelled"]) < len(data.pools["unlabelled"])
 
@@ -176,18 +181,18 @@ def test_clients_hold_out_of_every_pool_that_has_labels(made: Make) -> None:
         ),
     ],
 )
-def test_pools_that_cannot_be(made: Make, data: dict[str, Any], message: str) -> None:
+def test_impossible_pools_are_rejected(make_data: Make, data: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
-        build_population(made(**data), 1)
+        build_population(make_data(**data), 1)
 
 
-def test_two_ways_to_make_pools_are_one_too_many(made: Make) -> None:
+def test_pools_and_unlabelled_exclude_each_other(make_data: Make) -> None:
     with pytest.raises((ConfigError, ValueError), match="Remove either of them"):
-        made(unlabelled={}, pools={"a": {"column": "take", "values": [2]}})
+        make_data(unlabelled={}, pools={"a": {"column": "take", "values": [2]}})
 
 
-def test_no_pools_is_the_run_of_before(made: Make) -> None:
+def test_empty_pools_leave_the_digest_unchanged(make_data: Make) -> None:
     def digest(**data: Any) -> str:
-        return make_config({"method": "fedavg", "data": made(**data).model_dump(mode="json")}).digest()
+        return make_config({"method": "fedavg", "data": make_data(**data).model_dump(mode="json")}).digest()
 
     assert digest(pools={}, unlabelled=None) == digest() != digest(unlabelled={"keep": 0.5})

@@ -1,4 +1,4 @@
-"""What clients hold out for tests and validation of their own: by a column, by value, stratified."""
+"""Held-out clips of clients and of the server: by value, by fraction, stratified."""
 
 from __future__ import annotations
 
@@ -20,98 +20,104 @@ from raydfl.data.steps.split import draw_stratified
 Make = Callable[..., DataSettings]
 
 
-def clips(population: Population, role: str) -> list[list[int]]:
-    """The clips of each client, by what they are for."""
+def list_clips(population: Population, role: str) -> list[list[int]]:
+    """List the clips of each client with this role."""
     return [sorted(set(getattr(population.data(i), role).clips.tolist())) for i in range(len(population))]
 
 
-def trained(population: Population) -> list[int]:
-    return [clip for own in clips(population, "train") for clip in own]
+def list_training_clips(population: Population) -> list[int]:
+    return [clip for client in list_clips(population, "train") for clip in client]
 
 
-def takes(settings: DataSettings, rows: list[int]) -> set[int]:
+def find_takes(settings: DataSettings, rows: list[int]) -> set[int]:
     return set(settings.source.open().manifest().column("take").take(rows).to_pylist())
 
 
-def test_without_roles_nothing_changes(made: Make) -> None:
-    population = build_population(made(split={"validation": 0.2}), 1)
-    assert not any(clips(population, "test"))
-    assert all(clips(population, "validation"))
+def test_clients_have_no_test_clips_by_default(make_data: Make) -> None:
+    population = build_population(make_data(split={"validation": 0.2}), 1)
+    assert not any(list_clips(population, "test"))
+    assert all(list_clips(population, "validation"))
 
 
-def test_tests_and_validation_by_value_lie_with_the_owner_of_the_clips(made: Make) -> None:
-    settings = made(split={"client_test": {"by": "take", "values": [4]}, "validation": {"by": "take", "values": [3]}})
+def test_held_out_clips_stay_with_their_owner(make_data: Make) -> None:
+    settings = make_data(
+        split={"client_test": {"by": "take", "values": [4]}, "validation": {"by": "take", "values": [3]}}
+    )
     population = build_population(settings, 1)
     groups = settings.source.open().manifest().column("group").to_pylist()
     for i in range(len(population)):
         data = population.data(i)
-        assert takes(settings, data.test.clips.tolist()) == {4}
-        assert takes(settings, data.validation.clips.tolist()) == {3}
-        assert takes(settings, data.train.clips.tolist()) == {1, 2}
+        assert find_takes(settings, data.test.clips.tolist()) == {4}
+        assert find_takes(settings, data.validation.clips.tolist()) == {3}
+        assert find_takes(settings, data.train.clips.tolist()) == {1, 2}
         for part in (data.test, data.validation, data.train):
             assert {groups[c] for c in part.clips.tolist()} == {population.ids[i]}
-    assert sum(map(len, clips(population, "test"))) == 24
+    assert sum(map(len, list_clips(population, "test"))) == 24
 
 
-def test_the_servers_validation_is_chosen_by_value_or_drawn_and_leaves_the_test_as_it_was(made: Make) -> None:
-    plain = build_population(made(), 1)
-    by_value = made(split={"server_validation": {"by": "take", "values": [2, 3]}})
+def test_server_validation_does_not_change_the_test_set(make_data: Make) -> None:
+    plain = build_population(make_data(), 1)
+    by_value = make_data(split={"server_validation": {"by": "take", "values": [2, 3]}})
     population = build_population(by_value, 1)
-    assert takes(by_value, population.validation.clips.tolist()) == {2, 3}
-    assert takes(by_value, trained(population)) == {1, 4}
-    share = made(split={"server_validation": {"fraction": 0.25, "stratify": True}})
-    drawn = build_population(share, 1)
-    labels = Counter(drawn.validation.labels.tolist())
-    assert labels == dict.fromkeys(range(4), 6)  # of each label a quarter of 6 groups' 4 takes
-    for found in (population, drawn):
-        assert found.test.clips.tolist() == plain.test.clips.tolist()
-        assert sorted(trained(found) + found.validation.clips.tolist()) == sorted(trained(plain))
-        assert [(s.start, s.stop) for s in found.shards if s.split == "server_validation"] == [
-            (0, len(found.validation))
+    assert find_takes(by_value, population.validation.clips.tolist()) == {2, 3}
+    assert find_takes(by_value, list_training_clips(population)) == {1, 4}
+    by_share = make_data(split={"server_validation": {"fraction": 0.25, "stratify": True}})
+    stratified = build_population(by_share, 1)
+    labels = Counter(stratified.validation.labels.tolist())
+    assert labels == dict.fromkeys(range(4), 6)  # per label, a quarter of the 4 takes of 6 groups
+    for result in (population, stratified):
+        assert result.test.clips.tolist() == plain.test.clips.tolist()
+        assert sorted(list_training_clips(result) + result.validation.clips.tolist()) == sorted(
+            list_training_clips(plain)
+        )
+        assert [(s.start, s.stop) for s in result.shards if s.split == "server_validation"] == [
+            (0, len(result.validation))
         ]
     with pytest.raises(DataError, match="data.split.server_validation: no remaining clip has '7' in column 'take'"):
-        build_population(made(split={"server_validation": {"by": "take", "values": [7]}}), 1)
+        build_population(make_data(split={"server_validation": {"by": "take", "values": [7]}}), 1)
 
 
-def test_roles_leave_others_training_clips_and_validation_as_they_were(made: Make) -> None:
-    """Whatever is held out by value: who trains on what else does not depend on it."""
-    plain = build_population(made(split={"validation": 0.25}), 1)
+def test_client_tests_come_from_the_training_and_validation_clips(make_data: Make) -> None:
+    """Holding out test clips does not move clips between clients."""
+    plain = build_population(make_data(split={"validation": 0.25}), 1)
     population = build_population(
-        made(split={"validation": 0.25, "client_test": {"by": "clip", "fraction": 0.25, "stratify": True}}), 1
+        make_data(split={"validation": 0.25, "client_test": {"by": "clip", "fraction": 0.25, "stratify": True}}), 1
     )
-    everything = [sorted(a + b) for a, b in zip(clips(plain, "train"), clips(plain, "validation"), strict=True)]
-    parts = [clips(population, role) for role in ("train", "validation", "test")]
-    assert [sorted(a + b + c) for a, b, c in zip(*parts, strict=True)] == everything
+    all_clips = [
+        sorted(a + b) for a, b in zip(list_clips(plain, "train"), list_clips(plain, "validation"), strict=True)
+    ]
+    parts = [list_clips(population, role) for role in ("train", "validation", "test")]
+    assert [sorted(a + b + c) for a, b, c in zip(*parts, strict=True)] == all_clips
     for i in range(len(population)):
-        assert set(Counter(population.data(i).test.labels.tolist()).values()) == {1}, "one of four takes of every label"
+        assert set(Counter(population.data(i).test.labels.tolist()).values()) == {1}, "one of four takes of each label"
 
 
-def test_a_stratified_share_is_rounded_for_each_label_and_never_all() -> None:
+def test_a_stratified_share_is_rounded_for_each_label_and_never_complete() -> None:
     labels = np.repeat([0, 1, 2], [10, 4, 1])
     chosen = draw_stratified(labels, 0.3, generator(0, 0, "a", "test"))
     assert np.bincount(labels[chosen], minlength=3).tolist() == [3, 1, 0]
     assert not draw_stratified(np.zeros(1, int), 0.9, generator(0, 0, "a", "test")).all()
-    drawn = [draw_stratified(labels, 0.5, generator(seed, 0, "a", "t"))[:10] for seed in range(500)]
-    assert np.mean(drawn, axis=0) == pytest.approx(np.full(10, 0.5), abs=0.08)
+    selections = [draw_stratified(labels, 0.5, generator(seed, 0, "a", "t"))[:10] for seed in range(500)]
+    assert np.mean(selections, axis=0) == pytest.approx(np.full(10, 0.5), abs=0.08)
 
 
-def test_pools_and_tests_by_value_go_together(made: Make) -> None:
-    """Normal clips to train on, others to test on at the client: as anomaly detection wants it."""
-    settings = made(
+def test_pools_and_client_tests_by_value_can_be_combined(make_data: Make) -> None:
+    """In anomaly detection, clients train on normal clips and test on further clips."""
+    settings = make_data(
         pools={"normal": {"column": "take", "values": [1, 2]}},
         split={"test": None, "client_test": {"by": "take", "values": [0, 4]}},
     )
     population = build_population(settings, 1)
     for i in range(len(population)):
-        assert takes(settings, population.data(i).train.clips.tolist()) == {1, 2}
-        assert takes(settings, population.data(i).test.clips.tolist()) == {0, 4}
+        assert find_takes(settings, population.data(i).train.clips.tolist()) == {1, 2}
+        assert find_takes(settings, population.data(i).test.clips.tolist()) == {0, 4}
 
 
-def test_a_label_that_only_tests_have_is_kept_if_that_is_wanted(made: Make) -> None:
+def test_unseen_test_labels_raise_or_are_kept(make_data: Make) -> None:
     held_out: dict[str, Any] = {"test": {"by": "label", "values": ["w3"]}}
     with pytest.raises(DataError, match="no client has a clip of label 'w3'"):
-        build_population(made(split=held_out), 1)
-    population = build_population(made(split=held_out, unseen="keep"), 1)
+        build_population(make_data(split=held_out), 1)
+    population = build_population(make_data(split=held_out, unseen="keep"), 1)
     assert population.classes == ("w0", "w1", "w2", "w3")
     assert set(population.test.labels.tolist()) == {3}
     assert population.label_counts()[:, 3].sum() == 0
@@ -129,9 +135,9 @@ def test_a_label_that_only_tests_have_is_kept_if_that_is_wanted(made: Make) -> N
         ({"client_test": {"by": "group", "values": ["g0"]}}, "client 'g0' would hold out all its 16 clips"),
     ],
 )
-def test_roles_that_cannot_be(made: Make, split: dict[str, Any], message: str) -> None:
+def test_impossible_roles_are_rejected(make_data: Make, split: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
-        build_population(made(split=split), 1)
+        build_population(make_data(split=split), 1)
 
 
 @pytest.mark.parametrize(
@@ -142,9 +148,11 @@ def test_roles_that_cannot_be(made: Make, split: dict[str, Any], message: str) -
         ({"by": "take", "fraction": 0.5, "stratify": True}, "stratify has no effect with by: take"),
     ],
 )
-def test_groups_that_say_too_much_or_too_little(made: Make, group: dict[str, Any], message: str) -> None:
+def test_incomplete_and_contradictory_held_out_settings_are_rejected(
+    make_data: Make, group: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
-        made(split={"client_test": group})
+        make_data(split={"client_test": group})
 
 
 # Machines: normal and anomalous clips
@@ -160,52 +168,52 @@ MACHINES: dict[str, Any] = {
 }
 
 
-def conditions(settings: DataSettings, rows: list[int]) -> Counter[str]:
+def count_conditions(settings: DataSettings, rows: list[int]) -> Counter[str]:
     return Counter(settings.source.open().manifest().column("condition").take(rows).to_pylist())
 
 
-def test_all_anomalies_and_a_share_of_what_is_normal_are_tested_on(made: Make) -> None:
+def test_clients_test_on_all_anomalies_and_a_share_of_normal_clips(make_data: Make) -> None:
     split = {"test": None, "client_test": {"by": "condition", "values": ["anomaly"], "others": 0.25}, "validation": 0.2}
-    settings = made(split=split, **MACHINES)
+    settings = make_data(split=split, **MACHINES)
     population = build_population(settings, 1)
     for i in range(2):
         data = population.data(i)
-        roles = [each.clips.tolist() for each in (data.train, data.validation, data.test)]
-        # Of 14 normal clips a quarter, rounded up from 3.5, and of the 10 that are left a fifth.
-        assert [conditions(settings, clips) for clips in roles] == [
+        roles = [part.clips.tolist() for part in (data.train, data.validation, data.test)]
+        # A quarter of 14 normal clips (3.5, rounded up) is tested_inputs, and a fifth of the remaining 10 is validated.
+        assert [count_conditions(settings, clips) for clips in roles] == [
             {"normal": 8},
             {"normal": 2},
             {"normal": 4, "anomaly": 4},
         ]
         assert len({clip for clips in roles for clip in clips}) == 18
     with pytest.raises(ValueError, match="others is a fraction of the clips without the chosen values"):
-        made(split={"client_test": {"fraction": 0.5, "others": 0.5}})
+        make_data(split={"client_test": {"fraction": 0.5, "others": 0.5}})
 
 
-def test_as_published_tests_on_what_is_trained_on(made: Make) -> None:
-    settings = made(split={"test": None, "as_published": True}, **MACHINES)
+def test_as_published_tests_on_training_clips(make_data: Make) -> None:
+    settings = make_data(split={"test": None, "as_published": True}, **MACHINES)
     population = build_population(settings, 1)
     for i in range(2):
         data = population.data(i)
-        assert conditions(settings, data.train.clips.tolist()) == {"normal": 14, "anomaly": 3}  # 0.2 * 14 = 2.8
-        assert conditions(settings, data.test.clips.tolist()) == {"normal": 14, "anomaly": 4}
+        assert count_conditions(settings, data.train.clips.tolist()) == {"normal": 14, "anomaly": 3}  # 0.2 * 14 = 2.8
+        assert count_conditions(settings, data.test.clips.tolist()) == {"normal": 14, "anomaly": 4}
         assert set(data.train.clips.tolist()) < set(data.test.clips.tolist())
         pairs = zip(data.test.clips.tolist(), data.test.batch(np.arange(len(data.test))).x.numpy(), strict=True)
-        tested = dict(pairs)
+        tested_inputs = dict(pairs)
         for clip, x in zip(
             data.train.clips.tolist(), data.train.batch(np.arange(len(data.train))).x.numpy(), strict=True
         ):
-            assert np.array_equal(tested[clip], x)
+            assert np.array_equal(tested_inputs[clip], x)
     assert any("data.split.as_published: training clips are also test clips" in m for m in population.messages)
     with pytest.raises(
         ValueError, match="as_published has each client test on all its clips. Set test and client_test to null"
     ):
-        made(split={"as_published": True})
-    takes_are_normal = made(split={"test": None, "as_published": {"column": "take", "normal": [0, 1, 2, 3, 4]}})
+        make_data(split={"as_published": True})
+    takes_are_normal = make_data(split={"test": None, "as_published": {"column": "take", "normal": [0, 1, 2, 3, 4]}})
     with pytest.raises(DataError, match="all of 120 clips are normal .0, 1, 2, 3, 4 in column 'take'."):
         build_population(takes_are_normal, 1)
 
 
-def test_data_info_counts_conditions_of_each_machine(made: Make) -> None:
-    lines = "\n".join(describe_data(made(split={"test": None}, **MACHINES), 1))
+def test_data_info_counts_conditions_of_each_machine(make_data: Make) -> None:
+    lines = "\n".join(describe_data(make_data(split={"test": None}, **MACHINES), 1))
     assert "conditions        fan_00: 14 normal, 4 anomaly; fan_01: 14 normal, 4 anomaly" in lines

@@ -1,4 +1,4 @@
-"""Steps from the list of clips to the clients, and a user's tables in their place."""
+"""Steps from the list of clips to the clients, and user tables that replace them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from commands import Raydfl
-from tiny_sets import list_made_up
+from tiny_sets import list_synthetic
 
 from raydfl.core.errors import ConfigError, DataError
 from raydfl.data import Assignment, DataSettings, assign_clips, build_population, list_clips
@@ -25,56 +25,56 @@ from raydfl.testing import describe_population
 Make = Callable[..., DataSettings]
 
 
-def column(tables: Assignment, name: str) -> list[Any]:
-    found: list[Any] = tables.clips.column(name).to_pylist()
-    return found
+def list_column(tables: Assignment, name: str) -> list[Any]:
+    values: list[Any] = tables.clips.column(name).to_pylist()
+    return values
 
 
 @pytest.fixture
-def listed() -> Assignment:
-    """Six clips of two groups; each group has three takes."""
-    return list_made_up(6, group=list("aaabbb"), take=[0, 1, 2] * 2, room=["hall"] * 3 + ["yard"] * 3)
+def clips() -> Assignment:
+    """List six clips of two groups with three takes each."""
+    return list_synthetic(6, group=list("aaabbb"), take=[0, 1, 2] * 2, room=["hall"] * 3 + ["yard"] * 3)
 
 
 @pytest.fixture
-def owned(listed: Assignment) -> Assignment:
-    """The clips of take 0 are the test; the others are their groups'."""
+def assignment(clips: Assignment) -> Assignment:
+    """Assign take 0 to the test set and further takes to their group's client."""
     settings = SplitSettings(test=HoldOutSettings(by="take", values=(0,)))
-    return partition_clips(assign_pools(split_clips(listed, settings, 1), {}, None, 1), PartitionSettings(), {}, 1)
+    return partition_clips(assign_pools(split_clips(clips, settings, 1), {}, None, 1), PartitionSettings(), {}, 1)
 
 
-def test_split_gives_every_clip_a_role(listed: Assignment) -> None:
+def test_split_assigns_a_role_to_each_clip(clips: Assignment) -> None:
     settings = {"test": {"by": "take", "values": [0]}, "validation": {"by": "take", "values": [2]}}
-    assert column(split_clips(listed, SplitSettings(**settings), 1), "role") == ["test", "train", "validation"] * 2
+    assert list_column(split_clips(clips, SplitSettings(**settings), 1), "role") == ["test", "train", "validation"] * 2
 
 
-def test_pools_gives_training_clips_a_pool_and_leaves_the_others_out(listed: Assignment) -> None:
-    split = split_clips(listed, SplitSettings(test=HoldOutSettings(by="take", values=(0,))), 1)
+def test_pools_assigns_training_clips_and_drops_the_rest(clips: Assignment) -> None:
+    split = split_clips(clips, SplitSettings(test=HoldOutSettings(by="take", values=(0,))), 1)
     tables = assign_pools(split, {"late": PoolSettings(column="take", values=(2,))}, None, 1)
-    assert column(tables, "pool") == [None, "late", None, "late"]
+    assert list_column(tables, "pool") == [None, "late", None, "late"]
     assert tables.messages == ("2 training clips are in no pool, so no client trains on them",)
 
 
-def test_partition_gives_clips_owners_and_sorts_them_by_owner(owned: Assignment) -> None:
-    assert column(owned, "client") == ["a", "a", "b", "b", None, None]
-    assert column(owned, "clip") == ["c1", "c2", "c4", "c5", "c0", "c3"]
-    assert owned.clients.to_pydict() == {"client": ["a", "b"], "group": ["a", "b"]}
+def test_partition_assigns_owners_and_sorts_by_owner(assignment: Assignment) -> None:
+    assert list_column(assignment, "client") == ["a", "a", "b", "b", None, None]
+    assert list_column(assignment, "clip") == ["c1", "c2", "c4", "c5", "c0", "c3"]
+    assert assignment.clients.to_pydict() == {"client": ["a", "b"], "group": ["a", "b"]}
 
 
-def test_hold_out_takes_a_share_of_each_client(owned: Assignment) -> None:
-    tables = hold_out(owned, SplitSettings(validation=0.5), 1)
+def test_hold_out_reserves_a_share_of_each_client(assignment: Assignment) -> None:
+    tables = hold_out(assignment, SplitSettings(validation=0.5), 1)
     assert tables.sizes("train").tolist() == tables.sizes("validation").tolist() == [1, 1]
 
 
-def test_profile_gives_clients_the_value_of_their_clips(owned: Assignment) -> None:
-    tables = add_profiles(owned, {"where": ProfileSettings(column="room")})
+def test_profile_copies_the_value_of_the_clips_to_their_client(assignment: Assignment) -> None:
+    tables = add_profiles(assignment, {"where": ProfileSettings(column="room")})
     assert tables.clients.column("profile:where").to_pylist() == ["hall", "yard"]
 
 
-def test_corrupt_flags_clients_and_their_training_clips(owned: Assignment) -> None:
-    tables = corrupt(owned, CorruptSettings(noise=NoiseSettings(snr_db=5, clients=("b",))), 1)
+def test_corrupt_flags_clients_and_their_training_clips(assignment: Assignment) -> None:
+    tables = corrupt(assignment, CorruptSettings(noise=NoiseSettings(snr_db=5, clients=("b",))), 1)
     assert tables.clients.column("noisy").to_pylist() == [False, True]
-    assert column(tables, "store") == ["clean", "clean", "noisy", "noisy", "clean", "clean"]
+    assert list_column(tables, "store") == ["clean", "clean", "noisy", "noisy", "clean", "clean"]
 
 
 OWN: dict[str, Any] = {
@@ -84,34 +84,36 @@ OWN: dict[str, Any] = {
 }
 
 
-def write(path: Path, **columns: Any) -> Path:
+def write_table(path: Path, **columns: Any) -> Path:
     pq.write_table(pa.table(columns), path)
     return path
 
 
-def test_tables_that_were_written_after_the_steps_give_the_same_examples(made: Make, tmp_path: Path) -> None:
-    """Oracle: the steps that the tables replace."""
+def test_tables_written_after_the_steps_give_the_same_examples(make_data: Make, tmp_path: Path) -> None:
+    """Oracle: the steps replaced by the tables."""
     noise = {"noise": {"snr_db": 5, "clients": 0.5}}
-    settings = made(**OWN, corrupt=noise)
+    settings = make_data(**OWN, corrupt=noise)
     tables = assign_clips(*list_clips(settings, 1), settings, 1)
-    clips = write(
-        tmp_path / "clips.parquet", **{name: column(tables, name) for name in ("client", "pool", "role", "clip")}
+    clips = write_table(
+        tmp_path / "clips.parquet", **{name: list_column(tables, name) for name in ("client", "pool", "role", "clip")}
     )
     ids, noisy = list(tables.ids), tables.clients.column("noisy").to_pylist()
-    clients = write(tmp_path / "clients.parquet", client=ids, noisy=noisy, room=["x", "y", "x", "y"])
-    own = made(tables={"clips": clips, "clients": clients}, corrupt=noise, profile={"room": {"column": "room"}})
-    expected, found = (describe_population(build_population(each, 1), False) for each in (settings, own))
-    assert [client["profile"].pop("room") for client in found["clients"]] == ["x", "y", "x", "y"]
-    for client in (*found["clients"], *expected["clients"]):
-        client["validation"].sort()  # which is sorted by the pools of former training clips
-    assert found == expected
+    clients = write_table(tmp_path / "clients.parquet", client=ids, noisy=noisy, room=["x", "y", "x", "y"])
+    with_tables = make_data(
+        tables={"clips": clips, "clients": clients}, corrupt=noise, profile={"room": {"column": "room"}}
+    )
+    expected, actual = (describe_population(build_population(source, 1), False) for source in (settings, with_tables))
+    assert [client["profile"].pop("room") for client in actual["clients"]] == ["x", "y", "x", "y"]
+    for client in (*actual["clients"], *expected["clients"]):
+        client["validation"].sort()  # the steps sort it by the former pools of the clips
+    assert actual == expected
 
 
-def test_a_table_of_clients_decides_their_order(made: Make, tmp_path: Path) -> None:
+def test_the_client_table_determines_the_order(make_data: Make, tmp_path: Path) -> None:
     ids = ["g3", "g0", "g5", "g1", "g2", "g4"]
     ranks = {"rank": {"column": "rank"}, "take": {"column": "group"}}
-    file = write(tmp_path / "clients.parquet", client=ids, rank=[1, 2, 3, 4, 5, 6])
-    population = build_population(made(tables={"clients": file}, profile=ranks), 1)
+    file = write_table(tmp_path / "clients.parquet", client=ids, rank=[1, 2, 3, 4, 5, 6])
+    population = build_population(make_data(tables={"clients": file}, profile=ranks), 1)
     assert list(population.ids) == ids
     assert [population.profile(i) for i in (0, 5)] == [
         {"group": name, "noisy": False, "label_errors": False, "rank": rank, "take": name}
@@ -121,17 +123,17 @@ def test_a_table_of_clients_decides_their_order(made: Make, tmp_path: Path) -> N
     assert groups == {i: {name} for i, name in enumerate(ids)}
 
 
-def test_clients_that_share_clips_may_be_in_the_table_of_clients(made: Make, tmp_path: Path) -> None:
-    file = write(tmp_path / "clients.parquet", client=["a", "b"], first=[0, 10], clips=[40, 110])
-    former = made(partition={"by": "table", "file": file})
-    found = made(partition={"by": "table"}, tables={"clients": file})
-    assert describe_population(build_population(found, 1), False) == describe_population(
-        build_population(former, 1), False
+def test_the_client_table_may_have_clients_that_share_clips(make_data: Make, tmp_path: Path) -> None:
+    file = write_table(tmp_path / "clients.parquet", client=["a", "b"], first=[0, 10], clips=[40, 110])
+    by_partition = make_data(partition={"by": "table", "file": file})
+    by_table = make_data(partition={"by": "table"}, tables={"clients": file})
+    assert describe_population(build_population(by_table, 1), False) == describe_population(
+        build_population(by_partition, 1), False
     )
     with pytest.raises(
         ConfigError, match="needs exactly one table of clients. Set data.partition.file or data.tables.clients"
     ):
-        made(partition={"by": "table"})
+        make_data(partition={"by": "table"})
 
 
 IDS = [f"g{i}" for i in range(6)]
@@ -181,11 +183,11 @@ ROLES = ["train"] * 4
         ),
     ],
 )
-def test_a_table_of_clips_that_cannot_be_used_is_named(
-    made: Make, tmp_path: Path, clips: dict[str, Any], message: str
+def test_unusable_clip_tables_are_rejected(
+    make_data: Make, tmp_path: Path, clips: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(DataError, match=message):
-        build_population(made(takes=6, tables={"clips": write(tmp_path / "clips.parquet", **clips)}), 1)
+        build_population(make_data(takes=6, tables={"clips": write_table(tmp_path / "clips.parquet", **clips)}), 1)
 
 
 @pytest.mark.parametrize(
@@ -207,21 +209,21 @@ def test_a_table_of_clips_that_cannot_be_used_is_named(
         ({}, {"label_errors": [True, False]}, "data.tables.clients: its column 'label_errors' needs a single owner"),
     ],
 )
-def test_a_column_for_clips_of_one_client_is_refused_where_clients_share_clips(
-    made: Make, tmp_path: Path, clips: dict[str, Any], clients: dict[str, Any], message: str
+def test_columns_that_need_a_single_owner_are_rejected_for_shared_clips(
+    make_data: Make, tmp_path: Path, clips: dict[str, Any], clients: dict[str, Any], message: str
 ) -> None:
     columns: dict[str, Any] = {"clip": CLIPS, "role": ROLES} | clips
     tables = {
-        "clips": write(tmp_path / "clips.parquet", **columns),
-        "clients": write(tmp_path / "clients.parquet", first=[0, 1], clips=[3, 3], **clients),
+        "clips": write_table(tmp_path / "clips.parquet", **columns),
+        "clients": write_table(tmp_path / "clients.parquet", first=[0, 1], clips=[3, 3], **clients),
     }
     with pytest.raises(DataError, match=message):
-        build_population(made(partition={"by": "table"}, tables=tables), 1)
+        build_population(make_data(partition={"by": "table"}, tables=tables), 1)
 
 
-def test_the_pool_unlabelled_of_a_table_comes_last(made: Make, tmp_path: Path) -> None:
-    file = write(tmp_path / "clips.parquet", clip=CLIPS, role=ROLES, pool=["unlabelled", "y", "x", "y"])
-    tables = build_population(made(tables={"clips": file}), 1)
+def test_the_pool_unlabelled_of_a_table_is_last(make_data: Make, tmp_path: Path) -> None:
+    file = write_table(tmp_path / "clips.parquet", clip=CLIPS, role=ROLES, pool=["unlabelled", "y", "x", "y"])
+    tables = build_population(make_data(tables={"clips": file}), 1)
     assert list(tables.pools) == ["y", "x", "unlabelled"]
 
 
@@ -246,12 +248,12 @@ def test_the_pool_unlabelled_of_a_table_comes_last(made: Make, tmp_path: Path) -
         ),
     ],
 )
-def test_pools_of_a_table_that_cannot_be_used_are_named(
-    made: Make, tmp_path: Path, settings: dict[str, Any], pool: str, message: str
+def test_unusable_pools_of_a_table_are_rejected(
+    make_data: Make, tmp_path: Path, settings: dict[str, Any], pool: str, message: str
 ) -> None:
-    file = write(tmp_path / "clips.parquet", clip=CLIPS, role=ROLES, pool=[pool] * 4)
+    file = write_table(tmp_path / "clips.parquet", clip=CLIPS, role=ROLES, pool=[pool] * 4)
     with pytest.raises(ConfigError, match=message):
-        build_population(made(tables={"clips": file}, **settings), 1)
+        build_population(make_data(tables={"clips": file}, **settings), 1)
 
 
 @pytest.mark.parametrize(
@@ -280,23 +282,23 @@ def test_pools_of_a_table_that_cannot_be_used_are_named(
         ({"client": IDS, "mic": [1001] * 6}, "is 1001 for client 'g0'. .* 0 .the first. to 1000"),
     ],
 )
-def test_a_table_of_clients_that_cannot_be_used_is_named(
-    made: Make, tmp_path: Path, clients: dict[str, Any], message: str
+def test_unusable_client_tables_are_rejected(
+    make_data: Make, tmp_path: Path, clients: dict[str, Any], message: str
 ) -> None:
-    file = write(tmp_path / "clients.parquet", **clients)
+    file = write_table(tmp_path / "clients.parquet", **clients)
     device = {"profile": {"mic": {"column": "mic"}}, "device": "mic"} if "mic" in clients else {}
     with pytest.raises(DataError, match=message):
-        build_population(made(tables={"clients": file}, **device), 1)
+        build_population(make_data(tables={"clients": file}, **device), 1)
 
 
-def test_a_column_that_is_there_twice_is_refused(made: Make, tmp_path: Path) -> None:
+def test_a_duplicate_column_is_rejected(make_data: Make, tmp_path: Path) -> None:
     table = pa.Table.from_arrays([pa.array(CLIPS), pa.array(ROLES), pa.array(ROLES)], names=["clip", "role", "role"])
     pq.write_table(table, tmp_path / "clips.parquet")
     with pytest.raises(DataError, match="has no single column 'role'. Several columns have this name"):
-        build_population(made(tables={"clips": tmp_path / "clips.parquet"}), 1)
+        build_population(make_data(tables={"clips": tmp_path / "clips.parquet"}), 1)
 
 
-def test_the_command_line_prints_the_tables_after_a_step(raydfl: Raydfl, tmp_path: Path) -> None:
+def test_data_info_prints_the_tables_after_a_step(raydfl: Raydfl, tmp_path: Path) -> None:
     job = tmp_path / "job.yaml"
     job.write_text(f"method: fedavg\ndata: {{name: '{Path(__file__).parent}/tiny_sets.py:Made', columns: [take]}}\n")
     text = raydfl("data", "info", job, "--step", "split", "data.leave_out=[w1]").out
@@ -308,9 +310,9 @@ def test_the_command_line_prints_the_tables_after_a_step(raydfl: Raydfl, tmp_pat
     raydfl("data", "info", job, "--step", "spilt").refuses("--step spilt: unknown step. Did you mean 'split'?")
 
 
-def test_tables_of_sites_are_named_at_the_sites(made: Make, tmp_path: Path) -> None:
+def test_tables_of_sites_are_configured_per_site(make_data: Make, tmp_path: Path) -> None:
     site = {"folder": tmp_path, "tables": {"clients": tmp_path / "clients.parquet"}}
-    assert made(sites={"here": site}).select_site("here").tables.clients == tmp_path / "clients.parquet"
+    assert make_data(sites={"here": site}).select_site("here").tables.clients == tmp_path / "clients.parquet"
     for sites, message in (
         (
             {"here": {"folder": tmp_path}},
@@ -322,4 +324,4 @@ def test_tables_of_sites_are_named_at_the_sites(made: Make, tmp_path: Path) -> N
         ),
     ):
         with pytest.raises(ConfigError, match=message):
-            made(sites=sites, **({} if "tables" in sites["here"] else {"tables": {"clips": "x.csv"}}))
+            make_data(sites=sites, **({} if "tables" in sites["here"] else {"tables": {"clips": "x.csv"}}))

@@ -1,4 +1,4 @@
-"""Several views of an example: recordings with pictures beside some of them, one network on each."""
+"""Several views of an example: recordings, some with an image, and a network for each view."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from raydfl import Method
 
 
 class TwoViews(Method):
-    """A network on sounds and one on pictures, trained together on the sum of their logits, where there is a picture."""
+    """Train an audio and an image network jointly on the sum of their logits. Missing images count as 0."""
 
     models = {"ear": "crnn_tiny", "eye": "cnn_small"}
 
@@ -44,44 +44,44 @@ class TwoViews(Method):
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Tones of two pitches; pictures of two grades of brightness beside three of four."""
+    """Write tones of two pitches. Three of four have an image of one of two brightness levels."""
     rng = np.random.default_rng(0)
     rows = ["path,label,group,split,frame"]
     for number in range(CLIPS):
         label = number % 2
         time = np.arange(2000) / RATE
         soundfile.write(tmp_path / f"{number}.wav", 0.3 * np.sin(2 * np.pi * 400 * (1 + label) * time), RATE)
-        picture = ""
+        image = ""
         if number % 4 != 3:
-            picture = f"{number}.png"
-            Image.fromarray((100 * label + rng.integers(0, 50, (8, 9))).astype(np.uint8)).save(tmp_path / picture)
-        rows.append(f"{number}.wav,{'ab'[label]},g{number % 6},{'test' if number < 12 else 'train'},{picture}")
+            image = f"{number}.png"
+            Image.fromarray((100 * label + rng.integers(0, 50, (8, 9))).astype(np.uint8)).save(tmp_path / image)
+        rows.append(f"{number}.wav,{'ab'[label]},g{number % 6},{'test' if number < 12 else 'train'},{image}")
     (tmp_path / "list.csv").write_text("\n".join(rows))
     (tmp_path / "two.py").write_text(METHOD)
     return tmp_path
 
 
-PICTURES = "{column: frame, features: {kind: image, size: [8, 9]}}"
+IMAGES = "{column: frame, features: {kind: image, size: [8, 9]}}"
 
 
-def federation(tiny: Tiny, folder: Path, *overrides: str, view: str = PICTURES) -> Config:
+def make_federation(tiny: Tiny, folder: Path, *overrides: str, view: str = IMAGES) -> Config:
     features = "features: {sample_rate: 8000, bands: 16, seconds: 0.25}"
     data = f"data={{name: manifest, file: {folder / 'list.csv'}, {features}, partition: {{by: group}}, views: {{picture: {view}}}}}"
     models = "models={ear: {name: crnn_tiny, hidden: 8, filters: [4]}, eye: {name: cnn_small, view: picture}}"
     return tiny(data, f"method.name={folder / 'two.py'}:TwoViews", models, *overrides)
 
 
-def test_a_batch_has_the_files_of_the_column(tiny: Tiny, folder: Path) -> None:
-    config = federation(tiny, folder)
+def test_a_batch_has_the_images_of_the_column(tiny: Tiny, folder: Path) -> None:
+    config = make_federation(tiny, folder)
     population = Population.load(create(config, Progress("quiet")) / "population").use(config.data)
     train = population.data(1).train
     batch = train.batch(np.arange(len(train)))
     assert batch.x.shape[1:] == (26, 16)
     assert batch.views["picture"].shape[1:] == (1, 8, 9)
     for row, clip in enumerate(train.clips):
-        here = clip % 4 != 3
-        assert bool(batch.present["picture"][row]) == here
-        expected = np.asarray(Image.open(folder / f"{clip}.png")) / 255 if here else np.zeros((8, 9))
+        has_image = clip % 4 != 3
+        assert bool(batch.present["picture"][row]) == has_image
+        expected = np.asarray(Image.open(folder / f"{clip}.png")) / 255 if has_image else np.zeros((8, 9))
         np.testing.assert_allclose(batch.views["picture"][row, 0].numpy(), expected, atol=1e-6)
     again = Batch.from_tensors(batch.tensors())
     assert set(again.tensors()) == set(batch.tensors()) == {"views/", "y", "views/picture", "present/picture"}
@@ -89,36 +89,39 @@ def test_a_batch_has_the_files_of_the_column(tiny: Tiny, folder: Path) -> None:
     torch.testing.assert_close(part.views["picture"], batch.views["picture"][[2, 0]])
 
 
-def test_looped_equals_stacked_and_both_networks_learn(tiny: Tiny, folder: Path) -> None:
-    on = "data.views.picture.transforms=[{name: random_crop, size: 8, pad: 1}, flip]"
-    ends = {}
-    for together in (1, 3):
-        here = [f"train.together={together}", f"run.name=w{together}"]
-        config = federation(tiny, folder, on, *here, "train.cohort=6", "train.rounds=2")
+def test_batched_and_unbatched_training_agree_and_both_networks_learn(tiny: Tiny, folder: Path) -> None:
+    transforms = "data.views.picture.transforms=[{name: random_crop, size: 8, pad: 1}, flip]"
+    models = {}
+    for group_size in (1, 3):
+        overrides = [f"train.together={group_size}", f"run.name=w{group_size}"]
+        config = make_federation(tiny, folder, transforms, *overrides, "train.cohort=6", "train.rounds=2")
         train_federation(config)
-        run_dir = Path(config.run.dir) / f"w{together}"
-        ends[together] = {name: load_model(run_dir, name).network.state_dict() for name in ("ear", "eye")}
+        run_dir = Path(config.run.dir) / f"w{group_size}"
+        models[group_size] = {name: load_model(run_dir, name).network.state_dict() for name in ("ear", "eye")}
         rows = record.read_rows(run_dir).to_pylist()
-        assert [row["value"] for row in rows if row["metric"] == "vectorised"] == ([] if together == 1 else [1.0] * 2)
+        assert [row["value"] for row in rows if row["metric"] == "vectorised"] == ([] if group_size == 1 else [1.0] * 2)
         assert {row["metric"] for row in rows} >= {"ear/accuracy", "eye/accuracy"}
-    for name, tensors in ends[1].items():
+    for name, tensors in models[1].items():
         for key, tensor in tensors.items():
-            torch.testing.assert_close(ends[3][name][key], tensor, rtol=1e-4, atol=1e-5)
-    other = train_federation(federation(tiny, folder, "run.name=other", "train.cohort=6", "train.rounds=2"))
-    config = federation(tiny, folder, on, "run.name=again", "train.cohort=6", "train.rounds=2")
+            torch.testing.assert_close(models[3][name][key], tensor, rtol=1e-4, atol=1e-5)
+    other = train_federation(make_federation(tiny, folder, "run.name=other", "train.cohort=6", "train.rounds=2"))
+    config = make_federation(tiny, folder, transforms, "run.name=again", "train.cohort=6", "train.rounds=2")
     server = start_server(config)
     server.round()
     server.close()
     again = train_federation(config)
     assert_same_bits(
-        again, train_federation(federation(tiny, folder, on, "run.name=third", "train.cohort=6", "train.rounds=2"))
+        again,
+        train_federation(
+            make_federation(tiny, folder, transforms, "run.name=third", "train.cohort=6", "train.rounds=2")
+        ),
     )
     assert any(again[name] != other[name] for name in again if "eye" in name)
 
 
-def test_the_digest_knows_views(tiny: Tiny, folder: Path) -> None:
+def test_views_change_the_digest(tiny: Tiny, folder: Path) -> None:
     digests = {
-        federation(tiny, folder, view=view).digest()
+        make_federation(tiny, folder, view=view).digest()
         for view in (
             "{column: frame, features: {kind: image, size: [8, 9]}}",
             "{column: frame, features: {kind: image, size: [8, 9], mean: 0.5}}",
@@ -129,15 +132,15 @@ def test_the_digest_knows_views(tiny: Tiny, folder: Path) -> None:
     assert tiny("data.views={}").digest() == tiny().digest()
 
 
-@pytest.mark.parametrize("by", ["PyTorch", pytest.param("ONNX Runtime", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("runtime", ["PyTorch", pytest.param("ONNX Runtime", marks=pytest.mark.slow)])
 def test_predict_and_export_read_the_view_of_the_model(
-    tiny: Tiny, folder: Path, by: str, monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny, folder: Path, runtime: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: the steps of the description, done by hand on files as they are, before the network or its graph."""
+    """Oracle: the described front end applied to the image files, followed by the network or its graph."""
     onnx = pytest.importorskip("onnx")
     onnxruntime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
-    if by == "PyTorch":  # an export takes seconds
+    if runtime == "PyTorch":  # skip the export, since it takes seconds
         from raydfl.runs.inference.network import Graph
 
         sizes = {"x": ["batch", 1, 8, 8], "logits": ["batch", 2], "probabilities": ["batch", 2]}
@@ -146,28 +149,32 @@ def test_predict_and_export_read_the_view_of_the_model(
         graph = Graph(proto.SerializeToString(), None, False, 0.0)
         monkeypatch.setattr("raydfl.runs.inference.network.to_onnx", lambda *_: graph)
     crop = "data.views.picture.transforms=[{name: random_crop, size: 8, pad: 1}, flip]"
-    view = PICTURES.replace("[8, 9]", "[8, 9], mean: 0.25, deviation: 0.5, resize: true")
-    config = federation(tiny, folder, crop, "train.rounds=1", view=view)
+    view = IMAGES.replace("[8, 9]", "[8, 9], mean: 0.25, deviation: 0.5, resize: true")
+    config = make_federation(tiny, folder, crop, "train.rounds=1", view=view)
     train_federation(config)
     run_dir = Path(config.run.dir) / "tiny"
     assert classify(run_dir, [folder / "0.wav"], model="ear")[0].label in ("a", "b")
-    found = classify(run_dir, [folder], model="eye")
-    assert [each.file.suffix for each in found] == [".png"] * (CLIPS * 3 // 4)
+    predictions = classify(run_dir, [folder], model="eye")
+    assert [prediction.file.suffix for prediction in predictions] == [".png"] * (CLIPS * 3 // 4)
     exported = export_model(run_dir, folder / "eye.onnx", model="eye")
-    said = exported.description
-    assert (said["view"], said["onnx"]["inputs"]["x"]["shape"]) == ("picture", ["batch", 1, 8, 8])
-    how = said["front_end"]
-    images = np.stack([np.asarray(Image.open(each.file)) for each in found])
-    x = (images / 255 - how["scale"]["mean"][0]) / how["scale"]["deviation"][0]
-    edge = how["pad"]["rows"]
+    description = exported.description
+    assert (description["view"], description["onnx"]["inputs"]["x"]["shape"]) == ("picture", ["batch", 1, 8, 8])
+    front_end = description["front_end"]
+    images = np.stack([np.asarray(Image.open(prediction.file)) for prediction in predictions])
+    x = (images / 255 - front_end["scale"]["mean"][0]) / front_end["scale"]["deviation"][0]
+    edge = front_end["pad"]["rows"]
     x = np.pad(x, ((0, 0), (edge, edge), (edge, edge)))
-    top, left = ((have - how["crop"][name]) // 2 for have, name in zip(x.shape[1:], ("rows", "columns"), strict=True))
-    x = x[:, None, top : top + how["crop"]["rows"], left : left + how["crop"]["columns"]].astype(np.float32)
-    if by == "PyTorch":
+    top, left = (
+        (size - front_end["crop"][name]) // 2 for size, name in zip(x.shape[1:], ("rows", "columns"), strict=True)
+    )
+    x = x[:, None, top : top + front_end["crop"]["rows"], left : left + front_end["crop"]["columns"]].astype(np.float32)
+    if runtime == "PyTorch":
         probabilities = load_model(run_dir, "eye").logits(torch.from_numpy(x), None).softmax(1).numpy()
     else:
         (probabilities,) = onnxruntime.InferenceSession(exported.path).run(["probabilities"], {"x": x})
-    np.testing.assert_allclose(probabilities, np.stack([each.probabilities for each in found]), atol=1e-4)
+    np.testing.assert_allclose(
+        probabilities, np.stack([prediction.probabilities for prediction in predictions]), atol=1e-4
+    )
     assert np.ptp(probabilities[:, 0]) > 1e-3  # the images matter
     Image.fromarray(np.zeros((32, 36, 3), np.uint8)).save(folder / "large.png")
     assert classify(run_dir, [folder / "large.png"], model="eye")[0].label in ("a", "b")
@@ -180,9 +187,9 @@ def test_predict_and_export_read_the_view_of_the_model(
         "data.transforms=[{name: random_crop, size: 10, test: segments, stride: 8}]",
     ],
 )
-def test_each_segment_of_a_clip_comes_with_its_whole_picture(tiny: Tiny, folder: Path, cut: str) -> None:
+def test_each_segment_has_the_whole_image_of_its_clip(tiny: Tiny, folder: Path, cut: str) -> None:
     seconds = "data.features.seconds=null"
-    config = federation(tiny, folder, seconds, cut, "train.rounds=1", "train.cohort=6")
+    config = make_federation(tiny, folder, seconds, cut, "train.rounds=1", "train.cohort=6")
     train_federation(config)
     population = Population.load(Path(config.run.dir) / "tiny" / "population").use(config.data)
     test, whole = population.test, np.arange(len(population.test))
@@ -193,14 +200,14 @@ def test_each_segment_of_a_clip_comes_with_its_whole_picture(tiny: Tiny, folder:
         expected = np.zeros((8, 9)) if clip % 4 == 3 else np.asarray(Image.open(folder / f"{clip}.png")) / 255
         np.testing.assert_allclose(batch.views["picture"][row, 0].numpy(), expected, atol=1e-6)
     ear = load_model(Path(config.run.dir) / "tiny", "ear").logits(batch.x, None).softmax(dim=1).numpy()
-    right = ear.reshape(12, 3, 2).mean(axis=1).argmax(axis=1) == np.arange(12) % 2  # a clip is measured once
+    right = ear.reshape(12, 3, 2).mean(axis=1).argmax(axis=1) == np.arange(12) % 2  # each clip counts once
     rows = record.read_rows(Path(config.run.dir) / "tiny").to_pylist()
     measured = [row for row in rows if row["metric"] == "ear/accuracy" and row["split"] == "test"]
     assert (measured[-1]["count"], measured[-1]["value"]) == (12, pytest.approx(right.mean()))
 
 
-def test_sites_with_views_compute_what_one_place_does(tiny: Tiny, folder: Path) -> None:
-    """One site has a picture of most clips, the other has none: the first one's clients have the batches of a run without sites."""
+def test_sites_with_views_match_a_run_without_sites(tiny: Tiny, folder: Path) -> None:
+    """Only the northern site has images. Its clients have the same batches as in a run without sites."""
     table = (folder / "list.csv").read_text().splitlines()
     for name, groups in (("north", "012"), ("south", "345")):
         rows = [row for row in table[1:] if row.split(",")[2][1] in groups]
@@ -209,40 +216,40 @@ def test_sites_with_views_compute_what_one_place_does(tiny: Tiny, folder: Path) 
         (folder / f"{name}.csv").write_text("\n".join([table[0], *rows]))
     (folder / "list.csv").write_text("\n".join([table[0], *(folder / "north.csv").read_text().splitlines()[1:]]))
     sites = [f"{name}: {{file: {folder}/{name}.csv, folder: {folder}/nodes/{name}}}" for name in ("north", "south")]
-    config = federation(tiny, folder, f"data.sites={{{', '.join(sites)}}}", "train.cohort=6", "train.rounds=1")
+    config = make_federation(tiny, folder, f"data.sites={{{', '.join(sites)}}}", "train.cohort=6", "train.rounds=1")
     train_federation(config)
     run_dir = Path(config.run.dir) / "tiny"
-    told = json.loads((run_dir / "sites.json").read_text())["parts"][""]["sites"]
-    assert [site["views"]["picture"] for site in told] == [
+    parts = json.loads((run_dir / "sites.json").read_text())["parts"][""]["sites"]
+    assert [site["views"]["picture"] for site in parts] == [
         {"examples": 15, "length": 8, "clients": [True] * 3},
         {"examples": 0, "length": None, "clients": [False] * 3},
     ]
-    alone = federation(tiny, folder, "run.name=alone", "train.cohort=3", "train.rounds=1")
-    train_federation(alone)
+    central = make_federation(tiny, folder, "run.name=alone", "train.cohort=3", "train.rounds=1")
+    train_federation(central)
     at_site = Population.load(folder / "nodes/north/runs" / (run_dir / "sites.key").read_text() / "north/population")
-    here = Population.load(Path(alone.run.dir) / "alone" / "population")
+    at_centre = Population.load(Path(central.run.dir) / "alone" / "population")
     for client in range(3):
-        mine, theirs = (p.use(alone.data).data(client).train for p in (at_site, here))
-        for name, tensor in mine.batch(np.arange(len(mine))).tensors().items():
-            torch.testing.assert_close(tensor, theirs.batch(np.arange(len(theirs))).tensors()[name], rtol=0, atol=0)
+        actual, expected = (p.use(central.data).data(client).train for p in (at_site, at_centre))
+        for name, tensor in actual.batch(np.arange(len(actual))).tensors().items():
+            torch.testing.assert_close(tensor, expected.batch(np.arange(len(expected))).tensors()[name], rtol=0, atol=0)
 
 
-def test_what_does_not_fit_is_refused(tiny: Tiny, folder: Path) -> None:
-    def refused(says: str, *overrides: str, error: type[Exception] = ConfigError, **more: Any) -> None:
-        with pytest.raises(error, match=says):
-            create(federation(tiny, folder, *overrides, **more), Progress("quiet"))
+def test_unsuitable_views_are_rejected(tiny: Tiny, folder: Path) -> None:
+    def assert_rejected(message: str, *overrides: str, error: type[Exception] = ConfigError, **options: Any) -> None:
+        with pytest.raises(error, match=message):
+            create(make_federation(tiny, folder, *overrides, **options), Progress("quiet"))
 
     image = "features: {kind: image, size: [8, 9]}"
-    refused("unknown view 'film'. Choose one of data.views", "models.eye.view=film")
-    refused("no model reads the view 'picture'", "models={eye: {name: crnn_tiny}}")
-    refused("cnn_small reads images, but the data are features", "models={eye: cnn_small}")
-    refused("no column 'fram'. Did you mean 'frame'", error=DataError, view=f"{{column: fram, {image}}}")
-    refused("unknown key 'colum'", view=f"{{colum: frame, {image}}}")
-    refused(
+    assert_rejected("unknown view 'film'. Choose one of data.views", "models.eye.view=film")
+    assert_rejected("no model reads the view 'picture'", "models={eye: {name: crnn_tiny}}")
+    assert_rejected("cnn_small reads images, but the data are features", "models={eye: cnn_small}")
+    assert_rejected("no column 'fram'. Did you mean 'frame'", error=DataError, view=f"{{column: fram, {image}}}")
+    assert_rejected("unknown key 'colum'", view=f"{{colum: frame, {image}}}")
+    assert_rejected(
         "8 rows and 9 columns, not 8 and 8", error=DataError, view="{column: frame, features: {kind: image, size: 8}}"
     )
     place = r"^data\.views\.picture"
-    for features, says in {
+    for features, message in {
         "{kind: imag}": r"\.features\.kind is 'imag'. Did you mean 'image'",
         "{kind: image, size: many}": r"\.features\.size.*: Input should be ",
         "{kind: image, size: 8, bands: 4}": r"\.features: 'bands' is a setting of the kind .*data\.views\.picture\.features='",
@@ -250,8 +257,10 @@ def test_what_does_not_fit_is_refused(tiny: Tiny, folder: Path) -> None:
         "{kind: file, path: x, bands: 4}": ": a view needs features of the kind logmel",
         f"{{kind: model, model: {folder}/none.py:Net, bands: 4}}": r"\.features\.model: .*there is no file",
     }.items():
-        refused(
-            place + says, "models.eye={name: crnn_tiny, view: picture}", view=f"{{column: frame, features: {features}}}"
+        assert_rejected(
+            place + message,
+            "models.eye={name: crnn_tiny, view: picture}",
+            view=f"{{column: frame, features: {features}}}",
         )
     (folder / "1.png").unlink()
-    refused(place + r": 1 of \d+ clips cannot be read", error=DataError)
+    assert_rejected(place + r": 1 of \d+ clips cannot be read", error=DataError)

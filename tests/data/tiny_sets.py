@@ -1,4 +1,4 @@
-"""Data sets for the tests, named in configurations as ``tiny_sets.py:Folder`` and ``tiny_sets.py:Made``."""
+"""Small data sets, which test configurations name as ``tiny_sets.py:Folder`` and ``tiny_sets.py:Made``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RATE = 8000
 
 @dataclass(frozen=True, kw_only=True)
 class Folder(Dataset):
-    """Files ``{label}_{group}_{take}.wav`` in a folder; takes 0 are the official test set."""
+    """Files ``{label}_{group}_{take}.wav`` in a folder. Take 0 is the official test set."""
 
     root: Path
 
@@ -38,14 +38,14 @@ class Folder(Dataset):
 
 @dataclass(frozen=True, kw_only=True)
 class Made(Dataset):
-    """Made-up clips without files: tones whose pitch is the label, with a group's own loudness and noise."""
+    """Synthetic tones without files: the label sets the pitch, the group sets the loudness and the noise."""
 
     groups: int = 6
     labels: int = 4
     takes: int = 5
     seconds: float = 0.2
     uneven: bool = False
-    """Clips get longer with the take."""
+    """Later takes are longer."""
 
     def manifest(self) -> pa.Table:
         rows = [
@@ -55,7 +55,7 @@ class Made(Dataset):
                 "label": f"w{label}",
                 "group": f"g{group}",
                 "split": "validation" if take == 1 else "test" if take == 0 else "train",
-                "seconds": self._seconds(take),
+                "seconds": self._compute_seconds(take),
                 "take": take,
                 "recording": f"r{group}-{label}",
             }
@@ -65,29 +65,29 @@ class Made(Dataset):
         ]
         return make_manifest(rows, "made-up tones")
 
-    def _seconds(self, take: int) -> float:
+    def _compute_seconds(self, take: int) -> float:
         return self.seconds * (1 + 0.5 * take) if self.uneven else self.seconds
 
     def read(self, row: Mapping[str, Any]) -> tuple[np.ndarray, int]:
         label, group = int(row["label"][1:]), int(row["group"][1:])
         rng = np.random.default_rng([label, group, row["take"]])
-        time = np.arange(round(RATE * self._seconds(row["take"]))) / RATE
+        time = np.arange(round(RATE * self._compute_seconds(row["take"]))) / RATE
         wave = (group + 1) * 0.05 * np.sin(2 * np.pi * 300 * (label + 1) * time) + 0.01 * rng.standard_normal(len(time))
         return wave.astype(np.float32)[:, None], RATE
 
     def identity(self, row: Mapping[str, Any]) -> str:
-        return f"tone {row['clip']} {self._seconds(row['take'])}"
+        return f"tone {row['clip']} {self._compute_seconds(row['take'])}"
 
 
-def list_made_up(clips: int, labels: int = 2, **columns: list[Any]) -> Assignment:
-    """Tables with clips ``c0``, ``c1`` ... of the classes ``0``, ``1`` ... in turn, and further columns."""
+def list_synthetic(clips: int, labels: int = 2, **columns: list[Any]) -> Assignment:
+    """List synthetic clips ``c0``, ``c1`` ... with the classes ``0``, ``1`` ... in turn, and further columns."""
     numbers = range(clips)
     names = {"clip": [f"c{i}" for i in numbers], "path": [None] * clips, "label": [str(i % labels) for i in numbers]}
     return make_assignment(make_manifest({**names, **columns}, "made up"), [str(label) for label in range(labels)])
 
 
 def write_folder(root: Path, labels: int = 3, groups: int = 2, takes: int = 3, seconds: float = 0.2) -> Path:
-    """Writes the files of a :class:`Folder`; clips differ in length by group and take."""
+    """Write the files of a :class:`Folder`, with clip lengths that depend on group and take."""
     root.mkdir(parents=True)
     for label in range(labels):
         for group in range(groups):

@@ -1,6 +1,6 @@
-"""Option tables in docs/*.md. Their defaults and meanings come from the code.
+"""Generate the tables of options in docs/*.md. Their defaults and meanings come from the code.
 
-``python tests/docs/option_tables.py`` writes these cells into the pages. The pages choose the rows and their order.
+``python tests/docs/option_tables.py`` writes these cells into the pages. The pages determine the rows and their order.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from raydfl.data.features.kaldi import KaldiFeatures
 from raydfl.data.features.model import ModelFeatures
 from raydfl.data.features.pretrained import PretrainedFeatures
 from raydfl.engine.groups import GroupRule
+from raydfl.experiments.settings import MetricSettings, PaperSettings, StudySettings
 from raydfl.rules import RULES
 
 _CELLS = re.compile(r"(?<!\\)\|")
 _OPTION = re.compile(r"\[?`([^`]+)`")
-"""The option in the first cell, possibly a link."""
+"""An option in the first cell, possibly a link."""
 
 
 def list_settings_groups(model: type[Settings], place: str = "") -> dict[str, type[Settings]]:
-    """Map the place of every settings group to its class. A class with several places has the first one."""
+    """Map the place of every group of settings to its class. A class with several places has the first one."""
     groups: dict[str, type[Settings]] = {place: model} if place else {}
     for name, field in model.model_fields.items():
         for kind in (field.annotation, *getattr(field.annotation, "__args__", ())):
@@ -42,7 +43,7 @@ def list_settings_groups(model: type[Settings], place: str = "") -> dict[str, ty
 
 
 def find_classes(page: str) -> dict[str, tuple[type, set[str]]]:
-    """Map the headings with option tables to the class of the options and to the omitted options."""
+    """Map the headings of a page's option tables to the class of the options and to the options omitted by the table."""
     rooms: Mapping[str, dict[str, type]] = {
         "attacks.md": _find_all("raydfl.attacks", Attack, "attack"),
         "methods.md": _find_all("raydfl.methods", Method, "method")
@@ -64,36 +65,37 @@ def find_classes(page: str) -> dict[str, tuple[type, set[str]]]:
         classes |= {heading: (cls, set()) for heading, cls in FEATURES.items()}
     elif page == "views.md":
         classes = {"Images": (ImageFeatures, set())}
+    elif page == "sweeps.md":
+        studies = {"The file": StudySettings, "metric": MetricSettings, "paper": PaperSettings}
+        classes = {heading: (cls, set()) for heading, cls in studies.items()}
     elif page == "pretrained.md":
         classes = {"data.features of the kind pretrained": (PretrainedFeatures, set())}
     if page in ("configuration.md", "data.md", "views.md"):
         places = list_settings_groups(Config)
         for place, cls in places.items():
-            inner = {
-                inner_place.rpartition(".")[2] for inner_place in places if inner_place.rpartition(".")[0] == place
-            }
+            inner = {name.rpartition(".")[2] for name in places if name.rpartition(".")[0] == place}
             if PAGE_OF_SETTINGS.get(place, PAGE_OF_SETTINGS.get(place.partition(".")[0])) == page:
                 classes[place] = (cls, inner)
     return {heading: (cls, omitted) for heading, (cls, omitted) in classes.items() if _list_options(cls, omitted)}
 
 
 def read_tables(text: str) -> dict[str, list[str]]:
-    """Map each heading to the options in its tables, in the order of the page."""
+    """Map each heading to the options in its tables, in order."""
     tables: dict[str, list[str]] = {}
-    for heading, cells in _walk(text):
+    for heading, cells in _iterate_cells(text):
         if cells:
-            tables.setdefault(heading, []).append(_read_name(cells))
+            tables.setdefault(heading, []).append(_find_option(cells))
     return tables
 
 
 def fill_tables(page: Path) -> str:
-    """Return the text of a page with defaults and meanings from the code."""
+    """Return the text of a page with the defaults and meanings of the code in its tables."""
     classes, lines = find_classes(page.name), []
     text = page.read_text(encoding="utf-8")
-    for line, (heading, cells) in zip(text.splitlines(), _walk(text), strict=True):
+    for line, (heading, cells) in zip(text.splitlines(), _iterate_cells(text), strict=True):
         cls = classes.get(heading, (None, set()))[0]
         options = {} if cls is None or not cells else {option.name: option for option in options_of(cls)}
-        if cls is not None and cells and (option := options.get(_read_name(cells))) is not None:
+        if cls is not None and cells and (option := options.get(_find_option(cells))) is not None:
             line = f"| {cells[0]} | {_format_default(cls, option, cells[1])} | {_escape(option.meaning)} |"
         lines.append(line)
     return "\n".join(lines) + "\n"
@@ -117,8 +119,8 @@ def _list_options(cls: type, omitted: set[str]) -> set[str]:
     return {option.name for option in options_of(cls)} - omitted
 
 
-def _walk(text: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield the heading of each line, and its cells if it is a row of an option table."""
+def _iterate_cells(text: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield for each line its heading and, for a row of a table of options, the row's cells."""
     heading, in_block, in_table = "", False, False
     for line in text.splitlines():
         in_block ^= line.startswith("```")
@@ -130,7 +132,7 @@ def _walk(text: str) -> Iterator[tuple[str, list[str]]]:
         yield heading, cells if is_row else []
 
 
-def _read_name(cells: list[str]) -> str:
+def _find_option(cells: list[str]) -> str:
     match = _OPTION.match(cells[0])
     assert match is not None
     return match[1]
@@ -142,9 +144,10 @@ def _format_default(cls: type, option: Option, cell: str) -> str:
         return "required"
     default = option.default
     if issubclass(cls, Settings):  # a JSON schema lacks the results of factories
-        default = plain(cls.model_fields[option.name].get_default(call_default_factory=True))
-    written = cell.strip("`").replace(r"\|", "|")
-    if written != "required" and parse_yaml(written, option.name) == default:
+        value = cls.model_fields[option.name].get_default(call_default_factory=True)
+        default = value.model_dump(mode="json", exclude_none=True) if isinstance(value, Settings) else plain(value)
+    text = cell.strip("`").replace(r"\|", "|")
+    if text != "required" and parse_yaml(text, option.name) == default:
         return cell
     return f"`{_escape(to_yaml(default, flow=True).strip())}`"
 

@@ -1,4 +1,4 @@
-"""Parser for README.md and docs/*.md: code blocks, headings and links."""
+"""Parse README.md and docs/*.md into code blocks, headings and links."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 RECORDINGS = Path(os.environ.get("RAYDFL_DATA") or ROOT.parent / "shared" / "data")
-"""Folder of real recordings, possibly absent."""
+"""The folder of real recordings, which may be missing."""
 
-_MARK = re.compile(r"<!-- test: (?P<what>slow|skip|exit)(?:[: ]+(?P<more>.*?))? -->")
+_MARK = re.compile(r"<!-- test: (?P<kind>slow|skip|exit)(?:[: ]+(?P<argument>.*?))? -->")
 _FILE = re.compile(r"# (?P<path>[\w/-]+\.(?:py|yaml))\n")
 _RECORDINGS = "PATH/TO/"
-"""Folder of the data sets in the pages' examples."""
+"""The folder of the data sets in the pages' examples."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block. The line before it may be a mark: ``<!-- test: slow -->``, ``skip: why`` or ``exit 2``."""
+    """A fenced block, optionally preceded by the line ``<!-- test: slow -->``, ``skip: REASON`` or ``exit 2``."""
 
     page: Path
     line: int
     language: str
     text: str
     mark: str = ""
-    more: str = ""
+    argument: str = ""
     saved: tuple[str, ...] = ()
-    """Files of earlier blocks on the page that need recordings."""
+    """Files of earlier blocks of the page that need recordings."""
 
     @property
     def name(self) -> str:
@@ -37,7 +37,7 @@ class Block:
 
     @property
     def file(self) -> str | None:
-        """Name of the file to save the block as, from a first line such as ``# my_method.py``. Such blocks are not run."""
+        """File name in the first line, such as ``# my_method.py``. The block is saved to this file instead of run."""
         match = _FILE.match(self.text) if self.language in ("python", "yaml") else None
         return match["path"] if match else None
 
@@ -47,11 +47,11 @@ class Block:
 
     @property
     def exit_code(self) -> int:
-        return int(self.more) if self.mark == "exit" else 0
+        return int(self.argument) if self.mark == "exit" else 0
 
 
-def read_blocks(page: Path) -> list[Block]:
-    """Read the fenced blocks of a page, in order."""
+def parse_blocks(page: Path) -> list[Block]:
+    """List the fenced blocks of a page, in order."""
     blocks: list[Block] = []
     saved: list[str] = []
     lines = page.read_text(encoding="utf-8").splitlines()
@@ -69,8 +69,8 @@ def read_blocks(page: Path) -> list[Block]:
                 opened + 1,
                 lines[opened][3:].strip(),
                 "\n".join(lines[opened + 1 : number]) + "\n",
-                mark["what"] if mark else "",
-                (mark["more"] or "") if mark else "",
+                mark["kind"] if mark else "",
+                (mark["argument"] or "") if mark else "",
                 tuple(saved),
             )
         )
@@ -81,21 +81,21 @@ def read_blocks(page: Path) -> list[Block]:
     return blocks
 
 
-def strip_blocks(page: Path) -> str:
-    """Return a page's text without its fenced blocks."""
+def remove_blocks(page: Path) -> str:
+    """Return the text of a page without its fenced blocks."""
     return re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
 
 
-def read_headings(page: Path) -> list[str]:
-    """Read the headings of a page, without backticks."""
-    return [match[1].strip().replace("`", "") for match in re.finditer(r"^#+ (.*)$", strip_blocks(page), re.MULTILINE)]
+def list_headings(page: Path) -> list[str]:
+    """List the headings of a page, without code marks."""
+    return [match[1].strip().replace("`", "") for match in re.finditer(r"^#+ (.*)$", remove_blocks(page), re.MULTILINE)]
 
 
 def make_anchor(heading: str) -> str:
-    """Return the fragment of a link to this heading on code hosts."""
+    """Return the URL fragment of a heading on code hosts."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
-def read_links(page: Path) -> list[str]:
-    """Read the targets of a page's links."""
-    return re.findall(r"\]\(([^)\s]+)\)", strip_blocks(page))
+def list_links(page: Path) -> list[str]:
+    """List the link targets of a page."""
+    return re.findall(r"\]\(([^)\s]+)\)", remove_blocks(page))

@@ -1,10 +1,10 @@
-"""Every block of README.md and docs/*.md runs as printed, in the order of the page, in a folder filled by ``raydfl init``.
+"""Run each block of README.md and docs/*.md as printed, in the order of its page, in a folder created by ``raydfl init``.
 
-The tests use the raydfl that Python imports: the repository's, or an installed wheel's (``make test-wheel``).
+The blocks use the importable raydfl: the repository's, or an installed wheel's (``make test-wheel``).
 
-For speed, ``raydfl`` commands and Python run in this process. Slow blocks, and blocks that need a shell, run in a shell. In the
-fast suite a run has one round, unless its command sets the number, and one or two steps for each client. YAML is merged into
-``jobs/tiny.yaml`` and must result in a valid configuration.
+For speed, ``raydfl`` commands and Python run in this process. Slow blocks and shell syntax run in a new process. In the
+fast suite, a run has a single round unless its command sets the number, with at most two steps for each client. YAML
+is merged into ``jobs/tiny.yaml``, and the result must be a valid configuration.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import pytest
 import torch
 from commands import Raydfl
 from option_tables import fill_tables, find_classes, read_tables
-from pages import PAGES, RECORDINGS, ROOT, Block, make_anchor, read_blocks, read_headings, read_links, strip_blocks
+from pages import PAGES, RECORDINGS, ROOT, Block, list_headings, list_links, make_anchor, parse_blocks, remove_blocks
 
 import raydfl as package
 from raydfl import Method, Objective, Step, load_config, make_config
@@ -38,21 +38,21 @@ from raydfl.data.dataset import dataset_names
 from raydfl.models import architectures, build_model, find_architecture, model_options
 from raydfl.rules import RULES
 
-BLOCKS = [block for page in PAGES for block in read_blocks(page)]
+BLOCKS = [block for page in PAGES for block in parse_blocks(page)]
 RUNNABLE = [block for block in BLOCKS if block.language in ("bash", "python", "yaml")]
 
 
 _SHELL = {">", "<", "|", "&&", "||", "&", ";"}
 
 
-def _make_parameters() -> list[Any]:
+def _list_cases() -> list[Any]:
     return [
         pytest.param(block, id=block.name, marks=[pytest.mark.slow] if block.mark == "slow" else [])
         for block in RUNNABLE
     ]
 
 
-def test_every_page_exists_and_has_blocks() -> None:
+def test_all_pages_exist_and_have_blocks() -> None:
     assert {page.name for page in PAGES} == {
         "README.md",
         "attacks.md",
@@ -93,12 +93,12 @@ def test_every_page_exists_and_has_blocks() -> None:
         "views.md",
     }
     assert all(any(block.page == page for block in RUNNABLE) for page in PAGES)
-    assert len(PAGES[0].read_text().splitlines()) <= 250, "README.md is too long. Move details to a page in docs/."
+    assert len(PAGES[0].read_text().splitlines()) <= 250, "the README is an overview; move details to the linked pages"
     site = re.findall(r"[\w-]+\.md", (ROOT / "mkdocs.yml").read_text())
-    assert sorted(site) == sorted(page.name for page in PAGES[1:]), "mkdocs.yml must list each page once"
+    assert sorted(site) == sorted(page.name for page in PAGES[1:]), "the site shows each page once"
     languages = {block.language for block in BLOCKS}
     assert languages <= {"bash", "python", "yaml", "text"}, languages
-    assert all(block.more for block in BLOCKS if block.mark == "skip"), "A skipped block needs a reason"
+    assert all(block.argument for block in BLOCKS if block.mark == "skip"), "give the reason for skipping a block"
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def run_block(
     monkeypatch: pytest.MonkeyPatch,
     fast: bool,
 ) -> Callable[[Block], None]:
-    """Return a function that runs a block in the folder of its page."""
+    """Return a runner of blocks in the folder of their page."""
     monkeypatch.setenv("RAYDFL_CACHE", str(documentation_cache))
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     raydfl = Raydfl(capsys)
@@ -118,7 +118,7 @@ def run_block(
     def run(block: Block) -> None:
         folder = sandbox(block.page)
         monkeypatch.chdir(folder)
-        if block.page.name == "report.md" and not fast:  # tests/runs/test_report.py draws every figure
+        if block.page.name == "report.md" and not fast:  # tests/runs/test_report.py covers all figures
             monkeypatch.setattr("raydfl.runs.report.page.draw", drawing)
         if block.file is not None:
             (folder / block.file).parent.mkdir(parents=True, exist_ok=True)
@@ -126,7 +126,8 @@ def run_block(
         elif block.language == "yaml":
             make_config(_merge_into_tiny(parse_yaml(block.text, block.name)), block.name)
         elif block.language == "python":
-            if "import ray.data" in block.text:  # do not join another test's Ray, because it may end meanwhile
+            if "import ray.data" in block.text:
+                # Otherwise, the block joins a cluster of a different test, which may stop.
                 monkeypatch.setenv("RAY_ADDRESS", "local")
             _run_python(block, folder)
         else:
@@ -152,7 +153,7 @@ def run_block(
 
 
 def _split_commands(text: str) -> list[list[str]]:
-    """Split a shell script into the words of each command. Quotes may span several lines."""
+    """Split a text into commands and their words. Quotes may span several lines."""
     commands, pending = [], ""
     for line in text.replace("\\\n", " ").splitlines(keepends=True):
         pending += line
@@ -173,13 +174,13 @@ def _needs_no_shell(command: Sequence[str]) -> bool:
 
 
 def _shorten(command: list[str]) -> list[str]:
-    """Limit a run to one round, unless the command sets the number of rounds."""
-    starts_run = command[1] == "run" and not any(word.startswith(("train=", "train.rounds=")) for word in command)
-    return [*command, "train.rounds=1"] if starts_run else command
+    """Limit a run to a single round, unless the command sets the number of rounds."""
+    is_unlimited = command[1] == "run" and not any(word.startswith(("train=", "train.rounds=")) for word in command)
+    return [*command, "train.rounds=1"] if is_unlimited else command
 
 
 _NOTEBOOK: dict[str, Any] = {"__name__": "__main__"}
-"""Namespace of the cells of tour.md, a single notebook. On other pages each block is a separate program."""
+"""Namespace shared by the cells of the notebook tour.md. Blocks of all further pages are independent programs."""
 
 
 def _run_python(block: Block, folder: Path) -> None:
@@ -191,40 +192,40 @@ def _run_python(block: Block, folder: Path) -> None:
 
 
 def _run(command: list[str], block: Block, folder: Path) -> None:
-    result = subprocess.run(command, check=False, cwd=folder, capture_output=True, text=True, timeout=280)
-    assert result.returncode == block.exit_code, f"{block.name}\n{result.stdout}\n{result.stderr}"
+    process = subprocess.run(command, check=False, cwd=folder, capture_output=True, text=True, timeout=280)
+    assert process.returncode == block.exit_code, f"{block.name}\n{process.stdout}\n{process.stderr}"
 
 
 def _merge_into_tiny(fragment: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace groups of the tiny configuration by the fragment's groups. Data without a name is merged instead."""
+    """Replace groups of the tiny configuration by the fragment's. Data without a name is merged into its data."""
     values = parse_yaml((ROOT / "jobs" / "tiny.yaml").read_text(), "tiny")
     for key, value in fragment.items():
-        merges = key == "data" and isinstance(value, Mapping) and "name" not in value
-        values[key] = {**values[key], **value} if merges else value
+        is_merged = key == "data" and isinstance(value, Mapping) and "name" not in value
+        values[key] = {**values[key], **value} if is_merged else value
     return values
 
 
-_finished: set[Block] = set()
+_executed: set[Block] = set()
 
 
-@pytest.mark.parametrize("block", _make_parameters())
+@pytest.mark.parametrize("block", _list_cases())
 def test_block(block: Block, run_block: Callable[[Block], None]) -> None:
     if block.mark == "skip":
-        pytest.skip(block.more)
+        pytest.skip(block.argument)
     if block.needs_recordings and not RECORDINGS.is_dir():
         pytest.skip(f"there are no recordings in {RECORDINGS}")
     if importlib.util.find_spec("espeakng_loader") is None and block.language != "yaml":
         pytest.skip("the package espeakng-loader is not installed")
     if importlib.util.find_spec("transformers") is None and block.page.name == "pretrained.md":
         pytest.skip("the package transformers is not installed")
-    # Run the earlier blocks of the page first, in case this test runs alone.
-    before = [previous for previous in RUNNABLE if previous.page == block.page and previous.line < block.line]
-    for earlier in before:
+    # Run earlier blocks of the page first if this test runs alone.
+    earlier_blocks = [entry for entry in RUNNABLE if entry.page == block.page and entry.line < block.line]
+    for earlier in earlier_blocks:
         is_skipped = earlier.mark in ("slow", "skip") or (earlier.needs_recordings and earlier.file is None)
-        if earlier not in _finished and not is_skipped:
-            _finished.add(earlier)
+        if earlier not in _executed and not is_skipped:
+            _executed.add(earlier)
             run_block(earlier)
-    _finished.add(block)
+    _executed.add(block)
     run_block(block)
 
 
@@ -248,15 +249,15 @@ def test_tables_of_options_have_the_defaults_and_meanings_of_the_code(page: Path
     assert page.read_text() == fill_tables(page), "run tests/docs/option_tables.py"
 
 
-def test_every_method_rule_and_objective_has_a_section() -> None:
+def test_each_method_rule_and_objective_has_a_section() -> None:
     for page, names in {
         "methods.md": [*registry.names("raydfl.methods"), *registry.names("raydfl.engine.groups"), *RULES],
         "objectives.md": registry.names("raydfl.objectives"),
     }.items():
-        assert set(names) <= set(read_headings(_find_page(page))), page
+        assert set(names) <= set(list_headings(_find_page(page))), page
 
 
-def test_every_override_point_of_an_objective_is_described() -> None:
+def test_each_override_point_of_an_objective_is_described() -> None:
     text = _find_page("objectives.md").read_text()
     points = [name for name in vars(Objective) if not name.startswith("_") and callable(getattr(Objective, name))]
     assert len(points) >= 11
@@ -264,21 +265,22 @@ def test_every_override_point_of_an_objective_is_described() -> None:
         assert f"| `{name}(" in text, name
 
 
-def test_the_table_of_methods_lists_the_accepted_objectives() -> None:
-    """tests/objectives runs each pair."""
-    documented: dict[str, str] = {}
-    text = _find_page("objectives.md").read_text()
-    for line in text.partition("| method | takes |")[2].partition("\n\n")[0].splitlines():
+def test_the_table_of_methods_lists_their_objectives() -> None:
+    """tests/objectives runs all supported pairs and rejects the rest."""
+    table: dict[str, str] = {}
+    for line in (
+        _find_page("objectives.md").read_text().partition("| method | takes |")[2].partition("\n\n")[0].splitlines()
+    ):
         names, _, takes = line.strip("|").partition("|")
-        documented |= {name: takes.strip().strip("`") for name in re.findall(r"`(\w+)`", names)}
+        table |= {name: takes.strip().strip("`") for name in re.findall(r"`(\w+)`", names)}
     accepted = {
         n: registry.find("raydfl.methods", n, Method, "method")().needs.objectives
         for n in registry.names("raydfl.methods")
     }
-    assert documented == {name: ", ".join(names) or "any" for name, names in accepted.items()}
+    assert table == {name: ", ".join(names) or "any" for name, names in accepted.items()}
 
 
-def test_every_architecture_is_described_with_its_options() -> None:
+def test_each_architecture_is_described_with_its_options() -> None:
     text = _find_page("methods.md").read_text()
     for name in architectures():
         assert f"`{name}`" in text, name
@@ -286,24 +288,24 @@ def test_every_architecture_is_described_with_its_options() -> None:
             assert f"`{option}`" in text, (name, option)
 
 
-def test_networks_have_the_documented_numbers_of_parameters() -> None:
-    documented = {}
+def test_the_parameter_counts_of_the_page_are_correct() -> None:
+    table = {}
     networks = _find_page("methods.md").read_text().partition("\n## Networks\n")[2]
     for line in networks.splitlines():
         cells = [cell.strip() for cell in line.split("|")[1:-1]]
         if len(cells) == 4 and cells[3].replace(",", "").isdigit():
-            documented |= dict.fromkeys(re.findall(r"`(\w+)`", cells[0]), int(cells[3].replace(",", "")))
+            table |= dict.fromkeys(re.findall(r"`(\w+)`", cells[0]), int(cells[3].replace(",", "")))
     inputs = {
         name: (1, 28, 28) if getattr(find_architecture(name, "")[0], "images", False) else 64
         for name in architectures()
-        if name != "pretrained"  # its size depends on a folder
+        if name != "pretrained"  # its parameters depend on a folder
     }
     with torch.device("meta"):
-        built = {name: build_model(ModelSpec("model", name, inputs[name], 10)) for name in inputs}
-    assert documented == {name: sum(p.numel() for p in model.parameters()) for name, model in built.items()}
+        models = {name: build_model(ModelSpec("model", name, inputs[name], 10)) for name in inputs}
+    assert table == {name: sum(p.numel() for p in model.parameters()) for name, model in models.items()}
 
 
-def test_every_override_point_and_every_member_of_a_step_is_described() -> None:
+def test_each_override_point_and_each_member_of_a_step_is_described() -> None:
     text = _find_page("own-method.md").read_text()
     points = [name for name in vars(Method) if not name.startswith("_") and inspect.isfunction(getattr(Method, name))]
     assert len(points) <= 13
@@ -316,8 +318,8 @@ def test_every_override_point_and_every_member_of_a_step_is_described() -> None:
         assert f"`step.{name}" in text, name
 
 
-def test_every_query_of_the_dashboard_uses_a_documented_metric() -> None:
-    """tests/cluster checks that a node exports these metrics."""
+def test_the_dashboard_queries_exactly_the_metrics_of_the_page() -> None:
+    """tests/cluster checks the export of these metrics."""
     documented = set(re.findall(r"`ray_raydfl_(\w+)`", _find_page("observability.md").read_text()))
     board = json.loads((ROOT / "docs" / "grafana.json").read_text())
     queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
@@ -326,31 +328,31 @@ def test_every_query_of_the_dashboard_uses_a_documented_metric() -> None:
     assert {re.sub("_(sum|count|bucket)$", "", name) for names in queried for name in names} == documented
 
 
-def test_readme_names_every_method_and_data_set() -> None:
+def test_the_readme_names_each_method_and_data_set() -> None:
     text = _find_page("README.md").read_text()
     for name in [*registry.names("raydfl.methods"), *dataset_names()]:
         assert f"`{name}`" in text, name
 
 
-# -- links and names -------------------------------------------------------------------------------------------------------------
+# -- words -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
 def test_links_have_existing_targets(page: Path) -> None:
-    for target in read_links(page):
+    for target in list_links(page):
         if target.startswith(("http://", "https://")):
             continue
         path, _, fragment = target.partition("#")
         linked_page = (page.parent / path).resolve() if path else page
         assert linked_page.exists(), f"{page.name}: {target}"
         if fragment:
-            assert fragment in [make_anchor(heading) for heading in read_headings(linked_page)], (
+            assert fragment in [make_anchor(heading) for heading in list_headings(linked_page)], (
                 f"{page.name}: {target}"
             )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_pages_contain_no_machine_paths(page: Path) -> None:
+def test_pages_have_no_machine_specific_paths(page: Path) -> None:
     match = re.search(r"(?<![\w.])/(?:work|home|root|tmp)/", page.read_text())
     assert match is None, page.read_text()[match.start() : match.start() + 60] if match else ""
 
@@ -360,18 +362,18 @@ _DOTTED = re.compile(r"\braydfl\.(\w+)\b(?!/)")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_pages_use_only_public_names(page: Path) -> None:
-    """Users import from ``raydfl`` and ``raydfl.ops`` only, because internal modules may move."""
-    for block in (block for block in read_blocks(page) if block.language == "python"):
-        modules = {from_module or imported_module for from_module, imported_module in _IMPORT.findall(block.text)}
+def test_pages_import_only_public_modules(page: Path) -> None:
+    """Users import from ``raydfl`` and ``raydfl.ops`` only. All further modules are private and may move."""
+    for block in (block for block in parse_blocks(page) if block.language == "python"):
+        modules = {a or b for a, b in _IMPORT.findall(block.text)}
         assert modules <= {"raydfl", "raydfl.ops"}, block.name
-    for code in re.findall(r"`([^`]+)`", strip_blocks(page)):
-        members = {name for name in _DOTTED.findall(code) if name not in ("yaml", "html")}
-        assert members <= set(package.__all__), f"{page.name}: {code}"
+    for code in re.findall(r"`([^`]+)`", remove_blocks(page)):
+        names = {name for name in _DOTTED.findall(code) if name not in ("yaml", "html")}
+        assert names <= set(package.__all__), f"{page.name}: {code}"
 
 
 def test_jobs_are_valid() -> None:
-    """tests/experiments checks the sweeps, and tests/cluster the clusters."""
+    """Load all jobs except sweeps (see tests/experiments/sweep) and clusters (see tests/cluster)."""
     files = [
         file
         for file in sorted((ROOT / "jobs").rglob("*.yaml"))

@@ -1,4 +1,4 @@
-"""Documentation site: ``make docs`` accepts the pages and rejects a broken link."""
+"""The documentation site: ``make docs`` accepts the pages and rejects a broken link."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def test_the_site_builds_and_rejects_a_broken_anchor(tmp_path: Path) -> None:
             [sys.executable, "-m", *command[0].split()], cwd=tmp_path, capture_output=True, text=True, check=False
         )
 
-    built = build()
-    assert built.returncode == 0, built.stderr
+    result = build()
+    assert result.returncode == 0, result.stderr
     with (tmp_path / "docs" / "install.md").open("a", encoding="utf-8") as page:
         page.write("\n[broken](observability.md#nowhere)\n")
     broken = build()

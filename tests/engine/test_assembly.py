@@ -141,7 +141,7 @@ def test_a_copied_configuration_reuses_unchanged_components(tiny: Tiny, build_co
 
 
 def test_a_method_caches_its_rule(build_counts: Counter[str]) -> None:
-    """The cached rule is no option: equality, hash and repr ignore it."""
+    """Equality, hash and repr ignore the cached rule."""
     default, configured = FedAvg(), FedAvg(rule="uniform_mean")
     assert isinstance(default.built_rule, WeightedMean)
     assert isinstance(configured.built_rule, UniformMean)

@@ -24,7 +24,7 @@ WITHOUT_EFFECT = r"evaluate\..*|ray\.(?!threads).*|run\.(?!seed).*|track\..*|tra
 WITHOUT_EFFECT += r"|data\.(cache|sites\.(folder|parts))"
 """Settings without effect on results: resources, the number of rounds, evaluation and tracking."""
 NAMED = r"(method|models|objective|attack|data\.(name|parts|sites|views|profile|pools))"
-"""Plug-ins with options, and groups that are empty here. Other tests change them."""
+"""Plug-ins with options, and groups that are empty here. Their own tests change them."""
 
 PLUGINS = r"data\.(views\.)?(features\.kind|transforms)|train\.groups"
 """Names that must be registered. The settings of features bring their kind into the digest; test_groups.py covers groups."""

@@ -250,7 +250,7 @@ def test_server_evaluation_agrees_with_a_direct_computation(tiny: Tiny) -> None:
     "method", [name for name in registry.names("raydfl.methods") if not name.startswith("profila")]
 )
 def test_every_method_beats_chance_on_easy_data(tiny: Tiny, method: str) -> None:
-    """Every method learns to tell three pitches apart in six rounds."""
+    """Every method learns to classify three pitches in six rounds."""
     settings = [
         "train.rounds=6",
         "train.cohort=1.0",

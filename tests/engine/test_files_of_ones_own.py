@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from commands import Raydfl, written
+from commands import Raydfl, write_config
 
 from raydfl.core.errors import ConfigError
 from raydfl.core.registry import load_object
@@ -125,7 +125,7 @@ def test_a_run_with_a_changed_file_is_not_resumed(raydfl: Raydfl, configure_file
     (tmp_path / "here" / "scale").write_text("2.50")
     message = r"models.model.scale of .*: the content of the file .*here/scale has changed since the run began"
     raydfl("resume", folder, "train.rounds=3").refuses(message)
-    raydfl("run", written(config, tmp_path), "train.rounds=3").refuses(message)
+    raydfl("run", write_config(config, tmp_path), "train.rounds=3").refuses(message)
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     (tmp_path / "here" / "scale").write_text("1.0")
     assert raydfl("resume", folder, "train.rounds=3").code == 0
@@ -150,7 +150,7 @@ def test_a_run_of_an_earlier_version_is_resumed(
 
 
 def test_a_file_imports_its_neighbours_without_shadowing_libraries(tmp_path: Path) -> None:
-    """Library modules take precedence over neighbours of the same name. A plain folder is no module."""
+    """Library modules take precedence over neighbours of the same name. A plain folder cannot be imported."""
     (tmp_path / "own.py").write_text(
         "import json\nfrom helpers_of_mine import three\nimport packed_of_mine.inner as inner\n\n\nclass Own:\n"
         "    value = three + inner.four\n    loads = json.loads\n\n    def later(self):\n        import later_of_mine\n\n"

@@ -308,7 +308,7 @@ def test_equal_states_make_equal_files(tmp_path: Path) -> None:
 
 
 class Writer:
-    """A small stand-in for a federation: it trains clients in rounds and commits."""
+    """A minimal federation: it trains clients in rounds and commits."""
 
     def __init__(self, folder: Path, keep: int) -> None:
         self.folder = folder

@@ -29,7 +29,7 @@ def make_reply(client: str = "a", waited: float = 0.0, seconds: float = 0.0, **m
 
 
 def make_timer(*values: tuple[int, float, float, float, float]) -> ReplyTimer:
-    """Return a timer with one reply of a different client for each span (actor, sent, begin, end, answered)."""
+    """Return a timer with a reply of a different client for each span (fields as in ``Span``)."""
     return time_replies(make_reply(f"c{number}", span=Span(*span)) for number, span in enumerate(values))
 
 

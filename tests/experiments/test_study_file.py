@@ -14,7 +14,6 @@ from raydfl.core.errors import ConfigError, RunDirectoryError
 from raydfl.experiments.experiment import _make_search
 from raydfl.experiments.load import load_study
 from raydfl.experiments.run import run_study
-from raydfl.experiments.settings import MetricSettings, PaperSettings, StudySettings
 from raydfl.experiments.state import StudyState
 from raydfl.experiments.study import corners
 from raydfl.runs.progress import Progress
@@ -203,16 +202,6 @@ def test_actors_come_from_the_settings_and_not_from_the_base(grid: StudyFile) ->
     assert load_study(grid()).first.config.ray.actors == 0
     assert load_study(grid(settings={"ray.actors": 2})).first.config.ray.actors == 2
     assert load_study(grid(), ["ray.actors=3"]).first.config.ray.actors == 3
-
-
-def test_every_key_of_the_file_is_documented() -> None:
-    docs = Path(__file__).resolve().parents[2] / "docs"
-    text = (docs / "sweeps.md").read_text()
-    for name in StudySettings.model_fields:
-        assert f"| `{name}` |" in text, name
-    for group in (MetricSettings, PaperSettings):
-        for name in group.model_fields:
-            assert f"`{name}`" in text, name
 
 
 # -- domains ---------------------------------------------------------------------------------------------------------

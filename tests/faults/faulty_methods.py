@@ -1,4 +1,4 @@
-"""Methods in which something happens to one client, each with its counterpart in which that client is not in the round at all."""
+"""Methods with failures of one client, and counterparts without this client in the round."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from raydfl.training.step import Step
 
 
 def happen(what: str) -> None:
-    """Raise, die or hang."""
+    """Raise, end the process or block."""
+
     if what == "value":
         raise ValueError("a client's own\nmistake")
     if what == "steer":
@@ -47,7 +48,7 @@ def happen(what: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Fails(Method):
-    """``what`` happens to ``client`` in round ``round``, before or after it has trained."""
+    """FedAvg with the failure ``what`` of ``client`` in round ``round``, before or after training."""
 
     client: str = "s2"
     round: int = 2
@@ -68,7 +69,7 @@ class Fails(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class FailsAtServer(Method):
-    """``what`` happens in round ``round`` in the method's ``call``."""
+    """FedAvg with the failure ``what`` in round ``round`` in the method's ``call``."""
 
     call: str = "aggregate"
     round: int = 2
@@ -97,7 +98,7 @@ class FailsAtServer(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class Absent(Method):
-    """Plans as ever, but without ``client`` in round ``round``."""
+    """FedAvg without ``client`` in round ``round``."""
 
     client: str = "s2"
     round: int = 2
@@ -109,7 +110,7 @@ class Absent(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class FailsPrivately(FedMLAC):
-    """As Fails, in a method whose clients keep something, after it has been changed."""
+    """Method with private client state that fails like Fails, after a change of the state."""
 
     client: str = "s2"
     round: int = 2
@@ -123,7 +124,7 @@ class FailsPrivately(FedMLAC):
 
 @dataclass(frozen=True, kw_only=True)
 class AbsentPrivately(FedMLAC):
-    """As Absent."""
+    """Counterpart of FailsPrivately without ``client`` in round ``round``."""
 
     client: str = "s2"
     round: int = 2
@@ -135,7 +136,7 @@ class AbsentPrivately(FedMLAC):
 
 @dataclass(frozen=True, kw_only=True)
 class CannotEvaluate(Method):
-    """Raises when a client, or the server's model (``client=""``), is measured."""
+    """FedAvg that raises in the evaluation of a client, or of the server's model (``client=""``)."""
 
     client: str = "s2"
 
@@ -147,7 +148,7 @@ class CannotEvaluate(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class FirstBatches(Method):
-    """FedAvg by a loop of its own, over the first ``steps`` batches of the round only."""
+    """FedAvg with a custom loop over the first ``steps`` batches of the round."""
 
     steps: int = 2
 
@@ -170,7 +171,7 @@ class FirstBatches(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class Twice(Method):
-    """Trains in two calls of fit."""
+    """FedAvg that trains in two calls of fit."""
 
     def local(self, step: Step) -> Update:
         first = fit(step, self.loss, epochs=1)
@@ -180,7 +181,7 @@ class Twice(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class SlowBatches(Method):
-    """``client`` takes its time over each batch."""
+    """FedAvg with slow batches of ``client``."""
 
     client: str = "s2"
     seconds: float = 0.2
@@ -193,7 +194,7 @@ class SlowBatches(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class CannotMeasureAt(Method):
-    """Raises when the server's model of round ``round`` is measured."""
+    """FedAvg that raises in the evaluation of the server's model of round ``round``."""
 
     round: int = 3
 
@@ -205,7 +206,7 @@ class CannotMeasureAt(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class Nonsense(Method):
-    """``client`` sends ``what`` in round ``round``. Clients' metrics are more than the usual ones."""
+    """FedAvg where ``client`` sends ``what`` in round ``round``. Clients report extra metrics."""
 
     client: str = "s2"
     round: int = 2
@@ -232,7 +233,7 @@ class Nonsense(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class NonsenseToAdam(FedAdam):
-    """As Nonsense, to a server with Adam."""
+    """Nonsense with Adam at the server."""
 
     client: str = "s2"
     round: int = 2
@@ -244,44 +245,44 @@ class NonsenseToAdam(FedAdam):
         return SENT[self.what](update) if guilty else update
 
 
-def _tensors(update: Update, **changed: Any) -> Update:
-    return dataclasses.replace(update, tensors={**update.tensors, **changed})
+def _tensors(update: Update, **changes: Any) -> Update:
+    return dataclasses.replace(update, tensors={**update.tensors, **changes})
 
 
-def _metrics(update: Update, **changed: Any) -> Update:
-    return dataclasses.replace(update, metrics={**update.metrics, **changed})
+def _metrics(update: Update, **changes: Any) -> Update:
+    return dataclasses.replace(update, metrics={**update.metrics, **changes})
 
 
-def _named(value: Any) -> Callable[[Update], Update]:
-    """The weights by name, the first one's as given."""
+def _replace_first(value: Any) -> Callable[[Update], Update]:
+    """Replace the first tensor by a value, keeping the names."""
 
-    def changed(update: Update) -> Update:
+    def change_update(update: Update) -> Update:
         weights: dict[str, Any] = dict.fromkeys(update.tensors, 1.0)
         first = next(iter(weights))
         weights[first] = value(update.tensors[first]) if callable(value) else value
         return dataclasses.replace(update, weight=weights)
 
-    return changed
+    return change_update
 
 
 def _first(change: Callable[[Tensor], Any]) -> Callable[[Update], Update]:
-    """The first tensor, changed."""
+    """Apply a change to the first tensor."""
 
-    def changed(update: Update) -> Update:
+    def change_update(update: Update) -> Update:
         name = next(iter(update.tensors))
         return _tensors(update, **{name: change(update.tensors[name])})
 
-    return changed
+    return change_update
 
 
 def _cut(kept: list[Any]) -> Callable[[Update], Update]:
-    """The first matrix or the like, said to be cut."""
+    """Mark the first tensor with two or more dimensions as cut."""
 
-    def changed(update: Update) -> Update:
+    def change_update(update: Update) -> Update:
         name = next(name for name, tensor in update.tensors.items() if tensor.ndim >= 2)
         return dataclasses.replace(update, cuts={name: Cut([*kept, *[None] * (update.tensors[name].ndim - 2)])})
 
-    return changed
+    return change_update
 
 
 SENT: dict[str, Callable[[Update], Any]] = {
@@ -298,10 +299,10 @@ SENT: dict[str, Callable[[Update], Any]] = {
     "weight negative": lambda update: dataclasses.replace(update, weight=-1.0),
     "weight boundless": lambda update: dataclasses.replace(update, weight=1e300),
     "weight word": lambda update: dataclasses.replace(update, weight="much"),
-    "weight of tensor": _named(float("inf")),
+    "weight of tensor": _replace_first(float("inf")),
     "weight missing": lambda update: dataclasses.replace(update, weight={}),
-    "weight of elements": _named(lambda tensor: -torch.ones_like(tensor)),
-    "weight of others": _named(lambda tensor: torch.ones(7)),
+    "weight of elements": _replace_first(lambda tensor: -torch.ones_like(tensor)),
+    "weight of others": _replace_first(lambda tensor: torch.ones(7)),
     "cut outside": _cut([[0, 99], None]),
     "cut twice": _cut([[1, 1], None]),
     "cut of others": _cut([[0], None]),

@@ -1,4 +1,4 @@
-"""Kills at random moments on a cluster of several nodes: the code of benchmarks/kills.py with fewer kills."""
+"""Kills at random moments on a cluster of several nodes, by benchmarks/kills.py with fewer kills."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_the_table_says_what_was_killed_and_whether_it_mattered() -> None:
+def test_the_table_lists_kills_and_their_effects() -> None:
     rows = [Kill("fedavg", 1, "node", 7, 2.04, True), Kill("fedavg", 3, "driver", 9, 3.5, False)]
     assert table(rows).splitlines()[2:] == [
         "| fedavg | 1 | node | after round 7 | 2.0 s | yes |",
@@ -23,7 +23,7 @@ def test_the_table_says_what_was_killed_and_whether_it_mattered() -> None:
     ]
 
 
-def test_two_runs_are_equal_or_not_to_the_bit(tmp_path: Path) -> None:
+def test_runs_are_compared_bit_by_bit(tmp_path: Path) -> None:
     short = ["ray.actors=0", "train.rounds=2"]
     runs = [
         read_tensors(run_undisturbed(make_tiny_config("fedmlac", tmp_path, f"run{number}", *short, f"run.seed={seed}")))
@@ -36,7 +36,7 @@ def test_two_runs_are_equal_or_not_to_the_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", registry.names("raydfl.methods"))
-def test_every_method_can_be_tried(tmp_path: Path, method: str) -> None:
+def test_every_method_has_a_campaign(tmp_path: Path, method: str) -> None:
     assert make_tiny_config(method, tmp_path, "x").components.method is not None
 
 

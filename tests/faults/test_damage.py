@@ -1,4 +1,4 @@
-"""Whatever is lost or changed of the newest commit, its index or LATEST: it is noticed, said, and the commit before is used."""
+"""Damage to the newest commit, its index or LATEST is detected and reported, and the previous commit is used."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from raydfl.engine.storage.private import PrivateIndex, PrivateStore
 from raydfl.engine.storage.store import RunStore
 
 
-def state_of(round_index: int) -> State:
+def make_state(round_index: int) -> State:
     return State(round_index, {"global": {"a": torch.full((3,), float(round_index))}})
 
 
 @pytest.fixture
-def damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Path]:
-    """A run's folder after two rounds, afresh at every call; the second commit refers to an index, the first does not."""
+def make_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Path]:
+    """Make run folders after two rounds. Only the second commit refers to an index."""
     monkeypatch.setattr(raydfl.engine.storage.private, "_RECENT", 2)
     whole, copy = tmp_path / "whole", tmp_path / "copy"
     store, private = RunStore(whole), PrivateStore(whole / "private")
@@ -30,7 +30,7 @@ def damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Pat
     for round_index, clients in ((1, range(2)), (2, range(4))):
         refs = {c: private.append(round_index, {"model:a": torch.full((2,), float(c))}) for c in clients}
         index = index.replace(refs)
-        store.commit(state_of(round_index), index, {ref.segment for ref in refs.values()})
+        store.commit(make_state(round_index), index, {ref.segment for ref in refs.values()})
     assert not RunStore(whole).load(store.commits()[0]).private.base_name
     assert len(RunStore(whole).load(store.commits()[1]).private.base or ()) == 4
 
@@ -42,8 +42,8 @@ def damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Pat
     return fresh
 
 
-def goes_back(folder: Path, about: str) -> None:
-    """Opening it warns of the second commit, and gives the first, whose private state is whole."""
+def assert_falls_back(folder: Path, about: str) -> None:
+    """Check that opening the run warns of the second commit and loads the intact first commit."""
     commit, warnings = RunStore(folder).open_latest()
     assert commit is not None
     assert commit.state.round_index == 1
@@ -55,52 +55,52 @@ def goes_back(folder: Path, about: str) -> None:
     assert [float(private.read(commit.private[client])["model:a"][0]) for client in range(2)] == [0.0, 1.0]
 
 
-def changed(path: Path, position: int) -> None:
+def flip_byte(path: Path, position: int) -> None:
     data = bytearray(path.read_bytes())
     data[position] ^= 0x10
     path.write_bytes(data)
 
 
-def newest(folder: Path) -> Path:
+def find_newest_commit(folder: Path) -> Path:
     return folder / "commits" / RunStore(folder).commits()[-1]
 
 
-def index_of(folder: Path) -> Path:
+def find_index(folder: Path) -> Path:
     (path,) = (folder / "private").glob("*.index")
     return path
 
 
-@pytest.mark.parametrize("what", [newest, index_of])
-def test_any_byte_that_changes_is_noticed(damaged: Callable[[], Path], what: Callable[[Path], Path]) -> None:
-    path = what(damaged())
+@pytest.mark.parametrize("what", [find_newest_commit, find_index])
+def test_any_changed_byte_is_detected(make_run: Callable[[], Path], what: Callable[[Path], Path]) -> None:
+    path = what(make_run())
     size = path.stat().st_size
     assert size > 100
     for position in range(0, size, 7):
-        folder = damaged()
-        changed(path, position)
-        goes_back(folder, path.name)
+        folder = make_run()
+        flip_byte(path, position)
+        assert_falls_back(folder, path.name)
 
 
-@pytest.mark.parametrize("what", [newest, index_of])
-def test_any_length_that_is_left_is_noticed(damaged: Callable[[], Path], what: Callable[[Path], Path]) -> None:
-    size = what(damaged()).stat().st_size
+@pytest.mark.parametrize("what", [find_newest_commit, find_index])
+def test_any_truncation_is_detected(make_run: Callable[[], Path], what: Callable[[Path], Path]) -> None:
+    size = what(make_run()).stat().st_size
     for left in (0, 1, 8, size // 2, size - 1):
-        folder = damaged()
+        folder = make_run()
         path = what(folder)
         path.write_bytes(path.read_bytes()[:left])
-        goes_back(folder, path.name)
+        assert_falls_back(folder, path.name)
 
 
-@pytest.mark.parametrize("what", [newest, index_of])
-def test_a_file_that_is_gone_is_noticed(damaged: Callable[[], Path], what: Callable[[Path], Path]) -> None:
-    folder = damaged()
+@pytest.mark.parametrize("what", [find_newest_commit, find_index])
+def test_a_missing_file_is_detected(make_run: Callable[[], Path], what: Callable[[Path], Path]) -> None:
+    folder = make_run()
     path = what(folder)
     path.unlink()
-    goes_back(folder, path.name)
+    assert_falls_back(folder, path.name)
 
 
-def test_latest_may_name_a_commit_that_never_was(damaged: Callable[[], Path]) -> None:
-    folder = damaged()
+def test_latest_may_name_a_missing_commit(make_run: Callable[[], Path]) -> None:
+    folder = make_run()
     (folder / "LATEST").write_text("000003-00000000.safetensors")
     commit, warnings = RunStore(folder).open_latest()
     assert commit is not None
@@ -108,8 +108,8 @@ def test_latest_may_name_a_commit_that_never_was(damaged: Callable[[], Path]) ->
     assert "000003-00000000.safetensors cannot be read: No such file" in warnings[0]
 
 
-def test_latest_cut_short_is_an_error(damaged: Callable[[], Path]) -> None:
-    folder = damaged()
+def test_latest_cut_short_is_an_error(make_run: Callable[[], Path]) -> None:
+    folder = make_run()
     text = (folder / "LATEST").read_text()
     for left in (0, 5, len(text) - 1):
         (folder / "LATEST").write_text(text[:left])
@@ -119,8 +119,8 @@ def test_latest_cut_short_is_an_error(damaged: Callable[[], Path]) -> None:
             RunStore(folder).open_latest()
 
 
-def test_any_byte_of_private_state_that_changes_is_noticed_when_it_is_read(damaged: Callable[[], Path]) -> None:
-    folder = damaged()
+def test_any_changed_byte_of_private_state_is_detected_on_reading(make_run: Callable[[], Path]) -> None:
+    folder = make_run()
     commit, warnings = RunStore(folder).open_latest()
     assert commit is not None
     assert not warnings
@@ -129,7 +129,7 @@ def test_any_byte_of_private_state_that_changes_is_noticed_when_it_is_read(damag
     whole = path.read_bytes()
     for position in range(ref.offset, ref.offset + ref.length):
         path.write_bytes(whole)
-        changed(path, position)
+        flip_byte(path, position)
         with pytest.raises(
             RunDirectoryError, match=rf"{ref.segment} is damaged at byte {ref.offset}: a client's private"
         ):

@@ -1,4 +1,4 @@
-"""What fails at the server ends the run, whoever asks for the rounds. The oracle of a run on Ray is the one without it."""
+"""Failures at the server end the run, in one process and on Ray. Oracle for Ray: the run in one process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LAST = f"method.name={FAULTY}:CannotMeasureAt"
 
 
 class InThisProcess(RemoteServer):
-    """The driver's side of a server actor, whose other side is an object here; ``lost`` replies never arrive."""
+    """Fake server actor in the driver's process; ``lost`` replies never arrive."""
 
     lost: Sequence[str] = ()
 
@@ -69,9 +69,9 @@ CALLS = ("open", "rounds", "finish", "close")
 
 @pytest.fixture
 def as_actor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The driver reaches its server as an actor, which does several rounds in a call, however long they take."""
+    """Run the server as an actor that executes several rounds per call, whatever their duration."""
     monkeypatch.setattr(runs, "Server", InThisProcess)
-    monkeypatch.setattr("raydfl.cluster.server.hide_gpus", lambda: None)  # this process goes on after the test
+    monkeypatch.setattr("raydfl.cluster.server.hide_gpus", lambda: None)  # this process continues after the test
     monkeypatch.setattr("sys.setswitchinterval", lambda _: None)
     monkeypatch.setattr(servers, "_AT_ONCE", 60.0)
     monkeypatch.setattr("ray.wait", lambda references, **_: (references, []))
@@ -80,13 +80,13 @@ def as_actor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=["serial", "actor"])
 def server(request: pytest.FixtureRequest) -> None:
-    """How the driver reaches its server."""
+    """Select the driver's connection to its server."""
     if request.param == "actor":
         request.getfixturevalue("as_actor")
 
 
-class Told(Progress):
-    """Keeps what it is told."""
+class RecordingProgress(Progress):
+    """Progress that records its reports."""
 
     def __init__(self) -> None:
         super().__init__("quiet")
@@ -102,13 +102,13 @@ class Told(Progress):
 
 @pytest.mark.usefixtures("server")
 @pytest.mark.parametrize("failing", [2, 3])
-def test_an_evaluation_that_fails_ends_the_run(tiny: Tiny, failing: int) -> None:
-    """In the last round too, when the rounds before it were done in the same call."""
-    told, config = Told(), tiny(LAST, f"method.round={failing}", "run.name=measured")
+def test_a_failed_evaluation_ends_the_run(tiny: Tiny, failing: int) -> None:
+    """This includes the last round, if earlier rounds were executed in the same call."""
+    recorder, config = RecordingProgress(), tiny(LAST, f"method.round={failing}", "run.name=measured")
     with pytest.raises(ClientError, match=r"the evaluation on the server's data failed in round \d, .*ValueError"):
-        run(config, told)
-    assert told.rounds == list(range(1, failing))
-    assert told.ends == []
+        run(config, recorder)
+    assert recorder.rounds == list(range(1, failing))
+    assert recorder.ends == []
     run_dir = Path(config.run.dir) / "measured"
     assert not (run_dir / "model.safetensors").exists()
     assert final_state(run_dir).round_index == failing - 1
@@ -116,11 +116,9 @@ def test_an_evaluation_that_fails_ends_the_run(tiny: Tiny, failing: int) -> None
 
 @pytest.mark.usefixtures("server")
 @pytest.mark.parametrize(("round_", "kind"), [(1, errno.ENOSPC), (2, errno.EIO), (3, errno.ENOSPC)])
-def test_rows_that_cannot_be_written_end_the_run(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, round_: int, kind: int
-) -> None:
-    """One write fails; nothing of it is lost for good: the run that goes on has every row and the bits of an undisturbed one."""
-    told, config = Told(), tiny("run.name=rows")
+def test_unwritable_rows_end_the_run(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, round_: int, kind: int) -> None:
+    """One write fails. The resumed run has all rows and the bits of an undisturbed run."""
+    recorder, config = RecordingProgress(), tiny("run.name=rows")
     write, path = record.write_rows, record.rows_path(Path(config.run.dir) / "rows", round_)
 
     def full(where: Path, rows: Sequence[MetricRow]) -> None:
@@ -131,9 +129,9 @@ def test_rows_that_cannot_be_written_end_the_run(
     with monkeypatch.context() as patch:
         patch.setattr(record, "write_rows", full)
         with pytest.raises((ResourcesError, OSError), match=os.strerror(kind)):
-            run(config, told)
-    assert told.rounds == list(range(1, round_ + 1))
-    assert told.ends == []
+            run(config, recorder)
+    assert recorder.rounds == list(range(1, round_ + 1))
+    assert recorder.ends == []
     run_dir = Path(config.run.dir) / "rows"
     assert final_state(run_dir).round_index == round_ - 1
     resume(run_dir)
@@ -143,8 +141,8 @@ def test_rows_that_cannot_be_written_end_the_run(
 
 
 @pytest.mark.usefixtures("as_actor")
-def test_a_server_that_failed_makes_nothing_more_true(tiny: Tiny) -> None:
-    """Asked to stop after round 1, where round 2 has failed in the same call: the half of it must not be committed."""
+def test_a_failed_server_commits_nothing(tiny: Tiny) -> None:
+    """The stop after round 1 must not commit round 2, which failed in the same call."""
     config = tiny(LAST, "method.round=2", "evaluate.every=2", "run.name=half")
     with pytest.raises(ClientError, match="failed in round 2"):
         run(config, on_round=lambda report: True)
@@ -152,7 +150,7 @@ def test_a_server_that_failed_makes_nothing_more_true(tiny: Tiny) -> None:
 
 
 @pytest.mark.usefixtures("as_actor")
-def test_scores_of_rounds_whose_reply_was_lost_are_the_last_ones(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_of_rounds_with_lost_replies_are_the_last_scores(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(InThisProcess, "lost", ("rounds", "finish"))
     outcome = run(tiny("run.name=lost"))
     monkeypatch.undo()
@@ -161,28 +159,30 @@ def test_scores_of_rounds_whose_reply_was_lost_are_the_last_ones(tiny: Tiny, mon
 
 
 @pytest.mark.usefixtures("as_actor")
-def test_a_loss_in_the_server_is_not_the_loss_of_the_server(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray gives an error that was raised there both types: the one raised, and RayTaskError."""
+def test_an_actor_loss_raised_in_the_server_is_not_the_loss_of_the_server(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray raises a remote error as an instance of both its type and RayTaskError."""
     raised = RayTaskError("rounds", "in the server", ActorDiedError()).as_instanceof_cause()
     assert isinstance(raised, ActorDiedError)
 
-    def fails(self: Federation, ahead: bool) -> None:
+    def fail(self: Federation, ahead: bool) -> None:
         raise raised
 
-    monkeypatch.setattr(Federation, "round", fails)
+    monkeypatch.setattr(Federation, "round", fail)
     with pytest.raises(RayTaskError):
         run(tiny("run.name=inner"))
 
 
-def in_a_script(patch: pytest.MonkeyPatch) -> str:
-    """A method that the running script has defined, as in a notebook; its reference."""
+def define_script_method(patch: pytest.MonkeyPatch) -> str:
+    """Define a method in the running script, as in a notebook, and return its reference."""
     patch.setattr(sys.modules["__main__"], "Own", FedAvg, raising=False)
     return "method.name=__main__:Own"
 
 
 @pytest.mark.usefixtures("as_actor")
-def test_what_the_server_cannot_open_is_said_in_its_own_words(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a constructor of an actor raises is, to Ray, the loss of an actor."""
+def test_errors_of_the_servers_constructor_are_reported_verbatim(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray reports an error in an actor's constructor as the loss of the actor."""
 
     class Elsewhere(InThisProcess):
         def __init__(self, run_dir: Path, config: Config) -> None:
@@ -191,26 +191,26 @@ def test_what_the_server_cannot_open_is_said_in_its_own_words(tiny: Tiny, monkey
 
     monkeypatch.setattr(runs, "Server", Elsewhere)
     with pytest.raises(ConfigError, match=r"'__main__:Own'.*run in separate processes.*name it FILE.py:Own"):
-        run(tiny(in_a_script(monkeypatch)))
+        run(tiny(define_script_method(monkeypatch)))
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
-def test_a_method_of_a_script_cannot_be_found_by_the_server_actor(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = in_a_script(monkeypatch)
+def test_the_server_actor_cannot_load_a_method_of_a_script(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = define_script_method(monkeypatch)
     assert run(tiny(own, "train.rounds=1")).finished
     with pytest.raises(ConfigError, match=r"'__main__:Own'.*run in separate processes.*name it FILE.py:Own"):
         run(tiny(own, "run.name=with-ray", "ray.actors=1"))
 
 
 class OfThisFile(ServerActor):
-    """A server whose process cannot import it: the folder of this file is not on its path."""
+    """A server that its process cannot import, because this folder is not on the path."""
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
-def test_a_server_that_cannot_be_made_says_why(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not the loss of an actor that ran out of memory."""
+def test_a_failed_server_start_reports_the_reason(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error does not mention lack of memory."""
     monkeypatch.setattr(servers, "ServerActor", OfThisFile)
     with pytest.raises(
         ResourcesError, match=f"the server actor cannot start: .*No module named '{__name__}'\\. Check that every node"
@@ -220,10 +220,10 @@ def test_a_server_that_cannot_be_made_says_why(tiny: Tiny, monkeypatch: pytest.M
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
-def test_on_ray_too_an_evaluation_that_fails_in_the_last_round_ends_the_run(tiny: Tiny) -> None:
-    told, config = Told(), tiny(LAST, "run.name=measured", "ray.actors=1")
+def test_a_failed_evaluation_in_the_last_round_ends_the_run_on_ray(tiny: Tiny) -> None:
+    recorder, config = RecordingProgress(), tiny(LAST, "run.name=measured", "ray.actors=1")
     with pytest.raises(ClientError, match=r"the evaluation on the server's data failed in round 3, .*ValueError"):
-        run(config, told)
-    assert told.rounds == [1, 2]
-    assert told.ends == []
+        run(config, recorder)
+    assert recorder.rounds == [1, 2]
+    assert recorder.ends == []
     assert final_state(Path(config.run.dir) / "measured").round_index == 2

@@ -1,6 +1,6 @@
-"""kill -9 of a client actor, of the server actor and of the driver in the middle of a round: the end is the same to the bit.
+"""kill -9 of a client actor, the server actor or the driver in the middle of a round does not change the bits.
 
-Each run is the command line in a process of its own with a Ray of its own; its processes are found by their mark.
+Each run uses the command line in a separate process with its own Ray. Its processes carry a mark.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def command() -> Iterator[Callable[..., Marked]]:
         one.end()
 
 
-def written(config: Config, tmp_path: Path) -> str:
+def write_config(config: Config, tmp_path: Path) -> str:
     path = tmp_path / f"{config.run.name}.yaml"
     path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
     return str(path)
@@ -57,13 +57,13 @@ def test_a_killed_actor_changes_nothing(
         "method.seconds=0.2",
     ]
     config = tiny(*common, "run.name=killed", method=SLOW)
-    running = command("run", written(config, tmp_path), "--json")
+    running = command("run", write_config(config, tmp_path), "--json")
     kills, rounds = 0, []
     for event in running.events():
         if event["event"] == "round":
             rounds.append(event["round"])
             if event["round"] in (1, 3):
-                time.sleep(0.25)  # into the next round
+                time.sleep(0.25)  # kill in the next round
                 os.kill(running.mark.pids(title)[0], signal.SIGKILL)
                 kills += 1
     assert running.process.wait(60) == 0, running.process.stderr.read() if running.process.stderr else ""
@@ -81,7 +81,7 @@ def test_a_killed_driver_is_resumed_to_the_same_bits(
 ) -> None:
     common = ["train.rounds=5", "ray.actors=2", "ray.cpus=0.5", "method.seconds=0.2"]
     config = tiny(*common, "run.name=killed", method=SLOW)
-    running = command("run", written(config, tmp_path), "--json")
+    running = command("run", write_config(config, tmp_path), "--json")
     run_dir = Path(config.run.dir) / "killed"
     for event in running.events():
         if event["event"] == "round" and event["round"] == 2:
@@ -104,20 +104,20 @@ def test_control_c_stops_after_the_round_and_says_how_to_resume(
 ) -> None:
     common = ["train.rounds=5", f"ray.actors={actors}", "ray.cpus=0.5", "method.seconds=0.2", "run.commit_every=2"]
     config = tiny(*common, "run.name=stopped", method=SLOW)
-    running = command("run", written(config, tmp_path), "--json")
+    running = command("run", write_config(config, tmp_path), "--json")
     run_dir = Path(config.run.dir) / "stopped"
     events = []
     for event in running.events():
         events.append(event)
         if event["event"] == "round" and event["round"] == 2:
             time.sleep(0.2)
-            os.killpg(running.process.pid, signal.SIGINT)  # as a terminal does: to the whole group
+            os.killpg(running.process.pid, signal.SIGINT)  # to the whole process group, like a terminal
     assert running.process.wait(60) == 1
     assert events[-1]["event"] == "finish"
     assert events[-1]["status"] == "stopped"
     assert events[-1]["round"] == 3
     assert "raydfl resume" in str(events[-1]["next_step"])
-    assert (run_dir / "LATEST").read_text().startswith("000003")  # committed although it was not its turn
+    assert (run_dir / "LATEST").read_text().startswith("000003")  # committed outside the interval of commits
     again = command("resume", str(run_dir), "--json")
     list(again.events())
     assert again.process.wait(60) == 0

@@ -1,6 +1,6 @@
-"""One client's nonsense costs that client's update, and no more.
+"""A malformed update of a client is dropped without other effects.
 
-The oracle is as in test_policies: a method that plans the same rounds without the client ends with the same bits.
+Oracle: a method that plans the same rounds without the client ends with the same bits.
 """
 
 from __future__ import annotations
@@ -63,25 +63,25 @@ SAID = {
 }
 
 
-def rows_of(run_dir: Path) -> list[MetricRow]:
+def read_metrics(run_dir: Path) -> list[MetricRow]:
     return record.to_rows(record.read_rows(run_dir))
 
 
 @pytest.fixture(scope="module")
-def known() -> dict[str, dict[str, bytes]]:
-    """What a federation knows that did not ask the client, by the client; each is made once."""
+def reference_cache() -> dict[str, dict[str, bytes]]:
+    """Cache of tensors of federations without a client, by client."""
     return {}
 
 
-def absent(known: dict[str, dict[str, bytes]], tiny: Tiny, client: str) -> dict[str, bytes]:
-    if client not in known:
-        own = [f"method.name={FAULTY}:Absent", f"method.client={client}", "run.name=absent"]
-        known[client] = train_federation(tiny(*COMMON, *own))
-    return known[client]
+def train_without(reference_cache: dict[str, dict[str, bytes]], tiny: Tiny, client: str) -> dict[str, bytes]:
+    if client not in reference_cache:
+        extra = [f"method.name={FAULTY}:Absent", f"method.client={client}", "run.name=absent"]
+        reference_cache[client] = train_federation(tiny(*COMMON, *extra))
+    return reference_cache[client]
 
 
 @pytest.mark.parametrize("what", SAID)
-def test_what_is_wrong_with_an_update_is_said(what: str) -> None:
+def test_the_problem_of_an_update_is_reported(what: str) -> None:
     honest = Update(
         {"model/a": torch.ones(2, 3), "model/b": torch.ones(3)},
         7.0,
@@ -100,10 +100,10 @@ def test_what_is_wrong_with_an_update_is_said(what: str) -> None:
 
     assert check(honest) == "client 's2': "
     try:
-        said = check(faulty_methods.SENT[what](honest))
+        output = check(faulty_methods.SENT[what](honest))
     except (RaydflError, TypeError) as error:
-        said = str(error)
-    assert re.match(SAID[what], said)
+        output = str(error)
+    assert re.match(SAID[what], output)
 
 
 @pytest.mark.parametrize(
@@ -119,18 +119,18 @@ def test_what_is_wrong_with_an_update_is_said(what: str) -> None:
         "metrics without end",
     ],
 )
-def test_a_malformed_update_is_left_out_or_stops_the_run(
-    tiny: Tiny, known: dict[str, dict[str, bytes]], what: str
+def test_a_malformed_update_is_dropped_or_stops_the_run(
+    tiny: Tiny, reference_cache: dict[str, dict[str, bytes]], what: str
 ) -> None:
-    own = [NONSENSE, f"method.what={what}"]
-    stopped = tiny(*COMMON, *own, "run.on_error=stop", "run.name=sent")
+    extra = [NONSENSE, f"method.what={what}"]
+    stopped = tiny(*COMMON, *extra, "run.on_error=stop", "run.name=sent")
     with pytest.raises(ClientError, match="round 2, " + SAID[what]):
         run(stopped)
     run_dir = Path(stopped.run.dir) / "sent"
     assert final_state(run_dir).round_index == 1
     resume(run_dir, ["run.on_error=drop"])
-    assert_same_bits(absent(known, tiny, "s2"), read_tensors(run_dir))
-    [note] = [row.note for row in rows_of(run_dir) if row.metric == "failed" and row.client]
+    assert_same_bits(train_without(reference_cache, tiny, "s2"), read_tensors(run_dir))
+    [note] = [row.note for row in read_metrics(run_dir) if row.metric == "failed" and row.client]
     assert note is not None
     assert re.match("error: round 2, " + SAID[what], note)
     if what == "shape":
@@ -138,18 +138,18 @@ def test_a_malformed_update_is_left_out_or_stops_the_run(
 
 
 @pytest.mark.parametrize("what", ["metric kind", "shape"])
-def test_the_first_client_is_believed_no_more_than_the_others(
-    tiny: Tiny, known: dict[str, dict[str, bytes]], what: str
+def test_the_first_client_is_not_trusted_more_than_others(
+    tiny: Tiny, reference_cache: dict[str, dict[str, bytes]], what: str
 ) -> None:
     config = tiny(*COMMON, NONSENSE, f"method.what={what}", "method.client=s0", "run.name=first")
-    assert_same_bits(absent(known, tiny, "s0"), train_federation(config))
+    assert_same_bits(train_without(reference_cache, tiny, "s0"), train_federation(config))
 
 
-def test_clients_send_what_the_method_lets_them_send_besides(tiny: Tiny, known: dict[str, dict[str, bytes]]) -> None:
-    """Under a key of the state or another one; it is the state's then, and nothing else has changed."""
+def test_clients_may_send_extra_tensors_of_the_method(tiny: Tiny, reference_cache: dict[str, dict[str, bytes]]) -> None:
+    """Extra tensors, under a state key or a new key, become part of the state and change nothing else."""
     for what, addition, key in [("addition", "own/", "global"), ("other key", "model/", "mine")]:
-        own = (NONSENSE, f"method.what={what}", f"method.addition={addition}", "run.on_error=stop")
-        config = tiny(*COMMON, *own, f"run.name={key}")
+        extra = (NONSENSE, f"method.what={what}", f"method.addition={addition}", "run.on_error=stop")
+        config = tiny(*COMMON, *extra, f"run.name={key}")
         train_federation(config)
         tensors = final_state(Path(config.run.dir) / key).tensors
         if key == "global":
@@ -158,7 +158,7 @@ def test_clients_send_what_the_method_lets_them_send_besides(tiny: Tiny, known: 
             assert set(tensors) == {"global", "mine"}
             assert set(tensors["mine"]) == set(tensors["global"])
             assert_same_bits(
-                absent(known, tiny, "s2"),
+                train_without(reference_cache, tiny, "s2"),
                 {
                     name: value
                     for name, value in read_tensors(Path(config.run.dir) / key).items()
@@ -168,37 +168,37 @@ def test_clients_send_what_the_method_lets_them_send_besides(tiny: Tiny, known: 
 
 
 @pytest.mark.parametrize("client", ["s0", "s2"])
-def test_a_client_whose_measures_do_not_add_up_is_not_measured(tiny: Tiny, client: str) -> None:
-    own = [NONSENSE, "method.what=evaluation", "method.round=9", f"method.client={client}", "run.name=measured"]
-    said = rf"round 1, client '{client}': metric 'validation model/confusion' is an array"
-    with pytest.raises(ClientError, match=said):
-        run(tiny(*COMMON, *own, "run.on_error=stop"))
-    outcome = resume(Path(tiny(*own).run.dir) / "measured", ["run.on_error=drop"])
-    failed = [row for row in rows_of(outcome.run_dir) if row.metric == "failed" and row.client]
+def test_a_client_with_inconsistent_metrics_is_dropped_from_evaluation(tiny: Tiny, client: str) -> None:
+    extra = [NONSENSE, "method.what=evaluation", "method.round=9", f"method.client={client}", "run.name=measured"]
+    output = rf"round 1, client '{client}': metric 'validation model/confusion' is an array"
+    with pytest.raises(ClientError, match=output):
+        run(tiny(*COMMON, *extra, "run.on_error=stop"))
+    outcome = resume(Path(tiny(*extra).run.dir) / "measured", ["run.on_error=drop"])
+    failed = [row for row in read_metrics(outcome.run_dir) if row.metric == "failed" and row.client]
     assert [(row.round, row.phase, row.client) for row in failed] == [(1, "evaluate", client), (2, "evaluate", client)]
     [*_, pooled] = [
-        row.array for row in rows_of(outcome.run_dir) if row.split == "validation" and row.array is not None
+        row.array for row in read_metrics(outcome.run_dir) if row.split == "validation" and row.array is not None
     ]
-    assert len(pooled) > 2  # the others'
+    assert len(pooled) > 2  # from the other clients
 
 
-def test_a_state_that_overflows_is_not_committed(tiny: Tiny) -> None:
-    """What the clients sent is finite; its square, which Adam keeps at the server, is not."""
+def test_an_overflowing_state_is_not_committed(tiny: Tiny) -> None:
+    """The client updates are finite, but their squares in the server's Adam state overflow."""
     from_client = [f"method.name={FAULTY}:NonsenseToAdam", "method.what=huge"]
     config = tiny(*COMMON, *from_client, "run.name=huge")
-    said = (
+    output = (
         r"round 2: the aggregated state is not finite: '.*model/\S+' of .*. The largest value in an update is "
         r"3e\+38, of client 's2'. The last commit remains valid"
     )
-    with pytest.raises(ClientError, match=said):
+    with pytest.raises(ClientError, match=output):
         run(config)
     state = final_state(Path(config.run.dir) / "huge")
     assert state.round_index == 1
     assert all(is_finite(tensor) for group in state.tensors.values() for tensor in group.values())
 
 
-def test_what_is_finite() -> None:
-    """The oracle is torch.isfinite, which makes a tensor of as many answers."""
+def test_is_finite_agrees_with_torch() -> None:
+    """Oracle: torch.isfinite, which allocates a mask of the same size."""
     rng = np.random.default_rng(0)
     for bad in (0.0, np.nan, np.inf, -np.inf):
         for dtype in (torch.float32, torch.float64, torch.bfloat16):
@@ -209,24 +209,24 @@ def test_what_is_finite() -> None:
     assert is_finite(torch.tensor([2**40]))
 
 
-def test_two_of_the_first_three_decide() -> None:
-    """And for what none of them mentions, the first who does; who differs decides nothing."""
+def test_a_majority_of_the_first_three_clients_decides() -> None:
+    """An entry missing from all three gets the form of its first sender. Clients with other forms have no influence."""
     kinds = Kinds([{"x": "a"}, {"x": "b"}, {"x": "b", "y": "c"}])
     assert kinds.misfit({"x": "a", "z": "d"}).startswith("x is a, but b at other clients")
     assert kinds.misfit({"x": "b", "z": "e"}) == ""
     assert kinds.misfit({"z": "d"}).startswith("z is d, but e at other clients")
     assert kinds.misfit({"y": "d"}).startswith("y is d, but c at other clients")
-    assert Kinds([{"x": "a"}, {"x": "b"}]).misfit({"x": "b"})  # of two the first
+    assert Kinds([{"x": "a"}, {"x": "b"}]).misfit({"x": "b"})  # the first of two
 
 
-def test_further_tensors_have_one_shape(tiny: Tiny) -> None:
-    def sent(*shape: int) -> tuple[Update, dict[str, Ratio]]:
+def test_extra_tensors_have_a_common_shape(tiny: Tiny) -> None:
+    def make_update(*shape: int) -> tuple[Update, dict[str, Ratio]]:
         return Update({"w": torch.ones(2), "more": torch.ones(*shape)}, 1.0), {"loss": Ratio(1, 2)}
 
     server = {"global": {"w": torch.ones(2)}}
-    checker = UpdateChecker(server, ("more",), [sent(3), sent(2, 3), sent(2, 3)])
+    checker = UpdateChecker(server, ("more",), [make_update(3), make_update(2, 3), make_update(2, 3)])
     assert "tensor 'more' under 'global' is of shape (3,), but of shape (2, 3) at other clients" in checker.misfit(
-        *sent(3)
+        *make_update(3)
     )
-    assert checker.misfit(*sent(2, 3)) == ""
-    assert "the server has no such tensor under 'global'" in UpdateChecker(server, ()).misfit(*sent(3))
+    assert checker.misfit(*make_update(2, 3)) == ""
+    assert "the server has no such tensor under 'global'" in UpdateChecker(server, ()).misfit(*make_update(3))

@@ -1,4 +1,4 @@
-"""The memory of every process over many rounds stays flat: the code of benchmarks/soak.py with fewer rounds."""
+"""The memory of each process stays constant over many rounds, by benchmarks/soak.py with fewer rounds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_growth_is_between_the_first_and_the_last_quarter() -> None:
     warming = [(50 * number, 50.0 if number < 10 else 100.0) for number in range(200)]
     assert growth(warming) == 0
     merging = [(10 * number, 50.0 if number <= 10 else 60.0) for number in range(1, 31)]
-    assert growth(merging) == 0  # the first 100 rounds are left out, however few there are
+    assert growth(merging) == 0  # the first 100 rounds are always excluded
     assert growth([(1, 5.0), (2, 6.0)]) == 1.0
 
 

@@ -32,17 +32,17 @@ def build(size: str, inputs: int = 6, classes: int = 4, seed: int = 0, **options
     return network.eval()
 
 
-def noise(*shape: int, seed: int = 1) -> Tensor:
+def make_noise(*shape: int, seed: int = 1) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def test_the_numbers_of_weights_are_the_published_numbers() -> None:
-    counted = 0
-    for size, numbers in PUBLISHED.items():
-        for (inputs, classes), weights in numbers.items():
+def test_networks_have_the_published_numbers_of_weights() -> None:
+    combinations = 0
+    for size, counts in PUBLISHED.items():
+        for (inputs, classes), weights in counts.items():
             assert sum(p.numel() for p in build(size, inputs, classes).parameters()) == weights
-            counted += 1
-    assert counted == 15
+            combinations += 1
+    assert combinations == 15
     assert set(PUBLISHED) == set(SIZES) == set(ARCHITECTURES) - {"crnn"}
 
 
@@ -51,8 +51,8 @@ def test_layers_are_pruned_separately() -> None:
     assert layers == {"convolutions.0", "convolutions.1", "gru", "output"}
 
 
-def crnn_by_hand(network: CRNN, x: np.ndarray) -> np.ndarray:
-    """Compute the logits of one example, x [frames, inputs], in float64."""
+def compute_logits(network: CRNN, x: np.ndarray) -> np.ndarray:
+    """Compute the logits of a single example, x [frames, inputs], in float64."""
     weights = {name: value.double().numpy() for name, value in network.state_dict().items()}
 
     def sigmoid(values: np.ndarray) -> np.ndarray:
@@ -86,31 +86,34 @@ def crnn_by_hand(network: CRNN, x: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("options", [{}, {"kernel": 5}, {"pool": 1}, {"pool": 3, "kernel": 1}])
 def test_the_network_equals_its_formulas(size: str, options: dict[str, int]) -> None:
-    network, x = build(size, **options), noise(2, 29, 6)
+    network, x = build(size, **options), make_noise(2, 29, 6)
     with torch.no_grad():
         logits = network(x).numpy()
     assert logits.dtype == np.float32
-    np.testing.assert_allclose(logits, [crnn_by_hand(network, item.double().numpy()) for item in x], atol=1e-5)
+    np.testing.assert_allclose(logits, [compute_logits(network, item.double().numpy()) for item in x], atol=1e-5)
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kernel", [3, 5])
 def test_a_padded_batch_equals_its_items(size: str, kernel: int) -> None:
     network, lengths = build(size, kernel=kernel), [40, 8, 13, 31, 39]
-    x = noise(5, 40, 6)  # noise in the padding must have no effect
+    x = make_noise(5, 40, 6)  # noise in the padding must have no effect
     batch = torch.tensor(lengths)
     with torch.no_grad():
-        logits, embedded = network(x, batch), network.embed(x, batch)
+        logits, embeddings = network(x, batch), network.embed(x, batch)
         for index, length in enumerate(lengths):
             item = x[index : index + 1, :length]
             torch.testing.assert_close(logits[index : index + 1], network(item), atol=1e-6, rtol=1e-5)
-            torch.testing.assert_close(embedded[index : index + 1], network.embed(item), atol=1e-6, rtol=1e-5)
+            torch.testing.assert_close(embeddings[index : index + 1], network.embed(item), atol=1e-6, rtol=1e-5)
 
 
 @given(lengths=st.lists(st.integers(4, 20), min_size=1, max_size=5), padding=st.integers(0, 9), pool=st.integers(1, 2))
 @settings(max_examples=30)
 def test_padding_does_not_change_the_outputs(lengths: list[int], padding: int, pool: int) -> None:
-    network, x = build("crnn_base", hidden=5, filters=(3, 4), pool=pool), noise(len(lengths), max(lengths) + padding, 6)
+    network, x = (
+        build("crnn_base", hidden=5, filters=(3, 4), pool=pool),
+        make_noise(len(lengths), max(lengths) + padding, 6),
+    )
     batch = torch.tensor(lengths)
     with torch.no_grad():
         torch.testing.assert_close(network(x, batch), network(x[:, : max(lengths)], batch), atol=1e-6, rtol=1e-5)
@@ -118,7 +121,7 @@ def test_padding_does_not_change_the_outputs(lengths: list[int], padding: int, p
 
 @pytest.mark.parametrize("size", ["crnn_lite", "crnn_base"])
 def test_gradients_of_a_padded_batch_equal_the_sum_over_its_items(size: str) -> None:
-    network, x, lengths = build(size), noise(3, 24, 6), [24, 9, 16]
+    network, x, lengths = build(size), make_noise(3, 24, 6), [24, 9, 16]
     network(x, torch.tensor(lengths)).square().sum().backward()
     batched = [parameter.grad.clone() for parameter in network.parameters() if parameter.grad is not None]
     network.zero_grad()
@@ -126,53 +129,53 @@ def test_gradients_of_a_padded_batch_equal_the_sum_over_its_items(size: str) -> 
         network(x[index : index + 1, :length]).square().sum().backward()
     summed = [parameter.grad for parameter in network.parameters() if parameter.grad is not None]
     assert len(batched) == len(summed) == len(list(network.parameters()))
-    for of_batch, of_items in zip(batched, summed, strict=True):
-        torch.testing.assert_close(of_batch, of_items, atol=1e-5, rtol=1e-4)
+    for actual, expected in zip(batched, summed, strict=True):
+        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
 
 
 def test_full_lengths_equal_no_lengths() -> None:
-    network, x = build("crnn_base"), noise(3, 21, 6)
+    network, x = build("crnn_base"), make_noise(3, 21, 6)
     torch.testing.assert_close(network(x, torch.full((3,), 21)), network(x), atol=1e-6, rtol=1e-5)
 
 
 def test_an_item_too_short_for_the_pools_counts_as_one_frame() -> None:
-    network, x = build("crnn_deep"), noise(2, 24, 6)
+    network, x = build("crnn_deep"), make_noise(2, 24, 6)
     with torch.no_grad():
         logits = network(x, torch.tensor([24, 3]))
-        longer = network(torch.cat([x, noise(2, 16, 6)], dim=1), torch.tensor([24, 3]))
+        longer = network(torch.cat([x, make_noise(2, 16, 6)], dim=1), torch.tensor([24, 3]))
         silent = network(torch.cat([x[1:, :3], torch.zeros(1, 5, 6)], dim=1))  # 3 frames padded to the required 8
     assert logits.isfinite().all()
     torch.testing.assert_close(logits, longer, atol=1e-6, rtol=1e-5)
     assert silent.shape == logits[1:].shape
 
 
-@pytest.mark.parametrize(("size", "needed"), [("crnn_tiny", 2), ("crnn_base", 4), ("crnn_deep", 8)])
-def test_too_few_frames_are_an_error_with_the_required_number(size: str, needed: int) -> None:
+@pytest.mark.parametrize(("size", "minimum"), [("crnn_tiny", 2), ("crnn_base", 4), ("crnn_deep", 8)])
+def test_too_few_frames_are_an_error_with_the_required_number(size: str, minimum: int) -> None:
     network = build(size)
-    assert network(noise(1, needed, 6)).shape == (1, 4)
+    assert network(make_noise(1, minimum, 6)).shape == (1, 4)
     with pytest.raises(
-        DataError, match=f"^{needed - 1} frames are too few: .* need at least {needed}. Use longer clips"
+        DataError, match=f"^{minimum - 1} frames are too few: .* need at least {minimum}. Use longer clips"
     ):
-        network(noise(1, needed - 1, 6))
+        network(make_noise(1, minimum - 1, 6))
 
 
 @pytest.mark.parametrize(("size", "width"), [("crnn_tiny", 32), ("crnn_mid", 64), ("crnn_base", 256)])
 def test_the_embedding_is_the_input_of_the_last_layer(size: str, width: int) -> None:
-    network, x, lengths = build(size), noise(3, 20, 6), torch.tensor([20, 11, 15])
-    embedded = network.embed(x, lengths)
-    assert embedded.shape == (3, width)
-    assert torch.equal(network.output(embedded), network(x, lengths))
+    network, x, lengths = build(size), make_noise(3, 20, 6), torch.tensor([20, 11, 15])
+    embeddings = network.embed(x, lengths)
+    assert embeddings.shape == (3, width)
+    assert torch.equal(network.output(embeddings), network(x, lengths))
 
 
 def test_dropout_acts_only_in_training_and_0_disables_it() -> None:
-    x = noise(4, 20, 6)
+    x = make_noise(4, 20, 6)
     network = build("crnn_lite", dropout=0.5)
     assert torch.equal(network(x), network(x))
     network.train()
     torch.manual_seed(3)
     assert not torch.equal(network(x), network(x))
-    without = build("crnn_lite", dropout=0.0)
-    assert torch.equal(without.train()(x), build("crnn_lite", dropout=0.5)(x))
+    network = build("crnn_lite", dropout=0.0)
+    assert torch.equal(network.train()(x), build("crnn_lite", dropout=0.5)(x))
     assert [module.p for module in build("crnn_deep").modules() if isinstance(module, torch.nn.Dropout)] == [0.1]
 
 

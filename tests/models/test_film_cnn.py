@@ -16,7 +16,7 @@ def test_modules_have_the_published_numbers_of_weights() -> None:
     assert not isinstance(network.prototype, torch.nn.Parameter)
     shapes = []
     for layer in network.encoder.convolutions:
-        layer.register_forward_hook(lambda *given: shapes.append(tuple(given[2].shape[1:])))
+        layer.register_forward_hook(lambda *arguments: shapes.append(tuple(arguments[2].shape[1:])))
     with torch.no_grad():
         network.eval()(torch.randn(1, 9, 128))
     assert shapes == [(128, 5, 64), (256, 3, 32), (512, 2, 16)]
@@ -50,16 +50,16 @@ def test_every_step_equals_its_formula() -> None:
 
     gamma, beta = np.split(linear(np.maximum(linear(w["prototype"], "film.0"), 0), "film.3"), 2)
     x = torch.randn(2, 7, 5)
-    for item, found in zip(x.double().numpy(), network(x).detach().numpy(), strict=True):
+    for item, actual in zip(x.double().numpy(), network(x).detach().numpy(), strict=True):
         u = convolve(item[None], "adapter.first", 1).transpose(1, 2, 0)
         u = gamma * np.maximum(layer_norm(u, "adapter.norm"), 0) + beta
         maps = convolve(convolve(u.transpose(2, 0, 1), "adapter.second", 1), "encoder.convolutions.0", 2)
         mean, deviation = w["encoder.norms.0.running_mean"], np.sqrt(w["encoder.norms.0.running_var"] + 1e-5)
         maps = (maps - mean[:, None, None]) / deviation[:, None, None]
         maps = maps * w["encoder.norms.0.weight"][:, None, None] + w["encoder.norms.0.bias"][:, None, None]
-        embedded = linear(np.maximum(maps, 0).mean(axis=(1, 2)), "encoder.linear")
-        hidden = np.maximum(linear(np.maximum(layer_norm(embedded, "encoder.norm"), 0), "output.0"), 0)
-        np.testing.assert_allclose(found, layer_norm(linear(hidden, "output.2"), "output.3"), rtol=1e-4, atol=1e-4)
+        embedding = linear(np.maximum(maps, 0).mean(axis=(1, 2)), "encoder.linear")
+        hidden = np.maximum(linear(np.maximum(layer_norm(embedding, "encoder.norm"), 0), "output.0"), 0)
+        np.testing.assert_allclose(actual, layer_norm(linear(hidden, "output.2"), "output.3"), rtol=1e-4, atol=1e-4)
 
 
 def test_the_prototype_changes_the_outputs_and_gets_no_gradient() -> None:
@@ -74,10 +74,10 @@ def test_the_prototype_changes_the_outputs_and_gets_no_gradient() -> None:
         assert not torch.allclose(before, network(x))
     network(x).sum().backward()
     assert network.prototype.grad is None
-    other = FilmCNN(5, 3, adapter=(2, 4), filters=(3,), film=(6,), embedding=4, projection=5, plus_one=True).eval()
-    other.load_state_dict(network.state_dict())
+    plus_one = FilmCNN(5, 3, adapter=(2, 4), filters=(3,), film=(6,), embedding=4, projection=5, plus_one=True).eval()
+    plus_one.load_state_dict(network.state_dict())
     shifted = FilmCNN(5, 3, adapter=(2, 4), filters=(3,), film=(6,), embedding=4, projection=5).eval()
     shifted.load_state_dict(network.state_dict())
     with torch.no_grad():
         shifted.film[-1].bias[:2] += 1.0
-    torch.testing.assert_close(other(x), shifted(x))
+    torch.testing.assert_close(plus_one(x), shifted(x))

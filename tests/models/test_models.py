@@ -14,7 +14,7 @@ from raydfl.models import architectures, build_model, find_architecture
 from raydfl.models.crnn import CRNN
 
 
-def spec(architecture: str, **options: Any) -> ModelSpec:
+def make_spec(architecture: str, **options: Any) -> ModelSpec:
     return ModelSpec("plugin", architecture, 5, 3, tuple(sorted(options.items())))
 
 
@@ -47,19 +47,19 @@ def test_every_architecture_builds_and_works_on_padded_batches() -> None:
     ]
     x, lengths = torch.randn(4, 30, 5), torch.tensor([30, 12, 8, 21])
     for name in names:
-        network: Any = build_model(spec(name)).eval()
+        network: Any = build_model(make_spec(name)).eval()
         with torch.no_grad():
-            logits, embedded = network(x, lengths), network.embed(x, lengths)
+            logits, embeddings = network(x, lengths), network.embed(x, lengths)
             assert logits.shape == (4, 3)
             assert logits.dtype == torch.float32
-            torch.testing.assert_close(network.output(embedded), logits)
+            torch.testing.assert_close(network.output(embeddings), logits)
             for index, length in enumerate(lengths):
                 item = network(x[index : index + 1, :length])
                 torch.testing.assert_close(logits[index : index + 1], item, atol=1e-6, rtol=1e-5)
 
 
 def test_options_override_the_preset_of_an_architecture() -> None:
-    network = build_model(spec("crnn_lite", kernel=5, filters=[7, 8, 9], dropout=0))
+    network = build_model(make_spec("crnn_lite", kernel=5, filters=[7, 8, 9], dropout=0))
     assert isinstance(network, CRNN)
     assert [tuple(c.weight.shape) for c in network.convolutions] == [(7, 5, 5), (8, 7, 5), (9, 8, 5)]
     assert network.gru.hidden_size == 64
@@ -67,16 +67,16 @@ def test_options_override_the_preset_of_an_architecture() -> None:
 
 
 def test_equal_seeds_give_equal_weights() -> None:
-    def weights(seed: int) -> torch.Tensor:
+    def draw_weights(seed: int) -> torch.Tensor:
         torch.manual_seed(seed)
-        return torch.cat([value.flatten() for value in build_model(spec("crnn_tiny")).state_dict().values()])
+        return torch.cat([value.flatten() for value in build_model(make_spec("crnn_tiny")).state_dict().values()])
 
-    assert torch.equal(weights(4), weights(4))
-    assert not torch.equal(weights(4), weights(5))
+    assert torch.equal(draw_weights(4), draw_weights(4))
+    assert not torch.equal(draw_weights(4), draw_weights(5))
 
 
 def test_linear_is_a_linear_map_of_the_mean_frame() -> None:
-    network: Any = build_model(spec("linear"))
+    network: Any = build_model(make_spec("linear"))
     x, lengths = torch.randn(2, 6, 5), torch.tensor([6, 2])
     expected = torch.stack([x[0].mean(dim=0), x[1, :2].mean(dim=0)])
     torch.testing.assert_close(network.embed(x, lengths), expected)
@@ -86,7 +86,7 @@ def test_linear_is_a_linear_map_of_the_mean_frame() -> None:
 
 
 def test_mlp_has_one_hidden_layer() -> None:
-    network: Any = build_model(spec("mlp", hidden=7))
+    network: Any = build_model(make_spec("mlp", hidden=7))
     x = torch.randn(2, 6, 5)
     hidden = (x.mean(dim=1) @ network.hidden.weight.T + network.hidden.bias).clamp_min(0)
     torch.testing.assert_close(network(x), hidden @ network.output.weight.T + network.output.bias)
@@ -97,7 +97,7 @@ def test_an_example_without_frames_has_finite_logits() -> None:
     """Padding examples of a batch have no frames, and their weight of 0 must not multiply a NaN."""
     for name in FRAME_NETWORKS:  # images have no lengths
         if not name.startswith("ssast"):
-            assert build_model(spec(name))(torch.zeros(2, 9, 5), torch.tensor([9, 0])).isfinite().all()
+            assert build_model(make_spec(name))(torch.zeros(2, 9, 5), torch.tensor([9, 0])).isfinite().all()
 
 
 @pytest.mark.parametrize(
@@ -129,10 +129,10 @@ def test_an_example_without_frames_has_finite_logits() -> None:
 )
 def test_invalid_settings_are_rejected(architecture: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        build_model(spec(architecture, **options))
+        build_model(make_spec(architecture, **options))
 
 
-OWN = """
+MODULE = """
 from __future__ import annotations
 from typing import TYPE_CHECKING
 from torch import nn
@@ -166,15 +166,15 @@ class NotOne:
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> str:
+def module_file(tmp_path: Path) -> str:
     file = tmp_path / "own.py"
-    file.write_text(OWN)
+    file.write_text(MODULE)
     return str(file)
 
 
 @pytest.mark.parametrize("name", ["Net", "Loose", "Unresolved", "Needy"])
-def test_a_user_defined_network_is_built_with_its_options(own: str, name: str) -> None:
-    assert build_model(spec(f"{own}:{name}", width=2))(torch.randn(3, 9, 5)).shape == (3, 3)
+def test_a_user_defined_network_is_built_with_its_options(module_file: str, name: str) -> None:
+    assert build_model(make_spec(f"{module_file}:{name}", width=2))(torch.randn(3, 9, 5)).shape == (3, 3)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_a_user_defined_network_is_built_with_its_options(own: str, name: str) -
     ],
 )
 def test_a_user_defined_network_that_cannot_be_built_is_rejected(
-    own: str, name: str, options: dict[str, Any], message: str
+    module_file: str, name: str, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        build_model(spec(f"{own}:{name}", **options))
+        build_model(make_spec(f"{module_file}:{name}", **options))

@@ -39,11 +39,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 def configure(tiny: Tiny, folder: Path, after: int | None, *overrides: str, **features: Any) -> Config:
     """Configure a tiny run with an encoder, with the same ``after`` for features and network."""
-    begin = "null" if after is None else after
-    more = "".join(f", {name}: {value}" for name, value in features.items())
+    after_text = "null" if after is None else after
+    options = "".join(f", {name}: {value}" for name, value in features.items())
     return tiny(
-        f"data.features={{kind: pretrained, folder: {folder}, after: {begin}{more}}}",
-        f"models.model={{name: pretrained, folder: {folder}, after: {begin}}}",
+        f"data.features={{kind: pretrained, folder: {folder}, after: {after_text}{options}}}",
+        f"models.model={{name: pretrained, folder: {folder}, after: {after_text}}}",
         "train.rounds=1",
         "data.speakers=3",
         "train.cohort=1.0",
@@ -71,11 +71,11 @@ def train_run(config: Config, name: str) -> dict[str, torch.Tensor]:
 def test_caching_the_output_of_frozen_layers_does_not_change_the_run(
     tiny: Tiny, folders: Any, kind: str, train: str, after: int
 ) -> None:
-    """Equal to tolerance, because cached clips are computed one by one and not in a batch."""
-    folder, trains = folders(kind), f"models.model.train={train}"
+    """Results agree to a tolerance, because cached clips are computed individually instead of in a batch."""
+    folder, train_option = folders(kind), f"models.model.train={train}"
     length = {} if kind == "wav2vec2-masked" else {"seconds": 0.2}
-    whole = train_run(configure(tiny, folder, None, trains, **length), "whole")
-    rest = train_run(configure(tiny, folder, after, trains, **length), "rest")
+    whole = train_run(configure(tiny, folder, None, train_option, **length), "whole")
+    rest = train_run(configure(tiny, folder, after, train_option, **length), "rest")
     assert whole.keys() == rest.keys()
     assert all(name.startswith(("model/output", "model/encoder.layers", "model/encoder.norm")) for name in whole)
     layers = {int(name.split(".")[2]) for name in whole if ".layers." in name}
@@ -108,8 +108,8 @@ def test_frozen_tensors_are_not_sent(tiny: Tiny, folders: Any) -> None:
     run = create(config := configure(tiny, folders("hubert"), None, "models.model.hidden=4"), Progress("quiet"))
     finish_in(run, config)
     head = WIDTH * 4 + 4 + 4 * 3 + 3
-    sent = [row["value"] for row in read_rows(run).to_pylist() if row["metric"] == "bytes_up"]
-    assert sent == [3 * head * 4]
+    bytes_up = [row["value"] for row in read_rows(run).to_pylist() if row["metric"] == "bytes_up"]
+    assert bytes_up == [3 * head * 4]
 
 
 @pytest.mark.slow
@@ -121,22 +121,22 @@ def test_predict_and_export_include_frozen_tensors(tiny: Tiny, folders: Any, tmp
     export(run, config)
     wave = (0.3 * np.sin(np.arange(4_000) * 2 * np.pi * 300 / 16_000)).astype(np.float32)
     soundfile.write(tmp_path / "clip.wav", wave, 16_000)
-    (answer,) = classify(run, [tmp_path / "clip.wav"])
+    (prediction,) = classify(run, [tmp_path / "clip.wav"])
     pytest.importorskip("onnxruntime")
     import onnxruntime
 
-    made = export_model(run)
-    assert made.difference < 1e-4
-    given = {"x": folder_input(folder, wave)[None]}
-    _, said = onnxruntime.InferenceSession(str(made.path)).run(None, given)
-    np.testing.assert_allclose(said[0], answer.probabilities, atol=1e-5)
+    exported = export_model(run)
+    assert exported.difference < 1e-4
+    inputs = {"x": extract_input(folder, wave)[None]}
+    _, probabilities = onnxruntime.InferenceSession(str(exported.path)).run(None, inputs)
+    np.testing.assert_allclose(probabilities[0], prediction.probabilities, atol=1e-5)
 
 
-def folder_input(folder: Path, wave: np.ndarray) -> np.ndarray:
+def extract_input(folder: Path, wave: np.ndarray) -> np.ndarray:
     import transformers as hf
 
-    made = hf.Wav2Vec2FeatureExtractor.from_pretrained(folder)(wave, sampling_rate=16_000)
-    return np.asarray(made["input_values"][0], np.float32)[:, None]
+    features = hf.Wav2Vec2FeatureExtractor.from_pretrained(folder)(wave, sampling_rate=16_000)
+    return np.asarray(features["input_values"][0], np.float32)[:, None]
 
 
 @pytest.mark.parametrize("method", ["fedprox", "fedper", "ditto"])
@@ -154,13 +154,13 @@ def test_methods_train_only_unfrozen_tensors(tiny: Tiny, folders: Any, method: s
 
 def test_batched_clients_equal_unbatched_clients(tiny: Tiny, folders: Any) -> None:
     """Networks from the same folder can be batched, although each has its own transformers settings."""
-    alone = train_run(configure(tiny, folders("ast"), None, "models.model.train=all"), "alone")
+    unbatched = train_run(configure(tiny, folders("ast"), None, "models.model.train=all"), "alone")
     config = configure(tiny, folders("ast"), None, "models.model.train=all", "train.together=3", "run.name=together")
     run = create(config, Progress("quiet"))
     finish_in(run, config)
     assert [row["value"] for row in read_rows(run).to_pylist() if row["metric"] == "vectorised"] == [1.0]
     for name, value in final_state(run).tensors["global"].items():
-        torch.testing.assert_close(alone[name], value, atol=1e-6, rtol=1e-4)
+        torch.testing.assert_close(unbatched[name], value, atol=1e-6, rtol=1e-4)
 
 
 def test_a_changed_encoder_is_rejected_by_workers_and_on_resume(tiny: Tiny, folders: Any, tmp_path: Path) -> None:
@@ -171,25 +171,25 @@ def test_a_changed_encoder_is_rejected_by_workers_and_on_resume(tiny: Tiny, fold
     run = create(config, Progress("quiet"))
     finish_in(run, config)
     assert config.files().keys() == {"models.model.folder", "data.features.folder"}
-    digest, sent = config.digest(), pickle.dumps(config)
-    Worker(run, pickle.loads(sent), PrivateStore(run / "private"))
+    digest, content = config.digest(), pickle.dumps(config)
+    Worker(run, pickle.loads(content), PrivateStore(run / "private"))
     write_encoder(folder, "hubert", seed=1)
     assert config.digest() != digest
     with pytest.raises(
         ConfigError, match=re.escape(f"models.model.folder: {folder} on ") + ".*differs from the starting"
     ):
-        Worker(run, pickle.loads(sent), PrivateStore(run / "private"))
+        Worker(run, pickle.loads(content), PrivateStore(run / "private"))
     with pytest.raises(RunDirectoryError, match=r"models\.model\.folder"):
         resume(run)
     with pytest.raises(ConfigError, match=r"data\.features\.folder: .* differs from the folder at the start"):
         config.data.features.check_content("another")
     shutil.rmtree(folder)
     with pytest.raises(ConfigError, match=r" on \S+ is missing\. Provide the same content"):
-        Worker(run, pickle.loads(sent), PrivateStore(run / "private"))
+        Worker(run, pickle.loads(content), PrivateStore(run / "private"))
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [
         (
             ["models.model.train=9"],
@@ -219,7 +219,7 @@ def test_a_changed_encoder_is_rejected_by_workers_and_on_resume(tiny: Tiny, fold
     ],
 )
 def test_options_that_do_not_fit_the_encoder_are_rejected(
-    tiny: Tiny, folders: Any, overrides: list[str], said: str
+    tiny: Tiny, folders: Any, overrides: list[str], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         configure(tiny, folders("hubert"), None, *overrides)

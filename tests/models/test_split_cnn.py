@@ -23,7 +23,7 @@ def test_the_number_of_weights_is_the_published_number() -> None:
 
 
 def test_every_step_equals_its_formula() -> None:
-    """The formulas are loops in float64. Kernels of 4 read one position before and two after."""
+    """The formulas are loops in float64. Kernels of 4 read a position before and two after."""
     torch.manual_seed(0)
     network = SplitCNN(5, 3, filters=(4, 8), groups=2).eval()
     with torch.no_grad():
@@ -67,9 +67,9 @@ def test_dropout_zeroes_maps_drawn_with_the_seed() -> None:
 
     with torch.no_grad():
         whole = block.eval()(x, None)
-    kept = train_block(1).abs().sum(dim=(1, 2)) > 0
-    assert 0.3 < kept.float().mean() < 0.7
-    torch.testing.assert_close(train_block(1), 2 * whole * kept[:, None, None])
+    is_kept = train_block(1).abs().sum(dim=(1, 2)) > 0
+    assert 0.3 < is_kept.float().mean() < 0.7
+    torch.testing.assert_close(train_block(1), 2 * whole * is_kept[:, None, None])
     assert torch.equal(train_block(1), train_block(1))
     assert not torch.equal(train_block(1), train_block(2))
 

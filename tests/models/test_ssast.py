@@ -27,7 +27,7 @@ def build(name: str, **options: object) -> SSAST:
     ("name", "width", "millions"), [("ssast_tiny", 192, 5.6), ("ssast_small", 384, 21.7), ("ssast_base", 768, 86.1)]
 )
 @pytest.mark.parametrize(("patches", "count"), [("patch", 12 * 50), ("frame", 511)])
-def test_the_numbers_of_parameters_are_those_of_the_paper(
+def test_networks_have_the_parameter_counts_of_the_paper(
     name: str, width: int, millions: float, patches: str, count: int
 ) -> None:
     """The oracle is the closed form of backbone and embeddings, and DeiT's published 5, 22 and 86 million."""
@@ -35,9 +35,9 @@ def test_the_numbers_of_parameters_are_those_of_the_paper(
     assert model.pos_embed.shape == (1, count + 2, width)
     block = 12 * width**2 + 13 * width
     rest = 256 * width + width + 2 * width + (count + 2) * width + 2 * width + 2 * width + 51 * width + 51
-    found = sum(parameter.numel() for parameter in model.parameters())
-    assert found == 12 * block + rest
-    assert found / 1e6 == pytest.approx(millions, abs=0.7)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    assert total == 12 * block + rest
+    assert total / 1e6 == pytest.approx(millions, abs=0.7)
 
 
 def test_a_block_equals_a_transformer_encoder_layer() -> None:
@@ -57,9 +57,13 @@ def test_a_block_equals_a_transformer_encoder_layer() -> None:
         "norm1.": "norm1.",
         "norm2.": "norm2.",
     }
-    own = block.state_dict()
+    weights = block.state_dict()
     reference.load_state_dict(
-        {f"{theirs}{kind}": own[f"{mine}{kind}"] for theirs, mine in names.items() for kind in ("weight", "bias")}
+        {
+            f"{reference_name}{kind}": weights[f"{block_name}{kind}"]
+            for reference_name, block_name in names.items()
+            for kind in ("weight", "bias")
+        }
     )
     x = torch.randn(3, 5, 8)
     torch.testing.assert_close(block(x), reference(x))
@@ -105,12 +109,14 @@ def make_released_weights(frames: int, bands: int, patch: tuple[int, int], width
         "v.patch_embed.proj.bias": (width,),
         "v.norm.weight": (width,),
         "v.norm.bias": (width,),
-        **{f"v.{head}.{kind}": size for head in ("head", "head_dist") for kind, size in linear_shapes(1000, width)},
+        **{
+            f"v.{head}.{kind}": size for head in ("head", "head_dist") for kind, size in list_linear_shapes(1000, width)
+        },
         **{
             f"{p}predlayer.{n}.{kind}": size
             for p in "cg"
             for n, o in ((0, width), (2, 256))
-            for kind, size in linear_shapes(o, width)
+            for kind, size in list_linear_shapes(o, width)
         },
     }
     for number in range(12):
@@ -119,42 +125,44 @@ def make_released_weights(frames: int, bands: int, patch: tuple[int, int], width
         parts = {"attn.qkv": (3 * width, width), "attn.proj": (width, width)}
         parts |= {"mlp.fc1": (4 * width, width), "mlp.fc2": (width, 4 * width)}
         shapes |= {
-            f"{block}.{part}.{kind}": size for part, sides in parts.items() for kind, size in linear_shapes(*sides)
+            f"{block}.{part}.{kind}": size for part, sides in parts.items() for kind, size in list_linear_shapes(*sides)
         }
-    found = {f"module.{name}": 0.3 * torch.randn(shape) for name, shape in shapes.items()}
+    tensors = {f"module.{name}": 0.3 * torch.randn(shape) for name, shape in shapes.items()}
     sizes = {"module.p_input_fdim": torch.tensor(bands), "module.p_input_tdim": torch.tensor(frames)}
-    return {name: torch.nn.Parameter(value, requires_grad=False) for name, value in (sizes | found).items()}
+    return {name: torch.nn.Parameter(value, requires_grad=False) for name, value in (sizes | tensors).items()}
 
 
-def linear_shapes(outputs: int, inputs: int) -> list[tuple[str, tuple[int, ...]]]:
+def list_linear_shapes(outputs: int, inputs: int) -> list[tuple[str, tuple[int, ...]]]:
     return [("weight", (outputs, inputs)), ("bias", (outputs,))]
 
 
-def expected(weights: dict[str, torch.Tensor], model: SSAST, x: torch.Tensor, stride: tuple[int, int]) -> torch.Tensor:
+def compute_logits(
+    weights: dict[str, torch.Tensor], model: SSAST, x: torch.Tensor, stride: tuple[int, int]
+) -> torch.Tensor:
     """Compute the paper's network with PyTorch's encoder layers, with patches by bands and then by frames."""
     v = {name.removeprefix("module.v."): value for name, value in weights.items()}
     kernel = v["patch_embed.proj.weight"]
     patches = F.conv2d(x.mT[:, None], kernel, v["patch_embed.proj.bias"], stride)
     rows, columns = patches.shape[2:]
-    was = [
+    trained_grid = [
         int(weights[f"module.p_input_{side}"]) // kernel.shape[2 + axis] for axis, side in enumerate(("fdim", "tdim"))
     ]
-    grid = v["pos_embed"][:, 2:].mT.reshape(1, 8, *was)
+    grid = v["pos_embed"][:, 2:].mT.reshape(1, 8, *trained_grid)
     for axis, size in ((3, columns), (2, rows)):
-        first = was[axis - 2] // 2 - size // 2
-        if size < was[axis - 2]:
+        first = trained_grid[axis - 2] // 2 - size // 2
+        if size < trained_grid[axis - 2]:
             grid = grid[:, :, first : first + size] if axis == 2 else grid[:, :, :, first : first + size]
         else:
             grid = F.interpolate(grid, (size, grid.shape[3]) if axis == 2 else (grid.shape[2], size), mode="bilinear")
-    both = torch.cat([v["cls_token"], v["dist_token"]], 1)
-    y = torch.cat([both.expand(len(x), -1, -1), patches.flatten(2).mT], 1)
+    special_tokens = torch.cat([v["cls_token"], v["dist_token"]], 1)
+    y = torch.cat([special_tokens.expand(len(x), -1, -1), patches.flatten(2).mT], 1)
     y = y + torch.cat([v["pos_embed"][:, :2], grid.flatten(2).mT], 1)
     names = {"self_attn.in_proj_": "attn.qkv.", "self_attn.out_proj.": "attn.proj.", "linear1.": "mlp.fc1."}
     names |= {"linear2.": "mlp.fc2.", "norm1.": "norm1.", "norm2.": "norm2."}
     layer = torch.nn.TransformerEncoderLayer(8, 2, 32, 0.0, F.gelu, 1e-6, batch_first=True, norm_first=True).eval()
     for number in range(12):
-        own = {f"{a}{k}": v[f"blocks.{number}.{b}{k}"] for a, b in names.items() for k in ("weight", "bias")}
-        layer.load_state_dict(own)
+        state = {f"{a}{k}": v[f"blocks.{number}.{b}{k}"] for a, b in names.items() for k in ("weight", "bias")}
+        layer.load_state_dict(state)
         y = layer(y)
     mean = F.layer_norm(y, (8,), v["norm.weight"], v["norm.bias"], 1e-6)[:, 2:].mean(1)
     return model.output(model.head_norm(mean))
@@ -173,7 +181,7 @@ def test_a_network_starts_from_a_released_file(
     torch.save(weights, tmp_path / "SSAST.pth")
     model = start_model(tmp_path / "SSAST.pth", bands, patches=patches, frames=frames)
     x = torch.randn(2, frames, bands)
-    torch.testing.assert_close(model(x), expected(weights, model, x, stride), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(model(x), compute_logits(weights, model, x, stride), atol=1e-4, rtol=1e-4)
 
 
 def start_model(file: Path, bands: int, **options: object) -> SSAST:

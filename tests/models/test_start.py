@@ -31,7 +31,7 @@ Tiny = Callable[..., Config]
 NETWORKS = Path(__file__).parent.parent / "networks.py"
 
 
-def spec(**init_from: Any) -> ModelSpec:
+def make_spec(**init_from: Any) -> ModelSpec:
     return ModelSpec("model", "mlp", 5, 3, init_from=tuple(sorted(init_from.items())))
 
 
@@ -41,9 +41,9 @@ def build_other() -> nn.Module:
         return build_model(ModelSpec("model", "mlp", 5, 3))
 
 
-def load_started(**init_from: Any) -> dict[str, Tensor]:
+def load_from_file(**init_from: Any) -> dict[str, Tensor]:
     network = build_model(ModelSpec("model", "mlp", 5, 3))
-    start_from_file(network, spec(**init_from))
+    start_from_file(network, make_spec(**init_from))
     return network.state_dict()
 
 
@@ -53,55 +53,55 @@ def assert_equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
 
 
 def test_safetensors_and_several_forms_of_checkpoints_are_read(tmp_path: Path) -> None:
-    wanted = build_other().state_dict()
+    expected = build_other().state_dict()
     forms: dict[str, Any] = {
-        "plain.pt": wanted,
-        "nested.pt": {"state_dict": wanted, "epoch": 3, "optimiser": {"state": {0: {"mean": torch.ones(2)}}}},
-        "half.pt": {name: value.bfloat16() for name, value in wanted.items()},
+        "plain.pt": expected,
+        "nested.pt": {"state_dict": expected, "epoch": 3, "optimiser": {"state": {0: {"mean": torch.ones(2)}}}},
+        "half.pt": {name: value.bfloat16() for name, value in expected.items()},
     }
     for name, content in forms.items():
         torch.save(content, tmp_path / name)
-    torch.save(wanted, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
-    safetensors.torch.save_file(wanted, tmp_path / "plain.safetensors")
-    both = {f"{group}/{name}": value for group in ("model", "local") for name, value in wanted.items()}
-    safetensors.torch.save_file({name: value.clone() for name, value in both.items()}, tmp_path / "run.safetensors")
-    assert_equal(load_started(file=str(tmp_path / "plain.pt")), wanted)
-    assert_equal(load_started(file=str(tmp_path / "old.pt")), wanted)
-    assert_equal(load_started(file=str(tmp_path / "nested.pt"), model="state_dict"), wanted)
-    assert_equal(load_started(file=str(tmp_path / "plain.safetensors")), wanted)
-    assert_equal(load_started(file=str(tmp_path / "run.safetensors")), wanted)  # the group with the model's name
-    assert_equal(load_started(file=str(tmp_path / "run.safetensors"), model="local"), wanted)
-    assert_equal(load_started(file=str(tmp_path / "half.pt")), {n: v.bfloat16().float() for n, v in wanted.items()})
+    torch.save(expected, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    safetensors.torch.save_file(expected, tmp_path / "plain.safetensors")
+    prefixed = {f"{group}/{name}": value for group in ("model", "local") for name, value in expected.items()}
+    safetensors.torch.save_file({name: value.clone() for name, value in prefixed.items()}, tmp_path / "run.safetensors")
+    assert_equal(load_from_file(file=str(tmp_path / "plain.pt")), expected)
+    assert_equal(load_from_file(file=str(tmp_path / "old.pt")), expected)
+    assert_equal(load_from_file(file=str(tmp_path / "nested.pt"), model="state_dict"), expected)
+    assert_equal(load_from_file(file=str(tmp_path / "plain.safetensors")), expected)
+    assert_equal(load_from_file(file=str(tmp_path / "run.safetensors")), expected)  # the group with the model's name
+    assert_equal(load_from_file(file=str(tmp_path / "run.safetensors"), model="local"), expected)
+    assert_equal(load_from_file(file=str(tmp_path / "half.pt")), {n: v.bfloat16().float() for n, v in expected.items()})
 
 
 def test_names_are_renamed_kept_and_ignored(tmp_path: Path) -> None:
-    wanted = build_other().state_dict()
+    expected = build_other().state_dict()
     file = tmp_path / "w.pt"
-    torch.save({**{f"module.{n}": v for n, v in wanted.items()}, "extra.bias": torch.ones(2)}, file)
-    assert_equal(load_started(file=str(file), rename=(("module.", ""),), ignore=("extra.*",)), wanted)
+    torch.save({**{f"module.{n}": v for n, v in expected.items()}, "extra.bias": torch.ones(2)}, file)
+    assert_equal(load_from_file(file=str(file), rename=(("module.", ""),), ignore=("extra.*",)), expected)
     torch.manual_seed(3)
     network = build_model(ModelSpec("model", "mlp", 5, 3))
     before = {name: value.clone() for name, value in network.state_dict().items()}
     wide = {"module.output.weight": torch.ones(9, 32)}  # a head with another number of classes keeps its initial values
-    torch.save({**{f"module.{n}": v for n, v in wanted.items()}, **wide}, file)
-    start_from_file(network, spec(file=str(file), rename=(("module.", ""),), keep=("output.*",)))
+    torch.save({**{f"module.{n}": v for n, v in expected.items()}, **wide}, file)
+    start_from_file(network, make_spec(file=str(file), rename=(("module.", ""),), keep=("output.*",)))
     after = network.state_dict()
     assert torch.equal(after["output.weight"], before["output.weight"])
-    assert torch.equal(after["hidden.weight"], wanted["hidden.weight"])
+    assert torch.equal(after["hidden.weight"], expected["hidden.weight"])
 
 
 def test_integer_counters_may_be_missing(tmp_path: Path) -> None:
     network = nn.Sequential(nn.BatchNorm1d(3))
-    wanted = {name: value + 1 for name, value in network.state_dict().items() if "num" not in name}
-    torch.save(wanted, tmp_path / "w.pt")
-    start_from_file(network, spec(file=str(tmp_path / "w.pt")))
-    assert torch.equal(network[0].running_var, wanted["0.running_var"])
-    torch.save({**wanted, "0.num_batches_tracked": torch.tensor(7)}, tmp_path / "w.pt")
-    start_from_file(network, spec(file=str(tmp_path / "w.pt")))
+    expected = {name: value + 1 for name, value in network.state_dict().items() if "num" not in name}
+    torch.save(expected, tmp_path / "w.pt")
+    start_from_file(network, make_spec(file=str(tmp_path / "w.pt")))
+    assert torch.equal(network[0].running_var, expected["0.running_var"])
+    torch.save({**expected, "0.num_batches_tracked": torch.tensor(7)}, tmp_path / "w.pt")
+    start_from_file(network, make_spec(file=str(tmp_path / "w.pt")))
     assert int(network[0].num_batches_tracked) == 7
 
 
-def test_tied_tensors_need_only_one_of_their_names(tmp_path: Path) -> None:
+def test_tied_tensors_need_a_single_name(tmp_path: Path) -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -110,12 +110,12 @@ def test_tied_tensors_need_only_one_of_their_names(tmp_path: Path) -> None:
 
     torch.save({"one.weight": torch.ones(3, 3), "one.bias": torch.ones(3)}, tmp_path / "w.pt")
     network = Tied()
-    start_from_file(network, spec(file=str(tmp_path / "w.pt")))
+    start_from_file(network, make_spec(file=str(tmp_path / "w.pt")))
     assert torch.equal(network.two.weight, torch.ones(3, 3))
 
 
-class Runs:
-    """Object that writes a file when it is unpickled."""
+class WriteOnLoad:
+    """An object with a side effect: unpickling it writes a file."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -136,7 +136,7 @@ def test_bad_files_are_rejected_without_changing_the_network(tmp_path: Path) -> 
         "mislabelled.pt": safe.read_bytes(),
         "text.pt": b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n",
         "empty.pt": b"",
-        "code.pt": pickle.dumps(Runs(str(tmp_path / "ran")), protocol=2),
+        "code.pt": pickle.dumps(WriteOnLoad(str(tmp_path / "ran")), protocol=2),
     }
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
@@ -169,7 +169,7 @@ def test_bad_files_are_rejected_without_changing_the_network(tmp_path: Path) -> 
     before = {name: value.clone() for name, value in network.state_dict().items()}
     for name, message in messages.items():
         with pytest.raises(ConfigError, match=r"^models\.model\.init_from.*" + message):
-            start_from_file(network, spec(file=str(tmp_path / name)))
+            start_from_file(network, make_spec(file=str(tmp_path / name)))
     assert_equal(network.state_dict(), before)
     assert not (tmp_path / "ran").exists()
     for settings, message in (
@@ -186,7 +186,7 @@ def test_bad_files_are_rejected_without_changing_the_network(tmp_path: Path) -> 
         ),
     ):
         with pytest.raises(ConfigError, match=message):
-            start_from_file(network, spec(file=str(tmp_path / "groups.pt"), **settings))
+            start_from_file(network, make_spec(file=str(tmp_path / "groups.pt"), **settings))
 
 
 def test_a_run_starts_from_the_export_of_another_run(tiny: Tiny) -> None:

@@ -26,7 +26,7 @@ NORMS = {
 FROZEN = {"resnet18": {"conv1", "bn1", "layer1"}, "shufflenet_v2": {"conv1", "stage2"}}
 
 
-def spec(name: str, inputs: Any = (1, 8, 8), **options: Any) -> ModelSpec:
+def make_spec(name: str, inputs: Any = (1, 8, 8), **options: Any) -> ModelSpec:
     return ModelSpec("model", name, inputs, 10, tuple(sorted(options.items())))
 
 
@@ -48,14 +48,14 @@ def replace_batch_norm(network: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_network_equals_torchvision_and_repeats_grey_channels(name: str) -> None:
     torch.manual_seed(0)
-    network: Any = build_model(spec(name, (1, 32, 32))).eval()
-    theirs = replace_batch_norm(build_torchvision(name)).eval()
-    theirs.fc = nn.Linear(network.output.in_features, 10)
-    named = {key.replace("output.", "fc."): value for key, value in network.state_dict().items()}
-    theirs.load_state_dict(named)
+    network: Any = build_model(make_spec(name, (1, 32, 32))).eval()
+    reference = replace_batch_norm(build_torchvision(name)).eval()
+    reference.fc = nn.Linear(network.output.in_features, 10)
+    weights = {key.replace("output.", "fc."): value for key, value in network.state_dict().items()}
+    reference.load_state_dict(weights)
     x = torch.randn(2, 1, 32, 32)
     with torch.no_grad():
-        expected = theirs(x.repeat(1, 3, 1, 1))
+        expected = reference(x.repeat(1, 3, 1, 1))
         torch.testing.assert_close(network(x), expected)
         torch.testing.assert_close(network(x.repeat(1, 3, 1, 1)), expected)
         torch.testing.assert_close(network(x[:, 0]), expected)  # as features: 32 frames of 32 bands
@@ -67,9 +67,9 @@ def test_without_normalisation_a_narrow_network_equals_the_whole_network_without
     name: str,
 ) -> None:
     torch.manual_seed(1)
-    whole_spec, rng = spec(name, (1, 16, 16)), np.random.default_rng(2)
+    whole_spec, rng = make_spec(name, (1, 16, 16)), np.random.default_rng(2)
     part_spec = narrow(whole_spec, 0.3)
-    cuts = make_cuts(part_spec, lambda group, channels, kept: np.sort(rng.choice(channels, kept, replace=False)))
+    cuts = make_cuts(part_spec, lambda group, channels, count: np.sort(rng.choice(channels, count, replace=False)))
     whole, part = build_model(whole_spec).eval(), build_model(part_spec).eval()
     for parameter in whole.parameters():
         if parameter.ndim == 4:  # keeps the scale of values constant over layers
@@ -79,9 +79,9 @@ def test_without_normalisation_a_narrow_network_equals_the_whole_network_without
     part.load_state_dict({key.removeprefix("model/"): tensor for key, tensor in slices.items()})
     for key, tensor in whole.state_dict().items():
         if f"model/{key}" in cuts:
-            kept = np.zeros(tuple(tensor.shape), np.float32)
-            kept[cuts[f"model/{key}"].place(kept.shape)] = 1
-            tensor.mul_(torch.from_numpy(kept))
+            mask = np.zeros(tuple(tensor.shape), np.float32)
+            mask[cuts[f"model/{key}"].place(mask.shape)] = 1
+            tensor.mul_(torch.from_numpy(mask))
     x = torch.randn(2, 1, 16, 16)
     assert not torch.allclose(part(x), whole(x), atol=0.01)  # zero channels count in the mean of their group
     for network in (whole, part):
@@ -95,7 +95,7 @@ def test_without_normalisation_a_narrow_network_equals_the_whole_network_without
 @pytest.mark.parametrize(("name", "candidates"), [("resnet18", 11_010_048), ("shufflenet_v2", 1_208_140)])
 def test_the_trained_convolutions_have_the_number_of_weights_of_fedapta(name: str, candidates: int) -> None:
     """The numbers are from table 5 of the paper. Normalisations start at 1 and 0."""
-    network = build_model(spec(name, freeze=True))
+    network = build_model(make_spec(name, freeze=True))
     convolutions = [part for part in network.modules() if isinstance(part, nn.Conv2d)]
     assert sum(part.weight.numel() for part in convolutions if part.weight.requires_grad) == candidates
     fixed = {key.split(".")[0] for key, value in network.named_parameters() if not value.requires_grad}
@@ -109,14 +109,14 @@ def test_the_trained_convolutions_have_the_number_of_weights_of_fedapta(name: st
 @pytest.mark.parametrize("name", NAMES)
 def test_a_file_of_torchvision_is_loaded_without_batch_normalisation_and_head(name: str, tmp_path: Path) -> None:
     """Convolutions come from the file. Options exclude batch normalisation and the head of 1,000 classes."""
-    theirs: Any = build_torchvision(name)
+    reference: Any = build_torchvision(name)
     file = tmp_path / "imagenet.pth"
-    torch.save(theirs.state_dict(), file)
-    network = build_model(spec(name))
+    torch.save(reference.state_dict(), file)
+    network = build_model(make_spec(name))
 
     def start(**init_from: Any) -> None:
-        given = {"file": str(file), **init_from}
-        start_from_file(network, ModelSpec("model", name, (1, 8, 8), 10, init_from=tuple(sorted(given.items()))))
+        options = {"file": str(file), **init_from}
+        start_from_file(network, ModelSpec("model", name, (1, 8, 8), 10, init_from=tuple(sorted(options.items()))))
 
     with pytest.raises(
         ConfigError, match=r"lacks 'output.weight', 'output.bias' of the network.* and has .*running_mean'"
@@ -125,22 +125,22 @@ def test_a_file_of_torchvision_is_loaded_without_batch_normalisation_and_head(na
     statistics = ("*running_mean", "*running_var", "*num_batches_tracked")
     start(keep=("output.*", *NORMS[name]), ignore=(*statistics, "fc.*"))
     norms = [key for key, part in network.named_modules() if isinstance(part, nn.GroupNorm)]
-    own, weights = network.state_dict(), theirs.state_dict()
-    loaded = [key for key in own if not key.startswith("output.") and key.rpartition(".")[0] not in norms]
-    assert len(loaded) == sum(isinstance(part, nn.Conv2d) for part in theirs.modules())
-    assert all(torch.equal(own[key], weights[key]) for key in loaded)
-    assert all(bool((own[f"{key}.weight"] == 1).all()) for key in norms)
+    state, weights = network.state_dict(), reference.state_dict()
+    loaded = [key for key in state if not key.startswith("output.") and key.rpartition(".")[0] not in norms]
+    assert len(loaded) == sum(isinstance(part, nn.Conv2d) for part in reference.modules())
+    assert all(torch.equal(state[key], weights[key]) for key in loaded)
+    assert all(bool((state[f"{key}.weight"] == 1).all()) for key in norms)
 
 
 def test_unsupported_networks_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         ConfigError, match=r"models.model: groups is 3, which does not divide 64 channels. Set groups to 1 or 2"
     ):
-        build_model(spec("resnet18", groups=3))
+        build_model(make_spec("resnet18", groups=3))
     with pytest.raises(ConfigError, match=r"models.model: images have 2 channels, but the network needs 1 .* or 3"):
-        build_model(spec("shufflenet_v2", (2, 8, 8)))
+        build_model(make_spec("shufflenet_v2", (2, 8, 8)))
     monkeypatch.setitem(sys.modules, "torchvision", None)
     with pytest.raises(
         ConfigError, match=r"needs torchvision, which cannot be imported .* pip install 'raydfl\[vision\]'"
     ):
-        build_model(spec("resnet18"))
+        build_model(make_spec("resnet18"))

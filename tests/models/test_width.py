@@ -30,13 +30,13 @@ def make_spec(kind: str, **options: Any) -> ModelSpec:
     return ModelSpec("model", kind, inputs, 3, tuple(sorted({**preset, **options}.items())))
 
 
-def outputs(kind: str, share: float) -> tuple[Tensor, Tensor]:
+def compute_outputs(kind: str, share: float) -> tuple[Tensor, Tensor]:
     """Compute the outputs of a narrow network, and of the whole network with its removed channels set to 0."""
     torch.manual_seed(1)
     spec = make_spec(kind)
     small = narrow(spec, share)
     rng = np.random.default_rng(2)
-    cuts = make_cuts(small, lambda group, channels, kept: np.sort(rng.choice(channels, kept, replace=False)))
+    cuts = make_cuts(small, lambda group, channels, count: np.sort(rng.choice(channels, count, replace=False)))
     whole, part = build_model(spec).eval(), build_model(small).eval()
     state = {f"model/{name}": tensor for name, tensor in whole.state_dict().items()}
     slices = cut_tensors(FlatTensors.from_tensors(state), cuts, "")
@@ -44,9 +44,9 @@ def outputs(kind: str, share: float) -> tuple[Tensor, Tensor]:
     for name, tensor in whole.state_dict().items():
         if f"model/{name}" in cuts:
             place = cuts[f"model/{name}"].place(tensor.shape)
-            kept = np.zeros(tuple(tensor.shape), np.float32)
-            kept[place] = 1
-            tensor.mul_(torch.from_numpy(kept))
+            mask = np.zeros(tuple(tensor.shape), np.float32)
+            mask[place] = 1
+            tensor.mul_(torch.from_numpy(mask))
     shape = IMAGE if kind == "cnn" else (FRAMES, 6)
     x = torch.randn(4, *shape)
     lengths = None if kind == "cnn" else torch.tensor([20, 17, 9, 20])
@@ -55,44 +55,44 @@ def outputs(kind: str, share: float) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("kind", ["crnn", "crnn_tiny", "cnn", "mlp"])
 def test_a_narrow_network_equals_the_whole_network_without_the_removed_channels(kind: str) -> None:
-    part, whole = outputs(kind, 0.5)
+    part, whole = compute_outputs(kind, 0.5)
     torch.testing.assert_close(part, whole)
     assert float(whole.std()) > 0.01  # not constant
 
 
 def test_a_narrow_network_with_group_norm_differs_from_the_whole_network() -> None:
     """A channel of zeros counts in the mean and variance of its group, but a removed channel does not."""
-    part, whole = outputs("split_cnn", 0.5)
+    part, whole = compute_outputs("split_cnn", 0.5)
     assert float((part - whole).abs().max()) > 0.05
-    torch.testing.assert_close(*outputs("split_cnn", 1))
+    torch.testing.assert_close(*compute_outputs("split_cnn", 1))
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_the_width_applies_to_every_group_of_channels(kind: str) -> None:
     counts: dict[str, tuple[int, int]] = {}
 
-    def choose(group: str, channels: int, kept: int) -> np.ndarray:
-        counts[group] = channels, kept
-        return np.arange(kept)
+    def choose(group: str, channels: int, count: int) -> np.ndarray:
+        counts[group] = channels, count
+        return np.arange(count)
 
     make_cuts(narrow(make_spec(kind), 0.5), choose)
     # Rounded up to whole channels, or to pairs for networks with two groups.
     multiple = 2 if kind == "split_cnn" else 1
     assert counts
-    assert all(kept == -(-channels // (2 * multiple)) * multiple for channels, kept in counts.values())
+    assert all(count == -(-channels // (2 * multiple)) * multiple for channels, count in counts.values())
     assert narrow(make_spec(kind), 1) == make_spec(kind)
     assert make_cuts(make_spec(kind), choose) == {}
 
 
 def test_widths_multiply() -> None:
     spec = make_spec("mlp", width=0.5)
-    cuts = make_cuts(narrow(spec, 0.5), lambda group, channels, kept: np.array([channels, kept]) - 1)
-    assert [list(kept) for kept in cuts["model/hidden.bias"].indices if kept is not None] == [[4, 2]]  # 9, 5, 3
+    cuts = make_cuts(narrow(spec, 0.5), lambda group, channels, count: np.array([channels, count]) - 1)
+    assert [list(count) for count in cuts["model/hidden.bias"].indices if count is not None] == [[4, 2]]  # 9, 5, 3
 
 
 @pytest.mark.parametrize("kind", ["cnn", "crnn", "split_cnn"])
 def test_scaling_compensates_for_removed_inputs_during_training(kind: str) -> None:
-    """Outputs of a convolution are divided by the width, which equals doubling the weights of the next layer."""
+    """Outputs of a convolution are divided by the width, equivalent to doubling the weights of the next layer."""
     filters = (8,) if kind == "split_cnn" else (6,)
     plain, scaled = (
         build_model(make_spec(kind, filters=filters, dropout=0.0, width=0.5, scaled=on)) for on in (False, True)
@@ -111,7 +111,7 @@ def test_scaling_compensates_for_removed_inputs_during_training(kind: str) -> No
 
 
 class Odd(nn.Module):
-    """A network whose ``channels()`` may be wrong."""
+    """A network with a possibly wrong ``channels()``."""
 
     wrong = "groups"
 
@@ -153,8 +153,8 @@ def test_channels_that_do_not_fit_the_network_are_rejected(fault: str, message: 
 
 def test_cut_tensors_takes_slices_in_any_order() -> None:
     whole = FlatTensors.from_tensors({"a": torch.arange(24.0).view(2, 3, 4), "b": torch.arange(3.0)})
-    found = cut_tensors(whole, {"a": Cut([[1, 0], None, [3, 1]]), "c": Cut([[7]])}, "")
-    assert torch.equal(found["a"], whole["a"][[1, 0]][:, :, [3, 1]])
-    assert torch.equal(found["b"], whole["b"])
+    slices = cut_tensors(whole, {"a": Cut([[1, 0], None, [3, 1]]), "c": Cut([[7]])}, "")
+    assert torch.equal(slices["a"], whole["a"][[1, 0]][:, :, [3, 1]])
+    assert torch.equal(slices["b"], whole["b"])
     with pytest.raises(ConfigError, match="client 's1': 'b' cannot be cut as the method planned: .* index 3 of dim"):
         cut_tensors(whole, {"b": Cut([[3]])}, "client 's1'")

@@ -17,7 +17,7 @@ RATE = 8000
 PITCHES = {"low": 300.0, "middle": 900.0, "high": 2400.0, "top": 3300.0}
 
 
-def hum(clip: str, anomalous: bool, seconds: float = 0.25) -> np.ndarray:
+def synthesise_hum(clip: str, anomalous: bool, seconds: float = 0.25) -> np.ndarray:
     """Synthesise the hum of a machine. Anomalous machines also whine."""
     rng = generator(0, 0, clip, "hum")
     time = np.arange(int(seconds * RATE)) / RATE
@@ -50,7 +50,7 @@ class Machines(Dataset):
         return make_manifest(rows, "Machines")
 
     def read(self, row: Mapping[str, Any]) -> tuple[np.ndarray, int]:
-        return hum(row["clip"], row["label"] == "anomalous")[:, None], RATE
+        return synthesise_hum(row["clip"], row["label"] == "anomalous")[:, None], RATE
 
     def identity(self, row: Mapping[str, Any]) -> str | None:
         return f"machines/{row['clip']}"

@@ -50,8 +50,8 @@ def test_one_shard_equals_a_plain_training_loop(tiny: Tiny) -> None:
     ]
 
     def project(rows: np.ndarray) -> torch.Tensor:
-        begin = (uniform(len(rows), x.device) * (x.shape[1] - FRAMES + 1)).floor().long().tolist()
-        crops = torch.stack([x[row, first : first + FRAMES] for row, first in zip(rows, begin, strict=True)])
+        starts = (uniform(len(rows), x.device) * (x.shape[1] - FRAMES + 1)).floor().long().tolist()
+        crops = torch.stack([x[row, first : first + FRAMES] for row, first in zip(rows, starts, strict=True)])
         norm = network.objective.norm
         return F.layer_norm(network(crops), (SIZE,), norm.weight, norm.bias).tanh()
 
@@ -67,14 +67,14 @@ def test_one_shard_equals_a_plain_training_loop(tiny: Tiny) -> None:
             optimiser.zero_grad()
             F.cross_entropy(first @ network.objective.weight @ second.T, torch.arange(len(rows))).backward()
             optimiser.step()
-    trained = final_state(folder).tensors["global"]
+    tensors = final_state(folder).tensors["global"]
     assert len(clips) > 2 * BATCH
     for name, tensor in network.state_dict().items():
-        torch.testing.assert_close(trained[f"model/{name}"], tensor, rtol=0, atol=5e-6)
+        torch.testing.assert_close(tensors[f"model/{name}"], tensor, rtol=0, atol=5e-6)
 
 
 def test_a_federation_starts_from_the_pretrained_encoder(tiny: Tiny) -> None:
-    """The new federation loads all tensors except the last layer, whose width differs, and the similarity."""
+    """The new federation loads all tensors except the last layer (of a different width) and the similarity."""
     cola = tiny(*SETTINGS, "run.name=cola")
     stop_after(cola, ROUNDS)
     (file,) = export(Path(cola.run.dir) / "cola", cola)

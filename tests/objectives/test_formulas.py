@@ -39,7 +39,7 @@ def make_objective(name: str, **options: Any) -> tuple[Objective, nn.Module, Any
     return objective, network, step
 
 
-def batch(**fields: Any) -> Batch:
+def make_small_batch(**fields: Any) -> Batch:
     torch.manual_seed(1)
     return make_batch(**{"x": torch.randn(BATCH, FRAMES, BANDS), "y": torch.tensor([0, 1, 1, 0, 2, 1]), **fields})
 
@@ -51,72 +51,72 @@ REAL = slice(0, 5)
 def test_multi_label_equals_binary_cross_entropy() -> None:
     objective, network, step = make_objective("multi_label")
     y = (torch.arange(BATCH * CLASSES).view(BATCH, CLASSES) % 2).float()
-    given = batch(y=y, weight=WEIGHT)
-    expected = F.binary_cross_entropy_with_logits(network(given.x)[REAL], y[REAL])
-    assert float(objective.loss(step, "model", given).detach()) == pytest.approx(float(expected.detach()), rel=1e-6)
+    inputs = make_small_batch(y=y, weight=WEIGHT)
+    expected = F.binary_cross_entropy_with_logits(network(inputs.x)[REAL], y[REAL])
+    assert float(objective.loss(step, "model", inputs).detach()) == pytest.approx(float(expected.detach()), rel=1e-6)
 
 
 def test_compact_equals_the_variance_around_the_mean_of_the_batch() -> None:
     objective, network, step = make_objective("compact", size=4, momentum=0.5)
-    given = batch(weight=WEIGHT)
-    z = F.normalize(network(given.x), dim=1)[REAL]
-    value = objective.loss(step, "model", given)
+    inputs = make_small_batch(weight=WEIGHT)
+    z = F.normalize(network(inputs.x), dim=1)[REAL]
+    value = objective.loss(step, "model", inputs)
     assert float(value) == pytest.approx(float((z - z.mean(dim=0)).square().sum(dim=1).mean()), rel=1e-5)
     centres = cast(Any, network).objective
     torch.testing.assert_close(centres.sums[0], z.sum(dim=0).detach())
     assert float(centres.counts) == 5
-    objective.loss(step, "model", given)
+    objective.loss(step, "model", inputs)
     assert float(centres.counts) == 7.5  # half of the previous count, plus the batch
-    score = objective.predictor(network)(given.x)
+    score = objective.predictor(network)(inputs.x)
     torch.testing.assert_close(score[REAL, 0], (z - z.mean(dim=0)).square().sum(dim=1))
 
 
 def test_distances_from_training_clips_equal_scikit_learn() -> None:
     rng = np.random.default_rng(0)
     reference, z = rng.normal(size=(30, 3)) * [1, 2, 0.5] + 4, rng.normal(size=(5, 3))
-    given = torch.from_numpy(z), torch.from_numpy(reference)
+    inputs = torch.from_numpy(z), torch.from_numpy(reference)
     covariance = LedoitWolf().fit(reference)
-    np.testing.assert_allclose(distances("mahalanobis", *given), covariance.mahalanobis(z), rtol=1e-4)
+    np.testing.assert_allclose(distances("mahalanobis", *inputs), covariance.mahalanobis(z), rtol=1e-4)
     nearest = NearestNeighbors(n_neighbors=1).fit(reference).kneighbors(z)[0][:, 0]
-    np.testing.assert_allclose(distances("nearest", *given), nearest**2, rtol=1e-6)
-    to_neighbours = distances("nearest", given[1], given[1], torch.eye(30, dtype=torch.bool))
+    np.testing.assert_allclose(distances("nearest", *inputs), nearest**2, rtol=1e-6)
+    to_neighbours = distances("nearest", inputs[1], inputs[1], torch.eye(30, dtype=torch.bool))
     assert float(to_neighbours.min()) > 0  # a clip is not its own neighbour
-    np.testing.assert_allclose(distances("own_centre", *given), ((z - reference.mean(axis=0)) ** 2).sum(axis=1))
-    assert torch.isfinite(distances("mahalanobis", given[0], given[1][:1])).all()  # a reference of one clip
+    np.testing.assert_allclose(distances("own_centre", *inputs), ((z - reference.mean(axis=0)) ** 2).sum(axis=1))
+    assert torch.isfinite(distances("mahalanobis", inputs[0], inputs[1][:1])).all()  # a reference of one clip
 
 
 def test_spread_equals_the_variance_term_of_vicreg_on_the_unit_sphere() -> None:
     objective, network, step = make_objective("compact", size=4, spread=0.7)
     plain, *_ = make_objective("compact", size=4)
-    given = batch(weight=WEIGHT)
-    z = F.normalize(network(given.x), dim=1)[REAL]
+    inputs = make_small_batch(weight=WEIGHT)
+    z = F.normalize(network(inputs.x), dim=1)[REAL]
     term = (1 - (4 * z.var(dim=0) + 1e-4).sqrt()).clamp_min(0).mean()
-    difference = float(objective.loss(step, "model", given)) - float(plain.loss(step, "model", given))
+    difference = float(objective.loss(step, "model", inputs)) - float(plain.loss(step, "model", inputs))
     assert difference == pytest.approx(0.7 * float(term), rel=1e-5)
 
 
 @pytest.mark.parametrize("spread", [0.0, 2.0])
 def test_all_clips_collapse_to_one_point_without_spread(spread: float) -> None:
     objective, network, step = make_objective("compact", size=4, spread=spread)
-    given = batch()
+    inputs = make_small_batch()
     optimiser = torch.optim.Adam(network.parameters(), lr=0.02)
     for _ in range(150):
         optimiser.zero_grad()
-        objective.loss(step, "model", given).backward()
+        objective.loss(step, "model", inputs).backward()
         optimiser.step()
-    z = F.normalize(network(given.x), dim=1)
+    z = F.normalize(network(inputs.x), dim=1)
     distance = float((z - z.mean(dim=0)).square().sum(dim=1).mean())
     assert distance < 0.01 if not spread else distance > 0.2, distance
 
 
 def test_compact_by_class_uses_the_nearest_known_centre() -> None:
     objective, network, step = make_objective("compact", size=4, by="class")
-    given = batch(weight=torch.tensor([1.0, 1, 1, 1, 0, 1]))  # no example of class 2
-    z = F.normalize(network(given.x), dim=1)
+    inputs = make_small_batch(weight=torch.tensor([1.0, 1, 1, 1, 0, 1]))  # no example of class 2
+    z = F.normalize(network(inputs.x), dim=1)
     centres = [z[[0, 3]].mean(dim=0), z[[1, 2, 5]].mean(dim=0)]
     expected = sum((z[i] - centres[c]).square().sum() for i, c in ((0, 0), (3, 0), (1, 1), (2, 1), (5, 1))) / 5
-    assert float(objective.loss(step, "model", given).detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
-    score = objective.predictor(network)(given.x)[:, 0]
+    assert float(objective.loss(step, "model", inputs).detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
+    score = objective.predictor(network)(inputs.x)[:, 0]
     squares = torch.stack([(z - centre).square().sum(dim=1) for centre in centres])
     torch.testing.assert_close(score, squares.amin(dim=0))
 
@@ -126,8 +126,8 @@ def test_bins_are_means_of_equal_intervals(frames: int) -> None:
     x = torch.randn(2, 8, BANDS)
     x[1, frames:] = 1e6  # frames beyond the length of an example do not count
     lengths = torch.tensor([8, frames])
-    found = average_bins(x, lengths, 2)
-    torch.testing.assert_close(found[1], x[1, :frames].view(2, frames // 2, BANDS).mean(dim=1))
+    bins = average_bins(x, lengths, 2)
+    torch.testing.assert_close(bins[1], x[1, :frames].view(2, frames // 2, BANDS).mean(dim=1))
     # With three intervals of eight frames, a frame on an edge counts by its fraction.
     third = average_bins(x, lengths, 3)[0, 0]
     torch.testing.assert_close(third, (x[0, 0] + x[0, 1] + x[0, 2] * 2 / 3) / (8 / 3))
@@ -136,17 +136,17 @@ def test_bins_are_means_of_equal_intervals(frames: int) -> None:
 
 def test_reconstruct_equals_the_error_of_the_decoder() -> None:
     objective, network, step = make_objective("reconstruct", size=4, bins=2)
-    given = batch(weight=WEIGHT)
-    decoded = cast(Any, network).objective(network(given.x)).view(BATCH, 2, BANDS)
-    target = given.x.view(BATCH, 2, FRAMES // 2, BANDS).mean(dim=2)
+    inputs = make_small_batch(weight=WEIGHT)
+    decoded = cast(Any, network).objective(network(inputs.x)).view(BATCH, 2, BANDS)
+    target = inputs.x.view(BATCH, 2, FRAMES // 2, BANDS).mean(dim=2)
     error = (decoded - target).square().mean(dim=(1, 2))
-    assert float(objective.loss(step, "model", given).detach()) == pytest.approx(float(error[REAL].mean()), rel=1e-5)
-    torch.testing.assert_close(objective.predictor(network)(given.x)[:, 0], error)
+    assert float(objective.loss(step, "model", inputs).detach()) == pytest.approx(float(error[REAL].mean()), rel=1e-5)
+    torch.testing.assert_close(objective.predictor(network)(inputs.x)[:, 0], error)
 
 
 def test_contrast_equals_cross_entropy_over_the_batch() -> None:
     objective, network, step = make_objective("contrast", size=4, frames=3)
-    given = batch(weight=WEIGHT)
+    inputs = make_small_batch(weight=WEIGHT)
     crops: list[Tensor] = []
 
     def forward(_: str, cut: Batch) -> Tensor:
@@ -155,11 +155,13 @@ def test_contrast_equals_cross_entropy_over_the_batch() -> None:
 
     step.forward = forward
     with random_state(torch.tensor(5)):
-        value = objective.loss(step, "model", given)
+        value = objective.loss(step, "model", inputs)
     with random_state(torch.tensor(5)):
         starts = [(uniform(BATCH, torch.device("cpu")) * (FRAMES - 3 + 1)).floor().long() for _ in range(2)]
-    for crop, begin in zip(crops, starts, strict=True):
-        expected = torch.stack([clip[start : start + 3] for clip, start in zip(given.x, begin.tolist(), strict=True)])
+    for crop, first_frames in zip(crops, starts, strict=True):
+        expected = torch.stack(
+            [clip[start : start + 3] for clip, start in zip(inputs.x, first_frames.tolist(), strict=True)]
+        )
         torch.testing.assert_close(crop, expected)
     part = cast(Any, network).objective
     first, second = (part.norm(network(crop[REAL])).tanh() for crop in crops)
@@ -180,7 +182,7 @@ def test_random_numbers_are_uniform_and_independent_of_padding() -> None:
     assert abs(float(torch.corrcoef(torch.stack([many, again]))[0, 1])) < 0.03
 
 
-def examples(labels: list[int], clips: list[int], names: tuple[str, ...], sets: np.ndarray | None = None) -> Any:
+def make_examples(labels: list[int], clips: list[int], names: tuple[str, ...], sets: np.ndarray | None = None) -> Any:
     result = SimpleNamespace(labels=np.array(labels), clips=np.array(clips), classes=names, sets=sets, columns={})
     result.targets = lambda labels: sets[labels].astype(np.float32)
     return result
@@ -189,13 +191,13 @@ def examples(labels: list[int], clips: list[int], names: tuple[str, ...], sets: 
 def test_the_anomaly_score_of_a_clip_is_the_mean_over_its_segments() -> None:
     objective = find_objective({"name": "reconstruct", "normal": ["a", "c"]})
     outputs = torch.tensor([[1.0], [3.0], [10.0], [4.0]])
-    found = objective.metrics(outputs, examples([0, 0, 1, 2], [7, 7, 3, 9], ("a", "b", "c")))
-    scores = cast(Scores, found["scores"])
+    metrics = objective.metrics(outputs, make_examples([0, 0, 1, 2], [7, 7, 3, 9], ("a", "b", "c")))
+    scores = cast(Scores, metrics["scores"])
     assert scores.values.tolist() == [10, 2, 4]  # in ascending order of clips
     assert scores.truth.tolist() == [True, False, False]
-    assert found["loss"] == Ratio(6.0, 2)  # over normal clips
+    assert metrics["loss"] == Ratio(6.0, 2)  # over normal clips
     unknown = find_objective({"name": "reconstruct"}).metrics(
-        outputs, examples([0, 0, 1, 2], [7, 7, 3, 9], ("a", "b", "c"))
+        outputs, make_examples([0, 0, 1, 2], [7, 7, 3, 9], ("a", "b", "c"))
     )
     assert dict(unknown) == {"loss": Ratio(16.0, 3)}
 
@@ -206,13 +208,13 @@ def test_multi_label_averages_the_segments_of_clips() -> None:
     assert names == ["dog", "rain"]
     assert sets.tolist() == [[True, True], [False, True], [False, False]]
     logits = torch.tensor([[2.0, 2.0], [0.0, 2.0], [-1.0, 3.0], [-3.0, -2.0]])
-    found = objective.metrics(logits, examples([0, 0, 1, 2], [0, 0, 1, 2], ("dog", "rain"), sets))
+    metrics = objective.metrics(logits, make_examples([0, 0, 1, 2], [0, 0, 1, 2], ("dog", "rain"), sets))
     p = logits.double().sigmoid().numpy()
     p = np.stack([p[:2].mean(axis=0), p[2], p[3]])
     y = np.array([[1, 1], [0, 1], [0, 0]])
     expected = -(y * np.log(p) + (1 - y) * np.log(1 - p)).mean(axis=1).sum()
-    assert cast(Ratio, found["loss"]).total == pytest.approx(expected)
-    summary = summarise(found)
+    assert cast(Ratio, metrics["loss"]).total == pytest.approx(expected)
+    summary = summarise(metrics)
     assert summary["map"].value == summary["auc"].value == summary["macro_f1"].value == 1.0  # perfect ranking
 
 

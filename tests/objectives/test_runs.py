@@ -13,9 +13,9 @@ import pyarrow.compute as pc
 import pytest
 import soundfile
 import torch
-from commands import Raydfl, written
+from commands import Raydfl, write_config
 from helpers import stop_after
-from machines import RATE, hum
+from machines import RATE, synthesise_hum
 from sklearn.metrics import average_precision_score, roc_auc_score
 
 from raydfl import load_model, read_rows, run
@@ -53,7 +53,7 @@ HEADLINES = {
 Tiny = Callable[..., Config]
 
 
-def accepts(method: str, objective: str) -> bool:
+def is_supported(method: str, objective: str) -> bool:
     accepted = registry.find("raydfl.methods", method, Method, "method")().needs.objectives
     return not accepted or objective in accepted
 
@@ -79,10 +79,10 @@ NETWORKS = {
 """With "further" the last model of a method reads the second microphone, whose bands and frames differ from the first."""
 
 
-def table() -> list[Any]:
-    """List methods x objectives x views.
+def list_cases() -> list[Any]:
+    """List the combinations of methods, objectives and views.
 
-    The fast suite runs each method and each objective once with a further view. Methods with FedAvg's client work run only
+    The fast suite runs each method and each objective once with an additional view. Methods with FedAvg's client work run only
     with classification.
     """
     cases = []
@@ -99,30 +99,30 @@ def table() -> list[Any]:
     return cases
 
 
-@pytest.mark.parametrize(("method", "objective", "view"), table())
-def test_every_method_learns_its_objectives_from_every_view_and_rejects_unsupported_objectives(
+@pytest.mark.parametrize(("method", "objective", "view"), list_cases())
+def test_methods_learn_supported_objectives_from_each_view_and_reject_unsupported_ones(
     tiny: Tiny, method: str, objective: str, view: str
 ) -> None:
     rounds = 2 if view == "first" else 1
-    given = [
+    overrides = [
         *(SETTINGS if view == "first" else SEEN_SETTINGS)[objective],
         f"train.rounds={rounds}",
         f"evaluate.every={rounds}",
     ]
-    given += VIEWS[view]
+    overrides += VIEWS[view]
     for network in NETWORKS[view]:
         cls = registry.find("raydfl.methods", method, Method, "method")
         names = [name for name in cls.models if name not in (*cls.copies, *cls.on_features)]
-        given += [f"models.{name}={network}" for name in (names if view == "image" else names[-1:])]
-    given += ["method.layers=[output]"] if method == "fedbn" and view != "first" else []
-    if not accepts(method, objective):
-        (only,) = registry.find("raydfl.methods", method, Method, "method")().needs.objectives
+        overrides += [f"models.{name}={network}" for name in (names if view == "image" else names[-1:])]
+    overrides += ["method.layers=[output]"] if method == "fedbn" and view != "first" else []
+    if not is_supported(method, objective):
+        (supported,) = registry.find("raydfl.methods", method, Method, "method")().needs.objectives
         with pytest.raises(
-            ConfigError, match=f"method '{method}' needs objective={only}, but the objective is '{objective}'"
+            ConfigError, match=f"method '{method}' needs objective={supported}, but the objective is '{objective}'"
         ):
-            tiny(*given, "data.unlabelled=null", method=method)
+            tiny(*overrides, "data.unlabelled=null", method=method)
         return
-    config = tiny(*given, method=method)
+    config = tiny(*overrides, method=method)
     if view == "image" and objective in ("reconstruct", "contrast"):
         with pytest.raises(ConfigError, match=f"objective: {objective} .* the network reads images"):
             start_server(config)
@@ -140,9 +140,9 @@ def test_every_method_learns_its_objectives_from_every_view_and_rejects_unsuppor
 
 
 def test_only_methods_with_class_probabilities_reject_objectives() -> None:
-    refusing = {m for m in registry.names("raydfl.methods") if not accepts(m, "compact")}
-    of_views = {"multifl", "unifl", "harmony", "modality_mirror"}
-    assert refusing == {
+    rejecting = {m for m in registry.names("raydfl.methods") if not is_supported(m, "compact")}
+    multi_view = {"multifl", "unifl", "harmony", "modality_mirror"}
+    assert rejecting == {
         "fedgen",
         "fedkad",
         "fedlc",
@@ -152,7 +152,7 @@ def test_only_methods_with_class_probabilities_reject_objectives() -> None:
         "fedstar",
         "hermes",
         "moon",
-        *of_views,
+        *multi_view,
     }
 
 
@@ -208,17 +208,17 @@ def test_scores_relative_to_training_clips_use_segments(tiny: Tiny) -> None:
     assert 0 < len(normal) < len(train)
     network = step.models["model"].eval()
 
-    def embed(examples: Examples, at: int) -> torch.Tensor:
-        segments = [examples.first_view.store.frames[s + at : s + at + 10] for s in examples.first_view.starts]
+    def embed(examples: Examples, offset: int) -> torch.Tensor:
+        segments = [examples.first_view.store.frames[s + offset : s + offset + 10] for s in examples.first_view.starts]
         with torch.no_grad():
             return torch.nn.functional.normalize(network(torch.from_numpy(np.stack(segments))).double(), dim=1)
 
-    centre = torch.cat([embed(normal, at) for at in (0, 8, 16)]).mean(dim=0)  # segments of 26 frames
+    centre = torch.cat([embed(normal, offset) for offset in (0, 8, 16)]).mean(dim=0)  # segments of 26 frames
     test = step.data.test
     scores = (embed(test, 0) - centre).square().sum(dim=1).numpy()  # test examples are segments
     clips = [scores[test.clips == clip].mean() for clip in np.unique(test.clips)]
-    found = federation.method.objective.evaluate(step, "model", test, 64)["scores"]
-    np.testing.assert_allclose(found.values, clips, rtol=1e-4)  # type: ignore[union-attr]
+    actual = federation.method.objective.evaluate(step, "model", test, 64)["scores"]
+    np.testing.assert_allclose(actual.values, clips, rtol=1e-4)  # type: ignore[union-attr]
     rows = read_rows(next(Path(config.run.dir).iterdir())).to_pylist()
     assert {row["split"] for row in rows if row["metric"] == "model/auc"} == {"client_test"}
 
@@ -265,11 +265,11 @@ def test_a_resumed_run_equals_an_uninterrupted_run_to_the_bit(tiny: Tiny, object
 
 def test_the_digest_contains_every_objective_except_classification(tiny: Tiny) -> None:
     assert tiny().digest() == tiny("objective=classify").digest()
-    others = [
+    digests = [
         tiny(setting).digest()
         for setting in ("objective={name: contrast, frames: 12}", "objective={name: contrast, frames: 13}")
     ]
-    assert len({tiny().digest(), *others}) == 3
+    assert len({tiny().digest(), *digests}) == 3
 
 
 def test_studies_compare_the_headline_metric_by_default(tiny: Tiny, tmp_path: Path) -> None:
@@ -294,9 +294,9 @@ def test_studies_compare_the_headline_metric_by_default(tiny: Tiny, tmp_path: Pa
 @pytest.fixture
 def recordings(tmp_path: Path) -> list[Path]:
     files = []
-    for name, strange in (("normal", False), ("strange", True)):
+    for name, anomalous in (("normal", False), ("strange", True)):
         files.append(tmp_path / f"{name}.wav")
-        soundfile.write(files[-1], hum(name, strange), RATE)
+        soundfile.write(files[-1], synthesise_hum(name, anomalous), RATE)
     return files
 
 
@@ -310,35 +310,40 @@ def test_predict_prints_scores(tiny: Tiny, recordings: list[Path], capsys: pytes
     )
     folder = run(config).run_dir
     raydfl = Raydfl(capsys)
-    said = raydfl("predict", folder, *recordings, "--json").events
-    assert [set(item) for item in said] == [{"file", "score", "decision", "threshold", "threshold_origin"}] * 2
-    assert said[1]["score"] > 2 * said[0]["score"]
-    recorded = [
+    predictions = raydfl("predict", folder, *recordings, "--json").events
+    assert [set(item) for item in predictions] == [{"file", "score", "decision", "threshold", "threshold_origin"}] * 2
+    assert predictions[1]["score"] > 2 * predictions[0]["score"]
+    row_of_threshold = [
         row for row in read_rows(folder).to_pylist() if row["metric"] == "model/threshold" and not row["client"]
     ][-1]
-    clients = f"of each of {recorded['count']:.0f} clients, their mean, round 8"
-    assert said[0]["threshold"] == pytest.approx(recorded["value"])
-    assert said[0]["threshold_origin"] == f"objective.quantile of the scores of normal training clips {clients}"
-    assert [item["decision"] for item in said] == [
-        "anomaly" if i["score"] >= i["threshold"] else "normal" for i in said
+    clients = f"of each of {row_of_threshold['count']:.0f} clients, their mean, round 8"
+    assert predictions[0]["threshold"] == pytest.approx(row_of_threshold["value"])
+    assert predictions[0]["threshold_origin"] == f"objective.quantile of the scores of normal training clips {clients}"
+    assert [item["decision"] for item in predictions] == [
+        "anomaly" if i["score"] >= i["threshold"] else "normal" for i in predictions
     ]
-    own = raydfl("predict", folder, *recordings, "--json", "--client", "m1").events[0]
-    assert own["threshold_origin"] == "objective.quantile of the scores of normal training clips of m1, round 8"
-    higher = raydfl("predict", folder, *recordings, "--threshold", str(said[1]["score"] + 1)).out
+    client_prediction = raydfl("predict", folder, *recordings, "--json", "--client", "m1").events[0]
+    assert (
+        client_prediction["threshold_origin"]
+        == "objective.quantile of the scores of normal training clips of m1, round 8"
+    )
+    higher = raydfl("predict", folder, *recordings, "--threshold", str(predictions[1]["score"] + 1)).out
     assert "anomaly" not in higher
     assert "(given)" in higher
     rows = list(csv.DictReader(io.StringIO(raydfl("predict", folder, *recordings, "--csv").out)))
-    assert [float(row["score"]) for row in rows] == [item["score"] for item in said]
-    assert f"{said[0]['score']:.4g}" in raydfl("predict", folder, *recordings).out
+    assert [float(row["score"]) for row in rows] == [item["score"] for item in predictions]
+    assert f"{predictions[0]['score']:.4g}" in raydfl("predict", folder, *recordings).out
 
 
 def test_predict_prints_sets(tiny: Tiny, recordings: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
     config = tiny(*SETTINGS["multi_label"], "train.rounds=1", "objective={name: multi_label, threshold: 0.01}")
     folder = run(config).run_dir
     raydfl = Raydfl(capsys)
-    said = raydfl("predict", folder, *recordings, "--json", "--top", 2).events
-    assert [item["labels"] for item in said] == [["high", "low", "middle"]] * 2  # every class exceeds this threshold
-    assert all(len(item["top"]) == 2 for item in said)
+    predictions = raydfl("predict", folder, *recordings, "--json", "--top", 2).events
+    assert [item["labels"] for item in predictions] == [
+        ["high", "low", "middle"]
+    ] * 2  # every class exceeds this threshold
+    assert all(len(item["top"]) == 2 for item in predictions)
     rows = list(csv.DictReader(io.StringIO(raydfl("predict", folder, *recordings, "--csv").out)))
     assert [row["labels"] for row in rows] == ["high|low|middle"] * 2
     assert "high, low, middle" in raydfl("predict", folder, *recordings).out
@@ -353,7 +358,7 @@ def test_predict_rejects_an_objective_without_answers(
 
 # -- user-defined objectives -------------------------------------------------------------------------------------------
 
-OWN = """
+MODULE = """
 import torch
 from pydantic.dataclasses import dataclass
 from raydfl import Objective, Ratio
@@ -381,7 +386,7 @@ class Nothing(Objective):
 
 
 def test_a_user_defined_objective_is_loaded_from_its_file(tiny: Tiny, tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(OWN)
+    (tmp_path / "mine.py").write_text(MODULE)
     config = tiny(f"objective={{name: '{tmp_path}/mine.py:Margin', margin: 0.5}}", "train.rounds=2")
     folder = run(config).run_dir
     rows = read_rows(folder, where=pc.field("metric") == "model/accuracy").to_pylist()
@@ -443,6 +448,6 @@ def test_bad_input_is_rejected_before_the_first_round(
     tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str
 ) -> None:
     overrides, message = BAD[case]
-    file = written(tiny("run.name=bad"), tmp_path)
+    file = write_config(tiny("run.name=bad"), tmp_path)
     Raydfl(capsys)("run", file, *overrides).refuses(message)
     assert not list(tmp_path.glob("runs/bad/commits/*"))

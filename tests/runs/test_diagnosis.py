@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from commands import Raydfl, written
+from commands import Raydfl, write_config
 from fake_run import CLASSES, config, make_run
 
 from raydfl.core.types import Problem
@@ -168,7 +168,7 @@ def test_problems_are_at_the_top_of_the_report(tmp_path: Path) -> None:
 def test_worthless_run_exits_with_code_2(
     raydfl: Raydfl, tiny: Tiny, tmp_path: Path, overrides: list[str], kind: str, text: str
 ) -> None:
-    file = written(tiny("train.rounds=2", *overrides), tmp_path)
+    file = write_config(tiny("train.rounds=2", *overrides), tmp_path)
     said = raydfl("run", file)
     assert said.code == 2
     assert "failed after 2 of 2 rounds" in said.out
@@ -186,7 +186,7 @@ def test_worthless_run_exits_with_code_2(
 
 
 def test_lowering_train_rounds_finishes_the_run(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
-    raydfl("run", written(tiny("train.rounds=2"), tmp_path))
+    raydfl("run", write_config(tiny("train.rounds=2"), tmp_path))
     said = raydfl("resume", tmp_path / "runs" / "tiny", "train.rounds=1")
     assert said.code == 0
     assert "all 2 rounds are done" in said.out

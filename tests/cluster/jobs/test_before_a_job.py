@@ -10,7 +10,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from commands import Raydfl, written
+from commands import Raydfl, write_config
 
 from raydfl.cluster.job import check_persistent
 from raydfl.cluster.session import check_access
@@ -137,7 +137,7 @@ def test_a_run_reports_a_missing_token_at_once(
     monkeypatch.setattr("ray.is_initialized", lambda: False)  # the process's current cluster takes precedence
     address = cluster(grpc.StatusCode.UNAUTHENTICATED).address
     raydfl = Raydfl(capsys)
-    file = written(tiny("ray.actors=1", f"ray.address={address}"), tmp_path)
+    file = write_config(tiny("ray.actors=1", f"ray.address={address}"), tmp_path)
     for command in (["run"], ["data", "prepare"]):
         raydfl(*command, file).refuses(rf"error: the Ray cluster at {address} refused access: it requires a token")
 
@@ -160,7 +160,7 @@ def job_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_folders_inside_the_job_are_rejected(
     job_folder: Path, tiny: Tiny, capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str, setting: str
 ) -> None:
-    file = written(tiny(), tmp_path)
+    file = write_config(tiny(), tmp_path)
     words = {"run": ["run", file], "prepare": ["data", "prepare", file], "sweep": ["sweep", tmp_path / "sweep.yaml"]}
     (tmp_path / "sweep.yaml").write_text(
         f"title: t\nbase: {file}\naxes: {{train.rounds: [1, 2]}}\ndir: {tmp_path}/sweep\n"

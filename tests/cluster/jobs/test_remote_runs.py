@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pyarrow.fs as fs
 import pytest
-from commands import Raydfl, written
+from commands import Raydfl, write_config
 from failing import Failing
 from helpers import known, stop_after
 
@@ -399,7 +399,7 @@ def test_commands_accept_a_uri(
     monkeypatch.setenv("RAYDFL_CACHE", str(tmp_path / "usual"))
     raydfl = Raydfl(capsys)
     config = make_remote("train.rounds=2", method="fedavg")
-    assert raydfl("run", written(config, tmp_path)).code == 0
+    assert raydfl("run", write_config(config, tmp_path)).code == 0
     uri = f"file://{remote}/far"
     shutil.rmtree(tmp_path / "cache" / "runs")
     output = raydfl("report", uri)

@@ -1,4 +1,4 @@
-"""Every test of an operation runs with the compiled operators, where they were built, and with PyTorch's."""
+"""Tests of operators run with the compiled operators, if they are built, and with PyTorch."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def implementation(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
+def single_thread() -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(1)  # small operations on several threads of a busy machine wait for one another
+    torch.set_num_threads(1)  # threads of small operations wait for each other on a busy machine
     yield
     torch.set_num_threads(before)

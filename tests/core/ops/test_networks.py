@@ -1,4 +1,4 @@
-"""A whole network under torch.func: mapped over clients it is what it is for each of them."""
+"""Whole networks under torch.func, and the loading of the compiled operators."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ from raydfl.models.crnn import CRNN
 
 @pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("way", ["sum", "grad"])
-def test_a_crnn_is_mapped_over_clients(implementation: str, bidirectional: bool, padded: bool, way: str) -> None:
+@pytest.mark.parametrize("mode", ["sum", "grad"])
+def test_vmap_of_a_crnn_over_clients_matches_a_loop(
+    implementation: str, bidirectional: bool, padded: bool, mode: str
+) -> None:
     torch.manual_seed(0)
     network = CRNN(6, 4, filters=(8, 5), kernel=5, hidden=7, bidirectional=bidirectional, dropout=0.3)
     parameters = {n: p.detach() + 0.1 * torch.randn(3, *p.shape) for n, p in network.named_parameters()}
@@ -33,21 +35,23 @@ def test_a_crnn_is_mapped_over_clients(implementation: str, bidirectional: bool,
             return F.cross_entropy(torch.func.functional_call(network, parameters, (x, lengths)), y)
 
     dims = (0, 0, 0, 0, 0 if padded else None)
-    if way == "grad":
-        found = torch.func.vmap(torch.func.grad(loss), in_dims=dims)(parameters, x, y, seeds, lengths)
+    if mode == "grad":
+        gradients = torch.func.vmap(torch.func.grad(loss), in_dims=dims)(parameters, x, y, seeds, lengths)
     else:
         leaves = {name: value.clone().requires_grad_() for name, value in parameters.items()}
         torch.func.vmap(loss, in_dims=dims)(leaves, x, y, seeds, lengths).sum().backward()
-        found = {name: leaf.grad for name, leaf in leaves.items()}
+        gradients = {name: leaf.grad for name, leaf in leaves.items()}
     for client in range(3):
-        own = {name: value[client].clone().requires_grad_() for name, value in parameters.items()}
-        loss(own, x[client], y[client], seeds[client], None if lengths is None else lengths[client]).backward()
-        for name, leaf in own.items():
-            torch.testing.assert_close(found[name][client], leaf.grad, atol=1e-6, rtol=1e-4)
+        client_parameters = {name: value[client].clone().requires_grad_() for name, value in parameters.items()}
+        loss(
+            client_parameters, x[client], y[client], seeds[client], None if lengths is None else lengths[client]
+        ).backward()
+        for name, leaf in client_parameters.items():
+            torch.testing.assert_close(gradients[name][client], leaf.grad, atol=1e-6, rtol=1e-4)
 
 
-def test_both_implementations_train_alike() -> None:
-    def trained(choice: str) -> dict[str, Tensor]:
+def test_both_implementations_train_equal_weights() -> None:
+    def train(choice: str) -> dict[str, Tensor]:
         with ops.use(choice):  # type: ignore[arg-type]
             torch.manual_seed(0)
             network = CRNN(6, 4, filters=(8, 5), hidden=7, dropout=0.2)
@@ -59,11 +63,11 @@ def test_both_implementations_train_alike() -> None:
                 optimiser.step()
             return network.state_dict()
 
-    for one, other in zip(trained("auto").values(), trained("torch").values(), strict=True):
-        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+    for a, b in zip(train("auto").values(), train("torch").values(), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
 
 
-def test_without_the_library_one_line_says_so(
+def test_a_missing_library_is_logged_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(_backend, "_LIBRARY", tmp_path / "_cpu.so")
@@ -80,7 +84,7 @@ def test_without_the_library_one_line_says_so(
         _backend._load_operators.cache_clear()
         assert not ops.is_compiled()
         assert "does not load, so training on a CPU is slower. Install raydfl again." in caplog.text
-        monkeypatch.undo()  # the library of an older version, which lacks an operator
+        monkeypatch.undo()  # the library of an older version lacks an operator
         monkeypatch.setattr(_backend.torch.ops, "raydfl", object())
         _backend._load_operators.cache_clear()
         assert not ops.is_compiled()
@@ -89,7 +93,7 @@ def test_without_the_library_one_line_says_so(
 
 
 @pytest.mark.skipif(not ops.is_compiled(), reason="the operators in C++ were not built here")
-def test_the_compiled_operators_check_what_they_are_given() -> None:
+def test_compiled_operators_check_their_arguments() -> None:
     x, weight, bias = torch.randn(2, 9, 4), torch.randn(5, 4, 3), torch.randn(5)
     conv, gru = torch.ops.raydfl.conv_forward, torch.ops.raydfl.gru_forward
     for arguments, message in [
@@ -128,7 +132,7 @@ def test_the_compiled_operators_check_what_they_are_given() -> None:
     assert torch.ops.raydfl.instruction_set() in ("avx2", "portable")
 
 
-ALIKE = """
+COMPARE_IMPLEMENTATIONS = """
 import torch
 from raydfl import ops
 from raydfl.core.ops import spectra
@@ -142,23 +146,25 @@ for shape in ((2, 9, 5, 7), (3, 12, 32, 33)):
     image, kernel, scale = torch.randn(batch, frames, 7, inputs), torch.randn(hidden, inputs, 3, 2) / inputs, torch.rand(hidden)
     image, kernel, scale = (leaf.requires_grad_() for leaf in (image, kernel, scale))
     leaves = [x, *convolution.parameters(), *gru.parameters()]
-    found = {}
+    gradients = {}
     for choice in ("auto", "torch"):
         with ops.use(choice), ops.random_state(torch.tensor(3)):
             y = gru.outputs(ops.Dropout(0.3)(convolution.pooled(x, 2)))
-            found[choice] = [y, *torch.autograd.grad(y.square().sum(), leaves)]
+            gradients[choice] = [y, *torch.autograd.grad(y.square().sum(), leaves)]
             maps = ops.conv2d(image, kernel, stride=(2, 1), padding=(1, 0, 1, 1))
             maps = ops.group_norm(maps, scale, scale, 1, 1e-3, relu=True, pool=2, ceil=True)
-            found[choice] += [maps, *torch.autograd.grad(maps.square().sum(), [image, kernel, scale])]
+            gradients[choice] += [maps, *torch.autograd.grad(maps.square().sum(), [image, kernel, scale])]
             power = spectra.to_power(x.detach().clone(), torch.full((batch,), frames), 1e-10, 4.0)
-            found[choice] += [power, spectra.to_logarithm(power.clone(), torch.full((batch,), frames), 1e-10, 4.0)]
-    for one, other in zip(*found.values(), strict=True):
+            gradients[choice] += [power, spectra.to_logarithm(power.clone(), torch.full((batch,), frames), 1e-10, 4.0)]
+    for one, other in zip(*gradients.values(), strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
 """
 
 
 @pytest.mark.skipif(not ops.is_compiled(), reason="the operators in C++ were not built here")
-def test_the_kernels_for_any_cpu_compute_the_same() -> None:
+def test_portable_kernels_match_torch() -> None:
     environment = {**os.environ, "RAYDFL_PORTABLE": "1"}
-    done = subprocess.run([sys.executable, "-c", ALIKE], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run(
+        [sys.executable, "-c", COMPARE_IMPLEMENTATIONS], env=environment, capture_output=True, text=True, check=False
+    )
+    assert process.returncode == 0, process.stderr

@@ -1,9 +1,10 @@
-"""Writes the small sets beside it with the libraries whose formats they are in: webdataset, datasets and lhotse.
+"""Write the small sets of this folder with the libraries of their formats: webdataset, datasets and lhotse.
 
     pip install webdataset datasets lhotse
     python tests/data/packed/write.py
 
-Eight clips: the takes 0 to 3 of a hum and a whistle; take 3 is the test set. ``samples.npz`` has what Lhotse reads of its cuts.
+Each set has eight clips: takes 0 to 3 of a hum and a whistle. Take 3 is the test set. ``samples.npz`` has the samples
+of each cut as Lhotse reads them.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ RATE = 8000
 CLIPS = [(label, take) for take in range(4) for label in range(2)]
 
 
-def tone(label: int, take: int) -> np.ndarray:
-    """Float32 [400] samples."""
+def make_tone(label: int, take: int) -> np.ndarray:
+    """Synthesise a make_tone with noise: float32 [400]."""
     time = np.arange(400) / RATE
     noise = 0.01 * np.random.default_rng([label, take]).standard_normal(400)
     return (0.2 * np.sin(2 * np.pi * 300 * (1 + label) * time) + noise).astype(np.float32)
 
 
-def encoded(wave: np.ndarray, kind: str = "FLAC") -> bytes:
-    """The bytes of an audio file."""
+def encode(wave: np.ndarray, kind: str = "FLAC") -> bytes:
+    """Encode a wave as the bytes of an audio file."""
     file = io.BytesIO()
     soundfile.write(file, wave, RATE, format=kind)
     return file.getvalue()
@@ -40,8 +41,13 @@ def write_webdataset(folder: Path) -> None:
         with webdataset.ShardWriter(f"{folder}/{split}-%06d.tar", maxcount=4, verbose=0) as shards:
             for label, take in CLIPS:
                 if take in takes:
-                    about = {"speaker": f"s{take}", "snr": 1.5 * take}
-                    sample = {"flac": encoded(tone(label, take)), "cls": label, "json": about, "txt": f"take {take}"}
+                    metadata = {"speaker": f"s{take}", "snr": 1.5 * take}
+                    sample = {
+                        "flac": encode(make_tone(label, take)),
+                        "cls": label,
+                        "json": metadata,
+                        "txt": f"take {take}",
+                    }
                     shards.write({"__key__": f"{label}/{take}", **sample})
 
 
@@ -53,10 +59,10 @@ def write_datasets(hub: Path, disk: Path) -> None:
     )
     bare = Features({**features, "audio": {"bytes": Value("binary"), "path": Value("string")}})
 
-    def part(*takes: int) -> Dataset:
+    def make_split(*takes: int) -> Dataset:
         rows = [
             {
-                "audio": {"bytes": encoded(tone(label, take)), "path": f"{label}_{take}.flac"},
+                "audio": {"bytes": encode(make_tone(label, take)), "path": f"{label}_{take}.flac"},
                 "label": label,
                 "speaker": f"s{take}",
             }
@@ -66,19 +72,19 @@ def write_datasets(hub: Path, disk: Path) -> None:
         # Cast afterwards: to encode Audio itself, the library needs a decoder.
         return Dataset.from_list(rows, features=bare).cast(features)
 
-    whole = DatasetDict(train=part(0, 1, 2), test=part(3))
+    whole = DatasetDict(train=make_split(0, 1, 2), test=make_split(3))
     whole.save_to_disk(str(disk))
     (hub / "data").mkdir(parents=True, exist_ok=True)
-    for name, each in whole.items():
-        each.to_parquet(str(hub / "data" / f"{name}-00000-of-00001.parquet"), batch_size=2)
+    for name, split in whole.items():
+        split.to_parquet(str(hub / "data" / f"{name}-00000-of-00001.parquet"), batch_size=2)
 
 
 def write_lhotse(folder: Path) -> None:
     from lhotse import CutSet, MonoCut, Recording, SupervisionSegment
 
-    os.chdir(folder)  # the recording's path is then relative
+    os.chdir(folder)  # makes the recording's path relative
     time = np.arange(RATE) / RATE
-    soundfile.write("day.flac", np.stack([tone_at(200, time), tone_at(900, time)], axis=1), RATE)
+    soundfile.write("day.flac", np.stack([make_sine(200, time), make_sine(900, time)], axis=1), RATE)
     recording = Recording.from_file("day.flac")
     cuts = [
         MonoCut(
@@ -110,14 +116,14 @@ def write_lhotse(folder: Path) -> None:
     np.savez_compressed("samples.npz", **{cut.id: cut.load_audio()[0] for cut in cuts})
 
 
-def tone_at(pitch: float, time: np.ndarray) -> np.ndarray:
+def make_sine(pitch: float, time: np.ndarray) -> np.ndarray:
     return 0.2 * np.sin(2 * np.pi * pitch * time)
 
 
 if __name__ == "__main__":
-    here = Path(__file__).resolve().parent
+    folder = Path(__file__).resolve().parent
     for name in ("webdataset", "hub", "disk", "lhotse"):
-        (here / name).mkdir(exist_ok=True)
-    write_webdataset(here / "webdataset")
-    write_datasets(here / "hub", here / "disk")
-    write_lhotse(here / "lhotse")
+        (folder / name).mkdir(exist_ok=True)
+    write_webdataset(folder / "webdataset")
+    write_datasets(folder / "hub", folder / "disk")
+    write_lhotse(folder / "lhotse")

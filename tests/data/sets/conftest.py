@@ -11,7 +11,7 @@ import soundfile
 
 @pytest.fixture(scope="session")
 def recordings() -> Path:
-    """The folder of sample recordings: $RAYDFL_DATA, or shared/data beside the repository."""
+    """Return the folder of sample recordings: $RAYDFL_DATA, or shared/data next to the repository."""
     folder = Path(os.environ.get("RAYDFL_DATA") or Path(__file__).parents[3].parent / "shared" / "data")
     if not folder.is_dir():
         pytest.skip("no sample recordings: set RAYDFL_DATA")
@@ -20,7 +20,7 @@ def recordings() -> Path:
 
 @pytest.fixture
 def write_audio(tmp_path: Path) -> Callable[..., Path]:
-    """Writes a tone below tmp_path, in the format of the suffix."""
+    """Return a writer of tones below ``tmp_path``, in the format of the file's suffix."""
 
     def write(name: str, seconds: float = 0.05, rate: int = 16000, channels: int = 1) -> Path:
         path = tmp_path / name

@@ -17,32 +17,35 @@ WriteAudio = Callable[..., Path]
 STANDARD = ["clip", "path", "label", "group", "split", "seconds"]
 
 
-def row(clip: str, **values: object) -> dict[str, object]:
+def make_row(clip: str, **values: object) -> dict[str, object]:
     return {"clip": clip, "path": f"/x/{clip}", "label": "yes"} | values
 
 
 # The manifest
 
 
-def test_rows_columns_and_tables_give_the_same_manifest() -> None:
-    rows = [row("a", group=7, split="train", seconds=1, take=3), row("b", group=8, split="test", seconds=2, take=4)]
+def test_rows_columns_and_tables_make_equal_manifests() -> None:
+    rows = [
+        make_row("a", group=7, split="train", seconds=1, take=3),
+        make_row("b", group=8, split="test", seconds=2, take=4),
+    ]
     columns = {name: [r[name] for r in rows] for name in rows[0]}
     from_rows = make_manifest(rows, "here")
     assert from_rows.equals(make_manifest(columns, "here"))
     assert from_rows.equals(make_manifest(pa.table(columns), "here"))
     assert from_rows.column_names == [*STANDARD, "take"]
     assert [str(from_rows.schema.field(name).type) for name in STANDARD] == ["string"] * 5 + ["double"]
-    assert from_rows.to_pylist()[1] == row("b", group="8", split="test", seconds=2.0, take=4)
+    assert from_rows.to_pylist()[1] == make_row("b", group="8", split="test", seconds=2.0, take=4)
 
 
-def test_absent_columns_are_null_and_the_order_is_kept() -> None:
-    manifest = make_manifest([row("b"), row("a")], "here")
+def test_missing_columns_are_null_and_the_order_is_preserved() -> None:
+    manifest = make_manifest([make_row("b"), make_row("a")], "here")
     assert manifest.column("clip").to_pylist() == ["b", "a"]
     assert [manifest.column(name).null_count for name in ("group", "split", "seconds")] == [2, 2, 2]
 
 
-def test_labels_that_are_numbers_become_text() -> None:
-    assert make_manifest([row("a", label=7)], "here").column("label").to_pylist() == ["7"]
+def test_numeric_labels_become_strings() -> None:
+    assert make_manifest([make_row("a", label=7)], "here").column("label").to_pylist() == ["7"]
 
 
 @pytest.mark.parametrize(
@@ -51,28 +54,28 @@ def test_labels_that_are_numbers_become_text() -> None:
         ([], r"here: the manifest is empty\. Check the root folder"),
         ([{"clip": "a", "label": "x"}], r"here: the manifest has no column 'path'\. Its columns: clip, label"),
         ([{"clip": "a", "path": "a", "lable": "x"}], r"no column 'label'\. Its columns: clip, path, lable"),
-        ([row("a"), row("b", label="")], r"here: row 2 \(clip 'b'\) has no label\. Rows without label: 1\."),
-        ([row("a"), row("")], r"row 2 \(clip ''\) has no clip"),
-        ([row("a"), row("b"), row("a")], r"1 clips are named more than once, the first 'a'"),
-        ([row("a", split="tset")], r"unknown split 'tset'. Did you mean 'test'\?"),
+        ([make_row("a"), make_row("b", label="")], r"here: row 2 \(clip 'b'\) has no label\. Rows without label: 1\."),
+        ([make_row("a"), make_row("")], r"row 2 \(clip ''\) has no clip"),
+        ([make_row("a"), make_row("b"), make_row("a")], r"1 clips are named more than once, the first 'a'"),
+        ([make_row("a", split="tset")], r"unknown split 'tset'. Did you mean 'test'\?"),
         (
-            [row("a", split="test"), row("b", split=None)],
+            [make_row("a", split="test"), make_row("b", split=None)],
             r"row 2 \(clip 'b'\) has no split\. Rows without split: 1 of 2\.",
         ),
-        ([row("a", seconds="long")], r"column 'seconds' cannot be read as double"),
-        ([row("a", label=[1, 2])], r"column 'label' cannot be read as string"),
+        ([make_row("a", seconds="long")], r"column 'seconds' cannot be read as double"),
+        ([make_row("a", label=[1, 2])], r"column 'label' cannot be read as string"),
         (
-            [row("a", take=1), row("b", take="x")],
+            [make_row("a", take=1), make_row("b", take="x")],
             r"here: the manifest has values of several types, or of unequal number",
         ),
     ],
 )
-def test_what_is_no_manifest_is_refused(rows: list[dict[str, object]], message: str) -> None:
+def test_invalid_manifests_are_rejected(rows: list[dict[str, object]], message: str) -> None:
     with pytest.raises(DataError, match=message):
         make_manifest(rows, "here")
 
 
-def test_columns_of_unequal_length_are_refused() -> None:
+def test_columns_of_unequal_length_are_rejected() -> None:
     with pytest.raises(DataError, match="here: the manifest has values of several types, or of unequal number"):
         make_manifest({"clip": ["a", "b"], "path": ["a"], "label": ["x", "y"]}, "here")
 
@@ -82,17 +85,17 @@ def test_columns_of_unequal_length_are_refused() -> None:
 
 @pytest.mark.parametrize("suffix", ["wav", "flac", "ogg"])
 @pytest.mark.parametrize(("rate", "channels"), [(8000, 1), (44100, 2), (48000, 3)])
-def test_any_format_rate_and_channel_count_is_read(
+def test_any_format_rate_and_channel_count_can_be_read(
     write_audio: WriteAudio, suffix: str, rate: int, channels: int
 ) -> None:
     path = write_audio(f"a.{suffix}", 0.5, rate, channels)
-    samples, found = read_audio(path)
-    assert (samples.shape, samples.dtype, found) == ((rate // 2, channels), np.float32, rate)
+    samples, actual_rate = read_audio(path)
+    assert (samples.shape, samples.dtype, actual_rate) == ((rate // 2, channels), np.float32, rate)
     assert np.sqrt(np.mean(samples**2)) == pytest.approx(0.25 / np.sqrt(2), rel=0.02)
     assert audio_seconds(path) == pytest.approx(0.5)
 
 
-def test_samples_are_the_integers_of_the_file_over_their_full_scale(tmp_path: Path) -> None:
+def test_integer_samples_are_divided_by_full_scale(tmp_path: Path) -> None:
     values = np.array([0, 1, -1, 32767, -32768, 12345], np.int16)
     soundfile.write(tmp_path / "a.wav", values, 16000)
     samples, _ = read_audio(tmp_path / "a.wav")
@@ -114,7 +117,7 @@ def test_samples_are_the_integers_of_the_file_over_their_full_scale(tmp_path: Pa
         ),
     ],
 )
-def test_a_file_that_is_no_recording_is_named(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
+def test_unreadable_files_are_rejected(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
@@ -124,17 +127,17 @@ def test_a_file_that_is_no_recording_is_named(tmp_path: Path, name: str, content
 
 
 @pytest.mark.parametrize("suffix", ["wav", "flac"])
-@pytest.mark.parametrize("kept", [0.9, 0.5])
-def test_a_file_cut_off_in_its_samples_is_truncated(write_audio: WriteAudio, suffix: str, kept: float) -> None:
+@pytest.mark.parametrize("fraction", [0.9, 0.5])
+def test_files_cut_within_their_samples_are_rejected(write_audio: WriteAudio, suffix: str, fraction: float) -> None:
     path = write_audio(f"a.{suffix}", 1.0)
     content = path.read_bytes()
-    path.write_bytes(content[: int(kept * len(content))])
+    path.write_bytes(content[: int(fraction * len(content))])
     with pytest.raises(DataError, match=rf"/a\.{suffix}: (truncated: its header promises|cannot be read as audio)"):
         read_audio(path)
 
 
 @pytest.mark.parametrize(("suffix", "subtype"), [("mp3", None), ("opus", "OPUS"), ("ogg", "VORBIS")])
-def test_a_compressed_file_that_is_cut_off_is_refused(tmp_path: Path, suffix: str, subtype: str | None) -> None:
+def test_truncated_compressed_files_are_rejected(tmp_path: Path, suffix: str, subtype: str | None) -> None:
     path = tmp_path / f"a.{suffix}"
     kind = "MP3" if suffix == "mp3" else "OGG"
     soundfile.write(path, 0.2 * np.sin(np.arange(48000) * 0.05), 48000, format=kind, subtype=subtype)
@@ -144,21 +147,21 @@ def test_a_compressed_file_that_is_cut_off_is_refused(tmp_path: Path, suffix: st
         read_audio(path)
 
 
-def test_a_wav_cut_off_in_its_header_is_truncated(write_audio: WriteAudio) -> None:
+def test_a_wav_file_cut_within_its_header_is_rejected(write_audio: WriteAudio) -> None:
     path = write_audio("a.wav")
     path.write_bytes(path.read_bytes()[:40])
     with pytest.raises(DataError, match=r"truncated: a wav header without samples \(40 bytes\)"):
         read_audio(path)
 
 
-def test_the_message_gives_both_lengths(write_audio: WriteAudio) -> None:
+def test_the_message_has_the_promised_and_the_actual_length(write_audio: WriteAudio) -> None:
     path = write_audio("a.wav", 1.0)
     path.write_bytes(path.read_bytes()[: 44 + 1000])
     with pytest.raises(DataError, match="promises 32000 bytes of samples, but the file has 1000"):
         read_audio(path)
 
 
-def test_a_size_that_counts_the_header_too_is_no_truncation(write_audio: WriteAudio) -> None:
+def test_a_size_that_includes_the_header_is_accepted(write_audio: WriteAudio) -> None:
     path = write_audio("a.wav", 1.0)
     content = bytearray(path.read_bytes())
     content[40:44] = struct.pack("<I", 32000 + 44)
@@ -167,7 +170,7 @@ def test_a_size_that_counts_the_header_too_is_no_truncation(write_audio: WriteAu
 
 
 @pytest.mark.parametrize("size", [0xFFFFFFFF, 0x7FFFF000])
-def test_a_wav_from_a_pipe_whose_length_was_never_filled_in_is_read(write_audio: WriteAudio, size: int) -> None:
+def test_a_wav_file_from_a_pipe_with_a_placeholder_length_is_accepted(write_audio: WriteAudio, size: int) -> None:
     path = write_audio("a.wav", 1.0)
     content = bytearray(path.read_bytes())
     content[4:8] = content[40:44] = struct.pack("<I", size)
@@ -175,7 +178,7 @@ def test_a_wav_from_a_pipe_whose_length_was_never_filled_in_is_read(write_audio:
     assert read_audio(path)[0].shape == (16000, 1)
 
 
-def test_chunks_before_the_samples_are_passed_over(write_audio: WriteAudio) -> None:
+def test_chunks_before_the_samples_are_skipped(write_audio: WriteAudio) -> None:
     path = write_audio("a.wav", 1.0)
     content = path.read_bytes()
     odd = b"LIST" + struct.pack("<I", 5) + b"hello" + b"\0"
@@ -187,14 +190,14 @@ def test_chunks_before_the_samples_are_passed_over(write_audio: WriteAudio) -> N
         read_audio(path)
 
 
-def test_a_clip_without_samples_is_refused(tmp_path: Path) -> None:
+def test_a_clip_without_samples_is_rejected(tmp_path: Path) -> None:
     soundfile.write(tmp_path / "a.wav", np.zeros((0, 1)), 16000)
     with pytest.raises(DataError, match=r"/a\.wav: the clip has no samples \(zero length\)"):
         read_audio(tmp_path / "a.wav")
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_samples_that_are_no_numbers_are_counted_and_placed(tmp_path: Path, value: float) -> None:
+def test_non_finite_samples_are_counted_and_located(tmp_path: Path, value: float) -> None:
     samples = np.zeros((100, 2), np.float32)
     samples[60, 1] = samples[70] = value
     soundfile.write(tmp_path / "a.wav", samples, 16000, subtype="FLOAT")

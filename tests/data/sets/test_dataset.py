@@ -11,26 +11,27 @@ from raydfl.data.dataset import Card, Dataset, dataset_names, find_dataset
 
 
 @pytest.mark.parametrize("name", dataset_names())
-def test_every_set_says_what_it_is(name: str) -> None:
-    found = find_dataset(name)
-    assert issubclass(found, Dataset)
-    assert found.__module__ == f"raydfl.data.sets.{name}"
-    card = found.card
+def test_each_data_set_has_a_complete_card(name: str) -> None:
+    dataset = find_dataset(name)
+    assert issubclass(dataset, Dataset)
+    assert dataset.__module__ == f"raydfl.data.sets.{name}"
+    card = dataset.card
     assert isinstance(card, Card)
     assert card.title
     assert card.layout
-    if name not in {"folder", "huggingface", "lhotse", "manifest", "webdataset"}:  # of one's own
+    # Formats of the user's own recordings have no licence.
+    if name not in {"folder", "huggingface", "lhotse", "manifest", "webdataset"}:
         assert card.licence
-        assert card.url.startswith("http") or name == "machines", "made from nothing but NumPy"
-    assert all(field.description for field in found.__pydantic_fields__.values())
+        assert card.url.startswith("http") or name == "machines", "only the generated set has no website"
+    assert all(field.description for field in dataset.__pydantic_fields__.values())
 
 
-def test_an_unknown_set_names_the_nearest() -> None:
+def test_an_unknown_data_set_suggests_the_nearest_name() -> None:
     with pytest.raises(ConfigError, match="unknown data set 'fsddd'. Did you mean 'fsdd'"):
         find_dataset("fsddd")
 
 
-def test_an_unknown_option_names_the_nearest() -> None:
+def test_an_unknown_option_suggests_the_nearest_name() -> None:
     with pytest.raises(ConfigError, match=r"data: unknown key 'test_take' for FSDD. Did you mean 'test_takes'\?"):
         build(find_dataset("fsdd"), {"root": "x", "test_take": 3}, "data")
 
@@ -50,12 +51,12 @@ def test_an_unknown_option_names_the_nearest() -> None:
         ("speech_commands", {"root": "x", "keywords": []}, r"data.keywords: .* should have at least 1 item"),
     ],
 )
-def test_a_wrong_option_names_its_place(name: str, options: dict[str, object], message: str) -> None:
+def test_messages_about_options_name_the_option(name: str, options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build(find_dataset(name), options, "data")
 
 
-NAMED = """
+MODULE = """
 from raydfl import FileDataset
 
 
@@ -65,11 +66,13 @@ class Moods(FileDataset):
 """
 
 
-def test_a_set_of_ones_own_can_be_a_pattern_for_file_names(tmp_path: Path, write_audio: Callable[..., Path]) -> None:
+def test_a_user_data_set_can_be_defined_by_a_file_name_pattern(
+    tmp_path: Path, write_audio: Callable[..., Path]
+) -> None:
     for name in ("joe/A1.wav", "sue/N12.wav"):
         write_audio(f"clips/{name}")
     (tmp_path / "clips/joe/notes.txt").touch()
-    (tmp_path / "mine.py").write_text(NAMED)
+    (tmp_path / "mine.py").write_text(MODULE)
     dataset = build(find_dataset(f"{tmp_path}/mine.py:Moods"), {"root": tmp_path / "clips"}, "data")
     rows = dataset.manifest().to_pylist()
     assert dataset.read(rows[0])[1] == 16000
@@ -82,11 +85,11 @@ def test_a_set_of_ones_own_can_be_a_pattern_for_file_names(tmp_path: Path, write
         dataset.manifest()
     with pytest.raises(DataError, match="Moods: the root .*/none does not exist. Expected a folder with files whose"):
         build(type(dataset), {"root": tmp_path / "none"}, "data").manifest()
-    (tmp_path / "bad.py").write_text(NAMED.replace("[AN]", "[AN"))
+    (tmp_path / "bad.py").write_text(MODULE.replace("[AN]", "[AN"))
     with pytest.raises(ConfigError, match=r"bad.py:Moods' cannot be imported: .*: missing"):
         find_dataset(f"{tmp_path}/bad.py:Moods")
 
 
-def test_the_base_asks_for_a_manifest() -> None:
+def test_the_base_class_requires_a_manifest() -> None:
     with pytest.raises(NotImplementedError, match=r"Dataset must implement manifest\(\)"):
         Dataset().manifest()

@@ -23,7 +23,7 @@ from raydfl.data.sets.manifest import Manifest
 WriteAudio = Callable[..., Path]
 
 
-def facts(dataset: Dataset, *names: str) -> list[tuple[Any, ...]]:
+def list_columns(dataset: Dataset, *names: str) -> list[tuple[Any, ...]]:
     return [tuple(row[name] for name in names) for row in dataset.manifest().to_pylist()]
 
 
@@ -39,9 +39,9 @@ def tree(tmp_path: Path, write_audio: WriteAudio) -> Path:
     return tmp_path / "tree"
 
 
-def test_folders_are_classes(tree: Path) -> None:
+def test_each_folder_is_a_class(tree: Path) -> None:
     dataset = Folder(root=tree)
-    assert facts(dataset, "clip", "label", "group", "split") == [
+    assert list_columns(dataset, "clip", "label", "group", "split") == [
         ("dog/anna_1.wav", "dog", None, None),
         ("dog/outside/bob_1.flac", "dog", None, None),
         ("vacuum cleaner/bob_2.ogg", "vacuum cleaner", None, None),
@@ -50,15 +50,15 @@ def test_folders_are_classes(tree: Path) -> None:
     assert [dataset.read(row)[1] for row in dataset.manifest().to_pylist()] == [8000, 48000, 44100]
 
 
-def test_a_folder_that_is_a_link_is_followed(tree: Path, tmp_path: Path) -> None:
+def test_links_to_folders_are_followed(tree: Path, tmp_path: Path) -> None:
     (tmp_path / "linked").mkdir()
     (tmp_path / "linked/hound").symlink_to(tree / "dog")
-    assert facts(Folder(root=tmp_path / "linked"), "clip", "label")[0] == ("hound/anna_1.wav", "hound")
+    assert list_columns(Folder(root=tmp_path / "linked"), "clip", "label")[0] == ("hound/anna_1.wav", "hound")
 
 
-def test_the_group_is_what_the_pattern_finds_below_the_class(tree: Path) -> None:
+def test_the_pattern_extracts_the_group_below_the_class(tree: Path) -> None:
     by_file = Folder(root=tree, group_pattern=r"(?P<group>[a-z]+)_\d")
-    assert facts(by_file, "group") == [("anna",), ("bob",), ("bob",)]
+    assert list_columns(by_file, "group") == [("anna",), ("bob",), ("bob",)]
     with pytest.raises(DataError, match=r"finds no group in 'anna_1\.wav' \(of 'dog/anna_1\.wav'\)"):
         Folder(root=tree, group_pattern=r"(?P<group>\w+)/").manifest()
 
@@ -67,27 +67,27 @@ def test_the_group_is_what_the_pattern_finds_below_the_class(tree: Path) -> None
     ("pattern", "message"),
     [("(?P<group>", "is not a regular expression"), (r"(\w+)_\d", r"needs a group named group, as in '\(\?P<group>")],
 )
-def test_a_pattern_that_cannot_work_is_refused_at_once(pattern: str, message: str) -> None:
+def test_invalid_patterns_are_rejected_by_the_configuration(pattern: str, message: str) -> None:
     with pytest.raises(ConfigError, match=f"data.group_pattern: .*{message}"):
         build(find_dataset("folder"), {"root": "x", "group_pattern": pattern}, "data")
 
 
-def test_folders_named_like_splits_are_splits(tmp_path: Path, write_audio: WriteAudio) -> None:
+def test_folders_with_names_of_splits_are_splits(tmp_path: Path, write_audio: WriteAudio) -> None:
     for folder in ("Train", "dev", "test"):
         write_audio(f"tree/{folder}/dog/a.wav")
-    assert facts(Folder(root=tmp_path / "tree"), "clip", "label", "split") == [
+    assert list_columns(Folder(root=tmp_path / "tree"), "clip", "label", "split") == [
         ("Train/dog/a.wav", "dog", "train"),
         ("dev/dog/a.wav", "dog", "validation"),
         ("test/dog/a.wav", "dog", "test"),
     ]
-    classes = facts(Folder(root=tmp_path / "tree", split_folders=False), "label", "split")
+    classes = list_columns(Folder(root=tmp_path / "tree", split_folders=False), "label", "split")
     assert classes == [("Train", None), ("dev", None), ("test", None)]
 
 
-def test_a_class_called_test_is_no_split_unless_there_is_a_train(tmp_path: Path, write_audio: WriteAudio) -> None:
+def test_a_folder_test_is_a_class_without_a_training_folder(tmp_path: Path, write_audio: WriteAudio) -> None:
     write_audio("tree/test/a.wav")
     write_audio("tree/dog/a.wav")
-    assert facts(Folder(root=tmp_path / "tree"), "label", "split") == [("dog", None), ("test", None)]
+    assert list_columns(Folder(root=tmp_path / "tree"), "label", "split") == [("dog", None), ("test", None)]
     with pytest.raises(DataError, match="'dog/a.wav' is outside the folders of the classes; move it into one"):
         Folder(root=tmp_path / "tree", split_folders=True).manifest()
     write_audio("tree/dog/deeper/a.wav")
@@ -98,10 +98,8 @@ def test_a_class_called_test_is_no_split_unless_there_is_a_train(tmp_path: Path,
         Folder(root=tmp_path / "tree", split_folders=True).manifest()
 
 
-def test_every_kind_of_recording_is_read_and_the_other_files_are_counted(
-    tmp_path: Path, write_audio: WriteAudio
-) -> None:
-    """Oracle: what libsndfile writes and reads, whatever the ending says here."""
+def test_all_audio_formats_are_read_and_skipped_files_are_counted(tmp_path: Path, write_audio: WriteAudio) -> None:
+    """Oracle: libsndfile writes and reads the same formats."""
     kinds = ["flac", "ogg", "opus", "mp3", "aiff", "AIF", "au", "caf", "w64", "rf64", "voc"]
     tone, rate = soundfile.read(write_audio("tree/dog/a.wav", rate=48000, seconds=0.2))
     for kind in kinds:
@@ -121,12 +119,12 @@ def test_every_kind_of_recording_is_read_and_the_other_files_are_counted(
         )
     (remark,) = read_remarks(manifest)
     assert "2 .m4a, 1 without an ending, 1 .wma, 1 .txt (5 in all: README, dog/a.wma, dog/b.m4a, ...)" in remark
-    assert "Convert .m4a to wav files with ffmpeg" in remark, "a.wma is there as a.wav and more already"
+    assert "Convert .m4a to wav files with ffmpeg" in remark, "a.wma needs no conversion, since a.wav exists"
     assert read_remarks(manifest.slice(1)) == [remark]
 
 
-def test_the_command_for_what_is_not_decoded_makes_it_readable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program in place of ffmpeg, which need not be installed: it copies."""
+def test_the_proposed_conversion_command_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copying program replaces ffmpeg, since ffmpeg may not be installed."""
     (tmp_path / "bin").mkdir()
     program = tmp_path / "bin/ffmpeg"
     program.write_text('#!/bin/sh\n[ "$1 $2" = "-nostdin -i" ] && cp "$3" "$4"\n')
@@ -143,17 +141,17 @@ def test_the_command_for_what_is_not_decoded_makes_it_readable(tmp_path: Path, m
         Folder(root=tree).manifest()
     command = str(error.value).rpartition("\n")[2]
     subprocess.run(command, shell=True, check=True)
-    assert facts(Folder(root=tree), "clip") == [("dog $x/a b.wav",), ("dog $x/c.wav",)]
-    assert "ffmpeg" not in read_remarks(Folder(root=tree).manifest())[0], "it is done"
+    assert list_columns(Folder(root=tree), "clip") == [("dog $x/a b.wav",), ("dog $x/c.wav",)]
+    assert "ffmpeg" not in read_remarks(Folder(root=tree).manifest())[0], "all files have been converted"
 
 
-def test_a_link_to_a_folder_above_is_refused(tree: Path) -> None:
+def test_a_link_to_a_parent_folder_is_rejected(tree: Path) -> None:
     (tree / "dog/again").symlink_to(tree)
     with pytest.raises(DataError, match=r"tree/dog/again is a link to one of its parent folders. Remove the link"):
         Folder(root=tree).manifest()
 
 
-def test_a_link_to_itself_is_a_file_that_cannot_be_read(tree: Path) -> None:
+def test_a_link_to_itself_is_an_unreadable_file(tree: Path) -> None:
     (tree / "dog/self.wav").symlink_to("self.wav")
     (tree / "dog/other").symlink_to("other")
     dataset = Folder(root=tree)
@@ -164,10 +162,10 @@ def test_a_link_to_itself_is_a_file_that_cannot_be_read(tree: Path) -> None:
         Folder(root=tree / "dog/other").manifest()
 
 
-def test_a_folder_that_cannot_be_opened_is_named(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rights do not apply to tests that run as root."""
+def test_inaccessible_folders_are_reported(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error is simulated, since permissions do not apply to tests that run as root."""
 
-    def refusing(function: Callable[..., Any]) -> Callable[..., Any]:
+    def deny_outside(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(path: Any, **options: Any) -> Any:
             if Path(path).name == "outside":
                 raise PermissionError(13, "Permission denied", path)
@@ -175,17 +173,17 @@ def test_a_folder_that_cannot_be_opened_is_named(tree: Path, monkeypatch: pytest
 
         return call
 
-    monkeypatch.setattr(os, "scandir", refusing(os.scandir))
+    monkeypatch.setattr(os, "scandir", deny_outside(os.scandir))
     with pytest.raises(
         DataError, match="the folder .*/dog/outside cannot be opened: Permission denied. Make it readable"
     ):
         Folder(root=tree).manifest()
-    monkeypatch.setattr(os, "stat", refusing(os.stat))
+    monkeypatch.setattr(os, "stat", deny_outside(os.stat))
     with pytest.raises(DataError, match="A folder of your own recordings: the root .*dog/outside does not exist"):
         Folder(root=tree / "dog/outside").manifest()
 
 
-def test_a_name_that_is_not_utf8_is_refused(tree: Path) -> None:
+def test_names_outside_utf8_are_rejected(tree: Path) -> None:
     (tree / "dog" / os.fsdecode(b"caf\xe9.txt")).touch()
     assert "(2 in all: dog/caf\\xe9.txt, dog/notes.txt)" in read_remarks(Folder(root=tree).manifest())[0]
     (tree / "dog" / os.fsdecode(b"caf\xe9.wav")).touch()
@@ -193,7 +191,7 @@ def test_a_name_that_is_not_utf8_is_refused(tree: Path) -> None:
         Folder(root=tree).manifest()
 
 
-def test_a_file_outside_the_classes_is_named(tree: Path, write_audio: WriteAudio) -> None:
+def test_files_outside_the_classes_are_rejected(tree: Path, write_audio: WriteAudio) -> None:
     write_audio("tree/stray.wav")
     with pytest.raises(
         DataError, match=r"'stray\.wav' is outside the folders of the classes; move it into one in .*Found: dog/, "
@@ -212,19 +210,19 @@ def clips(tmp_path: Path, write_audio: WriteAudio) -> Path:
     return tmp_path
 
 
-def write(path: Path, text: str) -> Path:
+def write_text(path: Path, text: str) -> Path:
     path.write_text(text)
     return path
 
 
-def test_a_csv_with_all_columns(clips: Path) -> None:
-    file = write(
+def test_a_csv_list_may_have_all_columns(clips: Path) -> None:
+    file = write_text(
         clips / "list.csv",
         "path,label,group,split,room,level\n"
         f"clips/a.wav,7,007,Training,hall,1.5\nclips/b.flac,x,1e3,dev,,2\n{clips}/elsewhere/c.ogg,x,,test,hall,3\n",
     )
     dataset = Manifest(file=file)
-    assert facts(dataset, "clip", "label", "group", "split", "room", "level") == [
+    assert list_columns(dataset, "clip", "label", "group", "split", "room", "level") == [
         ("clips/a.wav", "7", "007", "train", "hall", 1.5),
         ("clips/b.flac", "x", "1e3", "validation", None, 2.0),
         ("elsewhere/c.ogg", "x", None, "test", "hall", 3.0),
@@ -238,18 +236,18 @@ def test_a_csv_with_all_columns(clips: Path) -> None:
     assert {dataset.identity(row) for row in rows} == {None}
 
 
-def test_parquet_is_the_same(clips: Path) -> None:
+def test_a_parquet_list_matches_a_csv_list(clips: Path) -> None:
     table = pa.table({"path": ["clips/a.wav", "clips/b.flac"], "label": [3, 4], "group": ["x", "y"]})
     pq.write_table(table, clips / "list.parquet")
-    assert facts(Manifest(file=clips / "list.parquet"), "clip", "label", "group", "split") == [
+    assert list_columns(Manifest(file=clips / "list.parquet"), "clip", "label", "group", "split") == [
         ("clips/a.wav", "3", "x", None),
         ("clips/b.flac", "4", "y", None),
     ]
 
 
-def test_columns_of_other_names_and_another_root(clips: Path) -> None:
+def test_column_names_and_the_root_can_be_chosen(clips: Path) -> None:
     (clips / "lists").mkdir()
-    file = write(
+    file = write_text(
         clips / "lists/list.csv", "file,sound,who,part,path\na.wav,dog,anna,train,zzz\nb.flac,cat,bob,test,zzz\n"
     )
     dataset = Manifest(
@@ -260,21 +258,21 @@ def test_columns_of_other_names_and_another_root(clips: Path) -> None:
         group_column="who",
         split_column="part",
     )
-    assert facts(dataset, "clip", "path", "label", "group", "split") == [
+    assert list_columns(dataset, "clip", "path", "label", "group", "split") == [
         ("a.wav", str(clips / "clips/a.wav"), "dog", "anna", "train"),
         ("b.flac", str(clips / "clips/b.flac"), "cat", "bob", "test"),
     ]
 
 
-def test_what_separates_the_columns_is_seen(clips: Path) -> None:
+def test_the_column_separator_is_detected(clips: Path) -> None:
     for mark in (",", ";", "\t"):
-        file = write(clips / "list.csv", f"path{mark}label{mark}note\nclips/a.wav{mark}dog{mark}x\n")
-        assert facts(Manifest(file=file), "clip", "label", "note") == [("clips/a.wav", "dog", "x")]
+        file = write_text(clips / "list.csv", f"path{mark}label{mark}note\nclips/a.wav{mark}dog{mark}x\n")
+        assert list_columns(Manifest(file=file), "clip", "label", "note") == [("clips/a.wav", "dog", "x")]
 
 
-def test_several_clips_of_one_file(clips: Path) -> None:
-    """Oracle: the same samples cut out of the whole file."""
-    file = write(
+def test_a_file_may_have_several_clips(clips: Path) -> None:
+    """Oracle: the same samples, cut from the whole file."""
+    file = write_text(
         clips / "list.csv",
         "path,label,group,start,stop\n"
         "long.flac,x,a,0.25,0.5\nlong.flac,y,a,0.5,\nlong.flac,x,b,,0.1\nlong.flac,y,b,0,\nclips/a.wav,x,b,,\n",
@@ -283,7 +281,7 @@ def test_several_clips_of_one_file(clips: Path) -> None:
     soundfile.write(clips / "long.flac", noise, 8000)
     dataset = Manifest(file=file)
     manifest = dataset.manifest()
-    assert facts(dataset, "clip", "start", "stop", "seconds") == [
+    assert list_columns(dataset, "clip", "start", "stop", "seconds") == [
         ("long.flac@0.25-0.5", 0.25, 0.5, 0.25),
         ("long.flac@0.5-", 0.5, None, None),
         ("long.flac@0-0.1", None, 0.1, 0.1),
@@ -297,12 +295,12 @@ def test_several_clips_of_one_file(clips: Path) -> None:
         {"path": ["long.flac"], "label": ["x"], "start": [pa.scalar(1, pa.int64()).as_py()], "stop": [1.0009]}
     )
     pq.write_table(table, clips / "list.parquet")
-    assert facts(Manifest(file=clips / "list.parquet"), "clip") == [("long.flac@1-1.0009",)]
+    assert list_columns(Manifest(file=clips / "list.parquet"), "clip") == [("long.flac@1-1.0009",)]
 
 
 @pytest.mark.parametrize("suffix", ["wav", "flac", "ogg", "opus", "mp3", "aiff"])
-def test_a_part_of_any_kind_of_file_is_that_of_the_whole(tmp_path: Path, suffix: str) -> None:
-    """What decodes with a memory (opus) may differ a little where it begins."""
+def test_parts_of_any_format_match_the_whole_file(tmp_path: Path, suffix: str) -> None:
+    """Opus decodes with a memory, so the beginning of a part may differ slightly."""
     rate = 48000
     wave = 0.2 * np.sin(2 * np.pi * np.cumsum(np.linspace(200, 2000, rate)) / rate)
     subtype = {"opus": "OPUS"}.get(suffix)
@@ -328,22 +326,20 @@ def test_a_part_of_any_kind_of_file_is_that_of_the_whole(tmp_path: Path, suffix:
         ("0.01", "0.01001", r"no sample is between the clip's start, 0\.01 s, and its stop, 0\.01001 s"),
     ],
 )
-def test_a_part_that_the_file_does_not_have_is_found_when_it_is_read(
-    clips: Path, start: str, stop: str, message: str
-) -> None:
-    dataset = Manifest(file=write(clips / "list.csv", f"path,label,start,stop\nclips/a.wav,x,{start},{stop}\n"))
+def test_parts_outside_the_file_are_reported_on_reading(clips: Path, start: str, stop: str, message: str) -> None:
+    dataset = Manifest(file=write_text(clips / "list.csv", f"path,label,start,stop\nclips/a.wav,x,{start},{stop}\n"))
     with pytest.raises(DataError, match=message):
         dataset.read(dataset.manifest().to_pylist()[0])
 
 
-def test_a_stop_that_was_rounded_up_is_the_end(clips: Path) -> None:
-    dataset = Manifest(file=write(clips / "list.csv", "path,label,start,stop\nclips/a.wav,x,0.04,0.055\n"))
+def test_a_stop_rounded_beyond_the_end_is_the_end(clips: Path) -> None:
+    dataset = Manifest(file=write_text(clips / "list.csv", "path,label,start,stop\nclips/a.wav,x,0.04,0.055\n"))
     assert len(dataset.read(dataset.manifest().to_pylist()[0])[0]) == 80
 
 
 def test_a_clip_outside_the_root_keeps_its_path(clips: Path) -> None:
-    file = write(clips / "clips/list.csv", "path,label\na.wav,x\n../elsewhere/c.ogg,y\n")
-    assert facts(Manifest(file=file), "clip") == [("a.wav",), (str(clips / "elsewhere/c.ogg"),)]
+    file = write_text(clips / "clips/list.csv", "path,label\na.wav,x\n../elsewhere/c.ogg,y\n")
+    assert list_columns(Manifest(file=file), "clip") == [("a.wav",), (str(clips / "elsewhere/c.ogg"),)]
 
 
 @pytest.mark.parametrize(
@@ -395,29 +391,29 @@ def test_a_clip_outside_the_root_keeps_its_path(clips: Path) -> None:
         ),
     ],
 )
-def test_a_list_that_cannot_be_used(clips: Path, text: str, options: dict[str, str], message: str) -> None:
-    file = write(clips / "list.csv", text)
+def test_unusable_lists_are_rejected(clips: Path, text: str, options: dict[str, str], message: str) -> None:
+    file = write_text(clips / "list.csv", text)
     with pytest.raises(DataError, match=message) as error:
         Manifest(file=file, **options).manifest()
     assert str(file) in str(error.value)
 
 
-def test_one_missing_file_is_found_when_it_is_read(clips: Path) -> None:
-    dataset = Manifest(file=write(clips / "list.csv", "path,label\nclips/a.wav,x\nclips/none.wav,x\n"))
+def test_a_missing_file_is_reported_on_reading(clips: Path) -> None:
+    dataset = Manifest(file=write_text(clips / "list.csv", "path,label\nclips/a.wav,x\nclips/none.wav,x\n"))
     rows = dataset.manifest().to_pylist()
     with pytest.raises(DataError, match=r"clips/none\.wav: there is no such file"):
         dataset.read(rows[1])
 
 
-def test_a_missing_list_and_other_kinds_of_file(clips: Path) -> None:
+def test_missing_and_unreadable_lists_are_rejected(clips: Path) -> None:
     (clips / "latin.csv").write_bytes(b"p\xe9th,label\na,x\n")
     with pytest.raises(DataError, match=r"latin\.csv is not UTF-8 text. Save it as UTF-8"):
         Manifest(file=clips / "latin.csv").manifest()
     with pytest.raises(DataError, match=r"row 1 has no path \(column 'path' is 'a\\x00b\.wav'\)"):
-        Manifest(file=write(clips / "null.csv", "path,label\na\0b.wav,x\nclips/a.wav,x\n")).manifest()
+        Manifest(file=write_text(clips / "null.csv", "path,label\na\0b.wav,x\nclips/a.wav,x\n")).manifest()
     with pytest.raises(DataError, match=r"no list of recordings .*/none\.csv\. Expected a CSV \(header line, UTF-8"):
         Manifest(file=clips / "none.csv").manifest()
     with pytest.raises(DataError, match=r"list\.xlsx is neither \*\.csv nor \*\.parquet"):
-        Manifest(file=write(clips / "list.xlsx", "x")).manifest()
+        Manifest(file=write_text(clips / "list.xlsx", "x")).manifest()
     with pytest.raises(DataError, match=r"list\.parquet cannot be read: "):
-        Manifest(file=write(clips / "list.parquet", "path,label\n")).manifest()
+        Manifest(file=write_text(clips / "list.parquet", "path,label\n")).manifest()

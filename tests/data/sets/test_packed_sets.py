@@ -1,4 +1,4 @@
-"""Recordings that stay in larger files: shards, Parquet, Arrow, cuts. The libraries themselves wrote ``tests/data/packed``."""
+"""Recordings in larger files: shards, Parquet, Arrow and cuts. The files of ``tests/data/packed`` come from the libraries."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from raydfl.runs.inference.recordings import recordings as recordings_in
 
 PACKED = Path(__file__).parents[1] / "packed"
 sys.path.insert(0, str(PACKED))
-from write import CLIPS, RATE, encoded, tone
+from write import CLIPS, RATE, encode, make_tone
 
 STEP = 2 / 32768
-"""Samples of 16 bits are this near to what they were made of."""
+"""Tolerance of samples that were rounded to 16 bits."""
 NAMES = ("hum", "whistle")
 
 
@@ -51,25 +51,25 @@ def write_tar(path: Path, files: dict[str, bytes]) -> Path:
     return path
 
 
-def write_shard(path: Path, **further: bytes) -> Path:
-    """All eight clips with their classes."""
+def write_shard(path: Path, **extra: bytes) -> Path:
+    """Write a shard with all eight clips and their classes."""
     files = {}
     for label, take in CLIPS:
         name = f"{NAMES[label]}-{take}"
-        files |= {f"{name}.wav": encoded(tone(label, take), "WAV"), f"{name}.cls": str(label).encode()}
-    return write_tar(path, files | further)
+        files |= {f"{name}.wav": encode(make_tone(label, take), "WAV"), f"{name}.cls": str(label).encode()}
+    return write_tar(path, files | extra)
 
 
-def table_of_clips(**columns: Any) -> pa.Table:
-    """All eight clips as rows, the recordings as bytes."""
-    found = {
-        "audio": [{"bytes": encoded(tone(*clip)), "path": None} for clip in CLIPS],
+def make_clip_table(**columns: Any) -> pa.Table:
+    """Make a table of all eight clips, with the recordings as bytes."""
+    defaults = {
+        "audio": [{"bytes": encode(make_tone(*clip)), "path": None} for clip in CLIPS],
         "label": [NAMES[label] for label, _ in CLIPS],
     }
-    return pa.table({name: values for name, values in (found | columns).items() if values is not None})
+    return pa.table({name: values for name, values in (defaults | columns).items() if values is not None})
 
 
-# What the libraries wrote
+# Files written by the libraries
 
 
 @pytest.mark.parametrize(
@@ -80,8 +80,8 @@ def table_of_clips(**columns: Any) -> pa.Table:
         (HuggingFace(root=PACKED / "disk", group_column="speaker"), "test/data-00000-of-00001.arrow/0"),
     ],
 )
-def test_what_the_libraries_wrote_is_read_where_it_lies(dataset: Dataset, first: str) -> None:
-    """Oracle: what the clips were made of."""
+def test_files_of_the_libraries_are_read_in_place(dataset: Dataset, first: str) -> None:
+    """Oracle: the original tones."""
     rows = dataset.manifest().to_pylist()
     assert rows[0]["clip"] == first
     assert {(row["label"], row["group"], row["split"]) for row in rows} == {
@@ -89,14 +89,14 @@ def test_what_the_libraries_wrote_is_read_where_it_lies(dataset: Dataset, first:
     }
     for row in rows:
         samples, rate = dataset.read(row)
-        wanted = tone(NAMES.index(row["label"]), int(row["group"][1:]))
+        expected = make_tone(NAMES.index(row["label"]), int(row["group"][1:]))
         assert (rate, samples.shape) == (RATE, (400, 1))
-        assert np.abs(samples[:, 0] - wanted).max() < STEP
+        assert np.abs(samples[:, 0] - expected).max() < STEP
     if isinstance(dataset, WebDataset):
         assert [(row["snr"], row["txt"]) for row in rows[:2]] == [(4.5, "take 3")] * 2
 
 
-def test_one_folder_of_save_to_disk_has_no_split() -> None:
+def test_a_single_folder_of_save_to_disk_has_no_split() -> None:
     rows = HuggingFace(root=PACKED / "disk" / "train").manifest().to_pylist()
     assert len(rows) == 6
     assert {row["split"] for row in rows} == {None}
@@ -105,49 +105,49 @@ def test_one_folder_of_save_to_disk_has_no_split() -> None:
 
 @pytest.mark.parametrize("footer", [True, False])
 def test_rows_of_arrow_may_name_files(tmp_path: Path, footer: bool) -> None:
-    """The output of ``save_to_disk`` before anything was decoded: paths, and no bytes in any row."""
+    """Without decoding, ``save_to_disk`` writes paths and no bytes."""
     paths = [tmp_path / f"{number}.wav" for number in range(len(CLIPS))]
     for path, clip in zip(paths, CLIPS, strict=True):
-        path.write_bytes(encoded(tone(*clip), "WAV"))
+        path.write_bytes(encode(make_tone(*clip), "WAV"))
     kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
     audio = pa.array([{"bytes": None, "path": str(path)} for path in paths], kind)
     new = pa.ipc.new_file if footer else pa.ipc.new_stream
-    table = table_of_clips(audio=audio)
+    table = make_clip_table(audio=audio)
     with pa.OSFile(str(tmp_path / "rows.arrow"), "wb") as file, new(file, table.schema) as writer:
         writer.write_table(table, max_chunksize=3)
     dataset = HuggingFace(root=tmp_path / "rows.arrow")
     rows = dataset.manifest().to_pylist()
     assert [row["path"] for row in rows] == [str(path) for path in paths]
-    assert np.abs(dataset.read(rows[5])[0][:, 0] - tone(*CLIPS[5])).max() < STEP
+    assert np.abs(dataset.read(rows[5])[0][:, 0] - make_tone(*CLIPS[5])).max() < STEP
 
 
-def test_a_cut_has_the_samples_that_lhotse_reads() -> None:
-    """Oracle: ``MonoCut.load_audio``, to the bit."""
+def test_cuts_have_the_same_samples_as_in_lhotse() -> None:
+    """Oracle: ``MonoCut.load_audio``, bit for bit."""
     dataset = Lhotse(root=PACKED / "lhotse")
     rows = dataset.manifest().to_pylist()
-    with np.load(PACKED / "lhotse" / "samples.npz") as wanted:
-        assert {row["clip"] for row in rows} == set(wanted.files)
+    with np.load(PACKED / "lhotse" / "samples.npz") as expected:
+        assert {row["clip"] for row in rows} == set(expected.files)
         for row in rows:
             samples, rate = dataset.read(row)
             assert rate == RATE
-            assert np.array_equal(samples[:, 0], wanted[row["clip"]])
-    said = {row["clip"]: (row["label"], row["group"], row["split"], row["text"], row["snr"]) for row in rows}
-    assert said["cut-0"] == ("hum", "s0", "train", "yes", 3.5)
-    assert said["cut-3"] == ("whistle", "s3", "validation", "no", 3.5)
-    assert len({dataset.part(row) for row in rows}) == 4, "the cache tells them apart"
+            assert np.array_equal(samples[:, 0], expected[row["clip"]])
+    columns = {row["clip"]: (row["label"], row["group"], row["split"], row["text"], row["snr"]) for row in rows}
+    assert columns["cut-0"] == ("hum", "s0", "train", "yes", 3.5)
+    assert columns["cut-3"] == ("whistle", "s3", "validation", "no", 3.5)
+    assert len({dataset.part(row) for row in rows}) == 4, "the cache keys must be unique"
 
 
-# One idea
+# Addresses of recordings in larger files
 
 
-def test_features_are_those_of_the_same_recordings_as_files(tmp_path: Path) -> None:
-    """Oracle: the same files, unpacked, in a list of their own; for each kind of larger file."""
+def test_features_match_the_unpacked_recordings(tmp_path: Path) -> None:
+    """Oracle: the unpacked files, read from a list of recordings."""
     shard = write_shard(tmp_path / "set" / "a.tar")
     with tarfile.open(shard) as archive:
         archive.extractall(tmp_path / "unpacked", filter="data")
     names = [f"{NAMES[label]}-{take}.wav" for label, take in CLIPS]
     content = [(tmp_path / "unpacked" / name).read_bytes() for name in names]
-    table = table_of_clips(audio=content)
+    table = make_clip_table(audio=content)
     pq.write_table(table, tmp_path / "rows.parquet", row_group_size=3)
     with pa.OSFile(str(tmp_path / "rows.arrow"), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
         writer.write_table(table, max_chunksize=3)
@@ -160,21 +160,21 @@ def test_features_are_those_of_the_same_recordings_as_files(tmp_path: Path) -> N
         "partition": {"by": "iid", "clients": 2},
     }
 
-    def frames(**options: Any) -> np.ndarray:
+    def extract_frames(**options: Any) -> np.ndarray:
         store = build_population(DataSettings(**common, **options), seed=0).stores[0]
         return np.stack([store.clip(number) for number in range(len(store))])
 
-    wanted = frames(name="manifest", file=tmp_path / "list.csv")
-    assert len({clip.tobytes() for clip in wanted}) == 8
+    expected = extract_frames(name="manifest", file=tmp_path / "list.csv")
+    assert len({clip.tobytes() for clip in expected}) == 8
     for options in (
         {"name": "webdataset", "root": shard, "names": NAMES},
         {"name": "huggingface", "root": tmp_path / "rows.parquet"},
         {"name": "huggingface", "root": tmp_path / "rows.arrow"},
     ):
-        assert np.array_equal(frames(**options), wanted), options
+        assert np.array_equal(extract_frames(**options), expected), options
 
 
-def test_an_address_says_which_file_and_which_place_in_it() -> None:
+def test_addresses_name_a_file_and_a_place_in_it() -> None:
     span = span_address("/a b/C#.tar", "x@1+2/dog.wav", 512, 44)
     assert (split_address(span), recording_name(span)) == (("/a b/C#.tar", "@512+44"), "x@1+2/dog.wav")
     cell = cell_address("rows.parquet", "audio", 12)
@@ -184,21 +184,21 @@ def test_an_address_says_which_file_and_which_place_in_it() -> None:
 
 
 @pytest.mark.parametrize(("kind", "subtype"), [("WAV", None), ("MP3", None), ("OGG", "OPUS"), ("OGG", "VORBIS")])
-def test_a_recording_in_a_shard_is_read_as_a_file_is(tmp_path: Path, kind: str, subtype: str | None) -> None:
+def test_recordings_in_a_shard_match_files(tmp_path: Path, kind: str, subtype: str | None) -> None:
     file = tmp_path / f"a.{'opus' if subtype == 'OPUS' else kind.lower()}"
-    soundfile.write(file, np.tile(tone(0, 0), 20), RATE, format=kind, subtype=subtype)
+    soundfile.write(file, np.tile(make_tone(0, 0), 20), RATE, format=kind, subtype=subtype)
     shard = write_tar(tmp_path / "a.tar", {file.name: file.read_bytes(), "b.cls": b"1"})
     (address,) = list_contents(shard)
     for part in ((0.0, None), (0.3, 0.45)):
         samples, rate = read_audio(address, *part)
-        wanted, wanted_rate = read_audio(file, *part)
-        assert rate == wanted_rate
-        assert np.array_equal(samples, wanted)
+        expected, expected_rate = read_audio(file, *part)
+        assert rate == expected_rate
+        assert np.array_equal(samples, expected)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.int16])
-def test_samples_in_a_cell_keep_their_numbers(tmp_path: Path, dtype: type) -> None:
-    wave = tone(1, 0) if dtype is np.float32 else np.arange(-200, 200, dtype=np.int16)
+def test_samples_in_a_cell_keep_their_values(tmp_path: Path, dtype: type) -> None:
+    wave = make_tone(1, 0) if dtype is np.float32 else np.arange(-200, 200, dtype=np.int16)
     cells = [
         {"array": wave, "sampling_rate": 44100},
         {"array": np.stack([wave, -wave]).tolist(), "sampling_rate": 8000},
@@ -209,19 +209,23 @@ def test_samples_in_a_cell_keep_their_numbers(tmp_path: Path, dtype: type) -> No
     samples, rate = read_audio(list_contents(tmp_path / "0.parquet")[0])
     assert rate == 44100
     assert np.array_equal(samples[:, 0] * scale, wave)
-    if dtype is np.float32:  # whole numbers in lists of lists are int64, which says nothing of their scale
+    if dtype is np.float32:  # integers in nested lists are int64, so their scale is unknown
         assert np.array_equal(read_audio(list_contents(tmp_path / "1.parquet")[0])[0], np.stack([wave, -wave], axis=1))
 
 
 def test_rows_are_read_in_any_order(tmp_path: Path) -> None:
-    pq.write_table(table_of_clips(), tmp_path / "rows.parquet", row_group_size=3)
+    pq.write_table(make_clip_table(), tmp_path / "rows.parquet", row_group_size=3)
     addresses = list_contents(tmp_path / "rows.parquet")
     for row in (0, 1, 5, 4, 7, 7, 2):
-        assert np.abs(read_audio(addresses[row])[0][:, 0] - tone(*CLIPS[row])).max() < STEP
+        assert np.abs(read_audio(addresses[row])[0][:, 0] - make_tone(*CLIPS[row])).max() < STEP
 
 
-def test_a_further_file_of_a_sample_is_a_view(tmp_path: Path) -> None:
-    files = {"a.left.wav": encoded(tone(0, 0), "WAV"), "a.right.wav": encoded(tone(1, 0), "WAV"), "a.cls": b"dog"}
+def test_a_second_recording_of_a_sample_is_a_view(tmp_path: Path) -> None:
+    files = {
+        "a.left.wav": encode(make_tone(0, 0), "WAV"),
+        "a.right.wav": encode(make_tone(1, 0), "WAV"),
+        "a.cls": b"dog",
+    }
     shard = write_tar(tmp_path / "a.tar", files)
     with pytest.raises(
         DataError, match=r"a\.tar: the sample a has several recordings: left\.wav, right\.wav\. Set data\.audio_field"
@@ -231,17 +235,18 @@ def test_a_further_file_of_a_sample_is_a_view(tmp_path: Path) -> None:
     (row,) = dataset.manifest().to_pylist()
     other = row | {"path": dataset.file_of(row, "right.wav")}
     assert [
-        np.abs(dataset.read(each)[0][:, 0] - tone(label, 0)).max() < STEP for label, each in enumerate([row, other])
+        np.abs(dataset.read(entry)[0][:, 0] - make_tone(label, 0)).max() < STEP
+        for label, entry in enumerate([row, other])
     ]
     assert (row["clip"], row["label"]) == ("a.tar/a.left.wav", "dog")
 
 
 @pytest.mark.parametrize("name", ["metadata.csv", "metadata.jsonl"])
-def test_a_list_beside_recordings(tmp_path: Path, name: str) -> None:
+def test_a_metadata_list_next_to_the_recordings_is_read(tmp_path: Path, name: str) -> None:
     for split in ("train", "dev"):
         (tmp_path / split / "deep").mkdir(parents=True)
         rows = [{"file_name": "deep/test_1.wav", "label": "007", "speaker": "x"}]
-        (tmp_path / split / "deep" / "test_1.wav").write_bytes(encoded(tone(0, 0), "WAV"))
+        (tmp_path / split / "deep" / "test_1.wav").write_bytes(encode(make_tone(0, 0), "WAV"))
         text = "file_name,label,speaker\ndeep/test_1.wav,a,x\n" if name.endswith("csv") else json.dumps(rows[0])
         (tmp_path / split / name).write_text(text)
     dataset = HuggingFace(root=tmp_path, group_column="speaker")
@@ -253,51 +258,51 @@ def test_a_list_beside_recordings(tmp_path: Path, name: str) -> None:
     assert all(dataset.read(row)[1] == RATE for row in rows)
 
 
-def test_rows_may_name_files_in_place_of_bytes(tmp_path: Path) -> None:
-    (tmp_path / "a.wav").write_bytes(encoded(tone(0, 0), "WAV"))
+def test_rows_may_have_paths_instead_of_bytes(tmp_path: Path) -> None:
+    (tmp_path / "a.wav").write_bytes(encode(make_tone(0, 0), "WAV"))
     kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
     table = pa.table({"audio": pa.array([{"bytes": None, "path": "a.wav"}], kind), "label": ["dog"]})
     pq.write_table(table, tmp_path / "rows.parquet")
     assert [row["path"] for row in HuggingFace(root=tmp_path).manifest().to_pylist()] == [str(tmp_path / "a.wav")]
 
 
-def test_labels_of_several_kinds(tmp_path: Path) -> None:
-    def labels(values: pa.Array, about: dict[str, Any] | None = None) -> list[str | None]:
-        table = pa.table({"audio": table_of_clips()["audio"].slice(0, len(values)), "label": values})
-        features = {"audio": {"_type": "Audio"}, "label": about or {"_type": "Value"}}
+def test_labels_of_several_kinds_are_decoded(tmp_path: Path) -> None:
+    def read_labels(values: pa.Array, feature: dict[str, Any] | None = None) -> list[str | None]:
+        table = pa.table({"audio": make_clip_table()["audio"].slice(0, len(values)), "label": values})
+        features = {"audio": {"_type": "Audio"}, "label": feature or {"_type": "Value"}}
         metadata = {"huggingface": json.dumps({"info": {"features": features}})}
         pq.write_table(table.replace_schema_metadata(metadata), tmp_path / "rows.parquet")
-        found: list[str | None] = HuggingFace(root=tmp_path).manifest().column("label").to_pylist()
-        return found
+        labels: list[str | None] = HuggingFace(root=tmp_path).manifest().column("label").to_pylist()
+        return labels
 
     classes = {"_type": "ClassLabel", "names": ["dog", "cat"]}
-    assert labels(pa.array([1, 0, -1, None]), classes) == ["cat", "dog", None, None]
-    assert labels(pa.array([1, 7])) == ["1", "7"]
-    assert labels(pa.array([[0, 1], [], None]), {"_type": "List", "feature": classes}) == ["dog|cat", "|", None]
+    assert read_labels(pa.array([1, 0, -1, None]), classes) == ["cat", "dog", None, None]
+    assert read_labels(pa.array([1, 7])) == ["1", "7"]
+    assert read_labels(pa.array([[0, 1], [], None]), {"_type": "List", "feature": classes}) == ["dog|cat", "|", None]
     with pytest.raises(DataError, match=r"rows\.parquet: row 1 has the class 7 in column 'label', which has 2 names"):
-        labels(pa.array([1, 7]), classes)
+        read_labels(pa.array([1, 7]), classes)
 
 
 # Files and splits
 
 
-def test_a_pattern_says_which_files(tmp_path: Path) -> None:
+def test_a_pattern_selects_files(tmp_path: Path) -> None:
     for name in ("en/train-08", "en/train-09", "en/train-10", "en/test-00", "de/train-08"):
         write_shard(tmp_path / f"{name}.tar")
 
-    def files(pattern: str) -> set[str]:
+    def list_files(pattern: str) -> set[str]:
         clips = WebDataset(root=tmp_path, files=pattern).manifest().column("clip").to_pylist()
         return {clip.partition(".tar")[0] for clip in clips}
 
-    assert files("**/train-{08..09}.tar") == {"en/train-08", "en/train-09", "de/train-08"}
-    assert files("en/{train-??,test-*}.tar") == {"en/train-08", "en/train-09", "en/train-10", "en/test-00"}
+    assert list_files("**/train-{08..09}.tar") == {"en/train-08", "en/train-09", "de/train-08"}
+    assert list_files("en/{train-??,test-*}.tar") == {"en/train-08", "en/train-09", "en/train-10", "en/test-00"}
     with pytest.raises(DataError, match=r"there is no file en/train-11\.tar \(data\.files\) in "):
-        files("en/train-{08..11}.tar")
+        list_files("en/train-{08..11}.tar")
     assert WebDataset(root=tmp_path / "de", files="*.tar").manifest().column("split").null_count == 8
 
 
 @pytest.mark.parametrize(
-    ("files", "given", "wanted"),
+    ("files", "splits", "expected"),
     [
         (["data/train-00000-of-00002.parquet", "data/test.other-00000-of-00001.parquet"], None, ["train", "test"]),
         (["default/train/0000.parquet", "default/partial-validation/0000.parquet"], None, ["train", "validation"]),
@@ -307,27 +312,27 @@ def test_a_pattern_says_which_files(tmp_path: Path) -> None:
         (["a-0.tar", "b-0.tar", "b-1.tar", "c.tar"], {"a": "train", "b": "test"}, ["train", "test", "test", None]),
     ],
 )
-def test_names_of_files_say_of_which_split_they_are(files: list[str], given: Any, wanted: list[str | None]) -> None:
-    splits = find_splits(files, given, "set")
-    assert [splits.get(file) for file in files] == wanted
-    assert len(splits) == (len(files) if given is None else len([*filter(None, wanted)]))
+def test_file_names_determine_the_split(files: list[str], splits: Any, expected: list[str | None]) -> None:
+    result = find_splits(files, splits, "set")
+    assert [result.get(file) for file in files] == expected
+    assert len(result) == (len(files) if splits is None else len([*filter(None, expected)]))
 
 
 # Bad input
 
 
-def cut_off(path: Path, size: int) -> None:
+def truncate_file(path: Path, size: int) -> None:
     path.write_bytes(path.read_bytes()[:size])
 
 
-def spoil(folder: Path, kind: str) -> dict[str, Any]:
-    """A set that cannot be used; its options."""
+def write_unusable_set(folder: Path, kind: str) -> dict[str, Any]:
+    """Write an unusable data set and return its options."""
     shard, rows = folder / "a.tar", folder / "rows.parquet"
-    wav = encoded(tone(0, 0), "WAV")
-    of_shards: dict[str, Callable[[], Any]] = {
-        "member": lambda: cut_off(write_shard(shard), 700),
-        "header": lambda: cut_off(write_shard(shard), 512 * 5 + 100),
-        "mark": lambda: cut_off(write_tar(shard, {"a.wav": wav}), 512 * 3),
+    wav = encode(make_tone(0, 0), "WAV")
+    shard_writers: dict[str, Callable[[], Any]] = {
+        "member": lambda: truncate_file(write_shard(shard), 700),
+        "header": lambda: truncate_file(write_shard(shard), 512 * 5 + 100),
+        "mark": lambda: truncate_file(write_tar(shard, {"a.wav": wav}), 512 * 3),
         "packed": lambda: shard.write_bytes(b"\x1f\x8b" + bytes(100)),
         "text": lambda: shard.write_text("no archive at all"),
         "no samples": lambda: write_tar(shard, {"README": b""}),
@@ -343,31 +348,31 @@ def spoil(folder: Path, kind: str) -> dict[str, Any]:
         "split": lambda: [write_shard(folder / f"{name}.tar") for name in ("train-0", "other-0")],
         "no such split": lambda: write_shard(folder / "train-0.tar"),
     }
-    of_rows: dict[str, Callable[[], Any]] = {
-        "parquet": lambda: (pq.write_table(table_of_clips(), rows), cut_off(rows, 300)),
-        "no audio": lambda: pq.write_table(table_of_clips(audio=None, text=["x"] * 8), rows),
-        "column": lambda: pq.write_table(table_of_clips(), rows),
-        "not audio": lambda: pq.write_table(table_of_clips(), rows),
-        "two": lambda: pq.write_table(table_of_clips(audio=None, a=[b"x"] * 8, b=[b"y"] * 8), rows),
-        "label": lambda: pq.write_table(table_of_clips(label=None, text=["x"] * 8), rows),
-        "empty": lambda: pq.write_table(table_of_clips().slice(0, 0), rows),
-        "own split": lambda: pq.write_table(table_of_clips(split=["fold1"] * 8), rows),
+    row_writers: dict[str, Callable[[], Any]] = {
+        "parquet": lambda: (pq.write_table(make_clip_table(), rows), truncate_file(rows, 300)),
+        "no audio": lambda: pq.write_table(make_clip_table(audio=None, text=["x"] * 8), rows),
+        "column": lambda: pq.write_table(make_clip_table(), rows),
+        "not audio": lambda: pq.write_table(make_clip_table(), rows),
+        "two": lambda: pq.write_table(make_clip_table(audio=None, a=[b"x"] * 8, b=[b"y"] * 8), rows),
+        "label": lambda: pq.write_table(make_clip_table(label=None, text=["x"] * 8), rows),
+        "empty": lambda: pq.write_table(make_clip_table().slice(0, 0), rows),
+        "own split": lambda: pq.write_table(make_clip_table(split=["fold1"] * 8), rows),
         "arrow": lambda: (folder / "a.arrow").write_bytes(b"\xff\xff\xff\xff\x10"),
         "compressed": lambda: write_compressed(folder / "a.arrow"),
     }
-    (of_shards | of_rows)[kind]()
+    (shard_writers | row_writers)[kind]()
     options = {
         "no name": {"names": ("dog", "cat")},
         "no such split": {"splits": {"train": "train", "tset": "test"}},
         "column": {"group_column": "speaker"},
         "not audio": {"audio_column": "label"},
     }
-    return {"name": "webdataset" if kind in of_shards else "huggingface", "root": folder, **options.get(kind, {})}
+    return {"name": "webdataset" if kind in shard_writers else "huggingface", "root": folder, **options.get(kind, {})}
 
 
 def write_link(path: Path, kind: bytes) -> None:
-    """A shard whose second sample has the class of the first by a link, and a link that means nothing."""
-    wav = encoded(tone(0, 0), "WAV")
+    """Write a shard in which a sample's class is a link to another member, and an irrelevant link."""
+    wav = encode(make_tone(0, 0), "WAV")
     write_tar(path, {"a.wav": wav, "a.cls": b"1", "b.wav": wav})
     with tarfile.open(path, "a") as archive:
         for name in ("README", "b.cls"):
@@ -377,7 +382,7 @@ def write_link(path: Path, kind: bytes) -> None:
 
 
 def write_compressed(path: Path) -> None:
-    table, options = table_of_clips(), pa.ipc.IpcWriteOptions(compression="zstd")
+    table, options = make_clip_table(), pa.ipc.IpcWriteOptions(compression="zstd")
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema, options=options) as writer:
         writer.write_table(table)
 
@@ -417,8 +422,8 @@ def write_compressed(path: Path) -> None:
         ("compressed", r"a\.arrow: the file is compressed, .* Save it without compression"),
     ],
 )
-def test_what_cannot_be_used_is_named(tmp_path: Path, kind: str, message: str) -> None:
-    options = spoil(tmp_path, kind)
+def test_unusable_data_sets_are_rejected(tmp_path: Path, kind: str, message: str) -> None:
+    options = write_unusable_set(tmp_path, kind)
     with pytest.raises(DataError, match=re.compile(message, re.DOTALL)):
         build(find_dataset(options.pop("name")), options, "data").manifest()
 
@@ -472,13 +477,13 @@ RECORDING: dict[str, Any] = CUT["recording"]  # type: ignore[assignment]
         ({"supervisions": []}, r"no clip has a field 'label'"),
     ],
 )
-def test_a_cut_that_is_not_read_is_named(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+def test_unsupported_cuts_are_rejected(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     (tmp_path / "cuts.jsonl").write_text(json.dumps(CUT | change))
     with pytest.raises(DataError, match=message):
         Lhotse(root=tmp_path).manifest()
 
 
-def test_a_damaged_recording_in_a_shard_is_left_out_and_listed(tmp_path: Path, raydfl: Raydfl) -> None:
+def test_damaged_recordings_in_a_shard_raise_or_are_skipped(tmp_path: Path, raydfl: Raydfl) -> None:
     shard = write_shard(tmp_path / "a.tar", **{"z.wav": b"RIFF\0\0\0\0WAVE", "z.cls": b"1"})
     (tmp_path / "job.yaml").write_text(
         f"""
@@ -494,21 +499,21 @@ def test_a_damaged_recording_in_a_shard_is_left_out_and_listed(tmp_path: Path, r
         train: {{rounds: 1, cohort: 1.0}}
         """
     )
-    said = raydfl("data", "prepare", str(tmp_path / "job.yaml"))
-    assert said.code == 2
-    assert "1 of 9 clips cannot be read" in said.err
-    assert re.search(r"a\.tar#z\.wav@\d+\+12: truncated: a wav header without samples", said.err)
+    result = raydfl("data", "prepare", str(tmp_path / "job.yaml"))
+    assert result.code == 2
+    assert "1 of 9 clips cannot be read" in result.err
+    assert re.search(r"a\.tar#z\.wav@\d+\+12: truncated: a wav header without samples", result.err)
     assert raydfl("data", "prepare", str(tmp_path / "job.yaml"), "data.unreadable=skip").code == 0
 
 
-def test_what_is_given_to_predict_may_be_a_shard_or_a_table(tmp_path: Path) -> None:
+def test_prediction_accepts_shards_and_tables(tmp_path: Path) -> None:
     shard = write_shard(tmp_path / "a.tar")
-    pq.write_table(table_of_clips(), tmp_path / "rows.parquet")
+    pq.write_table(make_clip_table(), tmp_path / "rows.parquet")
     broken = tmp_path / "broken.tar"
     broken.write_text("no archive")
-    listed, failures = recordings_in([shard, tmp_path / "rows.parquet", broken, tmp_path / "a.wav"])
-    assert len(listed) == 17
-    for in_shard, in_table in zip(listed[:8], listed[8:16], strict=True):
+    addresses, failures = recordings_in([shard, tmp_path / "rows.parquet", broken, tmp_path / "a.wav"])
+    assert len(addresses) == 17
+    for in_shard, in_table in zip(addresses[:8], addresses[8:16], strict=True):
         assert np.abs(read_audio(in_shard)[0] - read_audio(in_table)[0]).max() < STEP
     assert {file.name: reason for file, reason in failures.items()} == {
         "broken.tar": "truncated, or not a tar archive: truncated header"

@@ -1,4 +1,4 @@
-"""The sets that come as they were published, on the real samples and on small trees in the same layout."""
+"""Published data sets, on real samples and on small trees in the same layout."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from raydfl.data.features.log_mel import FeatureSettings
 from raydfl.data.settings import DataSettings
 
 Files = dict[str, str | float]
-"""Contents of files by path: texts, or the seconds of a recording."""
+"""File contents by path: a text, or the seconds of a recording."""
 Layout = Callable[[Mapping[str, str | float]], Path]
 
 
 @pytest.fixture
 def layout(tmp_path: Path, write_audio: Callable[..., Path]) -> Layout:
-    """Writes files below a root, which it returns."""
+    """Return a function that writes files below a root and returns the root."""
 
     def write(files: Mapping[str, str | float]) -> Path:
         for name, content in files.items():
@@ -42,12 +42,12 @@ def layout(tmp_path: Path, write_audio: Callable[..., Path]) -> Layout:
     return write
 
 
-def dataset_of(name: str, root: Path, options: Mapping[str, Any]) -> Dataset:
+def build_dataset(name: str, root: Path, options: Mapping[str, Any]) -> Dataset:
     dataset: Dataset = build(find_dataset(name), {"root": root, **options}, "data")
     return dataset
 
 
-# Every set that has a root
+# All data sets with a root folder
 
 
 ROOTED = [
@@ -59,26 +59,26 @@ ROOTED = [
 
 
 @pytest.mark.parametrize("name", ROOTED)
-def test_a_root_that_cannot_be_used_says_what_was_expected(name: str, layout: Layout) -> None:
+def test_messages_about_unusable_roots_describe_the_expected_layout(name: str, layout: Layout) -> None:
     root = layout({"some folder/notes.txt": "", "notes.txt": ""})
-    dataset = dataset_of(name, root / "none", {})
+    dataset = build_dataset(name, root / "none", {})
     with pytest.raises(DataError) as error:
         dataset.manifest()
-    said, card = str(error.value), dataset.card
-    assert f"{card.title}: the root {root / 'none'} does not exist. Expected a folder with {card.layout}" in said
-    assert card.url in said
+    message, card = str(error.value), dataset.card
+    assert f"{card.title}: the root {root / 'none'} does not exist. Expected a folder with {card.layout}" in message
+    assert card.url in message
     with pytest.raises(DataError) as error:
-        dataset_of(name, root, {}).manifest()
+        build_dataset(name, root, {}).manifest()
     assert f"in {root}. Expected {card.layout}. Found: notes.txt, some folder/" in str(error.value)
     if name not in ("huggingface", "lhotse", "webdataset"):
         with pytest.raises(DataError, match="/notes.txt is a file. Expected a folder with "):
-            dataset_of(name, root / "notes.txt", {}).manifest()
+            build_dataset(name, root / "notes.txt", {}).manifest()
 
 
-def test_a_long_folder_is_not_listed_whole(layout: Layout) -> None:
+def test_long_folder_listings_are_shortened(layout: Layout) -> None:
     root = layout({f"{number:02d}": "" for number in range(30)})
     with pytest.raises(DataError, match=r"Found: 00, 01, 02, 03, 04, 05, 06, 07, \.\.\. \(30 entries\)$"):
-        dataset_of("emodb", root, {}).manifest()
+        build_dataset("emodb", root, {}).manifest()
 
 
 @pytest.mark.parametrize(
@@ -92,8 +92,8 @@ def test_a_long_folder_is_not_listed_whole(layout: Layout) -> None:
         ("ucf101", "UCF-101/Typing/v_Typing_1.avi"),
     ],
 )
-def test_a_file_name_of_another_form_is_named(name: str, file: str, layout: Layout) -> None:
-    dataset = dataset_of(name, layout({file: ""}), {})
+def test_unexpected_file_names_are_rejected(name: str, file: str, layout: Layout) -> None:
+    dataset = build_dataset(name, layout({file: ""}), {})
     with pytest.raises(DataError) as error:
         dataset.manifest()
     assert f"the file name {file!r} does not fit the layout {dataset.card.layout}" in str(error.value)
@@ -102,31 +102,31 @@ def test_a_file_name_of_another_form_is_named(name: str, file: str, layout: Layo
 # Small trees
 
 
-def recordings_at(*names: str) -> Files:
+def make_recordings(*names: str) -> Files:
     return dict.fromkeys(names, 0.05)
 
 
 AMBIENT: Files = {
-    **recordings_at(
+    **make_recordings(
         "Data/Train/id_a_b-c_10_20_03.wav", "Data/Test/id__x_0_9_00.wav", "Data/Test/id_unlisted_0_9_00.wav"
     ),
     "train_split.txt": "id_a_b-c_10_20_03.wav\t Walk\n",
     "test_split.txt": "id__x_0_9_00.wav\tCrowd\n\n",
 }
 TRUNK = "Trunk/Audio/Main/16kHz_16bit"
-VOXFORGE = recordings_at(
+VOXFORGE = make_recordings(
     f"de/{TRUNK}/ich-20120715-csb/wav/de5-056.wav",
     f"de/{TRUNK}/ich-20130101/wav/de5-1.wav",
     f"en/{TRUNK}/cmu_us_bdl_arctic/wav/arctic_b0111.wav",
     f"en/{TRUNK}/k-k-20090202-wgd/wav/a0077.wav",
 )
 FSD50K: Files = {
-    **recordings_at("FSD50K.dev_audio/64760.wav", "FSD50K.dev_audio/16399.wav", "FSD50K.eval_audio/37199.wav"),
+    **make_recordings("FSD50K.dev_audio/64760.wav", "FSD50K.dev_audio/16399.wav", "FSD50K.eval_audio/37199.wav"),
     "FSD50K.ground_truth/dev.csv": 'fname,labels,mids,split\n64760,"Guitar,Music","/m/0,/m/1",train\n16399,Dog,/m/2,val\n',
     "FSD50K.ground_truth/eval.csv": 'fname,labels,mids\n37199,"Dog,Music","/m/2,/m/1"\n',
 }
-FSDD: Files = {  # a Mac leaves ._ files behind
-    **recordings_at("recordings/3_anna_7.wav", "recordings/9_bob_0.wav", "recordings/.cache/3_anna_8.wav"),
+FSDD: Files = {  # macOS leaves ._ files behind
+    **make_recordings("recordings/3_anna_7.wav", "recordings/9_bob_0.wav", "recordings/.cache/3_anna_8.wav"),
     "recordings/._3_anna_7.wav": "x",
 }
 VOTES = (
@@ -140,10 +140,10 @@ VOTES = (
 )
 TABLE = "processedResults/summaryTable.csv"
 CREMA: Files = {
-    **recordings_at(*(f"AudioWAV/{line.split(',')[1][1:-1]}.wav" for line in VOTES.splitlines()[1:])),
+    **make_recordings(*(f"AudioWAV/{line.split(',')[1][1:-1]}.wav" for line in VOTES.splitlines()[1:])),
     TABLE: VOTES,
 }
-RAVDESS = recordings_at(
+RAVDESS = make_recordings(
     "Audio_Song_Actors_01-24/Actor_03/03-02-06-01-02-01-03.wav",
     "Audio_Speech_Actors_01-24/Actor_03/03-01-05-02-01-02-03.wav",
 )
@@ -159,17 +159,17 @@ IEMOCAP: Files = {
     + "[6.0000 - 8.0000]\tSes01M_script01_1b_M000\thap\t[4.5000, 2.5000, 2.5000]\n",
     "Session5/dialog/EmoEvaluation/Ses05M_impro07.txt": HEADER
     + "[3.0000 - 4.0000]\tSes05M_impro07_MXX0\tsad\t[1.5000, 1.5000, 2.5000]\n",
-    # What the release has beside them.
+    # Further files of the release.
     "Session1/dialog/EmoEvaluation/._Ses01F_impro01.txt": "\0",
     "Session1/dialog/EmoEvaluation/Categorical/Ses01F_impro01_e2_cat.txt": "Ses01F_impro01_F000 :Neutral state; ()\n",
-    **recordings_at("Session1/sentences/wav/Ses01F_impro01/Ses01F_impro01_F000.wav"),
+    **make_recordings("Session1/sentences/wav/Ses01F_impro01/Ses01F_impro01_F000.wav"),
 }
 ESC50: Files = {
     "meta/esc50.csv": "filename,fold,target,category,esc10,src_file,take\n"
     "1-100032-A-0.wav,1,0,dog,True,100032,A\n"
     "1-100038-A-14.wav,1,14,chirping_birds,False,100038,A\n"
     "5-9032-A-0.wav,5,0,dog,True,9032,A\n",
-    **recordings_at("audio/1-100032-A-0.wav", "audio/1-100038-A-14.wav"),
+    **make_recordings("audio/1-100032-A-0.wav", "audio/1-100038-A-14.wav"),
 }
 URBAN_TABLE = "metadata/UrbanSound8K.csv"
 URBAN: Files = {
@@ -177,31 +177,31 @@ URBAN: Files = {
     "1-3-0-0.wav,1,0.0,0.5,1,1,3,dog_bark\n"
     "2-3-0-0.wav,2,0.0,0.05,1,2,3,dog_bark\n"
     "3-3-0-0.wav,3,0.0,0.5,1,3,4,drilling\n",
-    **recordings_at("audio/fold1/1-3-0-0.wav"),
+    **make_recordings("audio/fold1/1-3-0-0.wav"),
     "audio/fold3/3-3-0-0.wav": 0.5,
 }
-MIMII = recordings_at(
+MIMII = make_recordings(
     *("-6_dB_fan/fan/id_02/normal/00000003.wav", "0_dB_pump/pump/id_00/abnormal/1.wav"),
     *("6_dB_fan/fan/id_02/normal/00000003.wav", "valve/id_00/normal/0.wav"),
 )
-SECTIONS = recordings_at(
+SECTIONS = make_recordings(
     "fan/train/section_00_source_train_normal_0000_strength_1_ambient.wav",
     "fan/target_test/section_02_target_test_anomaly_0007.wav",
     "fan/test/section_02_target_test_anomaly_0007.wav",
-    "fan/test/section_03_0000.wav",  # of an evaluation set: nobody says what it is
+    "fan/test/section_03_0000.wav",  # an evaluation set without labels
 )
-TOYS = recordings_at(
+TOYS = make_recordings(
     *(f"ToyCar/case1/NormalSound_IND/11_ToyCar_case1_normal_IND_ch{channel}_0001.wav" for channel in (1, 2)),
     *(f"ToyCar/case4/AnomalousSound_IND/14_ToyCar_case4_ab01_IND_ch{channel}_0001.wav" for channel in (1, 2)),
     "ToyCar/case1/NormalSound_CNT/1100110001_ToyCar_case1_normal_CNT_ch1_0001.wav",
 )
-FILMS = ("Archery/v_Archery_g01_c02.avi", "HandstandPushups/v_HandStandPushups_g08_c01.avi", "YoYo/v_YoYo_g09_c01.avi")
+VIDEOS = ("Archery/v_Archery_g01_c02.avi", "HandstandPushups/v_HandStandPushups_g08_c01.avi", "YoYo/v_YoYo_g09_c01.avi")
 UCF101: Files = {
-    **{f"UCF-101/{film}": "" for film in FILMS},
-    "ucfTrainTestlist/testlist01.txt": f"{FILMS[0]}\nBowling/v_Bowling_g01_c01.avi\n",
-    "ucfTrainTestlist/trainlist01.txt": f"{FILMS[1]} 7\r\n{FILMS[2]} 7\r\n",
-    "ucfTrainTestlist/testlist03.txt": f"{FILMS[2]}\n",
-    "ucfTrainTestlist/trainlist03.txt": f"{FILMS[0]} 1\n{FILMS[1]} 2\n",
+    **{f"UCF-101/{video}": "" for video in VIDEOS},
+    "ucfTrainTestlist/testlist01.txt": f"{VIDEOS[0]}\nBowling/v_Bowling_g01_c01.avi\n",
+    "ucfTrainTestlist/trainlist01.txt": f"{VIDEOS[1]} 7\r\n{VIDEOS[2]} 7\r\n",
+    "ucfTrainTestlist/testlist03.txt": f"{VIDEOS[2]}\n",
+    "ucfTrainTestlist/trainlist03.txt": f"{VIDEOS[0]} 1\n{VIDEOS[1]} 2\n",
 }
 FOUR = {"labels": "voted", "emotions": ("neutral", "happy", "sad", "anger")}
 
@@ -344,13 +344,13 @@ FOUR = {"labels": "voted", "emotions": ("neutral", "happy", "sad", "anger")}
         ),
     ],
 )
-def test_a_set_in_its_layout(
+def test_small_trees_are_listed_in_their_published_layout(
     name: str, files: Files, options: dict[str, Any], columns: str, rows: list[tuple[Any, ...]], layout: Layout
 ) -> None:
     root = layout(files)
-    found = dataset_of(name, root, options).manifest().to_pylist()
-    assert [tuple(row[column] for column in columns.split()) for row in found] == rows
-    assert all(row["path"] == str(root / row["clip"]) for row in found)
+    listed = build_dataset(name, root, options).manifest().to_pylist()
+    assert [tuple(row[column] for column in columns.split()) for row in listed] == rows
+    assert all(row["path"] == str(root / row["clip"]) for row in listed)
 
 
 @pytest.mark.parametrize(
@@ -375,7 +375,7 @@ def test_a_set_in_its_layout(
             r"there is no FSD50K.ground_truth/eval.csv in ",
         ),
         (
-            *("crema_d", recordings_at(*[*CREMA][:2]), {"labels": "voted"}),
+            *("crema_d", make_recordings(*[*CREMA][:2]), {"labels": "voted"}),
             r"labels: voted needs processedResults/summaryTable\.csv, but the file is missing",
         ),
         (
@@ -440,39 +440,39 @@ def test_a_set_in_its_layout(
         ),
         (
             "ucf101",
-            {f"UCF-101/{FILMS[2]}": ""},
+            {f"UCF-101/{VIDEOS[2]}": ""},
             {},
             "the 1 videos in .* are of classes without sound. .*data.classes=all",
         ),
         ("toyadmos", TOYS, {"microphone": 3}, "has no clips of microphone 3. Choose from 1, 2"),
     ],
 )
-def test_a_set_that_cannot_be_listed(
+def test_incomplete_and_damaged_trees_are_rejected(
     name: str, files: Files, options: dict[str, Any], message: str, layout: Layout
 ) -> None:
     with pytest.raises(DataError, match=message):
-        dataset_of(name, layout(files), options).manifest()
+        build_dataset(name, layout(files), options).manifest()
 
 
-def test_one_absent_file_of_a_list_is_found_when_it_is_read(layout: Layout) -> None:
-    dataset = dataset_of("iemocap", layout(IEMOCAP), {})
-    read, absent = dataset.manifest().to_pylist()[:2]
-    assert dataset.read(read)[1] == 16000
+def test_a_missing_file_of_a_list_is_reported_on_reading(layout: Layout) -> None:
+    dataset = build_dataset("iemocap", layout(IEMOCAP), {})
+    present, missing = dataset.manifest().to_pylist()[:2]
+    assert dataset.read(present)[1] == 16000
     with pytest.raises(DataError, match=r"Ses01F_impro01_M001\.wav: there is no such file"):
-        dataset.read(absent)
+        dataset.read(missing)
 
 
-def test_crema_d_folds_of_the_full_set_leave_72_or_73_actors(layout: Layout) -> None:
+def test_folds_of_crema_d_have_72_or_73_training_actors(layout: Layout) -> None:
     # FedAudio's five folds over 91 actors train on 72 or 73 of them.
     root = layout({f"AudioWAV/{actor}_DFA_ANG_XX.wav": "" for actor in range(1001, 1092)})
-    for fold, left in zip(range(1, 6), (72, 73, 73, 73, 73), strict=True):
-        splits = dataset_of("crema_d", root, {"test_folds": (fold,)}).manifest().column("split").to_pylist()
-        assert Counter(splits) == {"train": left, "test": 91 - left}
+    for fold, training in zip(range(1, 6), (72, 73, 73, 73, 73), strict=True):
+        splits = build_dataset("crema_d", root, {"test_folds": (fold,)}).manifest().column("split").to_pylist()
+        assert Counter(splits) == {"train": training, "test": 91 - training}
 
 
-def test_attributes_that_are_no_pairs_are_no_columns(layout: Layout) -> None:
+def test_unpaired_attributes_are_ignored(layout: Layout) -> None:
     root = layout({"gearbox/train/section_00_source_train_normal_0000_0_g_25_mm_2000_mV_none.wav": 0.05})
-    columns = dataset_of("mimii_due", root, {}).manifest().column_names
+    columns = build_dataset("mimii_due", root, {}).manifest().column_names
     assert not [name for name in columns if name.startswith("attribute_")]
 
 
@@ -498,7 +498,7 @@ def test_attributes_that_are_no_pairs_are_no_columns(layout: Layout) -> None:
         ("dcase2023_task2", "dcase2023_task2", 20, 2, 5, {"train": 10, "test": 10}, None, {(16000, 1)}),
     ],
 )
-def test_a_sample(
+def test_samples_have_the_published_counts(
     name: str,
     folder: str,
     clips: int,
@@ -509,29 +509,29 @@ def test_a_sample(
     kinds: set[tuple[int, int]] | None,
     recordings: Path,
 ) -> None:
-    """As many clips, labels, groups and seconds as were published, of these rates and channels."""
-    dataset = dataset_of(name, recordings / folder, {})
+    """Clips, labels, groups, seconds, sample rates and channels match the publication."""
+    dataset = build_dataset(name, recordings / folder, {})
     rows = dataset.manifest().to_pylist()
     assert (len(rows), len({row["label"] for row in rows})) == (clips, labels)
     assert groups in (None, len({row["group"] for row in rows} - {None}))
     assert Counter(row["split"] for row in rows) == splits
     assert [row["clip"] for row in rows] == sorted(row["clip"] for row in rows)
-    total, found = 0.0, set()
+    total, formats = 0.0, set()
     for row in rows if seconds is not None else rows[::8]:
         samples, rate = dataset.read(row)
         assert samples.dtype == np.float32
         assert np.abs(samples).max() <= 1.0
         assert dataset.identity(row) is None
-        if name == "urbansound8k":  # copies of the set are about with clips padded to 4 s
+        if name == "urbansound8k":  # some copies of the set have clips padded to 4 s
             assert row["seconds"] == pytest.approx(len(samples) / rate)
         total += len(samples) / rate
-        found.add((rate, samples.shape[1]))
+        formats.add((rate, samples.shape[1]))
     assert seconds in (None, round(total))
-    assert kinds in (None, found)
+    assert kinds in (None, formats)
 
 
-def test_mimii_has_eight_channels_and_each_can_be_chosen(recordings: Path) -> None:
-    dataset = dataset_of("mimii", recordings / "mimii", {})
+def test_each_of_the_eight_channels_of_mimii_can_be_chosen(recordings: Path) -> None:
+    dataset = build_dataset("mimii", recordings / "mimii", {})
     samples, rate = dataset.read(dataset.manifest().to_pylist()[0])
     for channel, expected in (("first", samples[:, 0]), (7, samples[:, 7]), ("mean", samples.mean(axis=1))):
         settings = FeatureSettings(channel=channel)  # type: ignore[arg-type]
@@ -540,17 +540,17 @@ def test_mimii_has_eight_channels_and_each_can_be_chosen(recordings: Path) -> No
         FeatureExtractor(FeatureSettings(channel=8)).wave(samples, rate)
 
 
-def test_the_sample_of_notmnist_is_read_as_mnist(recordings: Path) -> None:
-    manifest = dataset_of("mnist", recordings / "notmnist", {"names": tuple("ABCDEFGHIJ")}).manifest()
+def test_notmnist_is_read_in_the_format_of_mnist(recordings: Path) -> None:
+    manifest = build_dataset("mnist", recordings / "notmnist", {"names": tuple("ABCDEFGHIJ")}).manifest()
     assert Counter(manifest.column("label").to_pylist()) == dict.fromkeys("ABCDEFGHIJ", 1000)
 
 
 def test_attributes_of_dcase_2023_are_columns(recordings: Path) -> None:
     root = recordings / "dcase2023_task2"
     assert (
-        "attribute_vel" not in dataset_of("dcase2023_task2", root, {}).manifest().column_names
-    )  # only bearings have it
-    bearings = dataset_of("dcase2023_task2", root, {"machines": ("bearing",)}).manifest().to_pylist()
+        "attribute_vel" not in build_dataset("dcase2023_task2", root, {}).manifest().column_names
+    )  # only bearings have this attribute
+    bearings = build_dataset("dcase2023_task2", root, {"machines": ("bearing",)}).manifest().to_pylist()
     assert {(row["domain"], row["section"], row["attribute_vel"], row["attribute_loc"]) for row in bearings} == {
         ("source", "00", "16", "A"),
         ("source", "00", "21", "A"),
@@ -559,15 +559,15 @@ def test_attributes_of_dcase_2023_are_columns(recordings: Path) -> None:
     }
 
 
-def test_folds_of_a_sample_are_the_test_set(recordings: Path) -> None:
-    dataset = dataset_of("esc", recordings / "ESC-10", {"test_folds": (2, 3)})
+def test_chosen_folds_are_the_test_set(recordings: Path) -> None:
+    dataset = build_dataset("esc", recordings / "ESC-10", {"test_folds": (2, 3)})
     rows = Counter((row["fold"], row["split"]) for row in dataset.manifest().to_pylist())
     assert rows == {(fold, "test" if fold in (2, 3) else "train"): 20 for fold in (1, 2, 3, 4)}
 
 
 @pytest.mark.parametrize("test", ["{by: split}", "{by: group, fraction: 0.2}", "{by: group, values: [x]}", "null"])
-def test_what_the_first_message_about_esc10_proposes_works(recordings: Path, test: str) -> None:
-    """A set without groups, of which a beginner knows nothing else."""
+def test_the_proposal_of_the_first_error_about_esc10_works(recordings: Path, test: str) -> None:
+    """A beginner starts with a set without groups and follows the message."""
     values: dict[str, Any] = {
         "name": "esc",
         "root": str(recordings / "ESC-10"),

@@ -20,7 +20,7 @@ WriteAudio = Callable[..., Path]
 
 @pytest.fixture
 def tree(tmp_path: Path, write_audio: WriteAudio) -> Path:
-    """A small v0.02: three words, two speakers, one clip on each list, lists that name absent clips, noise files."""
+    """Write a small v0.02: three words, two speakers, a clip on each list, lists with missing clips, and noise files."""
     for word in ("yes", "no", "visual"):
         for speaker in ("0a1b2c3d", "ffffffff"):
             write_audio(f"v2/{word}/{speaker}_nohash_0.wav")
@@ -29,7 +29,7 @@ def tree(tmp_path: Path, write_audio: WriteAudio) -> Path:
     (tmp_path / "v2/yes/._0a1b2c3d_nohash_0.wav").write_text("left by a Mac")
     (tmp_path / "v2/README.md").write_text("x")
     for name, seconds in (("running_tap.wav", 2.5), ("pink_noise.wav", 3.0), ("doing_the_dishes.wav", 1.7)):
-        samples = np.arange(round(seconds * 16000), dtype=np.int16)  # each sample tells its place
+        samples = np.arange(round(seconds * 16000), dtype=np.int16)  # each sample is its own index
         (tmp_path / "v2/_background_noise_").mkdir(exist_ok=True)
         soundfile.write(tmp_path / "v2/_background_noise_" / name, samples, 16000)
     return tmp_path / "v2"
@@ -47,7 +47,7 @@ def archive(tmp_path: Path, write_audio: WriteAudio) -> Path:
     return tmp_path / "test_set"
 
 
-def test_all_words_with_the_official_split(tree: Path) -> None:
+def test_the_words_task_has_all_words_and_the_official_split(tree: Path) -> None:
     rows = SpeechCommands(root=tree).manifest().to_pylist()
     assert len(rows) == 6
     assert Counter(row["label"] for row in rows) == {"yes": 2, "no": 2, "visual": 2}
@@ -59,14 +59,14 @@ def test_all_words_with_the_official_split(tree: Path) -> None:
     assert [row["clip"] for row in rows] == sorted(row["clip"] for row in rows)
 
 
-def test_the_keywords_task_cuts_silence_and_merges_other_words(tree: Path) -> None:
+def test_the_keywords_task_cuts_silence_and_merges_unknown_words(tree: Path) -> None:
     dataset = SpeechCommands(root=tree, task="keywords", keywords=("yes", "no"))
     rows = dataset.manifest().to_pylist()
     spoken = [row for row in rows if row["label"] != "_silence_"]
     assert Counter(row["label"] for row in spoken) == {"yes": 2, "no": 2, "_unknown_": 2}
     assert {row["word"] for row in spoken if row["label"] == "_unknown_"} == {"visual"}
     silence = [row for row in rows if row["label"] == "_silence_"]
-    # One second every half second, while one second is left: 2.5 s -> 0, 0.5, 1.0; 3 s -> 0 .. 1.5; 1.7 s -> 0, 0.5.
+    # A full second every half second: 2.5 s -> 0, 0.5, 1.0; 3 s -> 0 .. 1.5; 1.7 s -> 0, 0.5.
     places: dict[tuple[str, str], list[float]] = {}
     for row in silence:
         places.setdefault((Path(row["path"]).name, row["split"]), []).append(row["start"])
@@ -78,8 +78,8 @@ def test_the_keywords_task_cuts_silence_and_merges_other_words(tree: Path) -> No
     assert {(row["group"], row["seconds"]) for row in silence} == {(None, 1.0)}
 
 
-def test_the_published_noise_files_give_the_published_counts(tree: Path) -> None:
-    # Lengths in samples of the six files of v0.01 and v0.02; the counts are those of the 12-class protocol (668 and 121).
+def test_silence_has_the_published_number_of_clips(tree: Path) -> None:
+    # Lengths in samples of the six files of v0.01 and v0.02. The 12-class protocol has 668 and 121 clips.
     lengths = {
         "doing_the_dishes": 1522930,
         "dude_miaowing": 988891,
@@ -97,7 +97,7 @@ def test_the_published_noise_files_give_the_published_counts(tree: Path) -> None
     assert counts == {"train": 668, "validation": 121}
 
 
-def test_a_cut_of_silence_holds_the_samples_of_its_place(tree: Path) -> None:
+def test_a_silence_clip_has_the_samples_at_its_start(tree: Path) -> None:
     dataset = SpeechCommands(root=tree, task="keywords", keywords=("yes", "no"))
     rows = {row["clip"]: row for row in dataset.manifest().to_pylist()}
     samples, rate = dataset.read(rows["_background_noise_/pink_noise.wav@1.5"])
@@ -106,14 +106,14 @@ def test_a_cut_of_silence_holds_the_samples_of_its_place(tree: Path) -> None:
     np.testing.assert_array_equal(samples[:, 0], expected)
 
 
-def test_the_identity_of_silence_is_content_and_place(tree: Path) -> None:
+def test_the_identity_of_silence_depends_on_content_and_start(tree: Path) -> None:
     dataset = SpeechCommands(root=tree, task="keywords", keywords=("yes", "no"))
     rows = dataset.manifest().to_pylist()
     silence = [row for row in rows if row["start"] is not None]
     identities = [dataset.identity(row) for row in silence]
     assert len(set(identities)) == len(silence)
     assert {dataset.identity(row) for row in rows if row["start"] is None} == {None}
-    # The same content elsewhere is the same clip; other content at the same place is another.
+    # A moved file has the same identity; changed content has a new one.
     moved = Path(shutil.copytree(tree, tree.with_name("moved")))
     row = silence[0]
     assert dataset.identity(row | {"path": str(moved / "_background_noise_" / Path(row["path"]).name)}) == identities[0]
@@ -121,13 +121,13 @@ def test_the_identity_of_silence_is_content_and_place(tree: Path) -> None:
     assert dataset.identity(row) != identities[0]
 
 
-def test_without_noise_files_there_is_no_silence(tree: Path) -> None:
+def test_no_noise_files_give_no_silence(tree: Path) -> None:
     shutil.rmtree(tree / "_background_noise_")
     rows = SpeechCommands(root=tree, task="keywords", keywords=("yes", "no")).manifest().to_pylist()
     assert {row["label"] for row in rows} == {"yes", "no", "_unknown_"}
 
 
-def test_the_test_archive_alone(archive: Path) -> None:
+def test_the_test_archive_can_be_the_root(archive: Path) -> None:
     rows = SpeechCommands(root=archive).manifest().to_pylist()
     assert {row["clip"]: (row["label"], row["group"], row["word"]) for row in rows} == {
         "_silence_/158.wav": ("_silence_", None, None),
@@ -138,7 +138,7 @@ def test_the_test_archive_alone(archive: Path) -> None:
     assert {row["split"] for row in rows} == {None}
 
 
-def test_the_test_archive_takes_the_place_of_the_testing_list(tree: Path, archive: Path) -> None:
+def test_the_test_archive_replaces_the_testing_list(tree: Path, archive: Path) -> None:
     dataset = SpeechCommands(root=tree, test_root=archive, task="keywords", keywords=("yes",))
     rows = dataset.manifest().to_pylist()
     assert "visual/ffffffff_nohash_0.wav" not in {row["clip"] for row in rows}
@@ -159,7 +159,7 @@ def test_the_test_archive_takes_the_place_of_the_testing_list(tree: Path, archiv
         ({}, r"there is no testing_list\.txt in .*/v2\. Expected a folder for each word with .*Found: README\.md, "),
     ],
 )
-def test_a_tree_that_does_not_fit(tree: Path, options: dict[str, Any], message: str) -> None:
+def test_unsuitable_trees_are_rejected(tree: Path, options: dict[str, Any], message: str) -> None:
     if not options:
         (tree / "testing_list.txt").unlink()
     with pytest.raises(DataError, match=message):
@@ -169,7 +169,7 @@ def test_a_tree_that_does_not_fit(tree: Path, options: dict[str, Any], message: 
 # The samples
 
 
-def test_the_samples_together_are_the_12_class_task(recordings: Path) -> None:
+def test_the_samples_form_the_12_class_task(recordings: Path) -> None:
     tree, archive = recordings / "speech_commands_v0.01", recordings / "speech_commands_test_set_v0.02"
     assert set(SpeechCommands(root=tree).manifest().column("label").to_pylist()) == set(WORDS[:30])
     rows = SpeechCommands(root=tree, test_root=archive, task="keywords").manifest().to_pylist()
@@ -179,20 +179,20 @@ def test_the_samples_together_are_the_12_class_task(recordings: Path) -> None:
     assert (counts["_unknown_"], counts["_silence_"]) == (36, 12)
 
 
-def test_silence_is_left_out_or_dealt_to_speakers(archive: Path, tmp_path: Path) -> None:
-    """Both make the set one that can be split and partitioned by speaker; without them it is said how."""
+def test_silence_can_be_excluded_or_dealt_to_speakers(archive: Path, tmp_path: Path) -> None:
+    """Both settings allow a partition by speaker. Without them, the message proposes both."""
     (archive / "_silence_" / "159.wav").write_bytes((archive / "_silence_" / "158.wav").read_bytes())
     for word in ("yes", "no"):
         (archive / word / "ffffffff_nohash_0.wav").write_bytes((archive / word / "0a1b2c3d_nohash_7.wav").read_bytes())
     options = {"name": "speech_commands", "root": str(archive), "split": {"test": None}}
 
-    def sizes(**more: Any) -> dict[str, int]:
-        data = DataSettings.model_validate({**options, **more})
+    def count_clips(**extra: Any) -> dict[str, int]:
+        data = DataSettings.model_validate({**options, **extra})
         tables = assign_clips(*list_clips(data, 1), data, 1)
         return dict(zip(tables.ids, tables.sizes().tolist(), strict=True))
 
-    assert sizes(leave_out=["_silence_"]) == {"0a1b2c3d": 3, "ffffffff": 2}
-    assert sizes(ungrouped="deal") == {"0a1b2c3d": 4, "ffffffff": 3}
+    assert count_clips(leave_out=["_silence_"]) == {"0a1b2c3d": 3, "ffffffff": 2}
+    assert count_clips(ungrouped="deal") == {"0a1b2c3d": 4, "ffffffff": 3}
     message = "2 of 7 training clips have no 'group'.*deal them to the groups with data.ungrouped=deal, leave .* data.leave_out"
     with pytest.raises(DataError, match=message):
-        sizes()
+        count_clips()

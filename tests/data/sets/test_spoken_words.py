@@ -27,7 +27,7 @@ from raydfl.engine.config import make_config
 pytest.importorskip("espeakng_loader")
 
 
-def digest(samples: npt.NDArray[np.float32]) -> str:
+def digest_samples(samples: npt.NDArray[np.float32]) -> str:
     return hashlib.blake2b(samples.tobytes(), digest_size=8).hexdigest()
 
 
@@ -39,12 +39,12 @@ ARGUMENTS = [
     for variant in ("Andrea", "caleb", "Demonic", "f1", "klatt3", "m7", "Mr serious", "Reed", "whisper")
     for word, rate, pitch in (("yes", 175, 50), ("backward", 120, 70))
 ]
-"""Voices with flutter, roughness, echo, breath, and with noise from C's own random numbers."""
+"""Voices with flutter, roughness, echo and breath, and with noise from C's random number generator."""
 
 
-def test_the_same_words_in_any_order_and_in_any_process_are_the_same_samples() -> None:
-    forward = [digest(espeak.speak(*arguments)) for arguments in ARGUMENTS]
-    backward = [digest(espeak.speak(*arguments)) for arguments in reversed(ARGUMENTS)]
+def test_samples_do_not_depend_on_the_order_or_the_process() -> None:
+    forward = [digest_samples(espeak.speak(*arguments)) for arguments in ARGUMENTS]
+    backward = [digest_samples(espeak.speak(*arguments)) for arguments in reversed(ARGUMENTS)]
     assert backward[::-1] == forward
     assert len(set(forward)) == len(forward)
     program = (
@@ -59,14 +59,14 @@ def test_the_same_words_in_any_order_and_in_any_process_are_the_same_samples() -
     assert output.split() == forward[::3]
 
 
-def test_the_seed_is_the_breath() -> None:
-    def whisper(seed: int) -> str:
-        return digest(espeak.speak("yes", "en-us", "whisper", seed=seed))
+def test_the_seed_determines_the_breath_noise() -> None:
+    def digest_whisper(seed: int) -> str:
+        return digest_samples(espeak.speak("yes", "en-us", "whisper", seed=seed))
 
-    assert whisper(1) == whisper(1) != whisper(2)
+    assert digest_whisper(1) == digest_whisper(1) != digest_whisper(2)
 
 
-def test_samples_have_the_scale_and_the_parameters_their_effect() -> None:
+def test_samples_are_scaled_and_parameters_have_an_effect() -> None:
     speech = espeak.speak("seven", "en-us", "Andrea")
     assert speech.dtype == np.float32
     assert speech.ndim == 1
@@ -76,30 +76,30 @@ def test_samples_have_the_scale_and_the_parameters_their_effect() -> None:
     assert not np.array_equal(espeak.speak("seven", "en-us", "Andrea", pitch_range=0), speech)
 
 
-def test_pitch_is_heard() -> None:
-    def fundamental(pitch: int) -> float:
-        """Hz, by the highest peak of the autocorrelation of a long vowel."""
+def test_pitch_changes_the_fundamental_frequency() -> None:
+    def measure_fundamental(pitch: int) -> float:
+        """Measure the fundamental frequency in Hz, by the autocorrelation of a long vowel."""
         speech = espeak.speak("aaa", "en-us", "m1", pitch=pitch)
         middle = speech[len(speech) // 2 :][:2048] * np.hanning(2048)
         correlation = np.fft.irfft(np.abs(np.fft.rfft(middle, 4096)) ** 2)
         shortest, longest = espeak.SAMPLE_RATE // 400, espeak.SAMPLE_RATE // 40
         return espeak.SAMPLE_RATE / (shortest + int(np.argmax(correlation[shortest:longest])))
 
-    # eSpeak's pitch of 0, 50 and 99 is half, once and twice the voice's own; intonation adds the same to each.
-    low, own, high = fundamental(0), fundamental(50), fundamental(99)
-    assert 0.5 < low / own < 0.7
-    assert 1.6 < high / own < 2.0
+    # eSpeak's pitch 0, 50 and 99 is half, once and twice the pitch of the voice. Intonation adds a constant to each.
+    low, normal, high = measure_fundamental(0), measure_fundamental(50), measure_fundamental(99)
+    assert 0.5 < low / normal < 0.7
+    assert 1.6 < high / normal < 2.0
 
 
 @pytest.mark.parametrize("language", ["en-us", "en-gb-x-rp", "vi-vn-x-central", "de", "eu", "yue-latn-jyutping"])
-def test_a_voice_by_its_name_is_the_voice_by_its_file(language: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_voices_by_name_and_by_file_are_identical(language: str, monkeypatch: pytest.MonkeyPatch) -> None:
     longest = max(espeak.list_variants(), key=len)
-    by_file = digest(espeak.speak("yes", language, longest))
+    by_file = digest_samples(espeak.speak("yes", language, longest))
     monkeypatch.setattr(espeak, "_OPENED", "/there/is/none")
-    assert digest(espeak.speak("yes", language, longest)) == by_file
+    assert digest_samples(espeak.speak("yes", language, longest)) == by_file
 
 
-def test_unknown_names_give_the_nearest() -> None:
+def test_unknown_names_suggest_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"has no language 'en-uk'. Did you mean 'en-u"):
         espeak.speak("yes", "en-uk", "m1")
     with pytest.raises(ConfigError, match=r"has no voice variant 'Andrew'. Did you mean 'Andrea'\?"):
@@ -108,13 +108,13 @@ def test_unknown_names_give_the_nearest() -> None:
         SpokenWords(languages=("de", "en-usa")).manifest()
 
 
-def test_a_text_that_nothing_is_said_for_is_refused() -> None:
+def test_a_silent_text_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"eSpeak NG returns silence for '\.\.\.' in 'en-us'"):
         espeak.speak("...", "en-us", "m1")
 
 
 @pytest.fixture
-def without_espeak(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def missing_espeak(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     caches: list[Callable[..., Any]] = [espeak.list_languages, espeak.list_variants, espeak.get_version]
     for cached in caches:
         cached.cache_clear()  # type: ignore[attr-defined]
@@ -124,8 +124,8 @@ def without_espeak(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         cached.cache_clear()  # type: ignore[attr-defined]
 
 
-@pytest.mark.usefixtures("without_espeak")
-def test_without_the_package_the_message_says_what_to_install() -> None:
+@pytest.mark.usefixtures("missing_espeak")
+def test_a_missing_package_names_the_extra_to_install() -> None:
     for call in (
         lambda: espeak.speak("yes", "en-us", "m1"),
         espeak.list_languages,
@@ -137,7 +137,7 @@ def test_without_the_package_the_message_says_what_to_install() -> None:
             call()
 
 
-def test_another_user_of_the_library_in_the_process_is_noticed() -> None:
+def test_another_user_of_the_library_in_the_process_causes_a_warning() -> None:
     espeak.speak("yes", "en-us", "m1")
     import espeakng_loader
 
@@ -155,7 +155,7 @@ def test_another_user_of_the_library_in_the_process_is_noticed() -> None:
 # The corpus
 
 
-def test_the_default_corpus() -> None:
+def test_the_default_corpus_has_the_documented_size() -> None:
     dataset = SpokenWords()
     manifest = dataset.manifest()
     rows = manifest.to_pylist()
@@ -172,7 +172,7 @@ def test_the_default_corpus() -> None:
     assert (first["clip"], first["label"], first["take"]) == ("speaker_0000/yes/0", "yes", 0)
 
 
-def test_clips_have_the_form_that_was_asked_for() -> None:
+def test_clips_have_the_chosen_length() -> None:
     dataset = SpokenWords(speakers=3, takes=1, seconds=0.8)
     for row in dataset.manifest().to_pylist():
         samples, rate = dataset.read(row)
@@ -181,7 +181,7 @@ def test_clips_have_the_form_that_was_asked_for() -> None:
     assert row["seconds"] == pytest.approx(0.8)
 
 
-def test_what_is_longer_than_a_clip_is_cut() -> None:
+def test_long_speech_is_cut_to_the_clip() -> None:
     dataset = SpokenWords(speakers=1, words=("an extraordinarily long sentence about nothing",), takes=1, snr_db=None)
     samples, _ = dataset.read(dataset.manifest().to_pylist()[0])
     assert samples.shape == (22050, 1)
@@ -193,45 +193,45 @@ def test_what_is_longer_than_a_clip_is_cut() -> None:
 def small() -> tuple[SpokenWords, list[dict[str, Any]], list[str]]:
     dataset = SpokenWords(speakers=6, takes=2, words=("yes", "no", "backward"))
     rows = dataset.manifest().to_pylist()
-    return dataset, rows, [digest(dataset.read(row)[0]) for row in rows]
+    return dataset, rows, [digest_samples(dataset.read(row)[0]) for row in rows]
 
 
-def test_every_clip_is_another(small: tuple[SpokenWords, list[dict[str, Any]], list[str]]) -> None:
+def test_all_clips_differ(small: tuple[SpokenWords, list[dict[str, Any]], list[str]]) -> None:
     dataset, rows, digests = small
     assert len(set(digests)) == len({dataset.identity(row) for row in rows}) == 36
 
 
-def test_a_clip_is_the_same_in_any_order(small: tuple[SpokenWords, list[dict[str, Any]], list[str]]) -> None:
+def test_clips_do_not_depend_on_the_reading_order(small: tuple[SpokenWords, list[dict[str, Any]], list[str]]) -> None:
     dataset, rows, digests = small
     order = np.random.default_rng(0).permutation(len(rows)).tolist()
-    assert [digest(dataset.read(rows[index])[0]) for index in order] == [digests[index] for index in order]
+    assert [digest_samples(dataset.read(rows[index])[0]) for index in order] == [digests[index] for index in order]
 
 
-def test_a_clip_does_not_depend_on_what_else_is_in_the_corpus(
+def test_clips_do_not_depend_on_the_rest_of_the_corpus(
     small: tuple[SpokenWords, list[dict[str, Any]], list[str]],
 ) -> None:
     dataset, rows, digests = small
     larger = SpokenWords(speakers=9, takes=3, words=("up", "yes", "no", "backward"), test_speakers=0.5)
     assert dataset.manifest().column("group")[0] == larger.manifest().column("group")[0]
-    there = {row["clip"]: row for row in larger.manifest().to_pylist()}
+    larger_rows = {row["clip"]: row for row in larger.manifest().to_pylist()}
     for row, expected in zip(rows, digests, strict=True):
-        assert digest(larger.read(there[row["clip"]])[0]) == expected
-        assert larger.identity(there[row["clip"]]) == dataset.identity(row)
+        assert digest_samples(larger.read(larger_rows[row["clip"]])[0]) == expected
+        assert larger.identity(larger_rows[row["clip"]]) == dataset.identity(row)
 
 
 @pytest.mark.parametrize("options", [{"seed": 1}, {"snr_db": (0.0, 5.0)}, {"snr_db": None}, {"seconds": 1.2}])
-def test_what_changes_the_samples_changes_the_identity(
+def test_options_that_change_the_samples_change_the_identity(
     small: tuple[SpokenWords, list[dict[str, Any]], list[str]], options: dict[str, Any]
 ) -> None:
     dataset, rows, digests = small
     other = SpokenWords(speakers=6, takes=2, words=("yes", "no", "backward"), **options)
-    assert digest(other.read(rows[0])[0]) != digests[0]
+    assert digest_samples(other.read(rows[0])[0]) != digests[0]
     assert other.identity(rows[0]) != dataset.identity(rows[0])
     assert espeak.get_version() in dataset.identity(rows[0])
 
 
-def test_the_label_may_be_the_language() -> None:
-    """The same clips with the same samples, under another label."""
+def test_the_label_can_be_the_language() -> None:
+    """Clips and samples are unchanged, only the label differs."""
     languages = ("en-us", "de", "fr", "es", "it", "ru")
     words = SpokenWords(speakers=24, words=("computer", "radio"), takes=1, languages=languages)
     spoken = dataclasses.replace(words, label="language")
@@ -243,14 +243,14 @@ def test_the_label_may_be_the_language() -> None:
         assert spoken.identity(other) == words.identity(row)
 
 
-def test_a_label_of_words_is_the_run_of_before() -> None:
-    def digest_of(**options: str) -> str:
+def test_the_default_label_leaves_the_digest_unchanged() -> None:
+    def digest_config(**options: str) -> str:
         return make_config({"method": "fedavg", "data": {"name": "spoken_words", **options}}).digest()
 
-    assert digest_of(label="word") == digest_of() != digest_of(label="language")
+    assert digest_config(label="word") == digest_config() != digest_config(label="language")
 
 
-def test_twelve_classes_as_of_keyword_spotting() -> None:
+def test_the_corpus_can_have_the_twelve_classes_of_keyword_spotting() -> None:
     corpus = SpokenWords(speakers=40, words="speech_commands_12", clips=3600)
     rows = corpus.manifest().to_pylist()
     counts = Counter(row["label"] for row in rows)
@@ -262,14 +262,14 @@ def test_twelve_classes_as_of_keyword_spotting() -> None:
     assert np.array_equal(corpus.read(row)[0], same.read({**row, "label": row["word"]})[0])
     silence = [row for row in rows if row["label"] == "_silence_"][:6]
     clips = [corpus.read(row)[0][:, 0] for row in silence]
-    assert len({digest(clip) for clip in clips}) == len(clips)
+    assert len({digest_samples(clip) for clip in clips}) == len(clips)
     for clip in clips:
         parts = np.sqrt(np.mean(np.square(clip.reshape(10, -1)), axis=1))
-        assert 0 < parts.max() < 3 * parts.min(), "no word: about as loud from beginning to end"
+        assert 0 < parts.max() < 3 * parts.min(), "silence has no word, so its loudness is nearly constant"
         assert np.abs(clip).max() <= 0.9
 
 
-def test_the_shape_of_speech_commands() -> None:
+def test_the_corpus_can_have_the_size_of_speech_commands() -> None:
     dataset = SpokenWords(speakers=2618, words="speech_commands_35", clips=105_829)
     manifest = dataset.manifest()
     assert manifest.num_rows == 105_829
@@ -286,13 +286,13 @@ def test_the_shape_of_speech_commands() -> None:
 
 
 @pytest.mark.parametrize("clips", [7, 8, 100, 1001])
-def test_clips_in_all_are_exactly_as_many_as_asked_for(clips: int) -> None:
+def test_the_number_of_clips_is_exact(clips: int) -> None:
     rows = SpokenWords(speakers=7, words=("yes", "no"), clips=clips).manifest().to_pylist()
     assert len(rows) == clips
-    of_speaker = Counter(row["group"] for row in rows)
-    assert len(of_speaker) == 7
-    # A speaker says all words equally often, to one.
-    for group in of_speaker:
+    clips_by_speaker = Counter(row["group"] for row in rows)
+    assert len(clips_by_speaker) == 7
+    # A speaker's word counts differ by at most 1.
+    for group in clips_by_speaker:
         counts = Counter(row["label"] for row in rows if row["group"] == group)
         assert abs(counts["yes"] - counts["no"]) <= 1
 
@@ -316,23 +316,23 @@ def test_the_split_is_by_speaker(
     assert Counter(dataset.manifest().column("split").to_pylist()) == expected
 
 
-def test_speakers_share_variants_as_little_as_possible() -> None:
+def test_voice_variants_are_distributed_evenly() -> None:
     dataset = SpokenWords(speakers=150)
     variants = Counter(dataset._draw_speaker(index).variant for index in range(len(espeak.list_variants())))
     assert set(variants.values()) == {1}
 
 
 @pytest.mark.parametrize("snr_db", [0.0, 10.0, 30.0])
-def test_the_noise_has_the_level_that_was_asked_for(snr_db: float) -> None:
+def test_noise_has_the_chosen_level(snr_db: float) -> None:
     options: dict[str, Any] = {"speakers": 8, "words": ("seven",), "takes": 1}
     clean, noisy = SpokenWords(**options, snr_db=None), SpokenWords(**options, snr_db=(snr_db, snr_db))
     for row in clean.manifest().to_pylist():
         speech, mixed = clean.read(row)[0][:, 0].astype(np.float64), noisy.read(row)[0][:, 0].astype(np.float64)
-        # The mix is a multiple of the speech (clips have a set peak) and the noise, which knows nothing of the speech.
+        # The mix is the scaled speech plus independent noise. Clips are scaled to a fixed peak.
         scale = speech @ mixed / (speech @ speech)
         noise = mixed - scale * speech
-        sounding = np.flatnonzero(speech)
-        power = np.mean((scale * speech[sounding[0] : sounding[-1] + 1]) ** 2)
+        speech_indices = np.flatnonzero(speech)
+        power = np.mean((scale * speech[speech_indices[0] : speech_indices[-1] + 1]) ** 2)
         assert 10 * np.log10(power / np.mean(noise**2)) == pytest.approx(snr_db, abs=1.0)
 
 
@@ -375,18 +375,18 @@ def test_coloured_noise_is_white_noise_through_a_decaying_filter() -> None:
         ({"words": "speech_commands_12", "snr_db": None}, "needs room noise"),
     ],
 )
-def test_options_that_contradict_or_leave_their_range(options: dict[str, Any], message: str) -> None:
+def test_contradictory_and_out_of_range_options_are_rejected(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build(find_dataset("spoken_words"), options, "data")
 
 
-def test_words_can_be_told_apart_across_speakers() -> None:
-    """Least squares on coarse spectrograms of 32 speakers knows most words of 8 others."""
+def test_words_can_be_classified_across_speakers() -> None:
+    """Least squares on coarse spectrograms of 32 speakers recognises most words of 8 new speakers."""
     dataset = SpokenWords(speakers=40, takes=1)
     rows = dataset.manifest().to_pylist()
 
-    def features(row: dict[str, Any]) -> npt.NDArray[np.float64]:
-        """16 bands up to 5.5 kHz in 12 parts of the half second around the middle of the sound."""
+    def extract_features(row: dict[str, Any]) -> npt.NDArray[np.float64]:
+        """Extract 16 bands up to 5.5 kHz in 12 frames of the half second around the centre of the sound."""
         samples = dataset.read(row)[0][:, 0]
         centre = int(np.average(np.arange(len(samples)), weights=samples**2))
         part = np.pad(samples, 6144)[centre : centre + 12288].reshape(12, 1024) * np.hanning(1024)
@@ -394,7 +394,7 @@ def test_words_can_be_told_apart_across_speakers() -> None:
         bands: npt.NDArray[np.float64] = np.log(power.reshape(12, 16, 16).sum(axis=2) + 1e-9)
         return (bands - bands.mean()).ravel()
 
-    x = np.stack([features(row) for row in rows])
+    x = np.stack([extract_features(row) for row in rows])
     x = (x - x.mean(axis=0)) / x.std(axis=0)
     y = np.array([dataset.word_list.index(row["label"]) for row in rows])
     test = np.array([row["split"] == "test" for row in rows])
