@@ -53,7 +53,7 @@ KINDS: Mapping[str, Callable[[str], bool]] = {
     "optimiser": lambda name: "_foreach" in name or name.startswith(("Optimizer", "aten::_fused")),
     "other operators": lambda name: name.startswith(("aten::", "raydfl::")),
 }
-"""The first kind that takes an operator has its self time."""
+"""An operator's self time belongs to its first matching kind."""
 PRODUCTS = (
     "aten::mm",
     "aten::addmm",

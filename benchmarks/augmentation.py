@@ -23,7 +23,7 @@ from raydfl.runs.progress import Progress
 
 TRANSFORMS = [{"name": "noise", "snr_db": [0, 20]}, {"name": "spec_augment", "frames": 20, "bands": 8}]
 WARM_UP = 3
-"""Rounds that are not timed: the losses are recorded in them."""
+"""Warm-up rounds, in which the losses are recorded."""
 
 
 def main() -> None:

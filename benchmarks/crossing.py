@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 _WINDOW = 64
-"""Bytes of each private thing that are looked for: enough not to be there by chance."""
+"""Bytes to search for from each private object: enough to exclude matches by chance."""
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Traffic:
     streams: dict[tuple[bytes, bytes, int, int], bytearray] = field(default_factory=dict)
     following: dict[tuple[bytes, bytes, int, int], int] = field(default_factory=dict)
     lost: int = 0
-    """Packets that the kernel had no room for."""
+    """Packets dropped by the kernel."""
 
     def take(self, packet: bytes) -> None:
         """Add one IPv4 packet."""

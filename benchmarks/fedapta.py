@@ -55,7 +55,7 @@ SIZE = 28
 RATIOS = (0.0, 0.2, 0.4, 0.6, 0.8)
 """Pruning ratios of the paper's five kinds of devices."""
 SHARES = tuple(round(math.sqrt(1 - ratio), 4) for ratio in RATIOS)
-"""Shares of channels that leave as many weights: a convolution loses inputs and outputs."""
+"""Fractions of channels with the same number of weights: a convolution loses inputs and outputs."""
 
 GERMAN = ["hallo", "danke", "bitte", "ja", "nein", "links", "rechts", "oben", "unten", "halt"]
 SPEECH = {"sample_rate": 8000, "bands": SIZE, "window_ms": 32, "hop_ms": 32, "seconds": 0.87}
@@ -194,7 +194,7 @@ class Result:
     """The result of one run."""
 
     scores: dict[str, float]
-    """What was measured after the last round, by ``split task:model/accuracy``, pooled over clients or models."""
+    """The scores after the last round, by ``split task:model/accuracy``, pooled over clients or models."""
     rounds: dict[str, list[float]]
     """``tasks/...`` of each round."""
     seconds: float
@@ -202,7 +202,7 @@ class Result:
     bytes_up: float
     """In the last round, of all clients."""
     heads: list[tuple[str, list[float]]] = field(default_factory=list)
-    """Where they were asked for: each client with the distances of its update to that of the first, one for each metric."""
+    """If requested: each client with its update's distances to the first client's, for each metric."""
 
 
 @dataclass(frozen=True)

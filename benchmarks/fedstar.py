@@ -46,7 +46,7 @@ from raydfl.runs.folder import export
 JOB = Path(__file__).parents[1] / "jobs" / "fedstar" / "fsdd.yaml"
 LANGUAGES = ["en-us", "de", "fr", "es", "it", "ru"]
 POINTS = (1, 2, 5, 10, 20, 30)
-"""Rounds of which the table of acceptance has a column, as far as there are so many."""
+"""Rounds with a column in the table of acceptance, if the run has them."""
 
 CONTESTANTS: Mapping[str, Mapping[str, Any]] = {
     "FedSTAR, T = 1": {},
@@ -71,9 +71,9 @@ class Result:
     accuracy: list[tuple[int, float]]
     """Of the test clips, by round."""
     train: dict[str, dict[int, tuple[float, float]]]
-    """Value and count of what was reported in training, by name and round, over all clients of the round."""
+    """Value and count of the training metrics, by name and round, over all clients of the round."""
     without_labels: int
-    """Clients that have no clip with a label."""
+    """Clients without labelled clips."""
     seconds: float
     """Processor time of the rounds."""
 

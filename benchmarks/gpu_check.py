@@ -36,7 +36,7 @@ from raydfl.core import ops
 
 SECONDS = 600.0
 PARTS = {"equality": 230.0, "memory": 110.0, "together": 90.0, "speed": 150.0}
-"""Seconds of each part, on a GPU; what one leaves over, the last has too."""
+"""Seconds of each part, on a GPU. The last part also gets the unused time."""
 PART_NAMES = tuple(PARTS)
 
 

@@ -53,9 +53,9 @@ ROUNDS = 80
 _FIRST, _APART = 3, 6
 """Rounds before the first kill, and from one to the next."""
 _WITHIN = 0.3
-"""A kill comes at most so many seconds after the report of the round that it waits for."""
+"""Maximum delay of a kill after the report of its round, in seconds."""
 _PATIENCE = 240.0
-"""Seconds without a round after which a run counts as hanging."""
+"""Seconds without a finished round until a run counts as hanging."""
 
 
 class HangingError(Exception):
@@ -70,11 +70,11 @@ class Kill:
     commit_every: int
     what: str
     after_round: int
-    """Rounds that had been reported then."""
+    """Rounds reported before the kill."""
     recovery: float
     """Seconds from the kill until the next round was reported."""
     equal: bool
-    """Whether the run that it was in ended equal."""
+    """Whether the run's final state was equal."""
 
 
 class Machines:

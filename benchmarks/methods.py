@@ -30,7 +30,7 @@ METHODS: Mapping[str, Mapping[str, object]] = {
     "Ditto": {"name": "ditto"},
     **{name: method for name, method in CUT.items() if method["name"] == "fedapta"},
 }
-"""FedAvg, with which the others are compared, and what adds something to its loss."""
+"""FedAvg, the reference, and methods that extend its loss."""
 COHORT, WARM_UP = 6, 2
 
 

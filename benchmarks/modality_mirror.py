@@ -47,7 +47,7 @@ FEATURES = {"sample_rate": 8000, "seconds": 0.64, "bands": 40, "window_ms": 32, 
 MIRROR, MULTIFL, UNIFL, HARMONY = "modality_mirror", "multifl", "unifl", "harmony"
 TITLES = {MIRROR: "ModalityMirror", MULTIFL: "MultiFL", UNIFL: "UniFL", HARMONY: "Harmony"}
 SHARES = (0.1, 0.2, 0.3, 0.4, 0.5)
-"""Of the clients that lack the image: the paper's table 1."""
+"""Fractions of the clients without the image: the paper's table 1."""
 MORE_SHARES = (0.1, 0.3, 0.5, 0.7, 0.9)
 """Of its figure 3."""
 USUAL = 0.3

@@ -29,7 +29,7 @@ import soundfile
 RATE = 48_000
 SECONDS = 10
 CLIPS = 280
-"""In a file, which is then about 256 MB."""
+"""Recordings in a file of about 256 MB."""
 GB = 10**9
 
 

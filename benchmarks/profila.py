@@ -55,7 +55,7 @@ BODY = ["model/adapter", "model/output", "model/objective"]
 ALL = [*BODY, "model/film", "model/encoder"]
 STRENGTHS: tuple[float | None, ...] = (None, -20.0, -15.0, -10.0, -5.0, 0.0)
 EPOCHS = (0, 1, 5)
-"""Local epochs of a machine that joins."""
+"""Local epochs of a joining machine."""
 
 FEDAVG = {"method": {"name": "fedavg"}}
 AS_RUN = {
@@ -73,10 +73,10 @@ AS_RUN = {
         "validation_clips": 12,
     },
 }
-"""Anomalous clips to train on, about a fifth of the normal ones; of what a client has, 30 % are to steer by."""
+"""Anomalous training clips, about a fifth of the normal ones; 30 % of a client's clips are for steering."""
 
 COLA = {**FEDAVG, "objective": {"name": "contrast", "frames": 9, "size": 128}, "data": {"transforms": []}}
-"""Pre-training on the same clips: which two crops are of one clip?"""
+"""Pre-training on the same clips: match two crops of one clip."""
 
 CONTESTANTS: Mapping[str, Mapping[str, Any]] = {
     "untrained": {**FEDAVG, "rounds": 0},
@@ -104,7 +104,7 @@ CONTESTANTS: Mapping[str, Mapping[str, Any]] = {
     "COLA, then FedAvg": {**FEDAVG, "begin": COLA},
 }
 PUBLISHED = {"split": {"test": None, "as_published": True}}
-"""The leaking protocol: all normal clips and some anomalous ones are trained on, and all are tested on."""
+"""The leaking protocol: train on all normal and some anomalous clips, and test on all clips."""
 AS_PUBLISHED: Mapping[str, Mapping[str, Any]] = {
     "untrained": {**FEDAVG, "rounds": 0, "data": PUBLISHED},
     "FedAvg": {**FEDAVG, "data": PUBLISHED},
@@ -132,7 +132,7 @@ class Machine:
     """Of its test clips, the mean over a clip's segments."""
     strange: list[bool]
     threshold: float
-    """Below which 95 % of its training clips' scores lie."""
+    """95 % quantile of the scores of the client's training clips."""
     spread: float
     """Mean squared distance of its training clips' outputs, of length 1, from their mean."""
 

@@ -47,7 +47,7 @@ from raydfl.runs.folder import create
 from raydfl.runs.progress import Progress
 
 PEERS, BLAZEFL = (Path(__file__).parents[1] / folder / "bin" / "python" for folder in (".venv-peers", ".venv-blazefl"))
-"""Pythons of the peers; BlazeFL needs a newer one than the others can have, and for its threads one without a global lock."""
+"""Pythons of the peers. BlazeFL needs a newer Python than the rest support, free-threaded for its threads."""
 WORKS: Mapping[str, Mapping[str, str]] = {
     "crnn_base": {"model": "crnn_base"},
     "crnn_lite": {"model": "crnn_lite"},
@@ -69,9 +69,9 @@ OPTIONS: Mapping[str, Mapping[str, object]] = {
     "cnn_small": {},
     "fusion": {"dropout": 0.0},
 }
-"""Options of an architecture; of all others a kernel of KERNEL and no dropout."""
+"""Options by architecture; default: a kernel of KERNEL and no dropout."""
 SHAPES: Mapping[str, Mapping[str, Any]] = {"film_cnn": {"bands": 128, "seconds": 0.08}}
-"""What is other about the clips: 9 frames of 128 bands."""
+"""Settings of clips with 9 frames of 128 bands."""
 OURS = "raydfl, 2 actors"
 PEER_COMMANDS: Mapping[str, tuple[Path, Sequence[str]]] = {
     "Flower, 2 client slots": (PEERS, ("flower",)),
@@ -83,7 +83,7 @@ PEER_COMMANDS: Mapping[str, tuple[Path, Sequence[str]]] = {
 }
 """Python, module of ``peers`` and its options, by contestant."""
 WARM_UP = 4
-"""Rounds at the start of a turn that are not timed."""
+"""Warm-up rounds at the start of a turn, not timed."""
 MIRROR, FIRST_ROUNDS = "modality_mirror", WARM_UP + 4
 """A work of two phases, and the rounds of its first."""
 CUT: Mapping[str, Mapping[str, object]] = {
@@ -91,7 +91,7 @@ CUT: Mapping[str, Mapping[str, object]] = {
     "FedAPTA, 0.4 pruned": {"name": "fedapta", "ratio": 0.4},
     "FedAPTA, masks alone": {"name": "fedapta", "ratio": 0.4, "drift": "off"},
 }
-"""Methods whose clients train parts of a network, for CUT_WORKS; they are compared with the bare loop of the whole network."""
+"""Methods with partial client networks, for CUT_WORKS. The reference is the bare loop of the whole network."""
 CUT_WORKS = ("resnet18", "shufflenet_v2")
 PICTURED = ("cnn", MIRROR)
 """Works that need images of digits."""

@@ -34,7 +34,7 @@ TITLES = {
     "/gcs_server --": "Ray's head",
 }
 SETTLED = 100
-"""Rounds after which a process has done everything once: the record's files are merged for the first time then."""
+"""Warm-up rounds: the files of the metrics table are first merged after them."""
 Readings = dict[str, list[tuple[int, float]]]
 """By process: rounds completed, MB."""
 

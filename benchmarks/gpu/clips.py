@@ -14,7 +14,7 @@ RATE = 8000
 CLASSES = ("low", "middle", "high")
 CLIENTS, TESTS = 6, 9
 TESTING, WITHOUT_FAR = -1, 1
-"""Numbers that take a client's place in the list: of the test clips, and of who has no second recordings."""
+"""Numbers in place of a client in the list: of the test clips, and of the client without second recordings."""
 FEATURES: Mapping[str, Any] = {"sample_rate": RATE, "bands": 16, "window_ms": 25, "hop_ms": 10}
 
 

@@ -13,9 +13,9 @@ from gpu.lines import Line, Watch, run_checked
 
 PART = "equal to the CPU"
 ABSOLUTE, RELATIVE = 2e-4, 2e-3
-"""Differences that rounding may make in two short rounds; sums have another order on a GPU."""
+"""Tolerance for rounding in two short rounds; sums have a different order on a GPU."""
 OF_SHORT = 50
-"""Times what is allowed, for bfloat16 and float16 against float32."""
+"""Factor of the tolerance for bfloat16 and float16 against float32."""
 TOGETHER = 3
 
 

@@ -34,7 +34,7 @@ TWO_VIEWS = {"views": {"video": {"column": "far", "features": {**FEATURES, "seco
 COMPACT = {"name": "compact", "size": 4, "normal": [*CLASSES[:2]]}
 
 Values = Mapping[str, Any]
-"""Groups of a configuration that take the place of those of every federation here; in ``data`` and ``train`` key by key."""
+"""Groups that replace the common ones in a configuration; ``data`` and ``train`` are merged by key."""
 
 METHODS: Mapping[str, Values] = {
     "fedbn": {"models": {"model": {"name": "split_cnn", "filters": [4], "groups": 2}}},
@@ -82,7 +82,7 @@ SETTINGS: Mapping[str, Values] = {
     "float16": {"train": {"precision": "float16"}, "ray": {"actors": 1, "gpus": 1}},  # else it is rejected
 }
 SHORT = ("bfloat16", "float16")
-"""Settings that are compared with float32."""
+"""Settings compared with float32."""
 LARGE = ("ssast_small", "ssast_base", "film_cnn")
 """Networks with a smaller one of the same code beside them."""
 

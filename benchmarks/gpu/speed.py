@@ -39,7 +39,7 @@ TINY_NETWORKS: Mapping[str, Mapping[str, Any]] = {
 }
 TINY_COHORTS = (2, 3)
 _ALIKE = 1e-3
-"""Difference of a weight after a round that rounding may make."""
+"""Largest difference of a weight after a round due to rounding."""
 EXAMPLES, TINY_EXAMPLES = 45, 5
 """Clips of a client: three batches of 16, as the Free Spoken Digit Dataset dealt to 60 clients.
 In a dry run one of 4 and one of 1."""

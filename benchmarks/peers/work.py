@@ -20,15 +20,15 @@ class Work:
     """Rounds of local training with SGD, one epoch each."""
 
     x: Tensor
-    """float32 [examples, frames, bands] or, of images, [examples, channels, rows, columns]; the clients' one after another."""
+    """float32 [examples, frames, bands] or, for images, [examples, channels, rows, columns], client by client."""
     y: Tensor
     """int64 [examples]."""
     offsets: list[int]
-    """[clients + 1]: where each client's examples begin and end."""
+    """[clients + 1]: bounds of each client's examples."""
     cohorts: list[list[int]]
     """Clients of each round, ascending."""
     orders: Tensor
-    """int64 [rounds, cohort, most examples of a client]: the order of a client's examples, as far as it has that many."""
+    """int64 [rounds, cohort, most examples of a client]: the order of a client's examples, padded at the end."""
     architectures: dict[str, str]
     """By model name: ``{"model": "crnn_lite"}``, or ``plugin`` and ``local`` for FedMLAC."""
     weights: dict[str, dict[str, Tensor]]
@@ -40,7 +40,7 @@ class Work:
     images: Tensor | None = None
     """Of a work with two views: float32 [examples, channels, rows, columns]."""
     seeing: list[bool] | None = None
-    """[clients]: who has the images."""
+    """[clients]: whether the client has the images."""
     first_rounds: int = 0
     """Of the first phase, where there are two."""
 

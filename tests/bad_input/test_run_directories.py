@@ -118,8 +118,8 @@ def test_a_damaged_commit_falls_back_with_a_warning(
     assert f"warning: commit {newest} " in output.out
     assert "; resuming from round 1" in output.out
     assert_same_bits(check_reference(2), read_tensors(run_dir))
-    again = raydfl("resume", run_dir)
-    assert "warning" not in again.out
+    resumed = raydfl("resume", run_dir)
+    assert "warning" not in resumed.out
 
 
 def test_a_run_without_an_intact_commit_is_rejected(raydfl: Raydfl, run_dir: Path) -> None:
@@ -131,14 +131,16 @@ def test_a_run_without_an_intact_commit_is_rejected(raydfl: Raydfl, run_dir: Pat
 
 
 def test_private_state_behind_a_link_is_rejected_and_kept(raydfl: Raydfl, run_dir: Path, tmp_path: Path) -> None:
-    theirs = Path(shutil.copytree(run_dir / "private", tmp_path / "theirs"))
-    for path in list(theirs.iterdir()):
+    foreign_folder = Path(shutil.copytree(run_dir / "private", tmp_path / "theirs"))
+    for path in list(foreign_folder.iterdir()):
         path.rename(path.with_name(f"{path.name[:7]}0badcafe.seg"))
-    before = sorted(theirs.iterdir())
+    before = sorted(foreign_folder.iterdir())
     shutil.rmtree(run_dir / "private")
-    (run_dir / "private").symlink_to(theirs)
-    raydfl("resume", run_dir, "train.rounds=3").refuses(f"private is a link to {theirs}, outside the run's folder")
-    assert sorted(theirs.iterdir()) == before
+    (run_dir / "private").symlink_to(foreign_folder)
+    raydfl("resume", run_dir, "train.rounds=3").refuses(
+        f"private is a link to {foreign_folder}, outside the run's folder"
+    )
+    assert sorted(foreign_folder.iterdir()) == before
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
@@ -203,7 +205,7 @@ def test_missing_features_are_rebuilt(
 def test_a_run_with_group_normalisation_resumes_unless_started_by_an_earlier_version(
     raydfl: Raydfl, tiny: Tiny, tmp_path: Path
 ) -> None:
-    """Earlier statistics included held-out clips, which the numbers would not reveal."""
+    """Earlier statistics included held-out clips, invisible in the results."""
     by_group = ("data.features.normalise=group", f"data.cache={tmp_path / 'cache'}")
     whole = known(tiny(*by_group, "train.rounds=2", method="fedavg"))
     run_dir = run(tiny(*by_group, "train.rounds=1", method="fedavg")).run_dir

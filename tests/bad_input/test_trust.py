@@ -184,13 +184,13 @@ def test_changed_code_needs_approval(
     assert raydfl("replay", folder, "--round", 1, "--client", "s2").code == 0, "unchanged code is not asked about"
     (neighbour,) = user_method.glob("beside_*.py")
     for file in (user_method / "own.py", neighbour):
-        whole = file.read_text()
-        file.write_text(whole + "# changed\n")
+        content = file.read_text()
+        file.write_text(content + "# changed\n")
         for command, more in commands:
             raydfl(command, folder, *more).refuses(
                 "own.py:Own.* or one of its imports in the same folder has changed since the run began.*--trust"
             )
-        file.write_text(whole)
+        file.write_text(content)
     (user_method / "own.py").write_text((user_method / "own.py").read_text() + "# changed\n")
     assert raydfl("resume", folder, "train.rounds=2", "--trust").code == 0
     assert raydfl("resume", folder, "train.rounds=3").code == 0, "it is approved now"
@@ -241,7 +241,7 @@ def test_the_digest_of_code_covers_imported_neighbours(tmp_path: Path) -> None:
 
 
 class _Harm:
-    """Object that creates a file when unpickled."""
+    """Object whose unpickling creates a file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

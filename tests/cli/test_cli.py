@@ -147,10 +147,10 @@ def test_the_resolved_configuration_is_a_valid_equal_configuration(
     file = write_config(tiny(method=method), tmp_path)
     output = raydfl("config", file, *overrides)
     assert (output.code, output.err) == (0, "")
-    again = tmp_path / "again.yaml"
-    again.write_text(output.out)
-    assert load_config(again).digest() == load_config(file, overrides).digest()
-    assert raydfl("config", again).out == output.out
+    copy = tmp_path / "again.yaml"
+    copy.write_text(output.out)
+    assert load_config(copy).digest() == load_config(file, overrides).digest()
+    assert raydfl("config", copy).out == output.out
 
 
 def test_the_resolved_configuration_explains_every_setting(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
@@ -402,10 +402,10 @@ def test_a_replay_of_a_failing_method_shows_its_traceback(raydfl: Raydfl, tiny: 
     assert "Traceback" not in failed.err
     line = failed.err.strip().splitlines()[-1]
     assert line.startswith("Inspect it with: raydfl replay ")
-    again = raydfl(*line.partition("raydfl ")[2].split())
-    assert again.code == 1
-    assert "Traceback" in again.err
-    assert "extra_methods.py" in again.err
+    replayed = raydfl(*line.partition("raydfl ")[2].split())
+    assert replayed.code == 1
+    assert "Traceback" in replayed.err
+    assert "extra_methods.py" in replayed.err
 
 
 def test_a_run_reports_uncompiled_operators(

@@ -72,7 +72,7 @@ def fit(cluster: ClusterFile, config: Config) -> tuple[str, list[str]]:
     if config.data.sites:
         return f"bound to the nodes of its sites ({', '.join(config.data.sites)}), which are not looked at", []
     kinds = actor_kinds(settings, 1)
-    wanted = format_kinds(kinds)
+    requirements = format_kinds(kinds)
     problems = [
         f"a client actor with {kind} fits no node type ({_list_types(cluster.workers)}); lower ray.cpus or ray.gpus, or add a type"
         for kind in dict.fromkeys(kinds)
@@ -85,7 +85,7 @@ def fit(cluster: ClusterFile, config: Config) -> tuple[str, list[str]]:
             f"{needed} client actors have to be there, but the largest cluster has room for {fitting}; raise max_workers "
             f"(maxReplicas), or lower ray.actors or ray.min_actors"
         )
-    return f"{wanted}: room for {fitting} of {len(kinds)} in the largest cluster", problems
+    return f"{requirements}: room for {fitting} of {len(kinds)} in the largest cluster", problems
 
 
 def _find_largest_room(cluster: ClusterFile, kinds: Sequence[ActorKind]) -> int:

@@ -41,9 +41,9 @@ def main() -> None:
                 cluster.add_node(num_cpus=int(numbers[0]), num_gpus=int(numbers[1]), object_store_memory=STORE)
             )
         elif word == "remove":
-            there = count_alive(cluster)
+            alive = count_alive(cluster)
             cluster.remove_node(added[int(numbers[0])], allow_graceful=False)
-            while count_alive(cluster) >= there:  # until the cluster notices
+            while count_alive(cluster) >= alive:  # until the cluster notices
                 time.sleep(0.1)
         else:
             break

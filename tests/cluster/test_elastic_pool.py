@@ -47,7 +47,7 @@ def test_replies_come_in_batches_nearly_in_client_order(cluster: FakeCluster) ->
     """The server uses replies in client order and holds early replies."""
     cluster.join("a", 100)
     pool = open_pool(cluster, actors=100)
-    rng, held, early, used = random.Random(1), 0, set(), 0
+    rng, most_held, early, used = random.Random(1), 0, set(), 0
     carry_out(pool, [1.0] * 200)  # the pool measures the time per client
     waits = cluster.waits
     for reply in pool.run(make_orders([rng.choice([0.5, 1.0, 1.5]) for _ in range(1000)]), {"global": None}):
@@ -55,9 +55,9 @@ def test_replies_come_in_batches_nearly_in_client_order(cluster: FakeCluster) ->
         while used in early:
             early.remove(used)
             used += 1
-        held = max(held, len(early))
+        most_held = max(most_held, len(early))
     assert used == 1000
-    assert held <= 300  # 654 with longest-first order
+    assert most_held <= 300  # 654 with longest-first order
     assert cluster.waits - waits <= 100
 
 

@@ -64,9 +64,9 @@ def test_the_memory_limits_the_number_of_actors(total: int, peak: int, slots: in
 
 def test_the_share_is_at_most_one_over_the_slots() -> None:
     for slots in range(1, 200):
-        found = compute_share(Memory("x", slots * GB, GB), RaySettings(actors=1), 1)
-        assert found * slots <= 1 < (found + 0.0001) * slots + 1e-9
-        assert round(found * 10_000) == pytest.approx(found * 10_000)  # the finest resolution of Ray
+        share = compute_share(Memory("x", slots * GB, GB), RaySettings(actors=1), 1)
+        assert share * slots <= 1 < (share + 0.0001) * slots + 1e-9
+        assert round(share * 10_000) == pytest.approx(share * 10_000)  # the finest resolution of Ray
 
 
 def test_too_many_actors_are_rejected_with_numbers() -> None:
@@ -96,8 +96,8 @@ def test_the_cap_leaves_room_for_the_context_of_each_process() -> None:
 def test_the_measured_peak_fits_into_the_cap() -> None:
     """PyTorch's cap for a share covers the measured peak without the context."""
     for peak in (CONTEXT + 1, GB, 3 * GB, 7 * GB):
-        found = 1 / Memory("x", 16 * GB, peak).slots
-        assert compute_memory_fraction(found, 16 * GB) * 16 * GB >= peak - CONTEXT
+        share = 1 / Memory("x", 16 * GB, peak).slots
+        assert compute_memory_fraction(share, 16 * GB) * 16 * GB >= peak - CONTEXT
 
 
 def test_client_memory_is_measured_once_per_model_and_device(tiny: Tiny, tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_gpu_settings_are_validated(tiny: Tiny) -> None:
 
 
 @pytest.mark.parametrize(
-    ("driver", "cuda", "found", "remedy"),
+    ("driver", "cuda", "share", "remedy"),
     [
         ("", "13.0", "no NVIDIA driver, and", "Install NVIDIA driver 580 or newer on this node"),
         (
@@ -189,9 +189,9 @@ def test_gpu_settings_are_validated(tiny: Tiny) -> None:
         ("550.54.15", None, "driver 550.54.15, and", "Install PyTorch with CUDA on this node"),
     ],
 )
-def test_a_missing_gpu_is_explained_by_driver_and_cuda(driver: str, cuda: str | None, found: str, remedy: str) -> None:
+def test_a_missing_gpu_is_explained_by_driver_and_cuda(driver: str, cuda: str | None, share: str, remedy: str) -> None:
     reason = explain_missing_gpu(driver, cuda)
-    assert found in reason
+    assert share in reason
     assert f"built for CUDA {cuda}" in reason or cuda is None
     assert remedy in reason
 
@@ -280,8 +280,8 @@ def test_the_run_uses_the_measured_share(ray_session: None, tiny: Tiny, monkeypa
     config = tiny(
         "ray.gpus=auto", "ray.actors=2", "ray.cpus=0.5", "ray.cpu_fallback=true", "train.rounds=1", "run.name=measured"
     )
-    found = resolve_gpu_share(create(config, Progress("quiet")), config, messages_seen.append)
-    assert found.ray.gpus == 0.2
+    share = resolve_gpu_share(create(config, Progress("quiet")), config, messages_seen.append)
+    assert share.ray.gpus == 0.2
     assert messages_seen == [
         "A client actor needs 3.00 GiB of 16.00 GiB (Made-up 16). 5 fit on a GPU, and each reserves 0.2 of it."
     ]

@@ -35,7 +35,7 @@ def start() -> Iterator[Callable[..., Marked]]:
 
 
 class Gate:
-    """Gate that pauses rounds in the middle."""
+    """Gate for pausing rounds in the middle."""
 
     def __init__(self, folder: Path, rounds: list[int]) -> None:
         self.folder = folder

@@ -31,27 +31,27 @@ def scrape_metrics(run: str) -> dict[str, float]:
     address = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
     with urllib.request.urlopen(address, timeout=10) as answer:
         text = answer.read().decode()
-    found = {}
+    metrics = {}
     for name, tags, value in re.findall(r"^ray_raydfl_(\w+)\{(.*)\} (\S+)$", text, re.MULTILINE):
         values = dict(re.findall(r'(\w+)="([^"]*)"', tags))
         if values.get("run") == run:
             own = [f"{key}={values[key]}" for key in ("method", "part", "direction", "kind", "le") if key in values]
-            found[f"{name}{{{','.join(own)}}}"] = float(value)
-    return found
+            metrics[f"{name}{{{','.join(own)}}}"] = float(value)
+    return metrics
 
 
 def wait_for_metrics(run: str, rounds: int) -> dict[str, float]:
     """Return the metrics once they are stable for a collection period of about 10 s."""
     deadline = time.monotonic() + 120
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     since = time.monotonic()
-    while time.monotonic() < since + 12 or found.get("round{method=fedavg}") != rounds:
-        assert time.monotonic() < deadline, f"only {found} after 120 s"
+    while time.monotonic() < since + 12 or metrics.get("round{method=fedavg}") != rounds:
+        assert time.monotonic() < deadline, f"only {metrics} after 120 s"
         time.sleep(1)
-        before, found = found, scrape_metrics(run)
-        if found != before:
+        before, metrics = metrics, scrape_metrics(run)
+        if metrics != before:
             since = time.monotonic()
-    return found
+    return metrics
 
 
 def test_a_nodes_metrics_equal_sums_of_the_metrics_table(ray_session: None, tiny: Tiny) -> None:

@@ -38,9 +38,9 @@ def encode_wav(samples: np.ndarray, subtype: str = "FLOAT") -> bytes:
 )
 def test_every_kind_of_row_becomes_a_recording(row: dict[str, Any], rate: str | None, expected: np.ndarray) -> None:
     """Oracle: the samples in the row."""
-    found = _encode_audio({**row, "label": "hum"}, "audio", rate)
-    assert set(found) == {"audio", "label"}
-    samples, hz = soundfile.read(io.BytesIO(found["audio"]["bytes"]), dtype="float32")
+    encoded = _encode_audio({**row, "label": "hum"}, "audio", rate)
+    assert set(encoded) == {"audio", "label"}
+    samples, hz = soundfile.read(io.BytesIO(encoded["audio"]["bytes"]), dtype="float32")
     assert hz == RATE
     assert np.array_equal(samples, expected)
 
@@ -81,15 +81,15 @@ def test_a_dataset_is_written_in_order_and_read_unchanged(ray_session: None, tmp
             "n": number,
         }
 
-    dataset = ray.data.range(8, override_num_blocks=3).map(lambda each: row(each["id"]))
+    dataset = ray.data.range(8, override_num_blocks=3).map(lambda stored_row: row(stored_row["id"]))
     settings = write_recordings(dataset, tmp_path / "kept", audio="wave", rate="hz", group="client")
     assert settings.pop("name") == "huggingface"
     rows = HuggingFace(**settings).manifest().to_pylist()
-    assert [(each["n"], each["label"], each["group"]) for each in rows] == [
+    assert [(stored_row["n"], stored_row["label"], stored_row["group"]) for stored_row in rows] == [
         (number, f"w{number % 2}", f"c{number % 4}") for number in range(8)
     ]
-    for each in rows:
-        assert np.array_equal(read_audio(each["path"])[0][:, 0], row(each["n"])["wave"])
+    for stored_row in rows:
+        assert np.array_equal(read_audio(stored_row["path"])[0][:, 0], row(stored_row["n"])["wave"])
     with pytest.raises(DataError, match=r"^audio=wav: the dataset has no column of this name. Did you mean 'wave'\?"):
         write_recordings(dataset, tmp_path / "other", audio="wav")
     with pytest.raises(DataError, match=r"^the row \{.*'n': 0.*\} has str in column 'label': neither bytes"):

@@ -134,7 +134,7 @@ def test_a_run_with_a_changed_file_is_not_resumed(raydfl: Raydfl, configure_file
 def test_a_run_of_an_earlier_version_is_resumed(
     raydfl: Raydfl, configure_files: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = run(configure_files("train.rounds=3", "run.name=whole")).run_dir
+    reference = run(configure_files("train.rounds=3", "run.name=whole")).run_dir
     folder = run(configure_files()).run_dir
     metadata = json.loads((folder / "run.json").read_text())
     for key in ("config", "files", "code"):
@@ -143,7 +143,7 @@ def test_a_run_of_an_earlier_version_is_resumed(
     text = (folder / "config.yaml").read_text()  # earlier versions stored paths unresolved
     (folder / "config.yaml").write_text(text.replace(f"{tmp_path}/here/scale", "scale"))
     assert raydfl("resume", folder, "train.rounds=3").code == 0
-    assert_same_bits(read_tensors(whole), read_tensors(folder))
+    assert_same_bits(read_tensors(reference), read_tensors(folder))
 
 
 # -- imports of neighbouring modules ---------------------------------------------------------------------------------

@@ -24,19 +24,19 @@ def make_state(round_index: int) -> State:
 def make_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Path]:
     """Make run folders after two rounds. Only the second commit refers to an index."""
     monkeypatch.setattr(raydfl.engine.storage.private, "_RECENT", 2)
-    whole, copy = tmp_path / "whole", tmp_path / "copy"
-    store, private = RunStore(whole), PrivateStore(whole / "private")
+    intact, copy = tmp_path / "whole", tmp_path / "copy"
+    store, private = RunStore(intact), PrivateStore(intact / "private")
     index = PrivateIndex()
     for round_index, clients in ((1, range(2)), (2, range(4))):
         refs = {c: private.append(round_index, {"model:a": torch.full((2,), float(c))}) for c in clients}
         index = index.replace(refs)
         store.commit(make_state(round_index), index, {ref.segment for ref in refs.values()})
-    assert not RunStore(whole).load(store.commits()[0]).private.base_name
-    assert len(RunStore(whole).load(store.commits()[1]).private.base or ()) == 4
+    assert not RunStore(intact).load(store.commits()[0]).private.base_name
+    assert len(RunStore(intact).load(store.commits()[1]).private.base or ()) == 4
 
     def fresh() -> Path:
         shutil.rmtree(copy, ignore_errors=True)
-        shutil.copytree(whole, copy)
+        shutil.copytree(intact, copy)
         return copy
 
     return fresh
@@ -126,14 +126,14 @@ def test_any_changed_byte_of_private_state_is_detected_on_reading(make_run: Call
     assert not warnings
     ref = commit.private[3]
     path = folder / "private" / ref.segment
-    whole = path.read_bytes()
+    content = path.read_bytes()
     for position in range(ref.offset, ref.offset + ref.length):
-        path.write_bytes(whole)
+        path.write_bytes(content)
         flip_byte(path, position)
         with pytest.raises(
             RunDirectoryError, match=rf"{ref.segment} is damaged at byte {ref.offset}: a client's private"
         ):
             PrivateStore(folder / "private").read(ref)
-    path.write_bytes(whole[:-1])
+    path.write_bytes(content[:-1])
     with pytest.raises(RunDirectoryError, match="is damaged at byte"):
         PrivateStore(folder / "private").read(ref)

@@ -69,7 +69,7 @@ CALLS = ("open", "rounds", "finish", "close")
 
 @pytest.fixture
 def as_actor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the server as an actor that executes several rounds per call, whatever their duration."""
+    """Run the server as an actor with several rounds per call, of any duration."""
     monkeypatch.setattr(runs, "Server", InThisProcess)
     monkeypatch.setattr("raydfl.cluster.server.hide_gpus", lambda: None)  # this process continues after the test
     monkeypatch.setattr("sys.setswitchinterval", lambda _: None)

@@ -34,8 +34,8 @@ def command() -> Iterator[Callable[..., Marked]]:
         return started[-1]
 
     yield start
-    for one in started:
-        one.end()
+    for process in started:
+        process.end()
 
 
 def write_config(config: Config, tmp_path: Path) -> str:
@@ -90,9 +90,9 @@ def test_a_killed_driver_is_resumed_to_the_same_bits(
             break
     running.end()
     assert int((run_dir / "LATEST").read_text()[:6]) in (2, 3)
-    again = command("resume", str(run_dir), "--json")
-    events = list(again.events())
-    assert again.process.wait(60) == 0
+    resumed = command("resume", str(run_dir), "--json")
+    events = list(resumed.events())
+    assert resumed.process.wait(60) == 0
     assert [e["event"] for e in events].count("round") in (2, 3)
     assert_same_bits(known(tiny(*common, "ray.actors=0", method=SLOW)), read_tensors(run_dir))
 
@@ -118,7 +118,7 @@ def test_control_c_stops_after_the_round_and_says_how_to_resume(
     assert events[-1]["round"] == 3
     assert "raydfl resume" in str(events[-1]["next_step"])
     assert (run_dir / "LATEST").read_text().startswith("000003")  # committed outside the interval of commits
-    again = command("resume", str(run_dir), "--json")
-    list(again.events())
-    assert again.process.wait(60) == 0
+    resumed = command("resume", str(run_dir), "--json")
+    list(resumed.events())
+    assert resumed.process.wait(60) == 0
     assert_same_bits(known(tiny(*common, "ray.actors=0", method=SLOW)), read_tensors(run_dir))

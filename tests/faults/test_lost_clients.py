@@ -50,7 +50,7 @@ def read_failures(config: Config) -> list[tuple[int, str, str]]:
 
 @pytest.mark.parametrize("retries", [0, 1])
 def test_a_client_that_ends_every_actor_is_dropped(tiny: Tiny, retries: int) -> None:
-    """Only this client is dropped, even without retries: clients lost with it are retried one by one."""
+    """Only this client is dropped, even without retries. Clients lost with it are retried individually."""
     settings = [
         select_method("Fails"),
         "method.what=exit",

@@ -51,8 +51,8 @@ def read_metrics(config: Config) -> list[MetricRow]:
 
 def read_notes(config: Config, metric: str) -> list[tuple[int, str, str, str]]:
     """Return round, phase, client and note of each client's row."""
-    found = [row for row in read_metrics(config) if row.metric == metric and row.client]
-    return [(row.round, row.phase, row.client, row.note or "") for row in found]
+    client_rows = [row for row in read_metrics(config) if row.metric == metric and row.client]
+    return [(row.round, row.phase, row.client, row.note or "") for row in client_rows]
 
 
 # -- a client's code fails ---------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The command line with its output captured."""
+"""Fixture: the command line with captured output."""
 
 from __future__ import annotations
 

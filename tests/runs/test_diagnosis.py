@@ -70,11 +70,11 @@ SLIGHT = GUESSES + 8 * np.eye(4)  # 18 of 48 right in each class: far above chan
 def test_excessive_loss_without_skill_is_divergence(
     tmp_path: Path, loss: float, confusion: np.ndarray, diverged: bool
 ) -> None:
-    found = diagnose(tmp_path / "run", *make_training_rows(1.0), *make_scores(loss, confusion))
-    assert [(problem.kind, problem.worthless) for problem in found] == [("diverged", True)] * diverged
+    problems = diagnose(tmp_path / "run", *make_training_rows(1.0), *make_scores(loss, confusion))
+    assert [(problem.kind, problem.worthless) for problem in problems] == [("diverged", True)] * diverged
     if diverged:
-        assert "train.optimiser.lr" in found[0].text
-        assert "guessing 1.39" in found[0].text
+        assert "train.optimiser.lr" in problems[0].text
+        assert "guessing 1.39" in problems[0].text
 
 
 def test_one_model_with_skill_prevents_the_alarm(tmp_path: Path) -> None:
@@ -91,10 +91,10 @@ def test_non_finite_updates_of_most_clients_are_divergence(
     tmp_path: Path, bad: int, confusion: np.ndarray, diverged: bool
 ) -> None:
     """Non-finite updates are excluded, so the model may still be the initial model with the loss of guessing."""
-    found = diagnose(tmp_path / "run", *make_training_rows(1.0, 10, bad), *make_scores(GUESSING, confusion))
-    assert [problem.kind for problem in found] == ["diverged"] * diverged
+    problems = diagnose(tmp_path / "run", *make_training_rows(1.0, 10, bad), *make_scores(GUESSING, confusion))
+    assert [problem.kind for problem in problems] == ["diverged"] * diverged
     if diverged:
-        assert "6 of 10 clients in round 5 were not finite" in found[0].text
+        assert "6 of 10 clients in round 5 were not finite" in problems[0].text
 
 
 def test_divergence_under_attack_is_only_a_warning(tmp_path: Path) -> None:
@@ -169,26 +169,26 @@ def test_worthless_run_exits_with_code_2(
     raydfl: Raydfl, tiny: Tiny, tmp_path: Path, overrides: list[str], kind: str, text: str
 ) -> None:
     file = write_config(tiny("train.rounds=2", *overrides), tmp_path)
-    said = raydfl("run", file)
-    assert said.code == 2
-    assert "failed after 2 of 2 rounds" in said.out
-    assert text in said.out
+    output = raydfl("run", file)
+    assert output.code == 2
+    assert "failed after 2 of 2 rounds" in output.out
+    assert text in output.out
     report = (tmp_path / "runs" / "tiny" / "report.html").read_text()
     assert "Worthless: " in report
-    said = raydfl("resume", tmp_path / "runs" / "tiny", "--json")
-    assert said.code == 2
-    end = said.events[-1]
+    output = raydfl("resume", tmp_path / "runs" / "tiny", "--json")
+    assert output.code == 2
+    end = output.events[-1]
     assert (end["status"], end["round"]) == ("failed", 2)
     assert [(problem["kind"], problem["worthless"]) for problem in end["problems"]] == [(kind, True)]
-    said = raydfl("run", file, "--quiet")
-    said.refuses(text.removeprefix("worthless: "))
-    assert said.out == ""
+    output = raydfl("run", file, "--quiet")
+    output.refuses(text.removeprefix("worthless: "))
+    assert output.out == ""
 
 
 def test_lowering_train_rounds_finishes_the_run(raydfl: Raydfl, tiny: Tiny, tmp_path: Path) -> None:
     raydfl("run", write_config(tiny("train.rounds=2"), tmp_path))
-    said = raydfl("resume", tmp_path / "runs" / "tiny", "train.rounds=1")
-    assert said.code == 0
-    assert "all 2 rounds are done" in said.out
-    assert "finished after 2 of 2 rounds" in said.out
+    output = raydfl("resume", tmp_path / "runs" / "tiny", "train.rounds=1")
+    assert output.code == 0
+    assert "all 2 rounds are done" in output.out
+    assert "finished after 2 of 2 rounds" in output.out
     assert json.loads((tmp_path / "runs" / "tiny" / "run.json").read_text())["id"] == "tiny"

@@ -47,8 +47,8 @@ def test_resume_on_other_kernels_is_recorded_with_a_warning(tiny: Tiny, monkeypa
     assert "other kernels" not in messages(4)
     resumes = about()["resumes"]
     assert isinstance(resumes, list)
-    assert [each["round"] for each in resumes] == [1, 2, 3]
-    assert [each["kernels"]["instruction_set"] for each in resumes] == [first["instruction_set"], "VSX", "VSX"]
+    assert [event["round"] for event in resumes] == [1, 2, 3]
+    assert [event["kernels"]["instruction_set"] for event in resumes] == [first["instruction_set"], "VSX", "VSX"]
     former = {key: value for key, value in about().items() if key not in ("kernels", "resumes")}
     (run_dir / "run.json").write_text(json.dumps(former))
     assert "other kernels" not in messages(5)

@@ -37,15 +37,15 @@ class Failing(FilesTracker):
 def read_tensorboard(folder: Path) -> Points:
     """Return the points by name from an event file's records: length, its checksum, event, its checksum."""
     (file,) = folder.glob("events.out.tfevents.*")
-    data, at, found = file.read_bytes(), 0, {}
+    data, at, read_points = file.read_bytes(), 0, {}
     while at < len(data):
         (length,) = struct.unpack_from("<Q", data, at)
         event = Event.FromString(data[at + 12 : at + 12 + length])
         at += 16 + length
         for value in event.summary.value:
             if value.HasField("simple_value"):
-                found.setdefault(value.tag, []).append((event.step, value.simple_value))
-    return found
+                read_points.setdefault(value.tag, []).append((event.step, value.simple_value))
+    return read_points
 
 
 def read_wandb(folder: Path) -> Points:
@@ -53,7 +53,7 @@ def read_wandb(folder: Path) -> Points:
     from wandb.proto.wandb_internal_pb2 import Record
 
     (file,) = folder.glob("offline-run-*/*.wandb")
-    data, at, whole, found = file.read_bytes(), 7, b"", {}
+    data, at, whole, read_points = file.read_bytes(), 7, b"", {}
     while at + 7 <= len(data):
         if 32768 - at % 32768 < 7:  # too short for a piece
             at += 32768 - at % 32768
@@ -67,8 +67,8 @@ def read_wandb(folder: Path) -> Points:
             }
             for name, value in values.items():
                 if not name.startswith("_"):
-                    found.setdefault(name, []).append((record.history.step.num, value))
-    return found
+                    read_points.setdefault(name, []).append((record.history.step.num, value))
+    return read_points
 
 
 @pytest.mark.parametrize("name", ["tensorboard", pytest.param("wandb", marks=pytest.mark.slow)])
@@ -82,17 +82,21 @@ def test_files_have_each_row_once_after_a_resume(name: str, tiny: Tiny) -> None:
     for row in to_rows(read_rows(outcome.run_dir)):
         if not row.client and row.array is None:
             wanted.setdefault(metric_name(row), []).append((row.round, row.value))
-    found = read(outcome.run_dir / name)
+    read_points = read(outcome.run_dir / name)
     assert {len(points) for key, points in wanted.items() if key == "test/model/accuracy"} == {3}
     for key, points in wanted.items():
-        assert found[key] == [(step, pytest.approx(value, rel=1e-6, nan_ok=True)) for step, value in sorted(points)]
+        assert read_points[key] == [
+            (step, pytest.approx(value, rel=1e-6, nan_ok=True)) for step, value in sorted(points)
+        ]
 
 
 def test_failed_tracker_warns_once_and_the_run_continues(tiny: Tiny, capsys: pytest.CaptureFixture[str]) -> None:
     also = f"track={{mlflow: false, also: ['{__file__}:Failing', tensorboard]}}"
     outcome = run(tiny("run.name=failing", "ray.actors=0", "train.rounds=4", also), Progress("lines"))
-    said = capsys.readouterr()
-    assert (said.out + said.err).count("Failing failed (OSError: the disk is full). The run continues without it") == 1
+    captured = capsys.readouterr()
+    assert (captured.out + captured.err).count(
+        "Failing failed (OSError: the disk is full). The run continues without it"
+    ) == 1
     assert outcome.finished
     assert max(step for step, _ in read_tensorboard(outcome.run_dir / "tensorboard")["work/clients"]) == 4
 

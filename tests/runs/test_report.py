@@ -86,7 +86,7 @@ class Page(HTMLParser):
         return text in " ".join(" ".join(self.text).split())
 
     def table(self, *header: str) -> list[list[str]]:
-        """The rows of the table whose header begins so."""
+        """Return the rows of the table with this start of the header."""
         for table in self.tables:
             if tuple(table[0][: len(header)]) == header:
                 return table[1:]
@@ -105,9 +105,9 @@ def open_page(tmp_path: Path, *folders: Path) -> Page:
 
 
 def find_value(rows: Sequence[MetricRow], round_index: int, split: str, metric: str) -> float:
-    found = [r.value for r in rows if (r.round, r.client, r.split, r.metric) == (round_index, "", split, metric)]
-    assert len(found) == 1
-    return found[0]
+    matches = [r.value for r in rows if (r.round, r.client, r.split, r.metric) == (round_index, "", split, metric)]
+    assert len(matches) == 1
+    return matches[0]
 
 
 def format_percent(number: float) -> str:
@@ -588,7 +588,7 @@ def test_groups_of_clients_over_rounds(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     make_run(folder, config("fedavg", rounds=3))
     groups = {1: [[0, 1, 1], [1, 0, 0]], 2: [[2, 1, 1], [1, 0, 0]], 3: [[2, 2, 1], [1, 0, 0]]}
-    rows = [server_row(r, "tasks/membership", np.nan, np.array(found, np.float64)) for r, found in groups.items()]
+    rows = [server_row(r, "tasks/membership", np.nan, np.array(matches, np.float64)) for r, matches in groups.items()]
     rows += [server_row(r, "tasks/purity", 1.0) for r in groups]
     write_rows(rows_path(folder, 3), rows)
     shown = open_page(tmp_path, folder)
@@ -597,8 +597,8 @@ def test_groups_of_clients_over_rounds(tmp_path: Path) -> None:
     assert shown.has("At the end: purity 1.00.")
     assert {"kind 1", "kind 2", "group 1", "group 2"} <= set(shown.svg_text)
     assert shown.svg_text.count("group 1") == 1
-    found = read_run(folder)
-    assert found.memberships[3].tolist() == groups[3]
+    matches = read_run(folder)
+    assert matches.memberships[3].tolist() == groups[3]
     # Clients by their kind: the second and third are of kind 1, the first of kind 2.
-    cells = draw_figures(found, "who is with whom")["who is with whom"].axes[0].collections[0].get_array()
+    cells = draw_figures(matches, "who is with whom")["who is with whom"].axes[0].collections[0].get_array()
     assert cells.filled(0).tolist() == [[1, 1, 2], [1, 1, 1], [0, 2, 2]]

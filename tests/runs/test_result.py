@@ -114,10 +114,10 @@ class Page(ModuleType):
 
 @pytest.fixture
 def page(monkeypatch: pytest.MonkeyPatch) -> Page:
-    found = Page()
-    monkeypatch.setitem(sys.modules, "IPython", found)
-    monkeypatch.setitem(sys.modules, "IPython.display", found.display_module)
-    return found
+    display = Page()
+    monkeypatch.setitem(sys.modules, "IPython", display)
+    monkeypatch.setitem(sys.modules, "IPython.display", display.display_module)
+    return display
 
 
 def test_notebook_overwrites_one_display(page: Page, capsys: pytest.CaptureFixture[str]) -> None:

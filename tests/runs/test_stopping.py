@@ -26,13 +26,13 @@ class RecordingProgress(Progress):
 
 
 @pytest.mark.parametrize(
-    ("number", "said"),
+    ("number", "messages"),
     [
         (signal.SIGINT, "stopping (press Ctrl-C again to stop at once)"),
         (signal.SIGTERM, "stopping"),  # a job's log is no keyboard
     ],
 )
-def test_first_signal_requests_a_stop_and_second_interrupts(number: signal.Signals, said: str) -> None:
+def test_first_signal_requests_a_stop_and_second_interrupts(number: signal.Signals, messages: str) -> None:
     before, recorder = signal.getsignal(number), RecordingProgress()
     with StopSignals(recorder, "stopping") as stop:
         assert not stop.asked
@@ -40,7 +40,7 @@ def test_first_signal_requests_a_stop_and_second_interrupts(number: signal.Signa
         assert stop.asked
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(number)
-    assert recorder.messages == [said]
+    assert recorder.messages == [messages]
     assert signal.getsignal(number) is before
 
 

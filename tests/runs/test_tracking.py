@@ -52,11 +52,11 @@ class Place:
 
         return MlflowClient(tracking_uri=f"sqlite:///{self.runs_dir}/mlflow.db")
 
-    def curve(self, run_id: str, name: str) -> list[tuple[int, float]]:
-        """Points as MLflow draws them: a round that was sent again lies on itself."""
-        return sorted(set(self.history(run_id, name)))
+    def read_curve(self, run_id: str, name: str) -> list[tuple[int, float]]:
+        """Return the points of MLflow's chart, where repeated rounds coincide."""
+        return sorted(set(self.read_history(run_id, name)))
 
-    def history(self, run_id: str, name: str) -> list[tuple[int, float]]:
+    def read_history(self, run_id: str, name: str) -> list[tuple[int, float]]:
         return sorted((item.step, item.value) for item in self.client().get_metric_history(run_id, name))
 
 
@@ -78,7 +78,7 @@ def make_rows(round_index: int) -> list[MetricRow]:
     ]
 
 
-def expected(rounds: range) -> list[tuple[int, float]]:
+def make_expected_points(rounds: range) -> list[tuple[int, float]]:
     return [(r, r / 10) for r in rounds]
 
 
@@ -106,8 +106,8 @@ def test_tracked_run_is_read_back(place: Place) -> None:
     assert len(run.data.params["long"]) == 6000
     assert run.data.tags["kind"] == "test"
     assert run.data.tags["raydfl.mirrored_round"] == "2"
-    assert sorted(run.data.metrics) == ["test/plugin/accuracy", "train/loss"]  # no client's, no matrix
-    assert place.history(run_id, "test/plugin/accuracy") == expected(range(3))
+    assert sorted(run.data.metrics) == ["test/plugin/accuracy", "train/loss"]  # no client metrics, no matrix
+    assert place.read_history(run_id, "test/plugin/accuracy") == make_expected_points(range(3))
     assert client.get_experiment(run.info.experiment_id).name == "my experiment"
     assert [item.path for item in client.list_artifacts(run_id)] == ["model", "report.html"]
     stored = list(place.runs_dir.glob("mlflow-artifacts/**/weights.safetensors"))
@@ -137,12 +137,12 @@ def test_rounds_are_tracked_once(place: Place) -> None:
     run_id = tracker.start("r", {"a": 1}, {})
     tracker.log_rows(place.commit(make_rows(1)))
     tracker.log_rows(make_rows(1) + place.commit(make_rows(2)))
-    again = place.tracker()
-    assert again.start("r", {"a": 2, "b": 3}, {"resumed": "yes"}, run_id) == run_id
+    second_tracker = place.tracker()
+    assert second_tracker.start("r", {"a": 2, "b": 3}, {"resumed": "yes"}, run_id) == run_id
     assert place.client().get_run(run_id).info.status == "RUNNING"
-    again.log_rows(make_rows(2))
-    again.log_rows(place.commit(make_rows(3)))
-    assert place.history(run_id, "test/plugin/accuracy") == expected(range(1, 4))
+    second_tracker.log_rows(make_rows(2))
+    second_tracker.log_rows(place.commit(make_rows(3)))
+    assert place.read_history(run_id, "test/plugin/accuracy") == make_expected_points(range(1, 4))
     data = place.client().get_run(run_id).data
     assert data.params == {"a": "1", "b": "3"}
     assert data.tags["resumed"] == "yes"
@@ -165,11 +165,11 @@ def test_crash_around_a_commit(place: Place, monkeypatch: pytest.MonkeyPatch, di
         with pytest.raises(KeyboardInterrupt):
             tracker.log_rows(place.commit(make_rows(2)))
     place.commit(make_rows(3))  # committed, and the process died before it was mirrored
-    again = place.tracker()
-    again.start("r", {}, {}, run_id)
-    again.log_rows(place.commit(make_rows(4)))
-    again.finish("FINISHED")
-    assert place.curve(run_id, "test/plugin/accuracy") == expected(range(1, 5))
+    second_tracker = place.tracker()
+    second_tracker.start("r", {}, {}, run_id)
+    second_tracker.log_rows(place.commit(make_rows(4)))
+    second_tracker.finish("FINISHED")
+    assert place.read_curve(run_id, "test/plugin/accuracy") == make_expected_points(range(1, 5))
     assert place.client().get_run(run_id).data.tags["raydfl.mirrored_round"] == "4"
     assert not place.warnings
 
@@ -183,9 +183,9 @@ class Outage:
         self.state = "fine"
         self.tries = 0
         for name in ("log_batch", "set_tag", "set_terminated", "log_artifact", "get_run"):
-            monkeypatch.setattr(MlflowClient, name, self._wrapped(getattr(MlflowClient, name)))
+            monkeypatch.setattr(MlflowClient, name, self._wrap(getattr(MlflowClient, name)))
 
-    def _wrapped(self, real: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             if self.state == "down":
                 self.tries += 1
@@ -219,7 +219,7 @@ def test_rounds_missed_in_a_failure_are_tracked_later(
     assert place.warnings[1].endswith("answers again and has all rounds up to round 4.")
     tracker.log_rows(place.commit(make_rows(5)))
     tracker.finish("FINISHED")
-    assert place.curve(run_id, "test/plugin/accuracy") == expected(range(1, 6))
+    assert place.read_curve(run_id, "test/plugin/accuracy") == make_expected_points(range(1, 6))
     assert len(place.warnings) == 2
 
 
@@ -237,7 +237,7 @@ def test_failed_store_is_retried_after_a_pause_and_at_the_end(place: Place, monk
     assert outage.tries == 1
     outage.state = "fine"
     tracker.finish("FINISHED")
-    assert place.history(run_id, "test/plugin/accuracy") == expected(range(1, 5))
+    assert place.read_history(run_id, "test/plugin/accuracy") == make_expected_points(range(1, 5))
     assert place.client().get_run(run_id).info.status == "FINISHED"
     assert [item.path for item in place.client().list_artifacts(run_id)] == ["note.txt"]
 
@@ -254,7 +254,7 @@ def test_rounds_missing_at_the_end_are_tracked_after_a_resume(place: Place, monk
     assert "lacks rounds after 1. They are in " in place.warnings[-1]
     outage.state = "fine"
     place.tracker().start("r", {}, {}, run_id)
-    assert place.history(run_id, "test/plugin/accuracy") == expected(range(1, 3))
+    assert place.read_history(run_id, "test/plugin/accuracy") == make_expected_points(range(1, 3))
 
 
 def test_lost_run_is_restored_from_the_metrics_table(place: Place) -> None:
@@ -262,11 +262,11 @@ def test_lost_run_is_restored_from_the_metrics_table(place: Place) -> None:
     first = tracker.start("r", {}, {})
     tracker.log_rows(place.commit(make_rows(1)))
     place.client().delete_run(first)
-    again = place.tracker()
-    second = again.start("r", {}, {}, first)
+    second_tracker = place.tracker()
+    second = second_tracker.start("r", {}, {}, first)
     assert second != first
     assert f"no longer has the run {first}" in place.warnings[0]
-    assert place.history(second, "test/plugin/accuracy") == expected(range(1, 2))
+    assert place.read_history(second, "test/plugin/accuracy") == make_expected_points(range(1, 2))
     assert place.tracker().start("r", {}, {}, "0" * 32) != second
 
 
@@ -428,17 +428,17 @@ def test_curves_of_earlier_versions_continue(place: Place, monkeypatch: pytest.M
     assert tracker.start("run", {}, {}, run_id) == run_id
     tracker.log_rows(place.commit(seconds(1)))
     assert sorted(place.client().get_run(run_id).data.metrics) == ["server/seconds/round"]
-    assert place.history(run_id, "server/seconds/round") == expected(range(2))
+    assert place.read_history(run_id, "server/seconds/round") == make_expected_points(range(2))
 
 
 def test_invalid_mlflow_names_become_valid_and_stay_unique() -> None:
     from mlflow.utils.validation import _validate_metric_name
 
     metrics = ["größe", "grÖße", "a//b", "../up", "x" * 400, "x" * 401, "a(b)", "a[b]", "'; drop", "tab\there", "/root"]
-    found = [metric_name(MetricRow(1, "train", "", "test", metric, 0, 1)) for metric in metrics]
-    for name in found:
+    metric_names = [metric_name(MetricRow(1, "train", "", "test", metric, 0, 1)) for metric in metrics]
+    for name in metric_names:
         _validate_metric_name(name)
-    assert len(set(found)) == len(metrics)
+    assert len(set(metric_names)) == len(metrics)
 
 
 def test_passwords_are_not_shown(tmp_path: Path) -> None:

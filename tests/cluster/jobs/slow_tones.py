@@ -1,4 +1,4 @@
-"""A data set with slow clips that logs the processes that read them."""
+"""A data set with slow clips and a log of the reading processes."""
 
 from __future__ import annotations
 

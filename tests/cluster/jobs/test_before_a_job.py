@@ -1,4 +1,4 @@
-"""Checks before training: clusters that require a token, and folders that a job would lose."""
+"""Checks before training: tokens of clusters, and folders lost with a job."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def cluster() -> Iterator[Callable[[grpc.StatusCode | None], Cluster]]:
         return started[-1]
 
     yield start
-    for one in started:
-        one.close()
+    for process in started:
+        process.close()
 
 
 @pytest.fixture(autouse=True)

@@ -66,20 +66,20 @@ def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
 
 
 def test_a_store_returns_the_uploaded_files(store: str, tmp_path: Path) -> None:
-    there = RemoteFolder(store, "look")
-    assert there.files() == {}
-    assert there.read("a/b") is None
+    remote = RemoteFolder(store, "look")
+    assert remote.files() == {}
+    assert remote.read("a/b") is None
     big = tmp_path / "big"
     big.write_bytes(bytes(range(256)) * 4096 * 20)  # 20 MiB: in several parts
-    there.upload(big, "a/big")
-    there.write("a/b", b"first")
-    there.write("a/b", b"second")
-    assert there.files() == {"a/big": 20 << 20, "a/b": 6}
-    assert there.read("a/b") == b"second"
-    there.download("a/big", tmp_path / "back", "")
+    remote.upload(big, "a/big")
+    remote.write("a/b", b"first")
+    remote.write("a/b", b"second")
+    assert remote.files() == {"a/big": 20 << 20, "a/b": 6}
+    assert remote.read("a/b") == b"second"
+    remote.download("a/big", tmp_path / "back", "")
     assert (tmp_path / "back").read_bytes() == big.read_bytes()
-    there.remove(["a/b", "never/there", "a/big"])
-    assert there.files() == {}
+    remote.remove(["a/b", "never/there", "a/big"])
+    assert remote.files() == {}
 
 
 def test_a_run_resumes_from_the_bucket_on_another_machine(store: str, tiny: Tiny, tmp_path: Path) -> None:
@@ -93,19 +93,19 @@ def test_a_run_resumes_from_the_bucket_on_another_machine(store: str, tiny: Tiny
     assert run(here("two")).finished
     folder = local_runs(store, tmp_path / "two") / "far"
     assert_same_bits(read_tensors(folder), reference)
-    there = RemoteFolder(place.below(store, "far"), "").files()
+    remote = RemoteFolder(place.below(store, "far"), "").files()
     preserved = {
         path.relative_to(folder).as_posix(): path.stat().st_size for path in folder.rglob("*") if path.is_file()
     }
-    assert there == {name: size for name, size in preserved.items() if not name.startswith(".")}
+    assert remote == {name: size for name, size in preserved.items() if not name.startswith(".")}
 
 
 def test_recordings_are_copied_from_a_bucket(store: str, tmp_path: Path) -> None:
-    there = RemoteFolder(store, "")
+    remote = RemoteFolder(store, "")
     for name in ("x/1.wav", "x/2.wav", "labels.csv"):
-        there.write(name, name.encode())
+        remote.write(name, name.encode())
     folder = fetch_recordings(store, tmp_path)
-    assert {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} == set(there.files())
+    assert {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} == set(remote.files())
     assert (folder / "x" / "2.wav").read_bytes() == b"x/2.wav"
     alone = fetch_recordings(place.below(store, "labels.csv"), tmp_path)
     assert alone.read_bytes() == b"labels.csv"

@@ -74,7 +74,7 @@ def local(config: Config) -> Path:
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    """Return the content of each file that a mirror contains, by name."""
+    """Return the mirrored content by file name."""
     return {
         path.relative_to(folder).as_posix(): path.read_bytes()
         for path in folder.rglob("*")

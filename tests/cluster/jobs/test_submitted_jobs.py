@@ -76,10 +76,10 @@ def test_a_stopped_job_resumes_to_the_same_bits(tiny: Tiny, head: Head, package:
     # Stopping commits the current round, whatever commit_every is.
     assert [event["round"] for event in events if event["event"] == "round"] == list(range(1, stopped + 1))
     shutil.rmtree(tmp_path / "cache")
-    again = head.job("submit", "--submission-id", "again", *PATIENCE, *command, "--json", folder=package)
-    assert again.returncode == 0, again.stdout + again.stderr
+    second_job = head.job("submit", "--submission-id", "again", *PATIENCE, *command, "--json", folder=package)
+    assert second_job.returncode == 0, second_job.stdout + second_job.stderr
     assert head.status("again") == "SUCCEEDED"
-    rounds = [event["round"] for event in parse_events(again.stdout) if event["event"] == "round"]
+    rounds = [event["round"] for event in parse_events(second_job.stdout) if event["event"] == "round"]
     assert rounds == list(range(stopped + 1, 31))
     assert_same_bits(known(tiny(*common, method=SLOW)), read_tensors(kept / "job"))
     # MLflow has one run, with absolute paths.
@@ -175,9 +175,9 @@ def test_the_cluster_prepares_features_and_a_stopped_job_resumes(head: Head, pac
     done = {path.name for path in (tmp_path / "cache").glob("*.parts/*.npz")}
     assert head.job("stop", "prepare").returncode == 0
     assert head.status("prepare") == "STOPPED"
-    again = head.job("submit", *command, folder=package)
-    assert again.returncode == 0, again.stdout + again.stderr
-    assert "Features are ready: 24 clients" in parse_events(again.stdout)[-1]["text"]  # type: ignore[operator]
+    second_job = head.job("submit", *command, folder=package)
+    assert second_job.returncode == 0, second_job.stdout + second_job.stderr
+    assert "Features are ready: 24 clients" in parse_events(second_job.stdout)[-1]["text"]  # type: ignore[operator]
     assert len(list((tmp_path / "cache").glob("*/store.json"))) == 1
     lines = [line.split() for line in log.read_text().splitlines()]
     clips = Counter(clip for clip, _ in lines)
@@ -209,9 +209,9 @@ def test_a_sweep_runs_in_parallel_and_resumes_after_a_stop(
     texts = [str(event.get("text")) for event in parse_events(head.job("logs", "sweep").stdout)]
     assert any(text.startswith("4 runs to do, 3 at a time") for text in texts), texts
     assert any("runs are not finished. Run the same command to continue them." in text for text in texts), texts
-    again = head.job("submit", *PATIENCE, *command, folder=package)
-    assert again.returncode == 0, again.stdout + again.stderr
-    assert "continuing after round" in again.stdout
+    second_job = head.job("submit", *PATIENCE, *command, folder=package)
+    assert second_job.returncode == 0, second_job.stdout + second_job.stderr
+    assert "continuing after round" in second_job.stdout
     assert {read_rounds(path.parent) for path in folder.glob("*/run.json")} == {40}
     assert len((folder / "grid.csv").read_text().splitlines()) > 2
     run_dir = next(folder.glob("*0.2*seed=2*"))

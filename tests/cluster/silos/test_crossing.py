@@ -53,11 +53,11 @@ def test_only_shared_data_cross_the_network(silos: Callable[..., Config], tmp_pa
         check=False,
     )
     assert process.returncode == 0, process.stderr[-3000:]
-    found = json.loads(process.stdout.splitlines()[-1])
-    assert found["lost"] == 0
-    assert found["equal"]
-    count, seen = found["shared"]
+    matches = json.loads(process.stdout.splitlines()[-1])
+    assert matches["lost"] == 0
+    assert matches["equal"]
+    count, seen = matches["shared"]
     assert seen == count > 0
-    for kind, (count, seen) in found["private"].items():
+    for kind, (count, seen) in matches["private"].items():
         assert count > 5, kind
         assert seen == 0, kind

@@ -141,9 +141,9 @@ def test_training_and_evaluation_happen_at_all_sites(silos: Silos) -> None:
     _, confusion = run.confusions["test", "plugin/confusion"]
     assert confusion.sum() == sum(tests)
     for site in config.data.sites:
-        kept = [load_site(config, site), *load_site(config, site).rglob("*")]
-        assert {oct(path.stat().st_mode & 0o777) for path in kept if path.is_dir()} == {"0o700"}
-        assert {oct(path.stat().st_mode & 0o777) for path in kept if path.is_file()} == {"0o600"}
+        preserved = [load_site(config, site), *load_site(config, site).rglob("*")]
+        assert {oct(path.stat().st_mode & 0o777) for path in preserved if path.is_dir()} == {"0o700"}
+        assert {oct(path.stat().st_mode & 0o777) for path in preserved if path.is_file()} == {"0o600"}
         assert (config.data.sites[site].folder / "cache").stat().st_mode & 0o777 == 0o700
 
 
@@ -247,9 +247,9 @@ def test_site_state_survives_a_power_cut(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_sweep_leaves_the_recordings_to_the_sites(silos: Silos, tmp_path: Path) -> None:
     values = silos().model_dump(mode="json")
-    kept = {key: values["data"][key] for key in ("cache", "features")}
+    preserved = {key: values["data"][key] for key in ("cache", "features")}
     site = {"root": str(tmp_path / "not here"), "folder": str(tmp_path / "north")}
-    values["data"] = {"name": "folder", "sites": {"north": site}, **kept}
+    values["data"] = {"name": "folder", "sites": {"north": site}, **preserved}
     cell = SimpleNamespace(config=make_config(values), run_dir=tmp_path / "run", name="cell")
     prepare([cast(Any, cell)], Progress("quiet"))
 
@@ -325,13 +325,13 @@ def test_a_site_with_a_missing_folder_is_reported(silos: Silos) -> None:
     config = silos()
     create(config, Progress("quiet"))
     key = get_folder(config) / "sites.key"
-    kept = key.read_text()
+    preserved = key.read_text()
     key.write_text("../../x")
     with pytest.raises(
         RunDirectoryError, match=r"sites.key is missing or damaged \('../../x' is not the name of a file"
     ):
         runs.resume(get_folder(config))
-    key.write_text(kept)
+    key.write_text(preserved)
     shutil.rmtree(config.data.sites["south"].folder)
     with pytest.raises(RunDirectoryError, match="site 'south'"):
         runs.resume(get_folder(config))
@@ -347,8 +347,10 @@ def test_a_class_without_training_clips_is_reported(silos: Silos) -> None:
     only_tests = {"classes": 3, "test_takes": 8, "takes": 0, "speakers": 1}
     with pytest.raises(DataError, match="no client of any site has a training clip of label 'tone2'"):
         create(silos(north={"classes": 2}, south=only_tests), Progress("quiet"))
-    kept = create(silos("data.unseen=keep", "run.name=kept", north={"classes": 2}, south=only_tests), Progress("quiet"))
-    assert "tone2" in Population.load(kept / "population").classes
+    preserved = create(
+        silos("data.unseen=keep", "run.name=kept", north={"classes": 2}, south=only_tests), Progress("quiet")
+    )
+    assert "tone2" in Population.load(preserved / "population").classes
 
 
 def test_paths_of_a_site_must_be_absolute(tiny: Silos) -> None:

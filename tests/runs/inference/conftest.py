@@ -1,30 +1,30 @@
-"""The runs that the tests here share."""
+"""Fixtures: finished runs shared by tests of inference."""
 
 from __future__ import annotations
 
 import pytest
 from commands import Raydfl
-from used_runs import Finished, finished
+from used_runs import Finished, execute_run
 
 
 @pytest.fixture(scope="session")
 def mutual(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """FedMLAC on clips of one length: a shared plug-in, private models of two architectures."""
-    return finished(tmp_path_factory.mktemp("mutual"))
+    """Execute FedMLAC on clips of equal length, with a shared plug-in and private models of two architectures."""
+    return execute_run(tmp_path_factory.mktemp("mutual"))
 
 
 @pytest.fixture(scope="session")
 def segmented(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """FedMLAC on clips of several lengths, some of them cut into segments."""
+    """Execute FedMLAC on clips of different lengths. Long clips are cut into segments."""
     segment = {"frames": 30, "stride": 10, "test_stride": 7}
-    return finished(tmp_path_factory.mktemp("segmented"), uneven=True, features={}, data={"segment": segment})
+    return execute_run(tmp_path_factory.mktemp("segmented"), uneven=True, features={}, data={"segment": segment})
 
 
 @pytest.fixture(scope="session")
 def averaging_logits(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """Test clips in segments, of whose logits the mean is taken."""
+    """Execute a run that averages the logits of test segments."""
     crop = {"name": "random_crop", "size": 15, "test": "segments"}
-    return finished(
+    return execute_run(
         tmp_path_factory.mktemp("logits"),
         uneven=True,
         features={},
@@ -37,5 +37,6 @@ def averaging_logits(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 
 @pytest.fixture
 def raydfl(capfd: pytest.CaptureFixture[str]) -> Raydfl:
-    """The command line."""
+    """Capture the output of the command line."""
+
     return Raydfl(capfd)

@@ -1,4 +1,4 @@
-"""Models that no run has trained, with the front ends of runs, for the tests of graphs that take samples."""
+"""Untrained models with the front ends of runs, for tests of graphs with samples as input."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from raydfl.runs.inference.model import RunModel
 CLASSES = ("a", "b", "c")
 
 
-def untrained(architecture: str, average: str = "probabilities", options: Any = (), **data: Any) -> RunModel:
-    """A model with large weights, so that small differences of features show, for clips as ``data`` says."""
+def make_untrained_model(architecture: str, average: str = "probabilities", options: Any = (), **data: Any) -> RunModel:
+    """Make a model for clips with the settings ``data``. Large weights expose small differences of features."""
     settings = DataSettings.model_validate({"name": "spoken_words", "features": FEATURES, **data})
     features, segment, cut = settings.features, settings.first_view.test_segments, settings.first_view.pipeline.cut
     length = features.frames

@@ -1,4 +1,4 @@
-"""ONNX files. Oracle: the network in PyTorch on random batches of several sizes, and recordings all the way through."""
+"""ONNX files. Oracles: the network in PyTorch on random batches of several sizes, and predictions of recordings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import soundfile
 import torch
 from commands import Raydfl
 from torch import nn
-from used_runs import FEATURES, TINY, Finished, configure, finished
+from used_runs import FEATURES, TINY, Finished, execute_run, make_run_config
 
 from raydfl import classify, export_model, load_model, read_rows
 from raydfl.core.errors import InputError, ResourcesError
@@ -35,28 +35,27 @@ OF_FRAMES = [
     name
     for name in architectures()
     if getattr(find_architecture(name, "")[0], "images", False) is not True
-    and name
-    not in ("fusion", "pretrained", "ssast_small", "ssast_base")  # two are for features of their own, two are large
+    and name not in ("fusion", "pretrained", "ssast_small", "ssast_base")  # two need special features, two are large
 ]
 
 
 @pytest.fixture(scope="session")
-def exported(mutual: Finished, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def exported_model(mutual: Finished, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return export_model(mutual.folder, tmp_path_factory.mktemp("export") / "plugin.onnx")
 
 
 @pytest.fixture(scope="session")
-def with_lengths(segmented: Finished, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def model_with_lengths(segmented: Finished, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return export_model(segmented.folder, tmp_path_factory.mktemp("export") / "plugin.onnx")
 
 
-def session(path: Path) -> Any:
+def open_session(path: Path) -> Any:
     import onnxruntime
 
     return onnxruntime.InferenceSession(path)
 
 
-def batch(model: RunModel, items: int, frames: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+def make_batch(model: RunModel, items: int, frames: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     random = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, frames + 1, (items,), generator=random)
     lengths[-1] = frames
@@ -65,20 +64,20 @@ def batch(model: RunModel, items: int, frames: int, seed: int) -> tuple[torch.Te
 
 
 @pytest.mark.parametrize(("items", "frames"), [(1, 8), (1, 26), (2, 9), (7, 133)])
-def test_the_graph_computes_what_the_network_does(mutual: Finished, exported: Any, items: int, frames: int) -> None:
+def test_the_graph_agrees_with_the_network(mutual: Finished, exported_model: Any, items: int, frames: int) -> None:
     model = load_model(mutual.folder)
-    x, _ = batch(model, items, frames, frames)
-    logits, probabilities = session(exported.path).run(["logits", "probabilities"], {"x": x.numpy()})
+    x, _ = make_batch(model, items, frames, frames)
+    logits, probabilities = open_session(exported_model.path).run(["logits", "probabilities"], {"x": x.numpy()})
     expected = model.logits(x, None)
     np.testing.assert_allclose(logits, expected, atol=1e-5)
     np.testing.assert_allclose(probabilities, expected.softmax(1), atol=1e-6)
 
 
 @pytest.mark.parametrize(("items", "frames"), [(1, 8), (1, 30), (3, 31), (6, 90)])
-def test_lengths_leave_padding_out(segmented: Finished, with_lengths: Any, items: int, frames: int) -> None:
+def test_lengths_exclude_padding(segmented: Finished, model_with_lengths: Any, items: int, frames: int) -> None:
     model = load_model(segmented.folder)
-    x, lengths = batch(model, items, frames, frames)
-    run = session(with_lengths.path)
+    x, lengths = make_batch(model, items, frames, frames)
+    run = open_session(model_with_lengths.path)
     (logits,) = run.run(["logits"], {"x": x.numpy(), "lengths": lengths.numpy()})
     np.testing.assert_allclose(logits, model.logits(x, lengths), atol=1e-5)
     more = np.concatenate([x.numpy(), np.zeros((items, 11, x.shape[2]), np.float32)], axis=1)
@@ -86,10 +85,10 @@ def test_lengths_leave_padding_out(segmented: Finished, with_lengths: Any, items
     np.testing.assert_allclose(padded, logits, atol=1e-5)
 
 
-def test_a_gru_is_one_node(exported: Any, with_lengths: Any) -> None:
+def test_a_gru_is_one_node(exported_model: Any, model_with_lengths: Any) -> None:
     import onnx
 
-    for path in (exported.path, with_lengths.path):
+    for path in (exported_model.path, model_with_lengths.path):
         proto = onnx.load(path)
         onnx.checker.check_model(proto, full_check=True)
         kinds = Counter(node.op_type for node in proto.graph.node)
@@ -97,60 +96,60 @@ def test_a_gru_is_one_node(exported: Any, with_lengths: Any) -> None:
         assert {node.domain for node in proto.graph.node} == {""}
 
 
-def test_the_description(mutual: Finished, exported: Any, with_lengths: Any) -> None:
+def test_the_description_is_complete(mutual: Finished, exported_model: Any, model_with_lengths: Any) -> None:
     import onnx
 
-    said = json.loads(exported.description_path.read_text())
-    assert said == exported.description
-    properties = {entry.key: entry.value for entry in onnx.load(exported.path).metadata_props}
-    assert json.loads(properties["raydfl"]) == said
-    assert (said["model"], said["client"], said["round"], said["run"]) == ("plugin", None, 2, "run")
-    assert said["classes"] == ["high", "low", "middle"]
-    assert said["parameters"] == sum(p.numel() for p in load_model(mutual.folder).network.parameters())
-    assert said["onnx"]["inputs"]["x"]["shape"] == ["batch", "any", 16]
-    assert "lengths" not in said["onnx"]["inputs"]
-    assert with_lengths.description["onnx"]["inputs"]["lengths"]["dtype"] == "int64"
-    assert with_lengths.description["front_end"]["segments"]["stride"] == 7
-    assert 0 <= said["onnx"]["largest_difference_to_pytorch"] == exported.difference < 1e-5
-    front_end = said["front_end"]
+    output = json.loads(exported_model.description_path.read_text())
+    assert output == exported_model.description
+    properties = {entry.key: entry.value for entry in onnx.load(exported_model.path).metadata_props}
+    assert json.loads(properties["raydfl"]) == output
+    assert (output["model"], output["client"], output["round"], output["run"]) == ("plugin", None, 2, "run")
+    assert output["classes"] == ["high", "low", "middle"]
+    assert output["parameters"] == sum(p.numel() for p in load_model(mutual.folder).network.parameters())
+    assert output["onnx"]["inputs"]["x"]["shape"] == ["batch", "any", 16]
+    assert "lengths" not in output["onnx"]["inputs"]
+    assert model_with_lengths.description["onnx"]["inputs"]["lengths"]["dtype"] == "int64"
+    assert model_with_lengths.description["front_end"]["segments"]["stride"] == 7
+    assert 0 <= output["onnx"]["largest_difference_to_pytorch"] == exported_model.difference < 1e-5
+    front_end = output["front_end"]
     assert front_end["spectrogram"]["window_samples"] == 200
     assert front_end["spectrogram"]["fft"] == mutual.config.data.features.points
     assert front_end["pad"]["frames"] == 26
     assert front_end["cut"]["samples"] == 2000
 
 
-def test_recordings_through_the_exported_model(segmented: Finished, with_lengths: Any) -> None:
-    """The steps of the description, done by hand."""
-    segment = with_lengths.description["front_end"]["segments"]
-    run, extractor = session(with_lengths.path), FeatureExtractor(segmented.config.data.features)
+def test_recordings_through_the_exported_model(segmented: Finished, model_with_lengths: Any) -> None:
+    """Execute the steps of the description by hand."""
+    segment = model_with_lengths.description["front_end"]["segments"]
+    run, extractor = open_session(model_with_lengths.path), FeatureExtractor(segmented.config.data.features)
     for prediction in classify(segmented.folder, segmented.test_files[:6]):
         matrix = extractor(*soundfile.read(prediction.file, dtype="float32", always_2d=True))
         starts = range(0, max(1, len(matrix) - segment["frames"] + 1), segment["stride"])
-        found = []
+        actual = []
         for start in starts:
             x = matrix[start : start + segment["frames"]]
             (part,) = run.run(["probabilities"], {"x": x[None], "lengths": np.array([len(x)])})
-            found.append(part[0])
-        np.testing.assert_allclose(np.mean(found, axis=0), prediction.probabilities, atol=1e-5)
+            actual.append(part[0])
+        np.testing.assert_allclose(np.mean(actual, axis=0), prediction.probabilities, atol=1e-5)
 
 
 @pytest.fixture
-def exported_before(exported: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The network's graph, which takes the exporter seconds, as it was exported before."""
+def cached_graph(exported_model: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Reuse the exported graph of the network, because an export takes seconds."""
     from raydfl.runs.inference.network import Graph
 
-    graph = Graph(exported.path.read_bytes(), None, False, exported.difference)
+    graph = Graph(exported_model.path.read_bytes(), None, False, exported_model.difference)
     monkeypatch.setattr("raydfl.runs.inference.network.to_onnx", lambda model, with_lengths=None: graph)
     return graph
 
 
-def test_samples_in_answers_out(raydfl: Raydfl, mutual: Finished, exported_before: Any) -> None:
-    """On the run's own test recordings, by the file alone."""
+def test_the_exported_file_classifies_samples(raydfl: Raydfl, mutual: Finished, cached_graph: Any) -> None:
+    """The file alone classifies the run's test recordings."""
     import onnx
 
-    said = raydfl("export", mutual.folder, "--input", "wave")
-    assert said.code == 0, said.err
-    assert "largest difference to raydfl predict: " in said.out
+    output = raydfl("export", mutual.folder, "--input", "wave")
+    assert output.code == 0, output.err
+    assert "largest difference to raydfl predict: " in output.out
     path = mutual.folder / "export" / "plugin-wave.onnx"
     properties = {entry.key: entry.value for entry in onnx.load(path).metadata_props}
     assert properties["sample_rate"] == "8000"
@@ -160,17 +159,17 @@ def test_samples_in_answers_out(raydfl: Raydfl, mutual: Finished, exported_befor
     assert json.loads(properties["raydfl"]) == about
     for prediction in classify(mutual.folder, mutual.test_files):
         samples = soundfile.read(prediction.file, dtype="float32")[0]
-        (found,) = session(path).run(["probabilities"], {"samples": samples[None]})
-        np.testing.assert_allclose(found[0], prediction.probabilities, atol=1e-5)
+        (actual,) = open_session(path).run(["probabilities"], {"samples": samples[None]})
+        np.testing.assert_allclose(actual[0], prediction.probabilities, atol=1e-5)
 
 
 @pytest.mark.slow
-def test_int8_and_its_accuracy(raydfl: Raydfl, mutual: Finished, exported_before: Any) -> None:
-    """Both accuracies by hand: of predict, and of the file in int8 on the test recordings."""
+def test_int8_export_reports_its_accuracy(raydfl: Raydfl, mutual: Finished, cached_graph: Any) -> None:
+    """Oracle: the accuracies of predict and of the int8 file on the test recordings."""
     import onnx
 
-    said = raydfl("export", mutual.folder, "--input", "wave", "--quantize", "int8")
-    assert said.code == 0, said.err
+    output = raydfl("export", mutual.folder, "--input", "wave", "--quantize", "int8")
+    assert output.code == 0, output.err
     path = mutual.folder / "export" / "plugin-wave-int8.onnx"
     kinds = Counter(node.op_type for node in onnx.load(path).graph.node)
     assert kinds["QuantizeLinear"] >= 2
@@ -178,29 +177,29 @@ def test_int8_and_its_accuracy(raydfl: Raydfl, mutual: Finished, exported_before
     classes, right = about["classes"], {"float32": 0, "int8": 0}
     for prediction, label in zip(classify(mutual.folder, mutual.test_files), mutual.labels, strict=True):
         samples = soundfile.read(prediction.file, dtype="float32")[0]
-        (found,) = session(path).run(["probabilities"], {"samples": samples[None]})
-        assert 0 < np.abs(found[0] - prediction.probabilities).max() < 0.1
+        (actual,) = open_session(path).run(["probabilities"], {"samples": samples[None]})
+        assert 0 < np.abs(actual[0] - prediction.probabilities).max() < 0.1
         right["float32"] += prediction.label == label
-        right["int8"] += classes[int(found.argmax())] == label
+        right["int8"] += classes[int(actual.argmax())] == label
     count, measured = len(mutual.labels), about["quantised"]["measured"]
     assert (measured["metric"], measured["split"], measured["clips"]) == ("accuracy", "test", count)
     for kind, number in right.items():
         assert measured[kind] == pytest.approx(number / count)
-        assert f"{kind} {number / count:.4f}" in said.out
+        assert f"{kind} {number / count:.4f}" in output.out
 
 
-def test_a_clients_own_model(raydfl: Raydfl, mutual: Finished) -> None:
-    client = mutual.trained()[0]
-    said = raydfl("export", mutual.folder, "--client", client)
-    assert said.code == 0, said.err
+def test_a_clients_model_is_exported(raydfl: Raydfl, mutual: Finished) -> None:
+    client = mutual.list_trained()[0]
+    output = raydfl("export", mutual.folder, "--client", client)
+    assert output.code == 0, output.err
     path = mutual.folder / "export" / f"local-{client}.onnx"
-    first, second, which, third = said.out.splitlines()
+    first, second, which, third = output.out.splitlines()
     assert [Path(first), Path(second)] == [path, path.with_suffix(".json")]
     assert which == f"round {json.loads(Path(second).read_text())['round']}"
     assert third.startswith("largest difference to PyTorch: ")
-    x, _ = batch(load_model(mutual.folder), 3, 26, 0)
-    expected = mutual.step(client).models["local"].eval()(x, None).detach()
-    np.testing.assert_allclose(session(path).run(["logits"], {"x": x.numpy()})[0], expected, atol=1e-5)
+    x, _ = make_batch(load_model(mutual.folder), 3, 26, 0)
+    expected = mutual.make_step(client).models["local"].eval()(x, None).detach()
+    np.testing.assert_allclose(open_session(path).run(["logits"], {"x": x.numpy()})[0], expected, atol=1e-5)
     assert json.loads(path.with_suffix(".json").read_text())["client"] == client
 
 
@@ -217,27 +216,27 @@ def test_a_detector_gives_scores(raydfl: Raydfl, tmp_path: Path, monkeypatch: py
     }
     objective = {"name": "reconstruct", "size": 4, "bins": 4, "hidden": 16, "normal": ["normal"]}
     parts: dict[str, Any] = {"method": {"name": "fedavg"}, "models": {"model": TINY}, "objective": objective}
-    config = configure(tmp_path, tmp_path, whole_data=data, **parts)
+    config = make_run_config(tmp_path, tmp_path, whole_data=data, **parts)
     train_federation(config)
     folder = Path(config.run.dir) / "run"
-    said = raydfl("export", folder)
-    assert said.code == 0, said.err
-    path = Path(said.out.splitlines()[0])
+    output = raydfl("export", folder)
+    assert output.code == 0, output.err
+    path = Path(output.out.splitlines()[0])
     about = json.loads(path.with_suffix(".json").read_text())
     assert set(about["onnx"]["outputs"]) == {"score"}
     rows = read_rows(folder).to_pylist()
     thresholds = [row["value"] for row in rows if row["metric"] == "model/threshold" and not row["client"]]
     assert about["threshold"]["value"] == pytest.approx(thresholds[-1])
     model = load_model(folder)
-    x, _ = batch(model, 3, model.length or 9, 0)
-    found = session(path).run(["score"], {"x": x.numpy()})[0]
-    np.testing.assert_allclose(found, model.logits(x, None).numpy(), rtol=1e-4)
+    x, _ = make_batch(model, 3, model.length or 9, 0)
+    actual = open_session(path).run(["score"], {"x": x.numpy()})[0]
+    np.testing.assert_allclose(actual, model.logits(x, None).numpy(), rtol=1e-4)
     graph = Graph(path.read_bytes(), None, False, 0.0)
-    monkeypatch.setattr("raydfl.runs.inference.network.to_onnx", lambda *_: graph)  # that takes seconds
+    monkeypatch.setattr("raydfl.runs.inference.network.to_onnx", lambda *_: graph)  # takes seconds
     heard = export_model(folder, input="wave")
     assert heard.description["threshold"] == about["threshold"]
     samples = np.random.default_rng(0).standard_normal(1500).astype(np.float32)
-    (score,) = session(heard.path).run(["score"], {"samples": samples[None]})
+    (score,) = open_session(heard.path).run(["score"], {"samples": samples[None]})
     assert score[0] == pytest.approx(FrontEnd(model).answer_to(samples, 8000), rel=1e-4)
 
 
@@ -250,25 +249,26 @@ def test_a_detector_gives_scores(raydfl: Raydfl, tmp_path: Path, monkeypatch: py
         for name in OF_FRAMES
     ],
 )
-def test_every_architecture(mutual: Finished, architecture: str, lengths: bool) -> None:
-    """The check in the export itself is the oracle: it refuses what differs."""
+def test_every_architecture_is_exported(mutual: Finished, architecture: str, lengths: bool) -> None:
+    """Oracle: the check of the export, which rejects differences."""
     from raydfl.runs.inference.network import to_onnx
 
     graph = to_onnx(
-        made(mutual, build_model(ModelSpec("m", architecture, 16, 3)), architecture, None if lengths else 26)
+        make_model(mutual, build_model(ModelSpec("m", architecture, 16, 3)), architecture, None if lengths else 26)
     )
     assert (graph.frames, graph.lengths) == (None, lengths)
     assert graph.difference < 1e-5
 
 
-def made(run: Finished, network: nn.Module, architecture: str, length: int | None) -> RunModel:
-    """A model that no run has trained."""
+def make_model(run: Finished, network: nn.Module, architecture: str, length: int | None) -> RunModel:
+    """Return an untrained model."""
+
     spec, data = ModelSpec("m", architecture, 16, 3), run.config.data
     return RunModel(run.folder, "m", "", 2, network.eval(), spec, ("a", "b", "c"), data, data.first_view, length)
 
 
 class Pooled(nn.Module):
-    """A network whose layer the exporter can only trace for one number of frames."""
+    """A network that the exporter can trace only for a fixed number of frames."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -289,8 +289,8 @@ class Branching(nn.Module):
         return self.output(x.mean(1) if x.sum() > 0 else x.amax(1))
 
 
-class Torchs(nn.Module):
-    """PyTorch's own GRU, without biases, and what it ends with."""
+class TorchGru(nn.Module):
+    """PyTorch's GRU without biases, and its final state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -303,7 +303,7 @@ class Torchs(nn.Module):
 
 
 class Uncopied(Branching):
-    """A network that keeps what cannot be copied: a tensor that was computed from its weights."""
+    """A network with a tensor computed from its weights, which cannot be copied."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -314,26 +314,24 @@ class Uncopied(Branching):
 
 
 @pytest.mark.slow
-def test_networks_of_ones_own(mutual: Finished, capfd: pytest.CaptureFixture[str]) -> None:
+def test_user_networks_are_exported(mutual: Finished, capfd: pytest.CaptureFixture[str]) -> None:
     from raydfl.runs.inference.network import to_onnx
 
-    graph = to_onnx(made(mutual, Torchs(), "mine.py:Torchs", 26))
+    graph = to_onnx(make_model(mutual, TorchGru(), "mine.py:Torchs", 26))
     assert graph.frames is None
-    assert to_onnx(made(mutual, Pooled(), "mine.py:Pooled", 26)).frames == 26
+    assert to_onnx(make_model(mutual, Pooled(), "mine.py:Pooled", 26)).frames == 26
     capfd.readouterr()
     for network, length in ((Pooled(), None), (Branching(), 26), (Uncopied(), 26)):
         name = f"mine.py:{type(network).__name__}"
         with pytest.raises(
             InputError, match=rf"model 'm' \({name}\) cannot be exported to ONNX: .*traceable by torch.export"
         ):
-            to_onnx(made(mutual, network, name, length))
-        assert capfd.readouterr() == ("", "")  # and no pages of the exporter's own code
+            to_onnx(make_model(mutual, network, name, length))
+        assert capfd.readouterr() == ("", "")  # without pages of the exporter's code
 
 
-def test_a_graph_that_disagrees_is_not_written(
-    mutual: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("raydfl.runs.inference.network._reorder_gates", lambda gates: gates)  # the mistake to be found
+def test_a_wrong_graph_is_not_written(mutual: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raydfl.runs.inference.network._reorder_gates", lambda gates: gates)  # the injected error
     with pytest.raises(
         InputError,
         match=r"the ONNX graph of model 'plugin' \(crnn_tiny\) differs from raydfl predict by .*nothing was written",
@@ -342,8 +340,8 @@ def test_a_graph_that_disagrees_is_not_written(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_refusals(
-    raydfl: Raydfl, mutual: Finished, exported: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_unsupported_exports_are_rejected(
+    raydfl: Raydfl, mutual: Finished, exported_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from raydfl.runs.inference.network import Graph
 
@@ -354,8 +352,8 @@ def test_refusals(
         export_model(mutual.folder, input="samples")  # type: ignore[arg-type]
     raydfl("export", mutual.folder, "--model", "local").refuses("model 'local' of this run is not shared as a whole")
     (tmp_path / "file").write_text("")
-    graph = Graph(exported.path.read_bytes(), None, False, 0.0)
-    monkeypatch.setattr("raydfl.runs.inference.network.to_onnx", lambda *_: graph)  # that takes seconds
+    graph = Graph(exported_model.path.read_bytes(), None, False, 0.0)
+    monkeypatch.setattr("raydfl.runs.inference.network.to_onnx", lambda *_: graph)  # takes seconds
     with pytest.raises(ResourcesError, match=r"x\.onnx cannot be written.*--out"):
         export_model(mutual.folder, tmp_path / "file" / "x.onnx")
     find = importlib.util.find_spec
@@ -364,7 +362,7 @@ def test_refusals(
 
 
 @pytest.mark.slow
-def test_a_fixed_number_of_frames_is_said(tmp_path: Path) -> None:
+def test_a_fixed_number_of_frames_is_reported(tmp_path: Path) -> None:
     network = tmp_path / "mine.py"
     network.write_text(
         "import torch\nfrom torch import nn\n\n\nclass Pooled(nn.Module):\n"
@@ -372,8 +370,8 @@ def test_a_fixed_number_of_frames_is_said(tmp_path: Path) -> None:
         "    def forward(self, x, lengths=None):\n"
         "        return self.output(nn.functional.max_pool1d(x.transpose(1, 2), 2).mean(dim=2))\n"
     )
-    run = finished(tmp_path, method={"name": "fedavg"}, models={"model": {"name": f"{network}:Pooled"}})
-    said = export_model(run.folder)
-    assert said.path == run.folder / "export" / "model.onnx"
-    assert said.description["onnx"]["inputs"]["x"]["shape"] == ["batch", 26, 16]
-    assert said.description["architecture"]["name"] == f"{network}:Pooled"
+    run = execute_run(tmp_path, method={"name": "fedavg"}, models={"model": {"name": f"{network}:Pooled"}})
+    output = export_model(run.folder)
+    assert output.path == run.folder / "export" / "model.onnx"
+    assert output.description["onnx"]["inputs"]["x"]["shape"] == ["batch", 26, 16]
+    assert output.description["architecture"]["name"] == f"{network}:Pooled"

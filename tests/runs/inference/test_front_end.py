@@ -1,4 +1,4 @@
-"""The front end that docs/using.md prints, in NumPy, against raydfl's own features; its program against raydfl's predictions."""
+"""The NumPy front end and program of docs/using.md, compared with raydfl's features and predictions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from used_runs import FEATURES, RATE, Finished, wave
+from used_runs import FEATURES, RATE, Finished, make_wave
 
 from raydfl import classify, export_model
 from raydfl.data.features.extractor import FeatureExtractor
@@ -27,7 +27,8 @@ PAGE = Path(__file__).parents[3] / "docs" / "using.md"
 
 
 def write_program(name: str, folder: Path) -> Path:
-    """A file that the page prints."""
+    """Write a program printed on the page to a file."""
+
     text = re.search(rf"```python\n(# {name}\n.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     assert text is not None
     path = folder / name
@@ -46,7 +47,7 @@ def front_end(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
     return module
 
 
-def described(features: FeatureSettings, segment: SegmentSettings | None = None) -> dict[str, Any]:
+def describe(features: FeatureSettings, segment: SegmentSettings | None = None) -> dict[str, Any]:
     return describe_front_end(DataSettings(name="spoken_words", features=features, segment=segment).first_view)
 
 
@@ -82,75 +83,77 @@ def described(features: FeatureSettings, segment: SegmentSettings | None = None)
     ],
     ids=["plain", "cut", "odd", "fedaudio", "fedstar", "slaney"],
 )
-def test_the_printed_front_end_is_raydfls(front_end: ModuleType, features: dict[str, Any], seconds: float) -> None:
+def test_the_printed_front_end_agrees_with_raydfl(
+    front_end: ModuleType, features: dict[str, Any], seconds: float
+) -> None:
     settings = FeatureSettings(**features)
-    said = described(settings)
-    tone = np.stack([wave(1, "middle", 0, seconds), wave(2, "low", 0, seconds)], axis=1)
+    output = describe(settings)
+    tone = np.stack([make_wave(1, "middle", 0, seconds), make_wave(2, "low", 0, seconds)], axis=1)
     extractor = FeatureExtractor(settings)
-    mono = front_end.wave(tone, RATE, said)
+    mono = front_end.wave(tone, RATE, output)
     np.testing.assert_allclose(mono, extractor.wave(tone, RATE), atol=3e-6)
-    mine, theirs = front_end.features(mono, said), extractor(tone, RATE)
-    frames = settings.frames or len(theirs)
-    assert mine.shape == (frames, settings.bands)
-    # Decibels. Far below the loudest, the rounding of raydfl's float32 is what there is.
-    difference = np.abs(mine[: len(theirs)] - theirs)
-    assert difference[theirs > theirs.max() - 50].max() < 2e-3
+    actual, expected_rows = front_end.features(mono, output), extractor(tone, RATE)
+    frames = settings.frames or len(expected_rows)
+    assert actual.shape == (frames, settings.bands)
+    # In decibels. Far below the maximum, raydfl's float32 values are dominated by rounding.
+    difference = np.abs(actual[: len(expected_rows)] - expected_rows)
+    assert difference[expected_rows > expected_rows.max() - 50].max() < 2e-3
     assert difference.max() < 0.05
-    assert not mine[len(theirs) :].any()
+    assert not actual[len(expected_rows) :].any()
 
 
 @pytest.mark.parametrize("rate", [4000, 8000, 11_127, 16_000, 22_050, 44_100, 48_000])
-def test_rates(front_end: ModuleType, rate: int) -> None:
+def test_the_front_end_supports_all_rates(front_end: ModuleType, rate: int) -> None:
     settings = FeatureSettings(**FEATURES)
     noise = np.random.default_rng(rate).uniform(-1, 1, (rate // 5, 1)).astype(np.float32)
     expected = FeatureExtractor(settings).wave(noise, rate)
-    found = front_end.wave(noise, rate, described(settings))
-    assert found.shape == expected.shape
-    np.testing.assert_allclose(found, expected, atol=5e-5)
+    actual = front_end.wave(noise, rate, describe(settings))
+    assert actual.shape == expected.shape
+    np.testing.assert_allclose(actual, expected, atol=5e-5)
 
 
-def test_normalisation_and_silence(front_end: ModuleType) -> None:
+def test_the_front_end_normalises_and_handles_silence(front_end: ModuleType) -> None:
     settings = FeatureSettings(**FEATURES, seconds=0.4)
-    extractor, said = FeatureExtractor(settings), described(settings)
-    tone = wave(0, "high", 1, 0.3)
-    mine = front_end.features(tone, said)
-    np.testing.assert_allclose(mine[:31], extractor(tone, RATE), atol=1e-3)
-    assert not mine[31:].any()
+    extractor, output = FeatureExtractor(settings), describe(settings)
+    tone = make_wave(0, "high", 1, 0.3)
+    actual = front_end.features(tone, output)
+    np.testing.assert_allclose(actual[:31], extractor(tone, RATE), atol=1e-3)
+    assert not actual[31:].any()
     silence = np.zeros(RATE // 4, np.float32)
-    np.testing.assert_array_equal(front_end.features(silence, said)[:26], extractor(silence, RATE))
+    np.testing.assert_array_equal(front_end.features(silence, output)[:26], extractor(silence, RATE))
     decibels = FeatureSettings(**FEATURES, normalise="none")
-    np.testing.assert_allclose(front_end.features(silence, described(decibels)), -100.0)
+    np.testing.assert_allclose(front_end.features(silence, describe(decibels)), -100.0)
 
 
-def test_normalisation_by_group(front_end: ModuleType) -> None:
+def test_the_front_end_normalises_by_group(front_end: ModuleType) -> None:
     settings = FeatureSettings(**FEATURES, normalise="group")
     statistics = np.random.default_rng(0).uniform(1, 20, (2, settings.bands))
-    said = describe_front_end(DataSettings(name="spoken_words", features=settings).first_view, statistics)
-    tone = wave(0, "high", 1, 0.3)
+    output = describe_front_end(DataSettings(name="spoken_words", features=settings).first_view, statistics)
+    tone = make_wave(0, "high", 1, 0.3)
     decibels = FeatureExtractor(settings)(tone, RATE)
-    expected = (decibels - statistics[0]) / (statistics[1] + said["normalise"]["epsilon"])
-    np.testing.assert_allclose(front_end.features(tone, said), expected, atol=1e-2)
+    expected = (decibels - statistics[0]) / (statistics[1] + output["normalise"]["epsilon"])
+    np.testing.assert_allclose(front_end.features(tone, output), expected, atol=1e-2)
 
 
 @pytest.mark.parametrize("keep_last", [True, False])
 @pytest.mark.parametrize("frames", [1, 29, 30, 31, 44, 45, 46, 60, 75, 200])
-def test_segments(front_end: ModuleType, frames: int, keep_last: bool) -> None:
+def test_the_front_end_cuts_segments(front_end: ModuleType, frames: int, keep_last: bool) -> None:
     settings = SegmentSettings(frames=30, stride=10, test_stride=15, keep_last=keep_last)
     _, starts, counts = segments(np.array([frames]), settings, settings.test_stride)
-    said = described(FeatureSettings(**FEATURES), settings)
-    parts = front_end.segments(np.arange(frames), said)
+    output = describe(FeatureSettings(**FEATURES), settings)
+    parts = front_end.segments(np.arange(frames), output)
     assert [(int(part[0]), len(part)) for part in parts] == list(zip(starts.tolist(), counts.tolist(), strict=True))
 
 
 @pytest.mark.parametrize("test", ["centre", "segments"])
-def test_a_crop_and_normalisation_after_it(front_end: ModuleType, test: str) -> None:
+def test_the_front_end_normalises_after_a_crop(front_end: ModuleType, test: str) -> None:
     transforms = [{"name": "random_crop", "size": 20, "test": test}, {"name": "noise"}]
     data = DataSettings.model_validate(
         {"name": "spoken_words", "features": {**FEATURES, "seconds": 0.6}, "transforms": transforms}
     )
-    said = describe_front_end(data.first_view)
-    tone = wave(0, "high", 1, 0.35)
-    parts = front_end.segments(front_end.features(tone, said), said)
+    output = describe_front_end(data.first_view)
+    tone = make_wave(0, "high", 1, 0.35)
+    parts = front_end.segments(front_end.features(tone, output), output)
     extractor = FeatureExtractor(data.first_view.stored_features)  # type: ignore[arg-type]
     matrix = np.zeros((61, data.features.bands), np.float32)
     matrix[:36] = extractor(tone, RATE)
@@ -168,21 +171,21 @@ def test_a_crop_and_normalisation_after_it(front_end: ModuleType, test: str) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["mutual", "segmented", "averaging_logits"])
-def test_the_printed_program_says_what_predict_says(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+def test_the_printed_program_agrees_with_predict(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     pytest.importorskip("onnxscript")
     pytest.importorskip("onnxruntime")
     run: Finished = request.getfixturevalue(name)
     write_program("front_end.py", tmp_path)
     program = write_program("classify.py", tmp_path)
     exported = export_model(run.folder, tmp_path / "model.onnx")
-    soundfile.write(tmp_path / "click.wav", wave(0, "low", 0, 0.02), RATE)
-    soundfile.write(tmp_path / "stereo.flac", np.stack([wave(3, "high", 5, 0.7)] * 2, axis=1), 22_050)
+    soundfile.write(tmp_path / "click.wav", make_wave(0, "low", 0, 0.02), RATE)
+    soundfile.write(tmp_path / "stereo.flac", np.stack([make_wave(3, "high", 5, 0.7)] * 2, axis=1), 22_050)
     files = [*run.test_files, tmp_path / "click.wav", tmp_path / "stereo.flac"]
     command = [sys.executable, str(program), str(exported.path), *map(str, files)]
-    said = subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path).stdout.splitlines()
+    output = subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path).stdout.splitlines()
     expected = classify(run.folder, files)
-    assert len(said) == len(expected)
-    for line, prediction in zip(said, expected, strict=True):
+    assert len(output) == len(expected)
+    for line, prediction in zip(output, expected, strict=True):
         file, label, probability = line.rsplit(" ", 2)
         assert (file, label) == (str(prediction.file), prediction.label)
         assert float(probability) == pytest.approx(prediction.probability, abs=2e-4)

@@ -1,4 +1,4 @@
-"""Predictions of recordings. Oracle: the engine's own evaluation of the same clips; closed forms for what is printed."""
+"""Predictions of recordings. Oracles: the engine's evaluation of the same clips, and closed forms for printed values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 import soundfile
 import torch
 from commands import Raydfl
-from used_runs import LABELS, RATE, Finished, configure, finished, wave, write_recordings
+from used_runs import LABELS, RATE, Finished, execute_run, make_run_config, make_wave, write_recordings
 
 from raydfl import classify, load_model, load_result
 from raydfl.core.errors import InputError, RaydflError, RunDirectoryError
@@ -32,49 +32,51 @@ from raydfl.runs.inference.recordings import Prediction, Recording, predictions,
 from raydfl.runs.progress import Progress
 
 
-def probabilities(run: Finished, **chosen: Any) -> np.ndarray:
-    found = classify(run.folder, run.test_files, **chosen)
-    assert [prediction.file for prediction in found] == run.test_files
-    assert [prediction.error for prediction in found] == [""] * len(found)
-    return np.stack([prediction.probabilities for prediction in found])
+def predict_probabilities(run: Finished, **chosen: Any) -> np.ndarray:
+    results = classify(run.folder, run.test_files, **chosen)
+    assert [prediction.file for prediction in results] == run.test_files
+    assert [prediction.error for prediction in results] == [""] * len(results)
+    return np.stack([prediction.probabilities for prediction in results])
 
 
-def measured_accuracy(run: Finished, model: str) -> float:
+def read_accuracy(run: Finished, model: str) -> float:
     rows = [row for row in to_rows(read_rows(run.folder)) if row.metric == f"{model}/accuracy" and not row.client]
     return next(row.value for row in rows if row.round == 2 and row.split == "test")
 
 
-def agrees(run: Finished, *, model: str = "plugin", client: str | None = None) -> None:
-    np.testing.assert_allclose(probabilities(run, model=model, client=client), run.evaluated(model, client), atol=1e-6)
+def assert_agrees(run: Finished, *, model: str = "plugin", client: str | None = None) -> None:
+    np.testing.assert_allclose(
+        predict_probabilities(run, model=model, client=client), run.evaluate_model(model, client), atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("name", ["mutual", "segmented"])
-def test_the_shared_model_predicts_as_the_engine_evaluates(name: str, request: pytest.FixtureRequest) -> None:
+def test_the_shared_model_predicts_like_the_engine(name: str, request: pytest.FixtureRequest) -> None:
     run: Finished = request.getfixturevalue(name)
-    agrees(run)
-    found = classify(run.folder, run.test_files)
-    right = [prediction.label == label for prediction, label in zip(found, run.labels, strict=True)]
-    assert np.mean(right) == pytest.approx(measured_accuracy(run, "plugin"))
+    assert_agrees(run)
+    results = classify(run.folder, run.test_files)
+    right = [prediction.label == label for prediction, label in zip(results, run.labels, strict=True)]
+    assert np.mean(right) == pytest.approx(read_accuracy(run, "plugin"))
 
 
 @pytest.mark.parametrize("name", ["mutual", "segmented"])
-def test_a_clients_own_model_is_what_the_engine_loads(name: str, request: pytest.FixtureRequest) -> None:
+def test_a_clients_model_predicts_like_the_engine(name: str, request: pytest.FixtureRequest) -> None:
     run: Finished = request.getfixturevalue(name)
-    for client in run.trained():
-        expected = run.step(client).models
+    for client in run.list_trained():
+        expected = run.make_step(client).models
         for model in ("plugin", "local"):
             loaded = load_model(run.folder, model, client)
             assert (loaded.name, loaded.client, loaded.round) == (model, client, 2)
-            mine, theirs = loaded.network.state_dict(), expected[model].state_dict()
-            assert mine.keys() == theirs.keys()
-            assert all(torch.equal(mine[key], theirs[key]) for key in mine)
-        agrees(run, model="local", client=client)
-    own = [load_model(run.folder, client=client) for client in run.trained()]
+            mine, expected_rows = loaded.network.state_dict(), expected[model].state_dict()
+            assert mine.keys() == expected_rows.keys()
+            assert all(torch.equal(mine[key], expected_rows[key]) for key in mine)
+        assert_agrees(run, model="local", client=client)
+    own = [load_model(run.folder, client=client) for client in run.list_trained()]
     assert [model.name for model in own] == ["local"] * len(own)
 
 
-def test_segments_are_there_and_matter(segmented: Finished) -> None:
-    """The first segment alone gives something else."""
+def test_segments_affect_predictions(segmented: Finished) -> None:
+    """The first segment alone gives different predictions."""
     longest = max(segmented.test_files, key=lambda file: soundfile.info(file).frames)
     assert soundfile.info(longest).duration > 0.5
     samples, _ = soundfile.read(longest, dtype="float32")
@@ -94,11 +96,11 @@ def test_segments_are_there_and_matter(segmented: Finished) -> None:
     ],
     ids=["decibels", "padded-float16", "fedaudio-segments", "logits"],
 )
-def test_every_front_end_is_the_engines(
+def test_every_front_end_agrees_with_the_engine(
     request: pytest.FixtureRequest, tmp_path: Path, features: dict[str, Any], data: dict[str, Any]
 ) -> None:
     logits = request.node.callspec.id == "logits"
-    run = finished(
+    run = execute_run(
         tmp_path,
         uneven=True,
         features=features,
@@ -107,22 +109,22 @@ def test_every_front_end_is_the_engines(
         models={"model": {"name": "mlp", "hidden": 5}},
         **({"objective": {"name": "classify", "average": "logits"}} if logits else {}),
     )
-    agrees(run, model="model")
+    assert_agrees(run, model="model")
 
 
-def test_group_normalisation_has_the_statistics_of_training_clips(tmp_path: Path) -> None:
-    """The test speakers have no training clip: the engine gives them those of all training clips, as a new recording gets."""
-    run = finished(
+def test_group_normalisation_uses_statistics_of_training_clips(tmp_path: Path) -> None:
+    """Test speakers without training clips get the statistics of all training clips, like new recordings."""
+    run = execute_run(
         tmp_path,
         uneven=True,
         features={"normalise": "group"},
         method={"name": "fedavg"},
         models={"model": {"name": "mlp", "hidden": 5}},
     )
-    agrees(run, model="model")
-    together = probabilities(run, model="model")
+    assert_agrees(run, model="model")
+    together = predict_probabilities(run, model="model")
     alone = classify(run.folder, run.test_files[:1])[0]
-    np.testing.assert_array_equal(alone.probabilities, together[0])  # what else is classified does not matter
+    np.testing.assert_array_equal(alone.probabilities, together[0])  # other recordings have no influence
     population = Population.load(run.folder / "population")
     client = "speaker1"
     shared, own = load_model(run.folder), load_model(run.folder, client=client)
@@ -131,9 +133,9 @@ def test_group_normalisation_has_the_statistics_of_training_clips(tmp_path: Path
     assert not np.array_equal(shared.statistics, own.statistics)
 
 
-def test_without_statistics_a_folder_is_a_speaker(tmp_path: Path) -> None:
-    """As of runs of an earlier version, or over sites."""
-    run = finished(
+def test_without_statistics_each_folder_counts_as_a_speaker(tmp_path: Path) -> None:
+    """Runs of earlier versions, and runs with sites, have no statistics."""
+    run = execute_run(
         tmp_path,
         uneven=True,
         features={"normalise": "group"},
@@ -145,7 +147,7 @@ def test_without_statistics_a_folder_is_a_speaker(tmp_path: Path) -> None:
     for file in speaker:
         (tmp_path / "speaker").mkdir(exist_ok=True)
         shutil.copy(file, tmp_path / "speaker" / f"{file.parent.name}_{file.name}")
-    found = {each.file.name: each.probabilities for each in predictions(model, [tmp_path / "speaker"])}
+    results = {item.file.name: item.probabilities for item in predictions(model, [tmp_path / "speaker"])}
     extractor = FeatureExtractor(model.data.features)
     matrices = {file: extractor(*read_audio(file)) for file in speaker}
     frames = np.concatenate(list(matrices.values())).astype(np.float64)
@@ -153,15 +155,15 @@ def test_without_statistics_a_folder_is_a_speaker(tmp_path: Path) -> None:
         x = torch.from_numpy((matrix - frames.mean(axis=0)) / (frames.std(axis=0) + EPSILON)).float()[None]
         logits = model.logits(torch.nn.functional.pad(x, (0, 0, 0, 64 - x.shape[1])), torch.tensor([x.shape[1]]))
         expected = logits.double().softmax(dim=1)[0].numpy()
-        np.testing.assert_allclose(found[f"{file.parent.name}_{file.name}"], expected, atol=1e-6)
+        np.testing.assert_allclose(results[f"{file.parent.name}_{file.name}"], expected, atol=1e-6)
     arrays = [Recording(Path(str(number)), *read_audio(file)) for number, file in enumerate(sorted(matrices))]
-    for here, (_, there) in zip(predictions(model, arrays), sorted(found.items()), strict=True):
-        np.testing.assert_array_equal(here.probabilities, there)  # arrays given together are a folder
+    for here, (_, there) in zip(predictions(model, arrays), sorted(results.items()), strict=True):
+        np.testing.assert_array_equal(here.probabilities, there)  # arrays of one call count as a folder
 
 
-def test_any_rate_channels_and_format(mutual: Finished, tmp_path: Path) -> None:
-    """Of several channels the first counts; resampling from an exact multiple changes little; flac is lossless."""
-    tone = wave(4, "low", 0, 0.25)
+def test_recordings_may_have_any_rate_channels_and_format(mutual: Finished, tmp_path: Path) -> None:
+    """Only the first channel counts, resampling from an exact multiple changes little, and FLAC is lossless."""
+    tone = make_wave(4, "low", 0, 0.25)
     soundfile.write(tmp_path / "a.wav", tone, RATE, subtype="FLOAT")
     soundfile.write(tmp_path / "b.wav", np.stack([tone, tone[::-1]], axis=1), RATE, subtype="FLOAT")
     soundfile.write(tmp_path / "c.flac", tone, RATE, subtype="PCM_24")
@@ -172,47 +174,47 @@ def test_any_rate_channels_and_format(mutual: Finished, tmp_path: Path) -> None:
     np.testing.assert_allclose(ogg, first, atol=0.1)
 
 
-def test_neither_recordings_nor_features_of_the_run_are_needed(mutual: Finished, tmp_path: Path) -> None:
+def test_prediction_needs_neither_recordings_nor_features_of_the_run(mutual: Finished, tmp_path: Path) -> None:
     moved = tmp_path / "moved"
     shutil.copytree(mutual.folder, moved)
     text = (moved / "config.yaml").read_text().replace(str(mutual.recordings), str(tmp_path / "gone"))
     (moved / "config.yaml").write_text(text)
     file = tmp_path / "x.wav"
     shutil.copy(mutual.test_files[0], file)
-    client = mutual.trained()[0]
+    client = mutual.list_trained()[0]
     expected = [classify(mutual.folder, [file], client=who)[0].probabilities for who in (None, client)]
     cache = mutual.folder.parent.parent / "cache"
     hidden = cache.rename(cache.with_name("hidden"))
     try:
-        found = [classify(moved, [file], client=who)[0].probabilities for who in (None, client)]
+        results = [classify(moved, [file], client=who)[0].probabilities for who in (None, client)]
     finally:
         hidden.rename(cache)
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(results, expected)
 
 
-def test_a_very_short_recording_is_classified_where_lengths_are_known(segmented: Finished, tmp_path: Path) -> None:
+def test_very_short_recordings_are_classified_with_known_lengths(segmented: Finished, tmp_path: Path) -> None:
     soundfile.write(tmp_path / "click.wav", np.full(10, 0.5, np.float32), RATE)
-    found = classify(segmented.folder, [tmp_path / "click.wav"])[0]
-    assert found.error == ""
-    assert found.probabilities.sum() == pytest.approx(1)
+    results = classify(segmented.folder, [tmp_path / "click.wav"])[0]
+    assert results.error == ""
+    assert results.probabilities.sum() == pytest.approx(1)
 
 
-def test_partly_shared_networks(tmp_path: Path) -> None:
-    """FedPer: the base from the server, the last layer from the client."""
-    run = finished(
+def test_a_partly_shared_network_predicts_like_the_engine(tmp_path: Path) -> None:
+    """FedPer takes the base from the server and the last layer from the client."""
+    run = execute_run(
         tmp_path, method={"name": "fedper"}, models={"model": {"name": "crnn_tiny", "hidden": 6, "filters": [4]}}
     )
-    client = run.trained()[0]
-    agrees(run, model="model", client=client)
+    client = run.list_trained()[0]
+    assert_agrees(run, model="model", client=client)
     with pytest.raises(
         InputError, match=rf"no model of this run is shared as a whole.*--client; clients with a model: .*{client}"
     ):
         load_model(run.folder)
 
 
-def test_one_of_several_shared_models(tmp_path: Path) -> None:
+def test_any_of_several_shared_models_can_predict(tmp_path: Path) -> None:
     method = Path(__file__).with_name("two_states.py")
-    run = finished(
+    run = execute_run(
         tmp_path,
         features={"seconds": 0.25, "normalise": "none"},
         method={"name": f"{method}:TwoStates"},
@@ -226,31 +228,31 @@ def test_one_of_several_shared_models(tmp_path: Path) -> None:
         assert torch.equal(network.state_dict()["output.weight"], stored)
     weights = [network.state_dict()["output.weight"] for network in networks.values()]
     assert not torch.equal(*weights)
-    # A client gets the one that it is sent.
+    # A client uses the model that it receives.
     for client in ("speaker0", "speaker1"):
         own = load_model(run.folder, client=client).network.state_dict()["output.weight"]
         assert torch.equal(own, weights[int(client[-1])])
 
 
-def test_a_run_that_is_not_finished(mutual: Finished, tmp_path: Path) -> None:
-    config = configure(tmp_path, mutual.recordings)
+def test_an_unfinished_run_can_predict(mutual: Finished, tmp_path: Path) -> None:
+    config = make_run_config(tmp_path, mutual.recordings)
     run_dir = create(config, Progress("quiet"))
     for at in ("before", "round 0"):
         with pytest.raises(RunDirectoryError, match=r"has no completed round.*raydfl resume"):
             load_model(run_dir)
         if at == "before":
-            RunStore(run_dir).commit(*_first_state(mutual))
+            RunStore(run_dir).commit(*_load_first_state(mutual))
 
 
-def _first_state(run: Finished) -> tuple[Any, Any]:
+def _load_first_state(run: Finished) -> tuple[Any, Any]:
     commit = run.state
     return dataclasses.replace(commit.state, round_index=0), type(commit.private)()
 
 
-# -- what is listed and printed ----------------------------------------------------------------------------------------
+# -- files and output -------------------------------------------------------------------------------------------------
 
 
-def test_folders_are_searched_and_nothing_is_taken_twice(mutual: Finished, tmp_path: Path) -> None:
+def test_folders_are_searched_without_duplicates(mutual: Finished, tmp_path: Path) -> None:
     (tmp_path / "a" / "b").mkdir(parents=True)
     for name in ("a/2.wav", "a/b/1.FLAC", "a/notes.txt", "a/.hidden.wav", "3.ogg"):
         (tmp_path / name).write_bytes(b"")
@@ -260,35 +262,35 @@ def test_folders_are_searched_and_nothing_is_taken_twice(mutual: Finished, tmp_p
     assert failures == {tmp_path / "empty": "the folder has no recording in a supported format"}
 
 
-def test_top_is_ordered_and_equals_go_to_the_first_class() -> None:
-    found = Prediction(Path("x"), ("a", "b", "c"), np.array([0.25, 0.5, 0.25]))
-    assert found.top(3) == [("b", 0.5), ("a", 0.25), ("c", 0.25)]
-    assert (found.label, found.probability) == ("b", 0.5)
+def test_top_classes_are_ordered_and_ties_go_to_the_first_class() -> None:
+    results = Prediction(Path("x"), ("a", "b", "c"), np.array([0.25, 0.5, 0.25]))
+    assert results.top(3) == [("b", 0.5), ("a", 0.25), ("c", 0.25)]
+    assert (results.label, results.probability) == ("b", 0.5)
     nothing = Prediction(Path("x"), ("a", "b"), np.zeros(0), "broken")
     assert nothing.label == ""
     assert math.isnan(nothing.probability)
 
 
-def test_json_csv_and_table(raydfl: Raydfl, mutual: Finished) -> None:
+def test_predictions_are_printed_as_json_csv_and_table(raydfl: Raydfl, mutual: Finished) -> None:
     files = mutual.test_files[:4]
-    found = classify(mutual.folder, files)
-    said = raydfl("predict", mutual.folder, *files, "--json", "--top", 2)
-    assert said.code == 0
-    assert said.events == [
+    results = classify(mutual.folder, files)
+    output = raydfl("predict", mutual.folder, *files, "--json", "--top", 2)
+    assert output.code == 0
+    assert output.events == [
         {
             "file": str(prediction.file),
             "label": prediction.label,
             "probability": prediction.probability,
             "top": [{"label": label, "probability": value} for label, value in prediction.top(2)],
         }
-        for prediction in found
+        for prediction in results
     ]
     rows = list(csv.DictReader(io.StringIO(raydfl("predict", mutual.folder, *files, "--csv", "--top", 9).out)))
     assert list(rows[0]) == ["file", *(f"{n}{r}" for r in ("", "_2", "_3") for n in ("label", "probability")), "error"]
-    for row, prediction in zip(rows, found, strict=True):
+    for row, prediction in zip(rows, results, strict=True):
         assert [row["label"], row["label_2"], row["label_3"]] == [label for label, _ in prediction.top(3)]
         assert float(row["probability"]) == prediction.probability
-    client = mutual.trained()[0]
+    client = mutual.list_trained()[0]
     table = raydfl("predict", mutual.folder, mutual.recordings / "test", "--client", client, "--top", 2).out
     assert table.startswith(f"local (crnn_tiny) of {mutual.folder}, round 2, of client '{client}'\n")
     own = classify(mutual.folder, [mutual.recordings / "test"], client=client)
@@ -299,21 +301,21 @@ def test_json_csv_and_table(raydfl: Raydfl, mutual: Finished) -> None:
         assert line.split(maxsplit=3)[1:] == [prediction.label, f"{prediction.probability:.3f}", second]
 
 
-def test_unreadable_recordings_are_named_and_the_others_classified(
+def test_unreadable_recordings_are_reported_and_others_classified(
     raydfl: Raydfl, mutual: Finished, tmp_path: Path
 ) -> None:
     (tmp_path / "noise.wav").write_bytes(b"this is no audio")
     (tmp_path / "nothing").mkdir()
     good = mutual.test_files[0]
     missing = tmp_path / "a[bold].wav"
-    said = raydfl("predict", mutual.folder, tmp_path / "noise.wav", good, missing, tmp_path / "nothing", "--json")
-    said.refuses(
+    output = raydfl("predict", mutual.folder, tmp_path / "noise.wav", good, missing, tmp_path / "nothing", "--json")
+    output.refuses(
         "3 of 4 could not be classified",
         r"noise\.wav: cannot be read as audio",
         r"a\[bold\]\.wav: there is no such file",
         "nothing: the folder has no recording in a supported format",
     )
-    assert {event["file"]: event.get("label", "") for event in said.events} == {
+    assert {event["file"]: event.get("label", "") for event in output.events} == {
         str(tmp_path / "noise.wav"): "",
         str(missing): "",
         str(tmp_path / "nothing"): "",
@@ -339,17 +341,17 @@ def test_every_kind_of_recording_in_a_folder_is_classified(
     for name in ("a.aiff", "b.au", "c.MP3"):
         soundfile.write(tmp_path / name, tone, rate, format="MP3" if name == "c.MP3" else None)
     (tmp_path / "d.m4a").write_bytes(b"no sound" * 20)
-    said = raydfl("predict", mutual.folder, tmp_path, "--json")
-    assert said.code == 0
-    assert [Path(event["file"]).name for event in said.events] == ["a.aiff", "b.au", "c.MP3"]
+    output = raydfl("predict", mutual.folder, tmp_path, "--json")
+    assert output.code == 0
+    assert [Path(event["file"]).name for event in output.events] == ["a.aiff", "b.au", "c.MP3"]
     assert f"left out of {tmp_path} (no recordings of a supported type): 1 .m4a (1 in all: d.m4a)" in caplog.text
     raydfl("predict", mutual.folder, tmp_path / "d.m4a").refuses(
         r"d\.m4a: cannot be read as audio: libsndfile does not decode .*raydfl\[video\].*: ffmpeg -i \S+/d\.m4a \S+/d\.wav"
     )
 
 
-def test_folders_and_files_that_cannot_be_looked_into(raydfl: Raydfl, mutual: Finished, tmp_path: Path) -> None:
-    """They are named, the others classified, and nobody waits for a pipe to be written to."""
+def test_unreadable_folders_and_files_are_reported(raydfl: Raydfl, mutual: Finished, tmp_path: Path) -> None:
+    """Unreadable files are reported, the others are classified, and pipes do not block."""
     good = mutual.test_files[0]
     for name in ("loop", "strange"):
         (tmp_path / name).mkdir()
@@ -359,30 +361,30 @@ def test_folders_and_files_that_cannot_be_looked_into(raydfl: Raydfl, mutual: Fi
     name = os.fsdecode(b"caf\xe9.wav")
     shutil.copy(good, tmp_path / "strange" / name)
     for form in ("--json", "--csv", "--top=1"):
-        said = raydfl(
+        output = raydfl(
             "predict", mutual.folder, *(tmp_path / place for place in ("loop", "strange", "self")), good, form
         )
-        said.refuses(
+        output.refuses(
             "4 of 5 could not be classified",
             "loop/again is a link to one of its parent folders",
             r"strange/caf\\xe9\.wav: the file's name is not UTF-8. Rename",
             r"strange/pipe\.wav: cannot be read: it is a pipe, a socket or a device, not a file",
             "self: cannot be read: Too many levels of symbolic links",
         )
-        assert str(good) in said.out
-        assert "caf\\xe9.wav" in said.out.replace("\\\\", "\\")
+        assert str(good) in output.out
+        assert "caf\\xe9.wav" in output.out.replace("\\\\", "\\")
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
-def test_models_and_clients_that_are_not_there(raydfl: Raydfl, mutual: Finished, tmp_path: Path) -> None:
+def test_missing_models_and_clients_are_reported(raydfl: Raydfl, mutual: Finished, tmp_path: Path) -> None:
     file = mutual.test_files[0]
     raydfl("predict", tmp_path / "no", file).refuses("there is no run directory")
     raydfl("predict", tmp_path, file).refuses("is not a run directory")
     raydfl("predict", mutual.folder, file, "--model", "plugn").refuses("no model 'plugn'. Did you mean 'plugin'")
     raydfl("predict", mutual.folder, file, "--model", "zzz").refuses("no model 'zzz'. Choose one of local, plugin.$")
-    trained, untrained = mutual.trained(), mutual.untrained()
+    trained, untrained = mutual.list_trained(), mutual.list_untrained()
     assert trained
     raydfl("predict", mutual.folder, file, "--model", "local").refuses(
         "model 'local' of this run is not shared as a whole", f"--client; clients with a model: {trained[0]}"
@@ -395,73 +397,74 @@ def test_models_and_clients_that_are_not_there(raydfl: Raydfl, mutual: Finished,
             f"client '{client}' has no model 'local' yet, because it took part in none of the 2 completed rounds",
             trained[0],
         )
-        assert load_model(mutual.folder, "plugin", client).round == 2  # what it would be sent
+        assert load_model(mutual.folder, "plugin", client).round == 2  # the model that it would receive
 
 
-def test_a_client_without_a_model_of_its_own(tmp_path: Path) -> None:
+def test_a_client_without_a_private_model_is_rejected(tmp_path: Path) -> None:
     train = {"rounds": 1, "cohort": 1, "batch_size": 4, "optimiser": {"lr": 0.1}}
-    run = finished(tmp_path, train=train)
-    assert len(run.untrained()) == 2
+    run = execute_run(tmp_path, train=train)
+    assert len(run.list_untrained()) == 2
     with pytest.raises(
-        InputError, match=rf"took part in none of the 1 completed rounds.*clients with a model: {run.trained()[0]}\.$"
+        InputError,
+        match=rf"took part in none of the 1 completed rounds.*clients with a model: {run.list_trained()[0]}\.$",
     ):
-        load_model(run.folder, client=run.untrained()[0])
+        load_model(run.folder, client=run.list_untrained()[0])
 
 
-def test_a_damaged_population(mutual: Finished, tmp_path: Path) -> None:
+def test_a_damaged_population_is_reported(mutual: Finished, tmp_path: Path) -> None:
     shutil.copytree(mutual.folder, tmp_path / "run")
     (tmp_path / "run" / "population" / "clients.arrow").write_bytes(b"12345678")
     with pytest.raises(RunDirectoryError, match="clients.arrow has 8 bytes instead of .* restart the run"):
         load_model(tmp_path / "run")
 
 
-def test_a_diverged_model_is_said(mutual: Finished) -> None:
+def test_a_diverged_model_is_reported(mutual: Finished) -> None:
     model = load_model(mutual.folder)
     with torch.no_grad():
         next(model.network.parameters()).fill_(float("nan"))
-    (found,) = predictions(model, mutual.test_files[:1])
-    assert found.error == "the model's output is not finite: its training diverged"
+    (results,) = predictions(model, mutual.test_files[:1])
+    assert results.error == "the model's output is not finite: its training diverged"
 
 
-def test_a_network_that_does_not_classify(mutual: Finished) -> None:
+def test_a_network_without_classes_is_rejected(mutual: Finished) -> None:
     model = load_model(mutual.folder)
     model.network.output = torch.nn.Linear(6, 7)
     with pytest.raises(RaydflError, match=r"output of shape \[1, 7\] for 1 examples and 3 classes"):
         model.logits(torch.zeros(1, 26, 16), None)
 
 
-def test_recordings_are_what_the_tests_think(tmp_path: Path) -> None:
+def test_the_generated_recordings_have_known_properties(tmp_path: Path) -> None:
     root = write_recordings(tmp_path, uneven=True)
     assert len(list(root.rglob("*.wav"))) == 5 * 3 * 3
     assert sorted(path.name for path in (root / "test").iterdir()) == sorted(LABELS)
 
 
-def test_arrays_are_answered_as_files_are(mutual: Finished) -> None:
+def test_arrays_and_files_give_equal_predictions(mutual: Finished) -> None:
     result = load_result(mutual.folder)
     sounds = [read_audio(file)[0] for file in mutual.test_files]
-    for chosen in ({}, {"client": mutual.trained()[0]}):
-        found = result.predict(sounds, RATE, **chosen)
+    for chosen in ({}, {"client": mutual.list_trained()[0]}):
+        results = result.predict(sounds, RATE, **chosen)
         expected = classify(mutual.folder, mutual.test_files, **chosen)
-        for here, there in zip(found, expected, strict=True):
+        for here, there in zip(results, expected, strict=True):
             np.testing.assert_array_equal(here.probabilities, there.probabilities)
-    assert [str(each.file) for each in found[:2]] == ["array-0", "array-1"]
-    of_one = result.predict(sounds[0][:, 0].astype(np.float64), RATE, client=mutual.trained()[0])
-    np.testing.assert_array_equal(of_one.probabilities, found[0].probabilities)
-    of_tensor = result.predict(torch.from_numpy(sounds[0]), RATE, client=mutual.trained()[0])
-    assert of_tensor.label == found[0].label
+    assert [str(item.file) for item in results[:2]] == ["array-0", "array-1"]
+    of_one = result.predict(sounds[0][:, 0].astype(np.float64), RATE, client=mutual.list_trained()[0])
+    np.testing.assert_array_equal(of_one.probabilities, results[0].probabilities)
+    of_tensor = result.predict(torch.from_numpy(sounds[0]), RATE, client=mutual.list_trained()[0])
+    assert of_tensor.label == results[0].label
     silent, heard = result.predict([np.full(800, np.nan, np.float32), sounds[0]], RATE)
     assert "800 samples are NaN" in silent.error
     assert heard.error == ""
     with pytest.raises(InputError, match="800 samples are NaN"):
         result.predict(np.full(800, np.nan, np.float32), RATE)
-    for given, rate, said in [
+    for given, rate, output in [
         (sounds[0], None, "rate of the recordings is missing"),
         ((sounds[0] * 2**15).astype(np.int16), RATE, r"not int16 \[2000, 1\]. Divide integers"),
         (np.zeros((3, 2000), np.float32), RATE, r"\[3, 2000\] would be 3 samples of 2000 channels"),
         (np.zeros((3, 2000, 1), np.float32), RATE, "several recordings as a list"),
         ([0.1, 0.2], RATE, r"not float64 \[\]"),
     ]:
-        with pytest.raises(InputError, match=said):
+        with pytest.raises(InputError, match=output):
             result.predict(given, rate)
     with pytest.raises(InputError, match="needs a model of several views"):
         result.predict(sounds[0], RATE, views={"image": np.zeros((8, 8), np.uint8)})

@@ -1,4 +1,4 @@
-"""Modules and graphs that hear piece by piece. Oracle: the network's answer in PyTorch to all that was heard, as one recording."""
+"""Streaming modules and graphs. Oracle: the network's prediction in PyTorch for the complete recording."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hearing import untrained
+from hearing import make_untrained_model
 
 from raydfl.core.errors import InputError
 
@@ -37,14 +37,14 @@ UNEVEN = (3.0, 71.0, 1.25, 33.0)
     [("two", (20,)), ("two", (80,)), ("three", UNEVEN), ("unpooled", UNEVEN), ("kaldi", (80,))],
     ids=["two-20ms", "two-80ms", "three-uneven", "unpooled-uneven", "kaldi-80ms"],
 )
-def test_pieces_say_what_the_whole_says(case: str, pieces_ms: tuple[float, ...], by: str) -> None:
+def test_streaming_agrees_with_the_complete_recording(case: str, pieces_ms: tuple[float, ...], by: str) -> None:
     from raydfl.runs.inference.network import open_session
     from raydfl.runs.inference.recordings import FrontEnd
     from raydfl.runs.inference.streaming import Stream, Streaming, build_stream_graph, remove_limits
     from raydfl.runs.inference.wave import make_sounds
 
     features, options = CASES[case]
-    model = untrained("crnn", options=options, features=features)
+    model = make_untrained_model("crnn", options=options, features=features)
     rate = features["sample_rate"]
     waves, front_end = make_sounds(round(0.45 * rate), rate), FrontEnd(remove_limits(model))
     if by == "PyTorch":
@@ -57,19 +57,19 @@ def test_pieces_say_what_the_whole_says(case: str, pieces_ms: tuple[float, ...],
         if by == "PyTorch":
             with torch.no_grad():
                 answer, *state = module(torch.from_numpy(waves[:, begin:end]), *state)
-            found = answer.numpy()
+            actual = answer.numpy()
         else:
-            found = stream.process(waves[:, begin:end])
+            actual = stream.process(waves[:, begin:end])
         if (number < 3 or number % 4 == 0 or end == waves.shape[1]) and end > 0.025 * rate:
             expected = np.stack([front_end.answer_to(wave[:end], rate) for wave in waves])
-            np.testing.assert_allclose(found, expected, atol=1e-5)
+            np.testing.assert_allclose(actual, expected, atol=1e-5)
         if end == waves.shape[1]:
             break
-    assert np.ptp(found) > 0.05
+    assert np.ptp(actual) > 0.05
 
 
 @pytest.mark.parametrize(
-    ("architecture", "changes", "said"),
+    ("architecture", "changes", "message"),
     [
         ("linear", {}, "Use a CRNN classifier"),
         ("crnn_base", {}, "needs the end of a recording. Train with bidirectional: false"),
@@ -78,8 +78,8 @@ def test_pieces_say_what_the_whole_says(case: str, pieces_ms: tuple[float, ...],
         ("crnn_tiny", {"segment": {"frames": 20, "stride": 10}}, "reads segments or crops"),
     ],
 )
-def test_what_cannot_stream_is_refused(architecture: str, changes: dict[str, Any], said: str) -> None:
+def test_unsupported_streams_are_rejected(architecture: str, changes: dict[str, Any], message: str) -> None:
     from raydfl.runs.inference.streaming import Streaming
 
-    with pytest.raises(InputError, match=said):
-        Streaming(untrained(architecture, **{"features": PART, **changes}))
+    with pytest.raises(InputError, match=message):
+        Streaming(make_untrained_model(architecture, **{"features": PART, **changes}))

@@ -1,4 +1,4 @@
-"""Modules and graphs that take samples. Oracle: ``raydfl predict``'s own way from samples to the answer, in PyTorch."""
+"""Modules and graphs with samples as input. Oracle: the code of ``raydfl predict`` in PyTorch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hearing import untrained
+from hearing import make_untrained_model
 from torch import Tensor
 
 from raydfl.core.errors import InputError
@@ -53,8 +53,8 @@ FRONT_ENDS: dict[str, dict[str, Any]] = {
 }
 
 
-def answers(model: RunModel) -> Callable[[np.ndarray], np.ndarray]:
-    """The module in PyTorch, in the form that is exported: it takes the exporter seconds."""
+def make_module(model: RunModel) -> Callable[[np.ndarray], np.ndarray]:
+    """Return the exported module in PyTorch, because an export takes seconds."""
     from raydfl.runs.inference.wave import Answer
 
     def network(x: Tensor, lengths: Tensor | None) -> Tensor:
@@ -72,13 +72,13 @@ def answers(model: RunModel) -> Callable[[np.ndarray], np.ndarray]:
 
 @pytest.mark.parametrize("by", ["PyTorch", pytest.param("ONNX Runtime", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", FRONT_ENDS)
-def test_the_answer_is_that_of_predict(name: str, by: str) -> None:
+def test_the_module_agrees_with_predict(name: str, by: str) -> None:
     from raydfl.runs.inference.network import open_session, to_onnx
     from raydfl.runs.inference.recordings import FrontEnd
     from raydfl.runs.inference.wave import build_answer_graph, make_sounds, takes_lengths
 
-    model = untrained("linear", **FRONT_ENDS[name])
-    answer, front_end = answers(model), FrontEnd(model)
+    model = make_untrained_model("linear", **FRONT_ENDS[name])
+    answer, front_end = make_module(model), FrontEnd(model)
     if by == "ONNX Runtime":
         session = open_session(build_answer_graph(model, to_onnx(model, takes_lengths(model))), 1)
 
@@ -91,22 +91,22 @@ def test_the_answer_is_that_of_predict(name: str, by: str) -> None:
         waves = make_sounds(round(seconds * rate), rate)
         expected = np.stack([front_end.answer_to(wave, rate) for wave in waves])
         np.testing.assert_allclose(answer(waves), expected, atol=2e-5)
-    assert np.ptp(expected) > 0.05  # of answers that tell recordings from others
+    assert np.ptp(expected) > 0.05  # of predictions that differ between recordings
 
 
-def test_silence_is_what_it_is_to_predict() -> None:
+def test_silence_agrees_with_predict() -> None:
     from raydfl.runs.inference.recordings import FrontEnd
 
-    model = untrained("linear")
+    model = make_untrained_model("linear")
     silence = np.zeros((1, 2000), np.float32)
-    np.testing.assert_allclose(answers(model)(silence)[0], FrontEnd(model).answer_to(silence[0], 8000), atol=1e-6)
+    np.testing.assert_allclose(make_module(model)(silence)[0], FrontEnd(model).answer_to(silence[0], 8000), atol=1e-6)
 
 
-def test_a_front_end_that_disagrees_is_not_written() -> None:
+def test_a_wrong_front_end_is_not_written() -> None:
     from raydfl.runs.inference.wave import measure_difference
 
-    model = untrained("linear", **FRONT_ENDS["kaldi"])
-    answer = answers(model)
+    model = make_untrained_model("linear", **FRONT_ENDS["kaldi"])
+    answer = make_module(model)
     assert measure_difference(answer, model) < 1e-5
     with pytest.raises(InputError, match=r"model 'm' \(linear\) differs from raydfl predict by .*nothing was"):
         measure_difference(lambda samples: answer(0.9 * samples + 0.01 * samples**2), model)
@@ -114,20 +114,20 @@ def test_a_front_end_that_disagrees_is_not_written() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Loudest(Objective):
-    """An objective that takes the largest output of any segment."""
+    """An objective with the largest output of all segments as its result."""
 
-    answers = "class"
+    make_module = "class"
 
     def answer_of_clip(self, outputs: Tensor) -> Tensor:
         return outputs.amax(dim=0)
 
 
-def test_what_cannot_be_in_the_graph_is_refused() -> None:
-    of_group = untrained("linear", features={"sample_rate": 8000, "bands": 16, "normalise": "group"})
+def test_unsupported_settings_of_a_graph_are_rejected() -> None:
+    of_group = make_untrained_model("linear", features={"sample_rate": 8000, "bands": 16, "normalise": "group"})
     with pytest.raises(InputError, match=r"the statistics of the training clips of .* are unknown .*normalise: group"):
-        answers(of_group)
+        make_module(of_group)
     with pytest.raises(InputError, match="Loudest combines the segments of a recording in Python"):
-        answers(dataclasses.replace(untrained("linear"), objective=Loudest()))
+        make_module(dataclasses.replace(make_untrained_model("linear"), objective=Loudest()))
     own = {"kind": "model", "model": "mine.py:Mine", "bands": 16}
     with pytest.raises(InputError, match="raydfl does not compute features of the kind model"):
-        answers(untrained("linear", features=own))
+        make_module(make_untrained_model("linear", features=own))

@@ -1,4 +1,4 @@
-"""A method whose server has two states: clients of even and odd number have a model of their own each."""
+"""A method with two server states: one model for even clients, and one for odd clients."""
 
 from __future__ import annotations
 

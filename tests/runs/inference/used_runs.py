@@ -1,4 +1,4 @@
-"""Recordings in files, and small finished runs on them, for the tests of what is done with a trained model."""
+"""Recordings in files and small finished runs, for tests of trained models."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ TINY = {"name": "crnn_tiny", "hidden": 6, "filters": [4]}
 FEATURES: dict[str, Any] = {"sample_rate": RATE, "bands": 16, "window_ms": 25, "hop_ms": 10}
 
 
-def wave(speaker: int, label: str, take: int, seconds: float) -> np.ndarray:
-    """A tone with a speaker's own loudness, float32 [samples]."""
+def make_wave(speaker: int, label: str, take: int, seconds: float) -> np.ndarray:
+    """Return a tone with the loudness of a speaker, float32 [samples]."""
     rng = generator(0, 0, f"{speaker} {label} {take}", "recording")
     time = np.arange(int(seconds * RATE)) / RATE
     loudness = 0.1 * (1 + speaker)
@@ -42,7 +42,7 @@ def wave(speaker: int, label: str, take: int, seconds: float) -> np.ndarray:
 
 
 def write_recordings(root: Path, *, uneven: bool) -> Path:
-    """``{train,test}/{label}/speaker{n}_{take}.wav``; the last speakers are the test set. Uneven: 0.2 to 0.6 s."""
+    """Write ``{train,test}/{label}/speaker{n}_{take}.wav``. The last speakers are the test set. Uneven: 0.2 to 0.6 s."""
     for speaker in range(SPEAKERS):
         part = "test" if speaker >= SPEAKERS - TEST_SPEAKERS else "train"
         for number, label in enumerate(LABELS):
@@ -50,12 +50,12 @@ def write_recordings(root: Path, *, uneven: bool) -> Path:
                 seconds = 0.2 + 0.05 * ((3 * speaker + 2 * number + take) % 9) if uneven else 0.25
                 file = root / part / label / f"speaker{speaker}_{take}.wav"
                 file.parent.mkdir(parents=True, exist_ok=True)
-                soundfile.write(file, wave(speaker, label, take, seconds), RATE, subtype="PCM_16")
+                soundfile.write(file, make_wave(speaker, label, take, seconds), RATE, subtype="PCM_16")
     return root
 
 
-def configure(folder: Path, recordings: Path, **parts: Any) -> Config:
-    """A federation of three speakers on those recordings."""
+def make_run_config(folder: Path, recordings: Path, **parts: Any) -> Config:
+    """Make a configuration of a federation of three speakers on the recordings."""
     features = parts.pop("features", {"seconds": 0.25})
     values: dict[str, Any] = {
         "method": {"name": "fedmlac", "form": "supervised"},
@@ -81,7 +81,7 @@ def configure(folder: Path, recordings: Path, **parts: Any) -> Config:
 
 @dataclass(frozen=True)
 class Finished:
-    """A run, and the files of its test set in the order of its examples' clips."""
+    """A finished run and the files of its test set, in the order of the examples' clips."""
 
     config: Config
     recordings: Path
@@ -103,16 +103,16 @@ class Finished:
         store = RunStore(self.folder)
         return store.load(store.latest())
 
-    def trained(self) -> list[str]:
-        """The ids of the clients that have taken part."""
+    def list_trained(self) -> list[str]:
+        """Return the ids of participating clients."""
         ids = Population.load(self.folder / "population").ids
         return [ids[index] for index in self.state.private]
 
-    def untrained(self) -> list[str]:
-        return [name for name in Population.load(self.folder / "population").ids if name not in self.trained()]
+    def list_untrained(self) -> list[str]:
+        return [name for name in Population.load(self.folder / "population").ids if name not in self.list_trained()]
 
-    def step(self, client: str | None) -> Step:
-        """The engine's own step for an evaluation: of the server, or of a client."""
+    def make_step(self, client: str | None) -> Step:
+        """Return the engine's step for an evaluation, of the server or a client."""
         commit = self.state
         private = PrivateStore(self.folder / "private")
         worker = Worker(self.folder, self.config, private)
@@ -124,18 +124,18 @@ class Finished:
             order = Order(0, Task(client, phase="evaluate"), 2, 1.0, record, (Measurement("validation", ()),))
         return worker.prepare(order, {key: FlatTensors.from_tensors(t) for key, t in commit.state.tensors.items()})
 
-    def evaluated(self, model: str, client: str | None = None) -> np.ndarray:
-        """Probabilities [clips, classes] that the engine's evaluation gives on the test set, by clip."""
+    def evaluate_model(self, model: str, client: str | None = None) -> np.ndarray:
+        """Return the probabilities [clips, classes] of the engine's evaluation on the test set."""
         examples = Population.load(self.folder / "population").test
-        logits = predict(self.step(client), model, examples).double()
+        logits = predict(self.make_step(client), model, examples).double()
         average = self.config.objective.get("average", "probabilities")
         logs, _ = _mean_over_clips(torch.log_softmax(logits, 1).numpy(), examples.labels, examples.clips, average)
         return np.exp(logs)
 
 
-def finished(folder: Path, *, uneven: bool = False, **parts: Any) -> Finished:
-    """A run that has done its rounds in this process."""
+def execute_run(folder: Path, *, uneven: bool = False, **parts: Any) -> Finished:
+    """Execute a run in this process."""
     recordings = write_recordings(folder / "recordings", uneven=uneven)
-    config = configure(folder, recordings, **parts)
+    config = make_run_config(folder, recordings, **parts)
     train_federation(config)
     return Finished(config, recordings)
