@@ -19,7 +19,7 @@ def fast(pytestconfig: pytest.Config) -> bool:
 
 @pytest.fixture(scope="session")
 def sandbox(tmp_path_factory: pytest.TempPathFactory, fast: bool) -> Callable[[Path], Path]:
-    """Return a function from a page to the project folder in which its blocks run in order.
+    """Return a function from a page to the working folder of its blocks.
 
     PATH/TO is a link to the recordings, if they are available. The folder is empty for README.md and start.md, which start with
     ``raydfl init``. For all further pages it has the files of that command. In the fast suite, a client trains for at most two

@@ -1,4 +1,4 @@
-"""Overlapped rounds: clients start a round before the previous round is recorded, with the same bits."""
+"""Working ahead: clients start a round before the previous one is recorded, if the settings allow it. The bits stay equal."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from raydfl.testing import assert_same_bits, read_tensors, start_server
 Tiny = Callable[..., Config]
 
 
-class RecordingPool(SerialPool):
-    """A pool that works at once, like actors, and records the rounds of its orders."""
+class ConcurrentPool(SerialPool):
+    """A pool that runs orders at once, as actors do, and records the rounds of its training orders."""
 
     concurrent = True
 
@@ -36,18 +36,18 @@ class RecordingPool(SerialPool):
         return iter(list(super().run(orders, broadcast)))
 
 
-def open_recording_pool(config: Config) -> tuple[Server, RecordingPool]:
-    with mock.patch("raydfl.cluster.sites.SerialPool", RecordingPool):
+def start_concurrent_server(config: Config) -> tuple[Server, ConcurrentPool]:
+    with mock.patch("raydfl.cluster.sites.SerialPool", ConcurrentPool):
         server = start_server(config)
-    return server, cast(RecordingPool, server._pool)
+    return server, cast(ConcurrentPool, server._pool)
 
 
 @pytest.mark.parametrize("method", ["fedavg", "scaffold", "fedapta", "modality_mirror"])
 @pytest.mark.parametrize("settings", [(), ("run.commit_every=2", "evaluate.every=2")])
-def test_overlapped_rounds_keep_the_bits(tiny: Tiny, method: str, settings: Sequence[str]) -> None:
-    """The settings include private state, phases, and evaluation and commits between rounds."""
+def test_working_ahead_keeps_the_bits(tiny: Tiny, method: str, settings: Sequence[str]) -> None:
+    """The cases cover private state, phases, evaluation, and rounds without a commit."""
     config = tiny(*settings, method=method)
-    server, pool = open_recording_pool(config)
+    server, pool = start_concurrent_server(config)
     reports = [report for _ in range(config.train.rounds) for report in server.rounds(server.round_index, 0) or ()]
     server.finish()
     server.close()
@@ -55,9 +55,9 @@ def test_overlapped_rounds_keep_the_bits(tiny: Tiny, method: str, settings: Sequ
     assert_same_bits(read_tensors(Path(config.run.dir) / "tiny"), known(tiny(*settings, method=method)))
 
 
-def test_the_next_round_starts_before_the_report_of_the_current_round(tiny: Tiny) -> None:
+def test_the_next_round_starts_before_this_one_is_reported(tiny: Tiny) -> None:
     config = tiny("train.rounds=3")
-    server, pool = open_recording_pool(config)
+    server, pool = start_concurrent_server(config)
     started = []
     for _ in range(3):
         server.rounds(server.round_index, 0)
@@ -67,9 +67,9 @@ def test_the_next_round_starts_before_the_report_of_the_current_round(tiny: Tiny
 
 
 def test_an_unrequested_round_is_discarded(tiny: Tiny) -> None:
-    """The run ends while clients work ahead, and is resumed."""
+    """The run ends while clients work ahead, and resumes."""
     config = tiny("train.rounds=3", method="scaffold")
-    server, pool = open_recording_pool(config)
+    server, pool = start_concurrent_server(config)
     server.rounds(0, 0)
     server.finish()
     server.close()
@@ -82,16 +82,16 @@ def test_an_unrequested_round_is_discarded(tiny: Tiny) -> None:
     assert_same_bits(read_tensors(Path(config.run.dir) / "tiny"), known(tiny("train.rounds=3", method="scaffold")))
 
 
-@pytest.mark.parametrize("what", ["deadline", "moving", "here", "asked for alone"])
-def test_rounds_do_not_overlap_with_these_settings(tiny: Tiny, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = tiny("train.rounds=3", *(["train.deadline=1000"] if what == "deadline" else []))
-    server, pool = open_recording_pool(config)
-    if what == "moving":
+@pytest.mark.parametrize("condition", ["deadline", "compaction", "serial pool", "single round"])
+def test_some_conditions_prevent_working_ahead(tiny: Tiny, condition: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny("train.rounds=3", *(["train.deadline=1000"] if condition == "deadline" else []))
+    server, pool = start_concurrent_server(config)
+    if condition == "compaction":
         committer = server._federation._committer
         monkeypatch.setattr(committer, "select_sparse", lambda private: private)
-    if what == "here":
+    if condition == "serial pool":
         pool.concurrent = False
-    if what == "asked for alone":
+    if condition == "single round":
         server.round()
     else:
         server.rounds(0, 0)
@@ -99,17 +99,17 @@ def test_rounds_do_not_overlap_with_these_settings(tiny: Tiny, what: str, monkey
     server.close()
 
 
-def test_a_failing_plan_fails_only_its_round(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_plan_fails_only_its_own_round(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny("train.rounds=3")
-    server, _ = open_recording_pool(config)
+    server, _ = start_concurrent_server(config)
     plan = type(server._federation).plan
 
-    def fail(federation: object) -> list[Order]:
+    def plan_or_fail(federation: object) -> list[Order]:
         if server._federation.state.round_index == 1:
             raise ValueError("no plan")
         return plan(server._federation)
 
-    monkeypatch.setattr(type(server._federation), "plan", fail)
+    monkeypatch.setattr(type(server._federation), "plan", plan_or_fail)
     reports = server.rounds(0, 3, 0.0)
     assert [report.round for report in reports or ()] == [1]
     with pytest.raises(ValueError, match="no plan"):

@@ -1,4 +1,4 @@
-"""Objects described by a configuration are built once, counted here and in another process."""
+"""Components of a configuration: each is built once, and another process can rebuild it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from raydfl.runs.progress import Progress
 
 Tiny = Callable[..., Config]
 EVERYTHING = ["method.rule=uniform_mean", "attack=sign_flip"]
-OWN = """
+METHOD = """
 from raydfl.methods.fedavg import FedAvg
 
 class Mine(FedAvg):
@@ -39,7 +39,7 @@ class Mine(FedAvg):
 
 @pytest.fixture
 def build_counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Count the built methods, rules, attacks and networks by kind."""
+    """Count the methods, rules, attacks and networks that are built."""
     counts: Counter[str] = Counter()
     build, network = registry.build, CRNN.__init__
 
@@ -58,8 +58,8 @@ def build_counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counts
 
 
-def test_everything_is_built_once_up_to_round_2(tiny: Tiny, build_counts: Counter[str]) -> None:
-    """Four networks are built: to check the options, to describe the models, for the server and for the clients."""
+def test_a_new_run_builds_each_component_once(tiny: Tiny, build_counts: Counter[str]) -> None:
+    """The four networks are for the options check, the trial pass, the server and the clients."""
     config = tiny(*EVERYTHING, "run.name=counted")
     assert build_counts == {"method": 1, "objective": 1, "method.rule": 1, "attack": 1, "network": 1}
     outcome = run(config, on_round=lambda report: report.round == 2)
@@ -67,16 +67,16 @@ def test_everything_is_built_once_up_to_round_2(tiny: Tiny, build_counts: Counte
     assert build_counts == {"method": 1, "objective": 1, "method.rule": 1, "attack": 1, "network": 4}
 
 
-def test_a_resumed_run_is_checked_once(tiny: Tiny, build_counts: Counter[str]) -> None:
-    """Three networks are built: for the server, for the clients, and for exported tensors that were never sent."""
+def test_a_resumed_run_builds_each_component_once(tiny: Tiny, build_counts: Counter[str]) -> None:
+    """The three networks are for the server, the clients, and the exported tensors that are never sent."""
     run_dir = run(tiny(*EVERYTHING), on_round=lambda report: True).run_dir
     build_counts.clear()
     assert resume(run_dir).finished
     assert build_counts == {"method": 1, "objective": 1, "method.rule": 1, "attack": 1, "network": 3}
 
 
-def test_a_configuration_is_pickled_as_a_description(tiny: Tiny, build_counts: Counter[str]) -> None:
-    """The receiver checks nothing, and builds only requested objects."""
+def test_a_pickled_configuration_builds_components_on_demand(tiny: Tiny, build_counts: Counter[str]) -> None:
+    """Unpickling neither validates nor builds a component."""
     config = tiny(*EVERYTHING)
     sent = pickle.dumps(config)
     build_counts.clear()
@@ -88,10 +88,10 @@ def test_a_configuration_is_pickled_as_a_description(tiny: Tiny, build_counts: C
     assert build_counts == {"method": 1, "objective": 1, "method.rule": 1, "attack": 1}
 
 
-def test_a_process_loads_users_files_by_itself(tiny: Tiny, tmp_path: Path) -> None:
-    """Pickled data do not refer to modules of users, which another process may lack."""
+def test_another_process_loads_user_files_itself(tiny: Tiny, tmp_path: Path) -> None:
+    """The pickle refers to no user module, because another process may not find it."""
     file = tmp_path / "mine.py"
-    file.write_text(OWN)
+    file.write_text(METHOD)
     (tmp_path / "sent").write_bytes(pickle.dumps(tiny(f"method.name={file}:Mine")))
     program = (
         "import pathlib, pickle, sys; config = pickle.loads(pathlib.Path(sys.argv[1]).read_bytes())\n"
@@ -102,35 +102,35 @@ def test_a_process_loads_users_files_by_itself(tiny: Tiny, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("equal", [False, True])
-def test_a_worker_warns_if_its_kernels_differ_from_the_drivers(
+def test_a_worker_warns_about_kernels_that_differ_from_the_drivers(
     tiny: Tiny, tmp_path: Path, equal: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Different kernels differ in the last digits, so law 1 fails between such workers."""
+    """Kernels and PyTorch round differently, so law 1 would not hold between mixed workers."""
     config = tiny("train.rounds=1")
-    with monkeypatch.context() as at_the_driver:
-        worker_kernels = kernels() if equal else {**kernels(), "operators": "another"}
-        at_the_driver.setattr("raydfl.engine.config.kernels", lambda: worker_kernels)
+    with monkeypatch.context() as driver:
+        driver_kernels = kernels() if equal else {**kernels(), "operators": "another"}
+        driver.setattr("raydfl.engine.config.kernels", lambda: driver_kernels)
         sent = pickle.loads(pickle.dumps(config))
     run_dir = create(sent, Progress("quiet"))
     Worker(run_dir, sent, PrivateStore(run_dir / "private"), "cpu")
-    output = [record.getMessage() for record in caplog.records if "last digits" in record.getMessage()]
-    assert bool(output) == (not equal)
+    warnings = [record.getMessage() for record in caplog.records if "last digits" in record.getMessage()]
+    assert bool(warnings) == (not equal)
 
 
-@pytest.mark.parametrize("own", ["method.name={}:Mine", "models.model={}:Net"])
-def test_a_class_unavailable_to_workers_is_reported_before_training(
-    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str
+@pytest.mark.parametrize("setting", ["method.name={}:Mine", "models.model={}:Net"])
+def test_an_unloadable_user_class_is_reported_before_training(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str
 ) -> None:
     file = tmp_path / "own.py"
-    file.write_text(f"{OWN}\nfrom raydfl.models.crnn import CRNN\n\nclass Net(CRNN):\n    pass\n")
-    config = pickle.loads(pickle.dumps(tiny(own.format(file))))
+    file.write_text(f"{METHOD}\nfrom raydfl.models.crnn import CRNN\n\nclass Net(CRNN):\n    pass\n")
+    config = pickle.loads(pickle.dumps(tiny(setting.format(file))))
     file.unlink()
     monkeypatch.setattr(registry, "load_file", registry.load_file.__wrapped__)
     with pytest.raises(ConfigError, match=f"'{file}:(Mine|Net)': there is no file {file}"):
         _ = config.components
 
 
-def test_a_copy_has_the_parts_of_its_description(tiny: Tiny, build_counts: Counter[str]) -> None:
+def test_a_copied_configuration_reuses_unchanged_components(tiny: Tiny, build_counts: Counter[str]) -> None:
     config = tiny()
     build_counts.clear()
     assert config.model_copy(update={"run": config.run}).components is config.components
@@ -140,13 +140,13 @@ def test_a_copy_has_the_parts_of_its_description(tiny: Tiny, build_counts: Count
     assert config.components.method == FedAvg()
 
 
-def test_a_method_keeps_its_rule(build_counts: Counter[str]) -> None:
-    """The built rule is not an option: two methods are equal whether or not they have built it."""
-    own, configured = FedAvg(), FedAvg(rule="uniform_mean")
-    assert isinstance(own.built_rule, WeightedMean)
+def test_a_method_caches_its_rule(build_counts: Counter[str]) -> None:
+    """Equality, hash and repr ignore the cached rule."""
+    default, configured = FedAvg(), FedAvg(rule="uniform_mean")
+    assert isinstance(default.built_rule, WeightedMean)
     assert isinstance(configured.built_rule, UniformMean)
     assert configured.built_rule is configured.built_rule
     assert build_counts == {"method.rule": 1}
-    assert own == FedAvg() != configured
-    assert hash(own) == hash(FedAvg())
-    assert repr(own) == repr(FedAvg())
+    assert default == FedAvg() != configured
+    assert hash(default) == hash(FedAvg())
+    assert repr(default) == repr(FedAvg())

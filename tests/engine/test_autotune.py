@@ -1,4 +1,4 @@
-"""The number of clients trained at once: search, cached measurements and groups."""
+"""Number of clients trained at once: the search for the best width, its cache, and the groups of clients."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ from raydfl.testing import assert_same_bits, start_server, train_federation
 Tiny = Callable[..., Config]
 
 
-def test_the_width_is_the_last_with_a_gain() -> None:
+def test_the_search_returns_the_last_width_with_a_gain() -> None:
     seconds = {1: 1.0, 2: 0.6, 4: 0.4, 8: 0.39, 16: 0.1}
-    asked: list[int] = []
-    assert find_best_width(lambda width: (asked.append(width), seconds[width])[1], 100) == 4
-    assert asked == [1, 2, 4, 8]
+    measured_widths: list[int] = []
+    assert find_best_width(lambda width: (measured_widths.append(width), seconds[width])[1], 100) == 4
+    assert measured_widths == [1, 2, 4, 8]
     assert find_best_width(lambda width: 1 / width, 12) == 8
     assert find_best_width(lambda width: 1 / width, 1) == 1
 
 
-def test_a_width_without_memory_ends_the_search() -> None:
-    def seconds(width: int) -> float:
+def test_running_out_of_memory_ends_the_search() -> None:
+    def measure_or_fail(width: int) -> float:
         if width > 4:
             raise ClientError("client 'a' failed in round 1: OutOfMemoryError")
         return 1 / width
 
-    assert find_best_width(seconds, 100) == 4
+    assert find_best_width(measure_or_fail, 100) == 4
 
 
-def test_each_kind_is_measured_once(tmp_path: Path) -> None:
+def test_a_measurement_is_cached_by_its_key(tmp_path: Path) -> None:
     path = tmp_path / "cache" / "widths.json"
     assert measure_once(path, ("crnn", 16), lambda: 8) == 8
     assert measure_once(path, ("crnn", 16), lambda: 1) == 8
@@ -54,7 +54,7 @@ def test_each_kind_is_measured_once(tmp_path: Path) -> None:
     assert measure_once(path, ("crnn", 16), lambda: 4) == 4
 
 
-def test_groups_contain_similar_clients_of_similar_cost() -> None:
+def test_groups_hold_clients_of_one_kind_and_similar_cost() -> None:
     orders = [Order(i, Task(f"c{i}", phase="ab"[i % 2]), 0, float(10 + i)) for i in range(9)]
     kinds = ["x"] * 8 + ["y"]
     groups = split_groups(assign_groups(orders, kinds, 3))
@@ -68,7 +68,7 @@ def test_groups_contain_similar_clients_of_similar_cost() -> None:
     assert split_groups(assign_groups(orders, kinds, 1)) == [[order] for order in orders]
 
 
-def test_measuring_leaves_no_trace(tiny: Tiny) -> None:
+def test_measuring_leaves_the_run_unchanged(tiny: Tiny) -> None:
     reference = known(tiny(method="fedmlac"))
     config = tiny("run.name=measured", method="fedmlac")
     run_dir = create(config, Progress("quiet"))
@@ -83,7 +83,7 @@ def test_measuring_leaves_no_trace(tiny: Tiny) -> None:
 
 
 @pytest.mark.parametrize("together", [1, 2])
-def test_a_run_keeps_its_width(tiny: Tiny, together: int) -> None:
+def test_a_resumed_run_keeps_its_width(tiny: Tiny, together: int) -> None:
     config = tiny(f"train.together={together}", "train.rounds=4", "run.name=kept")
     server = start_server(config)
     server.round()

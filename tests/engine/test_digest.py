@@ -1,4 +1,4 @@
-"""The digest covers exactly the settings that affect results. The test visits all fields, including future fields."""
+"""Digest: it depends exactly on the settings that affect results. The test visits all fields, including future ones."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from raydfl.engine.settings import FineTuneSettings
 
 Tiny = Callable[..., Config]
 
-DECIDES_NOTHING = r"evaluate\..*|ray\.(?!threads).*|run\.(?!seed).*|track\..*|train\.rounds"
-DECIDES_NOTHING += r"|data\.(cache|sites\.(folder|parts))"
-"""Settings of resources, length, evaluation and tracking."""
+WITHOUT_EFFECT = r"evaluate\..*|ray\.(?!threads).*|run\.(?!seed).*|track\..*|train\.rounds"
+WITHOUT_EFFECT += r"|data\.(cache|sites\.(folder|parts))"
+"""Settings without effect on results: resources, the number of rounds, evaluation and tracking."""
 NAMED = r"(method|models|objective|attack|data\.(name|parts|sites|views|profile|pools))"
-"""Names with options, and groups without entries here. Other tests change them."""
+"""Plug-ins with options, and groups that are empty here. Their own tests change them."""
 
 PLUGINS = r"data\.(views\.)?(features\.kind|transforms)|train\.groups"
-"""Names that must be known (of groups: test_groups.py); the kind of features is in the digest as all of their settings are."""
+"""Names that must be registered. The settings of features bring their kind into the digest; test_groups.py covers groups."""
 
 COMMON = ["data.corrupt.labels={rate: 0.1}", "data.profile={size: {values: [a, b]}}"]
 CONFIGURATIONS = {
@@ -59,37 +59,37 @@ CONFIGURATIONS = {
 }
 
 
-def find_settings(annotation: Any) -> list[type[Settings]]:
-    """Return the settings classes that a field accepts."""
+def list_settings_groups(annotation: Any) -> list[type[Settings]]:
+    """List the settings groups that a field may hold."""
     if isinstance(annotation, type) and issubclass(annotation, Settings):
         return [annotation]
-    return [found for inner in typing.get_args(annotation) for found in find_settings(inner)]
+    return [settings_group for inner in typing.get_args(annotation) for settings_group in list_settings_groups(inner)]
 
 
-def list_fields(group: type[Settings], at: str = "") -> Iterator[str]:
-    """Return the names of all fields, without keys of named groups. Features have the default kind."""
+def iterate_fields(group: type[Settings], at: str = "") -> Iterator[str]:
+    """Yield the names of all fields, without user-defined keys. Features have the fields of their default kind."""
     for name, field in group.model_fields.items():
-        inner = find_settings(field.annotation)
+        inner = list_settings_groups(field.annotation)
         if name == "features" and inner:
             inner = [type(field.default)]
         if not inner:
             yield at + name
-        for item in inner:
-            yield from list_fields(item, f"{at}{name}.")
+        for inner_group in inner:
+            yield from iterate_fields(inner_group, f"{at}{name}.")
 
 
 VALUES = ((int, 7), (float, 0.7), (Path, Path("/x")), (str, "x"))
 
 
 def change_value(value: Any, annotation: Any) -> Any:
-    """Return a different value of a field, which may be invalid."""
+    """Return a different value for a field, valid or not."""
     kinds = [annotation, *typing.get_args(annotation)]
     for kind in kinds:
         if typing.get_origin(kind) is Literal:
             others = [choice for choice in typing.get_args(kind) if choice != value]
             return others[0] if others else None
     if value is None:
-        return next((made for kind, made in VALUES if kind in kinds), ("x",))
+        return next((example for kind, example in VALUES if kind in kinds), ("x",))
     if isinstance(value, bool):
         return not value
     if isinstance(value, int | float):
@@ -101,53 +101,55 @@ def change_value(value: Any, annotation: Any) -> Any:
     return {**value, "x": 0.5} if isinstance(value, dict) else (*value, "x")
 
 
-def change_fields(settings: Settings, at: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield copies with one changed field each, without validation, and the field's place."""
+def change_each_field(settings: Settings, at: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each field's place and a copy of the settings with this field changed, without validation."""
     for name, field in type(settings).model_fields.items():
         value, place = getattr(settings, name), at + name
         if isinstance(value, Settings):
-            copies = ((of, copy) for of, copy in change_fields(value, f"{place}."))
+            copies = ((inner_place, copy) for inner_place, copy in change_each_field(value, f"{place}."))
         elif isinstance(value, dict) and any(isinstance(item, Settings) for item in value.values()):
             copies = (
-                (of, {**value, key: copy})
+                (inner_place, {**value, key: copy})
                 for key, item in value.items()
-                for of, copy in change_fields(item, f"{place}.{key}.")
+                for inner_place, copy in change_each_field(item, f"{place}.{key}.")
             )
-        elif re.fullmatch(NAMED, place) or find_settings(field.annotation):
+        elif re.fullmatch(NAMED, place) or list_settings_groups(field.annotation):
             continue
         else:
             copies = iter([(place, change_value(value, field.annotation))])
-        for of, copy in copies:
-            yield of, settings.model_copy(update={name: copy})
+        for inner_place, copy in copies:
+            yield inner_place, settings.model_copy(update={name: copy})
 
 
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
-def test_the_digest_covers_exactly_the_settings_with_effect_on_results(tiny: Tiny) -> None:
+def test_the_digest_covers_exactly_the_settings_that_affect_results(tiny: Tiny) -> None:
     seen = set[str]()
-    for what, overrides in CONFIGURATIONS.items():
+    for case, overrides in CONFIGURATIONS.items():
         config = tiny(*overrides, "train.deadline=10")
         before = config.digest()
-        for place, other in change_fields(config):
+        for place, copy in change_each_field(config):
             name = re.sub(r"\.(size|a|seen|here|multimodal)\.", ".", place)
             if name not in seen and not re.fullmatch(PLUGINS, name):
-                decides = re.fullmatch(DECIDES_NOTHING, name) is None
-                assert (other.digest() != before) is decides, f"{what}: {place}"
+                has_effect = re.fullmatch(WITHOUT_EFFECT, name) is None
+                assert (copy.digest() != before) is has_effect, f"{case}: {place}"
             seen.add(name)
     groups = {place[:end] for place in seen for end, sign in enumerate(f"{place}.") if sign == "."}
-    unseen = {name for name in list_fields(Config) if name not in groups and not re.fullmatch(NAMED, name)}
+    unseen = {name for name in iterate_fields(Config) if name not in groups and not re.fullmatch(NAMED, name)}
     assert unseen == set()
 
 
-def test_the_first_pool_is_the_training_pool(tiny: Tiny) -> None:
+def test_the_order_of_pools_is_in_the_digest(tiny: Tiny) -> None:
     pools = [f"{name}: {{column: label, values: [{label}]}}" for name, label in (("a", "tone0"), ("b", "tone1"))]
-    one, other = (tiny(f"data.pools={{{', '.join(order)}}}").digest() for order in (pools, pools[::-1]))
-    assert one != other
+    digest, reversed_digest = (tiny(f"data.pools={{{', '.join(order)}}}").digest() for order in (pools, pools[::-1]))
+    assert digest != reversed_digest
 
 
-def test_explicit_defaults_of_a_views_transforms_keep_the_digest(tiny: Tiny) -> None:
+def test_explicit_default_transforms_keep_the_digest(tiny: Tiny) -> None:
     features = "features: {sample_rate: 8000, bands: 16, seconds: 0.25}"
-    given = ("[shift]", "[{name: shift}]", "[{name: shift, frames: 10}]", "[{name: shift, frames: 9}]")
-    views = [f"data.views={{seen: {{column: frame, {features}, transforms: {transforms}}}}}" for transforms in given]
+    spellings = ("[shift]", "[{name: shift}]", "[{name: shift, frames: 10}]", "[{name: shift, frames: 9}]")
+    views = [
+        f"data.views={{seen: {{column: frame, {features}, transforms: {transforms}}}}}" for transforms in spellings
+    ]
     digests = [tiny(view, "models.model.view=seen").digest() for view in views]
     assert digests[:3] == [digests[0]] * 3
     assert digests[3] != digests[0]
@@ -174,7 +176,7 @@ POOLED = "data.pools={normal: {column: label, values: [tone0]}, anomalous: {colu
 def test_options_of_earlier_versions_keep_their_digests(
     tiny: Tiny, method: str, options: list[str], digest: str
 ) -> None:
-    """The digests are from the last version with these options."""
+    """The digests come from the last version with these options."""
     assert tiny(*options, method=method).digest() == digest
 
 
@@ -192,7 +194,9 @@ def test_options_of_earlier_versions_keep_their_digests(
         ("fedapta", []),
     ],
 )
-def test_a_printed_configuration_with_former_options_is_equal(tiny: Tiny, method: str, options: list[str]) -> None:
+def test_printing_a_configuration_with_former_options_keeps_its_meaning(
+    tiny: Tiny, method: str, options: list[str]
+) -> None:
     config = tiny(*options, method=method)
     printed = make_config(parse_yaml(explain_config(config), "printed"))
     assert printed.digest() == config.digest()
@@ -215,6 +219,6 @@ def test_a_printed_configuration_with_former_options_is_equal(tiny: Tiny, method
         ["method.plug_ce_weight=true"],
     ],
 )
-def test_an_invalid_former_weight_is_rejected(tiny: Tiny, options: list[str]) -> None:
+def test_invalid_values_of_a_former_option_are_rejected(tiny: Tiny, options: list[str]) -> None:
     with pytest.raises(ConfigError, match=r"method.plug_ce_weight: .*. Set method.form=NUMBER instead"):
         tiny(*options, method="fedmlac")

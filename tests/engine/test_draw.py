@@ -1,4 +1,4 @@
-"""Eligible clients and the sampling of cohorts. Oracles: frequencies by scipy, shares by hand, uniform sampling."""
+"""Client sampling: eligibility and draws. Oracles: frequencies by scipy, shares by hand, and the uniform draw."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Tiny = Callable[..., Config]
 DEVICES = "data.profile={device: {values: [phone, tablet, watch]}, power: {values: [1, 2, 3]}}"
 
 
-def make_population(chances: list[float], strata: list[int] | None = None) -> list[Client]:
+def make_clients(chances: list[float], strata: list[int] | None = None) -> list[Client]:
     groups = strata or [0] * len(chances)
     return [
         Client(f"c{place}", place, 1, chance=chance, stratum=group)
@@ -38,7 +38,7 @@ def make_population(chances: list[float], strata: list[int] | None = None) -> li
 
 
 class FirstTwo(Method):
-    """Method with its own sampling of clients."""
+    """A method with its own client sampling: it always plans the first two."""
 
     def plan(self, state: Any, clients: Any, rng: Any, cohort: int) -> list[Task]:
         return [Task(clients[place].id) for place in (0, 1)]
@@ -48,14 +48,14 @@ def test_weights_are_sampling_probabilities() -> None:
     weights = [1.0, 0.0, 2.0, 5.0]
     rng, counts = np.random.default_rng(1), np.zeros(4)
     for _ in range(4000):
-        counts[sample_clients(make_population(weights), rng, 1)[0].index] += 1
+        counts[sample_clients(make_clients(weights), rng, 1)[0].index] += 1
     assert counts[1] == 0
     assert chisquare(counts[[0, 2, 3]], [500, 1000, 2500]).pvalue > 0.01
 
 
-def test_each_group_has_its_share_of_every_round() -> None:
-    """Six of 7, 5 and 3 clients: on average 2.8, 2 and 1.2, with deviations below 1."""
-    clients = make_population([1.0] * 15, [0] * 7 + [1] * 5 + [2] * 3)
+def test_each_stratum_has_its_share_of_every_round() -> None:
+    """Six of 7 + 5 + 3 clients: each stratum has 2.8, 2 and 1.2 on average, and differs by less than 1."""
+    clients = make_clients([1.0] * 15, [0] * 7 + [1] * 5 + [2] * 3)
     rng = np.random.default_rng(1)
     shares = np.array(
         [np.bincount([c.stratum for c in sample_clients(clients, rng, 6)], minlength=3) for _ in range(2000)]
@@ -65,22 +65,22 @@ def test_each_group_has_its_share_of_every_round() -> None:
     assert shares.mean(axis=0) == pytest.approx([2.8, 2.0, 1.2], abs=0.05)
 
 
-def test_few_eligible_clients_make_small_cohorts() -> None:
-    some = make_population([0.0, 1.0, 0.0, 2.0])
-    assert [client.index for client in sample_clients(some, np.random.default_rng(1), 3)] == [1, 3]
-    assert sample_clients(make_population([0.0, 0.0]), np.random.default_rng(1), 1) == []
+def test_a_cohort_has_at_most_the_eligible_clients() -> None:
+    clients = make_clients([0.0, 1.0, 0.0, 2.0])
+    assert [client.index for client in sample_clients(clients, np.random.default_rng(1), 3)] == [1, 3]
+    assert sample_clients(make_clients([0.0, 0.0]), np.random.default_rng(1), 1) == []
 
 
-def test_neutral_settings_do_not_change_the_sampling(tiny: Tiny) -> None:
-    reference = train_federation(tiny("run.name=whole", "train.rounds=1"))
-    for name, asked in {"empty": "{}", "all": "{min_examples: 1, weight: null}"}.items():
+def test_empty_settings_leave_the_draw_unchanged(tiny: Tiny) -> None:
+    whole = train_federation(tiny("run.name=whole", "train.rounds=1"))
+    for name, settings in {"empty": "{}", "all": "{min_examples: 1, weight: null}"}.items():
         assert_same_bits(
-            reference, train_federation(tiny(f"run.name={name}", "train.rounds=1", f"train.clients={asked}"))
+            whole, train_federation(tiny(f"run.name={name}", "train.rounds=1", f"train.clients={settings}"))
         )
 
 
 @pytest.mark.parametrize(
-    ("asked", "fits"),
+    ("conditions", "is_eligible"),
     [
         ("{where: {device: [phone, watch]}}", lambda client: client.profile["device"] in ("phone", "watch")),
         ("{where: {device: phone, power: 3}}", lambda client: client.profile["power"] == 3),
@@ -89,22 +89,22 @@ def test_neutral_settings_do_not_change_the_sampling(tiny: Tiny) -> None:
         ("{weight: power, where: {power: [2, 3]}}", lambda client: client.profile["power"] > 1),
     ],
 )
-def test_only_eligible_clients_take_part(asked: str, fits: Callable[[Client], bool], tiny: Tiny) -> None:
-    settings = [DEVICES, "run.name=some", "train.cohort=1.0", "train.rounds=2", f"train.clients={asked}"]
-    if "phone, power" in asked:
+def test_only_eligible_clients_are_drawn(conditions: str, is_eligible: Callable[[Client], bool], tiny: Tiny) -> None:
+    settings = [DEVICES, "run.name=some", "train.cohort=1.0", "train.rounds=2", f"train.clients={conditions}"]
+    if "phone, power" in conditions:
         settings[0] = "data.profile={device: {values: [phone]}, power: {values: [1, 2, 3]}}"
     config = tiny(*settings, "evaluate.clients=none")
     train_federation(config)
     folder = Path(config.run.dir, "some")
     clients = Clients(Population.load(folder / "population"), config, planning=True)
-    expected = {client.id for client in clients if fits(client)}
-    assert {row.client for row in to_rows(read_rows(folder)) if row.client and row.metric == "loss"} == expected
-    assert 0 < len(expected) < len(clients)
-    assert f"{len(expected)} of 6 clients may take part" in (folder / "run.json").read_text()  # shown in the report
+    eligible = {client.id for client in clients if is_eligible(client)}
+    assert {row.client for row in to_rows(read_rows(folder)) if row.client and row.metric == "loss"} == eligible
+    assert 0 < len(eligible) < len(clients)
+    assert f"{len(eligible)} of 6 clients may take part" in (folder / "run.json").read_text()  # shown in the report
 
 
 @pytest.mark.parametrize("kind", ["parquet", "csv"])
-def test_a_column_of_a_table_of_clients_is_a_weight(kind: str, tiny: Tiny, tmp_path: Path) -> None:
+def test_a_column_of_the_client_table_is_a_sampling_weight(kind: str, tiny: Tiny, tmp_path: Path) -> None:
     columns = {
         "client": [*"abcdef"],
         "first": [0] * 6,
@@ -129,7 +129,7 @@ def test_a_column_of_a_table_of_clients_is_a_weight(kind: str, tiny: Tiny, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("setting", "message"),
     [
         (
             "{where: {devise: [phone]}}",
@@ -152,8 +152,8 @@ def test_a_column_of_a_table_of_clients_is_a_weight(kind: str, tiny: Tiny, tmp_p
         ("{where: {device: [phone]}}, method: OWN", "plans client 's1', which the setting excludes"),
     ],
 )
-def test_invalid_settings_are_rejected(asked: str, message: str, tiny: Tiny) -> None:
-    clients, _, more = asked.partition("}, ")
+def test_invalid_settings_are_rejected(setting: str, message: str, tiny: Tiny) -> None:
+    clients, _, more = setting.partition("}, ")
     settings = [DEVICES, f"train.clients={clients}{'}' if more else ''}", "run.name=bad", "train.cohort=2"]
     if "cohort" in more:
         settings[-1] = "train.cohort=7"
@@ -165,11 +165,11 @@ def test_invalid_settings_are_rejected(asked: str, message: str, tiny: Tiny) -> 
         train_federation(tiny(*settings))
 
 
-def test_methods_sample_from_a_given_subset_of_clients(tiny: Tiny) -> None:
+def test_sampling_from_a_subset_respects_the_conditions(tiny: Tiny) -> None:
     config = tiny(DEVICES, "run.name=some", "train.cohort=1.0", "train.clients={where: {device: watch}}")
     clients = Clients(Population.load(create(config, Progress("quiet")) / "population"), config, planning=True)
-    some = sample_clients(list(clients)[1:], np.random.default_rng(1), 4)
-    assert some
-    assert {client.profile["device"] for client in some} == {"watch"}
+    sampled = sample_clients(list(clients)[1:], np.random.default_rng(1), 4)
+    assert sampled
+    assert {client.profile["device"] for client in sampled} == {"watch"}
     with pytest.raises(ConfigError, match=r"train\.clients\.min_examples"):
         tiny("train.clients={min_examples: -1}")

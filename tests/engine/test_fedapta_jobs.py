@@ -1,4 +1,4 @@
-"""The configurations in jobs/fedapta are valid and contain the paper's numbers."""
+"""Configurations in jobs/fedapta: each is valid and has the paper's settings."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from raydfl.engine.config import load_config
 JOBS = Path(__file__).resolve().parents[2] / "jobs" / "fedapta"
 
 
-def test_the_five_image_tasks_match_the_paper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The paper and its code: tasks, partition, augmentation, scales, ratios, optimiser."""
+def test_the_image_job_has_the_papers_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The expected values come from the paper and its code."""
     monkeypatch.setenv("RAYDFL_DATA", str(tmp_path))
     config = load_config(JOBS / "images.yaml", [])
     tasks = config.data.each
@@ -29,7 +29,11 @@ def test_the_five_image_tasks_match_the_paper(monkeypatch: pytest.MonkeyPatch, t
     }
     for name, data in tasks.items():
         assert data.first_view.pipeline.shape(data.features.bands) == (3 if name in ("svhn", "cifar10") else 1, 32, 32)
-        assert [type(each).__name__ for each in data.first_view.pipeline.all] == ["RandomCrop", "Flip", "Cutout"]
+        assert [type(transform).__name__ for transform in data.first_view.pipeline.all] == [
+            "RandomCrop",
+            "Flip",
+            "Cutout",
+        ]
         assert (data.partition.clients, data.partition.alpha, data.partition.minimum) == (10, 0.5, 10)
         assert data.profile["pruning_ratio"].values == (0.0, 0.2, 0.4, 0.6, 0.8)
     train, optimiser = config.train, config.train.optimiser
@@ -38,7 +42,7 @@ def test_the_five_image_tasks_match_the_paper(monkeypatch: pytest.MonkeyPatch, t
 
 
 @pytest.mark.parametrize("name", ["images_twin", "audio", "mixed"])
-def test_the_jobs_on_available_data_are_valid(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_other_jobs_are_valid(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("RAYDFL_DATA", str(tmp_path))
     config = load_config(JOBS / f"{name}.yaml", [])
     assert all(data.profile["pruning_ratio"].values for data in config.data.each.values())

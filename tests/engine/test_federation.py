@@ -1,4 +1,4 @@
-"""Engine tests beyond the laws: architectures, compaction, checks of plans, exported models."""
+"""Engine behaviour outside the laws: architectures, compaction, checks of plans, exported models."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Tiny = Callable[..., Config]
 EXTRA = Path(__file__).parent.parent / "extra_methods.py"
 
 
-def test_architectures_are_sampled_uniformly_by_the_seed(tiny: Tiny) -> None:
+def test_architectures_are_drawn_uniformly_from_the_seed(tiny: Tiny) -> None:
     short = (
         "data.takes=1",
         "data.test_takes=1",
@@ -56,8 +56,8 @@ def test_architectures_are_sampled_uniformly_by_the_seed(tiny: Tiny) -> None:
     assert len(counts) == 2
     assert abs(min(counts.values()) - 150) < 4 * np.sqrt(300 / 4)  # four standard deviations
     assert [c.models[1].options for c in Clients(population, config)] == drawn
-    other = tiny("data.speakers=300", *short, "run.seed=2", method="fedmlac")
-    assert [c.models[1].options for c in Clients(population, other)] != drawn
+    other_seed = tiny("data.speakers=300", *short, "run.seed=2", method="fedmlac")
+    assert [c.models[1].options for c in Clients(population, other_seed)] != drawn
     assert {c.models[0] for c in Clients(population, config)} == {Clients(population, config)[0].models[0]}
     clients = Clients(population, config)
     assert dict.fromkeys(clients.variants()) == {client.models: None for client in clients}
@@ -86,7 +86,7 @@ def test_a_shared_model_of_two_architectures_is_rejected(tiny: Tiny) -> None:
         run(config)
 
 
-def test_superseded_private_state_is_removed(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compaction_bounds_the_private_store(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     common = ["train.rounds=12", "train.cohort=3", "run.keep=1", "evaluate.every=99"]
     reference = known(tiny(*common, method="fedmlac"))
     monkeypatch.setattr(raydfl.engine.storage.committer, "_SLACK", 0)
@@ -99,7 +99,7 @@ def test_superseded_private_state_is_removed(tiny: Tiny, monkeypatch: pytest.Mon
         server.round()
         server.finish()
         live = sum(ref.length for ref in store.load(store.latest() or "").private.values())
-        # Used records, records of the previous commit, and records not yet worth compacting.
+        # Live records, records of the previous commit, and records not yet worth moving.
         assert sum(store.sizes_of_segments().values()) <= 4 * live
         compacted += any("compact" in path.name for path in (run_dir / "private").iterdir())
     server.close()
@@ -107,14 +107,14 @@ def test_superseded_private_state_is_removed(tiny: Tiny, monkeypatch: pytest.Mon
     assert_same_bits(reference, train_federation(config))
 
 
-def test_results_are_in_order_and_complete() -> None:
+def test_replies_are_sorted_and_complete() -> None:
     replies = [Reply(position, str(position)) for position in (2, 0, 3, 1)]
     assert [r.position for r in sort_replies(iter(replies), 4)] == [0, 1, 2, 3]
     with pytest.raises(AssertionError, match="2 of 4 replies"):
         sort_replies(iter(replies[1::2]), 4)
 
 
-def yield_replies(replies: Iterable[Reply], orders: int) -> Arrivals:
+def make_arrivals(replies: Iterable[Reply], orders: int) -> Arrivals:
     placed = [Order(position, Task(str(position)), 0, 1.0) for position in range(orders)]
     return Arrivals(placed, iter(replies), RoundReport(1), "stop")
 
@@ -130,26 +130,26 @@ STATE = {"global": {"w": torch.zeros(1)}}
 def test_updates_are_in_client_order_and_complete() -> None:
     replies = [make_reply(position) for position in (4, 0, 3, 5, 1)]
     replies.insert(2, Reply(2, "2", rejected="error: none"))
-    arrivals = yield_replies(replies, 6)
+    arrivals = make_arrivals(replies, 6)
     updates = arrivals.updates(STATE, lambda *_: False)
     assert [update.client_id for update in updates] == ["0", "1", "3", "4", "5"]
     assert arrivals._report.rejected == {"2": "error: none"}
     with pytest.raises(AssertionError, match="no reply to order 2"):
-        list(yield_replies([r for r in replies if r.position != 2], 6).updates(STATE, lambda *_: False))
+        list(make_arrivals([r for r in replies if r.position != 2], 6).updates(STATE, lambda *_: False))
 
 
-def test_only_waiting_time_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = SimpleNamespace(seconds=0.0)
-    monkeypatch.setattr("raydfl.engine.arrivals.time", SimpleNamespace(perf_counter=lambda: now.seconds))
+def test_only_the_wait_for_replies_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(seconds=0.0)
+    monkeypatch.setattr("raydfl.engine.arrivals.time", SimpleNamespace(perf_counter=lambda: clock.seconds))
 
-    def slow() -> Iterator[Reply]:
+    def reply_slowly() -> Iterator[Reply]:
         for position in range(5):
-            now.seconds += 2.0
+            clock.seconds += 2.0
             yield make_reply(position)
 
-    arrivals = yield_replies(slow(), 5)
+    arrivals = make_arrivals(reply_slowly(), 5)
     for _ in arrivals.updates(STATE, lambda *_: False):
-        now.seconds += 5.0  # the server aggregates
+        clock.seconds += 5.0  # the server aggregates
     assert arrivals.seconds == 10.0
 
 
@@ -162,7 +162,7 @@ def test_only_waiting_time_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
         ([5, 5, 5], 1, [(0, 3)]),
     ],
 )
-def test_test_data_are_split_between_clips(clips: list[int], size: int, expected: list[tuple[int, int]]) -> None:
+def test_shards_never_split_a_clip(clips: list[int], size: int, expected: list[tuple[int, int]]) -> None:
     assert shard_ranges(np.array(clips, np.int64), size) == expected
 
 
@@ -176,7 +176,7 @@ PLANS = {
 
 
 @pytest.mark.parametrize("name", sorted(PLANS))
-def test_an_impossible_plan_is_reported(tiny: Tiny, tmp_path: Path, name: str) -> None:
+def test_invalid_plans_are_rejected(tiny: Tiny, tmp_path: Path, name: str) -> None:
     code, message = PLANS[name]
     path = tmp_path / "planner.py"
     path.write_text(
@@ -192,10 +192,10 @@ def test_exported_models_can_be_loaded_by_name(tiny: Tiny) -> None:
     run_dir = run(config).run_dir
     state = final_state(run_dir).tensors["global"]
     with safe_open(run_dir / "model.safetensors", "pt") as file:
-        about = file.metadata()
+        metadata = file.metadata()
         tensors = {name.partition("/")[2]: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    assert about["round"] == "3"
-    assert json.loads(about["classes"]) == ["tone0", "tone1", "tone2"]
+    assert metadata["round"] == "3"
+    assert json.loads(metadata["classes"]) == ["tone0", "tone1", "tone2"]
     clients = Clients(Population.load(run_dir / "population"), config)
     model = build_model(clients[0].models[0])
     model.load_state_dict(tensors)
@@ -205,7 +205,7 @@ def test_exported_models_can_be_loaded_by_name(tiny: Tiny) -> None:
 
 
 def test_equal_runs_export_equal_bytes(tiny: Tiny) -> None:
-    """Users can compare runs with sha256sum. Commits are equal too, if clients have no private state."""
+    """Users may compare runs with sha256sum. Commits are equal too if no client has private state."""
     folders = [finish_and_export(tiny(f"run.name={name}", "train.rounds=1")) for name in ("one", "two", "three")]
     for pattern in ("model.safetensors", "commits/*.safetensors", "population/*"):
         files = [
@@ -224,7 +224,7 @@ def finish_and_export(config: Config) -> Path:
     return run_dir
 
 
-def test_the_three_scores_of_fedmlac_are_measured(tiny: Tiny) -> None:
+def test_fedmlac_reports_its_three_metrics(tiny: Tiny) -> None:
     scores = run(tiny(method="fedmlac")).scores
     for name in ("test plugin/accuracy", "test local/accuracy_client_mean", "validation local/accuracy_client_mean"):
         assert 0 <= scores[name] <= 1
@@ -245,12 +245,12 @@ def test_server_evaluation_agrees_with_a_direct_computation(tiny: Tiny) -> None:
     assert outcome.scores["test model/loss"] == pytest.approx(float(loss), rel=1e-5)
 
 
-# ProFiLA predicts no class.
+# ProFiLA does not classify.
 @pytest.mark.parametrize(
     "method", [name for name in registry.names("raydfl.methods") if not name.startswith("profila")]
 )
 def test_every_method_beats_chance_on_easy_data(tiny: Tiny, method: str) -> None:
-    """Six rounds on tones of three pitches, which any working method learns."""
+    """Every method learns to classify three pitches in six rounds."""
     settings = [
         "train.rounds=6",
         "train.cohort=1.0",
@@ -259,13 +259,13 @@ def test_every_method_beats_chance_on_easy_data(tiny: Tiny, method: str) -> None
         "evaluate.every=6",
         "train.optimiser.momentum=0.9",
     ]
-    settings.append("data.features.normalise=group")  # normalisation by clip would erase a constant tone
+    settings.append("data.features.normalise=group")  # normalisation by clip would remove a constant tone
     cls = registry.find("raydfl.methods", method, Method, "method")  # type: ignore[type-abstract]
     chosen = [f"models.{name}=mlp" for name in cls.models if name not in (*cls.on_features, *cls.copies)]
     extra = ["method.form=supervised"] if method == "fedmlac" else []
     extra += ["method.server_lr=0.05"] if method in ("fedadam", "fedyogi", "fedadagrad", "fedopt") else []
     extra += ["method.momentum=0.3"] if method == "fedavgm" else []
-    extra += ["method.server_steps=50"] if method == "fedgen" else []  # an undertrained generator misleads
+    extra += ["method.server_steps=50"] if method == "fedgen" else []  # an undertrained generator misleads the clients
     extra += ["method.layers=[hidden]"] if method == "fedbn" else []
     extra += ["train.optimiser={lr: 0.5, momentum: 0.0}"] if method == "perfedavg" else []
     extra += ["method.prune=[linear]"] if method in ("fedapta", "fedmp", "hermes") else []
@@ -276,7 +276,7 @@ def test_every_method_beats_chance_on_easy_data(tiny: Tiny, method: str) -> None
     assert score > 0.8, f"{method}: {score}"
 
 
-def test_a_failed_start_does_not_block_the_corrected_start(tiny: Tiny) -> None:
+def test_a_failed_start_does_not_block_the_corrected_run(tiny: Tiny) -> None:
     with pytest.raises(ConfigError, match="no tensor's name begins with 'model/head'"):
         run(tiny("method.personal=[model/head]", "run.name=retry", method="fedper"))
     corrected = run(tiny("run.name=retry", method="fedper"))
@@ -285,7 +285,7 @@ def test_a_failed_start_does_not_block_the_corrected_start(tiny: Tiny) -> None:
     assert_same_bits(reference, read_tensors(corrected.run_dir))
 
 
-def test_a_users_method_file_may_move_before_a_resume(tiny: Tiny, tmp_path: Path) -> None:
+def test_moving_a_method_file_keeps_the_digest(tiny: Tiny, tmp_path: Path) -> None:
     digests = set()
     for folder in ("a", "b"):
         path = tmp_path / folder / "mine.py"
@@ -296,9 +296,9 @@ def test_a_users_method_file_may_move_before_a_resume(tiny: Tiny, tmp_path: Path
     assert digests != {tiny().digest()}
 
 
-def test_the_state_is_equal_in_continued_and_resumed_runs(tiny: Tiny) -> None:
-    """Tuples, numeric keys and tensors with shared memory have the form of a restored commit."""
-    own = f"method.name={EXTRA}:Twins"
-    reference_state = known(tiny(own))
-    stop_after(tiny(own, "run.name=parts"), 1)
-    assert_same_bits(reference_state, train_federation(tiny(own, "run.name=parts")))
+def test_the_state_is_the_same_with_and_without_a_resume(tiny: Tiny) -> None:
+    """A method always sees its state as stored, including tuples, numeric keys and tensors with shared memory."""
+    setting = f"method.name={EXTRA}:Twins"
+    whole = known(tiny(setting))
+    stop_after(tiny(setting, "run.name=parts"), 1)
+    assert_same_bits(whole, train_federation(tiny(setting, "run.name=parts")))

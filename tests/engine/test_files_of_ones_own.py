@@ -1,4 +1,4 @@
-"""Files named by a configuration: their content affects results, their location does not. Code may import neighbours."""
+"""Files in a configuration: their content affects results, their location does not, and code may import neighbouring modules."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class Mine(FedAvg):
 
 
 @pytest.fixture(autouse=True)
-def unload_modules() -> Iterator[None]:
-    """Unload modules of the tests' folders after each test."""
+def _forget_modules() -> Iterator[None]:
+    """Forget modules from temporary folders after each test."""
     before = set(sys.modules)
     yield
     for name in set(sys.modules) - before:
@@ -71,7 +71,7 @@ def raydfl(capsys: pytest.CaptureFixture[str]) -> Raydfl:
 
 @pytest.fixture
 def configure_files(tmp_path: Path, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> Tiny:
-    """Make a configuration with a relative path in each option that accepts a file."""
+    """Return a function that configures a run with a relative file path in every supported place."""
     for folder in ("here", "there"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "network.py").write_text(NETWORK)
@@ -99,18 +99,18 @@ def test_files_in_options_become_absolute(configure_files: Tiny, tmp_path: Path)
 
 
 @pytest.mark.parametrize("file", ["scale", "weights", "table"])
-def test_the_digest_covers_the_content_of_a_file_not_its_location(
+def test_the_digest_depends_on_file_content_not_location(
     configure_files: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
 ) -> None:
-    here = configure_files().digest()
+    digest = configure_files().digest()
     monkeypatch.chdir(tmp_path / "there")
-    assert configure_files().digest() == here
+    assert configure_files().digest() == digest
     (tmp_path / "there" / file).write_text("2.50")
-    assert configure_files().digest() != here
+    assert configure_files().digest() != digest
 
 
 def test_configurations_without_files_keep_their_digest(tiny: Tiny) -> None:
-    """The digests are from the last version that ignored the content of files."""
+    """The digests come from the last version that ignored the content of files."""
     values = tiny().model_dump(mode="json")
     values["data"] = {"name": "fsdd", "root": "/somewhere", "features": values["data"]["features"]}
     attacked = apply_overrides(values, ["attack={name: backdoor, share: 0.2, target: '1'}"])
@@ -131,26 +131,26 @@ def test_a_run_with_a_changed_file_is_not_resumed(raydfl: Raydfl, configure_file
     assert raydfl("resume", folder, "train.rounds=3").code == 0
 
 
-def test_a_run_of_an_earlier_version_resumes(
+def test_a_run_of_an_earlier_version_is_resumed(
     raydfl: Raydfl, configure_files: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reference = run(configure_files("train.rounds=3", "run.name=whole")).run_dir
     folder = run(configure_files()).run_dir
-    about = json.loads((folder / "run.json").read_text())
+    metadata = json.loads((folder / "run.json").read_text())
     for key in ("config", "files", "code"):
-        del about[key]
-    (folder / "run.json").write_text(json.dumps({**about, "digest": "of-old-times-1234"}))
-    text = (folder / "config.yaml").read_text()  # this version stored the option verbatim
+        del metadata[key]
+    (folder / "run.json").write_text(json.dumps({**metadata, "digest": "of-old-times-1234"}))
+    text = (folder / "config.yaml").read_text()  # earlier versions stored paths unresolved
     (folder / "config.yaml").write_text(text.replace(f"{tmp_path}/here/scale", "scale"))
     assert raydfl("resume", folder, "train.rounds=3").code == 0
     assert_same_bits(read_tensors(reference), read_tensors(folder))
 
 
-# -- imports of neighbouring files -------------------------------------------------------------------------------------
+# -- imports of neighbouring modules ---------------------------------------------------------------------------------
 
 
-def test_a_file_may_import_its_neighbours_and_shadows_nothing(tmp_path: Path) -> None:
-    """Names of library modules are not shadowed, and folders are not modules."""
+def test_a_file_imports_its_neighbours_without_shadowing_libraries(tmp_path: Path) -> None:
+    """Library modules take precedence over neighbours of the same name. A plain folder cannot be imported."""
     (tmp_path / "own.py").write_text(
         "import json\nfrom helpers_of_mine import three\nimport packed_of_mine.inner as inner\n\n\nclass Own:\n"
         "    value = three + inner.four\n    loads = json.loads\n\n    def later(self):\n        import later_of_mine\n\n"
@@ -173,8 +173,8 @@ def test_a_file_may_import_its_neighbours_and_shadows_nothing(tmp_path: Path) ->
         __import__("only_a_folder")
 
 
-def test_two_folders_may_have_modules_of_the_same_name(tmp_path: Path) -> None:
-    """Otherwise the second file would silently import the first file's module."""
+def test_modules_of_the_same_name_in_two_folders_are_rejected(tmp_path: Path) -> None:
+    """Otherwise the second file would silently import the first folder's module."""
     for folder, value in (("a", 1), ("b", 2)):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "own.py").write_text("from shared_name import value\n\n\nclass Own:\n    v = value\n")
@@ -189,7 +189,7 @@ def test_two_folders_may_have_modules_of_the_same_name(tmp_path: Path) -> None:
     assert load_object(f"{tmp_path}/b/own.py:Own").v == 2
 
 
-def test_a_failed_file_can_be_loaded_after_a_fix(tmp_path: Path) -> None:
+def test_a_file_can_be_loaded_after_it_is_fixed(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("import absent_one\n\n\nclass Own:\n    pass\n")
     with pytest.raises(ConfigError, match="No module named 'absent_one'"):
         load_object(f"{tmp_path}/own.py:Own")
@@ -200,7 +200,7 @@ def test_a_failed_file_can_be_loaded_after_a_fix(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
-def test_actors_import_neighbours_too(tiny: Tiny, tmp_path: Path) -> None:
+def test_actors_import_neighbouring_modules(tiny: Tiny, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
         "from raydfl.methods.fedavg import FedAvg\nfrom beside_of_mine import half\n\n\nclass Own(FedAvg):\n"
         "    def loss(self, step, batch):\n        return half(super().loss(step, batch))\n"

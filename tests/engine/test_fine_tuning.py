@@ -1,4 +1,4 @@
-"""Fine-tuning at evaluation: copies of a client's models are trained, evaluated and discarded."""
+"""Fine-tuning at evaluation: copies of a client's models train, their metrics are recorded, and the copies are discarded."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from raydfl.training import Replica, find_fixed_tensors
 Tiny = Callable[..., Config]
 
 
-def build_model() -> dict[str, nn.Module]:
+def build_models() -> dict[str, nn.Module]:
     return {"model": MeanMLP(BANDS, CLASSES, hidden=7)}
 
 
 @pytest.mark.parametrize("part", [[], ["model/output"], ["model/hidden"]])
 def test_a_copy_is_trained_on_the_clients_data(part: list[str]) -> None:
-    """Oracle: plain SGD in float64. The method's fixed head trains too, unless the part excludes it."""
+    """Plain SGD in float64 is the oracle. The method's fixed head trains too, unless the part excludes it."""
     method = FedBABU()
-    step, reference = (make_steps(method, build_model)[1] for _ in range(2))
-    for model_step in (step, reference):
-        model_step.fixed = find_fixed_tensors(model_step.models, method.fixed)
-        Replica(model_step.models, model_step.fixed)  # like the networks of the engine
+    step, reference = (make_steps(method, build_models)[1] for _ in range(2))
+    for client_step in (step, reference):
+        client_step.fixed = find_fixed_tensors(client_step.models, method.fixed)
+        Replica(client_step.models, client_step.fixed)  # as in the engine
     network = copy.deepcopy(reference.models["model"]).double().requires_grad_(True)
     trained = [p for name, p in network.named_parameters() if not part or f"model/{name}".startswith(part[0])]
     for _ in range(3):
@@ -54,9 +54,9 @@ def test_a_copy_is_trained_on_the_clients_data(part: list[str]) -> None:
     examples = make_examples(8, 5)
     batch = examples.batch(np.arange(8))
     for measured, model in ((step, reference.models["model"].double()), (tuned, network)):
-        measured_loss = method.evaluate(measured, examples, 4)["model/loss"]
-        assert isinstance(measured_loss, Ratio)
-        assert measured_loss.value == pytest.approx(F.cross_entropy(model(batch.x.double()), batch.y).item(), rel=1e-4)
+        result = method.evaluate(measured, examples, 4)["model/loss"]
+        assert isinstance(result, Ratio)
+        assert result.value == pytest.approx(F.cross_entropy(model(batch.x.double()), batch.y).item(), rel=1e-4)
     assert step.rng.bit_generator.state == reference.rng.bit_generator.state
     assert all(torch.equal(before[name], value) for name, value in step.models["model"].state_dict().items())
 
@@ -68,7 +68,7 @@ FAST = ("fedavg", "ditto")
     "method",
     [pytest.param(name, marks=[] if name in FAST else [pytest.mark.slow]) for name in registry.names("raydfl.methods")],
 )
-def test_results_with_and_without_fine_tuning_are_recorded_and_training_is_unchanged(tiny: Tiny, method: str) -> None:
+def test_fine_tuning_adds_metrics_and_leaves_the_run_unchanged(tiny: Tiny, method: str) -> None:
     settings = ["train.rounds=2", "evaluate.clients=all"]
     config = tiny(*settings, "evaluate.fine_tune={epochs: 1}", "run.name=tuned", method=method)
     run_dir = create(config, Progress("quiet"))
@@ -86,16 +86,15 @@ def test_results_with_and_without_fine_tuning_are_recorded_and_training_is_uncha
         assert (f"personal/{metric}" if len(models) == 1 else f"personal-{model}/{metric}") in names
 
 
-def test_the_former_options_of_fedbabu_are_equivalent(tiny: Tiny) -> None:
+def test_former_options_of_fedbabu_keep_their_meaning(tiny: Tiny) -> None:
     former = tiny("method.fine_tune_epochs=2", "method.fine_tune_part=head", method="fedbabu")
     assert former.components.fine_tune.model_dump() == {"epochs": 2, "part": ["model/output"]}
     assert tiny(method="fedbabu").components.fine_tune.epochs == 5
     assert tiny().components.fine_tune.epochs == 0
     explicit = tiny("evaluate.fine_tune={epochs: 3}", method="fedbabu")
     assert explicit.components.fine_tune.epochs == 3
-    assert (
-        explicit.digest() == tiny(method="fedbabu").digest() != former.digest()
-    )  # evaluation does not affect training
+    # evaluate.fine_tune is not in the digest, because it affects no training.
+    assert explicit.digest() == tiny(method="fedbabu").digest() != former.digest()
 
 
 @pytest.mark.parametrize(
@@ -114,7 +113,7 @@ def test_the_former_options_of_fedbabu_are_equivalent(tiny: Tiny) -> None:
         (["method.fine_tune_part=head", "method.head=[]"], "fedbabu", "names of tensors in method.head"),
     ],
 )
-def test_impossible_fine_tuning_is_rejected_before_the_first_round(
+def test_invalid_fine_tuning_is_rejected_before_the_first_round(
     tiny: Tiny, settings: list[str], method: str, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -1,4 +1,4 @@
-"""Groups of clients: discovery rules, stable names, and the state of each group for every method."""
+"""Groups of clients: discovery rules, stable names, and separate state for each group."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ RNG = np.random.default_rng(0)
 
 
 @pytest.mark.parametrize(("kind", "scipy_name"), [("cosine", "cosine"), ("l1", "cityblock"), ("l2", "euclidean")])
-def test_distances_agree_with_scipy(kind: Distance, scipy_name: str) -> None:
+def test_distances_match_scipy(kind: Distance, scipy_name: str) -> None:
     rows = np.random.default_rng(1).normal(size=(7, 6))
     vectors = [{"w": torch.tensor(row[:4]).view(2, 2), "b": torch.tensor(row[4:])} for row in rows]
     expected = pdist(rows, scipy_name)
@@ -45,19 +45,18 @@ def test_distances_agree_with_scipy(kind: Distance, scipy_name: str) -> None:
     )
 
 
-def test_inner_products_and_different_heads() -> None:
-    given = [{"w": torch.tensor(values)} for values in ([1.0, 0.0], [2.0, 0.0], [0.0, 1.0], [1.0, 0.0, 0.0])]
-    inner = distances(
-        given[:3], "inner"
-    )  # products 2, 0, 0: the distances from the largest are 0, 2, 2 with the mean 4 / 3
+def test_inner_products_and_heads_of_different_shapes() -> None:
+    vectors = [{"w": torch.tensor(values)} for values in ([1.0, 0.0], [2.0, 0.0], [0.0, 1.0], [1.0, 0.0, 0.0])]
+    # Products: 2, 0, 0. Differences from the largest: 0, 2, 2. Their mean: 4 / 3.
+    inner = distances(vectors[:3], "inner")
     np.testing.assert_allclose(inner, [[0, 0, 1.5], [0, 0, 1.5], [1.5, 1.5, 0]])
     for kind in ("cosine", "l1", "l2", "inner"):
-        assert distances(given, kind)[3, :3].tolist() == [2.0, 2.0, 2.0]  # type: ignore[arg-type]
-    still = distances([{"w": torch.zeros(2)}, {"w": torch.ones(2)}], "cosine")
-    assert still.tolist() == [[0, 1], [1, 0]]
+        assert distances(vectors, kind)[3, :3].tolist() == [2.0, 2.0, 2.0]  # type: ignore[arg-type]
+    with_zero = distances([{"w": torch.zeros(2)}, {"w": torch.ones(2)}], "cosine")
+    assert with_zero.tolist() == [[0, 1], [1, 0]]
 
 
-def test_noise_joins_the_nearest_cluster_or_forms_its_own() -> None:
+def test_noise_joins_the_nearest_cluster_or_stays_alone() -> None:
     points = np.array([0.0, 0.1, 0.2, 5.0, 5.1, 5.2, 1.0, 9.0])
     matrix = np.abs(points[:, None] - points)
     labels = np.array([0, 0, 0, 1, 1, 1, -1, -1])
@@ -69,9 +68,9 @@ def test_noise_joins_the_nearest_cluster_or_forms_its_own() -> None:
 
 
 def test_a_cluster_keeps_the_name_of_most_of_its_members() -> None:
-    # Two members of task1 join one of task2; the rest of task2 keeps its name; new clients form a new cluster.
+    # Two clients of task1 and one of task2 now form a cluster. The rest of task2 keeps its name. New clients form a new cluster.
     assert match([4, 4, 4, 7, 7, 9], ["task1", "task1", "task2", "task2", "task2", ""]) == {4: "task1", 7: "task2"}
-    # Both have only members of task1: the larger share takes the name, the rest is new.
+    # Both clusters come from task1: the larger one keeps the name, the smaller one is new.
     assert match([0, 0, 1], ["task1", "task1", "task1"]) == {0: "task1"}
     assert purity([0, 0, 0, 1], ["a", "a", "b", "b"]) == 0.75
 
@@ -80,12 +79,12 @@ NAMES = [f"c{number}" for number in range(8)]
 
 
 def make_grouped_method(rule: Any, method: Method | None = None) -> Method:
-    found = find_group_rule(rule)
-    assert found is not None
-    return add_groups(FedAvg() if method is None else method, found)
+    group_rule = find_group_rule(rule)
+    assert group_rule is not None
+    return add_groups(FedAvg() if method is None else method, group_rule)
 
 
-def begin(method: Method, truth: str = "part") -> State:
+def init_state(method: Method, truth: str = "part") -> State:
     models: dict[str, nn.Module] = {"model": nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))}
     clients = [Client(name, i, 10, profile={truth: "ab"[i % 2]}) for i, name in enumerate(NAMES)]
     state = method.init(clients, [models], RNG)
@@ -95,8 +94,8 @@ def begin(method: Method, truth: str = "part") -> State:
     return dataclasses.replace(state, tensors=zero)
 
 
-def update(state: State, number: int, direction: Sequence[float], weight: float = 1.0) -> Update:
-    """Make the update of client ``number``: the last layer moves by ``direction``, the first layer by 1."""
+def make_update(state: State, number: int, direction: Sequence[float], weight: float = 1.0) -> Update:
+    """Return an update of client ``number``: its last layer moves by ``direction``, its first by 1."""
     book = Membership.from_state(state)
     key = book.groups()[NAMES[number]] or "global"
     tensors = dict(state.tensors[key])
@@ -112,75 +111,70 @@ def get_groups(state: State) -> list[str]:
     return list(Membership.from_state(state).keys)
 
 
-def test_every_client_always_has_its_groups_model() -> None:
+def test_each_group_has_its_own_model_and_every_client_has_one() -> None:
     method = make_grouped_method({"name": "hdbscan", "min_cluster_size": 2, "min_samples": 1})
-    state = begin(method)
+    state = init_state(method)
     small = [0.01, 0.0, -0.01, 0.0]
-    # Even clients move up, odd clients down. Clients 6 and 7 are not selected.
-    sent = [update(state, i, np.add(DOWN if i % 2 else UP, small[i % 4]), weight=1 + i) for i in range(6)]
+    # Even clients go up, odd ones down; clients 6 and 7 are not drawn.
+    sent = [make_update(state, i, np.add(DOWN if i % 2 else UP, small[i % 4]), weight=1 + i) for i in range(6)]
     state, report = method.aggregate(state, iter(sent), RNG)
     assert get_groups(state) == ["task1", "task2"] * 3 + ["", ""]
     assert set(state.tensors) == {"global", "task1", "task2"}
     for key, members in (("task1", (0, 2, 4)), ("task2", (1, 3, 5))):
         expected = sum((1 + i) * sent[i].tensors["model/1.weight"] for i in members) / sum(1 + i for i in members)
         torch.testing.assert_close(state.tensors[key]["model/1.weight"], expected)
-    all_clients = sum((1 + i) * sent[i].tensors["model/1.weight"] for i in range(6)) / 21
-    torch.testing.assert_close(state.tensors["global"]["model/1.weight"], all_clients)
+    global_mean = sum((1 + i) * sent[i].tensors["model/1.weight"] for i in range(6)) / 21
+    torch.testing.assert_close(state.tensors["global"]["model/1.weight"], global_mean)
     assert report["tasks/purity"] == Ratio(1.0, 1)
     assert report["tasks/rand_index"] == Ratio(1.0, 1)
     assert report["tasks/membership"].tolist() == [[1, 2, 1, 2, 1, 2, 0, 0], [0, 1] * 4]  # type: ignore[union-attr]
-    assert [task.receive for task in method.plan(state, list_members(state), RNG, 8)] == [
+    assert [task.receive for task in method.plan(state, make_clients(state), RNG, 8)] == [
         (key or "global",) for key in get_groups(state)
     ]
-    # Now client 0 behaves like the odd clients, and client 7 takes part. Clients 1, 2 and 6 are absent.
+    # Client 0 now behaves like the odd ones. Clients 6 (like 4) and 7 join. Clients 1 and 2 are absent.
     old = state
-    next_updates = [update(state, i, np.add(UP if i == 4 else DOWN, small[i % 4])) for i in (0, 3, 4, 5, 7)]
-    next_updates.insert(3, dataclasses.replace(next_updates[2], client_id="c6", key="global"))
-    next_updates = sorted(next_updates, key=lambda item: item.client_id)
-    state, report = method.aggregate(state, iter(next_updates), RNG)
+    later_updates = [make_update(state, i, np.add(UP if i == 4 else DOWN, small[i % 4])) for i in (0, 3, 4, 5, 7)]
+    later_updates.insert(3, dataclasses.replace(later_updates[2], client_id="c6", key="global"))
+    later_updates = sorted(later_updates, key=lambda sent_update: sent_update.client_id)
+    state, report = method.aggregate(state, iter(later_updates), RNG)
     assert get_groups(state) == ["task2", "task2", "task1", "task2", "task1", "task2", "task1", "task2"]
-    # Clients are compared by change from their received model: client 0 leaves task1 for task2.
-    expected = (
-        sum(item.tensors["model/1.weight"] for item in next_updates if item.client_id in ("c0", "c3", "c5", "c7")) / 4
-    )
+    # Changes are relative to the received model: client 0 received task1, but joins task2.
+    expected = sum(u.tensors["model/1.weight"] for u in later_updates if u.client_id in ("c0", "c3", "c5", "c7")) / 4
     torch.testing.assert_close(state.tensors["task2"]["model/1.weight"], expected)
-    # A group without members is removed, and each client still has a model.
+    # Groups without members are removed, and every client still has a model.
     assert not torch.equal(old.tensors["task1"]["model/0.weight"], state.tensors["task1"]["model/0.weight"])
-    state, report = method.aggregate(state, (update(state, i, UP) for i in range(3)), RNG)
+    state, report = method.aggregate(state, (make_update(state, i, UP) for i in range(3)), RNG)
     assert report["tasks/undivided"] == Ratio(1.0, 1)
     assert get_groups(state)[:3] == ["task2"] * 3
-    state, _ = method.aggregate(state, (update(state, i, UP) for i in (0, 4, 6)), RNG)
+    state, _ = method.aggregate(state, (make_update(state, i, UP) for i in (0, 4, 6)), RNG)
     assert set(state.tensors) == {"global", *get_groups(state)}
 
 
-def list_members(state: State) -> list[Client]:
+def make_clients(state: State) -> list[Client]:
     return [Client(name, i, 10, profile={}) for i, name in enumerate(Membership.from_state(state).clients)]
 
 
-def test_kept_changes_of_earlier_rounds_count() -> None:
+def test_accumulated_changes_affect_the_grouping() -> None:
     options = {"name": "hdbscan", "min_cluster_size": 2, "min_samples": 1}
     for share, divided in ((0.0, False), (1.0, True)):
         method = make_grouped_method({**options, "accumulate": share})
-        state = begin(method)
-        for chosen in (
-            range(4),
-            range(4, 8),
-        ):  # each cohort is as small as possible; the last carries little information
+        state = init_state(method)
+        for chosen in (range(4), range(4, 8)):  # each cohort is large enough; the one after them is uninformative
             noise = np.random.default_rng(5).normal(size=(8, 4)) * 0.01
-            sent = [update(state, i, np.add(DOWN if i % 2 else UP, noise[i])) for i in chosen]
+            sent = [make_update(state, i, np.add(DOWN if i % 2 else UP, noise[i])) for i in chosen]
             state, report = method.aggregate(state, iter(sent), RNG)
-        state, report = method.aggregate(state, (update(state, i, (0.05,) * 4) for i in range(2)), RNG)
+        state, report = method.aggregate(state, (make_update(state, i, (0.05,) * 4) for i in range(2)), RNG)
         assert (report["tasks/undivided"] == Ratio(0.0, 1)) is divided
         assert (KEPT in state.tensors) is divided
         if divided:
             assert get_groups(state) == ["task1", "task2"] * 4
             assert len(state.tensors[KEPT]) == 8
-            kept = state.tensors[KEPT]["0/model/1.weight"].flatten().numpy()
-            first = update(begin(method), 0, UP).tensors["model/1.weight"].flatten().numpy()
-            assert kept == pytest.approx(first + noise[0] + 0.05, abs=1e-6)
+            accumulated = state.tensors[KEPT]["0/model/1.weight"].flatten().numpy()
+            first = make_update(init_state(method), 0, UP).tensors["model/1.weight"].flatten().numpy()
+            assert accumulated == pytest.approx(first + noise[0] + 0.05, abs=1e-6)
 
 
-def test_clients_are_compared_by_the_last_or_the_named_layers() -> None:
+def test_clients_are_compared_by_last_layers_or_named_layers() -> None:
     names = [
         "model/conv.weight",
         "model/conv.bias",
@@ -196,23 +190,27 @@ def test_clients_are_compared_by_the_last_or_the_named_layers() -> None:
         find(["model/head"])
 
 
-def test_large_updates_are_stored_in_a_file() -> None:
-    given = [
+def test_large_updates_are_restored_from_a_file() -> None:
+    updates = [
         Update({"a": torch.full((3,), float(i)), "b": torch.ones(2, 2) * i}, i, {}, "k", f"c{i}") for i in range(5)
     ]
     spool = Spool(largest=50)
-    for item in given:
-        spool.add(item)
+    for sent in updates:
+        spool.add(sent)
     for _ in range(2):
-        for one, other in zip(given, spool, strict=True):
-            assert (one.client_id, one.weight, one.key) == (other.client_id, other.weight, other.key)
-            assert all(torch.equal(one.tensors[name], other.tensors[name]) for name in one.tensors)
+        for expected, restored in zip(updates, spool, strict=True):
+            assert (expected.client_id, expected.weight, expected.key) == (
+                restored.client_id,
+                restored.weight,
+                restored.key,
+            )
+            assert all(torch.equal(expected.tensors[name], restored.tensors[name]) for name in expected.tensors)
 
 
 PARTS = "data.parts={low: {speakers: 3}, high: {first: 10, speakers: 3}}"
 
 
-def test_the_server_does_not_know_the_part_and_groups_are_evaluated_on_their_members(tiny: Tiny) -> None:
+def test_groups_are_found_without_part_names_and_measured_on_their_members(tiny: Tiny) -> None:
     config = tiny(
         PARTS,
         "data.heads=common",
@@ -230,16 +228,16 @@ def test_the_server_does_not_know_the_part_and_groups_are_evaluated_on_their_mem
     }
     book = Membership.from_state(state)
     for part in ("low", "high"):
-        own = [key for key, of in zip(book.keys, book.parts, strict=True) if of == part]
-        scores = {key: rows["test", f"{part}:{key}:model/accuracy"]["value"] for key in own}
-        assert rows["test", f"{part}:model/accuracy"]["value"] == pytest.approx(np.mean([scores[key] for key in own]))
+        keys = [key for key, key_part in zip(book.keys, book.parts, strict=True) if key_part == part]
+        scores = {key: rows["test", f"{part}:{key}:model/accuracy"]["value"] for key in keys}
+        assert rows["test", f"{part}:model/accuracy"]["value"] == pytest.approx(np.mean([scores[key] for key in keys]))
         measured = {metric.split(":")[1] for split, metric in rows if split == "test" and metric.count(":") == 2}
         assert measured <= set(book.keys)
     assert np.array(rows["server", "tasks/membership"]["array"]).reshape(2, 6)[1].tolist() == [1, 1, 1, 0, 0, 0]
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedmlac"])
-def test_known_tasks_average_their_clients_and_resume_to_the_same_bits(tiny: Tiny, method: str) -> None:
+def test_known_groups_have_their_own_entries_and_resume_to_the_bit(tiny: Tiny, method: str) -> None:
     settings = [PARTS, "train.groups=known", "train.rounds=2", "evaluate.clients=none"]
     whole = train_federation(tiny(*settings, method=method))
     assert {name.split()[1] for name in whole if name.startswith("server")} == {"global", "task_low", "task_high"}
@@ -266,65 +264,69 @@ def test_known_tasks_average_their_clients_and_resume_to_the_same_bits(tiny: Tin
         ({"name": "cfl", "gamma": 2}, "train.groups.gamma"),
     ],
 )
-def test_impossible_groups_are_rejected(rule: object, message: str) -> None:
+def test_invalid_group_rules_are_rejected(rule: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        begin(make_grouped_method(rule), truth="kind")
+        init_state(make_grouped_method(rule), truth="kind")
 
 
-def test_the_state_contains_the_group_of_each_client() -> None:
-    state = begin(make_grouped_method({"name": "known", "by": "task"}), truth="task")
+def test_the_state_records_the_membership() -> None:
+    state = init_state(make_grouped_method({"name": "known", "by": "task"}), truth="task")
     assert state.extra[BOOK]["truth"] == ["a", "b"] * 4
-    state, _ = make_grouped_method({"name": "known", "by": "task"}).aggregate(state, iter([update(state, 0, UP)]), RNG)
-    assert get_groups(state) == ["task_a", "task_b"] * 4  # including clients not selected
+    state, _ = make_grouped_method({"name": "known", "by": "task"}).aggregate(
+        state, iter([make_update(state, 0, UP)]), RNG
+    )
+    assert get_groups(state) == ["task_a", "task_b"] * 4  # including clients that were not drawn
     assert torch.equal(state.tensors["task_b"]["model/1.weight"], torch.zeros(2, 2))
 
 
 def test_equations_use_the_number_of_clients_in_the_group() -> None:
-    """Scaffold's control variate moves by the fraction of the group's clients that took part."""
-    plain, method = Scaffold(), make_grouped_method({"name": "known", "by": "kind"}, Scaffold())
-    state = begin(method, truth="kind")
-    sent = [update(state, number, UP) for number in range(5)]
+    """Scaffold's control variate moves by the participating fraction of the group."""
+    scaffold, method = Scaffold(), make_grouped_method({"name": "known", "by": "kind"}, Scaffold())
+    state = init_state(method, truth="kind")
+    sent = [make_update(state, number, UP) for number in range(5)]
     sent = [
         dataclasses.replace(
-            item, tensors={n: t + 1 if n.startswith("control/") else t for n, t in item.tensors.items()}
+            sent_update, tensors={n: t + 1 if n.startswith("control/") else t for n, t in sent_update.tensors.items()}
         )
-        for item in sent
+        for sent_update in sent
     ]
     state, _ = method.aggregate(state, iter(sent), RNG)
     for kind in "ab":
         members = [name for number, name in enumerate(NAMES) if "ab"[number % 2] == kind]
-        alone = dataclasses.replace(begin(plain), extra={"clients": len(members)})
-        alone, _ = plain.aggregate(alone, (item for item in sent if item.client_id in members), RNG)
-        for name, value in alone.tensors["global"].items():
+        reference = dataclasses.replace(init_state(scaffold), extra={"clients": len(members)})
+        reference, _ = scaffold.aggregate(
+            reference, (sent_update for sent_update in sent if sent_update.client_id in members), RNG
+        )
+        for name, value in reference.tensors["global"].items():
             assert torch.equal(state.tensors[f"task_{kind}"][name], value)
 
 
-def test_ifca_takes_the_group_with_the_smallest_loss() -> None:
-    """The losses are computed by hand, and the group's models are loaded."""
+def test_ifca_chooses_the_group_with_the_smallest_loss() -> None:
+    """The losses are computed by hand. The step ends with the chosen group's models."""
     rule = find_group_rule({"name": "ifca"})
     assert rule is not None
     step = make_steps(FedAvg(), lambda: {"model": MeanMLP(BANDS, CLASSES, hidden=7)})[0]
-    own = {name: value.clone() for name, value in step.floating_state().items()}
+    initial = {name: value.clone() for name, value in step.floating_state().items()}
     batch = step.data.train.batch(np.arange(len(step.data.train)))
-    given, losses = {}, {}
+    received, losses = {}, {}
     for group, factor in (("task1", 1.0), ("task2", -1.0)):
-        given[group] = {"global": {name: factor * value for name, value in own.items()}}
-        step.received = given[group]
+        received[group] = {"global": {name: factor * value for name, value in initial.items()}}
+        step.received = received[group]
         step.load("global")
         losses[group] = F.cross_entropy(step.models["model"](batch.x), batch.y).item()
-    chosen = rule.choose(step, given, FedAvg())
+    chosen = rule.choose(step, received, FedAvg())
     assert chosen == min(losses, key=losses.__getitem__)
-    assert all(torch.equal(value, given[chosen]["global"][name]) for name, value in step.floating_state().items())
+    assert all(torch.equal(value, received[chosen]["global"][name]) for name, value in step.floating_state().items())
 
 
-def test_ifca_averages_the_models_of_clients_that_chose_a_group() -> None:
+def test_ifca_averages_the_models_of_a_groups_members() -> None:
     method = make_grouped_method({"name": "ifca", "groups": 3, "spread": 0.5})
     models: dict[str, nn.Module] = {"model": nn.Sequential(nn.Linear(2, 2, bias=False))}
     state = method.init([Client(name, i, 10) for i, name in enumerate(NAMES)], [models], RNG)
     first = [state.tensors[key]["model/0.weight"] for key in ("global", "task1", "task2", "task3")]
     assert torch.equal(first[0], first[1])
     assert not torch.equal(first[1], first[2])
-    assert {task.receive for task in method.plan(state, list_members(state), RNG, 8)} == {("task1", "task2", "task3")}
+    assert {task.receive for task in method.plan(state, make_clients(state), RNG, 8)} == {("task1", "task2", "task3")}
     sent = [
         Update({"model/0.weight": torch.full((2, 2), float(i))}, 1.0 + i, {}, f"task{1 + i % 2}", NAMES[i])
         for i in range(4)
@@ -333,14 +335,12 @@ def test_ifca_averages_the_models_of_clients_that_chose_a_group() -> None:
     assert get_groups(state) == ["task1", "task2"] * 2 + [""] * 4
     for key, mean in (("task1", (0 * 1 + 2 * 3) / 4), ("task2", (1 * 2 + 3 * 4) / 6)):
         torch.testing.assert_close(state.tensors[key]["model/0.weight"], torch.full((2, 2), mean))
-    assert torch.equal(
-        state.tensors["task3"]["model/0.weight"], first[3]
-    )  # no client chose the group, and it is unchanged
+    assert torch.equal(state.tensors["task3"]["model/0.weight"], first[3])  # no client chose it
     assert report["tasks/moved"] == Ratio(4, 4)
 
 
 FOUR = [(1.0, 0.0), (1.0, 0.1), (-1.0, 0.0), (-1.0, 0.1)]
-"""Changes of four clients: their mean is (0, 0.05), the largest norm is sqrt(1.01), and a_cross is cos of (1, 0.1), (-1, 0.1)."""
+"""Changes of four clients. Mean: (0, 0.05); largest norm: sqrt(1.01); a_cross: the cosine of (1, 0.1) and (-1, 0.1)."""
 CROSS = (-1 + 0.01) / 1.01
 
 
@@ -358,7 +358,7 @@ CROSS = (-1 + 0.01) / 1.01
 )
 def test_cfl_splits_a_group_by_the_criteria_of_the_paper(options: dict[str, float], split: bool) -> None:
     method = make_grouped_method({"name": "cfl", **{name: type(value)(value) for name, value in options.items()}})
-    state = begin(method)
+    state = init_state(method)
     sent = []
     for number, change in enumerate(FOUR):
         tensors = {name: torch.zeros_like(value) for name, value in state.tensors["global"].items()}
@@ -370,9 +370,9 @@ def test_cfl_splits_a_group_by_the_criteria_of_the_paper(options: dict[str, floa
     assert report["tasks/max_norm"].value == pytest.approx(np.sqrt(1.01))  # type: ignore[union-attr]
 
 
-def test_cfl_puts_a_new_client_into_the_most_similar_group() -> None:
+def test_cfl_assigns_new_clients_to_the_most_similar_group() -> None:
     method = make_grouped_method({"name": "cfl", "eps_mean": 1.0, "eps_max": 0.5})
-    state = begin(method)
+    state = init_state(method)
     directions = [(1.0, 0.0), (-1.0, 0.0)]
     for chosen in (range(4), range(6)):
         sent = []
@@ -387,15 +387,15 @@ def test_cfl_puts_a_new_client_into_the_most_similar_group() -> None:
 
 @pytest.mark.parametrize("rule", ["{name: cfl, eps_mean: 100, eps_max: 0}", "ifca", "hdbscan"])
 def test_parts_may_have_different_classes(tiny: Tiny, rule: str) -> None:
-    """Last layers with different shapes are distinguished, and each group has the layers of both parts."""
+    """Last layers of different shapes count as different, and each group has the layers of both parts."""
     parts = "data.parts={low: {speakers: 3}, high: {classes: 5, first: 10, speakers: 3}}"
     config = tiny(parts, f"train.groups={rule}", "train.rounds=1", "train.cohort=1.0")
     bits = known(config)
-    found = [name for name in bits if name.startswith("server task1 model/output.weight@")]
-    assert len(found) == 2
+    heads = [name for name in bits if name.startswith("server task1 model/output.weight@")]
+    assert len(heads) == 2
 
 
-def test_the_former_name_of_a_setting_is_an_alias(tiny: Tiny) -> None:
+def test_the_former_name_of_the_setting_keeps_its_meaning(tiny: Tiny) -> None:
     setting = "{name: known, by: group}"
     former, present = tiny(f"method.tasks={setting}"), tiny(f"train.groups={setting}")
     assert former.digest() == present.digest() != tiny().digest()
@@ -429,7 +429,7 @@ def test_the_former_name_of_a_setting_is_an_alias(tiny: Tiny) -> None:
         (["train.groups=5"], "fedavg", "train.groups"),
     ],
 )
-def test_groups_that_do_not_fit_are_rejected_before_the_first_round(
+def test_unusable_groups_are_rejected_before_the_first_round(
     tiny: Tiny, settings: list[str], method: str, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -1,4 +1,4 @@
-"""Declared needs: every field rejects configurations that do not meet it, in the same words."""
+"""Declared needs: every field rejects unsuitable configurations with the same wording."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_every_field_has_a_case() -> None:
 
 
 @pytest.mark.parametrize("field", UNMET)
-def test_a_configuration_with_an_unmet_need_is_rejected(tiny: Tiny, tmp_path: Path, field: str) -> None:
+def test_unmet_needs_are_rejected(tiny: Tiny, tmp_path: Path, field: str) -> None:
     value, settings, message = UNMET[field]
     file = tmp_path / "mine.py"
     file.write_text(
@@ -97,7 +97,7 @@ def test_a_configuration_with_an_unmet_need_is_rejected(tiny: Tiny, tmp_path: Pa
         ("def default_rule(self): ...", r"default_rule = UniformMean\(\)"),
     ],
 )
-def test_a_member_of_earlier_versions_is_rejected_with_its_replacement(
+def test_removed_members_are_rejected_with_their_replacement(
     tiny: Tiny, tmp_path: Path, code: str, member: str, replacement: str
 ) -> None:
     (tmp_path / "mine.py").write_text(f"import raydfl\n{code.format(member)}\n")
@@ -125,7 +125,7 @@ def test_a_member_of_earlier_versions_is_rejected_with_its_replacement(
         ("Method", "method", "needs = property(lambda self: super().needs())", "Mine': needs failed: TypeError: "),
     ],
 )
-def test_invalid_needs_are_rejected(
+def test_malformed_needs_are_rejected(
     tiny: Tiny, tmp_path: Path, base: str, setting: str, body: str, message: str
 ) -> None:
     (tmp_path / "mine.py").write_text(
@@ -148,7 +148,7 @@ def test_invalid_needs_are_rejected(
         ("on_features = ('head',)", "Mine.on_features: unknown model 'head' in Mine.models. "),
     ],
 )
-def test_class_variables_of_the_wrong_kind_are_rejected(tiny: Tiny, tmp_path: Path, members: str, message: str) -> None:
+def test_class_variables_of_the_wrong_type_are_rejected(tiny: Tiny, tmp_path: Path, members: str, message: str) -> None:
     (tmp_path / "mine.py").write_text(f"import raydfl, raydfl.rules\nclass Mine(raydfl.Method):\n    {members}\n")
     with pytest.raises(ConfigError, match=message):
         tiny(method=f"{tmp_path / 'mine.py'}:Mine")

@@ -1,4 +1,4 @@
-"""Several data sets in a federation: a shared trunk, and a head, classes and a test set per part."""
+"""Several data sets in one federation: all parts share a trunk, and each has separate classes, heads and test sets."""
 
 from __future__ import annotations
 
@@ -32,52 +32,52 @@ from raydfl.testing import assert_same_bits, read_tensors, start_server, train_f
 
 Tiny = Callable[..., Config]
 PARTS = "data.parts={low: {speakers: 4}, high: {classes: 5, first: 10, speakers: 3}}"
-ACROSS = [
+METHODS = [
     name
     for name in registry.names("raydfl.methods")
     if not registry.find("raydfl.methods", name, Method, "method")().needs.one_class_list  # type: ignore[type-abstract]
-    and not name.startswith("profila")  # it predicts no class
+    and not name.startswith("profila")  # ProFiLA does not classify
 ]
 
 
 def test_a_client_has_the_examples_and_classes_of_its_part(tiny: Tiny) -> None:
     config = tiny(PARTS)
     whole = build_population(config.data, 1)
-    alone = {name: build_population(part, 1) for name, part in config.data.each.items()}
-    assert [*whole.ids] == [f"{name}/{client}" for name, part in alone.items() for client in part.ids]
+    single = {name: build_population(part, 1) for name, part in config.data.each.items()}
+    assert [*whole.ids] == [f"{name}/{client}" for name, part in single.items() for client in part.ids]
     assert [*whole.parts] == ["low", "high"]
     place = 0
-    for name, part in alone.items():
+    for name, part in single.items():
         for i in range(len(part)):
-            updates_of_tensor, its = whole.data(place), part.data(i)
-            assert updates_of_tensor.train.labels.tolist() == its.train.labels.tolist()
-            assert np.array_equal(updates_of_tensor.train.batch(np.arange(3)).x, its.train.batch(np.arange(3)).x)
+            joint, expected = whole.data(place), part.data(i)
+            assert joint.train.labels.tolist() == expected.train.labels.tolist()
+            assert np.array_equal(joint.train.batch(np.arange(3)).x, expected.train.batch(np.arange(3)).x)
             assert whole.profile(place) == {"part": name, **part.profile(i)}
             assert whole.num_examples(place) == part.num_examples(i)
             place += 1
         assert whole.parts[name].test.labels.tolist() == part.test.labels.tolist()
     counts = whole.label_counts()
-    assert counts[:4, :3].tolist() == alone["low"].label_counts().tolist()
-    assert counts[4:, 3:].tolist() == alone["high"].label_counts().tolist()
+    assert counts[:4, :3].tolist() == single["low"].label_counts().tolist()
+    assert counts[4:, 3:].tolist() == single["high"].label_counts().tolist()
     assert not counts[:4, 3:].any()
     assert not counts[4:, :3].any()
     assert [specs[0].classes for specs in Clients(whole, config).variants()] == [3, 5]
 
 
-def test_a_population_of_parts_is_restored(tiny: Tiny, tmp_path: Any) -> None:
+def test_a_population_of_parts_survives_saving_and_loading(tiny: Tiny, tmp_path: Any) -> None:
     config = tiny(PARTS)
     population = build_population(config.data, 1)
     population.save(tmp_path)
-    back = Population.load(tmp_path, verify=True, verify_features=True)
-    assert back.classes == population.classes
-    assert back.data(5).train.labels.tolist() == population.data(5).train.labels.tolist()
+    loaded = Population.load(tmp_path, verify=True, verify_features=True)
+    assert loaded.classes == population.classes
+    assert loaded.data(5).train.labels.tolist() == population.data(5).train.labels.tolist()
     assert population.is_saved_in(tmp_path)
     assert not build_population(tiny(PARTS.replace("speakers: 3", "speakers: 2")).data, 1).is_saved_in(tmp_path)
     unread = Population.load(tmp_path, features=False).parts.values()
-    assert [(item.views[FIRST_VIEW].bands, item.stores) for item in unread] == [(16, ()), (16, ())]
+    assert [(part.views[FIRST_VIEW].bands, part.stores) for part in unread] == [(16, ()), (16, ())]
 
 
-def test_parts_share_the_tables_of_clips_and_clients(tiny: Tiny, tmp_path: Any) -> None:
+def test_all_parts_share_one_clip_table_and_one_client_table(tiny: Tiny, tmp_path: Any) -> None:
     read = "profile: {power: {column: group}}"
     population = build_population(tiny(PARTS.replace("speakers: 4", f"speakers: 4, {read}")).data, 1)
     population.save(tmp_path)
@@ -93,18 +93,18 @@ def test_parts_share_the_tables_of_clips_and_clients(tiny: Tiny, tmp_path: Any) 
     assert "power" not in population.profile(4)
 
 
-def test_a_profile_mixed_from_numbers_and_text_is_text() -> None:
-    def tables(*values: Any) -> Tables:
+def test_a_profile_column_of_numbers_and_text_becomes_text() -> None:
+    def make_tables(*values: Any) -> Tables:
         codes = np.arange(len(values), dtype=np.int32)
         ids = ClientIds.from_strings(f"c{code}" for code in codes)
         return Tables(make_empty_clips(), pa.record_batch({**ids.columns(), "profile:room": encode(codes, values)}))
 
-    joined = join_tables({"a": tables(1, 2), "b": tables("hall", "2")})
+    joined = join_tables({"a": make_tables(1, 2), "b": make_tables("hall", "2")})
     assert joined.clients["profile:room"].to_pylist() == ["1", "2", "hall", "2"]
 
 
-def test_the_trunk_is_averaged_over_all_clients_and_a_head_over_its_part(tiny: Tiny) -> None:
-    """Oracle: FedAvg over both parts by hand, from the client updates."""
+def test_the_trunk_averages_all_clients_and_a_head_those_of_its_part(tiny: Tiny) -> None:
+    """The oracle computes FedAvg over both parts by hand from the clients' updates."""
     server = start_server(tiny(PARTS, "train.cohort=1.0", "train.rounds=1"))
     federation = server._federation
     first = {name: tensor.clone() for name, tensor in federation.state.tensors["global"].items()}
@@ -118,39 +118,37 @@ def test_the_trunk_is_averaged_over_all_clients_and_a_head_over_its_part(tiny: T
         assert isinstance(result.update.weight, float)
         assert {name.partition("@")[2] for name in result.update.tensors} == {"", order.part}
         sent.append((order.part, result.update.weight, {n: t.clone() for n, t in result.update.tensors.items()}))
-        own = [name for name in first if name.endswith(f"@{order.part}")]
-        plain = [name for name in first if "@" not in name]
-        elements = sum(first[name].numel() for name in [*own, *plain])
+        head = [name for name in first if name.endswith(f"@{order.part}")]
+        trunk = [name for name in first if "@" not in name]
+        elements = sum(first[name].numel() for name in [*head, *trunk])
         assert result.bytes_down == 4 * elements, "the other parts' heads are not counted"
     server.round()
     for name, tensor in federation.state.tensors["global"].items():
-        updates_of_tensor = [(weight, tensors[name].double()) for _, weight, tensors in sent if name in tensors]
-        assert len(updates_of_tensor) == (7 if "@" not in name else 4 if name.endswith("@low") else 3)
-        expected = sum(weight * value for weight, value in updates_of_tensor) / sum(
-            weight for weight, _ in updates_of_tensor
-        )
+        updates = [(weight, tensors[name].double()) for _, weight, tensors in sent if name in tensors]
+        assert len(updates) == (7 if "@" not in name else 4 if name.endswith("@low") else 3)
+        expected = sum(weight * value for weight, value in updates) / sum(weight for weight, _ in updates)
         assert torch.allclose(tensor.double(), expected, atol=1e-6), name
         assert not torch.equal(tensor, first[name])
     server.close()
 
 
-def test_scaffolds_control_is_the_mean_over_the_tensors_clients(tiny: Tiny) -> None:
-    """In every round c = sum_k c_k / N, over all clients for the trunk, over the part's clients for its head."""
+def test_scaffolds_control_averages_the_clients_with_the_tensor(tiny: Tiny) -> None:
+    """c = sum_k c_k / N in every round, over all clients for the trunk, and over the part's clients for its head."""
     folder = run(tiny(PARTS, "train.rounds=2", "evaluate.clients=none", method="scaffold")).run_dir
-    population, kept = Population.load(folder / "population"), read_tensors(folder)
+    population, stored = Population.load(folder / "population"), read_tensors(folder)
     heads = 0
     for name, control in final_state(folder).tensors["global"].items():
         plain, _, part = name.partition("@")
         if plain.startswith("control/"):
             clients = [i for i in range(len(population)) if part in ("", population.part_of(i))]
-            own = [kept.get(f"client {i} state:{plain}", bytes(4 * control.numel())) for i in clients]
-            mean = np.mean([np.frombuffer(item, np.float32) for item in own], axis=0)
+            controls = [stored.get(f"client {i} state:{plain}", bytes(4 * control.numel())) for i in clients]
+            mean = np.mean([np.frombuffer(control_bytes, np.float32) for control_bytes in controls], axis=0)
             assert control.flatten().numpy() == pytest.approx(mean, abs=1e-6), name
             heads += bool(part)
     assert heads == 4
 
 
-def test_parts_with_equal_classes_have_separate_heads(tiny: Tiny) -> None:
+def test_parts_with_the_same_classes_have_separate_heads(tiny: Tiny) -> None:
     config = tiny("data.parts={a: {}, b: {first: 20}}", "train.rounds=1")
     names = final_state(run(config).run_dir).tensors["global"]
     assert {name for name in names if "@" in name} == {
@@ -160,12 +158,12 @@ def test_parts_with_equal_classes_have_separate_heads(tiny: Tiny) -> None:
 
 @pytest.mark.parametrize(
     "method",
-    [  # clients of the slow methods work like FedAvg's, and their servers step like fedadam's or fedavgm's
+    [  # the slow ones train like fedavg, and their servers step like fedadam or fedavgm
         pytest.param(name, marks=[pytest.mark.slow] if name in ("fedyogi", "fedadagrad", "fedopt") else [])
-        for name in ACROSS
+        for name in METHODS
     ],
 )
-def test_every_method_trains_on_parts_and_is_evaluated_on_each(tiny: Tiny, method: str) -> None:
+def test_every_method_trains_over_parts_and_each_part_is_measured(tiny: Tiny, method: str) -> None:
     config = tiny(PARTS, "train.rounds=2", "evaluate.clients=all", method=method)
     outcome = run(config)
     model = next(iter(type(config.components.method).models))
@@ -182,21 +180,21 @@ def test_every_method_trains_on_parts_and_is_evaluated_on_each(tiny: Tiny, metho
     assert shapes == {(f"low:{model}/confusion", (3, 3)), (f"high:{model}/confusion", (5, 5))}
 
 
-def test_batched_training_agrees_and_a_resumed_run_has_the_same_bits(tiny: Tiny) -> None:
+def test_batched_training_gives_the_same_models_and_a_resumed_run_the_same_bits(tiny: Tiny) -> None:
     whole = train_federation(tiny(PARTS, "run.name=whole", "train.cohort=1.0"))
-    stacked = train_federation(tiny(PARTS, "run.name=stacked", "train.cohort=1.0", "train.together=4"))
-    assert whole.keys() == stacked.keys()
+    batched = train_federation(tiny(PARTS, "run.name=stacked", "train.cohort=1.0", "train.together=4"))
+    assert whole.keys() == batched.keys()
     for name in whole:
         if name.startswith("server"):
-            one, other = (np.frombuffer(found[name], np.float32) for found in (whole, stacked))
-            assert np.allclose(one, other, atol=1e-5), name
+            looped_value, batched_value = (np.frombuffer(tensors[name], np.float32) for tensors in (whole, batched))
+            assert np.allclose(looped_value, batched_value, atol=1e-5), name
     config = tiny(PARTS, "run.name=resumed", "train.cohort=1.0", "train.rounds=1")
     folder = run(config).run_dir
     resume(folder, ["train.rounds=3"])
     assert_same_bits(whole, read_tensors(folder))
 
 
-def test_the_model_of_a_part_is_loaded_and_exported_separately(tiny: Tiny) -> None:
+def test_each_parts_model_is_loaded_and_exported_separately(tiny: Tiny) -> None:
     config = tiny(PARTS, "train.rounds=1")
     folder = run(config).run_dir
     low, high = load_model(folder, "low:model"), load_model(folder, "high:model")
@@ -219,22 +217,24 @@ def test_the_report_names_the_classes_of_each_part(tiny: Tiny) -> None:
     }
 
 
-def test_sent_tensors_return_with_the_same_names() -> None:
+def test_selecting_a_part_and_restoring_its_names() -> None:
     server = {"a": 1, "b@x": 2, "b@y": 3, "m/b@x": 4}
     assert select_part(server, "x") == {"a": 1, "b": 2, "m/b": 4}
     assert mark_names(select_part(server, "x"), "x", server) == {"a": 1, "b@x": 2, "m/b@x": 4}
     assert select_part(server, "") == server
 
 
-def test_the_digest_covers_the_resolved_settings_of_a_part(tiny: Tiny) -> None:
-    def digest(*overrides: str) -> str:
+def test_the_digest_depends_on_the_resolved_settings_of_each_part(tiny: Tiny) -> None:
+    def compute_digest(*overrides: str) -> str:
         return tiny(*overrides).digest()
 
-    plain = digest(PARTS)
-    assert digest(PARTS.replace("speakers: 4", "speakers: 4, unreadable: stop, split: {validation: 0.2}")) == plain
-    assert digest(PARTS, "data.split.validation=0.3") != plain
-    assert digest(PARTS.replace("speakers: 3", "speakers: 2")) != plain
-    assert digest("data.parts={}") == digest() != plain
+    plain = compute_digest(PARTS)
+    assert (
+        compute_digest(PARTS.replace("speakers: 4", "speakers: 4, unreadable: stop, split: {validation: 0.2}")) == plain
+    )
+    assert compute_digest(PARTS, "data.split.validation=0.3") != plain
+    assert compute_digest(PARTS.replace("speakers: 3", "speakers: 2")) != plain
+    assert compute_digest("data.parts={}") == compute_digest() != plain
     assert make_config(tiny(PARTS).model_dump(mode="json")).digest() == plain
 
 
@@ -265,29 +265,29 @@ def test_the_digest_covers_the_resolved_settings_of_a_part(tiny: Tiny) -> None:
         ),
     ],
 )
-def test_impossible_parts_are_rejected(tiny: Tiny, overrides: list[str], method: str, message: str) -> None:
+def test_invalid_parts_are_rejected(tiny: Tiny, overrides: list[str], method: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         tiny(*overrides, method=method)
 
 
-def test_a_missing_data_set_is_rejected() -> None:
+def test_a_configuration_without_data_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"data.name|data: .*name"):
         make_config({"method": "fedavg", "data": {"parts": {}}})
 
 
-def test_duplicate_names_of_parts_are_rejected() -> None:
+def test_duplicate_part_names_are_rejected() -> None:
     with pytest.raises(ConfigError, match="the key 'a' appears twice"):
         parse_yaml("data: {parts: {a: {name: fsdd}, a: {name: emodb}}}", "file")
 
 
-def test_a_part_without_clips_is_reported(tiny: Tiny) -> None:
+def test_the_error_names_a_part_without_clips(tiny: Tiny) -> None:
     config = tiny("data.parts={a: {}, b: {leave_out: [tone0, tone1, tone2]}}")
     with pytest.raises(Exception, match="data.parts.b.leave_out names every label"):
         create(config, Progress("quiet"))
 
 
-def test_tensor_names_with_the_form_of_parts_are_rejected() -> None:
-    """Otherwise a client could change another part's head, and a network's tensor x@y would get lost."""
+def test_tensor_names_with_an_at_sign_are_rejected() -> None:
+    """Otherwise a client could change another part's head, and a network's tensor x@y would be lost."""
     with pytest.raises(
         ConfigError, match=r"the tensor name 'model/output.weight@high' contains '@', .*Rename the tensor"
     ):

@@ -1,4 +1,4 @@
-"""Parts with objectives, transforms, views, profiles, initial weights and planned evaluation; views with pools."""
+"""Parts combined with objectives, transforms, views, profiles, initial weights and planned evaluation; pools with views."""
 
 from __future__ import annotations
 
@@ -27,29 +27,27 @@ PLANNED = f"{Path(__file__).with_name('test_planned_evaluation.py')}:Planned"
 PARTS = "data.parts={low: {speakers: 4}, high: {classes: 5, first: 10, speakers: 3}}"
 
 
-def read_metrics(run_dir: Path, split: str, ending: str) -> set[str]:
+def list_metrics(run_dir: Path, split: str, ending: str) -> set[str]:
     rows = read_rows(run_dir).to_pylist()
     return {row["metric"] for row in rows if row["split"] == split and row["metric"].endswith(ending)}
 
 
-def test_an_anomaly_detector_shares_its_network_and_is_scored_per_part(tiny: Tiny) -> None:
+def test_an_anomaly_detector_shares_one_network_and_scores_each_part(tiny: Tiny) -> None:
     objective = "objective={name: compact, size: 4, normal: [normal]}"
     parts = f"data.parts={{few: {{name: '{MACHINES}', machines: 2}}, many: {{name: '{MACHINES}', machines: 3}}}}"
     config = tiny(parts, objective, "train.rounds=1", "train.cohort=1.0")
     folder = run(config).run_dir
     assert not [name for name in final_state(folder).tensors["global"] if "@" in name], "no tensor depends on classes"
-    assert read_metrics(folder, "test", "model/auc") == {"few:model/auc", "many:model/auc"}
+    assert list_metrics(folder, "test", "model/auc") == {"few:model/auc", "many:model/auc"}
 
 
 def test_parts_may_have_sets_of_labels(tiny: Tiny) -> None:
     parts = f"data.parts={{a: {{name: '{CHORDS}'}}, b: {{name: '{CHORDS}'}}}}"
     config = tiny(parts, "data.label_sets={}", "objective=multi_label", "train.rounds=1")
     folder = run(config).run_dir
-    assert read_metrics(folder, "test", "model/map") == {"a:model/map", "b:model/map"}
+    assert list_metrics(folder, "test", "model/map") == {"a:model/map", "b:model/map"}
     population = Population.load(folder / "population")
-    assert all(
-        part_data.sets is not None and "|" not in "".join(part_data.classes) for part_data in population.parts.values()
-    )
+    assert all(part.sets is not None and "|" not in "".join(part.classes) for part in population.parts.values())
     assert population.label_counts().shape[1] == len(population.classes)
     with pytest.raises(ConfigError, match="'multi_label' needs a set of classes"):
         tiny(f"data.parts={{a: {{name: '{CHORDS}', label_sets: {{}}}}, b: {{}}}}", "objective=multi_label")
@@ -57,23 +55,23 @@ def test_parts_may_have_sets_of_labels(tiny: Tiny) -> None:
         tiny(f"data.parts={{a: {{name: '{CHORDS}', label_sets: {{}}}}, b: {{}}}}")
 
 
-def test_a_transform_of_a_part_changes_only_its_batches(tiny: Tiny) -> None:
-    """The restored batches are checked. The configuration written in full is equal."""
+def test_a_parts_transform_changes_only_its_batches(tiny: Tiny) -> None:
+    """The saved population is used, as in a run. The explicit form of the transform has the same digest."""
     config = tiny("data.parts={plain: {}, masked: {transforms: [spec_augment]}}", "train.rounds=1")
     folder = run(config).run_dir
     population = Population.load(folder / "population").use(config.data)
-    plain = {name: part_data.views[FIRST_VIEW].pipeline.plain for name, part_data in population.parts.items()}
+    plain = {name: part.views[FIRST_VIEW].pipeline.plain for name, part in population.parts.items()}
     assert plain == {"plain": True, "masked": False}
-    for name, part_data in population.parts.items():
-        train, index = part_data.data(0).train, np.arange(4)
+    for name, part in population.parts.items():
+        train, index = part.data(0).train, np.arange(4)
         drawn = train.draw(index, 1, 0)
         same = bool((train.batch(index, drawn=drawn).x == train.batch(index).x).all())
         assert same is (name == "plain")
-    given = "data.parts={plain: {}, masked: {transforms: [{name: spec_augment}]}}"
-    assert tiny(given, "train.rounds=1").digest() == config.digest()
+    explicit = "data.parts={plain: {}, masked: {transforms: [{name: spec_augment}]}}"
+    assert tiny(explicit, "train.rounds=1").digest() == config.digest()
 
 
-def test_the_part_or_its_profiles_may_choose_the_architecture(tiny: Tiny) -> None:
+def test_an_architecture_may_depend_on_the_part_or_its_profiles(tiny: Tiny) -> None:
     small, large = (f"{{name: crnn_tiny, hidden: {hidden}, filters: [4]}}" for hidden in (4, 8))
     by_part = f"models.local={{by: part, choices: {{low: {small}, high: {large}}}}}"
     plugin = "models.plugin={name: crnn_tiny, hidden: 4, filters: [4]}"
@@ -87,29 +85,29 @@ def test_the_part_or_its_profiles_may_choose_the_architecture(tiny: Tiny) -> Non
     config = tiny(parts, "data.profile={room: {values: [yard, attic]}}")
     rooms = [client.profile["room"] for client in Clients(build_population(config.data, 1), config)]
     assert rooms == ["yard", "attic", "yard", "attic", "hall", "hall", "hall"]
-    config = tiny(PARTS, "data.profile={ratio: {values: [0, 0.4, 0.8]}}")  # in turn within each part
+    config = tiny(PARTS, "data.profile={ratio: {values: [0, 0.4, 0.8]}}")  # dealt in turn within each part
     ratios = [client.profile["ratio"] for client in Clients(build_population(config.data, 1), config)]
     assert ratios == [0, 0.4, 0.8, 0, 0, 0.4, 0.8]
 
 
-def test_parts_start_from_weights_of_a_file(tiny: Tiny) -> None:
-    """Class-dependent tensors are found although parts and file have equal numbers of classes."""
+def test_parts_start_from_the_weights_of_a_file(tiny: Tiny) -> None:
+    """Tensors that depend on classes are recognised although the parts have as many classes as the file."""
     first = run(tiny("train.rounds=1", "run.name=first")).run_dir
     start_from = f"models.model={{name: crnn_tiny, hidden: 8, filters: [4], init_from: {first / 'model.safetensors'}}}"
     server = start_server(tiny("data.parts={a: {}, b: {first: 20}}", start_from, "run.name=second"))
-    found, given = server._federation.state.tensors["global"], final_state(first).tensors["global"]
+    initial, expected = server._federation.state.tensors["global"], final_state(first).tensors["global"]
     server.close()
-    assert {name for name in found if "@" in name} == {
+    assert {name for name in initial if "@" in name} == {
         f"model/output.{k}@{p}" for k in ("weight", "bias") for p in "ab"
     }
-    for name, tensor in found.items():
-        assert tensor.equal(given[name.partition("@")[0]])
+    for name, tensor in initial.items():
+        assert tensor.equal(expected[name.partition("@")[0]])
 
 
-def test_a_planned_entry_is_evaluated_on_each_part(tiny: Tiny) -> None:
+def test_a_planned_entry_is_measured_on_each_part(tiny: Tiny) -> None:
     config = tiny(PARTS, "train.rounds=1", "method.receive=[[trunk, head]]", method=PLANNED)
     folder = run(config).run_dir
-    assert read_metrics(folder, "test", "model/accuracy") == {"low:trunk:model/accuracy", "high:trunk:model/accuracy"}
+    assert list_metrics(folder, "test", "model/accuracy") == {"low:trunk:model/accuracy", "high:trunk:model/accuracy"}
 
 
 METHOD = '''
@@ -118,7 +116,7 @@ from raydfl import Method, Plan, fit
 
 
 class Eyes(Method):
-    """A network on sounds and one on pictures, trained on the sum of their logits, from two pools."""
+    """An audio and an image network, trained on the sum of their logits, from two pools."""
 
     models = {"ear": "crnn_tiny", "eye": "cnn_small"}
 
@@ -139,7 +137,7 @@ MODELS = "models={ear: {name: crnn_tiny, hidden: 8, filters: [4]}, eye: {name: c
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Write tones of two pitches in two rooms. Three of four have an image whose first pixel is the clip's number."""
+    """Write tones of two pitches in two rooms. Three of four have an image with the clip's number as its first pixel."""
     rng = np.random.default_rng(0)
     rows = ["path,label,group,split,room,frame"]
     for number in range(48):
@@ -158,13 +156,13 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def make_view_config(tiny: Tiny, folder: Path, data: str, *overrides: str) -> Config:
+def make_config(tiny: Tiny, folder: Path, data: str, *overrides: str) -> Config:
     data = f"data={{name: manifest, file: {folder / 'list.csv'}, {FEATURES}, partition: {{by: group}}, {data}}}"
     return tiny(data, f"method.name={folder / 'eyes.py'}:Eyes", MODELS, *overrides)
 
 
-def check_pictures(population: Population) -> set[int]:
-    """Check that each training example of each pool has its clip's image, and return the clips."""
+def check_images(population: Population) -> set[int]:
+    """Check that every training example has its clip's image, in all pools, and return the clips."""
     seen = set[int]()
     for index in range(len(population)):
         for examples in population.data(index).pools.values():
@@ -183,37 +181,36 @@ POOLS = "pools: {hall: {column: room, values: [hall]}, yard: {column: room, valu
 
 
 def test_examples_of_every_pool_have_their_views(tiny: Tiny, folder: Path) -> None:
-    config = make_view_config(tiny, folder, f"{VIEWS}, {POOLS}", "train.rounds=1")
+    config = make_config(tiny, folder, f"{VIEWS}, {POOLS}", "train.rounds=1")
     run_dir = run(config).run_dir
-    assert check_pictures(Population.load(run_dir / "population", verify=True).use(config.data)) == set(range(12, 48))
+    assert check_images(Population.load(run_dir / "population", verify=True).use(config.data)) == set(range(12, 48))
 
 
 def test_views_and_pools_need_different_names(tiny: Tiny, folder: Path) -> None:
     with pytest.raises(ConfigError, match="data.views: a pool has the name 'picture' already"):
-        make_view_config(tiny, folder, f"{VIEWS}, pools: {{picture: {{column: room, values: [hall]}}}}")
+        make_config(tiny, folder, f"{VIEWS}, pools: {{picture: {{column: room, values: [hall]}}}}")
     view = VIEWS.replace("picture", "unlabelled")
     with pytest.raises(ConfigError, match="data.views: a pool has the name 'unlabelled' already"):
-        make_view_config(tiny, folder, f"{view}, unlabelled: {{keep: 0.5}}", "models.eye.view=unlabelled")
+        make_config(tiny, folder, f"{view}, unlabelled: {{keep: 0.5}}", "models.eye.view=unlabelled")
     with pytest.raises(ConfigError, match="data.pools: the name 'a@b' is invalid"):
-        make_view_config(tiny, folder, f"{VIEWS}, pools: {{a@b: {{column: room, values: [hall]}}}}")
+        make_config(tiny, folder, f"{VIEWS}, pools: {{a@b: {{column: room, values: [hall]}}}}")
 
 
-def test_hidden_labels_cannot_be_sets(tiny: Tiny) -> None:
+def test_sets_of_classes_cannot_be_hidden(tiny: Tiny) -> None:
     chords = (f"data.name={CHORDS}", "data.label_sets={}", "objective=multi_label")
     with pytest.raises(ConfigError, match="data.unlabelled hides the class of a clip"):
         tiny(*chords, "data.unlabelled={keep: 0.5}")
 
 
-def test_parts_have_views(tiny: Tiny, folder: Path) -> None:
-    """A resumed run of parts with views has the same results."""
+def test_parts_may_have_views_and_a_resumed_run_has_the_same_bits(tiny: Tiny, folder: Path) -> None:
     parts = f"{VIEWS}, parts: {{one: {{}}, two: {{leave_out: []}}}}"
-    config = make_view_config(tiny, folder, parts, "train.rounds=2", "train.cohort=1.0")
+    config = make_config(tiny, folder, parts, "train.rounds=2", "train.cohort=1.0")
     run_dir = run(config).run_dir
     assert load_model(run_dir, "two:ear").classes == ("a", "b")
     population = Population.load(run_dir / "population").use(config.data)
-    for part_data in population.parts.values():
-        assert check_pictures(part_data) == set(range(12, 48))
-    short = run(make_view_config(tiny, folder, parts, "train.rounds=1", "train.cohort=1.0", "run.name=short")).run_dir
-    resume(short, ["train.rounds=2"])
-    one, other = final_state(run_dir).tensors["global"], final_state(short).tensors["global"]
-    assert all(one[name].equal(other[name]) for name in one)
+    for part in population.parts.values():
+        assert check_images(part) == set(range(12, 48))
+    resumed = run(make_config(tiny, folder, parts, "train.rounds=1", "train.cohort=1.0", "run.name=short")).run_dir
+    resume(resumed, ["train.rounds=2"])
+    whole_state, resumed_state = final_state(run_dir).tensors["global"], final_state(resumed).tensors["global"]
+    assert all(whole_state[name].equal(resumed_state[name]) for name in whole_state)

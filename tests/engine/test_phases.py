@@ -1,4 +1,4 @@
-"""Phases of a method: their rounds and settings, also after a stop and a resume."""
+"""Phases of a method: their rounds, their settings, and resuming a run in any of them."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_last_phase_has_the_remaining_rounds() -> None:
-    def list_starts(rounds: int, **phases: int) -> tuple[int, ...]:
+    def find_starts(rounds: int, **phases: int) -> tuple[int, ...]:
         train = TrainSettings.model_validate(
-            {"rounds": rounds, "phases": {n: {"rounds": r} for n, r in phases.items()}}
+            {"rounds": rounds, "phases": {name: {"rounds": phase_rounds} for name, phase_rounds in phases.items()}}
         )
         return Phases.from_settings(("a", "b", "c"), train, "some").first
 
-    assert list_starts(9) == (0, 3, 6)
-    assert list_starts(1) == (0, 1, 2)
-    assert list_starts(9, a=1) == (0, 1, 4)
-    assert list_starts(9, a=5, b=4) == (0, 5, 9)
-    resolved = Phases.from_settings(("a", "b"), TrainSettings(rounds=4), "some")
-    assert [resolved.find(done) for done in range(5)] == ["a", "a", "b", "b", "b"]
+    assert find_starts(9) == (0, 3, 6)
+    assert find_starts(1) == (0, 1, 2)
+    assert find_starts(9, a=1) == (0, 1, 4)
+    assert find_starts(9, a=5, b=4) == (0, 5, 9)
+    two_phases = Phases.from_settings(("a", "b"), TrainSettings(rounds=4), "some")
+    assert [two_phases.find(done) for done in range(5)] == ["a", "a", "b", "b", "b"]
     assert Phases().find(7) == ""
     with pytest.raises(ConfigError, match="'c' would begin after round 10, but train.rounds is 9"):
-        list_starts(9, a=5, b=5)
+        find_starts(9, a=5, b=5)
     with pytest.raises(ConfigError, match=r"train.phases.c.rounds is 2, but the last phase always has the rest"):
-        list_starts(9, c=2)
+        find_starts(9, c=2)
     with pytest.raises(ConfigError, match="no phase 'd'"):
-        list_starts(9, d=2)
+        find_starts(9, d=2)
 
 
-def test_settings_of_a_phase_hold_only_in_the_phase(tiny: Tiny, folder: Path) -> None:
+def test_settings_of_a_phase_affect_only_that_phase(tiny: Tiny, folder: Path) -> None:
     base = known(federation(tiny, folder, "modality_mirror", *TWO))
     for number, setting in enumerate((LR, "train.phases.distil.local_epochs=2", "train.phases.distil.cohort=2")):
         other = train_federation(federation(tiny, folder, "modality_mirror", *TWO, setting, f"run.name=p{number}"))
@@ -58,32 +58,36 @@ def test_settings_of_a_phase_hold_only_in_the_phase(tiny: Tiny, folder: Path) ->
         }
 
 
-def test_a_run_stopped_in_any_phase_resumes_to_the_same_bits(tiny: Tiny, folder: Path) -> None:
-    expected = known(federation(tiny, folder, "modality_mirror", *TWO, LR))
+def test_a_run_resumed_in_any_phase_has_the_same_bits(tiny: Tiny, folder: Path) -> None:
+    undisturbed = known(federation(tiny, folder, "modality_mirror", *TWO, LR))
     config = federation(tiny, folder, "modality_mirror", *TWO, LR, "run.name=stopped")
-    for done in (1, 2, 3):  # in the first phase, between both, in the second
+    for done in (1, 2, 3):  # in the first phase, between the phases, in the second phase
         server = start_server(config)
         while server.round_index < done:
             server.round()
         server.finish()
         server.close()
-    assert_same_bits(expected, train_federation(config))
+    assert_same_bits(undisturbed, train_federation(config))
     rows = record.read_rows(Path(config.run.dir) / "stopped").to_pylist()
     assert [row["value"] for row in rows if row["metric"] == "phase"] == [1.0, 1.0, 2.0, 2.0]
 
 
-def test_the_digest_covers_phases(tiny: Tiny, folder: Path) -> None:
-    """The start of the second phase affects results, the end of the last does not. Other methods ignore phases."""
+def test_the_start_of_a_phase_is_in_the_digest(tiny: Tiny, folder: Path) -> None:
+    """The start of the second phase affects results, the end of the last one does not."""
 
-    def digest(*overrides: str, method: str = "modality_mirror") -> str:
+    def compute_digest(*overrides: str, method: str = "modality_mirror") -> str:
         return federation(tiny, folder, method, *overrides).digest()
 
-    same_ = ["train.phases.multimodal.rounds=2"]
-    assert digest(*same_, "train.rounds=4") == digest(*same_, "train.rounds=9") == digest("train.rounds=4")
-    assert digest("train.rounds=9") != digest("train.rounds=4")
-    assert digest(*same_, "train.rounds=4", LR) != digest(*same_, "train.rounds=4")
+    two_rounds = ["train.phases.multimodal.rounds=2"]
+    assert (
+        compute_digest(*two_rounds, "train.rounds=4")
+        == compute_digest(*two_rounds, "train.rounds=9")
+        == compute_digest("train.rounds=4")
+    )
+    assert compute_digest("train.rounds=9") != compute_digest("train.rounds=4")
+    assert compute_digest(*two_rounds, "train.rounds=4", LR) != compute_digest(*two_rounds, "train.rounds=4")
     assert tiny("train.phases={}").digest() == tiny().digest()
     with pytest.raises(ConfigError, match="has no phase 'distil', because it has no phases"):
         tiny(LR)
     with pytest.raises(ConfigError, match=r"phases.distil.optimiser.models: modality_mirror has no model 'sound'"):
-        digest("train.phases.distil.optimiser.models={sound: 0.1}")
+        compute_digest("train.phases.distil.optimiser.models={sound: 0.1}")

@@ -1,4 +1,4 @@
-"""Server evaluations planned by a method, and client metrics in its aggregation."""
+"""Planned evaluation: entries measured by the server, and client metrics in the aggregation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HERE = Path(__file__)
 
 @dataclass(frozen=True, kw_only=True)
 class Planned(Method):
-    """Method with two equal state entries and a plan for their evaluation."""
+    """A method with several entries in its state and a configurable evaluation plan."""
 
     receive: tuple[tuple[str, ...], ...] = (("best",),)
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -42,73 +42,73 @@ class Planned(Method):
         return dataclasses.replace(state, tensors={"global": first, "best": first, "head": head, "trunk": trunk})
 
     def plan_evaluation(self, state: State, clients: Sequence[Client]) -> list[Task]:
-        own = [Task("", phase="evaluate", receive=keys, options=self.options) for keys in self.receive]
-        return own + super().plan_evaluation(state, clients)
+        planned = [Task("", phase="evaluate", receive=keys, options=self.options) for keys in self.receive]
+        return planned + super().plan_evaluation(state, clients)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ByLoss(Method):
-    """Method whose client weights fall with the reported loss."""
+    """A method whose server weights each update by the inverse of its reported loss."""
 
     by_loss: bool = True
 
     def aggregate(self, state: State, updates: Iterable[Update], rng: np.random.Generator) -> tuple[State, Metrics]:
-        seen: list[Ratio] = []
+        losses: list[Ratio] = []
 
         def weight_updates() -> Iterable[Update]:
             for update in updates:
                 loss = update.metrics["loss"]
                 assert isinstance(loss, Ratio)
-                seen.append(loss)
+                losses.append(loss)
                 yield dataclasses.replace(update, weight=1 / loss.value if self.by_loss else 1.0)
 
         new, report = super().aggregate(state, weight_updates(), rng)
-        return new, {**report, "losses": Ratio(sum(loss.value for loss in seen), len(seen))}
+        return new, {**report, "losses": Ratio(sum(loss.value for loss in losses), len(losses))}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Momentum(Method):
-    """The server's momentum has the names and shapes of the model, but no task receives it."""
+    """A method whose server keeps a velocity with the model's names and shapes, for no task."""
 
     def init(self, clients, models, rng):  # type: ignore[no-untyped-def]
         state = super().init(clients, models, rng)
         return dataclasses.replace(state, tensors={"velocity": state.tensors["global"], **state.tensors})
 
 
-def read_metrics(run_dir: Path, split: str = "test") -> set[str]:
+def list_accuracies(run_dir: Path, split: str = "test") -> set[str]:
     rows = record.read_rows(run_dir).to_pandas()
     names = set(rows.loc[(rows["split"] == split) & (rows["metric"].str.endswith("accuracy")), "metric"])
     return {name for name in names if "average" not in name}
 
 
-def test_the_server_evaluates_the_planned_entries(tiny: Tiny) -> None:
+def test_the_server_measures_planned_entries(tiny: Tiny) -> None:
     default = run(
         tiny("run.name=default", f"method.name={HERE}:Planned", "method.receive=[]", "train.rounds=1")
     ).run_dir
-    assert read_metrics(default) == {"model/accuracy"}  # no client receives the other entries
+    assert list_accuracies(default) == {"model/accuracy"}  # no task receives the additional entries
     planned = run(tiny("run.name=planned", f"method.name={HERE}:Planned", "train.rounds=1")).run_dir
-    assert read_metrics(planned) == {"best:model/accuracy"}
-    assert read_metrics(planned, "validation") == {"model/accuracy"}  # client models are evaluated as usual
+    assert list_accuracies(planned) == {"best:model/accuracy"}
+    assert list_accuracies(planned, "validation") == {"model/accuracy"}  # clients still measure their own models
     load_model(planned, "best:model", client=None)
     joined = tiny("run.name=joined", f"method.name={HERE}:Planned", "method.receive=[[head, trunk]]", "train.rounds=1")
-    joined_run = run(joined).run_dir
-    assert read_metrics(joined_run) == {"head:model/accuracy"}
+    joined_dir = run(joined).run_dir
+    assert list_accuracies(joined_dir) == {"head:model/accuracy"}
     values = [
         rows.loc[(rows["split"] == "test") & (rows["metric"] == metric) & (rows["round"] == 1), "value"].tolist()
         for rows, metric in (
             (record.read_rows(planned).to_pandas(), "best:model/loss"),
-            (record.read_rows(joined_run).to_pandas(), "head:model/loss"),
+            (record.read_rows(joined_dir).to_pandas(), "head:model/loss"),
         )
     ]
     assert values[0] == values[1]  # both are the initial model
     assert values[0]
     some = tiny("run.name=some", f"method.name={HERE}:Planned", "method.options={split: test, models: [model]}")
-    assert read_metrics(run(some).run_dir) == {"best:model/accuracy"}
+    assert list_accuracies(run(some).run_dir) == {"best:model/accuracy"}
 
 
-def test_an_entry_without_receiving_tasks_is_not_a_model(tiny: Tiny) -> None:
+def test_entries_without_a_task_are_not_models(tiny: Tiny) -> None:
     run_dir = run(tiny(f"method.name={HERE}:Momentum", "train.rounds=1", "run.best={}")).run_dir
-    assert read_metrics(run_dir) == {"model/accuracy"}
+    assert list_accuracies(run_dir) == {"model/accuracy"}
     weights = load_model(run_dir).network.state_dict()
     assert torch.equal(weights["output.weight"], final_state(run_dir).tensors["global"]["model/output.weight"])
     assert {path.name for path in run_dir.glob("*.safetensors")} == {"model.safetensors", "model-best.safetensors"}
@@ -132,12 +132,14 @@ def test_an_entry_without_receiving_tasks_is_not_a_model(tiny: Tiny) -> None:
         ),
     ],
 )
-def test_an_impossible_plan_is_rejected_before_the_first_round(tiny: Tiny, settings: list[str], message: str) -> None:
+def test_invalid_evaluation_plans_are_rejected_before_the_first_round(
+    tiny: Tiny, settings: list[str], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         start_server(tiny(f"method.name={HERE}:Planned", *settings))
 
 
-def test_updates_keep_their_metrics_at_the_server(tiny: Tiny) -> None:
+def test_aggregation_receives_the_metrics_of_updates(tiny: Tiny) -> None:
     reference = train_federation(tiny("run.name=uniform", "method.rule=uniform_mean"))
     assert_same_bits(
         reference, train_federation(tiny("run.name=one", f"method.name={HERE}:ByLoss", "method.by_loss=false"))
@@ -145,17 +147,17 @@ def test_updates_keep_their_metrics_at_the_server(tiny: Tiny) -> None:
     config = tiny("run.name=loss", f"method.name={HERE}:ByLoss", "train.rounds=2")
     run_dir = run(config).run_dir
     rows = record.read_rows(run_dir).to_pandas()
-    of_clients = rows[(rows["metric"] == "loss") & (rows["client"] != "") & (rows["phase"] == "train")]
+    client_rows = rows[(rows["metric"] == "loss") & (rows["client"] != "") & (rows["phase"] == "train")]
     for round_index in (1, 2):
-        losses = of_clients.loc[of_clients["round"] == round_index, "value"]
-        output = rows.loc[(rows["metric"] == "losses") & (rows["round"] == round_index), "value"].item()
-        np.testing.assert_allclose(output, losses.mean())
+        losses = client_rows.loc[client_rows["round"] == round_index, "value"]
+        reported = rows.loc[(rows["metric"] == "losses") & (rows["round"] == round_index), "value"].item()
+        np.testing.assert_allclose(reported, losses.mean())
     resumed = tiny("run.name=uneven", f"method.name={HERE}:ByLoss")
     assert reference != train_federation(resumed)
 
 
-def test_shared_models_are_evaluated_on_the_servers_validation_clips(tiny: Tiny) -> None:
-    """Oracle: predictions of the published model."""
+def test_shared_models_are_measured_on_the_servers_validation_clips(tiny: Tiny) -> None:
+    """Oracle: predictions of the exported model for the held-out clips."""
     held_out = "data.split.server_validation={fraction: 0.3, stratify: true}"
     folder = run(tiny(held_out, "train.rounds=1")).run_dir
     examples = Population.load(folder / "population").validation
@@ -164,5 +166,5 @@ def test_shared_models_are_evaluated_on_the_servers_validation_clips(tiny: Tiny)
     rows = [row for row in record.read_rows(folder).to_pylist() if row["split"] == "server_validation"]
     (accuracy,) = [row for row in rows if row["metric"] == "model/accuracy" and row["round"] == 1]
     assert (accuracy["count"], accuracy["value"]) == (len(examples), pytest.approx(float(right)))
-    assert len(examples) == 21  # 30 % of 24 clips per label, rounded, for 3 labels
+    assert len(examples) == 21  # 30 % of 24 clips of each of 3 labels, rounded
     assert tiny("data.split.server_validation=null").digest() == tiny().digest() != tiny(held_out).digest()

@@ -1,4 +1,4 @@
-"""Client profiles: assigned values, columns of the manifest, and architectures chosen by profile."""
+"""Client profiles: dealt values, manifest columns, and architectures selected by profile."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CHOICES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Rooms(Tones):
-    """Tones with a column constant within a speaker, a varying column, and a column with nulls."""
+    """Tones with more columns: constant within a speaker, varying within a speaker, and with nulls."""
 
     def manifest(self) -> pa.Table:
         table = super().manifest()
@@ -46,31 +46,31 @@ class Rooms(Tones):
         return table.append_column("holes", pa.array([None if row == 3 else "x" for row in range(len(speaker))]))
 
 
-def list_clients(config: Config) -> Clients:
+def load_clients(config: Config) -> Clients:
     return Clients(Population.load(create(config, Progress("quiet")) / "population"), config)
 
 
-def test_values_are_assigned_in_turn_or_at_random(tiny: Tiny) -> None:
-    dealt = [client.profile["capability"] for client in list_clients(tiny(BY_TURN))]
+def test_values_are_dealt_in_turn_or_drawn(tiny: Tiny) -> None:
+    dealt = [client.profile["capability"] for client in load_clients(tiny(BY_TURN))]
     assert dealt == ["low", "low", "high", "low", "low", "high"]
-    drawn = "data.profile={size: {values: [1, 2, 3], deal: draw}}"
-    first = [client.profile["size"] for client in list_clients(tiny(drawn, "run.name=one"))]
+    draw_setting = "data.profile={size: {values: [1, 2, 3], deal: draw}}"
+    first = [client.profile["size"] for client in load_clients(tiny(draw_setting, "run.name=one"))]
     assert set(first) <= {1, 2, 3}
-    assert first == [client.profile["size"] for client in list_clients(tiny(drawn, "run.name=two"))]
-    seeds = [tiny(drawn, f"run.name=seed{i}", f"run.seed={i}") for i in range(2, 6)]
-    assert any([client.profile["size"] for client in list_clients(config)] != first for config in seeds)
+    assert first == [client.profile["size"] for client in load_clients(tiny(draw_setting, "run.name=two"))]
+    seeds = [tiny(draw_setting, f"run.name=seed{i}", f"run.seed={i}") for i in range(2, 6)]
+    assert any([client.profile["size"] for client in load_clients(config)] != first for config in seeds)
     config = tiny(BY_TURN)
     assert config.digest() != tiny().digest()
     assert tiny("data.profile={}").digest() == tiny().digest()
 
 
-def test_profiles_contain_columns_of_the_manifest(tiny: Tiny) -> None:
+def test_a_profile_may_read_a_manifest_column(tiny: Tiny) -> None:
     config = tiny(f"data.name={HERE}:Rooms", "data.profile={room: {column: room}, storey: {column: floor}}")
-    found = [
-        (client.profile["group"], client.profile["room"], client.profile["storey"]) for client in list_clients(config)
+    profiles = [
+        (client.profile["group"], client.profile["room"], client.profile["storey"]) for client in load_clients(config)
     ]
     expected = [(f"s{number}", ("kitchen", "hall")[number % 2], number // 2) for number in range(6)]
-    assert found == expected
+    assert profiles == expected
 
 
 @pytest.mark.parametrize(
@@ -84,12 +84,12 @@ def test_profiles_contain_columns_of_the_manifest(tiny: Tiny) -> None:
         ("holes", r"data.profile.room: column 'holes' has no value for a clip of client 's0'"),
     ],
 )
-def test_invalid_columns_are_rejected(tiny: Tiny, column: str, message: str) -> None:
+def test_unusable_columns_are_rejected(tiny: Tiny, column: str, message: str) -> None:
     with pytest.raises(DataError, match=message):
         create(tiny(f"data.name={HERE}:Rooms", f"data.profile={{room: {{column: {column}}}}}"), Progress("quiet"))
 
 
-def test_parts_may_assign_different_values(tiny: Tiny) -> None:
+def test_parts_may_deal_different_values(tiny: Tiny) -> None:
     parts = "data.parts={a: {profile: {capability: {values: [low]}}}, b: {first: 20, profile: {capability: {values: [high]}}}}"
     tiny(parts, CHOICES, method="fedmlac")
     with pytest.raises(ConfigError, match="no client has capability 'high'"):
@@ -113,34 +113,34 @@ def test_parts_may_assign_different_values(tiny: Tiny) -> None:
         ([BY_TURN, CHOICES.replace("crnn_tiny", "crnn_tyni")], r"unknown architecture 'crnn_tyni'"),
     ],
 )
-def test_invalid_settings_are_rejected_at_the_start(tiny: Tiny, settings: list[str], message: str) -> None:
+def test_invalid_settings_are_rejected(tiny: Tiny, settings: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         tiny(*settings, method="fedmlac")
 
 
-def test_profiles_choose_architectures(tiny: Tiny) -> None:
+def test_a_profile_selects_the_architecture(tiny: Tiny) -> None:
     config = tiny(BY_TURN, CHOICES, method="fedmlac")
-    for client in list_clients(config):
+    for client in load_clients(config):
         spec = next(spec for spec in client.models if spec.name == "local")
         assert dict(spec.options)["hidden"] == {"low": 4, "high": 8}[client.profile["capability"]]
     reference = train_federation(config)
     half = tiny(BY_TURN, CHOICES, "run.name=half", method="fedmlac")
     stop_after(half, 1)
     assert_same_bits(reference, read_tensors(resume(Path(half.run.dir) / "half").run_dir))
-    other = CHOICES.replace("hidden: 4", "hidden: 6")
-    assert differ(reference, train_federation(tiny(BY_TURN, other, "run.name=other", method="fedmlac")))
+    other_choices = CHOICES.replace("hidden: 4", "hidden: 6")
+    assert differ(reference, train_federation(tiny(BY_TURN, other_choices, "run.name=other", method="fedmlac")))
     shown = parse_yaml(explain_config(config), "shown")
-    again: Any = make_config(shown)
-    assert again.digest() == config.digest()
+    reloaded: Any = make_config(shown)
+    assert reloaded.digest() == config.digest()
 
 
-def test_other_known_facts_choose_architectures(tiny: Tiny) -> None:
+def test_manifest_columns_and_noise_may_select_the_architecture(tiny: Tiny) -> None:
     choices = "models.local={by: room, choices: {kitchen: crnn_tiny, hall: crnn_lite}}"
     config = tiny(f"data.name={HERE}:Rooms", "data.profile={room: {column: room}}", choices, method="fedmlac")
-    named = [
-        next(spec.architecture for spec in client.models if spec.name == "local") for client in list_clients(config)
+    architectures = [
+        next(spec.architecture for spec in client.models if spec.name == "local") for client in load_clients(config)
     ]
-    assert named == ["crnn_tiny", "crnn_lite"] * 3
+    assert architectures == ["crnn_tiny", "crnn_lite"] * 3
     missing = tiny(
         f"data.name={HERE}:Rooms",
         "run.name=missing",
@@ -151,7 +151,7 @@ def test_other_known_facts_choose_architectures(tiny: Tiny) -> None:
     with pytest.raises(ConfigError, match=r"no architecture for client 's1', whose room is 'hall'. Did you mean 'hal'"):
         create(missing, Progress("quiet"))
     noisy = tiny("models.local={by: noisy, choices: {false: crnn_tiny, true: crnn_lite}}", method="fedmlac")
-    assert {spec.architecture for client in list_clients(noisy) for spec in client.models[1:]} == {"crnn_tiny"}
+    assert {spec.architecture for client in load_clients(noisy) for spec in client.models[1:]} == {"crnn_tiny"}
 
 
 def test_a_shared_model_must_have_one_architecture(tiny: Tiny) -> None:
@@ -159,12 +159,10 @@ def test_a_shared_model_must_have_one_architecture(tiny: Tiny) -> None:
         start_server(tiny(BY_TURN, CHOICES.replace("local", "model")))
 
 
-def test_architectures_are_chosen_from_columns_without_client_profiles(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Columns agree with client profiles, and are read as arrays without creating a profile per client."""
-    read = f"name: '{HERE}:Rooms', speakers: 4, profile: {{room: {{column: room}}}}"
-    parts = f"data.parts={{read: {{{read}}}, dealt: {{profile: {{room: {{values: [kitchen, hall]}}}}}}}}"
+def test_architectures_are_selected_from_columns_without_profiles(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Columns agree with the clients' profiles. No profile is built, so that a million clients cost only arrays."""
+    manifest = f"name: '{HERE}:Rooms', speakers: 4, profile: {{room: {{column: room}}}}"
+    parts = f"data.parts={{read: {{{manifest}}}, dealt: {{profile: {{room: {{values: [kitchen, hall]}}}}}}}}"
     rooms = {"kitchen": 4, "hall": 5}
     choices = ", ".join(f"{room}: {{name: crnn_tiny, hidden: {size}, filters: [4]}}" for room, size in rooms.items())
     plugin = "models.plugin={name: crnn_tiny, hidden: 4, filters: [4]}"
@@ -174,12 +172,12 @@ def test_architectures_are_chosen_from_columns_without_client_profiles(
     profiles = [population.profile(index) for index in range(len(population))]
     assert {profile["noisy"] for profile in profiles} == {False, True}
     for name in ("part", "group", "noisy", "label_errors", "room", "nothing"):
-        values, of = population.column(name)
-        expected_values = [values[place] if place >= 0 else None for place in of.tolist()]
-        assert expected_values == [profile.get(name) for profile in profiles]
+        values, codes = population.column(name)
+        column = [values[place] if place >= 0 else None for place in codes.tolist()]
+        assert column == [profile.get(name) for profile in profiles]
     with monkeypatch.context() as patched:
         patched.delattr(Population, "profile")
-        found = Clients(population, config)
-    for client in found:
+        built = Clients(population, config)
+    for client in built:
         spec = next(spec for spec in client.models if spec.name == "local")
         assert dict(spec.options)["hidden"] == rooms[client.profile["room"]]

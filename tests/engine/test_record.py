@@ -1,4 +1,4 @@
-"""The metrics table restores its rows, and crashes neither lose nor duplicate a row."""
+"""Metrics table: rows are read as written, and no crash loses or duplicates a row."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ from raydfl.engine.storage.record import (
 )
 
 
-def read_values(round_index: int, rows: int = 3) -> list[MetricRow]:
+def make_rows(round_index: int, rows: int = 3) -> list[MetricRow]:
     return [MetricRow(round_index, "train", f"c{i}", "train", "loss", round_index + i / 10, 4.0) for i in range(rows)]
 
 
 def write_rounds(folder: Path, rounds: range) -> None:
     for round_index in rounds:
-        write_rows(rows_path(folder, round_index), read_values(round_index))
+        write_rows(rows_path(folder, round_index), make_rows(round_index))
 
 
 def read_rounds(folder: Path, until: int | None = None) -> list[int]:
     return read_rows(folder, until)["round"].to_pylist()
 
 
-def repeat_rows(rounds: range) -> list[int]:
+def repeat_thrice(rounds: range) -> list[int]:
     return [r for r in rounds for _ in range(3)]
 
 
-def list_names(folder: Path) -> list[str]:
+def list_files(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "rows").iterdir())
 
 
-def test_rows_are_restored_as_written(tmp_path: Path) -> None:
+def test_rows_come_back_as_written(tmp_path: Path) -> None:
     matrix = np.arange(6.0).reshape(2, 3)
     rows = [
         MetricRow(0, "", "", "server", "bytes_up", 12.5, 1.0),
@@ -59,14 +59,14 @@ def test_rows_are_restored_as_written(tmp_path: Path) -> None:
         MetricRow(3, "evaluate", "", "test", "m/loss", float("inf"), 2.0),
     ]
     write_rows(rows_path(tmp_path, 3), rows)
-    back = to_rows(read_rows(tmp_path))
-    assert [row.metric for row in back] == [row.metric for row in rows]
-    assert back[0] == rows[0]
-    assert back[1].client == rows[1].client
-    assert np.isnan(back[1].value)
-    assert back[2].array is not None
-    assert back[2].array.tolist() == matrix.tolist()
-    assert back[3].value == float("inf")
+    loaded = to_rows(read_rows(tmp_path))
+    assert [row.metric for row in loaded] == [row.metric for row in rows]
+    assert loaded[0] == rows[0]
+    assert loaded[1].client == rows[1].client
+    assert np.isnan(loaded[1].value)
+    assert loaded[2].array is not None
+    assert loaded[2].array.tolist() == matrix.tolist()
+    assert loaded[3].value == float("inf")
     assert read_rows(tmp_path).schema.equals(record.SCHEMA)
 
 
@@ -79,7 +79,7 @@ def test_ratios_and_arrays_become_rows() -> None:
     assert [row.metric for row in rows_from_metrics(5, "evaluate", "anna", "test", metrics)] == ["loss"]
 
 
-def test_client_rows_include_each_client_the_pool_and_the_spread() -> None:
+def test_client_rows_include_the_pooled_value_and_the_spread() -> None:
     clients = {
         "a": {"m/accuracy": Ratio(9.0, 10), "m/confusion": np.array([[5, 1], [0, 4]])},
         "b": {"m/accuracy": Ratio(10.0, 40), "m/confusion": np.array([[5, 20], [10, 5]])},
@@ -94,156 +94,156 @@ def test_client_rows_include_each_client_the_pool_and_the_spread() -> None:
     assert pooled is not None
     assert pooled.tolist() == [[10, 21], [10, 9]]
     assert ("a", "m/confusion") not in rows
-    # macro-F1 of the pool is that of the pooled matrix, not the mean of the clients'
+    # the pooled macro-F1 comes from the pooled matrix, not from the mean over clients
     f1 = [2 * 10 / (31 + 20), 2 * 9 / (19 + 30)]
     assert rows["", "m/macro_f1"].value == pytest.approx(np.mean(f1))
     assert ("a", "m/macro_f1") in rows
 
 
 def test_files_are_named_by_their_last_round_and_read_in_order(tmp_path: Path) -> None:
-    write_rows(rows_path(tmp_path, 10), read_values(9) + read_values(10))
+    write_rows(rows_path(tmp_path, 10), make_rows(9) + make_rows(10))
     write_rounds(tmp_path, range(2, 4))
-    assert list_names(tmp_path) == ["00000002.parquet", "00000003.parquet", "00000010.parquet"]
-    assert read_rounds(tmp_path) == repeat_rows(range(2, 4)) + repeat_rows(range(9, 11))
+    assert list_files(tmp_path) == ["00000002.parquet", "00000003.parquet", "00000010.parquet"]
+    assert read_rounds(tmp_path) == repeat_thrice(range(2, 4)) + repeat_thrice(range(9, 11))
 
 
-def test_rows_after_the_commit_are_not_read(tmp_path: Path) -> None:
+def test_rounds_after_the_limit_are_not_read(tmp_path: Path) -> None:
     write_rounds(tmp_path, range(1, 6))
-    assert read_rounds(tmp_path, 3) == repeat_rows(range(1, 4))
+    assert read_rounds(tmp_path, 3) == repeat_thrice(range(1, 4))
     assert read_rounds(tmp_path, 0) == []
 
 
-def test_an_empty_table_is_readable(tmp_path: Path) -> None:
+def test_an_empty_folder_has_no_rows(tmp_path: Path) -> None:
     assert read_rows(tmp_path).num_rows == 0
     assert compact(tmp_path) is None
 
 
-def test_rows_and_columns_can_be_selected(tmp_path: Path) -> None:
+def test_reading_filters_rows_and_columns(tmp_path: Path) -> None:
     write_rounds(tmp_path, range(1, 3))
     table = read_rows(tmp_path, where=pc.field("client") == "c1", columns=("round", "value"))
     assert table.to_pydict() == {"round": [1, 2], "value": [1.1, 2.1]}
 
 
-def test_writing_again_replaces_rows(tmp_path: Path) -> None:
+def test_writing_a_round_again_replaces_it(tmp_path: Path) -> None:
     for _ in range(2):
-        write_rows(rows_path(tmp_path, 1), read_values(1))
+        write_rows(rows_path(tmp_path, 1), make_rows(1))
     assert read_rounds(tmp_path) == [1, 1, 1]
-    assert list_names(tmp_path) == ["00000001.parquet"]
+    assert list_files(tmp_path) == ["00000001.parquet"]
 
 
 def test_compacting_keeps_every_row_in_order(tmp_path: Path) -> None:
     write_rounds(tmp_path, range(1, 8))
     before = read_rows(tmp_path)
     assert compact(tmp_path) == tmp_path / "rows" / "00000001-00000007.parquet"
-    assert list_names(tmp_path) == ["00000001-00000007.parquet"]
+    assert list_files(tmp_path) == ["00000001-00000007.parquet"]
     assert read_rows(tmp_path).equals(before)
-    assert read_rounds(tmp_path, 4) == repeat_rows(range(1, 5))
+    assert read_rounds(tmp_path, 4) == repeat_thrice(range(1, 5))
     assert compact(tmp_path) is None
 
 
-def test_merging_waits_for_enough_files_and_skips_merged_files(tmp_path: Path) -> None:
+def test_gathering_waits_for_enough_files_and_leaves_merged_ones(tmp_path: Path) -> None:
     write_rounds(tmp_path, range(1, 3))
     assert compact(tmp_path, gather=3) is None
     write_rounds(tmp_path, range(3, 4))
     assert compact(tmp_path, gather=3) is not None
     write_rounds(tmp_path, range(4, 7))
     compact(tmp_path, gather=3)
-    assert list_names(tmp_path) == ["00000001-00000003.parquet", "00000004-00000006.parquet"]
+    assert list_files(tmp_path) == ["00000001-00000003.parquet", "00000004-00000006.parquet"]
     compact(tmp_path)
-    assert list_names(tmp_path) == ["00000001-00000006.parquet"]
-    assert read_rounds(tmp_path) == repeat_rows(range(1, 7))
+    assert list_files(tmp_path) == ["00000001-00000006.parquet"]
+    assert read_rounds(tmp_path) == repeat_thrice(range(1, 7))
 
 
-def test_merging_never_spans_a_merged_file(tmp_path: Path) -> None:
+def test_gathering_never_merges_around_a_merged_file(tmp_path: Path) -> None:
     write_rounds(tmp_path, range(3, 6))
     compact(tmp_path)
     write_rounds(tmp_path, range(1, 3))
     write_rounds(tmp_path, range(7, 9))
     compact(tmp_path, gather=2)
-    assert read_rounds(tmp_path) == repeat_rows(range(1, 6)) + repeat_rows(range(7, 9))
+    assert read_rounds(tmp_path) == repeat_thrice(range(1, 6)) + repeat_thrice(range(7, 9))
 
 
-def test_files_are_merged_in_several_row_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_merging_writes_several_row_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record, "_MERGE_ROWS", 5)
     write_rounds(tmp_path, range(1, 6))
     merged = compact(tmp_path)
     assert merged is not None
     assert pq.ParquetFile(merged).num_row_groups == 3
-    assert read_rounds(tmp_path) == repeat_rows(range(1, 6))
+    assert read_rounds(tmp_path) == repeat_thrice(range(1, 6))
 
 
-def crash_at(monkeypatch: pytest.MonkeyPatch, method: str, when: int) -> None:
+def crash_at_call(monkeypatch: pytest.MonkeyPatch, method: str, when: int) -> None:
     """Simulate a crash at the ``when``-th call of a Path method."""
     real: Callable[..., object] = getattr(Path, method)
     calls = 0
 
-    def call(self: Path, *args: object, **kwargs: object) -> object:
+    def call_or_crash(self: Path, *args: object, **kwargs: object) -> object:
         nonlocal calls
         calls += 1
         if calls == when:
             raise KeyboardInterrupt
         return real(self, *args, **kwargs)
 
-    monkeypatch.setattr(Path, method, call)
+    monkeypatch.setattr(Path, method, call_or_crash)
 
 
 @pytest.mark.parametrize(("method", "when"), [("replace", 1), ("unlink", 1), ("unlink", 2), ("unlink", 5)])
-def test_a_crash_during_compaction_loses_and_duplicates_nothing(tmp_path: Path, method: str, when: int) -> None:
+def test_a_crash_while_compacting_loses_and_duplicates_nothing(tmp_path: Path, method: str, when: int) -> None:
     write_rounds(tmp_path, range(1, 3))
     compact(tmp_path)
     write_rounds(tmp_path, range(3, 7))
     with pytest.MonkeyPatch.context() as monkeypatch:
-        crash_at(monkeypatch, method, when)
+        crash_at_call(monkeypatch, method, when)
         with pytest.raises(KeyboardInterrupt):
             compact(tmp_path)
-    assert read_rounds(tmp_path) == repeat_rows(range(1, 7))
+    assert read_rounds(tmp_path) == repeat_thrice(range(1, 7))
     discard_rows(tmp_path, 6)
     write_rounds(tmp_path, range(7, 8))
-    assert read_rounds(tmp_path) == repeat_rows(range(1, 8))
+    assert read_rounds(tmp_path) == repeat_thrice(range(1, 8))
     compact(tmp_path)
-    assert list_names(tmp_path) == ["00000001-00000007.parquet"]
-    assert read_rounds(tmp_path) == repeat_rows(range(1, 8))
+    assert list_files(tmp_path) == ["00000001-00000007.parquet"]
+    assert read_rounds(tmp_path) == repeat_thrice(range(1, 8))
 
 
-def test_the_next_merge_removes_leftovers(tmp_path: Path) -> None:
+def test_the_next_call_removes_leftovers_of_a_merge(tmp_path: Path) -> None:
     write_rounds(tmp_path, range(1, 4))
     copy = (tmp_path / "rows" / "00000002.parquet").read_bytes()
     compact(tmp_path)
     (tmp_path / "rows" / "00000002.parquet").write_bytes(copy)
-    assert read_rounds(tmp_path) == repeat_rows(range(1, 4))
+    assert read_rounds(tmp_path) == repeat_thrice(range(1, 4))
     assert compact(tmp_path, gather=100) is None
-    assert list_names(tmp_path) == ["00000001-00000003.parquet"]
+    assert list_files(tmp_path) == ["00000001-00000003.parquet"]
 
 
-def test_a_resumed_run_drops_uncommitted_rows(tmp_path: Path) -> None:
-    """This holds even if it now commits at different rounds, with different file names."""
+def test_a_resumed_run_discards_uncommitted_rows(tmp_path: Path) -> None:
+    """The resumed run may commit in different rounds, so that its file names differ."""
     write_rounds(tmp_path, range(1, 6))
-    write_rows(rows_path(tmp_path, 10), read_values(6) + read_values(10))
+    write_rows(rows_path(tmp_path, 10), make_rows(6) + make_rows(10))
     (tmp_path / "rows" / ".00000011.parquet.99.part").write_bytes(b"half")
     discard_rows(tmp_path, 5)
-    write_rows(rows_path(tmp_path, 7), read_values(6) + read_values(7))
-    assert read_rounds(tmp_path) == repeat_rows(range(1, 8))
-    assert not [name for name in list_names(tmp_path) if name.endswith(".part")]
+    write_rows(rows_path(tmp_path, 7), make_rows(6) + make_rows(7))
+    assert read_rounds(tmp_path) == repeat_thrice(range(1, 8))
+    assert not [name for name in list_files(tmp_path) if name.endswith(".part")]
 
 
 @pytest.mark.parametrize("when", [1, 2, 3])
-def test_a_run_may_rewind_into_a_merged_file(tmp_path: Path, when: int) -> None:
+def test_discarding_part_of_a_merged_file_survives_a_crash(tmp_path: Path, when: int) -> None:
     write_rounds(tmp_path, range(1, 6))
     compact(tmp_path)
     write_rounds(tmp_path, range(6, 8))
     with pytest.MonkeyPatch.context() as monkeypatch:
-        crash_at(monkeypatch, "unlink", when)
+        crash_at_call(monkeypatch, "unlink", when)
         with pytest.raises(KeyboardInterrupt):
             discard_rows(tmp_path, 3)
-    assert read_rounds(tmp_path, 3) == repeat_rows(range(1, 4))
+    assert read_rounds(tmp_path, 3) == repeat_thrice(range(1, 4))
     discard_rows(tmp_path, 3)
     write_rounds(tmp_path, range(4, 5))
-    assert read_rounds(tmp_path) == repeat_rows(range(1, 5))
+    assert read_rounds(tmp_path) == repeat_thrice(range(1, 5))
     discard_rows(tmp_path, -1)
     assert read_rows(tmp_path).num_rows == 0
 
 
-def test_reading_during_a_merge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_during_a_merge_returns_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_rounds(tmp_path, range(1, 5))
     real = record._files
 
@@ -254,19 +254,19 @@ def test_reading_during_a_merge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         return files
 
     monkeypatch.setattr(record, "_files", list_then_merge)
-    assert read_rounds(tmp_path) == repeat_rows(range(1, 5))
+    assert read_rounds(tmp_path) == repeat_thrice(range(1, 5))
 
 
-def test_foreign_files_are_unchanged(tmp_path: Path) -> None:
+def test_foreign_files_are_left_alone(tmp_path: Path) -> None:
     write_rounds(tmp_path, range(1, 2))
     (tmp_path / "rows" / "notes.parquet").write_bytes(b"mine")
     assert read_rounds(tmp_path) == [1, 1, 1]
     discard_rows(tmp_path, -1)
-    assert list_names(tmp_path) == ["notes.parquet"]
+    assert list_files(tmp_path) == ["notes.parquet"]
 
 
 @pytest.mark.parametrize("content", [b"", b"PAR1 and then nothing"])
-def test_a_damaged_file_is_reported(tmp_path: Path, content: bytes) -> None:
+def test_the_error_names_a_damaged_file(tmp_path: Path, content: bytes) -> None:
     write_rounds(tmp_path, range(1, 3))
     rows_path(tmp_path, 2).write_bytes(content)
     with pytest.raises(RunDirectoryError, match=r"00000002\.parquet is not a readable Parquet file .*Restore it"):
@@ -274,15 +274,15 @@ def test_a_damaged_file_is_reported(tmp_path: Path, content: bytes) -> None:
 
 
 @pytest.mark.parametrize("merged", [False, True])
-def test_any_changed_bit_is_detected(tmp_path: Path, merged: bool) -> None:
+def test_every_changed_bit_is_detected(tmp_path: Path, merged: bool) -> None:
     write_rounds(tmp_path, range(1, 4))
     path = (compact(tmp_path) if merged else None) or rows_path(tmp_path, 2)
-    # PyArrow reads the intact file too.
-    assert pq.read_table(path)["round"].to_pylist() == (repeat_rows(range(1, 4)) if merged else [2, 2, 2])
-    content = path.read_bytes()
-    bits = {*range(0, 8 * len(content), 211), *range(8 * len(content) - 256, 8 * len(content), 3)}
+    # Other Parquet readers accept the file too.
+    assert pq.read_table(path)["round"].to_pylist() == (repeat_thrice(range(1, 4)) if merged else [2, 2, 2])
+    original = path.read_bytes()
+    bits = {*range(0, 8 * len(original), 211), *range(8 * len(original) - 256, 8 * len(original), 3)}
     for bit in bits:
-        changed = bytearray(content)
+        changed = bytearray(original)
         changed[bit // 8] ^= 1 << bit % 8
         path.write_bytes(changed)
         with pytest.raises(RunDirectoryError, match=rf"{path.name} is not a readable Parquet file .*Restore it"):
@@ -290,16 +290,16 @@ def test_any_changed_bit_is_detected(tmp_path: Path, merged: bool) -> None:
 
 
 def test_files_of_earlier_versions_are_read(tmp_path: Path) -> None:
-    """These versions wrote no checksums."""
+    """Files of earlier versions have no checksum."""
     rows_path(tmp_path, 1).parent.mkdir()
-    pq.write_table(record.to_table(read_values(1)), rows_path(tmp_path, 1))
+    pq.write_table(record.to_table(make_rows(1)), rows_path(tmp_path, 1))
     write_rounds(tmp_path, range(2, 3))
-    assert read_rounds(tmp_path) == repeat_rows(range(1, 3))
+    assert read_rounds(tmp_path) == repeat_thrice(range(1, 3))
     compact(tmp_path)
-    assert read_rounds(tmp_path) == repeat_rows(range(1, 3))
+    assert read_rounds(tmp_path) == repeat_thrice(range(1, 3))
 
 
-def test_rounds_without_rows() -> None:
+def test_missing_rounds_are_listed() -> None:
     assert list_missing_rounds([1, 2, 3], 3) == ""
     assert list_missing_rounds([3, 3, 4], 9) == "1 to 2, 5 to 9"
     assert list_missing_rounds([2, 4], 4) == "1, 3"
@@ -307,24 +307,24 @@ def test_rounds_without_rows() -> None:
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     write_rounds(tmp_path, range(1, 2))
 
-    def full(descriptor: int) -> None:
+    def fail_to_sync(descriptor: int) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", fail_to_sync)
     with pytest.raises(
         ResourcesError, match=r"is full: it has .* and the rows in 00000001.parquet need about .*; make room"
     ):
-        write_rows(rows_path(tmp_path, 1), read_values(5))
+        write_rows(rows_path(tmp_path, 1), make_rows(5))
     assert read_rounds(tmp_path) == [1, 1, 1]
-    assert list_names(tmp_path) == ["00000001.parquet"]
+    assert list_files(tmp_path) == ["00000001.parquet"]
 
 
-def test_an_unwritable_folder_is_an_error(tmp_path: Path) -> None:
+def test_an_unwritable_folder_is_reported(tmp_path: Path) -> None:
     (tmp_path / "rows").write_text("a file")
     with pytest.raises(
         ResourcesError, match="the rows in 00000001.parquet cannot be written to .*make the folder writable"
     ):
-        write_rows(rows_path(tmp_path, 1), read_values(1))
+        write_rows(rows_path(tmp_path, 1), make_rows(1))

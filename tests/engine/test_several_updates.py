@@ -1,4 +1,4 @@
-"""Tasks that update several entries of the server's state."""
+"""One task with updates to several entries of the server's state."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from raydfl import Method, Task, fit
 
 @dataclass(frozen=True, kw_only=True)
 class Parted(Method):
-    """FedAvg with the last layer in an entry of its own."""
+    """FedAvg with the last layer in a separate entry."""
 
     key: str = "head"
     has: str = "head"
@@ -50,24 +50,24 @@ class Parted(Method):
 
 
 @pytest.fixture
-def two_entry_method(tmp_path: Path) -> str:
+def split_method(tmp_path: Path) -> str:
     (tmp_path / "parted.py").write_text(METHOD)
     return f"{tmp_path / 'parted.py'}:Parted"
 
 
 @pytest.mark.parametrize("attack", ["null", "{name: sign_flip, clients: 0.34}"])
-def test_a_model_in_two_entries_trains_to_the_same_bits(tiny: Tiny, two_entry_method: str, attack: str) -> None:
-    """The bits are equal under any attack. Only the name of the entry differs."""
+def test_splitting_a_model_into_two_entries_keeps_the_bits(tiny: Tiny, split_method: str, attack: str) -> None:
+    """Only the entry's name differs, with and without attackers."""
     settings = ["train.rounds=2", f"attack={attack}", "evaluate.server=false"]
     reference = known(tiny(*settings))
-    result = train_federation(tiny(*settings, "run.name=parted", method=two_entry_method))
+    split = train_federation(tiny(*settings, "run.name=parted", method=split_method))
     assert_same_bits(
-        {name.replace("server head ", "server global "): value for name, value in result.items()}, reference
+        {name.replace("server head ", "server global "): value for name, value in split.items()}, reference
     )
 
 
-def test_unchanged_tensors_of_a_client_are_counted_once(tiny: Tiny, two_entry_method: str) -> None:
-    server = start_server(tiny("evaluate.every=9", method=two_entry_method))
+def test_entries_that_a_client_already_has_are_not_counted(tiny: Tiny, split_method: str) -> None:
+    server = start_server(tiny("evaluate.every=9", method=split_method))
     state = server._federation.state
     rest, head = (4 * sum(t.numel() for t in state.tensors[key].values()) for key in ("global", "head"))
     reports = [server._federation.round() for _ in range(2)]
@@ -84,8 +84,8 @@ def test_unchanged_tensors_of_a_client_are_counted_once(tiny: Tiny, two_entry_me
         ("has=tail", ConfigError, "with 'tail' in has but not in receive"),
     ],
 )
-def test_inconsistent_updates_are_rejected(
-    tiny: Tiny, two_entry_method: str, option: str, error: type[Exception], message: str
+def test_invalid_keys_are_rejected(
+    tiny: Tiny, split_method: str, option: str, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        train_federation(tiny("train.rounds=2", f"method.{option}", method=two_entry_method))
+        train_federation(tiny("train.rounds=2", f"method.{option}", method=split_method))

@@ -1,4 +1,4 @@
-"""The run directory. Oracles: stored data are restored unchanged, and crashes leave known files."""
+"""Run directory: files are read as written, and opening a run cleans up after a crash."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def make_state(round_index: int) -> State:
     )
 
 
-def test_any_process_reads_private_records_as_written(tmp_path: Path) -> None:
+def test_private_records_come_back_as_written_from_any_process(tmp_path: Path) -> None:
     writer = PrivateStore(tmp_path)
     refs = [writer.append(1 + i // 2, make_tensors(i)) for i in range(4)]
-    assert len({ref.segment for ref in refs}) == 2  # one segment per round and writer
+    assert len({ref.segment for ref in refs}) == 2  # one segment for each round and writer
     reader = PrivateStore(tmp_path)
     for value, ref in enumerate(refs):
         read = reader.read(ref)
@@ -59,19 +59,19 @@ def test_any_process_reads_private_records_as_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("elements", [10, 600_000], ids=["in one piece", "tensor by tensor"])
-def test_records_are_concatenated_safetensors_files(tmp_path: Path, elements: int) -> None:
+def test_a_segment_is_a_sequence_of_safetensors_files(tmp_path: Path, elements: int) -> None:
     store = PrivateStore(tmp_path)
-    given = [{"a": torch.randn(elements), "b": torch.randn(3, elements).t(), "c": torch.tensor(n)} for n in range(2)]
-    refs = [store.append(1, tensors) for tensors in given]
+    records = [{"a": torch.randn(elements), "b": torch.randn(3, elements).t(), "c": torch.tensor(n)} for n in range(2)]
+    refs = [store.append(1, tensors) for tensors in records]
     data = (tmp_path / refs[0].segment).read_bytes()
     assert [ref.offset for ref in refs] == [0, len(data) // 2]
-    for ref, tensors in zip(refs, given, strict=True):
+    for ref, tensors in zip(refs, records, strict=True):
         torch.testing.assert_close(store.read(ref), tensors, rtol=0, atol=0)
         record = data[ref.offset : ref.offset + ref.length]
         torch.testing.assert_close(safetensors.torch.load(record), tensors, rtol=0, atol=0)
 
 
-def test_private_tensors_are_sorted_by_name(tmp_path: Path) -> None:
+def test_private_tensors_are_read_in_the_order_of_their_names(tmp_path: Path) -> None:
     store = PrivateStore(tmp_path)
     names = [f"state:{number}" for number in (7, 1, 10, 3, 0, 5)]
     ref = store.append(1, {name: torch.zeros(number + 1) for number, name in enumerate(names)})
@@ -79,22 +79,22 @@ def test_private_tensors_are_sorted_by_name(tmp_path: Path) -> None:
         assert list(store.read(ref)) == sorted(names)
 
 
-def test_two_writers_of_a_round_use_separate_segments(tmp_path: Path) -> None:
+def test_two_writers_of_one_round_never_share_a_segment(tmp_path: Path) -> None:
     first, second = PrivateStore(tmp_path), PrivateStore(tmp_path)
     a, b = first.append(1, make_tensors(1)), second.append(1, make_tensors(2))
     assert a.segment != b.segment
     assert torch.equal(second.read(a)["model:a"], torch.ones(5))
 
 
-def test_reading_ahead_requests_only_existing_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[int, int]] = []
-    monkeypatch.setattr("os.posix_fadvise", lambda file, offset, length, advice: asked.append((offset, length)))
+def test_reading_ahead_advises_existing_records_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    advised: list[tuple[int, int]] = []
+    monkeypatch.setattr("os.posix_fadvise", lambda file, offset, length, advice: advised.append((offset, length)))
     store = PrivateStore(tmp_path)
     refs = [store.append(1, make_tensors(i)) for i in range(3)]
     elsewhere = PrivateStore(tmp_path / "replay", also_read=[tmp_path])
     elsewhere.read_ahead(refs[2])
     elsewhere.read_ahead(PrivateRef("gone.seg", 0, 9, 0))
-    assert asked == [(refs[2].offset, refs[2].length)]
+    assert advised == [(refs[2].offset, refs[2].length)]
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
@@ -139,7 +139,7 @@ EXTRAS: list[dict[Any, Any]] = [
 
 
 @pytest.mark.parametrize("extra", EXTRAS)
-def test_a_stored_state_equals_the_state_of_the_commit(tmp_path: Path, extra: dict[Any, Any]) -> None:
+def test_as_stored_returns_the_state_that_a_commit_loads(tmp_path: Path, extra: dict[Any, Any]) -> None:
     whole = torch.arange(12.0)
     groups = {
         "a": {"w": whole, "transposed": torch.arange(6.0).view(2, 3).T, "trained": torch.nn.Parameter(torch.ones(2))},
@@ -148,16 +148,16 @@ def test_a_stored_state_equals_the_state_of_the_commit(tmp_path: Path, extra: di
     }
     stored = as_stored(State(4, groups, extra))
     store = RunStore(tmp_path)
-    back = store.load(store.commit(stored, PrivateIndex())).state
-    assert (back.round_index, back.extra) == (stored.round_index, stored.extra)
-    assert repr(back.extra) == repr(stored.extra)  # 1 is True, and (1,) in a dict is equal to nothing else
+    loaded = store.load(store.commit(stored, PrivateIndex())).state
+    assert (loaded.round_index, loaded.extra) == (stored.round_index, stored.extra)
+    assert repr(loaded.extra) == repr(stored.extra)  # equality alone does not tell 1 from True
     for key, group in groups.items():
-        assert list(back.tensors[key]) == list(stored.tensors[key]) == list(group)
+        assert list(loaded.tensors[key]) == list(stored.tensors[key]) == list(group)
         for name, tensor in group.items():
-            for found in (back.tensors[key][name], stored.tensors[key][name]):
-                assert type(found) is torch.Tensor
-                assert (found.dtype, found.requires_grad, found.is_contiguous()) == (tensor.dtype, False, True)
-                assert torch.equal(found, tensor)
+            for copy in (loaded.tensors[key][name], stored.tensors[key][name]):
+                assert type(copy) is torch.Tensor
+                assert (copy.dtype, copy.requires_grad, copy.is_contiguous()) == (tensor.dtype, False, True)
+                assert torch.equal(copy, tensor)
     before = {(key, name): tensor.clone() for key, group in stored.tensors.items() for name, tensor in group.items()}
     for tensor in stored.tensors["a"].values():
         tensor.fill_(9)
@@ -179,7 +179,7 @@ def test_a_stored_state_equals_the_state_of_the_commit(tmp_path: Path, extra: di
         (State(0, {"k": {"w": torch.ones(1, dtype=torch.complex128)}}), r"\['w'\] is .* tensor of torch.complex128"),
     ],
 )
-def test_unsupported_values_in_a_commit_are_rejected_with_their_place(state: State, message: str) -> None:
+def test_unstorable_values_are_rejected_with_their_place(state: State, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         as_stored(state)
 
@@ -197,7 +197,7 @@ def test_keys_and_names_may_contain_any_characters(tmp_path: Path) -> None:
 
 
 def test_commits_of_the_first_format_are_read(tmp_path: Path) -> None:
-    about = {
+    metadata = {
         "round_index": 7,
         "extra": {"n": 1},
         "keys": {"global": ["m/w"], "k|1": ["m/w"]},
@@ -209,7 +209,7 @@ def test_commits_of_the_first_format_are_read(tmp_path: Path) -> None:
         "global|m/w": torch.ones(2),
         "k|1|m/w": torch.zeros(3),
     }
-    data = safetensors.torch.save(tensors, {"raydfl": json.dumps({**about, "together": 4})})
+    data = safetensors.torch.save(tensors, {"raydfl": json.dumps({**metadata, "together": 4})})
     name = f"000007-{zlib.crc32(data):08x}.safetensors"
     write_durably(tmp_path / "commits" / name, data)
     commit = RunStore(tmp_path).load(name)
@@ -222,12 +222,12 @@ def test_commits_of_the_first_format_are_read(tmp_path: Path) -> None:
 
 @pytest.fixture
 def small_base(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Merge recent records into the base above eight records and half of the base's size."""
+    """Make indexes merge recent records into their base if they exceed eight records and half of the base."""
     monkeypatch.setattr(raydfl.engine.storage.private, "_RECENT", 8)
     monkeypatch.setattr(raydfl.engine.storage.private, "_PART", 2)
 
 
-def random_refs(rng: np.random.Generator, round_index: int) -> dict[int, PrivateRef]:
+def draw_refs(rng: np.random.Generator, round_index: int) -> dict[int, PrivateRef]:
     return {
         client: PrivateRef(f"{round_index:06d}-{client % 2}.seg", 10 * client, int(rng.integers(1, 99)), client)
         for client in rng.choice(40, size=5, replace=False).tolist()
@@ -235,12 +235,12 @@ def random_refs(rng: np.random.Generator, round_index: int) -> dict[int, Private
 
 
 @pytest.mark.usefixtures("small_base")
-def test_an_index_agrees_with_a_dictionary() -> None:
+def test_an_index_behaves_like_a_dictionary() -> None:
     rng = np.random.default_rng(0)
     index, reference = PrivateIndex(), dict[int, PrivateRef]()
     bases = []
     for round_index in range(60):
-        refs = random_refs(rng, round_index)
+        refs = draw_refs(rng, round_index)
         before, index = index, index.replace(refs)
         assert before == reference
         reference.update(refs)
@@ -251,12 +251,14 @@ def test_an_index_agrees_with_a_dictionary() -> None:
         for ref in reference.values():
             lengths[ref.segment] += ref.length
         assert index.bytes_by_segment() == lengths
-        some = set(sorted(lengths)[::3])
-        assert index.select_segments(some) == {client: ref for client, ref in reference.items() if ref.segment in some}
+        chosen = set(sorted(lengths)[::3])
+        assert index.select_segments(chosen) == {
+            client: ref for client, ref in reference.items() if ref.segment in chosen
+        }
         bases.append(index.base)
     assert 99 not in index
     assert index.replace({}) is index
-    assert 3 < len({id(base) for base in bases}) < 30  # compaction happens sometimes
+    assert 3 < len({id(base) for base in bases}) < 30  # a new base in some rounds only
 
 
 def test_the_work_of_a_round_does_not_grow_with_the_population() -> None:
@@ -273,32 +275,32 @@ def test_the_work_of_a_round_does_not_grow_with_the_population() -> None:
 
 
 @pytest.mark.usefixtures("small_base")
-def test_a_ledger_agrees_with_the_index(tmp_path: Path) -> None:
+def test_segment_usage_agrees_with_the_index(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     index, written = PrivateIndex(), Counter[str]()
-    ledger = SegmentUsage(index, {})
+    usage = SegmentUsage(index, {})
     written_since: set[str] = set()
     for round_index in range(1, 61):
-        refs = random_refs(rng, round_index)
+        refs = draw_refs(rng, round_index)
         for client, ref in refs.items():
             written[ref.segment] += ref.length
             written_since.add(ref.segment)
-            ledger.move(index.get(client), ref)
+            usage.move(index.get(client), ref)
         index = index.replace(refs)
         if round_index % 3 == 0:
-            assert ledger.take() == (set(index.bytes_by_segment()), written_since)
+            assert usage.take() == (set(index.bytes_by_segment()), written_since)
             written_since = set()
         lengths = index.bytes_by_segment()
-        assert (ledger.live, ledger.bytes) == (sum(lengths.values()), sum(written[segment] for segment in lengths))
-        assert ledger.sparse() == {segment for segment in lengths if lengths[segment] < written[segment] / 2}
+        assert (usage.live, usage.bytes) == (sum(lengths.values()), sum(written[segment] for segment in lengths))
+        assert usage.sparse() == {segment for segment in lengths if lengths[segment] < written[segment] / 2}
         opened = SegmentUsage(index, written)
-        assert (opened.live, opened.bytes, opened.sparse()) == (ledger.live, ledger.bytes, ledger.sparse())
-    assert ledger.sparse()
+        assert (opened.live, opened.bytes, opened.sparse()) == (usage.live, usage.bytes, usage.sparse())
+    assert usage.sparse()
     elsewhere = SegmentUsage(index, {})
-    assert (elsewhere.live, elsewhere.bytes, elsewhere.sparse()) == (ledger.live, ledger.live, set())
+    assert (elsewhere.live, elsewhere.bytes, elsewhere.sparse()) == (usage.live, usage.live, set())
 
 
-def test_equal_states_give_equal_files(tmp_path: Path) -> None:
+def test_equal_states_make_equal_files(tmp_path: Path) -> None:
     names = [RunStore(tmp_path / folder).commit(make_state(4), PrivateIndex()) for folder in ("a", "b")]
     assert names[0] == names[1]
     a, b = ((tmp_path / f / "commits" / names[0]).read_bytes() for f in ("a", "b"))
@@ -306,7 +308,7 @@ def test_equal_states_give_equal_files(tmp_path: Path) -> None:
 
 
 class Writer:
-    """Train clients and commit rounds, like a federation."""
+    """A minimal federation: it trains clients in rounds and commits."""
 
     def __init__(self, folder: Path, keep: int) -> None:
         self.folder = folder
@@ -314,22 +316,22 @@ class Writer:
         commit, _ = self.store.open_latest()
         self.index = PrivateIndex() if commit is None else commit.private
         self.round = 0 if commit is None else commit.state.round_index
-        self.ledger = SegmentUsage(self.index, self.store.sizes_of_segments())
+        self.usage = SegmentUsage(self.index, self.store.sizes_of_segments())
 
     def train(self, clients: Iterable[int]) -> None:
         self.round += 1
         refs = {client: self.private.append(self.round, make_tensors(100 * self.round + client)) for client in clients}
         for client, ref in refs.items():
-            self.ledger.move(self.index.get(client), ref)
+            self.usage.move(self.index.get(client), ref)
         self.index = self.index.replace(refs)
 
     def commit(self) -> None:
-        self.store.commit(make_state(self.round), self.index, *self.ledger.take())
+        self.store.commit(make_state(self.round), self.index, *self.usage.take())
 
-    def list_references(self) -> set[str]:
-        """Return the files referenced by the kept commits."""
-        kept_records = [self.store.load(name).private for name in self.store.commits()]
-        return {file for index in kept_records for file in (*index.bytes_by_segment(), index.base_name) if file}
+    def list_referenced_files(self) -> set[str]:
+        """Return the names of the files referenced by the kept commits."""
+        indexes = [self.store.load(name).private for name in self.store.commits()]
+        return {file for index in indexes for file in (*index.bytes_by_segment(), index.base_name) if file}
 
     def list_files(self) -> set[str]:
         return {path.name for path in (self.folder / "private").iterdir()}
@@ -341,15 +343,15 @@ def test_only_the_newest_commits_and_their_segments_are_kept(tmp_path: Path) -> 
         writer.train([round_index % 2])
         writer.commit()
     assert writer.store.rounds() == [5, 6]
-    # Round 5 refers to records of rounds 4 and 5, round 6 to rounds 5 and 6. Older records are removed.
+    # Round 5 refers to records of rounds 4 and 5, round 6 to records of rounds 5 and 6. Older segments are removed.
     assert sorted(int(name[:6]) for name in writer.list_files()) == [4, 5, 6]
 
 
 @pytest.mark.usefixtures("small_base")
 @pytest.mark.parametrize("keep", [1, 3])
 @pytest.mark.parametrize("every", [1, 2])
-def test_the_disk_contains_only_files_of_kept_commits(tmp_path: Path, keep: int, every: int) -> None:
-    """This holds after each commit, also after reopening the run, and includes bases."""
+def test_the_folder_holds_exactly_the_referenced_files(tmp_path: Path, keep: int, every: int) -> None:
+    """This holds for segments and bases, after every commit and after reopening the run."""
     rng = np.random.default_rng(2)
     writer = Writer(tmp_path, keep)
     bases = set()
@@ -357,22 +359,22 @@ def test_the_disk_contains_only_files_of_kept_commits(tmp_path: Path, keep: int,
         for _ in range(every):
             writer.train(rng.choice(30, size=4, replace=False).tolist())
         writer.commit()
-        assert writer.list_files() == writer.list_references()
+        assert writer.list_files() == writer.list_referenced_files()
         bases |= {name for name in writer.list_files() if name.endswith(".index")}
         if number % 3 == 0:
-            # Crashes leave a segment of a lost actor and an incomplete base.
+            # Leftovers of crashes: a segment of a lost actor, a half-written base.
             (tmp_path / "private" / f"{number:06d}-lost.seg").touch()
             (tmp_path / "private" / ".half.index.part").touch()
             index, writer = writer.index, Writer(tmp_path, keep)
             assert writer.index == index
-            assert writer.list_files() == writer.list_references()
+            assert writer.list_files() == writer.list_referenced_files()
     assert len(bases) > 3
     for client, ref in writer.index.items():
         assert int(writer.private.read(ref)["state:count"]) % 100 == client
 
 
 @pytest.mark.usefixtures("small_base")
-def test_a_base_is_durable_before_the_commit_that_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_base_is_durable_before_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[str] = []
 
     def write(path: Path, data: bytes) -> None:
@@ -418,19 +420,19 @@ def test_a_damaged_base_falls_back_to_a_commit_with_an_intact_base(tmp_path: Pat
     assert len(warnings) == 2
     for warning in warnings:
         assert re.search(f"commit .*safetensors cannot be used: .*{path.name}.* {message}", warning)
-    # Resuming from this commit rewrites the damaged files.
-    reopened = Writer(tmp_path, keep=3)
-    reopened.train(range(9, 20))
-    reopened.commit()
-    assert reopened.list_files() == reopened.list_references()
+    # Training from this commit writes a new base.
+    resumed = Writer(tmp_path, keep=3)
+    resumed.train(range(9, 20))
+    resumed.commit()
+    assert resumed.list_files() == resumed.list_referenced_files()
 
 
 @pytest.mark.usefixtures("small_base")
 @pytest.mark.parametrize("clients", [1, 20])
-def test_a_crafted_index_cannot_read_outside_its_folder(tmp_path: Path, clients: int) -> None:
-    """With few clients the name is in the commit, with many clients in a separate index."""
-    foreign_record, folder = tmp_path / "theirs.txt", tmp_path / "runs" / "run"
-    foreign_record.write_text("not ours")
+def test_a_crafted_index_cannot_reach_outside_its_folder(tmp_path: Path, clients: int) -> None:
+    """With few clients the commit holds the name, with many an index file does."""
+    foreign, folder = tmp_path / "theirs.txt", tmp_path / "runs" / "run"
+    foreign.write_text("not ours")
     crafted = RunStore(folder, keep=1)
     refs = {client: PrivateRef("../../../theirs.txt", 0, 0, 0) for client in range(clients)}
     first = crafted.commit(make_state(1), PrivateIndex().replace(refs))
@@ -445,46 +447,46 @@ def test_a_crafted_index_cannot_read_outside_its_folder(tmp_path: Path, clients:
     assert commit is not None
     store.commit(make_state(3), commit.private)
     assert store.rounds() == [3]
-    assert foreign_record.read_text() == "not ours"
+    assert foreign.read_text() == "not ours"
 
 
 def test_only_orphans_of_the_run_are_removed(tmp_path: Path) -> None:
     private, store = PrivateStore(tmp_path / "private"), RunStore(tmp_path)
-    kept_records = private.append(1, make_tensors(1))
-    store.commit(make_state(1), PrivateIndex().replace({0: kept_records}), {kept_records.segment})
+    ref = private.append(1, make_tensors(1))
+    store.commit(make_state(1), PrivateIndex().replace({0: ref}), {ref.segment})
     orphans = ["000009-dead.seg", "0123456789abcdef.index", ".0123456789abcdef.index.0123.part"]
-    others = ["letter.txt", "my.seg", "books.index"]
-    for name in (*orphans, *others):
+    foreign = ["letter.txt", "my.seg", "books.index"]
+    for name in (*orphans, *foreign):
         (tmp_path / "private" / name).touch()
     RunStore(tmp_path).open_latest()
-    assert {path.name for path in (tmp_path / "private").iterdir()} == {kept_records.segment, *others}
+    assert {path.name for path in (tmp_path / "private").iterdir()} == {ref.segment, *foreign}
 
 
 @pytest.mark.parametrize("method", ["with private state", "without private state"])
-def test_the_private_state_of_another_run_is_unchanged(tmp_path: Path, method: str) -> None:
-    """This holds even if its folder was moved into this run."""
+def test_the_private_state_of_another_run_is_left_alone(tmp_path: Path, method: str) -> None:
+    """The private folder of another run may have been moved into this run."""
     private, store = PrivateStore(tmp_path / "private"), RunStore(tmp_path)
     refs = {0: private.append(1, make_tensors(1))} if method == "with private state" else {}
     store.commit(make_state(1), PrivateIndex().replace(refs))
     shutil.rmtree(tmp_path / "private", ignore_errors=True)
-    foreign_record = PrivateStore(tmp_path / "private").append(1, make_tensors(2))
+    foreign_ref = PrivateStore(tmp_path / "private").append(1, make_tensors(2))
     RunStore(tmp_path).open_latest()
-    assert torch.equal(PrivateStore(tmp_path / "private").read(foreign_record)["model:a"], torch.full((5,), 2.0))
+    assert torch.equal(PrivateStore(tmp_path / "private").read(foreign_ref)["model:a"], torch.full((5,), 2.0))
 
 
 @pytest.mark.parametrize("name", ["commits", "population", "private", "rows"])
-def test_a_folder_linked_out_of_the_run_is_rejected(tmp_path: Path, name: str) -> None:
+def test_links_to_folders_outside_the_run_are_rejected(tmp_path: Path, name: str) -> None:
     (tmp_path / "theirs").mkdir()
     (tmp_path / "runs" / "run").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "runs")
     path = tmp_path / "link" / "run" / name
-    RunStore(path.parent).lock()  # the run itself may be behind a link
+    RunStore(path.parent).lock()  # the path of the run may contain a link
     path.symlink_to(tmp_path / "theirs")
     with pytest.raises(RunDirectoryError, match=rf"{path} is a link to {tmp_path}/theirs, outside the run's folder"):
         RunStore(path.parent).lock()
 
 
-def test_a_lock_file_behind_a_link_is_rejected(tmp_path: Path) -> None:
+def test_a_linked_lock_file_is_rejected(tmp_path: Path) -> None:
     """Taking the lock would overwrite the file behind the link."""
     (tmp_path / "letter.txt").write_text("not ours")
     (tmp_path / ".lock").symlink_to(tmp_path / "letter.txt")
@@ -509,24 +511,24 @@ def test_plain_names_are_accepted(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "/etc/passwd", "a/b", "../a", "a\\b", "a\0b", "a\n", None, 3])
-def test_names_outside_the_folder_are_rejected(name: object) -> None:
+def test_names_with_paths_are_rejected(name: object) -> None:
     with pytest.raises(ValueError, match="is not the name of a file"):
         plain_name(name)
 
 
 def test_opening_a_run_removes_uncommitted_files(tmp_path: Path) -> None:
     private, store = PrivateStore(tmp_path / "private"), RunStore(tmp_path)
-    kept_records = private.append(1, make_tensors(1))
-    store.commit(make_state(1), PrivateIndex().replace({0: kept_records}), {kept_records.segment})
+    committed = private.append(1, make_tensors(1))
+    store.commit(make_state(1), PrivateIndex().replace({0: committed}), {committed.segment})
     before = (tmp_path / "LATEST").read_bytes()
-    later = private.append(2, make_tensors(2))
-    store.commit(make_state(2), PrivateIndex().replace({0: later}), {later.segment})
-    write_durably(tmp_path / "LATEST", before)  # simulates a crash before the update of LATEST
+    uncommitted = private.append(2, make_tensors(2))
+    store.commit(make_state(2), PrivateIndex().replace({0: uncommitted}), {uncommitted.segment})
+    write_durably(tmp_path / "LATEST", before)  # simulate a crash before LATEST was replaced
     commit, _ = RunStore(tmp_path).open_latest()
     assert commit is not None
     assert commit.state.round_index == 1
     assert RunStore(tmp_path).rounds() == [1]
-    assert [p.name for p in (tmp_path / "private").iterdir()] == [kept_records.segment]
+    assert [p.name for p in (tmp_path / "private").iterdir()] == [committed.segment]
     assert torch.equal(PrivateStore(tmp_path / "private").read(commit.private[0])["model:a"], torch.ones(5))
 
 
@@ -534,24 +536,24 @@ def test_opening_a_run_removes_uncommitted_files(tmp_path: Path) -> None:
 def test_unfinished_files_of_a_killed_process_are_removed(tmp_path: Path, commits: int) -> None:
     for _ in range(commits):
         RunStore(tmp_path).commit(make_state(1), PrivateIndex())
-    here = {path.relative_to(tmp_path) for path in tmp_path.rglob("*")}
+    before = {path.relative_to(tmp_path) for path in tmp_path.rglob("*")}
     now = time.time()
     for name, age in {
         "commits/.000002-00c0ffee.safetensors.0123456789ab.part": 0.0,
         ".LATEST.0123456789ab.part": 0.0,
         ".run.json.0123456789ab.part": 3600.0,
-        ".config.yaml.0123456789ab.part": 0.0,  # a live process may be waiting for the lock
+        ".config.yaml.0123456789ab.part": 0.0,  # may belong to a live process that waits for the lock
     }.items():
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         path.touch()
         os.utime(path, (now - age, now - age))
     RunStore(tmp_path).open_latest()
-    left = {path.relative_to(tmp_path) for path in tmp_path.rglob("*")}
-    assert {str(path) for path in left - here - {Path("commits")}} == {".config.yaml.0123456789ab.part"}
+    after = {path.relative_to(tmp_path) for path in tmp_path.rglob("*")}
+    assert {str(path) for path in after - before - {Path("commits")}} == {".config.yaml.0123456789ab.part"}
 
 
-def test_a_damaged_newest_commit_falls_back_to_the_previous_commit(tmp_path: Path) -> None:
+def test_a_damaged_commit_falls_back_to_the_previous_commit(tmp_path: Path) -> None:
     store = RunStore(tmp_path)
     store.commit(make_state(1), PrivateIndex())
     newest = store.commit(make_state(2), PrivateIndex())
@@ -562,12 +564,12 @@ def test_a_damaged_newest_commit_falls_back_to_the_previous_commit(tmp_path: Pat
     assert commit.state.round_index == 1
     assert newest in warnings[0]
     assert "damaged" in warnings[0]
-    reopened, warnings = RunStore(tmp_path).open_latest()  # warns once, then LATEST is correct
+    reopened, warnings = RunStore(tmp_path).open_latest()  # the warning appears once
     assert reopened is not None
     assert (reopened.state.round_index, warnings) == (1, [])
 
 
-def test_a_run_without_an_intact_commit_is_an_error(tmp_path: Path) -> None:
+def test_a_run_without_an_intact_commit_is_rejected(tmp_path: Path) -> None:
     store = RunStore(tmp_path)
     name = store.commit(make_state(1), PrivateIndex())
     (tmp_path / "commits" / name).write_bytes(b"")
@@ -575,40 +577,38 @@ def test_a_run_without_an_intact_commit_is_an_error(tmp_path: Path) -> None:
         RunStore(tmp_path).open_latest()
 
 
-def test_invalid_content_of_latest_is_an_error(tmp_path: Path) -> None:
+def test_an_invalid_latest_file_is_rejected(tmp_path: Path) -> None:
     RunStore(tmp_path).commit(make_state(1), PrivateIndex())
     (tmp_path / "LATEST").write_text("what?")
     with pytest.raises(RunDirectoryError, match="LATEST does not name a commit"):
         RunStore(tmp_path).open_latest()
 
 
-def test_compaction_moves_used_records_with_their_bytes(tmp_path: Path) -> None:
+def test_compaction_moves_live_records_unchanged(tmp_path: Path) -> None:
     private = PrivateStore(tmp_path)
     refs = {i: private.append(1, make_tensors(i, 100)) for i in range(10)}
     for i in range(8):
         refs[i] = private.append(2, make_tensors(10 + i, 100))
     index = PrivateIndex().replace(refs)
-    ledger = SegmentUsage(index, {path.name: path.stat().st_size for path in tmp_path.iterdir()})
-    moved = private.compact(3, index.select_segments(ledger.sparse()))
-    assert set(moved) == {8, 9}  # 20 % of round 1's segment is in use, and all of round 2's
+    usage = SegmentUsage(index, {path.name: path.stat().st_size for path in tmp_path.iterdir()})
+    moved = private.compact(3, index.select_segments(usage.sparse()))
+    assert set(moved) == {8, 9}  # round 1's segment is 20 % live, round 2's is fully live
     assert all("compact" in ref.segment for ref in moved.values())
     for i, ref in moved.items():
         assert torch.equal(private.read(ref)["model:a"], torch.full((100,), float(i)))
 
 
-def test_a_full_disk_is_reported_with_numbers_and_keeps_the_last_commit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_reported_and_leaves_the_last_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = RunStore(tmp_path)
     store.commit(make_state(1), PrivateIndex())
     original = Path.replace
 
-    def full(self: Path, target: Path) -> Path:
+    def replace_or_fail(self: Path, target: Path) -> Path:
         if "LATEST" in str(target):
             raise OSError(errno.ENOSPC, "No space left on device")
         return original(self, target)
 
-    monkeypatch.setattr(Path, "replace", full)
+    monkeypatch.setattr(Path, "replace", replace_or_fail)
     with pytest.raises(
         ResourcesError, match=r"is full: it has [\d,]+ bytes free and LATEST need about [\d,]+; .*resume"
     ):
@@ -620,7 +620,7 @@ def test_a_full_disk_is_reported_with_numbers_and_keeps_the_last_commit(
     assert not list(tmp_path.glob(".LATEST*"))
 
 
-def _hold(folder: str, ready: multiprocessing.synchronize.Event, done: multiprocessing.synchronize.Event) -> None:
+def _hold_lock(folder: str, ready: multiprocessing.synchronize.Event, done: multiprocessing.synchronize.Event) -> None:
     store = RunStore(Path(folder))
     store.lock()
     ready.set()
@@ -630,7 +630,7 @@ def _hold(folder: str, ready: multiprocessing.synchronize.Event, done: multiproc
 def test_a_run_directory_has_one_writer(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     ready, done = context.Event(), context.Event()
-    process = context.Process(target=_hold, args=(str(tmp_path), ready, done))
+    process = context.Process(target=_hold_lock, args=(str(tmp_path), ready, done))
     process.start()
     try:
         assert ready.wait(30)
@@ -639,10 +639,10 @@ def test_a_run_directory_has_one_writer(tmp_path: Path) -> None:
     finally:
         done.set()
         process.join()
-    RunStore(tmp_path).lock(wait=0.3)  # the lock ends with its process
+    RunStore(tmp_path).lock(wait=0.3)  # the lock ended with its process
 
 
-def test_segments_are_durable_with_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_segments_and_their_folder_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     private = PrivateStore(tmp_path)
     ref = private.append(1, make_tensors(1))
     synced: list[Path] = []

@@ -46,6 +46,12 @@ def test_lower_bounds_equal_the_oldest_tested_versions(line: str) -> None:
     assert lower in ([], [OLDEST[name]])
 
 
+@pytest.mark.parametrize("test", WITH_RAY)
+def test_the_tests_of_the_oldest_and_newest_versions_exist(test: str) -> None:
+    file, _, name = test.partition("::")
+    assert f"\ndef {name.partition('[')[0]}(" in (ROOT / file).read_text()
+
+
 def test_the_docs_list_the_oldest_and_newest_versions() -> None:
     page = (ROOT / "docs" / "install.md").read_text()
     rows = {
