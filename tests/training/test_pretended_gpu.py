@@ -37,11 +37,11 @@ def test_training_on_the_gpu_equals_the_cpu(
         pytest.skip("the simulated GPU has no autocast")
     if str(case) == FAST:
         case = federations.Case(case.kind, case.name, {**LINEAR, "train": {"local_epochs": 2, "rounds": 1}})
-    expected, _ = federations.trained(federations.configuration(case, manifest_file, tmp_path, "cpu"), "cpu")
+    expected, _ = federations.train(federations.configuration(case, manifest_file, tmp_path, "cpu"), "cpu")
     for together in (1, 3):
         with pretended():
             config = federations.configuration(case, manifest_file, tmp_path, f"gpu-{together}", together)
-            result, _ = federations.trained(config, "cuda")
+            result, _ = federations.train(config, "cuda")
         share, place = equality.difference(expected, result)
         assert share < 1, place
 
