@@ -131,7 +131,7 @@ class _Told(Progress):
 
 def _drive(values: dict[str, Any], to: Connection) -> None:
     """Start or resume the run: the code of the driver's process."""
-    servers._AT_ONCE = 0.0  # each round is reported when it is finished, so that a kill can hit any round
+    servers._CALL_S = 0.0  # each round is reported when it is finished, so that a kill can hit any round
     runs.write_page = lambda records, out: out.write_text("not drawn") and out  # type: ignore[assignment]
     runs.run(make_config(values), _Told(to))
     to.send(None)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from peers.turns import serve
 from raydfl import Config, load_config
-from raydfl.cluster.server import _AT_ONCE, ServerActor
+from raydfl.cluster.server import _CALL_S, ServerActor
 from raydfl.cluster.session import start_local_ray
 from raydfl.engine.storage.folder import final_state
 from raydfl.runs.folder import create
@@ -40,7 +40,7 @@ class Actors:
         """Do the given number of rounds, requested like ``raydfl run`` does: several short rounds in one call."""
         until = self._done + rounds
         while self._done < until:
-            self._done = ray.get(self._server.rounds.remote(self._done, until, _AT_ONCE))[-1].round
+            self._done = ray.get(self._server.rounds.remote(self._done, until, _CALL_S))[-1].round
 
     def weights(self) -> Mapping[str, Tensor]:
         """Return the model of the last commit; several networks are returned with their names."""

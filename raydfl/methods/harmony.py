@@ -54,7 +54,7 @@ _GROUPS, _FOLLOWING = "groups", "following"
 
 @dataclass(frozen=True, kw_only=True)
 class Harmony(WithViews):
-    """Federated training of a network for each view, then fusion in groups of clients with similar modality bias."""
+    """Federated training per view, then fusion in groups of clients with similar modality bias."""
 
     phases: ClassVar[tuple[str, ...]] = (UNIMODAL, FUSING)
 

@@ -319,7 +319,7 @@ def test_missing_and_wrong_entries_of_run_json_are_reported(
 def test_a_damaged_file_of_rows_is_reported(raydfl: Raydfl, run_dir: Path) -> None:
     for path in (run_dir / "rows").iterdir():
         flip(path, 1.0)
-    message = "rows/.*parquet is not a readable Parquet file.*Restore it from a copy, or move it away"
+    message = "rows/.*parquet is not a readable Parquet file.*Restore it from a copy or move it away"
     raydfl("report", run_dir).refuses(message)
     raydfl("resume", run_dir, "train.rounds=3").refuses(message)
     shutil.rmtree(run_dir / "rows")

@@ -248,5 +248,5 @@ def test_missing_folders_and_unsuitable_front_ends_are_rejected(tmp_path: Path) 
         read_encoder_folder(tmp_path / "none")
     folder = write_encoder(tmp_path / "ast", "ast")
     _change_settings("preprocessor_config.json", max_length=100)(folder)
-    with pytest.raises(ConfigError, match="makes max_length 100, but the encoder requires max_length 40"):
+    with pytest.raises(ConfigError, match="sets max_length to 100, but the encoder requires max_length 40"):
         read_encoder_folder(folder)

@@ -73,7 +73,7 @@ def as_actor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "Server", InThisProcess)
     monkeypatch.setattr("raydfl.cluster.server.hide_gpus", lambda: None)  # this process continues after the test
     monkeypatch.setattr("sys.setswitchinterval", lambda _: None)
-    monkeypatch.setattr(servers, "_AT_ONCE", 60.0)
+    monkeypatch.setattr(servers, "_CALL_S", 60.0)
     monkeypatch.setattr("ray.wait", lambda references, **_: (references, []))
     monkeypatch.setattr("ray.get", lambda reference, **_: reference())
 

@@ -35,7 +35,7 @@ SAID = {
     "no update": r"client 's2': local\(\) returned a NoneType, not an Update. End it with: return step.update",
     "shape": r"client 's2': the update's tensor 'model/\S+' has the shape \(.*\), but \(.*\) under 'global'. Use",
     "broadcast": r"client 's2': the update's tensor 'model/\S+' has the shape \(\), but \(.*\) under 'global'. Use",
-    "array": r"client 's2': the update holds 'model/\S+': ndarray, but only tensors by name are allowed",
+    "array": r"client 's2': the update's entry 'model/\S+' is a ndarray. Map names to tensors",
     "complex": r"tensor 'model/\S+' is torch.complex64: send its real and imaginary parts",
     "name": r"client 's2': the update holds the tensor 'model/more', but the server has no such tensor under 'global'. Put it",
     "key": r"client 's2': the update has the key 'mine', but the server's state has only 'global'. .*the class variable additions",
