@@ -277,7 +277,7 @@ def test_a_run_with_a_killed_process_continues_to_the_same_bits(
     with Progress("lines") as progress:
         assert run_study(study, progress).complete
     output = capsys.readouterr().out
-    assert output.count("started: ") == output.count("lost: a, run.seed=1; ") == 1
+    assert output.count("started: ") == output.count("lost: a, run.seed=1. ") == 1
     alone = tiny(*(f"{key}={value}" for key, value in EVERY.items()), "run.name=alone")
     assert_same_bits(read_tensors(study.trials[0].run_dir), train_federation(alone))
 

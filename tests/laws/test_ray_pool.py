@@ -73,7 +73,7 @@ def test_an_exception_of_a_method_in_an_actor_keeps_its_message(tiny: Tiny) -> N
 
 
 def test_missing_resources_are_reported_with_numbers(tiny: Tiny) -> None:
-    with pytest.raises(ResourcesError, match=r"8 client actors with 1 CPU each need 8 CPU, the cluster has 4"):
+    with pytest.raises(ResourcesError, match=r"8 client actors with 1 CPU each need 8 CPU, but the cluster has 4"):
         run(tiny("ray.actors=8"))
     with pytest.raises(ResourcesError, match=r"3 client actors with 0.5 GPU each need 1.5 GPU, the cluster has 1"):
         run(tiny("ray.actors=3", "ray.gpus=0.5"))
@@ -84,7 +84,7 @@ def test_a_missing_gpu_is_rejected_unless_cpu_fallback_is_allowed(tiny: Tiny) ->
     """Give Ray a logical GPU unknown to PyTorch. The CPU gives the bits of a run without a GPU share."""
     share = ("run.name=gpu", "ray.gpus=0.25")
     with pytest.raises(
-        ResourcesError, match=r"ray.gpus=0.25, but PyTorch finds no GPU: .* is built for CUDA .*; install"
+        ResourcesError, match=r"ray.gpus=0.25, but PyTorch finds no GPU: .* is built for CUDA .*\. Install"
     ):
         run(tiny(*share, "ray.actors=2"))
     with pytest.raises(ResourcesError, match=r"ray.gpus=0.1, but PyTorch finds no GPU"):
