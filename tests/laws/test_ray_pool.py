@@ -75,7 +75,7 @@ def test_an_exception_of_a_method_in_an_actor_keeps_its_message(tiny: Tiny) -> N
 def test_missing_resources_are_reported_with_numbers(tiny: Tiny) -> None:
     with pytest.raises(ResourcesError, match=r"8 client actors with 1 CPU each need 8 CPU, but the cluster has 4"):
         run(tiny("ray.actors=8"))
-    with pytest.raises(ResourcesError, match=r"3 client actors with 0.5 GPU each need 1.5 GPU, the cluster has 1"):
+    with pytest.raises(ResourcesError, match=r"3 client actors with 0.5 GPU each need 1.5 GPU, but the cluster has 1"):
         run(tiny("ray.actors=3", "ray.gpus=0.5"))
 
 
