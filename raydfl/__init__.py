@@ -24,4 +24,8 @@ rooms, and each imports only rooms below it:
 from raydfl.core.lazy import lazy_names
 
 # ``raydfl --help`` need not wait for PyTorch and Ray.
-__all__, __getattr__, __dir__ = lazy_names(__name__, __file__, {"parts_of_rounds": "split_round_times"})
+__all__, __getattr__, __dir__ = lazy_names(
+    __name__,
+    __file__,
+    {"computing_in": "autocast", "drawn": "sample_clients", "parts_of_rounds": "split_round_times"},
+)

@@ -39,7 +39,6 @@ from raydfl.experiments import run_sweep as run_sweep
 from raydfl.experiments import trainable as trainable
 from raydfl.methods import CuttingMethod as CuttingMethod
 from raydfl.methods import Method as Method
-from raydfl.methods import drawn as drawn
 from raydfl.methods import sample_clients as sample_clients
 from raydfl.objectives import Objective as Objective
 from raydfl.rules import CollectingRule as CollectingRule
@@ -57,7 +56,6 @@ from raydfl.runs.report import split_round_times as split_round_times
 from raydfl.runs.tracking import FilesTracker as FilesTracker
 from raydfl.training import Step as Step
 from raydfl.training import autocast as autocast
-from raydfl.training import computing_in as computing_in
 from raydfl.training import fit as fit
 from raydfl.training import predict as predict
 from raydfl.training.plan import Plan as Plan

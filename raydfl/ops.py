@@ -1,6 +1,6 @@
 """Fast operators under their public name; see raydfl/core/ops."""
 
-from raydfl.core.deprecation import alias_former_names
+from raydfl.core.lazy import alias_former_names
 from raydfl.core.ops import (
     GRU,
     Conv1d,

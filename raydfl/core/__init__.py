@@ -7,7 +7,6 @@ Start with types.py, tensors.py and errors.py; ops/ holds the fast operators.
 __all__ = [
     "clustering",
     "cuts",
-    "deprecation",
     "errors",
     "files",
     "lazy",

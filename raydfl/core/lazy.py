@@ -1,4 +1,4 @@
-"""Packages that import their names on first use, so importing the package is fast."""
+"""Names of packages: imports on first use, so that importing a package is fast, and former names that warn."""
 
 from __future__ import annotations
 
@@ -31,9 +31,7 @@ def lazy_names(
     }
 
     def import_name(name: str) -> Any:
-        if name in former:
-            warnings.warn(f"{package}.{name} is now named {former[name]}", DeprecationWarning, stacklevel=2)
-            name = former[name]
+        name = _replace_former(package, name, former)
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         home = homes[name]
@@ -45,3 +43,27 @@ def lazy_names(
         return sorted({*vars(sys.modules[package]), *homes})
 
     return list(homes), import_name, list_names
+
+
+def alias_former_names(module: str, former: Mapping[str, str]) -> None:
+    """Keep a module's former names importable. Their use emits a ``DeprecationWarning``.
+
+    Args:
+        module: the module's ``__name__``.
+        former: New name of each former name.
+    """
+
+    def get_attribute(name: str) -> Any:
+        if name not in former:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        return getattr(sys.modules[module], _replace_former(module, name, former))
+
+    # Set here, because type checkers accept any attribute of a module that defines __getattr__ itself.
+    vars(sys.modules[module])["__getattr__"] = get_attribute
+
+
+def _replace_former(module: str, name: str, former: Mapping[str, str]) -> str:
+    """Return the present name of a module's attribute, with a warning for a former name."""
+    if name in former:
+        warnings.warn(f"{module}.{name} is now named {former[name]}", DeprecationWarning, stacklevel=3)
+    return former.get(name, name)

@@ -71,7 +71,7 @@ def describe_field(about: Mapping[str, Any]) -> str:
             choices.append(f"one of {', '.join(values)}")
     limits = [*ranges, *choices]
     if limits and text.endswith("."):
-        sentences = (f"Range: {limit}." if limit[0].isdigit() else f"{limit.capitalize()}." for limit in limits)
+        sentences = (f"Range: {limit}." if limit[0] in "-0123456789" else f"{limit.capitalize()}." for limit in limits)
         return " ".join([text, *sentences])
     return f"{text} ({'; '.join(limits)})".lstrip() if limits else text
 

@@ -7,18 +7,4 @@ or Ray. Its names are imported lazily, because processes that only compute featu
 
 from raydfl.core.lazy import lazy_names
 
-__all__, __getattr__, __dir__ = lazy_names(
-    __name__,
-    __file__,
-    {
-        "dealt": "deal_values",
-        "is_film": "is_video",
-        "kept_labels": "exclude_labels",
-        "remarks_of": "read_remarks",
-        "samples_as_file": "encode_wav",
-        "share_in_range": "check_share",
-        "shown_name": "escape_path",
-        "sizes_text": "describe_sizes",
-        "with_part": "qualify_error",
-    },
-)
+__all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

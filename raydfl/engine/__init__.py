@@ -4,7 +4,6 @@ Imports attacks, methods, training, rules, models, data and core. Begin with fed
 of users, and storage/ the files of a run.
 """
 
-from raydfl.core.deprecation import alias_former_names
 from raydfl.engine.autotune import measure_once
 from raydfl.engine.best_round import Best, find_best
 from raydfl.engine.clients import Clients
@@ -59,14 +58,3 @@ __all__ = [
     "split_groups",
     "try_models",
 ]
-
-alias_former_names(
-    __name__,
-    {
-        "best_of": "find_best",
-        "fixed_of_whole": "build_fixed_tensors",
-        "received_entries": "find_received_entries",
-        "remembered": "measure_once",
-        "without_password": "hide_passwords",
-    },
-)

@@ -6,7 +6,7 @@ loss) and scaffold.py (state at server and clients). To add a method, subclass :
 
 from raydfl.methods._cutting import CuttingMethod
 from raydfl.methods._layers import check_prefixes
-from raydfl.methods._method import CLIENTS, Method, drawn, sample_clients
+from raydfl.methods._method import CLIENTS, Method, sample_clients
 from raydfl.methods._views import WithViews, compute_logits
 
 __all__ = [
@@ -16,6 +16,5 @@ __all__ = [
     "WithViews",
     "check_prefixes",
     "compute_logits",
-    "drawn",
     "sample_clients",
 ]

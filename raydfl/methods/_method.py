@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import inspect
 import types
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar
@@ -323,12 +322,6 @@ def sample_clients(clients: Sequence[Client], rng: np.random.Generator, cohort: 
         for group, share in zip(groups, shares, strict=True)
     ]
     return [clients[int(index)] for index in np.sort(np.concatenate(samples))] if samples else []
-
-
-def drawn(clients: Sequence[Client], rng: np.random.Generator, cohort: int) -> list[Client]:
-    """Sample a cohort. Deprecated alias of :func:`sample_clients`."""
-    warnings.warn("raydfl.drawn is deprecated. Use raydfl.sample_clients.", DeprecationWarning, stacklevel=2)
-    return sample_clients(clients, rng, cohort)
 
 
 def _divide_cohort(sizes: np.ndarray, total: int, rng: np.random.Generator) -> np.ndarray:

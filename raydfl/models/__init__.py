@@ -22,7 +22,6 @@ import typing
 from pathlib import PurePath
 from typing import Any
 
-from raydfl.core.deprecation import alias_former_names
 from raydfl.models._build import (
     _get_annotations,
     architectures,
@@ -51,8 +50,6 @@ __all__ = [
     "read_init_from",
     "start_from_file",
 ]
-
-alias_former_names(__name__, {"cuts_of": "make_cuts"})
 
 
 def model_paths(architecture: str, where: str) -> list[str]:

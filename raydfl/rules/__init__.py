@@ -18,7 +18,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from raydfl.core import registry
-from raydfl.core.deprecation import alias_former_names
 from raydfl.core.errors import ConfigError, nearest
 from raydfl.rules._collecting import CollectingRule, one_thread
 from raydfl.rules._cuts import cut_misfit, fill_cuts
@@ -47,8 +46,6 @@ __all__ = [
     "read_weight",
     "rule_class",
 ]
-
-alias_former_names(__name__, {"filled": "fill_cuts", "weight_of": "read_weight"})
 
 
 def rule_class(name: str) -> type[Rule]:

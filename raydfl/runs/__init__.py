@@ -8,6 +8,4 @@ A run's *metrics table* is the Parquet files in ``rows/``. The *report* is the H
 
 from raydfl.core.lazy import lazy_names
 
-__all__, __getattr__, __dir__ = lazy_names(
-    __name__, __file__, {"driving": "lock_run_dir", "duration": "format_duration"}
-)
+__all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import re
 import shutil
 import uuid
 from collections import Counter
@@ -58,7 +57,7 @@ def ensure_features(run_dir: Path, config: Config, progress: Progress) -> None:
         Population.load(folder, verify_features=True)
         return
     except DataError as error:
-        problem = re.split("; |[.] (?=[A-Z])", str(error))[0]
+        problem = str(error).rpartition(". ")[0]  # without the remedy, which is the next step here
     progress.message(f"{problem}. Rebuilding the features.")
     try:
         population = build_population(

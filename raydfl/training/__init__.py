@@ -6,13 +6,12 @@ Terms: a *flat name* is ``"model/layer.weight"``. A tensor is *shared* (sent to 
 *fixed* (never changed, sent or kept). A training is *batched* if several clients compute it at once, else *unbatched*.
 """
 
-from raydfl.core.deprecation import alias_former_names
 from raydfl.training._fit import fit, predict
 from raydfl.training.clock import Clock, DeadlineExceededError
 from raydfl.training.execution import Execution
 from raydfl.training.ownership import find_fixed_tensors
 from raydfl.training.plan import Plan
-from raydfl.training.precision import autocast, check_device, computing_in
+from raydfl.training.precision import autocast, check_device
 from raydfl.training.randomness import preserve_generators
 from raydfl.training.replica import Replica
 from raydfl.training.settings import ClientSettings, PhaseSettings, TrainSettings
@@ -33,19 +32,9 @@ __all__ = [
     "TrainSettings",
     "autocast",
     "check_device",
-    "computing_in",
     "find_fixed_tensors",
     "fit",
     "predict",
     "preserve_generators",
     "substitute_tensors",
 ]
-
-alias_former_names(
-    __name__,
-    {
-        "computing_with": "substitute_tensors",
-        "fixed_tensors": "find_fixed_tensors",
-        "preserved": "preserve_generators",
-    },
-)

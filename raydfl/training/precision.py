@@ -8,7 +8,6 @@ GPU, and compute in float32 on a CPU.
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
@@ -47,12 +46,6 @@ def autocast(precision: Precision, device: torch.device) -> AbstractContextManag
     if precision == "float32":
         return contextlib.nullcontext()
     return torch.autocast(device.type, getattr(torch, precision))
-
-
-def computing_in(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
-    """Use :func:`autocast`. This is its former name."""
-    warnings.warn("raydfl.computing_in is now named raydfl.autocast", DeprecationWarning, stacklevel=2)
-    return autocast(precision, device)
 
 
 class GradientScale:

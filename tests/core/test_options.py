@@ -39,6 +39,9 @@ def test_ranges_are_described_in_words(limits: dict[str, Any], words: str) -> No
 def test_a_range_in_the_description_is_not_repeated() -> None:
     assert describe_field({"description": "Hz. 1 to 512.", "minimum": 1, "maximum": 512}) == "Hz. 1 to 512."
     assert describe_field({"description": "Rate in Hz.", "minimum": 1}) == "Rate in Hz. At least 1."
+    assert (
+        describe_field({"description": "Gain in dB.", "minimum": -60, "maximum": 0}) == "Gain in dB. Range: -60 to 0."
+    )
     assert describe_field({"description": "first or mean", "enum": ["first", "mean"]}) == "first or mean"
 
 

@@ -176,10 +176,9 @@ def test_a_run_in_a_notebook(page: Page, tiny: Tiny, capsys: pytest.CaptureFixtu
     ("module", "former", "name"),
     [
         ("raydfl", "parts_of_rounds", "split_round_times"),
-        ("raydfl.runs", "duration", "format_duration"),
-        ("raydfl.runs", "driving", "lock_run_dir"),
-        ("raydfl.runs.report", "problems_of", "find_problems"),
-        ("raydfl.runs.report", "figures_of", "draw_figures"),
+        ("raydfl", "drawn", "sample_clients"),
+        ("raydfl", "computing_in", "autocast"),
+        ("raydfl.ops", "compiled", "is_compiled"),
     ],
 )
 def test_former_names_warn(module: str, former: str, name: str) -> None:
@@ -187,3 +186,5 @@ def test_former_names_warn(module: str, former: str, name: str) -> None:
     with pytest.warns(DeprecationWarning, match=f"{former} is now named {name}"):
         assert getattr(package, former) is getattr(package, name)
     assert former not in dir(package)
+    with pytest.raises(AttributeError, match=f"module '{module}' has no attribute 'unknown'"):
+        package.unknown  # noqa: B018

@@ -61,9 +61,3 @@ def test_the_docs_list_the_oldest_and_newest_versions() -> None:
     for name in rows.keys() - {"python"}:
         package = {"pytorch": "torch"}.get(name, name)
         assert rows[name] == [str(OLDEST[package]), str(NEWEST[package])], name
-
-
-def test_the_listed_tests_with_ray_exist() -> None:
-    for test in WITH_RAY:
-        file, _, name = test.partition("::")
-        assert f"def {name.partition('[')[0]}(" in (ROOT / file).read_text(), test

@@ -17,7 +17,6 @@ Operators cannot be differentiated twice.
 
 from __future__ import annotations
 
-from raydfl.core.deprecation import alias_former_names
 from raydfl.core.ops import spectra
 from raydfl.core.ops._backend import differing_kernels, is_compiled, kernels, use
 from raydfl.core.ops.conv import Conv1d, conv1d
@@ -54,5 +53,3 @@ __all__ = [
     "uniform",
     "use",
 ]
-
-alias_former_names(__name__, {"compiled": "is_compiled"})

@@ -3,7 +3,6 @@
 Start with store.py (commits), private.py (private state) and record.py (metrics table).
 """
 
-from raydfl.core.deprecation import alias_former_names
 from raydfl.engine.storage import record
 from raydfl.engine.storage.folder import (
     check_about,
@@ -56,7 +55,3 @@ __all__ = [
     "to_rows",
     "write_config",
 ]
-
-alias_former_names(
-    __name__, {"stored_about": "read_about", "stored_config": "read_config", "unrecorded": "list_missing_rounds"}
-)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from raydfl.core.deprecation import alias_former_names
 from raydfl.core.errors import InputError
 from raydfl.core.files import write_atomically, writing
 from raydfl.runs.report import figures
@@ -35,12 +34,6 @@ __all__ = [
     "write_page",
     "write_report",
 ]
-
-
-alias_former_names(
-    __name__,
-    {"figures_of": "draw_figures", "parts_of_rounds": "split_round_times", "problems_of": "find_problems"},
-)
 
 
 def write_report(run_dirs: Sequence[Path], out: Path) -> Path:
