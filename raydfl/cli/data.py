@@ -56,7 +56,7 @@ def data_info(
 
     if Path(what).suffix in (".yaml", ".yml") or Path(what).is_file():
         from raydfl.cli.proposal import propose
-        from raydfl.data import qualify_error
+        from raydfl.data import qualify_error  # imports PyArrow, which is slow
         from raydfl.engine import load_config
 
         config = load_config(Path(what), overrides or [])
@@ -120,7 +120,7 @@ def data_prepare(file: File, overrides: Overrides = None, quiet: Quiet = False, 
     Features go into the cache shared by all runs. They are computed in parallel on this machine, or on the Ray cluster set by
     ray.address or RAY_ADDRESS. After an interruption, the same command continues.
     """
-    from raydfl.cluster import check_persistent
+    from raydfl.cluster import check_persistent  # imports Ray, which is slow
     from raydfl.core.files import default_cache
     from raydfl.data import build_population
     from raydfl.engine import load_config
