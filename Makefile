@@ -13,7 +13,7 @@ INSTALLED := .venv/.installed
 ARGS ?=
 RUNS ?= runs
 
-.PHONY: help run test test-all test-versions wheel test-wheel check docs bench-peers gpu-check
+.PHONY: help run test test-all test-versions wheel test-wheel check docs tables bench-peers gpu-check
 .DELETE_ON_ERROR:
 
 help:
@@ -25,6 +25,7 @@ help:
 	@echo 'make test-wheel  the blocks of README.md and docs/ with an installed wheel, away from the repository'
 	@echo 'make check     style, types, which room imports which, plain words, and the links of the documentation'
 	@echo 'make docs      the documentation as a site, in build/docs; links are checked'
+	@echo 'make tables    the tables and figures of the docs, from the JSON files in benchmarks/results'
 	@echo 'make gpu-check   whether raydfl is right on this GPU, and how fast: one table, ten minutes (docs/gpu.md)'
 	@echo 'make bench-peers  what benchmarks/rounds.py compares with: Flower, pfl-research, FedJAX; BlazeFL too if Python 3.12 or newer is there'
 
@@ -86,6 +87,9 @@ check: $(INSTALLED)
 # Not --quiet: mkdocs then counts no warnings, so --strict accepts broken links. The variable silences an advertisement.
 docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict
+
+tables: $(INSTALLED)
+	.venv/bin/python benchmarks/study_tables.py
 
 gpu-check: $(INSTALLED)
 	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/gpu_check.py $(ARGS)

@@ -15,7 +15,7 @@ from raydfl.experiments import (
     describe_results,
     format_best_command,
     label_of,
-    make_full_table,
+    make_summary_table,
     run_study,
 )
 from raydfl.runs import Progress
@@ -78,7 +78,7 @@ def do_study(study: Study, progress: Progress, table_only: bool = False) -> int:
 def _print(console: Console, results: StudyResults) -> None:
     """Print the table and the notes. Lines separate the values of the leading axes."""
     study = results.study
-    headings, lines = make_full_table(results)
+    headings, lines = make_summary_table(results)
     left = len(study.axes) + (1 + len(study.settings.domains) if study.settings.domains else 0)
     table = Table(title=study.settings.title, title_justify="left")
     for place, name in enumerate(headings):

@@ -2,6 +2,8 @@ from raydfl.experiments.federation import trainable as trainable
 from raydfl.experiments.load import check_data_sets as check_data_sets
 from raydfl.experiments.load import load_study as load_study
 from raydfl.experiments.load import prepare as prepare
+from raydfl.experiments.notes import describe_features as describe_features
+from raydfl.experiments.notes import describe_results as describe_results
 from raydfl.experiments.page import format_best_command as format_best_command
 from raydfl.experiments.results import StudyResults as StudyResults
 from raydfl.experiments.run import load_search as load_search
@@ -12,6 +14,5 @@ from raydfl.experiments.run import run_sweep as run_sweep
 from raydfl.experiments.settings import label_of as label_of
 from raydfl.experiments.study import Study as Study
 from raydfl.experiments.study import corners as corners
-from raydfl.experiments.tables import describe_features as describe_features
-from raydfl.experiments.tables import describe_results as describe_results
 from raydfl.experiments.tables import make_full_table as make_full_table
+from raydfl.experiments.tables import make_summary_table as make_summary_table

@@ -20,6 +20,8 @@ from raydfl.core.yaml import read_yaml
 from raydfl.data import build_population, find_dataset, place_of
 from raydfl.data.features import RunChunks
 from raydfl.engine import Clients, Config, apply_overrides, holds_out
+from raydfl.experiments.protocol import LABELS, TRIALS
+from raydfl.experiments.results import collect
 from raydfl.experiments.settings import (
     FORMER,
     StudySettings,
@@ -29,6 +31,7 @@ from raydfl.experiments.settings import (
     overlay,
     raise_first,
 )
+from raydfl.experiments.state import StudyState
 from raydfl.experiments.study import Study, Trial, corners
 from raydfl.methods import Method
 from raydfl.runs import Progress
@@ -68,7 +71,12 @@ def load_study(file: str | Path, overrides: Sequence[str] = (), only: Sequence[s
     study = Study(file, settings, _find_folder(file, settings, run_overrides), run_overrides, chosen, bases)
     if settings.domains:
         check_domains(study)
-    return replace(study, trials=_make_trials(study))
+    if settings.tuned is not None:
+        study = replace(study, tuned=read_tuned(study, file.parent / settings.tuned))
+    study = replace(study, trials=_make_trials(study))
+    if settings.confirmatory:
+        check_protocol(study)
+    return study
 
 
 def _read(path: Path, before: str, after: str) -> Any:
@@ -238,12 +246,110 @@ def check_domains(study: Study) -> None:
     raise_first(faults, f"{study.file}: ")
 
 
+# -- protocol --------------------------------------------------------------------------------------------------------
+
+
+def read_tuned(study: Study, path: Path) -> dict[tuple[str, ...], dict[str, Any]]:
+    """Read the best draw of each contestant from the results of a search.
+
+    Returns:
+        Settings by the labels of the study's cells. Trained controls have those of the study's control.
+
+    Raises:
+        ConfigError: The search does not fit the study, is unfinished, or has unequal numbers of trials.
+    """
+    search = load_study(path, [text for text in study.overrides if not text.startswith("run.name")])
+    where = f"{study.file}: tuned: {path.name}"
+    seeds = {label_of(value) for value in (study.settings.repeat or {}).get("run.seed", [1])}
+    tuning = search.settings
+    raise_first({
+        f"{where} has no domains, so it tunes nothing. Name the file of a search.": not tuning.domains,
+        f"{where} has axes that this study lacks: {', '.join(set(search.axes) - set(study.axes))}. Remove them.": (
+            not set(search.axes) <= set(study.axes)
+        ),
+        f"{where} tunes on the test data. Set metric.split: validation there.": (
+            bool(tuning.domains) and search.first.metric.split == "test"
+        ),
+        f"{where} tunes with run.seed {search.first.config.run.seed}, a seed of this study. Choose a different seed there.": (
+            str(search.first.config.run.seed) in seeds
+        ),
+    })  # fmt: skip
+    results = collect(search, StudyState.read(search))
+    finished = {
+        labels: [
+            contestant for contestant in results.contestants if contestant.labels == labels and contestant.complete
+        ]
+        for labels in search.cells
+    }
+    counts = {", ".join(labels) or search.settings.title: len(contestants) for labels, contestants in finished.items()}
+    if len(set(counts.values())) > 1 or 0 in counts.values():
+        listed = ", ".join(f"{name} {count}" for name, count in counts.items())
+        raise ConfigError(
+            f"{where} has unequal or missing trials ({listed}). Each contestant needs as many as its rivals. Run raydfl study "
+            f"{path} first."
+        )
+    (fewest,) = set(counts.values())
+    if study.settings.confirmatory and fewest < TRIALS:
+        raise ConfigError(
+            f"{where} has {fewest} trials per contestant, but the protocol requires {TRIALS}. Raise samples there."
+        )
+    axis, controls = study.contestants_axis, [LABELS[name] for name in study.settings.trained_controls]
+    tuned = {}
+    for labels in study.cells:
+        by_axis = dict(zip(study.axes, labels, strict=True))
+        if by_axis.get(axis) in controls and axis in search.axes and by_axis[axis] not in tuning.axes[axis]:
+            by_axis[axis] = study.settings.control[axis]
+        key = tuple(by_axis[name] for name in search.axes)
+        if key not in finished:
+            raise ConfigError(f"{where} has no label {', '.join(key)}. Add it to the axes of the search.")
+        tuned[labels] = dict(finished[key][0].values)
+    return tuned
+
+
+def check_protocol(study: Study) -> None:
+    """Check the configurations of a confirmatory study.
+
+    Raises:
+        ConfigError: A score is not comparable, or the plateau's score is not measured.
+    """
+    untrained = LABELS["untrained"]
+    trials = [trial for trial in study.trials if untrained not in trial.labels]
+    cadences = {
+        f"{trial.config.train.rounds} rounds, evaluated every {trial.config.evaluate.every}": trial.name
+        for trial in trials
+    }
+    listed = "; ".join(f"{name}: {cadence}" for cadence, name in cadences.items())
+    splits = {trial.metric.split for trial in trials}
+    held_out = {
+        trial.name: any(
+            holds_out(data, str(study.make_plateau_metric(trial).split)) for data in trial.config.data.each.values()
+        )
+        for trial in trials
+        if trial.labels == study.find_control(trial.labels)
+    }
+    faults = {
+        f"evaluations differ ({listed}), so means of the last evaluations are not comparable. Set equal train.rounds and "
+        f"evaluate.every.": len(cadences) > 1,
+        "plateau: the rule needs held-out data. Set data.split.validation or server_validation.": (
+            not all(held_out.values())
+        ),
+        "controls.fedavg_fine_tuned is measured on the clients' own clips. Set metric.split: client_test or validation.": (
+            "fedavg_fine_tuned" in study.settings.controls and splits & {"test", "server_validation"}
+        ),
+    }  # fmt: skip
+    raise_first(faults, f"{study.file}: ")
+
+
 # -- recordings ------------------------------------------------------------------------------------------------------
 
 
 def _select_unprepared(trials: Sequence[Trial]) -> list[Trial]:
-    """Select trials that need their recordings here. Existing runs have a population, and sites prepare their own data."""
-    return [trial for trial in trials if not trial.config.data.sites and not (trial.run_dir / "run.json").exists()]
+    """Select trials that need their recordings here: no existing or finished run, and no data at sites."""
+    return [
+        trial
+        for trial in trials
+        if not trial.config.data.sites and not trial.finished and not (trial.run_dir / "run.json").exists()
+    ]
 
 
 def prepare(trials: Sequence[Trial], progress: Progress, run_chunks: RunChunks | None = None) -> None:

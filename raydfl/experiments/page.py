@@ -14,9 +14,11 @@ from markupsafe import Markup, escape
 
 from raydfl.core.files import write_durably
 from raydfl.experiments.domains import Domain
-from raydfl.experiments.results import FEWEST, Contestant, StudyResults, format_number
+from raydfl.experiments.notes import describe_results
+from raydfl.experiments.results import FEWEST, Contestant, StudyResults
+from raydfl.experiments.statistics import format_number
 from raydfl.experiments.study import describe_value
-from raydfl.experiments.tables import describe_results, make_full_table, pivot
+from raydfl.experiments.tables import make_controls_table, make_full_table, pivot
 from raydfl.runs.report import Plot, Section, align, render_page
 from raydfl.runs.report.figures import INK, SERIES, SHARES, Axes, Series, plot_curves
 
@@ -38,16 +40,18 @@ def write_page(results: StudyResults) -> Path:
     search, left = bool(settings.domains), results.open + len(results.failed)
     notes, table = describe_results(results), ([], []) if search else pivot(results)
     parts = [] if search else _group_contestants(results, 2 if len(study.axes) > 1 else 1)
-    cells = _group_contestants(results, 0 if search else 1)
     sections = [
         Section("", text=[text for text in (settings.question, settings.note) if text]),
         _show_best(results),
         Section("Notes" if search else "Table", headings=table[0], rows=_emphasise(table[1]), notes=notes),
+        Section(
+            "Controls without training", headings=make_controls_table(results)[0], rows=make_controls_table(results)[1]
+        ),
         Section("Comparison", [plot for part in parts for plot in _draw_bars(part, results)]),
         Section("Heat maps", [plot for part in parts for plot in _draw_maps(part, results)]),
         Section("Importance of settings", list(_draw_importance(results))),
         Section("Settings and scores", list(_draw_parallel(results))),
-        Section("Learning curves", [plot for part in cells for plot in _draw_curves(part, search)]),
+        Section("Learning curves", list(draw_curves(results))),
         Section("All values", headings=make_full_table(results)[0], rows=_emphasise(make_full_table(results)[1])),
         _show_runs(results),
         Section("Failures", headings=("trial", "reason"), rows=list(results.failed.items())),
@@ -118,8 +122,14 @@ def _make_title(title: str, cells: Sequence[Contestant], inner: int) -> str:
     return ", ".join((title, *cells[0].labels[: len(cells[0].labels) - inner]))
 
 
-def _draw_curves(cells: Sequence[Contestant], search: bool) -> Iterator[Plot]:
+def draw_curves(results: StudyResults) -> Iterator[Plot]:
     """Draw the headline over the rounds, with a curve per label of the last axis or per draw."""
+    search = bool(results.study.settings.domains)
+    for cells in _group_contestants(results, 0 if search else 1):
+        yield from _draw_cells(cells, search)
+
+
+def _draw_cells(cells: Sequence[Contestant], search: bool) -> Iterator[Plot]:
     series = []
     for place, cell in enumerate(cells):
         if not cell.curves:

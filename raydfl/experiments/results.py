@@ -10,13 +10,16 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from scipy import stats
 
+from raydfl.core.metrics import base_name
 from raydfl.core.seeds import seed_for
+from raydfl.experiments.protocol import LABELS, PlateauSettings
+from raydfl.experiments.records import RunResult, read_result, write_result
 from raydfl.experiments.settings import MetricSettings
 from raydfl.experiments.state import StudyState
-from raydfl.experiments.study import Study, Trial, count_rounds, list_keys
-from raydfl.runs.report import Curve, RunRecord, find_problems, read_run
+from raydfl.experiments.statistics import Difference, Spread, describe_difference, find_plateau
+from raydfl.experiments.study import Study, Trial, count_rounds
+from raydfl.runs.report import Curve, align
 
 SUMMARIES = {
     "tail": "mean of the last evaluations",
@@ -25,81 +28,10 @@ SUMMARIES = {
     "chosen": "in the round of run.best",
 }
 """Descriptions of the summaries of a run's evaluations."""
-CONFIDENCE = 0.95
-"""Confidence level of the intervals of differences."""
 FEWEST = 8
 """Minimum number of scores for an estimate of importance."""
 _TREES = 200
 _SHUFFLES = 20
-
-
-def format_number(value: float | None, signed: bool = False) -> str:
-    """Format a number for tables, with ``-`` for None and NaN."""
-    return "-" if value is None or np.isnan(value) else f"{value:{'+' if signed else ''}.2f}"
-
-
-@dataclass(frozen=True)
-class Spread:
-    """A score of several runs, in the table's unit."""
-
-    by_repeat: Mapping[str, float]
-    """Scores by the value of the repeated setting, ``run.seed=1``."""
-
-    @property
-    def values(self) -> list[float]:
-        """The values in the order of the repeats."""
-        return list(self.by_repeat.values())
-
-    @property
-    def mean(self) -> float:
-        """The mean; NaN without values."""
-        return float(np.mean(self.values)) if self.by_repeat else math.nan
-
-    @property
-    def std(self) -> float:
-        """Sample standard deviation (divided by n - 1); NaN for fewer than two values."""
-        return float(np.std(self.values, ddof=1)) if len(self.by_repeat) > 1 else math.nan
-
-    def __str__(self) -> str:
-        return (
-            format_number(self.mean)
-            if len(self.by_repeat) < 2
-            else f"{format_number(self.mean)} ± {format_number(self.std)}"
-        )
-
-
-@dataclass(frozen=True)
-class Difference:
-    """The mean of paired differences with its confidence interval."""
-
-    mean: float
-    low: float
-    """Lower end of the interval; NaN for fewer than two pairs."""
-    high: float
-    """Upper end of the interval; NaN for fewer than two pairs."""
-    n: int
-    """Number of pairs."""
-
-    @classmethod
-    def between(cls, treatment: Spread, control: Spread) -> Difference | None:
-        """Compute the mean of ``treatment - control`` over common repeats, with Student's t confidence interval.
-
-        Returns:
-            The difference. ``None`` without common repeats, or if a score is not finite.
-        """
-        scores, baseline = treatment.by_repeat, control.by_repeat
-        differences = [scores[repeat] - baseline[repeat] for repeat in scores if repeat in baseline]
-        if not differences or not np.isfinite(differences).all():
-            return None
-        mean, n = float(np.mean(differences)), len(differences)
-        half = float(stats.sem(differences) * stats.t.ppf((1 + CONFIDENCE) / 2, n - 1)) if n > 1 else math.nan
-        return cls(mean, mean - half, mean + half, n)
-
-    def __str__(self) -> str:
-        interval = (
-            "" if math.isnan(self.low) else f" [{format_number(self.low, True)}, {format_number(self.high, True)}]"
-        )
-        return f"{format_number(self.mean, True)}{interval}"
 
 
 @dataclass(frozen=True)
@@ -118,6 +50,12 @@ class Contestant:
     """Distinct counts and intervals of the headline's evaluations: ``last 10 of 30, every 5 rounds``."""
     best: bool = False
     """Whether the contestant is the best of its group."""
+    learned: bool = True
+    """Whether the headline is more than two standard errors better than chance and majority. True if their scores are unknown."""
+    conclusion: str = ""
+    """Conclusion from the difference. Empty without a difference, and in exploratory studies."""
+    results: tuple[RunResult, ...] = ()
+    """Results of the runs with results."""
     paper: tuple[float, float | None] | None = None
     """Mean and spread in the paper."""
     difference: Difference | None = None
@@ -179,6 +117,54 @@ class Contestant:
         """
         name = f"{self.metrics[metric].title}, {SUMMARIES[summary]}"
         return Spread({row["repeat"]: row[name] for row in self.runs if name in row})
+
+    @property
+    def budget(self) -> dict[str, float]:
+        """Means of the budget over the runs, by column."""
+        columns = dict.fromkeys(column for result in self.results for column in result.budget)
+        recorded = {
+            column: [result.budget[column] for result in self.results if column in result.budget] for column in columns
+        }
+        return {column: float(np.mean(values)) for column, values in recorded.items()}
+
+    @property
+    def controls(self) -> dict[str, tuple[Spread, float]]:
+        """Controls without training by name: scores in the table's unit, and the mean standard error on the test clips."""
+        score, scale = base_name(self.metrics[0].score), self.metrics[0].scale
+        found: dict[str, dict[str, tuple[float, float]]] = {}
+        for result in self.results:
+            for control in result.controls:
+                if control["metric"] == score and control["value"] is not None:
+                    error = control["standard_error"]
+                    found.setdefault(control["name"], {})[result.repeat] = (
+                        scale * control["value"],
+                        math.nan if error is None else scale * error,
+                    )
+        return {
+            name: (
+                Spread({repeat: value for repeat, (value, _) in values.items()}),
+                float(np.mean([error for _, error in values.values()])),
+            )
+            for name, values in found.items()
+        }
+
+    def score_at_plateau(self, rule: PlateauSettings, study: Study) -> Spread:
+        """Return the headline at each run's own plateau: the mean of the evaluations of the rule.
+
+        Runs without a plateau have no value.
+        """
+        values = {}
+        for result in self.results:
+            trial = next(trial for trial in self.trials if trial.identity == result.identity)
+            held_out, curve = (
+                result.find_curve(trial, study.make_plateau_metric(trial)),
+                result.find_curve(trial, self.metrics[0]),
+            )
+            place = None if held_out is None else find_plateau(held_out, rule, self.metrics[0].sign)
+            if held_out is not None and curve is not None and place is not None:
+                rounds = held_out.rounds[place : place + 1 + rule.evaluations]
+                values[result.repeat] = float(np.mean(curve.values[np.isin(curve.rounds, rounds)]))
+        return Spread(values)
 
     @property
     def n(self) -> str:
@@ -247,7 +233,8 @@ class StudyResults:
     @property
     def kinds_of_evaluations(self) -> list[str]:
         """Counts and intervals of evaluations, the most frequent first."""
-        counts = Counter(text for contestant in self.contestants for text in contestant.evaluations)
+        trained = [contestant for contestant in self.contestants if LABELS["untrained"] not in contestant.labels]
+        counts = Counter(text for contestant in trained for text in contestant.evaluations)
         return [text for text, _ in counts.most_common()]
 
     @property
@@ -255,6 +242,39 @@ class StudyResults:
         """Name of the headline: ``accuracy (%), mean of the last 3 of 3 evaluations``."""
         titles = {contestant.metrics[0].unit for contestant in self.contestants} or {self.study.first.metric.unit}
         return f"{titles.pop() if len(titles) == 1 else 'headline'}, {self.titles[self.summary]}"
+
+    @property
+    def controls(self) -> dict[tuple[str, ...], Contestant]:
+        """A contestant with controls for each cell, by the labels of all axes except the contestants' axis.
+
+        The controls without training depend only on the data.
+        """
+        axis, found = self.study.contestants_axis, dict[tuple[str, ...], Contestant]()
+        for contestant in self.contestants:
+            others = tuple(
+                label for name, label in zip(self.study.axes, contestant.labels, strict=True) if name != axis
+            )
+            if contestant.controls:
+                found.setdefault(others, contestant)
+        return found
+
+    @property
+    def comparisons(self) -> int:
+        """Number of differences from the control."""
+        return sum(contestant.difference is not None for contestant in self.contestants)
+
+    @cached_property
+    def plateaus(self) -> dict[tuple[str, ...], float | None]:
+        """Round of the plateau of each control, by labels; ``None``: the mean validation score was still rising at the end."""
+        rule, control = self.study.settings.plateau, self.study.settings.control
+        found = dict[tuple[str, ...], float | None]()
+        for contestant in self.contestants if rule is not None else ():
+            if all(
+                control.get(name, label) == label
+                for name, label in zip(self.study.axes, contestant.labels, strict=True)
+            ):
+                found[contestant.labels] = _find_mean_plateau(contestant, rule, self.study)  # type: ignore[arg-type]
+        return found
 
     @cached_property
     def importance(self) -> dict[str, float]:
@@ -267,13 +287,17 @@ class StudyResults:
 def collect(study: Study, state: StudyState) -> StudyResults:
     """Collect the results of a study from its runs. Without domains, only finished runs count."""
     groups: dict[tuple[tuple[str, ...], str], list[Trial]] = {}
-    known, records = state.known, dict[str, RunRecord]()
+    known, read = state.known, dict[str, RunResult]()
     for trial in known:
         groups.setdefault((trial.labels, trial.draw), []).append(trial)
     order = {labels: index for index, labels in enumerate(study.cells)}
     groups = dict(sorted(groups.items(), key=lambda item: order[item[0][0]]))
-    contestants = {key: _read_contestant(study, state, trials, records) for key, trials in groups.items()}
+    contestants = {key: _read_contestant(study, state, trials, read) for key, trials in groups.items()}
+    contestants = {
+        key: replace(contestant, learned=_has_learned(contestant)) for key, contestant in contestants.items()
+    }
     compared = [_compare(study, contestant, contestants) for contestant in contestants.values()]
+    compared = _conclude(study, compared)
     if study.settings.domains:
         compared.sort(key=lambda contestant: (order[contestant.labels], *_rank(contestant, study.settings.summarised)))
     unfinished = {trial.name: state.get(trial) for trial in known if not trial.finished}
@@ -286,47 +310,58 @@ def _rank(contestant: Contestant, summary: str) -> tuple[bool, bool, bool, float
     """Return a sort key that puts the best contestant first: with a score, not worthless, finished, then by score."""
     mean = contestant.score(summary).mean
     loss = -contestant.metrics[0].sign * mean
-    return math.isnan(mean), bool(contestant.worthless), not contestant.complete, 0.0 if math.isnan(loss) else loss
+    return (
+        math.isnan(mean),
+        bool(contestant.worthless) or not contestant.learned,
+        not contestant.complete,
+        0.0 if math.isnan(loss) else loss,
+    )
 
 
 def _read_contestant(
-    study: Study, state: StudyState, trials: Sequence[Trial], records: dict[str, RunRecord]
+    study: Study, state: StudyState, trials: Sequence[Trial], known: dict[str, RunResult]
 ) -> Contestant:
     metrics = (trials[0].metric, *(study.resolve(metric, trials[0].config) for metric in study.settings.also))
     curves: list[Curve] = []
     rows: list[dict[str, Any]] = []
+    results: list[RunResult] = []
     evaluations: dict[str, None] = {}
     for trial in trials:
-        done, finished = count_rounds(trial.run_dir), trial.finished
+        finished = trial.finished
+        stored = finished and trial.result_file is not None
+        done = trial.config.train.rounds if stored else count_rounds(trial.run_dir)
         row = {**dict(zip(study.axes, trial.labels, strict=True)), **trial.values, "repeat": trial.repeat}
         row |= {"run": trial.run_dir.name, "rounds": done, "finished": finished}
         row["state"] = "finished" if finished else state.get(trial).describe(done)
         rows.append(row)
         if not finished and not (study.settings.domains and done):
             continue
-        if trial.identity not in records:
-            records[trial.identity] = read_run(trial.run_dir)
-        record = records[trial.identity]
-        problems = find_problems(record)
-        row["problems"] = "; ".join(problem.text for problem in problems)
-        row["worthless"] = finished and any(problem.worthless for problem in problems)
-        best = record.curves.get(("server", "best_round"))
+        if trial.identity not in known:
+            if finished:
+                write_result(study, trial)
+            known[trial.identity] = read_result(study, trial)
+        result = replace(known[trial.identity], repeat=trial.repeat)
+        results.append(result)
+        row["rounds"] = result.rounds
+        row["problems"] = result.problems
+        row["worthless"] = finished and result.worthless
         for place, metric in enumerate(metrics):
-            candidates = (record.curves.get(key) for key in list_keys(trial.config, metric))
-            curve = next((candidate for candidate in candidates if candidate is not None), None)
+            curve = result.find_curve(trial, metric)
             if curve is None:
                 continue
-            curve = Curve(curve.rounds, curve.values * metric.scale, curve.totals)
             if not place:
-                every = trial.config.evaluate.every
-                row["evaluations"] = f"{curve.tail_text}, every {f'{every} rounds' if every > 1 else 'round'}"
+                row["evaluations"] = (
+                    f"{curve.tail_text}, every {f'{result.every} rounds' if result.every > 1 else 'round'}"
+                )
                 evaluations[row["evaluations"]] = None
                 curves.append(curve)
-            for summary, value in summarise(curve, metric, 0 if best is None else int(best.last)).items():
+            for summary, value in summarise(curve, metric, result.chosen).items():
                 if summary in (study.settings.summarised, "tail", "last", "best"):
                     row[f"{metric.title}, {SUMMARIES[summary]}"] = value
     paper = study.settings.paper_scores().get(trials[0].labels)
-    return Contestant(tuple(trials), metrics, tuple(rows), tuple(curves), list(evaluations), paper=paper)
+    return Contestant(
+        tuple(trials), metrics, tuple(rows), tuple(curves), list(evaluations), paper=paper, results=tuple(results)
+    )
 
 
 def summarise(curve: Curve, metric: MetricSettings, chosen: int = 0) -> dict[str, float]:
@@ -351,12 +386,51 @@ def summarise(curve: Curve, metric: MetricSettings, chosen: int = 0) -> dict[str
     }
 
 
+def _find_mean_plateau(control: Contestant, rule: PlateauSettings, study: Study) -> float | None:
+    """Return the round of the plateau of the mean validation curve of a control's runs."""
+    trials = {trial.identity: trial for trial in control.trials}
+    curves = [
+        result.find_curve(trial, study.make_plateau_metric(trial))
+        for result in control.results
+        for trial in [trials[result.identity]]
+    ]
+    if not curves or any(curve is None for curve in curves):
+        return None
+    rounds, values, totals = align([curve for curve in curves if curve is not None])
+    mean = Curve(rounds, values.mean(axis=0), totals.sum(axis=0))
+    place = find_plateau(mean, rule, control.metrics[0].sign)
+    return None if place is None else float(rounds[place])
+
+
+def _has_learned(contestant: Contestant) -> bool:
+    """Return whether the mean of the last evaluations is more than two standard errors better than chance and majority."""
+    mean, sign = contestant.score("tail").mean, contestant.metrics[0].sign
+    levels = [contestant.controls[name] for name in ("chance", "majority") if name in contestant.controls]
+    return math.isnan(mean) or all(sign * (mean - level.mean) > 2 * error for level, error in levels)
+
+
+def _conclude(study: Study, contestants: Sequence[Contestant]) -> list[Contestant]:
+    """Add conclusions to the contestants of a confirmatory study."""
+    settings = study.settings
+    if not settings.confirmatory:
+        return list(contestants)
+    comparisons = sum(contestant.difference is not None for contestant in contestants)
+    concluded = []
+    for contestant in contestants:
+        difference, sign = contestant.difference, contestant.metrics[0].sign
+        conclusion = "" if contestant.learned else "did not learn"
+        if difference is not None and contestant.learned:
+            conclusion = describe_difference(difference, comparisons, settings.difference, sign)
+        concluded.append(replace(contestant, conclusion=conclusion))
+    return concluded
+
+
 def _compare(
     study: Study, contestant: Contestant, others: Mapping[tuple[tuple[str, ...], str], Contestant]
 ) -> Contestant:
     """Add the difference from the control to a contestant, if the control has the same metric."""
-    settings, summary, papers = study.settings, study.settings.summarised, study.settings.paper_scores()
-    cell = tuple(settings.control.get(name, label) for name, label in zip(study.axes, contestant.labels, strict=True))
+    summary, papers = study.settings.summarised, study.settings.paper_scores()
+    cell = study.find_control(contestant.labels)
     control, paper = others.get((cell, contestant.draw)), papers.get(cell)
     if cell == contestant.labels or (control is not None and control.metrics[0].unit != contestant.metrics[0].unit):
         return contestant
@@ -380,7 +454,8 @@ def _mark_best(study: Study, contestants: Sequence[Contestant]) -> list[Contesta
         ranks = {
             id(contestant): _rank(contestant, study.settings.summarised) for contestant in group if contestant.complete
         }
-        ranks = {key: rank for key, rank in ranks.items() if not rank[0]}  # Only contestants with a score.
+        learned = {id(contestant) for contestant in group if contestant.learned}
+        ranks = {key: rank for key, rank in ranks.items() if not rank[0] and key in learned}
         comparable = search or all(contestant.complete for contestant in group)
         if (
             comparable

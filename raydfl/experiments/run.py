@@ -34,6 +34,7 @@ from raydfl.core.nested import flatten
 from raydfl.experiments.experiment import Experiment, RunConfig
 from raydfl.experiments.load import load_study, prepare
 from raydfl.experiments.page import write_page
+from raydfl.experiments.records import check_results
 from raydfl.experiments.results import StudyResults, collect
 from raydfl.experiments.state import StudyState
 from raydfl.experiments.study import Study, Trial, corners
@@ -63,6 +64,7 @@ def run_study(
 
     Raises:
         InputError: Recordings cannot be used, a package is missing, or the cluster cannot hold a trial. No trial was started.
+        ConfigError: The folder of results has a result of a different configuration.
         RunDirectoryError: A process is working on the study.
         ResourcesError: No trial could start within ``ray.ready_timeout`` seconds.
     """
@@ -70,6 +72,7 @@ def run_study(
     check_persistent({"run.dir": study.folder, "data.cache": study.first.config.data.cache or default_cache()})
     if (study.folder / "run.json").exists():
         raise RunDirectoryError(f"{study.folder} is the folder of a run. Choose a different folder with dir=....")
+    check_results(study)
     if table_only:
         return _write(study, StudyState.read(study), progress)
     lock = FileLock(study.output(".lock"))

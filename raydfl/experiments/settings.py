@@ -16,6 +16,7 @@ from raydfl.core.settings import Settings
 from raydfl.core.yaml import to_yaml
 from raydfl.engine import apply_values
 from raydfl.experiments.domains import Domain
+from raydfl.experiments.protocol import LABELS, MEASURED, SEEDS, PlateauSettings, make_control_label, read_controls
 
 _RENAMED = {"space": "domains", "reference": "control"}
 FORMER = (*_RENAMED, "cells")
@@ -231,6 +232,33 @@ class StudySettings(Settings):
         default_factory=dict,
         description="Labels of the control by axis: {method: FedAvg}. Each cell is compared with the cell with these labels.",
     )
+    exploratory: bool | None = Field(
+        None,
+        description="true: the study draws no conclusions, and its page reports it. false: the study is confirmatory and follows "
+        "the protocol. null: confirmatory if difference, controls, plateau or tuned is set.",
+    )
+    difference: float | None = Field(
+        None, gt=0, description="Smallest difference of interest, in the table's unit (points of per cent)."
+    )
+    controls: dict[str, dict[str, Any]] = Field(
+        default_factory=dict,
+        description="Controls in every table: a list of names, or changed settings by name: {chance: {}, compute_matched: "
+        "{train.local_epochs: 2}}. The names are chance, majority, raw, untrained, local, centralised, fedavg, fedavg_fine_tuned, "
+        "compute_matched and known_groups. A trained control is a label on the axis of control, with the control's settings.",
+    )
+    plateau: PlateauSettings | None = Field(
+        None, description="Rule on the control's validation score: has training reached its plateau?"
+    )
+    tuned: Path | None = Field(
+        None,
+        description="File of a search with the same labels, relative to the file. Each contestant has the best settings of its own "
+        "draws; trained controls have the settings of the control.",
+    )
+    results: Path | None = Field(
+        None,
+        description="Folder of JSON files with the results of finished runs, relative to the file. Runs with a file are not "
+        "repeated. null: results stay in the folders of the runs.",
+    )
     metric: MetricSettings = Field(MetricSettings(), description="Headline metric, which selects the best.")
     also: list[MetricSettings] = Field(default_factory=list, description="Further metrics for the table.")
     summary: Literal["tail", "last", "best", "chosen"] | None = Field(
@@ -305,6 +333,11 @@ class StudySettings(Settings):
                 plain[str(name)] = axis
         return plain
 
+    @field_validator("controls", mode="before")
+    @classmethod
+    def _name_controls(cls, value: Any) -> Any:
+        return read_controls(value)
+
     @field_validator("scheduler", mode="before")
     @classmethod
     def _wrap_name(cls, value: Any) -> Any:
@@ -331,7 +364,72 @@ class StudySettings(Settings):
             check_known(label, self.axes[name], f"control.{name}: there is no label")
         self.paper_scores()
         self._check_search()
+        self._check_protocol()
+        for name in self.trained_controls:
+            self._add_control(name)
         return self
+
+    @property
+    def confirmatory(self) -> bool:
+        """True if the study follows the protocol and draws conclusions."""
+        if self.exploratory is not None:
+            return not self.exploratory
+        return bool(self.controls) or any(value is not None for value in (self.difference, self.plateau, self.tuned))
+
+    @property
+    def trained_controls(self) -> list[str]:
+        """Names of the controls with runs."""
+        return [name for name in self.controls if name not in MEASURED]
+
+    def _check_protocol(self) -> None:
+        """Check the fields of the protocol.
+
+        Raises:
+            ConfigError: A field is missing or does not fit.
+        """
+        advice = "Set it, or set exploratory: true."
+        contestants = len(self.control) == 1
+        faults: dict[str, object] = {
+            "controls: each trained control is a label on the axis of control. Set control with a single axis: "
+            "{method: FedAvg}.": self.trained_controls and not contestants,
+            "tuned does not fit a study with domains. Remove tuned.": self.tuned and self.domains,
+        }
+        if self.confirmatory:
+            fewest = min(len(repeat) for repeat in self._repeats())
+            faults |= {
+                "a study with domains selects settings, so it cannot be confirmatory. Remove difference, controls and plateau, and "
+                "name this file as tuned in the study that compares the tuned contestants.": self.domains,
+                f"question: a confirmatory study states its question before the first run. {advice}": not self.question,
+                f"control: a confirmatory study needs a decisive control: {{method: FedAvg}}. {advice}": not self.control,
+                f"difference: a confirmatory study states the smallest difference of interest. {advice}": self.difference is None,
+                f"plateau: a confirmatory study needs a rule for the end of learning: {{evaluations: 5, rise: 1}}. {advice}": (
+                    self.plateau is None
+                ),
+                f"repeat: the protocol requires at least {SEEDS} repeats, not {fewest}. Add seeds, or set exploratory: true.": (
+                    fewest < SEEDS
+                ),
+                "summary: best selects evaluations on the test data. Set summary: tail, last or chosen.": self.summary == "best",
+            }  # fmt: skip
+        raise_first(faults)
+
+    def _repeats(self) -> list[list[Any]]:
+        """List the values of each repeated setting: of the study, and of its labels."""
+        labels = [part["repeat"] for axis in self.axes.values() for part in axis.values() if "repeat" in part]
+        return [list(next(iter(repeat.values()))) for repeat in (self.repeat or {"run.seed": [1]}, *labels)]
+
+    def _add_control(self, name: str) -> None:
+        """Add the label of a trained control to the axis of contestants.
+
+        Raises:
+            ConfigError: The axis has a different label of this name.
+        """
+        (axis, control), label = next(iter(self.control.items())), LABELS[name]
+        settings = make_control_label(name, self.controls[name], self.axes[axis][control])
+        if label == control or self.axes[axis].get(label) == settings:
+            return
+        if label in self.axes[axis]:
+            raise ConfigError(f"axes.{axis}.{label}: controls.{name} has this label too. Rename or remove it.")
+        self.axes[axis][label] = settings
 
     def _check_search(self) -> None:
         """Reject searchers and schedulers that do not fit the domains."""

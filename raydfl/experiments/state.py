@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from raydfl.core.errors import RunDirectoryError
 from raydfl.core.files import write_durably
+from raydfl.experiments.records import write_result
 from raydfl.experiments.study import Study, Trial, distinct
 
 Status = Literal["running", "finished", "stopped", "failed"]
@@ -67,9 +68,11 @@ class StudyState:
         write_durably(self.study.output("-trials.json"), json.dumps(values, indent=1, default=str).encode(), advice)
 
     def note(self, trial: Trial, status: Status, reason: str = "") -> None:
-        """Set the state of a trial, and write all states."""
+        """Set the state of a trial, and write all states. Write the result of a finished trial."""
         self.trials[trial.run_dir.name] = TrialState(trial.point, status, reason)
         self.write()
+        if status == "finished":
+            write_result(self.study, trial)
 
     def get(self, trial: Trial) -> TrialState:
         """Return the state of a trial. Unknown trials have the status ``running``."""

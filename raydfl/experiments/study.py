@@ -23,7 +23,7 @@ import pyarrow.compute as pc
 from raydfl.core import seeds
 from raydfl.core.errors import ConfigError
 from raydfl.core.nested import get_path
-from raydfl.engine import Config, apply_overrides, make_config
+from raydfl.engine import Config, apply_overrides, holds_out, make_config
 from raydfl.engine.storage import RunStore, read_about, read_rows, round_of
 from raydfl.experiments.settings import MetricSettings, StudySettings, check_settings, label_of, overlay, plain_value
 from raydfl.runs.report import Key
@@ -54,6 +54,8 @@ class Trial:
     """Configuration with the run's folder and name."""
     identity: str
     """Digest of all settings that affect results and measurements. Equal runs have equal digests under any name."""
+    result_file: Path | None = None
+    """JSON file of the run's result; ``None``: results stay in the run's folder."""
 
     @property
     def name(self) -> str:
@@ -77,7 +79,9 @@ class Trial:
 
     @property
     def finished(self) -> bool:
-        """True if all rounds are completed, and model and report are written."""
+        """True if all rounds are completed, and model and report, or the JSON file, are written."""
+        if self.result_file is not None and self.result_file.exists():
+            return True
         return is_complete(self.run_dir, self.config) and (self.run_dir / "report.html").exists()
 
 
@@ -95,6 +99,8 @@ class Study:
     """Selected labels by axis."""
     bases: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     """Base configurations by their names in the file."""
+    tuned: Mapping[tuple[str, ...], Mapping[str, Any]] = field(default_factory=dict)
+    """Tuned settings by the labels of a cell."""
     trials: tuple[Trial, ...] = ()
     """All planned trials: the first repeat of every contestant, then the second, and so on. With optuna the tuple is empty, and
     with pbt it has the first members. Trials with equal configurations have equal identities."""
@@ -108,6 +114,15 @@ class Study:
     def cells(self) -> list[tuple[str, ...]]:
         """Labels of each cell, in the order of the axes."""
         return list(itertools.product(*(self.only.get(name, list(axis)) for name, axis in self.settings.axes.items())))
+
+    @property
+    def contestants_axis(self) -> str:
+        """Name of the axis of contestants: the axis of ``control``, or the last axis. Empty without axes."""
+        return next(iter(self.settings.control), self.axes[-1] if self.axes else "")
+
+    def find_control(self, labels: Sequence[str]) -> tuple[str, ...]:
+        """Return the labels of the control of a cell."""
+        return tuple(self.settings.control.get(name, label) for name, label in zip(self.axes, labels, strict=True))
 
     @property
     def samples(self) -> int:
@@ -141,6 +156,16 @@ class Study:
     def total(self) -> int:
         """Number of trials."""
         return len(self.distinct) or self.samples
+
+    @property
+    def results_folder(self) -> Path | None:
+        """Folder of the JSON files; ``None``: results stay in the folders of the runs."""
+        return None if self.settings.results is None else (self.file.parent / self.settings.results).resolve()
+
+    @property
+    def only_some(self) -> bool:
+        """True if only some labels of an axis are selected."""
+        return any(list(self.only.get(name, axis)) != list(axis) for name, axis in self.settings.axes.items())
 
     def output(self, suffix: str) -> Path:
         """Return the path of an output file of the study: ``output(".csv")``."""
@@ -195,7 +220,11 @@ class Study:
         for (name, axis), label in zip(self.settings.axes.items(), labels, strict=True):
             layer = {key: value for key, value in axis[label].items() if key not in ("base", "repeat", "metric")}
             layers.append((f"axes.{name}.{label}", layer))
-        layers += [("domains", values), ("repeat", self.repeats(labels)[repeat])]
+        layers += [
+            ("tuned", dict(self.tuned.get(labels, {}))),
+            ("domains", values),
+            ("repeat", self.repeats(labels)[repeat]),
+        ]
         base = self._get_cell_value(labels, "base", self.settings.base)
         config = self._configure({} if base is None else self.bases[str(base)], layers)
         metric = self._make_metric(labels, config)
@@ -207,7 +236,10 @@ class Study:
         words = [*labels, draw, f"{key.rpartition('.')[2]}{equals}{value}"]
         member = bool(trial_id) and self.settings.population is not None
         name = f"trial-{trial_id}" if member else _make_run_name([*filter(None, words)], config, identity)
+        folder = self.results_folder
+        files = [] if folder is None else sorted(folder.glob(f"*-{identity}.json"))
         return Trial(
+            result_file=files[0] if files else folder and folder / f"{name}.json",
             point=dict(point),
             labels=labels,
             values=values,
@@ -248,6 +280,11 @@ class Study:
         if "score" not in metric.model_fields_set:
             changes["score"] = config.components.method.objective.headline
         return metric.model_copy(update=changes)
+
+    def make_plateau_metric(self, trial: Trial) -> MetricSettings:
+        """Return the headline on held-out data: the server's if it has any, otherwise the clients'."""
+        server = any(holds_out(data, "server_validation") for data in trial.config.data.each.values())
+        return trial.metric.model_copy(update={"split": "server_validation" if server else "validation", "label": None})
 
     def _configure_patience(self, config: Config, metric: MetricSettings) -> Config:
         if config.run.stop is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,11 @@ import pyarrow.parquet
 
 from raydfl.core.files import write_durably
 from raydfl.core.yaml import to_yaml
-from raydfl.data import DataSettings, Population
-from raydfl.data.features import FeatureSettings, FileFeatures, ImageFeatures, KaldiFeatures, PretrainedFeatures
-from raydfl.engine import Config, Criterion
-from raydfl.experiments.results import CONFIDENCE, Contestant, StudyResults, format_number
+from raydfl.experiments.notes import describe_results
+from raydfl.experiments.results import Contestant, StudyResults
 from raydfl.experiments.settings import label_of
-from raydfl.experiments.study import Study, Trial, describe_value
+from raydfl.experiments.statistics import format_number
+from raydfl.experiments.study import describe_value
 
 _MARK = "*"
 """Mark of cells with an unusual number or interval of evaluations."""
@@ -42,6 +41,16 @@ def make_full_table(results: StudyResults) -> Table:
     return [*results.study.axes, *(["draw", *domains] if domains else []), *texts], lines
 
 
+def make_summary_table(results: StudyResults) -> Table:
+    """Make the full table, or for a confirmatory study its columns of scores and conclusions."""
+    headings, lines = make_full_table(results)
+    selected = {*results.study.axes, "score", results.headline, "n", "difference", "conclusion", "at plateau"}
+    places = [
+        place for place, name in enumerate(headings) if name in selected or not results.study.settings.confirmatory
+    ]
+    return [headings[place] for place in places], [[line[place] for place in places] for line in lines]
+
+
 def _columns(results: StudyResults) -> dict[str, Callable[[Contestant], str]]:
     """Return a formatter of contestants for each column after the labels, by heading."""
     settings, summary = results.study.settings, results.summary
@@ -56,6 +65,7 @@ def _columns(results: StudyResults) -> dict[str, Callable[[Contestant], str]]:
         columns["evaluations"] = lambda contestant: "; ".join(contestant.evaluations) or "-"
     if settings.control:
         columns["difference"] = lambda contestant: "-" if contestant.difference is None else str(contestant.difference)
+    columns |= _protocol_columns(results)
     if any(len(contestant.trials) > 1 for contestant in results.contestants):
         columns["values by repeat"] = lambda contestant: (
             ", ".join(map(format_number, contestant.score(summary).values)) or "-"
@@ -66,11 +76,58 @@ def _columns(results: StudyResults) -> dict[str, Callable[[Contestant], str]]:
     for place, metric in enumerate(settings.also, start=1):
         title = results.contestants[0].metrics[place].title if results.contestants else metric.title
         columns[title] = lambda contestant, place=place: str(contestant.score(summary, place))  # type: ignore[misc]
+    columns |= _budget_columns(results)
     if settings.paper is not None:
         columns["paper"] = _format_paper
         if settings.control:
             columns["paper's difference"] = lambda contestant: format_number(contestant.paper_difference, signed=True)
     return columns
+
+
+def _protocol_columns(results: StudyResults) -> dict[str, Callable[[Contestant], str]]:
+    columns: dict[str, Callable[[Contestant], str]] = {}
+    if results.study.settings.confirmatory:
+        columns["conclusion"] = lambda contestant: contestant.conclusion or "-"
+    if (rule := results.study.settings.plateau) is not None:
+        columns["at plateau"] = lambda contestant: str(contestant.score_at_plateau(rule, results.study))
+    return columns
+
+
+def _budget_columns(results: StudyResults) -> dict[str, Callable[[Contestant], str]]:
+    """Return a formatter for each recorded column of the budget of a confirmatory study."""
+    contestants = results.contestants if results.study.settings.confirmatory else ()
+    recorded = dict.fromkeys(column for contestant in contestants for column in contestant.budget)
+    return {
+        column: lambda contestant, column=column: _format_amount(contestant.budget.get(column))  # type: ignore[misc]
+        for column in recorded
+    }
+
+
+def _format_amount(value: float | None) -> str:
+    """Format an amount with three significant digits and separated thousands."""
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def make_controls_table(results: StudyResults) -> Table:
+    """Make a table of the controls without training: a line per control, a column per cell of the remaining axes.
+
+    A score has its standard error on the test clips.
+    """
+    others = [name for name in results.study.axes if name != results.study.contestants_axis]
+    cells = results.controls
+    names = dict.fromkeys(name for contestant in cells.values() for name in contestant.controls)
+    lines = []
+    for name in names:
+        scores = [contestant.controls.get(name) for contestant in cells.values()]
+        texts = ["-" if score is None else f"{score[0]} (standard error {format_number(score[1])})" for score in scores]
+        lines.append([name, *texts])
+    title = results.headline.partition(",")[0]
+    return [
+        "control without training",
+        *(", ".join(labels) or title for labels in cells),
+    ] if others or cells else [], lines
 
 
 def _bold(text: str, contestant: Contestant) -> str:
@@ -112,12 +169,15 @@ def markdown(results: StudyResults) -> str:
     """Format tables and notes as Markdown."""
     settings = results.study.settings
     parts = [f"# {settings.title}", *filter(None, (settings.question, settings.note))]
-    parts += [] if settings.domains else [_format_markdown(pivot(results))]
-    parts += ["\n".join(f"- {note}" for note in describe_results(results)), _format_markdown(make_full_table(results))]
+    parts += [] if settings.domains else [format_markdown(pivot(results))]
+    controls = make_controls_table(results)
+    parts += [format_markdown(controls)] if controls[1] else []
+    parts += ["\n".join(f"- {note}" for note in describe_results(results)), format_markdown(make_full_table(results))]
     return "\n\n".join(parts) + "\n"
 
 
-def _format_markdown(table: Table) -> str:
+def format_markdown(table: Table) -> str:
+    """Format a table as Markdown."""
     headings, lines = table
     rows = [headings, ["---"] * len(headings), *lines]
     return "\n".join(f"| {' | '.join(text.replace('|', '/') for text in row)} |" for row in rows)
@@ -142,7 +202,7 @@ def latex(results: StudyResults) -> str:
         tables.append(_format_latex(table, len(study.axes) - 1, caption, label))
     headings, lines = make_full_table(results)
     left = [*study.axes, *(["draw", *settings.domains] if settings.domains else [])]
-    selected = {*left, "score", results.headline, "n", "difference", "values by repeat"}
+    selected = {*left, "score", results.headline, "n", "difference", "conclusion", "values by repeat"}
     places = [place for place, name in enumerate(headings) if name in selected]
     cells = itertools.groupby(zip(results.contestants, lines, strict=True), key=lambda pair: pair[0].labels)
     best = [line for _, pairs in cells for _, line in itertools.islice(pairs, _IN_LATEX)]
@@ -205,6 +265,9 @@ def records(results: StudyResults) -> list[dict[str, Any]]:
             row[trial.repeat] = score.by_repeat.get(trial.repeat, nothing)
         for name in ("mean", "low", "high", "n") if settings.control else ():
             row[f"difference {name}"] = getattr(difference, name, nothing)
+        if settings.confirmatory:
+            row |= {"conclusion": contestant.conclusion, "learned": contestant.learned, **contestant.budget}
+            row |= {f"{name} control": spread.mean for name, (spread, _) in contestant.controls.items()}
         if settings.paper is not None:
             values = (*(contestant.paper or (None, None)), contestant.paper_difference)
             titles = ("paper", "paper_std", "paper_difference")
@@ -254,103 +317,3 @@ def write_tables(results: StudyResults) -> list[Path]:
     for path, content in contents.items():
         write_durably(path, content, _ADVICE)
     return list(contents)
-
-
-# -- notes -----------------------------------------------------------------------------------------------------------
-
-
-def describe_results(results: StudyResults) -> list[str]:
-    """Make the notes of the tables about summary, best, control, features, paper and search."""
-    study, settings = results.study, results.study.settings
-    trials = [trial for contestant in results.contestants for trial in contestant.trials]
-    repeats = " or ".join(dict.fromkeys(trial.repeat.partition("=")[0] for trial in trials if trial.repeat))
-    over = f"; mean ± sample standard deviation over {repeats}" if repeats else ""
-    counts = {contestant.n for contestant in results.contestants}
-    runs = f"n = {counts.pop()}" if len(counts) == 1 and results.complete else "n: runs"
-    notes = [f"Headline: {results.headline}{over}; {runs}."]
-    if results.summary == "chosen":
-        choosers = {c.metric: c for trial in trials for c in _find_choosers(trial)}
-        notes += [f"{name} chooses the round ({criterion.chooser})." for name, criterion in choosers.items()]
-    if results.summary == "best":
-        notes.append("The best evaluation is selected on the measured data.")
-    kinds = results.kinds_of_evaluations
-    if len(kinds) > 1 and not settings.domains:
-        notes.append(
-            f"Runs have different evaluations ({'; '.join(kinds)}). * marks cells with evaluations other than {kinds[0]}."
-        )
-    if any(contestant.best for contestant in results.contestants):
-        cells = f"of the cells that differ only in {study.axes[-1]}" if study.axes else ""
-        notes.append(
-            f"Bold: the best {('draw of each cell' if study.axes else 'draw') if settings.domains else cells}."
-        )
-    if settings.control:
-        names = ", ".join(f"{name} {label}" for name, label in settings.control.items())
-        notes.append(
-            f"Difference: from the cell with {names}, mean of the differences between runs with equal {repeats or 'seed'}, "
-            f"with the {100 * CONFIDENCE:.0f} % interval of Student's t (for two or more pairs)."
-        )
-    notes += _describe_features(study)
-    if settings.paper is not None:
-        notes.append(f"Paper: {settings.paper.source}.{' ' + settings.paper.note if settings.paper.note else ''}")
-    if settings.domains:
-        notes.append("Draws are ranked by the headline, finished draws first and worthless draws last.")
-    if settings.domains and study.first.metric.split == "test":
-        notes.append(
-            "The best settings are chosen on the test data, so their score is an optimistic estimate for new data."
-        )
-    if settings.scheduler.name != "none":
-        notes.append(
-            f"Scheduler: {label_of(settings.scheduler.model_dump(mode='json'))}. Ray Tune keeps its state in memory. After an "
-            f"interruption, it compares only resumed and new trials, so it may stop different trials."
-        )
-    if settings.population is not None:
-        notes.append(
-            "A member of the population has the settings of its last exchange. Its result also depends on earlier settings of the "
-            "member and its parents (branches in its run.json), so training from round 1 with the best settings differs."
-        )
-    return notes
-
-
-def _find_choosers(trial: Trial) -> Iterable[Criterion]:
-    """Return the criteria of ``run.best``, with the validation data of the trial's run if it exists."""
-    folder, config = trial.run_dir / "population", trial.config
-    population = Population.load(folder, features=False) if folder.exists() else None
-    return config.make_selection(population).for_best.values()
-
-
-def _describe_features(study: Study) -> list[str]:
-    """Make notes about the input features of a study's networks, with the labels of differing cells."""
-    described: dict[str, list[tuple[str, ...]]] = {}
-    for labels in study.cells:
-        trial = next((trial for trial in study.trials if trial.labels == labels), study.first)
-        described.setdefault(describe_features(trial.config), []).append(labels)
-    if len(described) == 1:
-        return [f"Features: {next(iter(described))}."]
-    for place in range(len(study.axes)):  # A single axis may determine the features.
-        groups = {text: dict.fromkeys(labels[place] for labels in cells) for text, cells in described.items()}
-        if sum(map(len, groups.values())) == len(set().union(*groups.values())):
-            return [f"Features ({', '.join(labels)}): {text}." for text, labels in groups.items()]
-    return [
-        f"Features ({len(cells)} cells, such as {', '.join(cells[0])}): {text}." for text, cells in described.items()
-    ]
-
-
-def describe_features(config: Config) -> str:
-    """Describe the input features of a configuration's networks."""
-    return "; ".join(dict.fromkeys(_describe_data(data) for data in config.data.each.values()))
-
-
-def _describe_data(data: DataSettings) -> str:
-    features = data.features
-    by = {"group": "speaker", "part": "data set"}.get(features.normalise, features.normalise)
-    z_score = "not normalised" if by == "none" else f"z-score by {by}"
-    if isinstance(features, FileFeatures):
-        return f"{features.path.name}, {features.bands} bands, {z_score}"
-    if isinstance(features, ImageFeatures):
-        return f"images of {features.size[0]} x {features.size[1]}, {features.channels} channels"
-    if isinstance(features, KaldiFeatures):
-        return f"Kaldi's filter bank, {features.bands} bands at {features.sample_rate / 1000:g} kHz"
-    if isinstance(features, PretrainedFeatures):
-        return features.title
-    kind = "log-mel" if isinstance(features, FeatureSettings) else features.title
-    return f"{kind}, {features.bands} bands at {features.sample_rate / 1000:g} kHz, {z_score}"

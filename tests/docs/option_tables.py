@@ -23,6 +23,7 @@ from raydfl.data.features.kaldi import KaldiFeatures
 from raydfl.data.features.model import ModelFeatures
 from raydfl.data.features.pretrained import PretrainedFeatures
 from raydfl.engine.groups import GroupRule
+from raydfl.experiments.protocol import PlateauSettings
 from raydfl.experiments.settings import MetricSettings, PaperSettings, StudySettings
 from raydfl.rules import RULES
 
@@ -66,7 +67,12 @@ def find_classes(page: str) -> dict[str, tuple[type, set[str]]]:
     elif page == "views.md":
         classes = {"Images": (ImageFeatures, set())}
     elif page == "sweeps.md":
-        studies = {"The file": StudySettings, "metric": MetricSettings, "paper": PaperSettings}
+        studies = {
+            "The file": StudySettings,
+            "metric": MetricSettings,
+            "paper": PaperSettings,
+            "plateau": PlateauSettings,
+        }
         classes = {heading: (cls, set()) for heading, cls in studies.items()}
     elif page == "pretrained.md":
         classes = {"data.features of the kind pretrained": (PretrainedFeatures, set())}

@@ -21,13 +21,15 @@ from raydfl.engine.storage.record import MetricRow, rows_path, write_rows
 from raydfl.experiments import results as results_module
 from raydfl.experiments import tables
 from raydfl.experiments.load import load_study
+from raydfl.experiments.notes import describe_results
 from raydfl.experiments.page import write_page
-from raydfl.experiments.results import FEWEST, Contestant, Difference, Spread, StudyResults, measure_importance
+from raydfl.experiments.results import FEWEST, Contestant, StudyResults, measure_importance
 from raydfl.experiments.results import collect as collect_with
 from raydfl.experiments.settings import MetricSettings
 from raydfl.experiments.state import StudyState
+from raydfl.experiments.statistics import Difference, Spread
 from raydfl.experiments.study import Study, Trial
-from raydfl.experiments.tables import describe_results, latex, make_full_table, markdown, pivot, records, write_tables
+from raydfl.experiments.tables import latex, make_full_table, markdown, pivot, records, write_tables
 from raydfl.runs.report import Plot
 from raydfl.runs.report import page as page_builder
 

@@ -1,0 +1,108 @@
+"""The protocol of a study: the fields that make its results evidence, its controls, and the checks before the first run.
+
+A study is **confirmatory** if its file sets ``difference``, ``controls``, ``plateau`` or ``tuned``, or ``exploratory: false``. Only
+confirmatory studies draw conclusions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+from pydantic import Field
+
+from raydfl.core.errors import ConfigError, nearest
+from raydfl.core.settings import Settings
+
+SEEDS = 5
+"""Minimum number of repeats of a confirmatory study."""
+TRIALS = 8
+"""Minimum number of tuning trials per contestant."""
+ControlName = Literal[
+    "chance",
+    "majority",
+    "raw",
+    "untrained",
+    "local",
+    "centralised",
+    "fedavg",
+    "fedavg_fine_tuned",
+    "compute_matched",
+    "known_groups",
+]
+CONTROLS: tuple[str, ...] = get_args(ControlName)
+MEASURED = ("chance", "majority", "raw")
+"""Controls without training. Every run measures them (:mod:`raydfl.controls`)."""
+LABELS: Mapping[str, str] = {
+    "untrained": "untrained",
+    "local": "local only",
+    "centralised": "centralised",
+    "fedavg": "FedAvg",
+    "fedavg_fine_tuned": "FedAvg, fine-tuned",
+    "compute_matched": "compute-matched",
+    "known_groups": "known groups",
+}
+"""Labels of the trained controls."""
+_SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    # With the smallest normal float32 as learning rate, no step changes a weight.
+    "untrained": {"train.rounds": 1, "train.optimiser.lr": 1.2e-38},
+    "local": {"method": {"name": "fedper", "personal": ["model"]}},
+    "centralised": {"data.partition": {"by": "iid", "clients": 1}, "train.cohort": 1.0},
+    "fedavg": {"method": {"name": "fedavg"}},
+    "fedavg_fine_tuned": {"method": {"name": "fedavg"}, "evaluate.fine_tune": {"epochs": 1}},
+    "compute_matched": {},
+    "known_groups": {"train.groups": {"name": "known"}},
+}
+"""Changes of the study's control, by control."""
+_METRICS: Mapping[str, Mapping[str, Any]] = {"fedavg_fine_tuned": {"model": "personal"}}
+
+
+class PlateauSettings(Settings):
+    """The rule for the plateau of training, applied to the control's score on held-out data."""
+
+    evaluations: int = Field(5, ge=1, description="Number of consecutive evaluations without a rise of the best score.")
+    rise: float = Field(
+        1.0, ge=0, description="Smallest relevant rise of the best score, in the table's unit (points of per cent)."
+    )
+
+
+def make_control_label(name: str, changes: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
+    """Make the settings of a trained control.
+
+    Args:
+        name: One of :data:`CONTROLS`.
+        changes: The user's changes of the control's settings.
+        base: Settings of the label that the study's ``control`` names.
+    """
+    settings = {**base, **_SETTINGS[name]}
+    if name in _METRICS:
+        settings["metric"] = {**dict(settings.get("metric", {})), **_METRICS[name]}
+    return {**settings, **changes}
+
+
+def read_controls(value: Any) -> dict[str, dict[str, Any]]:
+    """Convert a list of names, or a mapping from names to changed settings, to a mapping.
+
+    Raises:
+        ConfigError: A name is unknown, or a control misses or must not have settings.
+    """
+    if isinstance(value, list):
+        value = {str(name): {} for name in value}
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"controls is {value!r}, but must be a list of names: [chance, untrained, local].")
+    controls = {}
+    for name, changed in value.items():
+        if name not in CONTROLS:
+            raise ConfigError(f"controls: there is no control {name!r}. {nearest(str(name), CONTROLS)}")
+        if not isinstance(changed, Mapping | None):
+            raise ConfigError(f"controls.{name} is {changed!r}, but must be a group of settings.")
+        changes = dict(changed or {})
+        if name in MEASURED and changes:
+            raise ConfigError(f"controls.{name} trains nothing, so it has no settings. Remove them.")
+        if name == "compute_matched" and not changes:
+            raise ConfigError(
+                "controls.compute_matched needs settings with equal client steps for the control and its rivals: "
+                "{compute_matched: {train.local_epochs: 4}}. The column client steps shows the result."
+            )
+        controls[str(name)] = changes
+    return controls

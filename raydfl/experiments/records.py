@@ -1,0 +1,247 @@
+"""Results of finished runs as JSON files with provenance: configuration digest, commit, machine, scores and budget.
+
+A study with a folder ``results`` repeats no run that has a file there, so a study continues on a different machine without the
+folders of its runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import platform
+import subprocess
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from raydfl.core.errors import ConfigError, RunDirectoryError
+from raydfl.core.files import write_durably
+from raydfl.core.version import __version__
+from raydfl.experiments.settings import MetricSettings
+from raydfl.experiments.study import Study, Trial, list_keys
+from raydfl.runs.report import Curve, RunRecord, find_problems, read_run
+
+BUDGET: Mapping[str, tuple[str, float]] = {
+    "client steps": ("steps", 1.0),
+    "MB down": ("bytes_down", 1e-6),
+    "MB up": ("bytes_up", 1e-6),
+    "client seconds": ("seconds/fit", 1.0),
+}
+"""Columns of a run's budget: metric, and factor of the sum of its totals."""
+MEANS: Mapping[str, tuple[str, float]] = {
+    "kept weights (%)": ("kept_weights", 100.0),
+    "multiply-adds (M)": ("multiply_adds", 1e-6),
+}
+"""Columns of a run's budget: metric, and factor of its mean over the rounds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """Results and provenance of a run."""
+
+    run: str
+    """Name of the run's folder."""
+    identity: str
+    digest: str
+    """Digest of the run's configuration."""
+    labels: dict[str, str]
+    """Labels of the cell by axis."""
+    values: dict[str, Any]
+    """The draw: values by setting."""
+    repeat: str
+    rounds: int
+    every: int
+    """Rounds between evaluations."""
+    scores: dict[str, list[tuple[int, float]]]
+    """Rounds and values by metric, such as ``test model/accuracy``. Values are unscaled."""
+    chosen: int = 0
+    """The best round by ``run.best``; 0: none."""
+    worthless: bool = False
+    problems: str = ""
+    controls: list[dict[str, Any]] = field(default_factory=list)
+    """Controls without training: name, metric, value, count of test clips, standard error."""
+    budget: dict[str, float] = field(default_factory=dict)
+    """Sums over the run, and means over the rounds, by column."""
+    provenance: dict[str, Any] = field(default_factory=dict)
+
+    def find_curve(self, trial: Trial, metric: MetricSettings) -> Curve | None:
+        """Return the curve of a metric in the table's unit; ``None`` if the run did not measure it."""
+        points = next(
+            (self.scores[name] for key in list_keys(trial.config, metric) if (name := " ".join(key)) in self.scores),
+            None,
+        )
+        if not points:
+            return None
+        rounds, values = np.array(points, np.float64).T
+        return Curve(rounds, values * metric.scale, np.zeros_like(values))
+
+
+def make_result(study: Study, trial: Trial) -> RunResult:
+    """Make the result of a trial from the folder of its run."""
+    record = read_run(trial.run_dir)
+    problems, best = find_problems(record), record.curves.get(("server", "best_round"))
+    metrics = (
+        trial.metric,
+        *(study.resolve(metric, trial.config) for metric in study.settings.also),
+        study.make_plateau_metric(trial),
+    )
+    keys = [next((key for key in list_keys(trial.config, metric) if key in record.curves), None) for metric in metrics]
+    curves = {" ".join(key): record.curves[key] for key in keys if key is not None}
+    return RunResult(
+        run=trial.run_dir.name,
+        identity=trial.identity,
+        digest=trial.config.digest(),
+        labels=dict(zip(study.axes, trial.labels, strict=True)),
+        values=dict(trial.values),
+        repeat=trial.repeat,
+        rounds=record.done,
+        every=trial.config.evaluate.every,
+        scores={
+            name: [(int(at), float(value)) for at, value in zip(curve.rounds, curve.values, strict=True)]
+            for name, curve in curves.items()
+        },
+        chosen=0 if best is None else int(best.last),
+        worthless=any(problem.worthless for problem in problems),
+        problems="; ".join(problem.text for problem in problems),
+        controls=[dict(control) for control in getattr(record, "controls", ())],
+        budget=_measure_budget(record),
+        provenance={
+            "version": __version__,
+            "commit": find_commit(),
+            "seed": trial.config.run.seed,
+            **describe_machine(),
+        },
+    )
+
+
+def _measure_budget(record: RunRecord) -> dict[str, float]:
+    sums = {column: record.sum_totals(name) for column, (name, _) in BUDGET.items()}
+    budget = {column: round(value * BUDGET[column][1], 3) for column, value in sums.items() if value is not None}
+    for column, (name, factor) in MEANS.items():
+        curve = next((curve for (_, metric), curve in record.curves.items() if metric == name), None)
+        budget |= {} if curve is None else {column: round(float(curve.trained.mean()) * factor, 3)}
+    return budget
+
+
+@functools.cache
+def describe_machine() -> dict[str, Any]:
+    """Describe the machine: processor, cores, and the versions of Python and PyTorch."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    processor = next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor()
+    )
+    return {
+        "processor": processor or platform.machine(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+@functools.cache
+def find_commit() -> str:
+    """Return the commit of raydfl's source folder, with ``+`` after changes. Empty for an installed package."""
+    command = [
+        "git",
+        "-C",
+        str(Path(__file__).parent),
+        "describe",
+        "--always",
+        "--abbrev=12",
+        "--dirty=+",
+        "--exclude=*",
+    ]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def write_result(study: Study, trial: Trial) -> None:
+    """Write the result of a finished trial into the study's folder of results, if the study has a folder.
+
+    Raises:
+        ResourcesError: The disk is full, or the folder is not writable.
+    """
+    if trial.result_file is None or trial.result_file.exists():
+        return
+    trial.result_file.parent.mkdir(parents=True, exist_ok=True)
+    write_durably(
+        trial.result_file, (json.dumps(_to_plain(asdict(make_result(study, trial))), indent=1) + "\n").encode()
+    )
+
+
+def _to_plain(value: Any) -> Any:
+    """Replace non-finite numbers, which JSON lacks, by ``None``."""
+    if isinstance(value, Mapping):
+        return {key: _to_plain(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_to_plain(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def read_result(study: Study, trial: Trial) -> RunResult:
+    """Read the result of a trial from its JSON file, or make it from the folder of its run.
+
+    Raises:
+        RunDirectoryError: The file is damaged.
+        ConfigError: The file is the result of a different configuration.
+    """
+    path = trial.result_file
+    if path is None or not path.exists():
+        return make_result(study, trial)
+    result = load_result(path)
+    if result.digest != trial.config.digest():
+        raise ConfigError(
+            f"{path} is the result of a different configuration (digest {result.digest[:12]} instead of "
+            f"{trial.config.digest()[:12]}). Move the file away to train {trial.name} again, or restore the study's settings."
+        )
+    return result
+
+
+def load_result(path: Path) -> RunResult:
+    """Load a JSON file with the result of a run.
+
+    Raises:
+        RunDirectoryError: The file is damaged.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        known = {item.name for item in fields(RunResult)}
+        result = RunResult(**{key: value for key, value in values.items() if key in known})
+        scores = {
+            name: [(int(at), math.nan if value is None else float(value)) for at, value in points]
+            for name, points in result.scores.items()
+        }
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise RunDirectoryError(
+            f"{path} is damaged ({error}). Restore it from a copy, or remove it to repeat the run."
+        ) from error
+    return RunResult(**{**{item.name: getattr(result, item.name) for item in fields(RunResult)}, "scores": scores})
+
+
+def check_results(study: Study) -> None:
+    """Check the membership of each file in the folder of results: it must belong to a trial of the study.
+
+    Raises:
+        ConfigError: A file has an unknown identity, so its configuration is not part of the study.
+    """
+    folder = study.results_folder
+    if folder is None or study.only_some:
+        return
+    known = {trial.identity for trial in study.trials}
+    foreign = [path for path in sorted(folder.glob("*.json")) if path.stem.rpartition("-")[2] not in known]
+    if foreign:
+        raise ConfigError(
+            f"{foreign[0]} is the result of a configuration outside the study ({len(foreign)} files). Move them away, or "
+            f"restore the study's settings."
+        )

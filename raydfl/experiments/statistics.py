@@ -1,0 +1,132 @@
+"""Statistics of a study: scores over repeats, paired differences with intervals, conclusions, and the plateau of a curve."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+
+from raydfl.experiments.protocol import PlateauSettings
+from raydfl.runs.report import Curve
+
+CONFIDENCE = 0.95
+"""Confidence level of the intervals of differences."""
+
+
+def format_number(value: float | None, signed: bool = False) -> str:
+    """Format a number for tables, with ``-`` for None and NaN."""
+    return "-" if value is None or np.isnan(value) else f"{value:{'+' if signed else ''}.2f}"
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A score of several runs, in the table's unit."""
+
+    by_repeat: Mapping[str, float]
+    """Scores by the value of the repeated setting, ``run.seed=1``."""
+
+    @property
+    def values(self) -> list[float]:
+        """The values in the order of the repeats."""
+        return list(self.by_repeat.values())
+
+    @property
+    def mean(self) -> float:
+        """The mean; NaN without values."""
+        return float(np.mean(self.values)) if self.by_repeat else math.nan
+
+    @property
+    def std(self) -> float:
+        """Sample standard deviation (divided by n - 1); NaN for fewer than two values."""
+        return float(np.std(self.values, ddof=1)) if len(self.by_repeat) > 1 else math.nan
+
+    def __str__(self) -> str:
+        return (
+            format_number(self.mean)
+            if len(self.by_repeat) < 2
+            else f"{format_number(self.mean)} ± {format_number(self.std)}"
+        )
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The mean of paired differences with its confidence interval."""
+
+    mean: float
+    low: float
+    """Lower end of the interval; NaN for fewer than two pairs."""
+    high: float
+    """Upper end of the interval; NaN for fewer than two pairs."""
+    n: int
+    """Number of pairs."""
+    error: float = math.nan
+    """Standard error of the mean."""
+
+    @classmethod
+    def between(cls, treatment: Spread, control: Spread) -> Difference | None:
+        """Compute the mean of ``treatment - control`` over common repeats, with Student's t confidence interval.
+
+        Returns:
+            The difference. ``None`` without common repeats, or if a score is not finite.
+        """
+        scores, baseline = treatment.by_repeat, control.by_repeat
+        differences = [scores[repeat] - baseline[repeat] for repeat in scores if repeat in baseline]
+        if not differences or not np.isfinite(differences).all():
+            return None
+        mean, n = float(np.mean(differences)), len(differences)
+        error = float(stats.sem(differences)) if n > 1 else math.nan
+        half = error * float(stats.t.ppf((1 + CONFIDENCE) / 2, n - 1)) if n > 1 else math.nan
+        return cls(mean, mean - half, mean + half, n, error)
+
+    def is_significant(self, comparisons: int) -> bool:
+        """Return whether the interval excludes 0 after Bonferroni's correction for the number of comparisons."""
+        level = 1 - (1 - CONFIDENCE) / max(1, comparisons)
+        return self.n > 1 and abs(self.mean) > self.error * float(stats.t.ppf((1 + level) / 2, self.n - 1))
+
+    def __str__(self) -> str:
+        interval = (
+            "" if math.isnan(self.low) else f" [{format_number(self.low, True)}, {format_number(self.high, True)}]"
+        )
+        return f"{format_number(self.mean, True)}{interval}"
+
+
+def describe_difference(difference: Difference, comparisons: int, smallest: float | None, sign: float = 1.0) -> str:
+    """Draw the conclusion from a paired difference.
+
+    Args:
+        difference: The difference from the control.
+        comparisons: Number of comparisons in the study, for Bonferroni's correction.
+        smallest: Smallest difference of interest.
+        sign: 1 if larger scores are better, otherwise -1.
+    """
+    if difference.n < 2:
+        return "one pair, so no interval"
+    if difference.is_significant(comparisons):
+        small = smallest is not None and abs(difference.mean) < smallest
+        return (
+            "better" if sign * difference.mean > 0 else "worse"
+        ) + ", by less than the difference of interest" * small
+    inside = smallest is not None and max(abs(difference.low), abs(difference.high)) < smallest
+    return "no difference seen" + ", and the interval excludes the difference of interest" * inside
+
+
+def find_plateau(curve: Curve, rule: PlateauSettings, sign: float = 1.0) -> int | None:
+    """Find the first evaluation without a rise of the best score by ``rule.rise`` in the next ``rule.evaluations``.
+
+    Args:
+        curve: The score on held-out data, in the unit of ``rise``.
+        rule: The rule.
+        sign: 1 if larger scores are better, otherwise -1.
+
+    Returns:
+        Index of the evaluation; ``None`` if the score was still rising, or has too few evaluations.
+    """
+    scores = sign * curve.values
+    best = np.maximum.accumulate(np.nan_to_num(scores, nan=-np.inf))
+    for place in range(len(best) - rule.evaluations):
+        if curve.rounds[place] > 0 and best[place + rule.evaluations] < best[place] + max(rule.rise, 1e-12):
+            return place
+    return None

@@ -1,0 +1,329 @@
+"""The protocol of confirmatory studies: conclusions, plateau, controls, tuning, and results as JSON files."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from commands import Raydfl
+from scipy import stats
+from studies import StudyFile, write_run_folder
+
+from raydfl.core.errors import ConfigError, RunDirectoryError
+from raydfl.experiments.load import load_study
+from raydfl.experiments.notes import describe_results
+from raydfl.experiments.protocol import PlateauSettings
+from raydfl.experiments.records import check_results, load_result, write_result
+from raydfl.experiments.results import StudyResults, collect
+from raydfl.experiments.state import StudyState
+from raydfl.experiments.statistics import Difference, Spread, describe_difference, find_plateau
+from raydfl.experiments.study import Study
+from raydfl.experiments.tables import make_controls_table, make_full_table, markdown
+from raydfl.runs.report import Curve
+
+ROUNDS = 12
+PROTOCOL: dict[str, Any] = {
+    "question": "Does FedProx score higher than FedAvg?",
+    "control": {"method": "FedAvg"},
+    "difference": 2,
+    "plateau": {"evaluations": 3, "rise": 1},
+    "repeat": {"run.seed": [1, 2, 3, 4, 5]},
+    "settings": {"train.rounds": ROUNDS, "data.split.validation": 0.25},
+}
+
+
+def make_difference(*differences: float) -> Difference:
+    scores = {f"run.seed={index}": value for index, value in enumerate(differences)}
+    difference = Difference.between(Spread(scores), Spread(dict.fromkeys(scores, 0.0)))
+    assert difference is not None
+    return difference
+
+
+def make_curve(*values: float) -> Curve:
+    return Curve(np.arange(1.0, len(values) + 1), np.array(values), np.zeros(len(values)))
+
+
+def read_results(study: Study) -> StudyResults:
+    return collect(study, StudyState.read(study))
+
+
+# -- conclusions -----------------------------------------------------------------------------------------------------
+
+
+def test_three_differences_by_hand() -> None:
+    # 2, 3 and 4: mean 3, standard deviation 1, standard error 0.577; t(0.975, 2) is 4.303, so the interval is 3 ± 2.48.
+    difference = make_difference(2, 3, 4)
+    assert difference.low == pytest.approx(3 - 4.3027 / math.sqrt(3), abs=1e-4)
+    assert describe_difference(difference, comparisons=1, smallest=2) == "better"
+    assert describe_difference(difference, comparisons=1, smallest=2, sign=-1) == "worse"
+    # t(1 - 0.05 / 5 / 2, 2) is 9.92, so the interval with Bonferroni's correction is 3 ± 5.73.
+    assert describe_difference(difference, comparisons=5, smallest=2) == "no difference seen"
+
+
+@pytest.mark.parametrize(
+    ("differences", "conclusion"),
+    [
+        ((1.0, 1.1, 0.9), "better, by less than the difference of interest"),
+        ((0.1, -0.1, 0.05), "no difference seen, and the interval excludes the difference of interest"),
+        ((5.0, -5.0, 1.0), "no difference seen"),
+        ((3.0,), "one pair, so no interval"),
+    ],
+)
+def test_conclusions_name_the_size_of_a_difference(differences: tuple[float, ...], conclusion: str) -> None:
+    assert describe_difference(make_difference(*differences), comparisons=1, smallest=2) == conclusion
+
+
+def test_significance_equals_scipys_test_with_a_corrected_level() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        values = rng.normal(0.5, 1.0, 6)
+        for comparisons in (1, 3, 10):
+            expected = stats.ttest_1samp(values, 0).pvalue < 0.05 / comparisons
+            assert make_difference(*values).is_significant(comparisons) == expected
+
+
+# -- plateau ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "place"),
+    [
+        ((10, 50, 80, 80.5, 80.9, 80.2, 80.1), 2),
+        ((10, 50, 80, 80.5, 81, 80.2, 80.1, 80, 79), 3),
+        ((10, 20, 30, 40, 50, 60, 70), None),
+        ((80, 80, 80), None),
+        ((float("nan"), 50, 50, 50, 50), 1),
+    ],
+)
+def test_the_plateau_is_the_first_evaluation_without_a_later_rise(values: tuple[float, ...], place: int | None) -> None:
+    assert find_plateau(make_curve(*values), PlateauSettings(evaluations=3, rise=1.0)) == place
+
+
+def test_the_plateau_of_a_loss_is_the_end_of_its_fall() -> None:
+    assert find_plateau(make_curve(5, 3, 1, 1, 1, 1), PlateauSettings(evaluations=3, rise=0.5), sign=-1) == 2
+
+
+# -- the file --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"control": None}, "control: a confirmatory study needs a decisive control"),
+        ({"question": None}, "question: a confirmatory study states its question"),
+        ({"difference": None}, "difference: a confirmatory study states the smallest difference"),
+        ({"plateau": None}, "plateau: a confirmatory study needs a rule"),
+        (
+            {"repeat": {"run.seed": [1, 2, 3]}},
+            "requires at least 5 repeats, not 3. Add seeds, or set exploratory: true.",
+        ),
+        ({"summary": "best"}, "summary: best selects evaluations on the test data"),
+        (
+            {"settings": {"data.split.validation": 0.0}},
+            "plateau: the rule needs held-out data",
+        ),
+        ({"controls": ["chanse"]}, "there is no control 'chanse'. Did you mean 'chance'?"),
+        ({"controls": ["compute_matched"]}, "controls.compute_matched needs settings"),
+        ({"controls": {"raw": {"train.rounds": 3}}}, "controls.raw trains nothing"),
+        ({"controls": ["fedavg_fine_tuned"]}, "measured on the clients' own clips. Set metric.split: client_test"),
+        ({"axes": {"method": {"FedAvg": {}, "often": {"evaluate.every": 2}}}}, "evaluations differ"),
+        (
+            {"domains": {"train.optimiser.lr": {"uniform": [0.1, 0.2]}}},
+            "selects settings, so it cannot be confirmatory",
+        ),
+    ],
+)
+def test_a_study_that_breaks_the_protocol_ends_with_exit_code_2(
+    grid: StudyFile, raydfl: Raydfl, changes: dict[str, Any], message: str
+) -> None:
+    result = raydfl("study", grid(**PROTOCOL | changes), "--check")
+    assert (result.code, message in result.err) == (2, True), result.err
+
+
+def test_an_exploratory_study_reports_it_on_its_page(grid: StudyFile) -> None:
+    for changes in ({"exploratory": True, "difference": 2}, {}):
+        study = load_study(grid(**changes))
+        assert not study.settings.confirmatory
+        assert "Exploratory: the study draws no conclusions." in describe_results(read_results(study))
+
+
+def test_trained_controls_are_labels_with_the_settings_of_the_control(grid: StudyFile) -> None:
+    names = ["chance", "untrained", "local", "centralised", "fedavg"]
+    study = load_study(grid(**PROTOCOL | {"controls": names}))
+    first = {trial.labels: trial.config for trial in reversed(study.trials)}
+    methods = [labels[1] for labels in first if labels[0] == "clean"]
+    assert sorted(methods) == sorted(["FedAvg", "FedProx", "fast", "untrained", "local only", "centralised"])
+    assert first["wrong", "local only"].method == {"name": "fedper", "personal": ["model"]}
+    assert first["wrong", "local only"].data.corrupt.labels is not None  # the settings of the other axis
+    assert first["clean", "centralised"].data.partition.clients == 1
+    assert first["clean", "untrained"].train.rounds == 1
+
+
+def test_a_matched_control_has_the_users_settings(grid: StudyFile) -> None:
+    study = load_study(grid(**PROTOCOL | {"controls": {"compute_matched": {"train.local_epochs": 3}}}))
+    assert {trial.config.train.local_epochs for trial in study.trials if "compute-matched" in trial.labels} == {3}
+
+
+# -- results ---------------------------------------------------------------------------------------------------------
+
+
+def finish(study: Study, scores: dict[str, float]) -> None:
+    """Write run folders with a rise to ``scores[method]`` plus seed / 100 in round 4."""
+    for trial in study.trials:
+        level = scores[trial.labels[1]] + trial.config.run.seed / 100
+        values = [level * min(1.0, at / 4) for at in range(1, trial.config.train.rounds + 1)]
+        write_run_folder(trial, {"test model/accuracy": values, "validation model/accuracy": values})
+
+
+@pytest.fixture(name="finished_study")
+def finish_study(grid: StudyFile) -> Study:
+    study = load_study(grid(**PROTOCOL | {"results": "results"}))
+    finish(study, {"FedAvg": 0.5, "FedProx": 0.6, "fast": 0.5})
+    return study
+
+
+def test_tables_from_json_files_equal_tables_from_run_folders(finished_study: Study) -> None:
+    before = read_results(finished_study)
+    text = markdown(before)
+    shutil.rmtree(finished_study.folder)
+    study = load_study(finished_study.file)
+    assert all(trial.finished for trial in study.trials)
+    assert markdown(read_results(study)) == text
+    assert study.results_folder is not None
+    assert len(list(study.results_folder.glob("*.json"))) == len(study.distinct)
+
+
+def test_conclusions_of_a_table(finished_study: Study) -> None:
+    results = read_results(finished_study)
+    conclusions = {contestant.labels: contestant.conclusion for contestant in results.contestants}
+    assert conclusions["clean", "FedProx"] == "better"
+    assert "no difference seen" in conclusions["clean", "fast"]
+    assert conclusions["clean", "FedAvg"] == ""
+    assert results.plateaus == {("clean", "FedAvg"): 4, ("wrong", "FedAvg"): 4}
+    headings, lines = make_full_table(results)
+    plateau = [line[headings.index("at plateau")] for line in lines if line[:2] == ["clean", "FedProx"]]
+    assert plateau == ["63.00 ± 1.58"]  # the mean over seeds 1 to 5 of 60 + seed
+    notes = " ".join(describe_results(results))
+    assert "(4 comparisons)" in notes
+    assert "Controls outside the study: chance, majority, raw" in notes
+
+
+def test_a_contestant_at_chance_did_not_learn_and_has_no_rank(finished_study: Study) -> None:
+    for trial in finished_study.trials:
+        write_result(finished_study, trial)
+        assert trial.result_file is not None
+        values = json.loads(trial.result_file.read_text())
+        error = 0.04 if trial.labels[0] == "clean" else 0.01
+        values["controls"] = [
+            {"name": "chance", "metric": "accuracy", "value": 0.47, "count": 100, "standard_error": error},
+            {"name": "raw features: linear", "metric": "accuracy", "value": 0.7, "count": 100, "standard_error": 0.05},
+        ]
+        trial.result_file.write_text(json.dumps(values))
+    results = read_results(finished_study)
+    learned = {contestant.labels: contestant.learned for contestant in results.contestants}
+    # FedAvg scores 53: below 47 + 2 x 4, above 47 + 2 x 1.
+    assert learned == {
+        ("clean", "FedAvg"): False, ("clean", "FedProx"): True, ("clean", "fast"): False,
+        ("wrong", "FedAvg"): True, ("wrong", "FedProx"): True, ("wrong", "fast"): True,
+    }  # fmt: skip
+    conclusions = {contestant.labels: contestant.conclusion for contestant in results.contestants}
+    assert conclusions["clean", "fast"] == "did not learn"
+    assert conclusions["clean", "FedProx"] == "better"
+    assert make_controls_table(results)[1][1] == [
+        "raw features: linear", "70.00 ± 0.00 (standard error 5.00)", "70.00 ± 0.00 (standard error 5.00)",
+    ]  # fmt: skip
+
+
+def test_results_of_a_different_configuration_end_with_exit_code_2(
+    finished_study: Study, grid: StudyFile, raydfl: Raydfl
+) -> None:
+    read_results(finished_study)
+    changed = grid(**PROTOCOL | {"results": "results", "settings": {**PROTOCOL["settings"], "train.batch_size": 3}})
+    result = raydfl("study", changed, "--table")
+    assert result.code == 2
+    assert "is the result of a configuration outside the study (30 files)" in result.err
+
+
+def test_a_result_with_a_changed_digest_is_refused(finished_study: Study) -> None:
+    read_results(finished_study)
+    path = finished_study.trials[0].result_file
+    assert path is not None
+    path.write_text(path.read_text().replace(finished_study.trials[0].config.digest(), "0" * 64))
+    check_results(finished_study)  # the name is that of a trial
+    with pytest.raises(ConfigError, match="result of a different configuration"):
+        read_results(finished_study)
+
+
+def test_a_damaged_result_names_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    path.write_text("{}")
+    with pytest.raises(RunDirectoryError, match=r"run\.json is damaged"):
+        load_result(path)
+
+
+# -- tuning ----------------------------------------------------------------------------------------------------------
+
+
+def write_tuning(grid: StudyFile, **changes: Any) -> Path:
+    search = {
+        "control": None,
+        "repeat": None,
+        "settings": {"train.rounds": ROUNDS, "data.split.validation": 0.25, "run.seed": 9},
+        "axes": {"method": {"FedAvg": {"method": "fedavg"}, "FedProx": {"method": {"name": "fedprox", "mu": 0.5}}}},
+        "domains": {"train.optimiser.lr": {"grid": [0.01 * at for at in range(1, 9)]}},
+        "searcher": "grid",
+    }
+    return grid(name="tuning", **search | changes)
+
+
+@pytest.fixture(name="tuned_keys")
+def make_tuned_keys(grid: StudyFile) -> dict[str, Any]:
+    """Return the keys of a study with a finished search. The best rates are 0.03 (FedAvg) and 0.05 (FedProx)."""
+    search = load_study(write_tuning(grid))
+    for trial in search.trials:
+        distance = abs(trial.values["train.optimiser.lr"] - {"FedAvg": 0.03, "FedProx": 0.05}[trial.labels[0]])
+        write_run_folder(trial, {"validation model/accuracy": [0.9 - distance] * ROUNDS})
+    axes = {"method": {"FedAvg": {"method": "fedavg"}, "FedProx": {"method": {"name": "fedprox", "mu": 0.5}}}}
+    return PROTOCOL | {"axes": axes, "tuned": "tuning.yaml"}
+
+
+def test_each_contestant_has_its_best_settings_and_controls_those_of_the_control(
+    grid: StudyFile, tuned_keys: dict[str, Any]
+) -> None:
+    study = load_study(grid(**tuned_keys | {"controls": ["local", "centralised"]}))
+    rates = {trial.labels[0]: trial.config.train.optimiser.lr for trial in study.trials}
+    assert rates == pytest.approx({"FedAvg": 0.03, "FedProx": 0.05, "local only": 0.03, "centralised": 0.03})
+
+
+def test_unequal_tuning_is_refused(grid: StudyFile, tuned_keys: dict[str, Any]) -> None:
+    search = load_study(write_tuning(grid))
+    shutil.rmtree(search.trials[0].run_dir)
+    with pytest.raises(ConfigError, match=r"unequal or missing trials \(FedAvg 7, FedProx 8\)"):
+        load_study(grid(**tuned_keys))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"metric": {"score": "accuracy", "split": "test"}}, "tunes on the test data"),
+        ({"settings": {"train.rounds": ROUNDS, "data.split.validation": 0.25, "run.seed": 3}}, "tunes with run.seed 3"),
+        ({"domains": None, "searcher": None}, "has no domains"),
+    ],
+)
+def test_tuning_on_reported_data_is_refused(
+    grid: StudyFile, tuned_keys: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    write_tuning(grid, **changes)
+    with pytest.raises(ConfigError, match=message):
+        load_study(grid(**tuned_keys))
+
+
+def test_fewer_than_eight_tuning_trials_are_refused(grid: StudyFile, tuned_keys: dict[str, Any]) -> None:
+    write_tuning(grid, domains={"train.optimiser.lr": {"grid": [0.01, 0.02]}})
+    with pytest.raises(ConfigError, match="has 2 trials per contestant, but the protocol requires 8"):
+        load_study(grid(**tuned_keys))
