@@ -15,6 +15,7 @@ from raydfl.core.cuts import cut_tensors
 from raydfl.core.errors import ConfigError
 from raydfl.core.tensors import FlatTensors
 from raydfl.core.types import ModelSpec
+from raydfl.methods._pruning import find_prunable_layers, make_masks
 from raydfl.models import build_model, make_cuts, narrow, start_from_file
 
 NAMES = ["resnet18", "shufflenet_v2"]
@@ -104,6 +105,20 @@ def test_the_trained_convolutions_have_the_number_of_weights_of_fedapta(name: st
     norms = [part for part in network.modules() if isinstance(part, nn.GroupNorm)]
     assert {part.num_groups for part in norms} == {2}
     assert all(bool((part.weight == 1).all()) and not bool(part.bias.any()) for part in norms)
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"),
+    [("resnet18", (8.81, 6.61, 4.40, 2.20)), ("shufflenet_v2", (0.97, 0.72, 0.48, 0.24))],
+)
+def test_the_kept_weights_at_each_ratio_are_those_of_fedaptas_table_5(name: str, millions: tuple[float, ...]) -> None:
+    network = build_model(make_spec(name, freeze=True))
+    layers = find_prunable_layers({"model": network}, (), ["convolution"])
+    tensors = {f"model/{key}": value for key, value in network.state_dict().items()}
+    for ratio, expected in zip((0.2, 0.4, 0.6, 0.8), millions, strict=True):
+        masks = make_masks(layers, tensors, ratio)
+        kept = sum(layer.weights(tensors) * float(masks[layer.name].mean()) for layer in layers)
+        assert kept / 1e6 == pytest.approx(expected, abs=0.01)  # whole units meet a ratio approximately
 
 
 @pytest.mark.parametrize("name", NAMES)
