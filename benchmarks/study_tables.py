@@ -1,9 +1,11 @@
 """Write the tables and figures of the docs from the JSON files of studies in benchmarks/results.
 
-A page names a study between two comments, and this program writes the text between them:
+A page names a study, or asks for the list of studies, between two comments. This program writes the text between them:
 
     <!-- study: benchmarks/studies/NAME.yaml -->
     <!-- end of study -->
+    <!-- list of studies -->
+    <!-- end of list -->
 
     python benchmarks/study_tables.py            # all pages
     python benchmarks/study_tables.py --check    # change nothing; exit code 1 if a page differs from the JSON files
@@ -19,6 +21,7 @@ from pathlib import Path
 
 import matplotlib as mpl
 
+from raydfl.core.errors import ConfigError
 from raydfl.experiments import StudyResults, describe_results, load_study, make_full_table, make_summary_table
 from raydfl.experiments.page import draw_curves
 from raydfl.experiments.results import collect
@@ -27,6 +30,8 @@ from raydfl.experiments.tables import format_markdown, make_controls_table
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
+STUDIES = ROOT / "benchmarks" / "studies"
+_LIST = re.compile(r"(<!-- list of studies -->\n).*?(<!-- end of list -->)", re.DOTALL)
 _BLOCK = re.compile(r"(<!-- study: (?P<study>\S+) -->\n).*?(<!-- end of study -->)", re.DOTALL)
 
 
@@ -63,6 +68,25 @@ def format_block(study_file: str, results: StudyResults) -> str:
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
+def format_list() -> str:
+    """Format the list of confirmatory studies: question, finished runs, hours of work."""
+    lines = []
+    for path in sorted(STUDIES.glob("*.yaml")):
+        if "question:" not in path.read_text(encoding="utf-8"):
+            continue  # a base configuration, or a search
+        try:
+            study = load_study(path)
+            found = [
+                result for contestant in collect(study, StudyState(study)).contestants for result in contestant.results
+            ]
+        except ConfigError:  # The tuning is unfinished.
+            study, found = load_study(path, ["tuned=null"]), []
+        hours = sum(result.budget.get("client seconds", 0.0) for result in found) / 3600
+        link = f"[{path.stem}](../benchmarks/studies/{path.name})"
+        lines.append([link, study.settings.question, f"{len(found)} of {len(study.trials)}", f"{hours:.1f}"])
+    return format_markdown((["study", "question", "finished runs", "hours of clients' work"], lines)) + "\n"
+
+
 def draw_figure(study_file: str, results: StudyResults) -> None:
     """Draw the learning curves of the first cell of the leading axes into the folder of the pages."""
     plot = next(draw_curves(results), None)
@@ -75,15 +99,18 @@ def draw_figure(study_file: str, results: StudyResults) -> None:
 
 def update(page: Path, check: bool) -> bool:
     """Write the blocks of a page, and return whether the page differed from the JSON files."""
-    text = page.read_text(encoding="utf-8")
+    before = text = page.read_text(encoding="utf-8")
     results = {match["study"]: read_results(match["study"]) for match in _BLOCK.finditer(text)}
     blocks = {study_file: format_block(study_file, found) for study_file, found in results.items()}
+    if _LIST.search(text):
+        text_of_list = format_list()
+        text = _LIST.sub(lambda match: f"{match[1]}{text_of_list}{match[2]}", text)
     made = _BLOCK.sub(lambda match: f"{match[1]}{blocks[match['study']]}{match[3]}", text)
     if not check:
         page.write_text(made, encoding="utf-8")
         for study_file, found in results.items():
             draw_figure(study_file, found)
-    return made != text
+    return made != before
 
 
 def main() -> None:

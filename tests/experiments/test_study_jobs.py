@@ -11,6 +11,7 @@ from raydfl.core import registry
 from raydfl.core.yaml import parse_yaml
 from raydfl.engine.config import load_config
 from raydfl.experiments.load import load_study
+from raydfl.experiments.protocol import TRIALS
 from raydfl.experiments.settings import StudySettings
 
 JOBS = Path(__file__).resolve().parents[2] / "jobs"
@@ -205,3 +206,21 @@ def test_every_file_in_tune_is_a_valid_study() -> None:
         assert parse_yaml(file.read_text(), str(file))["title"]
         if file.stem in ("tiny", "fedmlac_pbt"):  # the test above loads the rest
             load_study(file)
+
+
+STUDIES = [
+    path
+    for path in sorted((JOBS.with_name("benchmarks") / "studies").glob("*.yaml"))
+    if not path.stem.endswith("_base")
+]
+
+
+@pytest.mark.parametrize("file", STUDIES, ids=lambda path: path.stem)
+def test_a_study_of_the_evidence_is_confirmatory_or_tunes_one(file: Path) -> None:
+    study = load_study(file, ["tuned=null"])
+    if file.stem.endswith("_tuning"):
+        assert study.samples >= TRIALS
+        assert study.settings.searcher == "grid"
+    else:
+        assert study.settings.confirmatory
+    assert study.settings.results == Path("../results") / file.stem
