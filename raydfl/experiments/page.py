@@ -20,12 +20,14 @@ from raydfl.experiments.statistics import format_number
 from raydfl.experiments.study import describe_value
 from raydfl.experiments.tables import make_controls_table, make_full_table, pivot
 from raydfl.runs.report import Plot, Section, align, render_page
-from raydfl.runs.report.figures import INK, SERIES, SHARES, Axes, Series, plot_curves
+from raydfl.runs.report.figures import INK, SERIES, SHARES, Axes, Series, plot, plot_curves
 
 _BARS = 48
 """Maximum bars in a figure."""
 _TICKS = 5
 """Maximum ticks on the axis of a domain that is a list."""
+_EQUAL = 1.05
+"""Maximum ratio of the bytes of a round between contestants with equal traffic."""
 _NAMED = 6
 """Number of best draws with their own colour and name."""
 
@@ -127,6 +129,30 @@ def draw_curves(results: StudyResults) -> Iterator[Plot]:
     search = bool(results.study.settings.domains)
     for cells in _group_contestants(results, 0 if search else 1):
         yield from _draw_cells(cells, search)
+        if results.study.settings.confirmatory:
+            yield from _draw_by_bytes(cells)
+
+
+def _draw_by_bytes(cells: Sequence[Contestant]) -> Iterator[Plot]:
+    """Draw the mean headline over the bytes of all clients, if contestants send different amounts in a round."""
+    series, sent = [], []
+    for place, cell in enumerate(cells):
+        amount = cell.budget.get("MB down", 0.0) + cell.budget.get("MB up", 0.0)
+        if not cell.curves or not amount:
+            continue
+        rounds, values, _ = align(cell.curves)
+        by_round = amount / max(result.rounds for result in cell.results)
+        series.append(Series(cell.labels[-1], rounds * by_round, values.mean(axis=0), None, None, place, place))
+        sent.append(by_round)
+
+    def draw(axes: Axes) -> None:
+        plot(axes, series)
+        axes.set_ylabel(_make_unit(cells))
+        axes.set_xlabel("sent to and from clients (MB)")
+
+    if sent and max(sent) > _EQUAL * min(sent):
+        title = _make_title(f"{cells[0].metrics[0].title} by bytes", cells, 1)
+        yield Plot(title, "The same evaluations, over the bytes sent so far.", draw, 2.9 + 0.16 * len(series))
 
 
 def _draw_cells(cells: Sequence[Contestant], search: bool) -> Iterator[Plot]:

@@ -17,6 +17,7 @@ from studies import StudyFile, write_run_folder
 from raydfl.core.errors import ConfigError, RunDirectoryError
 from raydfl.experiments.load import load_study
 from raydfl.experiments.notes import describe_results
+from raydfl.experiments.page import draw_curves
 from raydfl.experiments.protocol import PlateauSettings
 from raydfl.experiments.records import check_results, load_result, write_result
 from raydfl.experiments.results import StudyResults, collect
@@ -327,3 +328,20 @@ def test_fewer_than_eight_tuning_trials_are_refused(grid: StudyFile, tuned_keys:
     write_tuning(grid, domains={"train.optimiser.lr": {"grid": [0.01, 0.02]}})
     with pytest.raises(ConfigError, match="has 2 trials per contestant, but the protocol requires 8"):
         load_study(grid(**tuned_keys))
+
+
+# -- the page --------------------------------------------------------------------------------------------------------
+
+
+def test_curves_over_bytes_only_for_unequal_traffic(finished_study: Study) -> None:
+    read_results(finished_study)
+    for trial in finished_study.trials:
+        assert trial.result_file is not None
+        values = json.loads(trial.result_file.read_text())
+        values["budget"] = {"MB up": 24.0 if trial.labels == ("clean", "FedProx") else 12.0}
+        trial.result_file.write_text(json.dumps(values))
+    titles = [plot.title for plot in draw_curves(read_results(finished_study))]
+    assert titles == ["accuracy, clean", "accuracy by bytes, clean", "accuracy, wrong"]
+    by_bytes = next(plot for plot in draw_curves(read_results(finished_study)) if "bytes" in plot.title)
+    ends = {line.get_label(): float(line.get_xdata()[-1]) for line in by_bytes.figure().axes[0].lines}
+    assert ends == {"FedAvg": 12.0, "FedProx": 24.0, "fast": 12.0}  # the sums over all rounds
