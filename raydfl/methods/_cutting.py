@@ -15,6 +15,7 @@ from torch import Tensor
 
 from raydfl.core.cuts import Cut
 from raydfl.core.needs import Needs
+from raydfl.core.options import OURS, PAPER
 from raydfl.core.types import Batch, Client, ModelSpec, State, Task, Update
 from raydfl.methods._method import Method, sample_clients
 from raydfl.methods._profiles import read_number
@@ -42,6 +43,7 @@ class CuttingMethod(Method, ABC):
             description="Fraction of each layer's channels at a client, in (0, 1], or a profile column with the fraction "
             "(data.profile). 1: FedAvg."
         ),
+        OURS,
     ] = 0.5
 
     @abstractmethod
@@ -98,10 +100,12 @@ class ScaledCutting(CuttingMethod, ABC):
     scaled: Annotated[
         bool,
         Field(description="Divide the outputs of convolutions by the fraction during training."),
+        PAPER,
     ] = True
     masked: Annotated[
         bool,
         Field(description="Neither train nor send outputs of classes without local examples (objective classify)."),
+        PAPER,
     ] = True
 
     def options_of(self, spec: ModelSpec) -> dict[str, Any]:

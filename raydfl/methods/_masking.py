@@ -11,6 +11,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from raydfl.core.options import OURS
 from raydfl.core.types import Batch, BuiltModels, Client, Metrics, State
 from raydfl.methods._method import Method
 from raydfl.methods._profiles import read_number
@@ -37,6 +38,7 @@ class PruningMethod(MaskingMethod, ABC):
     prune: Annotated[
         tuple[Kind, ...],
         Field(description="Types of layers to prune. linear: hidden layers only, never the last layer."),
+        OURS,
     ] = ("convolution", "recurrent")
 
     def train_masked(
@@ -59,10 +61,10 @@ class RatioMasking(MaskingMethod, ABC):
     """Masking of a fraction of the weights, equal for all clients or read from their profiles."""
 
     ratio: Annotated[
-        float, Field(ge=0, lt=1, description="Fraction of each layer that every client prunes. 0 is FedAvg.")
+        float, Field(ge=0, lt=1, description="Fraction of each layer that every client prunes. 0 is FedAvg."), OURS
     ] = 0.5
     ratio_from: Annotated[
-        str | None, Field(description="Profile column with each client's ratio. null: ratio for all clients.")
+        str | None, Field(description="Profile column with each client's ratio. null: ratio for all clients."), OURS
     ] = None
 
     @property

@@ -20,6 +20,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from raydfl.core.needs import Needs
+from raydfl.core.options import OURS
 from raydfl.core.settings import FIRST_VIEW
 from raydfl.core.types import Batch, BuiltModels, Client, Metrics, ModelSpec, Ratio, State, Tensors, view_of
 from raydfl.data import Examples
@@ -54,6 +55,7 @@ class WithViews(Method):
         Field(
             description="Model of clients with a single view. Its accuracy is the main metric. null: the first of models."
         ),
+        OURS,
     ] = None
 
     def client_models(self, models: Sequence[ModelSpec], profile: Mapping[str, Any]) -> tuple[ModelSpec, ...]:

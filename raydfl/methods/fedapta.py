@@ -42,6 +42,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from raydfl.core.needs import Needs
+from raydfl.core.options import OURS, PAPER, RELEASE
 from raydfl.core.part_names import plain_name
 from raydfl.core.types import Batch, BuiltModels, Client, Metrics, State, Task, Update
 from raydfl.methods._control import (
@@ -84,30 +85,36 @@ class FedAPTA(PruningMethod, RatioMasking):
     grouping: ClassVar[str] = "hdbscan"
 
     ratio: Annotated[
-        float, Field(ge=0, lt=1, description="Fraction of the weights that every client prunes. 0: no pruning.")
+        float, Field(ge=0, lt=1, description="Fraction of the weights that every client prunes. 0: no pruning."), OURS
     ] = 0.4
-    solver: Annotated[Solver, Field(description="Method of dividing the ratio among the layers (equation 1).")] = "ramp"
+    solver: Annotated[
+        Solver, Field(description="Method of dividing the ratio among the layers (equation 1)."), OURS
+    ] = "ramp"
     importance: Annotated[
         Importance,
         Field(
             description="Importance of a layer: mean or sum of its weights' magnitudes. The least important layer loses most."
         ),
+        OURS,
     ] = "mean"
     recover: Annotated[
         bool,
         Field(
             description="Replace pruned weights by the client's received ones (equation 3). false: average only kept weights."
         ),
+        PAPER,
     ] = True
     drift: Annotated[
         Literal["off", "server", "full"],
         Field(
             description="FedDC's correction. off: none. server: the server adds the mean drift. full: also in the clients' loss."
         ),
+        OURS,
     ] = "full"
     alpha: Annotated[
         float,
         Field(ge=0, description="Weight of the drift's penalty in the loss. The release: 0.1, and 0.01 for CIFAR-10."),
+        RELEASE,
     ] = 0.1
 
     @property

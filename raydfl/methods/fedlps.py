@@ -27,6 +27,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from raydfl.core.errors import ConfigError
+from raydfl.core.options import RELEASE
 from raydfl.core.types import BuiltModels, Client, State, Update
 from raydfl.methods._masking import RatioMasking
 from raydfl.methods._pruning import MASK, find_prunable_layers, make_mask, spread_masks
@@ -40,8 +41,8 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 class FedLPS(RatioMasking):
     """One permanent pruning at each client."""
 
-    inputs: Annotated[bool, Field(description="Also prune inputs of convolutions and linear layers.")] = True
-    norms: Annotated[bool, Field(description="Also prune scales of normalisation layers.")] = True
+    inputs: Annotated[bool, Field(description="Also prune inputs of convolutions and linear layers."), RELEASE] = True
+    norms: Annotated[bool, Field(description="Also prune scales of normalisation layers."), RELEASE] = True
 
     def init(self, clients: Sequence[Client], models: BuiltModels, rng: np.random.Generator) -> State:
         """Return FedAvg's state.

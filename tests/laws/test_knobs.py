@@ -9,6 +9,7 @@ import pytest
 from helpers import differ, known
 
 from raydfl.core import registry
+from raydfl.core.options import options_of
 from raydfl.engine.config import Config
 from raydfl.methods import Method
 from raydfl.rules.uniform_mean import UniformMean
@@ -222,6 +223,36 @@ def test_every_hyperparameter_is_listed() -> None:
     fields = {(name, field.name) for name, cls in ALL.items() for field in dataclasses.fields(cls) if field.init}
     assert fields == {*EFFECTIVE, ("fedstar", "strong")}  # a view needs files: tests/methods/test_fedstar.py
     assert len(ALL) >= 11
+
+
+@pytest.mark.parametrize("method", sorted(ALL))
+def test_every_default_has_a_source(method: str) -> None:
+    sources = {option.name: option.source for option in options_of(ALL[method])}
+    assert set(sources.values()) <= {"paper", "release", "ours"}, sources
+    assert sources["rule"] == "ours"
+
+
+STATED: dict[str, dict[str, object]] = {
+    "fedmlac": {"form": "literal", "warm_epochs": 0, "lpa": True, "mutual": True},
+    "fedstar": {
+        "beta": 0.5,
+        "threshold": [0.5, 0.9],
+        "rising_rounds": 100,
+        "kernel_decay": 1e-4,
+        "weight": "clips",
+        "learn_from": "all",
+    },
+    "fedapta": {"recover": True},
+    "profila": {"lam": [0.001, 0.01], "warm_rounds": 5, "total_rounds": 100, "alpha": 0.5, "adaptive_lr": True},
+    "modality_mirror": {},
+}
+"""All defaults stated in the five papers: numbers, and options for printed equations."""
+
+
+@pytest.mark.parametrize("method", STATED)
+def test_defaults_with_the_source_paper_have_the_stated_values(method: str) -> None:
+    options = options_of(ALL[method])
+    assert {option.name: option.default for option in options if option.source == "paper"} == STATED[method]
 
 
 @pytest.mark.parametrize(("method", "field"), sorted(EFFECTIVE))
