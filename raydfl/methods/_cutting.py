@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from raydfl.core.options import OURS, PAPER
 from raydfl.core.types import Batch, Client, ModelSpec, State, Task, Update
 from raydfl.methods._method import Method, sample_clients
 from raydfl.methods._profiles import read_number
-from raydfl.models import make_cuts, model_options, narrow
+from raydfl.models import fit_width, make_cuts, model_options, narrow
 from raydfl.objectives import Classify
 from raydfl.training import Step, fit
 
@@ -46,6 +46,15 @@ class CuttingMethod(Method, ABC):
         OURS,
     ] = 0.5
 
+    share_of: Annotated[
+        Literal["channels", "weights"],
+        Field(
+            description="Base of the fraction. channels: the channels of each layer. weights: the weights of the network, as "
+            "nearly as whole channels allow."
+        ),
+        PAPER,
+    ] = "channels"
+
     @abstractmethod
     def chosen(self, state: State, client: Client, group: str, channels: int, kept: int) -> np.ndarray:
         """Choose a client's channels of the next round.
@@ -67,12 +76,13 @@ class CuttingMethod(Method, ABC):
         return Needs(columns=(self.share,) if isinstance(self.share, str) else ())
 
     def client_models(self, models: Sequence[ModelSpec], profile: Mapping[str, Any]) -> tuple[ModelSpec, ...]:
-        """Narrow the architectures to the client's fraction of their channels."""
+        """Narrow the architectures to the client's fraction of their channels or weights."""
         share = self.share
         if isinstance(share, str):
-            meaning = "the client's fraction of the channels, above 0 and at most 1"
+            meaning = f"the client's fraction of the {self.share_of}, above 0 and at most 1"
             share = read_number(profile, share, "share", meaning, lambda number: 0 < number <= 1)
-        return tuple(narrow(spec, share, **self.options_of(spec)) for spec in models)
+        widths = [share if self.share_of == "channels" else fit_width(spec, share) for spec in models]
+        return tuple(narrow(spec, width, **self.options_of(spec)) for spec, width in zip(models, widths, strict=True))
 
     def options_of(self, spec: ModelSpec) -> dict[str, Any]:
         """Return further options for building the narrow networks. The default has none."""

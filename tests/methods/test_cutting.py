@@ -145,6 +145,17 @@ def test_the_draw_depends_only_on_seed_round_and_client(tiny: Tiny) -> None:
     assert all(first != draw for draw in draws)
 
 
+@pytest.mark.parametrize(("share", "units"), [(0.75, 4), (0.5, 3), (0.2, 1), (0.01, 1)])
+def test_a_share_of_the_weights_sets_the_number_of_channels(tiny: Tiny, share: float, units: int) -> None:
+    """Compare with the same number of channels. 16 bands, h units and 3 classes make 20 h + 3 weights, 123 for all units."""
+    common = [f"models.model={{name: mlp, hidden: {UNITS}}}", "train.rounds=2", "evaluate.every=9"]
+    by_weights = [f"method.share={share}", "method.share_of=weights", "run.name=weights"]
+    assert_same_bits(
+        train_federation(tiny(*common, *by_weights, method="feddrop")),
+        known(tiny(*common, f"method.share={units / UNITS}", method="feddrop")),
+    )
+
+
 def test_a_share_of_1_equals_fedavg(tiny: Tiny) -> None:
     """Compare all tensors except the entries about sampling."""
     profile = ["data.profile={capability: {values: [1]}}", "train.rounds=2"]
