@@ -19,6 +19,7 @@ from raydfl.core.options import OURS, PAPER
 from raydfl.core.types import Batch, Client, ModelSpec, State, Task, Update
 from raydfl.methods._method import Method, sample_clients
 from raydfl.methods._profiles import read_number
+from raydfl.methods._pruning import count_kept
 from raydfl.models import fit_width, make_cuts, model_options, narrow
 from raydfl.objectives import Classify
 from raydfl.training import Step, fit
@@ -96,6 +97,10 @@ class CuttingMethod(Method, ABC):
         """Plan each client's evaluation with its slices of the next round."""
         return [Task(client.id, phase="evaluate", cuts=self._cuts(state, client)) for client in clients]
 
+    def local(self, step: Step) -> Update:
+        """Train, and count the weights of the sub-network."""
+        return step.update({**fit(step, self.loss), **count_kept(step, {})})
+
     def _cuts(self, state: State, client: Client) -> dict[str, Cut]:
         def choose(group: str, channels: int, kept: int) -> np.ndarray:
             return self.chosen(state, client, group, channels, kept)
@@ -137,7 +142,7 @@ class ScaledCutting(CuttingMethod, ABC):
         present = torch.zeros(next(spec.width for spec in step.client.models if spec.name == "model"))
         present[labels] = 1
         step.state[_PRESENT] = present.to(step.device)
-        update = step.update(fit(step, self.loss))
+        update = super().local(step)
         del step.state[_PRESENT]  # The data determine it, so it needs no place in the checkpoint.
         return update if len(labels) in (0, len(present)) else _select_rows(update, labels, len(present))
 

@@ -66,6 +66,7 @@ from raydfl.methods._pruning import (
     PrunableLayer,
     Solver,
     apply_masks,
+    count_kept,
     find_kept,
     find_prunable_layers,
     make_masks,
@@ -211,7 +212,7 @@ class FedAPTA(PruningMethod, RatioMasking):
         if self.drift != "off":
             tensors |= renew_drifts(step, tensors, tensor_masks, controls=self.drift == "full")
         tensors |= {MASK + name: mask for name, mask in masks.items()}
-        return step.update(metrics, tensors=tensors)
+        return step.update({**metrics, **count_kept(step, tensor_masks)}, tensors=tensors)
 
     def complete(self, state: State, update: Update) -> Update:
         """Replace the pruned weights by the received ones (equation 3).

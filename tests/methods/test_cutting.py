@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from helpers import known
 
+from raydfl import read_rows
 from raydfl.cluster.server import Server
 from raydfl.core.errors import ConfigError
 from raydfl.core.types import State, Task
@@ -154,6 +156,15 @@ def test_a_share_of_the_weights_sets_the_number_of_channels(tiny: Tiny, share: f
         train_federation(tiny(*common, *by_weights, method="feddrop")),
         known(tiny(*common, f"method.share={units / UNITS}", method="feddrop")),
     )
+
+
+@pytest.mark.parametrize("method", ["feddrop", "fedrolex", "heterofl"])
+def test_the_record_has_the_kept_weights_of_each_client_and_their_mean(tiny: Tiny, method: str) -> None:
+    """16 bands, h units and 3 classes make 20 h + 3 weights. The clients have 6, 3 and 2 units."""
+    config = tiny(*COMMON, "data.partition={by: group}", "data.speakers=3", "train.rounds=1", method=method)
+    train_federation(config)
+    rows = [row for row in read_rows(Path(config.run.dir) / "tiny").to_pylist() if row["metric"] == "kept_weights"]
+    assert {row["client"]: row["value"] for row in rows} == {"s0": 123, "s1": 63, "s2": 43, "": (123 + 63 + 43) / 3}
 
 
 def test_a_share_of_1_equals_fedavg(tiny: Tiny) -> None:
