@@ -191,6 +191,7 @@ def _classes_of(package: str, base: type[T], what: str) -> dict[str, type[T]]:
 def _about(cls: type) -> dict[str, Any]:
     options = {
         option.name: {"default": option.default, "required": option.required, "meaning": option.meaning}
+        | ({"source": option.source} if option.source else {})
         for option in options_of(cls)
     }
     return {"about": (cls.__doc__ or "").strip().partition("\n")[0], "options": options}
@@ -238,7 +239,8 @@ def _option_lines(options: Mapping[str, Mapping[str, Any]], width: int) -> list[
     lines = []
     for name, option in options.items():
         default = "(required)" if option["required"] else f"= {json.dumps(option['default'])}"
-        lines += _wrap(f"{name} {default}: {option['meaning']}", 1, width)
+        source = f" Source: {option['source']}." if "source" in option else ""
+        lines += _wrap(f"{name} {default}: {option['meaning']}{source}", 1, width)
     return lines
 
 

@@ -11,13 +11,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args, get_origin
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from raydfl.core.errors import ConfigError, nearest
 from raydfl.core.settings import Settings
+
+PAPER = Field(json_schema_extra={"source": "paper"})
+"""Source of a default that the method's paper states, as a value or an equation: ``Annotated[float, Field(...), PAPER]``."""
+RELEASE = Field(json_schema_extra={"source": "release"})
+"""Source of a default from the authors' published code, if the paper does not state it."""
+OURS = Field(json_schema_extra={"source": "ours"})
+"""Source of a default of raydfl's choice, and of an option that the paper and the code lack."""
 
 _SHOWN = 80
 """Maximum number of characters of a wrong value in a message."""
@@ -33,6 +40,8 @@ class Option:
     required: bool
     meaning: str
     """Description with unit and range."""
+    source: str = ""
+    """Source of the default: ``paper``, ``release`` or ``ours``. Empty: not given."""
 
 
 def options_of(cls: type) -> list[Option]:
@@ -43,7 +52,7 @@ def options_of(cls: type) -> list[Option]:
         {item.name for item in dataclasses.fields(cls) if not item.init} if dataclasses.is_dataclass(cls) else set()
     )
     return [
-        Option(name, about.get("default"), name in required, describe_field(about))
+        Option(name, about.get("default"), name in required, describe_field(about), about.get("source", ""))
         for name, about in schema.get("properties", {}).items()
         if name not in derived
     ]

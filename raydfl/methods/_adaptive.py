@@ -19,6 +19,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from raydfl.core.options import OURS, PAPER
 from raydfl.methods._server_optimiser import ServerOptimiser
 
 
@@ -27,10 +28,10 @@ class AdaptiveOptimiser(ServerOptimiser, ABC):
     """Base of FedAdagrad, FedAdam and FedYogi: algorithm 2 without its second moment."""
 
     server_lr: Annotated[
-        float, Field(gt=0, description="Server learning rate. The paper tries 0.001 to 0.1 and more.")
+        float, Field(gt=0, description="Server learning rate. The paper tries 0.001 to 0.1 and more."), OURS
     ] = 0.01
-    beta1: Annotated[float, Field(ge=0, lt=1, description="Decay of the first moment. 0: no momentum.")] = 0.9
-    tau: Annotated[float, Field(gt=0, description="Adaptivity. Large values approach plain averaging.")] = 1e-3
+    beta1: Annotated[float, Field(ge=0, lt=1, description="Decay of the first moment. 0: no momentum."), PAPER] = 0.9
+    tau: Annotated[float, Field(gt=0, description="Adaptivity. Large values approach plain averaging."), PAPER] = 1e-3
 
     @abstractmethod
     def second_moment(self, v: Tensor, squared: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -15,10 +15,12 @@ from torch import Tensor
 
 from raydfl.core.cuts import Cut
 from raydfl.core.needs import Needs
+from raydfl.core.options import OURS, PAPER
 from raydfl.core.types import Batch, Client, ModelSpec, State, Task, Update
 from raydfl.methods._method import Method, sample_clients
 from raydfl.methods._profiles import read_number
-from raydfl.models import make_cuts, model_options, narrow
+from raydfl.methods._pruning import count_kept
+from raydfl.models import fit_width, make_cuts, model_options, narrow
 from raydfl.objectives import Classify
 from raydfl.training import Step, fit
 
@@ -42,7 +44,17 @@ class CuttingMethod(Method, ABC):
             description="Fraction of each layer's channels at a client, in (0, 1], or a profile column with the fraction "
             "(data.profile). 1: FedAvg."
         ),
+        OURS,
     ] = 0.5
+
+    share_of: Annotated[
+        Literal["channels", "weights"],
+        Field(
+            description="Base of the fraction. channels: the channels of each layer. weights: the weights of the network, as "
+            "nearly as whole channels allow."
+        ),
+        PAPER,
+    ] = "channels"
 
     @abstractmethod
     def chosen(self, state: State, client: Client, group: str, channels: int, kept: int) -> np.ndarray:
@@ -65,12 +77,13 @@ class CuttingMethod(Method, ABC):
         return Needs(columns=(self.share,) if isinstance(self.share, str) else ())
 
     def client_models(self, models: Sequence[ModelSpec], profile: Mapping[str, Any]) -> tuple[ModelSpec, ...]:
-        """Narrow the architectures to the client's fraction of their channels."""
+        """Narrow the architectures to the client's fraction of their channels or weights."""
         share = self.share
         if isinstance(share, str):
-            meaning = "the client's fraction of the channels, above 0 and at most 1"
+            meaning = f"the client's fraction of the {self.share_of}, above 0 and at most 1"
             share = read_number(profile, share, "share", meaning, lambda number: 0 < number <= 1)
-        return tuple(narrow(spec, share, **self.options_of(spec)) for spec in models)
+        widths = [share if self.share_of == "channels" else fit_width(spec, share) for spec in models]
+        return tuple(narrow(spec, width, **self.options_of(spec)) for spec, width in zip(models, widths, strict=True))
 
     def options_of(self, spec: ModelSpec) -> dict[str, Any]:
         """Return further options for building the narrow networks. The default has none."""
@@ -83,6 +96,10 @@ class CuttingMethod(Method, ABC):
     def plan_evaluation(self, state: State, clients: Sequence[Client]) -> list[Task]:
         """Plan each client's evaluation with its slices of the next round."""
         return [Task(client.id, phase="evaluate", cuts=self._cuts(state, client)) for client in clients]
+
+    def local(self, step: Step) -> Update:
+        """Train, and count the weights of the sub-network."""
+        return step.update({**fit(step, self.loss), **count_kept(step, {})})
 
     def _cuts(self, state: State, client: Client) -> dict[str, Cut]:
         def choose(group: str, channels: int, kept: int) -> np.ndarray:
@@ -98,10 +115,12 @@ class ScaledCutting(CuttingMethod, ABC):
     scaled: Annotated[
         bool,
         Field(description="Divide the outputs of convolutions by the fraction during training."),
+        PAPER,
     ] = True
     masked: Annotated[
         bool,
         Field(description="Neither train nor send outputs of classes without local examples (objective classify)."),
+        PAPER,
     ] = True
 
     def options_of(self, spec: ModelSpec) -> dict[str, Any]:
@@ -123,7 +142,7 @@ class ScaledCutting(CuttingMethod, ABC):
         present = torch.zeros(next(spec.width for spec in step.client.models if spec.name == "model"))
         present[labels] = 1
         step.state[_PRESENT] = present.to(step.device)
-        update = step.update(fit(step, self.loss))
+        update = super().local(step)
         del step.state[_PRESENT]  # The data determine it, so it needs no place in the checkpoint.
         return update if len(labels) in (0, len(present)) else _select_rows(update, labels, len(present))
 

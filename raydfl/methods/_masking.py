@@ -11,10 +11,11 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from raydfl.core.types import Batch, BuiltModels, Client, Metrics, State
+from raydfl.core.options import OURS
+from raydfl.core.types import Batch, BuiltModels, Client, Metrics, State, Update
 from raydfl.methods._method import Method
 from raydfl.methods._profiles import read_number
-from raydfl.methods._pruning import MASK, Kind, PrunableLayer, apply_masks, put_masks, take_masks
+from raydfl.methods._pruning import MASK, Kind, PrunableLayer, apply_masks, count_kept, put_masks, take_masks
 from raydfl.training import Step, fit
 
 
@@ -27,6 +28,10 @@ class MaskingMethod(Method, ABC):
         with apply_masks(step, "model"):
             return super().loss(step, batch)
 
+    def local(self, step: Step) -> Update:
+        """Train without pruning, and count the weights."""
+        return step.update({**fit(step, self.loss), **count_kept(step, {})})
+
 
 @dataclass(frozen=True, kw_only=True)
 class PruningMethod(MaskingMethod, ABC):
@@ -37,6 +42,7 @@ class PruningMethod(MaskingMethod, ABC):
     prune: Annotated[
         tuple[Kind, ...],
         Field(description="Types of layers to prune. linear: hidden layers only, never the last layer."),
+        OURS,
     ] = ("convolution", "recurrent")
 
     def train_masked(
@@ -45,7 +51,8 @@ class PruningMethod(MaskingMethod, ABC):
         """Train with masks by layer name. Return the metrics and the masked shared tensors."""
         put_masks(step, layers, masks)
         metrics = fit(step, self.loss)
-        return metrics, self.take_masked(step)[0]
+        tensors, tensor_masks = self.take_masked(step)
+        return {**metrics, **count_kept(step, tensor_masks)}, tensors
 
     def take_masked(self, step: Step) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Remove the masks from ``step.state``. Return the masked shared tensors and the masks, by tensor name."""
@@ -59,10 +66,10 @@ class RatioMasking(MaskingMethod, ABC):
     """Masking of a fraction of the weights, equal for all clients or read from their profiles."""
 
     ratio: Annotated[
-        float, Field(ge=0, lt=1, description="Fraction of each layer that every client prunes. 0 is FedAvg.")
+        float, Field(ge=0, lt=1, description="Fraction of each layer that every client prunes. 0 is FedAvg."), OURS
     ] = 0.5
     ratio_from: Annotated[
-        str | None, Field(description="Profile column with each client's ratio. null: ratio for all clients.")
+        str | None, Field(description="Profile column with each client's ratio. null: ratio for all clients."), OURS
     ] = None
 
     @property

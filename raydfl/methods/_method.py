@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from raydfl.core.errors import ConfigError
 from raydfl.core.needs import Needs
+from raydfl.core.options import OURS
 from raydfl.core.settings import StrictTypes
 from raydfl.core.types import Batch, BuiltModels, Client, Metrics, ModelSpec, State, Task, Tensors, Update
 from raydfl.core.users_code import is_users
@@ -45,6 +46,7 @@ class Method(StrictTypes):
     rule: Annotated[
         str | dict[str, Any] | None,
         Field(description="Aggregation rule: a name, or {name, options ...}. null: the method's default."),
+        OURS,
     ] = None
 
     objective: Objective = dataclasses.field(default=Classify(), init=False)

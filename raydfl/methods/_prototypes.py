@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from raydfl.core.errors import ConfigError
 from raydfl.core.needs import Needs
+from raydfl.core.options import OURS
 from raydfl.core.seeds import generator
 from raydfl.core.types import Batch, BuiltModels, Client, Metrics, State, Update, same_view
 from raydfl.data import Examples
@@ -35,7 +36,7 @@ class PrototypeMethod(Method, ABC):
     needs = Needs(objectives=("classify",), one_class_list=True)
 
     lam: Annotated[
-        float, Field(ge=0, description="Weight of the distance to the class means. 0: every client trains alone.")
+        float, Field(ge=0, description="Weight of the distance to the class means. 0: every client trains alone."), OURS
     ] = 1.0
 
     @property

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from raydfl.core.errors import ConfigError
 from raydfl.core.part_names import plain_name
-from raydfl.core.types import BuiltModels, Tensors, Update
+from raydfl.core.types import BuiltModels, Ratio, Tensors, Update
 from raydfl.training import Step, find_fixed_tensors, substitute_tensors
 
 Kind = Literal["convolution", "recurrent", "linear"]
@@ -274,6 +274,22 @@ def take_masks(step: Step) -> dict[str, Tensor]:
     """Remove the masks from ``step.state``, and return them by tensor name."""
     names = [name for name in step.state if name.startswith(MASK)]
     return {name.removeprefix(MASK): step.state.pop(name) for name in names}
+
+
+def count_kept(step: Step, masks: Tensors) -> dict[str, Ratio]:
+    """Return the metric ``kept_weights``: the client's weights and biases, without masked elements.
+
+    Args:
+        step: The client's step.
+        masks: Masks that broadcast against the tensors, by flat name.
+    """
+    parameters = {name: value for model in step.models for name, value in step.named_parameters(model).items()}
+    masked = sum(
+        parameters[name].numel() // mask.numel() * int((mask == 0).sum())
+        for name, mask in masks.items()
+        if name in parameters
+    )
+    return {"kept_weights": Ratio(sum(value.numel() for value in parameters.values()) - masked, 1)}
 
 
 def map_prunable_tensors(models: BuiltModels, fixed: tuple[str, ...] | None, kinds: Sequence[Kind]) -> dict[str, str]:

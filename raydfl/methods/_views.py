@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, cast
 
 import numpy as np
@@ -20,8 +20,9 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from raydfl.core.needs import Needs
+from raydfl.core.options import OURS
 from raydfl.core.settings import FIRST_VIEW
-from raydfl.core.types import Batch, BuiltModels, Client, Metrics, ModelSpec, Ratio, State, Tensors, view_of
+from raydfl.core.types import Batch, BuiltModels, Client, Metrics, ModelSpec, Ratio, State, Tensors, Update, view_of
 from raydfl.data import Examples
 from raydfl.methods._layers import last_layer
 from raydfl.methods._method import Method, UpdateCounter
@@ -54,6 +55,7 @@ class WithViews(Method):
         Field(
             description="Model of clients with a single view. Its accuracy is the main metric. null: the first of models."
         ),
+        OURS,
     ] = None
 
     def client_models(self, models: Sequence[ModelSpec], profile: Mapping[str, Any]) -> tuple[ModelSpec, ...]:
@@ -85,6 +87,18 @@ class WithViews(Method):
         kinds = (ALL if any(spec.name == FUSION for spec in client.models) else SOME for client in clients)
         return dataclasses.replace(state, extra={**state.extra, _KINDS: "".join(kinds)})
 
+    def local(self, step: Step) -> Update:
+        """Train the encoders with the fusion if the client has all views, else each view's network."""
+        if FUSION in step.models:
+            return step.update(fit(step, self.fusion_loss), tensors=collect_fusion_tensors(step))
+        return step.update(self.train_views(step))
+
+    def aggregate(self, state: State, updates: Iterable[Update], rng: np.random.Generator) -> tuple[State, Metrics]:
+        """Average over the senders, and count the clients with and without the fusion."""
+        counter = UpdateCounter(updates)
+        new, report = super().aggregate(state, counter, rng)
+        return new, {**report, **count_kinds(counter)}
+
     def evaluate(self, step: Step, examples: Examples, batch_size: int) -> Metrics:
         """Measure the received networks in :meth:`select_models`. The fusion needs all encoders."""
         received = {name.partition("/")[0] for tensors in step.received.values() for name in tensors}
@@ -113,11 +127,7 @@ class WithViews(Method):
 
     def view_loss(self, step: Step, name: str, batch: Batch) -> Tensor:
         """Return the loss of one network over the examples with its view."""
-        present = batch.present.get(view_of(step.models[name]))
-        if present is not None:
-            weight = present.float()
-            batch = dataclasses.replace(batch, weight=weight if batch.weight is None else weight * batch.weight)
-        return self.objective.loss(step, name, batch)
+        return self.objective.loss(step, name, select_present(step.models[name], batch))
 
     def train_views(self, step: Step) -> Metrics:
         """Train each view's network in turn. From the second network on, metrics have the network's name as a prefix."""
@@ -146,16 +156,35 @@ def list_encoders(step: Step) -> list[str]:
 
 def compute_fusion(models: Mapping[str, nn.Module], batch: Batch) -> Tensor:
     """Return the fusion's logits from the features of all encoders, float32 [batch, classes]."""
-    features: list[Tensor] = []
+    return apply_classifier(models[FUSION], torch.cat(list(embed_views(models, batch).values()), dim=1))
+
+
+def embed_views(models: Mapping[str, nn.Module], batch: Batch) -> dict[str, Tensor]:
+    """Return the features of each encoder by name, [batch, width]. They are zero for a missing view."""
+    features: dict[str, Tensor] = {}
     for name, network in models.items():
         if name == FUSION:
             continue
         present, (x, lengths) = batch.present.get(view_of(network)), batch.input_of(network)
         # A missing view has length 0. Its features must be finite before they are set to zero.
         embedded = cast(Any, network).embed(x, None if lengths is None else lengths.clamp_min(1))
-        features.append(embedded if present is None else embedded * present.to(embedded.dtype).unsqueeze(1))
-    logits: Tensor = models[FUSION](torch.cat(features, dim=1))
+        features[name] = embedded if present is None else embedded * present.to(embedded.dtype).unsqueeze(1)
+    return features
+
+
+def apply_classifier(layer: nn.Module, features: Tensor) -> Tensor:
+    """Return the logits of a fusion or a head, float32 [batch, classes]."""
+    logits: Tensor = layer(features)
     return logits.float()
+
+
+def select_present(network: nn.Module, batch: Batch) -> Batch:
+    """Return a batch with weight 0 for examples without the network's view."""
+    present = batch.present.get(view_of(network))
+    if present is None:
+        return batch
+    weight = present.float()
+    return dataclasses.replace(batch, weight=weight if batch.weight is None else weight * batch.weight)
 
 
 def compute_logits(method: Method, models: Mapping[str, nn.Module], name: str, batch: Batch) -> Tensor:

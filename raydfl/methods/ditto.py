@@ -29,6 +29,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from raydfl.core.ops import drift_term
+from raydfl.core.options import OURS, RELEASE
 from raydfl.core.types import Batch, Update
 from raydfl.methods._method import Method
 from raydfl.rules import Rule, UniformMean
@@ -46,10 +47,12 @@ class Ditto(Method):
     copies: ClassVar[Mapping[str, str]] = {"personal": "model"}
 
     lam: Annotated[
-        float, Field(ge=0, description="Weight of the distance to the global model. 0: personal models train alone.")
+        float,
+        Field(ge=0, description="Weight of the distance to the global model. 0: personal models train alone."),
+        RELEASE,
     ] = 1.0
     personal_epochs: Annotated[
-        int | None, Field(ge=1, description="Epochs of the personal model. null: train.local_epochs.")
+        int | None, Field(ge=1, description="Epochs of the personal model. null: train.local_epochs."), OURS
     ] = None
 
     def personal_loss(self, step: Step, batch: Batch) -> Tensor:

@@ -16,6 +16,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from raydfl.core.options import PAPER
 from raydfl.methods._adaptive import AdaptiveOptimiser
 
 
@@ -23,7 +24,7 @@ from raydfl.methods._adaptive import AdaptiveOptimiser
 class FedAdagrad(AdaptiveOptimiser):
     """FedAvg with Adagrad at the server."""
 
-    beta1: Annotated[float, Field(ge=0, lt=1, description="Decay of the first moment. 0: no momentum.")] = 0.0
+    beta1: Annotated[float, Field(ge=0, lt=1, description="Decay of the first moment. 0: no momentum."), PAPER] = 0.0
 
     def second_moment(self, v: Tensor, squared: Tensor) -> Tensor:
         """Add the squared change."""

@@ -17,6 +17,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from raydfl.core.options import PAPER
 from raydfl.methods._adaptive import AdaptiveOptimiser
 
 
@@ -24,7 +25,7 @@ from raydfl.methods._adaptive import AdaptiveOptimiser
 class FedAdam(AdaptiveOptimiser):
     """FedAvg with Adam at the server."""
 
-    beta2: Annotated[float, Field(ge=0, lt=1, description="Decay of the second moment.")] = 0.99
+    beta2: Annotated[float, Field(ge=0, lt=1, description="Decay of the second moment."), PAPER] = 0.99
 
     def second_moment(self, v: Tensor, squared: Tensor) -> Tensor:
         """Update the decaying mean of squared changes."""

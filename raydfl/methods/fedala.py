@@ -31,6 +31,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
+from raydfl.core.options import OURS, RELEASE
 from raydfl.core.types import Batch, Metrics, Update
 from raydfl.data import Examples
 from raydfl.methods._copies import find_retained, retain
@@ -51,10 +52,12 @@ class FedALA(Method):
     copies: ClassVar[Mapping[str, str]] = {"weights": "model"}
 
     layers: Annotated[
-        tuple[str, ...], Field(description="Name prefixes of the upper layers' tensors. Empty is FedAvg.")
+        tuple[str, ...], Field(description="Name prefixes of the upper layers' tensors. Empty is FedAvg."), RELEASE
     ] = ("model/output",)
-    eta: Annotated[float, Field(gt=0, description="Learning rate of the mixing weights.")] = 1.0
-    start_epochs: Annotated[int, Field(ge=1, description="Epochs of the first training of the mixing weights.")] = 10
+    eta: Annotated[float, Field(gt=0, description="Learning rate of the mixing weights."), RELEASE] = 1.0
+    start_epochs: Annotated[
+        int, Field(ge=1, description="Epochs of the first training of the mixing weights."), OURS
+    ] = 10
 
     def mixing_loss(self, step: Step, batch: Batch) -> Tensor:
         """Return the objective's loss of the mixture, with gradients only for the weights."""

@@ -19,6 +19,8 @@ Local Drift Decoupling and Correction, CVPR 2022). A client keeps h_i and g_i; t
 The paper's release cannot run: its solver, pruning, recovery and clustering are missing. docs/fedapta.md explains all readings. In
 short:
 
+- Equation 1 and the paper's numbers of parameters (table 5) count only the weights of prunable layers. ``ratio_of: all`` counts all
+  weights N of the network: sum_k p_k N_k = rho_i N.
 - Equation 1 has many solutions. ``solver`` selects one. ``importance`` is the mean of a layer's |w|, or the sum.
 - Trainable convolutions are pruned, and also hidden units of recurrent layers, absent from the paper.
 - ``drift: full`` is the loss above. ``server`` omits the client's terms, like the release in effect (its terms have no gradient).
@@ -41,9 +43,11 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from raydfl.core.errors import ConfigError
 from raydfl.core.needs import Needs
+from raydfl.core.options import OURS, PAPER, RELEASE
 from raydfl.core.part_names import plain_name
-from raydfl.core.types import Batch, BuiltModels, Client, Metrics, State, Task, Update
+from raydfl.core.types import Batch, BuiltModels, Client, Metrics, State, Task, Tensors, Update
 from raydfl.methods._control import (
     CONTROL,
     DRIFT,
@@ -59,8 +63,10 @@ from raydfl.methods._method import CLIENTS, UpdateCounter
 from raydfl.methods._pruning import (
     MASK,
     Importance,
+    PrunableLayer,
     Solver,
     apply_masks,
+    count_kept,
     find_kept,
     find_prunable_layers,
     make_masks,
@@ -68,7 +74,7 @@ from raydfl.methods._pruning import (
     put_masks,
     recover_pruned,
 )
-from raydfl.training import Step, fit
+from raydfl.training import Step, find_fixed_tensors, fit
 
 _PRUNED = "pruned"
 
@@ -84,30 +90,44 @@ class FedAPTA(PruningMethod, RatioMasking):
     grouping: ClassVar[str] = "hdbscan"
 
     ratio: Annotated[
-        float, Field(ge=0, lt=1, description="Fraction of the weights that every client prunes. 0: no pruning.")
+        float, Field(ge=0, lt=1, description="Fraction of the weights that every client prunes. 0: no pruning."), OURS
     ] = 0.4
-    solver: Annotated[Solver, Field(description="Method of dividing the ratio among the layers (equation 1).")] = "ramp"
+    ratio_of: Annotated[
+        Literal["prunable", "all"],
+        Field(
+            description="Base of the ratio. prunable: the weights of the layers in prune. all: all weights of the network. Only "
+            "the layers in prune lose weights."
+        ),
+        PAPER,
+    ] = "prunable"
+    solver: Annotated[
+        Solver, Field(description="Method of dividing the ratio among the layers (equation 1)."), OURS
+    ] = "ramp"
     importance: Annotated[
         Importance,
         Field(
             description="Importance of a layer: mean or sum of its weights' magnitudes. The least important layer loses most."
         ),
+        OURS,
     ] = "mean"
     recover: Annotated[
         bool,
         Field(
             description="Replace pruned weights by the client's received ones (equation 3). false: average only kept weights."
         ),
+        PAPER,
     ] = True
     drift: Annotated[
         Literal["off", "server", "full"],
         Field(
             description="FedDC's correction. off: none. server: the server adds the mean drift. full: also in the clients' loss."
         ),
+        OURS,
     ] = "full"
     alpha: Annotated[
         float,
         Field(ge=0, description="Weight of the drift's penalty in the loss. The release: 0.1, and 0.01 for CIFAR-10."),
+        RELEASE,
     ] = 0.1
 
     @property
@@ -119,17 +139,48 @@ class FedAPTA(PruningMethod, RatioMasking):
         """Return FedAvg's state, with the server's g of zeros for the full correction.
 
         Raises:
-            ConfigError: A network has no prunable layer, or a client's profile has no valid ratio.
+            ConfigError: A network has no prunable layer, a client's profile has no valid ratio, or a ratio is too large.
         """
         state = super().init(clients, models, rng)
         extra = dict(state.extra)
         if self.prunes:
             extra[_PRUNED] = map_prunable_tensors(models, self.fixed, self.prune)
+            if self.ratio_of == "all":
+                self._check_ratio(max(self.ratio_for(client) for client in clients), models)
         tensors = dict(state.tensors["global"])
         if self.drift == "full":
             extra[CLIENTS] = len(clients)
             tensors |= zero_controls(state, models)
         return dataclasses.replace(state, tensors={**state.tensors, "global": tensors}, extra=extra)
+
+    def _check_ratio(self, largest: float, models: BuiltModels) -> None:
+        """Reject a ratio above the prunable fraction of a network's weights.
+
+        Raises:
+            ConfigError: The prunable layers have too few weights.
+        """
+        for built in models:
+            layers = find_prunable_layers(built, find_fixed_tensors(built, self.fixed), self.prune)
+            parameters = {f"{name}/{key}": p for name, model in built.items() for key, p in model.named_parameters()}
+            scale = self._scale_ratio(layers, parameters)
+            if largest * scale >= 1:
+                raise ConfigError(
+                    f"method.ratio_of is all, and the largest ratio is {largest:g}, but the layers of "
+                    f"method.prune={list(self.prune)} have only {1 / scale:.0%} of the weights. Lower the ratio, add a type of "
+                    f"layer to method.prune, or set method.ratio_of=prunable."
+                )
+
+    def _scale_ratio(self, layers: Sequence[PrunableLayer], parameters: Tensors) -> float:
+        """Return the factor from ``ratio`` to a fraction of the prunable layers' weights.
+
+        Args:
+            layers: The prunable layers.
+            parameters: All parameters of the network, by flat name.
+        """
+        if self.ratio_of == "prunable":
+            return 1.0
+        total = sum(parameter.numel() for parameter in parameters.values())
+        return total / sum(layer.weights(parameters) for layer in layers)
 
     def plan(self, state: State, clients: Sequence[Client], rng: np.random.Generator, cohort: int) -> list[Task]:
         """Plan FedAvg's tasks, with the mean number of examples for the full correction."""
@@ -150,7 +201,8 @@ class FedAPTA(PruningMethod, RatioMasking):
         masks: dict[str, Tensor] = {}
         if self.prunes:
             layers = find_prunable_layers(step.models, step.fixed, self.prune)
-            ratio = self.ratio_for(step.client)
+            parameters = {n: p for model in step.models for n, p in step.named_parameters(model).items()}
+            ratio = self.ratio_for(step.client) * self._scale_ratio(layers, parameters)
             masks = make_masks(layers, step.parameters(), ratio, self.solver, self.importance)
             put_masks(step, layers, masks)
         if self.drift == "full":
@@ -160,7 +212,7 @@ class FedAPTA(PruningMethod, RatioMasking):
         if self.drift != "off":
             tensors |= renew_drifts(step, tensors, tensor_masks, controls=self.drift == "full")
         tensors |= {MASK + name: mask for name, mask in masks.items()}
-        return step.update(metrics, tensors=tensors)
+        return step.update({**metrics, **count_kept(step, tensor_masks)}, tensors=tensors)
 
     def complete(self, state: State, update: Update) -> Update:
         """Replace the pruned weights by the received ones (equation 3).

@@ -19,6 +19,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from raydfl.core.options import OURS
 from raydfl.methods._server_optimiser import ServerOptimiser
 
 
@@ -27,10 +28,10 @@ class FedAvgM(ServerOptimiser):
     """FedAvg with momentum at the server."""
 
     server_lr: Annotated[
-        float, Field(gt=0, description="Server learning rate. 1 takes the clients' mean if momentum is 0.")
+        float, Field(gt=0, description="Server learning rate. 1 takes the clients' mean if momentum is 0."), OURS
     ] = 1.0
     momentum: Annotated[
-        float, Field(ge=0, lt=1, description="Decay of the velocity. 0 with server_lr 1 is FedAvg.")
+        float, Field(ge=0, lt=1, description="Decay of the velocity. 0 with server_lr 1 is FedAvg."), OURS
     ] = 0.9
 
     def moments(self) -> Mapping[str, float]:

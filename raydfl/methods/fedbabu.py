@@ -27,6 +27,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from raydfl.core.options import PAPER
 from raydfl.methods._method import Method
 
 
@@ -41,6 +42,7 @@ class FedBABU(Method):
     head: Annotated[
         tuple[str, ...],
         Field(description="Name prefixes of the head's tensors, fixed at their initial values. Empty: no fixed head."),
+        PAPER,
     ] = ("model/output",)
 
     @property

@@ -21,6 +21,7 @@ from pydantic.dataclasses import dataclass
 from torch import nn
 
 from raydfl.core.errors import ConfigError
+from raydfl.core.options import OURS
 from raydfl.core.types import BuiltModels, Client, State
 from raydfl.methods._method import Method
 
@@ -30,7 +31,7 @@ class FedBN(Method):
     """Federated averaging with personal normalisation layers."""
 
     layers: Annotated[
-        tuple[str, ...], Field(description="Words in the names of personal tensors. Empty is FedAvg.")
+        tuple[str, ...], Field(description="Words in the names of personal tensors. Empty is FedAvg."), OURS
     ] = (
         "norm",
         "bn",

@@ -27,6 +27,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from raydfl.core.options import OURS
 from raydfl.core.types import Batch, Client, State, Task, Update
 from raydfl.methods._control import (
     CONTROL,
@@ -47,6 +48,7 @@ class FedDC(ControlMethod):
     alpha: Annotated[
         float,
         Field(ge=0, description="Weight of the drift's penalty. 0: drifts and control variates without a penalty."),
+        OURS,
     ] = 0.1
 
     def plan(self, state: State, clients: Sequence[Client], rng: np.random.Generator, cohort: int) -> list[Task]:

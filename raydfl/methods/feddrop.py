@@ -24,6 +24,7 @@ import numpy as np
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from raydfl.core.options import PAPER
 from raydfl.core.seeds import generator
 from raydfl.core.types import BuiltModels, Client, State
 from raydfl.methods._cutting import CuttingMethod, Share
@@ -41,6 +42,7 @@ class FedDrop(CuttingMethod):
             description="Fraction of each layer's channels at a client, in (0, 1], or a profile column with the fraction "
             "(data.profile). 1: FedAvg."
         ),
+        PAPER,
     ] = 0.75
 
     def init(self, clients: Sequence[Client], models: BuiltModels, rng: np.random.Generator) -> State:

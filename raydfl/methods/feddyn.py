@@ -27,6 +27,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from raydfl.core.ops import drift_term
+from raydfl.core.options import OURS
 from raydfl.core.part_names import mark_like
 from raydfl.core.types import Batch, BuiltModels, Client, Metrics, State, Update
 from raydfl.methods._control import global_parameters
@@ -44,7 +45,7 @@ class FedDyn(Method):
     default_rule: ClassVar[Rule] = UniformMean()
 
     alpha: Annotated[
-        float, Field(ge=0, description="Weight of the regularisation. 0 is FedAvg with a uniform mean.")
+        float, Field(ge=0, description="Weight of the regularisation. 0 is FedAvg with a uniform mean."), OURS
     ] = 0.1
 
     def init(self, clients: Sequence[Client], models: BuiltModels, rng: np.random.Generator) -> State:

@@ -23,7 +23,7 @@ Readings and deviations:
 - Each example has its own weight n_k(y) / n(y). The paper's code multiplies every example's loss by every example's weight. It
   counts the examples sampled in the round, plus one, and samples labels from classes with at least two examples.
 - The learning rate of Adam also decays by ``decay`` in each round, as in the code. An alpha or beta of 0 stays 0, not 1e-4.
-- The defaults are the paper's for MNIST.
+- The defaults are the code's for MNIST.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from torch import Tensor, nn
 
 from raydfl.core.needs import Needs
 from raydfl.core.ops import uniform
+from raydfl.core.options import RELEASE
 from raydfl.core.part_names import mark_like
 from raydfl.core.types import Batch, BuiltModels, Client, Metrics, Ratio, State, Task, Update
 from raydfl.methods._distillation import compute_divergences
@@ -65,26 +66,30 @@ class FedGen(Method):
     alpha: Annotated[
         float,
         Field(ge=0, description="Weight of the cross-entropy of generated features in the first round. 0 disables it."),
+        RELEASE,
     ] = 10.0
     beta: Annotated[
         float,
         Field(ge=0, description="Weight of the divergence from the prediction for generated features. 0 disables it."),
+        RELEASE,
     ] = 10.0
     decay: Annotated[
-        float, Field(gt=0, le=1, description="Factor of alpha, beta and server_lr in each round. 1: no decay.")
+        float, Field(gt=0, le=1, description="Factor of alpha, beta and server_lr in each round. 1: no decay."), RELEASE
     ] = 0.98
-    generated: Annotated[int, Field(ge=1, description="Number of generated examples per batch.")] = 32
+    generated: Annotated[int, Field(ge=1, description="Number of generated examples per batch."), RELEASE] = 32
     generated_epochs: Annotated[
-        int, Field(ge=1, description="Number of first epochs in a round that use generated features.")
+        int, Field(ge=1, description="Number of first epochs in a round that use generated features."), RELEASE
     ] = 20
-    noise: Annotated[int, Field(ge=1, description="Number of noise values at the generator's input.")] = 32
-    hidden: Annotated[int, Field(ge=1, description="Number of the generator's hidden units.")] = 256
-    server_steps: Annotated[int, Field(ge=1, description="Training steps of the generator per round.")] = 50
-    server_batch: Annotated[int, Field(ge=2, description="Batch size of the generator's training.")] = 128
-    server_lr: Annotated[float, Field(gt=0, description="Learning rate of the generator's Adam optimiser.")] = 3e-4
-    weight_decay: Annotated[float, Field(ge=0, description="Weight decay of the generator.")] = 0.01
+    noise: Annotated[int, Field(ge=1, description="Number of noise values at the generator's input."), RELEASE] = 32
+    hidden: Annotated[int, Field(ge=1, description="Number of the generator's hidden units."), RELEASE] = 256
+    server_steps: Annotated[int, Field(ge=1, description="Training steps of the generator per round."), RELEASE] = 50
+    server_batch: Annotated[int, Field(ge=2, description="Batch size of the generator's training."), RELEASE] = 128
+    server_lr: Annotated[
+        float, Field(gt=0, description="Learning rate of the generator's Adam optimiser."), RELEASE
+    ] = 3e-4
+    weight_decay: Annotated[float, Field(ge=0, description="Weight decay of the generator."), RELEASE] = 0.01
     diversity: Annotated[
-        float, Field(ge=0, description="Weight of the diversity of generated features. 0 disables it.")
+        float, Field(ge=0, description="Weight of the diversity of generated features. 0 disables it."), RELEASE
     ] = 1.0
 
     def init(self, clients: Sequence[Client], models: BuiltModels, rng: np.random.Generator) -> State:

@@ -34,6 +34,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from raydfl.core.errors import ConfigError
+from raydfl.core.options import OURS, PAPER
 from raydfl.core.types import BuiltModels, Client, State
 from raydfl.methods._prototypes import PrototypeMethod
 
@@ -43,11 +44,14 @@ class FedKAD(PrototypeMethod):
     """Private networks with top-level features near common class means."""
 
     size: Annotated[
-        int, Field(ge=1, description="Number of features of a class mean. Features of other sizes are projected to it.")
+        int,
+        Field(ge=1, description="Number of features of a class mean. Features of other sizes are projected to it."),
+        OURS,
     ] = 64
     weights: Annotated[
         bool,
         Field(description="Also average the networks' weights, as in FedAvg. Needs one architecture for all clients."),
+        PAPER,
     ] = False
 
     def shared(self, name: str) -> bool:

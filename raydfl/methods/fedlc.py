@@ -28,6 +28,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from raydfl.core.needs import Needs
+from raydfl.core.options import OURS
 from raydfl.core.types import Batch, Update
 from raydfl.methods._method import Method
 from raydfl.training import Step, fit
@@ -46,12 +47,14 @@ class FedLC(Method):
     tau: Annotated[
         float,
         Field(ge=0, description="Size of the shift. 0 with denominator all is FedAvg. Usual values are 0.1 to 1."),
+        OURS,
     ] = 1.0
     denominator: Annotated[
         Literal["all", "others"],
         Field(
             description="Classes in the denominator. all: all classes. others: all except the true class, as printed."
         ),
+        OURS,
     ] = "all"
 
     def loss(self, step: Step, batch: Batch) -> Tensor:

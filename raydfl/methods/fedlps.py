@@ -27,9 +27,10 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from raydfl.core.errors import ConfigError
+from raydfl.core.options import RELEASE
 from raydfl.core.types import BuiltModels, Client, State, Update
 from raydfl.methods._masking import RatioMasking
-from raydfl.methods._pruning import MASK, find_prunable_layers, make_mask, spread_masks
+from raydfl.methods._pruning import MASK, count_kept, find_prunable_layers, make_mask, spread_masks
 from raydfl.training import Step, find_fixed_tensors, fit
 
 _NORMS = (nn.GroupNorm, nn.LayerNorm, nn.BatchNorm1d, nn.BatchNorm2d)
@@ -40,8 +41,8 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 class FedLPS(RatioMasking):
     """One permanent pruning at each client."""
 
-    inputs: Annotated[bool, Field(description="Also prune inputs of convolutions and linear layers.")] = True
-    norms: Annotated[bool, Field(description="Also prune scales of normalisation layers.")] = True
+    inputs: Annotated[bool, Field(description="Also prune inputs of convolutions and linear layers."), RELEASE] = True
+    norms: Annotated[bool, Field(description="Also prune scales of normalisation layers."), RELEASE] = True
 
     def init(self, clients: Sequence[Client], models: BuiltModels, rng: np.random.Generator) -> State:
         """Return FedAvg's state.
@@ -65,7 +66,8 @@ class FedLPS(RatioMasking):
         if ratio > 0 and not any(name.startswith(MASK) for name in step.state):
             masks = self._masks(step.models, step.fixed, ratio)
             step.state.update({MASK + name: mask.to(step.device) for name, mask in masks.items()})
-        return step.update(metrics)
+        kept = {name.removeprefix(MASK): mask for name, mask in step.state.items() if name.startswith(MASK)}
+        return step.update({**metrics, **count_kept(step, kept)})
 
     def _masks(self, models: Mapping[str, nn.Module], fixed: frozenset[str], ratio: float) -> dict[str, Tensor]:
         """Return masks that broadcast against the network's tensors, by tensor name."""

@@ -39,6 +39,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from raydfl.core.needs import Needs
+from raydfl.core.options import OURS, PAPER
 from raydfl.core.types import Batch, Update
 from raydfl.methods._distillation import compute_divergences
 from raydfl.methods._method import Method
@@ -66,9 +67,10 @@ class FedMLAC(Method):
             le=1,
             description="Fraction of cross-entropy in the local loss. 1: the local model learns from labels only.",
         ),
+        OURS,
     ] = 0.5
     temperature: Annotated[
-        float, Field(gt=0, description="Softmax temperature of both outputs in the divergences. 1: no softening.")
+        float, Field(gt=0, description="Softmax temperature of both outputs in the divergences. 1: no softening."), OURS
     ] = 1.0
     vl: Annotated[
         float,
@@ -77,18 +79,21 @@ class FedMLAC(Method):
             lt=1,
             description="Fraction of clients pruned in each layer for the smallest deviation. 0: no pruning.",
         ),
+        OURS,
     ] = 0.1
     vh: Annotated[
         float,
         Field(
             ge=0, lt=1, description="Fraction of clients pruned in each layer for the largest deviation. 0: no pruning."
         ),
+        OURS,
     ] = 0.1
     layer: Annotated[
         Literal["module", "tensor"],
         Field(
             description="Unit of pruning. module: weight and bias together, a GRU is one layer. tensor: each tensor."
         ),
+        OURS,
     ] = "module"
     form: Annotated[
         Literal["literal", "supervised"] | Annotated[float, Field(ge=0)],
@@ -96,16 +101,21 @@ class FedMLAC(Method):
             description="Loss of the plug-in. literal: equation 9 as printed. supervised: plus cross-entropy with weight 1. "
             "A number: plus cross-entropy with this weight."
         ),
+        PAPER,
     ] = "literal"
     warm_epochs: Annotated[
-        int, Field(ge=0, description="Epochs of the local model alone before a client's first participation. 0: none.")
+        int,
+        Field(ge=0, description="Epochs of the local model alone before a client's first participation. 0: none."),
+        PAPER,
     ] = 0
-    sequential: Annotated[bool, Field(description="Train the plug-in on the updated local model's output.")] = False
+    sequential: Annotated[bool, Field(description="Train the plug-in on the updated local model's output."), OURS] = (
+        False
+    )
     lpa: Annotated[
-        bool, Field(description="Prune layers in the aggregation. false: the mean weighted by examples.")
+        bool, Field(description="Prune layers in the aggregation. false: the mean weighted by examples."), PAPER
     ] = True
     mutual: Annotated[
-        bool, Field(description="Train with mutual learning. false: both models learn only from labels.")
+        bool, Field(description="Train with mutual learning. false: both models learn only from labels."), PAPER
     ] = True
 
     def shared(self, name: str) -> bool:

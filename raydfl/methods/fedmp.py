@@ -29,6 +29,7 @@ import numpy as np
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from raydfl.core.options import OURS
 from raydfl.core.types import BuiltModels, Client, Metrics, Ratio, State, Task, Update
 from raydfl.methods._masking import PruningMethod
 from raydfl.methods._profiles import read_number
@@ -51,17 +52,18 @@ class FedMP(PruningMethod):
     """FedAvg with pruning ratios chosen by a bandit."""
 
     ratios: Annotated[
-        tuple[Share, ...], Field(min_length=1, description="Pruning ratios to choose from. [0] is FedAvg.")
+        tuple[Share, ...], Field(min_length=1, description="Pruning ratios to choose from. [0] is FedAvg."), OURS
     ] = (0.0, 0.2, 0.4, 0.6, 0.8)
     exploration: Annotated[
-        float, Field(ge=0, description="Bonus of rarely tried ratios. 0: always choose the best ratio so far.")
+        float, Field(ge=0, description="Bonus of rarely tried ratios. 0: always choose the best ratio so far."), OURS
     ] = 0.1
     discount: Annotated[
         float,
         Field(gt=0, le=1, description="Decay of earlier rewards with each new reward. 1: all rewards count equally."),
+        OURS,
     ] = 0.9
     speed_from: Annotated[
-        str | None, Field(description="Column of the clients' profile with their speeds. null: equal speeds.")
+        str | None, Field(description="Column of the clients' profile with their speeds. null: equal speeds."), OURS
     ] = None
 
     @property

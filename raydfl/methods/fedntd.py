@@ -19,6 +19,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from raydfl.core.needs import Needs
+from raydfl.core.options import RELEASE
 from raydfl.core.types import Batch
 from raydfl.methods._distillation import compute_divergences
 from raydfl.methods._method import Method
@@ -31,9 +32,11 @@ class FedNTD(Method):
 
     needs = Needs(objectives=("classify",))
 
-    beta: Annotated[float, Field(ge=0, description="Weight of the distillation. 0 is FedAvg.")] = 1.0
+    beta: Annotated[float, Field(ge=0, description="Weight of the distillation. 0 is FedAvg."), RELEASE] = 1.0
     tau: Annotated[
-        float, Field(gt=0, description="Softmax temperature of both models in the distillation. 1: no softening.")
+        float,
+        Field(gt=0, description="Softmax temperature of both models in the distillation. 1: no softening."),
+        RELEASE,
     ] = 1.0
 
     def loss(self, step: Step, batch: Batch) -> Tensor:

@@ -22,6 +22,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from raydfl.core.options import RELEASE
 from raydfl.methods._server_optimiser import ServerOptimiser
 from raydfl.rules import Rule, UniformMean
 
@@ -33,11 +34,11 @@ class FedOpt(ServerOptimiser):
     default_rule: ClassVar[Rule] = UniformMean()
 
     server_lr: Annotated[
-        float, Field(gt=0, description="Server learning rate, roughly the change of each element per round.")
+        float, Field(gt=0, description="Server learning rate, roughly the change of each element per round."), RELEASE
     ] = 0.001
-    beta1: Annotated[float, Field(ge=0, lt=1, description="Decay of the first moment. 0: no momentum.")] = 0.9
-    beta2: Annotated[float, Field(ge=0, lt=1, description="Decay of the second moment.")] = 0.999
-    eps: Annotated[float, Field(gt=0, description="Offset of the denominator, against division by 0.")] = 1e-8
+    beta1: Annotated[float, Field(ge=0, lt=1, description="Decay of the first moment. 0: no momentum."), RELEASE] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1, description="Decay of the second moment."), RELEASE] = 0.999
+    eps: Annotated[float, Field(gt=0, description="Offset of the denominator, against division by 0."), RELEASE] = 1e-8
 
     def moments(self) -> Mapping[str, float]:
         """Return the initial values of both moments."""

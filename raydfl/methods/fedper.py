@@ -14,6 +14,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from raydfl.core.options import OURS
 from raydfl.methods._method import Method
 
 
@@ -26,6 +27,7 @@ class FedPer(Method):
     personal: Annotated[
         tuple[str, ...],
         Field(description="Name prefixes of personal tensors, such as [model/output]. Empty is FedAvg."),
+        OURS,
     ] = ("model/output",)
 
     def shared(self, name: str) -> bool:

@@ -21,15 +21,25 @@ Readings and deviations:
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from raydfl.core.options import RELEASE
 from raydfl.methods._prototypes import PrototypeMethod
 
 
 @dataclass(frozen=True, kw_only=True)
 class FedProto(PrototypeMethod):
     """Private networks with features near common class means."""
+
+    lam: Annotated[
+        float,
+        Field(ge=0, description="Weight of the distance to the class means. 0: every client trains alone."),
+        RELEASE,
+    ] = 1.0
 
     def distances(self, differences: Tensor) -> Tensor:
         """Return the mean squared difference of each example."""

@@ -23,6 +23,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from raydfl.core.ops import drift_term
+from raydfl.core.options import OURS, PAPER
 from raydfl.core.types import Batch
 from raydfl.methods._method import Method
 from raydfl.training import Step
@@ -33,11 +34,12 @@ class FedProx(Method):
     """FedAvg plus a proximal term."""
 
     mu: Annotated[
-        float, Field(ge=0, description="Weight of the proximal term. 0 is FedAvg. Usual values are 0.001 to 1.")
+        float, Field(ge=0, description="Weight of the proximal term. 0 is FedAvg. Usual values are 0.001 to 1."), OURS
     ] = 0.01
     squared: Annotated[
         bool,
         Field(description="Use the paper's squared norm. false: the norm of each tensor, a pull of constant size."),
+        PAPER,
     ] = True
 
     def loss(self, step: Step, batch: Batch) -> Tensor:

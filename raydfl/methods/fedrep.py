@@ -19,6 +19,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from raydfl.core.options import PAPER
 from raydfl.core.types import Batch, Update
 from raydfl.methods.fedper import FedPer
 from raydfl.training import Step, fit, substitute_tensors
@@ -28,7 +29,7 @@ from raydfl.training import Step, fit, substitute_tensors
 class FedRep(FedPer):
     """FedPer with the personal layers trained before the shared layers."""
 
-    head_epochs: Annotated[int, Field(ge=1, description="Epochs of the personal layers' training.")] = 10
+    head_epochs: Annotated[int, Field(ge=1, description="Epochs of the personal layers' training."), PAPER] = 10
 
     def head_loss(self, step: Step, batch: Batch) -> Tensor:
         """Return the objective's loss with gradients only for the personal layers."""

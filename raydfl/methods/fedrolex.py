@@ -28,6 +28,7 @@ import numpy as np
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from raydfl.core.options import PAPER, RELEASE
 from raydfl.core.types import Client, State
 from raydfl.methods._cutting import ScaledCutting
 
@@ -37,8 +38,19 @@ class FedRolex(ScaledCutting):
     """FedAvg over rolling windows of the network's channels."""
 
     stride: Annotated[
-        int, Field(ge=0, description="Shift of the windows per round, in channels. 0: fixed windows, as in HeteroFL.")
+        int,
+        Field(ge=0, description="Shift of the windows per round, in channels. 0: fixed windows, as in HeteroFL."),
+        PAPER,
     ] = 1
+
+    scaled: Annotated[
+        bool, Field(description="Divide the outputs of convolutions by the fraction during training."), RELEASE
+    ] = True
+    masked: Annotated[
+        bool,
+        Field(description="Neither train nor send outputs of classes without local examples (objective classify)."),
+        RELEASE,
+    ] = True
 
     def chosen(self, state: State, client: Client, group: str, channels: int, kept: int) -> np.ndarray:
         """Choose the round's window of consecutive channels."""

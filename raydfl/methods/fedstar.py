@@ -41,6 +41,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from raydfl.core.needs import Needs
+from raydfl.core.options import OURS, PAPER, RELEASE
 from raydfl.core.types import Batch, Update
 from raydfl.data import LABELLED, UNLABELLED
 from raydfl.methods._method import Method
@@ -58,28 +59,30 @@ class FedSTAR(Method):
     models: ClassVar[Mapping[str, str]] = {"model": "split_cnn"}
 
     beta: Annotated[
-        float, Field(ge=0, le=1, description="Weight of the pseudo-labels' loss. 0: learn only from labels.")
+        float, Field(ge=0, le=1, description="Weight of the pseudo-labels' loss. 0: learn only from labels."), PAPER
     ] = 0.5
     mix: Annotated[
         Literal["weighted", "added"],
         Field(
             description="Total loss. weighted: (1 - beta) L_s + beta L_u, the code's. added: L_s + beta L_u, the paper's."
         ),
+        RELEASE,
     ] = "weighted"
     temperature: Annotated[
-        float, Field(gt=0, description="Softmax temperature of the confidence. 1: the code's. 4: the paper's.")
+        float, Field(gt=0, description="Softmax temperature of the confidence. 1: the code's. 4: the paper's."), RELEASE
     ] = 1.0
     threshold: Annotated[
         tuple[Threshold, Threshold],
         Field(
             description="Confidence threshold for pseudo-labels in the first and the last round. Values above 1 reject all of them."
         ),
+        PAPER,
     ] = (0.5, 0.9)
     rising_rounds: Annotated[
-        int, Field(ge=1, description="Rounds until the threshold reaches its last value, along half a cosine.")
+        int, Field(ge=1, description="Rounds until the threshold reaches its last value, along half a cosine."), PAPER
     ] = 100
     kernel_decay: Annotated[
-        float, Field(ge=0, description="Weight of the sum of squares of all convolution kernels. 0 disables it.")
+        float, Field(ge=0, description="Weight of the sum of squares of all convolution kernels. 0 disables it."), PAPER
     ] = 1e-4
     weight: Annotated[
         Literal["clips", "batches"],
@@ -87,6 +90,7 @@ class FedSTAR(Method):
             description="Weight of a client. clips: number of its clips. batches: number of its unlabelled clips (labelled "
             "clips if all have labels), rounded up to whole batches."
         ),
+        PAPER,
     ] = "clips"
     learn_from: Annotated[
         Literal["all", "labelled", "labelled_as_often"],
@@ -94,13 +98,15 @@ class FedSTAR(Method):
             description="all: FedSTAR. labelled: the supervised baseline, with batch_size labelled clips per step. "
             "labelled_as_often: the baseline with FedSTAR's number of steps."
         ),
+        PAPER,
     ] = "all"
     per_class: Annotated[
-        bool, Field(description="Lower the threshold of classes with few accepted clips (FlexMatch).")
+        bool, Field(description="Lower the threshold of classes with few accepted clips (FlexMatch)."), OURS
     ] = False
     strong: Annotated[
         str | None,
         Field(description="View of data.views that learns the pseudo-labels (FixMatch). null: the model's view."),
+        OURS,
     ] = None
 
     @property

@@ -17,6 +17,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from raydfl.core.options import PAPER
 from raydfl.methods._adaptive import AdaptiveOptimiser
 
 
@@ -27,6 +28,7 @@ class FedYogi(AdaptiveOptimiser):
     beta2: Annotated[
         float,
         Field(ge=0, lt=1, description="1 minus the step of the second moment, as a fraction of the squared change."),
+        PAPER,
     ] = 0.99
 
     def second_moment(self, v: Tensor, squared: Tensor) -> Tensor:

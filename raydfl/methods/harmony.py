@@ -37,6 +37,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from raydfl.core.clustering import match
+from raydfl.core.options import RELEASE
 from raydfl.core.types import Client, Metrics, Ratio, State, Task, Update
 from raydfl.data import Examples
 from raydfl.methods._copies import retain
@@ -61,7 +62,7 @@ class Harmony(WithViews):
     additions: ClassVar[tuple[str, ...]] = (BIAS,)
 
     groups: Annotated[
-        int, Field(ge=1, description="Number of client groups, by k-means on modality bias. 1: one group.")
+        int, Field(ge=1, description="Number of client groups, by k-means on modality bias. 1: one group."), RELEASE
     ] = 2
 
     def plan(self, state: State, clients: Sequence[Client], rng: np.random.Generator, cohort: int) -> list[Task]:

@@ -29,6 +29,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from raydfl.core.needs import Needs
+from raydfl.core.options import OURS
 from raydfl.core.part_names import plain_name
 from raydfl.core.types import BuiltModels, Client, Metrics, Ratio, State, Update
 from raydfl.data import Examples
@@ -55,10 +56,14 @@ class Hermes(PruningMethod):
 
     needs = Needs(objectives=("classify",))
 
-    target: Annotated[float, Field(ge=0, lt=1, description="Maximum pruned fraction of each layer. 0 is FedAvg.")] = 0.5
-    step: Annotated[float, Field(gt=0, le=1, description="Fraction of each layer pruned at a time.")] = 0.2
+    target: Annotated[
+        float, Field(ge=0, lt=1, description="Maximum pruned fraction of each layer. 0 is FedAvg."), OURS
+    ] = 0.5
+    step: Annotated[float, Field(gt=0, le=1, description="Fraction of each layer pruned at a time."), OURS] = 0.2
     threshold: Annotated[
-        float, Field(ge=0, le=1, description="Minimum held-out accuracy of a client before it prunes. 0: always prune.")
+        float,
+        Field(ge=0, le=1, description="Minimum held-out accuracy of a client before it prunes. 0: always prune."),
+        OURS,
     ] = 0.5
 
     def init(self, clients: Sequence[Client], models: BuiltModels, rng: np.random.Generator) -> State:

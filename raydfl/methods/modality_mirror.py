@@ -33,6 +33,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from raydfl.core.errors import ConfigError
+from raydfl.core.options import OURS
 from raydfl.core.types import Batch, BuiltModels, Client, Metrics, State, Task, Update
 from raydfl.methods._distillation import compute_divergences
 from raydfl.methods._method import UpdateCounter, sample_clients
@@ -54,15 +55,19 @@ class ModalityMirror(MultiFL):
     phases: ClassVar[tuple[str, ...]] = (MULTIMODAL, DISTIL)
 
     temperature: Annotated[
-        float, Field(gt=0, description="Softmax temperature of teacher and student in the divergence. 1: no softening.")
+        float,
+        Field(gt=0, description="Softmax temperature of teacher and student in the divergence. 1: no softening."),
+        OURS,
     ] = 2.0
     kd_weight: Annotated[
         float,
         Field(ge=0, description="Weight of the divergence from the teacher. 0: the student learns only from labels."),
+        OURS,
     ] = 1.0
     divergence: Annotated[
         Literal["standard", "literal"],
         Field(description="Divergence. standard: KL(teacher || student). literal: KL(student || teacher), as printed."),
+        OURS,
     ] = "standard"
 
     def init(self, clients: Sequence[Client], models: BuiltModels, rng: np.random.Generator) -> State:

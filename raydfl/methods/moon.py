@@ -26,6 +26,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from raydfl.core.needs import Needs
+from raydfl.core.options import PAPER
 from raydfl.core.types import Batch, ModelSpec, Update
 from raydfl.methods._copies import find_retained, retain
 from raydfl.methods._layers import check_features, last_layer
@@ -42,13 +43,13 @@ class Moon(Method):
     needs = Needs(objectives=("classify",))
 
     mu: Annotated[
-        float, Field(ge=0, description="Weight of the contrastive loss. 0: FedAvg. The paper tries 0.1 to 10.")
+        float, Field(ge=0, description="Weight of the contrastive loss. 0: FedAvg. The paper tries 0.1 to 10."), PAPER
     ] = 1.0
     temperature: Annotated[
-        float, Field(gt=0, description="Divisor of the similarities. Small values sharpen the contrast.")
+        float, Field(gt=0, description="Divisor of the similarities. Small values sharpen the contrast."), PAPER
     ] = 0.5
     projection: Annotated[
-        int | None, Field(ge=1, description="Number of outputs of the projection head. null: no head.")
+        int | None, Field(ge=1, description="Number of outputs of the projection head. null: no head."), PAPER
     ] = 256
 
     def build(self, models: Sequence[ModelSpec]) -> dict[str, nn.Module]:

@@ -11,12 +11,12 @@ A client with a missing view trains the networks of its views, encoder and head:
     L_A = CE(head_A(e_A(x_A)), y)
 
 The server averages each tensor over its senders: encoders over all clients, the fusion over clients with all views, and heads over
-the rest.
+the rest. With ``heads: all`` a client with all views trains the heads too, by the loss L_M + sum over its views of L_A, and sends
+all of its networks.
 
 Readings and deviations:
 
-- The paper does not define who trains which head. Here the audio-only clients train the audio head. If all clients train it,
-  accuracy changes by some 50 points (docs/modality_mirror.md).
+- The paper does not define who trains which head. ``heads`` has both readings (docs/modality_mirror.md).
 - The mean is uniform, as in the algorithm. ``rule: weighted_mean`` weights by examples, as in FedAvg.
 - The original MultiFL learns autoencoders without labels and a classifier at the server. The paper's baseline does not.
 - In a round without clients of a kind, their networks keep their values. ``clients/fused`` and ``clients/apart`` count the clients
@@ -25,14 +25,16 @@ Readings and deviations:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from typing import Annotated, Any, Literal, cast
 
-import numpy as np
+import torch
+from pydantic import Field
 from pydantic.dataclasses import dataclass
+from torch import Tensor
 
-from raydfl.core.types import Metrics, State, Update
-from raydfl.methods._method import UpdateCounter
-from raydfl.methods._views import FUSION, WithViews, collect_fusion_tensors, count_kinds
+from raydfl.core.options import OURS
+from raydfl.core.types import Batch, Update
+from raydfl.methods._views import FUSION, WithViews, apply_classifier, embed_views, select_present
 from raydfl.training import Step, fit
 
 
@@ -40,14 +42,26 @@ from raydfl.training import Step, fit
 class MultiFL(WithViews):
     """FedAvg of each view's encoder, with a fusion at clients with all views."""
 
+    heads: Annotated[
+        Literal["alone", "all"],
+        Field(
+            description="Clients that train the heads of single views. alone: clients without all views. all: every client. "
+            "Clients with all views then minimise the sum of the fusion's and the heads' cross-entropies."
+        ),
+        OURS,
+    ] = "alone"
+
     def local(self, step: Step) -> Update:
         """Train the encoders with the fusion if the client has all views, else each view's network."""
-        if FUSION in step.models:
-            return step.update(fit(step, self.fusion_loss), tensors=collect_fusion_tensors(step))
-        return step.update(self.train_views(step))
+        if self.heads == "all" and FUSION in step.models:
+            return step.update(fit(step, self.joint_loss))
+        return super().local(step)
 
-    def aggregate(self, state: State, updates: Iterable[Update], rng: np.random.Generator) -> tuple[State, Metrics]:
-        """Average over the senders, and count the clients with and without the fusion."""
-        counter = UpdateCounter(updates)
-        new, report = super().aggregate(state, counter, rng)
-        return new, {**report, **count_kinds(counter)}
+    def joint_loss(self, step: Step, batch: Batch) -> Tensor:
+        """Return the cross-entropy of the fusion plus that of each view's head. Each encoder computes once."""
+        features = embed_views(step.models, batch)
+        value = batch.cross_entropy(apply_classifier(step.models[FUSION], torch.cat(list(features.values()), dim=1)))
+        for name, embedded in features.items():
+            logits = apply_classifier(cast(Any, step.models[name]).output, embedded)
+            value = value + select_present(step.models[name], batch).cross_entropy(logits)
+        return value

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from raydfl.core.needs import Needs
 from raydfl.core.ops import drift_term
+from raydfl.core.options import OURS
 from raydfl.core.types import Batch, Metrics, Update
 from raydfl.data import Examples
 from raydfl.methods._method import Method
@@ -43,9 +44,9 @@ class PerFedAvg(Method):
 
     copies: ClassVar[Mapping[str, str]] = {"adapted": "model"}
 
-    alpha: Annotated[float, Field(ge=0, description="Learning rate of the step to the adapted model. 0 is FedAvg.")] = (
-        0.01
-    )
+    alpha: Annotated[
+        float, Field(ge=0, description="Learning rate of the step to the adapted model. 0 is FedAvg."), OURS
+    ] = 0.01
 
     def adapting_loss(self, step: Step, batch: Batch) -> Tensor:
         """Return a loss that moves the second network to v in one step, from any point."""

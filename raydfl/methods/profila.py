@@ -47,6 +47,7 @@ from torch import Tensor, nn
 from raydfl.core.errors import ConfigError
 from raydfl.core.metrics import pool, ranking_metrics
 from raydfl.core.needs import Needs
+from raydfl.core.options import OURS, PAPER, RELEASE
 from raydfl.core.spool import Spool
 from raydfl.core.types import Batch, BuiltModels, Client, Metrics, ModelSpec, Ratio, Scores, State, Update
 from raydfl.data import Examples
@@ -84,40 +85,47 @@ class ProFiLA(Method):
             description="Name prefixes of personal tensors. null: model/adapter, model/output (the projection) and "
             "model/objective (the client's centre), if the model has them. Empty: all tensors are shared."
         ),
+        OURS,
     ] = None
     memory: Annotated[
         Share,
         Field(
             description="Fraction of the client's prototype in the target of normal clips. The rest is the batch's mean."
         ),
+        RELEASE,
     ] = 0.95
     renewal: Annotated[
-        Share, Field(description="Fraction of the client's former prototype kept at each update between epochs.")
+        Share,
+        Field(description="Fraction of the client's former prototype kept at each update between epochs."),
+        RELEASE,
     ] = 0.8
     lam: Annotated[
         tuple[Weight, Weight],
         Field(description="Weight of the alignment before and after the warm-up. [0, 0] disables it."),
+        PAPER,
     ] = (0.001, 0.01)
-    warm_rounds: Annotated[int, Field(ge=0, description="Number of warm-up rounds.")] = 5
+    warm_rounds: Annotated[int, Field(ge=0, description="Number of warm-up rounds."), PAPER] = 5
     total_rounds: Annotated[
-        int, Field(ge=1, description="Rounds until the weight of the alignment reaches its last value.")
+        int, Field(ge=1, description="Rounds until the weight of the alignment reaches its last value."), PAPER
     ] = 100
     prototype_momentum: Annotated[
         Share,
         Field(description="Fraction of the common prototype kept in each round. 1: it never changes. The code: 0.7."),
+        RELEASE,
     ] = 0.7
     alpha: Annotated[
-        Weight, Field(description="Aggregation weight of a client's fraction of the clips (equation 4).")
+        Weight, Field(description="Aggregation weight of a client's fraction of the clips (equation 4)."), PAPER
     ] = 0.5
     beta: Annotated[
         Weight,
         Field(description="Aggregation weight of a client's detection performance (equation 4). 0: FedAvg's weights."),
+        RELEASE,
     ] = 0.5
-    adaptive_lr: Annotated[bool, Field(description="Adapt learning rates to detection performance (equation 6).")] = (
-        True
-    )
-    lr_min: Annotated[float, Field(gt=0, description="Lower limit of adapted learning rates.")] = 1e-5
-    lr_max: Annotated[float, Field(gt=0, description="Upper limit of adapted learning rates.")] = 1e-3
+    adaptive_lr: Annotated[
+        bool, Field(description="Adapt learning rates to detection performance (equation 6)."), PAPER
+    ] = True
+    lr_min: Annotated[float, Field(gt=0, description="Lower limit of adapted learning rates."), RELEASE] = 1e-5
+    lr_max: Annotated[float, Field(gt=0, description="Upper limit of adapted learning rates."), RELEASE] = 1e-3
 
     @model_validator(mode="after")
     def _check_weights(self) -> Self:

@@ -32,6 +32,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from raydfl.core.needs import Needs
+from raydfl.core.options import OURS, PAPER, RELEASE
 from raydfl.core.types import Batch, Metrics, Update
 from raydfl.data import Examples
 from raydfl.methods.profila import LAMBDA, ProFiLA, Share, Weight, pool_epochs, update_prototype
@@ -54,6 +55,7 @@ class ProFiLAAsRun(ProFiLA):
             description="Target of normal clips. prototype: the client's prototype mixed with the batch's mean, as in the code. "
             "compact: the batch's mean, the objective's own loss."
         ),
+        RELEASE,
     ] = "prototype"
     schedule: Annotated[
         Literal["rising", "literal", "constant"],
@@ -61,12 +63,13 @@ class ProFiLAAsRun(ProFiLA):
             description="Weight of the alignment after the warm-up, as a fraction of its last value. rising: from 0.8 to 1, as in "
             "the code. literal: from 1 to 0.8, as in equation 5. constant: 1."
         ),
+        RELEASE,
     ] = "rising"
     first_round: Annotated[
-        int, Field(ge=0, le=1, description="Number of the first round. 1: the paper's. 0: the code's.")
+        int, Field(ge=0, le=1, description="Number of the first round. 1: the paper's. 0: the code's."), PAPER
     ] = 1
     ramp: Annotated[
-        bool, Field(description="Raise the weight within each round too, from 1 / epochs to 1, as in the code.")
+        bool, Field(description="Raise the weight within each round too, from 1 / epochs to 1, as in the code."), PAPER
     ] = False
     align: Annotated[
         Literal["batch", "smoothed"],
@@ -74,40 +77,49 @@ class ProFiLAAsRun(ProFiLA):
             description="Vector aligned with the common prototype. batch: the batch's mean. smoothed: mixed with the client's "
             "prototype."
         ),
+        OURS,
     ] = "batch"
-    temperature: Annotated[float, Field(gt=0, description="Divisor of the performance in equation 4. The code: 2.")] = (
-        1.0
-    )
-    history: Annotated[int, Field(ge=1, description="Rounds in a client's mean performance. The code: 5.")] = 1
-    auc_threshold: Annotated[Share, Field(description="Raise learning rates below this performance.")] = 0.7
-    eta: Annotated[float, Field(ge=1, description="Factor of a raised learning rate.")] = 1.2
-    shrink: Annotated[float, Field(gt=0, le=1, description="Factor of the learning rate after a best performance.")] = (
-        0.99
-    )
+    temperature: Annotated[
+        float, Field(gt=0, description="Divisor of the performance in equation 4. The code: 2."), PAPER
+    ] = 1.0
+    history: Annotated[int, Field(ge=1, description="Rounds in a client's mean performance. The code: 5."), PAPER] = 1
+    auc_threshold: Annotated[Share, Field(description="Raise learning rates below this performance."), PAPER] = 0.7
+    eta: Annotated[float, Field(ge=1, description="Factor of a raised learning rate."), RELEASE] = 1.2
+    shrink: Annotated[
+        float, Field(gt=0, le=1, description="Factor of the learning rate after a best performance."), PAPER
+    ] = 0.99
     steer: Annotated[
         Literal["validation", "test", "off"],
         Field(
             description="Clips of the performance measure. validation: the client's validation clips. test: its test clips, a leak "
             "of the code. off: no measure."
         ),
+        OURS,
     ] = "validation"
     anomalous_share: Annotated[
-        float, Field(ge=0, lt=1, description="Fraction of anomalous clips in a batch, rounded. 0: only normal clips.")
+        float,
+        Field(ge=0, lt=1, description="Fraction of anomalous clips in a batch, rounded. 0: only normal clips."),
+        RELEASE,
     ] = 0.25
     centre_of: Annotated[
         Literal["normal", "all"],
         Field(description="Clips in the batch's mean and in the first term. The code: all."),
+        OURS,
     ] = "normal"
     push: Annotated[
         tuple[Weight, Weight],
         Field(description="Weights of the push from the prototype and from the normal centre."),
+        RELEASE,
     ] = (1.0, 0.5)
     margin: Annotated[
         tuple[Weight, Weight],
         Field(description="Margins of both pushes, distances between 0 and 2. 0 disables a push."),
+        RELEASE,
     ] = (1.0, 0.8)
-    contrast: Annotated[Weight, Field(description="Weight of the supervised contrastive loss. 0 disables it.")] = 1.0
-    contrast_temperature: Annotated[float, Field(gt=0, description="Divisor of its similarities.")] = 0.2
+    contrast: Annotated[
+        Weight, Field(description="Weight of the supervised contrastive loss. 0 disables it."), RELEASE
+    ] = 1.0
+    contrast_temperature: Annotated[float, Field(gt=0, description="Divisor of its similarities."), RELEASE] = 0.2
 
     @property
     def needs(self) -> Needs:

@@ -29,6 +29,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from raydfl.core.ops import drift_term
+from raydfl.core.options import PAPER
 from raydfl.core.types import Batch, Metrics, Ratio, State, Update
 from raydfl.methods._control import CONTROL, ControlMethod, effective_steps
 from raydfl.rules import Rule, UniformMean
@@ -42,7 +43,7 @@ class Scaffold(ControlMethod):
     default_rule: ClassVar[Rule] = UniformMean()
 
     server_lr: Annotated[
-        float, Field(gt=0, description="Server's step size along the mean change. 1: the clients' mean.")
+        float, Field(gt=0, description="Server's step size along the mean change. 1: the clients' mean."), PAPER
     ] = 1.0
 
     def loss(self, step: Step, batch: Batch) -> Tensor:

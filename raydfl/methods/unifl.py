@@ -6,7 +6,8 @@ encoder and head, in the entry ``global``. Clients with all views train their ow
 
 Readings and deviations:
 
-- ``train.cohort`` clients are sampled from each population, or all clients of a smaller population.
+- The paper samples 10 clients in a round, and does not say whether from each population. ``cohort: each`` samples ``train.cohort``
+  clients from each population, or all clients of a smaller one. ``shared`` samples them from all clients, as in MultiFL.
 - The mean is uniform. ``rule: weighted_mean`` weights by examples.
 - The work cited by the paper under this name is a co-attention framework. The paper's baseline is the method above.
 - Both federations start from the same weights.
@@ -16,14 +17,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Annotated, Literal
 
 import numpy as np
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from raydfl.core.options import OURS
 from raydfl.core.types import BuiltModels, Client, State, Task
 from raydfl.methods._method import sample_clients
-from raydfl.methods._views import ALL, FUSION, GLOBAL, SOME, select_clients
-from raydfl.methods.multifl import MultiFL
+from raydfl.methods._views import ALL, FUSION, GLOBAL, SOME, WithViews, select_clients
 from raydfl.training import Step
 
 FUSED = "fused"
@@ -31,8 +34,16 @@ FUSED = "fused"
 
 
 @dataclass(frozen=True, kw_only=True)
-class UniFL(MultiFL):
+class UniFL(WithViews):
     """Separate FedAvg for clients with all views and for clients with missing views."""
+
+    cohort: Annotated[
+        Literal["each", "shared"],
+        Field(
+            description="Clients of a round. each: train.cohort clients of each federation. shared: train.cohort clients in total."
+        ),
+        OURS,
+    ] = "each"
 
     def init(self, clients: Sequence[Client], models: BuiltModels, rng: np.random.Generator) -> State:
         """Return the state of both federations."""
@@ -42,7 +53,9 @@ class UniFL(MultiFL):
         return dataclasses.replace(state, tensors={GLOBAL: separate, FUSED: {n: t.clone() for n, t in whole.items()}})
 
     def plan(self, state: State, clients: Sequence[Client], rng: np.random.Generator, cohort: int) -> list[Task]:
-        """Sample a cohort of clients with missing views, and a cohort of clients with all views."""
+        """Sample a cohort from each federation, or one cohort from all clients."""
+        if self.cohort == "shared":
+            return [Task(client.id, receive=(_find_entry(client),)) for client in sample_clients(clients, rng, cohort)]
         tasks: list[Task] = []
         for kind, key in ((SOME, GLOBAL), (ALL, FUSED)):
             members = select_clients(state, clients, kind)
@@ -55,11 +68,13 @@ class UniFL(MultiFL):
         """Measure the student in ``global`` and the fusion in ``fused``. A client has one of the two."""
         if not clients:
             return [Task("", phase="evaluate", receive=(key,)) for key in (GLOBAL, FUSED)]
-        fused = {client.id for client in clients if any(spec.name == FUSION for spec in client.models)}
-        return [
-            Task(client.id, phase="evaluate", receive=(FUSED if client.id in fused else GLOBAL,)) for client in clients
-        ]
+        return [Task(client.id, phase="evaluate", receive=(_find_entry(client),)) for client in clients]
 
     def select_models(self, step: Step) -> Sequence[str]:
         """Return the fusion for the entry ``fused``, else the default."""
         return [FUSION] if FUSED in step.received else super().select_models(step)
+
+
+def _find_entry(client: Client) -> str:
+    """Return the entry of a client's federation."""
+    return FUSED if any(spec.name == FUSION for spec in client.models) else GLOBAL

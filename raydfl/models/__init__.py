@@ -30,7 +30,7 @@ from raydfl.models._build import (
     find_architecture,
     model_options,
 )
-from raydfl.models._narrow import make_cuts, narrow
+from raydfl.models._narrow import fit_width, make_cuts, narrow
 from raydfl.models.crnn import CRNN
 from raydfl.models.pretrained import Pretrained
 from raydfl.models.start import INIT_FROM, read_init_from, start_from_file
@@ -43,6 +43,7 @@ __all__ = [
     "build_model",
     "check_model",
     "find_architecture",
+    "fit_width",
     "make_cuts",
     "model_options",
     "model_paths",

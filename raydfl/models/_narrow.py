@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -38,6 +39,33 @@ def narrow(spec: ModelSpec, width: float, **options: object) -> ModelSpec:
     return narrower
 
 
+@functools.lru_cache(256)
+def fit_width(spec: ModelSpec, share: float) -> float:
+    """Find the width of the narrower network with a fraction of the whole network's weights.
+
+    Args:
+        spec: specification of the whole network.
+        share: fraction of its weights, above 0. 1 returns 1 for any architecture.
+
+    Returns:
+        The width, in (0, 1], with the nearest number of weights.
+
+    Raises:
+        ConfigError: the architecture does not support narrower networks.
+    """
+    if share == 1:
+        return 1.0
+    whole = _inspect(spec)
+    # A group of n channels changes at the widths 1 / n, 2 / n ...
+    widths = sorted({channels / size for size in whole.sizes.values() for channels in range(1, size + 1)})
+
+    def excess(width: float) -> float:
+        return _inspect(narrow(spec, width)).weights - share * whole.weights
+
+    at = bisect.bisect_left(widths, 0.0, key=excess)  # The number of weights rises with the width.
+    return min(widths[max(0, at - 1) : at + 1], key=lambda width: abs(excess(width)))
+
+
 def make_cuts(spec: ModelSpec, choose: Callable[[str, int, int], np.ndarray]) -> dict[str, Cut]:
     """Make the cuts from a whole network to a narrower network, by the tensors' flat names.
 
@@ -61,6 +89,8 @@ class _NetworkTensors:
     """Shapes of all floating-point tensors."""
     sizes: Mapping[str, int]
     """Number of channels in each group."""
+    weights: int
+    """Number of parameters."""
 
 
 @functools.lru_cache(256)
@@ -93,7 +123,7 @@ def _inspect(spec: ModelSpec) -> _NetworkTensors:
                 raise ConfigError(
                     f"{where}: channels() returns {dimensions} for {name!r}, but the tensor is {shapes[name]}. Correct channels()."
                 )
-    return _NetworkTensors(groups, shapes, sizes)
+    return _NetworkTensors(groups, shapes, sizes, sum(value.numel() for value in network.parameters()))
 
 
 def _find_groups(network: nn.Module, where: str) -> Channels:

@@ -218,6 +218,9 @@ def test_methods_by_name(raydfl: Raydfl) -> None:
     shown = raydfl("methods", "fedprox").out
     assert shown.startswith("Methods (method: {name: ...})\n\nfedprox: ")
     assert "\n  mu = 0.01: Weight of the proximal term" in shown
+    assert "1. At least 0. Source: ours.\n" in shown
+    assert fedprox["options"]["squared"]["source"] == "paper"
+    assert "source" not in median["options"]
     assert len(shown.splitlines()) < 10
     raydfl("methods", "fedprx").refuses("'fedprx' is built in. Did you mean 'fedprox'")
 

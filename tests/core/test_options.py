@@ -14,7 +14,7 @@ from pydantic import Field, ValidationError, create_model
 
 from raydfl.core import registry
 from raydfl.core.errors import ConfigError
-from raydfl.core.options import Option, describe_field, explain, options_of, path_options, plain
+from raydfl.core.options import PAPER, Option, describe_field, explain, options_of, path_options, plain
 from raydfl.core.settings import Settings, StrictTypes
 
 
@@ -55,11 +55,13 @@ class Mine:
     either: Annotated[int | Literal["all"], Field(description="a number, or all")] = 3
     folder: Path | None = None
     pair: tuple[float, float] = (0.0, 1.0)
+    rate: Annotated[float, Field(gt=0, description="how fast"), PAPER] = 0.1
 
 
 def test_options_of_any_class_are_listed() -> None:
     options = {option.name: option for option in options_of(Mine)}
     assert options["size"] == Option("size", None, True, "how large (at least 1)")
+    assert options["rate"] == Option("rate", 0.1, False, "how fast (above 0)", "paper")
     assert options["names"].default == ["a"]
     assert not options["activation"].required
     assert path_options(Mine) == ["folder"]

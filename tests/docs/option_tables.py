@@ -28,6 +28,7 @@ from raydfl.experiments.settings import MetricSettings, PaperSettings, StudySett
 from raydfl.rules import RULES
 
 _CELLS = re.compile(r"(?<!\\)\|")
+_HEADERS = (["option", "default", "meaning"], ["option", "default", "source", "meaning"])
 _OPTION = re.compile(r"\[?`([^`]+)`")
 """An option in the first cell, possibly a link."""
 
@@ -102,7 +103,8 @@ def fill_tables(page: Path) -> str:
         cls = classes.get(heading, (None, set()))[0]
         options = {} if cls is None or not cells else {option.name: option for option in options_of(cls)}
         if cls is not None and cells and (option := options.get(_find_option(cells))) is not None:
-            line = f"| {cells[0]} | {_format_default(cls, option, cells[1])} | {_escape(option.meaning)} |"
+            source = f" {option.source} |" if option.source else ""
+            line = f"| {cells[0]} | {_format_default(cls, option, cells[1])} |{source} {_escape(option.meaning)} |"
         lines.append(line)
     return "\n".join(lines) + "\n"
 
@@ -127,14 +129,14 @@ def _list_options(cls: type, omitted: set[str]) -> set[str]:
 
 def _iterate_cells(text: str) -> Iterator[tuple[str, list[str]]]:
     """Yield for each line its heading and, for a row of a table of options, the row's cells."""
-    heading, in_block, in_table = "", False, False
+    heading, in_block, columns = "", False, 0
     for line in text.splitlines():
         in_block ^= line.startswith("```")
         if line.startswith("#") and not in_block:
             heading = line.lstrip("#").strip().replace("`", "")
         cells = [cell.strip() for cell in _CELLS.split(line)[1:-1]] if line.startswith("|") else []
-        is_row = in_table and bool(cells) and _OPTION.match(cells[0]) is not None
-        in_table = cells[:3] == ["option", "default", "meaning"] or (in_table and bool(cells))
+        is_row = len(cells) == columns > 0 and _OPTION.match(cells[0]) is not None
+        columns = len(cells) if cells in _HEADERS else columns if cells else 0
         yield heading, cells if is_row else []
 
 

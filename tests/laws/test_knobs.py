@@ -9,6 +9,7 @@ import pytest
 from helpers import differ, known
 
 from raydfl.core import registry
+from raydfl.core.options import options_of
 from raydfl.engine.config import Config
 from raydfl.methods import Method
 from raydfl.rules.uniform_mean import UniformMean
@@ -38,6 +39,8 @@ WIDE = "models.model={name: crnn_tiny, hidden: 2, filters: [16]}"
 SPLIT = "models.model={name: split_cnn, filters: [4], groups: 2}"
 
 TRIED = ["method.ratios=[0.0, 0.5]", "train.rounds=5"]
+
+HALF = "method.share=0.5"
 
 READY = ["method.threshold=0.0"]
 
@@ -120,6 +123,7 @@ EFFECTIVE: dict[tuple[str, str], tuple[list[str], list[str]]] = {
     ("scaffold", "server_lr"): (["method.server_lr=0.5"], []),
     ("fedper", "personal"): (["method.personal=[]"], []),
     ("feddrop", "share"): (["method.share=0.5"], []),
+    **{(name, "share_of"): ([HALF, "method.share_of=weights"], [HALF]) for name in ("feddrop", "fedrolex", "heterofl")},
     ("fedrolex", "share"): (["method.share=0.25"], []),
     ("fedrolex", "stride"): (["method.stride=3"], []),
     ("fedrolex", "scaled"): (["method.scaled=false"], []),
@@ -184,6 +188,7 @@ EFFECTIVE: dict[tuple[str, str], tuple[list[str], list[str]]] = {
     ("fedmlac", "mutual"): (["method.mutual=false"], []),
     ("fedapta", "ratio"): (["method.ratio=0.8"], []),
     ("fedapta", "ratio_from"): (UNEQUAL, []),
+    ("fedapta", "ratio_of"): (["method.ratio=0.6", "method.ratio_of=all"], ["method.ratio=0.6"]),
     ("fedapta", "prune"): (["method.prune=[recurrent]"], []),
     ("fedapta", "solver"): (["method.solver=uniform"], []),
     ("fedapta", "importance"): (["method.importance=sum", WIDE], [WIDE]),
@@ -193,6 +198,8 @@ EFFECTIVE: dict[tuple[str, str], tuple[list[str], list[str]]] = {
     ("modality_mirror", "temperature"): (["method.temperature=0.5"], []),
     ("modality_mirror", "kd_weight"): (["method.kd_weight=0.0"], []),
     ("modality_mirror", "divergence"): (["method.divergence=literal"], []),
+    ("modality_mirror", "heads"): (["method.heads=all"], []),
+    ("multifl", "heads"): (["method.heads=all"], []),
     ("harmony", "groups"): (["method.groups=1"], []),
     **{
         (name, "student"): (["method.student=video"], []) for name in ("multifl", "unifl", "harmony", "modality_mirror")
@@ -220,8 +227,39 @@ EFFECTIVE.update(
 
 def test_every_hyperparameter_is_listed() -> None:
     fields = {(name, field.name) for name, cls in ALL.items() for field in dataclasses.fields(cls) if field.init}
-    assert fields == {*EFFECTIVE, ("fedstar", "strong")}  # a view needs files: tests/methods/test_fedstar.py
+    # Views need files: tests/methods/test_fedstar.py, tests/methods/test_several_views.py.
+    assert fields == {*EFFECTIVE, ("fedstar", "strong"), ("unifl", "cohort")}
     assert len(ALL) >= 11
+
+
+@pytest.mark.parametrize("method", sorted(ALL))
+def test_every_default_has_a_source(method: str) -> None:
+    sources = {option.name: option.source for option in options_of(ALL[method])}
+    assert set(sources.values()) <= {"paper", "release", "ours"}, sources
+    assert sources["rule"] == "ours"
+
+
+STATED: dict[str, dict[str, object]] = {
+    "fedmlac": {"form": "literal", "warm_epochs": 0, "lpa": True, "mutual": True},
+    "fedstar": {
+        "beta": 0.5,
+        "threshold": [0.5, 0.9],
+        "rising_rounds": 100,
+        "kernel_decay": 1e-4,
+        "weight": "clips",
+        "learn_from": "all",
+    },
+    "fedapta": {"ratio_of": "prunable", "recover": True},
+    "profila": {"lam": [0.001, 0.01], "warm_rounds": 5, "total_rounds": 100, "alpha": 0.5, "adaptive_lr": True},
+    "modality_mirror": {},
+}
+"""All defaults stated in the five papers: numbers, and options for printed equations."""
+
+
+@pytest.mark.parametrize("method", STATED)
+def test_defaults_with_the_source_paper_have_the_stated_values(method: str) -> None:
+    options = options_of(ALL[method])
+    assert {option.name: option.default for option in options if option.source == "paper"} == STATED[method]
 
 
 @pytest.mark.parametrize(("method", "field"), sorted(EFFECTIVE))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from helpers import known
 
+from raydfl import read_rows
 from raydfl.cluster.server import Server
 from raydfl.core.errors import ConfigError
 from raydfl.core.types import State, Task
@@ -143,6 +145,26 @@ def test_the_draw_depends_only_on_seed_round_and_client(tiny: Tiny) -> None:
     assert first == chosen("anna", 3, 1) == sorted(set(first))
     draws = [chosen("bert", 3, 1), chosen("anna", 4, 1), chosen("anna", 3, 2), chosen("anna", 3, 1, "gru")]
     assert all(first != draw for draw in draws)
+
+
+@pytest.mark.parametrize(("share", "units"), [(0.75, 4), (0.5, 3), (0.2, 1), (0.01, 1)])
+def test_a_share_of_the_weights_sets_the_number_of_channels(tiny: Tiny, share: float, units: int) -> None:
+    """Compare with the same number of channels. 16 bands, h units and 3 classes make 20 h + 3 weights, 123 for all units."""
+    common = [f"models.model={{name: mlp, hidden: {UNITS}}}", "train.rounds=2", "evaluate.every=9"]
+    by_weights = [f"method.share={share}", "method.share_of=weights", "run.name=weights"]
+    assert_same_bits(
+        train_federation(tiny(*common, *by_weights, method="feddrop")),
+        known(tiny(*common, f"method.share={units / UNITS}", method="feddrop")),
+    )
+
+
+@pytest.mark.parametrize("method", ["feddrop", "fedrolex", "heterofl"])
+def test_the_record_has_the_kept_weights_of_each_client_and_their_mean(tiny: Tiny, method: str) -> None:
+    """16 bands, h units and 3 classes make 20 h + 3 weights. The clients have 6, 3 and 2 units."""
+    config = tiny(*COMMON, "data.partition={by: group}", "data.speakers=3", "train.rounds=1", method=method)
+    train_federation(config)
+    rows = [row for row in read_rows(Path(config.run.dir) / "tiny").to_pylist() if row["metric"] == "kept_weights"]
+    assert {row["client"]: row["value"] for row in rows} == {"s0": 123, "s1": 63, "s2": 43, "": (123 + 63 + 43) / 3}
 
 
 def test_a_share_of_1_equals_fedavg(tiny: Tiny) -> None:

@@ -222,6 +222,30 @@ def test_pruned_filters_keep_the_received_values_despite_weight_decay() -> None:
     assert not torch.isclose(after[~pruned], before[~pruned]).any()
 
 
+def test_a_ratio_of_all_weights_prunes_more_units() -> None:
+    """The network has 43 weights, including 5 prunable units with 4 weights."""
+    pruned: dict[tuple[str, float], int] = {}
+    for ratio_of, ratio in (("prunable", 0.2), ("all", 0.2), ("prunable", 0.43), ("all", 0.1), ("all", 0.3)):
+        method = FedAPTA(ratio=ratio, ratio_of=ratio_of, prune=("linear",), drift="off")  # type: ignore[arg-type]
+        state = method.init(CLIENTS, [{"model": make_network()}], np.random.default_rng(0))
+        task = method.plan(state, CLIENTS, np.random.default_rng(0), len(CLIENTS))[0]
+        mask = method.local(make_step(method, task, state, {})).tensors["mask/model/hidden"]
+        pruned[ratio_of, ratio] = int((mask == 0).sum())
+    assert pruned == {
+        ("prunable", 0.2): 1,  # 0.2 * 5 units
+        ("all", 0.2): 2,  # 0.2 * 43 weights / 4 = 2.15 units
+        ("prunable", 0.43): 2,
+        ("all", 0.1): 1,  # 1.075 units
+        ("all", 0.3): 3,  # 3.225 units
+    }
+
+
+def test_a_ratio_above_the_prunable_weights_is_rejected() -> None:
+    method = FedAPTA(ratio_from="ratio", ratio_of="all", prune=("linear",), drift="off")
+    with pytest.raises(ConfigError, match=r"ratio is 0.8, but the layers of method.prune=\['linear'\] have only 47%"):
+        method.init(CLIENTS, [{"model": make_network()}], np.random.default_rng(0))
+
+
 def test_without_recovery_a_filter_is_the_mean_over_its_holders() -> None:
     method = FedAPTA(ratio_from="ratio", prune=("linear",), drift="off", recover=False)
     state = method.init(CLIENTS, [{"model": make_network()}], np.random.default_rng(0))

@@ -14,6 +14,7 @@ from torch import nn
 from raydfl.core.errors import ConfigError
 from raydfl.core.types import Client, ModelSpec, Ratio, State, Task, Update
 from raydfl.methods._method import Method
+from raydfl.methods.fedapta import FedAPTA
 from raydfl.methods.fedlps import FedLPS
 from raydfl.methods.fedmp import FedMP
 from raydfl.methods.hermes import Hermes
@@ -103,6 +104,34 @@ def test_fedlps_prunes_after_the_first_training_and_returns_pruned_entries_uncha
         method.init(CLIENTS, [{"model": nn.Sequential(nn.Flatten())}], RNG)
 
 
+class Rated(Hermes):
+    """Hermes with accuracies set by the test."""
+
+    def _accuracy(self, step: Step) -> float:
+        return 0.9 if step.client.index != 1 else 0.1
+
+
+@pytest.mark.parametrize(
+    ("method", "kept"),
+    [
+        (FedAPTA(ratio=0.4, prune=("linear",), drift="off"), 63),  # 83 minus 4 units of 4 weights and a bias
+        (FedAPTA(ratio=0.0, drift="off"), 83),
+        (FedMP(ratios=(0.4,), prune=("linear",)), 63),
+        (FedMP(ratios=(0.0,)), 83),
+        (Rated(step=0.4, prune=("linear",)), 63),
+        (Rated(target=0.0), 83),
+        (FedLPS(ratio=0.5), 48),  # minus 2 inputs of 10 units, and 5 inputs of 3 classes
+        (FedLPS(ratio=0.0), 83),
+    ],
+)
+def test_clients_report_the_kept_weights(method: Method, kept: int) -> None:
+    """The network has 4 inputs, 10 units and 3 classes: 50 + 33 weights and biases."""
+    state = method.init(CLIENTS, [{"model": make_network(hidden=10)}], RNG)
+    task = method.plan(state, CLIENTS, RNG, 3)[0]
+    update = method.local(make_step(method, state, {}, 0, task))
+    assert update.metrics["kept_weights"] == Ratio(kept, 1)
+
+
 def test_fedmps_bandit_follows_its_formula_and_the_residual_is_restored() -> None:
     method = FedMP(ratios=(0.0, 0.5), prune=("linear",), speed_from="speed", discount=0.5, exploration=0.3)
     state = method.init(CLIENTS, [{"model": make_network(hidden=10)}], RNG)
@@ -144,13 +173,6 @@ def test_fedmps_bandit_follows_its_formula_and_the_residual_is_restored() -> Non
             assert arm_statistics == pytest.approx([number + 1, total + expected])
     with pytest.raises(ConfigError, match="the profile of client 'c0' has None under 'power'"):
         FedMP(prune=("linear",), speed_from="power").init(CLIENTS, [{"model": make_network()}], RNG)
-
-
-class Rated(Hermes):
-    """Hermes with accuracies set by the test."""
-
-    def _accuracy(self, step: Step) -> float:
-        return 0.9 if step.client.index != 1 else 0.1
 
 
 def test_hermes_averages_commonly_kept_units_and_keeps_the_rest_private() -> None:

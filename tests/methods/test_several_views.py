@@ -88,6 +88,70 @@ def test_unifls_audio_network_equals_fedavg_over_the_clients_without_video(tiny:
     assert_same_bits(select_audio(train_federation(config)), without_video)
 
 
+def test_a_shared_cohort_of_unifl_equals_a_cohort_of_multifl(tiny: Tiny, folder: Path) -> None:
+    """Compare the sampled clients. With all clients in every round, both kinds of cohort give the same bits."""
+    lacking = ["data.missing={video: 0.5}", "train.rounds=2"]
+    drawn: dict[str, list[set[str]]] = {}
+    for name, method, option in (
+        ("each", "unifl", "method.cohort=each"),
+        ("shared", "unifl", "method.cohort=shared"),
+        ("multifl", "multifl", "method.heads=alone"),
+    ):
+        server = start_server(federation(tiny, folder, method, *lacking, "train.cohort=2", option, f"run.name={name}"))
+        drawn[name] = []
+        for _ in range(2):
+            drawn[name].append({order.task.client_id for order in server._federation.plan()})
+            server._federation.round()
+        server.close()
+    assert drawn["shared"] == drawn["multifl"]
+    assert [len(cohort) for cohort in drawn["each"]] == [4, 4]
+    each, shared = (
+        known(federation(tiny, folder, "unifl", *lacking, f"method.cohort={cohort}")) for cohort in ("each", "shared")
+    )
+    assert_same_bits(each, shared)
+
+
+def test_clients_with_all_views_train_the_heads_with_heads_all(tiny: Tiny, tmp_path: Path) -> None:
+    """Compare the joint loss with PyTorch's functions. A clip of the batch lacks the image."""
+    bare = write(tmp_path / "bare", bare=(0,))
+    server = start_server(federation(tiny, bare, "multifl", "method.heads=all"))
+    inner = server._federation
+    initial = {name: value.clone() for name, value in inner.state.tensors["global"].items()}
+    step = inner.pool.workers[""].prepare(inner.plan()[0], inner.broadcast({"global"}))
+    step.models = {name: network.eval() for name, network in step.models.items()}
+    batch = step.data.train.batch(np.arange(4))
+    present = batch.present["video"]
+    assert 0 < int(present.sum()) < 4
+    audio, video = step.models["audio"], step.models["video"]
+    image = batch.views["video"]
+    features = torch.cat([audio.embed(batch.x), video.embed(image) * present[:, None]], dim=1)
+    expected = (
+        F.cross_entropy(step.models["fusion"](features), batch.y)
+        + F.cross_entropy(audio(batch.x), batch.y)
+        + F.cross_entropy(video(image)[present], batch.y[present])
+    )
+    torch.testing.assert_close(inner.method.joint_loss(step, batch), expected)
+    inner.round()
+    assert all(not torch.equal(value, initial[name]) for name, value in inner.state.tensors["global"].items())
+    server.close()
+
+
+def test_heads_of_single_views_are_trained_by_clients_without_all_views(tiny: Tiny, folder: Path) -> None:
+    """Without video at any client, both readings are equal. With video at all clients, ``alone`` freezes the heads."""
+    alone, everyone = (
+        known(federation(tiny, folder, "multifl", "data.missing={video: 1.0}", f"method.heads={heads}"))
+        for heads in ("alone", "all")
+    )
+    assert_same_bits(alone, everyone)
+    server = start_server(federation(tiny, folder, "multifl", "run.name=alone"))
+    inner = server._federation
+    initial = {name: value.clone() for name, value in inner.state.tensors["global"].items()}
+    inner.round()
+    kept = {name for name, value in inner.state.tensors["global"].items() if torch.equal(value, initial[name])}
+    server.close()
+    assert kept == {f"{view}/output.{kind}" for view in ("audio", "video") for kind in ("weight", "bias")}
+
+
 def test_the_first_phase_equals_multifl_and_the_teacher_is_frozen(tiny: Tiny, folder: Path) -> None:
     lacking = [*MIRROR, "data.missing={video: 0.5}"]
     first = known(federation(tiny, folder, "multifl", *lacking[2:], "train.rounds=2"))

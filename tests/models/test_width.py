@@ -13,7 +13,7 @@ from raydfl.core.cuts import Cut, cut_tensors
 from raydfl.core.errors import ConfigError
 from raydfl.core.tensors import FlatTensors
 from raydfl.core.types import ModelSpec
-from raydfl.models import build_model, make_cuts, narrow
+from raydfl.models import build_model, fit_width, make_cuts, narrow
 
 FRAMES, IMAGE = 20, (1, 12, 12)
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -82,6 +82,19 @@ def test_the_width_applies_to_every_group_of_channels(kind: str) -> None:
     assert all(count == -(-channels // (2 * multiple)) * multiple for channels, count in counts.values())
     assert narrow(make_spec(kind), 1) == make_spec(kind)
     assert make_cuts(make_spec(kind), choose) == {}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("share", [0.1, 0.4, 0.7, 0.95, 1.0])
+def test_the_fitted_width_has_the_nearest_number_of_weights(kind: str, share: float) -> None:
+    """Compare with all widths."""
+    spec = make_spec(kind)
+    counts = {}
+    for width in [*np.arange(0.01, 1.0, 0.01), 1.0]:
+        counts[width] = sum(p.numel() for p in build_model(narrow(spec, float(width))).parameters())
+    fitted = sum(p.numel() for p in build_model(narrow(spec, fit_width(spec, share))).parameters())
+    target = share * counts[1.0]
+    assert abs(fitted - target) == min(abs(count - target) for count in counts.values())
 
 
 def test_widths_multiply() -> None:

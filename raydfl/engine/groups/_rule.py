@@ -16,6 +16,7 @@ from torch import Tensor
 from raydfl.core import registry
 from raydfl.core.clustering import match
 from raydfl.core.errors import ConfigError, nearest
+from raydfl.core.options import OURS
 from raydfl.core.part_names import plain_name
 from raydfl.core.settings import StrictTypes
 from raydfl.core.types import Client, Ratio, State, Tensors, Update
@@ -125,7 +126,9 @@ class DiscoveryRule(GroupRule, ABC):
     """Base of rules that discover groups. Clients' profiles only serve to measure the result."""
 
     truth: Annotated[
-        str, Field(description="Profile column with the true groups. It affects only metrics (purity, Rand index).")
+        str,
+        Field(description="Profile column with the true groups. It affects only metrics (purity, Rand index)."),
+        OURS,
     ] = "part"
 
     @property

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from raydfl.core.clustering import distances
 from raydfl.core.errors import ConfigError
+from raydfl.core.options import OURS, RELEASE
 from raydfl.core.types import Client, Ratio, Tensors
 from raydfl.engine.groups._membership import Membership
 from raydfl.engine.groups._rule import ClientUpdate, DiscoveryRule, Division, name_clusters
@@ -41,15 +42,19 @@ class Cfl(DiscoveryRule):
     """Groups by recursive bipartition, starting with a single group."""
 
     eps_mean: Annotated[
-        float, Field(ge=0, description="Norm of a group's mean change below which the group may be split. 0: never.")
+        float,
+        Field(ge=0, description="Norm of a group's mean change below which the group may be split. 0: never."),
+        RELEASE,
     ] = 0.4
     eps_max: Annotated[
-        float, Field(ge=0, description="Norm that the largest change of a client must exceed for a split.")
+        float, Field(ge=0, description="Norm that the largest change of a client must exceed for a split."), RELEASE
     ] = 1.6
     gamma: Annotated[
-        float, Field(ge=0, le=1, description="Smallest separation of the halves, sqrt((1 - a_cross) / 2). 0: any.")
+        float,
+        Field(ge=0, le=1, description="Smallest separation of the halves, sqrt((1 - a_cross) / 2). 0: any."),
+        OURS,
     ] = 0.0
-    min_size: Annotated[int, Field(ge=1, description="Smallest number of clients in each half.")] = 1
+    min_size: Annotated[int, Field(ge=1, description="Smallest number of clients in each half."), OURS] = 1
 
     def check(self, clients: Sequence[Client], tensors: Sequence[str]) -> None:
         """Reject fewer clients than two halves need, and a server without a model."""

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from raydfl.core.clustering import Distance, assign_noise, distances, hdbscan_labels
 from raydfl.core.errors import ConfigError, nearest
+from raydfl.core.options import OURS, PAPER
 from raydfl.core.part_names import plain_name
 from raydfl.core.types import Client, Ratio, Tensors
 from raydfl.engine.groups._membership import Membership
@@ -36,27 +37,34 @@ def _list_layers(tensors: Iterable[str]) -> list[str]:
 class Hdbscan(DiscoveryRule):
     """Groups by HDBSCAN on the changes of the last layers."""
 
-    distance: Annotated[Distance, Field(description="Distance between two updates (paper: cosine).")] = "cosine"
+    distance: Annotated[Distance, Field(description="Distance between two updates (paper: cosine)."), PAPER] = "cosine"
     layers: Annotated[
         int | tuple[str, ...],
         Field(description="Layers to compare: a number of last layers, or prefixes of tensors' names."),
+        PAPER,
     ] = 1
-    min_cluster_size: Annotated[int, Field(ge=2, description="Smallest number of clients in a cluster.")] = 5
+    min_cluster_size: Annotated[int, Field(ge=2, description="Smallest number of clients in a cluster."), OURS] = 5
     min_samples: Annotated[
-        int, Field(ge=1, description="Number of neighbours in HDBSCAN's density estimate. More neighbours: more noise.")
+        int,
+        Field(ge=1, description="Number of neighbours in HDBSCAN's density estimate. More neighbours: more noise."),
+        OURS,
     ] = 2
     selection: Annotated[
         Literal["eom", "leaf"],
         Field(description="HDBSCAN's selection of clusters: eom (excess of mass), or leaf (the smallest clusters)."),
+        OURS,
     ] = "eom"
-    epsilon: Annotated[float, Field(ge=0, description="Distance below which clusters are merged. 0: no merging.")] = 0.0
-    single: Annotated[bool, Field(description="Allow a single cluster of all clients.")] = False
+    epsilon: Annotated[
+        float, Field(ge=0, description="Distance below which clusters are merged. 0: no merging."), OURS
+    ] = 0.0
+    single: Annotated[bool, Field(description="Allow a single cluster of all clients."), OURS] = False
     noise: Annotated[
         Literal["attach", "alone"],
         Field(description="Group of noise clients. attach: the nearest cluster's. alone: a separate group for each."),
+        OURS,
     ] = "attach"
     threshold: Annotated[
-        float, Field(ge=0, description="Mean distance to a cluster above which a client is not attached to it.")
+        float, Field(ge=0, description="Mean distance to a cluster above which a client is not attached to it."), OURS
     ] = 1.0
     accumulate: Annotated[
         float,
@@ -66,6 +74,7 @@ class Hdbscan(DiscoveryRule):
             description="Decay factor of a client's accumulated changes when a new change is added. Above 0, clients outside the "
             "cohort are clustered too, by their earlier changes. 0: no accumulation.",
         ),
+        OURS,
     ] = 0.0
 
     def __post_init__(self) -> None:

@@ -23,6 +23,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from raydfl.core.errors import ConfigError
+from raydfl.core.options import OURS
 from raydfl.core.types import Client, Ratio, State, Tensors
 from raydfl.engine.groups._membership import GLOBAL, PREFIX, Membership
 from raydfl.engine.groups._rule import ClientUpdate, DiscoveryRule, Division
@@ -36,13 +37,14 @@ class Ifca(DiscoveryRule):
 
     choosing: ClassVar[bool] = True
 
-    groups: Annotated[int, Field(ge=2, description="Number of groups.")] = 2
+    groups: Annotated[int, Field(ge=2, description="Number of groups."), OURS] = 2
     spread: Annotated[
         float,
         Field(
             gt=0,
             description="Noise on the initial models of all groups except the first, in standard deviations of each tensor.",
         ),
+        OURS,
     ] = 1.0
 
     def check(self, clients: Sequence[Client], tensors: Sequence[str]) -> None:

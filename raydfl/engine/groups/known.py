@@ -16,6 +16,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from raydfl.core.errors import ConfigError, nearest
+from raydfl.core.options import OURS
 from raydfl.core.types import Client, Tensors
 from raydfl.engine.groups._membership import Membership
 from raydfl.engine.groups._rule import ClientUpdate, Division, GroupRule
@@ -25,7 +26,7 @@ from raydfl.engine.groups._rule import ClientUpdate, Division, GroupRule
 class Known(GroupRule):
     """Groups by a profile column."""
 
-    by: Annotated[str, Field(description="Profile column of the group. part: the part of data.parts.")] = "part"
+    by: Annotated[str, Field(description="Profile column of the group. part: the part of data.parts."), OURS] = "part"
 
     @property
     def column(self) -> str:

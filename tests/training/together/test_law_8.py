@@ -130,7 +130,7 @@ METHODS: dict[str, list[Method]] = {
     "fedlps": [FedLPS()],
     "fedmp": [FedMP(prune=EVERY_KIND)],
     "hermes": [Hermes(prune=EVERY_KIND, threshold=0.0)],
-    "multifl": [MultiFL()],
+    "multifl": [MultiFL(), MultiFL(heads="all")],
     "unifl": [UniFL()],
     "harmony": [Harmony()],
     "modality_mirror": [ModalityMirror()],  # tests of its second phase are in tests/laws
