@@ -63,10 +63,7 @@ def measure_detectors(
                 error = auc_error(anomalous, len(frames) - anomalous)
                 measured.setdefault((name, split), []).append((ratio, error))
     controls = [_average(*key, metric, results) for key, results in measured.items()]
-    return (
-        controls,
-        "" if controls else "Raw features have no score, because no test has known normal and anomalous clips.",
-    )
+    return controls, "" if controls else "Raw features have no score, because no test has known anomalous clips."
 
 
 def _list_tests(

@@ -44,10 +44,7 @@ def measure_controls(population: Population, objective: Objective, seed: int) ->
 def _measure_part(data: Population, objective: Objective, rng: np.random.Generator) -> tuple[list[Control], str]:
     """Measure the controls of a part, and explain missing controls."""
     if not data.has_clips:
-        return (
-            [],
-            "Raw features have no score, because the clips are at their sites, and the server does not read them.",
-        )
+        return [], "Raw features have no score, because the server does not read clips at sites."
     if isinstance(objective, AnomalyObjective):
         return measure_detectors(data, objective, rng)
     if objective.answers in ("class", "set"):

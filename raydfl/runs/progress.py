@@ -385,4 +385,6 @@ def _replace_non_finite(value: Any) -> Any:
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return {key: _replace_non_finite(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_replace_non_finite(inner) for inner in value]
     return value
