@@ -1,6 +1,6 @@
 """raydfl: federated learning for audio on Ray.
 
-What users need is imported from here (``from raydfl import run, Method``) and from :mod:`raydfl.ops`. The code lives in fourteen
+What users need is imported from here (``from raydfl import run, Method``) and from :mod:`raydfl.ops`. The code lives in fifteen
 rooms, and each imports only rooms below it:
 
 - ``cli``: the command line; words on a terminal
@@ -11,6 +11,7 @@ rooms, and each imports only rooms below it:
 - ``engine``: the round and what is kept of it: configuration, federation, worker, storage; no Ray, no terminal
 - ``attacks``: simulated attackers, one file an attack
 - ``methods``: federated methods, one file a paper
+- ``controls``: scores without training, for comparison
 - ``objectives``: what is learnt, one file an objective: classification, anomaly detection ...
 - ``training``: one client's local work, or several clients' in one computation
 - ``rules``: aggregation: many clients' updates in, the server's new tensors out

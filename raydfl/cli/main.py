@@ -198,11 +198,11 @@ def report_command(
     ] = None,
 ) -> None:
     """Write an HTML report of one run, or a comparison of several runs."""
-    from raydfl.runs.report import read_run, write_page
+    from raydfl.runs.report import measure_run, write_page
 
     if out is None:
         out = directories[0] / "report.html" if len(directories) == 1 else Path("report.html")
-    runs = [read_run(folder) for folder in dict.fromkeys(directory.resolve() for directory in directories)]
+    runs = [measure_run(folder) for folder in dict.fromkeys(directory.resolve() for directory in directories)]
     print(write_page(runs, out))  # noqa: T201
     for run in runs:
         for text in run.missing:

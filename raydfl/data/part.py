@@ -16,7 +16,7 @@ from raydfl.data.features.cache import FeatureStore, open_store
 from raydfl.data.label_sets import split_labels
 from raydfl.data.settings import DataSettings
 from raydfl.data.shards import Shard
-from raydfl.data.tables import Tables, table_prefix, view_column
+from raydfl.data.tables import POOLED, Tables, table_prefix, view_column
 from raydfl.data.transforms import PLAIN, Pipeline
 
 CLEAN = 0
@@ -128,6 +128,13 @@ class Part:
         if role not in self._held_out:
             self._held_out[role] = self.examples(self.tables.block(role))
         return self._held_out[role]
+
+    def read_role(self, role: str) -> list[Examples]:
+        """Return the examples of a role, of all clients and pools: a sequence for each feature store with examples."""
+        blocks = [self.tables.block(role, pool) for pool in range(len(self.pools) if role in POOLED else 1)]
+        rows = slice(blocks[0].start, blocks[-1].stop)
+        stores = self.tables.read_clips("store", rows)
+        return [self.examples(rows, int(store)).take(np.flatnonzero(stores == store)) for store in np.unique(stores)]
 
     def sum_by_class(self, counts: np.ndarray) -> np.ndarray:
         """Convert counts of labels, int64 [..., labels], to counts of classes, int64 [..., classes]."""

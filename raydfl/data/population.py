@@ -253,6 +253,10 @@ class Population:
             part.examples(tables.rows("client_test", position)),
         )
 
+    def read_role(self, role: Literal["train", "validation", "client_test", "test"]) -> list[Examples]:
+        """Return the examples of a role, of all clients and pools: a sequence for each feature store with examples."""
+        return self._part.read_role(role)
+
     def first_examples(self, count: int) -> Examples | None:
         """Return adjacent training examples of a feature store, preferably of the clean store.
 

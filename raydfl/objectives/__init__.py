@@ -7,8 +7,11 @@ the file's name is the objective's name in a configuration. To write an objectiv
 Imports training, data and core. Begin with classify.py.
 """
 
+from raydfl.objectives._anomaly import AnomalyObjective
 from raydfl.objectives._find import find_objective
 from raydfl.objectives._objective import Objective
+from raydfl.objectives._reference import distances
 from raydfl.objectives.classify import Classify
+from raydfl.objectives.reconstruct import average_bins
 
-__all__ = ["Classify", "Objective", "find_objective"]
+__all__ = ["AnomalyObjective", "Classify", "Objective", "average_bins", "distances", "find_objective"]

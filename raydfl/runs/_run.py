@@ -39,8 +39,7 @@ from raydfl.runs.folder import (
     write_about,
 )
 from raydfl.runs.progress import Progress, default_progress
-from raydfl.runs.report import write_page
-from raydfl.runs.report.data import read_run
+from raydfl.runs.report import measure_run, write_page
 from raydfl.runs.report.diagnosis import find_problems
 from raydfl.runs.result import Result
 from raydfl.runs.stopping import StopSignals
@@ -240,10 +239,13 @@ def execute(
         record.compact(run_dir)
         for path in export(run_dir, config):
             tracker.log_artifact(path)
-    done = read_run(run_dir.resolve())
+    done = measure_run(run_dir.resolve(), config)
     best = find_best(run_dir, config)
     result = dataclasses.replace(
-        result, problems=tuple(find_problems(done)), best=None if best is None else best.leader
+        result,
+        problems=tuple(find_problems(done)),
+        best=None if best is None else best.leader,
+        controls=tuple(done.controls),
     )
     report = write_page([done], run_dir / "report.html")
     for path in (run_dir / "config.yaml", report):

@@ -215,6 +215,7 @@ class Progress:
                 problems=[asdict(problem) for problem in result.problems],
                 **({"ended": result.ended} if result.ended else {}),
                 **({"best": _best_to_dict(result.best)} if result.best is not None else {}),
+                **({"controls": [asdict(control) for control in result.controls]} if result.controls else {}),
             )
             return
         scores = f": {format_scores(result.scores, self._headline)}" if result.scores else ""
@@ -225,6 +226,8 @@ class Progress:
             self._print_line(f"stopped in round {result.round}: {result.ended}")
         if result.best is not None:
             self._print_line(f"best: {result.best.text}")
+        for line in _format_controls(result):
+            self._print_line(line)
         for problem in result.problems:
             self._print_line(f"{'worthless' if problem.worthless else 'warning'}: {problem.text}")
         self._print_line(f"run directory: {result.run_dir}")
@@ -355,6 +358,17 @@ def _format_work(report: RoundReport) -> list[str]:
     return parts
 
 
+def _format_controls(result: Result) -> Iterator[str]:
+    """Yield a line with the scores of raw features for each test set."""
+    tests: dict[str, list[str]] = {}
+    for control in result.controls:
+        if control.raw:
+            score = f"{control.name.partition(': ')[2]} {control.value:.3f}"
+            tests.setdefault(f"{control.split} {control.metric}", []).append(score)
+    for test, scores in tests.items():
+        yield f"raw features without training, {test}: {', '.join(scores)}"
+
+
 def _best_to_dict(best: Leader) -> dict[str, Any]:
     """Convert the best round to a mapping for JSON."""
     return {
@@ -371,4 +385,6 @@ def _replace_non_finite(value: Any) -> Any:
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return {key: _replace_non_finite(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_replace_non_finite(inner) for inner in value]
     return value

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow.compute as pc
 from numpy.typing import ArrayLike
 
+from raydfl.controls import Control
 from raydfl.core.errors import InputError
 from raydfl.core.metrics import HARMONIC_MEAN, OF_CLIENTS
 from raydfl.core.types import Problem
@@ -54,6 +55,8 @@ class Result:
     """Why ``run.stop`` ended the training early. Empty if it did not."""
     best: Leader | None = None
     """The best round by ``run.best``; its models are kept. ``None`` without ``run.best`` or before its first measurement."""
+    controls: tuple[Control, ...] = ()
+    """Scores without training on the same test clips: chance, majority, raw features."""
 
     @property
     def status(self) -> Literal["finished", "stopped", "failed"]:
@@ -211,4 +214,5 @@ def load_result(run_dir: str | Path, trust: bool = False) -> Result:
         tuple(find_problems(run)),
         run.stopped,
         None if best is None else best.leader,
+        tuple(run.controls),
     )

@@ -3,7 +3,7 @@ from __future__ import annotations
 import shutil
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,33 @@ def describe(population: Population) -> list[Any]:
     ]
     length = population.views[FIRST_VIEW].length
     return [population.classes, length, clients, list_columns(population.test), list_columns(population.validation)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"split": {"validation": 0.25}},
+        {"corrupt": {"noise": {"snr_db": 10.0, "clients": 2}}, "unlabelled": {"keep": 0.5}},
+        {"segment": {"frames": 10, "stride": 5}},
+        {"partition": {"by": "iid", "clients": 3}},
+    ],
+)
+def test_a_role_has_the_examples_of_all_clients_and_pools(make_data: Make, options: dict[str, Any]) -> None:
+    population = build_population(make_data(**options), 1)
+
+    def list_rows(parts: Sequence[Examples]) -> list[tuple[Any, ...]]:
+        return sorted(
+            (part.first_view.store.folder, *row) for part in parts for row in zip(*list_columns(part), strict=True)
+        )
+
+    clients = [population.data(i) for i in range(len(population))]
+    train = list_rows([pool for client in clients for pool in client.pools.values()])
+    assert list_rows(population.read_role("train")) == train
+    assert len(train) > 50
+    assert len(population.read_role("train")) == len(population.stores)
+    assert list_rows(population.read_role("validation")) == list_rows([client.validation for client in clients])
+    assert list_rows(population.read_role("test")) == list_rows([population.test])
+    assert population.read_role("client_test") == []
 
 
 def test_groups_become_clients_with_their_clips(make_data: Make) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
 from raydfl.core.errors import InputError
 from raydfl.core.files import write_atomically, writing
+from raydfl.engine import Config
 from raydfl.runs.report import figures
 from raydfl.runs.report.compare import render_comparison
+from raydfl.runs.report.controls import measure_once
 from raydfl.runs.report.cost import split_round_times
 from raydfl.runs.report.data import Curve, Key, RunRecord, align, read_run
 from raydfl.runs.report.diagnosis import find_problems
@@ -27,6 +30,7 @@ __all__ = [
     "draw_figures",
     "figures",
     "find_problems",
+    "measure_run",
     "plot_partition",
     "read_run",
     "render_page",
@@ -55,7 +59,18 @@ def write_report(run_dirs: Sequence[Path], out: Path) -> Path:
     folders = list(dict.fromkeys(folder.resolve() for folder in run_dirs))
     if not folders:
         raise InputError("no run directory is given. Name at least one, such as runs/<name>.")
-    return write_page([read_run(folder) for folder in folders], out)
+    return write_page([measure_run(folder) for folder in folders], out)
+
+
+def measure_run(folder: Path, config: Config | None = None) -> RunRecord:
+    """Measure the controls of a run if they are missing, then read the run like :func:`read_run`.
+
+    Args:
+        folder: Folder of the run.
+        config: Configuration of the run. ``None``: read it from the folder.
+    """
+    failure, run = measure_once(folder, config), read_run(folder)
+    return dataclasses.replace(run, controls_note=failure) if failure else run
 
 
 def write_page(runs: Sequence[RunRecord], out: Path) -> Path:

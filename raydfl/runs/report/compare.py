@@ -113,7 +113,7 @@ def _show_scores(groups: Groups, keys: Sequence[Key]) -> Section:
             *("configuration", "model", "data", "runs", *titles),
             *(f"{headline}, mean of the last", f"{headline}, worst tenth of clients"),
         ),
-        rows=list(itertools.chain.from_iterable(rows)),
+        rows=[*itertools.chain.from_iterable(rows), *_make_control_rows(groups, bases)],
         hint="Scores of each run's last measurement. For runs with different seeds: mean (range). Scores measured by clients are "
         "means over clients.",
     )
@@ -141,6 +141,17 @@ def _make_score_rows(groups: Groups, key: Key, bases: Sequence[str]) -> Iterator
             f"{_format_range(headline, [curve.tail for curve in curves])} ({averaged})",
             _format_range(headline, [curve.last for curve in worst if curve is not None]),
         ]
+
+
+def _make_control_rows(groups: Groups, bases: Sequence[str]) -> Iterator[list[str]]:
+    """Yield the scores of the controls, with a row for each data set, control and test set."""
+    values: dict[tuple[str, str, str, str], list[float]] = {}
+    for run in itertools.chain(*groups.values()):
+        for control in run.controls:
+            values.setdefault((control.name, run.data, control.metric, control.split), []).append(control.value)
+    for (name, data, metric, split), found in values.items():
+        cells = [_format_range(base, found) if base == base_name(metric) else "-" for base in bases]
+        yield [f"{name} ({data})", format_model(metric), format_split(split), str(len(found)), *cells, "-", "-"]
 
 
 def _format_range(base: str, values: Sequence[float]) -> str:

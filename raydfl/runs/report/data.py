@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from raydfl.controls import Control
 from raydfl.core.errors import ConfigError, RunDirectoryError
 from raydfl.core.files import read_regular
 from raydfl.core.metrics import SCORES, base_name, model_name
@@ -29,6 +30,7 @@ from raydfl.engine.storage import (
     round_of,
     to_rows,
 )
+from raydfl.runs.report.controls import read_controls
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -107,6 +109,10 @@ class RunRecord:
     """Failed and late clients: (round, phase, client, ``"failed"`` or ``"late"``, reason)."""
     facts: Mapping[str, tuple[int, float, str]] = field(default_factory=dict)
     """Last (round, value, text) of the run's facts, such as ``"best_round"`` and ``"stopped"``."""
+    controls: Sequence[Control] = ()
+    """Scores without training, from ``controls.json``."""
+    controls_note: str = ""
+    """Reason for missing controls."""
 
     @property
     def remarks(self) -> list[str]:
@@ -272,7 +278,8 @@ def read_run(folder: Path) -> RunRecord:
     incidents = _read_incidents(folder, until)
     facts = {row.metric: (row.round, row.value, row.note) for row in pooled if row.note}
     return RunRecord(
-        folder, about, config, curves, confusions, clients, timelines, memberships, missing, incidents, facts
+        *(folder, about, config, curves, confusions, clients, timelines, memberships, missing, incidents, facts),
+        *read_controls(folder),
     )
 
 

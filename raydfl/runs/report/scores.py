@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from raydfl.controls import Control
 from raydfl.core.metrics import HARMONIC_MEAN, OF_CLIENTS, OF_FIT, SCORES, base_name, model_name, worst_decile
 from raydfl.runs.report.data import SPLITS, Curve, Key, RunRecord, sort_key
 from raydfl.runs.report.figures import INK, SHARES, Axes, Plot, Series, plot, plot_curves, scale_percent
@@ -104,9 +105,10 @@ def show_results(run: RunRecord) -> Section:
             *("model", "data", "score", "last", "mean of the last", "best"),
             *("clients, mean ± std", "clients, worst tenth"),
         ),
-        rows=[_make_result_row(run, key) for key in run.sort_scores()],
+        rows=[*(_make_result_row(run, key) for key in run.sort_scores()), *map(_make_control_row, run.controls)],
         hint="Scores are over all examples. The mean covers at most the last ten measurements. In the last two columns, each "
-        "client counts once.",
+        "client counts once." + " Rows without a round are controls, with the standard error." * bool(run.controls),
+        notes=[run.controls_note] if run.controls_note else [],
     )
 
 
@@ -127,6 +129,14 @@ def _make_result_row(run: RunRecord, key: Key) -> list[str]:
         f"{mean} ± {deviation}" if mean and deviation else "-",
         worst or "-",
     ]
+
+
+def _make_control_row(control: Control) -> list[str]:
+    part, base = model_name(control.metric), base_name(control.metric)
+    error = "" if control.standard_error is None else f" ± {format_score(base, control.standard_error)}"
+    score = f"{format_score(base, control.value)}{error} ({control.count} clips)"
+    name = f"{part}: {control.name}" if part else control.name
+    return [name, format_split(control.split), SCORES[base].title, score, *"----"]
 
 
 def show_clients(run: RunRecord) -> Section:

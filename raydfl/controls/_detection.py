@@ -1,0 +1,132 @@
+"""Controls of anomaly detection.
+
+A clip is described by its mean frame of features. Its score is a distance from the normal training clips of its machine, or of
+all machines without a column of machines in ``data.columns``:
+
+- Mahalanobis distance from their mean, with a shrunk covariance;
+- Euclidean distance from the nearest clip;
+- loudness: difference between the levels (means over all features) of the clip and of their mean.
+
+A client's own test uses the client's training clips, and the server's test those of all clients. Ranking metrics of several
+clients are averaged with their numbers of clips, as in the metrics table of the run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raydfl.controls._clips import LIMIT, describe_clips, draw_clips
+from raydfl.controls._control import RAW, Control, auc_error
+from raydfl.core.metrics import ranking_metrics
+from raydfl.core.types import Ratio, Scores, join_scores
+from raydfl.data import Examples, Population
+from raydfl.objectives import AnomalyObjective, distances
+
+_CONSTANT = 1e-3
+"""Spread of equal mean frames, relative to the spread of frames in a clip. It exceeds rounding errors of float16."""
+
+
+def measure_detectors(
+    data: Population, objective: AnomalyObjective, rng: np.random.Generator
+) -> tuple[list[Control], str]:
+    """Measure the controls of a data set with normal and anomalous test clips.
+
+    Args:
+        data: population of one part, with clips.
+        objective: objective of the run.
+        rng: generator that draws the training clips.
+
+    Returns:
+        The controls, and the reason for missing controls.
+    """
+    metric = objective.headline
+    measured: dict[tuple[str, str], list[tuple[Ratio, float]]] = {}
+    for split, normal, test in _list_tests(data, objective, rng) if objective.normal else ():
+        reference, of_reference, deviation = _describe(normal, objective)
+        frames, clips, _ = _describe(test, objective)
+        if float(reference.std(dim=0, correction=0).max()) <= _CONSTANT * deviation:
+            return [], (
+                "Raw features have no score, because the mean frames of all clips are equal. Set data.features.normalise to "
+                "client, group, part or none."
+            )
+        anomalous = int(clips.truth.sum())
+        for name, values in _score(reference, _find_machines(of_reference), frames, _find_machines(clips)).items():
+            scores = dataclasses.replace(clips, values=values.numpy())
+            ratio = ranking_metrics(scores, only=(metric,)).get(metric)
+            if ratio and ratio.count:
+                error = auc_error(anomalous, len(frames) - anomalous)
+                measured.setdefault((name, split), []).append((ratio, error))
+    controls = [_average(*key, metric, results) for key, results in measured.items()]
+    return controls, "" if controls else "Raw features have no score, because no test has known anomalous clips."
+
+
+def _list_tests(
+    data: Population, objective: AnomalyObjective, rng: np.random.Generator
+) -> Iterator[tuple[str, list[Examples], list[Examples]]]:
+    """Yield the split, the normal training clips and the test clips of each test: the server's, then the clients'."""
+
+    def draw(parts: Sequence[Examples], limit: int) -> list[Examples]:
+        return draw_clips([objective.normal_examples(part) for part in parts], limit, rng)
+
+    tests = [("test", draw(data.read_role("train"), LIMIT), data.read_role("test"))]
+    for client in range(len(data)) if data.read_role("client_test") else ():
+        own = data.data(client)
+        normal = draw([*own.pools.values()], max(2, LIMIT // len(data)))
+        tests.append(("client_test", normal, [own.test] * bool(len(own.test))))
+    return (test for test in tests if all(test))
+
+
+def _describe(parts: Sequence[Examples], objective: AnomalyObjective) -> tuple[Tensor, Scores, float]:
+    """Describe clips.
+
+    Returns:
+        Mean frames, float64 [clips, features]; scores of 0 with truth and machines of the clips; and the mean standard
+        deviation of the features over the frames of a clip.
+    """
+    frames, scores, deviations = [], [], []
+    for part in parts:
+        mean, deviation, first = describe_clips(part, 1)
+        zeros = objective.metrics(torch.zeros(len(first), 1), first).get("scores")
+        frames.append(mean)
+        scores += [zeros] if isinstance(zeros, Scores) else []
+        deviations.append(float(deviation.mean()))
+    return torch.from_numpy(np.concatenate(frames)), join_scores(scores), max(deviations)
+
+
+def _find_machines(scores: Scores) -> np.ndarray:
+    """Return the machine of each clip, int64 [clips]. 0 if unknown."""
+    return np.zeros(len(scores.values), np.int64) if scores.groups is None else scores.groups[:, 0]
+
+
+def _score(reference: Tensor, machines: np.ndarray, frames: Tensor, tested: np.ndarray) -> dict[str, Tensor]:
+    """Compute the scores of test clips by control, float64 [test clips]. Higher scores are more anomalous.
+
+    Args:
+        reference: float64 [training clips, features].
+        machines: int64 [training clips]. A machine without training clips is compared with all of them.
+        frames: float64 [test clips, features].
+        tested: int64 [test clips], machines.
+    """
+    names = ("chance", f"{RAW}Mahalanobis distance", f"{RAW}nearest neighbour", f"{RAW}loudness")
+    scores = {name: torch.zeros(len(frames), dtype=torch.float64) for name in names}
+    for machine in np.unique(tested):
+        own, same = torch.from_numpy(machines == machine), torch.from_numpy(tested == machine)
+        normal, clips = reference[own] if own.any() else reference, frames[same]
+        scores[names[1]][same] = distances("mahalanobis", clips, normal)
+        scores[names[2]][same] = distances("nearest", clips, normal)
+        scores[names[3]][same] = distances("own_centre", *(x.mean(dim=1, keepdim=True) for x in (clips, normal)))
+    return scores
+
+
+def _average(name: str, split: str, metric: str, results: Sequence[tuple[Ratio, float]]) -> Control:
+    """Average the ratios and standard errors of several tests, weighted by their clips."""
+    count = sum(int(ratio.count) for ratio, _ in results)
+    value = sum(ratio.total for ratio, _ in results) / count
+    error = math.sqrt(sum((ratio.count * error) ** 2 for ratio, error in results)) / count
+    return Control(name, split, metric, value, count, error if metric == "auc" else None)
