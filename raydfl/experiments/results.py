@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -130,11 +130,12 @@ class Contestant:
     @property
     def controls(self) -> dict[str, tuple[Spread, float]]:
         """Controls without training by name: scores in the table's unit, and the mean standard error on the test clips."""
-        score, scale = base_name(self.metrics[0].score), self.metrics[0].scale
+        headline = self.metrics[0]
+        measured, scale = (headline.split, base_name(headline.score)), headline.scale
         found: dict[str, dict[str, tuple[float, float]]] = {}
         for result in self.results:
             for control in result.controls:
-                if control["metric"] == score and control["value"] is not None:
+                if (control["split"], control["metric"]) == measured and control["value"] is not None:
                     error = control["standard_error"]
                     found.setdefault(control["name"], {})[result.repeat] = (
                         scale * control["value"],
@@ -249,14 +250,7 @@ class StudyResults:
 
         The controls without training depend only on the data.
         """
-        axis, found = self.study.contestants_axis, dict[tuple[str, ...], Contestant]()
-        for contestant in self.contestants:
-            others = tuple(
-                label for name, label in zip(self.study.axes, contestant.labels, strict=True) if name != axis
-            )
-            if contestant.controls:
-                found.setdefault(others, contestant)
-        return found
+        return _find_controls(self.study, self.contestants)
 
     @property
     def comparisons(self) -> int:
@@ -293,8 +287,12 @@ def collect(study: Study, state: StudyState) -> StudyResults:
     order = {labels: index for index, labels in enumerate(study.cells)}
     groups = dict(sorted(groups.items(), key=lambda item: order[item[0][0]]))
     contestants = {key: _read_contestant(study, state, trials, read) for key, trials in groups.items()}
+    controls = _find_controls(study, contestants.values())
     contestants = {
-        key: replace(contestant, learned=_has_learned(contestant)) for key, contestant in contestants.items()
+        key: replace(
+            contestant, learned=_has_learned(contestant, controls.get(study.get_data_labels(contestant.labels)))
+        )
+        for key, contestant in contestants.items()
     }
     compared = [_compare(study, contestant, contestants) for contestant in contestants.values()]
     compared = _conclude(study, compared)
@@ -402,10 +400,19 @@ def _find_mean_plateau(control: Contestant, rule: PlateauSettings, study: Study)
     return None if place is None else float(rounds[place])
 
 
-def _has_learned(contestant: Contestant) -> bool:
+def _find_controls(study: Study, contestants: Iterable[Contestant]) -> dict[tuple[str, ...], Contestant]:
+    """Find a contestant with controls for the data of each cell."""
+    measured = [
+        (study.get_data_labels(contestant.labels), contestant) for contestant in contestants if contestant.controls
+    ]
+    return dict(reversed(measured))
+
+
+def _has_learned(contestant: Contestant, measured: Contestant | None) -> bool:
     """Return whether the mean of the last evaluations is more than two standard errors better than chance and majority."""
     mean, sign = contestant.score("tail").mean, contestant.metrics[0].sign
-    levels = [contestant.controls[name] for name in ("chance", "majority") if name in contestant.controls]
+    controls = {} if measured is None else measured.controls
+    levels = [controls[name] for name in ("chance", "majority") if name in controls]
     return math.isnan(mean) or all(sign * (mean - level.mean) > 2 * error for level, error in levels)
 
 

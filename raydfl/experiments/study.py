@@ -120,6 +120,11 @@ class Study:
         """Name of the axis of contestants: the axis of ``control``, or the last axis. Empty without axes."""
         return next(iter(self.settings.control), self.axes[-1] if self.axes else "")
 
+    def get_data_labels(self, labels: Sequence[str]) -> tuple[str, ...]:
+        """Return the labels of a cell without the contestant's label. They determine the data."""
+        axis = self.contestants_axis
+        return tuple(label for name, label in zip(self.axes, labels, strict=True) if name != axis)
+
     def find_control(self, labels: Sequence[str]) -> tuple[str, ...]:
         """Return the labels of the control of a cell."""
         return tuple(self.settings.control.get(name, label) for name, label in zip(self.axes, labels, strict=True))

@@ -221,8 +221,22 @@ def test_a_contestant_at_chance_did_not_learn_and_has_no_rank(finished_study: St
         values = json.loads(trial.result_file.read_text())
         error = 0.04 if trial.labels[0] == "clean" else 0.01
         values["controls"] = [
-            {"name": "chance", "metric": "accuracy", "value": 0.47, "count": 100, "standard_error": error},
-            {"name": "raw features: linear", "metric": "accuracy", "value": 0.7, "count": 100, "standard_error": 0.05},
+            {
+                "name": "chance",
+                "split": "test",
+                "metric": "accuracy",
+                "value": 0.47,
+                "count": 100,
+                "standard_error": error,
+            },
+            {
+                "name": "raw features: linear",
+                "split": "test",
+                "metric": "accuracy",
+                "value": 0.7,
+                "count": 100,
+                "standard_error": 0.05,
+            },
         ]
         trial.result_file.write_text(json.dumps(values))
     results = read_results(finished_study)
