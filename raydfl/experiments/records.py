@@ -34,10 +34,7 @@ BUDGET: Mapping[str, tuple[str, float]] = {
     "client seconds": ("seconds/fit", 1.0),
 }
 """Columns of a run's budget: metric, and factor of the sum of its totals."""
-MEANS: Mapping[str, tuple[str, float]] = {
-    "kept weights (%)": ("kept_weights", 100.0),
-    "multiply-adds (M)": ("multiply_adds", 1e-6),
-}
+MEANS: Mapping[str, tuple[str, float]] = {"kept weights (thousands)": ("kept_weights", 1e-3)}
 """Columns of a run's budget: metric, and factor of its mean over the rounds."""
 
 
