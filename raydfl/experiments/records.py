@@ -62,7 +62,7 @@ class RunResult:
     worthless: bool = False
     problems: str = ""
     controls: list[dict[str, Any]] = field(default_factory=list)
-    """Controls without training: name, split, metric, value, count of test clips, standard error."""
+    """Controls without training on the headline's split: name, split, metric, value, count of test clips, standard error."""
     budget: dict[str, float] = field(default_factory=dict)
     """Sums over the run, and means over the rounds, by column."""
     provenance: dict[str, Any] = field(default_factory=dict)
@@ -106,7 +106,7 @@ def make_result(study: Study, trial: Trial) -> RunResult:
         chosen=0 if best is None else int(best.last),
         worthless=any(problem.worthless for problem in problems),
         problems="; ".join(problem.text for problem in problems),
-        controls=[asdict(control) for control in record.controls],
+        controls=[asdict(control) for control in record.controls if control.split == (trial.metric.split or "test")],
         budget=_measure_budget(record),
         provenance={
             "version": __version__,

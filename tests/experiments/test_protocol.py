@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,13 @@ from raydfl.experiments.load import load_study
 from raydfl.experiments.notes import describe_results
 from raydfl.experiments.page import draw_curves
 from raydfl.experiments.protocol import PlateauSettings
-from raydfl.experiments.records import check_results, load_result, write_result
+from raydfl.experiments.records import check_results, load_result, make_result, write_result
 from raydfl.experiments.results import StudyResults, collect
 from raydfl.experiments.state import StudyState
 from raydfl.experiments.statistics import Difference, Spread, describe_difference, find_plateau
 from raydfl.experiments.study import Study
 from raydfl.experiments.tables import make_controls_table, make_full_table, markdown
+from raydfl.runs import run
 from raydfl.runs.report import Curve
 
 ROUNDS = 12
@@ -359,3 +361,14 @@ def test_curves_over_bytes_only_for_unequal_traffic(finished_study: Study) -> No
     by_bytes = next(plot for plot in draw_curves(read_results(finished_study)) if "bytes" in plot.title)
     ends = {line.get_label(): float(line.get_xdata()[-1]) for line in by_bytes.figure().axes[0].lines}
     assert ends == {"FedAvg": 12.0, "FedProx": 24.0, "fast": 12.0}  # the sums over all rounds
+
+
+def test_a_result_has_the_controls_of_the_headlines_test_set(grid: StudyFile) -> None:
+    study = load_study(grid())
+    trial = study.trials[0]
+    done = run(trial.config)
+    assert done.run_dir.samefile(trial.run_dir)
+    assert make_result(study, trial).controls == [asdict(control) for control in done.controls]
+    assert {control.split for control in done.controls} == {"test"}
+    validated = load_study(grid(metric={"split": "validation"}))
+    assert make_result(validated, replace(trial, metric=validated.trials[0].metric)).controls == []
