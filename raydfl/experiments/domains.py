@@ -76,6 +76,12 @@ class Domain(Settings):
         low, high = self.values[:2]
         return [low, _round_readably(low + self.values[2] * self._count_steps()) if self.kind == "quniform" else high]
 
+    def is_extreme(self, value: Any) -> bool:
+        """Return whether a value is the smallest or the largest of the domain. Lists of other values than numbers have none."""
+        ends = self.ends()
+        numbers = all(isinstance(end, int | float) and not isinstance(end, bool) for end in ends)
+        return numbers and len(ends) > 1 and value in (min(ends), max(ends))
+
     def _count_steps(self) -> int:
         low, high, step = self.values
         return int((high - low) / step + 1e-9)

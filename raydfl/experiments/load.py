@@ -72,7 +72,13 @@ def load_study(file: str | Path, overrides: Sequence[str] = (), only: Sequence[s
     if settings.domains:
         check_domains(study)
     if settings.tuned is not None:
-        study = replace(study, tuned=read_tuned(study, file.parent / settings.tuned))
+        search, tuned = read_tuned(study, file.parent / settings.tuned)
+        domains = search.settings.domains
+        extreme = {
+            labels: [key for key, value in values.items() if domains[key].is_extreme(value)]
+            for labels, values in tuned.items()
+        }
+        study = replace(study, tuned=tuned, extreme=extreme)
     study = replace(study, trials=_make_trials(study))
     if settings.confirmatory:
         check_protocol(study)
@@ -249,11 +255,11 @@ def check_domains(study: Study) -> None:
 # -- protocol --------------------------------------------------------------------------------------------------------
 
 
-def read_tuned(study: Study, path: Path) -> dict[tuple[str, ...], dict[str, Any]]:
+def read_tuned(study: Study, path: Path) -> tuple[Study, dict[tuple[str, ...], dict[str, Any]]]:
     """Read the best draw of each contestant from the results of a search.
 
     Returns:
-        Settings by the labels of the study's cells. Trained controls have those of the study's control.
+        The search, and settings by the labels of the study's cells. Trained controls have those of the study's control.
 
     Raises:
         ConfigError: The search does not fit the study, is unfinished, or has unequal numbers of trials.
@@ -303,7 +309,7 @@ def read_tuned(study: Study, path: Path) -> dict[tuple[str, ...], dict[str, Any]
         if key not in finished:
             raise ConfigError(f"{where} has no label {', '.join(key)}. Add it to the axes of the search.")
         tuned[labels] = dict(finished[key][0].values)
-    return tuned
+    return search, tuned
 
 
 def check_protocol(study: Study) -> None:

@@ -107,7 +107,9 @@ def _describe_tuning(study: Study) -> Iterator[str]:
     yield f"Tuning: equal numbers of trials per contestant, on a different seed and held-out data ({study.settings.tuned})."
     for labels, values in study.tuned.items():
         text = " ".join(f"{key}={describe_value(value)}" for key, value in values.items())
-        yield f"Tuned settings of {', '.join(labels)}: {text}."
+        extreme = ", ".join(study.extreme.get(labels, ()))
+        warning = f" {extreme} is at the end of the tried range, so a wider range may be better." if extreme else ""
+        yield f"Tuned settings of {', '.join(labels)}: {text}.{warning}"
 
 
 def _describe_controls(study: Study) -> Iterator[str]:

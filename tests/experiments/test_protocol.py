@@ -313,8 +313,26 @@ def test_each_contestant_has_its_best_settings_and_controls_those_of_the_control
     grid: StudyFile, tuned_keys: dict[str, Any]
 ) -> None:
     study = load_study(grid(**tuned_keys | {"controls": ["local", "centralised"]}))
+    assert not any(study.extreme.values())
     rates = {trial.labels[0]: trial.config.train.optimiser.lr for trial in study.trials}
     assert rates == pytest.approx({"FedAvg": 0.03, "FedProx": 0.05, "local only": 0.03, "centralised": 0.03})
+
+
+def test_a_best_setting_at_the_end_of_the_tried_range_is_reported(grid: StudyFile, tuned_keys: dict[str, Any]) -> None:
+    search = load_study(
+        write_tuning(grid, domains={"train.optimiser.lr": {"grid": [0.01 * at for at in range(3, 11)]}})
+    )
+    for trial in search.trials:
+        if not trial.run_dir.exists():
+            write_run_folder(trial, {"validation model/accuracy": [0.5] * ROUNDS})
+    study = load_study(grid(**tuned_keys))
+    assert study.extreme == {("FedAvg",): ["train.optimiser.lr"], ("FedProx",): []}
+    notes = " ".join(describe_results(read_results(study)))
+    assert (
+        "Tuned settings of FedAvg: train.optimiser.lr=0.03. train.optimiser.lr is at the end of the tried range"
+        in notes
+    )
+    assert notes.count("the tried range") == 1
 
 
 def test_unequal_tuning_is_refused(grid: StudyFile, tuned_keys: dict[str, Any]) -> None:
