@@ -52,7 +52,7 @@ def conv1d(
             return conv1d(x.to(dtype), weight, bias, padding, pool=pool, lengths=lengths)
     operators = select_operators(x)
     forward = _ConvolutionFunction.apply if operators is None else operators.conv_forward
-    output: Tensor = forward(x, weight, bias, lengths, padding, pool or 0)[0]  # type: ignore[no-untyped-call]
+    output: Tensor = forward(x, weight, bias, lengths, padding, pool or 0)[0]
     return output
 
 
@@ -119,7 +119,7 @@ class _ConvolutionFunction(torch.autograd.Function):
     def vmap(info: Any, in_dims: tuple[int | None, ...], *values: Any) -> tuple[Any, Any]:
         stacked = stack_clients(info.batch_size, in_dims, values)
         check_group("Conv1d", stacked[0])
-        return _ConvolutionFunction.apply(*stacked), (0, 0)  # type: ignore[no-untyped-call]
+        return _ConvolutionFunction.apply(*stacked), (0, 0)
 
 
 class _ConvolutionBackward(torch.autograd.Function):
@@ -136,4 +136,4 @@ class _ConvolutionBackward(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *values: Any) -> tuple[Any, Any]:
         stacked = stack_clients(info.batch_size, in_dims, values)
-        return _ConvolutionBackward.apply(*stacked), (0, 0, 0)  # type: ignore[no-untyped-call]
+        return _ConvolutionBackward.apply(*stacked), (0, 0, 0)

@@ -63,7 +63,7 @@ class Dropout(nn.Dropout):
         call, state.calls = state.calls, state.calls + 1
         operators = select_operators(x)
         drop = _Drop.apply if operators is None else operators.drop
-        output: Tensor = drop(x, state.seed, call, min(round(self.p * 2**32), 2**32 - 1), 1 / (1 - self.p))  # type: ignore[no-untyped-call]
+        output: Tensor = drop(x, state.seed, call, min(round(self.p * 2**32), 2**32 - 1), 1 / (1 - self.p))
         return output
 
 
@@ -91,9 +91,9 @@ class _Drop(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        dx: Tensor = _Drop.apply(dy, *ctx.saved_tensors, *ctx.options)  # type: ignore[no-untyped-call]
+        dx: Tensor = _Drop.apply(dy, *ctx.saved_tensors, *ctx.options)
         return dx, None, None, None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *values: Any) -> tuple[Any, Any]:
-        return _Drop.apply(*stack_clients(info.batch_size, in_dims, values)), 0  # type: ignore[no-untyped-call]
+        return _Drop.apply(*stack_clients(info.batch_size, in_dims, values)), 0

@@ -38,7 +38,7 @@ def gru(x: Tensor, weights: Sequence[Tensor], lengths: Tensor | None = None) -> 
             return gru(x.to(dtype), [weight.to(dtype) for weight in weights], lengths)
     operators = select_operators(x)
     if operators is None:
-        output: Tensor = _GRUFunction.apply(x, lengths, *weights)[0]  # type: ignore[no-untyped-call]
+        output: Tensor = _GRUFunction.apply(x, lengths, *weights)[0]
     else:
         output = operators.gru_forward(x, lengths, weights)[0]
     return output
@@ -123,7 +123,7 @@ class _GRUFunction(torch.autograd.Function):
         needed = ctx.needs_input_grad[0]
         # torch.func may map the gradient, too, so there it must be an operation with a vmap rule.
         if torch.is_grad_enabled():
-            dx, *dweights = _GRUBackward.apply(needed, dy, y, gates, x, lengths, *weights)  # type: ignore[no-untyped-call]
+            dx, *dweights = _GRUBackward.apply(needed, dy, y, gates, x, lengths, *weights)
         else:
             dx, *dweights = _torch.gru_backward(dy, y, gates, x, lengths, weights, needed)
         return dx if needed else None, None, *dweights
@@ -132,7 +132,7 @@ class _GRUFunction(torch.autograd.Function):
     def vmap(info: Any, in_dims: tuple[int | None, ...], *values: Any) -> tuple[Any, Any]:
         stacked = stack_clients(info.batch_size, in_dims, values)
         check_group("GRU", stacked[0])
-        return _GRUFunction.apply(*stacked), (0, 0)  # type: ignore[no-untyped-call]
+        return _GRUFunction.apply(*stacked), (0, 0)
 
 
 class _GRUBackward(torch.autograd.Function):
@@ -153,4 +153,4 @@ class _GRUBackward(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *values: Any) -> tuple[Any, Any]:
         stacked = stack_clients(info.batch_size, in_dims, values)
-        return _GRUBackward.apply(*stacked), (0,) * (len(values) - 5)  # type: ignore[no-untyped-call]
+        return _GRUBackward.apply(*stacked), (0,) * (len(values) - 5)

@@ -306,8 +306,7 @@ class Machines(Dataset):
         flow = draw_noise(self._samples, machine.rumble, random)
         flow *= 1 + machine.beat * np.cos(2 * np.pi * (machine.blades * shaft + random.uniform()))
         flow_db = machine.flow_db + 1.5 * load + (3.0 if target else 0.0)
-        flow = np.asarray(flow * (rms(sound) / rms(flow) * 10 ** (flow_db / 20)), np.float64)
-        return sound, flow, shaft
+        return sound, np.asarray(flow * (rms(sound) / rms(flow) * 10 ** (flow_db / 20)), np.float64), shaft
 
 
 @functools.lru_cache(maxsize=4096)  # every clip of a machine needs its properties

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +15,8 @@ from raydfl.data.features.log_mel import LEAST_SQUARES, FeatureSettings
 _LOWEST_HZ, _PRE_EMPHASIS = 20.0, 0.97
 """Defaults of torchaudio's Kaldi filter bank."""
 
-larger: Callable[[int, int], int] = torch.sym_max
-smaller: Callable[[int, int], int] = torch.sym_min
+larger = cast(Callable[[int, int], int], torch.sym_max)
+smaller = cast(Callable[[int, int], int], torch.sym_min)
 """The maximum and the minimum of two sizes, both dynamic in an export."""
 
 
