@@ -77,7 +77,7 @@ class Domain(Settings):
         return [low, _round_readably(low + self.values[2] * self._count_steps()) if self.kind == "quniform" else high]
 
     def is_extreme(self, value: Any) -> bool:
-        """Return whether a value is the smallest or the largest of the domain. Lists of other values than numbers have none."""
+        """Return whether a value is the smallest or the largest number of the domain."""
         ends = self.ends()
         numbers = all(isinstance(end, int | float) and not isinstance(end, bool) for end in ends)
         return numbers and len(ends) > 1 and value in (min(ends), max(ends))
