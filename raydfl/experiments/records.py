@@ -46,7 +46,7 @@ class RunResult:
     """Name of the run's folder."""
     identity: str
     digest: str
-    """Digest of the run's configuration."""
+    """Digest of the run's configuration without the places of the data sets."""
     labels: dict[str, str]
     """Labels of the cell by axis."""
     values: dict[str, Any]
@@ -92,8 +92,8 @@ def make_result(study: Study, trial: Trial) -> RunResult:
     curves = {" ".join(key): record.curves[key] for key in keys if key is not None}
     return RunResult(
         run=trial.run_dir.name,
-        identity=trial.identity,
-        digest=trial.config.digest(),
+        identity=trial.result[0],
+        digest=trial.result[1],
         labels=dict(zip(study.axes, trial.labels, strict=True)),
         values=dict(trial.values),
         repeat=trial.repeat,
@@ -197,10 +197,10 @@ def read_result(study: Study, trial: Trial) -> RunResult:
     if path is None or not path.exists():
         return make_result(study, trial)
     result = load_result(path)
-    if result.digest != trial.config.digest():
+    if result.digest != trial.result[1]:
         raise ConfigError(
             f"{path} is the result of a different configuration (digest {result.digest[:12]} instead of "
-            f"{trial.config.digest()[:12]}). Move the file away to train {trial.name} again, or restore the study's settings."
+            f"{trial.result[1][:12]}). Move the file away to train {trial.name} again, or restore the study's settings."
         )
     return result
 
@@ -235,7 +235,7 @@ def check_results(study: Study) -> None:
     folder = study.results_folder
     if folder is None or study.only_some:
         return
-    known = {trial.identity for trial in study.trials}
+    known = {trial.result[0] for trial in study.trials}
     foreign = [path for path in sorted(folder.glob("*.json")) if path.stem.rpartition("-")[2] not in known]
     if foreign:
         raise ConfigError(

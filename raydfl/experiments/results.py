@@ -156,7 +156,7 @@ class Contestant:
         """
         values = {}
         for result in self.results:
-            trial = next(trial for trial in self.trials if trial.identity == result.identity)
+            trial = next(trial for trial in self.trials if trial.result[0] == result.identity)
             held_out, curve = (
                 result.find_curve(trial, study.make_plateau_metric(trial)),
                 result.find_curve(trial, self.metrics[0]),
@@ -386,7 +386,7 @@ def summarise(curve: Curve, metric: MetricSettings, chosen: int = 0) -> dict[str
 
 def _find_mean_plateau(control: Contestant, rule: PlateauSettings, study: Study) -> float | None:
     """Return the round of the plateau of the mean validation curve of a control's runs."""
-    trials = {trial.identity: trial for trial in control.trials}
+    trials = {trial.result[0]: trial for trial in control.trials}
     curves = [
         result.find_curve(trial, study.make_plateau_metric(trial))
         for result in control.results
@@ -426,7 +426,9 @@ def _conclude(study: Study, contestants: Sequence[Contestant]) -> list[Contestan
     for contestant in contestants:
         difference, sign = contestant.difference, contestant.metrics[0].sign
         conclusion = "" if contestant.learned else "did not learn"
-        if difference is not None and contestant.learned:
+        if difference is not None and difference.n < len(contestant.trials):
+            conclusion = "unfinished"  # A decision before the planned number of repeats would favour chance results.
+        elif difference is not None and contestant.learned:
             conclusion = describe_difference(difference, comparisons, settings.difference, sign)
         concluded.append(replace(contestant, conclusion=conclusion))
     return concluded

@@ -23,6 +23,8 @@ import pyarrow.compute as pc
 from raydfl.core import seeds
 from raydfl.core.errors import ConfigError
 from raydfl.core.nested import get_path
+from raydfl.core.options import path_options
+from raydfl.data import find_dataset
 from raydfl.engine import Config, apply_overrides, holds_out, make_config
 from raydfl.engine.storage import RunStore, read_about, read_rows, round_of
 from raydfl.experiments.settings import MetricSettings, StudySettings, check_settings, label_of, overlay, plain_value
@@ -54,6 +56,8 @@ class Trial:
     """Configuration with the run's folder and name."""
     identity: str
     """Digest of all settings that affect results and measurements. Equal runs have equal digests under any name."""
+    result: tuple[str, str] = ("", "")
+    """Identity and configuration digest of the JSON file. They do not depend on the places of the data sets."""
     result_file: Path | None = None
     """JSON file of the run's result; ``None``: results stay in the run's folder."""
 
@@ -243,10 +247,15 @@ class Study:
         words = [*labels, draw, f"{key.rpartition('.')[2]}{equals}{value}"]
         member = bool(trial_id) and self.settings.population is not None
         name = f"trial-{trial_id}" if member else _make_run_name([*filter(None, words)], config, identity)
-        folder = self.results_folder
-        files = [] if folder is None else sorted(folder.glob(f"*-{identity}.json"))
+        folder, result, result_file = self.results_folder, (identity, config.digest()), None
+        if folder is not None:
+            portable = _remove_places(config)
+            result = (_compute_identity(portable), portable.digest())
+            words = name.removesuffix(f"-{identity}")
+            result_file = next(iter(sorted(folder.glob(f"*-{result[0]}.json"))), folder / f"{words}-{result[0]}.json")
         return Trial(
-            result_file=files[0] if files else folder and folder / f"{name}.json",
+            result=result,
+            result_file=result_file,
             point=dict(point),
             labels=labels,
             values=values,
@@ -322,6 +331,17 @@ def _compute_identity(config: Config) -> str:
     parts: list[Any] = [config.digest(), config.train.rounds, config.evaluate.model_dump(mode="json")]
     parts += filter(None, [config.run.model_dump(mode="json", include={"best", "stop"}, exclude_none=True)])
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _remove_places(config: Config) -> Config:
+    """Replace the paths of data sets, which differ between machines, by the names of their options."""
+    values = config.model_dump(mode="json")
+    for part, settings in config.data.each.items():
+        for group in (values["data"], *([values["data"]["parts"][part]] if part else [])):
+            for option in path_options(find_dataset(settings.name)):
+                if group.get(option) is not None:
+                    group[option] = option
+    return make_config(values)
 
 
 def _make_run_name(words: Sequence[str], config: Config, identity: str) -> str:

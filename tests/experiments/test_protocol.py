@@ -216,6 +216,22 @@ def test_conclusions_of_a_table(finished_study: Study) -> None:
     assert "Controls outside the study: chance, majority, raw" in notes
 
 
+def test_results_do_not_depend_on_the_place_of_the_data() -> None:
+    file = Path(__file__).parents[2] / "benchmarks" / "studies" / "fedmlac_private.yaml"
+    here, there = (load_study(file, [f"data.root={root}"]).trials for root in ("here/fsdd", "there/fsdd"))
+    assert [trial.result for trial in here] == [trial.result for trial in there]
+    assert len({trial.result for trial in here}) == len(here)
+    assert here[0].config.digest() != there[0].config.digest()
+
+
+def test_unfinished_contestants_have_no_conclusion(finished_study: Study) -> None:
+    last = next(trial for trial in reversed(finished_study.trials) if trial.labels == ("clean", "FedProx"))
+    shutil.rmtree(last.run_dir)
+    conclusions = {contestant.labels: contestant.conclusion for contestant in read_results(finished_study).contestants}
+    assert conclusions["clean", "FedProx"] == "unfinished"
+    assert conclusions["wrong", "FedProx"] == "better"
+
+
 def test_a_contestant_at_chance_did_not_learn_and_has_no_rank(finished_study: Study) -> None:
     for trial in finished_study.trials:
         write_result(finished_study, trial)
@@ -270,7 +286,7 @@ def test_a_result_with_a_changed_digest_is_refused(finished_study: Study) -> Non
     read_results(finished_study)
     path = finished_study.trials[0].result_file
     assert path is not None
-    path.write_text(path.read_text().replace(finished_study.trials[0].config.digest(), "0" * 64))
+    path.write_text(path.read_text().replace(finished_study.trials[0].result[1], "0" * 16))
     check_results(finished_study)  # the name is that of a trial
     with pytest.raises(ConfigError, match="result of a different configuration"):
         read_results(finished_study)
