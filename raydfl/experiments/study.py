@@ -251,8 +251,8 @@ class Study:
         if folder is not None:
             portable = _remove_places(config)
             result = (_compute_identity(portable), portable.digest())
-            words = name.removesuffix(f"-{identity}")
-            result_file = next(iter(sorted(folder.glob(f"*-{result[0]}.json"))), folder / f"{words}-{result[0]}.json")
+            stem = name.removesuffix(f"-{identity}")
+            result_file = next(iter(sorted(folder.glob(f"*-{result[0]}.json"))), folder / f"{stem}-{result[0]}.json")
         return Trial(
             result=result,
             result_file=result_file,
