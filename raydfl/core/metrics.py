@@ -6,6 +6,7 @@ additive (macro-F1, the worst decile of the clients) are derived from the pooled
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -45,7 +46,11 @@ SCORES: Mapping[str, Score] = {
     "eer": Score("equal error rate", higher_is_better=False),
     "dcase": Score("DCASE score", drawn=False),
     "f1": Score("F1"),
+    "precision": Score("precision", drawn=False),
+    "recall": Score("recall", drawn=False),
     "oracle_f1": Score("F1 at the threshold that suits the test best (oracle)", drawn=False),
+    "oracle_precision": Score("precision at the threshold with the largest F1 on the test (oracle)", drawn=False),
+    "oracle_recall": Score("recall at the threshold with the largest F1 on the test (oracle)", drawn=False),
     "macro_f1": Score("macro F1"),
     "average_recall": Score("average recall", drawn=False),
     "attack_success": Score("attack success", higher_is_better=False),
@@ -265,7 +270,9 @@ def ranking_metrics(scores: Scores, only: Collection[str] | None = None) -> dict
 
     - ``auc``, and ``pauc`` up to a false positive rate of 0.1, standardised (McClish);
     - ``eer``, the false positive rate where it equals the false negative rate;
-    - ``oracle_f1``, the largest F1 over all thresholds, and ``f1`` if the scores have a threshold;
+    - ``oracle_f1``, the largest F1 over all thresholds, with ``oracle_precision`` and ``oracle_recall`` at the lowest of its
+      thresholds;
+    - ``f1``, ``precision`` and ``recall`` if the scores have a threshold;
     - ``dcase`` if the scores have groups (:func:`dcase_score`).
 
     Values [clips, classes] give ``map`` and ``auc``, the means over the classes of average precision and AUC, and with a threshold
@@ -283,14 +290,20 @@ def ranking_metrics(scores: Scores, only: Collection[str] | None = None) -> dict
     columns = values.reshape(clips, -1).shape[1]
     mixed = [column for column in range(columns) if 0 < np.count_nonzero(truth.reshape(clips, -1)[:, column]) < clips]
     several = values.ndim > 1
-    names = ["map", "auc"] if several else ["auc", "pauc", "eer", "oracle_f1"]
-    names += [] if scores.threshold is None else ["macro_f1" if several else "f1"]
+    names = ["map", "auc"] if several else ["auc", "pauc", "eer", "oracle_f1", "oracle_precision", "oracle_recall"]
+    if scores.threshold is not None:
+        names += ["macro_f1"] if several else ["f1", "precision", "recall"]
     names += [] if scores.groups is None else ["dcase"]
     names = [name for name in names if only is None or name in only]
     if not mixed or not np.isfinite(values).all():
         return {name: Ratio(float("nan") if mixed else 0.0, clips if mixed else 0) for name in names}
     threshold, groups = scores.threshold, scores.groups
     targets, ranked = (truth[:, mixed], values[:, mixed]) if several else (truth, values)
+
+    @functools.cache
+    def find_oracle() -> tuple[float, float, float]:
+        return _find_largest_f1(*sklearn_metrics.precision_recall_curve(targets, ranked)[:2])
+
     functions: dict[str, Callable[[], float]] = {
         "map": lambda: sklearn_metrics.average_precision_score(targets, ranked, average="macro"),
         "auc": lambda: sklearn_metrics.roc_auc_score(targets, ranked, average="macro"),
@@ -299,8 +312,12 @@ def ranking_metrics(scores: Scores, only: Collection[str] | None = None) -> dict
         "eer": lambda: _compute_equal_error_rate(
             *sklearn_metrics.roc_curve(targets, ranked, drop_intermediate=False)[:2]
         ),
-        "oracle_f1": lambda: _find_largest_f1(*sklearn_metrics.precision_recall_curve(targets, ranked)[:2]),
+        "oracle_f1": lambda: find_oracle()[0],
+        "oracle_precision": lambda: find_oracle()[1],
+        "oracle_recall": lambda: find_oracle()[2],
         "f1": lambda: sklearn_metrics.f1_score(targets, ranked >= threshold, zero_division=0),
+        "precision": lambda: sklearn_metrics.precision_score(targets, ranked >= threshold, zero_division=0),
+        "recall": lambda: sklearn_metrics.recall_score(targets, ranked >= threshold, zero_division=0),
         "dcase": lambda: math.nan if groups is None else dcase_score(values, truth, groups),
     }
     results = {name: float(functions[name]()) for name in names}
@@ -353,9 +370,11 @@ def _compute_equal_error_rate(false_positives: NDArray[np.float64], true_positiv
     return float(false_positives[stop - 1] + share * (false_positives[stop] - false_positives[stop - 1]))
 
 
-def _find_largest_f1(precision: NDArray[np.float64], recall: NDArray[np.float64]) -> float:
-    """Return the largest F1 on a precision-recall curve."""
-    return float((2 * precision * recall / np.maximum(precision + recall, 1e-300)).max())
+def _find_largest_f1(precision: NDArray[np.float64], recall: NDArray[np.float64]) -> tuple[float, float, float]:
+    """Return the largest F1 on a precision-recall curve, with its precision and recall."""
+    f1 = 2 * precision * recall / np.maximum(precision + recall, 1e-300)
+    best = int(f1.argmax())
+    return float(f1[best]), float(precision[best]), float(recall[best])
 
 
 def _score_confusion(confusion: NDArray[Any]) -> tuple[Ratio, Ratio]:

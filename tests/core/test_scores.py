@@ -43,6 +43,8 @@ def test_pooled_scores_match_scikit_learn(seed: int, clips: int, ties: bool, pla
         "auc": reference.roc_auc_score(whole.truth, whole.values),
         "pauc": reference.roc_auc_score(whole.truth, whole.values, max_fpr=0.1),
         "f1": reference.f1_score(whole.truth, whole.values >= 0.6, zero_division=0),
+        "precision": reference.precision_score(whole.truth, whole.values >= 0.6, zero_division=0),
+        "recall": reference.recall_score(whole.truth, whole.values >= 0.6, zero_division=0),
     }
     for name, value in expected.items():
         assert summary[f"model/{name}"].value == pytest.approx(value, abs=1e-12), name
@@ -135,10 +137,14 @@ def test_the_dcase_score_matches_its_formula(seed: int, places: list[int]) -> No
 
 
 @pytest.mark.parametrize("ties", [False, True])
-def test_oracle_f1_is_the_largest_over_all_thresholds(ties: bool) -> None:
+def test_the_oracle_has_the_largest_f1_over_all_thresholds(ties: bool) -> None:
     scores = draw_scores(5, 30, ties=ties)
-    best = max(reference.f1_score(scores.truth, scores.values >= value) for value in scores.values)
-    assert ranking_metrics(scores)["oracle_f1"].value == pytest.approx(best, abs=1e-12)
+    decisions = [scores.values >= value for value in np.unique(scores.values)]
+    best = max(decisions, key=lambda positive: reference.f1_score(scores.truth, positive))
+    metrics = ranking_metrics(scores)
+    assert metrics["oracle_f1"].value == pytest.approx(reference.f1_score(scores.truth, best), abs=1e-12)
+    assert metrics["oracle_precision"].value == pytest.approx(reference.precision_score(scores.truth, best), abs=1e-12)
+    assert metrics["oracle_recall"].value == pytest.approx(reference.recall_score(scores.truth, best), abs=1e-12)
 
 
 def test_the_harmonic_mean_excludes_clients_without_a_defined_metric() -> None:

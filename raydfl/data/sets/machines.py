@@ -13,6 +13,16 @@ anomalies:
     rub         a burst of noise per turn of the shaft
     clogging    low rumble with one or two surges per second
 
+These anomalies change the mean spectrum of a clip, so a statistic of mean frames detects them. Two further kinds change only the
+rhythm. With either of them in ``anomalies``, all machines work in strokes. Four strokes of equal duration form a cycle of 0.4 to
+0.6 s. Each has its own level of the tones and of the flow noise, the same in all clips of a machine.
+
+    disorder    energy is replaced: the strokes of a clip in random order, with unchanged durations
+    hunting     energy is modulated at another rate: cycles are in turn longer and shorter, by factors of 1.5
+
+Both keep the frames of a clip and change their order, apart from frames that overlap two strokes. ``strength_db`` is the power of
+the changed strokes over the machine's power: 0 changes the whole clip, lower values a part, at least five successive strokes.
+
 All training clips are normal. Anomalous clips are in the test set, and in the optional validation set.
 """
 
@@ -20,7 +30,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import numpy as np
@@ -36,8 +46,10 @@ from raydfl.data.noise import draw_noise, rms
 from raydfl.data.sets._machine_sets import ANOMALY, NORMAL
 
 Kind = Literal["fan", "pump", "gearbox"]
-Anomaly = Literal["imbalance", "bearing", "rub", "clogging"]
+Added = Literal["imbalance", "bearing", "rub", "clogging"]
+Rhythm = Literal["disorder", "hunting"]
 Wave = npt.NDArray[np.float64]
+Indices = npt.NDArray[np.int64]
 
 RATE = 16_000
 """Sampling rate in Hz."""
@@ -45,6 +57,10 @@ _LEVEL = 0.02
 """Root mean square of a machine's sound at its average level."""
 _MAINS = 100
 """Frequency of the mains hum in Hz."""
+_STROKES = 4
+"""Strokes of a cycle."""
+_SHORTEST = 1.0
+"""Minimum seconds of a clip with strokes, which has more than one cycle."""
 # Part of the identity of each clip. Increase it when a change gives different samples for the same options.
 _VERSION = 1
 
@@ -100,6 +116,10 @@ class _Machine:
     """Resonance of a damaged bearing in Hz."""
     clicks: float
     """Clicks of a damaged bearing per turn."""
+    stroke: float
+    """Duration of a stroke in turns of the shaft."""
+    stroke_db: Wave
+    """Levels of the tones and of the flow noise during each stroke, float64 [2, strokes]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,15 +146,29 @@ class Machines(Dataset):
         int, Field(ge=0, description="Number of validation clips of each machine and condition (normal, anomaly).")
     ] = 0
     anomalies: Annotated[
-        tuple[Anomaly, ...],
-        Field(min_length=1, description="Kinds of anomalies, used in turn: imbalance, bearing, rub, clogging."),
-    ] = get_args(Anomaly)
+        tuple[Added | Rhythm, ...],
+        Field(
+            min_length=1,
+            description="Kinds of anomalies, used in turn. imbalance, bearing, rub and clogging add a sound. disorder and hunting "
+            "change only the rhythm; with them all machines work in strokes.",
+        ),
+    ] = get_args(Added)
     strength_db: Annotated[
         float | None,
         Field(
-            ge=-60, le=10, description="Power of an anomaly over the machine's power in dB, -60 to 10. null: inaudible."
+            ge=-60,
+            le=10,
+            description="Power of an anomaly over the machine's power in dB, -60 to 10. For disorder and hunting: of the changed "
+            "strokes, so 0 changes all. null: inaudible.",
         ),
     ] = -10.0
+    level: Annotated[
+        Literal["machine", "clip"],
+        Field(
+            description="Sound with the same level in normal and anomalous clips, apart from a random gain: the machine's, or the "
+            "whole clip with background and anomaly."
+        ),
+    ] = "machine"
     snr_db: Annotated[
         tuple[float, float] | None,
         Field(
@@ -161,6 +195,11 @@ class Machines(Dataset):
             raise ValueError(f"snr_db must be two numbers from -30 to 100, the lower one first, not {self.snr_db}")
         if self.target_clips > self.clips:
             raise ValueError(f"target_clips {self.target_clips} is more than clips {self.clips}. Lower target_clips")
+        if self._strokes and self.seconds < _SHORTEST:
+            raise ValueError(
+                f"seconds {self.seconds} is too short for a rhythm. Set at least {_SHORTEST}, or remove disorder and hunting from "
+                f"anomalies"
+            )
         return self
 
     def manifest(self) -> pa.Table:
@@ -182,22 +221,38 @@ class Machines(Dataset):
         """
         machine = _draw_machine(self.seed, row["machine"], row["id"], self.snr_db)
         random = generator(self.seed, 0, row["clip"], "clip")
-        sound, shaft = self._make_sound(machine, row["domain"] == "target", random)
-        level = _LEVEL * 10 ** (random.normal(0, 1) / 20) / rms(sound)
+        # A separate generator, so that the anomaly does not change the draws of the rest of the clip.
+        of_anomaly = generator(self.seed, 0, row["clip"], "anomaly")
+        kind, strength = row["anomaly"], self.strength_db
+        tones, flow, shaft = self._make_sound(machine, row["domain"] == "target", random)
+        if self._strokes:
+            kinds, turns = _draw_strokes(machine, shaft, generator(self.seed, 0, row["clip"], "strokes"))
+            if kind in _RHYTHMS and strength is not None:
+                kinds, turns = _change_part(_RHYTHMS[kind], kinds, turns, 10 ** (strength / 10), of_anomaly)
+            gains = _compute_gains(machine, shaft, kinds, turns)
+            tones, flow = gains[0] * tones, gains[1] * flow
+        sound = tones + flow
+        gain = 10 ** (random.normal(0, 1) / 20)
         clip = sound.copy()
         if self.snr_db is not None:
             room = draw_noise(len(sound), machine.room, random)
             clip += room * (rms(sound) / rms(room) * 10 ** (-machine.snr_db / 20))
-        if row["anomaly"] != "none" and self.strength_db is not None:
-            # A separate generator, so that the anomaly does not change the draws of the rest of the clip.
-            anomaly = _MAKERS[row["anomaly"]](sound, shaft, machine, generator(self.seed, 0, row["clip"], "anomaly"))
-            clip += anomaly * (rms(sound) / rms(anomaly) * 10 ** (self.strength_db / 20))
+        if kind in _MAKERS and strength is not None:
+            anomaly = _MAKERS[kind](sound, shaft, machine, of_anomaly)
+            clip += anomaly * (rms(sound) / rms(anomaly) * 10 ** (strength / 20))
+        level = _LEVEL * gain / rms(clip if self.level == "clip" else sound)
         return (level * clip).astype(np.float32)[:, None], RATE
 
     def identity(self, row: Mapping[str, Any]) -> str:
         """Return the options that determine the samples of a clip, independent of the corpus size."""
         strength = self.strength_db if row["anomaly"] != "none" else None
-        return f"machines {_VERSION}, {(self.seed, self.snr_db, self._samples, strength)}, {row['clip']}"
+        options = "".join((", strokes" if self._strokes else "", ", level of the clip" if self.level == "clip" else ""))
+        return f"machines {_VERSION}, {(self.seed, self.snr_db, self._samples, strength)}{options}, {row['clip']}"
+
+    @property
+    def _strokes(self) -> bool:
+        """True if the machines work in strokes."""
+        return bool(set(self.anomalies) & set(get_args(Rhythm)))
 
     @property
     def _samples(self) -> int:
@@ -230,11 +285,11 @@ class Machines(Dataset):
                     "domain": domain,
                 }
 
-    def _make_sound(self, machine: _Machine, target: bool, random: np.random.Generator) -> tuple[Wave, Wave]:
-        """Generate the normal sound of a machine.
+    def _make_sound(self, machine: _Machine, target: bool, random: np.random.Generator) -> tuple[Wave, Wave, Wave]:
+        """Generate the normal sound of a machine without strokes.
 
         Returns:
-            The sound, and the accumulated turns of the shaft at each sample: float64 [samples] each.
+            The tones, the flow noise, and the accumulated turns of the shaft at each sample: [samples] each.
         """
         load = random.uniform(-1, 1)
         speed = machine.turns * (1 + 0.02 * load + (0.12 if target else 0.0))
@@ -251,7 +306,7 @@ class Machines(Dataset):
         flow = draw_noise(self._samples, machine.rumble, random)
         flow *= 1 + machine.beat * np.cos(2 * np.pi * (machine.blades * shaft + random.uniform()))
         flow_db = machine.flow_db + 1.5 * load + (3.0 if target else 0.0)
-        return sound + flow * (rms(sound) / rms(flow) * 10 ** (flow_db / 20)), shaft
+        return sound, flow * (rms(sound) / rms(flow) * 10 ** (flow_db / 20)), shaft
 
 
 @functools.lru_cache(maxsize=4096)  # every clip of a machine needs its properties
@@ -259,8 +314,9 @@ def _draw_machine(seed: int, kind: str, number: str, snr_db: tuple[float, float]
     make, random = _MAKES[kind], generator(seed, 0, f"{kind}_{number}", "machine")
     decay = random.uniform(*make.decay)
     multiples = np.arange(1, make.tones + 1)
+    strokes = generator(seed, 0, f"{kind}_{number}", "strokes")
     return _Machine(
-        turns=random.uniform(*make.turns),
+        turns=(turns := random.uniform(*make.turns)),
         blades=int(random.integers(make.blades[0], make.blades[1] + 1)),
         tones=tuple((multiples**-decay * 10 ** (random.normal(0, 3, make.tones) / 20)).tolist()),
         shaft=make.shaft * 10 ** (random.normal(0, 3) / 20),
@@ -272,7 +328,62 @@ def _draw_machine(seed: int, kind: str, number: str, snr_db: tuple[float, float]
         clicks=random.uniform(3.2, 5.4),
         room=random.uniform(0.5, 0.97),
         snr_db=random.uniform(*snr_db) if snr_db is not None else 0.0,
+        stroke=turns * strokes.uniform(0.4, 0.6) / _STROKES,
+        stroke_db=strokes.normal(0, 4, (2, _STROKES)),
     )
+
+
+def _draw_strokes(machine: _Machine, shaft: Wave, random: np.random.Generator) -> tuple[Indices, Wave]:
+    """Draw the strokes of a normal clip, which starts within a cycle.
+
+    Returns:
+        The number of each stroke within its cycle, int64 [strokes], and its duration in turns, float64 [strokes].
+    """
+    total = float(shaft[-1] - shaft[0])
+    count = _STROKES + 2 + round(1.2 * total / machine.stroke)  # durations vary by 2 %
+    ends = np.cumsum(machine.stroke * (1 + random.normal(0, 0.02, count)))
+    turns = np.diff(np.clip(ends - random.uniform(ends[0], ends[_STROKES]), 0, total), prepend=0.0)
+    inside = turns > 0
+    return np.flatnonzero(inside) % _STROKES, turns[inside]
+
+
+def _change_part(
+    change: Callable[[Indices, Wave, np.random.Generator], tuple[Indices, Wave]],
+    kinds: Indices,
+    turns: Wave,
+    share: float,
+    random: np.random.Generator,
+) -> tuple[Indices, Wave]:
+    """Change a fraction of a clip's strokes, at least one more than a cycle has. Arguments: the results of _draw_strokes."""
+    count = min(len(kinds), max(_STROKES + 1, round(share * len(kinds))))
+    start = int(random.integers(len(kinds) - count + 1))
+    part = slice(start, start + count)
+    kinds, turns = kinds.copy(), turns.copy()
+    kinds[part], turns[part] = change(kinds[part], turns[part], random)
+    return kinds, turns
+
+
+def _compute_gains(machine: _Machine, shaft: Wave, kinds: Indices, turns: Wave) -> Wave:
+    """Compute the factors of the tones and of the flow noise from the strokes: float64 [2, samples]."""
+    stroke = np.searchsorted(np.cumsum(turns), shaft - shaft[0], side="right").clip(max=len(kinds) - 1)
+    window = np.hanning(RATE // 100)  # no clicks between strokes
+    sides = (len(window) // 2, (len(window) - 1) // 2)
+    steps = 10 ** (machine.stroke_db[:, kinds[stroke]] / 20)
+    return np.array([np.convolve(np.pad(row, sides, "edge"), window / window.sum(), "valid") for row in steps])
+
+
+def _disorder(kinds: Indices, turns: Wave, random: np.random.Generator) -> tuple[Indices, Wave]:
+    order = random.permutation(len(kinds))
+    return kinds[order], turns[order]
+
+
+def _hunt(kinds: Indices, turns: Wave, random: np.random.Generator) -> tuple[Indices, Wave]:
+    cycle = np.cumsum(kinds == 0) + random.integers(2)
+    changed = turns * np.where(cycle % 2, 1.5, 1 / 1.5)
+    return kinds, changed * (turns.sum() / changed.sum())
+
+
+_RHYTHMS = {"disorder": _disorder, "hunting": _hunt}
 
 
 def _make_imbalance(sound: Wave, shaft: Wave, machine: _Machine, random: np.random.Generator) -> Wave:
