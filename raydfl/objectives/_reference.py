@@ -5,7 +5,11 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from raydfl.data import Examples
+from raydfl.training import Step, predict
 
 Reference = Literal["own_centre", "mahalanobis", "nearest"]
 
@@ -14,6 +18,35 @@ _RIDGE = 1e-6
 
 _FARTHEST = 4.0
 """Squared distance of opposite points on the unit sphere."""
+
+
+def compare_with_training(
+    kind: Reference,
+    step: Step,
+    name: str,
+    examples: Examples,
+    normal: Examples,
+    batch_size: int,
+    excluded: Tensor | None = None,
+) -> Tensor:
+    """Compute the distances of a model's outputs, scaled to length 1, from its outputs for normal training clips.
+
+    Args:
+        kind: See :func:`distances`.
+        step: Step with the model and its data.
+        name: The model.
+        examples: Clips or segments to score.
+        normal: Normal training clips, cut for tests.
+        batch_size: Examples of a forward pass.
+        excluded: bool [examples, normal], true for training clips that are no reference of an example. ``None``: none. Only for
+            the kind ``nearest``.
+
+    Returns:
+        float64 [examples, 1].
+    """
+    reference, z = (F.normalize(predict(step, name, clips, batch_size).double(), dim=1) for clips in (normal, examples))
+    same = torch.from_numpy(examples.clips[:, None] == normal.clips[None, :])
+    return distances(kind, z, reference, same if excluded is None else same | excluded)[:, None]
 
 
 def distances(kind: Reference, z: Tensor, reference: Tensor, same: Tensor | None = None) -> Tensor:
@@ -25,7 +58,7 @@ def distances(kind: Reference, z: Tensor, reference: Tensor, same: Tensor | None
             another clip.
         z: float64 [rows, size], outputs.
         reference: float64 [clips or segments, size], reference outputs, at least one.
-        same: bool [rows, clips or segments], true for rows of the same clip. ``None``: all clips differ.
+        same: bool [rows, clips or segments], true for rows of the same clip, which are no neighbours. ``None``: all clips differ.
 
     Returns:
         float64 [rows].

@@ -31,8 +31,8 @@ from torch import Tensor, nn
 from raydfl.core.types import Batch, Metrics, ModelSpec
 from raydfl.data import Examples
 from raydfl.objectives._anomaly import AnomalyObjective
-from raydfl.objectives._reference import distances
-from raydfl.training import Step, predict
+from raydfl.objectives._reference import compare_with_training
+from raydfl.training import Step
 
 _NONE = 1e-6
 """Minimum running count of a class with a known centre."""
@@ -127,11 +127,7 @@ class Compact(AnomalyObjective):
         if self.score == "centre":
             return AnomalyObjective.answers_to(self, step, name, examples, batch_size)
         normal = self.normal_examples(step.data.train).cut_for_test()
-        reference, z = (
-            F.normalize(predict(step, name, clips, batch_size).double(), dim=1) for clips in (normal, examples)
-        )
-        same = torch.from_numpy(examples.clips[:, None] == normal.clips[None, :])
-        return distances(self.score, z, reference, same)[:, None]
+        return compare_with_training(self.score, step, name, examples, normal, batch_size)
 
 
 def _compute_narrowness(z: Tensor, batch: Batch) -> Tensor:

@@ -35,6 +35,9 @@ SIZES = {
     "fedstar/table4_ambient_contexts": (4 * 4 * 3, 4 * 4 * 3 * 3),
     "fedstar/table4_voxforge": (4 * 4 * 3, 4 * 4 * 3 * 3),
     "fedstar/table6": (4 * 4, 4 * 4 * 3),
+    "profila/table1": (4 * 13, 4 * 13 * 5),
+    "profila/table1_as_published": (4 * 6, 4 * 6 * 5),
+    "profila/table2": (2 * 3 * 4, 2 * 3 * 4 * 5),
     "matrix": (12 * 12, 12 * 12),
     "matrix_tiny": (3 * 2, 3 * 2),
     "tiny_sweep": (2 * 2, 2 * 2 * 2),
@@ -45,6 +48,9 @@ PUBLISHED = {
     "fedmlac/table5": 3 * 4 * 5,
     "fedmlac/table6": 4 * 4 * 6,
     "fedmlac/table7": 4 * 4 * 6,
+    "profila/table1": 4 * 5,
+    "profila/table1_as_published": 4 * 5,
+    "profila/table2": 2 * 2 * 4,
 }
 
 
@@ -63,8 +69,11 @@ def test_every_grid_has_a_listed_size_and_every_table_a_twin() -> None:
         "fedstar/ambient_contexts",
         "fedstar/voxforge",
         "fedstar/cola",
+        "profila/machines",
+        "profila/mimii",
     }
-    names = {str(path.relative_to(JOBS).with_suffix("")) for path in (*JOBS.glob("*.yaml"), *JOBS.glob("fed*/*.yaml"))}
+    paths = (*JOBS.glob("*.yaml"), *JOBS.glob("fed*/*.yaml"), *JOBS.glob("profila/*.yaml"))
+    names = {str(path.relative_to(JOBS).with_suffix("")) for path in paths}
     assert set(SIZES) <= names
     assert names & (set(SIZES) | bases) == set(SIZES) | bases
     papers = {name for name in SIZES if name.startswith("fedmlac/") and not name.endswith("_twin")}

@@ -67,6 +67,11 @@ _ATTACKS = {
 _OBJECTIVES = {
     "compact": (MACHINES, "objective={name: compact, size: 4, normal: [normal]}"),
     "contrast": ("objective={name: contrast, frames: 12, size: 8}",),
+    "identify": (
+        MACHINES,
+        "data.columns=[group]",
+        "objective={name: identify, size: 4, machines: 4, normal: [normal]}",
+    ),
     "multi_label": (CHORDS, "data.label_sets={}", "objective=multi_label"),
     "reconstruct": (MACHINES, "objective={name: reconstruct, size: 4, bins: 4, hidden: 16, normal: [normal]}"),
 }

@@ -138,7 +138,7 @@ def test_test_only_clips_change_no_model_and_no_feature(tiny: Tiny) -> None:
             assert new_features == features
 
 
-@pytest.mark.parametrize("objective", ["compact", "reconstruct"])
+@pytest.mark.parametrize("objective", ["compact", "reconstruct", "identify"])
 def test_a_machine_detector_does_not_depend_on_its_test_anomalies(tiny: Tiny, objective: str) -> None:
     """Vary the number, the loudness and the kind of anomalies. All models, also private models, and the thresholds stay equal."""
 
@@ -147,7 +147,7 @@ def test_a_machine_detector_does_not_depend_on_its_test_anomalies(tiny: Tiny, ob
             f"run.name=run{number}",
             "train.rounds=1",
             "evaluate.clients=all",
-            "data={name: machines, kinds: [fan], ids: 2, clips: 6, seconds: 0.25, partition: {by: group},"
+            "data={name: machines, kinds: [fan], ids: 2, clips: 6, seconds: 0.25, columns: [group], partition: {by: group},"
             " features: {bands: 8, window_ms: 64, hop_ms: 32, normalise: client},"
             " split: {test: null, client_test: {by: split, values: [test]}, validation: 0.2}}",
             *(f"data.{name}={value}" for name, value in options.items()),

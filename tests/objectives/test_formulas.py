@@ -121,6 +121,27 @@ def test_compact_by_class_uses_the_nearest_known_centre() -> None:
     torch.testing.assert_close(score, squares.amin(dim=0))
 
 
+def test_identify_equals_cross_entropy_of_scaled_cosines() -> None:
+    objective = find_objective({"name": "identify", "size": 2, "machines": 2, "scale": 2.0})
+    network = nn.Module()
+    objective.extend(network, ModelSpec("model", "made by the test", BANDS, CLASSES, outputs=2))
+    with torch.no_grad():  # lengths have no effect
+        cast(Any, network).objective.weight.copy_(torch.tensor([[1.0, 0.0], [0.0, 5.0]]))
+    outputs = torch.tensor([[2.0, 0.0], [0.0, 3.0], [1.0, 1.0], [9.0, 0.0]])
+    step: Any = SimpleNamespace(models={"model": network}, forward=lambda name, batch: outputs)
+    inputs = make_batch(outputs, torch.zeros(4).long(), columns={"group": torch.tensor([0, 1, 0, 1])})
+    # The first two clips are on the row of their machine, the third is between both rows.
+    losses = [np.log1p(np.exp(-2)), np.log1p(np.exp(-2)), np.log(2)]
+    padded = dataclasses.replace(inputs, weight=torch.tensor([1.0, 1.0, 1.0, 0.0]))
+    assert float(objective.loss(step, "model", padded).detach()) == pytest.approx(np.mean(losses), rel=1e-6)
+    last = np.log1p(np.exp(2))  # the fourth clip is on the row of the other machine
+    assert float(objective.loss(step, "model", inputs).detach()) == pytest.approx(np.mean([*losses, last]), rel=1e-6)
+    with pytest.raises(
+        ConfigError, match="reads the machine of each clip from column 'group'.*Add 'group' to data.columns"
+    ):
+        objective.loss(step, "model", dataclasses.replace(inputs, columns={}))
+
+
 @pytest.mark.parametrize("frames", [8, 6])
 def test_bins_are_means_of_equal_intervals(frames: int) -> None:
     x = torch.randn(2, 8, BANDS)

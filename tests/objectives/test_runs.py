@@ -35,12 +35,15 @@ HERE = Path(__file__).parent
 MACHINES, CHORDS = (f"data.name={HERE / 'machines.py'}:{name}" for name in ("Machines", "Chords"))
 LOUDNESS = "data.features.normalise=group"
 """Normalise each band over the training clips. Normalisation by clip would erase a stationary sound."""
+IDENTIFIED = ("data.columns=[group]", "data.split={test: null, validation: {by: clip, fraction: 0.4, stratify: true}}")
+"""Only clients measure the scores of identify, here on validation clips of both conditions."""
 SETTINGS: dict[str, tuple[str, ...]] = {
     "classify": ("objective=classify",),
     "multi_label": (CHORDS, "data.label_sets={}", "objective=multi_label"),
     "compact": (MACHINES, "objective={name: compact, size: 4, normal: [normal]}"),
     "reconstruct": (MACHINES, "objective={name: reconstruct, size: 4, bins: 4, hidden: 16, normal: [normal]}"),
     "contrast": ("objective={name: contrast, frames: 12, size: 8}",),
+    "identify": (MACHINES, *IDENTIFIED, "objective={name: identify, size: 4, machines: 4, normal: [normal]}"),
 }
 HEADLINES = {
     "classify": "accuracy",
@@ -48,6 +51,7 @@ HEADLINES = {
     "compact": "auc",
     "reconstruct": "auc",
     "contrast": "accuracy",
+    "identify": "auc",
 }
 
 Tiny = Callable[..., Config]
@@ -64,6 +68,7 @@ SEEN_SETTINGS: dict[str, tuple[str, ...]] = {
     "multi_label": ("data.label_sets={}", "objective=multi_label"),
     "compact": ("objective={name: compact, size: 4, normal: [a]}",),
     "reconstruct": ("objective={name: reconstruct, size: 4, bins: 4, hidden: 16, normal: [a]}",),
+    "identify": (*IDENTIFIED, "objective={name: identify, size: 4, machines: 4, normal: [a]}"),
 }
 SECOND = "{column: second, features: {sample_rate: 8000, bands: 12, window_ms: 25, hop_ms: 10, seconds: 0.3}}"
 VIEWS: dict[str, tuple[str, ...]] = {
@@ -221,6 +226,55 @@ def test_scores_relative_to_training_clips_use_segments(tiny: Tiny) -> None:
     np.testing.assert_allclose(actual.values, clips, rtol=1e-4)  # type: ignore[union-attr]
     rows = read_rows(next(Path(config.run.dir).iterdir())).to_pylist()
     assert {row["split"] for row in rows if row["metric"] == "model/auc"} == {"client_test"}
+
+
+def test_identify_scores_by_the_nearest_other_clip_of_the_same_machine(tiny: Tiny) -> None:
+    config = tiny(
+        *SETTINGS["identify"],
+        "data.split={test: null, client_test: {by: clip, fraction: 0.4, stratify: true}}",
+        "data.partition={by: iid, clients: 1}",
+        "train.rounds=1",
+        "train.cohort=1.0",
+        "evaluate.clients=all",
+    )
+    server = start_server(config)
+    server.round()
+    server.finish()
+    worker, federation = server._federation.pool.workers[""], server._federation  # type: ignore[attr-defined]
+    (order,) = federation._make_orders(federation.method.plan_evaluation(federation.state, federation.clients), ())
+    step = worker.prepare(order, federation.broadcast({"global"}))
+    server.close()
+    train, test, network = step.data.train, step.data.test, step.models["model"].eval()
+    normal = train.take(np.flatnonzero(np.array(train.classes)[train.labels] == "normal"))
+    assert len(set(normal.columns["group"].tolist())) == 4
+
+    def embed(examples: Examples) -> np.ndarray:
+        with torch.no_grad():
+            z = network(examples.batch(np.arange(len(examples))).x)
+        return torch.nn.functional.normalize(z.double(), dim=1).numpy()
+
+    def score(examples: Examples) -> np.ndarray:
+        neighbours = examples.columns["group"][:, None] == normal.columns["group"]
+        neighbours &= examples.clips[:, None] != normal.clips
+        nearest: np.ndarray = np.where(neighbours, embed(examples) @ embed(normal).T, -1.0).max(axis=1)
+        return 2 - 2 * nearest
+
+    metrics = federation.method.objective.evaluate(step, "model", test, 64)
+    scores = score(test)[np.argsort(test.clips)]
+    np.testing.assert_allclose(metrics["scores"].values, scores, atol=1e-6)  # type: ignore[union-attr]
+    assert metrics["threshold"].value == pytest.approx(np.quantile(score(normal), 0.95), abs=1e-6)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "match"),
+    [
+        (["data.columns=[label]"], "data.columns has only label. Add 'group' to data.columns"),
+        (["objective.machines=3"], "objective.machines is 3, but column 'group' has 4 values. .* at least 4"),
+    ],
+)
+def test_identify_rejects_data_without_the_machines_of_clips(tiny: Tiny, overrides: list[str], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        run(tiny(*SETTINGS["identify"], *overrides))
 
 
 def test_multi_label_metrics_equal_scikit_learn(tiny: Tiny, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from raydfl.core import registry
 from raydfl.core.types import Batch, ModelSpec, Ratio
+from raydfl.data import Examples
 from raydfl.methods import Method
 from raydfl.methods.fedavg import FedAvg
 from raydfl.methods.fedprox import FedProx
@@ -30,6 +31,7 @@ OBJECTIVES: dict[str, list[dict[str, Any]]] = {
     "compact": [{"size": 4}, {"size": 4, "by": "class", "spread": 0.5}],
     "reconstruct": [{"size": 4, "bins": 3, "hidden": 8}],
     "contrast": [{"size": 4, "frames": 5}],
+    "identify": [{"size": 4, "machines": 3}],
 }
 CASES = [
     pytest.param({"name": name, **options}, id=f"{name}-{i}")
@@ -56,11 +58,17 @@ def make_builder(objective: Objective, dropout: float = 0.0) -> Callable[[], dic
 @pytest.fixture(autouse=True)
 def make_labels_for_objective(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     setting = request.node.callspec.params.get("setting") if hasattr(request.node, "callspec") else None
-    if setting is None or setting["name"] != "multi_label":
-        return
     make_examples = several_clients.make_examples
     sets = np.array([[1, 0, 1], [0, 0, 0], [1, 1, 0]], bool)
-    monkeypatch.setattr(several_clients, "make_examples", lambda *a: dataclasses.replace(make_examples(*a), sets=sets))
+
+    def make(*a: Any) -> Examples:
+        examples = make_examples(*a)
+        if setting["name"] == "multi_label":
+            return dataclasses.replace(examples, sets=sets)
+        return dataclasses.replace(examples, columns={"group": examples.labels})
+
+    if setting is not None and setting["name"] in ("multi_label", "identify"):
+        monkeypatch.setattr(several_clients, "make_examples", make)
 
 
 def test_every_objective_is_covered() -> None:
