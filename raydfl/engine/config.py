@@ -220,7 +220,8 @@ class Config(Settings):
         """
         decisive = self.model_dump(mode="json", exclude={"evaluate", "ray", "run", "track"})
         # Includes defaults, so that an explicit default gives the same digest.
-        decisive["method"] = {"name": self.method["name"], **plain(self.components.method), **self.components.former}
+        method = drop_neutral(self.method["name"], plain(self.components.method))
+        decisive["method"] = {"name": self.method["name"], **method, **self.components.former}
         del decisive["train"]["groups"]  # former has it under its former name
         decisive["models"] = self.components.models
         decisive["objective"] = {

@@ -50,12 +50,17 @@ _CAME_LATER: Mapping[tuple[str, ...], Any] = {
 
 _OPTION_CAME_LATER: Mapping[tuple[str, str], Any] = {
     ("spoken_words", "label"): "word",
+    ("machines", "level"): "machine",
+    ("fedapta", "ratio_of"): "prunable",
+    **dict.fromkeys([(name, "share_of") for name in ("feddrop", "fedrolex", "heterofl")], "channels"),
+    **dict.fromkeys([(name, "heads") for name in ("multifl", "modality_mirror")], "alone"),
+    ("unifl", "cohort"): "each",
     ("compact", "spread"): 0.0,
     ("compact", "score"): "centre",
     ("compact", "quantile"): 0.95,
     ("reconstruct", "quantile"): 0.95,
 }
-"""Options of data sets and objectives of later versions, with their neutral values: by data set or objective, and option."""
+"""Options of later versions with their neutral values, by name of the data set, objective or method, and option."""
 
 
 def select_decisive(groups: Mapping[str, Any], data: DataSettings) -> dict[str, Any]:
@@ -97,7 +102,7 @@ def hash_values(groups: Mapping[str, Any], files: Mapping[str, tuple[str, str]])
 
 
 def drop_neutral(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Remove neutral options of later versions from the options of a data set or an objective."""
+    """Remove neutral options of later versions from the options of a data set, an objective or a method."""
     return {key: value for key, value in options.items() if _OPTION_CAME_LATER.get((name, key), ...) != value}
 
 

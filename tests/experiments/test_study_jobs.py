@@ -178,6 +178,7 @@ NOT_SEARCHED = {
     "lpa": "FedMLAC: an ablation",
     "mutual": "FedMLAC: an ablation",
     "learn_from": "FedSTAR: its baselines",
+    **dict.fromkeys(("ratio_of", "share_of", "heads", "cohort"), "two readings of a paper"),
     "weight": "FedSTAR: two readings of the paper",
     "rising_rounds": "FedSTAR: the rounds of the run",
     "ratio_from": "limits of the devices are part of the problem",
