@@ -1,10 +1,11 @@
-"""Group normalisation without padding."""
+"""Normalisations of networks with padding: group normalisation, and constant batch normalisation."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raydfl.core.ops import group_norm
@@ -22,6 +23,24 @@ class GroupNorm(nn.GroupNorm):
             relu: apply ReLU to the result.
         """
         return normalise([x.permute(0, 2, 3, 1)], [self], lengths, relu=relu).permute(0, 3, 1, 2)
+
+
+class FrozenBatchNorm(nn.BatchNorm2d):
+    """Batch normalisation with constant statistics, scales and shifts, in training too. Names are those of PyTorch's layer.
+
+    Examples of a batch do not influence each other. The tensors are frozen: they are never trained or sent.
+    """
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.requires_grad_(False)
+
+    def forward(self, x: Tensor, lengths: Tensor | None = None, *, relu: bool = False) -> Tensor:
+        """Normalise x, with the arguments of :meth:`GroupNorm.forward`."""
+        y = F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
+        if relu:
+            y = y.relu_()
+        return y if lengths is None else y * mask_frames(y.movedim(1, -1), lengths).movedim(-1, 1)
 
 
 def normalise(

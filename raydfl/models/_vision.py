@@ -1,4 +1,4 @@
-"""Base class of torchvision networks for images or features, with group normalisation and support for padding."""
+"""Base class of torchvision networks for images or features, with normalisations that support padding."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from torch import Tensor, nn
 
 from raydfl.core.errors import ConfigError
 from raydfl.core.ops import Conv2d
-from raydfl.models._norm import GroupNorm, mask_frames
+from raydfl.models._norm import FrozenBatchNorm, GroupNorm, mask_frames
 from raydfl.models._width import Channels, scale_channels
 
 COLOURS = 3
 """Input channels of the first convolution."""
 
 Groups = Annotated[int, Field(ge=1)]
+_NORMS = (GroupNorm, FrozenBatchNorm)
 
 
 class VisionNetwork(nn.Module):
@@ -34,7 +35,7 @@ class VisionNetwork(nn.Module):
         """Adopt all layers of ``network`` except its last layer ``fc``.
 
         Args:
-            network: torchvision's network with group normalisation.
+            network: torchvision's network with the normalisations of :mod:`raydfl.models._norm`.
             inputs: channels (1 or 3), rows and columns of an image, or features of a frame.
             classes: number of outputs.
             inputs_of_last: input channels of the last layer. ``None``: as in ``fc``.
@@ -97,7 +98,7 @@ class VisionNetwork(nn.Module):
         Returns:
             The output, and its number of valid frames.
         """
-        if isinstance(part, GroupNorm):
+        if isinstance(part, _NORMS):
             return part(x, lengths), lengths
         if isinstance(part, nn.Conv2d | nn.MaxPool2d):
             # After ReLU no value is below 0, so padding is never the maximum. All kernels are odd, so an output frame is valid
@@ -119,9 +120,9 @@ class VisionNetwork(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Apply submodules in sequence by :meth:`_apply_part`. Normalisation and ReLU form a single operation."""
         for before, part, after in zip((None, *parts), parts, (*parts[1:], None), strict=False):
-            if isinstance(part, GroupNorm) and isinstance(after, nn.ReLU):
+            if isinstance(part, _NORMS) and isinstance(after, nn.ReLU):
                 x = part(x, lengths, relu=True)
-            elif not (isinstance(before, GroupNorm) and isinstance(part, nn.ReLU)):
+            elif not (isinstance(before, _NORMS) and isinstance(part, nn.ReLU)):
                 x, lengths = self._apply_part(part, x, lengths)
         return x, lengths
 

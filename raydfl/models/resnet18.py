@@ -5,6 +5,9 @@ K. He, X. Zhang, S. Ren, J. Sun, Deep Residual Learning for Image Recognition, C
 makes examples of a client influence each other. Images of any size pass the first convolution, 7 x 7 with stride 2, and its
 pooling. An image of 32 x 32 has a single position in the last block.
 
+``norm: frozen_batch`` keeps batch normalisation with the constant statistics, scales and shifts of a file (``init_from``), as for a
+pretrained network. Constant statistics do not depend on the examples of a batch.
+
 The channels of a stage form a group, because its blocks add to them. The first convolution shares the group of layer1. The
 inner channels of each block form a separate group.
 
@@ -16,10 +19,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from raydfl.core.errors import ConfigError
+from raydfl.models._norm import FrozenBatchNorm
 from raydfl.models._vision import Groups, VisionNetwork, group_norm, narrow_layers, torchvision_models
 from raydfl.models._width import Channels, Width, scale_channels
 
@@ -34,6 +39,7 @@ class ResNet18(VisionNetwork):
         groups: Groups = 2,
         freeze: bool = False,
         width: Width = 1.0,
+        norm: Literal["group", "frozen_batch"] = "group",
     ) -> None:
         """Initialise the network.
 
@@ -43,11 +49,19 @@ class ResNet18(VisionNetwork):
             groups: groups of channels in normalisations, a power of 2 up to 64.
             freeze: freeze the first convolution, its normalisation and layer1 at their initial weights. They are never sent.
             width: fraction of the channels, rounded up to multiples of ``groups``.
+            norm: group: group normalisation. frozen_batch: batch normalisation with the constant values of ``init_from``,
+                without effect if there is no file.
 
         Raises:
-            ConfigError: torchvision is not installed, or the number of image channels or groups is not supported.
+            ConfigError: torchvision is not installed, or the number of image channels or groups is not supported, or frozen
+                batch normalisation would be narrowed.
         """
-        network = torchvision_models().resnet18(norm_layer=partial(group_norm, groups), num_classes=1)
+        if norm == "frozen_batch" and width != 1:
+            raise ConfigError(
+                f"norm: frozen_batch has statistics for all channels, but width is {width:g}. Set width to 1, or norm to group."
+            )
+        layer = FrozenBatchNorm if norm == "frozen_batch" else partial(group_norm, groups)
+        network = torchvision_models().resnet18(norm_layer=layer, num_classes=1)
         initial = partial(nn.init.kaiming_normal_, mode="fan_out", nonlinearity="relu")  # torchvision's initialisation
         narrow_layers(network, _channels(network), width, groups, initial)
         super().__init__(network, inputs, classes, scale_channels(network.fc.in_features, width, groups))

@@ -160,6 +160,29 @@ def test_a_short_clip_is_centred_in_silence() -> None:
         FeatureSettings(least_seconds=1.0, seconds=0.5)
 
 
+@pytest.mark.parametrize(("trim_db", "kept"), [(None, (0, 15)), (25.0, (3, 9)), (35.0, (3, 13)), (45.0, (1, 13))])
+def test_silence_at_both_ends_is_trimmed_by_its_level(trim_db: float | None, kept: tuple[int, int]) -> None:
+    """Oracle: blocks of 20 ms with constant powers of 0, -30 and -40 dB, and the features of the remaining blocks alone.
+
+    Blocks 3 to 8 are loud, except for the pause in block 5. Blocks 9 to 12 have -30 dB, and blocks 1 and 2 have -40 dB.
+    """
+    decibels = np.full(15, -np.inf)
+    decibels[1:3], decibels[3:9], decibels[5], decibels[9:13] = -40, 0, -np.inf, -30
+    signs = np.random.default_rng(4).choice([-0.5, 0.5], (15, 320))
+    wave = (signs * 10 ** (decibels / 20)[:, None]).astype(np.float32).ravel()[: 15 * 320 - 100]
+    settings = FeatureSettings(bands=20, normalise="none", trim_db=trim_db)
+    expected = FeatureExtractor(FeatureSettings(bands=20, normalise="none"))(
+        wave[kept[0] * 320 : kept[1] * 320], 16_000
+    )
+    np.testing.assert_array_equal(FeatureExtractor(settings)(wave, 16_000), expected)
+
+
+def test_a_silent_clip_is_not_trimmed() -> None:
+    silence = np.zeros(1000, np.float32)
+    plain, trimmed = (FeatureExtractor(FeatureSettings(bands=20, trim_db=trim_db)) for trim_db in (None, 40.0))
+    np.testing.assert_array_equal(trimmed(silence, 16_000), plain(silence, 16_000))
+
+
 def test_uncentred_frames_are_within_the_clip() -> None:
     fedstar = FeatureSettings(fft=1024, seconds=15_690 / 16_000, centred=False)
     assert fedstar.frames == 96

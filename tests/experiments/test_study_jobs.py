@@ -38,6 +38,15 @@ SIZES = {
     "profila/table1": (4 * 13, 4 * 13 * 5),
     "profila/table1_as_published": (4 * 6, 4 * 6 * 5),
     "profila/table2": (2 * 3 * 4, 2 * 3 * 4 * 5),
+    "fedstar/table3": (3 * 5, 3 * 5 * 3),
+    "fedstar/table5": (3 * 4 * 4, 3 * 4 * 4 * 3),
+    "fedstar/table6_pretrained": (4 * 4 * 2, 4 * 4 * 2 * 3),
+    "fedstar/figure2": (4 * 4 * 2, 4 * 4 * 2 * 3),
+    "fedstar/figure3": (4 * 4 * 2, 4 * 4 * 2 * 3),
+    "fedstar/figure5": (3 * 5 * 2, 3 * 5 * 2 * 3),
+    "fedmlac/trimming": (4 * 2 * 5, 2 * 5 * (5 + 5 + 5 + 10)),
+    "fedmlac/trimming_twin": (2 * 2, 2 * 2 * 3),
+    "modality_mirror/table1": (2 * 5 * 5, 2 * 5 * 5 * 3),
     "matrix": (12 * 12, 12 * 12),
     "matrix_tiny": (3 * 2, 3 * 2),
     "tiny_sweep": (2 * 2, 2 * 2 * 2),
@@ -51,7 +60,19 @@ PUBLISHED = {
     "profila/table1": 4 * 5,
     "profila/table1_as_published": 4 * 5,
     "profila/table2": 2 * 2 * 4,
+    "fedmlac/trimming": 4 * 5,
+    "fedstar/table3": 3 * 5,
+    "fedstar/table4_speech_commands": 4 * 4 * 2,
+    "fedstar/table4_ambient_contexts": 4 * 4 * 2,
+    "fedstar/table4_voxforge": 4 * 4 * 2,
+    "fedstar/table5": 3 * 4 * 2,
+    "fedstar/table6": 4 * 4,
+    "fedstar/table6_pretrained": 4 * 4 * 2,
+    "fedstar/figure2": 4,
+    "modality_mirror/table1": 2 * 5 * 4,
 }
+WEIGHTS = ("runs/cola/model.safetensors", "data/resnet18-5c106cde.pth", "data/SSAST-Tiny-Patch-400.pth")
+"""Files that users supply. Loading a study checks that they exist."""
 
 
 def test_every_grid_has_a_listed_size_and_every_table_a_twin() -> None:
@@ -72,7 +93,8 @@ def test_every_grid_has_a_listed_size_and_every_table_a_twin() -> None:
         "profila/machines",
         "profila/mimii",
     }
-    paths = (*JOBS.glob("*.yaml"), *JOBS.glob("fed*/*.yaml"), *JOBS.glob("profila/*.yaml"))
+    folders = ("", "fed*/", "profila/", "modality_mirror/")
+    paths = [path for folder in folders for path in JOBS.glob(f"{folder}*.yaml")]
     names = {str(path.relative_to(JOBS).with_suffix("")) for path in paths}
     assert set(SIZES) <= names
     assert names & (set(SIZES) | bases) == set(SIZES) | bases
@@ -81,7 +103,12 @@ def test_every_grid_has_a_listed_size_and_every_table_a_twin() -> None:
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in LARGE else []) for n in SIZES])
-def test_every_configuration_of_a_grid_is_valid(name: str) -> None:
+def test_every_configuration_of_a_grid_is_valid(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RAYDFL_DATA", str(tmp_path / "data"))
+    for file in WEIGHTS:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).touch()
     study = load_study(JOBS / f"{name}.yaml")
     assert (len(study.cells), len(study.trials)) == SIZES[name]
     scores = study.settings.paper_scores()
@@ -139,18 +166,33 @@ def test_bases_of_studies_are_valid_jobs(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("file", "labels", "mean", "spread"),
     [
-        ("table4", ("GSC", "FedMLAC"), 84.59, 0.19),
-        ("table4", ("UrbanSound8K a=1.0", "FedOPT"), 53.03, 4.93),
-        ("table5", ("UrbanSound8K", "50 %", "FedMLAC"), 57.15, 5.24),
-        ("table5", ("CREMA-D", "10 %", "FedAvg"), 59.87, 4.02),
-        ("table6", ("IEMOCAP", "10 dB", "FedMLAC w/o LPA"), 42.57, 4.82),
-        ("table7", ("UrbanSound8K", "0.5", "FedMLAC"), 44.98, 3.54),
+        ("fedmlac/table4", ("GSC", "FedMLAC"), 84.59, 0.19),
+        ("fedmlac/table4", ("UrbanSound8K a=1.0", "FedOPT"), 53.03, 4.93),
+        ("fedmlac/table5", ("UrbanSound8K", "50 %", "FedMLAC"), 57.15, 5.24),
+        ("fedmlac/table5", ("CREMA-D", "10 %", "FedAvg"), 59.87, 4.02),
+        ("fedmlac/table6", ("IEMOCAP", "10 dB", "FedMLAC w/o LPA"), 42.57, 4.82),
+        ("fedmlac/table7", ("UrbanSound8K", "0.5", "FedMLAC"), 44.98, 3.54),
+        ("fedmlac/trimming", ("CREMA-D", "trimmed", "FedKAD"), 62.17, 4.08),
+        ("fedstar/table3", ("VoxForge", "centralised"), 79.60, None),
+        ("fedstar/table3", ("Speech Commands", "30"), 94.62, None),
+        ("fedstar/table4_speech_commands", ("30", "3 %", "supervised"), 33.78, None),
+        ("fedstar/table4_ambient_contexts", ("15", "50 %", "FedSTAR"), 62.41, None),
+        ("fedstar/table4_voxforge", ("5", "50 %", "supervised"), 70.37, None),
+        ("fedstar/table5", ("25 %", "5 %", "FedSTAR"), 84.15, None),
+        ("fedstar/table6", ("20 %", "80 %"), 93.07, None),
+        ("fedstar/table6_pretrained", ("50 %", "20 %", "COLA"), 90.70, None),
+        ("fedstar/figure2", ("80 %", "3 %", "FedSTAR"), 86.82, None),
+        ("modality_mirror/table1", ("ActivityNet", "40 %", "MultiFL"), 12.55, None),
     ],
 )
-def test_published_values_are_in_their_cells(file: str, labels: tuple[str, ...], mean: float, spread: float) -> None:
-    path = JOBS / "fedmlac" / f"{file}.yaml"
+def test_published_values_are_in_their_cells(
+    file: str, labels: tuple[str, ...], mean: float, spread: float | None
+) -> None:
+    path = JOBS / f"{file}.yaml"
     settings = StudySettings.model_validate(parse_yaml(path.read_text(), str(path)))
-    assert settings.paper_scores()[labels] == (mean, spread)
+    scores = settings.paper_scores()
+    assert scores[labels] == (mean, spread)
+    assert len(scores) == PUBLISHED[file]
 
 
 def test_clean_cells_of_the_tables_are_shared() -> None:

@@ -17,6 +17,7 @@ from raydfl.core.tensors import FlatTensors
 from raydfl.core.types import ModelSpec
 from raydfl.methods._pruning import find_prunable_layers, make_masks
 from raydfl.models import build_model, make_cuts, narrow, start_from_file
+from raydfl.training.ownership import find_fixed_tensors
 
 NAMES = ["resnet18", "shufflenet_v2"]
 NORMS = {
@@ -147,6 +148,54 @@ def test_a_file_of_torchvision_is_loaded_without_batch_normalisation_and_head(na
     assert all(bool((state[f"{key}.weight"] == 1).all()) for key in norms)
 
 
+@pytest.fixture(scope="module")
+def imagenet(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path]:
+    """Write torchvision's ResNet-18 with random statistics, scales and shifts, in the form of its file of ImageNet weights."""
+    torch.manual_seed(0)
+    reference = build_torchvision("resnet18").eval()
+    for part in reference.modules():
+        if isinstance(part, nn.BatchNorm2d):
+            for tensor in (part.weight, part.running_var):
+                assert tensor is not None
+                nn.init.uniform_(tensor, 0.5, 1.5)
+            for tensor in (part.bias, part.running_mean):
+                assert tensor is not None
+                nn.init.normal_(tensor, std=0.2)
+    file = tmp_path_factory.mktemp("imagenet") / "resnet18.pth"
+    torch.save(reference.state_dict(), file)
+    reference.fc = nn.Identity()
+    return reference, file
+
+
+def build_from_file(file: Path) -> Any:
+    network = build_model(make_spec("resnet18", norm="frozen_batch"))
+    init_from = (("file", str(file)), ("ignore", ("fc.*",)), ("keep", ("output.*",)))
+    start_from_file(network, ModelSpec("model", "resnet18", (1, 8, 8), 10, init_from=init_from))
+    return network
+
+
+@torch.no_grad()
+def test_frozen_batch_norm_equals_torchvision_in_evaluation(imagenet: tuple[nn.Module, Path]) -> None:
+    """Training mode has the same outputs, and an example's output depends neither on the batch nor on padding."""
+    reference, file = imagenet
+    network, x = build_from_file(file), torch.randn(3, 3, 32, 32)
+    expected = reference(x)
+    for mode in (True, False):
+        torch.testing.assert_close(network.train(mode).embed(x), expected)
+    torch.testing.assert_close(network.embed(x[:1]), expected[:1])
+    frames = torch.randn(2, 40, 16)
+    frames[0, 25:] = 7.0
+    torch.testing.assert_close(network.embed(frames, torch.tensor([25, 40]))[:1], network.embed(frames[:1, :25]))
+
+
+def test_frozen_batch_norms_are_never_sent(imagenet: tuple[nn.Module, Path]) -> None:
+    network = build_from_file(imagenet[1])
+    norms = [key for key, part in network.named_modules() if isinstance(part, nn.BatchNorm2d)]
+    assert len(norms) == 20
+    kinds = ("weight", "bias", "running_mean", "running_var")
+    assert find_fixed_tensors({"model": network}, ()) == {f"model/{key}.{kind}" for key in norms for kind in kinds}
+
+
 def test_unsupported_networks_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         ConfigError, match=r"models.model: groups is 3, which does not divide 64 channels. Set groups to 1 or 2"
@@ -154,6 +203,8 @@ def test_unsupported_networks_are_rejected(monkeypatch: pytest.MonkeyPatch) -> N
         build_model(make_spec("resnet18", groups=3))
     with pytest.raises(ConfigError, match=r"models.model: images have 2 channels, but the network needs 1 .* or 3"):
         build_model(make_spec("shufflenet_v2", (2, 8, 8)))
+    with pytest.raises(ConfigError, match=r"models.model: norm: frozen_batch .* but width is 0.5. Set width to 1"):
+        build_model(narrow(make_spec("resnet18", norm="frozen_batch"), 0.5))
     monkeypatch.setitem(sys.modules, "torchvision", None)
     with pytest.raises(
         ConfigError, match=r"needs torchvision, which cannot be imported .* pip install 'raydfl\[vision\]'"

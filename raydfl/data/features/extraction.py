@@ -182,7 +182,7 @@ def _make_wave_reader(chunk: Chunk, settings: WaveFeatures) -> _Reader:
     noise, alterations = chunk.noise, chunk.alterations
 
     def compute(position: int, row: Mapping[str, Any]) -> np.ndarray:
-        wave = extractor.wave(*dataset.read(row))
+        wave = extractor.trim(extractor.wave(*dataset.read(row)))
         if noise is not None and noise.seeds[position] != NOISELESS:
             wave = add_noise(wave, noise.snr_db, noise.seeds[position])
         if alterations is not None and alterations.seeds[position] != UNALTERED:

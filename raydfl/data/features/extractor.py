@@ -80,6 +80,16 @@ class FeatureExtractor:
             )
         return samples[:, number]
 
+    def trim(self, wave: np.ndarray) -> np.ndarray:
+        """Remove the configured silence at both ends of a wave, float32 [samples]. A silent wave stays whole."""
+        settings = self.settings
+        if not isinstance(settings, FeatureSettings) or settings.trim_db is None:
+            return wave
+        starts = np.arange(0, len(wave), settings.trim_block)
+        power = np.add.reduceat(np.square(wave, dtype=np.float64), starts) / np.diff(starts, append=len(wave))
+        loud = np.flatnonzero(power >= power.max() * 10 ** (-settings.trim_db / 10))
+        return wave[starts[loud[0]] : starts[loud[-1]] + settings.trim_block]
+
     def features(self, wave: np.ndarray) -> np.ndarray:
         """Compute the features of a wave, float32 [frames, bands], normalised if ``normalise`` is ``clip``.
 
@@ -98,7 +108,7 @@ class FeatureExtractor:
 
     def __call__(self, samples: np.ndarray, rate: int) -> np.ndarray:
         """Compute features, float32 [frames, bands], of samples, float32 [samples, channels], at ``rate`` Hz."""
-        return self.features(self.wave(samples, rate))
+        return self.features(self.trim(self.wave(samples, rate)))
 
     def _resampler(self, rate: int) -> nn.Module:
         from torchaudio.transforms import Resample

@@ -1,8 +1,8 @@
 """Log-mel features: a wave becomes a matrix of frames x bands.
 
-The steps: select the channel, resample, add noise if configured, cut to ``seconds``, compute a power spectrogram with a periodic
-Hann window and centred frames, HTK mel bands without area normalisation, 10 log10 without a floor relative to the maximum, and
-z-scores.
+The steps: select the channel, resample, trim silence and add noise if configured, cut to ``seconds``, compute a power spectrogram
+with a periodic Hann window and centred frames, HTK mel bands without area normalisation, 10 log10 without a floor relative to the
+maximum, and z-scores.
 
 These settings are the front end of the FedAudio protocol (Zhang et al., "FedAudio: A Federated Learning Benchmark for Audio
 Tasks", ICASSP 2023) and of FedMLAC's log-mel tables: ``sample_rate: 16000, window_ms: 64, fft: 1024, hop_ms: 10, bands: 128,
@@ -26,6 +26,8 @@ from raydfl.data.features.wave import Channel, Dtype, Normalise, SampleRate
 
 _LARGEST_FFT = 16_384
 LARGEST_DENOMINATOR = 1_000
+_TRIM_S = 0.02
+"""Length of a block for trimming in seconds."""
 LEAST_SQUARES = 1e-9
 """Lower limit of a wave's sum of squares in ``wave: unit_norm``, against division by 0."""
 
@@ -73,6 +75,15 @@ class FeatureSettings(Settings):
             le=3_600,
             description="Minimum length of clips in seconds. Shorter clips are padded with silence on both sides before unit_norm. "
             "The silent frames belong to the clip. null: no minimum.",
+        ),
+    ] = None
+    trim_db: Annotated[
+        float | None,
+        Field(
+            gt=0,
+            le=200,
+            description="Removal of silence at both ends: of blocks of 20 ms with a power more than this many dB below the loudest "
+            "block's. Pauses inside stay. Noise of data.corrupt is added afterwards. null: no trimming.",
         ),
     ] = None
     channel: Channel = "first"
@@ -191,6 +202,11 @@ class FeatureSettings(Settings):
         return 0 if self.least_seconds is None else max(1, round(self.least_seconds * self.sample_rate))
 
     @property
+    def trim_block(self) -> int:
+        """Number of samples of a block for trimming."""
+        return max(1, round(_TRIM_S * self.sample_rate))
+
+    @property
     def frames(self) -> int | None:
         """Number of frames of every clip, or None if clips keep their lengths."""
         return None if self.samples is None else self.frames_within(self.samples)
@@ -214,7 +230,7 @@ class FeatureSettings(Settings):
         return 1.0 if self.spectrum == "power" else 0.5
 
     def count_frames(self, seconds: np.ndarray) -> np.ndarray:
-        """Return the number of cached frames of clips, int64 like ``seconds``, up to rounding by resampling."""
+        """Return the number of cached frames of clips before trimming, int64 like ``seconds``, up to rounding by resampling."""
         if self.frames is not None:
             return np.full(seconds.shape, self.frames, np.int64)
         samples = np.maximum(np.ceil(seconds * self.sample_rate).astype(np.int64), self.least_samples)
@@ -230,6 +246,7 @@ class FeatureSettings(Settings):
 
 NEUTRAL: dict[str, Any] = {
     "least_seconds": None,
+    "trim_db": None,
     "wave": "as_is",
     "centred": True,
     "spectrum": "power",

@@ -16,7 +16,7 @@ from raydfl.data.sets import list_recordings
 
 def make_power_extractor(features: FeatureSettings) -> FeatureExtractor:
     """Create an extractor of log-mel features of full length, without normalisation."""
-    neutral = {"normalise": "none", "seconds": None, "wave": "as_is", "dtype": "float32"}
+    neutral = {"normalise": "none", "seconds": None, "trim_db": None, "wave": "as_is", "dtype": "float32"}
     return FeatureExtractor(features.model_copy(update=neutral))
 
 

@@ -14,6 +14,7 @@ from raydfl.data.features import (
     EPSILON,
     LARGEST_DENOMINATOR,
     LEAST_SQUARES,
+    FeatureSettings,
     FileFeatures,
     ImageFeatures,
     KaldiFeatures,
@@ -71,6 +72,9 @@ def describe_front_end(
 
 
 def _describe_wave(settings: WaveFeatures) -> dict[str, Any]:
+    trim = {}
+    if isinstance(settings, FeatureSettings):
+        trim["trim"] = {"db": settings.trim_db, "block_samples": settings.trim_block}
     return {
         "samples": {"range": "-1..1", "channel": settings.channel},
         "resample": {
@@ -80,6 +84,7 @@ def _describe_wave(settings: WaveFeatures) -> dict[str, Any]:
             "rolloff": 0.99,
             "largest_denominator": LARGEST_DENOMINATOR,
         },
+        **trim,
         "cut": {"samples": settings.samples},
     }
 

@@ -33,9 +33,14 @@ def read_settings(model: RunModel) -> FeatureSettings | KaldiFeatures:
     """Return the settings of a model's stored features.
 
     Raises:
-        InputError: raydfl does not compute such features from samples.
+        InputError: raydfl does not compute such features from samples, or trims the recordings first.
     """
     settings = model.view.stored_features
+    if isinstance(settings, FeatureSettings) and settings.trim_db is not None:
+        raise InputError(
+            f"--input wave: model {model.name!r} was trained on recordings without silence at both ends (data.features.trim_db), "
+            f"and the graph does not trim. Omit --input, and feed the network with features."
+        )
     if isinstance(settings, FeatureSettings | KaldiFeatures):
         return settings
     raise InputError(

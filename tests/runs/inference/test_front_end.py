@@ -80,8 +80,9 @@ def describe(features: FeatureSettings, segment: SegmentSettings | None = None) 
             "floor": 1e-3,
             "normalise": "none",
         },
+        {**FEATURES, "normalise": "none", "trim_db": 6},
     ],
-    ids=["plain", "cut", "odd", "fedaudio", "fedstar", "slaney"],
+    ids=["plain", "cut", "odd", "fedaudio", "fedstar", "slaney", "trimmed"],
 )
 def test_the_printed_front_end_agrees_with_raydfl(
     front_end: ModuleType, features: dict[str, Any], seconds: float

@@ -128,6 +128,9 @@ def test_unsupported_settings_of_a_graph_are_rejected() -> None:
         make_module(of_group)
     with pytest.raises(InputError, match="Loudest combines the segments of a recording in Python"):
         make_module(dataclasses.replace(make_untrained_model("linear"), objective=Loudest()))
+    trimmed = {"sample_rate": 8000, "bands": 16, "trim_db": 40}
+    with pytest.raises(InputError, match=r"without silence at both ends \(data.features.trim_db\)"):
+        make_module(make_untrained_model("linear", features=trimmed))
     own = {"kind": "model", "model": "mine.py:Mine", "bands": 16}
     with pytest.raises(InputError, match="raydfl does not compute features of the kind model"):
         make_module(make_untrained_model("linear", features=own))

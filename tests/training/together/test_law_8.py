@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import extra_methods
@@ -217,10 +218,13 @@ def test_split_cnn_with_dropout_of_maps(lengths: bool) -> None:
     ("network", "lengths"),
     [
         (ShuffleNetV2, True),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((ShuffleNetV2, False), (ResNet18, True))),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((ShuffleNetV2, False), (ResNet18, True), (partial(ResNet18, norm="frozen_batch"), True))
+        ),
     ],
 )
-def test_torchvisions_networks_with_a_frozen_stem(network: type[nn.Module], lengths: bool) -> None:
+def test_torchvisions_networks_with_a_frozen_stem(network: Callable[..., nn.Module], lengths: bool) -> None:
     few: dict[str, Any] = {"sizes": (3, 5), "epochs": 1, "optimiser": {"lr": 0.01}}
     both(FedAvg(), lambda: {"model": network(BANDS, CLASSES, freeze=True)}, lengths=lengths, **few)
 
