@@ -50,6 +50,10 @@ METHODS: Mapping[str, Values] = {
 OBJECTIVES: Mapping[str, Values] = {
     "compact": {"objective": COMPACT},
     "contrast": {"objective": {"name": "contrast", "size": 4, "frames": 8}},
+    "identify": {
+        "objective": {"name": "identify", "size": 4, "column": "labels", "machines": 8},
+        "data": {"columns": ["labels"]},
+    },
     "multi_label": {"data": {"label_column": "labels", "label_sets": {"separator": "|"}}},
     "reconstruct": {"objective": {"name": "reconstruct", "size": 4, "bins": 3, "hidden": 8}},
 }
