@@ -1,7 +1,8 @@
 """A simulated GPU: tensors with the device "cuda", computed on the CPU, that cannot be mixed with CPU tensors.
 
 It rejects operations that a GPU rejects: tensors of both devices, ``.numpy()``, generators of the other device, raydfl's compiled
-operators (CPU only), and functions of torch.cuda that take the number of a device. It cannot test CUDA's kernels.
+operators (CPU only), functions of torch.cuda that take the number of a device, and batch norm of unaligned tensors. It cannot test
+CUDA's kernels.
 
 PyTorch's C++ code sees the device "meta" (so do tensors inside of torch.func.vmap, which are not ours); both names mean this GPU.
 """
@@ -30,6 +31,7 @@ CROSSING = {aten.copy_.default, aten._to_copy.default, aten._foreach_copy_.defau
 """Operations that take tensors of both devices."""
 CPU_INDICES = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
 """Operations whose indices, not whose values, may lie on the CPU."""
+BATCH_NORMS = {aten.native_batch_norm.default, aten.cudnn_batch_norm.default, aten._native_batch_norm_legit.default}
 
 
 class OnGpu(Tensor):
@@ -85,6 +87,8 @@ def _computed(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     _check_mixed(function, args, tensors, gpu)
     if function.namespace == "raydfl" and gpu:
         raise NotImplementedError(f"{function}: there is no kernel for 'CUDA' tensors")
+    if function in BATCH_NORMS and any(tensor.values.data_ptr() % 16 for tensor in gpu):  # seen with cuDNN 9.19
+        raise RuntimeError("CUDA error: misaligned address")
     to_cpu = "device" in kwargs and kwargs["device"] is not None and not _is_gpu(kwargs["device"])
     own = {name: value for name, value in tree_map(_unwrap, kwargs).items() if name not in ("device", "pin_memory")}
     if "device" in kwargs and function.namespace == "aten":

@@ -82,6 +82,7 @@ SETTINGS: Mapping[str, Values] = {
     "adamw, kept": {"train": {"optimiser": {"name": "adamw", "lr": 0.01, "eps": 1e-3, "keep": True}}},
     "momentum, clipped": {"train": {"optimiser": {"lr": 0.05, "momentum": 0.9, "clip_norm": 0.5}}},
     "recorded steps": {"train": {"local_epochs": 24}, "models": {"model": {"name": "mlp", "hidden": 4}}},
+    "batch norm of a teacher": {"method": {"name": "fedntd"}, "models": {"model": {"name": "film_cnn_tiny"}}},
     "bfloat16": {"train": {"precision": "bfloat16"}},
     "float16": {"train": {"precision": "float16"}, "ray": {"actors": 1, "gpus": 1}},  # else it is rejected
 }

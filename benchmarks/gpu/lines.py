@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
+
 Result = Literal["ok", "FAILED", "cut short", "skipped"]
 
 
@@ -55,12 +57,26 @@ def report_failure(part: str, what: str, error: BaseException) -> Line:
 def run_checked(part: str, what: str, work: Callable[[], Line]) -> Line:
     """Return the result of some work, or the line of its failure. No failure ends the check."""
     started = time.monotonic()
+    if not _device_answers():
+        text = "a kernel has failed: nothing can run on the GPU until this process ends. Repair the first failed line"
+        return Line(part, what, "skipped", text, {"seconds": 0.0})
     try:
         line = work()
     except Exception as error:  # noqa: BLE001 - the check reports every failure
         line = report_failure(part, what, error)
     line.details.setdefault("seconds", round(time.monotonic() - started, 2))
     return line
+
+
+def _device_answers() -> bool:
+    """Return False after a failed kernel. PyTorch then cannot use the GPU again in this process."""
+    if not torch.cuda.is_initialized():
+        return True
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True
 
 
 def table(lines: list[Line]) -> str:

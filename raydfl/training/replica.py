@@ -23,7 +23,9 @@ class Replica:
     """Reusable networks for a single client at a time.
 
     If possible, all floating-point tensors are views of one vector. Loading the received tensors then takes one copy for each
-    contiguous block, instead of several operations for each tensor. Reading the update takes one copy (``flatten``).
+    contiguous block, instead of several operations for each tensor. Reading the update takes one copy (``flatten``). On a GPU
+    the tensors stay where PyTorch has put them: cuDNN's batch norm fails at the addresses inside a vector, and one operation
+    copies many tensors.
     """
 
     def __init__(
@@ -113,13 +115,21 @@ class Replica:
         sent: list[Mapping[str, Tensor]] = list(received.values())
         if len(devices) == 1:  # one transfer to a GPU, then copies on it
             sent = [tensors.layout.views(tensors.to(*devices)) for tensors in received.values()]
+        floating: list[Tensor] = []
+        values: list[Tensor] = []
         for name, value in state.items():
             origin: Mapping[str, Tensor] = self._initial
             is_shared = shared(name)
             if value.is_floating_point() and is_shared is not None:
                 origin = next((tensors for tensors in (sent if is_shared else [kept]) if name in tensors), origin)
             check_shape(name, origin[name].shape, value.shape, whose)
-            value.copy_(origin[name])
+            if value.is_floating_point():
+                floating.append(value)
+                values.append(origin[name])
+            else:
+                value.copy_(origin[name])
+        if floating:
+            torch._foreach_copy_(floating, values)
 
 
 def check_shape(name: str, given: Sequence[int], expected: Sequence[int], whose: str) -> None:
@@ -220,8 +230,7 @@ class _Vector:
         floating = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
         self.tensors = list(floating.values())
         self._layout = Layout.from_tensors(floating)
-        device = next(iter(floating.values())).device
-        self._values = torch.empty(self._layout.size, device=device)
+        self._values = torch.empty(self._layout.size)
         for name, view in self._layout.views(self._values).items():
             view.copy_(floating[name].detach())
             floating[name].data = view
@@ -232,8 +241,7 @@ class _Vector:
     def from_models(cls, models: Mapping[str, nn.Module]) -> _Vector | None:
         """Move the models' tensors into a vector, or return ``None`` if this is impossible.
 
-        Unsupported are types except float32, tied tensors, tensors that appear in the ``state_dict`` only, and layers with
-        their own weight memory (cuDNN's recurrent layers).
+        Unsupported are GPUs, types except float32, tied tensors, and tensors that appear in the ``state_dict`` only.
         """
         tensors: dict[str, Tensor] = {}
         for model_name, model in models.items():
@@ -249,11 +257,7 @@ class _Vector:
             or not floating
             or len({id(tensor) for tensor in tensors.values()}) < len(tensors)
             or any(tensor.dtype != torch.float32 or tensor.layout != torch.strided for tensor in floating)
-            or len({tensor.device for tensor in floating}) > 1
-            or (
-                any(tensor.is_cuda for tensor in floating)
-                and any(isinstance(layer, nn.RNNBase) for model in models.values() for layer in model.modules())
-            )
+            or any(tensor.device.type != "cpu" for tensor in floating)
         ):
             return None
         return cls({name: tensors[name] for name in state})
@@ -263,7 +267,7 @@ class _Vector:
     ) -> None:
         """Load the tensors of a client. Takes the arguments of :meth:`Replica.start`."""
         for block, (key, start) in self._plan(received, shared, whose):
-            source = self._initial if key is None else received[key].to(self._values.device)
+            source = self._initial if key is None else received[key].whole
             self._values[block].copy_(source[start : start + block.stop - block.start])
         for name, value in kept.items():
             if name in self._layout.positions and shared(name) is False:

@@ -63,6 +63,18 @@ def test_parts_without_time_are_cut_short_and_failures_are_listed(tmp_path: Path
     ]
 
 
+def test_nothing_is_tried_on_a_gpu_with_a_failed_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("CUDA error: misaligned address")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", fail)
+    line = run_checked("part", "thing", lambda: Line("part", "thing", "ok"))
+    assert (line.result, line.figure.partition(":")[0]) == ("skipped", "a kernel has failed")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    assert run_checked("part", "thing", lambda: Line("part", "thing", "ok")).result == "ok"
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [([], "there is no GPU that PyTorch"), (["--device", "cpu"], "measures nothing of a GPU; give --dry-run too")],

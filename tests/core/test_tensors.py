@@ -173,6 +173,27 @@ def test_the_vector_is_copied_to_a_device_once() -> None:
     assert pickle.loads(pickle.dumps(flat))._moved is None
 
 
+def test_aligned_copies_have_the_values_and_begin_at_multiples_of_16_bytes() -> None:
+    """cuDNN's batch norm fails at other addresses."""
+    tensors = {
+        "a": torch.randn(3),
+        "b": torch.randn(2, 3),
+        "c": torch.randn(()),
+        "d": torch.empty(0),
+        "e": torch.randn(5),
+    }
+    layout, vector = flatten(tensors)
+    views, copies = layout.views(vector), layout.copy_aligned(torch.from_numpy(vector))
+    assert any(view.data_ptr() % 16 for view in views.values())
+    assert [*copies] == [*tensors]
+    for name, copied in copies.items():
+        assert torch.equal(copied, tensors[name])
+        assert copied.data_ptr() % 16 == 0
+        copied.fill_(7)
+    assert flatten(tensors)[1].tobytes() == vector.tobytes(), "the copies have memory of their own"
+    assert Layout.from_shapes({}).copy_aligned(torch.empty(0)) == {}
+
+
 @pytest.mark.parametrize(
     ("device", "requested", "expected"), [("cuda:0", "cuda", True), ("cuda:1", "cuda:0", False), ("cpu", "cuda", False)]
 )
