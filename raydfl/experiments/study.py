@@ -340,7 +340,7 @@ def _remove_places(config: Config) -> Config:
         for group in (values["data"], *([values["data"]["parts"][part]] if part else [])):
             for option in path_options(find_dataset(settings.name)):
                 if group.get(option) is not None:
-                    group[option] = option
+                    group[option] = f"/{option}"  # absolute: a relative path would become one of the working folder
     return make_config(values)
 
 
