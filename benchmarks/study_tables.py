@@ -118,9 +118,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 if a page differs")
     check = parser.parse_args().check
-    outdated = [page.name for page in sorted(DOCS.glob("*.md")) if update(page, check)]
+    pages = sorted(DOCS.glob("*.md"))
+    outdated = [page.name for page in pages if update(page, check)]
     for name in outdated:
         print(f"{'differs from the JSON files' if check else 'written'}: {name}")
+    print(
+        f"{len(pages) - len(outdated)} of {len(pages)} pages {'equal the JSON files' if check else 'were up to date'}"
+    )
     sys.exit(1 if check and outdated else 0)
 
 

@@ -129,7 +129,8 @@ def compare_loops(network: str, cohort: int, folder: Path, device: str, dry: boo
         bare = Loop(make_work(config, rounds=2), device)
         bare.round(0, float("inf") if cohort == first else 0.0)  # warm-up
         federation.round()
-        difference = largest_difference(bare.weights, _weights(federation)) if cohort == first else None
+        weights = {name: value.cpu() for name, value in bare.weights.items()}
+        difference = largest_difference(weights, _weights(federation)) if cohort == first else None
         theirs = bare.rate(seconds)
         del bare
         ours, share, how = busy(lambda: rate(federation, seconds, cohort), device)

@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import json
 import logging
+import math
 import tempfile
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
@@ -83,24 +84,27 @@ def measure_width(worker: Worker, orders: Sequence[Order], broadcast: Mapping[st
 
 
 def find_best_width(measure_seconds: Callable[[int], float], most: int) -> int:
-    """Double the width until a client's time no longer falls by at least 5 %, and return the last width with a gain.
+    """Double the width until a client's time no longer falls by at least 5 %, and return the fastest width.
+
+    Two clients together may be slower than one, because the operations of a group cost more. Four are measured in any case.
 
     Args:
         measure_seconds: Function from a width to the seconds for a client. Its failure, such as a lack of memory, ends the search.
         most: Largest width.
     """
     best, fastest = 1, measure_seconds(1)
-    width = 2
+    width, former = 2, math.inf
     while width <= most:
         try:
             seconds = measure_seconds(width)
         except (RuntimeError, ClientError) as error:
             logger.info("Batched training of %d clients failed, so the width is %d: %s", width, best, error)
             break
-        if seconds > _WORTH * fastest:
+        if seconds > _WORTH * former:
             break
-        best, fastest = width, seconds
-        width *= 2
+        if seconds <= _WORTH * fastest:
+            best, fastest = width, seconds
+        width, former = 2 * width, seconds
     return best
 
 

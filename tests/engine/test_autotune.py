@@ -35,6 +35,23 @@ def test_the_search_returns_the_last_width_with_a_gain() -> None:
     assert find_best_width(lambda width: 1 / width, 1) == 1
 
 
+@pytest.mark.parametrize(
+    ("seconds", "best", "measured"),
+    [
+        ({1: 1.0, 2: 1.3, 4: 0.7, 8: 0.36, 16: 0.35}, 8, [1, 2, 4, 8, 16]),
+        ({1: 1.0, 2: 1.5, 4: 1.45}, 1, [1, 2, 4]),
+        ({1: 1.0, 2: 1.5, 4: 1.2, 8: 0.97, 16: 0.96}, 1, [1, 2, 4, 8, 16]),
+    ],
+)
+def test_the_search_continues_if_only_two_clients_are_slower_than_one(
+    seconds: dict[int, float], best: int, measured: list[int]
+) -> None:
+    """On a GPU a group takes as long as one client, plus what the operations of a group cost more."""
+    widths: list[int] = []
+    assert find_best_width(lambda width: (widths.append(width), seconds[width])[1], 100) == best
+    assert widths == measured
+
+
 def test_running_out_of_memory_ends_the_search() -> None:
     def measure_or_fail(width: int) -> float:
         if width > 4:
