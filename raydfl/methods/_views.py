@@ -87,18 +87,6 @@ class WithViews(Method):
         kinds = (ALL if any(spec.name == FUSION for spec in client.models) else SOME for client in clients)
         return dataclasses.replace(state, extra={**state.extra, _KINDS: "".join(kinds)})
 
-    def local(self, step: Step) -> Update:
-        """Train the encoders with the fusion if the client has all views, else each view's network."""
-        if FUSION in step.models:
-            return step.update(fit(step, self.fusion_loss), tensors=collect_fusion_tensors(step))
-        return step.update(self.train_views(step))
-
-    def aggregate(self, state: State, updates: Iterable[Update], rng: np.random.Generator) -> tuple[State, Metrics]:
-        """Average over the senders, and count the clients with and without the fusion."""
-        counter = UpdateCounter(updates)
-        new, report = super().aggregate(state, counter, rng)
-        return new, {**report, **count_kinds(counter)}
-
     def evaluate(self, step: Step, examples: Examples, batch_size: int) -> Metrics:
         """Measure the received networks in :meth:`select_models`. The fusion needs all encoders."""
         received = {name.partition("/")[0] for tensors in step.received.values() for name in tensors}
@@ -147,6 +135,23 @@ class WithViews(Method):
         """Return the cross-entropy of the fusion, end to end."""
         losses = nn.functional.cross_entropy(compute_fusion(step.models, batch), batch.y, reduction="none")
         return batch.mean(losses)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithFusion(WithViews):
+    """Base class of methods whose clients with all views train and send the fusion with the encoders."""
+
+    def local(self, step: Step) -> Update:
+        """Train the encoders with the fusion if the client has all views, else each view's network."""
+        if FUSION in step.models:
+            return step.update(fit(step, self.fusion_loss), tensors=collect_fusion_tensors(step))
+        return step.update(self.train_views(step))
+
+    def aggregate(self, state: State, updates: Iterable[Update], rng: np.random.Generator) -> tuple[State, Metrics]:
+        """Average over the senders, and count the clients with and without the fusion."""
+        counter = UpdateCounter(updates)
+        new, report = super().aggregate(state, counter, rng)
+        return new, {**report, **count_kinds(counter)}
 
 
 def list_encoders(step: Step) -> list[str]:

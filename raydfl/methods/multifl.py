@@ -34,12 +34,12 @@ from torch import Tensor
 
 from raydfl.core.options import OURS
 from raydfl.core.types import Batch, Update
-from raydfl.methods._views import FUSION, WithViews, apply_classifier, embed_views, select_present
+from raydfl.methods._views import FUSION, WithFusion, apply_classifier, embed_views, select_present
 from raydfl.training import Step, fit
 
 
 @dataclass(frozen=True, kw_only=True)
-class MultiFL(WithViews):
+class MultiFL(WithFusion):
     """FedAvg of each view's encoder, with a fusion at clients with all views."""
 
     heads: Annotated[

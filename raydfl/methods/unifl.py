@@ -26,7 +26,7 @@ from pydantic.dataclasses import dataclass
 from raydfl.core.options import OURS
 from raydfl.core.types import BuiltModels, Client, State, Task
 from raydfl.methods._method import sample_clients
-from raydfl.methods._views import ALL, FUSION, GLOBAL, SOME, WithViews, select_clients
+from raydfl.methods._views import ALL, FUSION, GLOBAL, SOME, WithFusion, select_clients
 from raydfl.training import Step
 
 FUSED = "fused"
@@ -34,7 +34,7 @@ FUSED = "fused"
 
 
 @dataclass(frozen=True, kw_only=True)
-class UniFL(WithViews):
+class UniFL(WithFusion):
     """Separate FedAvg for clients with all views and for clients with missing views."""
 
     cohort: Annotated[

@@ -253,6 +253,15 @@ def test_a_round_without_one_kind_of_client_keeps_its_networks(tiny: Tiny, folde
     }
 
 
+def test_harmony_counts_trained_networks_and_groups_only(tiny: Tiny, folder: Path) -> None:
+    """Its second phase adds each update twice, to its group's classifier and to the common one."""
+    config = federation(tiny, folder, "harmony", "train.rounds=2", "train.phases={unimodal: {rounds: 1}}")
+    train_federation(config)
+    rows = record.read_rows(Path(config.run.dir) / "tiny").to_pylist()
+    counts = {(row["round"], row["metric"]): row["value"] for row in rows if row["metric"].startswith("clients/")}
+    assert counts == {(1, "clients/trained"): 6.0}
+
+
 @pytest.mark.parametrize("leaves_none", ["data.missing={video: 1.0}", "{ids: [LACKING]}"])
 def test_a_second_phase_without_clients_with_all_views_is_rejected_before_the_first_round(
     leaves_none: str, tiny: Tiny, folder: Path
