@@ -25,7 +25,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from raydfl.core.ops import drift_term
-from raydfl.core.options import OURS, PAPER
+from raydfl.core.options import OURS, RELEASE
 from raydfl.core.types import Batch, Metrics, State, Update
 from raydfl.methods._copies import copy_model
 from raydfl.methods._method import Method
@@ -46,14 +46,14 @@ class PFedMe(Method):
     lam: Annotated[
         float,
         Field(gt=0, description="Weight of the distance between the two models. The paper tries 0.1 to 50."),
-        PAPER,
+        RELEASE,
     ] = 15.0
-    personal_steps: Annotated[int, Field(ge=1, description="Steps of the personal model per batch."), PAPER] = 5
+    personal_steps: Annotated[int, Field(ge=1, description="Steps of the personal model per batch."), RELEASE] = 5
     personal_lr: Annotated[
         float | None, Field(gt=0, description="Learning rate of the personal model. null: the run's."), OURS
     ] = None
     beta: Annotated[
-        float, Field(gt=0, description="Server's step size along the mean change. 1: the clients' mean."), PAPER
+        float, Field(gt=0, description="Server's step size along the mean change. 1: the clients' mean."), RELEASE
     ] = 1.0
 
     def personal_loss(self, step: Step, batch: Batch) -> Tensor:
