@@ -174,7 +174,7 @@ def test_the_vector_is_copied_to_a_device_once() -> None:
 
 
 def test_aligned_copies_have_the_values_and_begin_at_multiples_of_16_bytes() -> None:
-    """cuDNN's batch norm fails at other addresses."""
+    """cuDNN's batch norm fails at unaligned addresses."""
     tensors = {
         "a": torch.randn(3),
         "b": torch.randn(2, 3),

@@ -254,7 +254,7 @@ def test_a_round_without_one_kind_of_client_keeps_its_networks(tiny: Tiny, folde
 
 
 def test_harmony_counts_trained_networks_and_groups_only(tiny: Tiny, folder: Path) -> None:
-    """Its second phase adds each update twice, to its group's classifier and to the common one."""
+    """Its second phase adds each update to the classifier of the group and to the common classifier."""
     config = federation(tiny, folder, "harmony", "train.rounds=2", "train.phases={unimodal: {rounds: 1}}")
     train_federation(config)
     rows = record.read_rows(Path(config.run.dir) / "tiny").to_pylist()
