@@ -1,11 +1,14 @@
 """Write the tables and figures of the docs from the JSON files of studies in benchmarks/results.
 
-A page names a study, or asks for the list of studies, between two comments. This program writes the text between them:
+A page names a study, or asks for the list or the conclusions of all studies, between two comments. This program writes the text
+between them:
 
     <!-- study: benchmarks/studies/NAME.yaml -->
     <!-- end of study -->
     <!-- list of studies -->
     <!-- end of list -->
+    <!-- conclusions of studies -->
+    <!-- end of conclusions -->
 
     python benchmarks/study_tables.py            # all pages
     python benchmarks/study_tables.py --check    # change nothing; exit code 1 if a page differs from the JSON files
@@ -32,6 +35,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 STUDIES = ROOT / "benchmarks" / "studies"
 _LIST = re.compile(r"(<!-- list of studies -->\n).*?(<!-- end of list -->)", re.DOTALL)
+_CONCLUSIONS = re.compile(r"(<!-- conclusions of studies -->\n).*?(<!-- end of conclusions -->)", re.DOTALL)
 _BLOCK = re.compile(r"(<!-- study: (?P<study>\S+) -->\n).*?(<!-- end of study -->)", re.DOTALL)
 
 
@@ -87,6 +91,35 @@ def format_list() -> str:
     return format_markdown((["study", "question", "finished runs", "hours of clients' work"], lines)) + "\n"
 
 
+def format_conclusions() -> str:
+    """Format the conclusions of all confirmatory studies: a line for each contestant that learned and finished."""
+    lines = []
+    for path in sorted(STUDIES.glob("*.yaml")):
+        if "question:" not in path.read_text(encoding="utf-8"):
+            continue
+        try:
+            results = read_results(f"benchmarks/studies/{path.name}")
+        except ConfigError:  # The tuning is unfinished.
+            continue
+        settings = results.study.settings
+        for contestant in results.contestants:
+            if settings.confirmatory and contestant.difference and contestant.conclusion != "unfinished":
+                control = ", ".join(settings.control.get(axis, "") for axis in results.study.axes).strip(", ")
+                labels, unit = ", ".join(contestant.labels), contestant.metrics[0].title
+                link = f"[{settings.title}](../benchmarks/studies/{path.name})"
+                lines.append(
+                    [
+                        link,
+                        f"{labels} minus {control}",
+                        unit,
+                        str(contestant.difference),
+                        contestant.n,
+                        contestant.conclusion,
+                    ]
+                )
+    return format_markdown((["study", "comparison", "score", "difference", "n", "conclusion"], lines)) + "\n"
+
+
 def draw_figure(study_file: str, results: StudyResults) -> None:
     """Draw the learning curves of the first cell of the leading axes into the folder of the pages."""
     plot = next(draw_curves(results), None)
@@ -105,6 +138,9 @@ def update(page: Path, check: bool) -> bool:
     if _LIST.search(text):
         text_of_list = format_list()
         text = _LIST.sub(lambda match: f"{match[1]}{text_of_list}{match[2]}", text)
+    if _CONCLUSIONS.search(text):
+        conclusions = format_conclusions()
+        text = _CONCLUSIONS.sub(lambda match: f"{match[1]}{conclusions}{match[2]}", text)
     made = _BLOCK.sub(lambda match: f"{match[1]}{blocks[match['study']]}{match[3]}", text)
     if not check:
         page.write_text(made, encoding="utf-8")
