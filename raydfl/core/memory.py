@@ -1,10 +1,14 @@
-"""Settings of the C library's memory allocator."""
+"""Memory: the limit of this process, and the C library's allocator."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import sys
+from pathlib import Path
+
+_CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+"""Files with the limit of a container: version 2, then version 1."""
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Constants of glibc's malloc.h."""
@@ -30,3 +34,16 @@ def keep_freed_memory() -> bool:
     except (OSError, AttributeError):  # musl has no mallopt
         return False
     return bool(mallopt(_MMAP_THRESHOLD, _KEPT)) and bool(mallopt(_TRIM_THRESHOLD, _KEPT))
+
+
+def read_memory_limit() -> int:
+    """Return the memory that this process can have at most, in bytes: the machine's, or the limit of its container."""
+    limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for file in map(Path, _CGROUPS):
+        try:
+            text = file.read_text(encoding="ascii").strip()
+        except OSError:
+            continue
+        if text.isdigit():  # "max": unlimited
+            limit = min(limit, int(text))
+    return limit

@@ -43,6 +43,7 @@ from raydfl.engine.orders import (
 )
 from raydfl.engine.pool import Pool, ask_everywhere
 from raydfl.engine.rounds import Checkpoint, Round
+from raydfl.engine.rule_memory import check_rule_memory
 from raydfl.engine.storage import record
 from raydfl.engine.storage.committer import Committer
 from raydfl.engine.storage.mirror import RunMirror
@@ -94,7 +95,10 @@ class Federation:
             self._make_orders,
             lambda state: find_received_entries(config, state, self.clients, self.checkpoint.phases.first),
         )
+        networks = [networks for combinations in variants.values() for networks in combinations]
+        large = check_rule_memory(self.method, networks, [*self._cohorts.values()])
         commit, self.warnings = store.open_latest()
+        self.warnings += [large] * bool(large)
         state = make_initial_state(config, self.clients, variants) if commit is None else commit.state
         private, begun = (PrivateIndex(), ()) if commit is None else (commit.private, commit.begun)
         selection = config.make_selection(population)

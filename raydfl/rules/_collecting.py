@@ -31,6 +31,11 @@ class CollectingRule(Rule):
                 return np.median(group.matrix(), axis=0)
     """
 
+    @property
+    def collects(self) -> bool:
+        """Return True."""
+        return True
+
     @abstractmethod
     def combine(self, group: Group) -> np.ndarray:
         """Combine the values of the clients into the server's new values.

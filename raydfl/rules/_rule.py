@@ -54,6 +54,11 @@ class Rule(StrictTypes, ABC):
     """True if the rule measures updates from the server's tensors. Such a rule is rejected for methods whose clients send
     differences (:attr:`raydfl.Method.changes`), because differences are not close to the server's tensors."""
 
+    @property
+    def collects(self) -> bool:
+        """True if the rule holds all updates of a round in memory. The server then rejects cohorts that do not fit."""
+        return False
+
     @abstractmethod
     def __call__(
         self, updates: Iterable[Update], current: Mapping[str, Tensors], rng: np.random.Generator | None = None

@@ -89,6 +89,11 @@ class FoolsGold(Rule):
         ),
     ] = None
 
+    @property
+    def collects(self) -> bool:
+        """Return True."""
+        return True
+
     def __call__(
         self, updates: Iterable[Update], current: Mapping[str, Tensors], rng: np.random.Generator | None = None
     ) -> Aggregate:

@@ -46,6 +46,11 @@ class NormClipping(WeightedMean):
         ),
     ] = None
 
+    @property
+    def collects(self) -> bool:
+        """Return True for the median norm, which needs all updates."""
+        return self.norm is None
+
     def __call__(
         self, updates: Iterable[Update], current: Mapping[str, Tensors], rng: np.random.Generator | None = None
     ) -> Aggregate:

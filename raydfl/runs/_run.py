@@ -199,7 +199,7 @@ def execute(
         try:
             round_index, warnings, ended = server.open()
             for warning in warnings:
-                progress.message(f"warning: {warning}; resuming from round {round_index}")
+                progress.message(f"warning: {warning}" + f"; resuming from round {round_index}" * bool(round_index))
             recorded = record.read_rows(run_dir, round_index, where=pc.field("client") == "", columns=["round"])
             lost = record.list_missing_rounds(recorded["round"].to_pylist(), round_index)
             if lost:

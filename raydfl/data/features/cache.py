@@ -43,6 +43,7 @@ from raydfl.core.files import (
     writing,
 )
 from raydfl.core.lock import hold_lock
+from raydfl.core.memory import read_memory_limit
 from raydfl.core.progress import ProgressReporter, Silent
 from raydfl.data.features.alteration import Alterations
 from raydfl.data.features.digests import digest_clips, iterate_rows
@@ -106,8 +107,7 @@ class FeatureStore:
     @functools.cached_property
     def fits_in_memory(self) -> bool:
         """True if the page cache can hold all frames, so reading ahead helps only once."""
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return self.frames.nbytes < memory / 2
+        return self.frames.nbytes < read_memory_limit() / 2
 
     @functools.cached_property
     def device_copies(self) -> dict[Any, Any]:

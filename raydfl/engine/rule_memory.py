@@ -1,0 +1,64 @@
+"""Memory of the server for a rule that holds all updates of a round."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from raydfl.core.errors import ConfigError
+from raydfl.core.memory import read_memory_limit
+from raydfl.methods import Method
+
+_OVERHEAD = 1.2
+"""Peak memory of a collecting rule, in sizes of all updates. Measured with 60 updates of 4 MB: 1.08 (lpa, median) to 1.18 (krum);
+1.7 with foolsgold."""
+_LARGE = 0.5
+"""Fraction of the machine's memory above which a warning is given."""
+
+
+def compute_update_bytes(method: Method, variants: Collection[tuple[Any, Mapping[str, nn.Module]]]) -> int:
+    """Return the size in bytes of the largest update: the shared tensors of a client's networks, as float32."""
+    largest = 0
+    for _, models in variants:
+        tensors = {
+            f"{name}/{key}": value for name, model in models.items() for key, value in model.state_dict().items()
+        }
+        sent = (value.numel() for name, value in tensors.items() if value.is_floating_point() and method.shared(name))
+        largest = max(largest, 4 * sum(sent))
+    return largest
+
+
+def check_rule_memory(
+    method: Method, variants: Collection[tuple[Any, Mapping[str, nn.Module]]], cohorts: Sequence[int]
+) -> str:
+    """Compare the memory that the method's rule needs with the memory of this machine.
+
+    Args:
+        method: The method.
+        variants: Networks of clients, by combination of architectures.
+        cohorts: Clients in a round, for each phase.
+
+    Returns:
+        A warning for a large need, otherwise an empty string.
+
+    Raises:
+        ConfigError: The updates of a round do not fit.
+    """
+    if not method.built_rule.collects or not variants:
+        return ""
+    size, cohort, limit = compute_update_bytes(method, variants), max(cohorts), read_memory_limit()
+    need = _OVERHEAD * cohort * size
+    if need <= _LARGE * limit:
+        return ""
+    text = (
+        f"rule {type(method.built_rule).__name__} holds all updates of a round at the server: {cohort:,} clients with "
+        f"{size / 1e6:,.1f} MB each need {need / 1e9:,.1f} GB, and its machine has {limit / 1e9:,.1f} GB"
+    )
+    if need > limit:
+        raise ConfigError(
+            f"method.rule: {text}. Lower train.cohort, choose a smaller network, or choose a rule that adds updates as they arrive "
+            f"(weighted_mean, uniform_mean, norm_clipping with a norm)"
+        )
+    return text

@@ -1,0 +1,65 @@
+"""A rule that holds all updates of a round is compared with the memory of the server's machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from raydfl.core.errors import ConfigError
+from raydfl.core.memory import read_memory_limit
+from raydfl.engine import rule_memory
+from raydfl.engine.config import Config
+from raydfl.engine.rule_memory import check_rule_memory, compute_update_bytes
+from raydfl.methods.fedavg import FedAvg
+from raydfl.methods.fedper import FedPer
+from raydfl.testing import start_server
+
+NETWORKS = [((), {"model": nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))})]
+"""6 + 2 weights of the layer; 2 scales, 2 shifts, 2 means and 2 variances of the norm; a counter that is not sent."""
+
+
+def test_an_update_has_four_bytes_for_each_shared_value() -> None:
+    assert compute_update_bytes(FedAvg(), NETWORKS) == 4 * 16
+    assert compute_update_bytes(FedPer(personal=("model/1",)), NETWORKS) == 4 * 8
+
+
+@pytest.mark.parametrize(
+    ("rule", "limit", "outcome"),
+    [
+        ("median", 20_000, ""),
+        ("median", 10_000, "100 clients"),
+        ("median", 7_000, "error"),
+        ("weighted_mean", 7_000, ""),
+        ({"name": "norm_clipping", "norm": 1.0}, 7_000, ""),
+        ("norm_clipping", 7_000, "error"),
+    ],
+)
+def test_a_cohort_must_fit_into_memory_if_the_rule_collects_updates(
+    rule: str | dict[str, object], limit: int, outcome: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The need is 1.2 x 100 clients x 64 bytes, or 7,680 bytes."""
+    monkeypatch.setattr(rule_memory, "read_memory_limit", lambda: limit)
+    if outcome == "error":
+        with pytest.raises(ConfigError, match=r"method.rule: .* holds all updates of a round .* Lower train.cohort"):
+            check_rule_memory(FedAvg(rule=rule), NETWORKS, [10, 100])
+    else:
+        text = check_rule_memory(FedAvg(rule=rule), NETWORKS, [10, 100])
+        assert outcome in text
+        assert bool(text) == bool(outcome)
+
+
+def test_a_run_that_does_not_fit_is_rejected_before_the_first_round(
+    tiny: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rule_memory, "read_memory_limit", lambda: 1000)
+    with pytest.raises(ConfigError, match="its machine has 0.0 GB"):
+        start_server(tiny("method.rule=median"))
+
+
+def test_the_limit_is_positive_and_at_most_the_machines_memory() -> None:
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    total = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemTotal"))
+    assert 0 < read_memory_limit() <= total
