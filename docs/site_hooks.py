@@ -1,4 +1,4 @@
-"""What the site has beside the pages: the docstrings of the public names, and no links to files that are not on it."""
+"""Changes of the pages for the site: docstrings of public names are added, and links to files outside the site become text."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _OUTSIDE = re.compile(r"\[([^\]]+)\]\((\.\./[^)\s]+)\)")
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
-    """Name files of the repository instead of linking to them, and add the docstrings to the reference."""
+    """Replace links to files of the repository by their names, and add the docstrings to the reference."""
     if page.file.src_uri == "reference.md":
-        markdown += _docstrings(Path(config.config_file_path).parent / "raydfl" / "__init__.pyi")
-    return _OUTSIDE.sub(_named, markdown)
+        markdown += _format_docstrings(Path(config.config_file_path).parent / "raydfl" / "__init__.pyi")
+    return _OUTSIDE.sub(_format_link, markdown)
 
 
-def _docstrings(file: Path) -> str:
-    """Return where the docstrings of the names in the package's list of them are, by room."""
+def _format_docstrings(file: Path) -> str:
+    """Format references to the docstrings of all public names in the package's list, by room."""
     rooms: dict[str, list[str]] = {}
     for module, name in _NAME.findall(file.read_text(encoding="utf-8")):
         if not name.startswith("_") and module != "raydfl":
@@ -26,7 +26,7 @@ def _docstrings(file: Path) -> str:
     return "".join(f"\n## {room}\n\n" + "\n".join(names) for room, names in sorted(rooms.items()))
 
 
-def _named(found: re.Match[str]) -> str:
-    """Return a link's text and the file that it leads to; the text may be its name already."""
+def _format_link(found: re.Match[str]) -> str:
+    """Format a link as its text and the name of its file, unless the text contains the name."""
     text, path = found[1], found[2].removeprefix("../").partition("#")[0]
     return text if path in text.strip("`") else f"{text} (`{path}`)"
