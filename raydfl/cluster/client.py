@@ -126,6 +126,7 @@ def start_client_actor(run_dir: Path, config: Config, population: Population, pl
     actor = ray.remote(ClientActor).options(
         num_cpus=kind.cpus,
         num_gpus=kind.gpus,
+        memory=kind.memory or None,
         resources={site_resource(place): SHARE} if place else None,
         scheduling_strategy="DEFAULT" if place else None,  # A trial's placement group reserves no site.
         max_concurrency=2,

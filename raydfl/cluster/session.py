@@ -123,10 +123,15 @@ def check_without_actors(settings: RaySettings) -> None:
     """Reject settings without effect if ``ray.actors`` is 0.
 
     Raises:
-        ConfigError: The settings request a GPU or a cluster.
+        ConfigError: The settings request a GPU, memory or a cluster.
     """
     if settings.actors != 0:
         return
+    if settings.memory is not None:
+        raise ConfigError(
+            f"ray.memory={settings.memory}: with ray.actors=0 clients train in this process, and nothing is reserved. Set "
+            f"ray.memory=null, or ray.actors to at least 1."
+        )
     if settings.gpus != 0:
         raise ConfigError(
             f"ray.gpus={settings.gpus}: with ray.actors=0 clients train in this process, on the CPU. Set ray.gpus=0, or "

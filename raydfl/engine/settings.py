@@ -14,6 +14,25 @@ _LONGEST_NAME = 240
 """Longest name of a run, in bytes. File systems allow 255, and a site's folder appends a suffix."""
 
 
+_UNITS = {"MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+
+
+def _parse_bytes(size: Any) -> int:
+    """Parse a number of bytes, or a text with a unit.
+
+    >>> _parse_bytes("1.5 GiB")
+    1610612736
+    """
+    if isinstance(size, int):
+        return size
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(MiB|GiB|TiB)", size)
+    if match is None:
+        raise ValueError(
+            f"{size!r} is not an amount of memory. Write a number of bytes, a text such as 1.5 GiB, or auto"
+        )
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
 class FineTuneSettings(Settings):
     """Fine-tuning of a client's models before its evaluation. The fine-tuned models are discarded."""
 
@@ -60,6 +79,11 @@ class RaySettings(Settings):
         description="Fraction of a GPU, and of its memory, for each client actor. auto: measure one client's memory before the "
         "first round, then place as many actors on a GPU as fit.",
     )
+    memory: int | str | None = Field(
+        None,
+        description="Memory that Ray reserves for each client actor: bytes, a text such as 1.5 GiB, or auto. auto: measure the "
+        "resident memory of a process that trains the largest client. null: reserve nothing.",
+    )
     cpu_fallback: bool = Field(
         False,
         description="Train on the CPU if gpus is above 0 and an actor's node has no GPU. false: stop with an error.",
@@ -97,6 +121,25 @@ class RaySettings(Settings):
     def gpu_share(self) -> float:
         """The fraction of a GPU for each actor; 1 until ``auto`` is measured."""
         return 1.0 if self.gpus == "auto" else self.gpus
+
+    @property
+    def memory_bytes(self) -> int:
+        """Reserved bytes of memory for each actor; 0 without a reservation, and until ``auto`` is measured."""
+        return 0 if self.memory in (None, "auto") else _parse_bytes(self.memory)
+
+    @property
+    def needs_measurement(self) -> bool:
+        """True if client actors exist and a measurement must replace ``auto``."""
+        return self.actors != 0 and "auto" in (self.gpus, self.memory)
+
+    @field_validator("memory")
+    @classmethod
+    def _check_memory(cls, value: int | str | None) -> int | str | None:
+        if value not in (None, "auto") and _parse_bytes(value) < _UNITS["MiB"]:
+            raise ValueError(
+                f"{value} is less than 1 MiB. Numbers are bytes. Write a text such as 2 GiB for larger units"
+            )
+        return value
 
     @field_validator("actors")
     @classmethod

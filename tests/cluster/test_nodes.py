@@ -8,12 +8,21 @@ from collections.abc import Callable
 import pytest
 
 from raydfl.cluster.nodes import NodeWatch
-from raydfl.cluster.resources import ActorKind, Bundle, actor_kinds, check_resources, check_trial_fits, count_fitting
+from raydfl.cluster.resources import (
+    ActorKind,
+    Bundle,
+    actor_kinds,
+    check_resources,
+    check_trial_fits,
+    count_fitting,
+    make_bundles,
+)
 from raydfl.core.errors import ConfigError, ResourcesError
 from raydfl.engine.config import Config
 from raydfl.engine.settings import RaySettings
 
 Tiny = Callable[..., Config]
+GIB = 1 << 30
 
 
 def count_by_brute_force(nodes: list[dict[str, float]], kinds: list[ActorKind]) -> int:
@@ -43,6 +52,21 @@ def test_room_agrees_with_brute_force(cpus: float, share: float) -> None:
         assert count_fitting(nodes, kinds) == count_by_brute_force(nodes, kinds), nodes
 
 
+def test_memory_limits_the_room() -> None:
+    """Without CPUs and GPUs, each node holds the whole multiples of the reserved memory."""
+    nodes = [
+        {"CPU": 8.0, "memory": 3.5 * GIB},
+        {"CPU": 8.0, "memory": 1.0 * GIB},
+        {"CPU": 1.0, "memory": 9.0 * GIB},
+        {},
+    ]
+    for gib, room in ((1.0, 3 + 1 + 1), (2.0, 1 + 0 + 1), (4.0, 0 + 0 + 1)):
+        assert count_fitting(nodes, [ActorKind(1, 0.0, int(gib * GIB))] * 9) == room
+        assert count_fitting(nodes, [ActorKind(0, 0.0, int(gib * GIB))] * 99) == sum(
+            int(node.get("memory", 0.0) // (gib * GIB)) for node in nodes
+        )
+
+
 def test_room_without_reservations_or_requirements() -> None:
     assert count_fitting([{"CPU": 0.0}], [ActorKind(0.0, 0.0)] * 5) == 5
     assert count_fitting([], [ActorKind(0.0, 0.0)] * 5) == 0
@@ -54,6 +78,31 @@ def test_actor_kinds_follow_the_settings() -> None:
     settings = RaySettings(actors=2, cpus=2, gpus=0.5, cpu_actors=1)
     assert actor_kinds(settings, 0) == [ActorKind(2, 0.5), ActorKind(2, 0.5), ActorKind(2, 0.0)]
     assert actor_kinds(RaySettings(actors="per_client"), 3) == [ActorKind(1, 0.0)] * 3
+    assert actor_kinds(RaySettings(actors=1, cpu_actors=1, gpus=1, memory="2 GiB"), 0) == [
+        ActorKind(1, 1.0, 2 * GIB),
+        ActorKind(1, 0.0, 2 * GIB),
+    ]
+
+
+def test_memory_is_a_number_of_bytes_or_a_text(tiny: Tiny) -> None:
+    for text, size in (("1.5 GiB", 3 * GIB // 2), ("512MiB", GIB // 2), ("1 TiB", 1024 * GIB), (f"{GIB}", GIB)):
+        assert tiny(f"ray.memory={text}", "ray.actors=1").ray.memory_bytes == size
+    assert tiny("ray.memory=auto", "ray.actors=1").ray.memory_bytes == tiny().ray.memory_bytes == 0
+    for wrong, reason in (
+        ("2", "2 is less than 1 MiB"),
+        ("2 GB", "'2 GB' is not an amount"),
+        ("-1", "ray.memory"),
+        ("true", "ray.memory"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            tiny(f"ray.memory={wrong}", "ray.actors=1")
+
+
+def test_trials_reserve_the_memory_of_their_actors(tiny: Tiny) -> None:
+    config = tiny("ray.actors=2", "ray.memory=2 GiB")
+    assert make_bundles(config, 0.5, 0) == [{"CPU": 0.5}, *[{"CPU": 1.0, "memory": 2.0 * GIB}] * 2]
+    with pytest.raises(ConfigError, match=r"ray.memory: auto is measured by a single run, .* Set a size such as 2 GiB"):
+        make_bundles(tiny("ray.actors=2", "ray.memory=auto"), 1.0, 0)
 
 
 def check(monkeypatch: pytest.MonkeyPatch, config: Config, nodes: list[dict[str, float]], grows: bool = False) -> None:
@@ -73,6 +122,20 @@ def test_impossible_requirements_are_rejected_with_numbers(tiny: Tiny, monkeypat
     ):
         check(monkeypatch, tiny("ray.actors=2", "ray.cpus=2"), [{"CPU": 1.0}] * 4)
     check(monkeypatch, tiny("ray.actors=2", "ray.cpus=2"), [{"CPU": 2.0}] * 2)
+    large: list[dict[str, float]] = [{"CPU": 8.0, "memory": 5.0 * GIB}, {"CPU": 8.0, "memory": 1.0 * GIB}]
+    with pytest.raises(
+        ResourcesError,
+        match=r"4 client actors with 2.00 GiB memory each need 8.00 GiB memory, but the cluster has 6.00 GiB. Lower ray.actors "
+        r"or ray.memory, or",
+    ):
+        check(monkeypatch, tiny("ray.actors=4", "ray.memory=2 GiB"), large)
+    with pytest.raises(
+        ResourcesError,
+        match=r"needs 3 client actors, but the nodes have room for 2. Requested: 3 with 1 CPU and 2.00 GiB memory each. "
+        r"Available: 2 nodes with 16 CPU, 0 GPU and 6.00 GiB memory. .* Lower ray.cpus, ray.gpus, ray.memory, ray.act",
+    ):
+        check(monkeypatch, tiny("ray.actors=3", "ray.memory=2 GiB"), large)
+    check(monkeypatch, tiny("ray.actors=3", "ray.memory=1.5 GiB"), large)
 
 
 def test_only_min_actors_must_fit_unless_the_cluster_grows(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,6 +185,7 @@ def test_contradictory_settings_are_rejected(tiny: Tiny) -> None:
 def test_the_digest_does_not_depend_on_resources(tiny: Tiny) -> None:
     plain = tiny("ray.actors=4").digest()
     assert tiny("ray.actors=4", "ray.min_actors=2", "ray.autoscale=true", "ray.cpu_actors=3").digest() == plain
+    assert tiny("ray.actors=4", "ray.memory=2 GiB").digest() == plain
 
 
 def test_joining_and_leaving_nodes_are_reported() -> None:
