@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import ray
 
@@ -25,11 +27,13 @@ class ActorKind:
     """Share of a GPU; 0: train on the CPU."""
     memory: int = 0
     """Bytes of memory; 0: no reservation."""
+    custom: tuple[tuple[str, float], ...] = ()
+    """Names and amounts of custom resources."""
 
     @property
     def bundle(self) -> Bundle:
         """The nonzero amounts of Ray resources."""
-        amounts = {"CPU": self.cpus, "GPU": self.gpus, "memory": float(self.memory)}
+        amounts = {"CPU": self.cpus, "GPU": self.gpus, "memory": float(self.memory), **dict(self.custom)}
         return {name: amount for name, amount in amounts.items() if amount}
 
     def __str__(self) -> str:
@@ -44,8 +48,11 @@ def actor_kinds(settings: RaySettings, clients: int) -> list[ActorKind]:
         clients: Number of clients, for ``actors: per_client``.
     """
     number = clients if settings.actors == "per_client" else int(settings.actors)
-    with_gpu = ActorKind(settings.cpus, settings.gpu_share, settings.memory_bytes)
-    without = replace(with_gpu, gpus=0.0)
+    custom, model = tuple(settings.options.resources.items()), settings.options.accelerator_type
+    without = ActorKind(settings.cpus, 0.0, settings.memory_bytes, custom)
+    if model is not None:  # Ray's form of its option accelerator_type, which bundles of placement groups need.
+        custom += ((f"accelerator_type:{model}", 0.001),)
+    with_gpu = replace(without, gpus=settings.gpu_share, custom=custom)
     return [with_gpu] * number + [without] * settings.cpu_actors
 
 
@@ -78,14 +85,45 @@ def make_bundles(config: Config, cpus: float, clients: int) -> list[Bundle]:
             "ray.memory: auto is measured by a single run, but the resources of a trial are reserved before it starts. Set a size "
             "such as 2 GiB."
         )
+    if config.ray.options.label_selector:
+        raise ConfigError(
+            "ray.options.label_selector is not supported in trials, because a trial's resources are reserved without labels. Set "
+            "ray.options.resources, a custom resource of the nodes."
+        )
     kinds = [ActorKind(cpus, 0.0), *actor_kinds(config.ray, clients)]
     # Ray rejects empty bundles. An actor without resources fits into any bundle.
     return [kind.bundle for kind in kinds if kind.bundle]
 
 
-def list_alive_nodes() -> dict[str, Mapping[str, float]]:
-    """Return the total resources of each live node by node id."""
-    return {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}  # type: ignore[no-untyped-call]
+def list_alive_nodes(selector: Mapping[str, str] | None = None) -> dict[str, Mapping[str, float]]:
+    """Return the total resources of each live node by node id.
+
+    Args:
+        selector: Labels of the nodes, in the form of Ray's option ``label_selector``. ``None``: all nodes.
+    """
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    return {
+        node["NodeID"]: node["Resources"]
+        for node in nodes
+        if node["Alive"] and match_labels(node.get("Labels") or {}, selector or {})
+    }
+
+
+def match_labels(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:
+    """Return whether a node's labels satisfy a label selector of Ray.
+
+    >>> match_labels({"zone": "a"}, {"zone": "in(a, b)"})
+    True
+    >>> match_labels({"zone": "a"}, {"zone": "!a"})
+    False
+    """
+    for key, condition in selector.items():
+        value = condition.strip().removeprefix("!").strip()
+        group = re.fullmatch(r"in\s*\((.*)\)", value)
+        values = [value] if group is None else [text.strip() for text in group[1].split(",")]
+        if (labels.get(key) in values) == condition.strip().startswith("!"):
+            return False
+    return True
 
 
 _EXACT = 1e-6
@@ -199,7 +237,10 @@ def check_resources(config: Config, clients: int, grows: bool) -> None:
     settings = config.ray
     kinds = run_actor_kinds(config, clients)
     needed = min(settings.min_actors or len(kinds), len(kinds))
-    nodes = list(list_alive_nodes().values())
+    selector = settings.options.label_selector
+    nodes = list(list_alive_nodes(selector).values())
+    if not nodes:
+        raise ResourcesError(f"no node of the cluster has the labels of ray.options.label_selector: {selector}.")
     if needed == len(kinds):
         for name in _list_resources(kinds):
             shares = [kind.bundle[name] for kind in kinds if name in kind.bundle]
@@ -208,7 +249,7 @@ def check_resources(config: Config, clients: int, grows: bool) -> None:
                 each, all_, limit = (_format_amount(name, amount) for amount in (shares[0], sum(shares), has))
                 raise ResourcesError(
                     f"{len(shares)} client actors with {each} {name} each need {all_} {name}, but the cluster has {limit}. Lower "
-                    f"ray.actors or {_SETTINGS[name]}, or set ray.autoscale=true if the cluster can grow."
+                    f"ray.actors or {_SETTINGS.get(name, 'ray.options')}, or set ray.autoscale=true if the cluster can grow."
                 )
     fitting = count_fitting(nodes, kinds)
     if fitting < needed:
@@ -248,9 +289,11 @@ def count_parallel(bundles: Sequence[Bundle], most: int) -> int:
 
 
 def _to_kinds(bundles: Sequence[Bundle]) -> list[ActorKind]:
-    return [
-        ActorKind(bundle.get("CPU", 0.0), bundle.get("GPU", 0.0), int(bundle.get("memory", 0))) for bundle in bundles
-    ]
+    kinds = []
+    for bundle in bundles:
+        custom = tuple((name, amount) for name, amount in bundle.items() if name not in ("CPU", "GPU", "memory"))
+        kinds.append(ActorKind(bundle.get("CPU", 0.0), bundle.get("GPU", 0.0), int(bundle.get("memory", 0)), custom))
+    return kinds
 
 
 def list_placement_groups() -> set[str]:

@@ -127,11 +127,12 @@ def check_without_actors(settings: RaySettings) -> None:
     """
     if settings.actors != 0:
         return
-    if settings.memory is not None:
-        raise ConfigError(
-            f"ray.memory={settings.memory}: with ray.actors=0 clients train in this process, and nothing is reserved. Set "
-            f"ray.memory=null, or ray.actors to at least 1."
-        )
+    for name in ("memory", "options"):
+        if name in settings.model_fields_set and getattr(settings, name) != type(settings).model_fields[name].default:
+            raise ConfigError(
+                f"ray.{name}: with ray.actors=0 clients train in this process, without actors. Remove ray.{name}, or set "
+                f"ray.actors to at least 1."
+            )
     if settings.gpus != 0:
         raise ConfigError(
             f"ray.gpus={settings.gpus}: with ray.actors=0 clients train in this process, on the CPU. Set ray.gpus=0, or "
