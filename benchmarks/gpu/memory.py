@@ -19,7 +19,8 @@ from gpu.federations import Case, configuration, open_federation, tensors_of, tr
 from gpu.greedy import Greedy
 from gpu.lines import Line, Watch, run_checked
 from raydfl.cluster.client import choose_device
-from raydfl.cluster.gpu import CudaDevice, compute_memory_fraction, format_gib, measure_memory
+from raydfl.cluster.gpu import CudaDevice, compute_memory_fraction, measure_memory
+from raydfl.cluster.resources import format_gib
 from raydfl.core.errors import ClientError
 from raydfl.engine.storage.store import RunStore
 from raydfl.runs import run

@@ -132,10 +132,16 @@ class ActorPool:
         self._close(key)
         self._open(key, lost.kind).fallback = lost.fallback  # Until the new actor reports its device.
 
-    def _replace_node(self, node: str) -> bool:
-        """Replace all actors of a lost node; return whether the node is lost."""
-        if not node or node in list_alive_nodes():
-            return False
+    def _replace_node(self, node: str, error: Exception) -> bool:
+        """Replace all actors of a lost or preempted node; return whether the node is lost.
+
+        Args:
+            node: Id of the node; empty for an actor that has not started.
+            error: Ray's error of a lost actor of the node. A preempted node may be listed as alive for a moment.
+        """
+        preempted = getattr(error, "preempted", False)
+        if not node or (node in list_alive_nodes() and not preempted):
+            return preempted
         for key, slot in list(self._slots.items()):
             if slot.node == node:
                 self._replace(key)  # An idle actor has no pending call that would report its loss.
@@ -179,7 +185,7 @@ class ActorPool:
             except RayTaskError as error:
                 raise unwrap_error(error) from error
             except LOST as error:
-                self._failed_starts += 1
+                self._failed_starts += not getattr(error, "preempted", False)
                 if getattr(error, "actor_init_failed", False) or self._failed_starts > self._settings.retries:
                     raise ResourcesError(
                         f"a client actor failed to start: {explain_end(error)}. Check that every node has the same raydfl and the "
@@ -317,7 +323,7 @@ class ActorPool:
         self._again.update(order.position for order in call.orders)
         if self._slots.get(call.key) is call.slot:  # Otherwise an earlier lost call of this actor has replaced it.
             self._replace(call.key)
-        if self._replace_node(call.slot.node):
+        if self._replace_node(call.slot.node, error):
             for group in split_groups(call.orders):  # No client caused the loss of the node.
                 self._queue(group)
             return []

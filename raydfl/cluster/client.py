@@ -16,10 +16,10 @@ import ray
 from raydfl.cluster.gpu import compute_memory_fraction, explain_missing_gpu, hide_gpus
 from raydfl.cluster.resources import ActorKind
 from raydfl.cluster.sites import SHARE, open_worker, place_folder, site_resource
-from raydfl.core.errors import RaydflError, ResourcesError
+from raydfl.core.errors import ConfigError, RaydflError, ResourcesError, first_line
 from raydfl.core.tensors import FlatTensors
 from raydfl.data import Population
-from raydfl.engine import Config, Order, Reply, Worker
+from raydfl.engine import Config, Order, RaySettings, Reply, Worker
 
 
 def choose_device(gpus: float, cpu_fallback: bool = False) -> str:
@@ -121,17 +121,31 @@ class ClientActor:
             return job(self._worker)
 
 
+def define_actor(settings: RaySettings, place: str, kind: ActorKind) -> Any:
+    """Define a client actor of a kind at a place, with Ray's options. The pool restarts lost actors, not Ray.
+
+    Raises:
+        ConfigError: Ray rejects the options.
+    """
+    try:
+        return ray.remote(ClientActor).options(
+            num_cpus=kind.cpus,
+            num_gpus=kind.gpus,
+            memory=kind.memory or None,
+            resources=dict(kind.custom) | ({site_resource(place): SHARE} if place else {}),
+            label_selector=settings.options.label_selector or None,
+            scheduling_strategy="DEFAULT" if place else None,  # A trial's placement group reserves no site.
+            max_concurrency=2,
+            max_restarts=0,
+            max_task_retries=0,
+        )
+    except ValueError as error:
+        raise ConfigError(f"ray.options: {first_line(error)}") from error
+
+
 def start_client_actor(run_dir: Path, config: Config, population: Population, place: str, kind: ActorKind) -> Any:
-    """Start a client actor at a place, from the process that commits. The pool restarts lost actors, not Ray."""
-    actor = ray.remote(ClientActor).options(
-        num_cpus=kind.cpus,
-        num_gpus=kind.gpus,
-        resources={site_resource(place): SHARE} if place else None,
-        scheduling_strategy="DEFAULT" if place else None,  # A trial's placement group reserves no site.
-        max_concurrency=2,
-        max_restarts=0,
-        max_task_retries=0,
-    )
+    """Start a client actor at a place, from the process that commits."""
     folder = place_folder(config, run_dir, place)
     opening = functools.partial(open_worker, config, run_dir, place, folder, population if place else None)
+    actor = define_actor(config.ray, place, kind)
     return actor.remote(config, kind, opening, ray.get_runtime_context().get_node_id())

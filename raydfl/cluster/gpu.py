@@ -1,4 +1,4 @@
-"""GPU memory: measure the need of a client actor, and derive each actor's share of a GPU."""
+"""Memory of client actors: measure the need of an actor on a GPU and on its node, and derive each actor's share of a GPU."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 import torch
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from raydfl.cluster.faults import unwrap_error
+from raydfl.cluster.resources import format_gib
 from raydfl.cluster.sites import open_serial_pool
 from raydfl.core.errors import ConfigError, ResourcesError
 from raydfl.core.files import default_cache
+from raydfl.core.memory import read_memory_limit
 from raydfl.data import Population
 from raydfl.engine import Config, Federation, RaySettings, keys_of, measure_once
 from raydfl.engine.storage import RunStore
@@ -31,19 +33,62 @@ CONTEXT = 512 << 20
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Measured GPU memory of a client actor."""
+    """Measured memory of a client actor on a GPU or a node."""
 
     device: str
-    """Name of the GPU."""
+    """Name of the device."""
     total: int
-    """Memory of the GPU in bytes."""
+    """Memory of the device in bytes."""
     peak: int
     """Peak memory of an actor in bytes, including its CUDA context."""
 
     @property
     def slots(self) -> int:
-        """Maximum number of actors on the GPU."""
+        """Maximum number of actors on the device."""
         return self.total // self.peak
+
+
+class Device(Protocol):
+    """A device with memory for client actors."""
+
+    def name(self) -> str:
+        """Return the name of the device."""
+        ...
+
+    def total(self) -> int:
+        """Return the memory of the device in bytes."""
+        ...
+
+    def peak(self, work: Callable[[], None]) -> int:
+        """Measure the peak memory of some work in bytes."""
+        ...
+
+
+class NodeMemory:
+    """The memory of this node, for work of this process on a device."""
+
+    def __init__(self, where: str) -> None:
+        """Choose the device of the work.
+
+        Args:
+            where: PyTorch's name of the device. CUDA's libraries take memory of the node too.
+        """
+        self._where = where
+
+    def name(self) -> str:
+        """Return the name of the node's memory."""
+        return f"memory of a node, work on {self._where}"
+
+    def total(self) -> int:
+        """Return the memory of the machine or its container in bytes."""
+        return read_memory_limit()
+
+    def peak(self, work: Callable[[], None]) -> int:
+        """Measure the peak resident memory of this process in bytes, since its start."""
+        work()
+        # Not getrusage, because its maximum includes the process that started this process.
+        status = Path("/proc/self/status").read_text()
+        return int(status.partition("VmHWM:")[2].split()[0]) << 10
 
 
 class CudaDevice:
@@ -132,15 +177,6 @@ def hide_gpus() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
-def format_gib(number_of_bytes: float) -> str:
-    """Format a number of bytes in GiB.
-
-    >>> format_gib(3 << 29)
-    '1.50 GiB'
-    """
-    return f"{number_of_bytes / 2**30:.2f} GiB"
-
-
 def compute_share(memory: Memory, settings: RaySettings, gpus: int | None) -> float:
     """Compute the share of a GPU for each actor: 1 / slots, rounded down to Ray's resolution of 0.0001.
 
@@ -168,7 +204,7 @@ def compute_share(memory: Memory, settings: RaySettings, gpus: int | None) -> fl
     return math.floor(10_000 / slots) / 10_000
 
 
-def measure_memory(run_dir: Path, config: Config, device: CudaDevice, where: str) -> Memory:
+def measure_memory(run_dir: Path, config: Config, device: Device, where: str) -> Memory:
     """Measure the memory of a client actor on the orders of the next round with the largest memory footprint.
 
     The cache folder stores the result for equal settings and devices.
@@ -177,7 +213,7 @@ def measure_memory(run_dir: Path, config: Config, device: CudaDevice, where: str
         run_dir: Folder of the run. It is not changed.
         config: Configuration of the run.
         device: The device to measure.
-        where: PyTorch's name of the same device, ``"cuda"``.
+        where: PyTorch's name of the device of the work.
 
     Raises:
         ResourcesError: The work of a single client does not fit.
@@ -187,7 +223,7 @@ def measure_memory(run_dir: Path, config: Config, device: CudaDevice, where: str
     work = (config.components.method, config.components.models, config.data.model_dump_json(exclude={"cache"}))
     batches = (train.batch_size, train.together, train.optimiser, train.precision, evaluate.batch_size)
     kind = (work, batches, device.name(), device.total(), torch.__version__)
-    path = (config.data.cache or default_cache()) / "gpu_memory.json"
+    path = (config.data.cache or default_cache()) / "actor_memory.json"
 
     def measure_peak() -> int:
         try:
@@ -218,7 +254,7 @@ def _run_heaviest(run_dir: Path, config: Config, where: str) -> None:
 
 
 class _Probe:
-    """An actor on a whole GPU, for the measurement of memory."""
+    """An actor that measures the memory of a client actor. It is alone on its GPU for the measurement of GPU memory."""
 
     def memory(self, run_dir: str, config: Config) -> Memory:
         """Measure the memory of a client actor on this actor's GPU."""
@@ -228,50 +264,67 @@ class _Probe:
             )
         return measure_memory(Path(run_dir), config, CudaDevice(), "cuda")
 
+    def resident_memory(self, run_dir: str, config: Config) -> Memory:
+        """Measure the memory of a client actor on its node."""
+        where = "cuda" if config.ray.gpus and torch.cuda.is_available() else "cpu"
+        return measure_memory(Path(run_dir), config, NodeMemory(where), where)
 
-def resolve_gpu_share(run_dir: Path, config: Config, tell: Callable[[str], None]) -> Config:
-    """Replace ``ray.gpus: auto`` by the measured share. Connect to Ray first.
+
+def resolve_auto(run_dir: Path, config: Config, tell: Callable[[str], None]) -> Config:
+    """Replace ``auto`` in ``ray.gpus`` and ``ray.memory`` by measured amounts. Connect to Ray first.
 
     Args:
         run_dir: Folder of the run.
         config: Configuration of the run.
-        tell: Shows a message with the measurement.
+        tell: Shows a message with each measurement.
 
     Raises:
         ConfigError: The data are at sites, so that the memory cannot be measured here.
         ResourcesError: The cluster has no GPU, or the actors do not fit.
     """
     settings = config.ray
+    measured = [name for name in ("gpus", "memory") if getattr(settings, name) == "auto"]
+    setting = f"ray.{measured[0]}: auto"
+    example = "a share such as 0.25" if "gpus" in measured else "a size such as 2 GiB"
     if config.data.sites:
         raise ConfigError(
-            "ray.gpus: auto cannot be measured with data.sites, because the data stay at the sites. Set a share such as 0.25."
+            f"{setting} cannot be measured with data.sites, because the data stay at the sites. Set {example}."
         )
     gpus: float = ray.cluster_resources().get("GPU", 0.0)  # type: ignore[no-untyped-call]
-    if gpus < 1 and not settings.autoscale:
+    if "gpus" in measured and gpus < 1 and not settings.autoscale:
         raise ResourcesError(
             f"ray.gpus: auto needs a whole GPU for the measurement, but the cluster has {gpus:g}. Set ray.gpus=0 for the CPU, or "
             f"a share such as 0.25."
         )
-    probe: Any = ray.remote(_Probe).options(num_cpus=settings.cpus, num_gpus=1).remote()
+    probe: Any = ray.remote(_Probe).options(num_cpus=settings.cpus, num_gpus=settings.gpu_share).remote()
+    found: dict[str, Memory] = {}
     try:
-        answer = probe.memory.remote(str(run_dir), config)
-        memory: Memory = ray.get(answer, timeout=None if settings.autoscale else 600 + settings.ready_timeout)
+        for name in measured:
+            method = probe.memory if name == "gpus" else probe.resident_memory
+            limit = None if settings.autoscale else 600 + settings.ready_timeout
+            found[name] = ray.get(method.remote(str(run_dir), config), timeout=limit)
     except RayTaskError as error:
         raise unwrap_error(error) from error
     except GetTimeoutError:
         raise ResourcesError(
-            f"ray.gpus: auto: no GPU became free within {settings.ready_timeout:g} s. Wait for other runs, or set a share such as "
-            f"0.25."
+            f"{setting}: no {'GPU' if settings.gpus else 'CPU'} became free within {settings.ready_timeout:g} s. Wait for other "
+            f"runs, or set {example}."
         ) from None
     except RayError as error:
         raise ResourcesError(
-            f"ray.gpus: auto: the measuring actor was lost: {type(error).__name__}. Set a share such as 0.25."
+            f"{setting}: the measuring actor was lost: {type(error).__name__}. Set {example}."
         ) from error
     finally:
         ray.kill(probe)
-    share = compute_share(memory, settings, None if settings.autoscale else int(gpus))
-    tell(
-        f"A client actor needs {format_gib(memory.peak)} of {format_gib(memory.total)} ({memory.device}). {memory.slots} fit on a "
-        f"GPU, and each reserves {share:g} of it."
-    )
-    return config.model_copy(update={"ray": settings.model_copy(update={"gpus": share})})
+    amounts: dict[str, float] = {}
+    for name, memory in found.items():
+        if name == "memory":
+            amounts[name] = memory.peak
+            tell(f"A client actor needs {format_gib(memory.peak)} of its node's memory, and reserves it.")
+            continue
+        share = amounts[name] = compute_share(memory, settings, None if settings.autoscale else int(gpus))
+        tell(
+            f"A client actor needs {format_gib(memory.peak)} of {format_gib(memory.total)} ({memory.device}). {memory.slots} fit "
+            f"on a GPU, and each reserves {share:g} of it."
+        )
+    return config.model_copy(update={"ray": settings.model_copy(update=amounts)})

@@ -43,7 +43,8 @@ class NodeWatch:
         if fitting < self._needed:
             self._tell(
                 f"Waiting for the autoscaler: room for {fitting} of {self._needed} client actors. The run needs "
-                f"{format_kinds(self._kinds)}, the cluster has {format_nodes(nodes)}. The wait ends after {seconds:g} s."
+                f"{format_kinds(self._kinds)}, the cluster has {format_nodes(nodes, self._kinds)}. The wait ends after "
+                f"{seconds:g} s."
             )
 
     def report_changes(self) -> None:
@@ -58,6 +59,6 @@ class NodeWatch:
             parts = [f"{number} {word}" for number, word in ((joined, "joined"), (left, "left")) if number]
             nodes = list(now.values())
             self._tell(
-                f"Nodes: {', '.join(parts)}. The cluster has {format_nodes(nodes)}, room for {count_fitting(nodes, self._kinds)} "
-                f"of {len(self._kinds)} client actors."
+                f"Nodes: {', '.join(parts)}. The cluster has {format_nodes(nodes, self._kinds)}, room for "
+                f"{count_fitting(nodes, self._kinds)} of {len(self._kinds)} client actors."
             )

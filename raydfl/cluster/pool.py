@@ -115,13 +115,13 @@ class RayPool:
             raise self._make_start_error(needed)
 
     def _make_start_error(self, needed: int) -> ResourcesError:
-        running = sum(pool.count_workers() for pool in self._pools.values())
+        running, kinds = sum(pool.count_workers() for pool in self._pools.values()), self._kinds()
         empty = sorted(site for site, pool in self._pools.items() if site and not pool.count_workers())
         where = f", none at site {', '.join(empty)}, but each site needs at least one actor" if empty else ""
         return ResourcesError(
             f"{running} of {needed} client actors started within {self._settings.ready_timeout:g} s{where}. Requested: "
-            f"{format_kinds(self._kinds())}. Free in the cluster: {format_free_resources()}. Lower ray.actors, ray.cpus or "
-            f"ray.gpus, or raise ray.ready_timeout if nodes are still starting."
+            f"{format_kinds(kinds)}. Free in the cluster: {format_free_resources(kinds)}. Lower ray.actors, ray.cpus or ray.gpus, "
+            f"or raise ray.ready_timeout if nodes are still starting."
         )
 
     def count_workers(self) -> int:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import ray
 
-from raydfl.core.errors import ResourcesError
+from raydfl.core.errors import ConfigError, ResourcesError
 from raydfl.engine import Config, RaySettings
 
 Bundle = dict[str, float]
-"""Amounts of Ray resources (``CPU``, ``GPU``) by name."""
+"""Amounts of Ray resources (``CPU``, ``GPU``, ``memory`` in bytes) by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +25,19 @@ class ActorKind:
     cpus: float
     gpus: float
     """Share of a GPU; 0: train on the CPU."""
+    memory: int = 0
+    """Bytes of memory; 0: no reservation."""
+    custom: tuple[tuple[str, float], ...] = ()
+    """Names and amounts of custom resources."""
+
+    @property
+    def bundle(self) -> Bundle:
+        """The nonzero amounts of Ray resources."""
+        amounts = {"CPU": self.cpus, "GPU": self.gpus, "memory": float(self.memory), **dict(self.custom)}
+        return {name: amount for name, amount in amounts.items() if amount}
 
     def __str__(self) -> str:
-        return _text({"CPU": self.cpus, "GPU": self.gpus})
+        return _text(self.bundle)
 
 
 def actor_kinds(settings: RaySettings, clients: int) -> list[ActorKind]:
@@ -36,7 +48,11 @@ def actor_kinds(settings: RaySettings, clients: int) -> list[ActorKind]:
         clients: Number of clients, for ``actors: per_client``.
     """
     number = clients if settings.actors == "per_client" else int(settings.actors)
-    with_gpu, without = ActorKind(settings.cpus, settings.gpu_share), ActorKind(settings.cpus, 0.0)
+    custom, model = tuple(settings.options.resources.items()), settings.options.accelerator_type
+    without = ActorKind(settings.cpus, 0.0, settings.memory_bytes, custom)
+    if model is not None:  # Ray's form of its option accelerator_type, which bundles of placement groups need.
+        custom += ((f"accelerator_type:{model}", 0.001),)
+    with_gpu = replace(without, gpus=settings.gpu_share, custom=custom)
     return [with_gpu] * number + [without] * settings.cpu_actors
 
 
@@ -58,18 +74,56 @@ def make_bundles(config: Config, cpus: float, clients: int) -> list[Bundle]:
         config: Configuration of the trial.
         cpus: CPUs of the trial's own process.
         clients: Number of clients, for ``ray.actors: per_client``.
+
+    Raises:
+        ConfigError: The memory of a client actor is not known yet.
     """
     if config.data.sites:  # The actors run on the sites' nodes, outside the placement group.
         return [{"CPU": cpus}]
+    if config.ray.memory == "auto":
+        raise ConfigError(
+            "ray.memory: auto is measured by a single run, but the resources of a trial are reserved before it starts. Set a size "
+            "such as 2 GiB."
+        )
+    if config.ray.options.label_selector:
+        raise ConfigError(
+            "ray.options.label_selector is not supported in trials, because a trial's resources are reserved without labels. Set "
+            "ray.options.resources, a custom resource of the nodes."
+        )
     kinds = [ActorKind(cpus, 0.0), *actor_kinds(config.ray, clients)]
     # Ray rejects empty bundles. An actor without resources fits into any bundle.
-    bundles = [{"CPU": kind.cpus, "GPU": kind.gpus} for kind in kinds if kind.cpus or kind.gpus]
-    return [{name: amount for name, amount in bundle.items() if amount} for bundle in bundles]
+    return [kind.bundle for kind in kinds if kind.bundle]
 
 
-def list_alive_nodes() -> dict[str, Mapping[str, float]]:
-    """Return the total resources of each live node by node id."""
-    return {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}  # type: ignore[no-untyped-call]
+def list_alive_nodes(selector: Mapping[str, str] | None = None) -> dict[str, Mapping[str, float]]:
+    """Return the total resources of each live node by node id.
+
+    Args:
+        selector: Labels of the nodes, in the form of Ray's option ``label_selector``. ``None``: all nodes.
+    """
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    return {
+        node["NodeID"]: node["Resources"]
+        for node in nodes
+        if node["Alive"] and match_labels(node.get("Labels") or {}, selector or {})
+    }
+
+
+def match_labels(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:
+    """Return whether a node's labels satisfy a label selector of Ray.
+
+    >>> match_labels({"zone": "a"}, {"zone": "in(a, b)"})
+    True
+    >>> match_labels({"zone": "a"}, {"zone": "!a"})
+    False
+    """
+    for key, condition in selector.items():
+        value = condition.strip().removeprefix("!").strip()
+        group = re.fullmatch(r"in\s*\((.*)\)", value)
+        values = [value] if group is None else [text.strip() for text in group[1].split(",")]
+        if (labels.get(key) in values) == condition.strip().startswith("!"):
+            return False
+    return True
 
 
 _EXACT = 1e-6
@@ -80,16 +134,20 @@ def count_fitting(nodes: Iterable[Mapping[str, float]], kinds: Sequence[ActorKin
     """Count the actors that fit on otherwise unused nodes, placing the largest actors first.
 
     Args:
-        nodes: Total ``CPU`` and ``GPU`` of each node.
+        nodes: Total resources of each node.
         kinds: Kinds of the actors. All nonzero shares of a GPU are equal.
     """
-    free = [[node.get("CPU", 0.0), node.get("GPU", 0.0)] for node in nodes]
+    free = [dict(node) for node in nodes]
     placed = 0
-    for kind, number in sorted(Counter(kinds).items(), key=lambda item: (item[0].gpus, item[0].cpus), reverse=True):
-        left = number
+    by_size = sorted(Counter(kinds).items(), key=lambda item: (item[0].gpus, item[0].cpus), reverse=True)
+    for kind, number in by_size:
+        left, shares = number, kind.bundle
+        devices = shares.pop("GPU", 0.0)
         for node in free:
-            fitting = int(min(left, _count_times(node[0], kind.cpus), _fit_devices(node[1], kind.gpus)))
-            node[0] -= fitting * kind.cpus
+            times = [_count_times(node.get(name, 0.0), share) for name, share in shares.items()]
+            fitting = int(min(left, _fit_devices(node.get("GPU", 0.0), devices), *times))
+            for name, share in shares.items():
+                node[name] = node.get(name, 0.0) - fitting * share
             left -= fitting
         placed += number - left
     return placed
@@ -104,6 +162,25 @@ def _fit_devices(available: float, share: float) -> float:
     return _count_times(available, share) if share >= 1 or share == 0 else int(available) * ((1 + _EXACT) // share)
 
 
+def format_gib(number_of_bytes: float) -> str:
+    """Format a number of bytes in GiB.
+
+    >>> format_gib(3 << 29)
+    '1.50 GiB'
+    """
+    return f"{number_of_bytes / 2**30:.2f} GiB"
+
+
+def _format_amount(name: str, amount: float) -> str:
+    """Format an amount of a resource without the resource's name."""
+    return format_gib(amount) if name == "memory" else f"{amount:g}"
+
+
+def _list_resources(kinds: Iterable[ActorKind]) -> list[str]:
+    """List the resources of client actors, with CPUs and GPUs first."""
+    return list(dict.fromkeys(["CPU", "GPU", *(name for kind in kinds for name in kind.bundle)]))
+
+
 def format_kinds(kinds: Sequence[ActorKind]) -> str:
     """Format the resources of client actors for messages.
 
@@ -114,20 +191,34 @@ def format_kinds(kinds: Sequence[ActorKind]) -> str:
     return ", ".join(f"{number} with {kind} each" for kind, number in counts.items())
 
 
-def format_nodes(nodes: Sequence[Mapping[str, float]]) -> str:
+def format_nodes(nodes: Sequence[Mapping[str, float]], kinds: Iterable[ActorKind] = ()) -> str:
     """Format the number of nodes and their total resources for messages.
+
+    Args:
+        nodes: Total resources of each node.
+        kinds: Actors whose resources are included in addition to CPUs and GPUs.
 
     >>> format_nodes([{"CPU": 4.0, "GPU": 1.0}, {"CPU": 2.0}])
     '2 nodes with 6 CPU and 1 GPU'
+    >>> format_nodes([{"CPU": 4.0, "memory": 2.0**30}], [ActorKind(1, 0, 1 << 29)])
+    '1 node with 4 CPU, 0 GPU and 1.00 GiB memory'
     """
-    cpus, gpus = (sum(node.get(name, 0.0) for node in nodes) for name in ("CPU", "GPU"))
-    return f"{len(nodes)} {'node' if len(nodes) == 1 else 'nodes'} with {cpus:g} CPU and {gpus:g} GPU"
+    totals = _join(_format_totals(_add_up(nodes, _list_resources(kinds))))
+    return f"{len(nodes)} {'node' if len(nodes) == 1 else 'nodes'} with {totals}"
 
 
-def format_free_resources() -> str:
-    """Format the free CPUs and GPUs of the cluster for messages."""
+def format_free_resources(kinds: Iterable[ActorKind] = ()) -> str:
+    """Format the free CPUs and GPUs of the cluster, and further resources of some actors, for messages."""
     free = ray.available_resources()  # type: ignore[no-untyped-call]
-    return f"{free.get('CPU', 0):g} CPU, {free.get('GPU', 0):g} GPU"
+    return ", ".join(_format_totals(_add_up([free], _list_resources(kinds))))
+
+
+def _format_totals(totals: Mapping[str, float]) -> list[str]:
+    return [f"{_format_amount(name, amount)} {name}" for name, amount in totals.items()]
+
+
+_SETTINGS = {"CPU": "ray.cpus", "GPU": "ray.gpus", "memory": "ray.memory"}
+"""Setting of each resource."""
 
 
 def check_resources(config: Config, clients: int, grows: bool) -> None:
@@ -146,25 +237,27 @@ def check_resources(config: Config, clients: int, grows: bool) -> None:
     settings = config.ray
     kinds = run_actor_kinds(config, clients)
     needed = min(settings.min_actors or len(kinds), len(kinds))
-    nodes = list(list_alive_nodes().values())
+    selector = settings.options.label_selector
+    nodes = list(list_alive_nodes(selector).values())
+    if not nodes:
+        raise ResourcesError(f"no node of the cluster has the labels of ray.options.label_selector: {selector}.")
     if needed == len(kinds):
-        for resource, shares in (
-            ("CPU", [kind.cpus for kind in kinds]),
-            ("GPU", [kind.gpus for kind in kinds if kind.gpus]),
-        ):
-            has = sum(node.get(resource, 0.0) for node in nodes)
+        for name in _list_resources(kinds):
+            shares = [kind.bundle[name] for kind in kinds if name in kind.bundle]
+            has = sum(node.get(name, 0.0) for node in nodes)
             if sum(shares) > has + _EXACT:
+                each, all_, limit = (_format_amount(name, amount) for amount in (shares[0], sum(shares), has))
                 raise ResourcesError(
-                    f"{len(shares)} client actors with {shares[0]:g} {resource} each need {sum(shares):g} {resource}, but the "
-                    f"cluster has {has:g}. Lower ray.actors or ray.{resource.lower()}s, or set ray.autoscale=true if the cluster "
-                    f"can grow."
+                    f"{len(shares)} client actors with {each} {name} each need {all_} {name}, but the cluster has {limit}. Lower "
+                    f"ray.actors or {_SETTINGS.get(name, 'ray.options')}, or set ray.autoscale=true if the cluster can grow."
                 )
     fitting = count_fitting(nodes, kinds)
     if fitting < needed:
         raise ResourcesError(
             f"the run needs {needed} client actors, but the nodes have room for {fitting}. Requested: {format_kinds(kinds)}. "
-            f"Available: {format_nodes(nodes)}. An actor's share must fit on a single node and GPU. Lower ray.cpus, ray.gpus, "
-            f"ray.actors or ray.min_actors, or set ray.autoscale=true if the cluster can grow."
+            f"Available: {format_nodes(nodes, kinds)}. An actor's share must fit on a single node and GPU. Lower ray.cpus, "
+            f"ray.gpus, {'ray.memory, ' if settings.memory else ''}ray.actors or ray.min_actors, or set ray.autoscale=true if the "
+            f"cluster can grow."
         )
 
 
@@ -179,12 +272,11 @@ def check_trial_fits(bundles: Sequence[Bundle], autoscale: bool) -> None:
     nodes = list_alive_nodes().values()
     if count_fitting(nodes, _to_kinds(bundles)) == len(bundles):
         return
-    total = ray.cluster_resources()  # type: ignore[no-untyped-call]
-    free = ray.available_resources()  # type: ignore[no-untyped-call]
+    needed, free, total = _compare(bundles)
     actors = len(bundles) - 1
     raise ResourcesError(
-        f"a trial needs {_text(_total(bundles))} (its own process{f' and {actors} client actors' if actors else ''}), but the "
-        f"cluster has {_text(total)} on {len(nodes)} node{'s' if len(nodes) != 1 else ''}, {_text(free)} of it free. Lower "
+        f"a trial needs {needed} (its own process{f' and {actors} client actors' if actors else ''}), but the "
+        f"cluster has {total} on {len(nodes)} node{'s' if len(nodes) != 1 else ''}, {free} of it free. Lower "
         f"ray.actors (in a sweep: cells.actors; 0 trains clients in the trial's own process), ray.cpus, ray.gpus or cpus, or set "
         f"ray.autoscale=true if the cluster can grow."
     )
@@ -197,7 +289,11 @@ def count_parallel(bundles: Sequence[Bundle], most: int) -> int:
 
 
 def _to_kinds(bundles: Sequence[Bundle]) -> list[ActorKind]:
-    return [ActorKind(bundle.get("CPU", 0.0), bundle.get("GPU", 0.0)) for bundle in bundles]
+    kinds = []
+    for bundle in bundles:
+        custom = tuple((name, amount) for name, amount in bundle.items() if name not in ("CPU", "GPU", "memory"))
+        kinds.append(ActorKind(bundle.get("CPU", 0.0), bundle.get("GPU", 0.0), int(bundle.get("memory", 0)), custom))
+    return kinds
 
 
 def list_placement_groups() -> set[str]:
@@ -221,15 +317,26 @@ def is_granted(bundles: Sequence[Bundle], before: set[str]) -> bool:
 
 def format_shortage(bundles: Sequence[Bundle]) -> str:
     """Format a trial's resources and the free resources of the cluster for messages."""
+    needed, free, total = _compare(bundles)
+    return f"a trial needs {needed}, and {free} of the cluster's {total} are free"
+
+
+def _compare(bundles: Sequence[Bundle]) -> list[str]:
+    """Format the sum of some bundles, and the free and the total amounts of the same resources in the cluster."""
+    names = _list_resources(_to_kinds(bundles))
     free = ray.available_resources()  # type: ignore[no-untyped-call]
     total = ray.cluster_resources()  # type: ignore[no-untyped-call]
-    return f"a trial needs {_text(_total(bundles))}, and {_text(free)} of the cluster's {_text(total)} are free"
+    return [_text(_add_up(amounts, names)) for amounts in (bundles, [free], [total])]
 
 
-def _total(bundles: Sequence[Bundle]) -> Bundle:
-    return {kind: sum(bundle.get(kind, 0.0) for bundle in bundles) for kind in ("CPU", "GPU")}
+def _add_up(bundles: Sequence[Mapping[str, float]], names: Iterable[str]) -> Bundle:
+    return {name: sum(bundle.get(name, 0.0) for bundle in bundles) for name in names}
 
 
 def _text(resources: Mapping[str, float]) -> str:
-    gpus = resources.get("GPU", 0.0)
-    return f"{resources.get('CPU', 0.0):g} CPU" + (f" and {gpus:g} GPU" if gpus else "")
+    """Format the CPUs and the nonzero amounts of further resources."""
+    return _join(_format_totals({name: x for name, x in ({"CPU": 0.0} | {**resources}).items() if x or name == "CPU"}))
+
+
+def _join(parts: Sequence[str]) -> str:
+    return " and ".join([", ".join(parts[:-1]), parts[-1]] if parts[1:] else parts)

@@ -19,7 +19,7 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.placement_group import get_current_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raydfl.cluster.client import start_client_actor
+from raydfl.cluster.client import define_actor, start_client_actor
 from raydfl.cluster.faults import LOST, StragglerPolicy, explain_end, unwrap_error
 from raydfl.cluster.gpu import hide_gpus
 from raydfl.cluster.job import check_visible
@@ -215,6 +215,7 @@ class RemoteServer:
     def __init__(self, run_dir: Path, config: Config, clients: int, tell: Callable[[str], None]) -> None:
         self._tell = tell
         kinds = run_actor_kinds(config, clients)
+        define_actor(config.ray, "", kinds[0])  # Rejects wrong options before the server starts.
         self._watch = NodeWatch(kinds, config.ray.min_actors or len(kinds), tell)
         if config.ray.autoscale:
             self._watch.announce_wait(config.ray.ready_timeout)

@@ -123,10 +123,16 @@ def check_without_actors(settings: RaySettings) -> None:
     """Reject settings without effect if ``ray.actors`` is 0.
 
     Raises:
-        ConfigError: The settings request a GPU or a cluster.
+        ConfigError: The settings request a GPU, memory or a cluster.
     """
     if settings.actors != 0:
         return
+    for name in ("memory", "options"):
+        if name in settings.model_fields_set and getattr(settings, name) != type(settings).model_fields[name].default:
+            raise ConfigError(
+                f"ray.{name}: with ray.actors=0 clients train in this process, without actors. Remove ray.{name}, or set "
+                f"ray.actors to at least 1."
+            )
     if settings.gpus != 0:
         raise ConfigError(
             f"ray.gpus={settings.gpus}: with ray.actors=0 clients train in this process, on the CPU. Set ray.gpus=0, or "

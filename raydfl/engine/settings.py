@@ -14,6 +14,25 @@ _LONGEST_NAME = 240
 """Longest name of a run, in bytes. File systems allow 255, and a site's folder appends a suffix."""
 
 
+_UNITS = {"MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+
+
+def _parse_bytes(size: Any) -> int:
+    """Parse a number of bytes, or a text with a unit.
+
+    >>> _parse_bytes("1.5 GiB")
+    1610612736
+    """
+    if isinstance(size, int):
+        return size
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(MiB|GiB|TiB)", size)
+    if match is None:
+        raise ValueError(
+            f"{size!r} is not an amount of memory. Write a number of bytes, a text such as 1.5 GiB, or auto"
+        )
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
 class FineTuneSettings(Settings):
     """Fine-tuning of a client's models before its evaluation. The fine-tuned models are discarded."""
 
@@ -46,6 +65,60 @@ class EvaluateSettings(Settings):
     )
 
 
+_REPLACED = {
+    "num_cpus": "Set ray.cpus",
+    "num_gpus": "Set ray.gpus",
+    "memory": "Set ray.memory",
+    "max_restarts": "Set ray.retries",
+    "max_task_retries": "Set ray.retries",
+    "runtime_env": "Install packages on all nodes, or in their image, because every actor must compute the same",
+    **dict.fromkeys(
+        (
+            *("scheduling_strategy", "placement_group", "placement_group_bundle_index", "fallback_strategy"),
+            *("placement_group_capture_child_tasks", "lifetime", "name", "namespace", "get_if_exists"),
+            *("max_concurrency", "max_pending_calls", "allow_out_of_order_execution", "concurrency_groups"),
+            *("object_store_memory", "enable_task_events", "enable_tensor_transport", "_labels"),
+        ),
+        "Remove it",
+    ),
+}
+"""Remedy for each of Ray's options that raydfl sets itself."""
+_OWN_RESOURCES = {"CPU": "ray.cpus", "GPU": "ray.gpus", "memory": "ray.memory"}
+"""Setting of each resource that is not a custom resource."""
+
+
+class ActorOptions(Settings):
+    """Options of Ray for each client actor, which restrict its nodes."""
+
+    label_selector: dict[str, str] = Field(
+        default_factory=dict,
+        description="Labels of the actors' nodes, such as {ray.io/market-type: on-demand}, with Ray's operators (!a, in(a, b)). "
+        "Empty: any node.",
+    )
+    accelerator_type: str | None = Field(
+        None, min_length=1, description="GPU model of actors with a GPU, such as A100. null: any model."
+    )
+    resources: dict[str, Annotated[float, Field(gt=0)]] = Field(
+        default_factory=dict, description="Amounts of custom resources for each actor, such as {fast_disk: 1}."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_keys(cls, value: Any) -> Any:
+        for key in value if isinstance(value, dict) else ():
+            if key in _REPLACED:
+                raise ValueError(f"raydfl sets Ray's option {key} itself. {_REPLACED[key]}")
+        return value
+
+    @field_validator("resources")
+    @classmethod
+    def _check_resources(cls, value: dict[str, float]) -> dict[str, float]:
+        for name in value:
+            if name in _OWN_RESOURCES:
+                raise ValueError(f"{name} is not a custom resource. Set {_OWN_RESOURCES[name]}")
+        return value
+
+
 class RaySettings(Settings):
     """Settings of the client actors and of the Ray cluster."""
 
@@ -59,6 +132,14 @@ class RaySettings(Settings):
         0.0,
         description="Fraction of a GPU, and of its memory, for each client actor. auto: measure one client's memory before the "
         "first round, then place as many actors on a GPU as fit.",
+    )
+    memory: int | str | None = Field(
+        None,
+        description="Memory that Ray reserves for each client actor: bytes, a text such as 1.5 GiB, or auto. auto: measure the "
+        "resident memory of a process that trains the largest client. null: reserve nothing.",
+    )
+    options: ActorOptions = Field(
+        ActorOptions(), description="Ray's options for the client actors, which restrict their nodes."
     )
     cpu_fallback: bool = Field(
         False,
@@ -98,12 +179,40 @@ class RaySettings(Settings):
         """The fraction of a GPU for each actor; 1 until ``auto`` is measured."""
         return 1.0 if self.gpus == "auto" else self.gpus
 
+    @property
+    def memory_bytes(self) -> int:
+        """Reserved bytes of memory for each actor; 0 without a reservation, and until ``auto`` is measured."""
+        return 0 if self.memory in (None, "auto") else _parse_bytes(self.memory)
+
+    @property
+    def needs_measurement(self) -> bool:
+        """True if client actors exist and a measurement must replace ``auto``."""
+        return self.actors != 0 and "auto" in (self.gpus, self.memory)
+
+    @field_validator("memory")
+    @classmethod
+    def _check_memory(cls, value: int | str | None) -> int | str | None:
+        if value not in (None, "auto") and _parse_bytes(value) < _UNITS["MiB"]:
+            raise ValueError(
+                f"{value} is less than 1 MiB. Numbers are bytes. Write a text such as 2 GiB for larger units"
+            )
+        return value
+
     @field_validator("actors")
     @classmethod
     def _check_actors(cls, value: int | str) -> int | str:
         if isinstance(value, int) and value < 0:
             raise ValueError("the number of actors must be at least 0")
         return value
+
+    @model_validator(mode="after")
+    def _check_accelerator(self) -> RaySettings:
+        if self.options.accelerator_type is not None and self.gpus == 0:
+            raise ValueError(
+                "ray.options.accelerator_type chooses the model of GPUs, but ray.gpus=0. Set ray.gpus above 0, or "
+                "ray.options.accelerator_type=null"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_actor_counts(self) -> RaySettings:

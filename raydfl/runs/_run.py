@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pyarrow.compute as pc
 
-from raydfl.cluster import RemoteServer, Server, check_without_actors, connect_ray, ray_session, resolve_gpu_share
+from raydfl.cluster import RemoteServer, Server, check_without_actors, connect_ray, ray_session, resolve_auto
 from raydfl.core import ops
 from raydfl.core.files import display_path
 from raydfl.core.nested import flatten
@@ -185,10 +185,10 @@ def execute(
             "raydfl's operators are not compiled here, so training on the CPU takes about twice as long. Install a C++ compiler, "
             "then reinstall raydfl with make or with pip's --no-build-isolation."
         )
-    if config.ray.gpus == "auto" and config.ray.actors != 0:  # The share depends on the GPUs of the connected cluster.
+    if config.ray.needs_measurement:
         with connect_ray(config.ray.address, quiet):
-            shared = resolve_gpu_share(run_dir, config, progress.message)
-            return (yield from execute(run_dir, shared, progress, waits, durable, signals))
+            measured = resolve_auto(run_dir, config, progress.message)
+            return (yield from execute(run_dir, measured, progress, waits, durable, signals))
     clients = about["clients"]
     with ray_session(config, clients, quiet):
         server = (

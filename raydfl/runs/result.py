@@ -25,6 +25,8 @@ from raydfl.runs.inference.recordings import Prediction
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
+    from ray.train import Checkpoint
+    from ray.train import Result as RayResult
 
 _SHOWN = 12
 """Maximum number of scores in a notebook's table."""
@@ -68,7 +70,26 @@ class Result:
         """Reason why the run's scores are meaningless. Empty if they are not."""
         return "; ".join(problem.text for problem in self.problems if problem.worthless)
 
-    # The methods below import matplotlib and pandas on use, because the imports take a second.
+    # The methods below import matplotlib, pandas and Ray on use, because the imports take seconds.
+
+    @property
+    def checkpoint(self) -> Checkpoint | None:
+        """The run's folder as a checkpoint of Ray Train. A copy of it is a complete run. ``None`` before the first commit."""
+        from ray.train import Checkpoint
+
+        return Checkpoint(str(self.run_dir.resolve())) if self.round else None
+
+    def to_ray(self) -> RayResult:
+        """Convert to a result of Ray Train, with the last scores, their history by round, and the checkpoint."""
+        from ray.train import Result as RayResult
+
+        return RayResult(
+            metrics={"round": self.round, **self.scores},
+            checkpoint=self.checkpoint,
+            error=None,
+            path=str(self.run_dir.resolve()),
+            metrics_dataframe=self.history,
+        )
 
     @property
     def history(self) -> pd.DataFrame:

@@ -77,10 +77,11 @@ class Actor:
         self._open.append(Reference(self.idle_at, replies))
         return self._open[-1]
 
-    def end(self, now: float) -> None:
+    def end(self, now: float, preempted: bool = False) -> None:
         for reference in self._open:
             if reference.at > now:
                 reference.at, reference.error = now, ActorDiedError()
+                reference.error._preempted = preempted
 
 
 class FakeCluster:
@@ -121,6 +122,13 @@ class FakeCluster:
                 node.alive = False
                 for actor in node.actors:
                     actor.end(self.now)
+
+    def preempt(self, name: str) -> None:
+        """End all actors of a node with Ray's notice. The node is still listed as alive, but takes no new actors."""
+        (node,) = (node for node in self.nodes if node.name == name)
+        node.cpus = node.gpus = 0.0
+        for actor in node.actors:
+            actor.end(self.now, preempted=True)
 
     def at(self, time: float, event: Callable[[], Any]) -> None:
         self.events.append((time, event))

@@ -92,6 +92,28 @@ def test_a_lost_node_counts_for_no_client_and_its_actors_are_requested_again(
     assert [len(actor.done) > 0 for actor in cluster.nodes[2].actors] == [True, True]
 
 
+def test_a_preempted_node_counts_for_no_client(cluster: FakeCluster) -> None:
+    """Ray reports the preemption with a lost actor, possibly before it lists the node as lost."""
+    cluster.join("a", 1)
+    cluster.join("b", 2)
+    pool = open_pool(cluster, actors=3, min_actors=1, retries=0)
+    carry_out(pool, [1.0] * 9)
+    cluster.at(cluster.now + 1.0, lambda: cluster.preempt("b"))
+    results = carry_out(pool, [1.0] * 9)  # retries=0: a counted loss would stop the run
+    assert {result.retried for result in results} == {0, 1}
+    assert len(cluster.waiting) == 2  # The idle actors of the node are requested again too.
+    cluster.join("c", 2)
+    carry_out(pool, [1.0] * 30)
+    assert all(actor.done for actor in cluster.nodes[2].actors)
+
+
+def test_preempted_actors_do_not_count_as_failed_starts(cluster: FakeCluster) -> None:
+    cluster.at(5.0, lambda: cluster.join("spot", 1))
+    cluster.at(5.0 + START / 2, lambda: cluster.preempt("spot"))
+    cluster.at(20.0, lambda: cluster.join("stays", 1))
+    carry_out(open_pool(cluster, actors=1, autoscale=True, retries=0), [1.0])
+
+
 def test_idle_actors_of_lost_nodes_are_replaced(cluster: FakeCluster) -> None:
     """Otherwise each actor would lose an order, and more than ray.retries losses would stop the run."""
     cluster.join("a", 1)

@@ -15,13 +15,15 @@ from raydfl.cluster.client import choose_device
 from raydfl.cluster.gpu import (
     CONTEXT,
     Memory,
+    NodeMemory,
     compute_memory_fraction,
     compute_share,
     explain_missing_gpu,
     measure_memory,
     read_driver_version,
-    resolve_gpu_share,
+    resolve_auto,
 )
+from raydfl.cluster.resources import format_gib
 from raydfl.core.errors import ConfigError, ResourcesError
 from raydfl.engine.config import Config
 from raydfl.engine.settings import RaySettings
@@ -150,6 +152,29 @@ def test_the_largest_orders_are_training_and_evaluation_of_the_largest_client(
     assert RunStore(folder).latest() is None
 
 
+def test_node_memory_is_the_peak_of_the_process() -> None:
+    """The peak counts touched memory even if it is freed again."""
+    memory, size = NodeMemory("cpu"), 256 << 20
+    before = memory.peak(lambda: None)
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def touch() -> None:
+        torch.ones(before - resident + size, dtype=torch.uint8)
+
+    after = memory.peak(touch)
+    assert after == pytest.approx(before + size, abs=64 << 20)
+    assert memory.peak(lambda: None) >= after
+    assert memory.total() > after
+
+
+def test_the_memory_of_a_node_is_measured_on_the_largest_client(tiny: Tiny, tmp_path: Path) -> None:
+    config = tiny(f"data.cache={tmp_path / 'cache'}")
+    folder = create(config, Progress("quiet"))
+    memory = measure_memory(folder, config, NodeMemory("cpu"), "cpu")
+    assert 50 << 20 < memory.peak < memory.total
+    assert measure_memory(folder, config, NodeMemory("cpu"), "cpu") == memory  # from the cache
+
+
 def test_work_larger_than_the_gpu_is_rejected(tiny: Tiny, tmp_path: Path) -> None:
     config = tiny(f"data.cache={tmp_path / 'cache'}")
     folder = create(config, Progress("quiet"))
@@ -205,7 +230,9 @@ def test_the_drivers_version_is_read_from_the_system(tmp_path: Path) -> None:
     assert read_driver_version(file) == "550.54.15"
 
 
-@pytest.mark.parametrize("settings", [["ray.gpus=0.5"], ["ray.gpus=auto"], ["ray.address='10.0.0.1:6379'"]])
+@pytest.mark.parametrize(
+    "settings", [["ray.gpus=0.5"], ["ray.gpus=auto"], ["ray.memory=auto"], ["ray.address='10.0.0.1:6379'"]]
+)
 def test_actor_settings_are_rejected_without_actors(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch, settings: list[str]
 ) -> None:
@@ -280,7 +307,7 @@ def test_the_run_uses_the_measured_share(ray_session: None, tiny: Tiny, monkeypa
     config = tiny(
         "ray.gpus=auto", "ray.actors=2", "ray.cpus=0.5", "ray.cpu_fallback=true", "train.rounds=1", "run.name=measured"
     )
-    share = resolve_gpu_share(create(config, Progress("quiet")), config, messages_seen.append)
+    share = resolve_auto(create(config, Progress("quiet")), config, messages_seen.append)
     assert share.ray.gpus == 0.2
     assert messages_seen == [
         "A client actor needs 3.00 GiB of 16.00 GiB (Made-up 16). 5 fit on a GPU, and each reserves 0.2 of it."
@@ -288,3 +315,25 @@ def test_the_run_uses_the_measured_share(ray_session: None, tiny: Tiny, monkeypa
     assert run(config).finished
     with pytest.raises(ResourcesError, match=r"5 fit on a GPU and 5 on the cluster's 1, but ray.actors=6"):
         run(tiny("ray.gpus=auto", "ray.actors=6", "ray.cpus=0.1", "run.name=many"))
+
+
+@pytest.mark.slow
+def test_actors_reserve_the_measured_memory(ray_session: None, tiny: Tiny) -> None:
+    messages_seen: list[str] = []
+    config = tiny("ray.memory=auto", "ray.actors=2", "ray.cpus=0.5", "train.rounds=1", "run.name=weighed")
+    measured = resolve_auto(create(config, Progress("quiet")), config, messages_seen.append)
+    size = measured.ray.memory
+    assert isinstance(size, int)
+    assert size > 50 << 20
+    assert messages_seen == [f"A client actor needs {format_gib(size)} of its node's memory, and reserves it."]
+    total = ray.cluster_resources()["memory"]
+    free = []
+    outcome = run(
+        config, Progress("quiet"), lambda report: free.append(ray.available_resources().get("memory", 0.0)) or False
+    )
+    assert outcome.finished
+    assert free == [pytest.approx(total - 2 * size)]
+    with pytest.raises(
+        ResourcesError, match=r"99 client actors with .* GiB memory each need .* Lower ray.actors or ray.memory"
+    ):
+        run(tiny(f"ray.memory={int(total / 98)}", "ray.actors=99", "ray.cpus=0", "run.name=heavy"))

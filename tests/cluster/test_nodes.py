@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable
 
 import pytest
+import ray
 
+from raydfl.cluster.client import define_actor
 from raydfl.cluster.nodes import NodeWatch
-from raydfl.cluster.resources import ActorKind, Bundle, actor_kinds, check_resources, check_trial_fits, count_fitting
+from raydfl.cluster.resources import (
+    ActorKind,
+    Bundle,
+    actor_kinds,
+    check_resources,
+    check_trial_fits,
+    count_fitting,
+    make_bundles,
+    match_labels,
+)
 from raydfl.core.errors import ConfigError, ResourcesError
 from raydfl.engine.config import Config
-from raydfl.engine.settings import RaySettings
+from raydfl.engine.settings import _REPLACED, ActorOptions, RaySettings
 
 Tiny = Callable[..., Config]
+GIB = 1 << 30
 
 
 def count_by_brute_force(nodes: list[dict[str, float]], kinds: list[ActorKind]) -> int:
@@ -43,6 +56,21 @@ def test_room_agrees_with_brute_force(cpus: float, share: float) -> None:
         assert count_fitting(nodes, kinds) == count_by_brute_force(nodes, kinds), nodes
 
 
+def test_memory_limits_the_room() -> None:
+    """Without CPUs and GPUs, each node holds the whole multiples of the reserved memory."""
+    nodes = [
+        {"CPU": 8.0, "memory": 3.5 * GIB},
+        {"CPU": 8.0, "memory": 1.0 * GIB},
+        {"CPU": 1.0, "memory": 9.0 * GIB},
+        {},
+    ]
+    for gib, room in ((1.0, 3 + 1 + 1), (2.0, 1 + 0 + 1), (4.0, 0 + 0 + 1)):
+        assert count_fitting(nodes, [ActorKind(1, 0.0, int(gib * GIB))] * 9) == room
+        assert count_fitting(nodes, [ActorKind(0, 0.0, int(gib * GIB))] * 99) == sum(
+            int(node.get("memory", 0.0) // (gib * GIB)) for node in nodes
+        )
+
+
 def test_room_without_reservations_or_requirements() -> None:
     assert count_fitting([{"CPU": 0.0}], [ActorKind(0.0, 0.0)] * 5) == 5
     assert count_fitting([], [ActorKind(0.0, 0.0)] * 5) == 0
@@ -54,10 +82,112 @@ def test_actor_kinds_follow_the_settings() -> None:
     settings = RaySettings(actors=2, cpus=2, gpus=0.5, cpu_actors=1)
     assert actor_kinds(settings, 0) == [ActorKind(2, 0.5), ActorKind(2, 0.5), ActorKind(2, 0.0)]
     assert actor_kinds(RaySettings(actors="per_client"), 3) == [ActorKind(1, 0.0)] * 3
+    assert actor_kinds(RaySettings(actors=1, cpu_actors=1, gpus=1, memory="2 GiB"), 0) == [
+        ActorKind(1, 1.0, 2 * GIB),
+        ActorKind(1, 0.0, 2 * GIB),
+    ]
+
+
+def test_memory_is_a_number_of_bytes_or_a_text(tiny: Tiny) -> None:
+    for text, size in (("1.5 GiB", 3 * GIB // 2), ("512MiB", GIB // 2), ("1 TiB", 1024 * GIB), (f"{GIB}", GIB)):
+        assert tiny(f"ray.memory={text}", "ray.actors=1").ray.memory_bytes == size
+    assert tiny("ray.memory=auto", "ray.actors=1").ray.memory_bytes == tiny().ray.memory_bytes == 0
+    for wrong, reason in (
+        ("2", "2 is less than 1 MiB"),
+        ("2 GB", "'2 GB' is not an amount"),
+        ("-1", "ray.memory"),
+        ("true", "ray.memory"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            tiny(f"ray.memory={wrong}", "ray.actors=1")
+
+
+def test_actors_request_the_configured_options(tiny: Tiny) -> None:
+    options = "ray.options={resources: {disk: 2.0}, accelerator_type: A100}"
+    settings = tiny("ray.actors=1", "ray.cpu_actors=1", "ray.gpus=0.5", options).ray
+    with_gpu, without = actor_kinds(settings, 0)
+    assert with_gpu.bundle == {"CPU": 1.0, "GPU": 0.5, "disk": 2.0, "accelerator_type:A100": 0.001}
+    assert without.bundle == {"CPU": 1.0, "disk": 2.0}
+    assert str(without) == "1 CPU and 2 disk"
+    node = {"CPU": 9.0, "GPU": 2.0, "disk": 7.0}
+    assert count_fitting([node], [with_gpu, without, without]) == 2  # The node has another model of GPU.
+    assert count_fitting([{**node, "accelerator_type:A100": 1.0}], [with_gpu, *[without] * 3]) == 3
+    assert tiny(options, "ray.actors=1", "ray.gpus=1").digest() == tiny().digest()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("num_cpus: 2", "raydfl sets Ray's option num_cpus itself. Set ray.cpus"),
+        ("memory: 2000000000", "raydfl sets Ray's option memory itself. Set ray.memory"),
+        ("max_restarts: 1", "raydfl sets Ray's option max_restarts itself. Set ray.retries"),
+        ("scheduling_strategy: SPREAD", "raydfl sets Ray's option scheduling_strategy itself. Remove it"),
+        ("lifetime: detached", "raydfl sets Ray's option lifetime itself. Remove it"),
+        ("runtime_env: {}", "raydfl sets Ray's option runtime_env itself. Install packages on all nodes"),
+        ("label_selectr: {}", "Did you mean .*label_selector"),
+        ("num_cpu: 2", "num_cpu"),
+        ("resources: {GPU: 1.0}", "GPU is not a custom resource. Set ray.gpus"),
+        ("resources: {disk: -1.0}", "ray.options.resources"),
+        ("accelerator_type: A100", "chooses the model of GPUs, but ray.gpus=0"),
+    ],
+)
+def test_unsuitable_options_are_rejected(tiny: Tiny, options: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        tiny(f"ray.options={{{options}}}", "ray.actors=1")
+
+
+def test_every_option_of_ray_is_a_setting_or_rejected() -> None:
+    """Ray validates its options by name, so an unknown option would be accepted only by mistake."""
+    with pytest.raises(ValueError, match="valid") as raised:
+        ray.remote(NodeWatch).options(no_option=1)
+    ours = {*ActorOptions.model_fields, *_REPLACED}
+    for name in re.findall(r"'(\w+)'", str(raised.value).partition("[")[2]):
+        of_tasks = ("num_returns", "max_calls", "max_retries", "retry_exceptions", "_num_objects_per_yield")
+        if name in of_tasks or "generator" in name:
+            continue
+        assert name in ours, name
+
+
+def test_ray_validates_the_labels(tiny: Tiny) -> None:
+    define_actor(tiny("ray.options={label_selector: {zone: 'in(a, b)'}}", "ray.actors=1").ray, "", ActorKind(1, 0))
+    with pytest.raises(ConfigError, match=r"ray.options: .*label"):
+        define_actor(tiny("ray.options={label_selector: {zone: 'a b!'}}", "ray.actors=1").ray, "", ActorKind(1, 0))
+
+
+@pytest.mark.parametrize(
+    ("selector", "zones"),
+    [("a", "a"), ("!a", "bc-"), ("in(a, b)", "ab"), ("!in(a,b)", "c-"), (" in (c) ", "c"), ("d", "")],
+)
+def test_labels_select_nodes(selector: str, zones: str) -> None:
+    """A node without the label (-) satisfies negated conditions only."""
+    for zone in "abc-":
+        labels = {} if zone == "-" else {"zone": zone}
+        assert match_labels(labels, {"zone": selector}) == (zone in zones)
+
+
+def test_labels_of_no_node_are_rejected(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = [{"NodeID": zone, "Alive": True, "Resources": {"CPU": 2.0}, "Labels": {"zone": zone}} for zone in "ab"]
+    monkeypatch.setattr("raydfl.cluster.resources.ray.nodes", lambda: nodes)
+    check_resources(tiny("ray.options={label_selector: {zone: a}}", "ray.actors=2"), 6, grows=False)
+    with pytest.raises(
+        ResourcesError, match=r"3 client actors with 1 CPU each need 3 CPU, but the cluster has 2. Lower"
+    ):
+        check_resources(tiny("ray.options={label_selector: {zone: a}}", "ray.actors=3"), 6, grows=False)
+    with pytest.raises(ResourcesError, match="no node of the cluster has the labels of ray.options.label_selector"):
+        check_resources(tiny("ray.options={label_selector: {zone: c}}", "ray.actors=1"), 6, grows=False)
+
+
+def test_trials_reserve_the_memory_of_their_actors(tiny: Tiny) -> None:
+    config = tiny("ray.actors=2", "ray.memory=2 GiB")
+    assert make_bundles(config, 0.5, 0) == [{"CPU": 0.5}, *[{"CPU": 1.0, "memory": 2.0 * GIB}] * 2]
+    with pytest.raises(ConfigError, match=r"ray.memory: auto is measured by a single run, .* Set a size such as 2 GiB"):
+        make_bundles(tiny("ray.actors=2", "ray.memory=auto"), 1.0, 0)
+    with pytest.raises(ConfigError, match=r"ray.options.label_selector is not supported in trials"):
+        make_bundles(tiny("ray.actors=2", "ray.options={label_selector: {zone: a}}"), 1.0, 0)
 
 
 def check(monkeypatch: pytest.MonkeyPatch, config: Config, nodes: list[dict[str, float]], grows: bool = False) -> None:
-    monkeypatch.setattr("raydfl.cluster.resources.list_alive_nodes", lambda: dict(enumerate(nodes)))
+    monkeypatch.setattr("raydfl.cluster.resources.list_alive_nodes", lambda selector: dict(enumerate(nodes)))
     check_resources(config, 6, grows)
 
 
@@ -73,6 +203,20 @@ def test_impossible_requirements_are_rejected_with_numbers(tiny: Tiny, monkeypat
     ):
         check(monkeypatch, tiny("ray.actors=2", "ray.cpus=2"), [{"CPU": 1.0}] * 4)
     check(monkeypatch, tiny("ray.actors=2", "ray.cpus=2"), [{"CPU": 2.0}] * 2)
+    large: list[dict[str, float]] = [{"CPU": 8.0, "memory": 5.0 * GIB}, {"CPU": 8.0, "memory": 1.0 * GIB}]
+    with pytest.raises(
+        ResourcesError,
+        match=r"4 client actors with 2.00 GiB memory each need 8.00 GiB memory, but the cluster has 6.00 GiB. Lower ray.actors "
+        r"or ray.memory, or",
+    ):
+        check(monkeypatch, tiny("ray.actors=4", "ray.memory=2 GiB"), large)
+    with pytest.raises(
+        ResourcesError,
+        match=r"needs 3 client actors, but the nodes have room for 2. Requested: 3 with 1 CPU and 2.00 GiB memory each. "
+        r"Available: 2 nodes with 16 CPU, 0 GPU and 6.00 GiB memory. .* Lower ray.cpus, ray.gpus, ray.memory, ray.act",
+    ):
+        check(monkeypatch, tiny("ray.actors=3", "ray.memory=2 GiB"), large)
+    check(monkeypatch, tiny("ray.actors=3", "ray.memory=1.5 GiB"), large)
 
 
 def test_only_min_actors_must_fit_unless_the_cluster_grows(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,6 +266,7 @@ def test_contradictory_settings_are_rejected(tiny: Tiny) -> None:
 def test_the_digest_does_not_depend_on_resources(tiny: Tiny) -> None:
     plain = tiny("ray.actors=4").digest()
     assert tiny("ray.actors=4", "ray.min_actors=2", "ray.autoscale=true", "ray.cpu_actors=3").digest() == plain
+    assert tiny("ray.actors=4", "ray.memory=2 GiB").digest() == plain
 
 
 def test_joining_and_leaving_nodes_are_reported() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import sys
 from collections.abc import Callable
@@ -11,11 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import ray.train
 from fake_run import config, make_run
 from matplotlib.figure import Figure
 from test_progress import Clock, make_report, make_result
 
-from raydfl import Result, load_result, run
+from raydfl import Result, load_result, resume, run
 from raydfl.core.errors import InputError, RunDirectoryError
 from raydfl.engine.config import Config
 from raydfl.runs.progress import Progress, default_progress
@@ -188,3 +190,33 @@ def test_former_names_warn(module: str, former: str, name: str) -> None:
     assert former not in dir(package)
     with pytest.raises(AttributeError, match=f"module '{module}' has no attribute 'unknown'"):
         package.unknown  # noqa: B018
+
+
+def test_the_checkpoint_of_ray_is_a_complete_run(tiny: Tiny, tmp_path: Path) -> None:
+    """A copy resumes to the same bits as the run itself."""
+    outcome = run(tiny("train.rounds=1"))
+    result = load_result(outcome.run_dir)
+    checkpoint = result.checkpoint
+    assert isinstance(checkpoint, ray.train.Checkpoint)
+    with checkpoint.as_directory() as folder:
+        assert Path(folder).samefile(outcome.run_dir)
+    copy = Path(checkpoint.to_directory(str(tmp_path / "copy")))
+    assert load_result(copy) == dataclasses.replace(result, run_dir=copy)
+    for folder in (copy, outcome.run_dir):
+        assert resume(folder, ["train.rounds=2"]).finished
+    model = "model.safetensors"
+    assert (copy / model).read_bytes() == (outcome.run_dir / model).read_bytes()
+
+
+def test_the_result_of_ray_has_scores_and_history(tiny: Tiny) -> None:
+    outcome = run(tiny("train.rounds=2", "evaluate.every=1"))
+    converted = outcome.to_ray()
+    assert isinstance(converted, ray.train.Result)
+    assert converted.metrics == {"round": 2, **outcome.scores}
+    assert converted.error is None
+    assert Path(converted.path).samefile(outcome.run_dir)
+    assert converted.checkpoint is not None
+    assert Path(converted.checkpoint.path).samefile(outcome.run_dir)
+    assert converted.metrics_dataframe is not None
+    assert converted.metrics_dataframe.equals(outcome.history)
+    assert dataclasses.replace(outcome, round=0).checkpoint is None
