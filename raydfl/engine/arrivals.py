@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -53,7 +54,8 @@ class Arrivals:
         self._by_kind: dict[str, list[int]] = {}
         """Number of clients of each kind, and their bytes down and up."""
         self._trained: dict[str, Metrics] = {}
-        self._fit_seconds = 0.0
+        self._multiply_adds = 0.0
+        self._seconds = {"fit": 0.0, "processor": 0.0}
         self._vectorised = 0
 
     def updates(self, tensors: Mapping[str, Tensors], additions: tuple[str, ...]) -> Iterator[Update]:
@@ -103,7 +105,9 @@ class Arrivals:
             for place, value in enumerate((1, reply.bytes_down, reply.bytes_up)):
                 totals[place] += value
         report.looped_because = report.looped_because or reply.looped_because
-        self._fit_seconds += reply.seconds
+        self._multiply_adds += reply.multiply_adds
+        self._seconds["fit"] += reply.seconds
+        self._seconds["processor"] += reply.processor
         self._vectorised += reply.together > 1
         reason = reply.rejected
         if reply.update is not None:
@@ -133,17 +137,19 @@ class Arrivals:
         if isinstance(loss, Ratio):
             report.loss = loss.value
         rows += record.rows_from_clients(report.round, "train", "train", self._trained)
-        fit = Ratio(self._fit_seconds, max(1, report.clients))
-        report.work["fit"] = fit
+        work = {name: Ratio(seconds, max(1, report.clients)) for name, seconds in self._seconds.items()}
+        report.work.update(work)
         rows.add(
             {
                 "bytes_down": Ratio(report.bytes_down, 1),
                 "bytes_up": Ratio(report.bytes_up, 1),
                 "clients": Ratio(report.clients, 1),
                 "failed": Ratio(len(report.rejected), 1),
-                "seconds/fit": fit,
+                **{f"seconds/{name}": ratio for name, ratio in work.items()},
             }
         )
+        if math.isfinite(self._multiply_adds):
+            rows.add({"multiply_adds": Ratio(self._multiply_adds, 1)})
         for kind, totals in sorted(self._by_kind.items()):
             names = (f"views/{kind}/{metric}" for metric in BY_KIND)
             rows.add({name: Ratio(total, 1) for name, total in zip(names, totals, strict=True)})

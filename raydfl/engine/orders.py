@@ -98,6 +98,8 @@ class Reply:
     """Metrics by split."""
     seconds: float = 0.0
     """Duration of the group's work, divided by the number of its clients."""
+    processor: float = 0.0
+    """Processor seconds of the group's work, divided by the number of its clients."""
     waited: float = 0.0
     """Seconds in the worker's queue."""
     span: Span | None = None
@@ -106,6 +108,8 @@ class Reply:
     """Number of moves of the order to another actor, set by the pool."""
     bytes_down: int = 0
     bytes_up: int = 0
+    multiply_adds: float = 0.0
+    """Multiply-adds of the training (:mod:`raydfl.training.multiply_adds`). NaN: unknown."""
     together: int = 1
     """Number of clients in the batched computation; 1: unbatched."""
     looped_because: str = ""

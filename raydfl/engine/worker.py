@@ -41,6 +41,7 @@ from raydfl.training import (
     DeadlineExceededError,
     Execution,
     Step,
+    TrainingCounter,
     check_device,
 )
 from raydfl.training.together import run_in_lockstep
@@ -111,6 +112,7 @@ class Worker:
         self.networks = BuiltNetworks(self.method, config.run.seed, self.device, users_code)
         # Cached, because batched training requires the same settings object for all clients of a group.
         self._training_in = functools.cache(config.train.resolve_phase)
+        self._counter = TrainingCounter()
         self._samples: dict[tuple[str, str, int], Examples] = {}
 
     def carry_out(
@@ -149,7 +151,7 @@ class Worker:
     def _carry_out_group(
         self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors], arrived: float
     ) -> list[Reply]:
-        started = time.perf_counter()
+        started, processor = time.perf_counter(), time.process_time()
         work = [functools.partial(self._carry_out, order, broadcast, place) for place, order in enumerate(orders)]
         replies = []
         for outcome in run_in_lockstep(work) if len(work) > 1 else [work[0]()]:
@@ -157,8 +159,11 @@ class Worker:
                 raise outcome
             replies.append(outcome)
         seconds = (time.perf_counter() - started) / len(orders)  # a batch has no times of single clients
+        processor = (time.process_time() - processor) / len(orders)
         return [
-            dataclasses.replace(reply, seconds=seconds, waited=started - arrived + number * seconds)
+            dataclasses.replace(
+                reply, seconds=seconds, processor=processor, waited=started - arrived + number * seconds
+            )
             for number, reply in enumerate(replies)
         ]
 
@@ -313,6 +318,7 @@ class Worker:
             private=self._store_private(order, step),
             bytes_up=sum(flat.vector.nbytes for flat in payloads)
             + sum(w.nbytes if isinstance(w, Tensor) else 8 for w in weights),
+            multiply_adds=self._counter.count(step),
         )
 
     def _store_private(self, order: Order, step: Step) -> PrivateRef | None:

@@ -31,7 +31,9 @@ BUDGET: Mapping[str, tuple[str, float]] = {
     "client steps": ("steps", 1.0),
     "MB down": ("bytes_down", 1e-6),
     "MB up": ("bytes_up", 1e-6),
+    "multiply-adds (billions)": ("multiply_adds", 1e-9),
     "client seconds": ("seconds/fit", 1.0),
+    "processor seconds": ("seconds/processor", 1.0),
 }
 """Columns of a run's budget: metric, and factor of the sum of its totals."""
 MEANS: Mapping[str, tuple[str, float]] = {"kept weights (thousands)": ("kept_weights", 1e-3)}

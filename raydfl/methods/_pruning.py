@@ -277,18 +277,18 @@ def take_masks(step: Step) -> dict[str, Tensor]:
 
 
 def count_kept(step: Step, masks: Tensors) -> dict[str, Ratio]:
-    """Return the metric ``kept_weights``: the client's weights and biases, without masked elements.
+    """Return the metric ``kept_weights``, and note the kept share of each masked tensor for the budget of multiply-adds.
+
+    The metric is the number of the client's weights and biases, without masked elements.
 
     Args:
         step: The client's step.
         masks: Masks that broadcast against the tensors, by flat name.
     """
     parameters = {name: value for model in step.models for name, value in step.named_parameters(model).items()}
-    masked = sum(
-        parameters[name].numel() // mask.numel() * int((mask == 0).sum())
-        for name, mask in masks.items()
-        if name in parameters
-    )
+    masks = {name: mask for name, mask in masks.items() if name in parameters}
+    step.execution.kept = {name: float((mask != 0).double().mean()) for name, mask in masks.items()}
+    masked = sum(parameters[name].numel() // mask.numel() * int((mask == 0).sum()) for name, mask in masks.items())
     return {"kept_weights": Ratio(sum(value.numel() for value in parameters.values()) - masked, 1)}
 
 

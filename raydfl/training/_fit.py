@@ -95,7 +95,9 @@ def fit(
     models, epochs = models or tuple(step.models), step.training.local_epochs if epochs is None else epochs
     rates = _resolve_rates(lr, models)
     with step.clock.pause():
-        return cast(Metrics, lockstep.answer(_Fit(step, losses, models, epochs, batches, rates)))
+        metrics = cast(Metrics, lockstep.answer(_Fit(step, losses, models, epochs, batches, rates)))
+    step.clock.examples.update(dict.fromkeys(models, int(cast(Ratio, metrics["loss"]).count)))
+    return metrics
 
 
 def _resolve_rates(lr: float | Mapping[str, float] | None, models: Sequence[str]) -> Mapping[str, float]:

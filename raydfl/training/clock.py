@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from collections import Counter
 from collections.abc import Iterator
 
 import torch
@@ -24,7 +25,7 @@ class Clock:
     Waiting for the rest of the group does not count. The full time of a batched computation counts for each of its clients.
     """
 
-    __slots__ = ("_device", "_limit", "_partial", "_since", "_spent", "cut", "steps")
+    __slots__ = ("_device", "_limit", "_partial", "_since", "_spent", "cut", "examples", "steps")
 
     def __init__(self, limit: float | None = None, partial: bool = True, device: torch.device | None = None) -> None:
         """Create a stopped clock.
@@ -41,6 +42,8 @@ class Clock:
         self._since: float | None = None
         self.steps = 0
         """Completed optimiser steps. Methods subtract steps without an effect on the update."""
+        self.examples: Counter[str] = Counter()
+        """Training examples of completed calls of ``fit``, by trained model."""
         self.cut = False
         """Whether the deadline ended the training before its last batch."""
 

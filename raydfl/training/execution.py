@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
 
@@ -18,6 +18,8 @@ class Execution:
     """Number of clients in the batched computation of the last training. 1: unbatched."""
     looped_because: str = ""
     """Reason why the last training could not be batched. Empty if it was batched, or batching was not tried."""
+    kept: Mapping[str, float] = field(default_factory=dict)
+    """Share of kept elements of masked tensors in the last training, by flat name."""
     networks: Networks | None = None
     """Parts of the networks as built. ``None``: a user's code may replace them."""
 

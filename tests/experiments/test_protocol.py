@@ -27,7 +27,7 @@ from raydfl.experiments.statistics import Difference, Spread, describe_differenc
 from raydfl.experiments.study import Study
 from raydfl.experiments.tables import make_controls_table, make_full_table, markdown
 from raydfl.runs import run
-from raydfl.runs.report import Curve
+from raydfl.runs.report import Curve, read_run
 
 ROUNDS = 12
 PROTOCOL: dict[str, Any] = {
@@ -399,6 +399,27 @@ def test_curves_over_bytes_only_for_unequal_traffic(finished_study: Study) -> No
     by_bytes = next(plot for plot in draw_curves(read_results(finished_study)) if "bytes" in plot.title)
     ends = {line.get_label(): float(line.get_xdata()[-1]) for line in by_bytes.figure().axes[0].lines}
     assert ends == {"FedAvg": 12.0, "FedProx": 24.0, "fast": 12.0}  # the sums over all rounds
+
+
+def test_a_result_has_the_budget_of_its_run(grid: StudyFile) -> None:
+    study = load_study(grid())
+    record = read_run(run(study.trials[0].config).run_dir)
+    sums = {name: record.sum_totals(name) or 0.0 for name in ("multiply_adds", "seconds/processor")}
+    budget = make_result(study, study.trials[0]).budget
+    assert budget["multiply-adds (billions)"] == round(sums["multiply_adds"] / 1e9, 3)
+    assert budget["processor seconds"] == round(sums["seconds/processor"], 3)
+    assert all(sums.values())
+
+
+def test_a_result_without_a_column_of_the_budget_has_a_dash(finished_study: Study) -> None:
+    read_results(finished_study)
+    path = next(trial.result_file for trial in finished_study.trials if trial.labels == ("clean", "FedAvg"))
+    assert path is not None
+    path.write_text(json.dumps({**json.loads(path.read_text()), "budget": {"multiply-adds (billions)": 12.5}}))
+    headings, lines = make_full_table(read_results(finished_study))
+    column = headings.index("multiply-adds (billions)")
+    assert {line[column] for line in lines if line[:2] == ["clean", "FedAvg"]} == {"12.5"}
+    assert {line[column] for line in lines if line[:2] != ["clean", "FedAvg"]} == {"-"}
 
 
 def test_a_result_has_the_controls_of_the_headlines_test_set(grid: StudyFile) -> None:

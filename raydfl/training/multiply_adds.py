@@ -1,0 +1,126 @@
+"""Multiply-adds of clients' trainings: a budget independent of the machine and of the implementation.
+
+A client's budget is the sum, over its trained networks, of the multiply-adds of a forward pass of one example, times the number of
+training examples. Networks count as built. A masked tensor counts by its share of kept elements. Backward passes, teachers and
+evaluations are not counted. Each architecture is measured once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from raydfl.core.ops import use
+from raydfl.core.types import Batch
+from raydfl.core.users_code import FAILURES
+from raydfl.data import Examples
+from raydfl.training.randomness import preserve_generators
+from raydfl.training.step import Step
+from raydfl.training.substitute import use_eval_mode
+
+_ATEN = torch.ops.aten
+
+
+def count_multiply_adds(network: nn.Module, batch: Batch) -> Counter[str]:
+    """Count the multiply-adds of a forward pass by parameter. Products without a parameter have an empty name."""
+    counter = _MultiplyAdds(network)
+    with torch.no_grad(), use_eval_mode(network), preserve_generators(), _split_fused_layers(), counter:
+        network(*batch.input_of(network))
+    return counter.counts
+
+
+@contextlib.contextmanager
+def _split_fused_layers() -> Iterator[None]:
+    """Compute fused layers by convolutions and matrix products inside a ``with`` block."""
+    backends: Sequence[Any] = (torch.backends.mkldnn, torch.backends.cudnn)
+    enabled, fast = [backend.enabled for backend in backends], torch.backends.mha.get_fastpath_enabled()
+    try:
+        for backend in backends:
+            backend.enabled = False
+        torch.backends.mha.set_fastpath_enabled(False)
+        with use("torch"), sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+        for backend, before in zip(backends, enabled, strict=True):
+            backend.enabled = before
+
+
+class _MultiplyAdds(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counter of the products in convolutions and matrix products, by the parameter among the operands."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.counts: Counter[str] = Counter()
+        self._sources = [(parameter.detach(), [name]) for name, parameter in network.named_parameters()]
+        """Parameters and stacks of parameters, with their names."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # PyTorch would import its compiler, in some seconds.
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: tuple[Any, ...] = (), options: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = function(*arguments, **(options or {}))
+        packet = function.overloadpacket
+        if packet is _ATEN.convolution:
+            x, weight, transposed = arguments[0], arguments[1], arguments[6]
+            self._add((x if transposed else result).numel() * math.prod(weight.shape[1:]), weight)
+        elif packet in (_ATEN.mm, _ATEN.bmm, _ATEN.addmm, _ATEN.baddbmm, _ATEN.baddbmm_):
+            left, right = arguments[-2:]
+            self._add(left.numel() * right.shape[-1], left, right)
+        elif packet in (_ATEN.stack, _ATEN.cat):
+            self._sources.append((result, [name for part in arguments[0] for name in self._find_names(part)]))
+        return result
+
+    def _add(self, count: int, *operands: Tensor) -> None:
+        names = next(filter(None, map(self._find_names, operands)), [""])
+        for name in names:
+            self.counts[name] += count / len(names)  # type: ignore[assignment]
+
+    def _find_names(self, operand: Tensor) -> list[str]:
+        """Return the names of the parameters in an operand's memory."""
+        for source, names in self._sources:
+            if 0 <= operand.data_ptr() - source.data_ptr() < source.numel() * source.element_size():
+                return names
+        return []
+
+
+class TrainingCounter:
+    """Counter of the multiply-adds of clients' trainings, with a measurement of each architecture."""
+
+    def __init__(self) -> None:
+        self._measured: dict[Hashable, Counter[str]] = {}
+
+    def count(self, step: Step) -> float:
+        """Return the multiply-adds of a client's training; NaN if a network cannot compute a single example."""
+        examples, total = step.data.train, 0.0
+        if not isinstance(examples, Examples) or not len(examples):
+            return math.nan
+        for model, number in step.clock.examples.items():
+            key = (step.client.models, model, tuple((name, view.length) for name, view in examples.views.items()))
+            if key not in self._measured:
+                self._measured[key] = _measure(step, model, examples)
+            counts, kept = self._measured[key], step.execution.kept
+            total += number * sum(count * kept.get(f"{model}/{name}", 1.0) for name, count in counts.items())
+        return total
+
+
+def _measure(step: Step, model: str, examples: Examples) -> Counter[str]:
+    """Count the multiply-adds of the first training example."""
+    first = np.zeros(1, np.int64)
+    try:
+        batch = examples.batch(first, step.device, examples.draw(first, 0, 0) if examples.changed else None)
+        return count_multiply_adds(step.models[model], batch)
+    except FAILURES:  # A budget must not end a run.
+        return Counter({"": math.nan})
