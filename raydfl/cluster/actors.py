@@ -24,8 +24,8 @@ from raydfl.engine import SERVER, Order, RaySettings, Reply, Worker, add_spans, 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-StartActor = Callable[[ActorKind], ActorHandle[ClientActor]]
-"""Starts a client actor of the given kind."""
+StartActor = Callable[[ActorKind, Any], ActorHandle[ClientActor]]
+"""Starts a client actor of a kind for the slot with a key."""
 
 
 @dataclass(slots=True)
@@ -118,7 +118,7 @@ class ActorPool:
     # -- actors
 
     def _open(self, key: Any, kind: ActorKind) -> _Slot:
-        actor = self._start_actor(kind)
+        actor = self._start_actor(kind, key)
         slot = _Slot(kind, actor, actor.ready.remote(), time.monotonic() + self._settings.ready_timeout)
         self._slots[key] = slot
         return slot

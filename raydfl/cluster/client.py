@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raydfl.cluster.gpu import compute_memory_fraction, explain_missing_gpu, hide_gpus
 from raydfl.cluster.resources import ActorKind
@@ -121,8 +123,14 @@ class ClientActor:
             return job(self._worker)
 
 
-def define_actor(settings: RaySettings, place: str, kind: ActorKind) -> Any:
+def define_actor(settings: RaySettings, place: str, kind: ActorKind, strategy: Any = None) -> Any:
     """Define a client actor of a kind at a place, with Ray's options. The pool restarts lost actors, not Ray.
+
+    Args:
+        settings: Ray's options.
+        place: Place of the actor.
+        kind: Resources of the actor.
+        strategy: Ray's scheduling strategy for an actor without a place. ``None``: a trial's placement group, or any node.
 
     Raises:
         ConfigError: Ray rejects the options.
@@ -134,7 +142,7 @@ def define_actor(settings: RaySettings, place: str, kind: ActorKind) -> Any:
             memory=kind.memory or None,
             resources=dict(kind.custom) | ({site_resource(place): SHARE} if place else {}),
             label_selector=settings.options.label_selector or None,
-            scheduling_strategy="DEFAULT" if place else None,  # A trial's placement group reserves no site.
+            scheduling_strategy="DEFAULT" if place else strategy,  # A trial's placement group reserves no site.
             max_concurrency=2,
             max_restarts=0,
             max_task_retries=0,
@@ -143,9 +151,30 @@ def define_actor(settings: RaySettings, place: str, kind: ActorKind) -> Any:
         raise ConfigError(f"ray.options: {first_line(error)}") from error
 
 
-def start_client_actor(run_dir: Path, config: Config, population: Population, place: str, kind: ActorKind) -> Any:
-    """Start a client actor at a place, from the process that commits."""
+def start_client_actor(
+    run_dir: Path,
+    config: Config,
+    population: Population,
+    group: PlacementGroup | None,
+    place: str,
+    kind: ActorKind,
+    key: object,
+) -> Any:
+    """Start a client actor at a place, from the process that commits.
+
+    Args:
+        run_dir: Folder of the run.
+        config: Configuration of the run.
+        population: Population of the federation.
+        group: Placement group with a bundle for each of the first actors, after a wait for a busy cluster.
+        place: Place of the actor.
+        kind: Resources of the actor.
+        key: Key of the actor's slot: the number of its bundle in the group.
+    """
     folder = place_folder(config, run_dir, place)
     opening = functools.partial(open_worker, config, run_dir, place, folder, population if place else None)
-    actor = define_actor(config.ray, place, kind)
+    strategy = None
+    if group is not None and isinstance(key, int) and key < group.bundle_count:
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=key)
+    actor = define_actor(config.ray, place, kind, strategy)
     return actor.remote(config, kind, opening, ray.get_runtime_context().get_node_id())

@@ -35,7 +35,7 @@ class RayPool:
 
     def __init__(
         self,
-        start_actor: Callable[[str, ActorKind], ActorHandle[ClientActor]],
+        start_actor: Callable[[str, ActorKind, Any], ActorHandle[ClientActor]],
         settings: RaySettings,
         patience: StragglerPolicy | None = None,
         places: Sequence[str] = ("",),
@@ -43,7 +43,7 @@ class RayPool:
         """Start all actors, and wait until enough of them are running.
 
         Args:
-            start_actor: Starts a client actor of a kind at a place.
+            start_actor: Starts a client actor of a kind at a place, for the slot with a key.
             settings: Number of actors (at each place) and their resources.
             patience: Policy for clients with a lost or late actor. By default, too many losses end the run, and calls have no time
                 limit.

@@ -321,6 +321,22 @@ def format_shortage(bundles: Sequence[Bundle]) -> str:
     return f"a trial needs {needed}, and {free} of the cluster's {total} are free"
 
 
+def find_shortage(kinds: Sequence[ActorKind]) -> str:
+    """Describe the resources of some actors that are in use, for messages; empty if the free resources suffice.
+
+    The result has the form "2 CPU: 4 of 4 CPU are".
+    """
+    free = ray.available_resources()  # type: ignore[no-untyped-call]
+    total = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    needed = _add_up([kind.bundle for kind in kinds], _list_resources(kinds))
+    short = {name: amount for name, amount in needed.items() if amount > free.get(name, 0.0) + _EXACT}
+    used = [
+        f"{_format_amount(name, total.get(name, 0.0) - free.get(name, 0.0))} of {_format_amount(name, total.get(name, 0.0))} {name}"
+        for name in short
+    ]
+    return f"{_join(_format_totals(short))}: {_join(used)} are" if short else ""
+
+
 def _compare(bundles: Sequence[Bundle]) -> list[str]:
     """Format the sum of some bundles, and the free and the total amounts of the same resources in the cluster."""
     names = _list_resources(_to_kinds(bundles))

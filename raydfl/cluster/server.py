@@ -16,7 +16,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
-from ray.util.placement_group import get_current_placement_group
+from ray.util.placement_group import PlacementGroup, get_current_placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raydfl.cluster.client import define_actor, start_client_actor
@@ -26,6 +26,7 @@ from raydfl.cluster.job import check_visible
 from raydfl.cluster.metrics import RayMetrics
 from raydfl.cluster.nodes import NodeWatch
 from raydfl.cluster.pool import RayPool
+from raydfl.cluster.queue import queue_actors
 from raydfl.cluster.resources import run_actor_kinds
 from raydfl.cluster.sites import open_serial_pool
 from raydfl.core.errors import ResourcesError
@@ -41,8 +42,13 @@ _CALL_S = 0.6
 class Server:
     """A federation opened on a run directory, in a ServerActor with client actors or in this process without actors."""
 
-    def __init__(self, run_dir: Path, config: Config) -> None:
+    def __init__(self, run_dir: Path, config: Config, group: PlacementGroup | None = None) -> None:
         """Lock the directory, start the pool and open the newest commit.
+
+        Args:
+            run_dir: Folder of the run.
+            config: Configuration of the run.
+            group: Placement group with reserved bundles for client actors.
 
         Raises:
             RunDirectoryError: The directory is in use, or has no intact commit.
@@ -54,7 +60,7 @@ class Server:
             store.lock()
             opened.callback(store.unlock)
             population = Population.load(run_dir / "population", verify=True)
-            start = functools.partial(start_client_actor, run_dir, config, population)
+            start = functools.partial(start_client_actor, run_dir, config, population, group)
             pool: Pool = (
                 open_serial_pool(run_dir, config, population)
                 if config.ray.actors == 0
@@ -158,9 +164,9 @@ class Server:
 class ServerActor:
     """A Server in an actor. Ray restarts a lost actor, which resumes from the last commit."""
 
-    def __init__(self, run_dir: str, config: Config) -> None:
+    def __init__(self, run_dir: str, config: Config, group: PlacementGroup | None) -> None:
         # Ray reports an error of a constructor as a lost actor, without its type. So _open does all work that may fail.
-        self._run_dir, self._config = Path(run_dir), config
+        self._run_dir, self._config, self._group = Path(run_dir), config, group
         self._server: Server | None = None
 
     def _open(self) -> Server:
@@ -173,7 +179,7 @@ class ServerActor:
             sys.setswitchinterval(5e-4)  # The committing thread must not delay clients.
             # Without the path of a user's method, because everyone on the network can read the node's metrics.
             self._metrics = RayMetrics(self._run_dir.name, self._config.method["name"].rpartition("/")[2])
-            self._server = Server(self._run_dir, self._config)
+            self._server = Server(self._run_dir, self._config, self._group)
         return self._server
 
     def open(self) -> tuple[int, list[str], str]:
@@ -216,7 +222,9 @@ class RemoteServer:
         self._tell = tell
         kinds = run_actor_kinds(config, clients)
         define_actor(config.ray, "", kinds[0])  # Rejects wrong options before the server starts.
-        self._watch = NodeWatch(kinds, config.ray.min_actors or len(kinds), tell)
+        needed = min(config.ray.min_actors or len(kinds), len(kinds))
+        self._group = queue_actors(config, kinds[:needed], tell)
+        self._watch = NodeWatch(kinds, needed, tell)
         if config.ray.autoscale:
             self._watch.announce_wait(config.ray.ready_timeout)
         options: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0, "max_restarts": self._RESTARTS, "max_task_retries": 0}
@@ -227,7 +235,7 @@ class RemoteServer:
             here = ray.get_runtime_context().get_node_id()
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(here, soft=False)
         actor = ray.remote(ServerActor).options(**options)
-        self._actor: Any = actor.remote(str(run_dir), config)
+        self._actor: Any = actor.remote(str(run_dir), config, self._group)
         self._lost = 0
 
     def _get(self, reference: Any) -> Any:
@@ -304,3 +312,5 @@ class RemoteServer:
         with contextlib.suppress(*LOST, GetTimeoutError, RayTaskError):
             ray.get(self._actor.close.remote(), timeout=20)
         ray.kill(self._actor)
+        if self._group is not None:
+            remove_placement_group(self._group)

@@ -164,6 +164,11 @@ class RaySettings(Settings):
     autoscale: bool = Field(
         False, description="Wait for nodes that the cluster's autoscaler adds for the requested actors."
     )
+    queue: bool = Field(
+        True,
+        description="Wait without a limit while actors of other runs use the resources of the client actors. false: stop after "
+        "ready_timeout.",
+    )
     cpu_actors: int = Field(0, ge=0, description="Additional client actors without a GPU.")
     retries: int = Field(
         3, ge=0, description="Times that a client's work moves to another actor after the loss of its actor."

@@ -46,7 +46,8 @@ class Watch(tune.Callback):
     def __init__(self, state: StudyState, progress: Progress, signals: StopSignals, stop: Path) -> None:
         self.error: Exception | None = None
         self._study, self._state, self._left = state.study, state, state.left
-        self._seconds = state.study.first.config.ray.ready_timeout
+        ray = state.study.first.config.ray
+        self._seconds, self._queue = ray.ready_timeout, ray.queue
         self._progress, self._signals, self._stop = progress, signals, stop
         self._foreign_groups = list_placement_groups()
         self._starved_since = self._looked = time.monotonic()
@@ -97,7 +98,7 @@ class Watch(tune.Callback):
         if not self._announced:
             self._announced = True
             self._progress.message(f"waiting for resources: {text}")
-        if now - self._starved_since > self._seconds:
+        if not self._queue and now - self._starved_since > self._seconds:
             self.error = ResourcesError(
                 f"no trial could start within {self._seconds:g} s (ray.ready_timeout): {text}. Wait for the end of other jobs, "
                 f"lower actors, ray.cpus, ray.gpus or cpus, or raise ray.ready_timeout if nodes are still starting. The same "

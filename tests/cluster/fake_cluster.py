@@ -134,7 +134,7 @@ class FakeCluster:
         self.events.append((time, event))
         self.events.sort(key=lambda pair: pair[0])
 
-    def start_actor(self, site: str, kind: ActorKind) -> Any:
+    def start_actor(self, site: str, kind: ActorKind, key: object) -> Any:
         actor = Actor(self, site, kind)
         self.actors.append(actor)
         self.waiting.append(actor)

@@ -291,7 +291,7 @@ def test_occupied_resources_are_awaited_and_then_reported(search_file: StudyFile
     settings = {"track.mlflow": False}
     try:
         ray.get(resources.ready(), timeout=60)
-        study = load_study(search_file(samples=1, settings=settings), ["ray.ready_timeout=3"])
+        study = load_study(search_file(samples=1, settings=settings), ["ray.ready_timeout=3", "ray.queue=false"])
         with pytest.raises(
             ResourcesError,
             match=r"no trial could start within 3 s .* 0 CPU and 1 GPU of the cluster's 4 CPU and 1 GPU are free",
