@@ -42,7 +42,7 @@ def _make_order(study: Study, stop: Path, mlflow: str | None, config: Mapping[st
     return TrialOrder(
         trial.config.model_copy(update={"track": track}),
         judged=search,
-        keys=tuple(map(" ".join, trial.keys)) if search else (),
+        keys=tuple(tuple(map(" ".join, names)) for names in trial.keys) if search else (),
         sign=trial.metric.sign,
         stop=stop,
         log=study.folder / "logs" / f"{trial.run_dir.name}.log",

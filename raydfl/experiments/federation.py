@@ -51,8 +51,8 @@ class TrialOrder:
     config: Config
     judged: bool = True
     """Report each evaluation. False: report only the last evaluation."""
-    keys: tuple[str, ...] = ()
-    """Names of the score in the metrics table, by preference; empty: the trial has no single score."""
+    keys: tuple[tuple[str, ...], ...] = ()
+    """Names in the metrics table whose mean is the score, by preference; empty: the trial has no single score."""
     sign: float = 1.0
     """Factor with which larger scores are better."""
     stop: Path | None = None
@@ -71,12 +71,13 @@ class TrialOrder:
         Raises:
             InputError: The score was not measured.
         """
-        score = next((scores[key] for key in self.keys if key in scores), None)
-        if score is None:
+        names = next((names for names in self.keys if scores.keys() >= set(names)), ())
+        if not names:
             known = sorted(name for name in scores if "/" in name or name.endswith(" loss"))
             raise InputError(
-                f"metric: {self.keys[-1]} is not measured. Measured are {', '.join(known)}. Correct metric, or evaluate.*."
+                f"metric: {', '.join(self.keys[-1])} is not measured. Measured are {', '.join(known)}. Correct metric, or evaluate.*."
             )
+        score = sum(scores[name] for name in names) / len(names)
         return score if math.isfinite(score) else -self.sign * WORST
 
 

@@ -12,7 +12,7 @@ import math
 import os
 import platform
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from raydfl.controls import Control
 from raydfl.core.errors import ConfigError, RunDirectoryError
 from raydfl.core.files import write_durably
+from raydfl.core.metrics import base_name
 from raydfl.core.version import __version__
 from raydfl.experiments.settings import MetricSettings
-from raydfl.experiments.study import Study, Trial, list_keys
-from raydfl.runs.report import Curve, RunRecord, find_problems, read_run
+from raydfl.experiments.study import Study, Trial, list_keys, list_part_keys
+from raydfl.runs.report import Curve, RunRecord, align, find_problems, read_run
 
 BUDGET: Mapping[str, tuple[str, float]] = {
     "client steps": ("steps", 1.0),
@@ -90,8 +92,7 @@ def make_result(study: Study, trial: Trial) -> RunResult:
         *(study.resolve(metric, trial.config) for metric in study.settings.also),
         study.make_plateau_metric(trial),
     )
-    keys = [next((key for key in list_keys(trial.config, metric) if key in record.curves), None) for metric in metrics]
-    curves = {" ".join(key): record.curves[key] for key in keys if key is not None}
+    curves = dict(filter(None, (_find_curve(record, trial, metric) for metric in metrics)))
     return RunResult(
         run=trial.run_dir.name,
         identity=trial.result[0],
@@ -108,7 +109,11 @@ def make_result(study: Study, trial: Trial) -> RunResult:
         chosen=0 if best is None else int(best.last),
         worthless=any(problem.worthless for problem in problems),
         problems="; ".join(problem.text for problem in problems),
-        controls=[asdict(control) for control in record.controls if control.split == (trial.metric.split or "test")],
+        controls=[
+            asdict(control)
+            for control in _average_parts(record.controls)
+            if control.split == (trial.metric.split or "test")
+        ],
         budget=_measure_budget(record),
         provenance={
             "version": __version__,
@@ -117,6 +122,31 @@ def make_result(study: Study, trial: Trial) -> RunResult:
             **describe_machine(),
         },
     )
+
+
+def _find_curve(record: RunRecord, trial: Trial, metric: MetricSettings) -> tuple[str, Curve] | None:
+    """Return a metric's name and curve, with several parts of the data the mean over the parts; ``None`` if not measured."""
+    for key in list_keys(trial.config, metric):
+        for names in ([key], list_part_keys(trial.config, key)):
+            if record.curves.keys() >= set(names):
+                rounds, values, totals = align([record.curves[name] for name in names])
+                return " ".join(key), Curve(rounds, values.mean(axis=0), totals.sum(axis=0))
+    return None
+
+
+def _average_parts(controls: Sequence[Control]) -> list[Control]:
+    """Average controls over the parts of the data."""
+    groups: dict[tuple[str, str, str], list[Control]] = {}
+    for control in controls:
+        groups.setdefault((control.name, control.split, base_name(control.metric)), []).append(control)
+    averages = []
+    for (name, split, metric), parts in groups.items():
+        errors = [math.nan if part.standard_error is None else part.standard_error for part in parts]
+        value, error = sum(part.value for part in parts) / len(parts), math.hypot(*errors) / len(parts)
+        averages.append(
+            Control(name, split, metric, value, sum(part.count for part in parts), None if math.isnan(error) else error)
+        )
+    return averages
 
 
 def _measure_budget(record: RunRecord) -> dict[str, float]:

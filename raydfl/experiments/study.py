@@ -24,6 +24,7 @@ from raydfl.core import seeds
 from raydfl.core.errors import ConfigError
 from raydfl.core.nested import get_path
 from raydfl.core.options import path_options
+from raydfl.core.part_names import qualify
 from raydfl.data import find_dataset
 from raydfl.engine import Config, apply_overrides, holds_out, make_config
 from raydfl.engine.storage import RunStore, read_about, read_rows, round_of
@@ -77,9 +78,10 @@ class Trial:
         return Path(self.config.run.dir) / str(self.config.run.name)
 
     @property
-    def keys(self) -> list[Key]:
-        """Names of the headline in the metrics table, by preference. The mean over clients is first."""
-        return list_keys(self.config, self.metric)
+    def keys(self) -> list[list[Key]]:
+        """Names of the headline in the metrics table, by preference: a single name, or a name for each part of the data."""
+        keys = list_keys(self.config, self.metric)
+        return [names for key in keys for names in ([key], list_part_keys(self.config, key))]
 
     @property
     def finished(self) -> bool:
@@ -325,6 +327,11 @@ def list_keys(config: Config, metric: MetricSettings) -> list[Key]:
     models = [metric.model] if metric.model else list(config.components.models)[:1]
     names = [*(f"{model}/{metric.score}" for model in models), metric.score]
     return [(metric.split or "test", key) for name in names for key in (f"{name}_client_mean", name)]
+
+
+def list_part_keys(config: Config, key: Key) -> list[Key]:
+    """List the names of a metric in each part of ``data.parts``. A study takes the mean over the parts."""
+    return [(key[0], qualify(part, ":", key[1])) for part in config.data.each]
 
 
 def _compute_identity(config: Config) -> str:

@@ -15,7 +15,9 @@ from commands import Raydfl
 from scipy import stats
 from studies import StudyFile, write_run_folder
 
-from raydfl.core.errors import ConfigError, RunDirectoryError
+from raydfl.controls import Control, to_json
+from raydfl.core.errors import ConfigError, InputError, RunDirectoryError
+from raydfl.experiments.federation import TrialOrder
 from raydfl.experiments.load import load_study
 from raydfl.experiments.notes import describe_results
 from raydfl.experiments.page import draw_curves
@@ -420,6 +422,30 @@ def test_a_result_without_a_column_of_the_budget_has_a_dash(finished_study: Stud
     column = headings.index("multiply-adds (billions)")
     assert {line[column] for line in lines if line[:2] == ["clean", "FedAvg"]} == {"12.5"}
     assert {line[column] for line in lines if line[:2] != ["clean", "FedAvg"]} == {"-"}
+
+
+def test_a_score_of_several_data_sets_is_the_mean_over_them(grid: StudyFile) -> None:
+    parts = {"low": {"speakers": 4}, "high": {"classes": 5, "first": 10, "speakers": 3}}
+    study = load_study(grid(settings={"train.rounds": 2, "data.parts": parts}))
+    trial = study.trials[0]
+    write_run_folder(trial, {"test low:model/accuracy": [0.2, 0.5], "test high:model/accuracy": [0.4, 0.9]})
+    controls = [
+        Control("chance", "test", "low/accuracy", 0.2, 100, 0.03),
+        Control("chance", "test", "high/accuracy", 0.4, 300, 0.04),
+        Control("majority", "test", "low/accuracy", 0.5, 100),
+        Control("majority", "test", "high/accuracy", 0.5, 300),
+    ]
+    (trial.run_dir / "controls.json").write_text(to_json(controls, ""))
+    result = make_result(study, trial)
+    assert result.scores == {"test model/accuracy": [(1, pytest.approx(0.3)), (2, pytest.approx(0.7))]}
+    assert result.controls == [
+        asdict(Control("chance", "test", "accuracy", pytest.approx(0.3), 400, pytest.approx(0.025))),  # type: ignore[arg-type]
+        asdict(Control("majority", "test", "accuracy", 0.5, 400)),
+    ]
+    order = TrialOrder(trial.config, keys=tuple(tuple(map(" ".join, names)) for names in trial.keys))
+    assert order.find_score({"test low:model/accuracy": 0.5, "test high:model/accuracy": 0.9}) == pytest.approx(0.7)
+    with pytest.raises(InputError, match="is not measured"):
+        order.find_score({"test low:model/accuracy": 0.5})
 
 
 def test_a_result_has_the_controls_of_the_headlines_test_set(grid: StudyFile) -> None:

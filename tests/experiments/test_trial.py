@@ -27,7 +27,7 @@ def create_trial(tmp_path: Path) -> Callable[..., tune.Trainable]:
     """Return a function that creates the trial of a study, with a stop file and a log."""
 
     def make(config: Config, log: Path = tmp_path / "logs" / "trial.log", **changes: Any) -> tune.Trainable:
-        keys = tuple(" ".join(key) for key in list_keys(config, LOSS))
+        keys = tuple((" ".join(key),) for key in list_keys(config, LOSS))
         order = TrialOrder(config, **{"keys": keys, "stop": tmp_path / "stop", "log": log, **changes})
         return make_trainable(lambda *_: order, 1.0, copies=False)({})
 
