@@ -10,6 +10,7 @@ from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config, load_config, make_config
 from raydfl.engine.evaluation import find_received_entries, label_entry
 from raydfl.engine.federation import Federation
+from raydfl.engine.fine_tuning import personal_name
 from raydfl.engine.networks import build_fixed_tensors, build_models
 from raydfl.engine.orders import SERVER, Order, Reply, keys_of, split_groups
 from raydfl.engine.overrides import apply_overrides, apply_values
@@ -55,6 +56,7 @@ __all__ = [
     "load_config",
     "make_config",
     "measure_once",
+    "personal_name",
     "split_groups",
     "try_models",
 ]

@@ -19,7 +19,7 @@ from raydfl.core.remote import check_path, is_uri
 from raydfl.core.yaml import read_yaml
 from raydfl.data import build_population, find_dataset, place_of
 from raydfl.data.features import RunChunks
-from raydfl.engine import Clients, Config, apply_overrides, holds_out
+from raydfl.engine import Clients, Config, apply_overrides, holds_out, personal_name
 from raydfl.experiments.protocol import LABELS, TRIALS
 from raydfl.experiments.results import collect
 from raydfl.experiments.settings import (
@@ -212,7 +212,9 @@ def check_domains(study: Study) -> None:
     settings, metric, config = study.settings, study.first.metric, study.first.config
     method, population = config.components.method, settings.population
     if metric.model is not None:
-        check_known(metric.model, config.components.models, f"{study.file}: metric.model: there is no model")
+        models = list(config.components.models)
+        fine_tuned = [personal_name(name, len(models)) for name in models if config.components.fine_tune.epochs]
+        check_known(metric.model, [*models, *fine_tuned], f"{study.file}: metric.model: there is no model")
     if type(method).evaluate is Method.evaluate:  # An override may measure any score.
         known = [score + suffix for score in HIGHER_IS_BETTER for suffix in ("", *OF_CLIENTS, HARMONIC_MEAN)]
         check_known(metric.score, known, f"{study.file}: metric.score: nothing measures")

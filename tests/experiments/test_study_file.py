@@ -343,6 +343,13 @@ def test_invalid_settings_of_the_command_line_are_explained(
         load_study(search_file(), [override])
 
 
+def test_a_search_may_select_the_score_of_fine_tuned_models(search_file: StudyFile) -> None:
+    fine_tuned, metric = "evaluate.fine_tune={epochs: 1}", "metric.model=personal"
+    assert load_study(search_file(), [fine_tuned, metric]).first.metric.model == "personal"
+    with pytest.raises(ConfigError, match="there is no model 'personal'"):
+        load_study(search_file(), [metric])
+
+
 def test_copied_trials_reject_data_at_sites(search_file: StudyFile) -> None:
     """A copied run folder would share its private state at the sites."""
     sites = ["data.sites={north: {folder: /x}}"]
