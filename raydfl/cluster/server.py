@@ -164,7 +164,7 @@ class Server:
 class ServerActor:
     """A Server in an actor. Ray restarts a lost actor, which resumes from the last commit."""
 
-    def __init__(self, run_dir: str, config: Config, group: PlacementGroup | None) -> None:
+    def __init__(self, run_dir: str, config: Config, group: PlacementGroup | None = None) -> None:
         # Ray reports an error of a constructor as a lost actor, without its type. So _open does all work that may fail.
         self._run_dir, self._config, self._group = Path(run_dir), config, group
         self._server: Server | None = None
