@@ -75,7 +75,8 @@ class TrialOrder:
         if not names:
             known = sorted(name for name in scores if "/" in name or name.endswith(" loss"))
             raise InputError(
-                f"metric: {', '.join(self.keys[-1])} is not measured. Measured are {', '.join(known)}. Correct metric, or evaluate.*."
+                f"metric: {', '.join(self.keys[-1])} is not measured. Measured are {', '.join(known)}. Correct metric, or "
+                f"evaluate.*."
             )
         score = sum(scores[name] for name in names) / len(names)
         return score if math.isfinite(score) else -self.sign * WORST
