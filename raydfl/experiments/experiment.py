@@ -27,7 +27,7 @@ from raydfl.experiments.federation import ROUND, SCORE, WORST, TrialOrder, make_
 from raydfl.experiments.results import collect
 from raydfl.experiments.settings import AshaScheduler, MedianScheduler
 from raydfl.experiments.state import StudyState
-from raydfl.experiments.study import Study, Trial
+from raydfl.experiments.study import Study, Trial, list_keys
 from raydfl.experiments.watch import LIVE, SHORT, Watch, get_point
 from raydfl.runs import Progress, StopSignals
 
@@ -188,7 +188,11 @@ class Experiment:
         trials = (study.first, *study.trials)
         digested: list[Any] = [study.settings.model_dump(mode="json", include=keys), __version__, self.parallel]
         digested += [trial.identity for trial in trials]
-        digested += [study.first.keys, study.first.metric.best, study.first.config.ray.actors]
+        digested += [
+            list_keys(study.first.config, study.first.metric),
+            study.first.metric.best,
+            study.first.config.ray.actors,
+        ]
         name = f"{stem}-{hashlib.sha256(json.dumps(digested).encode()).hexdigest()[:8]}"
         for folder in (self.study.folder / "tune").glob(f"{stem}-????????"):
             if folder.name != name:  # An interrupted experiment before an edit of the file. Run folders are kept.
