@@ -63,6 +63,14 @@ CASES = [
             ("ActivityNet", trees.write_activitynet, "UniFL"),
         )
     ),
+    Case(
+        *("modality_mirror/figure2", ("data=ActivityNet", "method=without a teacher")),
+        *(trees.write_activitynet, FEW, (IMAGENET, SSAST)),
+    ),
+    Case(
+        *("modality_mirror/figure3", ("missing=70 %", "method=ModalityMirror")),
+        *(trees.write_ucf101, FEW, (IMAGENET, SSAST)),
+    ),
 ]
 
 

@@ -47,6 +47,8 @@ SIZES = {
     "fedmlac/trimming": (4 * 2 * 5, 2 * 5 * (5 + 5 + 5 + 10)),
     "fedmlac/trimming_twin": (2 * 2, 2 * 2 * 3),
     "modality_mirror/table1": (2 * 5 * 5, 2 * 5 * 5 * 3),
+    "modality_mirror/figure2": (2 * 3, 2 * 3 * 3),
+    "modality_mirror/figure3": (5 * 2, 5 * 2 * 3),
     "matrix": (12 * 12, 12 * 12),
     "matrix_tiny": (3 * 2, 3 * 2),
     "tiny_sweep": (2 * 2, 2 * 2 * 2),
@@ -70,6 +72,7 @@ PUBLISHED = {
     "fedstar/table6_pretrained": 4 * 4 * 2,
     "fedstar/figure2": 4,
     "modality_mirror/table1": 2 * 5 * 4,
+    "modality_mirror/figure3": 3,
 }
 WEIGHTS = ("runs/cola/model.safetensors", "data/resnet18-5c106cde.pth", "data/SSAST-Tiny-Patch-400.pth")
 """Files that users supply. Loading a study checks that they exist."""
@@ -183,6 +186,7 @@ def test_bases_of_studies_are_valid_jobs(monkeypatch: pytest.MonkeyPatch) -> Non
         ("fedstar/table6_pretrained", ("50 %", "20 %", "COLA"), 90.70, None),
         ("fedstar/figure2", ("80 %", "3 %", "FedSTAR"), 86.82, None),
         ("modality_mirror/table1", ("ActivityNet", "40 %", "MultiFL"), 12.55, None),
+        ("modality_mirror/figure3", ("30 %", "ModalityMirror"), 40.43, 0.64),
     ],
 )
 def test_published_values_are_in_their_cells(
@@ -193,6 +197,23 @@ def test_published_values_are_in_their_cells(
     scores = settings.paper_scores()
     assert scores[labels] == (mean, spread)
     assert len(scores) == PUBLISHED[file]
+
+
+@pytest.mark.parametrize(
+    ("figure", "only", "shared"), [("figure2", [], 18), ("figure3", ["missing=10 %,30 %,50 %"], 18)]
+)
+def test_the_figures_of_modality_mirror_share_cells_of_its_table(
+    figure: str, only: list[str], shared: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RAYDFL_DATA", str(tmp_path / "data"))
+    for file in WEIGHTS:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).touch()
+    table = {run.identity for run in load_study(JOBS / "modality_mirror/table1.yaml").trials}
+    runs = {run.identity for run in load_study(JOBS / f"modality_mirror/{figure}.yaml", only=only).trials}
+    assert runs <= table
+    assert len(runs) == shared
 
 
 def test_clean_cells_of_the_tables_are_shared() -> None:
