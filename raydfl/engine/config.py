@@ -21,6 +21,7 @@ from raydfl.core.errors import ConfigError, nearest
 from raydfl.core.ops import differing_kernels, kernels
 from raydfl.core.options import explain, plain
 from raydfl.core.settings import Settings
+from raydfl.core.version import describe_source
 from raydfl.core.yaml import read_yaml
 from raydfl.data import KNOWN, DataSettings, Population, ProfileSettings
 from raydfl.engine.assembly import Components, ModelChoice, assemble, format_value, split_view
@@ -40,6 +41,8 @@ _FILES = "_files_at_start"
 
 _KERNELS = "_kernels_at_start"
 """Attribute of a pickled configuration: the kernels of the machine that started the run."""
+_SOURCE = "_source_at_start"
+"""Attribute of a pickled configuration: raydfl's version and digest on the machine that started the run."""
 _log = logging.getLogger(__name__)
 
 
@@ -175,6 +178,7 @@ class Config(Settings):
         state["__dict__"] = {key: value for key, value in state["__dict__"].items() if key != "components"}
         state["__dict__"].setdefault(_FILES, self.files() if "components" in self.__dict__ else {})
         state["__dict__"].setdefault(_KERNELS, kernels())
+        state["__dict__"].setdefault(_SOURCE, describe_source())
         return state
 
     def check_files(self) -> None:
@@ -186,13 +190,31 @@ class Config(Settings):
         if self.__dict__.get(_FILES):
             check_same_files(self.__dict__[_FILES], self.files())
 
+    def check_software(self) -> None:
+        """Compare the software of this machine with the machine that started the run.
+
+        Raises:
+            ConfigError: raydfl, the version of PyTorch, or the availability of the compiled operators differs.
+        """
+        here = {"raydfl": describe_source(), **kernels()}
+        there = {"raydfl": self.__dict__.get(_SOURCE, here["raydfl"]), **self.__dict__.get(_KERNELS, here)}
+        differing = [name for name in ("raydfl", "torch") if there[name] != here[name]]
+        if (there["operators"] == "none") != (here["operators"] == "none"):
+            differing.append("operators")
+        if differing:
+            values = ", ".join(f"{name} {there[name]} there, {here[name]} here" for name in differing)
+            raise ConfigError(
+                f"node {platform.node()} and the machine that started the run have different software: {values}. Install the same "
+                f"raydfl and PyTorch on every node, with compiled operators on all nodes or on none."
+            )
+
     def check_kernels(self) -> None:
         """Warn if this machine's CPU kernels differ from the starting machine's, because the last digits may then differ."""
         differing = differing_kernels(self.__dict__.get(_KERNELS, {}))
         if differing:
             _log.warning(
                 "raydfl on %s and on the starting machine of the run use different CPU kernels (%s). The last digits of the models "
-                "depend on each client's worker. Use equal CPUs, and install the same raydfl on every node",
+                "depend on each client's worker. Use equal CPUs for equal bits",
                 platform.node(),
                 differing,
             )

@@ -87,8 +87,9 @@ class Worker:
             place: Site of the worker. It serves only clients of this site, because it has only their clips.
 
         Raises:
-            ConfigError: The content of a file in the configuration differs from the starting machine's.
+            ConfigError: The software, or the content of a file in the configuration, differs from the starting machine's.
         """
+        config.check_software()
         config.check_files()
         self.run_dir = run_dir
         self.place = place

@@ -100,6 +100,28 @@ def test_a_cluster_file_may_use_an_image_instead_of_setup_commands(tmp_path: Pat
     assert "REPLACE/raydfl:0.1.0-ray" in check(break_copy("cluster.yaml", tmp_path, change), [])[-1]
 
 
+@pytest.mark.parametrize("index", ["", "https://packages.invalid/cuda12"])
+def test_the_image_takes_pytorch_for_a_different_cuda_from_an_index(tmp_path: Path, index: str) -> None:
+    """Execute the first RUN step with a program ``pip`` that records its arguments. Oracle: the versions of constraints.txt."""
+    pip = tmp_path / "pip"
+    pip.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/arguments\n')
+    pip.chmod(0o755)
+    command = next(
+        line
+        for line in DOCKERFILE.read_text().replace("\\\n", " ").splitlines()
+        if "TORCH_INDEX" in line and "RUN" in line
+    )
+    command = command.removeprefix("RUN ").replace("/tmp/raydfl", str(ROOT))
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "TORCH_INDEX": index}
+    subprocess.run(["bash", "-euc", command], check=True, env=environment)
+    pinned = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    expected = (
+        f"install --no-cache-dir --index-url {index} torch=={pinned['torch']} torchvision=={pinned['torchvision']}"
+    )
+    assert (tmp_path / "arguments").exists() == bool(index)
+    assert not index or (tmp_path / "arguments").read_text().strip() == expected
+
+
 @pytest.mark.slow
 def test_the_images_commands_work_in_a_virtual_environment(tmp_path: Path) -> None:
     """Execute the RUN steps with this environment's packages, to avoid downloads, then train with the result."""
@@ -123,7 +145,7 @@ def test_the_images_commands_work_in_a_virtual_environment(tmp_path: Path) -> No
     home = tmp_path / "home"
     home.mkdir()
     environment = os.environ | {"PATH": f"{image / 'bin'}:{os.environ['PATH']}", "RAY": ray.__version__}
-    environment |= {"RAYDFL_CACHE": str(tmp_path / "cache"), "PIP_NO_INDEX": "1"}
+    environment |= {"RAYDFL_CACHE": str(tmp_path / "cache"), "PIP_NO_INDEX": "1", "TORCH_INDEX": ""}
     environment.pop("PYTHONPATH", None)  # uses the installed raydfl
     for line in DOCKERFILE.read_text().replace("\\\n", " ").splitlines():
         if line.startswith("RUN "):

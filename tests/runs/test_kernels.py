@@ -13,8 +13,13 @@ import pytest
 import torch
 from helpers import stop_after
 
-from raydfl.core import ops
+from raydfl.core import ops, version
+from raydfl.core.errors import ConfigError
+from raydfl.core.ops import _backend
+from raydfl.engine import Worker
+from raydfl.engine import config as config_module
 from raydfl.engine.config import Config
+from raydfl.engine.storage.private import PrivateStore
 from raydfl.runs._run import resume
 from raydfl.runs.progress import Progress
 
@@ -62,5 +67,44 @@ def test_worker_with_other_kernels_logs_a_warning(
     assert not caplog.records
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "VSX")
     with caplog.at_level(logging.WARNING):
+        pickle.loads(sent).check_software()
         pickle.loads(sent).check_kernels()
     assert "VSX here" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda patch: patch.setattr(torch, "__version__", "1.0"), r"torch \S+ there, 1\.0 here"),
+        (
+            lambda patch: patch.setattr(config_module, "describe_source", lambda: "0.0.9 (0)"),
+            r"raydfl 0.1.0 \(\w+\) there, 0.0.9",
+        ),
+        (
+            lambda patch: patch.setattr(_backend, "is_compiled", lambda: not ops.is_compiled()),
+            r"operators \w+ there, \w+ here",
+        ),
+    ],
+)
+def test_worker_with_different_software_is_rejected(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, change: Callable[[pytest.MonkeyPatch], None], message: str
+) -> None:
+    sent = pickle.dumps(tiny())
+    change(monkeypatch)
+    with pytest.raises(ConfigError, match=message):
+        pickle.loads(sent).check_software()
+    with pytest.raises(ConfigError, match="Install the same raydfl and PyTorch on every node"):
+        Worker(Path(), pickle.loads(sent), PrivateStore(Path()), "cpu")
+
+
+def test_description_of_the_source_changes_with_any_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "core").mkdir()
+    monkeypatch.setattr(version, "__file__", str(tmp_path / "core" / "version.py"))
+    module = tmp_path / "core" / "module.py"
+    texts = set()
+    for content in ("a = 1", "a = 2"):
+        module.write_text(content)
+        texts.add(version.describe_source.__wrapped__())
+    module.rename(tmp_path / "module.py")
+    texts.add(version.describe_source.__wrapped__())
+    assert len(texts) == 3
