@@ -55,6 +55,7 @@ def format_block(study_file: str, results: StudyResults) -> str:
     more = hidden, [[line[place] for place in places] for line in lines]
     controls = make_controls_table(results)
     name = Path(study_file).stem
+    root = " data.root=PATH/TO/DATA" * hasattr(study.first.config.data.each[""], "root")
     parts = [
         f"**Question:** {settings.question}" * bool(settings.question),
         settings.note,
@@ -67,7 +68,7 @@ def format_block(study_file: str, results: StudyResults) -> str:
         f"<details><summary>Values by seed, and budgets</summary>\n\n{format_markdown(more)}\n\n</details>",
         "Repeat one cell (the result is not stored):",
         "<!-- test: skip: trains for long -->\n```bash\n"
-        f'raydfl study {study_file} results=null --only "{study.axes[-1]}={study.cells[0][-1]}" data.root=PATH/TO/DATA\n```',
+        f'raydfl study {study_file} results=null --only "{study.axes[-1]}={study.cells[0][-1]}"{root}\n```',
     ]
     return "\n\n".join(filter(None, parts)) + "\n"
 

@@ -42,7 +42,7 @@ _FILES = "_files_at_start"
 _KERNELS = "_kernels_at_start"
 """Attribute of a pickled configuration: the kernels of the machine that started the run."""
 _SOURCE = "_source_at_start"
-"""Attribute of a pickled configuration: raydfl's version and digest on the machine that started the run."""
+"""Attribute of a pickled configuration: raydfl's version and digest on the run's first machine."""
 _log = logging.getLogger(__name__)
 
 
@@ -191,7 +191,7 @@ class Config(Settings):
             check_same_files(self.__dict__[_FILES], self.files())
 
     def check_software(self) -> None:
-        """Compare the software of this machine with the machine that started the run.
+        """Compare the software of this machine with the run's first machine.
 
         Raises:
             ConfigError: raydfl, the version of PyTorch, or the availability of the compiled operators differs.
@@ -202,9 +202,9 @@ class Config(Settings):
         if (there["operators"] == "none") != (here["operators"] == "none"):
             differing.append("operators")
         if differing:
-            values = ", ".join(f"{name} {there[name]} there, {here[name]} here" for name in differing)
+            values = ", ".join(f"{name} {here[name]} here, {there[name]} on the first machine" for name in differing)
             raise ConfigError(
-                f"node {platform.node()} and the machine that started the run have different software: {values}. Install the same "
+                f"node {platform.node()} and the run's first machine have different software: {values}. Install the same "
                 f"raydfl and PyTorch on every node, with compiled operators on all nodes or on none."
             )
 

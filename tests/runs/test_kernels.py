@@ -75,14 +75,14 @@ def test_worker_with_other_kernels_logs_a_warning(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda patch: patch.setattr(torch, "__version__", "1.0"), r"torch \S+ there, 1\.0 here"),
+        (lambda patch: patch.setattr(torch, "__version__", "1.0"), r"torch 1\.0 here, \S+ on the first machine"),
         (
             lambda patch: patch.setattr(config_module, "describe_source", lambda: "0.0.9 (0)"),
-            r"raydfl 0.1.0 \(\w+\) there, 0.0.9",
+            r"raydfl 0\.0\.9 \(0\) here, 0\.1\.0 \(\w+\) on the first",
         ),
         (
             lambda patch: patch.setattr(_backend, "is_compiled", lambda: not ops.is_compiled()),
-            r"operators \w+ there, \w+ here",
+            r"operators \w+ here, \w+ on the first",
         ),
     ],
 )
