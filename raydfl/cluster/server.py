@@ -33,7 +33,7 @@ from raydfl.core.errors import ResourcesError
 from raydfl.core.memory import keep_freed_memory
 from raydfl.data import Population
 from raydfl.engine import Config, Federation, Pool, RoundReport
-from raydfl.engine.storage import RunStore, mirror_of
+from raydfl.engine.storage import RunStore, mirror_of, private_uri
 
 _CALL_S = 0.6
 """Time limit in seconds for the rounds of a call to the server actor. A request to stop waits for the end of the call."""
@@ -55,7 +55,9 @@ class Server:
             ResourcesError: The client actors cannot be started.
         """
         check_visible(run_dir)
-        store = RunStore(run_dir, config.run.keep, private_here=not config.data.sites)
+        at_sites = bool(config.data.sites)
+        uploads = "" if at_sites or config.ray.actors == 0 else private_uri(config.run.dir, run_dir)
+        store = RunStore(run_dir, config.run.keep, not at_sites, uploads)
         with contextlib.ExitStack() as opened:
             store.lock()
             opened.callback(store.unlock)

@@ -38,7 +38,7 @@ from raydfl.data import (
     qualify_error,
 )
 from raydfl.engine import Config, SerialPool, Worker
-from raydfl.engine.storage import PrivateStore, read_about
+from raydfl.engine.storage import PrivateStore, SharedPrivateStore, UploadedPrivateStore, private_uri, read_about
 
 SHARE = 0.001
 """Amount of the Ray resource ``site:NAME`` that each task or actor at the site reserves. The site's node offers 1."""
@@ -139,9 +139,14 @@ def open_worker(
         )
     elif population is not None:
         population = population.load_place(place, folder / "population")
-    private = PrivateStore(folder / "private", durable=durable or bool(place))
+    uri = "" if place else private_uri(config.run.dir, run_dir)
+    private = PrivateStore(folder / "private", uri=uri)
     if scratch is not None:
-        private = PrivateStore(scratch, [folder / "private"])
+        private = PrivateStore(scratch, [folder / "private"], uri)
+    elif uri and config.ray.actors != 0:
+        private = UploadedPrivateStore(folder / "private", uri)
+    elif durable or place:
+        private = SharedPrivateStore(folder / "private")
     return Worker(run_dir, config, private, device, population, place)
 
 
