@@ -21,6 +21,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from raydfl.cluster.faults import unwrap_error
 from raydfl.cluster.job import check_visible
+from raydfl.cluster.run_files import RunFiles
 from raydfl.cluster.site_reports import SiteReport, join_sites
 from raydfl.core.errors import ConfigError, DataError, ResourcesError, RunDirectoryError, first_line
 from raydfl.core.files import RESUME, make_private_folder, plain_name, write_durably, writing
@@ -114,6 +115,7 @@ def open_worker(
     device: str = "cpu",
     durable: bool = False,
     scratch: Path | None = None,
+    files: RunFiles | None = None,
 ) -> Worker:
     """Open a worker for the clients of a place, in a process at that place.
 
@@ -126,12 +128,16 @@ def open_worker(
         device: Device of the computation.
         durable: Sync private state in this process, because the committing process runs on a different node.
         scratch: Folder of new private state, instead of ``folder``.
+        files: Location of the run's files; ``None``: this node has them.
 
     Raises:
         RunDirectoryError: ``folder`` does not contain this run.
+        ResourcesError: This node can neither read the run's files nor copy them.
     """
-    if not place:
+    if not place and files is None:
         check_visible(folder)
+    elif not place:
+        population = population or files.load_population(run_dir, config)
     elif not (folder / "population").is_dir():
         raise RunDirectoryError(
             f"{folder} does not contain the clients' data of this run on the node of site {place!r}. Restore the folder, or start "
@@ -151,7 +157,12 @@ def open_worker(
 
 
 def open_serial_pool(
-    run_dir: Path, config: Config, population: Population, scratch: Path | None = None, device: str = "cpu"
+    run_dir: Path,
+    config: Config,
+    population: Population,
+    scratch: Path | None = None,
+    device: str = "cpu",
+    files: RunFiles | None = None,
 ) -> SerialPool:
     """Open a pool in this process. The folders of all sites must be on this machine.
 
@@ -161,11 +172,12 @@ def open_serial_pool(
         population: Population of the federation.
         scratch: Folder of new private state, instead of the places' folders.
         device: Device of the computation.
+        files: Location of the run's files; ``None``: this node has them.
     """
     folders = {place: place_folder(config, run_dir, place) for place in population.places}
     return SerialPool(
         *(
-            open_worker(config, run_dir, place, folder, population, device, scratch=scratch)
+            open_worker(config, run_dir, place, folder, population, device, scratch=scratch, files=files)
             for place, folder in folders.items()
         )
     )
