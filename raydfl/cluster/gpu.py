@@ -206,9 +206,7 @@ def compute_share(memory: Memory, settings: RaySettings, gpus: int | None) -> fl
     return math.floor(10_000 / slots) / 10_000
 
 
-def measure_memory(
-    run_dir: Path, config: Config, device: Device, where: str, files: RunFiles | None = None
-) -> Memory:
+def measure_memory(run_dir: Path, config: Config, device: Device, where: str, files: RunFiles | None = None) -> Memory:
     """Measure the memory of a client actor on the orders of the next round with the largest memory footprint.
 
     The cache folder stores the result for equal settings and devices.

@@ -83,6 +83,6 @@ def check_visible(run_dir: Path) -> None:
 def explain_blind_node(node: str, run_dir: Path) -> str:
     """Return the message about a node that does not see the run's folder."""
     return (
-        f"{node} does not see the run's folder {run_dir}: all nodes must see run.dir and data.cache under the same paths. Set run.dir "
-        f"to a URI such as s3://bucket/runs and resume the run, or use folders on a shared file system, or a single node."
+        f"{node} does not see the run's folder {run_dir}: all nodes must see run.dir and data.cache under the same paths. Set "
+        f"run.dir to a URI such as s3://bucket/runs and resume the run, or use folders on a shared file system, or a single node."
     )

@@ -27,7 +27,7 @@ from raydfl.core.remote import below, is_uri
 from raydfl.data import Population, fetch_population, upload_population
 from raydfl.engine import Config
 
-_TOKEN = ".token"
+_MARK = ".seen-by-nodes"
 _DATA = ".data"
 """Folder beside the runs of a URI, with the populations and features of all runs."""
 _WAIT = 60.0
@@ -48,7 +48,7 @@ class RunFiles:
         Raises:
             ResourcesError: The node neither sees the folder nor has a URI, or its cache is full or cannot be written.
         """
-        if _read(run_dir / _TOKEN) == self.token:
+        if _read(run_dir / _MARK) == self.token:
             return Population.load(run_dir / "population")
         if not self.uri:
             raise ResourcesError(explain_blind_node(platform.node(), run_dir))
@@ -70,7 +70,7 @@ def share_files(run_dir: Path, config: Config, tell: Callable[[str], None]) -> R
         ResourcesError: ``run.dir`` is a path and a node does not see it, or the URI cannot be written.
     """
     files = RunFiles(uuid.uuid4().hex)
-    path = run_dir / _TOKEN
+    path = run_dir / _MARK
     write_durably(path, files.token.encode())
     if config.data.sites or get_current_placement_group() is not None:  # actors run on some of the nodes only
         return files

@@ -364,7 +364,9 @@ class Population:
         with population_folder.translate_damage(folder):
             facts, tables = population_folder.read(folder, verify)
             split = tables.split()
-            parts = {name: Part.from_facts(split[name], facts[name], features, verify_features, cache) for name in split}
+            parts = {
+                name: Part.from_facts(split[name], facts[name], features, verify_features, cache) for name in split
+            }
             return cls(parts, tables)
 
 

@@ -1,7 +1,7 @@
 """Transfer of a population and its features through a URI, to nodes without a common file system.
 
-``URI/KEY`` holds a feature store, and ``URI/population-DIGEST`` the tables of a population. Both names are digests of the content, so
-the copies of several runs share files, and a complete copy never changes.
+``URI/KEY`` holds a feature store, and ``URI/population-DIGEST`` the tables of a population. Both names are digests of the
+content, so several runs share a copy, and a complete copy never changes.
 """
 
 from __future__ import annotations

@@ -252,7 +252,9 @@ class RunMirror:
             self._place.write("LATEST", latest)
             self._latest = latest.decode()
         listed = [name for name in self._there if name.partition("/")[0] in _OF_COMMITS and name not in local]
-        self._remove([name for name in listed if not _SEGMENT.fullmatch(name)])  # workers upload segments without this process
+        self._remove(
+            [name for name in listed if not _SEGMENT.fullmatch(name)]
+        )  # workers upload segments without this process
 
     def _remove(self, names: Sequence[str]) -> None:
         self._place.remove(names)

@@ -5,8 +5,7 @@ A file system in memory hides the cache folder of the driver's machine from each
 
 from __future__ import annotations
 
-import io
-import json
+import re
 import shutil
 import signal
 import subprocess
@@ -17,13 +16,12 @@ import pytest
 import yaml
 from head import BIN
 from helpers import known, stop_after
-from marked import Marked, until
+from marked import Marked
 
+from raydfl.core.errors import ResourcesError
 from raydfl.core.remote import RemoteFolder, below
 from raydfl.engine.config import Config
-from raydfl.engine.storage import record
 from raydfl.engine.storage.mirror import local_run, local_runs
-from raydfl.engine.storage.store import RunStore
 from raydfl.runs._run import resume, run
 from raydfl.runs.progress import Progress
 from raydfl.testing import assert_same_bits, read_tensors
@@ -87,7 +85,9 @@ def far(tiny: Tiny, s3: str, nodes: Nodes, request: pytest.FixtureRequest) -> Ti
 
     def configure(*overrides: str, method: str = "fedmlac") -> Config:
         own = ("ray.actors=2", f"ray.address='{nodes.address}'", "ray.ready_timeout=200", "run.name=far")
-        return tiny(*SETTINGS, f"run.dir={uri}", f"data.cache={nodes.hidden / 'cache'}", *own, *overrides, method=method)
+        return tiny(
+            *SETTINGS, f"run.dir={uri}", f"data.cache={nodes.hidden / 'cache'}", *own, *overrides, method=method
+        )
 
     return configure
 
@@ -118,3 +118,76 @@ def test_private_methods_give_the_same_bits(tiny: Tiny, far: Tiny, nodes: Nodes,
         assert_same_bits(reference, read_tensors(fetch(config, tmp_path / "other")))
     stores = [name for name in RemoteFolder(below(str(config.run.dir), ".data"), "").files() if "store.json" in name]
     assert len(stores) == 1, "all runs share a copy of the features"
+
+
+def test_a_node_lost_with_its_disk_changes_no_bits(tiny: Tiny, far: Tiny, nodes: Nodes, tmp_path: Path) -> None:
+    nodes.add()
+    nodes.add()
+    config = far("train.rounds=4")
+
+    def replace_node(report: object) -> None:
+        if getattr(report, "round", 0) == 2:
+            nodes.crash(0)
+            nodes.add()
+
+    assert run(config, listen()[0], replace_node).finished
+    reference = known(tiny(*SETTINGS, "train.rounds=4", method="fedmlac"))
+    assert_same_bits(reference, read_tensors(fetch(config, tmp_path / "other")))
+
+
+def test_a_killed_driver_resumes_on_another_machine(tiny: Tiny, far: Tiny, nodes: Nodes, tmp_path: Path) -> None:
+    nodes.add()
+    nodes.add()
+    config = far("train.rounds=6", "run.commit_every=1")
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    driver = Marked.raydfl("run", str(file), "--json")
+    try:
+        next(event for event in driver.events() if event.get("round") == 2)
+        driver.process.send_signal(signal.SIGKILL)
+    finally:
+        driver.end()
+    shutil.rmtree(nodes.hidden / "cache")
+    uri = below(str(config.run.dir), "far")
+    latest = RemoteFolder(uri, "").read("LATEST")
+    assert latest is not None
+    assert int(latest[:6]) in (1, 2, 3)
+    assert resume(uri, [f"data.cache={nodes.hidden / 'other'}"], listen()[0]).finished
+    reference = known(tiny(*SETTINGS, "train.rounds=6", method="fedmlac"))
+    assert_same_bits(reference, read_tensors(fetch(config, tmp_path / "third")))
+
+
+def test_a_run_changes_between_actors_and_none(tiny: Tiny, far: Tiny, nodes: Nodes, tmp_path: Path) -> None:
+    """Segments of the run's folder and of the URI are read by both kinds of workers."""
+    nodes.add()
+    nodes.add()
+    stop_after(far("ray.actors=0", "ray.address=null"), 1)
+    config = far("train.rounds=2")
+    assert run(config, listen()[0]).finished
+    shutil.rmtree(nodes.hidden / "cache")
+    config = far("train.rounds=3", "ray.actors=0", "ray.address=null")
+    assert run(config, listen()[0]).finished
+    assert_same_bits(known(tiny(*SETTINGS, method="fedmlac")), read_tensors(fetch(config, tmp_path / "other")))
+
+
+def test_unsuitable_nodes_are_reported(far: Tiny, nodes: Nodes, tmp_path: Path) -> None:
+    """The command ends with code 2: for a path that a node does not see, a full cache and a cache that cannot be written."""
+    nodes.add("mount -t tmpfs -o size=16k none $0")
+    nodes.add()
+    file = tmp_path / "run.yaml"
+    cases = {
+        "path": ([f"run.dir={nodes.hidden / 'runs'}"], r"does not see the run's folder"),
+        "full": (["ray.actors=2"], r"node .*: the disk of .*cache is full: .*choose another folder with data.cache"),
+    }
+    for name, (overrides, message) in cases.items():
+        file.write_text(yaml.safe_dump(far(f"run.name={name}", *overrides).model_dump(mode="json")))
+        command = Marked.raydfl("run", str(file))
+        try:
+            _, problems = command.process.communicate(timeout=300)
+        finally:
+            command.end()
+        assert command.process.returncode == 2, problems
+        assert re.search(message, problems), problems
+    nodes.add("mount -t tmpfs -o ro none $0")
+    with pytest.raises(ResourcesError, match=r"node .*cannot be written to .*choose another folder with data.cache"):
+        run(far("run.name=readonly", "ray.actors=3"), listen()[0])
