@@ -101,7 +101,7 @@ def _find_blind_nodes(path: Path, token: str, selector: Mapping[str, str] | None
     }
 
     # A lambda is sent with its code, so a node need not import raydfl to answer.
-    task = ray.remote(num_cpus=0, max_retries=0)(lambda path: path.read_text() if os.access(path, os.R_OK) else "")
+    task: Any = ray.remote(num_cpus=0, max_retries=0)(lambda path: path.read_text() if os.access(path, os.R_OK) else "")
     answers = {
         task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(path): node
         for node in names

@@ -134,10 +134,11 @@ def open_worker(
         RunDirectoryError: ``folder`` does not contain this run.
         ResourcesError: This node can neither read the run's files nor copy them.
     """
-    if not place and files is None:
-        check_visible(folder)
-    elif not place:
-        population = population or files.load_population(run_dir, config)
+    if not place:
+        if files is None:
+            check_visible(folder)
+        else:
+            population = population or files.load_population(run_dir, config)
     elif not (folder / "population").is_dir():
         raise RunDirectoryError(
             f"{folder} does not contain the clients' data of this run on the node of site {place!r}. Restore the folder, or start "

@@ -184,8 +184,8 @@ class RunMirror:
         """Upload the whole local folder. No other process may work in it.
 
         Args:
-            referenced: Names of all private segments that commits refer to. Remove the rest, which a crash may have left. ``None``:
-                remove no segments.
+            referenced: Names of all private segments in commits. Further segments are removed, as leftovers of a crash. ``None``:
+                keep all segments.
 
         Raises:
             RunDirectoryError: The mirror holds another run, or is ahead of the local folder.
@@ -220,7 +220,7 @@ class RunMirror:
         """Upload the newest commit. Workers may already write for the next one.
 
         Args:
-            superseded: Private segments to remove, because no commit refers to them any more.
+            superseded: Unreferenced private segments, to remove.
 
         Raises:
             RunDirectoryError: Another process has committed to the mirror.

@@ -31,9 +31,9 @@ _RECENT = 4096
 _PART = 16
 """An index gets a new base if it has more rows than 1 / 16 of its base's rows."""
 _UNREACHABLE = "check the URI and the access of every node to it, then resume the run: all commits are safe"
-"""Remedy for a URI of private state that cannot be used."""
+"""Remedy for an unusable URI of private state."""
 _LARGEST = 64 << 20
-"""Bytes of records that a process holds in memory before it uploads them."""
+"""Maximum bytes of records in memory before an upload."""
 _COPIED = 1 << 22
 """Largest record, in bytes, to join before writing. Joining is faster than one system call per tensor."""
 _OURS = re.compile(r"\d{6,}-\S+\.seg|[0-9a-f]{16}\.index|\..+\.part")
@@ -183,7 +183,7 @@ class PrivateStore:
         Args:
             folder: Folder of new segments, and the first folder to read from.
             also_read: Further folders to read from. A replay reads the run's segments but writes elsewhere.
-            uri: URI of the folder of segments that no local folder has; empty: there are none.
+            uri: URI of a folder of further segments; empty: read local folders only.
         """
         self.folder = folder
         self.uri = uri
@@ -338,7 +338,7 @@ class PrivateStore:
 
 
 class SharedPrivateStore(PrivateStore):
-    """Store in a folder on a network file system, where the committer's sync does not flush the pages of another machine."""
+    """Store in a folder on a network file system. The committer's sync does not flush the pages of another machine."""
 
     def _publish(self, file: IO[bytes]) -> None:
         """Make a closing segment durable. A new file is durable only after a sync of its folder."""
@@ -350,14 +350,14 @@ class UploadedPrivateStore(PrivateStore):
     """Store behind a URI, for nodes without a common file system.
 
     Records stay in memory until :meth:`close` uploads them as one immutable file. A worker closes the store before it replies, so
-    the loss of a node and its disk loses no record of a commit.
+    commits survive the loss of a node with its disk.
     """
 
     def __init__(self, folder: Path, uri: str) -> None:
         """Open the store without accessing the URI.
 
         Args:
-            folder: Folder of segments from times without uploads. It may be missing, and is only read.
+            folder: Folder of local segments, only read. It may be missing.
             uri: URI of the folder of segments.
         """
         super().__init__(folder, uri=uri)

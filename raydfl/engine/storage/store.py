@@ -73,8 +73,8 @@ class RunStore:
         Args:
             folder: Folder of the run.
             keep: Number of commits to keep.
-            private_here: Whether this process can access clients' private records. If False, only workers can, and the caller must
-                ask the workers to remove the segments from :meth:`take_forgotten`.
+            private_here: Whether this process can access clients' private records. If False, the caller must ask the workers to
+                remove the segments from :meth:`take_forgotten`.
             uploads: URI of the folder to which workers upload private records; empty: they are in the run's folder.
         """
         self.folder = folder
@@ -299,7 +299,7 @@ class RunStore:
         PrivateStore(self.private_folder).retain(set().union(*self.files.values()))
 
     def sizes_of_segments(self) -> dict[str, int]:
-        """Return the bytes of all private segments that this process can access, by name."""
+        """Return the bytes of all accessible private segments, by name."""
         return self._private.sizes()
 
 

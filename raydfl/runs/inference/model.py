@@ -267,8 +267,8 @@ class _Run:
         self._check_reads_data(model)
         client = self.clients.by_id(client_id)
         record = self.commit.private.get(client.index)
-        private = PrivateStore(self.run_dir / "private", uri=private_uri(self.config.run.dir, self.run_dir))
-        private_tensors = {} if record is None else private.read(record)
+        records = PrivateStore(self.run_dir / "private", uri=private_uri(self.config.run.dir, self.run_dir))
+        private_tensors = {} if record is None else records.read(record)
         tasks = [task for task in self.method.plan_evaluation(self.commit.state, [client]) if task.client_id != SERVER]
         keys = tasks[0].receive if tasks else tuple(self.commit.state.tensors)
         part = self.population.part_of(client.index)
