@@ -105,8 +105,8 @@ def _fetch(uri: str, last: str, folder: Path) -> None:
             if not (path := folder / name).exists() or path.stat().st_size != size
         }
         needed = sum(missing.values())
-        if free_bytes(folder) < needed:
-            raise full_disk(folder, needed, "the features", CHOOSE_CACHE)
+        if free_bytes(folder.parent) < needed:
+            raise full_disk(folder.parent, needed, "the features", CHOOSE_CACHE)
         with contextlib.suppress(KeyError):
             missing[last] = missing.pop(last)  # the last one
         for name in missing:

@@ -177,7 +177,7 @@ def test_unsuitable_nodes_are_reported(far: Tiny, nodes: Nodes, tmp_path: Path) 
     file = tmp_path / "run.yaml"
     cases = {
         "path": ([f"run.dir={nodes.hidden / 'runs'}"], r"does not see the run's folder"),
-        "full": (["ray.actors=2"], r"node .*: the disk of .*cache is full: .*choose another folder with data.cache"),
+        "full": (["ray.actors=2"], r"node .*: the disk of .*cache.* is full: .*choose another folder with data.cache"),
     }
     for name, (overrides, message) in cases.items():
         file.write_text(yaml.safe_dump(far(f"run.name={name}", *overrides).model_dump(mode="json")))
