@@ -17,6 +17,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raydfl.cluster.gpu import compute_memory_fraction, explain_missing_gpu, hide_gpus
 from raydfl.cluster.resources import ActorKind
+from raydfl.cluster.run_files import RunFiles
 from raydfl.cluster.sites import SHARE, open_worker, place_folder, site_resource
 from raydfl.core.errors import ConfigError, RaydflError, ResourcesError, first_line
 from raydfl.core.tensors import FlatTensors
@@ -156,6 +157,7 @@ def start_client_actor(
     config: Config,
     population: Population,
     group: PlacementGroup | None,
+    files: RunFiles | None,
     place: str,
     kind: ActorKind,
     key: object,
@@ -167,12 +169,13 @@ def start_client_actor(
         config: Configuration of the run.
         population: Population of the federation.
         group: Placement group with a bundle for each of the first actors, after a wait for a busy cluster.
+        files: Location of the run's files; ``None``: all nodes see the run's folder.
         place: Place of the actor.
         kind: Resources of the actor.
         key: Key of the actor's slot: the number of its bundle in the group.
     """
     folder = place_folder(config, run_dir, place)
-    opening = functools.partial(open_worker, config, run_dir, place, folder, population if place else None)
+    opening = functools.partial(open_worker, config, run_dir, place, folder, population if place else None, files=files)
     strategy = None
     if group is not None and isinstance(key, int) and key < group.bundle_count:
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import re
@@ -19,6 +20,7 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from raydfl.cluster.faults import unwrap_error
 from raydfl.cluster.resources import format_gib
+from raydfl.cluster.run_files import RunFiles, share_files
 from raydfl.cluster.sites import open_serial_pool
 from raydfl.core.errors import ConfigError, ResourcesError
 from raydfl.core.files import default_cache
@@ -204,7 +206,7 @@ def compute_share(memory: Memory, settings: RaySettings, gpus: int | None) -> fl
     return math.floor(10_000 / slots) / 10_000
 
 
-def measure_memory(run_dir: Path, config: Config, device: Device, where: str) -> Memory:
+def measure_memory(run_dir: Path, config: Config, device: Device, where: str, files: RunFiles | None = None) -> Memory:
     """Measure the memory of a client actor on the orders of the next round with the largest memory footprint.
 
     The cache folder stores the result for equal settings and devices.
@@ -214,6 +216,7 @@ def measure_memory(run_dir: Path, config: Config, device: Device, where: str) ->
         config: Configuration of the run.
         device: The device to measure.
         where: PyTorch's name of the device of the work.
+        files: Location of the run's files; ``None``: this node has them.
 
     Raises:
         ResourcesError: The work of a single client does not fit.
@@ -227,7 +230,7 @@ def measure_memory(run_dir: Path, config: Config, device: Device, where: str) ->
 
     def measure_peak() -> int:
         try:
-            return device.peak(lambda: _run_heaviest(run_dir, config, where))
+            return device.peak(lambda: _run_heaviest(run_dir, config, where, files))
         except torch.OutOfMemoryError as error:
             raise ResourcesError(
                 f"the work of one client does not fit on a whole GPU ({device.name()}, {format_gib(device.total())}): {error}. "
@@ -237,7 +240,7 @@ def measure_memory(run_dir: Path, config: Config, device: Device, where: str) ->
     return Memory(device.name(), device.total(), measure_once(path, kind, measure_peak))
 
 
-def _run_heaviest(run_dir: Path, config: Config, where: str) -> None:
+def _run_heaviest(run_dir: Path, config: Config, where: str, files: RunFiles | None) -> None:
     """Carry out the next round's orders with the largest memory footprint, in a temporary copy of the run."""
     with tempfile.TemporaryDirectory(prefix="raydfl-slots-") as name:
         scratch, store = RunStore(Path(name)), RunStore(run_dir)
@@ -246,8 +249,9 @@ def _run_heaviest(run_dir: Path, config: Config, where: str) -> None:
             commit = store.load(latest)
             scratch.together = commit.together
             scratch.commit(commit.state, commit.private)
-        population = Population.load(run_dir / "population")
-        pool = open_serial_pool(run_dir, config, population, Path(name) / "private", where)
+        load = functools.partial(Population.load, run_dir / "population")
+        population = load() if files is None else files.load_population(run_dir, config)
+        pool = open_serial_pool(run_dir, config, population, Path(name) / "private", where, files)
         with contextlib.closing(pool), contextlib.closing(Federation(config, population, scratch, pool)) as federation:
             for orders in federation.find_heaviest():
                 list(pool.run(orders, federation.broadcast(keys_of(orders))))
@@ -256,18 +260,18 @@ def _run_heaviest(run_dir: Path, config: Config, where: str) -> None:
 class _Probe:
     """An actor that measures the memory of a client actor. It is alone on its GPU for the measurement of GPU memory."""
 
-    def memory(self, run_dir: str, config: Config) -> Memory:
+    def memory(self, run_dir: str, config: Config, files: RunFiles) -> Memory:
         """Measure the memory of a client actor on this actor's GPU."""
         if not torch.cuda.is_available():
             raise ResourcesError(
                 f"ray.gpus: auto needs a GPU for PyTorch: {explain_missing_gpu()}, or set ray.gpus=0 for the CPU."
             )
-        return measure_memory(Path(run_dir), config, CudaDevice(), "cuda")
+        return measure_memory(Path(run_dir), config, CudaDevice(), "cuda", files)
 
-    def resident_memory(self, run_dir: str, config: Config) -> Memory:
+    def resident_memory(self, run_dir: str, config: Config, files: RunFiles) -> Memory:
         """Measure the memory of a client actor on its node."""
         where = "cuda" if config.ray.gpus and torch.cuda.is_available() else "cpu"
-        return measure_memory(Path(run_dir), config, NodeMemory(where), where)
+        return measure_memory(Path(run_dir), config, NodeMemory(where), where, files)
 
 
 def resolve_auto(run_dir: Path, config: Config, tell: Callable[[str], None]) -> Config:
@@ -297,12 +301,13 @@ def resolve_auto(run_dir: Path, config: Config, tell: Callable[[str], None]) -> 
             f"a share such as 0.25."
         )
     probe: Any = ray.remote(_Probe).options(num_cpus=settings.cpus, num_gpus=settings.gpu_share).remote()
+    files = share_files(run_dir, config, tell)
     found: dict[str, Memory] = {}
     try:
         for name in measured:
             method = probe.memory if name == "gpus" else probe.resident_memory
             limit = None if settings.autoscale else 600 + settings.ready_timeout
-            found[name] = ray.get(method.remote(str(run_dir), config), timeout=limit)
+            found[name] = ray.get(method.remote(str(run_dir), config, files), timeout=limit)
     except RayTaskError as error:
         raise unwrap_error(error) from error
     except GetTimeoutError:

@@ -77,8 +77,12 @@ def check_visible(run_dir: Path) -> None:
         ResourcesError: The folder is not visible here.
     """
     if not (run_dir / "run.json").exists():
-        raise ResourcesError(
-            f"{socket.gethostname()} does not see the run's folder {run_dir}: all nodes must see run.dir (for a URI: the folder "
-            f"runs/ below data.cache) and data.cache under the same paths. Use folders on a shared file system, or run on a single "
-            f"node."
-        )
+        raise ResourcesError(explain_blind_node(socket.gethostname(), run_dir))
+
+
+def explain_blind_node(node: str, run_dir: Path) -> str:
+    """Return the message about a node that does not see the run's folder."""
+    return (
+        f"{node} does not see the run's folder {run_dir}: all nodes must see run.dir and data.cache under the same paths. Set "
+        f"run.dir to a URI such as s3://bucket/runs and resume the run, or use folders on a shared file system, or a single node."
+    )

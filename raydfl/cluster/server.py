@@ -28,12 +28,13 @@ from raydfl.cluster.nodes import NodeWatch
 from raydfl.cluster.pool import RayPool
 from raydfl.cluster.queue import queue_actors
 from raydfl.cluster.resources import run_actor_kinds
+from raydfl.cluster.run_files import RunFiles, share_files
 from raydfl.cluster.sites import open_serial_pool
 from raydfl.core.errors import ResourcesError
 from raydfl.core.memory import keep_freed_memory
 from raydfl.data import Population
 from raydfl.engine import Config, Federation, Pool, RoundReport
-from raydfl.engine.storage import RunStore, mirror_of
+from raydfl.engine.storage import RunStore, mirror_of, private_uri
 
 _CALL_S = 0.6
 """Time limit in seconds for the rounds of a call to the server actor. A request to stop waits for the end of the call."""
@@ -42,25 +43,30 @@ _CALL_S = 0.6
 class Server:
     """A federation opened on a run directory, in a ServerActor with client actors or in this process without actors."""
 
-    def __init__(self, run_dir: Path, config: Config, group: PlacementGroup | None = None) -> None:
+    def __init__(
+        self, run_dir: Path, config: Config, group: PlacementGroup | None = None, files: RunFiles | None = None
+    ) -> None:
         """Lock the directory, start the pool and open the newest commit.
 
         Args:
             run_dir: Folder of the run.
             config: Configuration of the run.
             group: Placement group with reserved bundles for client actors.
+            files: Location of the run's files for client actors; ``None``: they see the run's folder.
 
         Raises:
             RunDirectoryError: The directory is in use, or has no intact commit.
             ResourcesError: The client actors cannot be started.
         """
         check_visible(run_dir)
-        store = RunStore(run_dir, config.run.keep, private_here=not config.data.sites)
+        at_sites = bool(config.data.sites)
+        uploads = "" if at_sites or config.ray.actors == 0 else private_uri(config.run.dir, run_dir)
+        store = RunStore(run_dir, config.run.keep, not at_sites, uploads)
         with contextlib.ExitStack() as opened:
             store.lock()
             opened.callback(store.unlock)
             population = Population.load(run_dir / "population", verify=True)
-            start = functools.partial(start_client_actor, run_dir, config, population, group)
+            start = functools.partial(start_client_actor, run_dir, config, population, group, files)
             pool: Pool = (
                 open_serial_pool(run_dir, config, population)
                 if config.ray.actors == 0
@@ -164,9 +170,11 @@ class Server:
 class ServerActor:
     """A Server in an actor. Ray restarts a lost actor, which resumes from the last commit."""
 
-    def __init__(self, run_dir: str, config: Config, group: PlacementGroup | None = None) -> None:
+    def __init__(
+        self, run_dir: str, config: Config, group: PlacementGroup | None = None, files: RunFiles | None = None
+    ) -> None:
         # Ray reports an error of a constructor as a lost actor, without its type. So _open does all work that may fail.
-        self._run_dir, self._config, self._group = Path(run_dir), config, group
+        self._run_dir, self._config, self._group, self._files = Path(run_dir), config, group, files
         self._server: Server | None = None
 
     def _open(self) -> Server:
@@ -179,7 +187,7 @@ class ServerActor:
             sys.setswitchinterval(5e-4)  # The committing thread must not delay clients.
             # Without the path of a user's method, because everyone on the network can read the node's metrics.
             self._metrics = RayMetrics(self._run_dir.name, self._config.method["name"].rpartition("/")[2])
-            self._server = Server(self._run_dir, self._config, self._group)
+            self._server = Server(self._run_dir, self._config, self._group, self._files)
         return self._server
 
     def open(self) -> tuple[int, list[str], str]:
@@ -222,6 +230,7 @@ class RemoteServer:
         self._tell = tell
         kinds = run_actor_kinds(config, clients)
         define_actor(config.ray, "", kinds[0])  # Rejects wrong options before the server starts.
+        files = share_files(run_dir, config, tell)
         needed = min(config.ray.min_actors or len(kinds), len(kinds))
         self._group = queue_actors(config, kinds[:needed], tell)
         self._watch = NodeWatch(kinds, needed, tell)
@@ -235,7 +244,7 @@ class RemoteServer:
             here = ray.get_runtime_context().get_node_id()
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(here, soft=False)
         actor = ray.remote(ServerActor).options(**options)
-        self._actor: Any = actor.remote(str(run_dir), config, self._group)
+        self._actor: Any = actor.remote(str(run_dir), config, self._group, files)
         self._lost = 0
 
     def _get(self, reference: Any) -> Any:

@@ -21,6 +21,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from raydfl.cluster.faults import unwrap_error
 from raydfl.cluster.job import check_visible
+from raydfl.cluster.run_files import RunFiles
 from raydfl.cluster.site_reports import SiteReport, join_sites
 from raydfl.core.errors import ConfigError, DataError, ResourcesError, RunDirectoryError, first_line
 from raydfl.core.files import RESUME, make_private_folder, plain_name, write_durably, writing
@@ -38,7 +39,7 @@ from raydfl.data import (
     qualify_error,
 )
 from raydfl.engine import Config, SerialPool, Worker
-from raydfl.engine.storage import PrivateStore, read_about
+from raydfl.engine.storage import PrivateStore, SharedPrivateStore, UploadedPrivateStore, private_uri, read_about
 
 SHARE = 0.001
 """Amount of the Ray resource ``site:NAME`` that each task or actor at the site reserves. The site's node offers 1."""
@@ -114,6 +115,7 @@ def open_worker(
     device: str = "cpu",
     durable: bool = False,
     scratch: Path | None = None,
+    files: RunFiles | None = None,
 ) -> Worker:
     """Open a worker for the clients of a place, in a process at that place.
 
@@ -126,12 +128,17 @@ def open_worker(
         device: Device of the computation.
         durable: Sync private state in this process, because the committing process runs on a different node.
         scratch: Folder of new private state, instead of ``folder``.
+        files: Location of the run's files; ``None``: this node has them.
 
     Raises:
         RunDirectoryError: ``folder`` does not contain this run.
+        ResourcesError: This node can neither read the run's files nor copy them.
     """
     if not place:
-        check_visible(folder)
+        if files is None:
+            check_visible(folder)
+        else:
+            population = population or files.load_population(run_dir, config)
     elif not (folder / "population").is_dir():
         raise RunDirectoryError(
             f"{folder} does not contain the clients' data of this run on the node of site {place!r}. Restore the folder, or start "
@@ -139,14 +146,24 @@ def open_worker(
         )
     elif population is not None:
         population = population.load_place(place, folder / "population")
-    private = PrivateStore(folder / "private", durable=durable or bool(place))
+    uri = "" if place else private_uri(config.run.dir, run_dir)
+    private = PrivateStore(folder / "private", uri=uri)
     if scratch is not None:
-        private = PrivateStore(scratch, [folder / "private"])
+        private = PrivateStore(scratch, [folder / "private"], uri)
+    elif uri and config.ray.actors != 0:
+        private = UploadedPrivateStore(folder / "private", uri)
+    elif durable or place:
+        private = SharedPrivateStore(folder / "private")
     return Worker(run_dir, config, private, device, population, place)
 
 
 def open_serial_pool(
-    run_dir: Path, config: Config, population: Population, scratch: Path | None = None, device: str = "cpu"
+    run_dir: Path,
+    config: Config,
+    population: Population,
+    scratch: Path | None = None,
+    device: str = "cpu",
+    files: RunFiles | None = None,
 ) -> SerialPool:
     """Open a pool in this process. The folders of all sites must be on this machine.
 
@@ -156,11 +173,12 @@ def open_serial_pool(
         population: Population of the federation.
         scratch: Folder of new private state, instead of the places' folders.
         device: Device of the computation.
+        files: Location of the run's files; ``None``: this node has them.
     """
     folders = {place: place_folder(config, run_dir, place) for place in population.places}
     return SerialPool(
         *(
-            open_worker(config, run_dir, place, folder, population, device, scratch=scratch)
+            open_worker(config, run_dir, place, folder, population, device, scratch=scratch, files=files)
             for place, folder in folders.items()
         )
     )

@@ -206,6 +206,28 @@ class RemoteFolder:
         except FileNotFoundError:
             return None
 
+    def read_range(self, name: str, offset: int, length: int) -> bytes | None:
+        """Return a range of a file, shorter at the end of the file, or ``None`` if the file does not exist.
+
+        Args:
+            name: the file.
+            offset: first byte.
+            length: number of bytes.
+
+        Raises:
+            ResourcesError: the file cannot be read.
+        """
+
+        def fetch() -> bytes:
+            with self._opened[0].open_input_file(self._path(name)) as source:
+                content: bytes = source.read_at(length, offset)
+                return content
+
+        try:
+            return self._retry(name, "read", fetch)
+        except FileNotFoundError:
+            return None
+
     def write(self, name: str, content: bytes) -> None:
         """Write a file atomically, replacing an existing file.
 

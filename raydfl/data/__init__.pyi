@@ -50,6 +50,8 @@ from raydfl.data.steps.user_tables import TableSettings as TableSettings
 from raydfl.data.tables import Tables as Tables
 from raydfl.data.tables import encode as encode
 from raydfl.data.tables import make_empty_clips as make_empty_clips
+from raydfl.data.transfer import fetch_population as fetch_population
+from raydfl.data.transfer import upload_population as upload_population
 from raydfl.data.transforms import Drawn as Drawn
 from raydfl.data.transforms import find_transform as find_transform
 from raydfl.data.video import AbsentError as AbsentError

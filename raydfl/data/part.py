@@ -73,7 +73,9 @@ class Part:
         self._held_out: dict[str, Examples] = {}
 
     @classmethod
-    def from_facts(cls, tables: Tables, facts: Mapping[str, Any], features: bool, verify: bool) -> Part:
+    def from_facts(
+        cls, tables: Tables, facts: Mapping[str, Any], features: bool, verify: bool, cache: Path | None = None
+    ) -> Part:
         """Create a part from the result of :meth:`to_facts`.
 
         Args:
@@ -81,6 +83,7 @@ class Part:
             facts: plain values.
             features: whether to open the features.
             verify: whether to verify the digests of the features.
+            cache: folder of the features; ``None``: as in the facts.
 
         Raises:
             DataError: the features in the cache are missing or damaged.
@@ -88,7 +91,11 @@ class Part:
         views = {
             name: StoredView(
                 view["length"],
-                tuple(open_store(Path(folder), verify) for folder in view["stores"] if features),
+                tuple(
+                    open_store(Path(folder) if cache is None else cache / Path(folder).name, verify)
+                    for folder in view["stores"]
+                    if features
+                ),
                 view["bands"],
             )
             for name, view in facts["views"].items()

@@ -341,7 +341,12 @@ class Population:
 
     @classmethod
     def load(
-        cls, folder: Path, verify: bool = False, verify_features: bool = False, features: bool = True
+        cls,
+        folder: Path,
+        verify: bool = False,
+        verify_features: bool = False,
+        features: bool = True,
+        cache: Path | None = None,
     ) -> Population:
         """Memory-map a saved population, in milliseconds. Older formats are converted.
 
@@ -350,6 +355,7 @@ class Population:
             verify: verify the digests of the tables.
             verify_features: verify the digests of the features.
             features: whether to open the features. Without them, no examples are available.
+            cache: folder of the features, if another machine has saved the population; ``None``: as saved.
 
         Raises:
             RunDirectoryError: a file is missing or damaged.
@@ -358,7 +364,9 @@ class Population:
         with population_folder.translate_damage(folder):
             facts, tables = population_folder.read(folder, verify)
             split = tables.split()
-            parts = {name: Part.from_facts(split[name], facts[name], features, verify_features) for name in split}
+            parts = {
+                name: Part.from_facts(split[name], facts[name], features, verify_features, cache) for name in split
+            }
             return cls(parts, tables)
 
 

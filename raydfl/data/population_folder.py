@@ -22,7 +22,7 @@ from raydfl.data.tables import Tables, encode, join_tables
 
 FORMAT = 3
 """Format of new populations. 1: arrays in a safetensors file. 2: tables of each part. 3: tables of all parts."""
-_FACTS, _CLIPS, _CLIENTS = "population.json", "clips.arrow", "clients.arrow"
+FACTS, _CLIPS, _CLIENTS = "population.json", "clips.arrow", "clients.arrow"
 _CHUNK = 1 << 22
 
 
@@ -60,7 +60,7 @@ def write(folder: Path, parts: Mapping[str, Any], tables: Tables, again: bool = 
         text = json.dumps({"format": FORMAT, "parts": parts, "files": files})
         content = json.dumps({"facts": text, "digest": _digest(text)})
         # The facts come last: without them, an interrupted write is a missing population, not a damaged one.
-        write_atomically(folder / _FACTS, lambda path: path.write_text(content))
+        write_atomically(folder / FACTS, lambda path: path.write_text(content))
 
 
 def read(folder: Path, verify: bool = False) -> tuple[dict[str, Any], Tables]:
@@ -76,7 +76,7 @@ def read(folder: Path, verify: bool = False) -> tuple[dict[str, Any], Tables]:
     Raises:
         OSError, ValueError, KeyError, TypeError, AttributeError: a file is missing or damaged, or its format is unknown.
     """
-    if population_v1.is_in(folder) and not (folder / _FACTS).exists():
+    if population_v1.is_in(folder) and not (folder / FACTS).exists():
         return _convert(folder, verify, *population_v1.convert(folder, verify))
     facts = _read_facts(folder)
     for name, (size, digest) in facts["files"].items():
@@ -174,12 +174,12 @@ def translate_damage(folder: Path) -> Iterator[None]:
 
 
 def _read_facts(folder: Path) -> dict[str, Any]:
-    stored = json.loads((folder / _FACTS).read_text())
+    stored = json.loads((folder / FACTS).read_text())
     facts: dict[str, Any] = json.loads(stored["facts"])
     if facts["format"] not in (2, FORMAT):
         raise ValueError(f"its format is {facts['format']}, but this version of raydfl reads format {FORMAT}")
     if _digest(stored["facts"]) != stored["digest"]:
-        raise ValueError(f"the content of {_FACTS} has changed")
+        raise ValueError(f"the content of {FACTS} has changed")
     return facts
 
 

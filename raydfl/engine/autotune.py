@@ -74,7 +74,7 @@ def measure_width(worker: Worker, orders: Sequence[Order], broadcast: Mapping[st
         return min(worker.carry_out(group, broadcast)[0].seconds for _ in range(3))  # the first includes the warm-up
 
     with tempfile.TemporaryDirectory(prefix="raydfl-width-") as scratch:
-        worker.private = PrivateStore(Path(scratch), also_read=[private.folder])
+        worker.private = PrivateStore(Path(scratch), also_read=[private.folder], uri=private.uri)
         try:
             return find_best_width(measure_seconds, len(orders))
         finally:

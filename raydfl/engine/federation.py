@@ -403,7 +403,7 @@ class Federation:
             RunDirectoryError: The mirror has another run, or is ahead of this run.
             ResourcesError: The mirror cannot be reached.
         """
-        mirror.sync()
+        mirror.sync(frozenset[str]().union(*self.store.files.values()))
         self._committer.mirror = mirror
 
     def finish(self, report: RoundReport) -> None:

@@ -130,7 +130,7 @@ def resume(
     progress = progress or default_progress()
     if is_uri(run_dir):
         overrides = [f"run.dir={split_uri(str(run_dir))[0]}", *overrides]
-    run_dir = local_run(run_dir, overrides)
+    run_dir = local_run(run_dir, overrides, private=False)
     check_begun(run_dir)
     with lock_run_dir(run_dir, progress):
         config = stored = read_config(run_dir, trust)
@@ -149,7 +149,7 @@ def resume(
         remember_code(run_dir, config.model_dump(mode="json"))
         mirror = mirror_of(config.run.dir, run_dir)
         if mirror is not None:
-            mirror.fetch()
+            mirror.fetch(config.ray.actors == 0)
         ensure_features(run_dir, config, progress)
         return _complete(execute(run_dir, config, progress))
 

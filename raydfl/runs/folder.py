@@ -148,7 +148,7 @@ def prepare_run(run_dir: Path, config: Config, progress: Progress) -> None:
     """
     approve_code(config.model_dump(mode="json"))
     mirror = mirror_of(config.run.dir, run_dir)
-    if mirror is not None and mirror.fetch():
+    if mirror is not None and mirror.fetch(config.ray.actors == 0):
         progress.message(f"the run was fetched from {mirror.uri} to {run_dir}")
     if (run_dir / "run.json").exists() and not _remove_unstarted_run(run_dir, config):
         check_same(run_dir, config)

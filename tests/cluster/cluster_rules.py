@@ -20,6 +20,7 @@ import yaml
 
 from raydfl.cluster.resources import ActorKind, actor_kinds, count_fitting, format_kinds
 from raydfl.core.errors import ConfigError
+from raydfl.core.remote import is_uri
 from raydfl.engine.config import Config, load_config
 
 
@@ -215,8 +216,12 @@ def _read_kuberay(values: Mapping[str, Any]) -> ClusterFile:
     cluster.problems += _find_kuberay_problems(spec, head, workers)
     if values["kind"] == "RayJob" and not _get(values, "spec.backoffLimit"):
         cluster.problems.append("a job whose head is lost does not start again; write backoffLimit: 3")
+    run_dir = re.search(
+        r"run\.dir=(\S+)", str(_get(values, "spec.entrypoint"))
+    )  # a permanent cluster has no entry point
+    stored_in_pods = run_dir is not None and not is_uri(run_dir[1])
     for name, group in [("head", head), *((str(group.get("groupName")), group) for group in workers)]:
-        cluster.problems += [f"{name}: {problem}" for problem in _find_pod_problems(group)]
+        cluster.problems += [f"{name}: {problem}" for problem in _find_pod_problems(group, stored_in_pods)]
     return cluster
 
 
@@ -242,7 +247,7 @@ def _find_kuberay_problems(
             yield f"{group.get('groupName')}: pods cost also when nothing runs; write replicas: 0 and minReplicas: 0"
 
 
-def _find_pod_problems(group: Mapping[str, Any]) -> Iterator[str]:
+def _find_pod_problems(group: Mapping[str, Any], stored_in_pods: bool) -> Iterator[str]:
     pod = _get(group, "template.spec") or {}
     if _get(pod, "securityContext.runAsNonRoot") is not True:
         yield "runs as root; write securityContext: {runAsNonRoot: true}"
@@ -267,8 +272,8 @@ def _find_pod_problems(group: Mapping[str, Any]) -> Iterator[str]:
                     f"Ray's object store has {size} bytes, {_SHARED_MEMORY} {shared}: objects would be on disk; lower "
                     f"object-store-memory in rayStartParams, or raise the sizeLimit"
                 )
-        if not any("persistentVolumeClaim" in volume for volume in mounted.values()):
-            yield "no volume that all pods share, for runs and the cache; mount a persistentVolumeClaim"
+        if stored_in_pods and not any("persistentVolumeClaim" in volume for volume in mounted.values()):
+            yield "no volume that all pods share, for runs and the cache; set run.dir to a URI, or mount a persistentVolumeClaim"
 
 
 def find_object_store(memory: int, shared: int, given: int | None) -> tuple[str, int]:

@@ -258,7 +258,7 @@ KUBERAY_RULES = [
         "gpu: the image 'raydfl:latest' does not name Ray",
     ),
     (
-        set_key(f"{WORKER}.template.spec.volumes.1", {"name": "shm", "emptyDir": {}}),
+        set_key(f"{WORKER}.template.spec.volumes.0", {"name": "shm", "emptyDir": {}}),
         "gpu: /dev/shm must be an emptyDir",
     ),
     (
@@ -271,7 +271,7 @@ KUBERAY_RULES = [
     ),
     (remove_key("spec.backoffLimit"), "a job whose head is lost does not start again; write backoffLimit: 3"),
     (
-        set_key(f"{WORKER}.template.spec.volumes.0", {"name": "shared", "emptyDir": {}}),
+        set_key("spec.entrypoint", "raydfl run jobs/fsdd.yaml run.name=fsdd run.dir=/shared/runs"),
         "gpu: no volume that all pods share",
     ),
 ]

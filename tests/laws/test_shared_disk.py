@@ -19,7 +19,7 @@ from raydfl.engine.config import Config
 from raydfl.engine.federation import Federation
 from raydfl.engine.orders import Order, Reply, split_groups
 from raydfl.engine.pool import SerialPool
-from raydfl.engine.storage.private import PrivateStore
+from raydfl.engine.storage.private import PrivateStore, SharedPrivateStore
 from raydfl.engine.storage.store import RunStore
 from raydfl.engine.worker import Worker
 from raydfl.runs.folder import create
@@ -62,7 +62,7 @@ def test_two_nodes_on_a_network_file_system_give_the_same_bits(
     run_dir = create(config, Progress("quiet"))
     disk = SharedDisk(run_dir, tmp_path / "caches")
     disk.mount(monkeypatch)
-    workers = [Worker(run_dir, config, PrivateStore(run_dir / "private", durable=remote)) for remote in (False, True)]
+    workers = [Worker(run_dir, config, kind(run_dir / "private")) for kind in (PrivateStore, SharedPrivateStore)]
     store = RunStore(run_dir)
     federation = Federation(config, Population.load(run_dir / "population"), store, Nodes(disk, *workers))
     while federation.state.round_index < config.train.rounds:
@@ -77,7 +77,7 @@ def test_two_nodes_on_a_network_file_system_give_the_same_bits(
 def test_compacted_records_reach_the_other_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = SharedDisk(tmp_path, tmp_path.parent / "caches")
     disk.mount(monkeypatch)
-    writer, reader = PrivateStore(tmp_path, durable=True), PrivateStore(tmp_path)
+    writer, reader = SharedPrivateStore(tmp_path), PrivateStore(tmp_path)
     refs = writer.compact(1, {3: writer.append(1, {"state:a": torch.ones(2)})})
     with disk.on("other"):
         assert torch.equal(reader.read(refs[3])["state:a"], torch.ones(2))

@@ -18,8 +18,8 @@ from raydfl.engine.storage.folder import (
     read_config,
     write_config,
 )
-from raydfl.engine.storage.mirror import local_run, local_runs, mirror_of
-from raydfl.engine.storage.private import PrivateRef, PrivateStore
+from raydfl.engine.storage.mirror import local_run, local_runs, mirror_of, private_uri
+from raydfl.engine.storage.private import PrivateRef, PrivateStore, SharedPrivateStore, UploadedPrivateStore
 from raydfl.engine.storage.record import MetricRow, influences, list_missing_rounds, read_rows, to_rows
 from raydfl.engine.storage.store import Commit, RunStore, round_of
 from raydfl.engine.storage.trust import approve_code, code_of, remember_code
@@ -30,6 +30,8 @@ __all__ = [
     "PrivateRef",
     "PrivateStore",
     "RunStore",
+    "SharedPrivateStore",
+    "UploadedPrivateStore",
     "approve_code",
     "check_about",
     "check_begun",
@@ -46,6 +48,7 @@ __all__ = [
     "local_run",
     "local_runs",
     "mirror_of",
+    "private_uri",
     "read_about",
     "read_config",
     "read_rows",

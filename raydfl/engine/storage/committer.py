@@ -123,8 +123,10 @@ class Committer:
         self._commits += 1
         if self._commits % _MERGE == 0:
             record.compact(self._store.folder, gather=_MERGE)
+        # Without private state in this process's reach, the next call of wait() asks the workers instead.
+        superseded = self._store.take_forgotten() if self._store.private_here else []
         if self.mirror is not None:
-            self.mirror.push()
+            self.mirror.push(superseded)
         return time.perf_counter() - started, rows
 
     def wait(self) -> Sequence[MetricRow]:
@@ -139,8 +141,7 @@ class Committer:
             asked = time.perf_counter()
             self._seconds, rows = under_way.result()
             self._waited += time.perf_counter() - asked
-        forgotten = self._store.take_forgotten()
-        if forgotten:
+        if not self._store.private_here and (forgotten := self._store.take_forgotten()):
             self._remove(forgotten)
         return rows
 

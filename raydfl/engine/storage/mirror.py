@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +46,18 @@ def mirror_of(runs: str, run_dir: Path) -> RunMirror | None:
     return RunMirror(run_dir, below(runs, run_dir.name)) if is_uri(runs) else None
 
 
-def local_run(run: str | Path, overrides: Sequence[str] = ()) -> Path:
+def private_uri(runs: str, run_dir: Path) -> str:
+    """Return the URI of a run's private state; empty if ``runs`` (``run.dir``) is a path."""
+    return below(below(runs, run_dir.name), "private") if is_uri(runs) else ""
+
+
+def local_run(run: str | Path, overrides: Sequence[str] = (), private: bool = True) -> Path:
     """Return a run's local folder. For a URI, download the run first if the folder is missing or behind.
 
     Args:
+        run: Folder or URI of the run.
         overrides: Settings ``key=value``. ``data.cache`` determines the local folder.
+        private: Whether to download clients' private state.
 
     Raises:
         RunDirectoryError: The URI holds no run.
@@ -67,7 +74,7 @@ def local_run(run: str | Path, overrides: Sequence[str] = ()) -> Path:
     if text is None:
         raise RunDirectoryError(f"there is no run at {uri}: it holds no config.yaml. Check the URI")
     folder = local_runs(runs, _find_cache(text, overrides)) / name
-    RunMirror(folder, uri).fetch()
+    RunMirror(folder, uri).fetch(private)
     return folder
 
 
@@ -104,8 +111,11 @@ class RunMirror:
 
     # -- from there ----------------------------------------------------------------------------------------------------
 
-    def fetch(self) -> bool:
+    def fetch(self, private: bool = True) -> bool:
         """Download the mirror's newest commit if the local folder is behind.
+
+        Args:
+            private: Whether to download clients' private state. Client actors read it at the URI.
 
         Returns:
             Whether anything was downloaded.
@@ -127,7 +137,7 @@ class RunMirror:
                 return False
             for _ in range(_AGAIN):
                 try:
-                    self._download(about)
+                    self._download(about, private)
                     return True
                 except FileNotFoundError:  # another machine has committed meanwhile
                     about = self._place.read("run.json") or about
@@ -150,7 +160,7 @@ class RunMirror:
                 f"another run.name"
             )
 
-    def _download(self, about: bytes) -> None:
+    def _download(self, about: bytes, private: bool) -> None:
         latest = self._place.read("LATEST")
         files = self._place.files()
         if latest is None:
@@ -158,6 +168,7 @@ class RunMirror:
         for name, size in files.items():
             path = self.folder / name
             known = _IMMUTABLE.fullmatch(name) and path.exists() and path.stat().st_size == size
+            known = known or (not private and _SEGMENT.fullmatch(name) is not None)
             if name not in ("run.json", "LATEST") and not known and not _is_hidden(name):
                 self._place.download(name, path, RESUME)
         for path in (self.folder / "rows").glob("*.parquet"):
@@ -169,8 +180,12 @@ class RunMirror:
 
     # -- to there ------------------------------------------------------------------------------------------------------
 
-    def sync(self) -> None:
+    def sync(self, referenced: Collection[str] | None = None) -> None:
         """Upload the whole local folder. No other process may work in it.
+
+        Args:
+            referenced: Names of all private segments in commits. Further segments are removed, as leftovers of a crash. ``None``:
+                keep all segments.
 
         Raises:
             RunDirectoryError: The mirror holds another run, or is ahead of the local folder.
@@ -189,6 +204,9 @@ class RunMirror:
         elif latest is not None and _parse_round(latest) > _parse_round((self.folder / "LATEST").read_bytes()):
             raise RunDirectoryError(f"{self.uri} is ahead of {self.folder}. Continue with: raydfl resume {self.uri}")
         self._push(everything=True)
+        if referenced is not None:
+            names = [name for name in self._there if _SEGMENT.fullmatch(name)]
+            self._remove([name for name in names if name.rpartition("/")[2] not in referenced])
 
     def put(self, name: str) -> None:
         """Upload a file outside of commits.
@@ -198,8 +216,11 @@ class RunMirror:
         """
         self._place.upload(self.folder / name, name)
 
-    def push(self) -> None:
+    def push(self, superseded: Iterable[str] = ()) -> None:
         """Upload the newest commit. Workers may already write for the next one.
+
+        Args:
+            superseded: Unreferenced private segments, to remove.
 
         Raises:
             RunDirectoryError: Another process has committed to the mirror.
@@ -209,6 +230,7 @@ class RunMirror:
             raise self._failed  # the failed push has already exhausted its retries
         try:
             self._push(everything=False)
+            self._remove([f"private/{segment}" for segment in superseded])
         except Exception as error:
             self._failed = error
             raise
@@ -229,10 +251,15 @@ class RunMirror:
                 )
             self._place.write("LATEST", latest)
             self._latest = latest.decode()
-        gone = [name for name in self._there if name.partition("/")[0] in _OF_COMMITS and name not in local]
-        self._place.remove(gone)
-        for name in gone:
-            del self._there[name]
+        listed = [name for name in self._there if name.partition("/")[0] in _OF_COMMITS and name not in local]
+        self._remove(
+            [name for name in listed if not _SEGMENT.fullmatch(name)]
+        )  # workers upload segments without this process
+
+    def _remove(self, names: Sequence[str]) -> None:
+        self._place.remove(names)
+        for name in names:
+            self._there.pop(name, None)
 
     def _files(self, everything: bool, round_index: int) -> dict[str, int]:
         """Return the sizes of the files to mirror, in bytes by name; for a commit, only files up to its round."""

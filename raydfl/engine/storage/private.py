@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import os
@@ -20,14 +21,19 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from raydfl.core.errors import ResourcesError, RunDirectoryError
+from raydfl.core.errors import RaydflError, ResourcesError, RunDirectoryError
 from raydfl.core.files import RESUME, make_private_folder, plain_name, sync, writing
+from raydfl.core.remote import RemoteFolder, below
 from raydfl.core.tensor_file import parts_of_safetensors, to_safetensors
 
 _RECENT = 4096
 """Rows that an index may always hold in addition to its base."""
 _PART = 16
 """An index gets a new base if it has more rows than 1 / 16 of its base's rows."""
+_UNREACHABLE = "check the URI and the access of every node to it, then resume the run: all commits are safe"
+"""Remedy for an unusable URI of private state."""
+_LARGEST = 64 << 20
+"""Maximum bytes of records in memory before an upload."""
 _COPIED = 1 << 22
 """Largest record, in bytes, to join before writing. Joining is faster than one system call per tensor."""
 _OURS = re.compile(r"\d{6,}-\S+\.seg|[0-9a-f]{16}\.index|\..+\.part")
@@ -171,17 +177,17 @@ class PrivateStore:
     is closed.
     """
 
-    def __init__(self, folder: Path, also_read: Sequence[Path] = (), durable: bool = False) -> None:
+    def __init__(self, folder: Path, also_read: Sequence[Path] = (), uri: str = "") -> None:
         """Open the store.
 
         Args:
             folder: Folder of new segments, and the first folder to read from.
             also_read: Further folders to read from. A replay reads the run's segments but writes elsewhere.
-            durable: Whether :meth:`close` syncs. Set it if writer and committer run on different machines: the committer's sync
-                does not flush the writer's pages.
+            uri: URI of a folder of further segments; empty: read local folders only.
         """
-        self._durable = durable
         self.folder = folder
+        self.uri = uri
+        self._remote = RemoteFolder(uri, _UNREACHABLE) if uri else None
         self._folders = (folder, *also_read)
         self._writer = uuid.uuid4().hex[:8]
         self._segment = ""
@@ -206,8 +212,6 @@ class PrivateStore:
                 self.close()
                 make_private_folder(self.folder)
                 (self.folder / segment).touch(mode=0o600)
-                if self._durable:
-                    sync(self.folder)  # a new file is durable only after a sync of its folder
                 self._segment = segment
             if self._file is None:
                 self._file = (self.folder / segment).open("ab", buffering=0)
@@ -239,17 +243,20 @@ class PrivateStore:
         return next((path for folder in self._folders if (path := folder / segment).exists()), None)
 
     def _read_bytes(self, ref: PrivateRef) -> bytes:
-        path = self._path(ref.segment)
-        if path is None:
-            raise RunDirectoryError(
-                f"{self.folder / ref.segment} is missing: it holds a client's private state. Restore it from a copy"
-            )
-        with path.open("rb") as file:
-            file.seek(ref.offset)
-            data = file.read(ref.length)
+        path, data, where = self._path(ref.segment), None, str(self.folder / ref.segment)
+        if path is not None:
+            where = str(path)
+            with path.open("rb") as file:
+                file.seek(ref.offset)
+                data = file.read(ref.length)
+        elif self._remote is not None:
+            where = below(self.uri, ref.segment)
+            data = self._remote.read_range(ref.segment, ref.offset, ref.length)
+        if data is None:
+            raise RunDirectoryError(f"{where} is missing: it holds a client's private state. Restore it from a copy")
         if len(data) != ref.length or zlib.crc32(data) != ref.checksum:
             raise RunDirectoryError(
-                f"{path} is damaged at byte {ref.offset}: a client's private state cannot be read. "
+                f"{where} is damaged at byte {ref.offset}: a client's private state cannot be read. "
                 f"Restore the file from a copy, or restart the run"
             )
         return data
@@ -293,8 +300,22 @@ class PrivateStore:
             return
         with writing(self.folder, self._file.tell(), "private state", RESUME), self._file as file:
             self._file = None
-            if self._durable:
-                os.fsync(file.fileno())
+            self._publish(file)
+
+    def _publish(self, file: IO[bytes]) -> None:
+        """Make a closing segment visible to the committing process. On one machine it is visible already."""
+
+    def sizes(self) -> dict[str, int]:
+        """Return the bytes of all segments of the folder and of the URI, by name.
+
+        Raises:
+            ResourcesError: The URI cannot be reached.
+        """
+        files = {} if self._remote is None else self._remote.files()
+        if self.folder.exists():
+            with os.scandir(self.folder) as entries:  # faster than Path objects for many files
+                files |= {entry.name: entry.stat().st_size for entry in entries}
+        return {name: size for name, size in files.items() if name.endswith(".seg")}
 
     def sync(self, segments: Iterable[str]) -> None:
         """Make segments durable before a commit refers to them.
@@ -314,3 +335,69 @@ class PrivateStore:
         if paths:
             with writing(self.folder, 0, "private state", RESUME):
                 sync(self.folder)  # a new file is durable only after a sync of its folder
+
+
+class SharedPrivateStore(PrivateStore):
+    """Store in a folder on a network file system. The committer's sync does not flush the pages of another machine."""
+
+    def _publish(self, file: IO[bytes]) -> None:
+        """Make a closing segment durable. A new file is durable only after a sync of its folder."""
+        os.fsync(file.fileno())
+        sync(self.folder)
+
+
+class UploadedPrivateStore(PrivateStore):
+    """Store behind a URI, for nodes without a common file system.
+
+    Records stay in memory until :meth:`close` uploads them as one immutable file. A worker closes the store before it replies, so
+    commits survive the loss of a node with its disk.
+    """
+
+    def __init__(self, folder: Path, uri: str) -> None:
+        """Open the store without accessing the URI.
+
+        Args:
+            folder: Folder of local segments, only read. It may be missing.
+            uri: URI of the folder of segments.
+        """
+        super().__init__(folder, uri=uri)
+        self._place = RemoteFolder(uri, _UNREACHABLE)
+        self._numbers = itertools.count()
+        self._stem = ""
+        self._records: list[bytes] = []
+        """Records of the current segment."""
+        self._length = 0
+        self._fetched: dict[PrivateRef, bytes] = {}
+        """Records of :meth:`read_ahead`."""
+
+    def _write(self, segment: str, parts: Iterable[bytes | memoryview]) -> PrivateRef:
+        data = b"".join(parts)
+        if self._stem != segment or self._length + len(data) > _LARGEST:
+            self.close()
+        if not self._records:  # the number makes names unique, because an uploaded segment never changes
+            self._stem, self._segment = segment, f"{segment.removesuffix('.seg')}-{next(self._numbers)}.seg"
+        ref = PrivateRef(self._segment, self._length, len(data), zlib.crc32(data))
+        self._records.append(data)
+        self._length += len(data)
+        return ref
+
+    def close(self) -> None:
+        """Upload the records since the last call as one segment.
+
+        Raises:
+            ResourcesError: The URI cannot be written.
+        """
+        records, self._records, self._length = self._records, [], 0
+        if records:
+            self._place.write(self._segment, b"".join(records))
+
+    def read_ahead(self, ref: PrivateRef) -> None:
+        """Fetch one record into memory until :meth:`read` takes it. Only :meth:`read` reports errors."""
+        with contextlib.suppress(RaydflError):
+            self._fetched[ref] = super()._read_bytes(ref)
+
+    def _read_bytes(self, ref: PrivateRef) -> bytes:
+        return self._fetched.pop(ref, None) or super()._read_bytes(ref)
+
+    def sync(self, segments: Iterable[str]) -> None:
+        """Do nothing: the segments were uploaded before the server learned of them."""

@@ -40,7 +40,7 @@ from raydfl.core.files import plain_name, remove_parts, write_durably
 from raydfl.core.lock import FileLock
 from raydfl.core.tensor_file import has_a_format, to_safetensors
 from raydfl.core.types import State
-from raydfl.engine.storage.private import PrivateIndex, PrivateStore
+from raydfl.engine.storage.private import PrivateIndex, PrivateStore, UploadedPrivateStore
 
 _COMMIT = re.compile(r"^(\d{6,})-([0-9a-f]{8})\.safetensors$")
 _FOLDERS = ("commits", "population", "private", "rows")
@@ -67,19 +67,22 @@ class Commit:
 class RunStore:
     """Run directory, opened by one process at a time."""
 
-    def __init__(self, folder: Path, keep: int = 3, private_here: bool = True) -> None:
+    def __init__(self, folder: Path, keep: int = 3, private_here: bool = True, uploads: str = "") -> None:
         """Open a run directory.
 
         Args:
             folder: Folder of the run.
             keep: Number of commits to keep.
-            private_here: Whether clients' private records are in the run's folder. If False, only workers can access them, and the
-                caller must ask the workers to remove the segments from :meth:`take_forgotten`.
+            private_here: Whether this process can access clients' private records. If False, the caller must ask the workers to
+                remove the segments from :meth:`take_forgotten`.
+            uploads: URI of the folder to which workers upload private records; empty: they are in the run's folder.
         """
         self.folder = folder
         self.keep = keep
         self.private_here = private_here
         self.private_folder = folder / "private"
+        private = UploadedPrivateStore(self.private_folder, uploads) if uploads else PrivateStore(self.private_folder)
+        self._private: PrivateStore = private
         self.together = 1
         """Clients trained in one batched computation. Every commit stores it."""
         self._lock = FileLock(folder / ".lock")
@@ -135,7 +138,7 @@ class RunStore:
             ResourcesError: The disk is full. The previous commit stays valid.
         """
         if self.private_here:
-            PrivateStore(self.private_folder).sync(written & segments)
+            self._private.sync(written & segments)
         if private.base is not None and not (path := self.private_folder / private.base_name).exists():
             write_durably(path, private.base.encode())
         data = _encode(state, private, self.together, begun)
@@ -174,14 +177,13 @@ class RunStore:
             self._remove(file)
 
     def _remove(self, name: str) -> None:
-        """Remove a file in private/, or queue it for removal by the workers."""
-        if name.endswith(".seg") and not self.private_here:
+        """Remove a file in private/, and queue a segment for removal by the mirror or the workers."""
+        if name.endswith(".seg"):
             self._forgotten.append(name)
-        else:
-            (self.private_folder / name).unlink(missing_ok=True)
+        (self.private_folder / name).unlink(missing_ok=True)
 
     def take_forgotten(self) -> list[str]:
-        """Return the segments outside the run's folder that have lost their last reference since the last call."""
+        """Return the segments that have lost their last reference since the last call."""
         forgotten, self._forgotten = self._forgotten, []
         return forgotten
 
@@ -297,11 +299,8 @@ class RunStore:
         PrivateStore(self.private_folder).retain(set().union(*self.files.values()))
 
     def sizes_of_segments(self) -> dict[str, int]:
-        """Return the bytes of all private segments on the disk, by name."""
-        if not self.private_folder.exists():
-            return {}
-        with os.scandir(self.private_folder) as entries:  # faster than Path objects for many files
-            return {entry.name: entry.stat().st_size for entry in entries if entry.name.endswith(".seg")}
+        """Return the bytes of all accessible private segments, by name."""
+        return self._private.sizes()
 
 
 def round_of(commit: str) -> int:

@@ -33,7 +33,7 @@ from raydfl.engine import (
     find_received_entries,
     label_entry,
 )
-from raydfl.engine.storage import Commit, PrivateStore, RunStore, local_run, read_config
+from raydfl.engine.storage import Commit, PrivateStore, RunStore, local_run, private_uri, read_config
 from raydfl.methods import Method, compute_logits
 from raydfl.objectives import Classify, Objective
 from raydfl.runs.inference.threshold import Threshold, read_threshold
@@ -267,7 +267,8 @@ class _Run:
         self._check_reads_data(model)
         client = self.clients.by_id(client_id)
         record = self.commit.private.get(client.index)
-        private_tensors = {} if record is None else PrivateStore(self.run_dir / "private").read(record)
+        records = PrivateStore(self.run_dir / "private", uri=private_uri(self.config.run.dir, self.run_dir))
+        private_tensors = {} if record is None else records.read(record)
         tasks = [task for task in self.method.plan_evaluation(self.commit.state, [client]) if task.client_id != SERVER]
         keys = tasks[0].receive if tasks else tuple(self.commit.state.tensors)
         part = self.population.part_of(client.index)

@@ -16,6 +16,8 @@ from processes import Mark
 
 ROOT = Path(__file__).resolve().parents[3]
 BIN = Path(sys.executable).parent
+BUCKET = "raydfl-tests"
+"""Bucket of the object stores."""
 
 
 def free_port() -> int:

@@ -6,12 +6,10 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import boto3
 import pytest
 from gcp_storage_emulator.server import create_server
-from head import free_port
+from head import BUCKET, free_port
 from helpers import known, stop_after
-from moto.server import ThreadedMotoServer
 
 from raydfl.core import remote as place
 from raydfl.core.errors import ConfigError, DataError, ResourcesError
@@ -24,24 +22,6 @@ from raydfl.runs._run import run
 from raydfl.testing import assert_same_bits, read_tensors
 
 Tiny = Callable[..., Config]
-BUCKET = "raydfl-tests"
-
-
-@pytest.fixture(scope="module")
-def s3() -> Iterator[str]:
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("AWS_ACCESS_KEY_ID", "somebody")
-        environment.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-        server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-        server.start()
-        try:
-            _, port = server.get_host_and_port()
-            boto3.client("s3", endpoint_url=f"http://127.0.0.1:{port}", region_name="us-east-1").create_bucket(
-                Bucket=BUCKET
-            )
-            yield f"s3://{BUCKET}/folder/runs?endpoint_override=127.0.0.1:{port}&scheme=http&region=us-east-1"
-        finally:
-            server.stop()
 
 
 @pytest.fixture(scope="module")

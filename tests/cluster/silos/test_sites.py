@@ -26,7 +26,7 @@ from raydfl.engine.config import Config, make_config
 from raydfl.engine.listeners import Compaction
 from raydfl.engine.rounds import Checkpoint
 from raydfl.engine.storage.folder import read_config
-from raydfl.engine.storage.private import PrivateStore
+from raydfl.engine.storage.private import SharedPrivateStore
 from raydfl.engine.storage.record import read_rows
 from raydfl.experiments import prepare
 from raydfl.runs import _run as runs
@@ -238,7 +238,7 @@ def test_site_state_survives_a_power_cut(tmp_path: Path, monkeypatch: pytest.Mon
     """A new file is durable only after its folder is synced."""
     synced: list[Path] = []
     monkeypatch.setattr("raydfl.engine.storage.private.sync", synced.append)
-    store = PrivateStore(tmp_path / "private", durable=True)
+    store = SharedPrivateStore(tmp_path / "private")
     for round_index in (1, 1, 2):
         store.append(round_index, {"a": torch.zeros(1)})
     store.close()
