@@ -335,15 +335,23 @@ def check_protocol(study: Study) -> None:
         for trial in trials
         if trial.labels == study.find_control(trial.labels)
     }
+    units = {trial.labels: trial.metric.unit for trial in trials}
+    incomparable = [
+        f"{trial.name} ({trial.metric.unit}) with its control ({units[control]})"
+        for trial in trials
+        if (control := study.find_control(trial.labels)) in units and units[control] != trial.metric.unit
+    ]
     faults = {
         f"evaluations differ ({listed}), so means of the last evaluations are not comparable. Set equal train.rounds and "
         f"evaluate.every.": len(cadences) > 1,
-        "plateau: the rule needs held-out data. Set data.split.validation or server_validation.": (
+        "plateau: the rule needs held-out data. Set data.split.validation, or server_validation for models at the server.": (
             not all(held_out.values())
         ),
         "controls.fedavg_fine_tuned is measured on the clients' own clips. Set metric.split: client_test or validation.": (
             "fedavg_fine_tuned" in study.settings.controls and splits & {"test", "server_validation"}
         ),
+        f"metric: no difference follows from scores of different names: {'; '.join(incomparable[:1])}. Set metric.label, the "
+        f"name of all compared scores.": bool(incomparable),
     }  # fmt: skip
     raise_first(faults, f"{study.file}: ")
 

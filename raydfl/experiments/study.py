@@ -288,7 +288,8 @@ class Study:
         """Return the headline of a cell with its score and split."""
         default, metric = self.settings.metric, self._get_cell_value(labels, "metric", {})
         if isinstance(metric, Mapping):
-            metric = {**default.model_dump(exclude_unset=True, exclude={"label"} if metric else set()), **metric}
+            changed = {"score", "split"}.intersection(metric)  # a label names a score on a split, of any model
+            metric = {**default.model_dump(exclude_unset=True, exclude={"label"} if changed else set()), **metric}
         where = ".".join(("axes", *labels, "metric"))
         return self.resolve(check_settings(metric, MetricSettings, self.file, where), config)
 
@@ -300,9 +301,11 @@ class Study:
         return metric.model_copy(update=changes)
 
     def make_plateau_metric(self, trial: Trial) -> MetricSettings:
-        """Return the headline on held-out data: the server's if it has any, otherwise the clients'."""
+        """Return the headline on held-out data: the server's if it has any, except for a headline on clients' own clips."""
         server = any(holds_out(data, "server_validation") for data in trial.config.data.each.values())
-        return trial.metric.model_copy(update={"split": "server_validation" if server else "validation", "label": None})
+        personal = trial.metric.split in ("client_test", "validation")  # the server may lack such a model
+        split = "server_validation" if server and not personal else "validation"
+        return trial.metric.model_copy(update={"split": split, "label": None})
 
     def _configure_patience(self, config: Config, metric: MetricSettings) -> Config:
         if config.run.stop is not None:

@@ -132,8 +132,8 @@ def test_each_actor_has_its_own_bundle(tiny: Tiny, monkeypatch: pytest.MonkeyPat
     group: Any = Group()
     population: Any = None
     for key in (0, 1, 2, 1, "client"):
-        start_client_actor(tmp_path, tiny("ray.actors=3"), population, group, "", ActorKind(1, 0), key)
-    start_client_actor(tmp_path, tiny("ray.actors=3"), population, None, "", ActorKind(1, 0), 0)
+        start_client_actor(tmp_path, tiny("ray.actors=3"), population, group, None, "", ActorKind(1, 0), key)
+    start_client_actor(tmp_path, tiny("ray.actors=3"), population, None, None, "", ActorKind(1, 0), 0)
     assert asked == [0, 1, None, 1, None, None]
 
 

@@ -136,6 +136,14 @@ def test_the_plateau_of_a_loss_is_the_end_of_its_fall() -> None:
         ({"controls": ["compute_matched"]}, "controls.compute_matched needs settings"),
         ({"controls": {"raw": {"train.rounds": 3}}}, "controls.raw trains nothing"),
         ({"controls": ["fedavg_fine_tuned"]}, "measured on the clients' own clips. Set metric.split: client_test"),
+        (
+            {"axes": {"method": {"FedAvg": {}, "own": {"metric": {"model": "personal"}}}}},
+            "metric: no difference follows from scores of different names",
+        ),
+        (
+            {"metric": {"split": "client_test"}, "settings": {"data.split.validation": 0.0}},
+            "plateau: the rule needs held-out data",
+        ),
         ({"axes": {"method": {"FedAvg": {}, "often": {"evaluate.every": 2}}}}, "evaluations differ"),
         (
             {"domains": {"train.optimiser.lr": {"uniform": [0.1, 0.2]}}},

@@ -151,7 +151,9 @@ def test_killed_client_actors_change_nothing(tiny: Tiny) -> None:
     reference = known(tiny("train.cohort=1.0", method="fedmlac"))
     config = tiny("run.name=dying", "train.cohort=1.0", "ray.actors=2", method="fedmlac")
     run_dir = create(config, Progress("quiet"))
-    pool = Dying(lambda site, kind, key: start_client_actor(run_dir, config, "", None, site, kind, key), config.ray)
+    pool = Dying(
+        lambda site, kind, key: start_client_actor(run_dir, config, "", None, None, site, kind, key), config.ray
+    )
     federation = Federation(config, Population.load(run_dir / "population"), RunStore(run_dir), pool)
     try:
         while federation.state.round_index < config.train.rounds:

@@ -181,8 +181,9 @@ def test_frozen_batch_norm_equals_torchvision_in_evaluation(imagenet: tuple[nn.M
     network, x = build_from_file(file), torch.randn(3, 3, 32, 32)
     expected = reference(x)
     for mode in (True, False):
-        torch.testing.assert_close(network.train(mode).embed(x), expected)
-    torch.testing.assert_close(network.embed(x[:1]), expected[:1])
+        # Rounding of 18 layers: the order of sums differs between processors.
+        torch.testing.assert_close(network.train(mode).embed(x), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(network.embed(x[:1]), expected[:1], rtol=1e-4, atol=1e-4)
     frames = torch.randn(2, 40, 16)
     frames[0, 25:] = 7.0
     torch.testing.assert_close(network.embed(frames, torch.tensor([25, 40]))[:1], network.embed(frames[:1, :25]))
