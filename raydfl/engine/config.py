@@ -214,7 +214,7 @@ class Config(Settings):
         if differing:
             _log.warning(
                 "raydfl on %s and on the starting machine of the run use different CPU kernels (%s). The last digits of the models "
-                "depend on each client's worker. Use equal CPUs for equal bits",
+                "depend on each client's worker. Equal bits need equal CPUs",
                 platform.node(),
                 differing,
             )

@@ -17,7 +17,7 @@ from several_clients import BANDS, CLASSES, make_steps
 from torch import nn
 
 from raydfl import Config, final_state, read_rows, resume
-from raydfl.core.clustering import Distance, assign_noise, distances, hdbscan_labels, match, purity
+from raydfl.core.clustering import Distance, adjusted_rand_index, assign_noise, distances, hdbscan_labels, match, purity
 from raydfl.core.errors import ConfigError
 from raydfl.core.spool import Spool
 from raydfl.core.types import Client, Ratio, State, Update
@@ -248,10 +248,30 @@ def test_known_groups_have_their_own_entries_and_resume_to_the_bit(tiny: Tiny, m
     assert_same_bits(read_tensors(folder), whole)
 
 
+def test_k_means_compares_directions_and_not_lengths() -> None:
+    """Oracle: six changes along three axes, of lengths from 0.1 to 10."""
+    rule = find_group_rule({"name": "kmeans", "clusters": 3})
+    axes, lengths = (0, 1, 2, 0, 1, 2), (10.0, 0.1, 1.0, 0.1, 10.0, 3.0)
+    heads = [{"w": length * torch.eye(3)[axis]} for axis, length in zip(axes, lengths, strict=True)]
+    labels, noise, undivided = rule.labels(heads)  # type: ignore[union-attr]
+    assert adjusted_rand_index(labels.tolist(), axes) == 1
+    assert (noise, undivided) == (0, False)
+    labels, _, undivided = rule.labels([heads[i] for i in (0, 1, 3, 4)])  # type: ignore[union-attr]
+    assert (labels.tolist(), undivided) == ([0, 0, 0, 0], True)  # two directions
+
+
+def test_k_means_finds_the_groups_of_a_round() -> None:
+    method = make_grouped_method({"name": "kmeans"})
+    state = init_state(method)
+    state, report = method.aggregate(state, (make_update(state, i, DOWN if i % 2 else UP) for i in range(6)), RNG)
+    assert get_groups(state) == ["task1", "task2"] * 3 + ["", ""]
+    assert report["tasks/purity"] == report["tasks/rand_index"] == Ratio(1.0, 1)
+
+
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
-        ("dbscan", "train.groups: unknown rule 'dbscan'. Choose one of cfl, hdbscan, ifca, known, none"),
+        ("dbscan", "train.groups: unknown rule 'dbscan'. Choose one of cfl, hdbscan, ifca, kmeans, known, none"),
         ({"name": "hdbscan", "distance": "euclid"}, "train.groups.distance"),
         ({"name": "hdbscan", "min_cluster_size": 1}, "train.groups.min_cluster_size"),
         ({"name": "known", "by": "task"}, "the clients' profiles have no column 'task'"),
@@ -262,6 +282,7 @@ def test_known_groups_have_their_own_entries_and_resume_to_the_bit(tiny: Tiny, m
         ({"name": "hdbscan", "layers": ["model/head"]}, "no tensor's name begins with model/head"),
         ({"name": "cfl", "min_size": 5}, "train.groups.min_size is 5, but 8 clients cannot be split"),
         ({"name": "cfl", "gamma": 2}, "train.groups.gamma"),
+        ({"name": "kmeans", "clusters": 1}, "train.groups.clusters"),
     ],
 )
 def test_invalid_group_rules_are_rejected(rule: object, message: str) -> None:
@@ -385,7 +406,7 @@ def test_cfl_assigns_new_clients_to_the_most_similar_group() -> None:
     assert get_groups(state) == ["task1", "task2"] * 3 + ["", ""]
 
 
-@pytest.mark.parametrize("rule", ["{name: cfl, eps_mean: 100, eps_max: 0}", "ifca", "hdbscan"])
+@pytest.mark.parametrize("rule", ["{name: cfl, eps_mean: 100, eps_max: 0}", "ifca", "hdbscan", "kmeans"])
 def test_parts_may_have_different_classes(tiny: Tiny, rule: str) -> None:
     """Last layers of different shapes count as different, and each group has the layers of both parts."""
     parts = "data.parts={low: {speakers: 3}, high: {classes: 5, first: 10, speakers: 3}}"
