@@ -38,7 +38,7 @@ class Ray:
 
 @pytest.mark.parametrize("group", [None, object()], ids=["alone", "in a placement group"])
 def test_the_server_requests_the_drivers_node(
-    tiny: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, group: object
+    tiny: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, group: object, tmp_path: Path
 ) -> None:
     """Request the driver's node, or inside a trial the trial's placement group."""
     ray = Ray()
@@ -47,7 +47,7 @@ def test_the_server_requests_the_drivers_node(
     monkeypatch.setattr(servers, "NodeWatch", lambda *_: None)
     monkeypatch.setattr(servers, "queue_actors", lambda *_: None)
     config = tiny("ray.actors=2")
-    servers.RemoteServer(Path("nowhere"), config, 4, print)
+    servers.RemoteServer(tmp_path, config, 4, print)
     assert ray.asked["num_cpus"] == ray.asked["num_gpus"] == 0
     if group is not None:
         assert "scheduling_strategy" not in ray.asked
