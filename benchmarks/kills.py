@@ -1,12 +1,21 @@
 """Kill processes at random moments in runs of every method on a cluster of several nodes, and compare the results.
 
-    python benchmarks/kills.py [--methods fedavg scaffold] [--seed 1] [--out kills.md]
+    python benchmarks/kills.py [--methods fedavg scaffold] [--store bucket] [--seed 1] [--out kills.md]
 
 One Ray cluster of a head and two worker nodes on this machine serves all runs. Each run is killed five times by ``kill
 -9``, at moments drawn by the seed: a client actor, the server actor, a client actor again, a worker node (a new one
 then joins) and the driver, after which the run is resumed. Half of the runs commit every round, the rest every third.
 The resulting state (the server's tensors, every client's private state) is compared bit for bit with an undisturbed run
 in one process without Ray.
+
+The runs are in one of three stores:
+
+- ``folder``: a folder that all nodes see.
+- ``bucket``: an object store (moto). Each worker node has a mount namespace of its own that hides the driver's cache
+  by a file system in memory. A killed node loses its files. Then the whole cluster is killed too, with Ray's GCS and
+  every raylet, and the run is resumed on a new one. Needs the right to create mount namespaces.
+- ``machine``: a folder of one machine, with the Ray that the run itself starts. Only client actors, the server actor
+  and the driver are killed.
 
 The table has the killed process, the moment, the time until the next finished round, and whether the run's result was
 equal.
@@ -31,24 +40,30 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from processes import Mark
-from ray.cluster_utils import Cluster
+from clusters import Bucket, Machines, OneMachine
 
 from raydfl.cluster import server as servers
 from raydfl.cluster.server import Server
 from raydfl.core import registry
+from raydfl.core.remote import below
 from raydfl.engine.config import Config, load_config, make_config
 from raydfl.engine.overrides import apply_overrides
-from raydfl.engine.storage.private import PrivateStore
-from raydfl.engine.storage.store import RunStore
+from raydfl.engine.storage.mirror import local_run
 from raydfl.engine.telemetry import RoundReport
 from raydfl.runs import _run as runs
 from raydfl.runs.folder import create
 from raydfl.runs.progress import Progress
+from raydfl.testing import read_tensors
 
 ROOT = Path(__file__).parents[1]
 PLAN = ("client actor", "server actor", "client actor", "node", "driver")
 """What is killed in one run."""
+PLANS = {
+    "folder": PLAN,
+    "bucket": (*PLAN, "cluster"),
+    "machine": ("client actor", "server actor", "client actor", "driver"),
+}
+"""The same by store."""
 ROUNDS = 80
 _FIRST, _APART = 3, 6
 """Rounds before the first kill, and from one to the next."""
@@ -75,47 +90,6 @@ class Kill:
     """Seconds from the kill until the next round was reported."""
     equal: bool
     """Whether the run's final state was equal."""
-
-
-class Machines:
-    """A cluster of a head and two worker nodes with two CPUs each. A mark in the environment identifies its processes."""
-
-    def __init__(self) -> None:
-        self._mark = Mark()
-        os.environ.update(self._mark.environment)
-        self._options = {"object_store_memory": 100 << 20, "include_dashboard": False}
-        quick = {
-            "health_check_initial_delay_ms": 0,
-            "health_check_period_ms": 500,
-            "health_check_failure_threshold": 4,
-        }
-        self.cluster = Cluster(
-            initialize_head=True, head_node_args={"num_cpus": 0, "_system_config": quick, **self._options}
-        )
-        self.nodes = [self._add() for _ in range(2)]
-
-    @property
-    def address(self) -> str:
-        """Return the address for ``ray.address``."""
-        return str(self.cluster.address)
-
-    def _add(self) -> Any:
-        return self.cluster.add_node(num_cpus=2, **self._options)
-
-    def actors(self, title: str) -> list[int]:
-        """Return the pids of this cluster's actors of a class, in rising order."""
-        return self._mark.pids(title)
-
-    def kill_node(self, number: int) -> None:
-        """Kill a worker node with everything on it, and let a new node join."""
-        self.cluster.remove_node(self.nodes[number], allow_graceful=False)
-        self.nodes[number] = self._add()
-
-    def close(self) -> None:
-        """End every process of the cluster."""
-        self.cluster.shutdown()
-        for name in self._mark.environment:
-            del os.environ[name]
 
 
 class _Told(Progress):
@@ -185,11 +159,13 @@ class Driver:
         return self.process.exitcode or 0
 
 
-def _strike(what: str, machines: Machines, driver: Driver, rng: np.random.Generator) -> None:
+def _strike(what: str, machines: Machines | OneMachine, driver: Driver, rng: np.random.Generator) -> None:
     if what == "driver":
         driver.kill()
-    elif what == "node":
+    elif isinstance(machines, Machines) and what == "node":
         machines.kill_node(int(rng.integers(2)))
+    elif isinstance(machines, Machines) and what == "cluster":
+        machines.kill()
     else:
         title = {"client actor": "ray::ClientActor", "server actor": "ray::ServerActor"}[what]
         until = time.monotonic() + 60
@@ -201,15 +177,20 @@ def _strike(what: str, machines: Machines, driver: Driver, rng: np.random.Genera
             os.kill(int(rng.choice(pids)), signal.SIGKILL)
 
 
+def _at(config: Config, machines: Machines | OneMachine) -> Config:
+    ray = config.ray.model_copy(update={"address": machines.address or None})
+    return config.model_copy(update={"ray": ray})
+
+
 def run_disturbed(
-    machines: Machines, config: Config, plan: Sequence[str], rng: np.random.Generator
+    machines: Machines | OneMachine, config: Config, plan: Sequence[str], rng: np.random.Generator
 ) -> list[tuple[str, int, float]]:
     """Do a run with the kills of the plan. Yield the target, its round, and the seconds until the next round.
 
     Raises:
         HangingError: The run made no progress, ended too early for the plan, or failed.
     """
-    driver = Driver(config)
+    driver = Driver(_at(config, machines))
     kills: list[tuple[str, int, float]] = []
     waiting = list(plan)
     struck: tuple[str, int, float] | None = None
@@ -232,9 +213,9 @@ def run_disturbed(
                     _strike(what, machines, driver, rng)
                     if what == "driver":
                         break
-            if struck is not None and struck[0] == "driver" and not driver.process.is_alive():
+            if struck is not None and struck[0] in ("driver", "cluster"):  # a driver without its cluster ends by itself
                 driver.end()
-                driver = Driver(config)
+                driver = Driver(_at(config, machines))
                 continue
             if driver.end() != 0 or last != config.train.rounds or waiting:
                 raise HangingError(
@@ -280,42 +261,34 @@ def run_undisturbed(config: Config) -> Path:
     return Path(config.run.dir) / str(config.run.name)
 
 
-def read_tensors(run_dir: Path) -> dict[str, bytes]:
-    """Return the bytes of every tensor after the run's last commit: the server's and each client's private tensors."""
-    store, private = RunStore(run_dir), PrivateStore(run_dir / "private")
-    commit = store.load(store.latest() or "")
-    groups = {f"server {key}": tensors for key, tensors in commit.state.tensors.items()}
-    groups |= {f"client {client}": private.read(ref) for client, ref in commit.private.items()}
-    found = {f"{group} {name}": t.numpy().tobytes() for group, tensors in groups.items() for name, t in tensors.items()}
-    return found | {"round": str(commit.state.round_index).encode(), "extra": repr(commit.state.extra).encode()}
-
-
-def campaign(methods: Mapping[str, Sequence[str]], seed: int, folder: Path) -> Iterator[Kill]:
+def campaign(methods: Mapping[str, Sequence[str]], seed: int, folder: Path, store: str = "folder") -> Iterator[Kill]:
     """Kill runs of these methods by their plans. Yield the rows of each run after its comparison.
 
     Args:
         methods: the targets to kill, in turn, by method.
         seed: of the moments, and of the actor or node.
         folder: for the runs.
+        store: of the runs: a key of :data:`PLANS`.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "raydfl.runs._run"])
+    hidden = folder / "own"
+    hidden.mkdir()
+    overrides = ["ray.actors=2"]
     with contextlib.ExitStack() as opened:
-        machines = Machines()
+        if store == "bucket":
+            bucket = opened.enter_context(contextlib.closing(Bucket()))
+            overrides += [f"run.dir={bucket.uri}", f"data.cache={hidden / 'cache'}"]
+        machines = OneMachine() if store == "machine" else Machines(hidden if store == "bucket" else None)
         opened.callback(machines.close)
         for number, (method, plan) in enumerate(methods.items()):
             every = (1, 3)[number % 2]
             reference = run_undisturbed(make_tiny_config(method, folder, f"{method}-undisturbed", "ray.actors=0"))
-            config = make_tiny_config(
-                method,
-                folder,
-                f"{method}-killed",
-                "ray.actors=2",
-                f"ray.address={machines.address}",
-                f"run.commit_every={every}",
-            )
+            config = make_tiny_config(method, folder, f"{method}-killed", *overrides, f"run.commit_every={every}")
             kills = run_disturbed(machines, config, plan, np.random.default_rng([seed, number]))
-            equal = read_tensors(Path(config.run.dir) / str(config.run.name)) == read_tensors(reference)
+            run = below(str(config.run.dir), str(config.run.name))
+            fetched = local_run(run, [f"data.cache={folder / 'fetched'}"])
+            equal = read_tensors(fetched) == read_tensors(reference)
             for what, after, recovery in kills:
                 yield Kill(method, every, what, after, recovery, equal)
 
@@ -346,6 +319,7 @@ def main() -> None:
     """Print the table as it grows, and write it."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--methods", nargs="+", default=registry.names("raydfl.methods"))
+    parser.add_argument("--store", choices=sorted(PLANS), default="folder", help="where the runs are (default: folder)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=None, help="file for the table")
     given = parser.parse_args()
@@ -353,7 +327,7 @@ def main() -> None:
         sys.exit(_run_with_token())
     kills: list[Kill] = []
     with tempfile.TemporaryDirectory(prefix="rk") as folder:
-        for kill in campaign(dict.fromkeys(given.methods, PLAN), given.seed, Path(folder)):
+        for kill in campaign(dict.fromkeys(given.methods, PLANS[given.store]), given.seed, Path(folder), given.store):
             kills.append(kill)
             print(table([kill]).splitlines()[-1], flush=True)
             if given.out is not None:

@@ -46,6 +46,7 @@ def test_the_server_requests_the_drivers_node(
     monkeypatch.setattr(servers, "get_current_placement_group", lambda: group)
     monkeypatch.setattr(servers, "NodeWatch", lambda *_: None)
     monkeypatch.setattr(servers, "queue_actors", lambda *_: None)
+    monkeypatch.setattr(servers, "share_files", lambda *_: None)
     config = tiny("ray.actors=2")
     servers.RemoteServer(tmp_path, config, 4, print)
     assert ray.asked["num_cpus"] == ray.asked["num_gpus"] == 0

@@ -6,9 +6,10 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-from kills import PLAN, Kill, campaign, make_tiny_config, read_tensors, run_undisturbed, table
+from kills import PLAN, Kill, campaign, make_tiny_config, run_undisturbed, table
 
 from raydfl.core import registry
+from raydfl.testing import read_tensors
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("espeakng_loader") is None, reason="the package espeakng-loader is not installed"
