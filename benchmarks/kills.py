@@ -69,7 +69,7 @@ _FIRST, _APART = 3, 6
 """Rounds before the first kill, and from one to the next."""
 _WITHIN = 0.3
 """Maximum delay of a kill after the report of its round, in seconds."""
-_PATIENCE = 240.0
+_PATIENCE = 660.0
 """Seconds without a finished round until a run counts as hanging."""
 
 
@@ -274,7 +274,7 @@ def campaign(methods: Mapping[str, Sequence[str]], seed: int, folder: Path, stor
     context.set_forkserver_preload(["torch", "raydfl.runs._run"])
     hidden = folder / "own"
     hidden.mkdir()
-    overrides = ["ray.actors=2"]
+    overrides = ["ray.actors=2", "ray.ready_timeout=600"]
     with contextlib.ExitStack() as opened:
         if store == "bucket":
             bucket = opened.enter_context(contextlib.closing(Bucket()))
