@@ -78,7 +78,7 @@ check: $(INSTALLED)
 	.venv/bin/ruff format --check
 	.venv/bin/mypy --strict -p raydfl
 	.venv/bin/lint-imports --no-logo --no-cache
-	.venv/bin/python -m pytest tests/laws/test_plain_words.py
+	.venv/bin/python -m pytest tests/laws/test_plain_words.py tests/laws/test_house.py
 	$(MAKE) docs
 	@echo 'lines by room:'
 	@for room in raydfl/*/; do find $$room -name '*.py' -o -name '*.pyi' -o -name '*.cpp' -o -name '*.h' | xargs -r cat | wc -l | tr '\n' ' '; \

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from raydfl.cluster.server import Server
 from raydfl.engine.config import Config
@@ -11,6 +15,33 @@ from raydfl.engine.storage.folder import final_state
 from raydfl.runs.folder import create
 from raydfl.runs.progress import Progress
 from raydfl.testing import read_tensors, train_federation
+
+REPRESENTATIVES = frozenset(
+    (
+        "fedavg",
+        "fedadam",
+        "scaffold",
+        "fedper",
+        "ditto",
+        "fedmlac",
+        "fedkad",
+        "fedstar",
+        "fedapta",
+        "profila",
+        "modality_mirror",
+    )
+)
+"""Methods of the fast tests: the five papers', and one for each kind of state and of aggregation."""
+
+
+def marks_of(method: str) -> list[pytest.MarkDecorator]:
+    """Return the mark ``slow`` for a built-in method that is no representative."""
+    return [] if method in REPRESENTATIVES or ":" in method else [pytest.mark.slow]
+
+
+def each_method(methods: Iterable[str]) -> list[Any]:
+    """Return the methods as parameters. All but the representatives are slow."""
+    return [pytest.param(method, marks=marks_of(method)) for method in methods]
 
 
 def finish_in(run_dir: Path, config: Config) -> dict[str, bytes]:

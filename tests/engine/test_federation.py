@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import known, stop_after
+from helpers import each_method, known, stop_after
 from safetensors import safe_open
 
 import raydfl.engine.storage.committer
@@ -247,7 +247,7 @@ def test_server_evaluation_agrees_with_a_direct_computation(tiny: Tiny) -> None:
 
 # ProFiLA does not classify.
 @pytest.mark.parametrize(
-    "method", [name for name in registry.names("raydfl.methods") if not name.startswith("profila")]
+    "method", each_method(name for name in registry.names("raydfl.methods") if not name.startswith("profila"))
 )
 def test_every_method_beats_chance_on_easy_data(tiny: Tiny, method: str) -> None:
     """Every method learns to classify three pitches in six rounds."""

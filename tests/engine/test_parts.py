@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 import torch
+from helpers import each_method
 
 from raydfl import Config, final_state, load_model, make_config, read_rows, read_run, resume
 from raydfl.core import registry
@@ -156,13 +157,7 @@ def test_parts_with_the_same_classes_have_separate_heads(tiny: Tiny) -> None:
     }
 
 
-@pytest.mark.parametrize(
-    "method",
-    [  # the slow ones train like fedavg, and their servers step like fedadam or fedavgm
-        pytest.param(name, marks=[pytest.mark.slow] if name in ("fedyogi", "fedadagrad", "fedopt") else [])
-        for name in METHODS
-    ],
-)
+@pytest.mark.parametrize("method", each_method(METHODS))
 def test_every_method_trains_over_parts_and_each_part_is_measured(tiny: Tiny, method: str) -> None:
     config = tiny(PARTS, "train.rounds=2", "evaluate.clients=all", method=method)
     outcome = run(config)

@@ -74,7 +74,15 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.study}-{'-'.join(case.only)}")
+FAST = (CASES[0], CASES[10], CASES[14])
+"""One case of each paper."""
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[] if case in FAST else [pytest.mark.slow]) for case in CASES],
+    ids=lambda case: f"{case.study}-{'-'.join(case.only)}",
+)
 def test_the_data_of_a_study_are_prepared_from_a_small_tree(
     case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

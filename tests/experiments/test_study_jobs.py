@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+from helpers import each_method
 
 from raydfl.core import registry
 from raydfl.core.yaml import parse_yaml
@@ -262,7 +263,7 @@ NOT_SEARCHED = {
 }
 
 
-@pytest.mark.parametrize("name", registry.names("raydfl.methods"))
+@pytest.mark.parametrize("name", each_method(registry.names("raydfl.methods")))
 def test_every_method_has_a_search_space_of_all_its_fields(name: str) -> None:
     study = load_study(TUNE / f"{name}.yaml")
     assert study.first.config.method["name"] == name

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from golden_cases import cases
 from golden_record import FILE, RUNS, SWEEPS, compute_job_digest, configure, measure
+from helpers import marks_of
 
 from raydfl.testing import describe_kernels
 
@@ -21,7 +22,13 @@ UNSTABLE: set[str] = set()
 """Cases with decisions on close values. They may end differently with other kernels."""
 
 
-@pytest.mark.parametrize("name", cases())
+def marks_of_case(name: str) -> list[pytest.MarkDecorator]:
+    """Return the marks of a federation: of its method, if it is a method's case."""
+    kind, _, method = name.partition(" ")
+    return marks_of(method) if kind == "method" else []
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of_case(name)) for name in cases()])
 def test_a_federation_has_the_recorded_bits(name: str, tmp_path: Path, feature_cache: Path) -> None:
     values = measure(configure(name, cases()[name], tmp_path, feature_cache))
     expected = GOLDEN["cases"][name]

@@ -14,6 +14,8 @@ import pytest
 
 import raydfl
 
+pytestmark = pytest.mark.slow  # `make check` runs this file
+
 PACKAGE = Path(raydfl.__file__).parent
 
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 import pytest
-from helpers import differ, known
+from helpers import differ, known, marks_of
 
 from raydfl.core import registry
 from raydfl.core.options import options_of
@@ -262,7 +262,9 @@ def test_defaults_with_the_source_paper_have_the_stated_values(method: str) -> N
     assert {option.name: option.default for option in options if option.source == "paper"} == STATED[method]
 
 
-@pytest.mark.parametrize(("method", "field"), sorted(EFFECTIVE))
+@pytest.mark.parametrize(
+    ("method", "field"), [pytest.param(*case, marks=marks_of(case[0])) for case in sorted(EFFECTIVE)]
+)
 def test_each_hyperparameter_changes_the_result(tiny: Tiny, method: str, field: str) -> None:
     overrides, reference = EFFECTIVE[method, field]
     # Four clients and two rounds are the fewest at which every hyperparameter matters.
@@ -330,7 +332,9 @@ NEUTRAL: list[tuple[str, list[str], str, list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("method", "neutral", "simpler", "settings"), NEUTRAL)
+@pytest.mark.parametrize(
+    ("method", "neutral", "simpler", "settings"), [pytest.param(*case, marks=marks_of(case[0])) for case in NEUTRAL]
+)
 def test_a_neutral_value_equals_the_simpler_method(
     tiny: Tiny, method: str, neutral: list[str], simpler: str, settings: list[str]
 ) -> None:

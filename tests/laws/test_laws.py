@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import differ, known, known_run
+from helpers import differ, each_method, known, known_run, marks_of
 
 from raydfl.cluster.server import Server
 from raydfl.core import registry
@@ -29,8 +29,6 @@ from raydfl.engine.storage.folder import final_state
 from raydfl.engine.storage.private import PrivateRef, PrivateStore
 from raydfl.engine.storage.store import RunStore
 from raydfl.engine.worker import Worker
-from raydfl.methods import Method
-from raydfl.methods._server_optimiser import ServerOptimiser
 from raydfl.runs._replay import replay
 from raydfl.runs._run import resume, run
 from raydfl.runs.folder import create
@@ -54,32 +52,19 @@ def make_common_settings(method: str, together: int) -> list[str]:
     return [f"train.together={together}", "evaluate.every=3", *(["method.eps=0.001"] if method == "fedopt" else [])]
 
 
-def resembles_fedadam(method: str) -> bool:
-    """Return whether the method differs from FedAdam, the representative, only by the formula of the server's step."""
-    cls = registry.find("raydfl.methods", method, Method, "method")
-    return issubclass(cls, ServerOptimiser) and method != "fedadam"
-
-
 def make_method_params(
     *variants: int, every: Sequence[str] = tuple(METHODS), all_of: Sequence[str] = ("fedavg", "fedmlac")
 ) -> list[Any]:
-    """Pair all methods with the first way, and ``all_of`` with every way. Mark the rest as slow."""
+    """Pair representatives with the first way, and ``all_of`` with every way. Mark the rest as slow."""
     return [
         pytest.param(
             variant,
             method,
-            marks=[]
-            if (variant == variants[0] and not resembles_fedadam(method)) or method in all_of
-            else [pytest.mark.slow],
+            marks=marks_of(method) if variant == variants[0] or method in all_of else [pytest.mark.slow],
         )
         for variant in variants
         for method in every
     ]
-
-
-def make_params_of_all_methods() -> list[Any]:
-    """Return all methods, and mark methods similar to FedAdam as slow."""
-    return [pytest.param(method, marks=[pytest.mark.slow] if resembles_fedadam(method) else []) for method in METHODS]
 
 
 class WatchedPool(SerialPool):
@@ -145,7 +130,7 @@ def test_law_1_no_client_sees_changes_to_a_network_by_another_client(tiny: Tiny,
 
 
 @pytest.mark.parametrize("together", [1, 2])
-@pytest.mark.parametrize("method", make_params_of_all_methods())
+@pytest.mark.parametrize("method", each_method(METHODS))
 def test_a_network_is_built_once_for_all_clients(
     tiny: Tiny, method: str, together: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,7 +161,7 @@ def test_a_network_is_built_once_for_all_clients(
     server.close()
 
 
-@pytest.mark.parametrize("method", make_params_of_all_methods())
+@pytest.mark.parametrize("method", each_method(METHODS))
 def test_law_8_batched_clients_equal_unbatched_clients(tiny: Tiny, method: str) -> None:
     """Compare whole runs to float tolerance, with private state, server optimisers and evaluation."""
     tensors_by_size = {}

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow  # `make check` runs this file
+
 ROOT = Path(__file__).parents[2]
 CEILINGS = Path(__file__).with_name("plain_words.json")
 ROOMS = sorted(f"raydfl/{path.parent.name}" for path in ROOT.glob("raydfl/*/__init__.py"))

@@ -14,7 +14,7 @@ import pytest
 import soundfile
 import torch
 from commands import Raydfl, write_config
-from helpers import stop_after
+from helpers import marks_of, stop_after
 from machines import RATE, synthesise_hum
 from sklearn.metrics import average_precision_score, roc_auc_score
 
@@ -87,8 +87,8 @@ NETWORKS = {
 def list_cases() -> list[Any]:
     """List the combinations of methods, objectives and views.
 
-    The fast suite runs each method and each objective once with an additional view. Methods with FedAvg's client work run only
-    with classification.
+    The fast suite runs the representatives, and each objective once with an additional view. Methods with FedAvg's client
+    work run only with classification.
     """
     cases = []
     at_server = {
@@ -100,7 +100,8 @@ def list_cases() -> list[Any]:
         for method in registry.names("raydfl.methods"):
             for objective in registry.names("raydfl.objectives"):
                 slow = objective != "classify" and (method in at_server or (view != "first" and method != "fedavg"))
-                cases.append(pytest.param(method, objective, view, marks=[pytest.mark.slow] if slow else []))
+                marks = [pytest.mark.slow] if slow else marks_of(method)
+                cases.append(pytest.param(method, objective, view, marks=marks))
     return cases
 
 
