@@ -194,6 +194,8 @@ def run_disturbed(
     kills: list[tuple[str, int, float]] = []
     waiting = list(plan)
     struck: tuple[str, int, float] | None = None
+    resumed = struck
+    """The kill after which the driver was started again."""
     next_round = _FIRST
     try:
         while True:
@@ -213,9 +215,9 @@ def run_disturbed(
                     _strike(what, machines, driver, rng)
                     if what == "driver":
                         break
-            if struck is not None and struck[0] in ("driver", "cluster"):  # a driver without its cluster ends by itself
-                driver.end()
-                driver = Driver(_at(config, machines))
+            if struck is not None and struck[0] in ("driver", "cluster") and struck is not resumed:
+                driver.end()  # A driver without its cluster ends by itself.
+                driver, resumed = Driver(_at(config, machines)), struck
                 continue
             if driver.end() != 0 or last != config.train.rounds or waiting:
                 raise HangingError(

@@ -33,8 +33,8 @@ class Actors:
         self._folder = create(config, Progress("quiet"))
         self._several = "fusion" in config.models
         actor = ray.remote(ServerActor).options(num_cpus=0)
-        self._server = actor.remote(str(self._folder), config)
-        self._done = ray.get(self._server.open.remote())[0]
+        self._server = actor.remote()
+        self._done = ray.get(self._server.open.remote(str(self._folder), config))[0]
 
     def run(self, rounds: int) -> None:
         """Do the given number of rounds, requested like ``raydfl run`` does: several short rounds in one call."""

@@ -3,6 +3,7 @@
 from raydfl.cluster.datasets import write_recordings as write_recordings
 from raydfl.cluster.features import compute_on_cluster as compute_on_cluster
 from raydfl.cluster.gpu import resolve_auto as resolve_auto
+from raydfl.cluster.idle import end_idle_server as end_idle_server
 from raydfl.cluster.job import check_no_token as check_no_token
 from raydfl.cluster.job import check_persistent as check_persistent
 from raydfl.cluster.job import is_job as is_job

@@ -16,6 +16,7 @@ from ray.exceptions import RayTaskError
 
 from raydfl.cluster.client import ClientActor
 from raydfl.cluster.faults import LOST, StragglerPolicy, explain_end, leave_out, unwrap_error
+from raydfl.cluster.idle import IdleActors
 from raydfl.cluster.resources import ActorKind, actor_kinds, list_alive_nodes
 from raydfl.cluster.scheduling import Backlog, Lane, schedule
 from raydfl.core.errors import ResourcesError
@@ -209,10 +210,17 @@ class ActorPool:
                 logger.warning("A client actor did not start in time. The run continues with %d.", len(self._slots) - 1)
                 self._close(key)
 
-    def close(self) -> None:
-        """End all actors."""
-        for key in list(self._slots):
-            self._close(key)
+    def close(self, idle: IdleActors | None = None) -> None:
+        """End all actors.
+
+        Args:
+            idle: Keeps the running actors without work for the next run; ``None``: end them too.
+        """
+        for key, slot in list(self._slots.items()):
+            if idle is not None and not slot.starting and not slot.load:
+                idle.keep(key, self._slots.pop(key).actor)
+            else:
+                self._close(key)
 
     # -- orders
 

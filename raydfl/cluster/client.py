@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import sys
 import threading
@@ -16,6 +17,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raydfl.cluster.gpu import compute_memory_fraction, explain_missing_gpu, hide_gpus
+from raydfl.cluster.idle import IdleActors
 from raydfl.cluster.resources import ActorKind
 from raydfl.cluster.run_files import RunFiles
 from raydfl.cluster.sites import SHARE, open_worker, place_folder, site_resource
@@ -60,7 +62,15 @@ class ClientActor:
     """
 
     def __init__(self, config: Config, kind: ActorKind, opening: Callable[..., Worker], server_node: str = "") -> None:
-        """Open the run and keep an error for :meth:`ready`.
+        """Open a run like :meth:`open`."""
+        self._one_at_a_time = threading.Lock()
+        # A short interval lets the waiting thread run as soon as it gets the lock.
+        sys.setswitchinterval(5e-4)
+        self._is_open = threading.Event()
+        self.open(config, kind, opening, server_node)
+
+    def open(self, config: Config, kind: ActorKind, opening: Callable[..., Worker], server_node: str = "") -> None:
+        """Open a run and keep an error for :meth:`ready`.
 
         Args:
             config: Configuration of the run.
@@ -68,9 +78,6 @@ class ClientActor:
             opening: Opens a worker at the actor's place, given its device.
             server_node: Id of the server's node; empty: this node. Actors of other nodes sync their own files.
         """
-        self._one_at_a_time = threading.Lock()
-        # A short interval lets the waiting thread run as soon as it gets the lock.
-        sys.setswitchinterval(5e-4)
         self._failed: RaydflError | None = None  # Ray would pass an error of a constructor on without its type.
         self._fallback = ""
         try:
@@ -81,6 +88,7 @@ class ClientActor:
             self._opened = opening(device, durable=far)
         except RaydflError as error:
             self._failed = error
+        self._is_open.set()
 
     @property
     def _worker(self) -> Worker:
@@ -95,9 +103,20 @@ class ClientActor:
             RaydflError: The run's folder, its data at this site, or an object of the configuration cannot be opened.
             ResourcesError: PyTorch finds no GPU.
         """
+        self._is_open.wait()  # The other thread may still be opening a later run.
         if self._failed is not None:
             raise self._failed
         return ray.get_runtime_context().get_node_id(), self._fallback
+
+    def close(self) -> None:
+        """Drop the run with its models and data. :meth:`open` opens the next one."""
+        with self._one_at_a_time:
+            self._is_open.clear()
+            self._failed = None
+            vars(self).pop("_opened", None)
+            gc.collect()
+            if (torch := sys.modules.get("torch")) is not None and torch.cuda.is_initialized():
+                torch.cuda.empty_cache()  # Memory of the last run must not count as need of the next.
 
     def process_id(self) -> int:
         """Return the id of the actor's process."""
@@ -161,8 +180,9 @@ def start_client_actor(
     place: str,
     kind: ActorKind,
     key: object,
+    idle: IdleActors | None = None,
 ) -> Any:
-    """Start a client actor at a place, from the process that commits.
+    """Start a client actor at a place, from the process that commits, or open the run on an idle actor.
 
     Args:
         run_dir: Folder of the run.
@@ -173,11 +193,16 @@ def start_client_actor(
         place: Place of the actor.
         kind: Resources of the actor.
         key: Key of the actor's slot: the number of its bundle in the group.
+        idle: Actors of the last run in this process; ``None``: there are none.
     """
     folder = place_folder(config, run_dir, place)
     opening = functools.partial(open_worker, config, run_dir, place, folder, population if place else None, files=files)
     strategy = None
     if group is not None and isinstance(key, int) and key < group.bundle_count:
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=key)
-    actor = define_actor(config.ray, place, kind, strategy)
-    return actor.remote(config, kind, opening, ray.get_runtime_context().get_node_id())
+    here = ray.get_runtime_context().get_node_id()
+    kept = None if idle is None or place else idle.take(key)
+    if kept is not None:
+        kept.open.remote(config, kind, opening, here)
+        return kept
+    return define_actor(config.ray, place, kind, strategy).remote(config, kind, opening, here)

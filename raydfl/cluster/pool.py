@@ -14,6 +14,7 @@ from ray.actor import ActorHandle
 from raydfl.cluster.actors import ActorPool
 from raydfl.cluster.client import ClientActor
 from raydfl.cluster.faults import StragglerPolicy
+from raydfl.cluster.idle import IdleActors
 from raydfl.cluster.resources import ActorKind, format_free_resources, format_kinds
 from raydfl.core.errors import ResourcesError
 from raydfl.core.tensors import FlatTensors
@@ -138,10 +139,14 @@ class RayPool:
         """Run a job on a running actor of a place; ``None`` without an actor or after its loss."""
         return self._pools[place].ask(job, wait)
 
-    def close(self) -> None:
-        """End all actors."""
-        for pool in self._pools.values():
-            pool.close()
+    def close(self, idle: IdleActors | None = None) -> None:
+        """End all actors, or keep actors of the cluster for the next run.
+
+        Args:
+            idle: Keeps the actors; ``None``: end them.
+        """
+        for place, pool in self._pools.items():
+            pool.close(None if place else idle)
 
     def run(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> Iterator[Reply]:
         """Send the first orders, and return an iterator over replies in order of completion.

@@ -22,6 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raydfl.cluster.client import define_actor, start_client_actor
 from raydfl.cluster.faults import LOST, StragglerPolicy, explain_end, unwrap_error
 from raydfl.cluster.gpu import hide_gpus
+from raydfl.cluster.idle import IdleActors, keep_server, take_server
 from raydfl.cluster.job import check_visible
 from raydfl.cluster.metrics import RayMetrics
 from raydfl.cluster.nodes import NodeWatch
@@ -44,7 +45,12 @@ class Server:
     """A federation opened on a run directory, in a ServerActor with client actors or in this process without actors."""
 
     def __init__(
-        self, run_dir: Path, config: Config, group: PlacementGroup | None = None, files: RunFiles | None = None
+        self,
+        run_dir: Path,
+        config: Config,
+        group: PlacementGroup | None = None,
+        files: RunFiles | None = None,
+        idle: IdleActors | None = None,
     ) -> None:
         """Lock the directory, start the pool and open the newest commit.
 
@@ -53,11 +59,14 @@ class Server:
             config: Configuration of the run.
             group: Placement group with reserved bundles for client actors.
             files: Location of the run's files for client actors; ``None``: they see the run's folder.
+            idle: Client actors of the last run in this process; ``None``: there are none.
 
         Raises:
             RunDirectoryError: The directory is in use, or has no intact commit.
             ResourcesError: The client actors cannot be started.
         """
+        self._failed: Exception | None = None
+        self._keeps_actors = False
         check_visible(run_dir)
         at_sites = bool(config.data.sites)
         uploads = "" if at_sites or config.ray.actors == 0 else private_uri(config.run.dir, run_dir)
@@ -66,21 +75,20 @@ class Server:
             store.lock()
             opened.callback(store.unlock)
             population = Population.load(run_dir / "population", verify=True)
-            start = functools.partial(start_client_actor, run_dir, config, population, group, files)
+            start = functools.partial(start_client_actor, run_dir, config, population, group, files, idle=idle)
             pool: Pool = (
                 open_serial_pool(run_dir, config, population)
                 if config.ray.actors == 0
                 else RayPool(start, config.ray, StragglerPolicy.from_config(config), population.places)
             )
-            opened.callback(pool.close)
-            self._pool = pool
+            self._pool, self._idle = pool, idle
+            opened.callback(self._close_pool)
             self._federation = Federation(config, population, store, pool)
             opened.callback(self._federation.close)
             mirror = mirror_of(config.run.dir, run_dir)
             if mirror is not None:
                 self._federation.copy_to(mirror)
             self._opened = opened.pop_all()
-            self._failed: Exception | None = None
 
     @contextlib.contextmanager
     def _guard(self) -> Iterator[Federation]:
@@ -162,58 +170,74 @@ class Server:
             federation.finish(report)
         return report
 
-    def close(self) -> None:
-        """Wait for a running commit, close the pool and unlock the directory."""
+    def close(self, keep_actors: bool = False) -> None:
+        """Wait for a running commit, close the pool and unlock the directory.
+
+        Args:
+            keep_actors: Keep the client actors among the idle actors.
+        """
+        self._keeps_actors = keep_actors
         self._opened.close()
+
+    def _close_pool(self) -> None:
+        if isinstance(self._pool, RayPool):
+            self._pool.close(self._idle if self._keeps_actors else None)
+        else:
+            self._pool.close()
 
 
 class ServerActor:
-    """A Server in an actor. Ray restarts a lost actor, which resumes from the last commit."""
+    """A Server in an actor, for one run after another. Ray restarts a lost actor without a run, and the driver opens it again."""
 
-    def __init__(
-        self, run_dir: str, config: Config, group: PlacementGroup | None = None, files: RunFiles | None = None
-    ) -> None:
-        # Ray reports an error of a constructor as a lost actor, without its type. So _open does all work that may fail.
-        self._run_dir, self._config, self._group, self._files = Path(run_dir), config, group, files
+    # Ray reports an error of a constructor as a lost actor, without its type. So open() does all work that may fail.
+    def __init__(self) -> None:
         self._server: Server | None = None
+        self._idle = IdleActors()
 
-    def _open(self) -> Server:
+    def open(
+        self, run_dir: str, config: Config, group: PlacementGroup | None = None, files: RunFiles | None = None
+    ) -> tuple[int, list[str], str]:
+        """Open the run if necessary, and return the server's state. See :class:`Server`."""
         if self._server is None:
             import torch
 
             hide_gpus()
             keep_freed_memory()
-            torch.set_num_threads(self._config.ray.threads)
+            torch.set_num_threads(config.ray.threads)
             sys.setswitchinterval(5e-4)  # The committing thread must not delay clients.
             # Without the path of a user's method, because everyone on the network can read the node's metrics.
-            self._metrics = RayMetrics(self._run_dir.name, self._config.method["name"].rpartition("/")[2])
-            self._server = Server(self._run_dir, self._config, self._group, self._files)
-        return self._server
+            self._metrics = RayMetrics(Path(run_dir).name, config.method["name"].rpartition("/")[2])
+            self._idle.prepare(config.ray)
+            self._server = Server(Path(run_dir), config, group, files, self._idle)
+        return self._server.open()
 
-    def open(self) -> tuple[int, list[str], str]:
-        """Open the server if necessary, and return its state."""
-        return self._open().open()
+    def is_idle(self) -> bool:
+        """Return whether the actor has no run."""
+        return self._server is None
 
     def cpu_fallback(self) -> str:
         """Return the number of actors on the CPU despite a share of a GPU, with a reason."""
-        return self._open().cpu_fallback()
+        return "" if self._server is None else self._server.cpu_fallback()
 
     def rounds(self, round_index: int, until: int, seconds: float) -> list[RoundReport] | None:
-        """Compute rounds, and add them to Ray's metrics."""
-        reports = self._open().rounds(round_index, until, seconds)
+        """Compute rounds, and add them to Ray's metrics. ``None``: this actor was restarted, or see :meth:`Server.rounds`."""
+        if self._server is None:
+            return None
+        reports = self._server.rounds(round_index, until, seconds)
         self._metrics.observe(reports or [])
         return reports
 
     def finish(self, round_index: int) -> RoundReport | None:
-        """Commit all uncommitted rounds, and update Ray's metrics."""
-        server = self._open()
+        """Commit all uncommitted rounds, and update Ray's metrics. ``None``: this actor was restarted."""
+        if self._server is None:
+            return None
         self._metrics.flush()
-        return server.finish(round_index)
+        return self._server.finish(round_index)
 
-    def close(self) -> None:
-        """End the client actors and unlock the run directory."""
+    def close(self, keep_actors: bool = False) -> None:
+        """End the client actors, or keep them for the next run, and unlock the run directory."""
         if self._server is not None:
-            self._server.close()
+            self._server.close(keep_actors)
             self._server = None
 
 
@@ -222,11 +246,21 @@ class _ServerLostError(Exception):
 
 
 class RemoteServer:
-    """The server as an actor, across restarts, with the interface of :class:`Server`."""
+    """The server as an actor, across restarts, with the interface of :class:`Server`.
+
+    Args:
+        run_dir: Folder of the run.
+        config: Configuration of the run.
+        clients: Number of clients.
+        tell: Shows a message.
+        lend: Use the idle actors of the last run in this process, and keep the actors of this run for the next.
+    """
 
     _RESTARTS = 10
 
-    def __init__(self, run_dir: Path, config: Config, clients: int, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self, run_dir: Path, config: Config, clients: int, tell: Callable[[str], None], lend: bool = False
+    ) -> None:
         self._tell = tell
         kinds = run_actor_kinds(config, clients)
         define_actor(config.ray, "", kinds[0])  # Rejects wrong options before the server starts.
@@ -243,8 +277,12 @@ class RemoteServer:
         if get_current_placement_group() is None:
             here = ray.get_runtime_context().get_node_id()
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(here, soft=False)
-        actor = ray.remote(ServerActor).options(**options)
-        self._actor: Any = actor.remote(str(run_dir), config, self._group, files)
+        self._run = str(run_dir), config, self._group, files
+        # A group is of this run alone, so the actors in it cannot stay.
+        self._lend, self._failed = lend and self._group is None, False
+        self._actor: Any = (take_server() if self._lend else None) or ray.remote(ServerActor).options(
+            **options
+        ).remote()
         self._lost = 0
 
     def _get(self, reference: Any) -> Any:
@@ -259,6 +297,7 @@ class RemoteServer:
         try:
             return ray.get(reference)
         except RayTaskError as error:  # Before LOST: an error about a lost actor inside the server has both types.
+            self._failed = True
             raise unwrap_error(error) from error
         except LOST as error:
             self._note_loss(error)
@@ -273,7 +312,7 @@ class RemoteServer:
         """Open the server and return its state, waiting for a restart after a loss."""
         while True:
             with contextlib.suppress(_ServerLostError):
-                state: tuple[int, list[str], str] = self._get(self._actor.open.remote())
+                state: tuple[int, list[str], str] = self._get(self._actor.open.remote(*self._run))
                 return state
 
     def cpu_fallback(self) -> str:
@@ -317,9 +356,13 @@ class RemoteServer:
         time.sleep(0.5)
 
     def close(self) -> None:
-        """End the server and its client actors."""
+        """End the server and its client actors, or keep them for the next run of this process."""
+        keep = self._lend and not self._failed
         with contextlib.suppress(*LOST, GetTimeoutError, RayTaskError):
-            ray.get(self._actor.close.remote(), timeout=20)
+            ray.get(self._actor.close.remote(keep), timeout=20)
+            if keep:
+                keep_server(self._actor)
+                return
         ray.kill(self._actor)
         if self._group is not None:
             remove_placement_group(self._group)

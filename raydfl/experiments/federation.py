@@ -226,7 +226,7 @@ class _Federation(tune.Trainable):
 
     def _train(self, after: int) -> Generator[dict[str, Any], None, Result]:
         config = self._order.config
-        rounds = iterate_rounds(config, Progress("quiet"), durable=self.copies, signals=False)
+        rounds = iterate_rounds(config, Progress("quiet"), durable=self.copies, signals=False, lend=True)
         try:
             self._trained = next(rounds)
             while True:
@@ -258,7 +258,7 @@ class _Federation(tune.Trainable):
         return {**result, SHOULD_CHECKPOINT: self.copies, DONE: outcome is not None}
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
-        """Replace the trial, reusing this process and its loaded libraries."""
+        """Replace the trial, reusing this process, its loaded libraries and its actors."""
         self.cleanup()
         self.setup(new_config)
         return True

@@ -11,7 +11,15 @@ from pathlib import Path
 
 import pyarrow.compute as pc
 
-from raydfl.cluster import RemoteServer, Server, check_without_actors, connect_ray, ray_session, resolve_auto
+from raydfl.cluster import (
+    RemoteServer,
+    Server,
+    check_without_actors,
+    connect_ray,
+    end_idle_server,
+    ray_session,
+    resolve_auto,
+)
 from raydfl.core import ops
 from raydfl.core.files import display_path
 from raydfl.core.nested import flatten
@@ -70,7 +78,12 @@ def run(
 
 
 def iterate_rounds(
-    config: Config, progress: Progress, waits: bool = True, durable: bool = False, signals: bool = True
+    config: Config,
+    progress: Progress,
+    waits: bool = True,
+    durable: bool = False,
+    signals: bool = True,
+    lend: bool = False,
 ) -> Rounds:
     """Start or resume the configured run, and yield each round's report.
 
@@ -80,6 +93,7 @@ def iterate_rounds(
         waits: Start the next round after an evaluation only when the generator is resumed.
         durable: Commit an evaluated round before yielding its report, and write nothing until the generator is resumed.
         signals: Whether Ctrl-C and SIGTERM stop the run after the current round.
+        lend: Use the actors of the last run in this process, and keep the actors for the next.
 
     Raises:
         InputError: The configuration, the data, the folder or the cluster cannot be used.
@@ -93,7 +107,7 @@ def iterate_rounds(
         connect_ray(config.ray.address, quiet) if at_sites else contextlib.nullcontext(),
     ):
         prepare_run(run_dir, config, progress)
-        return (yield from execute(run_dir, config, progress, waits, durable, signals))
+        return (yield from execute(run_dir, config, progress, waits, durable, signals, lend))
 
 
 def _complete(rounds: Rounds, on_round: OnRound | None = None) -> Result:
@@ -166,7 +180,13 @@ _IN_MLFLOW: dict[str, Status] = {"finished": "FINISHED", "stopped": "KILLED", "f
 
 
 def execute(
-    run_dir: Path, config: Config, progress: Progress, waits: bool = False, durable: bool = False, signals: bool = True
+    run_dir: Path,
+    config: Config,
+    progress: Progress,
+    waits: bool = False,
+    durable: bool = False,
+    signals: bool = True,
+    lend: bool = False,
 ) -> Rounds:
     """Run the remaining rounds like :func:`iterate_rounds`, then export the models and write the report.
 
@@ -186,6 +206,7 @@ def execute(
             "then reinstall raydfl with make or with pip's --no-build-isolation."
         )
     if config.ray.needs_measurement:
+        end_idle_server()  # A measurement needs free resources.
         with connect_ray(config.ray.address, quiet):
             measured = resolve_auto(run_dir, config, progress.message)
             return (yield from execute(run_dir, measured, progress, waits, durable, signals))
@@ -194,7 +215,7 @@ def execute(
         server = (
             Server(run_dir, config)
             if config.ray.actors == 0
-            else RemoteServer(run_dir, config, clients, progress.message)
+            else RemoteServer(run_dir, config, clients, progress.message, lend)
         )
         try:
             round_index, warnings, ended = server.open()

@@ -57,9 +57,9 @@ def wait_for_metrics(run: str, rounds: int) -> dict[str, float]:
 def test_a_nodes_metrics_equal_sums_of_the_metrics_table(ray_session: None, tiny: Tiny) -> None:
     config = tiny("run.name=measured", "ray.actors=2", "train.rounds=4", "train.cohort=4", "evaluate.every=2")
     folder = create(config, Progress("quiet"))
-    server = ray.remote(ServerActor).options(num_cpus=0).remote(str(folder), config)
+    server = ray.remote(ServerActor).options(num_cpus=0).remote()
     try:
-        done = ray.get(server.open.remote())[0]
+        done = ray.get(server.open.remote(str(folder), config))[0]
         while done < 4:
             done = ray.get(server.rounds.remote(done, 4, 0.3))[-1].round
         ray.get(server.finish.remote(4))

@@ -43,7 +43,8 @@ class InThisProcess(RemoteServer):
     lost: Sequence[str] = ()
 
     def __init__(self, run_dir: Path, config: Config) -> None:
-        actor = ServerActor(str(run_dir), pickle.loads(pickle.dumps(config)))
+        actor = ServerActor()
+        self._run: Any = (str(run_dir), pickle.loads(pickle.dumps(config)))
         self.calls: list[str] = []
         self._lost = 0
         self._tell = lambda _: None
