@@ -30,6 +30,7 @@ from raydfl.experiments.page import draw_curves
 from raydfl.experiments.results import collect
 from raydfl.experiments.state import StudyState
 from raydfl.experiments.tables import format_markdown, make_controls_table
+from raydfl.runs.report import Plot
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -62,9 +63,7 @@ def format_block(study_file: str, results: StudyResults) -> str:
         format_markdown(summary),
         format_markdown(controls) if controls[1] else "",
         "\n".join(f"- {note}" for note in describe_results(results)),
-        f"![Learning curves of {settings.title}](study-{name}.svg)"
-        if any(c.curves for c in results.contestants)
-        else "",
+        "\n\n".join(f"![{alt} of {settings.title}]({file})" for file, (alt, _) in list_figures(name, results).items()),
         f"<details><summary>Values by seed, and budgets</summary>\n\n{format_markdown(more)}\n\n</details>",
         "Repeat one cell (the result is not stored):",
         "<!-- test: skip: trains for long -->\n```bash\n"
@@ -121,14 +120,27 @@ def format_conclusions() -> str:
     return format_markdown((["study", "comparison", "score", "difference", "n", "conclusion"], lines)) + "\n"
 
 
-def draw_figure(study_file: str, results: StudyResults) -> None:
-    """Draw the learning curves of the first cell of the leading axes into the folder of the pages."""
-    plot = next(draw_curves(results), None)
-    if plot is not None:
+def list_figures(name: str, results: StudyResults) -> dict[str, tuple[str, Plot]]:
+    """List the figures of a study by file name, each with its description and plot: a metric over the rounds.
+
+    A study with several axes has the figures of the first cell of the leading axes.
+    """
+    figures = {}
+    for metric in range(1 + len(results.study.settings.also)):
+        plot = next(draw_curves(results, metric), None)
+        if plot is not None:
+            suffix = f"-{metric + 1}" * bool(metric)
+            figures[f"study-{name}{suffix}.svg"] = (plot.title if metric else "Learning curves", plot)
+    return figures
+
+
+def draw_figures(study_file: str, results: StudyResults) -> None:
+    """Draw the figures of a study into the folder of the pages."""
+    for file, (_, plot) in list_figures(Path(study_file).stem, results).items():
         buffer = io.BytesIO()
         with mpl.rc_context({"svg.hashsalt": study_file}):
             plot.figure().savefig(buffer, format="svg", metadata={"Date": None}, facecolor="white")
-        (DOCS / f"study-{Path(study_file).stem}.svg").write_bytes(buffer.getvalue())
+        (DOCS / file).write_bytes(buffer.getvalue())
 
 
 def update(page: Path, check: bool) -> bool:
@@ -146,7 +158,7 @@ def update(page: Path, check: bool) -> bool:
     if not check:
         page.write_text(made, encoding="utf-8")
         for study_file, found in results.items():
-            draw_figure(study_file, found)
+            draw_figures(study_file, found)
     return made != before
 
 

@@ -47,7 +47,8 @@ class LayerClusters(DiscoveryRule, ABC):
         Literal["received", "common"],
         Field(
             description="Model from which changes are measured. received: the model that the client received, its group's. common: "
-            "the mean of all groups' models, equal for all clients. Groups with different models then stay apart."
+            "the mean of all groups' models, equal for all clients. Groups then stay as they are, even wrong groups of the first "
+            "rounds."
         ),
         OURS,
     ] = "received"
