@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import math
 import re
 import sys
 from pathlib import Path
@@ -25,10 +26,13 @@ from pathlib import Path
 import matplotlib as mpl
 
 from raydfl.core.errors import ConfigError
+from raydfl.core.options import path_options
+from raydfl.data import find_dataset, place_of
 from raydfl.experiments import StudyResults, describe_results, load_study, make_full_table, make_summary_table
 from raydfl.experiments.page import draw_curves
 from raydfl.experiments.results import collect
 from raydfl.experiments.state import StudyState
+from raydfl.experiments.study import Study
 from raydfl.experiments.tables import format_markdown, make_controls_table
 from raydfl.runs.report import Plot
 
@@ -56,7 +60,6 @@ def format_block(study_file: str, results: StudyResults) -> str:
     more = hidden, [[line[place] for place in places] for line in lines]
     controls = make_controls_table(results)
     name = Path(study_file).stem
-    root = " data.root=PATH/TO/DATA" * hasattr(study.first.config.data.each[""], "root")
     parts = [
         f"**Question:** {settings.question}" * bool(settings.question),
         settings.note,
@@ -65,11 +68,33 @@ def format_block(study_file: str, results: StudyResults) -> str:
         "\n".join(f"- {note}" for note in describe_results(results)),
         "\n\n".join(f"![{alt} of {settings.title}]({file})" for file, (alt, _) in list_figures(name, results).items()),
         f"<details><summary>Values by seed, and budgets</summary>\n\n{format_markdown(more)}\n\n</details>",
-        "Repeat one cell (the result is not stored):",
-        "<!-- test: skip: trains for long -->\n```bash\n"
-        f'raydfl study {study_file} results=null --only "{study.axes[-1]}={study.cells[0][-1]}"{root}\n```',
+        format_repetition(results),
+        f"<!-- test: skip: trains for long -->\n```bash\n{make_command(study_file, study)}\n```",
     ]
     return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def format_repetition(results: StudyResults) -> str:
+    """Format the introduction of :func:`make_command`, with the range of scores of a successful repetition."""
+    contestant = results.contestants[0]
+    low, high = contestant.score(results.summary).interval
+    expected = (
+        f" The mean of {contestant.name} should be from {low:.2f} to {high:.2f}, the 95 % interval of its mean. "
+        f"Values by seed differ between processors, because training amplifies rounding."
+    )
+    return f"Repeat one cell in a checkout of the repository (the result is not stored).{expected * math.isfinite(low)}"
+
+
+def make_command(study_file: str, study: Study) -> str:
+    """Make the command that repeats the first cell of a study, with a placeholder for each path of a data set."""
+    cell = " ".join(f'--only "{axis}={label}"' for axis, label in zip(study.axes, study.cells[0], strict=True))
+    places = [
+        f" {place_of(part)}.{option}=PATH/TO/DATA"
+        for part, settings in study.first.config.data.each.items()
+        for option in path_options(find_dataset(settings.name))
+        if (settings.model_extra or {}).get(option) is not None
+    ]
+    return f"raydfl study {study_file} results=null {cell}{''.join(places)}"
 
 
 def format_list() -> str:
