@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import math
 import re
 import sys
 from pathlib import Path
@@ -25,11 +26,15 @@ from pathlib import Path
 import matplotlib as mpl
 
 from raydfl.core.errors import ConfigError
+from raydfl.core.options import path_options
+from raydfl.data import find_dataset, place_of
 from raydfl.experiments import StudyResults, describe_results, load_study, make_full_table, make_summary_table
 from raydfl.experiments.page import draw_curves
 from raydfl.experiments.results import collect
 from raydfl.experiments.state import StudyState
+from raydfl.experiments.study import Study
 from raydfl.experiments.tables import format_markdown, make_controls_table
+from raydfl.runs.report import Plot
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -55,22 +60,41 @@ def format_block(study_file: str, results: StudyResults) -> str:
     more = hidden, [[line[place] for place in places] for line in lines]
     controls = make_controls_table(results)
     name = Path(study_file).stem
-    root = " data.root=PATH/TO/DATA" * hasattr(study.first.config.data.each[""], "root")
     parts = [
         f"**Question:** {settings.question}" * bool(settings.question),
         settings.note,
         format_markdown(summary),
         format_markdown(controls) if controls[1] else "",
         "\n".join(f"- {note}" for note in describe_results(results)),
-        f"![Learning curves of {settings.title}](study-{name}.svg)"
-        if any(c.curves for c in results.contestants)
-        else "",
+        "\n\n".join(f"![{alt} of {settings.title}]({file})" for file, (alt, _) in list_figures(name, results).items()),
         f"<details><summary>Values by seed, and budgets</summary>\n\n{format_markdown(more)}\n\n</details>",
-        "Repeat one cell (the result is not stored):",
-        "<!-- test: skip: trains for long -->\n```bash\n"
-        f'raydfl study {study_file} results=null --only "{study.axes[-1]}={study.cells[0][-1]}"{root}\n```',
+        format_repetition(results),
+        f"<!-- test: skip: trains for long -->\n```bash\n{make_command(study_file, study)}\n```",
     ]
     return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def format_repetition(results: StudyResults) -> str:
+    """Format the introduction of :func:`make_command`, with the range of scores of a successful repetition."""
+    contestant = results.contestants[0]
+    low, high = contestant.score(results.summary).interval
+    expected = (
+        f" The mean of {contestant.name} should be from {low:.2f} to {high:.2f}, the 95 % interval of its mean. "
+        f"Values by seed differ between processors, because training amplifies rounding."
+    )
+    return f"Repeat one cell in a checkout of the repository (the result is not stored).{expected * math.isfinite(low)}"
+
+
+def make_command(study_file: str, study: Study) -> str:
+    """Make the command that repeats the first cell of a study, with a placeholder for each path of a data set."""
+    cell = " ".join(f'--only "{axis}={label}"' for axis, label in zip(study.axes, study.cells[0], strict=True))
+    places = [
+        f" {place_of(part)}.{option}=PATH/TO/DATA"
+        for part, settings in study.first.config.data.each.items()
+        for option in path_options(find_dataset(settings.name))
+        if (settings.model_extra or {}).get(option) is not None
+    ]
+    return f"raydfl study {study_file} results=null {cell}{''.join(places)}"
 
 
 def format_list() -> str:
@@ -121,14 +145,27 @@ def format_conclusions() -> str:
     return format_markdown((["study", "comparison", "score", "difference", "n", "conclusion"], lines)) + "\n"
 
 
-def draw_figure(study_file: str, results: StudyResults) -> None:
-    """Draw the learning curves of the first cell of the leading axes into the folder of the pages."""
-    plot = next(draw_curves(results), None)
-    if plot is not None:
+def list_figures(name: str, results: StudyResults) -> dict[str, tuple[str, Plot]]:
+    """List the figures of a study by file name, each with its description and plot: a metric over the rounds.
+
+    A study with several axes has the figures of the first cell of the leading axes.
+    """
+    figures = {}
+    for metric in range(1 + len(results.study.settings.also)):
+        plot = next(draw_curves(results, metric), None)
+        if plot is not None:
+            suffix = f"-{metric + 1}" * bool(metric)
+            figures[f"study-{name}{suffix}.svg"] = (plot.title if metric else "Learning curves", plot)
+    return figures
+
+
+def draw_figures(study_file: str, results: StudyResults) -> None:
+    """Draw the figures of a study into the folder of the pages."""
+    for file, (_, plot) in list_figures(Path(study_file).stem, results).items():
         buffer = io.BytesIO()
         with mpl.rc_context({"svg.hashsalt": study_file}):
             plot.figure().savefig(buffer, format="svg", metadata={"Date": None}, facecolor="white")
-        (DOCS / f"study-{Path(study_file).stem}.svg").write_bytes(buffer.getvalue())
+        (DOCS / file).write_bytes(buffer.getvalue())
 
 
 def update(page: Path, check: bool) -> bool:
@@ -146,7 +183,7 @@ def update(page: Path, check: bool) -> bool:
     if not check:
         page.write_text(made, encoding="utf-8")
         for study_file, found in results.items():
-            draw_figure(study_file, found)
+            draw_figures(study_file, found)
     return made != before
 
 

@@ -40,6 +40,7 @@ def write_page(results: StudyResults) -> Path:
     """
     study, settings = results.study, results.study.settings
     search, left = bool(settings.domains), results.open + len(results.failed)
+    metrics = 1 if search else 1 + len(settings.also)
     notes, table = describe_results(results), ([], []) if search else pivot(results)
     parts = [] if search else _group_contestants(results, 2 if len(study.axes) > 1 else 1)
     sections = [
@@ -53,7 +54,7 @@ def write_page(results: StudyResults) -> Path:
         Section("Heat maps", [plot for part in parts for plot in _draw_maps(part, results)]),
         Section("Importance of settings", list(_draw_importance(results))),
         Section("Settings and scores", list(_draw_parallel(results))),
-        Section("Learning curves", list(draw_curves(results))),
+        Section("Learning curves", [plot for metric in range(metrics) for plot in draw_curves(results, metric)]),
         Section("All values", headings=make_full_table(results)[0], rows=_emphasise(make_full_table(results)[1])),
         _show_runs(results),
         Section("Failures", headings=("trial", "reason"), rows=list(results.failed.items())),
@@ -124,12 +125,17 @@ def _make_title(title: str, cells: Sequence[Contestant], inner: int) -> str:
     return ", ".join((title, *cells[0].labels[: len(cells[0].labels) - inner]))
 
 
-def draw_curves(results: StudyResults) -> Iterator[Plot]:
-    """Draw the headline over the rounds, with a curve per label of the last axis or per draw."""
+def draw_curves(results: StudyResults, metric: int = 0) -> Iterator[Plot]:
+    """Draw a metric over the rounds, with a curve per label of the last axis or per draw.
+
+    Args:
+        results: Results of a study.
+        metric: Index of the metric; 0: the headline.
+    """
     search = bool(results.study.settings.domains)
     for cells in _group_contestants(results, 0 if search else 1):
-        yield from _draw_cells(cells, search)
-        if results.study.settings.confirmatory:
+        yield from _draw_cells(cells, search, metric)
+        if results.study.settings.confirmatory and not metric:
             yield from _draw_by_bytes(cells)
 
 
@@ -155,12 +161,13 @@ def _draw_by_bytes(cells: Sequence[Contestant]) -> Iterator[Plot]:
         yield Plot(title, "The same evaluations, over the bytes sent so far.", draw, 2.9 + 0.16 * len(series))
 
 
-def _draw_cells(cells: Sequence[Contestant], search: bool) -> Iterator[Plot]:
+def _draw_cells(cells: Sequence[Contestant], search: bool, metric: int) -> Iterator[Plot]:
     series = []
     for place, cell in enumerate(cells):
-        if not cell.curves:
+        curves = cell.find_curves(metric)
+        if not curves:
             continue
-        rounds, values, _ = align(cell.curves)
+        rounds, values, _ = align(curves)
         mean, low, high = values.mean(axis=0), None, None
         if len(values) > 1:
             spread = values.std(axis=0, ddof=1)
@@ -176,14 +183,14 @@ def _draw_cells(cells: Sequence[Contestant], search: bool) -> Iterator[Plot]:
         if search:
             caption += f" Dashed: stopped early or unfinished. All draws except the best {_NAMED} are grey."
             series.reverse()
-        title = _make_title(cells[0].metrics[0].title, cells, 0 if search else 1)
-        yield plot_curves(title, caption.strip(), series, _make_unit(cells))
+        title = _make_title(cells[0].metrics[metric].title, cells, 0 if search else 1)
+        yield plot_curves(title, caption.strip(), series, _make_unit(cells, metric))
 
 
-def _make_unit(cells: Sequence[Contestant]) -> str:
-    """Make the axis label of contestants that may have different headlines."""
-    titles = list(dict.fromkeys(cell.metrics[0].title for cell in cells))
-    return " or ".join(titles) + (" (%)" if cells[0].metrics[0].scale == 100 else "")
+def _make_unit(cells: Sequence[Contestant], metric: int = 0) -> str:
+    """Make the axis label of contestants that may have different metrics."""
+    titles = list(dict.fromkeys(cell.metrics[metric].title for cell in cells))
+    return " or ".join(titles) + (" (%)" if cells[0].metrics[metric].scale == 100 else "")
 
 
 def _arrange(cells: Sequence[Contestant]) -> tuple[list[str], list[str], dict[tuple[str, str], Contestant]]:

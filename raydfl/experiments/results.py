@@ -118,6 +118,16 @@ class Contestant:
         name = f"{self.metrics[metric].title}, {SUMMARIES[summary]}"
         return Spread({row["repeat"]: row[name] for row in self.runs if name in row})
 
+    def find_curves(self, metric: int) -> list[Curve]:
+        """Return a metric over the rounds of each run that measured it, in the table's unit.
+
+        Args:
+            metric: Index of the metric; 0: the headline.
+        """
+        trials = {trial.result[0]: trial for trial in self.trials}
+        curves = (result.find_curve(trials[result.identity], self.metrics[metric]) for result in self.results)
+        return [curve for curve in curves if curve is not None]
+
     @property
     def budget(self) -> dict[str, float]:
         """Means of the budget over the runs, by column."""

@@ -106,8 +106,8 @@ class MetricSettings(Settings):
     )
     split: str | None = Field(
         None,
-        description="Data of the measurement: test, validation, server_validation or triggered. null: validation (the clients' "
-        "held-out clips) in a study with domains, otherwise test.",
+        description="Data of the measurement: test, validation, server_validation or triggered; server for values of a round, "
+        "such as tasks/rand_index. null: validation (the clients' held-out clips) in a study with domains, otherwise test.",
     )
     model: str | None = Field(
         None, description="Name of the model. null: the method's first model (for FedMLAC its plug-in)."

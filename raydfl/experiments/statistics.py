@@ -13,7 +13,7 @@ from raydfl.experiments.protocol import PlateauSettings
 from raydfl.runs.report import Curve
 
 CONFIDENCE = 0.95
-"""Confidence level of the intervals of differences."""
+"""Confidence level of the intervals of means and differences."""
 
 
 def format_number(value: float | None, signed: bool = False) -> str:
@@ -42,6 +42,13 @@ class Spread:
     def std(self) -> float:
         """Sample standard deviation (divided by n - 1); NaN for fewer than two values."""
         return float(np.std(self.values, ddof=1)) if len(self.by_repeat) > 1 else math.nan
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Student's t confidence interval of the mean; NaN for fewer than two values."""
+        n = len(self.by_repeat)
+        half = float(stats.sem(self.values) * stats.t.ppf((1 + CONFIDENCE) / 2, n - 1)) if n > 1 else math.nan
+        return self.mean - half, self.mean + half
 
     def __str__(self) -> str:
         return (

@@ -18,12 +18,14 @@ from torch import nn
 
 from raydfl import Config, final_state, read_rows, resume
 from raydfl.core.clustering import Distance, adjusted_rand_index, assign_noise, distances, hdbscan_labels, match, purity
+from raydfl.core.cuts import Cut
 from raydfl.core.errors import ConfigError
 from raydfl.core.spool import Spool
 from raydfl.core.types import Client, Ratio, State, Update
 from raydfl.engine.groups import add_groups, find_group_rule
 from raydfl.engine.groups._grouped import KEPT
 from raydfl.engine.groups._membership import BOOK, Membership
+from raydfl.engine.groups._rule import ClientUpdate
 from raydfl.methods import Method
 from raydfl.methods.fedavg import FedAvg
 from raydfl.methods.scaffold import Scaffold
@@ -268,6 +270,31 @@ def test_k_means_finds_the_groups_of_a_round() -> None:
     assert report["tasks/purity"] == report["tasks/rand_index"] == Ratio(1.0, 1)
 
 
+@pytest.mark.parametrize("rule", [{"name": "kmeans"}, {"name": "hdbscan", "min_cluster_size": 2, "min_samples": 1}])
+@pytest.mark.parametrize(("reference", "groups"), [("received", 1), ("common", 2)])
+def test_a_common_reference_keeps_groups_whose_models_differ(rule: dict[str, Any], reference: str, groups: int) -> None:
+    """Oracle: in the second round all clients move in the same direction, so only the groups' models differ."""
+    method = make_grouped_method({**rule, "reference": reference})
+    state = init_state(method)
+    state, _ = method.aggregate(state, (make_update(state, i, DOWN if i % 2 else UP) for i in range(8)), RNG)
+    assert get_groups(state) == ["task1", "task2"] * 4
+    same = (0.0, 0.1, 0.0, 0.0)
+    state, report = method.aggregate(state, (make_update(state, i, same) for i in range(8)), RNG)
+    assert report["tasks/groups"] == Ratio(groups, 1)
+    if groups == 2:
+        assert get_groups(state) == ["task1", "task2"] * 4
+
+
+def test_changes_from_the_common_reference_are_differences_of_models() -> None:
+    """Oracle: the client's model minus the common model; a client keeps the received values outside its cut."""
+    received, common = {"w": torch.tensor([1.0, 2.0, 3.0])}, {"w": torch.tensor([0.5, 0.5, 0.5])}
+    cut = Cut([[1]])
+    update = Update({"w": torch.tensor([7.0])}, 1.0, {}, "global", "c0", cuts={"w": cut})
+    message = ClientUpdate(update, received, "", common)
+    assert message.change(["w"])["w"].tolist() == [0.0, 5.0, 0.0]
+    assert message.change(["w"], common=True)["w"].tolist() == [0.5, 6.5, 2.5]
+
+
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
@@ -283,6 +310,7 @@ def test_k_means_finds_the_groups_of_a_round() -> None:
         ({"name": "cfl", "min_size": 5}, "train.groups.min_size is 5, but 8 clients cannot be split"),
         ({"name": "cfl", "gamma": 2}, "train.groups.gamma"),
         ({"name": "kmeans", "clusters": 1}, "train.groups.clusters"),
+        ({"name": "kmeans", "reference": "global"}, "train.groups.reference"),
     ],
 )
 def test_invalid_group_rules_are_rejected(rule: object, message: str) -> None:

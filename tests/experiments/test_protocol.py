@@ -411,6 +411,27 @@ def test_curves_over_bytes_only_for_unequal_traffic(finished_study: Study) -> No
     assert ends == {"FedAvg": 12.0, "FedProx": 24.0, "fast": 12.0}  # the sums over all rounds
 
 
+def test_agreement_with_true_groups_is_a_further_metric_over_the_rounds(grid: StudyFile) -> None:
+    """Oracle: the recorded index of each round, in per cent; a contestant without groups has no curve."""
+    index = {"score": "tasks/rand_index", "split": "server", "label": "adjusted Rand index"}
+    study = load_study(grid(**PROTOCOL | {"results": "results", "also": [index]}))
+    for trial in study.trials:
+        scores = {
+            name: [0.5] * trial.config.train.rounds for name in ("test model/accuracy", "validation model/accuracy")
+        }
+        if trial.labels[1] == "FedProx":
+            scores["server tasks/rand_index"] = [(at + 1) / 10 for at in range(trial.config.train.rounds)]
+        write_run_folder(trial, scores)
+    results = read_results(study)
+    plots = list(draw_curves(results, 1))
+    assert [plot.title for plot in plots] == ["adjusted Rand index, clean", "adjusted Rand index, wrong"]
+    (line,) = plots[0].figure().axes[0].lines
+    assert line.get_ydata() == pytest.approx([10.0 * (at + 1) for at in range(study.rounds)])
+    headings, lines = make_full_table(results)
+    column = headings.index("adjusted Rand index")
+    assert {line[1]: line[column] != "-" for line in lines} == {"FedAvg": False, "FedProx": True, "fast": False}
+
+
 def test_a_result_has_the_budget_of_its_run(grid: StudyFile) -> None:
     study = load_study(grid())
     record = read_run(run(study.trials[0].config).run_dir)

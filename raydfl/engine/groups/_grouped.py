@@ -227,10 +227,11 @@ class Grouped(Method):
             spool.add(whole)
             if update.client_id not in seen:
                 seen.add(update.client_id)
-                entry = states[group].tensors.get(key, {})
-                yield ClientUpdate(
-                    whole, {name: value for name, value in entry.items() if not name.startswith(changes)}, group
+                received, common = (
+                    {name: value for name, value in own.get(key, {}).items() if not name.startswith(changes)}
+                    for own in (states[group].tensors, state.tensors)
                 )
+                yield ClientUpdate(whole, received, group, common)
 
 
 def _list_groups(state: State) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated
+from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import Field
@@ -43,6 +43,15 @@ class LayerClusters(DiscoveryRule, ABC):
         ),
         OURS,
     ] = 0.0
+    reference: Annotated[
+        Literal["received", "common"],
+        Field(
+            description="Model from which changes are measured. received: the model that the client received, its group's. common: "
+            "the mean of all groups' models, equal for all clients. Groups then stay as they are, even wrong groups of the first "
+            "rounds."
+        ),
+        OURS,
+    ] = "received"
 
     def __post_init__(self) -> None:
         """Reject an empty choice of layers."""
@@ -93,7 +102,7 @@ class LayerClusters(DiscoveryRule, ABC):
         """Cluster the clients of the round, and with ``accumulate`` also the clients of earlier rounds."""
         heads = _read_heads(kept, membership) if self.accumulate else {}
         for message in updates:
-            change = message.change(self.head(message.names()))
+            change = message.change(self.head(message.names()), self.reference == "common")
             client = message.update.client_id
             earlier = heads.get(client)
             if earlier is not None and [*earlier] == [*change]:

@@ -36,13 +36,20 @@ class ClientUpdate:
     """Received values of the update's entry."""
     group: str
     """The client's group before the round, or the group of its choice (:attr:`GroupRule.choosing`)."""
+    common: Tensors = dataclasses.field(default_factory=dict)
+    """Values of the same entry without a group, equal for the clients of all groups."""
 
     def names(self) -> list[str]:
         """Return the names of the update's tensors that the client also received."""
         return [name for name in self.update.tensors if name in self.received]
 
-    def change(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return the client's change of tensors, float64 by plain name. The change outside a cut is 0."""
+    def change(self, names: Iterable[str], common: bool = False) -> dict[str, Tensor]:
+        """Return the client's change of tensors, float64 by plain name. A client does not change values outside its cut.
+
+        Args:
+            names: Names of tensors.
+            common: Whether to return the difference from :attr:`common` instead of the received values.
+        """
         changes = {}
         for name in names:
             before = self.received[name].double()
@@ -52,7 +59,7 @@ class ClientUpdate:
                 whole = before.numpy(force=True).copy()
                 whole[cut.place(whole.shape)] = after.numpy(force=True)
                 after = torch.from_numpy(whole)
-            changes[plain_name(name)] = after - before
+            changes[plain_name(name)] = after - (self.common[name].double() if common else before)
         return changes
 
 

@@ -1,0 +1,49 @@
+"""The commands on pages of studies that repeat a cell of a table."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import study_tables
+from commands import Raydfl
+from scipy import stats
+
+from raydfl.experiments import load_study
+from raydfl.experiments.statistics import Spread
+
+ROOT = Path(__file__).parents[2]
+STUDIES = ["groups", "machines", "speech_commands", "views_readings"]
+
+
+@pytest.fixture
+def raydfl(capfd: pytest.CaptureFixture[str]) -> Raydfl:
+    return Raydfl(capfd)
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_the_command_of_a_page_repeats_one_cell(
+    name: str, raydfl: Raydfl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the command itself, run as printed in a checkout; only the placeholders of paths are replaced."""
+    file = f"benchmarks/studies/{name}.yaml"
+    command = study_tables.make_command(file, load_study(ROOT / file, ["tuned=null"]))
+    monkeypatch.chdir(ROOT)
+    arguments = shlex.split(command.replace("PATH/TO/DATA", str(tmp_path)))[1:]
+    result = raydfl(*arguments, "--check", "tuned=null", f"dir={tmp_path / 'runs'}")
+    assert (result.code, "1 cell, " in result.out) == (0, True), result.err
+
+
+def test_a_federation_of_several_sets_has_a_path_for_each_set_of_files() -> None:
+    file = "benchmarks/studies/groups.yaml"
+    command = study_tables.make_command(file, load_study(ROOT / file, ["tuned=null"]))
+    assert re.findall(r"(\S+)=PATH/TO/DATA", command) == ["data.parts.digits.root"]
+
+
+def test_the_range_of_a_repetition_is_students_interval_of_the_mean() -> None:
+    values = [50.33, 54.96, 52.24, 53.92, 53.38]
+    expected = stats.t.interval(0.95, 4, loc=sum(values) / 5, scale=stats.sem(values))
+    assert Spread({str(at): value for at, value in enumerate(values)}).interval == pytest.approx(expected)
+    assert not any(bound == bound for bound in Spread({"1": 2.0}).interval)
