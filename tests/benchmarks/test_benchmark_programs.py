@@ -48,6 +48,7 @@ SMALLEST = {
     "scaling": "cohort --methods fedavg --turns 1 --rounds 1",
     "server": "--clients 3 --parameters 5000 --repeats 1",
     "study_tables": "--check",
+    "trials": "--trials 2 --actors 0 --rounds 1",
     "trivial_detectors": "--ids 1 --clips 3",
     "soak": "--rounds 20 --every 2 --allowed 1000 --out {runs}/soak",
 }
