@@ -80,7 +80,7 @@ def format_repetition(results: StudyResults) -> str:
     low, high = contestant.score(results.summary).interval
     expected = (
         f" The mean of {contestant.name} should be from {low:.2f} to {high:.2f}, the 95 % interval of its mean. "
-        f"Values by seed differ between processors, because training amplifies rounding."
+        f"Values by seed are equal only with the same processor and compiled operators, because training amplifies rounding."
     )
     return f"Repeat one cell in a checkout of the repository (the result is not stored).{expected * math.isfinite(low)}"
 
