@@ -33,7 +33,6 @@ SMALLEST = {
     "augmentation": "--root {fsdd} --model crnn_lite --rounds 1",
     "cuts": "device --turns 1 --networks resnet18",
     "export": "{run} {fsdd}/recordings/0_anna_0.wav",
-    "fedapta": f"--data {{data}} --clients 2 --clips 60 --epochs 1 {ONE} --tables personal --only FedAvg",
     "lpa": "--clients 3 --parameters 1000 --layers 2 --repeats 1",
     "methods": "--root {fsdd} --works crnn_lite --rounds 1",
     "noise": f"--root {{fsdd}} {ONE}",
@@ -110,11 +109,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             for take in range(20):
                 wave = 0.1 * rng.standard_normal(2000)
                 soundfile.write(data / f"fsdd/recordings/{digit}_{speaker}_{take}.wav", wave, 8000)
-    for name in ("mnist", "notmnist"):
-        (data / name).mkdir()
-        for kind, shape, end in (("images-idx3", (420, 28, 28), 256), ("labels-idx1", (420,), 10)):
-            (data / f"{name}/t10k-{kind}-ubyte").write_bytes(idx(rng.integers(0, end, shape, dtype=np.uint8)))
-    return {"data": data, "fsdd": data / "fsdd", "mnist": data / "mnist", "runs": data / "runs"}
+    (data / "mnist").mkdir()
+    for kind, shape, end in (("images-idx3", (420, 28, 28), 256), ("labels-idx1", (420,), 10)):
+        (data / f"mnist/t10k-{kind}-ubyte").write_bytes(idx(rng.integers(0, end, shape, dtype=np.uint8)))
+    return {"fsdd": data / "fsdd", "mnist": data / "mnist", "runs": data / "runs"}
 
 
 @pytest.fixture(scope="session")
