@@ -156,6 +156,9 @@ class Update:
     """Cuts of tensors that cover a part of the server's tensor. Elements outside have no weight."""
     further: tuple[Update, ...] = ()
     """Updates to further keys, all different, each with its own metrics. The server receives them one by one."""
+    senders: Mapping[str, int] | None = None
+    """Number of senders by tensor name, for a partial sum over several clients. Its tensors are float64 sums of weighted tensors,
+    and its weight is the sum of the weights. ``None``: the update of one client."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Collection, Iterator, Sequence
 
 from raydfl.core import seeds
-from raydfl.core.tensors import FlatTensors
+from raydfl.core.tensors import FlatTensors, Layout
 from raydfl.core.types import State, Task, Update
 from raydfl.core.users_code import naming_failures
 from raydfl.data import Population
@@ -15,6 +15,8 @@ from raydfl.engine.adversary import Adversary
 from raydfl.engine.arrivals import Arrivals
 from raydfl.engine.autotune import ask_width
 from raydfl.engine.best_round import check_file_names, restore_selection
+from raydfl.engine.block_size import choose_block
+from raydfl.engine.blocks import assign_blocks
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
 from raydfl.engine.evaluation import Evaluation, find_received_entries, pool_replies
@@ -106,7 +108,7 @@ class Federation:
         if commit is None:
             self._start()
         else:
-            store.together = commit.together  # another width would change the last bits of the run
+            store.together, store.block = commit.together, commit.block  # others would change the last bits of the run
             # A crash between rows and LATEST leaves rows of rounds without a commit, which the run repeats.
             record.discard_rows(store.folder, self.state.round_index)
             self._restore_selection()
@@ -199,7 +201,7 @@ class Federation:
         current.mark("resumed")
         self._committer.begin()  # after the orders, so that clients need not wait for the disk
         return self._attackers.replace_updates(
-            arrivals.updates(self.state.tensors, self.method.additions),
+            arrivals.updates(self.state.tensors, self.method.additions, self.config.components.rule),
             {order.task.client_id: order.cost for order in current.orders},
             frozenset(current.attackers),
             self.state.tensors,
@@ -269,6 +271,7 @@ class Federation:
             orders = [] if alone else self.plan()
             together = ask_width(self.pool, orders, self.broadcast(keys_of(orders)))
         self.store.together = together
+        self.store.block = choose_block(self.config.train, self.config.components, max(self._cohorts.values()))
         self.store.commit(self.state, self.checkpoint.private)
 
     def _restore_selection(self) -> None:
@@ -341,6 +344,9 @@ class Federation:
             )
             for position, (index, task) in enumerate(placed)
         ]
+        if measure is None:
+            layouts = {key: Layout.from_tensors(group) for key, group in self.state.tensors.items()}
+            orders = assign_blocks(orders, self.store.block, layouts)
         return assign_groups(orders, [self.clients[index].models for index, _ in placed], self.store.together)
 
     def broadcast(self, keys: set[str]) -> dict[str, FlatTensors]:

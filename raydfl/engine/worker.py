@@ -28,12 +28,22 @@ from raydfl.core.tensors import FlatTensors, OwnTensors
 from raydfl.core.types import Client, Metrics
 from raydfl.core.users_code import FAILURES, describe, is_users
 from raydfl.data import ClientData, Examples, Population
+from raydfl.engine.blocks import sum_block
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
 from raydfl.engine.fine_tuning import fine_tune, personal_name
 from raydfl.engine.messages import count_received_bytes, rename_for_server, select_received, split_updates
 from raydfl.engine.networks import BuiltNetworks, seed_torch
-from raydfl.engine.orders import SERVER, SERVER_VALIDATION, TRIGGERED, Measurement, Order, Reply, split_groups
+from raydfl.engine.orders import (
+    SERVER,
+    SERVER_VALIDATION,
+    TRIGGERED,
+    Measurement,
+    Order,
+    Reply,
+    split_groups,
+    split_pieces,
+)
 from raydfl.engine.storage.private import PrivateRef, PrivateStore
 from raydfl.engine.validation import check_metrics, check_number, check_weights, shorten_reason
 from raydfl.training import (
@@ -119,7 +129,7 @@ class Worker:
     def carry_out(
         self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors], arrived: float | None = None
     ) -> list[Reply]:
-        """Train or evaluate clients. A group is batched; groups follow one another.
+        """Train or evaluate clients. A group is batched; groups follow one another. The updates of a complete block are added.
 
         Args:
             orders: Orders to execute.
@@ -127,7 +137,7 @@ class Worker:
             arrived: Arrival of the orders, in seconds of ``time.perf_counter``; ``None``: now.
 
         Returns:
-            A reply for each order, group by group.
+            A reply for each order, group by group; in a block by position.
 
         Raises:
             ClientError: The method's code failed, and ``run.on_error`` is ``stop``. The message has the client, round and phase,
@@ -136,7 +146,7 @@ class Worker:
         if torch.get_num_threads() != self.config.ray.threads:
             torch.set_num_threads(self.config.ray.threads)  # the setting holds only for the calling thread
         since = time.perf_counter() if arrived is None else arrived
-        replies = [reply for group in split_groups(orders) for reply in self._carry_out_group(group, broadcast, since)]
+        replies = [reply for piece in split_pieces(orders) for reply in self._carry_out_piece(piece, broadcast, since)]
         self.private.close()  # before the server learns of the records, because a worker on another node may read them next
         return replies
 
@@ -148,6 +158,19 @@ class Worker:
                 self.population.data(index, order.attacking).train.read_ahead()
             if order.private is not None:
                 self.private.read_ahead(order.private)
+
+    def _carry_out_piece(
+        self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors], arrived: float
+    ) -> Sequence[Reply]:
+        """Execute a group, or a complete block group by group."""
+        first = orders[0]
+        if first.block is None or first.block.clients != len(orders):
+            return self._carry_out_group(orders, broadcast, arrived)
+        groups = split_groups(orders)
+        # Lazily, so that the rule adds an update before the next group trains.
+        replies = (reply for group in groups for reply in self._carry_out_group(group, broadcast, arrived))
+        rule, on_error = self.config.components.rule, self.config.run.on_error
+        return sum_block(first.block, replies, rule, self.method.additions, on_error, first.round_number)
 
     def _carry_out_group(
         self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors], arrived: float
