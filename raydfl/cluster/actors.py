@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 import time
@@ -20,7 +19,7 @@ from raydfl.cluster.faults import LOST, StragglerPolicy, explain_end, leave_out,
 from raydfl.cluster.resources import ActorKind, actor_kinds, list_alive_nodes
 from raydfl.cluster.scheduling import Backlog, Lane, schedule
 from raydfl.core.errors import ResourcesError
-from raydfl.engine import SERVER, Order, RaySettings, Reply, Worker, add_spans, split_pieces
+from raydfl.engine import SERVER, Order, RaySettings, Reply, Worker, add_spans, split_groups, split_pieces
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -226,9 +225,9 @@ class ActorPool:
         """
         self._references = references
         self._calls, self._losses, self._again = {}, Counter(), Counter()
-        if self._settings.actors == "per_client":  # A block needs a common actor, so the server adds its updates.
-            orders = [dataclasses.replace(order, block=None) for order in orders]
-        self._waiting = {piece[0].position: piece for piece in split_pieces(orders)}
+        # Clients of a block with an actor each send their own updates, and the server adds them.
+        split = split_groups if self._settings.actors == "per_client" else split_pieces
+        self._waiting = {piece[0].position: piece for piece in split(orders)}
         pieces = [(position, _sum_costs(group)) for position, group in self._waiting.items()]
         self._backlog, self._alone = Backlog(pieces), Backlog()
         if self._patience.deadline is not None:

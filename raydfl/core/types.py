@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raydfl.core.cuts import Cuts
+from raydfl.core.message import Message
 from raydfl.core.settings import FIRST_VIEW
 
 Tensors = Mapping[str, Tensor]
@@ -21,7 +22,7 @@ BuiltModels = Sequence[Mapping[str, nn.Module]]
 
 
 @dataclass(frozen=True, slots=True)
-class Ratio:
+class Ratio(Message):
     """A metric as a sum and a count. Pooling adds both, so it never averages averages."""
 
     total: float
@@ -121,7 +122,7 @@ class Client:
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class Task(Message):
     """An order to a client."""
 
     client_id: str
@@ -140,7 +141,7 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
-class Update:
+class Update(Message):
     """A client's answer to a task."""
 
     tensors: Tensors

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import cast
 
-from raydfl.core.metrics import pool as pool_metrics
 from raydfl.core.tensors import Layout
 from raydfl.core.types import Metrics, Ratio, Tensors, Update
 from raydfl.engine.blocks import sum_block
@@ -161,10 +160,11 @@ class Arrivals:
             deadline: Whether the training has a deadline.
         """
         report = self._report
-        loss = pool_metrics(self._trained.values()).get("loss")
-        if isinstance(loss, Ratio):
-            report.loss = loss.value
-        rows += record.rows_from_clients(report.round, "train", "train", self._trained)
+        trained = record.rows_from_clients(report.round, "train", "train", self._trained)
+        report.loss = next(
+            (row.value for row in reversed(trained) if row.metric == "loss" and not row.client), math.nan
+        )
+        rows += trained
         work = {name: Ratio(seconds, max(1, report.clients)) for name, seconds in self._seconds.items()}
         report.work.update(work)
         rows.add(

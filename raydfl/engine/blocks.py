@@ -8,35 +8,37 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from raydfl.core.tensors import Layout
 from raydfl.core.types import Update
-from raydfl.engine.orders import Block, Order, Reply
+from raydfl.engine.orders import Block, Reply
 from raydfl.engine.validation import UpdateChecker, reject_misfit
 from raydfl.rules import Rule
 
 
-def assign_blocks(orders: Sequence[Order], size: int, layouts: Mapping[str, Layout]) -> list[Order]:
-    """Assign orders to blocks of consecutive positions. A block does not cross the border of a site.
+def make_blocks(places: Sequence[str], size: int, layouts: Mapping[str, Layout]) -> list[Block | None]:
+    """Divide a cohort into blocks of consecutive clients. A block does not cross the border of a site.
 
     Args:
-        orders: Orders of a round, by position.
-        size: Largest number of orders in a block; 1: no blocks.
+        places: Site of each client, in client order.
+        size: Largest number of clients in a block; 1: no blocks.
         layouts: Layouts of the server's tensors by key.
+
+    Returns:
+        The block of each client.
     """
     if size == 1:
-        return list(orders)
-    blocks: list[list[Order]] = []
-    for order in orders:
-        if not blocks or len(blocks[-1]) == size or blocks[-1][0].place != order.place:
-            blocks.append([])
-        blocks[-1].append(order)
-    assigned: list[Order] = []
-    for members in blocks:
-        block = Block(members[0].position, len(members), layouts)
-        assigned += [dataclasses.replace(order, block=block) for order in members]
-    return assigned
+        return [None] * len(places)
+    blocks: list[Block | None] = []
+    for _, members in itertools.groupby(places):
+        left = len(list(members))
+        while left:
+            clients = min(size, left)
+            blocks += [Block(len(blocks), clients, layouts)] * clients
+            left -= clients
+    return blocks
 
 
 def sum_block(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import operator
 from collections.abc import Collection, Iterator, Sequence
 
 from raydfl.core import seeds
@@ -16,7 +17,7 @@ from raydfl.engine.arrivals import Arrivals
 from raydfl.engine.autotune import ask_width
 from raydfl.engine.best_round import check_file_names, restore_selection
 from raydfl.engine.block_size import choose_block
-from raydfl.engine.blocks import assign_blocks
+from raydfl.engine.blocks import make_blocks
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
 from raydfl.engine.evaluation import Evaluation, find_received_entries, pool_replies
@@ -328,26 +329,29 @@ class Federation:
     def _make_orders(self, tasks: Sequence[Task], measure: tuple[Measurement, ...] | None) -> list[Order]:
         """Make orders of a method's tasks, in client order. ``measure`` is ``None`` for training."""
         check_tasks(tasks, self.state.tensors)
-        placed = sorted(((self.clients.index_of(t.client_id), t) for t in tasks), key=lambda pair: pair[0])
+        placed = sorted(((self.clients.index_of(t.client_id), t) for t in tasks), key=operator.itemgetter(0))
+        clients = [self.clients.item(index) for index, _ in placed]
+        places, private = [self._place_of(client.index) for client in clients], self.checkpoint.private
+        layouts = {key: Layout.from_tensors(group) for key, group in self.state.tensors.items()}
+        blocks = make_blocks(places, self.store.block if measure is None else 1, layouts)
+        records = private.select([client.index for client in clients])
         orders = [
             Order(
                 position,
                 task,
                 self.state.round_index,
-                float(self.clients[index].num_examples),
-                self.checkpoint.private.get(index),
+                float(clients[position].num_examples),
+                records[position],
                 measure,
                 attacking=measure is None and self._attackers.attacks(index, self.state.round_index),
                 part=self._part_of(index),
-                place=self._place_of(index),
+                block=blocks[position],
+                place=places[position],
                 stage=self.state.phase,
             )
             for position, (index, task) in enumerate(placed)
         ]
-        if measure is None:
-            layouts = {key: Layout.from_tensors(group) for key, group in self.state.tensors.items()}
-            orders = assign_blocks(orders, self.store.block, layouts)
-        return assign_groups(orders, [self.clients[index].models for index, _ in placed], self.store.together)
+        return assign_groups(orders, [client.models for client in clients], self.store.together)
 
     def broadcast(self, keys: set[str]) -> dict[str, FlatTensors]:
         """Return entries of the server's state, with flat tensors, to send to clients."""

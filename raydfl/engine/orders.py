@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from raydfl.core.errors import ConfigError, nearest
+from raydfl.core.message import Message
 from raydfl.core.tensors import Layout
 from raydfl.core.types import Metrics, ModelSpec, Task, Update
 from raydfl.data import Shard
@@ -40,7 +41,7 @@ class Measurement:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class Block(Message):
     """Clients with consecutive positions, whose updates are added before they reach the server."""
 
     first: int
@@ -51,7 +52,7 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class Order(Message):
     """Task of a client with the data that a worker needs to execute it."""
 
     position: int
@@ -90,7 +91,7 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class Reply(Message):
     """Answer of a worker to an order. Only this data leaves a client."""
 
     position: int
@@ -307,7 +308,7 @@ def split_pieces(orders: Sequence[Order]) -> list[list[Order]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class Span(Message):
     """Time of a client's work, in seconds of the server's ``time.perf_counter``."""
 
     actor: int

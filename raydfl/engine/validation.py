@@ -209,9 +209,16 @@ class UpdateChecker:
 
     def find_misfit_of_block(self, replies: Iterable[Reply]) -> str:
         """Describe why the sums of a block cannot be used; empty: they can."""
+        # Usually all clients have the same kinds.
+        kinds = [
+            dict(items)
+            for items in dict.fromkeys(
+                tuple(kinds_of(reply.measured["train"]).items()) for reply in replies if not reply.rejected
+            )
+        ]
         misfits = itertools.chain(
             (self.misfit(update, {}) for reply in replies for update in reply.sums),
-            (self._kinds.misfit(kinds_of(reply.measured["train"])) for reply in replies if not reply.rejected),
+            map(self._kinds.misfit, kinds),
         )
         return next(filter(None, misfits), "")
 

@@ -6,13 +6,12 @@ of architectures, and reloads the weights in place.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
 import shlex
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +31,7 @@ from raydfl.engine.blocks import sum_block
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
 from raydfl.engine.fine_tuning import fine_tune, personal_name
-from raydfl.engine.messages import count_received_bytes, rename_for_server, select_received, split_updates
+from raydfl.engine.messages import blame_method, count_received_bytes, rename_for_server, select_received, split_updates
 from raydfl.engine.networks import BuiltNetworks, seed_torch
 from raydfl.engine.orders import (
     SERVER,
@@ -63,15 +62,6 @@ KEPT_MODEL, KEPT_STATE, KEPT_MOMENTS = "model:", "state:", "moments:"
 def _strip_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Select the tensors with a prefix in their names, and remove the prefix."""
     return {name[len(prefix) :]: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-
-
-@contextlib.contextmanager
-def _blame_method(order: Order) -> Iterator[None]:
-    """Raise failed checks of a method's results as ClientError with the round."""
-    try:
-        yield
-    except RaydflError as error:
-        raise ClientError(f"round {order.round_number}, {error}") from None
 
 
 class Worker:
@@ -302,7 +292,7 @@ class Worker:
         step.clock.start()
         attack = self.attack if order.attacking else None
         result = self.method.local(step) if attack is None else attack.local(self.method, step)
-        with _blame_method(order):
+        with blame_method(order):
             updates = split_updates(result, order.subject, self.method.shared, step.fixed)
             measured = [reduce_scores(check_metrics(update.metrics, order.subject)) for update in updates]
             all_metrics = {name: value for metrics in measured for name, value in metrics.items()}
@@ -329,7 +319,7 @@ class Worker:
             return dataclasses.replace(
                 reply, rejected=f"not finite: {', '.join(bad[:3])}{' ...' if len(bad) > 3 else ''}"
             )
-        with _blame_method(order):
+        with blame_method(order):
             for update, flat in zip(updates, payloads, strict=True):
                 check_weights(update, flat.layout)
         weights = [w for update in updates if isinstance(update.weight, Mapping) for w in update.weight.values()]
@@ -379,7 +369,7 @@ class Worker:
     def _measure(self, order: Order, step: Step, examples: Examples) -> Metrics:
         """Evaluate a step on examples. Scores of single clips never leave their client or site."""
         result = self.method.evaluate(step, examples, self.config.evaluate.batch_size)
-        with _blame_method(order):
+        with blame_method(order):
             metrics = check_metrics(result, order.subject)
             return reduce_scores(metrics) if order.task.client_id != SERVER or order.place else metrics
 
