@@ -9,7 +9,8 @@ orders and replies, aggregation, metrics table and commits. Without ``--ray`` th
 Ray's own work is not measured. With ``--ray`` it is, for this process alone. Processor time includes all threads of the process,
 without the simulated actors.
 
-Columns: processor microseconds for a client, largest sum of the bytes of received updates at a time, and the number of replies.
+Columns: processor microseconds for a client, largest sum of the bytes of received updates at a time, and the number of replies
+(both 0 with ``--ray``).
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import functools
 import heapq
 import itertools
 import math
@@ -64,10 +64,13 @@ class Recording:
     def __init__(self, reply: Reply, seconds: float) -> None:
         self._reply = reply
         self._seconds = seconds
-        self._sum = functools.cache(self._make_sum)
+        self._sums: dict[int, Update] = {}
 
-    def _make_sum(self, clients: int) -> Update:
-        return WeightedMean().sum_updates(itertools.repeat(self._reply.updates[0], clients), {})[0]
+    def _sum(self, clients: int) -> Update:
+        if clients not in self._sums:
+            updates = itertools.repeat(self._reply.updates[0], clients)
+            self._sums[clients] = WeightedMean().sum_updates(updates, {})[0]
+        return self._sums[clients]
 
     def duration(self, position: int) -> float:
         """Return the duration of a client's training, from 0.5 to 1.5 of the mean."""
@@ -312,7 +315,7 @@ def main() -> None:
     arguments = parser.parse_args()
     numbers: Sequence[int] = [arguments.ray] if arguments.ray else arguments.actors
     if arguments.ray:
-        ray.init(num_cpus=arguments.ray, include_dashboard=False, log_to_driver=False)
+        ray.init("local", num_cpus=arguments.ray, include_dashboard=False, log_to_driver=False)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_table(folder / f"clients-{arguments.clients}.arrow", arguments.clients)
