@@ -20,7 +20,7 @@ from raydfl.cluster.idle import IdleActors
 from raydfl.cluster.resources import ActorKind, actor_kinds, list_alive_nodes
 from raydfl.cluster.scheduling import Backlog, Lane, schedule
 from raydfl.core.errors import ResourcesError
-from raydfl.engine import SERVER, Order, RaySettings, Reply, Worker, add_spans, split_groups
+from raydfl.engine import SERVER, Order, RaySettings, Reply, Worker, add_spans, split_groups, split_pieces
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -103,7 +103,7 @@ class ActorPool:
         """Failed starts since the last successful start."""
         self._references: Mapping[str, Any] = {}
         self._waiting: dict[int, list[Order]] = {}
-        """Waiting groups of orders, by the position of the first order."""
+        """Waiting groups and blocks of orders, by the position of the first order."""
         self._backlog, self._alone = Backlog(), Backlog()
         """Costs of the waiting groups: groups that may share a call, and groups that need a call of their own."""
         self._calls: dict[Any, _Call] = {}
@@ -233,7 +233,9 @@ class ActorPool:
         """
         self._references = references
         self._calls, self._losses, self._again = {}, Counter(), Counter()
-        self._waiting = {group[0].position: group for group in split_groups(orders)}
+        # Clients of a block with an actor each send their own updates, and the server adds them.
+        split = split_groups if self._settings.actors == "per_client" else split_pieces
+        self._waiting = {piece[0].position: piece for piece in split(orders)}
         pieces = [(position, _sum_costs(group)) for position, group in self._waiting.items()]
         self._backlog, self._alone = Backlog(pieces), Backlog()
         if self._patience.deadline is not None:
@@ -241,7 +243,7 @@ class ActorPool:
         self.hand_out()
 
     def _queue(self, group: list[Order]) -> None:
-        """Queue a group of orders."""
+        """Queue a group or a block of orders."""
         position = group[0].position
         self._waiting[position] = group
         # A group of a lost call gets a call of its own, because it may have ended the actor.
@@ -332,11 +334,11 @@ class ActorPool:
         if self._slots.get(call.key) is call.slot:  # Otherwise an earlier lost call of this actor has replaced it.
             self._replace(call.key)
         if self._replace_node(call.slot.node, error):
-            for group in split_groups(call.orders):  # No client caused the loss of the node.
+            for group in split_pieces(call.orders):  # No client caused the loss of the node.
                 self._queue(group)
             return []
         left_out: list[Reply] = []
-        for group in split_groups(call.orders):
+        for group in split_pieces(call.orders):
             self._losses.update(order.position for order in group)
             first, times = group[0], self._losses[group[0].position]
             if times <= self._patience.max_losses(self._settings.retries):

@@ -63,7 +63,7 @@ def leave_out(group: list[Order], wait: Callable[[list[Order]], None], reason: s
     """Reject the client of a lost or late order; queue the clients of a larger group separately first.
 
     Args:
-        group: Orders of clients that were trained together.
+        group: Orders of clients that were trained together, or of a block.
         wait: Queues a group.
         reason: Reason of the rejection.
         retried: Lost calls of the order before the last.
@@ -73,7 +73,7 @@ def leave_out(group: list[Order], wait: Callable[[list[Order]], None], reason: s
     """
     if len(group) > 1:
         for order in group:
-            wait([dataclasses.replace(order, group=-1)])
+            wait([dataclasses.replace(order, group=-1, block=None)])
         return []
     order = group[0]
     return [Reply(order.position, order.task.client_id, rejected=reason, private=order.private, retried=retried)]

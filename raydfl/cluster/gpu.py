@@ -247,7 +247,7 @@ def _run_heaviest(run_dir: Path, config: Config, where: str, files: RunFiles | N
         latest = store.latest()
         if latest is not None:
             commit = store.load(latest)
-            scratch.together = commit.together
+            scratch.together, scratch.block = commit.together, commit.block
             scratch.commit(commit.state, commit.private)
         load = functools.partial(Population.load, run_dir / "population")
         population = load() if files is None else files.load_population(run_dir, config)

@@ -12,6 +12,7 @@ __all__ = [
     "lazy",
     "lock",
     "memory",
+    "message",
     "metrics",
     "needs",
     "nested",

@@ -47,3 +47,14 @@ def read_memory_limit() -> int:
         if text.isdigit():  # "max": unlimited
             limit = min(limit, int(text))
     return limit
+
+
+def read_free_memory() -> int:
+    """Return the memory that this process can still allocate, in bytes: the available memory, or its container's limit."""
+    limit = read_memory_limit()
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:  # not Linux
+        return limit
+    available = next((line.split()[1] for line in lines if line.startswith("MemAvailable:")), None)
+    return limit if available is None else min(limit, 1024 * int(available))

@@ -23,4 +23,7 @@ class OnDemand(Sequence[T_co]):
     def __getitem__(self, index: int | slice) -> T_co | list[T_co]:
         if isinstance(index, slice):
             return [self.item(position) for position in range(*index.indices(len(self)))]
-        return self.item(range(len(self))[index])
+        length = len(self)
+        if not -length <= index < length:
+            raise IndexError(f"{type(self).__name__}: {index} is outside {length} items.")
+        return self.item(int(index) % length)

@@ -125,10 +125,11 @@ class FlatTensors(Mapping[str, Tensor]):
     __slots__ = ("_moved", "layout", "vector")
 
     def __init__(self, layout: Layout, vector: np.ndarray) -> None:
-        """Wrap ``vector`` (float32 [layout.size], contiguous) without copying it."""
-        if vector.dtype != np.float32 or vector.shape != (layout.size,) or not vector.flags.c_contiguous:
+        """Wrap ``vector`` (float32, or float64 for sums, [layout.size], contiguous) without copying it."""
+        fits = vector.dtype in (np.float32, np.float64) and vector.shape == (layout.size,)
+        if not fits or not vector.flags.c_contiguous:
             raise ValueError(
-                f"FlatTensors: a contiguous float32 vector of {layout.size} elements is needed, "
+                f"FlatTensors: a contiguous float32 or float64 vector of {layout.size} elements is needed, "
                 f"not {vector.dtype} with shape {vector.shape}."
             )
         self.layout = layout

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raydfl.core.cuts import Cuts
+from raydfl.core.message import Message
 from raydfl.core.settings import FIRST_VIEW
 
 Tensors = Mapping[str, Tensor]
@@ -21,7 +22,7 @@ BuiltModels = Sequence[Mapping[str, nn.Module]]
 
 
 @dataclass(frozen=True, slots=True)
-class Ratio:
+class Ratio(Message):
     """A metric as a sum and a count. Pooling adds both, so it never averages averages."""
 
     total: float
@@ -121,7 +122,7 @@ class Client:
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class Task(Message):
     """An order to a client."""
 
     client_id: str
@@ -140,7 +141,7 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
-class Update:
+class Update(Message):
     """A client's answer to a task."""
 
     tensors: Tensors
@@ -156,6 +157,9 @@ class Update:
     """Cuts of tensors that cover a part of the server's tensor. Elements outside have no weight."""
     further: tuple[Update, ...] = ()
     """Updates to further keys, all different, each with its own metrics. The server receives them one by one."""
+    senders: Mapping[str, int] | None = None
+    """Number of senders by tensor name, for a partial sum over several clients. Its tensors are float64 sums of weighted tensors,
+    and its weight is the sum of the weights. ``None``: the update of one client."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from raydfl.engine.evaluation import find_received_entries, label_entry
 from raydfl.engine.federation import Federation
 from raydfl.engine.fine_tuning import personal_name
 from raydfl.engine.networks import build_fixed_tensors, build_models
-from raydfl.engine.orders import SERVER, Order, Reply, keys_of, split_groups
+from raydfl.engine.orders import SERVER, Order, Reply, keys_of, split_groups, split_pieces
 from raydfl.engine.overrides import apply_overrides, apply_values
 from raydfl.engine.pool import Pool, SerialPool
 from raydfl.engine.probe import try_models
@@ -58,5 +58,6 @@ __all__ = [
     "measure_once",
     "personal_name",
     "split_groups",
+    "split_pieces",
     "try_models",
 ]

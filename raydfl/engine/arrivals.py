@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import cast
 
-from raydfl.core.metrics import pool as pool_metrics
+from raydfl.core.tensors import Layout
 from raydfl.core.types import Metrics, Ratio, Tensors, Update
-from raydfl.engine.orders import Order, Reply
+from raydfl.engine.blocks import sum_block
+from raydfl.engine.orders import Block, Order, Reply
 from raydfl.engine.storage import record
 from raydfl.engine.storage.private import PrivateRef
 from raydfl.engine.telemetry import TIMELINE, ReplyTimer, RoundReport, RoundRows
 from raydfl.engine.validation import UpdateChecker, make_printable, reject_misfit
+from raydfl.rules import Rule
 
 BY_KIND = ("clients", "bytes_down", "bytes_up")
 """Metrics of each kind of client, recorded as ``views/KIND/clients`` and so on."""
@@ -58,13 +62,20 @@ class Arrivals:
         self._seconds = {"fit": 0.0, "processor": 0.0}
         self._vectorised = 0
 
-    def updates(self, tensors: Mapping[str, Tensors], additions: tuple[str, ...]) -> Iterator[Update]:
-        """Yield the accepted updates in client order, regardless of their order of arrival.
+    def updates(
+        self, tensors: Mapping[str, Tensors], additions: tuple[str, ...], rule: Rule | None = None
+    ) -> Iterator[Update]:
+        """Yield the accepted updates, or the sums of blocks, in client order, regardless of their order of arrival.
 
         Args:
             tensors: Tensors of the server by key.
             additions: ``Method.additions``.
+            rule: Aggregation rule; ``None``: there are no blocks.
         """
+        layouts = {key: Layout.from_tensors(group) for key, group in tensors.items()}
+        if rule is not None and self._orders[0].block is not None:
+            yield from self._receive_blocks(UpdateChecker(layouts, additions), additions, rule)
+            return
         # Kinds of metrics are decided by the majority of the first three updates, so the checker needs them in advance.
         first: list[tuple[Update, Metrics]] = []
         for order in self._orders:
@@ -72,13 +83,27 @@ class Arrivals:
             first += [(update, update.metrics) for update in reply.updates]
             if len(first) >= 3:
                 break
-        checker = UpdateChecker(tensors, additions, first[:3])
+        checker = UpdateChecker(layouts, additions, first[:3])
         first.clear()
         for order in self._orders:
             reply = self._wait_for(order)
             del self._early[order.position]
-            if self._accept(reply, checker):
+            if self._accept(reply, checker.find_misfit(reply)):
                 yield from reply.updates
+
+    def _receive_blocks(self, checker: UpdateChecker, additions: tuple[str, ...], rule: Rule) -> Iterator[Update]:
+        """Yield the sums of blocks in client order."""
+        for block, orders in itertools.groupby(self._orders, lambda order: cast(Block, order.block)):
+            replies = [self._wait_for(order) for order in orders]
+            for reply in replies:
+                del self._early[reply.position]
+            if any(reply.updates for reply in replies):  # The pool has divided the block.
+                replies = sum_block(block, replies, rule, additions, self._on_error, self._report.round)
+            misfit = checker.find_misfit_of_block(replies)
+            for reply in replies:
+                self._accept(reply, "" if reply.rejected else misfit)
+            if not misfit:
+                yield from replies[-1].sums
 
     def _wait_for(self, order: Order) -> Reply:
         """Wait for the reply to an order, and store earlier arrivals."""
@@ -94,8 +119,13 @@ class Arrivals:
             self._early[reply.position] = reply
         return self._early[order.position]
 
-    def _accept(self, reply: Reply, checker: UpdateChecker) -> bool:
-        """Record a reply, and return whether its update is accepted."""
+    def _accept(self, reply: Reply, misfit: str) -> bool:
+        """Record a reply, and return whether its update is accepted.
+
+        Args:
+            reply: The reply.
+            misfit: Reason why the update cannot be used; empty: it can.
+        """
         report, client = self._report, reply.client_id
         report.clients += 1
         report.bytes_down += reply.bytes_down
@@ -109,11 +139,8 @@ class Arrivals:
         self._seconds["fit"] += reply.seconds
         self._seconds["processor"] += reply.processor
         self._vectorised += reply.together > 1
-        reason = reply.rejected
-        if reply.update is not None:
-            misfit = next(filter(None, (checker.misfit(update, update.metrics) for update in reply.updates)), "")
-            reason = reject_misfit(report.round, client, misfit, self._on_error) if misfit else ""
-        if reply.update is None or reason:
+        reason = reject_misfit(report.round, client, misfit, self._on_error) if misfit else reply.rejected
+        if reason:
             report.rejected[client] = make_printable(reason)
             return False
         if reply.private is not None and reply.private != self._orders[reply.position].private:
@@ -133,10 +160,11 @@ class Arrivals:
             deadline: Whether the training has a deadline.
         """
         report = self._report
-        loss = pool_metrics(self._trained.values()).get("loss")
-        if isinstance(loss, Ratio):
-            report.loss = loss.value
-        rows += record.rows_from_clients(report.round, "train", "train", self._trained)
+        trained = record.rows_from_clients(report.round, "train", "train", self._trained)
+        report.loss = next(
+            (row.value for row in reversed(trained) if row.metric == "loss" and not row.client), math.nan
+        )
+        rows += trained
         work = {name: Ratio(seconds, max(1, report.clients)) for name, seconds in self._seconds.items()}
         report.work.update(work)
         rows.add(

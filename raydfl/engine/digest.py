@@ -39,6 +39,7 @@ _CAME_LATER: Mapping[tuple[str, ...], Any] = {
     ("data", "split", "as_published"): None,
     ("data", "partition", "variance"): 0.0,
     ("data", "partition", "file"): None,
+    ("train", "block"): "auto",
     ("train", "clients"): None,
     ("train", "precision"): "float32",
     ("train", "deadline"): None,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import operator
 from collections.abc import Collection, Iterator, Sequence
 
 from raydfl.core import seeds
-from raydfl.core.tensors import FlatTensors
+from raydfl.core.tensors import FlatTensors, Layout
 from raydfl.core.types import State, Task, Update
 from raydfl.core.users_code import naming_failures
 from raydfl.data import Population
@@ -15,6 +16,8 @@ from raydfl.engine.adversary import Adversary
 from raydfl.engine.arrivals import Arrivals
 from raydfl.engine.autotune import ask_width
 from raydfl.engine.best_round import check_file_names, restore_selection
+from raydfl.engine.block_size import choose_block
+from raydfl.engine.blocks import make_blocks
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
 from raydfl.engine.evaluation import Evaluation, find_received_entries, pool_replies
@@ -106,7 +109,7 @@ class Federation:
         if commit is None:
             self._start()
         else:
-            store.together = commit.together  # another width would change the last bits of the run
+            store.together, store.block = commit.together, commit.block  # others would change the last bits of the run
             # A crash between rows and LATEST leaves rows of rounds without a commit, which the run repeats.
             record.discard_rows(store.folder, self.state.round_index)
             self._restore_selection()
@@ -199,7 +202,7 @@ class Federation:
         current.mark("resumed")
         self._committer.begin()  # after the orders, so that clients need not wait for the disk
         return self._attackers.replace_updates(
-            arrivals.updates(self.state.tensors, self.method.additions),
+            arrivals.updates(self.state.tensors, self.method.additions, self.config.components.rule),
             {order.task.client_id: order.cost for order in current.orders},
             frozenset(current.attackers),
             self.state.tensors,
@@ -269,6 +272,7 @@ class Federation:
             orders = [] if alone else self.plan()
             together = ask_width(self.pool, orders, self.broadcast(keys_of(orders)))
         self.store.together = together
+        self.store.block = choose_block(self.config.train, self.config.components, max(self._cohorts.values()))
         self.store.commit(self.state, self.checkpoint.private)
 
     def _restore_selection(self) -> None:
@@ -325,23 +329,29 @@ class Federation:
     def _make_orders(self, tasks: Sequence[Task], measure: tuple[Measurement, ...] | None) -> list[Order]:
         """Make orders of a method's tasks, in client order. ``measure`` is ``None`` for training."""
         check_tasks(tasks, self.state.tensors)
-        placed = sorted(((self.clients.index_of(t.client_id), t) for t in tasks), key=lambda pair: pair[0])
+        placed = sorted(((self.clients.index_of(t.client_id), t) for t in tasks), key=operator.itemgetter(0))
+        clients = [self.clients.item(index) for index, _ in placed]
+        places, private = [self._place_of(client.index) for client in clients], self.checkpoint.private
+        layouts = {key: Layout.from_tensors(group) for key, group in self.state.tensors.items()}
+        blocks = make_blocks(places, self.store.block if measure is None else 1, layouts)
+        records = private.select([client.index for client in clients])
         orders = [
             Order(
                 position,
                 task,
                 self.state.round_index,
-                float(self.clients[index].num_examples),
-                self.checkpoint.private.get(index),
+                float(clients[position].num_examples),
+                records[position],
                 measure,
                 attacking=measure is None and self._attackers.attacks(index, self.state.round_index),
                 part=self._part_of(index),
-                place=self._place_of(index),
+                block=blocks[position],
+                place=places[position],
                 stage=self.state.phase,
             )
             for position, (index, task) in enumerate(placed)
         ]
-        return assign_groups(orders, [self.clients[index].models for index, _ in placed], self.store.together)
+        return assign_groups(orders, [client.models for client in clients], self.store.together)
 
     def broadcast(self, keys: set[str]) -> dict[str, FlatTensors]:
         """Return entries of the server's state, with flat tensors, to send to clients."""

@@ -6,16 +6,26 @@ some models of the method, and a cut (``Task.cuts``) sends slices.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 from raydfl.core import part_names
 from raydfl.core.cuts import cut_size, cut_tensors
-from raydfl.core.errors import RaydflError
+from raydfl.core.errors import ClientError, RaydflError
 from raydfl.core.tensors import FlatTensors, Layout
 from raydfl.core.types import Update
 from raydfl.engine.orders import Order
 from raydfl.engine.validation import check_form
+
+
+@contextlib.contextmanager
+def blame_method(order: Order) -> Iterator[None]:
+    """Raise failed checks of a method's results as ClientError with the round."""
+    try:
+        yield
+    except RaydflError as error:
+        raise ClientError(f"round {order.round_number}, {error}") from None
 
 
 def select_received(

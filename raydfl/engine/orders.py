@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from raydfl.core.errors import ConfigError, nearest
+from raydfl.core.message import Message
+from raydfl.core.tensors import Layout
 from raydfl.core.types import Metrics, ModelSpec, Task, Update
 from raydfl.data import Shard
 from raydfl.engine.clients import Clients
@@ -39,7 +41,18 @@ class Measurement:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class Block(Message):
+    """Clients with consecutive positions, whose updates are added before they reach the server."""
+
+    first: int
+    """Position of the first client."""
+    clients: int
+    layouts: Mapping[str, Layout]
+    """Layouts of the server's tensors by key, to check updates."""
+
+
+@dataclass(frozen=True, slots=True)
+class Order(Message):
     """Task of a client with the data that a worker needs to execute it."""
 
     position: int
@@ -55,6 +68,8 @@ class Order:
     """Shared models, for an evaluation on the server's data."""
     group: int = -1
     """Number of the order's group for batched execution in a worker; -1: unbatched."""
+    block: Block | None = None
+    """``None``: the client's update reaches the server by itself."""
     attacking: bool = False
     """Whether the client attacks in this round."""
     part: str = ""
@@ -76,15 +91,17 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class Reply(Message):
     """Answer of a worker to an order. Only this data leaves a client."""
 
     position: int
     client_id: str
     update: Update | None = None
-    """``None`` for an evaluation and for a rejected update."""
+    """``None`` for an evaluation, for a rejected update, and for an update in a block's sums."""
     further: tuple[Update, ...] = ()
     """The client's updates of further keys."""
+    sums: tuple[Update, ...] = ()
+    """Sums of the updates of the order's block by key, in the reply to its last order."""
     largest: float = 0.0
     """Largest magnitude in the update."""
     rejected: str = ""
@@ -117,7 +134,7 @@ class Reply:
 
     @property
     def updates(self) -> tuple[Update, ...]:
-        """All updates of the client; empty for an evaluation and for rejected updates."""
+        """All updates of the client; empty for an evaluation, and for rejected and summed updates."""
         return () if self.update is None else (self.update, *self.further)
 
 
@@ -243,8 +260,8 @@ def keys_of(orders: Sequence[Order]) -> set[str]:
 def assign_groups(orders: Sequence[Order], kinds: Sequence[Hashable], width: int) -> list[Order]:
     """Assign orders to groups for batched training.
 
-    A group has at most ``width`` orders of the same kind, part, phase and received keys, of similar cost. The assignment does not
-    depend on the pool, because it affects the last bits of results.
+    A group has at most ``width`` orders of the same kind, block, part, phase and received keys, of similar cost. The assignment
+    does not depend on the pool, because it affects the last bits of results.
 
     Args:
         orders: Orders of a round.
@@ -255,7 +272,8 @@ def assign_groups(orders: Sequence[Order], kinds: Sequence[Hashable], width: int
         return list(orders)
     alike: dict[Hashable, list[Order]] = {}
     for order, kind in sorted(zip(orders, kinds, strict=True), key=lambda pair: (-pair[0].cost, pair[0].position)):
-        alike.setdefault((kind, order.place, order.part, order.task.phase, order.task.receive), []).append(order)
+        block = None if order.block is None else order.block.first
+        alike.setdefault((kind, block, order.place, order.part, order.task.phase, order.task.receive), []).append(order)
     group_of: dict[int, int] = {}
     number = 0
     for members in alike.values():
@@ -275,8 +293,22 @@ def split_groups(orders: Sequence[Order]) -> list[list[Order]]:
     return list(groups.values())
 
 
+def split_pieces(orders: Sequence[Order]) -> list[list[Order]]:
+    """Split orders into the pieces of a worker's work: complete blocks, and the groups of all other orders."""
+    members: dict[int, list[Order]] = {}
+    for order in orders:
+        if order.block is not None:
+            members.setdefault(order.block.first, []).append(order)
+    complete = {first for first, block in members.items() if len(block) == block[0].block.clients}  # type: ignore[union-attr]
+    if not complete:
+        return split_groups(orders)
+    pieces = [members[first] for first in complete]
+    rest = [order for order in orders if order.block is None or order.block.first not in complete]
+    return sorted([*pieces, *split_groups(rest)], key=lambda piece: piece[0].position)
+
+
 @dataclass(frozen=True, slots=True)
-class Span:
+class Span(Message):
     """Time of a client's work, in seconds of the server's ``time.perf_counter``."""
 
     actor: int

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 from raydfl.core.tensors import FlatTensors
-from raydfl.engine.orders import Order, Reply, split_groups
+from raydfl.engine.orders import Order, Reply, split_pieces
 from raydfl.engine.telemetry import add_spans
 from raydfl.engine.worker import Worker
 
@@ -55,10 +55,10 @@ class SerialPool:
         self.workers = {worker.place: worker for worker in workers}
 
     def run(self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors]) -> Iterator[Reply]:
-        """Carry out groups of orders sequentially, each at the iteration that needs its replies."""
-        for group in split_groups(orders):
+        """Carry out groups or blocks of orders sequentially, each at the iteration that needs its replies."""
+        for piece in split_pieces(orders):
             start = time.perf_counter()
-            replies = self.workers[group[0].place].carry_out(group, broadcast, start)
+            replies = self.workers[piece[0].place].carry_out(piece, broadcast, start)
             yield from add_spans(replies, 0, start, time.perf_counter())
 
     def count_workers(self) -> int:

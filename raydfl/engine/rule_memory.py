@@ -8,14 +8,14 @@ from typing import Any
 from torch import nn
 
 from raydfl.core.errors import ConfigError
-from raydfl.core.memory import read_memory_limit
+from raydfl.core.memory import read_free_memory
 from raydfl.methods import Method
 
 _OVERHEAD = 1.2
 """Peak memory of a collecting rule, in sizes of all updates. Measured with 60 updates of 4 MB: 1.08 (lpa, median) to 1.18 (krum);
 1.7 with foolsgold."""
 _LARGE = 0.5
-"""Fraction of the machine's memory above which a warning is given."""
+"""Fraction of the free memory above which a warning is given."""
 
 
 def compute_update_bytes(method: Method, variants: Collection[tuple[Any, Mapping[str, nn.Module]]]) -> int:
@@ -33,7 +33,7 @@ def compute_update_bytes(method: Method, variants: Collection[tuple[Any, Mapping
 def check_rule_memory(
     method: Method, variants: Collection[tuple[Any, Mapping[str, nn.Module]]], cohorts: Sequence[int]
 ) -> str:
-    """Compare the memory that the method's rule needs with the memory of this machine.
+    """Compare the memory that the method's rule needs with the free memory of this machine.
 
     Args:
         method: The method.
@@ -48,13 +48,13 @@ def check_rule_memory(
     """
     if not method.built_rule.collects or not variants:
         return ""
-    size, cohort, limit = compute_update_bytes(method, variants), max(cohorts), read_memory_limit()
+    size, cohort, limit = compute_update_bytes(method, variants), max(cohorts), read_free_memory()
     need = _OVERHEAD * cohort * size
     if need <= _LARGE * limit:
         return ""
     text = (
         f"rule {type(method.built_rule).__name__} holds all updates of a round at the server: {cohort:,} clients with "
-        f"{size / 1e6:,.1f} MB each need {need / 1e9:,.1f} GB, and its machine has {limit / 1e9:,.1f} GB"
+        f"{size / 1e6:,.1f} MB each need {need / 1e9:,.1f} GB, and its machine has {limit / 1e9:,.1f} GB free"
     )
     if need > limit:
         raise ConfigError(

@@ -7,7 +7,6 @@ are never compared, so no time is negative.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -108,7 +107,7 @@ WALL = ("plan", "clients", "aggregate", "evaluate", "commit_wait")
 def add_spans(
     replies: Sequence[Reply], actor: int, sent: float, answered: float, retried: Mapping[int, int] | None = None
 ) -> list[Reply]:
-    """Add the time span and the number of retries to the replies of one call.
+    """Add the time span and the number of retries to the replies of one call, in place, because copies take longer.
 
     Args:
         replies: Replies with ``waited`` and ``seconds`` as measured by the actor.
@@ -119,13 +118,12 @@ def add_spans(
     """
     inside = max((reply.waited + reply.seconds for reply in replies), default=0.0)
     arrived = sent + max(0.0, answered - sent - inside) / 2  # assumes equally long ways there and back
-    timed = []
     for reply in replies:
         begin = min(arrived + reply.waited, answered)
         end = min(begin + reply.seconds, answered)
-        span = Span(actor, sent, begin, end, answered)
-        timed.append(dataclasses.replace(reply, span=span, retried=(retried or {}).get(reply.position, 0)))
-    return timed
+        object.__setattr__(reply, "span", Span(actor, sent, begin, end, answered))
+        object.__setattr__(reply, "retried", (retried or {}).get(reply.position, 0))
+    return list(replies)
 
 
 class ReplyTimer:

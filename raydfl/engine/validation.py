@@ -6,6 +6,7 @@ against its state and the round's earlier updates, in client order (:class:`Upda
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -21,6 +22,7 @@ from raydfl.core.errors import ClientError, RaydflError, printable
 from raydfl.core.metrics import base_name, kind_of_metric
 from raydfl.core.tensors import Layout
 from raydfl.core.types import Metric, Metrics, Ratio, Scores, Tensors, Update
+from raydfl.engine.orders import Reply
 from raydfl.rules import cut_misfit, read_weight
 
 MAX_METRICS = 1_000
@@ -179,20 +181,18 @@ class UpdateChecker:
     """Checker of a round's updates against the server's tensors and against earlier updates.
 
     Args:
-        tensors: Tensors of the server by key.
+        layouts: Layouts of the server's tensors by key.
         additions: ``Method.additions``.
         first: Updates and metrics of the first three clients, whose majority decides the kinds.
     """
 
     def __init__(
         self,
-        tensors: Mapping[str, Tensors],
+        layouts: Mapping[str, Layout],
         additions: tuple[str, ...],
         first: Iterable[tuple[Update, Metrics]] = (),
     ) -> None:
-        self._shapes = {
-            key: {name: tuple(tensor.shape) for name, tensor in group.items()} for key, group in tensors.items()
-        }
+        self._shapes = {key: dict(zip(layout.names, layout.shapes, strict=True)) for key, layout in layouts.items()}
         self._additions = additions
         self._results: dict[tuple[str, Layout], tuple[str, dict[str, str]]] = {}
         """Results of :meth:`_compare` by key and layout. Usually all clients have the same."""
@@ -202,6 +202,25 @@ class UpdateChecker:
         """Describe why an update cannot be used; empty: it can."""
         misfit, added = self._compare(update)
         return misfit or self._kinds.misfit(added | kinds_of(metrics))
+
+    def find_misfit(self, reply: Reply) -> str:
+        """Describe why a client's updates cannot be used; empty: they can."""
+        return next(filter(None, (self.misfit(update, update.metrics) for update in reply.updates)), "")
+
+    def find_misfit_of_block(self, replies: Iterable[Reply]) -> str:
+        """Describe why the sums of a block cannot be used; empty: they can."""
+        # Usually all clients have the same kinds.
+        kinds = [
+            dict(items)
+            for items in dict.fromkeys(
+                tuple(kinds_of(reply.measured["train"]).items()) for reply in replies if not reply.rejected
+            )
+        ]
+        misfits = itertools.chain(
+            (self.misfit(update, {}) for reply in replies for update in reply.sums),
+            map(self._kinds.misfit, kinds),
+        )
+        return next(filter(None, misfits), "")
 
     def _compare(self, update: Update) -> tuple[str, dict[str, str]]:
         """Compare an update with the server's tensors.

@@ -6,13 +6,12 @@ of architectures, and reloads the weights in place.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
 import shlex
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -28,12 +27,22 @@ from raydfl.core.tensors import FlatTensors, OwnTensors
 from raydfl.core.types import Client, Metrics
 from raydfl.core.users_code import FAILURES, describe, is_users
 from raydfl.data import ClientData, Examples, Population
+from raydfl.engine.blocks import sum_block
 from raydfl.engine.clients import Clients
 from raydfl.engine.config import Config
 from raydfl.engine.fine_tuning import fine_tune, personal_name
-from raydfl.engine.messages import count_received_bytes, rename_for_server, select_received, split_updates
+from raydfl.engine.messages import blame_method, count_received_bytes, rename_for_server, select_received, split_updates
 from raydfl.engine.networks import BuiltNetworks, seed_torch
-from raydfl.engine.orders import SERVER, SERVER_VALIDATION, TRIGGERED, Measurement, Order, Reply, split_groups
+from raydfl.engine.orders import (
+    SERVER,
+    SERVER_VALIDATION,
+    TRIGGERED,
+    Measurement,
+    Order,
+    Reply,
+    split_groups,
+    split_pieces,
+)
 from raydfl.engine.storage.private import PrivateRef, PrivateStore
 from raydfl.engine.validation import check_metrics, check_number, check_weights, shorten_reason
 from raydfl.training import (
@@ -53,15 +62,6 @@ KEPT_MODEL, KEPT_STATE, KEPT_MOMENTS = "model:", "state:", "moments:"
 def _strip_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Select the tensors with a prefix in their names, and remove the prefix."""
     return {name[len(prefix) :]: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-
-
-@contextlib.contextmanager
-def _blame_method(order: Order) -> Iterator[None]:
-    """Raise failed checks of a method's results as ClientError with the round."""
-    try:
-        yield
-    except RaydflError as error:
-        raise ClientError(f"round {order.round_number}, {error}") from None
 
 
 class Worker:
@@ -119,7 +119,7 @@ class Worker:
     def carry_out(
         self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors], arrived: float | None = None
     ) -> list[Reply]:
-        """Train or evaluate clients. A group is batched; groups follow one another.
+        """Train or evaluate clients. A group is batched; groups follow one another. The updates of a complete block are added.
 
         Args:
             orders: Orders to execute.
@@ -127,7 +127,7 @@ class Worker:
             arrived: Arrival of the orders, in seconds of ``time.perf_counter``; ``None``: now.
 
         Returns:
-            A reply for each order, group by group.
+            A reply for each order, group by group; in a block by position.
 
         Raises:
             ClientError: The method's code failed, and ``run.on_error`` is ``stop``. The message has the client, round and phase,
@@ -136,7 +136,7 @@ class Worker:
         if torch.get_num_threads() != self.config.ray.threads:
             torch.set_num_threads(self.config.ray.threads)  # the setting holds only for the calling thread
         since = time.perf_counter() if arrived is None else arrived
-        replies = [reply for group in split_groups(orders) for reply in self._carry_out_group(group, broadcast, since)]
+        replies = [reply for piece in split_pieces(orders) for reply in self._carry_out_piece(piece, broadcast, since)]
         self.private.close()  # before the server learns of the records, because a worker on another node may read them next
         return replies
 
@@ -148,6 +148,19 @@ class Worker:
                 self.population.data(index, order.attacking).train.read_ahead()
             if order.private is not None:
                 self.private.read_ahead(order.private)
+
+    def _carry_out_piece(
+        self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors], arrived: float
+    ) -> Sequence[Reply]:
+        """Execute a group, or a complete block group by group."""
+        first = orders[0]
+        if first.block is None or first.block.clients != len(orders):
+            return self._carry_out_group(orders, broadcast, arrived)
+        groups = split_groups(orders)
+        # Lazily, so that the rule adds an update before the next group trains.
+        replies = (reply for group in groups for reply in self._carry_out_group(group, broadcast, arrived))
+        rule, on_error = self.config.components.rule, self.config.run.on_error
+        return sum_block(first.block, replies, rule, self.method.additions, on_error, first.round_number)
 
     def _carry_out_group(
         self, orders: Sequence[Order], broadcast: Mapping[str, FlatTensors], arrived: float
@@ -279,7 +292,7 @@ class Worker:
         step.clock.start()
         attack = self.attack if order.attacking else None
         result = self.method.local(step) if attack is None else attack.local(self.method, step)
-        with _blame_method(order):
+        with blame_method(order):
             updates = split_updates(result, order.subject, self.method.shared, step.fixed)
             measured = [reduce_scores(check_metrics(update.metrics, order.subject)) for update in updates]
             all_metrics = {name: value for metrics in measured for name, value in metrics.items()}
@@ -306,7 +319,7 @@ class Worker:
             return dataclasses.replace(
                 reply, rejected=f"not finite: {', '.join(bad[:3])}{' ...' if len(bad) > 3 else ''}"
             )
-        with _blame_method(order):
+        with blame_method(order):
             for update, flat in zip(updates, payloads, strict=True):
                 check_weights(update, flat.layout)
         weights = [w for update in updates if isinstance(update.weight, Mapping) for w in update.weight.values()]
@@ -356,7 +369,7 @@ class Worker:
     def _measure(self, order: Order, step: Step, examples: Examples) -> Metrics:
         """Evaluate a step on examples. Scores of single clips never leave their client or site."""
         result = self.method.evaluate(step, examples, self.config.evaluate.batch_size)
-        with _blame_method(order):
+        with blame_method(order):
             metrics = check_metrics(result, order.subject)
             return reduce_scores(metrics) if order.task.client_id != SERVER or order.place else metrics
 

@@ -58,6 +58,8 @@ class ControlMethod(Method, ABC):
 
     changes: ClassVar[tuple[str, ...]] = (CONTROL,)
 
+    associative: ClassVar[bool] = True
+
     def init(self, clients: Sequence[Client], models: BuiltModels, rng: np.random.Generator) -> State:
         """Return FedAvg's state and the server's control variate, zero."""
         state = super().init(clients, models, rng)

@@ -87,15 +87,21 @@ class Method(StrictTypes):
     fine_tuning: ClassVar[int] = 0
     """Default number of epochs of ``evaluate.fine_tune``."""
 
+    associative: ClassVar[bool] = True
+    """Whether :meth:`aggregate` accepts partial sums over several clients (``train.block``) in place of their updates. Then it must
+    not read an update's client, metrics or weight. A subclass with an :meth:`aggregate` of its own declares it again."""
+
     revision: ClassVar[int] = 1
     """Version of the equations. A run resumes only with its initial revision, because both revisions have one digest."""
 
     def __init_subclass__(cls) -> None:
-        """Reject a subclass with members of earlier versions.
+        """Reject a subclass with members of earlier versions, and reset ``associative`` if it aggregates by itself.
 
         Raises:
             ConfigError: A user's class has such a member, or ``additions`` or ``fixed`` is not a tuple of strings.
         """
+        if "aggregate" in vars(cls) and "associative" not in vars(cls):
+            cls.associative = False
         for name, replacement in _REMOVED.items():
             owner = next((owner for owner in cls.__mro__ if name in vars(owner)), Method)
             member = vars(owner).get(name) if is_users(owner.__module__) else None
@@ -344,7 +350,8 @@ def merge(tensors: Mapping[str, Tensors], changed: Mapping[str, Tensors]) -> dic
 class UpdateCounter(Iterable[Update]):
     """Iterate over updates once, and count them.
 
-    Afterwards ``clients`` lists the senders in order, and ``senders`` has the number of senders by tensor name.
+    Afterwards ``senders`` has the number of senders by tensor name, and ``clients`` lists the senders in order. Partial sums do not
+    name their clients.
     """
 
     def __init__(self, updates: Iterable[Update]) -> None:
@@ -354,6 +361,9 @@ class UpdateCounter(Iterable[Update]):
 
     def __iter__(self) -> Iterator[Update]:
         for update in self._updates:
-            self.clients.append(update.client_id)
-            self.senders.update(update.tensors.keys())
+            if update.senders is None:
+                self.clients.append(update.client_id)
+                self.senders.update(update.tensors.keys())
+            else:
+                self.senders.update(update.senders)
             yield update

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -30,6 +31,8 @@ _STEPS = "server_steps"
 @dataclass(frozen=True, kw_only=True)
 class ServerOptimiser(Method, ABC):
     """FedAvg with an optimiser at the server. A subclass defines its moments and its step."""
+
+    associative: ClassVar[bool] = True
 
     @abstractmethod
     def moments(self) -> Mapping[str, float]:

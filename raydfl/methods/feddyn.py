@@ -44,6 +44,8 @@ class FedDyn(Method):
 
     default_rule: ClassVar[Rule] = UniformMean()
 
+    associative: ClassVar[bool] = True
+
     alpha: Annotated[
         float, Field(ge=0, description="Weight of the regularisation. 0 is FedAvg with a uniform mean."), OURS
     ] = 0.1

@@ -41,6 +41,8 @@ class FedNova(Method):
 
     changes: ClassVar[tuple[str, ...]] = (STEPS,)  # The steps have no reference value at the server.
 
+    associative: ClassVar[bool] = True
+
     def init(self, clients: Sequence[Client], models: BuiltModels, rng: np.random.Generator) -> State:
         """Return FedAvg's state and tau_eff, zero."""
         state = super().init(clients, models, rng)

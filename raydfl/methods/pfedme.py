@@ -39,6 +39,8 @@ class PFedMe(Method):
 
     default_rule: ClassVar[Rule] = UniformMean()
 
+    associative: ClassVar[bool] = True
+
     models: ClassVar[Mapping[str, str]] = {"model": "crnn_base", "personal": "crnn_base"}
 
     copies: ClassVar[Mapping[str, str]] = {"personal": "model"}

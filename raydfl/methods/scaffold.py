@@ -42,6 +42,8 @@ class Scaffold(ControlMethod):
 
     default_rule: ClassVar[Rule] = UniformMean()
 
+    associative: ClassVar[bool] = True
+
     server_lr: Annotated[
         float, Field(gt=0, description="Server's step size along the mean change. 1: the clients' mean."), PAPER
     ] = 1.0

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from raydfl.core.settings import StrictTypes
+from raydfl.core.tensors import Layout
 from raydfl.core.types import Metrics, Ratio, Tensors, Update
 
 
@@ -54,6 +55,16 @@ class Rule(StrictTypes, ABC):
     """True if the rule measures updates from the server's tensors. Such a rule is rejected for methods whose clients send
     differences (:attr:`raydfl.Method.changes`), because differences are not close to the server's tensors."""
 
+    associative: ClassVar[bool] = False
+    """True if :meth:`sum_updates` may add the updates of several clients before they reach the server (``train.block``). A subclass
+    with a :meth:`__call__` of its own declares it again."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Reset :attr:`associative` if the subclass combines the updates itself."""
+        super().__init_subclass__(**options)
+        if "__call__" in vars(cls) and "associative" not in vars(cls):
+            cls.associative = False
+
     @property
     def collects(self) -> bool:
         """True if the rule holds all updates of a round in memory. The server then rejects cohorts that do not fit."""
@@ -75,6 +86,18 @@ class Rule(StrictTypes, ABC):
             RaydflError: tensors of one name differ in shape, a weight is missing, negative, not finite or has the wrong
                 shape, or ``rng`` is missing for a randomised rule.
         """
+
+    def sum_updates(self, updates: Iterable[Update], layouts: Mapping[str, Layout]) -> list[Update]:
+        """Add the updates of several clients, for a rule with :attr:`associative`.
+
+        Args:
+            updates: updates with finite tensors, in client order. They can be read once.
+            layouts: layouts of the server's tensors by key.
+
+        Returns:
+            A partial sum for each key (:attr:`raydfl.Update.senders`). The rule accepts it in place of the updates.
+        """
+        raise NotImplementedError(f"{type(self).__name__} is associative, but has no method sum_updates.")
 
 
 def merge_tensors(

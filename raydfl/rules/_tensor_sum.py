@@ -101,6 +101,14 @@ class TensorSum:
         weight_sum = self._grow_weight(weight_shape(cut, weight, self.shape))
         weight_sum[cut.place(weight_sum.shape)] += weight
 
+    def add_weight(self, weight: Weight) -> None:
+        """Add a sum of weights: a number, or an array that broadcasts to the tensor."""
+        if isinstance(weight, np.ndarray):
+            sums = self._grow_weight(np.broadcast_shapes(np.shape(self.weight), weight.shape))
+            sums += weight
+        else:
+            self.weight = self.weight + weight
+
     def _grow_weight(self, sizes: tuple[int, ...]) -> np.ndarray:
         """Broadcast the sum of the weights to at least these sizes, and return it as a writable array."""
         weight = np.asarray(self.weight)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -24,12 +25,15 @@ _BATCH = 4  # size of a batch, in whole updates' elements
 _LARGEST_BATCH = 64  # size of a batch of small (cut) updates
 
 
-class _RunningMean:
-    """Weighted mean of the updates of one key, computed from sums and a batch of pending updates."""
+class _RunningSum:
+    """Weighted sum of the updates of one key, with a batch of pending updates.
 
-    def __init__(self, current: Tensors) -> None:
-        self._current = current
-        self._shapes = {name: tuple(tensor.shape) for name, tensor in current.items()}
+    Args:
+        layout: layout of the server's tensors.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self._shapes = dict(zip(layout.names, layout.shapes, strict=True))
         self._layout: Layout | None = None  # of the first update
         self._flat = np.zeros(0)  # sums of the first update's tensors, concatenated
         self._sums: dict[str, TensorSum] = {}
@@ -38,6 +42,7 @@ class _RunningMean:
         self._pending = 0  # number of pending updates
         self._elements = 0  # elements of pending updates
         self._size = 0  # elements of the largest whole update
+        self._senders = Counter[str]()  # added updates by tensor
 
     def add(self, update: Update, weight: float | Mapping[str, float | Tensor]) -> None:
         """Add an update. ``weight`` replaces the update's own weight."""
@@ -59,37 +64,79 @@ class _RunningMean:
         whole = whole_layout(update, sent.layout, self._shapes)
         check_shapes(update, whole, self._shapes)
         self._size = max(self._size, whole.size)
-        if self._layout is None:
-            self._layout, self._flat = whole, np.zeros(whole.size)
-            self._sums = {
-                name: TensorSum(shape, self._flat[whole.columns(name)])
-                for name, shape in zip(whole.names, whole.shapes, strict=True)
-            }
+        self._open_sums(whole)
         for name, shape, size in zip(sent.layout.names, whole.shapes, sent.layout.shapes, strict=True):
-            if name not in self._sums:
-                self._sums[name] = TensorSum(shape, np.zeros(math.prod(shape)))
             values = sent.vector[sent.layout.columns(name)].reshape(size)
             tensor_weight = read_weight(update, weight, name, size)
             cut = update.cuts.get(name) if shape else None
             self._contributions.setdefault(name, []).append(Contribution(values, tensor_weight, cut))
 
+    def _open_sums(self, layout: Layout) -> None:
+        """Create the missing sums of tensors, with zeros."""
+        if self._layout is None:
+            self._layout, self._flat = layout, np.zeros(layout.size)
+            self._sums = {
+                name: TensorSum(shape, self._flat[layout.columns(name)])
+                for name, shape in zip(layout.names, layout.shapes, strict=True)
+            }
+        for name, shape in zip(layout.names, layout.shapes, strict=True):
+            if name not in self._sums:
+                self._sums[name] = TensorSum(shape, np.zeros(math.prod(shape)))
+
+    def add_sum(self, update: Update) -> None:
+        """Add a partial sum over several clients."""
+        self._flush()
+        sent = cast(FlatTensors, update.tensors)
+        check_shapes(update, sent.layout, self._shapes)
+        self._open_sums(sent.layout)
+        if sent.layout == self._layout:
+            self._flat += sent.vector
+        for name in sent.layout.names:
+            weight = update.weight[name] if isinstance(update.weight, Mapping) else update.weight
+            self._sums[name].add_weight(weight.numpy() if isinstance(weight, Tensor) else weight)
+            if sent.layout != self._layout:
+                self._sums[name].total += sent.vector[sent.layout.columns(name)]
+        self._senders.update(update.senders or {})
+
     def _flush(self) -> None:
         for name, contributions in self._contributions.items():
             self._sums[name].add(contributions)
+            self._senders[name] += len(contributions)
         if self._plain and self._layout is not None:
             weights = [weight for _, weight in self._plain]
             ClientVectors([vector for vector, _ in self._plain]).add_to(self._flat, weights)
             for name in self._layout.names:
                 self._sums[name].weight = add_in_order(weights, self._sums[name].weight)
+                self._senders[name] += len(weights)
         self._plain, self._contributions, self._pending, self._elements = [], {}, 0, 0
 
-    def result(self) -> dict[str, Tensor]:
-        """Return the mean of each tensor by name, in separate memory."""
+    def compute_means(self, current: Tensors) -> dict[str, Tensor]:
+        """Return the mean of each tensor by name, in separate memory.
+
+        Args:
+            current: the server's tensors, for elements of weight 0.
+        """
         self._flush()
         return {
-            name: torch.from_numpy(divide(sums.total.reshape(sums.shape), sums.weight, self._current.get(name)))
+            name: torch.from_numpy(divide(sums.total.reshape(sums.shape), sums.weight, current.get(name)))
             for name, sums in self._sums.items()
         }
+
+    def to_update(self, key: str) -> Update:
+        """Return the sum as an update."""
+        self._flush()
+        layout = Layout.from_shapes({name: sums.shape for name, sums in self._sums.items()})
+        vector = self._flat
+        if layout != self._layout:
+            vector = np.concatenate([sums.total for sums in self._sums.values()])
+        weights = {name: sums.weight for name, sums in self._sums.items()}
+        numbers = {weight for weight in weights.values() if isinstance(weight, float)}
+        weight: float | dict[str, float | Tensor] = {
+            name: value if isinstance(value, float) else torch.from_numpy(value) for name, value in weights.items()
+        }
+        if len(numbers) == 1 and all(isinstance(value, float) for value in weights.values()):
+            weight = numbers.pop()
+        return Update(FlatTensors(layout, vector), weight, key=key, senders=dict(self._senders))
 
 
 @dataclass(frozen=True)
@@ -100,16 +147,30 @@ class WeightedMean(Rule):
     of cut updates), so memory does not grow with the cohort.
     """
 
+    associative: ClassVar[bool] = True
+
     def __call__(
         self, updates: Iterable[Update], current: Mapping[str, Tensors], rng: np.random.Generator | None = None
     ) -> Aggregate:
-        """Average the updates with their weights."""
-        means: dict[str, _RunningMean] = {}
+        """Average the updates, or the partial sums of updates, with their weights."""
+        sums = self._add_updates(updates, {key: Layout.from_tensors(tensors) for key, tensors in current.items()})
+        means = {key: total.compute_means(current.get(key, {})) for key, total in sums.items()}
+        return Aggregate(merge_tensors(means, current), {})
+
+    def sum_updates(self, updates: Iterable[Update], layouts: Mapping[str, Layout]) -> list[Update]:
+        """Add the updates with their weights."""
+        return [total.to_update(key) for key, total in self._add_updates(updates, layouts).items()]
+
+    def _add_updates(self, updates: Iterable[Update], layouts: Mapping[str, Layout]) -> dict[str, _RunningSum]:
+        sums: dict[str, _RunningSum] = {}
         for update in updates:
-            if update.key not in means:
-                means[update.key] = _RunningMean(current.get(update.key, {}))
-            means[update.key].add(update, self._effective_weight(update.weight))
-        return Aggregate(merge_tensors({key: mean.result() for key, mean in means.items()}, current), {})
+            if update.key not in sums:
+                sums[update.key] = _RunningSum(layouts.get(update.key, Layout((), ())))
+            if update.senders is None:
+                sums[update.key].add(update, self._effective_weight(update.weight))
+            else:
+                sums[update.key].add_sum(update)
+        return sums
 
     def _effective_weight(self, weight: Any) -> Any:
         return weight

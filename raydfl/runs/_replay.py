@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from raydfl.cluster import open_serial_pool
 from raydfl.core.errors import InputError, RunDirectoryError
-from raydfl.core.tensors import FlatTensors
+from raydfl.core.tensors import FlatTensors, Layout
 from raydfl.core.types import Client, Update
 from raydfl.data import Population
 from raydfl.engine import Config, Federation, UpdateChecker
@@ -81,7 +82,7 @@ def replay(run_dir: str | Path, round_number: int, client_id: str, trust: bool =
     with tempfile.TemporaryDirectory(prefix="raydfl-replay-") as name:
         scratch = Path(name)
         commit, copy = store.load(before[-1]), RunStore(scratch)
-        copy.together = commit.together
+        copy.together, copy.block = commit.together, commit.block
         copy.commit(commit.state, commit.private, begun=begun)
         # The replay measures no scores. The choices of `run.best` and `run.stop` are read from the commits instead.
         run_settings = config.run.model_copy(update={"best": None, "stop": None})
@@ -105,8 +106,11 @@ def replay(run_dir: str | Path, round_number: int, client_id: str, trust: bool =
                 )
             order = matching[0]
             # Clients of a group train in one batched computation, so the whole group is repeated.
+            # Without its block, so that the client's own update is returned.
             group = [
-                member for member in orders if member is order or (member.group == order.group and order.group >= 0)
+                dataclasses.replace(member, block=None)
+                for member in orders
+                if member is order or (member.group == order.group and order.group >= 0)
             ]
             received = federation.broadcast({key for member in group for key in member.task.receive})
             # Without a deadline and with `on_error: stop`, an exception in the client's code reaches the user.
@@ -114,8 +118,8 @@ def replay(run_dir: str | Path, round_number: int, client_id: str, trust: bool =
             with contextlib.closing(strict):
                 result = next(reply for reply in strict.run(group, received) if reply.position == order.position)
             measured = result.measured.get("train", {})
-            checker = UpdateChecker(federation.state.tensors, federation.method.additions)
-            misfit = next(filter(None, (checker.misfit(update, update.metrics) for update in result.updates)), "")
+            layouts = {key: Layout.from_tensors(group) for key, group in federation.state.tensors.items()}
+            misfit = UpdateChecker(layouts, federation.method.additions).find_misfit(result)
             return Replay(
                 client=federation.clients.by_id(client_id),
                 round=round_number,

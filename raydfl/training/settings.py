@@ -177,6 +177,11 @@ class TrainSettings(Settings):
         description="Clients trained in one batched computation. 1: unbatched. auto: 1 on the CPU; on a GPU the fastest "
         "number, measured at the start of the run and kept.",
     )
+    block: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        "auto",
+        description="Clients in a block, whose updates are added before they reach the server. 1: single updates. auto: cohort / "
+        "256, at least 1 and at most 16, and 1 if the server needs single updates. Chosen at the start of the run and kept.",
+    )
     groups: str | dict[str, Any] | None = Field(
         None,
         description="Rule that groups clients, each group with its own state of the method: hdbscan, known, ifca, cfl, none, or "

@@ -31,6 +31,7 @@ ONE = "--rounds 1 --seeds 1"
 SMALLEST = {
     "anatomy": "--root {fsdd} --works crnn_lite --rounds 1",
     "augmentation": "--root {fsdd} --model crnn_lite --rounds 1",
+    "blocks": "--clients 20 --actors 3 --blocks 4 --rounds 1",
     "cuts": "device --turns 1 --networks resnet18",
     "export": "{run} {fsdd}/recordings/0_anna_0.wav",
     "lpa": "--clients 3 --parameters 1000 --layers 2 --repeats 1",

@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from raydfl.core.errors import ConfigError
-from raydfl.core.memory import read_memory_limit
+from raydfl.core.memory import read_free_memory, read_memory_limit
 from raydfl.engine import rule_memory
 from raydfl.engine.config import Config
 from raydfl.engine.rule_memory import check_rule_memory, compute_update_bytes
@@ -41,7 +41,7 @@ def test_a_cohort_must_fit_into_memory_if_the_rule_collects_updates(
     rule: str | dict[str, object], limit: int, outcome: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The need is 1.2 x 100 clients x 64 bytes, or 7,680 bytes."""
-    monkeypatch.setattr(rule_memory, "read_memory_limit", lambda: limit)
+    monkeypatch.setattr(rule_memory, "read_free_memory", lambda: limit)
     if outcome == "error":
         with pytest.raises(ConfigError, match=r"method.rule: .* holds all updates of a round .* Lower train.cohort"):
             check_rule_memory(FedAvg(rule=rule), NETWORKS, [10, 100])
@@ -54,7 +54,7 @@ def test_a_cohort_must_fit_into_memory_if_the_rule_collects_updates(
 def test_a_run_that_does_not_fit_is_rejected_before_the_first_round(
     tiny: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rule_memory, "read_memory_limit", lambda: 1000)
+    monkeypatch.setattr(rule_memory, "read_free_memory", lambda: 1000)
     with pytest.raises(ConfigError, match="its machine has 0.0 GB"):
         start_server(tiny("method.rule=median"))
 
@@ -62,4 +62,4 @@ def test_a_run_that_does_not_fit_is_rejected_before_the_first_round(
 def test_the_limit_is_positive_and_at_most_the_machines_memory() -> None:
     lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     total = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemTotal"))
-    assert 0 < read_memory_limit() <= total
+    assert 0 < read_free_memory() <= read_memory_limit() <= total

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from raydfl.core.errors import ClientError, RaydflError
-from raydfl.core.tensors import FlatTensors
+from raydfl.core.tensors import FlatTensors, Layout
 from raydfl.core.types import Ratio, Update
 from raydfl.engine.config import Config
 from raydfl.engine.storage import record
@@ -89,7 +89,7 @@ def test_the_problem_of_an_update_is_reported(what: str) -> None:
         client_id="s2",
     )
     metrics = check_metrics(honest.metrics, "client 's2'")
-    checker = UpdateChecker({"global": honest.tensors}, (), [(honest, metrics)])
+    checker = UpdateChecker({"global": Layout.from_tensors(honest.tensors)}, (), [(honest, metrics)])
 
     def check(update: Update) -> str:
         check_form(update, "client 's2'")
@@ -223,7 +223,7 @@ def test_extra_tensors_have_a_common_shape(tiny: Tiny) -> None:
     def make_update(*shape: int) -> tuple[Update, dict[str, Ratio]]:
         return Update({"w": torch.ones(2), "more": torch.ones(*shape)}, 1.0), {"loss": Ratio(1, 2)}
 
-    server = {"global": {"w": torch.ones(2)}}
+    server = {"global": Layout.from_shapes({"w": (2,)})}
     checker = UpdateChecker(server, ("more",), [make_update(3), make_update(2, 3), make_update(2, 3)])
     assert "tensor 'more' under 'global' is of shape (3,), but of shape (2, 3) at other clients" in checker.misfit(
         *make_update(3)

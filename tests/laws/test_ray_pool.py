@@ -33,11 +33,18 @@ EXTRA = Path(__file__).parent.parent / "extra_methods.py"
 pytestmark = [pytest.mark.usefixtures("ray_session", "free_cpus"), pytest.mark.slow]
 
 
-@pytest.mark.parametrize("method", ["fedavg", "fedmlac", "scaffold"])
-def test_law_1_serial_and_1_2_and_4_actors_give_the_same_bits(tiny: Tiny, method: str) -> None:
-    reference = known(tiny(method=method))
+BLOCKS = ("train.cohort=1.0", "train.block=2")
+
+
+@pytest.mark.parametrize(
+    ("method", "settings"), [("fedavg", ()), ("fedmlac", ()), ("scaffold", ()), ("scaffold", BLOCKS)]
+)
+def test_law_1_serial_and_1_2_and_4_actors_give_the_same_bits(
+    tiny: Tiny, method: str, settings: tuple[str, ...]
+) -> None:
+    reference = known(tiny(*settings, method=method))
     for actors in (1, 2, 4):
-        outcome = run(tiny(f"run.name=actors{actors}", f"ray.actors={actors}", method=method))
+        outcome = run(tiny(f"run.name=actors{actors}", f"ray.actors={actors}", *settings, method=method))
         assert_same_bits(reference, read_tensors(outcome.run_dir))
 
 
@@ -49,9 +56,10 @@ def test_data_parts_on_2_actors_give_the_bits_of_the_serial_pool(tiny: Tiny) -> 
     )
 
 
-def test_an_actor_for_each_client_gives_the_same_bits(tiny: Tiny) -> None:
-    reference = known(tiny(method="fedmlac"))
-    outcome = run(tiny("run.name=own", "ray.actors=per_client", "ray.cpus=0.5", method="fedmlac"))
+@pytest.mark.parametrize(("method", "settings"), [("fedmlac", ()), ("fedper", ("train.cohort=3", "train.block=2"))])
+def test_an_actor_for_each_client_gives_the_same_bits(tiny: Tiny, method: str, settings: tuple[str, ...]) -> None:
+    reference = known(tiny(*settings, method=method))
+    outcome = run(tiny("run.name=own", "ray.actors=per_client", "ray.cpus=0.5", *settings, method=method))
     assert_same_bits(reference, read_tensors(outcome.run_dir))
 
 
@@ -145,11 +153,12 @@ class Dying(RayPool):
             yield result
 
 
-def test_killed_client_actors_change_nothing(tiny: Tiny) -> None:
+@pytest.mark.parametrize(("method", "settings"), [("fedmlac", ("train.cohort=1.0",)), ("fedper", BLOCKS)])
+def test_killed_client_actors_change_nothing(tiny: Tiny, method: str, settings: tuple[str, ...]) -> None:
     from raydfl.cluster.client import start_client_actor
 
-    reference = known(tiny("train.cohort=1.0", method="fedmlac"))
-    config = tiny("run.name=dying", "train.cohort=1.0", "ray.actors=2", method="fedmlac")
+    reference = known(tiny(*settings, method=method))
+    config = tiny("run.name=dying", *settings, "ray.actors=2", method=method)
     run_dir = create(config, Progress("quiet"))
     pool = Dying(
         lambda site, kind, key: start_client_actor(run_dir, config, "", None, None, site, kind, key), config.ray
@@ -174,8 +183,29 @@ def test_a_client_that_kills_every_actor_stops_the_run_with_a_message(tiny: Tiny
         run(tiny(f"method.name={killer}:Killer", "ray.actors=1", "ray.retries=1", "run.name=killer"))
 
 
-def test_a_resumed_run_may_change_its_pool(tiny: Tiny) -> None:
-    reference = known(tiny("train.rounds=4", method="fedmlac"))
-    run(tiny("run.name=moved", "train.rounds=2", method="fedmlac"))
+def test_only_the_client_that_kills_its_actors_is_dropped_from_its_block(tiny: Tiny, tmp_path: Path) -> None:
+    """After too many losses, the pool sends single orders of the block, and the server adds the updates."""
+    killer, rejecting = tmp_path / "killer.py", tmp_path / "rejecting.py"
+    text = (
+        "import os, torch\nfrom raydfl import Method\n\nclass Bad(Method):\n    def local(self, step):\n"
+        "        if step.client.id == 's2':\n            {end}\n        return super().local(step)\n"
+    )
+    killer.write_text(text.format(end="os._exit(1)"))
+    rejecting.write_text(text.format(end="raise ValueError"))
+    common = ("train.cohort=1.0", "train.block=4", "train.rounds=1", "run.on_error=drop", "evaluate.clients=none")
+    reference = known(tiny(*common, f"method.name={rejecting}:Bad"))
+    reports: list[RoundReport] = []
+    outcome = run(
+        tiny(*common, f"method.name={killer}:Bad", "run.name=killer", "ray.actors=2", "ray.retries=1"),
+        on_round=reports.append,
+    )
+    assert list(reports[0].rejected) == ["s2"]
+    assert_same_bits(reference, read_tensors(outcome.run_dir))
+
+
+@pytest.mark.parametrize(("method", "settings"), [("fedmlac", ()), ("fedper", BLOCKS)])
+def test_a_resumed_run_may_change_its_pool(tiny: Tiny, method: str, settings: tuple[str, ...]) -> None:
+    reference = known(tiny("train.rounds=4", *settings, method=method))
+    run(tiny("run.name=moved", "train.rounds=2", *settings, method=method))
     outcome = resume(Path(tiny().run.dir) / "moved", ["train.rounds=4", "ray.actors=2"])
     assert_same_bits(reference, read_tensors(outcome.run_dir))

@@ -115,6 +115,12 @@ class PrivateIndex(Mapping[int, PrivateRef]):
         chosen = np.array([segment in segments for segment in whole.segments], bool)[whole.table[1]]
         return PrivateIndex()._replace_rows(whole.segments, whole.table[:, chosen])
 
+    def select(self, clients: Sequence[int]) -> list[PrivateRef | None]:
+        """Return the location of each client's record; ``None``: the client has none."""
+        if self.base is None and not self.table.shape[1]:
+            return [None] * len(clients)
+        return [self.get(client) for client in clients]
+
     def __getitem__(self, client: int) -> PrivateRef:
         place = int(np.searchsorted(self.table[0], client))
         if place < self.table.shape[1] and self.table[0, place] == client:

@@ -59,6 +59,7 @@ class Commit:
     state: State
     private: PrivateIndex
     together: int
+    block: int
     name: str
     begun: tuple[int, ...] = ()
     """Rounds completed before each phase, if a phase ended early; empty: as configured."""
@@ -85,6 +86,8 @@ class RunStore:
         self._private: PrivateStore = private
         self.together = 1
         """Clients trained in one batched computation. Every commit stores it."""
+        self.block = 1
+        """Clients in a block, whose updates are added before they reach the server. Every commit stores it."""
         self._lock = FileLock(folder / ".lock")
         self._forgotten: list[str] = []
         self.files: dict[str, frozenset[str]] = {}
@@ -141,7 +144,7 @@ class RunStore:
             self._private.sync(written & segments)
         if private.base is not None and not (path := self.private_folder / private.base_name).exists():
             write_durably(path, private.base.encode())
-        data = _encode(state, private, self.together, begun)
+        data = _encode(state, private, self.together, self.block, begun)
         name = f"{state.round_index:06d}-{zlib.crc32(data):08x}.safetensors"
         folder = self.folder / "commits"
         write_durably(folder / name, data)
@@ -238,7 +241,7 @@ class RunStore:
         if match is None or zlib.crc32(data) != int(match.group(2), 16):
             raise RunDirectoryError(f"commit {path} is damaged: its checksum does not match its content")
         try:
-            state, private, base, together, begun = _decode(data)
+            state, private, base, together, block, begun = _decode(data)
             for file in (*private.segments, *([base] if base else [])):
                 plain_name(file)
         except (SafetensorError, KeyError, ValueError) as error:
@@ -247,7 +250,7 @@ class RunStore:
             older = PrivateIndex.read(self.private_folder / base) if base else None
         except RunDirectoryError as error:
             raise RunDirectoryError(f"commit {path} cannot be used: {error}") from error
-        return Commit(state, PrivateIndex(private.segments, private.table, older), together, name, begun)
+        return Commit(state, PrivateIndex(private.segments, private.table, older), together, block, name, begun)
 
     def open_latest(self) -> tuple[Commit | None, list[str]]:
         """Load the newest intact commit; also return warnings about newer, damaged commits.
@@ -388,7 +391,7 @@ def _find_unstorable(value: Any, place: str) -> tuple[str, str] | None:
     return next(filter(None, culprits), None)
 
 
-def _encode(state: State, private: PrivateIndex, together: int, begun: tuple[int, ...]) -> bytes:
+def _encode(state: State, private: PrivateIndex, together: int, block: int, begun: tuple[int, ...]) -> bytes:
     tensors = {"private": torch.from_numpy(private.table)}
     for place, group in enumerate(state.tensors.values()):
         for name, value in group.items():
@@ -404,6 +407,8 @@ def _encode(state: State, private: PrivateIndex, together: int, begun: tuple[int
     }
     if begun:
         about["begun"] = begun
+    if block > 1:  # commits without blocks keep the form of earlier versions
+        about["block"] = block
     return to_safetensors(tensors, {"raydfl": json.dumps(about)})
 
 
@@ -414,8 +419,8 @@ def _read_about(data: bytes) -> dict[str, Any]:
     return about
 
 
-def _decode(data: bytes) -> tuple[State, PrivateIndex, str, int, tuple[int, ...]]:
-    """Return the state, the private index without its base, the base's file, the batch width of clients, and begun phases."""
+def _decode(data: bytes) -> tuple[State, PrivateIndex, str, int, int, tuple[int, ...]]:
+    """Return the state, the private index without its base, the base's file, batch width and block of clients, and begun phases."""
     about = _read_about(data)
     tensors = safetensors.torch.load(data)
     private = PrivateIndex(tuple(about["segments"]), tensors["private"].numpy())
@@ -430,5 +435,6 @@ def _decode(data: bytes) -> tuple[State, PrivateIndex, str, int, tuple[int, ...]
         private,
         about["base"],
         int(about["together"]),
+        int(about.get("block", 1)),
         begun,
     )
