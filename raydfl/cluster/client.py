@@ -193,7 +193,7 @@ def start_client_actor(
         place: Place of the actor.
         kind: Resources of the actor.
         key: Key of the actor's slot: the number of its bundle in the group.
-        idle: Actors of the last run in this process; ``None``: there are none.
+        idle: Actors of the last run in this process, or ``None``.
     """
     folder = place_folder(config, run_dir, place)
     opening = functools.partial(open_worker, config, run_dir, place, folder, population if place else None, files=files)

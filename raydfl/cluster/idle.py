@@ -33,7 +33,7 @@ class IdleActors:
         self._actors[key] = actor, actor.close.remote()
 
     def take(self, key: Any) -> Any | None:
-        """Return the actor kept for a slot; ``None``: there is none."""
+        """Return and release the actor of a slot, or ``None`` without such an actor."""
         actor, closed = self._actors.pop(key, (None, None))
         if actor is None:
             return None
@@ -60,7 +60,7 @@ def keep_server(actor: Any) -> None:
 
 
 def take_server() -> Any | None:
-    """Return the kept server actor; ``None``: there is none, or it has ended."""
+    """Return and release the server actor, or ``None`` without a live server actor."""
     if not _servers:
         return None
     actor = _servers.pop()

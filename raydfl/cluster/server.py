@@ -59,7 +59,7 @@ class Server:
             config: Configuration of the run.
             group: Placement group with reserved bundles for client actors.
             files: Location of the run's files for client actors; ``None``: they see the run's folder.
-            idle: Client actors of the last run in this process; ``None``: there are none.
+            idle: Client actors of the last run in this process, or ``None``.
 
         Raises:
             RunDirectoryError: The directory is in use, or has no intact commit.

@@ -1,4 +1,4 @@
-"""The commands on pages of studies that repeat a cell of a table."""
+"""Commands on the pages of studies for the repetition of a cell."""
 
 from __future__ import annotations
 
