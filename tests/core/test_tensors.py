@@ -133,9 +133,9 @@ def test_mismatched_vectors_and_names_are_rejected() -> None:
     layout, vector = flatten(make_tensors())
     with pytest.raises(ValueError, match=r"the vector has shape \(8,\), not \(9,\)"):
         layout.views(vector[:8])
-    with pytest.raises(ValueError, match=r"contiguous float32 vector of 9 elements is needed, not float64"):
-        FlatTensors(layout, vector.astype(np.float64))
-    with pytest.raises(ValueError, match=r"contiguous float32 vector of 9 elements"):
+    with pytest.raises(ValueError, match=r"contiguous float32 or float64 vector of 9 elements is needed, not float16"):
+        FlatTensors(layout, vector.astype(np.float16))
+    with pytest.raises(ValueError, match=r"contiguous float32 or float64 vector of 9 elements"):
         FlatTensors(layout, np.zeros(18, np.float32)[::2])
     with pytest.raises(ValueError, match="one shape for each name: 2 names, 1 shapes"):
         Layout(("a", "b"), ((1,),))
