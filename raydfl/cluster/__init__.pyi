@@ -22,3 +22,4 @@ from raydfl.cluster.session import current_token as current_token
 from raydfl.cluster.session import ray_session as ray_session
 from raydfl.cluster.sites import open_serial_pool as open_serial_pool
 from raydfl.cluster.sites import prepare_sites as prepare_sites
+from raydfl.cluster.use import add_use as add_use

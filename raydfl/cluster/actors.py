@@ -19,6 +19,7 @@ from raydfl.cluster.faults import LOST, StragglerPolicy, explain_end, leave_out,
 from raydfl.cluster.idle import IdleActors
 from raydfl.cluster.resources import ActorKind, actor_kinds, list_alive_nodes
 from raydfl.cluster.scheduling import Backlog, Lane, schedule
+from raydfl.cluster.use import UseMeter
 from raydfl.core.errors import ResourcesError
 from raydfl.engine import SERVER, Order, RaySettings, Reply, Worker, add_spans, split_groups, split_pieces
 
@@ -81,7 +82,12 @@ class ActorPool:
     """
 
     def __init__(
-        self, start_actor: StartActor, settings: RaySettings, patience: StragglerPolicy, number: Callable[[], int]
+        self,
+        start_actor: StartActor,
+        settings: RaySettings,
+        patience: StragglerPolicy,
+        number: Callable[[], int],
+        meter: UseMeter,
     ) -> None:
         """Start all actors without waiting for them.
 
@@ -90,10 +96,12 @@ class ActorPool:
             settings: Number of actors and their resources.
             patience: Policy for clients with lost or late actors.
             number: Returns a new number for a slot, at the slot's first reply.
+            meter: Meter of the use of nodes.
         """
         self._start_actor = start_actor
         self._settings = settings
         self._patience = patience
+        self._meter = meter
         self._slots: dict[Any, _Slot] = {}
         self._numbers: defaultdict[Any, int] = defaultdict(number)
         """Slot numbers by key."""
@@ -124,8 +132,14 @@ class ActorPool:
         self._slots[key] = slot
         return slot
 
+    def _remove(self, key: Any) -> ActorHandle[ClientActor]:
+        slot = self._slots.pop(key)
+        if slot.node:
+            self._meter.leave(slot.node)
+        return slot.actor
+
     def _close(self, key: Any) -> None:
-        ray.kill(self._slots.pop(key).actor)
+        ray.kill(self._remove(key))
 
     def _replace(self, key: Any) -> None:
         """End a slot's actor and start a new actor of the same kind."""
@@ -194,6 +208,7 @@ class ActorPool:
                     ) from error
                 self._replace(key)
             else:
+                self._meter.join(slot.node)
                 slot.deadline = math.inf
                 slot.due = time.monotonic() + slot.limit
                 self._failed_starts = 0
@@ -218,7 +233,7 @@ class ActorPool:
         """
         for key, slot in list(self._slots.items()):
             if idle is not None and not slot.starting and not slot.load:
-                idle.keep(key, self._slots.pop(key).actor)
+                idle.keep(key, self._remove(key))
             else:
                 self._close(key)
 
@@ -289,6 +304,7 @@ class ActorPool:
         sent = time.perf_counter()
         reference: Any = slot.actor.carry_out.remote(orders, receive, *[self._references[name] for name in receive])
         self._calls[reference] = _Call(orders, key, slot, sent)
+        self._meter.send(slot.node, receive)
         slot.load, slot.work = slot.load + 1, slot.work + _sum_costs(orders)
         training = orders[0].measure is None
         slot.free_at = max(slot.free_at, time.monotonic()) + _sum_costs(orders) * self._get_pace(slot.kind, training)
@@ -316,6 +332,7 @@ class ActorPool:
             return self._requeue(call, error)
         except RayTaskError as error:
             raise unwrap_error(error) from error
+        self._meter.receive(slot.node, sum(reply.seconds for reply in replies), sum(map(_count_bytes, replies)))
         self._update_pace(call, replies)
         self._note_results(replies)
         return add_spans(replies, self._numbers[call.key], call.sent, time.perf_counter(), self._again)
@@ -406,3 +423,10 @@ class ActorPool:
 
 def _sum_costs(orders: Sequence[Order]) -> float:
     return sum(order.cost for order in orders)
+
+
+def _count_bytes(reply: Reply) -> int:
+    """Return the bytes of a reply's tensors. The sums of a block replace the updates of its clients."""
+    if reply.sums or (reply.update is None and not reply.rejected):
+        return sum(tensor.nbytes for update in reply.sums for tensor in update.tensors.values())
+    return int(reply.bytes_up)

@@ -16,6 +16,7 @@ from raydfl.cluster.client import ClientActor
 from raydfl.cluster.faults import StragglerPolicy
 from raydfl.cluster.idle import IdleActors
 from raydfl.cluster.resources import ActorKind, format_free_resources, format_kinds
+from raydfl.cluster.use import NodeUse, UseMeter, name_node_types
 from raydfl.core.errors import ResourcesError
 from raydfl.core.tensors import FlatTensors
 from raydfl.engine import Order, RaySettings, Reply, Worker, keys_of
@@ -55,7 +56,10 @@ class RayPool:
         """
         patience, number = patience or StragglerPolicy(), itertools.count().__next__
         starts = {place: functools.partial(start_actor, place) for place in places}
-        self._pools = {place: ActorPool(start, settings, patience, number) for place, start in starts.items()}
+        self._meter = UseMeter(ray.get_runtime_context().get_node_id())
+        self._pools = {
+            place: ActorPool(start, settings, patience, number, self._meter) for place, start in starts.items()
+        }
         self._settings = settings
         self._few_since: float | None = None
         """Start of the current shortage of actors (time.monotonic)."""
@@ -135,6 +139,10 @@ class RayPool:
         """List reasons for training on the CPU despite a share of a GPU, for each affected actor."""
         return [reason for pool in self._pools.values() for reason in pool.fallbacks]
 
+    def use(self) -> dict[str, NodeUse]:
+        """Return the use of nodes since the start, by type of node."""
+        return self._meter.summarise(name_node_types())
+
     def ask(self, place: str, job: Callable[[Worker], T], wait: bool = True) -> T | None:
         """Run a job on a running actor of a place; ``None`` without an actor or after its loss."""
         return self._pools[place].ask(job, wait)
@@ -156,6 +164,7 @@ class RayPool:
             ResourcesError: An order's actor was lost more often than ``ray.retries``, or actors cannot be started.
         """
         references: dict[str, Any] = {key: ray.put(broadcast[key]) for key in sorted(keys_of(orders))}
+        self._meter.begin_round({key: broadcast[key].vector.nbytes for key in references})
         for place, pool in self._pools.items():
             pool.start([order for order in orders if order.place == place], references)
         return self._replies()

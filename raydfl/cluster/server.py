@@ -31,6 +31,7 @@ from raydfl.cluster.queue import queue_actors
 from raydfl.cluster.resources import run_actor_kinds
 from raydfl.cluster.run_files import RunFiles, share_files
 from raydfl.cluster.sites import open_serial_pool
+from raydfl.cluster.use import NodeUse
 from raydfl.core.errors import ResourcesError
 from raydfl.core.memory import keep_freed_memory
 from raydfl.data import Population
@@ -119,6 +120,10 @@ class Server:
         """Return the number of actors on the CPU despite a share of a GPU, with a reason; "" without such actors."""
         reasons = self._pool.fallbacks() if isinstance(self._pool, RayPool) else []
         return f"client actors on the CPU: {len(reasons)}; {reasons[0]}" if reasons else ""
+
+    def use(self) -> dict[str, NodeUse]:
+        """Return the use of nodes by client actors since the start, by type of node."""
+        return self._pool.use() if isinstance(self._pool, RayPool) else {}
 
     def round(self) -> RoundReport:
         """Compute a round. The caller may repeat a failed round, unless it uses :meth:`rounds`."""
@@ -218,6 +223,10 @@ class ServerActor:
     def cpu_fallback(self) -> str:
         """Return the number of actors on the CPU despite a share of a GPU, with a reason."""
         return "" if self._server is None else self._server.cpu_fallback()
+
+    def use(self) -> dict[str, NodeUse]:
+        """Return the use of nodes by client actors since the start, by type of node."""
+        return {} if self._server is None else self._server.use()
 
     def rounds(self, round_index: int, until: int, seconds: float) -> list[RoundReport] | None:
         """Compute rounds, and add them to Ray's metrics. ``None``: this actor was restarted, or see :meth:`Server.rounds`."""
@@ -321,6 +330,11 @@ class RemoteServer:
             with contextlib.suppress(_ServerLostError):
                 reason: str = self._get(self._actor.cpu_fallback.remote())
                 return reason
+
+    def use(self) -> dict[str, NodeUse]:
+        """Return the use of nodes by client actors since the server's start, by type of node. Empty after a loss."""
+        use: dict[str, NodeUse] | None = self._answer(self._actor.use.remote())
+        return use or {}
 
     def rounds(self, round_index: int, until: int) -> list[RoundReport] | None:
         """Compute a round, or several short rounds. ``None`` if a lost server was restarted from an earlier round."""

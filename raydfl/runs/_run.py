@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 from raydfl.cluster import (
     RemoteServer,
     Server,
+    add_use,
     check_without_actors,
     connect_ray,
     end_idle_server,
@@ -356,7 +357,17 @@ def _run_rounds(
                     progress.round(report)
                     if (yield report):
                         stop.asked = True
+    _record_use(run_dir, config, server)
     return Result(run_dir, round_index, round_index >= total or bool(ended), scores, ended=ended)
+
+
+def _record_use(run_dir: Path, config: Config, server: Server | RemoteServer) -> None:
+    """Add the use of the cluster's nodes to ``run.json``."""
+    if use := server.use():
+        about = read_about(run_dir)
+        total = about.get("nodes", {})
+        add_use(total, use)
+        write_about(run_dir, config, {**about, "nodes": total})
 
 
 def _append_rows(report: RoundReport, finished: RoundReport) -> RoundReport:

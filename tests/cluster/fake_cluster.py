@@ -99,7 +99,7 @@ class FakeCluster:
         """(time, number of unplaced actors) at each change."""
         self.events: list[tuple[float, Callable[[], Any]]] = []
         self.waits = 0
-        for name in ("wait", "get", "put", "kill", "available_resources"):
+        for name in ("wait", "get", "put", "kill", "available_resources", "get_runtime_context"):
             monkeypatch.setattr(f"raydfl.cluster.pool.ray.{name}", getattr(self, name))
         monkeypatch.setattr(actors, "list_alive_nodes", lambda: {n.name: {} for n in self.nodes if n.alive})
         monkeypatch.setattr(actors, "time", self)
@@ -182,6 +182,12 @@ class FakeCluster:
             actor.node.actors.remove(actor)
         actor.end(self.now)
         self._place()
+
+    def get_runtime_context(self) -> FakeCluster:
+        return self
+
+    def get_node_id(self) -> str:
+        return "head"
 
     def available_resources(self) -> dict[str, float]:
         free = [node.free() for node in self.nodes if node.alive]

@@ -10,6 +10,7 @@ from fake_cluster import START, FakeCluster, make_orders, open_pool
 from raydfl.cluster.faults import StragglerPolicy
 from raydfl.cluster.pool import RayPool
 from raydfl.core.errors import ResourcesError
+from raydfl.core.tensors import FlatTensors
 from raydfl.core.types import Task
 from raydfl.data.shards import Shard
 from raydfl.engine.orders import SERVER, Measurement, Order
@@ -22,11 +23,12 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> FakeCluster:
 
 
 SITES = ("north", "south")
+EMPTY = FlatTensors.from_tensors({})
 
 
 def carry_out(pool, costs):  # type: ignore[no-untyped-def]
     """Return all results, and check that each order has exactly one."""
-    results = list(pool.run(make_orders(costs), {"global": None}))
+    results = list(pool.run(make_orders(costs), {"global": EMPTY}))
     assert sorted(result.position for result in results) == list(range(len(costs)))
     return results
 
@@ -50,7 +52,7 @@ def test_replies_come_in_batches_nearly_in_client_order(cluster: FakeCluster) ->
     rng, most_held, early, used = random.Random(1), 0, set(), 0
     carry_out(pool, [1.0] * 200)  # the pool measures the time per client
     waits = cluster.waits
-    for reply in pool.run(make_orders([rng.choice([0.5, 1.0, 1.5]) for _ in range(1000)]), {"global": None}):
+    for reply in pool.run(make_orders([rng.choice([0.5, 1.0, 1.5]) for _ in range(1000)]), {"global": EMPTY}):
         early.add(reply.position)
         while used in early:
             early.remove(used)
@@ -228,7 +230,7 @@ def test_with_per_client_actors_server_data_are_evaluated_at_their_site(
         Order(position, Task(SERVER), 0, 1.0, measure=(Measurement("test", (), Shard("test", 0, 1, site)),), place=site)
         for position, site in enumerate(["north", "south", "north"])
     ]
-    assert len(list(pool.run(sent, {"global": None}))) == 3
+    assert len(list(pool.run(sent, {"global": EMPTY}))) == 3
     assert {(actor.site, tuple(sorted(actor.done))) for actor in cluster.actors} == {
         ("north", (0, 2)),
         ("south", (1,)),
@@ -240,7 +242,7 @@ def test_a_client_runs_only_at_its_site(cluster: FakeCluster) -> None:
     pool = RayPool(cluster.start_actor, RaySettings(actors=2), places=SITES)
     clients = ["north/0", "south/0", "north/1", "south/1", "south/2"]
     sent = [Order(position, Task(client), 0, 1.0, place=client[:5]) for position, client in enumerate(clients)]
-    results = list(pool.run(sent, {"global": None}))
+    results = list(pool.run(sent, {"global": EMPTY}))
     assert sorted(result.position for result in results) == [0, 1, 2, 3, 4]
     for site in ("north", "south"):
         done = {clients[position] for actor in cluster.actors if actor.site == site for position in actor.done}

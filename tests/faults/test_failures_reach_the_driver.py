@@ -65,7 +65,7 @@ class InThisProcess(RemoteServer):
         self._actor.close.remote()()
 
 
-CALLS = ("open", "rounds", "finish", "close")
+CALLS = ("open", "rounds", "finish", "use", "close")
 
 
 @pytest.fixture

@@ -104,6 +104,7 @@ _ALSO_ABOUT = {
     "site_key": str,
     "mlflow_run_id": str,
     "cpu_fallback": str,
+    "nodes": dict,
     "branches": list,
     "skipped": list,
     "kernels": dict,

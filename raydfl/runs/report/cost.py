@@ -25,7 +25,7 @@ from raydfl.runs.report.figures import (
     plot_curves,
 )
 from raydfl.runs.report.page import Section
-from raydfl.runs.words import format_size
+from raydfl.runs.words import format_duration, format_size
 
 _ACTORS = ("transfer", "wait")
 _WORDS = {
@@ -51,7 +51,20 @@ _VIEWS = "views/"
 
 def show_cost(run: RunRecord) -> Section:
     """Show bytes and times. Runs of older versions have only total times."""
-    return Section("Cost", [*_draw_bytes(run), *_draw_round_times(run), *_draw_timelines(run), *_draw_other_times(run)])
+    plots = [*_draw_bytes(run), *_draw_round_times(run), *_draw_timelines(run), *_draw_other_times(run)]
+    headings = ("nodes of client actors", "held", "busy", "idle", "received from other nodes", "sent to other nodes")
+    rows = [
+        (
+            name,
+            format_duration(use["held"]),
+            format_duration(use["busy"]),
+            format_duration(use["held"] - use["busy"]),
+            format_size(use["bytes_down"]),
+            format_size(use["bytes_up"]),
+        )
+        for name, use in sorted(run.about.get("nodes", {}).items())
+    ]
+    return Section("Cost", plots, headings if rows else (), rows)
 
 
 def _draw_bytes(run: RunRecord) -> Iterator[Plot]:
