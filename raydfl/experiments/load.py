@@ -72,13 +72,13 @@ def load_study(file: str | Path, overrides: Sequence[str] = (), only: Sequence[s
     if settings.domains:
         check_domains(study)
     if settings.tuned is not None:
-        search, tuned = read_tuned(study, file.parent / settings.tuned)
+        search, tuned, untuned = read_tuned(study, file.parent / settings.tuned)
         domains = search.settings.domains
         extreme = {
             labels: [key for key, value in values.items() if domains[key].is_extreme(value)]
             for labels, values in tuned.items()
         }
-        study = replace(study, tuned=tuned, extreme=extreme)
+        study = replace(study, tuned=tuned, extreme=extreme, untuned=untuned)
     study = replace(study, trials=_make_trials(study))
     if settings.confirmatory:
         check_protocol(study)
@@ -257,11 +257,14 @@ def check_domains(study: Study) -> None:
 # -- protocol --------------------------------------------------------------------------------------------------------
 
 
-def read_tuned(study: Study, path: Path) -> tuple[Study, dict[tuple[str, ...], dict[str, Any]]]:
+def read_tuned(
+    study: Study, path: Path
+) -> tuple[Study, dict[tuple[str, ...], dict[str, Any]], tuple[tuple[str, ...], ...]]:
     """Read the best draw of each contestant from the results of a search.
 
     Returns:
-        The search, and settings by the labels of the study's cells. Trained controls have those of the study's control.
+        The search, settings by the labels of the study's cells, and the cells of trained controls that the search lacks. Those
+        have the settings of the study's control.
 
     Raises:
         ConfigError: The search does not fit the study, is unfinished, or has unequal numbers of trials.
@@ -302,16 +305,17 @@ def read_tuned(study: Study, path: Path) -> tuple[Study, dict[tuple[str, ...], d
             f"{where} has {fewest} trials per contestant, but the protocol requires {TRIALS}. Raise samples there."
         )
     axis, controls = study.contestants_axis, [LABELS[name] for name in study.settings.trained_controls]
-    tuned = {}
+    tuned, untuned = {}, []
     for labels in study.cells:
         by_axis = dict(zip(study.axes, labels, strict=True))
         if by_axis.get(axis) in controls and axis in search.axes and by_axis[axis] not in tuning.axes[axis]:
             by_axis[axis] = study.settings.control[axis]
+            untuned.append(labels)
         key = tuple(by_axis[name] for name in search.axes)
         if key not in finished:
             raise ConfigError(f"{where} has no label {', '.join(key)}. Add it to the axes of the search.")
         tuned[labels] = dict(finished[key][0].values)
-    return search, tuned
+    return search, tuned, tuple(untuned)
 
 
 def check_protocol(study: Study) -> None:

@@ -106,6 +106,9 @@ def _describe_tuning(study: Study) -> Iterator[str]:
         return
     yield f"Tuning: equal numbers of trials per contestant, on a different seed and held-out data ({study.settings.tuned})."
     for labels, values in study.tuned.items():
+        if labels in study.untuned:
+            yield f"Not tuned, with the settings of {', '.join(study.find_control(labels))}: {', '.join(labels)}."
+            continue
         text = " ".join(f"{key}={describe_value(value)}" for key, value in values.items())
         extreme = ", ".join(study.extreme.get(labels, ()))
         warning = f" {extreme} is at the end of the tried range, so a wider range may be better." if extreme else ""

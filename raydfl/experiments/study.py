@@ -109,6 +109,8 @@ class Study:
     """Tuned settings by the labels of a cell."""
     extreme: Mapping[tuple[str, ...], Sequence[str]] = field(default_factory=dict)
     """Tuned settings whose best value is the smallest or the largest of the search, by the labels of a cell."""
+    untuned: tuple[tuple[str, ...], ...] = ()
+    """Labels of the cells of trained controls with the tuned settings of their control."""
     trials: tuple[Trial, ...] = ()
     """All planned trials: the first repeat of every contestant, then the second, and so on. With optuna the tuple is empty, and
     with pbt it has the first members. Trials with equal configurations have equal identities."""

@@ -346,6 +346,7 @@ def test_each_contestant_has_its_best_settings_and_controls_those_of_the_control
     assert not any(study.extreme.values())
     rates = {trial.labels[0]: trial.config.train.optimiser.lr for trial in study.trials}
     assert rates == pytest.approx({"FedAvg": 0.03, "FedProx": 0.05, "local only": 0.03, "centralised": 0.03})
+    assert "Not tuned, with the settings of FedAvg: centralised." in " ".join(describe_results(read_results(study)))
 
 
 def test_a_best_setting_at_the_end_of_the_tried_range_is_reported(grid: StudyFile, tuned_keys: dict[str, Any]) -> None:
