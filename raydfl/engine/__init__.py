@@ -18,6 +18,7 @@ from raydfl.engine.pool import Pool, SerialPool
 from raydfl.engine.probe import try_models
 from raydfl.engine.selection import Criterion, Leader, holds_out
 from raydfl.engine.settings import RaySettings, TrackSettings, hide_passwords
+from raydfl.engine.software import check_same_software, describe_software
 from raydfl.engine.telemetry import TIMELINE, WALL, RoundReport, add_spans
 from raydfl.engine.validation import UpdateChecker
 from raydfl.engine.worker import KEPT_MODEL, Worker
@@ -47,6 +48,8 @@ __all__ = [
     "apply_values",
     "build_fixed_tensors",
     "build_models",
+    "check_same_software",
+    "describe_software",
     "find_best",
     "find_received_entries",
     "hide_passwords",

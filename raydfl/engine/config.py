@@ -18,10 +18,9 @@ import torch
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from raydfl.core.errors import ConfigError, nearest
-from raydfl.core.ops import differing_kernels, kernels
+from raydfl.core.ops import differing_kernels
 from raydfl.core.options import explain, plain
 from raydfl.core.settings import Settings
-from raydfl.core.version import describe_source
 from raydfl.core.yaml import read_yaml
 from raydfl.data import KNOWN, DataSettings, Population, ProfileSettings
 from raydfl.engine.assembly import Components, ModelChoice, assemble, format_value, split_view
@@ -33,6 +32,7 @@ from raydfl.engine.overrides import apply_overrides
 from raydfl.engine.phases import Phases
 from raydfl.engine.selection import Selection, check_begins, check_measured, holds_out
 from raydfl.engine.settings import EvaluateSettings, RaySettings, RunSettings, TrackSettings
+from raydfl.engine.software import check_same_software, describe_software
 from raydfl.models import INIT_FROM, check_model
 from raydfl.training import PhaseSettings, TrainSettings, check_device
 
@@ -40,10 +40,8 @@ _FILES = "_files_at_start"
 """Attribute of a pickled configuration: :meth:`Config.files` of the process that started the run."""
 
 
-_KERNELS = "_kernels_at_start"
-"""Attribute of a pickled configuration: the kernels of the machine that started the run."""
-_SOURCE = "_source_at_start"
-"""Attribute of a pickled configuration: raydfl's version and digest on the run's first machine."""
+_SOFTWARE = "_software_at_start"
+"""Attribute of a pickled configuration: the software of the machine that started the run."""
 _log = logging.getLogger(__name__)
 
 
@@ -179,8 +177,7 @@ class Config(Settings):
         state = super().__getstate__()
         state["__dict__"] = {key: value for key, value in state["__dict__"].items() if key != "components"}
         state["__dict__"].setdefault(_FILES, self.files() if "components" in self.__dict__ else {})
-        state["__dict__"].setdefault(_KERNELS, kernels())
-        state["__dict__"].setdefault(_SOURCE, describe_source())
+        state["__dict__"].setdefault(_SOFTWARE, describe_software())
         return state
 
     def check_files(self) -> None:
@@ -198,21 +195,12 @@ class Config(Settings):
         Raises:
             ConfigError: raydfl, the version of PyTorch, or the availability of the compiled operators differs.
         """
-        here = {"raydfl": describe_source(), **kernels()}
-        there = {"raydfl": self.__dict__.get(_SOURCE, here["raydfl"]), **self.__dict__.get(_KERNELS, here)}
-        differing = [name for name in ("raydfl", "torch") if there[name] != here[name]]
-        if (there["operators"] == "none") != (here["operators"] == "none"):
-            differing.append("operators")
-        if differing:
-            values = ", ".join(f"{name} {here[name]} here, {there[name]} on the first machine" for name in differing)
-            raise ConfigError(
-                f"node {platform.node()} and the run's first machine have different software: {values}. Install the same "
-                f"raydfl and PyTorch on every node, with compiled operators on all nodes or on none."
-            )
+        if _SOFTWARE in self.__dict__:
+            check_same_software(self.__dict__[_SOFTWARE])
 
     def check_kernels(self) -> None:
         """Warn if this machine's CPU kernels differ from the starting machine's, because the last digits may then differ."""
-        differing = differing_kernels(self.__dict__.get(_KERNELS, {}))
+        differing = differing_kernels(self.__dict__.get(_SOFTWARE, {}))
         if differing:
             _log.warning(
                 "raydfl on %s and on the starting machine of the run use different CPU kernels (%s). The last digits of the models "

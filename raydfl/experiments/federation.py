@@ -27,7 +27,7 @@ from raydfl.cluster import make_bundles
 from raydfl.core.errors import ConfigError, InputError, RaydflError
 from raydfl.core.files import write_durably
 from raydfl.core.remote import is_uri
-from raydfl.engine import Config, RoundReport, load_config, make_config
+from raydfl.engine import Config, RoundReport, check_same_software, describe_software, load_config, make_config
 from raydfl.engine.storage import RunStore, decisive_changes, read_about, read_rows, write_config
 from raydfl.experiments.load import CHANGEABLE, fits_state
 from raydfl.experiments.settings import overlay, plain_value
@@ -124,7 +124,7 @@ def make_trainable(
         copies: Whether checkpoints are copies of the run folder. Otherwise the folder itself is the trial's state.
     """
     # Ray sends the class with its attributes to each process, so every call needs a new class.
-    attributes = {"order": staticmethod(order), "cpus": cpus, "copies": copies}
+    attributes = {"order": staticmethod(order), "cpus": cpus, "copies": copies, "software": describe_software()}
     return type("Federation", (_Federation,), attributes)
 
 
@@ -162,6 +162,8 @@ class _Federation(tune.Trainable):
     order: ClassVar[Callable[[Mapping[str, Any], str], TrialOrder]]
     cpus: ClassVar[float]
     copies: ClassVar[bool]
+    software: ClassVar[Mapping[str, str]]
+    """Software of the process that started the trials."""
 
     @classmethod
     def default_resource_request(cls, config: dict[str, Any]) -> tune.PlacementGroupFactory:
@@ -225,6 +227,7 @@ class _Federation(tune.Trainable):
             time.sleep(_IDLE)
 
     def _train(self, after: int) -> Generator[dict[str, Any], None, Result]:
+        check_same_software(self.software)
         config = self._order.config
         rounds = iterate_rounds(config, Progress("quiet"), durable=self.copies, signals=False, lend=True)
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -13,6 +14,8 @@ import pytest
 from helpers import known
 from ray import tune
 
+from raydfl.core import ops
+from raydfl.core.ops import _backend
 from raydfl.engine.config import Config
 from raydfl.experiments.federation import WORST, TrialOrder, branch, make_trainable, read_scores
 from raydfl.experiments.settings import MetricSettings
@@ -171,6 +174,16 @@ def test_a_failure_is_reported_and_logged(
         assert last["failed"].startswith("metric: validation loss is not measured. Measured are ")
         assert "test model/accuracy" in last["failed"]
     assert "Traceback" in (tmp_path / "logs" / "trial.log").read_text()
+
+
+def test_a_trial_in_a_process_with_other_software_fails(
+    tiny: Callable[..., Config], create_trial: Callable[..., tune.Trainable], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trial = create_trial(tiny())
+    monkeypatch.setattr(_backend, "is_compiled", lambda: not ops.is_compiled())
+    last = trial.train()
+    assert last["status"] == "failed"
+    assert re.search(r"different software: operators \w+ here, \w+ on the first machine", last["failed"])
 
 
 def test_a_copy_continues_from_the_parents_state_with_its_own_settings(

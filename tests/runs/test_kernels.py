@@ -16,8 +16,7 @@ from helpers import stop_after
 from raydfl.core import ops, version
 from raydfl.core.errors import ConfigError
 from raydfl.core.ops import _backend
-from raydfl.engine import Worker
-from raydfl.engine import config as config_module
+from raydfl.engine import Worker, software
 from raydfl.engine.config import Config
 from raydfl.engine.storage.private import PrivateStore
 from raydfl.runs._run import resume
@@ -77,7 +76,7 @@ def test_worker_with_other_kernels_logs_a_warning(
     [
         (lambda patch: patch.setattr(torch, "__version__", "1.0"), r"torch 1\.0 here, \S+ on the first machine"),
         (
-            lambda patch: patch.setattr(config_module, "describe_source", lambda: "0.0.9 (0)"),
+            lambda patch: patch.setattr(software, "describe_source", lambda: "0.0.9 (0)"),
             r"raydfl 0\.0\.9 \(0\) here, 0\.1\.0 \(\w+\) on the first",
         ),
         (
