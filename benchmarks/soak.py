@@ -2,10 +2,10 @@
 
     python benchmarks/soak.py [--rounds 5000] [--every 50] [--allowed 8] [--out soak] [key=value ...]
 
-Runs the tiny federation with two client actors like a user, and reads the unique set size of each of its processes at
-regular intervals: the memory that its end would free. Writes OUT.csv, OUT.svg and OUT.png and prints a table. It fails
-if the median of the last quarter of a process's readings is more than ``--allowed`` MB above the first quarter's. The
-first fifth of the first quarter, and the first 100 rounds, are left out as warm-up.
+Runs the tiny federation with two client actors like a user. At regular intervals it reads the unique set size of each of
+its processes, which is the memory that its end would free, and the bytes in Ray's object store. Writes OUT.csv, OUT.svg and
+OUT.png and prints a table. It fails if the median of the last quarter of a process's readings is more than ``--allowed`` MB
+above the first quarter's. The first fifth of the first quarter, and the first 100 rounds, are left out as warm-up.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -33,6 +33,8 @@ TITLES = {
     "/raylet --": "raylet",
     "/gcs_server --": "Ray's head",
 }
+STORE = "object store"
+"""Name of the readings of Ray's object store."""
 SETTLED = 100
 """Warm-up rounds: the files of the metrics table are first merged after them."""
 Readings = dict[str, list[tuple[int, float]]]
@@ -80,6 +82,7 @@ def soak(folder: Path, rounds: int, every: int, overrides: Sequence[str] = ()) -
         command, stdout=subprocess.PIPE, text=True, env={**os.environ, **mark.environment}
     ) as process:
         watched: dict[str, psutil.Process] = {}
+        read_store: Callable[[], int] | None = None
         for done in _rounds(process):
             if done % every:
                 continue
@@ -87,10 +90,26 @@ def soak(folder: Path, rounds: int, every: int, overrides: Sequence[str] = ()) -
             for name, each in watched.items():
                 with contextlib.suppress(psutil.NoSuchProcess):  # a short run may end before its rounds are read
                     readings.setdefault(name, []).append((done, each.memory_full_info().uss / 1e6))
+            read_store = read_store or _connect(watched["raylet"])
+            with contextlib.suppress(RuntimeError):  # Ray has ended.
+                readings.setdefault(STORE, []).append((done, read_store() / 1e6))
             print(f"round {done}", end="\r", flush=True, file=sys.stderr)
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, command)
     return readings
+
+
+def _connect(raylet: psutil.Process) -> Callable[[], int]:
+    """Connect to the head of a raylet, and return a function that reads the bytes in the object store."""
+    address = next(text.partition("=")[2] for text in raylet.cmdline() if text.startswith("--gcs-address="))
+    os.environ.update({name: value for name, value in raylet.environ().items() if name.startswith("RAY_AUTH")})
+    from ray._private.internal_api import (  # Ray reads the variables when it is imported.
+        get_memory_info_reply,
+        get_state_from_address,
+    )
+
+    state = get_state_from_address(address)
+    return lambda: int(get_memory_info_reply(state).store_stats.object_store_bytes_used)
 
 
 def _rounds(process: subprocess.Popen[str]) -> Iterator[int]:
