@@ -92,8 +92,9 @@ SETTINGS: Mapping[str, Values] = {
     },
     "bfloat16": {"train": {"precision": "bfloat16"}},
     "float16": {"train": {"precision": "float16"}, "ray": {"actors": 1, "gpus": 1}},  # else it is rejected
+    "tf32": {"train": {"precision": "tf32"}, "ray": {"actors": 1, "gpus": 1}},
 }
-SHORT = ("bfloat16", "float16")
+SHORT = ("bfloat16", "float16", "tf32")
 """Settings compared with float32."""
 LARGE = ("ssast_small", "ssast_base", "film_cnn", "film_cnn_small")
 """Networks with a smaller one of the same code beside them."""
@@ -135,8 +136,8 @@ def cases(dry: bool = False) -> list[Case]:
         for name in registry.names("raydfl.data.transforms")
     ]
     found += [Case("attack", name, ATTACKS.get(name, {})) for name in registry.names("raydfl.attacks")]
-    without = "float16" if dry else ""  # a CPU rejects it
-    return [*found, *(Case("setting", name, values) for name, values in SETTINGS.items() if name != without)]
+    without = ("float16", "tf32") if dry else ()  # a CPU rejects them
+    return [*found, *(Case("setting", name, values) for name, values in SETTINGS.items() if name not in without)]
 
 
 def configuration(case: Case, clips: Path, folder: Path, name: str, together: int = 1) -> Config:

@@ -19,7 +19,8 @@ import torch
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from raydfl.cluster.faults import unwrap_error
-from raydfl.cluster.resources import format_gib
+from raydfl.cluster.queue import find_lasting_shortage
+from raydfl.cluster.resources import ActorKind, format_gib
 from raydfl.cluster.run_files import RunFiles, share_files
 from raydfl.cluster.sites import open_serial_pool
 from raydfl.core.errors import ConfigError, ResourcesError
@@ -300,6 +301,8 @@ def resolve_auto(run_dir: Path, config: Config, tell: Callable[[str], None]) -> 
             f"ray.gpus: auto needs a whole GPU for the measurement, but the cluster has {gpus:g}. Set ray.gpus=0 for the CPU, or "
             f"a share such as 0.25."
         )
+    if shortage := find_lasting_shortage([ActorKind(settings.cpus, settings.gpu_share)]):
+        tell(f"Waiting for {shortage} used by other actors.")
     probe: Any = ray.remote(_Probe).options(num_cpus=settings.cpus, num_gpus=settings.gpu_share).remote()
     files = share_files(run_dir, config, tell)
     found: dict[str, Memory] = {}

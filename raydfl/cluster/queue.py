@@ -13,6 +13,7 @@ from ray.util.placement_group import (
 )
 
 from raydfl.cluster.resources import ActorKind, count_fitting, find_shortage, list_alive_nodes
+from raydfl.core.errors import ResourcesError
 from raydfl.engine import Config
 
 _ENDING = 5.0
@@ -36,28 +37,50 @@ def queue_actors(config: Config, kinds: Sequence[ActorKind], tell: Callable[[str
     Returns:
         The placement group of the actors, with a bundle for each. ``None`` if no wait is necessary or possible: the resources are
         free, the cluster must grow first, or the actors depend on sites, labels or a trial's placement group.
+
+    Raises:
+        ResourcesError: Nodes left during the wait, and the cluster was too small for ``ray.ready_timeout`` seconds.
     """
     settings = config.ray
     depends = config.data.sites or settings.options.label_selector or settings.actors == "per_client"
     if not settings.queue or depends or get_current_placement_group() is not None:
         return None
+    shortage = find_lasting_shortage(kinds)
+    return _reserve(config, kinds, shortage, tell) if shortage else None
+
+
+def find_lasting_shortage(kinds: Sequence[ActorKind]) -> str:
+    """Describe the resources of some actors that other actors use, as :func:`find_shortage` does.
+
+    Returns:
+        Empty if the resources are free within some seconds, or if the cluster must grow first.
+    """
     if not all(kind.bundle for kind in kinds) or count_fitting(list_alive_nodes().values(), kinds) < len(kinds):
-        return None
+        return ""
     until = time.monotonic() + _ENDING
     while shortage := find_shortage(kinds):
         if time.monotonic() >= until:
-            return _reserve(kinds, shortage, tell)
+            return shortage
         time.sleep(_LOOK)
-    return None
+    return ""
 
 
-def _reserve(kinds: Sequence[ActorKind], shortage: str, tell: Callable[[str], None]) -> PlacementGroup:
-    """Wait for a placement group without a time limit."""
+def _reserve(config: Config, kinds: Sequence[ActorKind], shortage: str, tell: Callable[[str], None]) -> PlacementGroup:
+    """Wait for a placement group without a time limit, while the cluster's nodes can hold it."""
     tell(f"Waiting for {shortage} used by other actors. Set ray.queue=false to stop instead.")
     group: PlacementGroup = placement_group([kind.bundle for kind in kinds], strategy="PACK")
+    patience = config.ray.ready_timeout
+    fitted = time.monotonic()
     try:
         while not group.wait(_WAIT):
-            pass
+            fitting = count_fitting(list_alive_nodes().values(), kinds)
+            if fitting == len(kinds) or config.ray.autoscale:
+                fitted = time.monotonic()
+            elif time.monotonic() - fitted > patience:
+                raise ResourcesError(
+                    f"nodes left while the run waited for {len(kinds)} client actors. For {patience:g} s the other nodes have had "
+                    f"room for {fitting}. Add nodes, or lower ray.actors."
+                )
     except BaseException:
         remove_placement_group(group)
         raise

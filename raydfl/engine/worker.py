@@ -51,6 +51,7 @@ from raydfl.training import (
     Execution,
     Step,
     TrainingCounter,
+    allow_tf32,
     check_device,
 )
 from raydfl.training.together import run_in_lockstep
@@ -98,10 +99,9 @@ class Worker:
         self.device = torch.device(device)
         if self.device.type == "cpu":
             config.check_kernels()
-        if self.device.type == "cuda":
-            if self.device.index is None:  # tensors' devices have an index, and parts of torch.cuda require it
-                self.device = torch.device("cuda", torch.cuda.current_device())
-            torch.backends.cudnn.allow_tf32 = False  # TF32 would round convolutions and GRUs to 10 bits
+        if self.device.type == "cuda" and self.device.index is None:
+            # Tensors' devices have an index, and parts of torch.cuda require it.
+            self.device = torch.device("cuda", torch.cuda.current_device())
         self.method = config.components.method
         self.population = Population.load(run_dir / "population") if population is None else population
         self.clients = Clients(self.population, config)
@@ -239,6 +239,7 @@ class Worker:
         """
         task, training = order.task, self._training_in(order.stage)
         check_device(training.precision, self.device)
+        allow_tf32(training.precision, self.device)
         client, data = self._find_client(order)
         purpose = task.phase if order.measure is None else f"evaluate/{task.phase}"
         seed_torch(seeds.seed_for(self.config.run.seed, order.round_index, client.id, f"torch/{purpose}"), self.device)

@@ -12,7 +12,7 @@ from raydfl.training.execution import Execution
 from raydfl.training.multiply_adds import TrainingCounter, count_multiply_adds
 from raydfl.training.ownership import find_fixed_tensors
 from raydfl.training.plan import Plan
-from raydfl.training.precision import autocast, check_device
+from raydfl.training.precision import allow_tf32, autocast, check_device
 from raydfl.training.randomness import preserve_generators
 from raydfl.training.replica import Replica
 from raydfl.training.settings import ClientSettings, PhaseSettings, TrainSettings
@@ -32,6 +32,7 @@ __all__ = [
     "Step",
     "TrainSettings",
     "TrainingCounter",
+    "allow_tf32",
     "autocast",
     "check_device",
     "count_multiply_adds",

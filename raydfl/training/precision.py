@@ -1,4 +1,4 @@
-"""Mixed precision: matrix products, convolutions and recurrent layers in 16 bits, everything else in float32.
+"""Mixed precision: matrix products, convolutions and recurrent layers in fewer bits, everything else in float32.
 
 It affects only the inside of ``fit`` and ``predict``. Parameters, gradients, the optimiser, messages, private state and the
 logits of ``step.forward`` are float32. PyTorch's autocast chooses the type of each operation. raydfl.ops follow autocast on a
@@ -27,11 +27,11 @@ def check_device(precision: Precision, device: torch.device) -> None:
     """Check the support of a precision by a device.
 
     Raises:
-        ConfigError: float16 without a CUDA device.
+        ConfigError: float16 or tf32 without a CUDA device.
     """
-    if precision == "float16" and device.type != "cuda":
+    if precision in ("float16", "tf32") and device.type != "cuda":
         raise ConfigError(
-            f"train.precision: float16 needs a GPU, but clients train on the {device.type.upper()}. Give every client actor a "
+            f"train.precision: {precision} needs a GPU, but clients train on the {device.type.upper()}. Give every client actor a "
             "share of a GPU (ray.gpus above 0, ray.cpu_actors 0, nodes with CUDA), or choose bfloat16 or float32."
         )
 
@@ -40,12 +40,26 @@ def autocast(precision: Precision, device: torch.device) -> AbstractContextManag
     """Run eligible operations in a lower precision inside a ``with`` block, like ``torch.autocast``.
 
     Args:
-        precision: ``float32`` changes nothing.
+        precision: ``float32`` and ``tf32`` change nothing.
         device: device of the operations.
     """
-    if precision == "float32":
+    if precision in ("float32", "tf32"):
         return contextlib.nullcontext()
     return torch.autocast(device.type, getattr(torch, precision))
+
+
+def allow_tf32(precision: Precision, device: torch.device) -> None:
+    """Let this process's GPU operations round the factors of float32 products to 10 bits, or forbid it.
+
+    The flags hold for the backward pass too, which is outside of :func:`autocast`. PyTorch's defaults differ: cuDNN rounds,
+    matrix products do not.
+
+    Args:
+        precision: Only ``tf32`` allows the rounding.
+        device: device of the operations.
+    """
+    if device.type == "cuda":
+        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
 
 
 class GradientScale:

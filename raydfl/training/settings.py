@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from raydfl.core.errors import ConfigError
 from raydfl.core.settings import Settings
 
-Precision = Literal["float32", "bfloat16", "float16"]
+Precision = Literal["float32", "bfloat16", "float16", "tf32"]
 
 
 class OptimiserSettings(Settings):
@@ -200,7 +200,8 @@ class TrainSettings(Settings):
     precision: Precision = Field(
         "float32",
         description="Number format of matrix products, convolutions and recurrent layers. Parameters, optimiser and messages are "
-        "float32. bfloat16 needs hardware support. float16 scales the gradients and needs a GPU.",
+        "float32. bfloat16 needs hardware support. float16 scales the gradients and needs a GPU. tf32 rounds the factors of "
+        "float32 products to 10 bits and needs a GPU.",
     )
     optimiser: OptimiserSettings = OptimiserSettings()
     phases: dict[str, PhaseSettings] = Field(

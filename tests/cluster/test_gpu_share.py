@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from raydfl.cluster.gpu import (
     CONTEXT,
     Memory,
     NodeMemory,
+    _Probe,
     compute_memory_fraction,
     compute_share,
     explain_missing_gpu,
@@ -298,8 +300,8 @@ def test_auto_is_rejected_without_cuda(ray_session: None, tiny: Tiny) -> None:
 
 @pytest.mark.slow
 def test_the_run_uses_the_measured_share(ray_session: None, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Probe:
-        def memory(self, run_dir: str, config: dict[str, object]) -> Memory:
+    class Probe(_Probe):
+        def memory(self, run_dir: str, config: Config, files: object) -> Memory:
             return Memory("Made-up 16", 16 * GB, 3 * GB)
 
     monkeypatch.setattr("raydfl.cluster.gpu._Probe", Probe)
@@ -321,10 +323,16 @@ def test_the_run_uses_the_measured_share(ray_session: None, tiny: Tiny, monkeypa
 def test_actors_reserve_the_measured_memory(ray_session: None, tiny: Tiny) -> None:
     messages_seen: list[str] = []
     config = tiny("ray.memory=auto", "ray.actors=2", "ray.cpus=0.5", "train.rounds=1", "run.name=weighed")
+    holder = ray.util.placement_group([{"CPU": 4}])
+    ray.get(holder.ready(), timeout=60)
+    timer = threading.Timer(10.0, ray.util.remove_placement_group, [holder])
+    timer.start()
     measured = resolve_auto(create(config, Progress("quiet")), config, messages_seen.append)
+    timer.join()
     size = measured.ray.memory
     assert isinstance(size, int)
     assert size > 50 << 20
+    assert messages_seen.pop(0) == "Waiting for 0.5 CPU: 4 of 4 CPU are used by other actors."
     assert messages_seen == [f"A client actor needs {format_gib(size)} of its node's memory, and reserves it."]
     total = ray.cluster_resources()["memory"]
     free = []

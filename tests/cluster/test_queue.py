@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import ray
 from raydfl.cluster import queue
 from raydfl.cluster.client import start_client_actor
 from raydfl.cluster.resources import ActorKind
+from raydfl.core.errors import ResourcesError
 from raydfl.engine.config import Config
 from raydfl.runs._run import run
 from raydfl.runs.progress import Progress
@@ -34,7 +36,9 @@ class Busy:
         monkeypatch.setattr(queue, "placement_group", self.placement_group)
         monkeypatch.setattr(queue, "remove_placement_group", self.remove)
         monkeypatch.setattr(queue, "get_current_placement_group", lambda: None)
-        monkeypatch.setattr(queue, "list_alive_nodes", lambda: {"node": total})
+        self.leaves = math.inf
+        """The time when the node leaves."""
+        monkeypatch.setattr(queue, "list_alive_nodes", lambda: {"node": total} if self.now < self.leaves else {})
         monkeypatch.setattr("raydfl.cluster.resources.ray.cluster_resources", lambda: total)
         monkeypatch.setattr("raydfl.cluster.resources.ray.available_resources", self.free)
 
@@ -113,6 +117,16 @@ def test_an_interrupted_wait_frees_the_reservation(tiny: Tiny, monkeypatch: pyte
     busy.interrupted = True
     with pytest.raises(KeyboardInterrupt):
         queue.queue_actors(tiny("ray.actors=1"), [ActorKind(1, 0.0)], lambda text: None)
+    assert busy.removed == 1
+
+
+def test_a_wait_ends_if_nodes_leave_for_good(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    busy = Busy(monkeypatch, {"CPU": 4.0}, (1000.0, {"CPU": 4.0}))
+    busy.leaves = 100.0
+    config = tiny("ray.actors=1", "ray.ready_timeout=30")
+    with pytest.raises(ResourcesError, match=r"For 30 s the other nodes have had room for 0\. Add nodes"):
+        queue.queue_actors(config, [ActorKind(1, 0.0)], lambda text: None)
+    assert 130 <= busy.now < 145
     assert busy.removed == 1
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ from raydfl.engine.storage.private import PrivateStore
 from raydfl.engine.storage.store import RunStore
 from raydfl.testing import assert_same_bits, train_federation
 from raydfl.training.optimiser import Optimiser
-from raydfl.training.precision import GradientScale, autocast, check_device
+from raydfl.training.precision import GradientScale, allow_tf32, autocast, check_device
 from raydfl.training.settings import OptimiserSettings
 
 Tiny = Callable[..., Config]
@@ -180,20 +180,34 @@ def test_a_loss_receives_float32_logits(tiny: Tiny, tmp_path: Path) -> None:
     train_federation(tiny(f"method.name={source}:Watching", "train.precision=bfloat16", "train.rounds=1"))
 
 
-def test_float16_is_rejected_on_the_cpu(tiny: Tiny) -> None:
-    message = (
-        r"train.precision: float16 needs a GPU, but clients train on the CPU. Give every client actor a share of a GPU"
-    )
+@pytest.mark.parametrize("precision", ["float16", "tf32"])
+def test_formats_of_gpus_are_rejected_on_the_cpu(tiny: Tiny, precision: Literal["float16", "tf32"]) -> None:
+    message = rf"train.precision: {precision} needs a GPU, but clients train on the CPU. Give every client actor a share of a GPU"
     for settings in ([], ["ray.actors=2"], ["ray.actors=2", "ray.gpus=0.5", "ray.cpu_actors=1"], ["ray.gpus=0.5"]):
         with pytest.raises(ConfigError, match=message):
-            tiny("train.precision=float16", *settings)
+            tiny(f"train.precision={precision}", *settings)
     # Only the training process can check the GPU.
-    config = tiny("train.precision=float16", "ray.actors=2", "ray.gpus=0.5")
+    config = tiny(f"train.precision={precision}", "ray.actors=2", "ray.gpus=0.5")
     on_cpu = config.model_copy(update={"ray": config.ray.model_copy(update={"actors": 0})})
     with pytest.raises(ConfigError, match=message):
         train_federation(on_cpu)
-    check_device("float16", torch.device("cuda"))
+    check_device(precision, torch.device("cuda"))
     check_device("bfloat16", torch.device("cpu"))
+
+
+def test_only_tf32_rounds_float32_products_on_a_gpu() -> None:
+    """A process trains one run after another, so each precision sets both flags of PyTorch."""
+    flags = (torch.backends.cudnn, torch.backends.cuda.matmul)
+    before = [flag.allow_tf32 for flag in flags]
+    try:
+        for precision, allowed in (("tf32", True), ("float32", False), ("tf32", True), ("bfloat16", False)):
+            allow_tf32(precision, torch.device("cuda"))  # type: ignore[arg-type]
+            assert [flag.allow_tf32 for flag in flags] == [allowed, allowed]
+        allow_tf32("tf32", torch.device("cpu"))
+        assert not torch.backends.cudnn.allow_tf32
+    finally:
+        for flag, value in zip(flags, before, strict=True):
+            flag.allow_tf32 = value
 
 
 def test_float32_disables_autocast() -> None:
